@@ -96,8 +96,8 @@ def measure(root: Path, count: int, *, method: str = "lbt", spot: bool, every: b
         repeat: answers.
     """
     run = make_run(root / f"{count}", count, method=method, spot=spot)
-    found = [recommended(run, every=every) for _ in range(repeat)]
-    return min(found, key=lambda cost: cost.cpu)
+    results = [recommended(run, every=every) for _ in range(repeat)]
+    return min(results, key=lambda cost: cost.cpu)
 
 
 def recommended(run: RunDir, *, every: bool) -> Cost:
@@ -121,12 +121,12 @@ def recommended(run: RunDir, *, every: bool) -> Cost:
         stdout=subprocess.PIPE,
         check=True,
     )
-    status, said, cpu, peak = json.loads(watched.stdout)
+    status, text, cpu, peak = json.loads(watched.stdout)
     if status:
-        raise subprocess.CalledProcessError(status, command, said)
-    found = run.recommendation()
-    assert found is not None and found.candidates is not None
-    return Cost(found.candidates, cpu, peak * 1024 / 1e6)
+        raise subprocess.CalledProcessError(status, command, text)
+    result = run.recommendation()
+    assert result is not None and result.candidates is not None
+    return Cost(result.candidates, cpu, peak * 1024 / 1e6)
 
 
 def make_run(root: Path, count: int, *, method: str = "lbt", spot: bool) -> RunDir:
@@ -160,10 +160,10 @@ def make_run(root: Path, count: int, *, method: str = "lbt", spot: bool) -> RunD
 
 
 def _nodes(count: int) -> list[int]:
-    found = list_divisors(SMALLEST)
-    if count > len(found):
-        raise SystemExit(f"at most {len(found) * BATCHES} candidates")
-    return found[:count]
+    divisors = list_divisors(SMALLEST)
+    if count > len(divisors):
+        raise SystemExit(f"at most {len(divisors) * BATCHES} candidates")
+    return divisors[:count]
 
 
 def probe(nodes: int, local_batch: int, *, scale: int) -> Measured:

@@ -79,8 +79,8 @@ class Results:
         if not earlier.exists():
             return cls(path, {})
         try:
-            found = json.loads(earlier.read_text(encoding="utf-8"))
-            return cls(path, {name: {**entry} for name, entry in {**found}.items() if name in STAGES})
+            data = json.loads(earlier.read_text(encoding="utf-8"))
+            return cls(path, {name: {**entry} for name, entry in {**data}.items() if name in STAGES})
         except (TypeError, ValueError) as error:
             raise SystemExit(f"{earlier} holds no results: {error}; name another with --done") from error
 
@@ -119,12 +119,12 @@ class Setting:
 
     def entry(self, status: str, why: str, *, seconds: float = 0.0, told: Entry | None = None) -> Entry:
         told = told or {"data": {}, "faults": [], "unjudged": []}
-        left = [f"not judged: {', '.join(told['unjudged'])}"] if told["unjudged"] else []
+        remaining = [f"not judged: {', '.join(told['unjudged'])}"] if told["unjudged"] else []
         return {
             "status": status,
             "seconds": round(seconds, 1),
             "pass": status == "ok" and not told["faults"] and not told["unjudged"],
-            "why": "; ".join([*([why] if why else []), *told["faults"], *left]),
+            "why": "; ".join([*([why] if why else []), *told["faults"], *remaining]),
             "data": told["data"],
             "judged": not told["unjudged"],
             "device": self.device,
@@ -161,8 +161,8 @@ def run(row: Row, setting: Setting) -> Entry:
         end(process, mark)
     seconds = time.monotonic() - began
     with contextlib.suppress(OSError, ValueError):
-        told = json.loads((folder / "stage.json").read_text(encoding="utf-8"))
-        return judged(code, told, seconds, row=row, setting=setting, start=start)
+        data = json.loads((folder / "stage.json").read_text(encoding="utf-8"))
+        return judged(code, data, seconds, row=row, setting=setting, start=start)
     return setting.entry("fail", f"it told nothing: {last_line(setting.log, start)}", seconds=seconds)
 
 
@@ -187,11 +187,11 @@ def end(process: "subprocess.Popen[bytes]", mark: str) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     for _ in range(50):
-        left = [pid for pid, theirs in find_processes_with_variable(MARK).items() if theirs == mark]
-        for pid in left:
+        remaining = [pid for pid, theirs in find_processes_with_variable(MARK).items() if theirs == mark]
+        for pid in remaining:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if not left:
+        if not remaining:
             return
         time.sleep(POLL)
 
@@ -221,15 +221,15 @@ def work_through(
         if not again and results.measured(name, device=setting.device, tiny=setting.tiny):
             say(f"{name}: measured before")
             continue
-        left = ends - clock()
-        if setting.slower * row.usual > left:
-            why = f"takes some {setting.slower * row.usual:g} s, {max(0.0, left):.0f} s of the budget are left"
+        remaining = ends - clock()
+        if setting.slower * row.usual > remaining:
+            why = f"takes some {setting.slower * row.usual:g} s, {max(0.0, remaining):.0f} s of the budget are left"
             results.put(name, setting.entry("skipped", why))
             say(f"{name}: skipped: {why}")
             continue
         setting.log.write(f"=== {name}\n".encode())
         setting.log.flush()
-        entry = one(replace(row, limit=min(row.limit, left / setting.slower)), setting)
+        entry = one(replace(row, limit=min(row.limit, remaining / setting.slower)), setting)
         results.put(name, entry)
         how = "passed" if entry["pass"] else entry["why"]
         say(f"{name}: {entry['status']} in {entry['seconds']:.0f} s: {how}")

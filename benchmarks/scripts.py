@@ -112,8 +112,8 @@ def _gpus() -> bool:
 
 def _ended(process: "subprocess.Popen[str]", most: int = TOLD) -> dict[str, Any]:
     """Wait for a command; return its exit code and the end of what it said."""
-    said, told = process.communicate(timeout=60 * MINUTES)
-    return {"code": process.returncode, "said": said[-most:] if process.returncode == 0 else told[-most:]}
+    output, errors = process.communicate(timeout=60 * MINUTES)
+    return {"code": process.returncode, "said": output[-most:] if process.returncode == 0 else errors[-most:]}
 
 
 def profile(place: Place) -> dict[str, Any]:
@@ -138,16 +138,16 @@ def profile(place: Place) -> dict[str, Any]:
 
 def recommend(place: Place) -> dict[str, Any]:
     ended = _ended(place.tula("recommend", "--objective", "time", "--json"))
-    found = place.run().recommendation()
-    return {**ended, "choice": found and {"nodes": found.choice.nodes, "batch": found.choice.batch}}
+    result = place.run().recommendation()
+    return {**ended, "choice": result and {"nodes": result.choice.nodes, "batch": result.choice.batch}}
 
 
 def rehearse(place: Place) -> dict[str, Any]:
     """Let tula find out how the script goes on, at the middle batch."""
     ended = _ended(place.tula("check", "job.yaml", "--rehearse", "--json"), most=3000)
     kept = sorted((place.run().path / "script").glob("rehearse-*.json"), key=lambda path: path.stat().st_mtime)
-    found = json.loads(kept[-1].read_text()) if kept else {}
-    return {**ended, "verdict": found.get("verdict"), "found": found.get("told")}
+    result = json.loads(kept[-1].read_text()) if kept else {}
+    return {**ended, "verdict": result.get("verdict"), "found": result.get("told")}
 
 
 def _train(place: Place, seed: int, disturb: Callable[[RunDir, Path], None], **environment: str) -> dict[str, Any]:
@@ -226,25 +226,25 @@ def overhead(place: Place, *, pairs: int) -> dict[str, Any]:
 def table(results: dict[str, Any]) -> str:
     """Return a line a script, in words a person reads."""
     lines = []
-    for name, found in results.items():
-        probes = found.get("profile", {}).get("rows", [])
+    for name, result in results.items():
+        probes = result.get("profile", {}).get("rows", [])
         ran = [row for row in probes if row["kind"] == "measured"]
         parts = [
-            f"{name} {found['commit'][:7]}{'' if found['unchanged'] else ' CHANGED'}",
+            f"{name} {result['commit'][:7]}{'' if result['unchanged'] else ' CHANGED'}",
             f"{len(ran)} of {len(probes)} probes",
         ]
         if ran:
             parts.append(", ".join(word for word, there in (
                 ("step", True), ("wait", ran[0]["wait"]), ("sync", any(row["sync_ms"] for row in ran)),
                 ("norms", any(row["norms"] for row in ran)), ("memory", ran[0]["memory"])) if there))  # fmt: skip
-        if told := found.get("rehearse"):
-            parts.append(f"resume {told['verdict']}")
+        if report := result.get("rehearse"):
+            parts.append(f"resume {report['verdict']}")
         parts += [
-            f"{stage}: exit {told['code']}, {told['attempts']} attempts, {told['samples']} samples at {told['batch']}"
+            f"{stage}: exit {message['code']}, {message['attempts']} attempts, {message['samples']} samples at {message['batch']}"
             for stage in ("killed", "full")
-            if (told := found.get(stage))
+            if (message := result.get(stage))
         ]
-        if (cost := found.get("overhead")) and cost["code"] == 0:
+        if (cost := result.get("overhead")) and cost["code"] == 0:
             parts.append(
                 f"{cost['percent']:+.2f} % ({cost['low_percent']:+.2f} to {cost['high_percent']:+.2f}) on"
                 f" {cost['step_cpu_ms']:.0f} ms of CPU a step"
@@ -264,20 +264,20 @@ def figures(results: dict[str, Any]) -> dict[str, Any]:
             return [kept(inner) for inner in value]
         return float(f"{value:.4g}") if isinstance(value, float) else value
 
-    found: dict[str, Any] = kept(results)
-    return found
+    result: dict[str, Any] = kept(results)
+    return result
 
 
 def cluster() -> AbstractContextManager[Any]:
     """Return a SLURM cluster of two nodes, for as long as it is entered."""
     sys.path.append(str(HERE.parent / "tests" / "slurm"))
-    found: AbstractContextManager[Any] = import_module("cluster").SlurmCluster(
+    result: AbstractContextManager[Any] = import_module("cluster").SlurmCluster(
         2, prefix=f"b{os.getpid()}n", rate="1gbit"
     )
-    return found
+    return result
 
 
-def _run(place: Place, found: dict[str, Any], stages: list[str], pairs: int, kept: Callable[[], None]) -> None:
+def _run(place: Place, result: dict[str, Any], stages: list[str], pairs: int, kept: Callable[[], None]) -> None:
     """Run the stages of a case that are not done, and keep each."""
     case = place.case
     needs = {
@@ -287,13 +287,13 @@ def _run(place: Place, found: dict[str, Any], stages: list[str], pairs: int, kep
         "overhead": not case.own_steps,
     }
     for name in stages:
-        if name in found or not needs.get(name, True):
+        if name in result or not needs.get(name, True):
             continue
         print(f"{case.name}: {name}", file=sys.stderr, flush=True)
         began = time.monotonic()
-        found[name] = STAGES[name](place, pairs)
-        found[name]["seconds"] = round(time.monotonic() - began, 1)
-        found["unchanged"] = place.unchanged()
+        result[name] = STAGES[name](place, pairs)
+        result[name]["seconds"] = round(time.monotonic() - began, 1)
+        result["unchanged"] = place.unchanged()
         kept()
 
 
@@ -316,10 +316,10 @@ def main() -> int:
                 continue
             place = Place(case, checkout.absolute(), out, arguments.python, slurm=arguments.slurm)
             place.make()
-            found = results.setdefault(case.name, {})
-            found["commit"] = _commit(checkout)
+            result = results.setdefault(case.name, {})
+            result["commit"] = _commit(checkout)
             _run(
-                place, found, arguments.stages, arguments.pairs, lambda: path.write_text(json.dumps(results, indent=1))
+                place, result, arguments.stages, arguments.pairs, lambda: path.write_text(json.dumps(results, indent=1))
             )
     if arguments.keep:
         arguments.keep.write_text(json.dumps(figures(results), indent=1) + "\n")

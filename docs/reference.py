@@ -104,9 +104,9 @@ def _placeholders() -> str:
 
 
 def _section(section: type[Section]) -> list[str]:
-    told = describe_keys(section)
+    keys = describe_keys(section)
     rows = [
-        f"| `{name}` | {_cell(_type(hint))} | {_default(section.model_fields[name])} | {_cell(told[name])} |"
+        f"| `{name}` | {_cell(_type(hint))} | {_default(section.model_fields[name])} | {_cell(keys[name])} |"
         for name, hint in get_type_hints(section, include_extras=True).items()
         if name in section.model_fields
     ]
@@ -134,7 +134,7 @@ def _type(hint: Any) -> str:
 
 
 def _anchor(section: type[Section]) -> str:
-    path = next(path for path, found in walk_sections(JobSpec) if found is section)
+    path = next(path for path, result in walk_sections(JobSpec) if result is section)
     return path.replace(".", "").lower()
 
 
@@ -189,8 +189,8 @@ def commands() -> str:
     parts = [NOTE, "# Commands", COMMANDS_HEAD, _overview()]
     parts += ["Every command takes:", _table([row for row in next(iter(params.values())) if row in shared])]
     for name, command in COMMANDS.items():
-        own = [row for row in params[name] if row not in shared]
-        parts += [f"## tula {name}", _help(command), f"```sh\n{command.example}\n```", _table(own)]
+        value = [row for row in params[name] if row not in shared]
+        parts += [f"## tula {name}", _help(command), f"```sh\n{command.example}\n```", _table(value)]
     parts += ["## Exit codes", _exit_codes(), "## How a job ends", ENDINGS_HEAD, _endings()]
     return "\n\n".join(parts) + "\n"
 
@@ -242,8 +242,8 @@ def _default_of(param: inspect.Parameter) -> str:
 
 
 def _exit_codes() -> str:
-    found = sorted({(kind.exit_code, kind.code, inspect.cleandoc(kind.__doc__ or "")) for kind in _classes()})
-    rows = [f"| {number} | `{code}` | {words.splitlines()[0]} |" for number, code, words in found]
+    result = sorted({(kind.exit_code, kind.code, inspect.cleandoc(kind.__doc__ or "")) for kind in _classes()})
+    rows = [f"| {number} | `{code}` | {words.splitlines()[0]} |" for number, code, words in result]
     last = f"| {READER_IS_GONE} | | Whoever read the answer (`head`, a pager) left before its end; an error has its own code. |"
     return "\n".join(["| exit code | `error.code` in `--json` | |", "|---|---|---|", "| 0 | | Done. |", *rows, last])
 
@@ -302,9 +302,9 @@ def faults() -> str:
     parts = [NOTE, "# What happens when ...", FAULTS_HEAD]
     for about in GROUPS:
         rows = [
-            f"| {_cell(one.when)} | {_cell(one.then)} | `{one.test.partition('::')[0]}` |"
-            for one in kept
-            if one.about == about
+            f"| {_cell(item.when)} | {_cell(item.then)} | `{item.test.partition('::')[0]}` |"
+            for item in kept
+            if item.about == about
         ]
         if rows:
             parts += [

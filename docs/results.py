@@ -213,8 +213,8 @@ relative to one job for every configuration. `python benchmarks/replay/replay.py
 
 def step_times() -> str:
     """Return the section of the replayed step times."""
-    found = json.loads((RESULTS / "replay.json").read_text(encoding="utf-8"))
-    again = found["repeats"]
+    data = json.loads((RESULTS / "replay.json").read_text(encoding="utf-8"))
+    again = data["repeats"]
     noise = (
         f"{again['configurations']} of the configurations were measured more than once, {percent(again['median'])} apart in"
         f" the median (p90 {percent(again['p90'])}). No model can predict better than that."
@@ -223,16 +223,16 @@ def step_times() -> str:
         [
             "## Step times",
             STEPS_HEAD,
-            replay_table(found["steps"]),
+            replay_table(data["steps"]),
             noise,
             "The same tables as seen by a job that reports only whole steps, such as a script without DDP:",
-            replay_table(found["whole_steps"]),
+            replay_table(data["whole_steps"]),
             STRATEGIES_HEAD,
-            strategies_table(found["strategies"]),
+            strategies_table(data["strategies"]),
             MORE_NODES_HEAD,
-            more_nodes_table(found["more_nodes"]),
+            more_nodes_table(data["more_nodes"]),
             TRAININGS_HEAD,
-            trainings_table(found["trainings"]),
+            trainings_table(data["trainings"]),
         ]
     )
 
@@ -303,18 +303,18 @@ def replay_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     strategies = list(dict.fromkeys(name.partition(", ")[0] for name in rows))
     lines = []
     for strategy in strategies:
-        own = rows[f"{strategy}, tula"]
+        value = rows[f"{strategy}, tula"]
         others = {name.partition(", ")[2]: row for name, row in rows.items() if name.startswith(f"{strategy}, ")}
         del others["tula"]
         best = min(others, key=lambda name: others[name]["median"])
         lines.append(
             [
                 f"`{strategy}`",
-                f"{percent(own['median'])} / {percent(own['p90'])}",
+                f"{percent(value['median'])} / {percent(value['p90'])}",
                 f"{percent(others[best]['median'])} / {percent(others[best]['p90'])} ({best})",
-                percent(own["covered"], 0),
-                f"{percent(own['fastest'] or 0)}, {percent(own['cheapest'] or 0)}",
-                f"{own['cost']:.2f}",
+                percent(value["covered"], 0),
+                f"{percent(value['fastest'] or 0)}, {percent(value['cheapest'] or 0)}",
+                f"{value['cost']:.2f}",
             ]
         )
     head = [
@@ -345,7 +345,7 @@ OBSERVED = {
 
 def observed_jobs() -> str:
     """Return the section of predictions from one observed job."""
-    found = json.loads((RESULTS / "observe.json").read_text(encoding="utf-8"))
+    data = json.loads((RESULTS / "observe.json").read_text(encoding="utf-8"))
     head = """The step time on half of the GPUs with the same batch per GPU, predicted by `tula observe` from one job, on step times that
 Pollux's authors published. The ring law alone scales the exposed synchronisation. "Cheaper" is the share of right decisions
 whether the half needs at most 90 % of the node-hours. The report advises it where that is at least 60 % likely; in brackets,
@@ -353,12 +353,12 @@ how often it is so then. `python benchmarks/observe/observe.py TABLE.csv --json`
     rows = [
         [
             words,
-            str(found[name]["pairs"]),
-            f"{percent(found[name]['ring_median'])} / {percent(found[name]['ring_p90'], 0)}",
-            f"{percent(found[name]['median'])} / {percent(found[name]['p90'], 0)}",
-            percent(found[name]["covered"], 0),
-            f"{percent(found[name]['ring_right'], 0)} / {percent(found[name]['right'], 0)}",
-            _describe_advice(found[name]),
+            str(data[name]["pairs"]),
+            f"{percent(data[name]['ring_median'])} / {percent(data[name]['ring_p90'], 0)}",
+            f"{percent(data[name]['median'])} / {percent(data[name]['p90'], 0)}",
+            percent(data[name]["covered"], 0),
+            f"{percent(data[name]['ring_right'], 0)} / {percent(data[name]['right'], 0)}",
+            _describe_advice(data[name]),
         ]
         for name, words in OBSERVED.items()
     ]
@@ -385,12 +385,12 @@ NOISES = {
 
 def same_progress() -> str:
     """Return the section of the time to the same progress."""
-    found = json.loads((RESULTS / "efficiency.json").read_text(encoding="utf-8"))
-    head = f"""How many iterations other batches need to the same metric, predicted from the gradient noise: {found["cases"]} cases of
-{found["applications"]} applications, published by Pollux's authors. The exponent of the growth is fitted on the other
+    data = json.loads((RESULTS / "efficiency.json").read_text(encoding="utf-8"))
+    head = f"""How many iterations other batches need to the same metric, predicted from the gradient noise: {data["cases"]} cases of
+{data["applications"]} applications, published by Pollux's authors. The exponent of the growth is fitted on the other
 applications each time. `python benchmarks/replay/efficiency.py TABLE.csv --json` measures it."""
     rows = [
-        [words, f"{found['errors'][name]['median']:.0f} %", f"{found['errors'][name]['p90']:.0f} %"]
+        [words, f"{data['errors'][name]['median']:.0f} %", f"{data['errors'][name]['p90']:.0f} %"]
         for name, words in NOISES.items()
     ]
     return "\n\n".join(["## The same progress", head, table(["gradient noise", "median error", "p90"], rows)])
@@ -423,8 +423,8 @@ step more than requested. word_language_model changes its weights without a torc
 
 def scripts() -> str:
     """Return the section of published scripts."""
-    found = json.loads((RESULTS / "scripts.json").read_text(encoding="utf-8"))["local"]
-    rows = [[words, *script_cells(found[name])] for name, words in SCRIPTS.items()]
+    result = json.loads((RESULTS / "scripts.json").read_text(encoding="utf-8"))["local"]
+    rows = [[words, *script_cells(result[name])] for name, words in SCRIPTS.items()]
     head = ["script", "probes measured", "resume test", "killed", "out of memory", "CPU time per step"]
     return "\n\n".join(["## Published scripts", SCRIPTS_HEAD, table(head, rows)])
 
@@ -472,9 +472,9 @@ def claims() -> dict[str, str]:
         if (name, "lbt", 0) in results and not table1_summary.is_less_better(results, name)
     ]
     replay = json.loads((RESULTS / "replay.json").read_text(encoding="utf-8"))["steps"]
-    own = [row for name, row in replay.items() if name.endswith(", tula")]
-    medians = sorted(row["median"] for row in own)
-    costs = sorted(row["cost"] for row in own)
+    value = [row for name, row in replay.items() if name.endswith(", tula")]
+    medians = sorted(row["median"] for row in value)
+    costs = sorted(row["cost"] for row in value)
     bounds = [reduced_bounds(runs, method) for method in ("ramp", "ortho", "auto")]
     return {
         "ramp recovers": f"{min(shares):.0f} to {max(shares):.0f} %",

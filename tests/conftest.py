@@ -56,11 +56,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Keep what pytest makes of the tests' modules for its other processes, also where Python is told to keep nothing."""
-    told, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+    message, sys.dont_write_bytecode = sys.dont_write_bytecode, False
     try:
         return (yield)
     finally:
-        sys.dont_write_bytecode = told
+        sys.dont_write_bytecode = message
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

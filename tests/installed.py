@@ -39,13 +39,13 @@ PLAIN = ("--hypothesis-profile=ci",)
 
 def main() -> int:
     wanted, *tests = sys.argv[1:]
-    found = interpreter(wanted)
-    version = subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout.split()[1]
+    result = interpreter(wanted)
+    version = subprocess.run([result, "--version"], capture_output=True, text=True, check=True).stdout.split()[1]
     with tempfile.TemporaryDirectory(prefix="tula-installed-") as place:
         folder = Path(place)
         run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT))
         wheel = next(folder.glob("*.whl"))
-        python = make_environment(found, version, wheel)
+        python = make_environment(result, version, wheel)
         run(str(python), "-m", "twine", "check", "--strict", *map(str, folder.glob("tula_cli-*")))
         run(str(python), "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", str(wheel))
         run(str(python), "-m", "pip", "check")

@@ -33,19 +33,19 @@ def main() -> int:
     torch = sys.argv[1]
     folder = ROOT / ".proof" / f"oldest-{torch}"
     python = environment(folder, interpreter("3.8"), [f"torch=={torch}", "numpy<2"], gigabytes=NEEDED)
-    version, told = versions(python)
-    found = version, told.partition("+")[0]
-    if found[1] != torch:
-        print(f"{python} has torch {found[1]}, not {torch}")
+    version, message = versions(python)
+    result = version, message.partition("+")[0]
+    if result[1] != torch:
+        print(f"{python} has torch {result[1]}, not {torch}")
         return 1
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as place:
         work = Path(place, "job")
         work.mkdir()
         shutil.copy(ROOT / "tests" / "scripts" / "plain_ddp.py", work)
-        prove(Tula(work, JOB.format(python=python)), *found)
+        prove(Tula(work, JOB.format(python=python)), *result)
     print(
-        f"a script under Python {found[0]} and torch {found[1]}: measured, chosen for, trained; no AGS, which is told"
+        f"a script under Python {result[0]} and torch {result[1]}: measured, chosen for, trained; no AGS, which is told"
     )
     return 0
 
@@ -68,8 +68,8 @@ def prove(tula: Tula, python: str, torch: str) -> None:
     result = tula.run().training(summary["signature"]).result()
     assert result is not None and (result.samples, summary["attempts"]) == (5 * 320, 1)
     refused = tula.start("profile", "job.yaml", "--set", "train.method=ags", "--yes")
-    told = "".join(refused.communicate(timeout=240))
-    assert refused.returncode not in (0, 1) and f"the script runs Python {python} with torch {torch}" in told, told
+    text = "".join(refused.communicate(timeout=240))
+    assert refused.returncode not in (0, 1) and f"the script runs Python {python} with torch {torch}" in text, text
 
 
 if __name__ == "__main__":

@@ -39,13 +39,13 @@ def of_torch(torch: str, torchvision: str, version: str) -> int:
     """Dry-run the stages for a GPU under a version of torch."""
     wanted = [f"torch=={torch}", f"torchvision=={torchvision}", f"{ROOT}[torch,schedulefree,nvml]"]
     python = environment(ROOT / ".proof" / f"torch-{torch}", interpreter(version), wanted, gigabytes=NEEDED)
-    version, found = versions(python)
-    if not found.startswith(torch):
-        print(f"{python} has torch {found}, not {torch}")
+    version, result = versions(python)
+    if not result.startswith(torch):
+        print(f"{python} has torch {result}, not {torch}")
         return 1
     out = str(ROOT / ".proof" / f"gpu-torch-{torch}")
     dry_run = [str(ROOT / "benchmarks" / "on_gpu.py"), "--device", "cpu", "--tiny", "--again", "--out", out]
-    return told(python, [dry_run], f"Python {version} and torch {found}")
+    return told(python, [dry_run], f"Python {version} and torch {result}")
 
 
 def of_the_lowest(version: str, *words: str) -> int:
@@ -55,10 +55,10 @@ def of_the_lowest(version: str, *words: str) -> int:
     python = environment(
         ROOT / ".proof" / f"lowest-{digest}", interpreter(version), [*pins, *FOR_TESTS], gigabytes=NEEDED
     )
-    version, found = versions(python)
+    version, result = versions(python)
     pytest = ["-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider"]
     return told(
-        python, [[*pytest, *some] for some in lists(words)], f"Python {version}, torch {found}, {len(pins)} pins"
+        python, [[*pytest, *some] for some in lists(words)], f"Python {version}, torch {result}, {len(pins)} pins"
     )
 
 
@@ -68,14 +68,14 @@ def lowest(project: str) -> list[str]:
     Args:
         project: pyproject.toml. It is not parsed: Python 3.10 cannot.
     """
-    found = []
+    results = []
     for name in ("dependencies", *EXTRAS):
         (words,) = re.findall(rf"^{name} = \[(.*?)\]", project, re.MULTILINE | re.DOTALL)
         required = re.findall(r'"([^"]*)"', words)
-        pins = [re.fullmatch(r"([\w-]+)>=([\d.]+)", one) for one in required]
+        pins = [re.fullmatch(r"([\w-]+)>=([\d.]+)", item) for item in required]
         assert all(pins), f"{name}: {required}"
-        found += [f"{pin[1]}=={pin[2]}" for pin in pins if pin]
-    return found
+        results += [f"{pin[1]}=={pin[2]}" for pin in pins if pin]
+    return results
 
 
 def lists(words: Sequence[str]) -> Iterator[list[str]]:
@@ -123,9 +123,9 @@ def environment(folder: Path, interpreter: str, wanted: Sequence[str], *, gigaby
 
 def versions(python: Path) -> tuple[str, str]:
     """Return the versions of an interpreter and of its torch."""
-    told = "import platform, torch; print(platform.python_version(), torch.__version__)"
+    message = "import platform, torch; print(platform.python_version(), torch.__version__)"
     version, torch = subprocess.run(
-        [str(python), "-c", told], capture_output=True, text=True, check=True
+        [str(python), "-c", message], capture_output=True, text=True, check=True
     ).stdout.split()
     return version, torch
 

@@ -143,11 +143,11 @@ def chosen(parts: Sequence[Part], tree: str, budget: float | None) -> list[Part]
     if budget is None:
         return list(parts)
     fit = [part for part in parts if part.minutes <= budget] or [min(parts, key=lambda part: part.minutes)]
-    drawn, left = [], budget
+    drawn, remaining = [], budget
     for part in random.Random(tree).sample(fit, len(fit)):
-        if part.minutes <= left or not drawn:
+        if part.minutes <= remaining or not drawn:
             drawn.append(part)
-            left -= part.minutes
+            remaining -= part.minutes
     return drawn
 
 
@@ -213,10 +213,10 @@ def failing(parts: Sequence[Part], folder: Path, seed: int) -> Iterator[Part]:
 
 def minutes(text: str) -> float:
     """Return the minutes of "3m", "1h" or "90s"; raises ValueError for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([hms])", text)
-    if found is None:
+    result = re.fullmatch(r"(\d+(?:\.\d+)?)([hms])", text)
+    if result is None:
         raise ValueError(text)
-    return float(found[1]) * {"h": 60.0, "m": 1.0, "s": 1 / 60}[found[2]]
+    return float(result[1]) * {"h": 60.0, "m": 1.0, "s": 1 / 60}[result[2]]
 
 
 def main() -> int:

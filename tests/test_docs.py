@@ -53,8 +53,8 @@ def command_lines(page: str) -> Iterator[list[str]]:
         yield from (shlex.split(line, comments=True)[1:] for line in block.splitlines() if line.startswith("tula "))
     for block in blocks(page, "console"):
         yield from (shlex.split(line)[2:] for line in block.splitlines() if line.startswith("$ tula "))
-    for found in re.findall(r"`tula ([a-z][^`]*)`", text(page)):
-        yield shlex.split(found)
+    for result in re.findall(r"`tula ([a-z][^`]*)`", text(page)):
+        yield shlex.split(result)
 
 
 def test_readme_is_short() -> None:
@@ -141,8 +141,8 @@ def test_a_page_of_reference_is_what_the_code_says(page: str) -> None:
 
 def test_what_happens_when_tells_of_every_kind_of_fault_by_marks_of_tests(tmp_path: Path) -> None:
     kept = promises.promises()
-    assert {one.about for one in kept} == set(promises.GROUPS)
-    assert len({(one.about, one.when) for one in kept}) == len(kept) >= 35, "each row once"
+    assert {first.about for first in kept} == set(promises.GROUPS)
+    assert len({(item.about, item.when) for item in kept}) == len(kept) >= 35, "each row once"
     wrong = tmp_path / "tests" / "test_x.py"
     wrong.parent.mkdir()
     wrong.write_text("@pytest.mark.promise('a mouse', 'it gnaws', 'nothing')\ndef test_y() -> None: ...\n")

@@ -87,8 +87,8 @@ def test_files_of_a_slurm_site_reach_the_script(own_model: Path, tmp_path: Path)
     site = shutil.copytree(ROOT / "examples" / "slurm_site", tmp_path / ".config" / "tula")
     words = ("-m", "tula_cli", "profile", "job.yaml", "--dry-run", "--set", "cluster.device=auto")
     script = run(*words, folder=own_model, HOME=str(tmp_path), XDG_CONFIG_HOME=str(site.parent))
-    asked = {"--partition=gpu", "--account=project", "--gres=gpu:a100:4", "--cpus-per-task=8", "--mail-type=FAIL"}
-    assert asked <= set(re.findall(r"^#SBATCH (\S+)", script, re.MULTILINE))
+    requested = {"--partition=gpu", "--account=project", "--gres=gpu:a100:4", "--cpus-per-task=8", "--mail-type=FAIL"}
+    assert requested <= set(re.findall(r"^#SBATCH (\S+)", script, re.MULTILINE))
     for line in ("module load cuda nccl", "export NCCL_DEBUG=WARN", 'export NCCL_IB_HCA="${cards[LOCAL_RANK]}"'):
         assert line in script
     assert "2 USD per GPU-hour (the computing centre's internal price)" in script

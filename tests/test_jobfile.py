@@ -41,25 +41,25 @@ def config_drift(run: RunDir, *overrides: str) -> ConfigDrift | None:
 def test_an_edited_file_is_told_by_its_keys_and_both_values(job: Path) -> None:
     run = run_of(job)
     write(job, optimizer={"lr": 0.002}, train={"epochs": 9})
-    found = config_drift(run)
-    assert found is not None and found.changes == {"optimizer.lr": (0.1, 0.002), "train.epochs": (4, 9)}
-    assert found.trains and not found.elsewhere
+    result = config_drift(run)
+    assert result is not None and result.changes == {"optimizer.lr": (0.1, 0.002), "train.epochs": (4, 9)}
+    assert result.trains and not result.elsewhere
 
 
 def test_prices_and_the_search_leave_the_training_as_it_is(job: Path) -> None:
     run = run_of(job)
     write(job, pricing={"price": 3.0}, search={"nodes": [1]})
-    found = config_drift(run)
-    assert found is not None and {"pricing.price", "search.nodes"} <= found.changes.keys()
-    assert not found.trains and not found.elsewhere
+    result = config_drift(run)
+    assert result is not None and {"pricing.price", "search.nodes"} <= result.changes.keys()
+    assert not result.trains and not result.elsewhere
 
 
 def test_a_file_of_another_model_belongs_to_another_run(job: Path) -> None:
     run = run_of(job)
     write(job, model={"name": "resnet34", "args": {"width": 3}})
-    found = config_drift(run)
-    assert found is not None and found.trains and found.elsewhere
-    assert found.changes == {"model.name": ("resnet18", "resnet34"), "model.args.width": (None, 3)}
+    result = config_drift(run)
+    assert result is not None and result.trains and result.elsewhere
+    assert result.changes == {"model.name": ("resnet18", "resnet34"), "model.args.width": (None, 3)}
 
 
 def test_comments_formatting_and_defaults_written_out_are_no_change(job: Path) -> None:
@@ -79,8 +79,8 @@ def test_a_file_that_is_gone_and_a_run_of_no_file_are_no_change(job: Path) -> No
 def test_a_file_that_cannot_be_used_says_why(job: Path) -> None:
     run = run_of(job)
     write(job, train={"epochs": -1})
-    found = config_drift(run)
-    assert found is not None and found.trains and "train.epochs" in found.problem
+    result = config_drift(run)
+    assert result is not None and result.trains and "train.epochs" in result.problem
 
 
 def test_what_was_set_on_the_command_line_is_laid_over_the_file_as_it_is_now(job: Path) -> None:

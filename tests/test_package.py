@@ -21,12 +21,12 @@ def python(*arguments: object, cwd: Path) -> "subprocess.CompletedProcess[str]":
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Return two wheels: one built from the tree, one from the source distribution."""
     folder = tmp_path_factory.mktemp("dist")
-    found = []
+    results = []
     for name, what in (("direct", ["--wheel"]), ("through", [])):  # without --wheel: sdist first, the wheel from it
         built = python("-m", "build", "--no-isolation", *what, "--outdir", folder / name, cwd=ROOT)
         assert built.returncode == 0, built.stdout + built.stderr
-        found += (folder / name).glob("*.whl")
-    return found
+        results += (folder / name).glob("*.whl")
+    return results
 
 
 def test_wheels_hold_templates_and_configs_and_no_tests(wheels: list[Path]) -> None:

@@ -21,16 +21,16 @@ def modules(root: Path) -> dict[str, Path]:
 
 def imports(name: str, tree: ast.AST, known: dict[str, Path]) -> set[str]:
     """Return the modules that run when the one of this name does, those imported inside functions too."""
-    found = set()
+    result = set()
     for node in _run_time(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
-            found |= _relative(node, name, known)
+            result |= _relative(node, name, known)
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in known else node.module for name in names}
+            result |= {name if name in known else node.module for name in names}
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return found & known.keys()
+            result |= {alias.name for alias in node.names}
+    return result & known.keys()
 
 
 def _relative(node: ast.ImportFrom, name: str, known: dict[str, Path]) -> set[str]:
@@ -58,14 +58,14 @@ def cycles(root: Path) -> list[list[str]]:
 
 
 def _reached(start: str, arrows: dict[str, set[str]]) -> set[str]:
-    found: set[str] = set()
+    result: set[str] = set()
     ahead = list(arrows[start])
     while ahead:
         name = ahead.pop()
-        if name not in found:
-            found.add(name)
+        if name not in result:
+            result.add(name)
             ahead += arrows[name]
-    return found
+    return result
 
 
 WRAPPERS = {"AdaScale", "Ortho", "TulaOptimizer", "Lars", "Lamb", "SGDScheduleFree", "AdamWScheduleFree"}
@@ -75,12 +75,12 @@ OWN_FILES = ("tula_cli/worker/methods/", "tula_cli/spec/methods.py", "tula_cli/o
 
 def branches(root: Path) -> list[str]:
     """Return where the product asks which method it is, outside the method's own file."""
-    found = []
+    results = []
     for path in modules(root).values():
         name = path.relative_to(root).as_posix()
         if not name.startswith(OWN_FILES):
-            found += [f"{name}: {ast.unparse(n)}" for n in ast.walk(ast.parse(path.read_text())) if _asks_which(n)]
-    return found
+            results += [f"{name}: {ast.unparse(n)}" for n in ast.walk(ast.parse(path.read_text())) if _asks_which(n)]
+    return results
 
 
 def _asks_which(node: ast.AST) -> bool:
@@ -105,12 +105,12 @@ OF_DEVICES = {"cuda", "accelerator", "xpu", "mps"}
 
 def device_code(root: Path) -> list[str]:
     """Return where something of torch's that is a device's is used outside the module of device code."""
-    found = []
+    results = []
     for path in modules(root).values():
         name = path.relative_to(root).as_posix()
         if name != DEVICE_CODE and not name.startswith(LIBRARIES):
-            found += [f"{name}: {ast.unparse(n)}" for n in ast.walk(ast.parse(path.read_text())) if _of_a_device(n)]
-    return found
+            results += [f"{name}: {ast.unparse(n)}" for n in ast.walk(ast.parse(path.read_text())) if _of_a_device(n)]
+    return results
 
 
 def _of_a_device(node: ast.AST) -> bool:
@@ -192,8 +192,8 @@ def test_device_code_elsewhere_is_seen(tree: Path, line: str) -> None:
     (tree / "tula_cli/worker").mkdir()
     (tree / DEVICE_CODE).write_text("import torch.cuda\n")
     (tree / "tula_cli/spec/job.py").write_text("from torch.version import cuda\nX = torch.version.cuda\n")
-    (found,) = device_code(tree)
-    assert found.startswith("tula_cli/cli/check.py: ")
+    (result,) = device_code(tree)
+    assert result.startswith("tula_cli/cli/check.py: ")
 
 
 def test_a_tree_that_keeps_the_rules_passes(tree: Path) -> None:

@@ -18,12 +18,12 @@ def test_a_time_before_a_line_is_read_again():
 
 
 def test_progress_leaves_out_what_is_not_known():
-    told = {"samples": 640, "batch": 64, "step_time": 0.5}
-    assert words.describe_progress(**told, epoch=2.5, of=4, loss=0.25, left=30.0) == (
+    record = {"samples": 640, "batch": 64, "step_time": 0.5}
+    assert words.describe_progress(**record, epoch=2.5, of=4, loss=0.25, left=30.0) == (
         "epoch 2.5 of 4, sample 640: batch 64, loss 0.2500, 128 samples/s, 30.0 s left"
     )
     assert (
-        words.describe_progress(**told, epoch=None, of=None, loss=None, left=None)
+        words.describe_progress(**record, epoch=None, of=None, loss=None, left=None)
         == "sample 640: batch 64, 128 samples/s"
     )
 

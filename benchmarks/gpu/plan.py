@@ -19,8 +19,8 @@ class Row:
     def function(self) -> Callable[[Stage], None]:
         """Return what measures it."""
         module, _, name = self.place.partition(":")
-        found: Callable[[Stage], None] = getattr(importlib.import_module(f"gpu.stages.{module}"), name)
-        return found
+        result: Callable[[Stage], None] = getattr(importlib.import_module(f"gpu.stages.{module}"), name)
+        return result
 
 
 STAGES = {

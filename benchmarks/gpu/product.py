@@ -28,8 +28,8 @@ class Answer:
     @property
     def error(self) -> str:
         """What it said was wrong; empty where nothing was."""
-        found = self.answer.get("error") or {}
-        return str(found.get("message", "")) or (self.text.strip().splitlines() or [""])[-1]
+        result = self.answer.get("error") or {}
+        return str(result.get("message", "")) or (self.text.strip().splitlines() or [""])[-1]
 
 
 def tula(*words: str, folder: Path, python: str = sys.executable, **environment: str) -> Answer:
@@ -59,14 +59,14 @@ def _ended(started: "tuple[subprocess.Popen[str], Any]") -> tuple[int, dict[str,
     process, errors = started
     output, _ = process.communicate()
     errors.seek(0)
-    said = errors.read()[-2000:]
+    text = errors.read()[-2000:]
     errors.close()
-    sys.stderr.write(said)
+    sys.stderr.write(text)
     try:
         answer = json.loads(output)
     except ValueError:
-        return process.returncode, {}, output[-2000:] + said
-    return process.returncode, answer if isinstance(answer, dict) else {}, said
+        return process.returncode, {}, output[-2000:] + text
+    return process.returncode, answer if isinstance(answer, dict) else {}, text
 
 
 def finish(started: "tuple[subprocess.Popen[str], Any]") -> Answer:

@@ -24,30 +24,30 @@ def cublas() -> None:
     """Make the first matrix product when nothing is left for cuBLAS's handle and workspace."""
     a, b = torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda")
     out = torch.empty(64, 64, device="cuda")
-    held = fill()
+    kept = fill()
     torch.mm(a, b, out=out)
     torch.cuda.synchronize()
-    ran(held)
+    ran(kept)
 
 
 def cudnn() -> None:
     """Make the first convolution, forward and backward, when nothing is left for cuDNN."""
     layer = nn.Conv2d(64, 64, 3, padding=1, device="cuda")
     images = torch.randn(8, 64, 56, 56, device="cuda", requires_grad=True)
-    held = fill(2**23)
+    kept = fill(2**23)
     layer(images).sum().backward()
     torch.cuda.synchronize()
-    ran(held)
+    ran(kept)
 
 
 def nccl() -> None:
     """Join a group when nothing is left for NCCL, which takes its memory as it joins."""
     numbers = torch.ones(1024, device="cuda")
-    held = fill()
+    kept = fill()
     with alone("cuda"):
         dist.all_reduce(numbers)
         torch.cuda.synchronize()
-    ran(held)
+    ran(kept)
 
 
 def device_assert() -> None:

@@ -47,11 +47,11 @@ def main() -> None:
     store = FileStore(str(Path(folder) / "store"), world)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=PATIENCE)
     me = Ranks(rank, world, 0, device)
-    told = {}
+    record = {}
     for method in methods:
-        told[method] = trained(method, me, tiny=mode == "tiny")
+        record[method] = trained(method, me, tiny=mode == "tiny")
         if me.is_first:
-            write_atomic(Path(folder) / "told.json", json.dumps(told))
+            write_atomic(Path(folder) / "told.json", json.dumps(record))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -17,19 +17,19 @@ def waits(device: str) -> Iterator[Counter[str]]:
     On a GPU torch itself warns of each (it is blind to what torch.distributed waits for); elsewhere the operations and
     functions count that would make the host wait on one.
     """
-    found: Counter[str] = Counter()
+    counter: Counter[str] = Counter()
     if device != "cuda":
         with operations.watched() as seen:
-            yield found
-        found.update(seen.waits)
+            yield counter
+        counter.update(seen.waits)
         return
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as message:
             warnings.simplefilter("always")
-            yield found
+            yield counter
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for warning in told:
+    for warning in message:
         if "synchroniz" in str(warning.message):
-            found[f"{Path(warning.filename).name}:{warning.lineno}"] += 1
+            counter[f"{Path(warning.filename).name}:{warning.lineno}"] += 1

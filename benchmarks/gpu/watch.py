@@ -48,8 +48,8 @@ def card_taken() -> int:
 
 def ranks() -> list[int]:
     """Return the processes of ranks, and of their loaders, that this stage has started."""
-    own = os.environ.get(MARK)
-    return [pid for pid, mark in find_processes_with_variable(MARK).items() if mark == own and _is_rank(pid)]
+    value = os.environ.get(MARK)
+    return [pid for pid, mark in find_processes_with_variable(MARK).items() if mark == value and _is_rank(pid)]
 
 
 def _is_rank(pid: int) -> bool:
@@ -88,13 +88,13 @@ class Watch:
 
     def back_after(self, moment: float, base: int, *, until: float) -> float | None:
         """Return the seconds after a moment until no more than `base` bytes were taken; None where that was not seen."""
-        below = (when for when, held in self.samples if moment <= when <= until and held <= base)
+        below = (when for when, kept in self.samples if moment <= when <= until and kept <= base)
         first = next(below, None)
         return None if first is None else first - moment
 
     def most(self, since: float, until: float) -> int:
         """Return the most bytes in use in a while."""
-        return max((held for when, held in self.samples if since <= when <= until), default=0)
+        return max((kept for when, kept in self.samples if since <= when <= until), default=0)
 
 
 class Hog:
@@ -121,16 +121,16 @@ def fill(left: int = 0) -> "list[torch.Tensor]":
     """Take the card's memory until less than 2 MiB, or `left` bytes, can be had; it is held as long as what is returned."""
     import torch
 
-    held, piece = [], 2**30
+    kept, piece = [], 2**30
     while piece >= 2 * MIB:
         free, _ = torch.cuda.mem_get_info()
         try:
             if free - piece < left:
                 raise torch.OutOfMemoryError
-            held.append(torch.empty(piece, dtype=torch.uint8, device="cuda"))
+            kept.append(torch.empty(piece, dtype=torch.uint8, device="cuda"))
         except torch.OutOfMemoryError:
             piece //= 2
-    return held
+    return kept
 
 
 def hold(left: int) -> None:
@@ -139,8 +139,8 @@ def hold(left: int) -> None:
 
     torch.cuda.init()
     torch.zeros(1, device="cuda")
-    held = fill(left)
-    print(f"full: {len(held)} blocks", flush=True)
+    kept = fill(left)
+    print(f"full: {len(kept)} blocks", flush=True)
     sys.stdin.read()
 
 

@@ -110,25 +110,25 @@ def judge(model: str, precision: str, options: argparse.Namespace, *, device: st
     sizes = ladder(small[-1], min(most, options.cap_batch) if options.no_bisection else most)
     chosen = corrected.largest_local_batch(capacity, margin=MEMORY_MARGIN) or small[0]
     larger, true, suffered = beyond(job, sizes, largest_corrected or small[-1], chosen, options, device=device)
-    found = [*probes, *larger]
+    results = [*probes, *larger]
     return Outcome(
         model=model,
         precision=precision,
         capacity=capacity,
         estimate_seconds=estimate_seconds,
-        batches=tuple(probe.local_batch for probe in found),
+        batches=tuple(probe.local_batch for probe in results),
         probes=tuple(small),
-        peaks=tuple(probe.memory.peak for probe in found),
-        estimated=tuple(estimate.peak(probe.local_batch) for probe in found),
-        after_one=tuple(after_one.peak(probe.local_batch) for probe in found),
-        corrected=tuple(corrected.peak(probe.local_batch) for probe in found),
-        libraries=(estimate.libraries, found[0].memory.libraries or 0),
+        peaks=tuple(probe.memory.peak for probe in results),
+        estimated=tuple(estimate.peak(probe.local_batch) for probe in results),
+        after_one=tuple(after_one.peak(probe.local_batch) for probe in results),
+        corrected=tuple(corrected.peak(probe.local_batch) for probe in results),
+        libraries=(estimate.libraries, results[0].memory.libraries or 0),
         largest=true,
         largest_estimated=estimate.largest_local_batch(capacity, margin=0.0),
         largest_corrected=largest_corrected,
         suffered=suffered,
-        compute_times=tuple(_alone(probe) for probe in found),
-        compute_errors={"2": compute_error(found, [0, 1]), "3": compute_error(found, [0, 1, len(found) - 1])},
+        compute_times=tuple(_alone(probe) for probe in results),
+        compute_errors={"2": compute_error(results, [0, 1]), "3": compute_error(results, [0, 1, len(results) - 1])},
     )
 
 
@@ -141,12 +141,12 @@ def beyond(
     with Trials(job, capacity=job.cluster.memory_per_gpu) as trial:
 
         def fits(batch: int) -> bool:
-            found = trial(batch).fits
-            say(f"  batch {batch}: {'fits' if found else 'out of memory'}", options)
-            return found
+            result = trial(batch).fits
+            say(f"  batch {batch}: {'fits' if result else 'out of memory'}", options)
+            return result
 
         if device == "cuda":
-            larger = [one.measured() for one in map(trial, sizes) if one.fits]
+            larger = [item.measured() for item in map(trial, sizes) if item.fits]
         else:
             larger = measure(job, sizes, heap=options.heap)
         return larger, *((None, None) if options.no_bisection else (largest(fits, expected), not fits(chosen)))
@@ -212,19 +212,19 @@ def measure(job: JobSpec, batches: Sequence[int], *, heap: bool) -> list[Measure
         run.write_task(task)
         command = [sys.executable, "-m", "tula_cli.worker", str(run.path), task.id, "1"]
         done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
-        found = [run.result(make_probe_id(1, batch)) for batch in batches]
-    results = [result for result in found if isinstance(result, Measured)]
+        outcome = [run.result(make_probe_id(1, batch)) for batch in batches]
+    results = [result for result in outcome if isinstance(result, Measured)]
     if not results and not out_of_memory(done.stderr, job.cluster.device):
         raise SystemExit(f"the worker failed:\n{done.stderr[-2000:]}")
     return results
 
 
-def compute_error(found: Sequence[Measured], seen: Sequence[int]) -> float | None:
+def compute_error(result: Sequence[Measured], seen: Sequence[int]) -> float | None:
     """Return the median error of the local step time at the batches that the fit has not seen."""
-    unseen = [probe for index, probe in enumerate(found) if index not in seen]
+    unseen = [probe for index, probe in enumerate(result) if index not in seen]
     if not unseen or len(set(seen)) < len(seen):
         return None
-    probes = [steptime.Observation(1, 1, found[i].local_batch, found[i].step_times, _alone(found[i])) for i in seen]
+    probes = [steptime.Observation(1, 1, result[i].local_batch, result[i].step_times, _alone(result[i])) for i in seen]
     try:
         fitted = steptime.fit_step_time(probes, collective="ring")
         off = [abs(fitted.predict(1, 1, p.local_batch).seconds / _median(p) - 1) for p in unseen]
@@ -328,19 +328,19 @@ def main() -> None:
                 write_atomic(options.keep, json.dumps([asdict(outcome) for outcome in outcomes]) + "\n")
             for line in lines(outcomes[-1]):
                 say(line, options)
-    found = summary(outcomes)
+    result = summary(outcomes)
     if options.json:
-        print(json.dumps({"device": device, "summary": found, "models": [asdict(outcome) for outcome in outcomes]}))
+        print(json.dumps({"device": device, "summary": result, "models": [asdict(outcome) for outcome in outcomes]}))
         return
-    for name, value in found.items():
+    for name, value in result.items():
         print(f"{name}: {'-' if value is None else f'{value:.4f}' if isinstance(value, float) else value}")
 
 
 def device_here() -> str:
     """Return cuda where torch sees a GPU; asked in another process, for this one starts many and needs no torch."""
     command = [sys.executable, "-c", "import torch; print(torch.cuda.is_available())"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    return "cuda" if "True" in found.stdout else "cpu"
+    completed = subprocess.run(command, capture_output=True, text=True, check=True)
+    return "cuda" if "True" in completed.stdout else "cpu"
 
 
 if __name__ == "__main__":

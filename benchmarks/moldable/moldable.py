@@ -132,15 +132,15 @@ def main() -> None:
     parser.add_argument("--trainings", type=int, default=TRAININGS)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    found = [
+    results = [
         row
         for load in LOADS
         for row in compare(load, fewest=(64, 8, 4, 2), trainings=arguments.trainings, jobs=JOBS, seed=arguments.seed)
     ]
     if arguments.json:
-        print(json.dumps([asdict(row) for row in found], indent=1))
+        print(json.dumps([asdict(row) for row in results], indent=1))
         return
-    for row in found:
+    for row in results:
         print(
             f"load {row.load:.2f}, fewest 1/{row.fewest:<2} of most: turnaround {row.median_ratio:.2f} times the best fixed number"
             f" (90 %: {row.p90_ratio:.2f}), node-hours {row.node_hours_ratio:.2f}; best single number {row.fixed_ratio:.2f},"

@@ -177,12 +177,12 @@ def as_on_gpu() -> Iterator[None]:
 
 def cases() -> list[str]:
     """Return every method of the table, by itself and clipped, and with what section ags can change of it."""
-    found = []
+    results = []
     for name, method in METHODS.items():
         more = [CLIP] + [UPDATE] * method.scales + [TENSOR, ROBUST] * (method.scales and method.refreshes)
         more += [ADAMW] * (method.orthogonalises or name == PLAIN)
-        found += [name, *(f"{name}, {variant}" for variant in more)]
-    return found
+        results += [name, *(f"{name}, {variant}" for variant in more)]
+    return results
 
 
 def sections(case: str, *, precision: str, reference_batch: int) -> dict[str, Any]:
@@ -206,14 +206,14 @@ def job(case: str, model: str, *, precision: str, batch: int, image: int) -> Job
     Raises:
         SpecError: the case does not fit together.
     """
-    own = sections(case, precision=precision, reference_batch=batch // 2)
+    value = sections(case, precision=precision, reference_batch=batch // 2)
     images = {"size": 4 * batch, "image_size": [3, image, image], "num_classes": CLASSES}
     return JobSpec.model_validate(
         {
-            **own,
+            **value,
             "model": {"name": model},
             "dataset": {"name": "FakeData", "args": images},
-            "train": {"epochs": 50, "workers": 0, **own["train"]},
+            "train": {"epochs": 50, "workers": 0, **value["train"]},
             "search": {"nodes": [1], "min_batch": 1},
             "cluster": {"device": "cpu"},
         }
@@ -338,7 +338,7 @@ def main() -> None:
     options = arguments()
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(name, value)
-    found = []
+    results = []
     with (
         tempfile.TemporaryDirectory() as folder,
         worker_ranks.join_process_group(Cluster(device="cpu"), handover=Path(folder) / "handover") as me,
@@ -346,11 +346,11 @@ def main() -> None:
         if not options.json:
             print(f"{'':42}{'operations':>11}{'':7}{'kernels':>9}{'':7}{'waits':>7}")
         for row in rows(options, me):
-            found.append(row)
+            results.append(row)
             if not options.json:
                 print(line(row), flush=True)
     if options.json:
-        print(json.dumps([asdict(row) for row in found]))
+        print(json.dumps([asdict(row) for row in results]))
 
 
 if __name__ == "__main__":

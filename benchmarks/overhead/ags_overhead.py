@@ -179,9 +179,9 @@ class Bench:
         self.targets = torch.randint(classes, (batch,), generator=generator).to(me.device)
         self.trainers = {PLAIN: self.plain, AGAIN: self.plain}
         for name in names:
-            own = name == "robust" and me.world > 1
+            value = name == "robust" and me.world > 1
             base = self.plain
-            if own:
+            if value:
                 base = build(model, image=image, classes=classes, batch=batch, me=me, precision=precision)
             method = load_method("ortho" if name == ORTHO else "scaling")
             self.trainers[name] = replace(base, optimizer=wrapped(base, name, batch=batch), method=method)
@@ -243,7 +243,7 @@ class Bench:
             actions[name] = lambda name=name: self.step(name)  # type: ignore[misc]
             if name in REFRESHING:
                 actions[f"{name} refresh"] = lambda name=name: self.step_with_refresh(name)  # type: ignore[misc]
-        found: dict[str, list[Timed]] = {name: [] for name in actions}
+        result: dict[str, list[Timed]] = {name: [] for name in actions}
         order = list(actions)
         ends = time.monotonic() + seconds
         for turn in range(count):
@@ -252,8 +252,8 @@ class Bench:
             random.Random(turn).shuffle(order)
             taken = [(name, actions[name]()) for name in order]  # a GPU is kept busy over the whole round
             for name, timed in taken:
-                found[name].append(timed())
-        return found
+                result[name].append(timed())
+        return result
 
 
 def build(model: str, *, image: int, classes: int, batch: int, me: "Ranks", precision: str = "fp32") -> "Trainer":
@@ -287,10 +287,10 @@ def wrapped(trainer: "Trainer", name: str, *, batch: int) -> "torch.optim.Optimi
 # --- what they tell
 
 
-def outcome(bench: Bench, found: dict[str, list[Timed]], *, model: str, image: int, memory: Sequence[Held]) -> Outcome:
+def outcome(bench: Bench, result: dict[str, list[Timed]], *, model: str, image: int, memory: Sequence[Held]) -> Outcome:
     """Judge the rounds of one model."""
-    plain = [(a.step + b.step) / 2 for a, b in zip(found[PLAIN], found[AGAIN], strict=True)]
-    updates = [(a.update + b.update) / 2 for a, b in zip(found[PLAIN], found[AGAIN], strict=True)]
+    plain = [(a.step + b.step) / 2 for a, b in zip(result[PLAIN], result[AGAIN], strict=True)]
+    updates = [(a.update + b.update) / 2 for a, b in zip(result[PLAIN], result[AGAIN], strict=True)]
     step = statistics.median(plain)
     names = [name for name in bench.trainers if name not in (PLAIN, AGAIN)]
     return Outcome(
@@ -302,10 +302,12 @@ def outcome(bench: Bench, found: dict[str, list[Timed]], *, model: str, image: i
         rounds=len(plain),
         step_milliseconds=1000 * step,
         update_milliseconds=1000 * statistics.median(updates),
-        control=statistics.median(b.step / a.step for a, b in zip(found[PLAIN], found[AGAIN], strict=True)),
-        rows=tuple(judge(name, found[name], plain, updates) for name in names),
+        control=statistics.median(b.step / a.step for a, b in zip(result[PLAIN], result[AGAIN], strict=True)),
+        rows=tuple(judge(name, result[name], plain, updates) for name in names),
         refreshes=tuple(
-            refresh(name, found[name], found[f"{name} refresh"], step) for name in names if f"{name} refresh" in found
+            refresh(name, result[name], result[f"{name} refresh"], step)
+            for name in names
+            if f"{name} refresh" in result
         ),
         memory=tuple(memory),
     )
@@ -450,30 +452,30 @@ def machine(me: "Ranks") -> dict[str, Any]:
     }
 
 
-def lines(found: Outcome) -> Iterator[str]:
+def lines(result: Outcome) -> Iterator[str]:
     """Yield one model's figures in words."""
     yield (
-        f"{found.model}, {found.parameters / 1e6:.1f} M parameters, images of {found.image}, local batch {found.batch},"
-        f" {found.rounds} rounds: a plain step takes {found.step_milliseconds:.1f} ms, of which its update"
-        f" {found.update_milliseconds:.2f} ms; the second plain step {found.control:.4f} of the first"
+        f"{result.model}, {result.parameters / 1e6:.1f} M parameters, images of {result.image}, local batch {result.batch},"
+        f" {result.rounds} rounds: a plain step takes {result.step_milliseconds:.1f} ms, of which its update"
+        f" {result.update_milliseconds:.2f} ms; the second plain step {result.control:.4f} of the first"
     )
-    for row in found.rows:
+    for row in result.rows:
         yield (
             f"  {row.variant:<9} x{row.ratio:.4f} ({row.low:.4f} .. {row.high:.4f}), by update x{row.by_update:.4f},"
             f" {row.milliseconds:+.2f} ms"
         )
-    for item in found.refreshes:
+    for item in result.refreshes:
         yield (
             f"  refresh of {item.variant} factors: {item.milliseconds:.1f} ms, {100 * item.of_a_step:.1f} % of a step,"
             f" {100 * item.share:.2f} % with {BETWEEN} steps between two"
         )
-    for held in found.memory:
-        yield f"  memory of {held.variant}: {held.lasting:.2f} copies of the parameters for good, {held.peak:.2f} at the peak"
+    for kept in result.memory:
+        yield f"  memory of {kept.variant}: {kept.lasting:.2f} copies of the parameters for good, {kept.peak:.2f} at the peak"
 
 
 def run(options: argparse.Namespace, me: "Ranks") -> list[Outcome]:
     """Measure every model that was asked for."""
-    found = []
+    results = []
     for model in options.models:
         image, classes = (MODELS | FURTHER)[model]
         image = options.image or image
@@ -499,15 +501,15 @@ def run(options: argparse.Namespace, me: "Ranks") -> list[Outcome]:
             timed = bench.rounds(options.rounds)
             alone = batch == options.batch and me.world == 1 and options.memory
             memory = list(memory_of(model, options)) if alone else []
-            found.append(outcome(bench, timed, model=model, image=image, memory=memory))
+            results.append(outcome(bench, timed, model=model, image=image, memory=memory))
             del bench
             gc.collect()
             if me.is_first:
                 if options.keep:
-                    write_atomic(options.keep, json.dumps([asdict(item) for item in found]) + "\n")
-                for line in lines(found[-1]):
+                    write_atomic(options.keep, json.dumps([asdict(item) for item in results]) + "\n")
+                for line in lines(results[-1]):
                     print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
-    return found
+    return results
 
 
 def listed(known: Sequence[str]) -> Callable[[str], list[str]]:
@@ -578,12 +580,14 @@ def main() -> None:
         options.variants = options.variants or list(VARIANTS)
         before = machine(me)
         if me.is_first:
-            said = ", ".join(f"{name} {value}" for name, value in before.items())
-            print(said, file=sys.stderr if options.json else sys.stdout, flush=True)
-        found = run(options, me)
+            text = ", ".join(f"{name} {value}" for name, value in before.items())
+            print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
+        completed = run(options, me)
         if options.json and me.is_first:
             after = round(os.getloadavg()[0], 1)
-            print(json.dumps({"machine": before | {"load_after": after}, "models": [asdict(item) for item in found]}))
+            print(
+                json.dumps({"machine": before | {"load_after": after}, "models": [asdict(item) for item in completed]})
+            )
 
 
 if __name__ == "__main__":

@@ -71,9 +71,9 @@ def measure(*, pairs: int, batch: int, side: int, fused: bool) -> dict[str, Any]
     from tula_cli.worker.train import loop as worker_train_loop
 
     torch.set_num_threads(1)
-    found: list[list[float]] = []
+    result: list[list[float]] = []
     with tempfile.TemporaryDirectory() as folder, rig.alone("cpu") as me:
-        own = worker_train_loop.run_steps(rig.build(job(batch=batch, side=side), me, batch=batch))
+        steps = worker_train_loop.run_steps(rig.build(job(batch=batch, side=side), me, batch=batch))
         shim(folder)
         switch, busy, began = import_module("ruler").Switch(), False, time.process_time()
 
@@ -84,10 +84,10 @@ def measure(*, pairs: int, batch: int, side: int, fused: bool) -> dict[str, Any]
             script = time.process_time() - began
             switch.put(False)
             busy, began = True, time.process_time()
-            next(own)
-            found.append([time.process_time() - began, script])
+            next(steps)
+            result.append([time.process_time() - began, script])
             busy = False
-            if len(found) == pairs + WARM_UP:
+            if len(result) == pairs + WARM_UP:
                 raise Over
             switch.put(True)
             began = time.process_time()
@@ -98,8 +98,8 @@ def measure(*, pairs: int, batch: int, side: int, fused: bool) -> dict[str, Any]
         try:
             runpy.run_path(str(SCRIPT), run_name="__main__")
         except Over:
-            own.close()
-    return summary(found[WARM_UP:])
+            steps.close()
+    return summary(result[WARM_UP:])
 
 
 def main() -> None:
@@ -110,13 +110,13 @@ def main() -> None:
     parser.add_argument("--fused", action="store_true")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    found = measure(pairs=arguments.pairs, batch=arguments.batch, side=arguments.side, fused=arguments.fused)
+    result = measure(pairs=arguments.pairs, batch=arguments.batch, side=arguments.side, fused=arguments.fused)
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps(result))
         return
-    percent, low, high = (found[name] for name in ("percent", "low_percent", "high_percent"))
+    percent, low, high = (result[name] for name in ("percent", "low_percent", "high_percent"))
     print(
-        f"script {percent:+.2f} % ({low:+.2f} to {high:+.2f}) beside {found['step_cpu_ms']:.0f} ms in tula's own loop"
+        f"script {percent:+.2f} % ({low:+.2f} to {high:+.2f}) beside {result['step_cpu_ms']:.0f} ms in tula's own loop"
     )
 
 

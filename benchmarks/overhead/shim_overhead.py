@@ -80,15 +80,15 @@ def measure(mode: str, *, pairs: int) -> dict[str, float]:
                 optimizer.step()
             return (time.process_time() - began) / BLOCK
 
-        found = []
+        results = []
         for _ in range(pairs + 1):
             order = random.sample((True, False), 2)
-            found.append({ours: block(ours) for ours in order})
-    del found[0]  # the first steps allocate and import
-    more = sorted(pair[True] - pair[False] for pair in found)
+            results.append({ours: block(ours) for ours in order})
+    del results[0]  # the first steps allocate and import
+    more = sorted(pair[True] - pair[False] for pair in results)
     reach = 1.645 * math.sqrt(pairs) / 2  # ranks around the median that hold it in 90 % of cases
     low, high = (more[min(pairs - 1, max(0, round(pairs / 2 + side * reach)))] for side in (-1, 1))
-    plain = statistics.median(pair[False] for pair in found)
+    plain = statistics.median(pair[False] for pair in results)
     return {"plain": plain, "more": statistics.median(more), "low": low, "high": high}
 
 
@@ -100,11 +100,11 @@ def measure_apart(mode: str, *, pairs: int) -> dict[str, float]:
         os._exit(0)
     os.close(writing)
     with open(reading) as pipe:
-        told = pipe.read()
+        text = pipe.read()
     os.waitpid(pid, 0)
-    assert told, f"the process of mode {mode} failed"
-    found: dict[str, float] = json.loads(told)
-    return found
+    assert text, f"the process of mode {mode} failed"
+    data: dict[str, float] = json.loads(text)
+    return data
 
 
 def main() -> None:
@@ -114,11 +114,11 @@ def main() -> None:
     arguments = parser.parse_args()
     for name in ("torch", "torch._dynamo"):  # optimizers import the latter with the first of them
         importlib.import_module(name)
-    found = {mode: measure_apart(mode, pairs=arguments.pairs) for mode in MODES}
+    results = {mode: measure_apart(mode, pairs=arguments.pairs) for mode in MODES}
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps(results))
         return
-    for mode, figures in found.items():
+    for mode, figures in results.items():
         plain, more, low, high = (figures[name] * 1e6 for name in ("plain", "more", "low", "high"))
         print(f"{mode:6} {more:+6.1f} us of CPU a step ({low:+.1f} to {high:+.1f}) beside {plain:.0f} us")
 

@@ -91,7 +91,7 @@ class Cluster:
         if not self.waiting or not self.free:
             return
         reserved, spare = self._reservation(self.waiting[0].nodes)
-        left = [self.waiting[0]]
+        remaining = [self.waiting[0]]
         for job in self.waiting[1:]:
             ends_before = self.now + job.limit <= reserved
             available = self.free if ends_before else min(self.free, spare)
@@ -99,8 +99,8 @@ class Cluster:
                 nodes = self._start(job, available)
                 spare -= 0 if ends_before else nodes
             else:
-                left.append(job)
-        self.waiting = left
+                remaining.append(job)
+        self.waiting = remaining
 
     def _reservation(self, nodes: int) -> tuple[float, int]:
         """Return when the job at the head can start by the limits of what runs, and the nodes that are left over then."""

@@ -101,10 +101,10 @@ def day_weights() -> NDArray[np.float64]:
     edges = gammainc(DAILY[0], (np.arange(SLOTS + 1) + DAY_BEGINS - 0.5) / DAILY[1])
     weights = np.roll(np.diff(edges), DAY_BEGINS)
     weights = np.maximum(weights, 1e-4)
-    found: NDArray[np.float64] = weights * SLOTS / weights.sum()
-    return found
+    result: NDArray[np.float64] = weights * SLOTS / weights.sum()
+    return result
 
 
 def _limit(rng: np.random.Generator, run: float) -> float:
-    asked = run / rng.uniform(OVERESTIMATE, 1.0)
-    return POPULAR[min(bisect.bisect_left(POPULAR, asked), len(POPULAR) - 1)]
+    path = run / rng.uniform(OVERESTIMATE, 1.0)
+    return POPULAR[min(bisect.bisect_left(POPULAR, path), len(POPULAR) - 1)]

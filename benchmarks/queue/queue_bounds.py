@@ -85,16 +85,16 @@ def past_waits(log: Sequence[LoggedJob]) -> list[PastWait]:
 def replay(log: Sequence[LoggedJob], *, confidence: float = CONFIDENCE) -> list[Coverage]:
     """Return by size class how the bounds of the jobs of a log hold; the last row is of all."""
     history = past_waits(log)
-    found: defaultdict[str, list[tuple[float | None, float]]] = defaultdict(list)
+    result: defaultdict[str, list[tuple[float | None, float]]] = defaultdict(list)
     for number, past in enumerate(history[int(HISTORY * len(history)) :], int(HISTORY * len(history))):
         bound = wait_bound(
             history[:number], nodes=past.nodes, minutes=past.minutes, now=past.submitted, confidence=confidence
         )
         pair = (None if bound is None or bound.confidence < confidence else bound.seconds, past.wait)
-        found[size_words(size_of(past.nodes, past.minutes))].append(pair)
-        found["all"].append(pair)
-    everything = found.pop("all")
-    return [_coverage(size, found[size]) for size in sorted(found)] + [_coverage("all", everything)]
+        result[size_words(size_of(past.nodes, past.minutes))].append(pair)
+        result["all"].append(pair)
+    everything = result.pop("all")
+    return [_coverage(size, result[size]) for size in sorted(result)] + [_coverage("all", everything)]
 
 
 def _coverage(size: str, pairs: Sequence[tuple[float | None, float]]) -> Coverage:
@@ -113,8 +113,8 @@ def _show(name: str, rows: Sequence[Coverage], made: Sequence[Choices], *, as_js
     print(f"{name}\n{'class':>28}{'jobs':>7}{'no bound':>10}{'covered':>9}{'bound s':>10}{'wait s':>10}")
     for row in rows:
         print(f"{row.size:>28}{row.jobs:7}{row.unbounded:10}{row.covered:9.1%}{row.bound:10.0f}{row.wait:10.0f}")
-    for one in made:
-        print(f"{one.by:>28}: {one.words}")
+    for item in made:
+        print(f"{item.by:>28}: {item.words}")
 
 
 if __name__ == "__main__":

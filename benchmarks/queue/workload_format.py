@@ -34,8 +34,8 @@ def parse_log(lines: Iterable[str]) -> list[LoggedJob]:
         fields = line.split()
         if len(fields) < 9:
             raise ValueError(f"not a line of the Standard Workload Format: {line!r}")
-        submitted, wait, run, used, _, _, asked, limit = map(float, fields[1:9])
-        nodes = int(asked if asked > 0 else used)
+        submitted, wait, run, used, _, _, requested, limit = map(float, fields[1:9])
+        nodes = int(requested if requested > 0 else used)
         if wait >= 0 and nodes > 0:
             jobs.append(LoggedJob(submitted, wait, max(run, 0.0), nodes, limit if limit > 0 else max(run, 0.0)))
     return sorted(jobs, key=lambda job: job.submitted)

@@ -193,23 +193,23 @@ def run_stages(
     for stage in stages:
         if stage.path(out).exists():
             continue
-        expected, left = expected_seconds(stage, out), deadline - time.monotonic()
-        if expected > left:
-            yield stage, f"it takes about {expected:.0f} s, and {max(left, 0):.0f} s are left"
+        expected, remaining = expected_seconds(stage, out), deadline - time.monotonic()
+        if expected > remaining:
+            yield stage, f"it takes about {expected:.0f} s, and {max(remaining, 0):.0f} s are left"
         elif stage.kind == "train" and not Stage(stage.job, "sweep", 1).path(out).exists():
             yield stage, "there is no recommendation to follow"
         elif stage.job in failed:
             yield stage, "a stage of this job has failed"
         else:
             print(
-                f"{stage.job}: {stage.name}, about {expected:.0f} s; {left / 60:.0f} min left",
+                f"{stage.job}: {stage.name}, about {expected:.0f} s; {remaining / 60:.0f} min left",
                 file=sys.stderr,
                 flush=True,
             )
             prepare(out / stage.job, stage.job, tiny=tiny)
             began = time.monotonic()
             try:
-                results = run_stage(stage, Tula(out / stage.job, cluster if on_links(stage.job) else {}), left)
+                results = run_stage(stage, Tula(out / stage.job, cluster if on_links(stage.job) else {}), remaining)
             except StageFailed as failure:
                 failed.add(stage.job)
                 yield stage, str(failure)

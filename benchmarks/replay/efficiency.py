@@ -98,8 +98,8 @@ def main() -> None:
         cases, missed = read(arguments.table)
     except (OSError, ValueError) as error:
         sys.exit(f"efficiency.py: {error}")
-    found = report(cases, missed)
-    print(json.dumps(found, indent=1, allow_nan=False) if arguments.json else in_words(found))
+    result = report(cases, missed)
+    print(json.dumps(result, indent=1, allow_nan=False) if arguments.json else in_words(result))
 
 
 def read(path: Path) -> tuple[list[Case], int]:
@@ -109,9 +109,9 @@ def read(path: Path) -> tuple[list[Case], int]:
         raise ValueError(f"{path} has no column {', '.join(missing)}")
     if table.groupby("app").global_batch.nunique().max() < 2 or table.empty:
         raise ValueError(f"{path} holds no app with two batches to compare")
-    found = [case for app, rows in table.groupby("app") for case in _cases(str(app), rows)]
-    cases = [case for case in found if case is not None]
-    return cases, len(found) - len(cases)
+    results = [case for app, rows in table.groupby("app") for case in _cases(str(app), rows)]
+    cases = [case for case in results if case is not None]
+    return cases, len(results) - len(cases)
 
 
 def _cases(app: str, rows: pd.DataFrame) -> Iterable[Case | None]:
@@ -242,26 +242,26 @@ def _summary(errors: Sequence[float]) -> dict[str, float]:
     return {"median": 100 * float(np.median(errors)), "p90": 100 * float(np.quantile(errors, 0.9))}
 
 
-def in_words(found: Mapping[str, Any]) -> str:
+def in_words(result: Mapping[str, Any]) -> str:
     """Return the report as tables."""
-    apps = [*found["cases"], "all"]
+    apps = [*result["cases"], "all"]
     head = f"{'error of the iterations, median / p90 (%)':42s}" + "".join(f"{app:>16s}" for app in apps)
-    lines = [head, *(_line(name, [errors[app] for app in apps]) for name, errors in found["errors"].items())]
-    growths = ", ".join(f"{app} {found['growth'][app]:.2f}" for app in found["cases"])
+    lines = [head, *(_line(name, [errors[app] for app in apps]) for name, errors in result["errors"].items())]
+    growths = ", ".join(f"{app} {result['growth'][app]:.2f}" for app in result["cases"])
     noise = "; ".join(
-        f"{app} {' / '.join(str(value) for value in seen)}" for app, seen in found["noise_samples"].items()
+        f"{app} {' / '.join(str(value) for value in seen)}" for app, seen in result["noise_samples"].items()
     )
-    means = ", ".join(f"{name} {value:.1f}" for name, value in found["mean_of_medians"].items())
+    means = ", ".join(f"{name} {value:.1f}" for name, value in result["mean_of_medians"].items())
     return "\n".join(
         [
             *lines,
             f"mean over apps of the median (%): {means}",
-            f"cases: {', '.join(f'{app} {count}' for app, count in found['cases'].items())};"
-            f" {found['not_reached']} more never reach the metric",
+            f"cases: {', '.join(f'{app} {count}' for app, count in result['cases'].items())};"
+            f" {result['not_reached']} more never reach the metric",
             f"growth of the noise, epochs^x, fitted without the app: {growths};"
-            f" with all {found['growth']['all']:.2f}; the product's {found['growth']['product']:.2f}",
-            f"the range (growth {SLOWEST_GROWTH} to perfect scaling) covers {found['range_covers']['0.0']:.0f} % of the cases,"
-            f" {found['range_covers'][str(SLACK)]:.0f} % to within {SLACK:.0%}",
+            f" with all {result['growth']['all']:.2f}; the product's {result['growth']['product']:.2f}",
+            f"the range (growth {SLOWEST_GROWTH} to perfect scaling) covers {result['range_covers']['0.0']:.0f} % of the cases,"
+            f" {result['range_covers'][str(SLACK)]:.0f} % to within {SLACK:.0%}",
             f"noise scale, samples: first epoch / run up to {', '.join(f'{level:.0%}' for level in LEVELS)}: {noise}",
         ]
     )

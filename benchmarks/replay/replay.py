@@ -110,12 +110,12 @@ def groups(sets: Sequence[MeasuredSet], *, apart: bool) -> list[Group]:
     """Return what is reported together: each cluster by kind, or each cluster and each app; and all."""
     clusters = sorted({each.cluster for each in sets})
     if apart:
-        found = [(f"cluster {name}", [s for s in sets if s.cluster == name]) for name in clusters]
-        found += [(f"app {name}", [s for s in sets if s.app == name]) for name in sorted({s.app for s in sets})]
+        results = [(f"cluster {name}", [s for s in sets if s.cluster == name]) for name in clusters]
+        results += [(f"app {name}", [s for s in sets if s.app == name]) for name in sorted({s.app for s in sets})]
     else:
         pairs = [(cluster, kind) for cluster in clusters for kind in KINDS]
-        found = [(f"{c}, {kind}", [s for s in sets if (s.cluster, s.kind) == (c, kind)]) for c, kind in pairs]
-    return [*((title, members) for title, members in found if members), ("all", list(sets))]
+        results = [(f"{c}, {kind}", [s for s in sets if (s.cluster, s.kind) == (c, kind)]) for c, kind in pairs]
+    return [*((title, members) for title, members in results if members), ("all", list(sets))]
 
 
 Scores = dict[tuple[str, str], dict[str, Score]]
@@ -135,10 +135,10 @@ _HEAD = (
 )
 
 
-def table(group: Group, found: Scores) -> str:
+def table(group: Group, result: Scores) -> str:
     title, members = group
     lines = [f"{title} ({len(members)} sets)", _HEAD]
-    for (strategy, model), by_set in found.items():
+    for (strategy, model), by_set in result.items():
         lines.append(_line(f"{strategy}, {model}", Summary.of([by_set[each.name] for each in members])))
     return "\n".join([*lines, constant_answer(members), ""])
 
@@ -216,7 +216,7 @@ def mixed(paths: Sequence[Path], sets: Sequence[MeasuredSet], strategy: str, mod
         estimates = predictor(each, strategy, model)([place for place, _ in rows])
         pairs = zip(estimates, rows, strict=True)
         errors[each.cluster] += [abs(estimate.seconds / seconds - 1) for estimate, (_, seconds) in pairs]
-    return {cluster: Apart.of(found) for cluster, found in errors.items()}
+    return {cluster: Apart.of(result) for cluster, result in errors.items()}
 
 
 def _nearest_sets(
@@ -225,15 +225,15 @@ def _nearest_sets(
     """Return, for each set, where unequal rows would be on it and their step times."""
     rows = read(*paths)
     rows = rows[(rows.flag == "ok") & rows.gpus_per_node.isna() & (rows.nodes > 1)]
-    found: dict[str, list[tuple[Where, float]]] = defaultdict(list)
+    result: dict[str, list[tuple[Where, float]]] = defaultdict(list)
     for row in rows.to_dict("records"):
         alike = [s for s in sets if (s.cluster, s.app) == (row["cluster"], row["app"]) and s.gpus_per_node is not None]
         if alike:
             mean = row["replicas"] / row["nodes"]
             nearest = min(alike, key=lambda s: abs((s.gpus_per_node or 0) - mean))
             place = Where(int(row["nodes"]), nearest.gpus_per_node or 1, int(row["local_batch"]))
-            found[nearest.name].append((place, float(row["step_time_s"])))
-    return [(each, found[each.name]) for each in sets if each.name in found]
+            result[nearest.name].append((place, float(row["step_time_s"])))
+    return [(each, result[each.name]) for each in sets if each.name in result]
 
 
 # Repeats
@@ -346,15 +346,15 @@ def _report(arguments: argparse.Namespace) -> None:
     reported = groups(sets, apart=arguments.apart)
     if flagged:
         reported.append(("flagged, in no figure above", flagged))
-    found = scores([*sets, *flagged], arguments.strategies, arguments.models)
-    apart = {name: mixed(arguments.tables, sets, *name) for name in found}
+    result = scores([*sets, *flagged], arguments.strategies, arguments.models)
+    apart = {name: mixed(arguments.tables, sets, *name) for name in result}
     again = Again.of(sets)
     measured = [row for name in arguments.strategies if (row := measured_rows(sets, name)) is not None]
     if arguments.json:
         rows = {"repeats": again and asdict(again), "measured": [asdict(row) for row in measured]}
-        print(json.dumps({**_as_json(reported, found, apart), **rows}, indent=1))
+        print(json.dumps({**_as_json(reported, result, apart), **rows}, indent=1))
         return
-    print("\n".join([_text(reported, found, apart), *map(str, filter(None, [again, *measured]))]))
+    print("\n".join([_text(reported, result, apart), *map(str, filter(None, [again, *measured]))]))
 
 
 def _knees(sets: Sequence[MeasuredSet], arguments: argparse.Namespace) -> None:
@@ -366,8 +366,8 @@ def _knees(sets: Sequence[MeasuredSet], arguments: argparse.Namespace) -> None:
         replay_knee.page(sets, arguments.html)
 
 
-def _text(reported: Sequence[Group], found: Scores, apart: Mapping[tuple[str, str], Mapping[str, Apart]]) -> str:
-    lines = [table(group, found) for group in reported]
+def _text(reported: Sequence[Group], result: Scores, apart: Mapping[tuple[str, str], Mapping[str, Apart]]) -> str:
+    lines = [table(group, result) for group in reported]
     lines.append("nodes with unequal numbers of GPUs, predicted at the nearest equal number")
     for (strategy, model), by_cluster in apart.items():
         cells = [f"{c}: median {a.median:.1%}, p90 {a.p90:.1%} of {a.rows}" for c, a in by_cluster.items()]
@@ -405,18 +405,18 @@ def _names(text: str) -> list[str]:
 
 
 def _as_json(
-    reported: Sequence[Group], found: Scores, apart: Mapping[tuple[str, str], Mapping[str, Apart]]
+    reported: Sequence[Group], result: Scores, apart: Mapping[tuple[str, str], Mapping[str, Apart]]
 ) -> dict[str, Any]:
     """Return every figure of the text; where no set tells, null."""
 
     def plain(record: Summary | Apart) -> dict[str, Any]:
         return {key: None if isinstance(v, float) and math.isnan(v) else v for key, v in asdict(record).items()}
 
-    names = {key: ", ".join(key) for key in found}
+    names = {key: ", ".join(key) for key in result}
     return {
         "groups": {
             title: {
-                names[key]: plain(Summary.of([by_set[each.name] for each in members])) for key, by_set in found.items()
+                names[key]: plain(Summary.of([by_set[each.name] for each in members])) for key, by_set in result.items()
             }
             for title, members in reported
         },

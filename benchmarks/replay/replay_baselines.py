@@ -74,14 +74,14 @@ def interpolation(probes: Sequence[Observation], _: str) -> Predictor:
         lines.setdefault(size(_place(probe)), []).append((math.log(probe.local_batch), math.log(probe.seconds)))
 
     def at_size(number: int, x: float) -> float:
-        own = lines[number]
-        if len(own) > 1:
-            return _along(own, x)
+        line = lines[number]
+        if len(line) > 1:
+            return _along(line, x)
         others = [other for other in lines if len(lines[other]) > 1]
         if not others:
-            return own[0][1]
+            return line[0][1]
         lender = lines[min(others, key=lambda other: abs(math.log(other / number)))]
-        return own[0][1] + _along(lender, x) - _along(lender, own[0][0])
+        return line[0][1] + _along(lender, x) - _along(lender, line[0][0])
 
     def log_time(place: Where) -> float:
         x = math.log(place.local_batch)
@@ -127,8 +127,8 @@ def pollux(probes: Sequence[Observation], _: str) -> Predictor:
 
     bounds = _pollux_bounds(places)
     free = np.array([high != 0 for _, high in bounds])
-    found = [minimize(loss, start * free, jac=True, method="L-BFGS-B", bounds=bounds) for start in _STARTS]
-    best = min(found, key=lambda result: float(result.fun)).x
+    results = [minimize(loss, start * free, jac=True, method="L-BFGS-B", bounds=bounds) for start in _STARTS]
+    best = min(results, key=lambda result: float(result.fun)).x
     return lambda places: _plain(unit.seconds * np.exp(_pollux_log_time(best, unit.features(places))[0]))
 
 

@@ -59,10 +59,10 @@ class Offer:
     @property
     def by_size(self) -> dict[int, list[int]]:
         """Size to local batches, both ascending: what the strategies of `tula_cli.services.search` take."""
-        found: dict[int, list[int]] = {}
+        result: dict[int, list[int]] = {}
         for where in self.candidates:
-            found.setdefault(self.size(where), []).append(where.local_batch)
-        return found
+            result.setdefault(self.size(where), []).append(where.local_batch)
+        return result
 
     def at(self, size: int, local_batch: int) -> Where:
         return next(w for w in self.candidates if self.size(w) == size and w.local_batch == local_batch)
@@ -94,7 +94,7 @@ class MeasuredSet:
     def noise(self) -> tuple[float, ...]:
         """How far two runs of a configuration are apart, |ln ratio|, of each two of each that was measured again."""
         pairs = (pair for times in self.again.values() for pair in itertools.combinations(times, 2))
-        return tuple(abs(math.log(one / other)) for one, other in pairs)
+        return tuple(abs(math.log(first / other)) for first, other in pairs)
 
     @cached_property
     def offer(self) -> Offer:
@@ -135,8 +135,8 @@ def load(
     rows = read(*paths)
     rows = rows[((rows.flag != "ok") == flagged) & rows.gpus_per_node.notna()]
     wanted = None if sizes is None else frozenset(sizes)
-    found = [made for key, group in _sets(rows) if (made := _set(*key, group, wanted, repeats)) is not None]
-    return sorted(found, key=lambda s: (s.cluster, s.app, s.kind, s.gpus_per_node or 0))
+    results = [made for key, group in _sets(rows) if (made := _set(*key, group, wanted, repeats)) is not None]
+    return sorted(results, key=lambda s: (s.cluster, s.app, s.kind, s.gpus_per_node or 0))
 
 
 def read(*paths: Path | str) -> pd.DataFrame:
@@ -169,12 +169,12 @@ def read(*paths: Path | str) -> pd.DataFrame:
 
 def _of_run(table: pd.DataFrame, path: Path) -> pd.DataFrame:
     """Return what a run has measured, under the name of its directory."""
-    found = table[table.outcome == "measured"]
-    return found.assign(
+    result = table[table.outcome == "measured"]
+    return result.assign(
         cluster=path.resolve().parent.name,
-        app=found.node_type.astype(object).fillna("probes"),
-        replicas=found.nodes * found.gpus_per_node,
-        sync_time_s=found.step_time_s - pd.to_numeric(found.compute_time_s, errors="coerce"),
+        app=result.node_type.astype(object).fillna("probes"),
+        replicas=result.nodes * result.gpus_per_node,
+        sync_time_s=result.step_time_s - pd.to_numeric(result.compute_time_s, errors="coerce"),
         flag="ok",
     )
 
@@ -208,7 +208,7 @@ def _again(rows: pd.DataFrame) -> dict[Where, tuple[float, ...]]:
     times: dict[Where, tuple[float, ...]] = defaultdict(tuple)
     for row in runs.to_dict("records"):
         times[where(row)] += (float(row["step_time_s"]),)
-    return {place: found for place, found in times.items() if len(found) > 1}
+    return {place: result for place, result in times.items() if len(result) > 1}
 
 
 def _first_run(rows: pd.DataFrame) -> pd.DataFrame:

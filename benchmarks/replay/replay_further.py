@@ -31,14 +31,14 @@ class Further:
 
 
 def judge(sets: Iterable[MeasuredSet], most: Sequence[int] = (2, 4)) -> list[Further]:
-    found: dict[tuple[str, int, int], list[tuple[float, bool, float]]] = defaultdict(list)
+    result: dict[tuple[str, int, int], list[tuple[float, bool, float]]] = defaultdict(list)
     for each in sets:
         for largest in most:
             for times, row in _rows(each, largest):
-                found[each.cluster, largest, times].append(row)
+                result[each.cluster, largest, times].append(row)
     return [
         Further(cluster, largest, times, len(rows), *map(float, (np.median(off), np.mean(inside), np.median(width))))
-        for (cluster, largest, times), rows in sorted(found.items())
+        for (cluster, largest, times), rows in sorted(result.items())
         for off, inside, width in [zip(*rows, strict=True)]
     ]
 
@@ -52,12 +52,12 @@ def _rows(each: MeasuredSet, largest: int) -> Iterable[tuple[int, tuple[float, b
     for place, o in each.truth.items():
         where = (place.nodes, place.gpus_per_node, place.local_batch)
         if size(place) > largest and not fit.refusal(*where):
-            found = fit.predict(*where)
-            assert found.low is not None and found.high is not None
+            result = fit.predict(*where)
+            assert result.low is not None and result.high is not None
             times = 2 ** math.ceil(math.log2(size(place) / largest))
             yield (
                 times,
-                (abs(found.seconds / o.seconds - 1), found.low <= o.seconds <= found.high, found.high / found.low),
+                (abs(result.seconds / o.seconds - 1), result.low <= o.seconds <= result.high, result.high / result.low),
             )
 
 

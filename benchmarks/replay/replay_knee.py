@@ -49,10 +49,10 @@ def _kneed(line: Sequence[Prediction]) -> int:
 
     times = [row.hours for row in line]
     x = [math.log2(row.batch) for row in line]
-    found = KneeLocator(x, times, S=1.0, curve="convex", direction="decreasing", online=False).knee
-    if found is None:
+    result = KneeLocator(x, times, S=1.0, curve="convex", direction="decreasing", online=False).knee
+    if result is None:
         return next(row.batch for row in line if row.hours <= min(times) * (1 + objective.FALLBACK))
-    return min(line, key=lambda row: abs(math.log2(row.batch) - found)).batch
+    return min(line, key=lambda row: abs(math.log2(row.batch) - result)).batch
 
 
 def _last_saving(share: float) -> Rule:
@@ -163,8 +163,8 @@ def _judge(
     exact, within = _best_constant(curves, knees)
     return Judged(
         rule=name,
-        repeats=float(np.mean([np.mean([steps == 0 for steps in found]) for found in again])),
-        repeats_within_one=float(np.mean([np.mean([abs(steps) <= 1 for steps in found]) for found in again])),
+        repeats=float(np.mean([np.mean([steps == 0 for steps in outcome]) for outcome in again])),
+        repeats_within_one=float(np.mean([np.mean([abs(steps) <= 1 for steps in result]) for result in again])),
         slowness=float(np.mean(slow)),
         slowness_worst=max(slow),
         at_the_largest=float(np.mean([knees[each] == line[-1].batch for each, line in curves.items()])),
@@ -199,9 +199,9 @@ def _clipped(line: Sequence[Prediction], place: int) -> int:
 def _matches(
     rule: Rule, knees: Mapping[MeasuredSet, int], curves: Curves, guesses: Curves
 ) -> tuple[float, float, float]:
-    found = {each: rule(guesses[each]) for each in curves}
-    off = [abs(_steps(found[each], knees[each])) for each in curves]
-    lost = [max(0.0, _hours(line, found[each]) / _hours(line, knees[each]) - 1) for each, line in curves.items()]
+    results = {each: rule(guesses[each]) for each in curves}
+    off = [abs(_steps(results[each], knees[each])) for each in curves]
+    lost = [max(0.0, _hours(line, results[each]) / _hours(line, knees[each]) - 1) for each, line in curves.items()]
     return float(np.mean([o == 0 for o in off])), float(np.mean([o <= 1 for o in off])), float(np.mean(lost))
 
 

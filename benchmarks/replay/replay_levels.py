@@ -36,7 +36,7 @@ def judge(sets: Iterable[MeasuredSet]) -> list[Judged]:
     by_app: dict[tuple[str, str], list[MeasuredSet]] = defaultdict(list)
     for each in sets:
         by_app[each.cluster, each.app].append(each)
-    return [row for key, own in sorted(by_app.items()) for row in _rows(*key, own)]
+    return [row for key, value in sorted(by_app.items()) for row in _rows(*key, value)]
 
 
 def _rows(cluster: str, app: str, sets: list[MeasuredSet]) -> Iterator[Judged]:
@@ -49,8 +49,8 @@ def _rows(cluster: str, app: str, sets: list[MeasuredSet]) -> Iterator[Judged]:
     most = max(place.gpus_per_node for place in wanted)
     corner = next(place for place in wanted if place.gpus_per_node == most)
     yield _judged(cluster, app, seen, {place: truth[place] for place in wanted}, corner=False)
-    left = {place: truth[place] for place in wanted if place != corner}
-    yield _judged(cluster, app, {**seen, corner: truth[corner]}, left, corner=True)
+    remaining = {place: truth[place] for place in wanted if place != corner}
+    yield _judged(cluster, app, {**seen, corner: truth[corner]}, remaining, corner=True)
 
 
 def _judged(

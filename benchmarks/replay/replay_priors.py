@@ -65,21 +65,21 @@ def refined(priors: Priors, posteriors: Sequence[Posterior], apps: Sequence[str]
 
     Residuals keep the shares of what is smooth and what is not, and noises their ratios.
     """
-    own = _expected(
-        np.array([found.means for found in posteriors]), np.array([found.variances for found in posteriors]), apps
+    expected_value = _expected(
+        np.array([result.means for result in posteriors]), np.array([found.variances for found in posteriors]), apps
     )
-    noise = math.sqrt(float(np.mean([found.noise**2 for found in posteriors])))
+    noise = math.sqrt(float(np.mean([outcome.noise**2 for outcome in posteriors])))
     return replace(
         priors,
-        slope=own[0],
-        floor=own[1],
-        level=own[2],
-        growth=own[3],
-        inside=own[4],
-        forward=own[5],
-        exposed=own[6],
-        compute=_scaled(priors.compute, [found.compute for found in posteriors]),
-        sync=_scaled(priors.sync, [found.sync for found in posteriors]),
+        slope=expected_value[0],
+        floor=expected_value[1],
+        level=expected_value[2],
+        growth=expected_value[3],
+        inside=expected_value[4],
+        forward=expected_value[5],
+        exposed=expected_value[6],
+        compute=_scaled(priors.compute, [value.compute for value in posteriors]),
+        sync=_scaled(priors.sync, [posterior.sync for posterior in posteriors]),
         step_noise=noise * priors.step_noise,
         compute_noise=noise * priors.compute_noise,
         sync_noise=noise * priors.sync_noise,
@@ -94,8 +94,8 @@ def _expected(means: Floats, variances: Floats, apps: Sequence[str]) -> list[Pri
     """
     names = sorted(set(apps))
     members = [np.array([app == name for app in apps]) for name in names]
-    centres = np.array([means[own].mean(axis=0) for own in members])
-    inside = np.mean([means[own].var(axis=0) for own in members], axis=0)
+    centres = np.array([means[value].mean(axis=0) for value in members])
+    inside = np.mean([means[member].var(axis=0) for member in members], axis=0)
     between = centres.var(axis=0, ddof=1) * (1 + 1 / len(names)) if len(names) > 1 else 0.0
     sds = np.sqrt(variances.mean(axis=0) + inside + between)
     return [Prior(float(mean), float(sd)) for mean, sd in zip(centres.mean(axis=0), sds, strict=True)]
@@ -119,13 +119,13 @@ def judged(sets: Sequence[MeasuredSet], strategy: str, priors: Priors) -> dict[s
     """Return how well each set is predicted, by its name."""
     scores = {each.name: score(each, strategy, with_priors(priors)) for each in sets}
     return {
-        name: Judged(found.median, found.p90, float(np.mean(found.covered)) if found.covered else math.nan)
-        for name, found in scores.items()
+        name: Judged(result.median, result.p90, float(np.mean(result.covered)) if result.covered else math.nan)
+        for name, result in scores.items()
     }
 
 
-def mean(found: Iterable[Judged]) -> Judged:
-    rows = list(found)
+def mean(result: Iterable[Judged]) -> Judged:
+    rows = list(result)
     return Judged(*(float(np.nanmean([getattr(row, name) for row in rows])) for name in ("median", "p90", "covered")))
 
 
@@ -153,8 +153,8 @@ def rows(sets: Sequence[MeasuredSet], of: Callable[[MeasuredSet], str], kind: st
             columns = [judged(inside, strategy, priors) for priors in (PRIORS, everywhere, elsewhere)]
             by_set[strategy] += zip(*(column.values() for column in columns), strict=True)
             made[strategy].append(Row(f"{kind} {value}", len(inside), strategy, *(mean(c.values()) for c in columns)))
-    for strategy, found in by_set.items():
-        together = [mean(column) for column in zip(*found, strict=True)]
+    for strategy, result in by_set.items():
+        together = [mean(column) for column in zip(*result, strict=True)]
         made[strategy].append(Row(f"each {kind} once", len(sets), strategy, *together))
     return [row for strategy in STRATEGIES for row in made[strategy]]
 
@@ -181,14 +181,14 @@ def main() -> None:
             raise ValueError("the tables hold sets of fewer than two apps: none can be left out")
     except (OSError, ValueError) as error:
         sys.exit(f"replay_priors.py: {error}")
-    found = rows(sets, lambda each: each.app, "app", turns=arguments.turns)
+    result = rows(sets, lambda each: each.app, "app", turns=arguments.turns)
     if len({each.cluster for each in sets}) > 1:
-        found += rows(sets, lambda each: each.cluster, "cluster", turns=arguments.turns)
+        result += rows(sets, lambda each: each.cluster, "cluster", turns=arguments.turns)
     if arguments.json:
         everywhere = found_on(sets, turns=arguments.turns)
-        print(json.dumps({"rows": [asdict(row) for row in found], "found_on_all": asdict(everywhere)}, indent=1))
+        print(json.dumps({"rows": [asdict(row) for row in result], "found_on_all": asdict(everywhere)}, indent=1))
         return
-    print(HEAD, *map(line, found), sep="\n")
+    print(HEAD, *map(line, result), sep="\n")
     print(f"\nfound on all sets: {found_on(sets, turns=arguments.turns)}")
 
 

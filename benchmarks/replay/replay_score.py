@@ -173,12 +173,12 @@ def score(measured: MeasuredSet, strategy: str | Strategy, model: str | Model) -
     unseen = [place for place in sorted(measured.truth) if place not in meter.seen]
     estimates = dict(zip(unseen, predict(unseen), strict=True)) if unseen else {}
     offered = [place for place in unseen if measured.offer.size(place) in measured.offered_sizes]
-    left = [place for place in measured.offer.candidates if place not in meter.seen]
-    judged = bool(left or measured.first)  # else the choice is by the truth itself
+    remaining = [place for place in measured.offer.candidates if place not in meter.seen]
+    judged = bool(remaining or measured.first)  # else the choice is by the truth itself
     choice = Choices(measured, {**estimates, **smoothed(meter.seen, predict)})
     return Score(
         errors=_errors(measured, estimates, offered),
-        candidates=_errors(measured, estimates, left),
+        candidates=_errors(measured, estimates, remaining),
         elsewhere=_errors(measured, estimates, [place for place in unseen if place not in set(offered)]),
         covered=_covered(measured, estimates),
         refused=sum(math.isnan(estimate.seconds) for estimate in estimates.values()),
@@ -236,9 +236,9 @@ class Choices:
         true = true_knee(self.measured)
         if true is None:
             return None
-        found = knee(predictions(self.measured, self.believed))
+        result = knee(predictions(self.measured, self.believed))
         times = {row.batch: row.hours for row in objective.find_envelope(truth(self.measured))}
-        return KneeMissed(round(math.log2(found / true)), max(0.0, times[found] / times[true] - 1))
+        return KneeMissed(round(math.log2(result / true)), max(0.0, times[result] / times[true] - 1))
 
 
 def _value(row: Prediction, wanted: Curve) -> float:

@@ -69,16 +69,16 @@ def judge(sets: Iterable[MeasuredSet]) -> list[Judged]:
     by_app: dict[tuple[str, str], list[MeasuredSet]] = defaultdict(list)
     for each in sets:
         by_app[each.cluster, each.app].append(each)
-    found: dict[str, list[Judged]] = defaultdict(list)
-    for own in by_app.values():
-        truth = _candidates(own)
+    result: dict[str, list[Judged]] = defaultdict(list)
+    for value in by_app.values():
+        truth = _candidates(value)
         grid: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         for place in sorted(truth):
             grid[place.gpus_per_node][place.nodes].append(place.local_batch)
         if len(grid) > 1 and all(len(nodes) > 1 for nodes in grid.values()):
             for name, (planned, together) in DESIGNS.items():
-                found[name].append(_judged(name, truth, planned(grid), together=together))
-    return [_mean(rows) for rows in found.values()]
+                result[name].append(_judged(name, truth, planned(grid), together=together))
+    return [_mean(rows) for rows in result.values()]
 
 
 def _candidates(own: Iterable[MeasuredSet]) -> Truth:
@@ -89,20 +89,20 @@ def _candidates(own: Iterable[MeasuredSet]) -> Truth:
 def _judged(design: str, truth: Truth, probes: set[Where], *, together: bool) -> Judged:
     counts = sorted({place.gpus_per_node for place in truth})
     seen = {gpus: [truth[place] for place in probes if together or place.gpus_per_node == gpus] for gpus in counts}
-    one = steptime.fit_step_time(seen[counts[0]], collective="ring") if together else None
-    fits = {gpus: one or steptime.fit_step_time(seen[gpus], collective="ring") for gpus in counts}
+    item = steptime.fit_step_time(seen[counts[0]], collective="ring") if together else None
+    fits = {gpus: item or steptime.fit_step_time(seen[gpus], collective="ring") for gpus in counts}
     seconds = {place: truth[place].seconds for place in probes}
-    off, held, at_most = [], [], []
+    off, kept, at_most = [], [], []
     for place, o in truth.items():
         if place in probes:
             continue
-        found = fits[place.gpus_per_node].predict(place.nodes, place.gpus_per_node, place.local_batch)
-        seconds[place] = found.seconds
-        off.append(abs(found.seconds / o.seconds - 1))
-        held.append((found.low or 0.0) <= o.seconds <= (found.high or np.inf))
+        result = fits[place.gpus_per_node].predict(place.nodes, place.gpus_per_node, place.local_batch)
+        seconds[place] = result.seconds
+        off.append(abs(result.seconds / o.seconds - 1))
+        kept.append((result.low or 0.0) <= o.seconds <= (result.high or np.inf))
         at_most += [off[-1]] if place.gpus_per_node == counts[-1] else []
     fastest, cheapest = (_regret(truth, seconds, by_node=by_node) for by_node in (False, True))
-    shares = float(np.median(off)), float(np.mean(held)), float(np.median(at_most or off))
+    shares = float(np.median(off)), float(np.mean(kept)), float(np.median(at_most or off))
     return Judged(design, 1, len(probes), _cost(truth, probes) / _cost(truth, set(truth)), *shares, fastest, cheapest)
 
 

@@ -155,10 +155,10 @@ class Trainings:
         )
         columns = to_columns([config])
         stages = times.tabulate(*columns, self.predict_steps(*columns)).records(0)
-        own = (EPOCHS * self.size - sum(stage.steps * stage.batch for stage in stages)) // config.batch
+        value = (EPOCHS * self.size - sum(stage.steps * stage.batch for stage in stages)) // config.batch
         every = [
             *stages,
-            StageSteps(batch=config.batch, steps=own, step_time=self.seconds(config), step_low=None, step_high=None),
+            StageSteps(batch=config.batch, steps=value, step_time=self.seconds(config), step_low=None, step_high=None),
         ]
         counts = {stage.nodes or config.nodes for stage in every}
         steps = [((stage.nodes or config.nodes), stage.steps * stage.step_time) for stage in every]
@@ -191,7 +191,7 @@ class Trainings:
         cheap = [self.grown(config, nodes="auto", by="cost") for config in larger]
         quick = [self.grown(config, nodes="auto", by="time") for config in larger]
         fastest, soonest = min(same, key=_hours), min(quick, key=_hours)
-        alike = next(found for found in cheap if (found.nodes, found.batch) == (fastest.nodes, fastest.batch))
+        alike = next(result for result in cheap if (result.nodes, result.batch) == (fastest.nodes, fastest.batch))
         return Row(
             name=self.measured.name,
             reference=self.reference,
@@ -216,14 +216,14 @@ def _node_hours(taken: Taken) -> float:
 
 def judge(sets: Sequence[MeasuredSet], *, start: float = START) -> list[Row]:
     """Return a row a set of several nodes in which a batch can grow."""
-    found = [Trainings(each, start).row() for each in sets if each.gpus_per_node is not None]
-    return [row for row in found if row is not None]
+    results = [Trainings(each, start).row() for each in sets if each.gpus_per_node is not None]
+    return [row for row in results if row is not None]
 
 
 def lines(rows: Sequence[Row]) -> list[str]:
     """Return the rows in words, and what they come to."""
     head = "node-hours against the reference batch, of these by nodes; the fastest ramp: saved by nodes, longer; speed-up of a fixed batch, of the ramp"
-    found = [
+    results = [
         f"{row.name:44} {row.saved:6.0%} {row.by_nodes:6.0%}  {row.at_speed:6.0%} {row.slower:+6.0%}  {row.allowed:6.1f} {row.speedup:6.1f}"
         for row in rows
     ]
@@ -231,7 +231,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
     wide = [row for row in rows if row.allowed >= ALLOWS]
     return [
         head,
-        *found,
+        *results,
         f"{len(rows)} sets: at least 20 % fewer node-hours than the best reference batch in {sum(s >= 0.2 for s in saved)}, median"
         f" {np.median(saved):.0%}; at the fastest ramp {sum(s >= 0.2 for s in at_speed)} save 20 % by the nodes of stages, median"
         f" {np.median(at_speed):.0%}",
@@ -245,11 +245,11 @@ def main() -> None:
     parser.add_argument("tables", nargs="+", metavar="TABLE.csv")
     parser.add_argument("--start", type=float, default=START, help="seconds that a start takes")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    asked = parser.parse_args()
-    rows = judge(load(*cast("list[str]", asked.tables)), start=asked.start)
-    if asked.json:
-        told = ("saved", "by_nodes", "allowed", "speedup")
-        json.dump([asdict(row) | {name: getattr(row, name) for name in told} for row in rows], sys.stdout, indent=1)
+    arguments = parser.parse_args()
+    rows = judge(load(*cast("list[str]", arguments.tables)), start=arguments.start)
+    if arguments.json:
+        message = ("saved", "by_nodes", "allowed", "speedup")
+        json.dump([asdict(row) | {name: getattr(row, name) for name in message} for row in rows], sys.stdout, indent=1)
         return
     print("\n".join(lines(rows)))
 

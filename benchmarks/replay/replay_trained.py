@@ -39,23 +39,23 @@ class Learnt:
 
 def judge(sets: Iterable[MeasuredSet]) -> list[Learnt]:
     known = list(sets)
-    found = []
+    results = []
     for name in JUDGED:
         trained = [rows for each in known for rows in _trainings(each, name)]
         before, after = (np.array([row[at] for rows in trained for row in rows]) for at in (0, 1))
         if len(before):
-            off, held, width = (tuple(rows[:, at] for rows in (before, after)) for at in range(3))
-            found.append(
+            off, kept, width = (tuple(rows[:, at] for rows in (before, after)) for at in range(3))
+            results.append(
                 Learnt(
                     name,
                     len(trained),
                     len(before),
                     _both(np.median, off),
-                    _both(np.mean, held),
+                    _both(np.mean, kept),
                     _both(np.median, width),
                 )
             )
-    return found
+    return results
 
 
 def _both(of: Callable[[Floats], np.floating[Any]], told: Iterable[Floats]) -> tuple[float, float]:
@@ -74,9 +74,9 @@ def _trainings(each: MeasuredSet, strategy: str) -> Iterator[list[tuple[Row, Row
     for place in sorted(best - set(seen)):
         training = replace(each.truth[place], compute_time=math.nan, doubt=DEFAULT_REPEAT_SD)
         later = steptime.fit_step_time([*probes, training], collective=each.collective)
-        beside = [other for other in offer.candidates if other not in seen and _beside(place, other)]
-        if beside:
-            yield [(_row(fit, each.truth[other]), _row(later, each.truth[other])) for other in beside]
+        neighbour = [other for other in offer.candidates if other not in seen and _beside(place, other)]
+        if neighbour:
+            yield [(_row(fit, each.truth[other]), _row(later, each.truth[other])) for other in neighbour]
 
 
 def _beside(one: Where, other: Where) -> bool:
@@ -98,10 +98,10 @@ def _row(fit: StepTimeFit, truth: Observation) -> Row:
 
 
 def line(row: Learnt) -> str:
-    (off, later_off), (held, later_held), (width, later_width) = row.median, row.covered, row.width
+    (off, later_off), (kept, later_held), (width, later_width) = row.median, row.covered, row.width
     return (
         f"{row.strategy}: {row.trainings} trainings, {row.neighbours} neighbours that were not probed: median error"
-        f" {off:.1%}, after it {later_off:.1%}; interval holds {held:.0%}, then {later_held:.0%}; its ends {width:.2f}"
+        f" {off:.1%}, after it {later_off:.1%}; interval holds {kept:.0%}, then {later_held:.0%}; its ends {width:.2f}"
         f" times apart, then {later_width:.2f}"
     )
 

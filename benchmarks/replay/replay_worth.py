@@ -44,14 +44,14 @@ def _of(sets: Sequence[MeasuredSet], hours: float, strategy: str) -> Worth:
 
 
 def _taken(measured: MeasuredSet, strategy: str) -> tuple[float, float, float, float]:
-    meter, found, true = metered(measured, STRATEGIES[strategy]), score(measured, strategy, "tula"), truth(measured)
+    meter, result, true = metered(measured, STRATEGIES[strategy]), score(measured, strategy, "tula"), truth(measured)
     money = meter.cost / (3600 * min(row.cost for row in true))
     time = meter.wall / (3600 * min(row.hours for row in true))
     return (
-        money + _free(found.cheapest),
-        money + _capped(found.cheapest),
-        time + _free(found.fastest),
-        time + _capped(found.fastest),
+        money + _free(result.cheapest),
+        money + _capped(result.cheapest),
+        time + _free(result.fastest),
+        time + _capped(result.fastest),
     )
 
 
@@ -70,9 +70,9 @@ def main() -> None:
     parser.add_argument(
         "--hours", type=float, nargs="+", default=LENGTHS, help="lengths of the training where it is fastest"
     )
-    asked = parser.parse_args()
-    rows = judge(load(*cast("list[str]", asked.tables)), asked.hours)
-    if asked.json:
+    arguments = parser.parse_args()
+    rows = judge(load(*cast("list[str]", arguments.tables)), arguments.hours)
+    if arguments.json:
         json.dump([asdict(row) for row in rows], sys.stdout, indent=1)
         return
     print(f"{rows[0].sets} sets\n{'hours':>6}  {'strategy':9} {'money':>6} {'capped':>7} {'time':>6} {'capped':>7}")

@@ -31,12 +31,12 @@ def image_folder(folder: Path, *, size: int = 40, each: int = 24, validation: st
 
 def source_text(characters: int) -> str:
     """Return text: the beginning of Python's own library, file after file."""
-    found: list[str] = []
+    result: list[str] = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        found.append(path.read_text(errors="ignore"))
-        if sum(map(len, found)) >= characters:
+        result.append(path.read_text(errors="ignore"))
+        if sum(map(len, result)) >= characters:
             break
-    return "".join(found)[:characters]
+    return "".join(result)[:characters]
 
 
 def tokens(folder: Path) -> None:

@@ -30,16 +30,16 @@ def measure(
         RuntimeError: the script ended before the pairs were there; its last words.
     """
     with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder, "pairs.json")
+        path = Path(folder, "pairs.json")
         plan = ShimPlan(task="overhead", folder=folder, mode="train")
         Path(folder, "plan.json").write_text(plan.model_dump_json())
         process = subprocess.run(
-            _command(spec, batch, Path(folder), python), cwd=work, env=_watched(environment, folder, told, pairs),
+            _command(spec, batch, Path(folder), python), cwd=work, env=_watched(environment, folder, path, pairs),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=60 * MINUTES,
         )  # fmt: skip
-        if not told.exists():
+        if not path.exists():
             raise RuntimeError(f"no measurement: exit {process.returncode}\n{process.stderr[-2000:]}")
-        return summary(json.loads(told.read_text()))
+        return summary(json.loads(path.read_text()))
 
 
 def summary(pairs: list[list[float]]) -> dict[str, Any]:
@@ -67,9 +67,9 @@ def _command(spec: JobSpec, batch: int, folder: Path, python: str) -> list[str]:
 
 
 def _watched(environment: Callable[..., dict[str, str]], folder: str, told: Path, pairs: int) -> dict[str, str]:
-    found = environment(
+    result = environment(
         RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(PORT),
         TULA_PLAN=str(Path(folder, "plan.json")), SCRIPTS_RULER=str(told), SCRIPTS_PAIRS=str(pairs),
         CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0") if Path("/dev/nvidiactl").exists() else "",
     )  # fmt: skip
-    return {**found, "PYTHONPATH": os.pathsep.join([str(SHIM), found["PYTHONPATH"]])}
+    return {**result, "PYTHONPATH": os.pathsep.join([str(SHIM), result["PYTHONPATH"]])}

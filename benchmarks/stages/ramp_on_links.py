@@ -82,8 +82,8 @@ def queue() -> str:
 def accounted(links: Sequence[str]) -> tuple[float, float]:
     """Return the seconds, and the seconds of nodes, that SLURM's accounting has for a chain."""
     command = ["sacct", "-X", "-n", "-P", "-j", ",".join(links), "-o", "ElapsedRaw,NNodes"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    rows = [tuple(map(int, line.split("|"))) for line in told.split()]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    rows = [tuple(map(int, line.split("|"))) for line in output.split()]
     return float(sum(elapsed for elapsed, _ in rows)), float(sum(elapsed * nodes for elapsed, nodes in rows))
 
 
@@ -113,7 +113,7 @@ def measured(options: argparse.Namespace) -> list[Taken]:
     best = fixed("recommend", "--objective", "cost")["data"]["choice"]["nodes"]
     say(json.dumps(ramp("recommend", "--objective", options.objective)["data"]["choice"]))
     taken = []
-    for tula, told, arguments in (
+    for tula, message, arguments in (
         (ramp, "ramp, nodes by stage", ()),
         (
             fixed,
@@ -122,7 +122,7 @@ def measured(options: argparse.Namespace) -> list[Taken]:
         ),
         (large, "the large batch, 4 nodes", ("job.yaml", "--nodes", "4", "--batch", str(LARGEST))),
     ):
-        taken.append(trained(tula, told, *arguments))
+        taken.append(trained(tula, message, *arguments))
         say(json.dumps(asdict(taken[-1])))
     return taken
 
@@ -135,10 +135,10 @@ def table(taken: Sequence[Taken]) -> str:
     ]
     lines.append("|" + "---|" * 9)
     lines.extend(
-        f"| {one.words} | {one.top1:.2f} | {one.steps} | {one.seconds:.0f} | {one.node_seconds:.0f} | "
-        f"{one.seconds / fixed.seconds:.2f}, {one.node_seconds / fixed.node_seconds:.2f} | {one.allocated:.0f} | "
-        f"{one.node_allocated:.0f} | {one.allocated / fixed.allocated:.2f}, {one.node_allocated / fixed.node_allocated:.2f} |"
-        for one in taken
+        f"| {item.words} | {item.top1:.2f} | {item.steps} | {item.seconds:.0f} | {item.node_seconds:.0f} | "
+        f"{item.seconds / fixed.seconds:.2f}, {item.node_seconds / fixed.node_seconds:.2f} | {item.allocated:.0f} | "
+        f"{item.node_allocated:.0f} | {item.allocated / fixed.allocated:.2f}, {item.node_allocated / fixed.node_allocated:.2f} |"
+        for item in taken
     )
     return "\n".join(lines)
 
@@ -157,7 +157,7 @@ def main() -> int:
     with import_module("cluster").SlurmCluster(4, prefix=f"b{os.getpid()}n", rate=f"{options.rate}mbit") as cluster:
         os.environ.update(cluster.env)
         taken = measured(options)
-    print(json.dumps([asdict(one) for one in taken], indent=1) if options.json else table(taken))
+    print(json.dumps([asdict(item) for item in taken], indent=1) if options.json else table(taken))
     return 0
 
 

@@ -51,13 +51,13 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    found = {
+    results = {
         name: cpu_seconds(command, folder=options.folder, repeat=options.repeat) for name, command in COMMANDS.items()
     }
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(results))
         return
-    for name, seconds in found.items():
+    for name, seconds in results.items():
         print(f"{name:30}{seconds:8.3f} s")
 
 

@@ -139,7 +139,7 @@ def measure(nodes: int, *, repeat: int, settings: Sequence[str], folder: Path) -
 def rows(nodes: int, starts: dict[str, list[Start]]) -> list[dict[str, int | str | float | None]]:
     """Return one line of the table a way."""
     base = statistics.median(start.seconds for start in starts[BASE])
-    found: list[dict[str, int | str | float | None]] = []
+    result: list[dict[str, int | str | float | None]] = []
     for way, each in starts.items():
         median = statistics.median(start.seconds for start in each)
         waits = [start.supervisor for start in each if start.supervisor is not None]
@@ -147,12 +147,12 @@ def rows(nodes: int, starts: dict[str, list[Start]]) -> list[dict[str, int | str
         ranks = None if supervisor is None else statistics.median(s.seconds - (s.supervisor or 0.0) for s in each)
         relaunches = [start.again for start in each if start.again is not None]
         again = statistics.median(relaunches) if relaunches else None
-        found.append({
+        result.append({
             "nodes": nodes, "way": way, "seconds": median, "least": min(start.seconds for start in each),
             "most": max(start.seconds for start in each), "ratio": median / base, "supervisor": supervisor, "ranks": ranks,
             "again": again,
         })  # fmt: skip
-    return found
+    return result
 
 
 def show(table: Sequence[dict[str, int | str | float | None]]) -> None:

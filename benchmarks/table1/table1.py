@@ -104,10 +104,10 @@ def train_all(keys: Sequence[Key], options: argparse.Namespace, ranks: Ranks) ->
                 print(f"{words_of(key)}: skipped: {error}", file=sys.stderr, flush=True)
                 continue
             table1_summary.append(options.results, key, result)
-        left = pace * sum(expected_seconds(other, results) for other in remaining if other != key)
+        rest = pace * sum(expected_seconds(other, results) for other in remaining if other != key)
         print(
             f"{len(keys) - len(remaining) + 1} of {len(keys)}, {words_of(key)}: {result.words};"
-            f" about {format_duration(left)} left for one process",
+            f" about {format_duration(rest)} left for one process",
             file=sys.stderr,
             flush=True,
         )

@@ -81,8 +81,8 @@ class Images(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         image, size = self.images[index], self.size
         if self.padding:
-            top, left = torch.randint(2 * self.padding + 1, (2,)).tolist()
-            image = image[:, top : top + size, left : left + size]
+            top, remaining = torch.randint(2 * self.padding + 1, (2,)).tolist()
+            image = image[:, top : top + size, remaining : remaining + size]
         if self.mirror and torch.rand(()) < 0.5:
             image = image.flip(-1)
         return image, self.labels[index]
@@ -121,10 +121,10 @@ def placed_digits(train: bool, size: int = 12, count: int = 4096) -> TensorDatas
     targets = np.empty(count, dtype="int64")
     for place in range(count):
         digit, distractor = rng.choice(numbers, 2)
-        top, left = rng.integers(0, size - 3, 2)
-        images[place, 0, top : top + 4, left : left + 4] += digits[distractor, 2:6, 2:6]
-        top, left = rng.integers(0, size - 7, 2)
-        images[place, 0, top : top + 8, left : left + 8] += digits[digit]
+        top, remaining = rng.integers(0, size - 3, 2)
+        images[place, 0, top : top + 4, remaining : remaining + 4] += digits[distractor, 2:6, 2:6]
+        top, remaining = rng.integers(0, size - 7, 2)
+        images[place, 0, top : top + 8, remaining : remaining + 8] += digits[digit]
         targets[place] = labels[digit]
     data = TensorDataset(torch.from_numpy(images), torch.from_numpy(targets))
     data.num_classes = 10  # type: ignore[attr-defined]

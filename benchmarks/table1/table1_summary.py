@@ -247,8 +247,8 @@ def is_below_lbt(results: Results, key: Key) -> bool:
     lbt = results.get((key[0], "lbt", key[2]))
     if lbt is None or math.isnan(lbt.value):
         return False
-    own = results[key].value
-    is_better = own <= lbt.value if is_less_better(results, key[0]) else own >= lbt.value
+    value = results[key].value
+    is_better = value <= lbt.value if is_less_better(results, key[0]) else value >= lbt.value
     return not is_better
 
 

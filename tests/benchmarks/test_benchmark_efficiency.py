@@ -32,13 +32,13 @@ def run(app: str, batch: int, *, noise: list[float], per_epoch: list[float], fal
 
 def table(tmp_path: Path, *, noise: list[float], batches: tuple[int, ...] = (10, 20, 80), **how: bool) -> Path:
     """Runs that need just the iterations that the noise of each epoch says."""
-    found = []
+    results = []
     for app in ("one", "two", "three"):
         for batch in batches:
             steps = [100 * (1 + value / batch) / (1 + value / 10) for value in noise]
-            found += run(app, batch, noise=noise, per_epoch=steps, **how)
+            results += run(app, batch, noise=noise, per_epoch=steps, **how)
     path = tmp_path / "table.csv"
-    pd.DataFrame(found).to_csv(path, index=False)
+    pd.DataFrame(results).to_csv(path, index=False)
     return path
 
 
@@ -50,24 +50,24 @@ def medians(path: Path) -> dict[str, float]:
 @pytest.mark.parametrize("falls", [False, True])
 def test_constant_noise_is_exact_where_the_noise_is_constant(tmp_path: Path, falls: bool) -> None:
     path = table(tmp_path, noise=[30.0] * 21, falls=falls)
-    found = medians(path)
+    result = medians(path)
     assert sorted({round(case.epochs) for case in efficiency.read(path)[0]}) == [11, 17, 20]
-    assert found[CONSTANT] == pytest.approx(0, abs=1e-9) == found[RUN]
-    assert found[PERFECT] > 20 and found["no gain"] > 20
-    assert found[GROWING] == pytest.approx(0, abs=1e-9)  # fitted on the others: no growth
+    assert result[CONSTANT] == pytest.approx(0, abs=1e-9) == result[RUN]
+    assert result[PERFECT] > 20 and result["no gain"] > 20
+    assert result[GROWING] == pytest.approx(0, abs=1e-9)  # fitted on the others: no growth
 
 
 def test_the_noise_of_the_whole_run_is_exact_where_it_grows(tmp_path: Path) -> None:
-    found = medians(table(tmp_path, noise=[10.0 * 1.2**epoch for epoch in range(21)]))
-    assert found[RUN] < 1 < found[CONSTANT]
-    assert found[GROWING] < found[CONSTANT]
+    result = medians(table(tmp_path, noise=[10.0 * 1.2**epoch for epoch in range(21)]))
+    assert result[RUN] < 1 < result[CONSTANT]
+    assert result[GROWING] < result[CONSTANT]
 
 
 def test_the_noise_after_a_tenth_of_the_epochs_goes_on_from_there(tmp_path: Path) -> None:
     """A first epoch that tells nothing misleads what goes by it, and not what looks at the second of 21."""
     noise = [1000.0, *[30.0] * 20]
-    found = medians(table(tmp_path, noise=noise))
-    assert found[LATER] < 5 < found[GROWING]
+    result = medians(table(tmp_path, noise=noise))
+    assert result[LATER] < 5 < result[GROWING]
 
 
 def test_lost_gradients_are_perfect_scaling(tmp_path: Path) -> None:
@@ -75,8 +75,8 @@ def test_lost_gradients_are_perfect_scaling(tmp_path: Path) -> None:
     rows = pd.read_csv(path)
     rows.loc[rows.epoch > 0, "grad_sqr"] = 0.0
     rows.to_csv(path, index=False)
-    found = medians(path)
-    assert found[CONSTANT] == pytest.approx(found[PERFECT], abs=1e-6)
+    result = medians(path)
+    assert result[CONSTANT] == pytest.approx(result[PERFECT], abs=1e-6)
 
 
 def test_the_growth_is_that_of_the_cases(tmp_path: Path) -> None:
@@ -126,9 +126,9 @@ def test_it_prints_tables_or_one_object(
     path = table(tmp_path, noise=[30.0] * 21)
     monkeypatch.setattr(sys, "argv", ["efficiency.py", str(path), "--json"])
     efficiency.main()
-    found = json.loads(capsys.readouterr().out)
-    assert found["cases"] == {"one": 6, "two": 6, "three": 6}
-    assert all(math.isfinite(error["median"]) for errors in found["errors"].values() for error in errors.values())
+    data = json.loads(capsys.readouterr().out)
+    assert data["cases"] == {"one": 6, "two": 6, "three": 6}
+    assert all(math.isfinite(error["median"]) for errors in data["errors"].values() for error in errors.values())
     monkeypatch.setattr(sys, "argv", ["efficiency.py", str(path)])
     efficiency.main()
     assert "0 more never reach the metric" in capsys.readouterr().out

@@ -25,6 +25,6 @@ def test_the_next_job_takes_what_is_free_then_and_trains_the_rest() -> None:
 
 
 def test_the_median_turnaround_is_near_that_of_the_best_fixed_number_in_hindsight() -> None:
-    (found,) = compare(0.9, fewest=(8,), trainings=40, jobs=2000, seed=0)
-    assert found.median_ratio <= 1.2
-    assert found.median_ratio < found.fixed_ratio < found.largest_ratio
+    (result,) = compare(0.9, fewest=(8,), trainings=40, jobs=2000, seed=0)
+    assert result.median_ratio <= 1.2
+    assert result.median_ratio < result.fixed_ratio < result.largest_ratio

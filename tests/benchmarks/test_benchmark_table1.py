@@ -87,8 +87,8 @@ def test_half_of_the_images_are_mirrored() -> None:
     images[..., 0] = 255
     samples = table1_networks.Images(images, np.array([0]), crop=False, mirror=True)
     torch.manual_seed(0)
-    left = [bool(samples[0][0][0, 0, 0] > 0) for _ in range(200)]
-    assert 70 < sum(left) < 130
+    remaining = [bool(samples[0][0][0, 0, 0] > 0) for _ in range(200)]
+    assert 70 < sum(remaining) < 130
 
 
 @pytest.mark.parametrize(

@@ -163,10 +163,10 @@ def test_a_program_that_is_ended_ends_its_stage(program: None, tmp_path: Path) -
     process = subprocess.Popen(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
     )  # fmt: skip
-    while not (found := [file for file in tmp_path.glob("on-gpu-*/oom/child") if file.read_text()]):
+    while not (result := [file for file in tmp_path.glob("on-gpu-*/oom/child") if file.read_text()]):
         assert process.poll() is None
         time.sleep(0.05)
-    child = int(found[0].read_text())
+    child = int(result[0].read_text())
     process.terminate()
     assert process.wait() == 143
     assert not gone(lambda: Path(f"/proc/{child}/environ").read_bytes())
@@ -177,12 +177,12 @@ def gone(look: Callable[[], bytes]) -> bytes:
     """Return what is left to see of a process; a killed one may be a zombie for a moment."""
     for _ in range(50):
         try:
-            if not (found := look()):
+            if not (result := look()):
                 return b""
         except OSError:
             return b""
         time.sleep(0.02)
-    return found
+    return result
 
 
 def test_a_stage_that_fails_says_why(program: None, setting: Setting) -> None:
@@ -262,8 +262,8 @@ def test_the_largest_batch_is_found_in_few_trials(true: int, off: float) -> None
         tried.append(batch)
         return batch <= true
 
-    found = largest(fits, round(true * off))
-    assert true * 0.98 - 1 <= found <= true and len(tried) <= 16
+    result = largest(fits, round(true * off))
+    assert true * 0.98 - 1 <= result <= true and len(tried) <= 16
 
 
 def test_where_not_even_one_sample_fits_the_largest_batch_is_none() -> None:
@@ -348,8 +348,8 @@ def test_a_model_that_fails_is_a_fault_and_the_others_are_measured(
 def test_an_error_that_could_not_be_provoked_is_left_open_and_one_that_is_misread_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = {"allocator": "torch.OutOfMemoryError: CUDA out of memory.", "cublas": f"{watch.RAN} 7 blocks held"}
-    monkeypatch.setattr(errors, "provoked", lambda kind, **_: (1, said.get(kind, "RuntimeError: the card is full")))
+    text = {"allocator": "torch.OutOfMemoryError: CUDA out of memory.", "cublas": f"{watch.RAN} 7 blocks held"}
+    monkeypatch.setattr(errors, "provoked", lambda kind, **_: (1, text.get(kind, "RuntimeError: the card is full")))
     stage = Stage("cuda", False, tmp_path)
     errors.errors(stage)
     assert stage.unjudged == ["cublas: it could not be provoked"]
@@ -376,9 +376,9 @@ def test_a_card_is_filled_to_what_is_to_be_left(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * 2**30))
     monkeypatch.setattr(torch, "empty", take)
-    held = watch.fill(left)
+    kept = watch.fill(left)
     assert left <= free < left + 2**21
-    assert sum(map(int, held)) + free == 3 * 2**30 + 777 * 2**20 + 5
+    assert sum(map(int, kept)) + free == 3 * 2**30 + 777 * 2**20 + 5
 
 
 def test_the_ranks_of_a_stage_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,10 +452,10 @@ def test_a_host_that_waits_is_seen_and_where() -> None:
     import torch
     from gpu.waits import waits
 
-    with waits("cpu") as found:
+    with waits("cpu") as result:
         float(torch.ones(2).sum())
         torch.ones(2).tolist()
-    assert sum(found.values()) >= 2 and any(place.startswith("tolist ") for place in found)
+    assert sum(result.values()) >= 2 and any(place.startswith("tolist ") for place in result)
 
 
 def test_the_whole_program_runs_a_stage_and_keeps_its_results(tmp_path: Path) -> None:

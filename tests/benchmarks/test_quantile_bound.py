@@ -13,13 +13,13 @@ def test_the_rank_is_that_of_the_binomial_order_statistic(count: int, found: int
 
 def test_the_bound_is_above_the_quantile_as_often_as_it_says() -> None:
     drawn = random.Random(0)
-    held = 0
+    kept = 0
     for _ in range(400):
         series = WaitSeries()
         for _ in range(120):
             series.add(drawn.random())
-        held += (series.bound() or 0.0) >= 0.9
-    assert 0.92 <= held / 400 <= 0.995
+        kept += (series.bound() or 0.0) >= 0.9
+    assert 0.92 <= kept / 400 <= 0.995
 
 
 def test_too_few_waits_bound_nothing() -> None:

@@ -28,9 +28,9 @@ def test_the_wait_of_another_job_is_that_of_a_log_that_has_it() -> None:
     extra = ModelJob(moment, 16, 3000.0, 3600.0)
     cluster = Cluster(32, jobs)
     cluster.until(moment)
-    asked = cluster.fork().wait_of(extra)
+    requested = cluster.fork().wait_of(extra)
     both = sorted([*jobs, extra], key=lambda job: job.submitted)
-    assert asked == pytest.approx(scheduled(32, both)[both.index(extra)].wait)
+    assert requested == pytest.approx(scheduled(32, both)[both.index(extra)].wait)
     cluster.finish()
     assert len(cluster.starts) == len(jobs)  # the machine that was asked went on as if it had not been
 

@@ -101,7 +101,7 @@ def two_days(folder: Path, *, day: Sequence[float], runs: bool = True) -> Path:
 
 @pytest.mark.parametrize("runs", [True, False])
 def test_what_is_probed_is_of_the_first_run_and_judged_by_the_others(tmp_path: Path, runs: bool) -> None:
-    (each,) = found = load(two_days(tmp_path, day=(1.0, 1.1, 1.3), runs=runs), repeats=True)
+    (each,) = data = load(two_days(tmp_path, day=(1.0, 1.1, 1.3), runs=runs), repeats=True)
     here, lost, new = Where(2, 1, 16), Where(1, 1, 8), Where(4, 1, 128)
     assert (each.probe(here).seconds, each.truth[here].seconds) == (1.0, pytest.approx(1.2))
     assert each.probe(lost).seconds == 1.0, "measured on the first day and on the third"
@@ -111,7 +111,7 @@ def test_what_is_probed_is_of_the_first_run_and_judged_by_the_others(tmp_path: P
     assert sorted({round(off, 6) for off in each.noise}) == pytest.approx(
         sorted(math.log(ratio) for ratio in (1.1, 1.3, 1.3 / 1.1)), abs=1e-6
     )
-    assert str(replay.Again.of(found)).startswith("noise floor: two runs of a configuration are ")
+    assert str(replay.Again.of(data)).startswith("noise floor: two runs of a configuration are ")
     (plain,) = load(tmp_path / "t.csv")
     assert plain.probe(here) == plain.truth[here] and plain.truth[here].seconds == 1.1
 
@@ -121,8 +121,8 @@ def test_even_what_was_measured_whole_is_judged_by_another_run(tmp_path: Path) -
     later = table.assign(step_time_s=1 + 0.5 * (table.local_batch == 32))
     pd.concat([table, later]).to_csv(tmp_path / "t.csv", index=False)
     (each,) = load(tmp_path / "t.csv", repeats=True)
-    found = score(each, "full", "tula")
-    assert found.fastest is not None and max(found.fastest.capped) == 0.5 and math.isnan(found.median)
+    result = score(each, "full", "tula")
+    assert result.fastest is not None and max(result.fastest.capped) == 0.5 and math.isnan(result.median)
     assert score(load(tmp_path / "t.csv")[0], "full", "tula").fastest is None
 
 
@@ -131,11 +131,11 @@ def test_the_noise_floor_is_told_where_there_is_one(
 ) -> None:
     two_days(tmp_path, day=(1.0, 1.1))
     words = [str(tmp_path / "t.csv"), "--strategies", "partial", "--models", "tula"]
-    for more, told in ([], 0.0953), (["--repeats"], 0.0953):
+    for more, message in ([], 0.0953), (["--repeats"], 0.0953):
         monkeypatch.setattr(sys, "argv", ["replay.py", *words, *more, "--json"])
         replay.main()
         repeats = json.loads(capsys.readouterr().out)["repeats"]
-        assert repeats["configurations"] == 19 and repeats["median"] == pytest.approx(told, abs=1e-4)
+        assert repeats["configurations"] == 19 and repeats["median"] == pytest.approx(message, abs=1e-4)
     made().to_csv(tmp_path / "t.csv", index=False)
     monkeypatch.setattr(sys, "argv", ["replay.py", *words])
     replay.main()
@@ -143,11 +143,11 @@ def test_the_noise_floor_is_told_where_there_is_one(
 
 
 def test_the_results_of_a_run_are_a_table_too(tmp_path: Path) -> None:
-    found = made(nodes=(1, 2), batches=(8, 16)).drop(columns=["cluster", "app", "replicas", "flag"])
-    found = found.assign(node_type=math.nan, outcome="measured", compute_time_s=0.75)
-    found.loc[3, "outcome"] = "predicted"
+    result = made(nodes=(1, 2), batches=(8, 16)).drop(columns=["cluster", "app", "replicas", "flag"])
+    result = result.assign(node_type=math.nan, outcome="measured", compute_time_s=0.75)
+    result.loc[3, "outcome"] = "predicted"
     (tmp_path / "job-1").mkdir()
-    found.to_csv(tmp_path / "job-1/results.csv", index=False)
+    result.to_csv(tmp_path / "job-1/results.csv", index=False)
     (each,) = load(tmp_path / "job-1/results.csv")
     assert each.name == "job-1 probes 1 GPU/node" and len(each.truth) == 3
     assert {o.compute_time for o in each.truth.values()} == {0.75}
@@ -166,9 +166,15 @@ def test_a_time_that_comes_out_negative_is_chosen_and_wrong(tmp_path: Path) -> N
 def test_where_nothing_is_left_unseen_no_figure_is_perfect_by_construction(tmp_path: Path) -> None:
     made(nodes=(1, 2), batches=(8, 16)).to_csv(tmp_path / "t.csv", index=False)
     (each,) = load(tmp_path / "t.csv")
-    found = score(each, "full", "paper OLS")
-    assert (found.errors, found.candidates, found.fastest, found.cheapest, found.knee) == ((), (), None, None, None)
-    assert math.isnan(replay.Summary.of([found]).fastest_worst)
+    result = score(each, "full", "paper OLS")
+    assert (result.errors, result.candidates, result.fastest, result.cheapest, result.knee) == (
+        (),
+        (),
+        None,
+        None,
+        None,
+    )
+    assert math.isnan(replay.Summary.of([result]).fastest_worst)
 
 
 def test_flagged_rows_are_apart(sets: dict[str, MeasuredSet]) -> None:
@@ -184,9 +190,9 @@ def test_a_table_without_a_column_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["partial", "sweep", "full"])
 def test_no_probe_leaks_into_the_score(flat: MeasuredSet, strategy: str) -> None:
-    found = score(flat, strategy, memory)
-    assert set(found.errors) | set(found.elsewhere) == {1.0}  # all that is scored was unknown
-    assert found.probes + len(found.errors) + len(found.elsewhere) == len(flat.truth)
+    result = score(flat, strategy, memory)
+    assert set(result.errors) | set(result.elsewhere) == {1.0}  # all that is scored was unknown
+    assert result.probes + len(result.errors) + len(result.elsewhere) == len(flat.truth)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -220,10 +226,10 @@ def test_a_strategy_may_measure_in_rounds_and_only_what_is_offered(flat: Measure
         first = measure([offer.at(1, 8)])
         measure([offer.at(1, 8), offer.at(1, 64)] if first[0].seconds == 1.0 else [])
 
-    found = score(flat, rounds, memory)
-    assert found.probes == 2
+    result = score(flat, rounds, memory)
+    assert result.probes == 2
     one_job, per_round = 30 + 50, 2 * (30 + 50)
-    assert found.cost == pytest.approx(per_round / ((1 + 2 + 4) * 4 * one_job))
+    assert result.cost == pytest.approx(per_round / ((1 + 2 + 4) * 4 * one_job))
     with pytest.raises(AssertionError, match="only candidates"):
         Meter(flat)([Where(3, 1, 8)])
 
@@ -234,15 +240,15 @@ def test_adaptive_starts_from_four_probes_and_stops_before_all(sets: dict[str, M
 
     def counted(offer: Offer, measure: Measure) -> None:
         def spy(places: Iterable[Where]) -> list[Observation]:
-            found = measure(places)
-            rounds.append(len(found))
-            return found
+            result = measure(places)
+            rounds.append(len(result))
+            return result
 
         STRATEGIES["adaptive"](offer, spy)
 
-    found = score(each, counted, "tula")
-    assert rounds[0] == 4 and sum(rounds) == found.probes < len(each.batches)
-    assert found.cost < score(each, "full", "tula").cost
+    outcome = score(each, counted, "tula")
+    assert rounds[0] == 4 and sum(rounds) == outcome.probes < len(each.batches)
+    assert outcome.cost < score(each, "full", "tula").cost
 
 
 def test_batches_of_one_size_share_a_job(flat: MeasuredSet) -> None:
@@ -256,10 +262,10 @@ def test_regret_is_what_the_choice_takes_more_than_the_best(flat: MeasuredSet) -
     def wrong(probes: Sequence[Observation], _: str):
         return lambda places: [Estimate(0.01 if p == Where(4, 1, 16) else 1.0) for p in places]
 
-    found = score(flat, "partial", wrong)
-    assert found.fastest.free == pytest.approx(3.0)  # 16 samples a second instead of 64, on four nodes
-    assert found.cheapest.free == pytest.approx(3.0)
-    assert found.fastest.capped[0] == 0.0  # it may not be chosen under a cap of 16
+    result = score(flat, "partial", wrong)
+    assert result.fastest.free == pytest.approx(3.0)  # 16 samples a second instead of 64, on four nodes
+    assert result.cheapest.free == pytest.approx(3.0)
+    assert result.fastest.capped[0] == 0.0  # it may not be chosen under a cap of 16
     assert score(flat, "full", wrong).fastest is None  # all is known
 
 
@@ -333,8 +339,8 @@ def test_a_refused_configuration_is_counted_and_not_scored(flat: MeasuredSet) ->
     def refuses(probes: Sequence[Observation], _: str):
         return lambda places: [Estimate(math.nan if p.nodes == 3 else 1.0) for p in places]
 
-    found = score(flat, "partial", refuses)
-    assert (found.refused, found.elsewhere) == (5, ())
+    result = score(flat, "partial", refuses)
+    assert (result.refused, result.elsewhere) == (5, ())
 
 
 def test_coverage_counts_intervals_alone(flat: MeasuredSet) -> None:

@@ -24,11 +24,11 @@ def posterior(level: float, *, variance: float = 0.0, noise: float = 1.0, comput
 
 
 def test_a_prior_is_what_other_apps_show() -> None:
-    found = refined(PRIORS, [posterior(-3.0), posterior(-1.0), posterior(1.0)], ["a", "a", "b"])
-    assert found.level.mean == pytest.approx((-2 + 1) / 2), "each app counts once"
+    result = refined(PRIORS, [posterior(-3.0), posterior(-1.0), posterior(1.0)], ["a", "a", "b"])
+    assert result.level.mean == pytest.approx((-2 + 1) / 2), "each app counts once"
     # Sets of one app: (1 + 0) / 2; apps: 4.5, of a further one half as much again.
-    assert found.level.sd == pytest.approx(math.sqrt(0.5 + 4.5 * 1.5))
-    assert found.growth.sd == pytest.approx(0.0)
+    assert result.level.sd == pytest.approx(math.sqrt(0.5 + 4.5 * 1.5))
+    assert result.growth.sd == pytest.approx(0.0)
 
 
 def test_what_posteriors_leave_open_widens_the_prior() -> None:
@@ -36,13 +36,13 @@ def test_what_posteriors_leave_open_widens_the_prior() -> None:
 
 
 def test_noise_and_residuals_take_their_measured_size() -> None:
-    found = refined(
+    result = refined(
         PRIORS, [posterior(0.0, noise=1.0, compute=4.0), posterior(0.0, noise=7.0, compute=4.0)], ["a", "b"]
     )
-    assert found.step_noise == pytest.approx(5 * PRIORS.step_noise)
-    assert found.sync_noise / found.step_noise == pytest.approx(PRIORS.sync_noise / PRIORS.step_noise)
-    assert found.compute.sd == pytest.approx(2 * PRIORS.compute.sd) and found.compute.length == PRIORS.compute.length
-    assert found.sync == PRIORS.sync
+    assert result.step_noise == pytest.approx(5 * PRIORS.step_noise)
+    assert result.sync_noise / result.step_noise == pytest.approx(PRIORS.sync_noise / PRIORS.step_noise)
+    assert result.compute.sd == pytest.approx(2 * PRIORS.compute.sd) and result.compute.length == PRIORS.compute.length
+    assert result.sync == PRIORS.sync
 
 
 def simulated(app: str, *, sync: float, cluster: str = "c") -> MeasuredSet:
@@ -71,10 +71,10 @@ def test_priors_of_alike_jobs_predict_from_few_probes() -> None:
     alike = [simulated(app, sync=2.5) for app in "abc"]
     other = [simulated("d", sync=2.5)]
     wrong = replace(PRIORS, level=replace(PRIORS.level, mean=-5.0, sd=0.3))
-    found, off = (
+    result, off = (
         mean(judged(other, "partial", priors).values()).median for priors in (found_on(alike, turns=6), wrong)
     )
-    assert found < 0.3 * off
+    assert result < 0.3 * off
 
 
 def test_what_is_left_out_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,11 +87,11 @@ def test_what_is_left_out_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay_priors, "found_on", record)
     monkeypatch.setattr(replay_priors, "STRATEGIES", ("partial",))
     sets = [simulated(app, sync=1.0) for app in "abc"]
-    found = rows(sets, lambda each: each.app, "app", turns=1)
+    result = rows(sets, lambda each: each.app, "app", turns=1)
     assert seen == [{"a", "b", "c"}, {"b", "c"}, {"a", "c"}, {"a", "b"}]
-    assert [row.left_out for row in found] == ["app a", "app b", "app c", "each app once"]
-    assert [row.sets for row in found] == [1, 1, 1, 3]
-    assert found[-1].without == found[-1].shipped
+    assert [row.left_out for row in result] == ["app a", "app b", "app c", "each app once"]
+    assert [row.sets for row in result] == [1, 1, 1, 3]
+    assert result[-1].without == result[-1].shipped
 
 
 def test_a_table_of_one_app_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,6 @@ def test_nodes_of_stages_never_take_more_node_hours_than_the_same_throughout(mon
     monkeypatch.setattr(sys, "argv", ["replay_stages.py", str(TABLE), "--json"])
     monkeypatch.setattr(replay_stages, "load", lambda *_: load(TABLE)[:1])
     replay_stages.main()
-    told = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in told] == [rows[0].name], "the first table is the only one of one row"
+    data = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in data] == [rows[0].name], "the first table is the only one of one row"
     assert f"{len(rows)} sets" in "\n".join(replay_stages.lines(rows))

@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 def test_a_step_costs_little_more_under_the_shim() -> None:
     command = [sys.executable, str(ROOT / "benchmarks/overhead/shim_overhead.py"), "--pairs", "15", "--json"]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=300, check=True)
-    found = json.loads(done.stdout)
-    assert set(found) == {"probe", "train", "observe"}
-    for figures in found.values():
-        assert figures["more"] < 0.3e-3, found
-        assert figures["plain"] > 20e-6, found
+    data = json.loads(done.stdout)
+    assert set(data) == {"probe", "train", "observe"}
+    for figures in data.values():
+        assert figures["more"] < 0.3e-3, data
+        assert figures["plain"] > 20e-6, data

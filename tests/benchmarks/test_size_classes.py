@@ -23,14 +23,14 @@ def test_classes_are_of_nodes_and_of_time_limits(nodes: int, minutes: float, wor
 
 
 def test_a_class_with_enough_waits_stands_by_itself() -> None:
-    found = wait_bound([*waited(100, 50), *waited(100, 9000, nodes=16)], nodes=1, minutes=20, now=NOW)
-    assert found is not None and found.seconds <= 57 and found.waits == 100
+    bound = wait_bound([*waited(100, 50), *waited(100, 9000, nodes=16)], nodes=1, minutes=20, now=NOW)
+    assert bound is not None and bound.seconds <= 57 and bound.waits == 100
 
 
 def test_a_thin_class_takes_its_neighbours() -> None:
     history = [*waited(20, 50), *waited(80, 400, nodes=2), *waited(200, 9000, nodes=64)]
-    found = wait_bound(history, nodes=1, minutes=20, now=NOW)
-    assert found is not None and found.waits == 100 and 400 <= found.seconds <= 407
+    bound = wait_bound(history, nodes=1, minutes=20, now=NOW)
+    assert bound is not None and bound.waits == 100 and 400 <= bound.seconds <= 407
 
 
 def test_rings_grow_until_there_are_enough() -> None:
@@ -47,8 +47,8 @@ def test_old_waits_and_those_of_the_future_do_not_count() -> None:
 
 
 def test_of_too_few_waits_the_longest_is_taken_with_the_confidence_that_it_has() -> None:
-    found = wait_bound(waited(5, 50), nodes=1, minutes=20, now=NOW)
-    assert found is not None and found.seconds == 54 and found.confidence == pytest.approx(1 - 0.9**5)
+    bound = wait_bound(waited(5, 50), nodes=1, minutes=20, now=NOW)
+    assert bound is not None and bound.seconds == 54 and bound.confidence == pytest.approx(1 - 0.9**5)
     enough = wait_bound(waited(29, 50), nodes=1, minutes=20, now=NOW)
     assert enough is not None and enough.confidence == 0.95
 

@@ -148,11 +148,11 @@ class SlowExit(Here):
 @pytest.fixture
 def cluster(monkeypatch):
     """A cluster of this test's own; replace `.launcher` for another one."""
-    held = types.SimpleNamespace(launcher=Here(), inspection=inspection())
-    monkeypatch.setattr(cluster_launcher, "make_launcher", lambda spec, **_: held.launcher)
+    kept = types.SimpleNamespace(launcher=Here(), inspection=inspection())
+    monkeypatch.setattr(cluster_launcher, "make_launcher", lambda spec, **_: kept.launcher)
     for module in (inspecting, services_check, services_estimate):
-        monkeypatch.setattr(module, "inspect", lambda spec: held.inspection)
-    return held
+        monkeypatch.setattr(module, "inspect", lambda spec: kept.inspection)
+    return kept
 
 
 def inspection(**changes):
@@ -292,9 +292,9 @@ def test_evaluate_tells_what_the_weights_come_to_and_status_tells_it_again(clust
     assert f"evaluate the last weights of training {summary['signature']} at 640 samples on the validation set" in plan
     answer = tula("evaluate", "--json").json
     assert (answer["status"], answer["data"]["samples"], answer["data"]["metrics"]["top1"]) == ("done", 640, 91.5)
-    told = tula("evaluate")
-    assert "top1 91.50 %, loss 0.3100" in told.out and "dataset.test names a separate test set" in told.out
-    assert "evaluated before" in told.err
+    output = tula("evaluate")
+    assert "top1 91.50 %, loss 0.3100" in output.out and "dataset.test names a separate test set" in output.out
+    assert "evaluated before" in output.err
     assert "evaluated last at 640 samples on the validation set: top1 91.50, loss 0.3100" in tula("status").out
     assert tula("status", "--json").json["data"]["evaluations"][0]["size"] == 360
     assert tula("evaluate", "--weights", "nothing.pt").code == 2
@@ -543,14 +543,14 @@ def test_where_a_run_cannot_be_written_the_answer_is_shown_all_the_same(cluster)
     shown = tula("recommend", "--json")
     assert shown.code == 0 and shown.json["data"]["saved"] is False
     assert "could not be stored" in shown.err and "results.csv" in shown.err
-    asked = tula("recommend", "--save")
-    assert asked.code == 1 and "cannot write" in asked.err
+    requested = tula("recommend", "--save")
+    assert requested.code == 1 and "cannot write" in requested.err
 
 
 def test_the_same_question_renews_the_answer_and_save_keeps_another(cluster):
     tula("profile", "job.yaml")
-    asked = ("recommend", "--objective", "cost", "--max-nodes", 1)
-    first, second = (tula(*asked, "--json").json["data"] for _ in range(2))
+    requested = ("recommend", "--objective", "cost", "--max-nodes", 1)
+    first, second = (tula(*requested, "--json").json["data"] for _ in range(2))
     assert first["saved"] and second["saved"] and second["created_at"] > first["created_at"]
     assert tula("recommend", "--json").json["data"]["saved"] is False
     assert "as recommended (cost, --max-nodes 1; 20" in tula("train", "--dry-run").out
@@ -560,12 +560,12 @@ def test_the_same_question_renews_the_answer_and_save_keeps_another(cluster):
 
 def test_what_a_saved_answer_assumes_is_told_and_is_not_a_setting_of_the_job(cluster):
     tula("profile", "job.yaml")
-    own = newest().read_spec()
+    spec = newest().read_spec()
     dear = ("recommend", "job.yaml", "--set", "pricing.price=1000")
     assert "only shown, because of --set" in tula(*dear).err
     assert newest().recommendation() is None
     assert tula(*dear, "--save", "--json").json["data"]["saved"]
-    assert newest().read_spec() == own
+    assert newest().read_spec() == spec
     plan = tula("train", "--dry-run").out
     assert "as recommended (knee, --set pricing.price=1000; 20" in plan and "1000 USD" not in plan
 
@@ -593,10 +593,10 @@ def test_a_training_does_not_start_from_settings_that_the_job_no_longer_has(clus
     tula("profile", "job.yaml")
     tula("recommend")
     edit(here, train={"epochs": 9, "method": "ags"}, optimizer={"lr": 0.002})
-    told = "job.yaml has changed: optimizer.lr 0.002 (here 0.1), train.epochs 9 (here 4)"
+    message = "job.yaml has changed: optimizer.lr 0.002 (here 0.1), train.epochs 9 (here 4)"
     for command in (["train"], ["compare", "--batch", 64]):
         refused = tula(*command)
-        assert refused.code == 2 and "(optimizer.lr, train.epochs)" in refused.err and told in refused.err
+        assert refused.code == 2 and "(optimizer.lr, train.epochs)" in refused.err and message in refused.err
         assert (
             f"tula {command[0]} job.yaml; those of the run: tula {command[0]} --run {words.make_relative_path(newest().path)}"
             in refused.err
@@ -604,7 +604,7 @@ def test_a_training_does_not_start_from_settings_that_the_job_no_longer_has(clus
     assert len(cluster.launcher.submitted) == 2, "the probes"
     assert tula("train", "--dry-run").code == 0
     as_it_was = tula("train", "--run", newest().path)
-    assert as_it_was.code == 0 and told in as_it_was.err
+    assert as_it_was.code == 0 and message in as_it_was.err
     assert newest().read_spec().train.epochs == 4
     assert tula("train").code == 0, "finished already: nothing is started"
     assert tula("train", "job.yaml").code == 0
@@ -614,10 +614,10 @@ def test_a_training_does_not_start_from_settings_that_the_job_no_longer_has(clus
 
 def test_a_training_under_way_is_attached_to_whatever_became_of_the_job(cluster, here):
     cluster.launcher = Here("hangs")
-    asked = ("--nodes", 1, "--batch", 64, "--no-wait")
-    tula("train", "job.yaml", *asked)
+    requested = ("--nodes", 1, "--batch", 64, "--no-wait")
+    tula("train", "job.yaml", *requested)
     edit(here, train={"epochs": 9})
-    again = tula("train", *asked)
+    again = tula("train", *requested)
     assert again.code == 0 and "already running" in again.out and "train.epochs 9 (here 4)" in again.err
 
 
@@ -680,11 +680,11 @@ def test_7_the_smallest_batch_does_not_fit(cluster):
 
 def test_a_profile_that_failed_in_part_says_so(cluster):
     cluster.launcher = Here("partly")
-    found = tula("profile", "job.yaml", "--json")
-    assert found.code == 0
-    assert found.json["status"] == "partial"
-    assert any("KeyError: 'x'" in warning for warning in found.json["warnings"])
-    assert len(found.json["data"]["failed"]) == 2
+    result = tula("profile", "job.yaml", "--json")
+    assert result.code == 0
+    assert result.json["status"] == "partial"
+    assert any("KeyError: 'x'" in warning for warning in result.json["warnings"])
+    assert len(result.json["data"]["failed"]) == 2
 
 
 def test_a_training_job_that_vanished_has_failed(cluster):
@@ -953,8 +953,10 @@ def test_init_writes_the_hooks_of_a_script_once(here):
 
 def test_init_asks_the_scheduler_where_there_is_one(monkeypatch):
     assert "SLURM does not answer here" in tula("init", "slurm", "-o", "alone.yaml").err
-    told = "main*|up|1:00:00|1-infinite|4|idle|16|64000|(null)\nfast|up|1:00:00|1-infinite|2|idle|16|64000|gpu:a100:4\n"
-    monkeypatch.setattr(site, "ask_site", lambda: site.Site(site.parse_partitions(told), ()))
+    message = (
+        "main*|up|1:00:00|1-infinite|4|idle|16|64000|(null)\nfast|up|1:00:00|1-infinite|2|idle|16|64000|gpu:a100:4\n"
+    )
+    monkeypatch.setattr(site, "ask_site", lambda: site.Site(site.parse_partitions(message), ()))
     answer = tula("init", "slurm", "-o", "new.yaml")
     assert "filled in from SLURM: partition main: 4 nodes (no GPUs, 16 CPUs), at most 60 min" in answer.err
     assert "fast has GPUs" in answer.err
@@ -993,12 +995,12 @@ def test_init_from_a_command_tells_what_is_required_yet():
 
 
 def test_init_tells_what_it_understood_in_the_envelope_too():
-    told = tula("init", "-o", "new.yaml", "--from-command", f"uv run {COMMAND} > log", "--json").json["data"][
+    message = tula("init", "-o", "new.yaml", "--from-command", f"uv run {COMMAND} > log", "--json").json["data"][
         "understood"
     ]
     words = "2 processes per node, 64 samples per process: global batch 128; 90 epochs; learning rate 0.1"
-    assert (told["summary"], told["processes_per_node"], told["wrapper"]) == (words, 2, ["uv", "run"])
-    assert told["options"] == {"--nproc-per-node 2": "2 processes per node"} and told["left_out"] == ["> log"]
+    assert (message["summary"], message["processes_per_node"], message["wrapper"]) == (words, 2, ["uv", "run"])
+    assert message["options"] == {"--nproc-per-node 2": "2 processes per node"} and message["left_out"] == ["> log"]
 
 
 def test_init_from_a_script_of_sbatch_is_a_job_of_slurm():
@@ -1078,8 +1080,8 @@ def test_check_estimates_the_memory(cluster):
         "yes",
     ]
     assert "of 1.00 GiB with 10 % kept free, the largest local batch is 260" in shown.out
-    told = tula("check", "job.yaml", "--memory", "512MiB", "--json").json["data"]
-    assert told["largest_local_batch"] == 30
+    data = tula("check", "job.yaml", "--memory", "512MiB", "--json").json["data"]
+    assert data["largest_local_batch"] == 30
     refused = tula("check", "job.yaml", "--memory", "much")
     assert refused.code == 2
     assert "--memory: 'much' is not a size" in refused.err
@@ -1214,9 +1216,9 @@ def test_a_second_check_builds_nothing_unless_it_is_to(cluster, monkeypatch):
         ("profile", "job.yaml", "--dry-run"),
         ("profile", "job.yaml", "-y", "--wait"),
     ):
-        told = tula(*command)
-        assert told.code == 0
-        assert "as they were built" in told.err and "building" not in told.err
+        answer = tula(*command)
+        assert answer.code == 0
+        assert "as they were built" in answer.err and "building" not in answer.err
     monkeypatch.setattr(cluster_inspection, "inspect", lambda spec: inspection(warnings=("built anew",)))
     assert "built anew" in tula("check", "job.yaml", "--fresh").err
 
@@ -1284,10 +1286,10 @@ def test_a_defect_as_a_process_shows_its_traceback_and_an_envelope(here):
 
 
 def test_an_error_of_the_users_own_code_is_not_called_a_defect_of_tula(tmp_path):
-    own = tmp_path / "own.py"
-    own.write_text("import json\ndef ask(): json.loads('x')\ndef call(function): function()\n")
+    path = tmp_path / "own.py"
+    path.write_text("import json\ndef ask(): json.loads('x')\ndef call(function): function()\n")
     space = {}
-    exec(compile(own.read_text(), str(own), "exec"), space)
+    exec(compile(path.read_text(), str(path), "exec"), space)
 
     def where(function):
         try:
@@ -1295,7 +1297,7 @@ def test_an_error_of_the_users_own_code_is_not_called_a_defect_of_tula(tmp_path)
         except (ValueError, TypeError, AttributeError) as error:
             return app._find_user_line(error.__traceback__)
 
-    assert where(space["ask"]) == f"{own}, line 2"
+    assert where(space["ask"]) == f"{path}, line 2"
     assert where(lambda: space["call"](lambda: app._convert_usage_error(None, []))) == ""
 
 
@@ -1480,8 +1482,8 @@ def test_statsmodels_is_imported_to_explain_alone(here, words, imported):
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True, env=environ)
-    _, outcome, *found = done.stderr.splitlines()[-1].split()
-    assert set(found) == imported, done.stderr
+    _, outcome, *value = done.stderr.splitlines()[-1].split()
+    assert set(value) == imported, done.stderr
     assert outcome == "0" or not words.startswith(("recommend", "status", "check", "list")), done.stderr
 
 
@@ -1675,8 +1677,8 @@ def test_a_choice_by_energy_is_refused_where_no_probe_tells_it(cluster):
 
 def test_a_run_judges_the_strategies_by_its_own_probes(cluster):
     tula("profile", "job.yaml", "--set", "search.strategy=full")
-    told = tula("recommend", "--validate")
-    assert "foreseen of this run's own probes" in told.out and "(leave-one-out)" in told.out
+    answer = tula("recommend", "--validate")
+    assert "foreseen of this run's own probes" in answer.out and "(leave-one-out)" in answer.out
     rows = tula("recommend", "--validate", "--json").json["data"]["validation"][""]
     assert [row["strategy"] for row in rows][-1] == "full" and all(0 <= row["median"] <= row["p90"] for row in rows)
     assert "validation" not in tula("recommend", "--json").json["data"]
@@ -1696,7 +1698,7 @@ def test_explain_shows_how_the_fit_was_made_and_the_summaries_of_its_regressions
     for each in summaries:
         assert each["coefficients"] and all(name in each["summary"] for name in each["coefficients"])
         assert "Regression Results" in each["summary"]
-        assert all(one["low"] <= one["value"] <= one["high"] for one in each["coefficients"].values())
+        assert all(item["low"] <= item["value"] <= item["high"] for item in each["coefficients"].values())
     assert 0 < summaries[0]["coefficients"]["slope"]["standard_error"] < 0.5, "the probes tell it"
 
 
@@ -1711,10 +1713,10 @@ def test_explain_says_where_probes_are_too_few_for_a_regression(cluster):
 
 
 def test_an_adaptive_search_goes_round_by_round_and_explains_each(cluster):
-    told = tula("profile", "job.yaml", "--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
-    assert told.code == 0 and "next: tula recommend" in told.out
-    assert told.err.count("start?") == 0
-    assert "one of the initial probes" in told.err and "expected regret of deciding now" in told.err
+    answer = tula("profile", "job.yaml", "--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
+    assert answer.code == 0 and "next: tula recommend" in answer.out
+    assert answer.err.count("start?") == 0
+    assert "one of the initial probes" in answer.err and "expected regret of deciding now" in answer.err
     assert 2 < len(newest().results()) < 10
     again = tula("profile", "job.yaml", "--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
     assert again.code == 0 and "expected regret" in again.err and "one of the initial" not in again.err
@@ -1747,8 +1749,8 @@ ROUNDS = ("--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
 
 def test_an_adaptive_search_goes_on_without_a_probe_that_fails(cluster):
     cluster.launcher = FailsAt(4, 8)
-    told = tula("profile", "job.yaml", *ROUNDS, "--json")
-    assert told.json["status"] == "partial" and "expected regret of deciding now" in told.err
+    answer = tula("profile", "job.yaml", *ROUNDS, "--json")
+    assert answer.json["status"] == "partial" and "expected regret of deciding now" in answer.err
     places = [(probe.nodes, probe.local_batch) for probe in newest().results() if probe.kind == "measured"]
     assert (4, 16) in places and (4, 8) not in places, "the next batch stands in for it"
     assert cluster.launcher.submitted.count("probe-n004") < 4, "it is not tried in every round"
@@ -1759,8 +1761,8 @@ def test_an_adaptive_search_goes_on_without_a_probe_that_fails(cluster):
 
 def test_rounds_end_where_nothing_is_measured_any_more(cluster):
     cluster.launcher = Here("partly")
-    told = tula("profile", "job.yaml", *ROUNDS)
-    assert told.err.count("one of the initial probes") >= 3
+    answer = tula("profile", "job.yaml", *ROUNDS)
+    assert answer.err.count("one of the initial probes") >= 3
     assert len(cluster.launcher.submitted) <= 4
 
 
@@ -1768,9 +1770,9 @@ ADAPTIVE_SINGLE = ("--set", "node_types.single.search={strategy: adaptive, nodes
 
 
 def test_a_type_may_search_in_rounds_where_the_job_does_not(two_types):
-    told = tula("profile", "job.yaml", *ADAPTIVE_SINGLE)
-    assert told.code == 0 and len(parts()["single"].results()) > 3
-    assert "expected regret of deciding now" in told.err
+    answer = tula("profile", "job.yaml", *ADAPTIVE_SINGLE)
+    assert answer.code == 0 and len(parts()["single"].results()) > 3
+    assert "expected regret of deciding now" in answer.err
 
 
 def test_what_fails_on_one_type_does_not_end_the_rounds_of_another(two_types):

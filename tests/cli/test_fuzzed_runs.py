@@ -67,13 +67,13 @@ def absurd_value(content: bytes, random_: random.Random) -> bytes:
 
 def _with_absurd(record: object, random_: random.Random) -> bytes:
     places: list[tuple[dict[str, object] | list[object], str | int]] = []
-    left = [record]
-    while left:
-        found = left.pop()
-        items = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
+    remaining = [record]
+    while remaining:
+        result = remaining.pop()
+        items = result.items() if isinstance(result, dict) else enumerate(result) if isinstance(result, list) else ()
         for key, inner in items:
-            places.append((found, key))
-            left.append(inner)
+            places.append((result, key))
+            remaining.append(inner)
     if places:
         holder, key = random_.choice(places)
         holder[key] = random_.choice(ABSURD)  # type: ignore[index]
@@ -81,11 +81,11 @@ def _with_absurd(record: object, random_: random.Random) -> bytes:
 
 
 def _changed_bytes(content: bytes, random_: random.Random) -> bytes:
-    found = bytearray(content)
+    result = bytearray(content)
     for _ in range(random_.randint(1, 4)):
-        if found:
-            found[random_.randrange(len(found))] = random_.randrange(256)
-    return bytes(found)
+        if result:
+            result[random_.randrange(len(result))] = random_.randrange(256)
+    return bytes(result)
 
 
 CONTENTS: dict[str, Callable[[bytes, random.Random], bytes]] = {
@@ -170,12 +170,12 @@ def damaged_once(root: Path, random_: random.Random) -> list[str]:
             continue
         finally:
             signal.alarm(0)
-        told = screen.err.getvalue()
+        text = screen.err.getvalue()
         if "--json" in words:
             require_json(screen.out.getvalue())
-        elif code and "error: " not in told:
+        elif code and "error: " not in text:
             wrong.append(
-                f"{' '.join(words)}: {how} in {path.relative_to(root)}: exit code {code} without a word: {told}"
+                f"{' '.join(words)}: {how} in {path.relative_to(root)}: exit code {code} without a word: {text}"
             )
     return wrong
 

@@ -96,19 +96,19 @@ class Cluster:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    found = Cluster()
-    monkeypatch.setattr(scheduler, "find_outcome", found.ended_how)
-    monkeypatch.setattr(scheduler, "cancel_jobs", found.cancel)
+    result = Cluster()
+    monkeypatch.setattr(scheduler, "find_outcome", result.ended_how)
+    monkeypatch.setattr(scheduler, "cancel_jobs", result.cancel)
     for order, name in (
         ("delay", "delay_job"), ("end_delay", "end_delay"), ("exclude", "exclude_nodes"),
         ("hold", "hold_jobs"), ("release", "release_jobs"), ("ask", "ask_states"),
     ):  # fmt: skip
-        monkeypatch.setattr(scheduler, name, getattr(found, order))
+        monkeypatch.setattr(scheduler, name, getattr(result, order))
     monkeypatch.setattr(scheduler, "find_end_time", lambda *_: None)
     monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.0)
     monkeypatch.setattr(cluster_supervise, "FIRST_PAUSE", 0.0)
     monkeypatch.setattr(allocation, "ACCOUNTING_LAG", 0.0)
-    return found
+    return result
 
 
 @pytest.fixture(autouse=True)
@@ -596,14 +596,14 @@ def test_the_time_limit_is_told_to_the_ranks_with_room_to_save(
     chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "find_end_time", lambda *_: allocation.time.time() + 600)
-    told = tmp_path / "told"
+    path = tmp_path / "told"
     chain.script = f"""
         import os, time
-        open({str(told)!r}, "w").write(str(float(os.environ["TULA_LEAVE_AT"]) - time.time()))
+        open({str(path)!r}, "w").write(str(float(os.environ["TULA_LEAVE_AT"]) - time.time()))
     """
     monkeypatch.setattr(cluster_supervise, "decide", lambda *_: Stop())
     chain.start("11")
-    assert 560 < float(told.read_text()) < 575
+    assert 560 < float(path.read_text()) < 575
 
 
 TERM = """
@@ -752,9 +752,9 @@ def test_a_rank_does_not_repeat_in_its_own_name_what_another_has_told(chain: Cha
     chain.run.write_failure(root)
     exited = failures.RankExit(exit_code=-9, oom_kill=False, words="", rank=0)
     attempt = make_runs.attempt("train-s-1", start=1.0)
-    own = failures.find_failure_of_ranks(chain.run, chain.task, attempt, exited)
-    failures.write_exit_report(chain.run, chain.task, attempt, exited, own)
-    assert failures.find_root_cause(chain.run, chain.task, attempt, own).rank == 5, "by a clock that runs ahead"
+    failure = failures.find_failure_of_ranks(chain.run, chain.task, attempt, exited)
+    failures.write_exit_report(chain.run, chain.task, attempt, exited, failure)
+    assert failures.find_root_cause(chain.run, chain.task, attempt, failure).rank == 5, "by a clock that runs ahead"
 
 
 def test_a_kill_for_memory_is_told_although_another_rank_failed_first(chain: Chain, tmp_path: Path) -> None:
@@ -763,8 +763,8 @@ def test_a_kill_for_memory_is_told_although_another_rank_failed_first(chain: Cha
                 failed_at=1.0)
     )  # fmt: skip
     exited = failures.RankExit(exit_code=-9, oom_kill=True, words="", rank=0)
-    own = failures.find_failure_of_ranks(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
-    assert own.outcome in ("host_oom", "device_oom")
+    failure = failures.find_failure_of_ranks(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
+    assert failure.outcome in ("host_oom", "device_oom")
 
 
 @pytest.mark.parametrize(
@@ -784,8 +784,8 @@ def test_what_a_launcher_says_of_an_end_is_told(
     chain: Chain, tmp_path: Path, log: str, outcome: str, words: str
 ) -> None:
     exited = failures.RankExit(exit_code=1, oom_kill=False, words=log, rank=0)
-    own = failures.find_failure_of_ranks(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
-    assert (own.outcome, own.message) == (outcome, words)
+    failure = failures.find_failure_of_ranks(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
+    assert (failure.outcome, failure.message) == (outcome, words)
 
 
 def test_a_lost_rank_is_told_in_short_by_those_that_noticed(chain: Chain, tmp_path: Path) -> None:
@@ -796,11 +796,11 @@ def test_a_lost_rank_is_told_in_short_by_those_that_noticed(chain: Chain, tmp_pa
     chain.run.write_failure(noticed)
     attempt = make_runs.attempt("train-s-1", start=1.0)
     exited = failures.RankExit(exit_code=1, oom_kill=False, words="", rank=0)
-    own = failures.find_failure_of_ranks(chain.run, chain.task, attempt, exited)
-    assert own.summary == "rank 1 lost its connection to another rank, which reported no error"
+    failure = failures.find_failure_of_ranks(chain.run, chain.task, attempt, exited)
+    assert failure.summary == "rank 1 lost its connection to another rank, which reported no error"
     exited = failures.RankExit(exit_code=-9, oom_kill=False, words="", rank=0)
-    own = failures.find_failure_of_ranks(chain.run, chain.task, attempt, exited)
-    assert (own.outcome, own.message) == ("signal", "its process was killed by SIGKILL"), (
+    failure = failures.find_failure_of_ranks(chain.run, chain.task, attempt, exited)
+    assert (failure.outcome, failure.message) == ("signal", "its process was killed by SIGKILL"), (
         "the first cause, where it is known"
     )
 
@@ -872,12 +872,12 @@ def test_faults_without_progress_are_bounded_and_end_in_words_of_their_own(
     assert cluster.cancelled == ["11", "12", "14", "15"]
     chain.start("14")
     assert chain.outcomes() == ["device_fault"] * 3, "train.max_attempts"
-    with pytest.raises(DeviceFault) as told:
+    with pytest.raises(DeviceFault) as error:
         train.load_summary(chain.run, "s")
-    assert told.value.exit_code == 10
-    assert told.value.message.endswith("faulty: gpu11, gpu12, gpu13")
-    assert "(rank 0, gpu13)" in told.value.message
-    assert "memory of a GPU" in told.value.hint
+    assert error.value.exit_code == 10
+    assert error.value.message.endswith("faulty: gpu11, gpu12, gpu13")
+    assert "(rank 0, gpu13)" in error.value.message
+    assert "memory of a GPU" in error.value.hint
 
 
 @pytest.mark.parametrize("words", ["No CUDA GPUs are available", "CUDA error: no CUDA-capable device is detected"])
@@ -1043,9 +1043,9 @@ def test_a_full_disk_holds_the_links_that_wait_and_room_lets_them_go(
     assert last.outcome == "disk" and last.message.endswith("; held: 13 to 15")
     assert (cluster.held, cluster.cancelled) == (["13", "14", "15"], [])
     never_fits(chain, last)
-    with pytest.raises(DiskFull, match=r"there is still too little space: .* are missing") as told:
+    with pytest.raises(DiskFull, match=r"there is still too little space: .* are missing") as error:
         release_held_jobs(chain.run, chain.task)
-    assert told.value.exit_code == 13 and cluster.held
+    assert error.value.exit_code == 13 and cluster.held
     chain.run.write_attempt(last)
     release_held_jobs(chain.run, chain.task)
     assert cluster.held == []
@@ -1089,9 +1089,9 @@ def test_where_jobs_cannot_be_held_or_released_it_is_said(chain: Chain, cluster:
     cluster.complaint = "Access/permission denied"
     last = filled(chain, tmp_path, "11")
     assert last.message.endswith("; 12 to 15 could not be held: Access/permission denied")
-    with pytest.raises(SchedulerError, match="Access/permission denied") as told:
+    with pytest.raises(SchedulerError, match="Access/permission denied") as error:
         release_held_jobs(chain.run, chain.task)
-    assert told.value.hint == "by hand: scontrol release 12,13,14,15"
+    assert error.value.hint == "by hand: scontrol release 12,13,14,15"
 
 
 # --- a supervisor that fails, and the same end twice
@@ -1202,11 +1202,11 @@ def test_the_same_end_at_once_twice_is_final(
     chain: Chain, outcome: OutcomeClass, signal_name: str, seconds: float, ends: bool
 ) -> None:
     failure = Failure(outcome=outcome, message="so it was", signal=signal_name)
-    one = Attempt(task="t", number=1, started_at=0.0, ended_at=seconds, failure=failure, samples=96)
-    two = one.model_copy(update={"number": 2, "started_at": 100.0, "ended_at": 100.0 + seconds})
-    assert ("twice in the same way within 3 s" in after_two(chain, one, two, 96)) == ends
-    assert not after_two(chain, one, two, 128), "something was saved"
-    assert not after_two(chain, with_failure(one, outcome="port"), two, 96)
+    attempt = Attempt(task="t", number=1, started_at=0.0, ended_at=seconds, failure=failure, samples=96)
+    two = attempt.model_copy(update={"number": 2, "started_at": 100.0, "ended_at": 100.0 + seconds})
+    assert ("twice in the same way within 3 s" in after_two(chain, attempt, two, 96)) == ends
+    assert not after_two(chain, attempt, two, 128), "something was saved"
+    assert not after_two(chain, with_failure(attempt, outcome="port"), two, 96)
     assert not after_two(chain, two, None, 96)
 
 
@@ -1278,11 +1278,11 @@ def test_every_kind_of_death_has_the_class_the_exit_code_and_the_host_of_the_doc
         chain.script = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
         cluster.endings["11"] = outcome
     if outcome == "hung":  # as the watch beside a rank tells it, which has tests of its own
-        told = Failure(
+        failure = Failure(
             task=chain.task.id, attempt=1, rank=0, host=get_node_name(), pid=7, outcome="hung", message="no step for 9 min",
             detail="", failed_at=1.0,
         )  # fmt: skip
-        chain.will_write(chain.run.path / f"failures/{chain.task.id}.001.0000.json", told.model_dump_json())
+        chain.will_write(chain.run.path / f"failures/{chain.task.id}.001.0000.json", failure.model_dump_json())
         chain.script = f"{textwrap.dedent(chain.script)}raise SystemExit(1)"
     if outcome == "stage_end":
         chain.grows()
@@ -1366,12 +1366,12 @@ def test_without_a_next_job_the_same_one_tries_once_more(chain: Chain, cluster: 
 
 def test_the_same_end_at_the_same_step_from_the_same_checkpoint_is_final(chain: Chain, cluster: Cluster) -> None:
     failure = Failure(outcome="unknown", message="exit code 3, pid 71")
-    one = Attempt(task="t", number=1, started_at=0.0, ended_at=900.0, failure=failure, samples=96, reached=160)
-    two = with_failure(one.model_copy(update={"number": 2}), message="exit code 3, pid 88")
-    assert "after 160 samples" in after_two(chain, one, two, 96)
-    assert not after_two(chain, one, two.model_copy(update={"reached": 192}), 96)
-    assert not after_two(chain, one, with_failure(two, message="another end"), 96)
-    storage = [with_failure(attempt, outcome="storage") for attempt in (one, two)]
+    item = Attempt(task="t", number=1, started_at=0.0, ended_at=900.0, failure=failure, samples=96, reached=160)
+    two = with_failure(item.model_copy(update={"number": 2}), message="exit code 3, pid 88")
+    assert "after 160 samples" in after_two(chain, item, two, 96)
+    assert not after_two(chain, item, two.model_copy(update={"reached": 192}), 96)
+    assert not after_two(chain, item, with_failure(two, message="another end"), 96)
+    storage = [with_failure(attempt, outcome="storage") for attempt in (item, two)]
     assert not after_two(chain, *storage, 96), "its cause lies outside the process"
 
 

@@ -55,9 +55,9 @@ class Server:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    found = Server(tmp_path)
-    yield found
-    found.server.close()
+    result = Server(tmp_path)
+    yield result
+    result.server.close()
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_ranks_draw_other_random_numbers_and_measure_their_own_memory(server: Se
     (server.folder / "other").mkdir()
     other = Server(server.folder / "other", inflated)
     assert other.run(script) == other.run(script) == 0
-    (one, peak), (two, _) = (line.split() for line in other.told())
-    assert one != two
+    (first, peak), (two, _) = (line.split() for line in other.told())
+    assert first != two
     assert int(peak) < 200_000, "kB; the server's own peak is none of the rank's"
     other.server.close()
 

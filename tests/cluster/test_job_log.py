@@ -68,8 +68,8 @@ def test_a_job_waits_for_what_is_away_and_says_why(
         place.rename(hidden)
     job = start(shell, folder, patience=60, python=str(python))
     assert job.stdout is not None
-    told = job.stdout.readline()
-    assert told.startswith("waits: ") and words in told
+    answer = job.stdout.readline()
+    assert answer.startswith("waits: ") and words in answer
     if away.endswith(".err"):
         place.rmdir()
     else:
@@ -86,7 +86,7 @@ def test_a_job_gives_up_when_its_patience_is_over(shell: str, folder: Path) -> N
     (folder / "logs").write_text("not a folder")
     began = time.monotonic()
     job = start(shell, folder, patience=1)
-    told = job.communicate()[0].splitlines()
+    lines = job.communicate()[0].splitlines()
     assert job.returncode == 1 and time.monotonic() - began < 20
-    assert [line.partition(":")[0] for line in told] == ["waits", "gave up after 1 s"]
-    assert "irectory" in told[-1], "the cause, in the shell's words"
+    assert [line.partition(":")[0] for line in lines] == ["waits", "gave up after 1 s"]
+    assert "irectory" in lines[-1], "the cause, in the shell's words"

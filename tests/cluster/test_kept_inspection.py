@@ -127,15 +127,15 @@ def slurm(python: str):
 
 
 def test_the_jobs_own_interpreter_tells_the_versions(built, tmp_path):
-    own = tmp_path / "python"
-    own.write_text('#!/bin/sh\necho a greeting\necho \'{"python": "3.12", "torch": "2.6"}\'\n')
-    own.chmod(0o755)
-    assert describe_inspection_dependencies(slurm(str(own)))["packages"] == {"python": "3.12", "torch": "2.6"}
+    path = tmp_path / "python"
+    path.write_text('#!/bin/sh\necho a greeting\necho \'{"python": "3.12", "torch": "2.6"}\'\n')
+    path.chmod(0o755)
+    assert describe_inspection_dependencies(slurm(str(path)))["packages"] == {"python": "3.12", "torch": "2.6"}
     for _ in range(2):
-        built.inspect(slurm(str(own)))
+        built.inspect(slurm(str(path)))
     assert built.count == 1
-    own.write_text(own.read_text().replace("2.6", "2.7"))
-    built.inspect(slurm(str(own)))
+    path.write_text(path.read_text().replace("2.6", "2.7"))
+    built.inspect(slurm(str(path)))
     assert built.count == 2
     real = describe_inspection_dependencies(slurm(sys.executable))["packages"]
     assert real["python"] == sys.version and set(real) == {"python", "torch", "torchvision"}
@@ -208,10 +208,10 @@ def test_what_failed_is_not_kept(built, monkeypatch):
 
 
 def test_nothing_is_written_where_nothing_may_be_and_its_key_is_found_once(built):
-    asked = []
-    built.inspect(keep=False, facts=lambda spec: asked.append(spec) or describe_inspection_dependencies(spec))
+    requests = []
+    built.inspect(keep=False, facts=lambda spec: requests.append(spec) or describe_inspection_dependencies(spec))
     assert not built.root.exists()
-    assert len(asked) == 1
+    assert len(requests) == 1
 
 
 def test_a_folder_that_cannot_be_written_costs_no_answer(built):

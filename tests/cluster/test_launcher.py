@@ -153,10 +153,10 @@ def test_a_training_is_a_chain_in_which_each_link_waits_for_the_end_of_the_one_b
     queued = versions.jobs()
     assert job.links == tuple(str(link["id"]) for link in queued)
     assert job.scheduler_id == job.links[0]
-    one, two, _ = job.links
+    item, two, _ = job.links
     assert [link["dependency"] for link in queued] == [
         "singleton",
-        f"afterany:{one},singleton,after:{one}+10",
+        f"afterany:{item},singleton,after:{item}+10",
         f"afterany:{two},singleton,after:{two}+20",
     ]
 
@@ -172,9 +172,9 @@ def test_all_links_have_one_name_which_a_run_of_the_same_job_elsewhere_does_not_
 
 def test_links_differ_in_their_dependency_only(slurm, run):
     first, second, _ = submitted(run, training(run, hours=0.1)).links
-    one, two = slurm.script(first).splitlines(), slurm.script(second).splitlines()
-    assert [line for line in one if line not in two] == ["#SBATCH --dependency=singleton"]
-    assert [line for line in two if line not in one] == [
+    item, two = slurm.script(first).splitlines(), slurm.script(second).splitlines()
+    assert [line for line in item if line not in two] == ["#SBATCH --dependency=singleton"]
+    assert [line for line in two if line not in item] == [
         f"#SBATCH --dependency=afterany:{first},singleton,after:{first}+10"
     ]
 
@@ -209,8 +209,8 @@ def growing(run, *, hours, steps):
 
 
 def test_stages_that_want_many_links_leave_some_to_those_of_all_nodes(run):
-    found = chains.list_nodes_of_links(growing(run, hours=500.0, steps=180_000))  # a hundred hours each
-    assert len(found) == MAX_LINKS and found[-2:] == (4, 4) and found[0] == 1
+    nodes = chains.list_nodes_of_links(growing(run, hours=500.0, steps=180_000))  # a hundred hours each
+    assert len(nodes) == MAX_LINKS and nodes[-2:] == (4, 4) and nodes[0] == 1
 
 
 def test_links_of_stages_ask_for_their_nodes_and_come_first(slurm, run):
@@ -219,8 +219,8 @@ def test_links_of_stages_ask_for_their_nodes_and_come_first(slurm, run):
     job = submitted(run, task)
     # an hour's limit: half an hour is one link and one to spare, what is left two and two
     assert job.link_nodes == (1, 1, 2, 2, 4, 4, 4, 4) == chains.list_nodes_of_links(task)
-    told = [next(line for line in slurm.script(link).splitlines() if "--nodes" in line) for link in job.links]
-    assert told == [f"#SBATCH --nodes={nodes}" for nodes in job.link_nodes]
+    messages = [next(line for line in slurm.script(link).splitlines() if "--nodes" in line) for link in job.links]
+    assert messages == [f"#SBATCH --nodes={nodes}" for nodes in job.link_nodes]
     assert [job.nodes_of(link) for link in job.links] == list(job.link_nodes)
     later = task.model_copy(update={"nodes": 4})
     assert chains.list_nodes_of_links(later) == (4,) * 5, "what is over has no links"
@@ -448,8 +448,8 @@ def test_waiting_commands_that_begin_at_once_ask_once(slurm, run):
     job = submitted(run, probes(run, nodes=1))
     before = len(slurm.calls("squeue"))
     with ThreadPoolExecutor(8) as threads:
-        asked = threads.map(lambda _: SlurmLauncher().patient().states(run.read(), [job]), range(8))
-    assert {found[job.id].state for found in asked} == {"pending"}
+        requested = threads.map(lambda _: SlurmLauncher().patient().states(run.read(), [job]), range(8))
+    assert {result[job.id].state for result in requested} == {"pending"}
     assert len(slurm.calls("squeue")) == before + 1
 
 
@@ -458,8 +458,8 @@ def test_a_job_newer_than_the_shared_answer_is_not_taken_for_forgotten(slurm, ru
     SlurmLauncher().patient().states(run.read(), [first])
     later = submitted(run, training(run, hours=0.1)).model_copy(update={"submitted_at": 0.0})
     slurm.fault(sacct="disabled")
-    told = SlurmLauncher().patient().states(run.read(), [later])[later.id]
-    assert (told.state, told.reason) == ("unknown", "squeue is queried again within a minute")
+    message = SlurmLauncher().patient().states(run.read(), [later])[later.id]
+    assert (message.state, message.reason) == ("unknown", "squeue is queried again within a minute")
 
 
 def test_a_planted_answer_is_not_taken(slurm, run, tmp_path, monkeypatch):
@@ -506,9 +506,9 @@ def test_a_chain_runs_if_one_link_does(slurm, run):
 def test_between_two_links_a_chain_tells_how_the_last_one_ended(slurm, run):
     job = submitted(run, training(run, hours=0.1))
     slurm.set(job.links[0], "TIMEOUT", "TimeLimit")
-    told = state(run, job)
-    assert told.state == "pending"
-    assert told.reason == "continues after job 1000 (TIMEOUT: its time limit was reached)"
+    answer = state(run, job)
+    assert answer.state == "pending"
+    assert answer.reason == "continues after job 1000 (TIMEOUT: its time limit was reached)"
 
 
 def test_a_chain_is_over_when_its_last_link_is(slurm, run):
@@ -637,8 +637,8 @@ def test_a_training_from_the_dry_run_to_its_end(versions, tula):
     job = tula("status")[1]["data"]["jobs"][0]
     assert (job["state"], job["reason"], job["starts_at"], job["scheduler_id"]) == ("queued", "Resources", 2e9, "1000")
     versions.fault(squeue="unreachable", sacct="disabled")
-    code, told = tula("status")
-    assert (code, told["data"]["jobs"][0]["state"]) == (0, "queued")
+    code, message = tula("status")
+    assert (code, message["data"]["jobs"][0]["state"]) == (0, "queued")
     versions.fault(squeue="")
     assert tula("cancel")[1]["data"]["cancelled"] == [job["id"]]
     assert {queued["state"] for queued in versions.jobs()} == {"CANCELLED"}
@@ -649,9 +649,9 @@ def test_a_refusal_is_exit_code_5_and_leaves_nothing_in_the_queue(slurm, tula):
     slurm.fault(
         sbatch=["refuse:invalid partition specified: x;Batch job submission failed: Invalid partition name specified"]
     )
-    code, told = tula(*TRAIN)
-    assert (code, told["error"]["code"]) == (5, "scheduler")
-    assert "invalid partition specified: x" in told["error"]["message"]
+    code, message = tula(*TRAIN)
+    assert (code, message["error"]["code"]) == (5, "scheduler")
+    assert "invalid partition specified: x" in message["error"]["message"]
     assert tula("status")[1]["data"]["jobs"] == []
     assert Path("tula-runs").is_dir()
     assert not list(Path("tula-runs").glob("*/lock"))
@@ -660,8 +660,8 @@ def test_a_refusal_is_exit_code_5_and_leaves_nothing_in_the_queue(slurm, tula):
 def test_a_scheduler_that_answers_garbage_is_no_defect(slurm, tula):
     assert tula(*TRAIN)[0] == 0
     slurm.fault(squeue="garbage", sacct="disabled")
-    code, told = tula("status")
-    assert (code, told["data"]["jobs"][0]["reason"]) == (0, "just submitted")
+    code, message = tula("status")
+    assert (code, message["data"]["jobs"][0]["reason"]) == (0, "just submitted")
 
 
 # --- what a job of which little is known says

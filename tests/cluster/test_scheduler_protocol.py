@@ -51,8 +51,8 @@ class Site:
 
     def state(self, id_: str) -> str:
         """Return how a job stands; one that nobody knows any more is over."""
-        found = self.scheduler.ask([id_]).get(id_)
-        return found.state if found is not None else "ended"
+        result = self.scheduler.ask([id_]).get(id_)
+        return result.state if result is not None else "ended"
 
     def until(self, id_: str, state: str, *, by: str = "", reason: str = "None") -> None:
         """Wait until a job stands so; the fake is told `by`."""
@@ -163,9 +163,9 @@ def test_all_jobs_are_asked_for_at_once_and_one_that_nobody_knows_is_not_alive(s
     ids = [site.submit(site.job(name=f"job{number}")) for number in range(2)]
     for id_ in ids:
         site.until(id_, "running")
-    told = site.scheduler.ask([*ids, "987654"])
-    assert {told[id_].state for id_ in ids} == {"running"}
-    assert "987654" not in told or told["987654"].state == "ended"
+    answer = site.scheduler.ask([*ids, "987654"])
+    assert {answer[id_].state for id_ in ids} == {"running"}
+    assert "987654" not in answer or answer["987654"].state == "ended"
     assert site.scheduler.ask([]) == {} and site.scheduler.cancel([]) == ""
     site.scheduler.cancel(ids)
 
@@ -212,8 +212,8 @@ def test_what_a_scheduler_cannot_do_it_says(tmp_path: Path) -> None:
 def test_a_job_is_found_again_by_its_name_while_it_is_not_over(queue: Site) -> None:
     id_ = queue.submit(queue.job(name="tula-toy-train"))
     queue.submit(queue.job(name="tula-toy-train.2", after=(id_,)))
-    found = queue.scheduler.queued(["tula-toy-train", "tula-toy-probe"])
-    assert [(job.id, job.name) for job in found] == [(id_, "tula-toy-train")]
+    result = queue.scheduler.queued(["tula-toy-train", "tula-toy-probe"])
+    assert [(job.id, job.name) for job in result] == [(id_, "tula-toy-train")]
     queue.scheduler.cancel([job.id for job in queue.scheduler.queued(["tula-toy-train.2"])])
     queue.scheduler.cancel([id_])
     queue.wait(
@@ -259,8 +259,8 @@ def test_a_job_has_an_end_and_is_ended_there(queue: Site) -> None:
     if queue.fake is not None:
         queue.fake.set(id_, "RUNNING", ends=local(ends))
     queue.until(id_, "running") if queue.fake is None else None
-    told = queue.scheduler.ends_at(id_, {})
-    assert told is not None and began < told < began + 100
+    answer = queue.scheduler.ends_at(id_, {})
+    assert answer is not None and began < answer < began + 100
     if queue.fake is not None:
         queue.fake.set(id_, "TIMEOUT")
     elif isinstance(
@@ -277,7 +277,7 @@ def test_partitions_tell_what_a_job_can_have(queue: Site) -> None:
         queue.fake.fault(
             sinfo="main*|up|1:00:00|infinite|2|idle|4|8000|(null)\nold|down|1:00:00|infinite|2|idle|4|8000|(null)"
         )
-    (only,) = [one for one in queue.scheduler.partitions() if one.default]
+    (only,) = [partition for partition in queue.scheduler.partitions() if partition.default]
     assert only.name and only.usable == 2 and (only.minutes is None or only.minutes > 0)
 
 
@@ -292,9 +292,11 @@ def test_each_task_knows_its_place_and_a_process_outside_knows_none(queue: Site)
         tasks = [json.loads(path.read_text()) for path in queue.folder.glob("task-*.json")]
     else:  # what srun of SLURM 22.05 gives
         same = {"SLURM_JOB_ID": id_, "SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_STEP_ID": "0"}  # fmt: skip
-        own = [{"SLURM_PROCID": str(at), "SLURM_LOCALID": str(at % 2), "SLURM_NODEID": str(at // 2)} for at in range(4)]
-        own = [one | {"SLURM_GTIDS": ("0,1", "2,3")[at // 2]} for at, one in enumerate(own)]
-        tasks = [same | one for one in own]
+        value = [
+            {"SLURM_PROCID": str(at), "SLURM_LOCALID": str(at % 2), "SLURM_NODEID": str(at // 2)} for at in range(4)
+        ]
+        value = [first | {"SLURM_GTIDS": ("0,1", "2,3")[at // 2]} for at, first in enumerate(value)]
+        tasks = [same | item for item in value]
     places = sorted((queue.scheduler.place(task) for task in tasks), key=lambda place: place.index if place else -1)
     assert [place and (place.index, place.local_index) for place in places] == [(0, 0), (1, 1), (2, 0), (3, 1)]
     assert {place and (place.job_id, place.count, place.nodes, place.restarts) for place in places} == {(id_, 4, 2, 0)}
@@ -306,25 +308,27 @@ def test_each_task_knows_its_place_and_a_process_outside_knows_none(queue: Site)
 
 def test_a_requeued_job_tells_of_each_of_its_starts(tmp_path: Path) -> None:
     """By the outsider's queue, whose requeue is its own; tests/cluster/slurm has SLURM's."""
-    site = next(own := own_queue(tmp_path))
+    site = next(value := own_queue(tmp_path))
     id_ = site.submit(site.job("import os; open('starts', 'a').write(os.environ['TQ_STARTS']); import time; time.sleep(60)", minutes=10))  # fmt: skip
     site.wait(lambda: (site.folder / "starts").exists() and (site.folder / "starts").read_text() == "1")
     assert isinstance(site.scheduler, tiny_queue.TinyQueue) and site.scheduler._complaint("requeue", [id_]) == ""
     site.wait(lambda: (site.folder / "starts").read_text() == "12")
     assert site.scheduler.ended_how(id_, restart=0) == "preempted" and site.scheduler.ended_how(id_) is None
-    next(own, None)
+    next(value, None)
 
 
 # --- one of the user's own
 
 
 def spec(tmp_path: Path, **cluster: Any) -> Any:
-    own = {"options": {"home": str(tmp_path / "queue")}, "minutes": 30, **cluster}
-    return make.spec(cluster={"kind": OWN, "device": "cpu", "scheduler": own}, train={"epochs": 4, "max_attempts": 3})
+    settings = {"options": {"home": str(tmp_path / "queue")}, "minutes": 30, **cluster}
+    return make.spec(
+        cluster={"kind": OWN, "device": "cpu", "scheduler": settings}, train={"epochs": 4, "max_attempts": 3}
+    )
 
 
 def test_a_training_on_it_is_a_chain_that_is_found_again_and_cancelled(tmp_path: Path) -> None:
-    site = next(own := own_queue(tmp_path))
+    site = next(value := own_queue(tmp_path))
     (tmp_path / "queue" / "settings.json").write_text('{"nodes": 0}')  # so that nothing of it starts
     run = RunDir.create(tmp_path / "tula-runs", spec(tmp_path))
     task = TrainTask(
@@ -351,21 +355,21 @@ def test_a_training_on_it_is_a_chain_that_is_found_again_and_cancelled(tmp_path:
     launcher.cancel(run, job)
     assert {site.state(id_) for id_ in job.links} == {"ended"} and site.state(blocker) == "running"
     assert launcher.states(run.read(), [job])[job.id].state == "ended"
-    next(own, None)
+    next(value, None)
 
 
 def test_names_are_those_of_the_table_or_import_strings() -> None:
     assert set(schedulers.SCHEDULERS) == {"local", "slurm"}
     assert make.spec(cluster={"kind": "slurm"}).cluster.kind == "slurm"
-    with pytest.raises(SpecError) as told:
+    with pytest.raises(SpecError) as error:
         make.spec(cluster={"kind": "slrum"})
-    assert "unknown scheduler 'slrum': did you mean slurm?" in str(told.value.problems[0])
-    with pytest.raises(SpecError) as told:
+    assert "unknown scheduler 'slrum': did you mean slurm?" in str(error.value.problems[0])
+    with pytest.raises(SpecError) as error:
         make.spec(cluster={"kind": OWN, "slurm": {}})
-    assert "section slurm has no effect with kind 'tiny_queue:TinyQueue'" in str(told.value.problems[0])
-    with pytest.raises(SpecError) as told:
+    assert "section slurm has no effect with kind 'tiny_queue:TinyQueue'" in str(error.value.problems[0])
+    with pytest.raises(SpecError) as error:
         make.spec(cluster={"kind": "local", "scheduler": {"minutes": 3}})
-    assert "section scheduler has no effect with kind 'local'" in str(told.value.problems[0])
+    assert "section scheduler has no effect with kind 'local'" in str(error.value.problems[0])
 
 
 @pytest.mark.parametrize(
@@ -381,9 +385,9 @@ def test_names_are_those_of_the_table_or_import_strings() -> None:
     ],
 )
 def test_what_is_no_scheduler_is_refused_with_what_it_lacks(kind: str, options: dict[str, str], words: str) -> None:
-    with pytest.raises(SpecError) as told:
+    with pytest.raises(SpecError) as error:
         schedulers.load_scheduler(kind, options)
-    assert words in f"{told.value.message}; {told.value.hint}"
+    assert words in f"{error.value.message}; {error.value.hint}"
 
 
 def test_an_id_that_is_no_text_is_refused_with_what_it_was(tmp_path: Path) -> None:

@@ -180,12 +180,12 @@ def test_an_out_of_memory_is_a_result_and_bounds_the_larger_batches(
 ) -> None:
     ranks.will(textwrap.dedent(ranks.measure(1, 32)) + textwrap.dedent(ranks.fail(probe.id, CPU_OOM, "device_oom")))
     cluster_supervise.supervise(run.path, probe.id)
-    found = {result.local_batch: result for result in run.results()}
-    assert found[32].kind == "measured"
-    assert isinstance(found[64], OutOfMemory)
-    assert not found[64].assumed
-    assert isinstance(found[128], OutOfMemory)
-    assert found[128].assumed
+    results = {result.local_batch: result for result in run.results()}
+    assert results[32].kind == "measured"
+    assert isinstance(results[64], OutOfMemory)
+    assert not results[64].assumed
+    assert isinstance(results[128], OutOfMemory)
+    assert results[128].assumed
     assert ranks.starts == [probe.id], "an out-of-memory is not tried again"
 
 
@@ -255,8 +255,8 @@ def test_a_full_disk_under_the_ranks_is_told_with_the_folder_and_not_tried_again
     assert attempt.shortage is not None and attempt.shortage.folder == "/dev/shm/gone"
     assert "free on the disk of /dev/shm/gone" in attempt.message
     assert len(ranks.starts) == 1 and not (run.path / shortages.RESERVE_NAME).exists(), "it was given back"
-    told = make_error_of_training(training, [attempt], saved_samples=0)
-    assert (told.exit_code, told.code) == (13, "disk")
+    error = make_error_of_training(training, [attempt], saved_samples=0)
+    assert (error.exit_code, error.code) == (13, "disk")
     cluster_supervise.supervise(run.path, training.id)  # as `tula train` starts it once there is room
     assert run.training(training.signature).result() is not None and (run.path / shortages.RESERVE_NAME).exists()
 
@@ -736,7 +736,7 @@ def test_ranks_beyond_a_smaller_number_of_nodes_sit_it_out(
 ) -> None:
     started: list[str] = []
     monkeypatch.setattr(
-        RunningAttempt, "run_to_exit", lambda own: started.append(f"{own.task.id}.{own.attempt.number}")
+        RunningAttempt, "run_to_exit", lambda value: started.append(f"{value.task.id}.{value.attempt.number}")
     )
     run.write_attempt(make_runs.attempt(probe.id, start=1.0))
     commands = [*(LeaderCommand(task=probe.id, attempt=1, ranks=ranks) for ranks in (4, 2)), LeaderCommand(task=None)]
@@ -754,9 +754,9 @@ def test_an_out_of_memory_of_the_cgroup_is_the_hosts_on_a_gpu_and_the_batchs_on_
     def outcome(device: str, *driver: str) -> str | None:
         monkeypatch.setattr(devices, "GPU_DRIVER_FILES", [str(tmp_path / name) for name in driver])
         spec = make_runs.spec(cluster={"device": device})
-        found = failures.find_failure_of_ranks(run, probe.model_copy(update={"spec": spec}), attempt, exited)
-        assert found.rank == 1
-        return found.outcome
+        failure = failures.find_failure_of_ranks(run, probe.model_copy(update={"spec": spec}), attempt, exited)
+        assert failure.rank == 1
+        return failure.outcome
 
     (tmp_path / "kfd").touch()
     exited = failures.RankExit(exit_code=-9, oom_kill=True, words="", rank=1)
@@ -786,9 +786,9 @@ def test_kills_for_memory_are_counted_in_the_own_cgroup(
     cgroups: str, counter: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failures, "CGROUPS", tmp_path)
-    found = failures._list_oom_counters(cgroups)
-    assert found == ([] if counter is None else [tmp_path / counter])
-    for path in found:
+    oom_counters = failures._list_oom_counters(cgroups)
+    assert oom_counters == ([] if counter is None else [tmp_path / counter])
+    for path in oom_counters:
         path.parent.mkdir(parents=True)
         path.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
         assert failures._read_oom_kills(path) == 3
@@ -798,7 +798,7 @@ def test_kills_for_memory_are_counted_in_the_own_cgroup(
 def test_nothing_of_a_failed_attempt_holds_the_device_when_the_next_one_starts(
     run: RunDir, ranks: Ranks, training: TrainTask, tmp_path: Path
 ) -> None:
-    device, told = tmp_path / "device", tmp_path / "held"
+    device, message = tmp_path / "device", tmp_path / "held"
     device.touch()
     leaves = f"""
         import subprocess, sys
@@ -809,11 +809,11 @@ def test_nothing_of_a_failed_attempt_holds_the_device_when_the_next_one_starts(
     looks = f"""
         import pathlib
         links = [str(link.readlink()) for link in pathlib.Path("/proc").glob("[0-9]*/fd/0") if link.is_symlink()]
-        pathlib.Path({str(told)!r}).write_text(str(links.count({str(device)!r})))
+        pathlib.Path({str(message)!r}).write_text(str(links.count({str(device)!r})))
     """
     ranks.will(leaves, textwrap.dedent(looks) + ranks.finish("s"))
     cluster_supervise.supervise(run.path, training.id)
-    assert told.read_text() == "0"
+    assert message.read_text() == "0"
     assert outcomes(run, "train-s-1") == ["device_oom"]
     assert outcomes(run, "train-s-2") == ["done"], "one rung, not two"
     assert "killed what an earlier attempt has left" in run.log_path("train-s-2", 1).read_text()

@@ -51,9 +51,9 @@ def _processes() -> Iterator[tuple[int, list[str]]]:
 
 @pytest.fixture
 def tula(tmp_path: Path) -> Iterator[LocalTula]:
-    found = LocalTula(tmp_path, JOB, TMPDIR=str(tmp_path))
-    yield found
-    _end_all(found)
+    result = LocalTula(tmp_path, JOB, TMPDIR=str(tmp_path))
+    yield result
+    _end_all(result)
 
 
 def _end_all(tula: LocalTula) -> None:

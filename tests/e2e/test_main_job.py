@@ -84,20 +84,20 @@ def test_the_main_job_from_profile_to_trained_model(tula, tmp_path: Path, open_u
     assert f"epoch 3 of 3: {result.samples} samples, loss " in log.read_text()
     assert tula("status")["status"] == "done"
 
-    found = tula("evaluate")["data"]
+    data = tula("evaluate")["data"]
     best = run.training(summary["signature"]).result()
     assert best is not None
-    assert (found["weights"], found["test"], found["size"]) == ("best", False, 359)
-    assert found["metrics"]["top1"] == pytest.approx(best.best_top1)
-    assert tula("status")["data"]["evaluations"] == [found]
+    assert (data["weights"], data["test"], data["size"]) == ("best", False, 359)
+    assert data["metrics"]["top1"] == pytest.approx(best.best_top1)
+    assert tula("status")["data"]["evaluations"] == [data]
 
     measuring = ("--set", "train.diagnostics=[gradient_noise]", "--set", "train.early_stopping.epochs=1")
     early = tula("train", "--nodes", "1", "--batch", "32", *measuring)["data"]
     assert (
         early["batch"] == 32 and run.training(early["signature"]).result().ended == "train.early_stopping.epochs is 1"
     )
-    told = tula("recommend", "--objective", "accuracy-time")["data"]["efficiency"]
-    assert "after 1 of 3 epochs" in told
+    efficiency = tula("recommend", "--objective", "accuracy-time")["data"]["efficiency"]
+    assert "after 1 of 3 epochs" in efficiency
 
     tula("check", "job.yaml", "--fresh")
     tula("export", "--to", "tensorboard")
@@ -134,8 +134,8 @@ def test_out_of_memory_relaunches_at_the_next_smaller_batch_with_samples_and_sch
     assert rates == {1: 0.05, 2: 0.05, 3: 0.025}
     board = EventAccumulator(str(run.path / "exports" / "tensorboard" / run.id / f"train-{summary['signature']}"))
     board.Reload()  # what the supervisor has had written beside the training
-    assert [found.step for found in board.Scalars("eval/top1")] == ends
-    assert [found.value for found in board.Scalars("attempt")][-1] == len(starts)
+    assert [result.step for result in board.Scalars("eval/top1")] == ends
+    assert [outcome.value for outcome in board.Scalars("attempt")][-1] == len(starts)
     assert board.Scalars("summary/attempts")[-1].value == summary["attempts"]
 
 
@@ -154,12 +154,12 @@ def test_a_batch_that_does_not_fit_is_a_result_that_bounds_the_grid(tula) -> Non
     )
     hoarder = ("--set", "model={name: 'mine:Hoarder'}", "--set", "cluster.memory_per_gpu=200MB")
     tula("profile", "job.yaml", *hoarder, "--set", "search.nodes=[1]", "--set", "search.max_batch=512")
-    found = {result.local_batch: result for result in tula.run().results()}
-    assert isinstance(found[64], Measured)
-    assert isinstance(found[128], OutOfMemory)
-    assert not found[128].assumed
-    assert isinstance(found[256], OutOfMemory)
-    assert found[256].assumed
+    results = {result.local_batch: result for result in tula.run().results()}
+    assert isinstance(results[64], Measured)
+    assert isinstance(results[128], OutOfMemory)
+    assert not results[128].assumed
+    assert isinstance(results[256], OutOfMemory)
+    assert results[256].assumed
     answer = tula("recommend", "--objective", "time")
     assert {row["batch"] for row in answer["data"]["rows"]} == {64}
 
@@ -204,9 +204,9 @@ def test_a_command_line_that_is_interrupted_or_killed_ends_no_job_and_cancel_doe
     process = tula.start(*command)
     tula.until(tula.epochs_done)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
-    _, told = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "tula cancel" in told
+    assert "tula cancel" in errors
 
     process = attached(tula, *command)
     os.kill(process.pid, signal.SIGKILL)

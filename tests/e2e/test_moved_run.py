@@ -25,9 +25,9 @@ def test_a_copy_touches_no_job_of_the_run_and_a_run_that_is_moved_goes_on_where_
     shutil.copytree(run.path, copy, symlinks=True)
 
     assert tula("cancel", "--run", str(copy))["data"]["cancelled"] == []
-    told = tula("status", "--run", str(copy))
-    assert told["data"]["jobs"] == []
-    assert any(f"a copy of {run.path}" in warning for warning in told["data"]["warnings"])
+    answer = tula("status", "--run", str(copy))
+    assert answer["data"]["jobs"] == []
+    assert any(f"a copy of {run.path}" in warning for warning in answer["data"]["warnings"])
     assert not run.is_cancelled(tula.task().job), "the job of the run itself goes on"
 
     moved = tula.folder / "moved" / run.id

@@ -49,8 +49,8 @@ def test_numbers_of_gpus_from_profile_to_trained_model(tula) -> None:
     job.write_text(f"{text}cluster: {{gpus_per_node: 2}}\n")
     assert tula("profile", "job.yaml")["status"] == "done"
     run = tula.run()
-    one, two = open_family(run)
-    probes = [[(r.nodes, r.gpus_per_node, r.local_batch) for r in part.results()] for part in (one, two)]
+    first, two = open_family(run)
+    probes = [[(r.nodes, r.gpus_per_node, r.local_batch) for r in part.results()] for part in (first, two)]
     assert probes[0] == [(1, 1, 64), (1, 1, 128)]
     assert {(nodes, gpus) for nodes, gpus, _ in probes[1]} == {(1, 2), (2, 2)}
 
@@ -64,4 +64,6 @@ def test_numbers_of_gpus_from_profile_to_trained_model(tula) -> None:
     assert summary["actual_step"] > 0
     again = tula("recommend", "--objective", "cost")["data"]
     assert {row["type"] for row in again["rows"]} == {"gpus-1", "gpus-2"}
-    assert [told["gpus_per_node"] for told in again["trainings"]] in ([], [1]), "a short training may tell too little"
+    assert [message["gpus_per_node"] for message in again["trainings"]] in ([], [1]), (
+        "a short training may tell too little"
+    )

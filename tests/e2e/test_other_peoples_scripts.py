@@ -44,8 +44,8 @@ def tula(folder: Path, habit: str, *, resume: str = "") -> Tula:
 )
 def test_a_resume_that_would_spoil_the_schedule_is_not_cleared(tmp_path: Path, schedule: str, verdict: str) -> None:
     run = tula(tmp_path, f"--schedule {schedule} --slow 0.002", resume=RESUME)
-    found: dict[str, Any] = run("check", "job.yaml", "--rehearse")["data"]["rehearsal"]
-    assert found["verdict"] == verdict and bool(found["faults"]) == (verdict == "same"), found
+    rehearsal: dict[str, Any] = run("check", "job.yaml", "--rehearse")["data"]["rehearsal"]
+    assert rehearsal["verdict"] == verdict and bool(rehearsal["faults"]) == (verdict == "same"), rehearsal
 
 
 @pytest.mark.parametrize("save", ["cwd", "beside", "versions"])
@@ -68,6 +68,6 @@ def test_a_script_that_resumes_by_itself_is_noticed_at_its_second_start(tmp_path
     for process in psutil.process_iter(["environ"]):
         if (process.info["environ"] or {}).get("TULA_PLAN", "").startswith(str(tmp_path)):
             process.kill()
-    said = "".join(training.communicate(timeout=240))
-    assert training.returncode == 0 and "resumed by itself from ck.pt" in said, said
-    assert "epoch 6.00 of 6" in said and "ended after" not in said, said
+    text = "".join(training.communicate(timeout=240))
+    assert training.returncode == 0 and "resumed by itself from ck.pt" in text, text
+    assert "epoch 6.00 of 6" in text and "ended after" not in text, text

@@ -40,8 +40,8 @@ def trained(tula, *, batch: int, fits: int, salt: int, **settings: str) -> dict:
     """Train on two ranks until everything fits; return the summary, with the end's micro-batches and its checkpoint."""
     (tula.folder / "greedy.py").write_text(MODEL)
     model = f"model={{name: 'greedy:Greedy', args: {{fits: {fits}, salt: {salt}}}}}"
-    told = [word for name, value in {**SETTINGS, **settings}.items() for word in ("--set", f"{name}={value}")]
-    answer = tula("train", "job.yaml", "--nodes", "2", "--batch", str(batch), "--set", model, *told)
+    messages = [word for name, value in {**SETTINGS, **settings}.items() for word in ("--set", f"{name}={value}")]
+    answer = tula("train", "job.yaml", "--nodes", "2", "--batch", str(batch), "--set", model, *messages)
     summary = answer["data"]
     training = tula.run().training(summary["signature"])
     result, rows = training.result(), training.metrics()
@@ -65,9 +65,9 @@ def furthest(one: Path, other: Path) -> float:
 
 @pytest.mark.proof  # test_main_job has a training that is out of memory twice, and goes on at the next smaller batch
 def test_a_rank_that_is_out_of_memory_three_times_loses_nothing(tula) -> None:
-    found = trained(tula, batch=64, fits=4, salt=1)
-    assert found["sizes"] == [32, 16, 8, 4] and found["attempts"] == 4
-    assert found["causes"] == [
+    result = trained(tula, batch=64, fits=4, salt=1)
+    assert result["sizes"] == [32, 16, 8, 4] and result["attempts"] == 4
+    assert result["causes"] == [
         f"out of memory at batch 64: micro-batch {32 // parts} x {parts} now" for parts in (2, 4, 8)
     ]
     assert len(tula.run().jobs()) == tula.run().jobs()[0].submissions == 1
@@ -79,10 +79,10 @@ def test_fifteen_times_out_of_memory_end_with_the_weights_of_an_undisturbed_trai
     times = 0
     for seed in range(3):
         settings = {"train.seed": str(seed)}
-        found = trained(tula, batch=64, fits=1, salt=salts.randrange(10**9), **settings)
-        assert found["sizes"] == [32, 16, 8, 4, 2, 1]
-        times += found["attempts"] - 1
+        result = trained(tula, batch=64, fits=1, salt=salts.randrange(10**9), **settings)
+        assert result["sizes"] == [32, 16, 8, 4, 2, 1]
+        times += result["attempts"] - 1
         whole = trained(tula, batch=64, fits=32, salt=0, **settings)
         assert whole["attempts"] == 1
-        assert furthest(found["last"], whole["last"]) < 1e-4
+        assert furthest(result["last"], whole["last"]) < 1e-4
     assert times == 15

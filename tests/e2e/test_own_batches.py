@@ -94,11 +94,14 @@ def test_lengths_of_text_are_measured_and_told_beside_the_choice(tula) -> None:
     data = tula("profile", "job.yaml")["data"]
     assert [probe["local_batch"] for probe in data["measured"]] == [16, 32] and set(data["lengths"]) == {"length-8"}
     answer = tula("recommend")["data"]
-    assert [(one["length"], one["own"], one["tokens"]) for one in answer["lengths"]] == [(8, False, 8), (16, True, 16)]
-    assert all([row["batch"] for row in one["rows"]] == [16, 32] for one in answer["lengths"])
+    assert [(item["length"], item["own"], item["tokens"]) for item in answer["lengths"]] == [
+        (8, False, 8),
+        (16, True, 16),
+    ]
+    assert all([row["batch"] for row in first["rows"]] == [16, 32] for first in answer["lengths"])
     status = tula("status")["data"]
     assert len(status["jobs"]) == len(status["lengths"]["length-8"]["jobs"]) == 1
-    peaks = [max(row["peak_memory"] for row in one["rows"]) for one in answer["lengths"]]
+    peaks = [max(row["peak_memory"] for row in entry["rows"]) for entry in answer["lengths"]]
     assert peaks[0] > 0 and answer["choice"]["batch"] in (16, 32)
 
 
@@ -152,5 +155,5 @@ def test_a_language_model_in_shares_from_check_to_a_training_that_is_killed(tula
     last = run.training(straight["signature"]).path / "last"
     kept = finetune.read_weights(str(last.resolve()))
     trained_anew_and_killed(tula, command, rank=1)
-    found = finetune.read_weights(str(last.resolve()))
-    assert found.keys() == kept.keys() and all(torch.equal(found[name], kept[name]) for name in kept)
+    weights = finetune.read_weights(str(last.resolve()))
+    assert weights.keys() == kept.keys() and all(torch.equal(weights[name], kept[name]) for name in kept)

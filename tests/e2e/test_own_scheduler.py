@@ -65,11 +65,11 @@ def trained(tula: Any) -> Any:
     words = ("train", "job.yaml", "--nodes", "2", "--batch", "64", "--yes", "--wait", "--json")
     for _ in range(3):
         process = tula.start(*words)
-        answer, told = process.communicate()
-        found = json.loads(answer)
+        answer, errors = process.communicate()
+        data = json.loads(answer)
         if process.returncode == 0:
-            return found["data"]
-        assert "time limit of job" in found["error"]["message"], f"{answer}\n{told}\n{tula.logs()}"
+            return data["data"]
+        assert "time limit of job" in data["error"]["message"], f"{answer}\n{errors}\n{tula.logs()}"
     raise AssertionError(tula.logs())
 
 

@@ -64,28 +64,30 @@ def test_a_killed_script_goes_on_from_its_own_checkpoint_to_the_last_sample(tmp_
     run = tula.run()
     beat = tula.until(lambda: ScriptAttempt(run.path, tula.task().id, 1).heartbeat(0))
     os.kill(beat.pid, signal.SIGKILL)
-    told, complaint = training.communicate(timeout=240)
+    output, complaint = training.communicate(timeout=240)
     assert training.returncode == 0, complaint
     summary = run.training(run.train_signatures()[0]).summary()
     result = run.training(run.train_signatures()[0]).result()
     assert summary is not None and result is not None and out.exists()
     assert summary.attempts == 2 and "SIGKILL" in summary.causes[0]
     assert (result.samples, result.steps) == (400 * 160, 4000), "of the epoch that was broken off nothing counts twice"
-    assert "2 attempts" in told
+    assert "2 attempts" in output
 
 
 def test_gradient_scaling_goes_around_a_script_under_ddp(tmp_path: Path) -> None:
     """The same factor on both ranks, in every step but the first; told while it trains and at the end."""
     job = DDP.replace("method: lrs", "method: ags").replace("[1, 2]", "[2]").replace("epochs: 30", "epochs: 3")
     tula = with_script(tmp_path, "plain_ddp.py", job)
-    told, complaint = tula.start("train", "job.yaml", "--nodes", "2", "--batch", "32", "--yes").communicate(timeout=240)
+    output, complaint = tula.start("train", "job.yaml", "--nodes", "2", "--batch", "32", "--yes").communicate(
+        timeout=240
+    )
     run = tula.run()
     training = run.training(run.train_signatures()[0])
     summary = training.summary()
     assert summary is not None and summary.scaled is not None, complaint
     assert (summary.scaled.steps, summary.scaled.apply_to) == (30, "gradient")
     assert summary.scaled.scaled == pytest.approx(29 / 30) and 1 < summary.scaled.mean <= 2**0.5
-    assert f"factor {summary.scaled.mean:.3g}" in told
+    assert f"factor {summary.scaled.mean:.3g}" in output
     attempt = ScriptAttempt(run.path, tula.task().id, 1)
     first, second = (attempt.newest_row(rank)["ags"]["mean"] for rank in (0, 1))
     assert first == second
@@ -99,8 +101,13 @@ def test_a_script_that_cannot_load_its_own_checkpoint_is_found_out_by_a_rehearsa
     tula = with_script(tmp_path, "reference.py", options)
     answer = tula("check", "job.yaml", "--rehearse", code=11)
     assert answer["error"]["code"] == "resume" and "argparse.Namespace" in answer["error"]["message"]
-    found = answer["data"]["rehearsal"]
-    assert [(start["phase"], start["ended"]) for start in found["starts"]] == [("begin", "killed"), ("same", "failed")]
-    assert found["starts"][0]["saved_samples"] == 160 and found["starts"][1]["error"] == "_pickle.UnpicklingError"
+    rehearsal = answer["data"]["rehearsal"]
+    assert [(start["phase"], start["ended"]) for start in rehearsal["starts"]] == [
+        ("begin", "killed"),
+        ("same", "failed"),
+    ]
+    assert (
+        rehearsal["starts"][0]["saved_samples"] == 160 and rehearsal["starts"][1]["error"] == "_pickle.UnpicklingError"
+    )
     assert tula("check", "job.yaml", "--rehearse", code=11)["data"]["kept"], "it is not tried a second time"
     assert tula("status")["data"]["rehearsal"]["verdict"] == "none"

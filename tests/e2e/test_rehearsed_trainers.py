@@ -47,28 +47,30 @@ def rehearsed(folder: Path, script: str, job: str) -> dict[str, Any]:
     shutil.copy(SCRIPTS / script, folder)
     data: dict[str, Any] = Tula(folder, job)("check", "job.yaml", "--rehearse")["data"]
     assert data["resumes"] == data["rehearsal"]["verdict"]
-    found: dict[str, Any] = data["rehearsal"]
-    return found
+    rehearsal: dict[str, Any] = data["rehearsal"]
+    return rehearsal
 
 
 def test_hugging_face_trains_17_percent_too_many_at_half_the_batch_a_device(tmp_path: Path) -> None:
-    found = rehearsed(tmp_path, "resuming_trainer.py", TRAINER)
-    assert found["verdict"] == "same"
-    assert found["faults"] == ["at batch 16 it trains 4480 samples in total instead of 3840: 16.7 % too many"]
-    assert found["starts"][1]["samples"] == 2560, "at the same batch it is right"
+    result = rehearsed(tmp_path, "resuming_trainer.py", TRAINER)
+    assert result["verdict"] == "same"
+    assert result["faults"] == ["at batch 16 it trains 4480 samples in total instead of 3840: 16.7 % too many"]
+    assert result["starts"][1]["samples"] == 2560, "at the same batch it is right"
 
 
 def test_lightning_goes_on_at_another_batch_from_an_epochs_end(tmp_path: Path) -> None:
-    found = rehearsed(tmp_path, "resuming_lit.py", LIT)
-    assert (found["verdict"], found["faults"]) == ("epoch", [])
-    assert [start["samples"] for start in found["starts"][1:]] == [2560, 2560]
+    result = rehearsed(tmp_path, "resuming_lit.py", LIT)
+    assert (result["verdict"], result["faults"]) == ("epoch", [])
+    assert [start["samples"] for start in result["starts"][1:]] == [2560, 2560]
 
 
 @pytest.mark.parametrize(("method", "verdict"), [("lbt", "epoch"), ("lrs", "same")])
 def test_a_learning_rate_that_stays_is_right_unless_another_was_asked_for(
     tmp_path: Path, method: str, verdict: str
 ) -> None:
-    found = rehearsed(tmp_path, "reference.py", REFERENCE.replace("METHOD", method))
-    assert found["verdict"] == verdict
+    result = rehearsed(tmp_path, "reference.py", REFERENCE.replace("METHOD", method))
+    assert result["verdict"] == verdict
     if verdict == "same":  # its checkpoint holds the optimizer with the rate of the whole batch
-        assert found["faults"] == ["at batch 8 its learning rate is 0.1000 after the checkpoint, but should be 0.05000"]
+        assert result["faults"] == [
+            "at batch 8 its learning rate is 0.1000 after the checkpoint, but should be 0.05000"
+        ]

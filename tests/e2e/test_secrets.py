@@ -75,16 +75,16 @@ def planted(folder: Path, job: str) -> Tula:
 
 def written(folder: Path) -> list[Path]:
     """Return the files that hold a planted value among those that tula wrote."""
-    own = [*folder.glob("page.html"), *(folder / "tula-runs").rglob("*")]
-    found = [path for path in own if path.is_file() and not path.is_symlink()]
-    assert len(found) > 10, "there is something to look through"
-    return [path for path in found if PLANTED.encode() in path.read_bytes()]
+    value = [*folder.glob("page.html"), *(folder / "tula-runs").rglob("*")]
+    results = [path for path in value if path.is_file() and not path.is_symlink()]
+    assert len(results) > 10, "there is something to look through"
+    return [path for path in results if PLANTED.encode() in path.read_bytes()]
 
 
 def test_no_secret_of_the_environment_or_the_package_is_in_a_run_or_its_page(tmp_path: Path) -> None:
     tula = planted(tmp_path, JOB)
-    asked = ("--methods", "lbt", "--batch", "64", "--seeds", "1", "--no-controls", "--html", "page.html")
-    answers = [tula("compare", "job.yaml", *asked, "--yes"), tula("status")]
+    requested = ("--methods", "lbt", "--batch", "64", "--seeds", "1", "--no-controls", "--html", "page.html")
+    answers = [tula("compare", "job.yaml", *requested, "--yes"), tula("status")]
     assert PLANTED not in json.dumps(answers) and (tmp_path / "page.html").exists()
     run = tula.run()
     assert run.training(run.train_signatures()[0]).result(), "a training has told its environment"
@@ -97,6 +97,6 @@ def test_no_secret_of_the_environment_or_the_package_is_in_a_run_or_its_page(tmp
 def test_no_secret_is_in_the_run_of_a_script_that_fails(tmp_path: Path) -> None:
     tula = planted(tmp_path, SCRIPT)
     process = tula.start("train", "job.yaml", "--nodes", "1", "--batch", "64", "--yes")
-    told = process.communicate(timeout=240)
-    assert process.returncode and "it breaks off" in tula.logs() and PLANTED not in "".join(told)
+    output = process.communicate(timeout=240)
+    assert process.returncode and "it breaks off" in tula.logs() and PLANTED not in "".join(output)
     assert written(tmp_path) == []

@@ -38,6 +38,6 @@ def test_a_slow_rank_is_named_with_what_is_slow_in_it(tula, slow: dict[str, str]
     shutil.copy(HELPERS / "slow_jobs.py", tula.folder)
     tula("profile", "job.yaml")
     answer = tula("recommend", "--objective", "time")
-    told = [text for text in answer["warnings"] if "Straggler" in text]
-    assert len(told) == 1 and f"rank 1 {does} " in told[0], answer["warnings"]
+    messages = [text for text in answer["warnings"] if "Straggler" in text]
+    assert len(messages) == 1 and f"rank 1 {does} " in messages[0], answer["warnings"]
     assert answer["data"]["choice"]["measured"]

@@ -55,8 +55,8 @@ def hog() -> Iterator[float]:
 def changes(tula: Any, *, since: float) -> list[StepChange]:
     """Return what the training under way has told of its steps, as far as it began then or later."""
     run = tula.run()
-    found = run.training(run.train_signatures()[0]).changes()
-    return [change for change in found if change.began_at >= since - EARLY]
+    result = run.training(run.train_signatures()[0]).changes()
+    return [change for change in result if change.began_at >= since - EARLY]
 
 
 def steps_told(tula: Any) -> int:
@@ -79,8 +79,8 @@ def test_a_hog_is_told_when_it_comes_and_when_it_goes(tula: Any) -> None:
     assert slower.began_at < ended, "it began while the hog was there"
     assert slower.seconds_left > slower.seconds_left_before and slower.cost_more > 0
     assert faster.seconds_left < faster.seconds_left_before and faster.cost_more < 0
-    told = tula("status")["data"]["training"]["changes"]
-    assert {slower.began_at, faster.began_at} <= {change["began_at"] for change in told}
+    message = tula("status")["data"]["training"]["changes"]
+    assert {slower.began_at, faster.began_at} <= {change["began_at"] for change in message}
     tula("cancel")
     process.communicate(timeout=60)
     log = "\n".join(path.read_text() for path in tula.run().logs())

@@ -141,11 +141,11 @@ class Outcome:
     @classmethod
     def of(cls, answer: Value, **texts: str) -> "Outcome":
         """Return the outcome of an answer in JSON and further texts."""
-        found = {place: value for place, value in flatten(answer) if is_sentence(value)}
-        found |= {name: text for name, text in texts.items() if text.strip()}
+        results = {place: value for place, value in flatten(answer) if is_sentence(value)}
+        results |= {name: text for name, text in texts.items() if text.strip()}
         return cls(
             without_sentences(answer),
-            {place: "\n".join(line.rstrip() for line in text.rstrip().split("\n")) for place, text in found.items()},
+            {place: "\n".join(line.rstrip() for line in text.rstrip().split("\n")) for place, text in results.items()},
         )
 
 

@@ -45,8 +45,8 @@ def check(function: Check) -> Check:
     return function
 
 
-def close(found: Any, expected: Any, *, tolerance: float = 1e-6) -> None:
-    np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
+def close(result: Any, expected: Any, *, tolerance: float = 1e-6) -> None:
+    np.testing.assert_allclose(result, expected, rtol=tolerance, atol=tolerance)
 
 
 # ---- Algorithm 1 against the reference
@@ -156,29 +156,29 @@ def the_threshold_is_strict_and_on_squared_norms(package: Any) -> None:
 @check
 def an_undefined_change_is_not_scaled(package: Any) -> None:
     for first in ([0.0] * 4, [math.nan] * 4, [math.inf] * 4):
-        hand, found = Hand(package, delta=math.inf, granularity="static"), []
+        hand, result = Hand(package, delta=math.inf, granularity="static"), []
         for grads in (first, [0.0] * 4, [1.0] * 4, [1.0] * 4):
             hand.step(grads)
-            found.append(hand.scaled)
-        assert found == [0, 0, 0, 1]
+            result.append(hand.scaled)
+        assert result == [0, 0, 0, 1]
 
 
 @check
 def an_average_of_norms_forgets_what_is_not_finite(package: Any) -> None:
-    hand, found = Hand(package, delta=math.inf, norm_ewma=0.5, granularity="static"), []
+    hand, result = Hand(package, delta=math.inf, norm_ewma=0.5, granularity="static"), []
     for first in (1.0, math.nan, 1.0, 1.0):
         hand.step([first] * 4)
-        found.append(hand.scaled)
-    assert found == [0, 0, 0, 1]
+        result.append(hand.scaled)
+    assert result == [0, 0, 0, 1]
 
 
 @check
 def only_steps_with_factors_count_as_scaled(package: Any) -> None:
-    hand, found = Hand(package, refresh=2), []
+    hand, result = Hand(package, refresh=2), []
     for small in (None, [2.0] * 4, None):
         hand.step([1.0] * 4, small=small)
-        found.append(hand.scaled)
-    assert found == [0, 0, 1]
+        result.append(hand.scaled)
+    assert result == [0, 0, 1]
 
 
 @check
@@ -468,10 +468,10 @@ def local_norms_equal_the_reference(package: Any) -> None:
     """Three ranks with gradients of two parameters: one that the ranks agree about, one that they do not."""
     rng = torch.Generator().manual_seed(3)
     common = torch.randn(5, generator=rng, dtype=torch.float64)
-    own = [[common + 0.5 * torch.randn(5, generator=rng, dtype=torch.float64), torch.zeros(3)] for _ in range(3)]
-    for grads in own:
+    value = [[common + 0.5 * torch.randn(5, generator=rng, dtype=torch.float64), torch.zeros(3)] for _ in range(3)]
+    for grads in value:
         grads[1] = torch.randn(3, generator=rng, dtype=torch.float64)
-    params: list[Tensor] = [nn.Parameter(torch.zeros_like(g)) for g in own[0]]
+    params: list[Tensor] = [nn.Parameter(torch.zeros_like(g)) for g in value[0]]
     opt = package.TulaOptimizer(
         torch.optim.SGD(params, lr=1.0),
         model=nn.ParameterList(params),
@@ -480,12 +480,12 @@ def local_norms_equal_the_reference(package: Any) -> None:
         **made_of(package, **package.PRESETS["robust"], consensus="off"),
     )
     listener = as_one_of_several(package, opt, 3)
-    expected = [reference.local_factor([grads[k].numpy() for grads in own], 1e-3) for k in range(2)]
+    expected = [reference.local_factor([grads[k].numpy() for grads in value], 1e-3) for k in range(2)]
     before = [0.0, 0.0]
     for turn in range(3):
         factor = 2.0**turn  # as a loss scale: unknown to the optimizer
-        with several_ranks(package, [[g * factor for g in grads] for grads in own[1:]]):
-            views = reduced(package, listener, params, [g * factor for g in own[0]], 3)
+        with several_ranks(package, [[g * factor for g in grads] for grads in value[1:]]):
+            views = reduced(package, listener, params, [g * factor for g in value[0]], 3)
             for p, g in zip(params, views, strict=True):
                 p.grad = g / factor
             start = [p.detach().clone() for p in params]
@@ -504,8 +504,8 @@ def local_factors_keep_what_is_not_finite_and_their_bounds(package: Any) -> None
     small = torch.tensor([4.0, math.inf, 1.0, 0.0, 1.0, 100.0])
     large = torch.tensor([1.0, 1.0, math.nan, 0.0, 0.0, 1.0])
     bounds = package.gradient_stats.Bounds(1e-3, 3.0)
-    found = package.gradient_stats.local_factors(small, large, torch.full((6,), 0.5), bounds)
-    close(found.tolist(), [2.0, 0.5, 0.5, 1.0, 3.0, 3.0])
+    result = package.gradient_stats.local_factors(small, large, torch.full((6,), 0.5), bounds)
+    close(result.tolist(), [2.0, 0.5, 0.5, 1.0, 3.0, 3.0])
 
 
 @check

@@ -413,7 +413,7 @@ def local_norms_are_those_of_disjoint_small_batches(
     factors: dict[int, Tensor] = {}
     for step in range(8):
         x, y = batch(step)
-        own = [gradients_alone(twin, local(x, r, world), local(y, r, world)) for r in range(world)]
+        value = [gradients_alone(twin, local(x, r, world), local(y, r, world)) for r in range(world)]
         opt.zero_grad()
         backward(model, step, accumulate)
         for k, (p, q) in enumerate(zip(model.parameters(), twin.parameters(), strict=True)):
@@ -422,8 +422,8 @@ def local_norms_are_those_of_disjoint_small_batches(
         assert not opt.wants_small_batch
         opt.step()
         base.step()
-        for k in range(len(own[0])):
-            fresh = local_factor([grads[k] for grads in own], world)
+        for k in range(len(value[0])):
+            fresh = local_factor([grads[k] for grads in value], world)
             if step % every == every - 1:
                 factors[k] = 0.75 * factors[k] + 0.25 * fresh if k in factors else fresh
             if factors:

@@ -117,9 +117,9 @@ def listeners_hear_of_gradients_while_the_replicas_are_apart(package: Any) -> No
 
     state = reduction.Reduction(group=None, local=True, listeners=[listener])
     gradient = torch.ones(3)
-    own = reduction._reduce(state, SimpleNamespace(buffer=lambda: gradient)).wait()
+    value = reduction._reduce(state, SimpleNamespace(buffer=lambda: gradient)).wait()
     assert heard == ["before", "after"]
-    assert own is gradient and own.tolist() == [1.0] * 3
+    assert value is gradient and value.tolist() == [1.0] * 3
 
 
 # ---- many tensors
@@ -143,5 +143,5 @@ def many_tensors_are_scaled_on_the_device_as_on_the_host(package: Any) -> None:
             scaling.CHUNK = kept
         assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
         expected = [s + (f if calm else 1.0) for s, f in zip(start, factors, strict=True)]
-        for found, wanted in zip(moved, expected, strict=True):
-            close(found, wanted, tolerance=1e-5)
+        for result, wanted in zip(moved, expected, strict=True):
+            close(result, wanted, tolerance=1e-5)

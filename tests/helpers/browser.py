@@ -86,9 +86,9 @@ def look(page: Path, *, width: int, dark: bool = False) -> dict[str, Any]:
     copy.write_text(f'<!doctype html><html style="color-scheme:light dark"><body>{frame}</body></html>')
     scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
     done = start("--window-size=1600,1000", scheme, "--dump-dom", copy.absolute().as_uri())
-    told = re.search(r'id="told">(.*?)</script>', done.stdout, re.DOTALL)
-    assert told, done.stderr
-    return {**json.loads(told[1]), "console": [line for line in done.stderr.splitlines() if "CONSOLE" in line]}
+    answer = re.search(r'id="told">(.*?)</script>', done.stdout, re.DOTALL)
+    assert answer, done.stderr
+    return {**json.loads(answer[1]), "console": [line for line in done.stderr.splitlines() if "CONSOLE" in line]}
 
 
 if __name__ == "__main__":

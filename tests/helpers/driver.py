@@ -65,10 +65,10 @@ class Tula:
     def __call__(self, *arguments: str, code: int = 0) -> dict[str, Any]:
         """Run a command with --json to its end and return what it answered."""
         process = self.start(*arguments, "--json")
-        answer, told = process.communicate(timeout=PATIENCE)
-        assert process.returncode == code, f"exit {process.returncode}: {answer}\n{told}\n{self.logs()}"
-        found: dict[str, Any] = json.loads(answer)
-        return found
+        answer, errors = process.communicate(timeout=PATIENCE)
+        assert process.returncode == code, f"exit {process.returncode}: {answer}\n{errors}\n{self.logs()}"
+        data: dict[str, Any] = json.loads(answer)
+        return data
 
     def run(self) -> RunDir:
         return RunDir.newest(self.folder / "tula-runs")
@@ -88,8 +88,8 @@ class Tula:
         """Wait until something is so, and return it."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if found := true():
-                return found
+            if result := true():
+                return result
             time.sleep(0.1)
         raise AssertionError(f"waited in vain\n{self.logs()}")
 

@@ -99,8 +99,8 @@ class FakeSlurm:
 
     def calls(self, command: str) -> list[Call]:
         path = self.folder / "calls.jsonl"
-        found = [Call(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
-        return [call for call in found if call.command == command]
+        result = [Call(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+        return [call for call in result if call.command == command]
 
 
 def local(at: float) -> str:

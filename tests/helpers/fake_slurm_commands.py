@@ -131,13 +131,13 @@ def accept(settings: dict, arguments: list) -> int:
     path = arguments[-1]
     with open(path) as file:
         text = file.read()
-    asked = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.MULTILINE))
+    requested = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.MULTILINE))
     id_ = 1000 + len(os.listdir(f"{FOLDER}/jobs"))
     with open(f"{FOLDER}/scripts/{id_}.sh", "w") as file:
         file.write(text)
-    depends = asked.get("dependency", "")
+    depends = requested.get("dependency", "")
     write(f"jobs/{id_}.json", {
-        "id": id_, "name": asked.get("job-name", "").strip("'"), "script": os.path.abspath(path), "nodes": asked.get("nodes", "1"),
+        "id": id_, "name": requested.get("job-name", "").strip("'"), "script": os.path.abspath(path), "nodes": requested.get("nodes", "1"),
         "dependency": depends, "state": "PENDING", "reason": "Dependency" if depends else "Priority", "starts": "N/A",
         "ends": "N/A", "node_list": "", "restarts": 0, "derived": "0:0", "steps": [], "earlier": [], "forgotten": False,
         "accounted": None, "visible_at": time.time() + settings["lag"], "user": os.getuid(),
@@ -171,21 +171,21 @@ def squeue(settings: dict, arguments: list) -> None:
     answers(settings, "squeue")
     if "--me" in arguments and not VERSIONS[settings["version"]]["me"]:
         fail("squeue: unrecognized option '--me'\nTry \"squeue --help\" for more information")
-    found = known(settings)
+    result = known(settings)
     ids = [int(id_) for id_ in option(arguments, "--jobs", "-j").split(",") if id_]
-    strange = [id_ for id_ in ids if id_ not in {job["id"] for job in found}]
+    strange = [id_ for id_ in ids if id_ not in {job["id"] for job in result}]
     if ids and (len(strange) == len(ids) == 1 or (strange and settings["squeue"] == "refuses unknown")):
         fail("slurm_load_jobs error: Invalid job id specified")
     if ids:
-        found = [job for job in found if job["id"] in ids]
+        result = [job for job in result if job["id"] in ids]
     if user := option(arguments, "--user", "-u"):
-        found = [job for job in found if str(job["user"]) == user]
+        result = [job for job in result if str(job["user"]) == user]
     if name := option(arguments, "--name", "-n"):
-        found = [job for job in found if job["name"] in name.split(",")]
+        result = [job for job in result if job["name"] in name.split(",")]
     if option(arguments, "--states", "-t") != "all":
-        found = [job for job in found if job["state"] in ALIVE]
+        result = [job for job in result if job["state"] in ALIVE]
     form = option(arguments, "--format", "-o")
-    for job in found:
+    for job in result:
         keys = {
             "%i": "id",
             "%T": "state",

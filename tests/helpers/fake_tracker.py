@@ -67,6 +67,6 @@ class FakeTracker:
     def open(self, run: TrackerRun, *, known: str | None) -> FakeRun:
         there = PLACES[self.uri]
         assert (known is None) == (run.key not in there), "a run is begun once"
-        found = there.setdefault(run.key, FakeRun(f"id-{len(there)}", run, rewinds=self.uri.startswith("rewinds")))
-        found.opened.append({"known": known})
-        return found
+        result = there.setdefault(run.key, FakeRun(f"id-{len(there)}", run, rewinds=self.uri.startswith("rewinds")))
+        result.opened.append({"known": known})
+        return result

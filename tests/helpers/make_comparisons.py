@@ -119,8 +119,8 @@ def table(run: RunDir, comparison: Comparison, launcher: make.FakeLauncher | Non
 
 
 def row(report: accuracy.CompareReport, method: str, batch: int) -> accuracy.ComparisonRow:
-    (found,) = [row for row in report.rows if (row.method, row.batch) == (method, batch)]
-    return found
+    (result,) = [row for row in report.rows if (row.method, row.batch) == (method, batch)]
+    return result
 
 
 def tula(*arguments: object) -> tuple[int, str, str]:
@@ -180,9 +180,9 @@ class TrainsScripts(make.FakeLauncher):
         return job
 
 
-def compared(folder: Path, launcher: make.FakeLauncher, spec: JobSpec, **asked) -> accuracy.CompareReport:
+def compared(folder: Path, launcher: make.FakeLauncher, spec: JobSpec, **requested) -> accuracy.CompareReport:
     run = RunDir.create(folder / "tula-runs", spec)
-    grid = session.complete_grid(ComparisonRequest(batches=(64, 128), **asked), Run(run.path, spec), None)
+    grid = session.complete_grid(ComparisonRequest(batches=(64, 128), **requested), Run(run.path, spec), None)
     planned = services_compare.plan_comparison(Run(run.path, spec), grid, inspect=inspect, now=1.0)
     list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
     return accuracy.build_compare_report(Run(run.path, spec), planned.comparison)

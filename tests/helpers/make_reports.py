@@ -124,21 +124,21 @@ def report(run: RunDir) -> Document:
 
 
 def section(document: Document, key: str) -> Section:
-    return next(one for one in document.sections if one.key == key)
+    return next(item for item in document.sections if item.key == key)
 
 
 def table(document: Document, key: str) -> Table:
-    return next(one for part in document.sections for one in part.tables if one.key == key)
+    return next(item for part in document.sections for item in part.tables if item.key == key)
 
 
 def figure(document: Document, key: str) -> Figure:
-    return next(one for part in document.sections for one in part.figures if one.key == key)
+    return next(item for part in document.sections for item in part.figures if item.key == key)
 
 
 def series(drawn: Figure, name: str) -> Series:
-    return next(one for one in drawn.series if one.name == name)
+    return next(item for item in drawn.series if item.name == name)
 
 
-def column(found: Table, title: str) -> list[Any]:
-    place = [one.title for one in found.columns].index(title)
-    return [row[place] for row in found.rows]
+def column(result: Table, title: str) -> list[Any]:
+    place = [item.title for item in result.columns].index(title)
+    return [row[place] for row in result.rows]

@@ -85,8 +85,8 @@ class FakeLauncher:
 
     def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
         self.asked += 1
-        said = {job.id: self.says.get(job.id, "ended") for job in jobs}
-        return {id_: SchedulerState(state, self.reason, self.starts_at, **self.flags) for id_, state in said.items()}  # type: ignore[arg-type]
+        text = {job.id: self.says.get(job.id, "ended") for job in jobs}
+        return {id_: SchedulerState(state, self.reason, self.starts_at, **self.flags) for id_, state in text.items()}  # type: ignore[arg-type]
 
     def cancel(self, run: RunDir, job: Job) -> None:
         assert run.is_cancelled(job.id), "the mark comes first"
@@ -118,8 +118,8 @@ def evaluated(task: EvaluateTask, **changes: Any) -> EvaluationRecord:
     """Return what a task's weights come to."""
     same = task.model_dump(include={"signature", "key", "weights", "path", "samples", "nodes", "local_batch"})
     fields = {"test": task.spec.dataset.test is not None, "dataset": "digits in data", "size": 360, "seconds": 0.5}
-    told = {"metrics": {"top1": 91.5, "loss": 0.31}, "evaluated_at": START + 50}
-    return EvaluationRecord(**{**same, **fields, **told, **changes})
+    record = {"metrics": {"top1": 91.5, "loss": 0.31}, "evaluated_at": START + 50}
+    return EvaluationRecord(**{**same, **fields, **record, **changes})
 
 
 def add_probes(run: RunDir, nodes: int, local_batches: tuple[int, ...], *, at: float = START) -> str:

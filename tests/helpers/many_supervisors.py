@@ -35,8 +35,8 @@ def main() -> None:
     for index in range(here * per_node):
         if os.fork() == 0:
             node, local = divmod(index, per_node)
-            own = {"SLURM_PROCID": str(index), "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node)}
-            os.environ.update(allocation | own)
+            settings = {"SLURM_PROCID": str(index), "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node)}
+            os.environ.update(allocation | settings)
             supervise(run.path, task.id)
             os._exit(0)
     time.sleep(300)

@@ -72,8 +72,8 @@ def main() -> None:
         grown_by_noise,
     )
     with join_process_group(spec().cluster, handover=folder / "handover") as ranks:
-        found = {case.__name__: case(folder, ranks) for case in cases}
-    (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
+        results = {case.__name__: case(folder, ranks) for case in cases}
+    (folder / f"{ranks.rank}.json").write_text(json.dumps(results))
 
 
 def _agree(ranks: Ranks, tensors: Any) -> bool:
@@ -92,14 +92,14 @@ def aligned(folder: Path, ranks: Ranks) -> list[bool]:
     """Return after each step whether the replicas are equal, where rank 1 rounds otherwise in the third step."""
     subject = trainer(spec(train={"method": "ortho"}), ranks)
     assert isinstance(subject.optimizer, orthogonal.Ortho)
-    found, before, orthogonal.ALIGN_EVERY = [], orthogonal.ALIGN_EVERY, 5
+    result, before, orthogonal.ALIGN_EVERY = [], orthogonal.ALIGN_EVERY, 5
     for count, _ in enumerate(islice(worker_train_loop.run_steps(subject), 6), 1):
-        found.append(_agree(ranks, subject.optimizer.matrices()))
+        result.append(_agree(ranks, subject.optimizer.matrices()))
         if count == 3 and ranks.rank == 1:
             with torch.no_grad():
                 subject.optimizer.matrices()[0].mul_(1 + 1e-6)
     orthogonal.ALIGN_EVERY = before
-    return found
+    return result
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -113,18 +113,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def layouts(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Return how far channels_last is from the usual layout, and what of it has another layout than its parameter."""
-    found, before, orthogonal.ALIGN_EVERY = {}, orthogonal.ALIGN_EVERY, 5
+    result, before, orthogonal.ALIGN_EVERY = {}, orthogonal.ALIGN_EVERY, 5
     for name, sections in LAYOUTS.items():
         usual, subject = (_with_layout(sections, ranks, channels_last=wanted) for wanted in (False, True))
         pairs = zip(subject.parallel.parameters(), usual.parallel.parameters(), strict=True)
-        found[name] = {
-            "off": max(float((one - other).abs().max()) for one, other in pairs),
+        result[name] = {
+            "off": max(float((first - other).abs().max()) for first, other in pairs),
             "turned": sum(not p.is_contiguous() for p in subject.parallel.parameters()),
             "otherwise": otherwise_laid(subject),
             "agree": _agree(ranks, subject.parallel.parameters()),
         }
     orthogonal.ALIGN_EVERY = before
-    return found
+    return result
 
 
 def _with_layout(sections: dict[str, Any], ranks: Ranks, *, channels_last: bool) -> worker_train_loop.Trainer:
@@ -148,16 +148,16 @@ def free(folder: Path, ranks: Ranks) -> dict[str, Any]:
     conv, norm = subject.parallel.module[0], subject.parallel.module[1]
     with subject.method.evaluating(subject), torch.no_grad():
         seen = [conv(inputs) for inputs, _ in islice(worker_train_loop.list_upcoming_micro_batches(subject), 4)]
-    own = [torch.stack([output.mean((0, 2, 3)) for output in seen]).mean(0)]
-    own.append(torch.stack([output.transpose(0, 1).flatten(1).var(1) for output in seen]).mean(0))
-    expected = torch.tensor(ranks.sum(torch.cat(own).tolist())) / ranks.world
+    value = [torch.stack([output.mean((0, 2, 3)) for output in seen]).mean(0)]
+    value.append(torch.stack([output.transpose(0, 1).flatten(1).var(1) for output in seen]).mean(0))
+    expected = torch.tensor(ranks.sum(torch.cat(value).tolist())) / ranks.world
     evaluation.Evaluator(subject).evaluate()
-    found = torch.cat([norm.running_mean, norm.running_var])
+    result = torch.cat([norm.running_mean, norm.running_var])
     return {
         "weights": torch.cat(
             [p.flatten() for p in checkpoint.make_checkpoint_state(plain, best={})["model"].values()]
         ).tolist(),
-        "by_hand": float((found - expected).abs().max()),
+        "by_hand": float((result - expected).abs().max()),
         "agree": _agree(ranks, subject.parallel.module.state_dict().values()),
     }
 
@@ -170,8 +170,8 @@ def free_again(folder: Path, ranks: Ranks) -> dict[str, Any]:
     _train(task, run, ranks)
     _train(task, other, ranks)
     starts = [row["samples"] for row in rows(run, task, "start")]
-    one, whole = final_weights(run, task), final_weights(other, task)
-    return {"starts": starts, "off": max(float((one[name] - whole[name]).abs().max()) for name in whole)}
+    first, whole = final_weights(run, task), final_weights(other, task)
+    return {"starts": starts, "off": max(float((first[name] - whole[name]).abs().max()) for name in whole)}
 
 
 STAGES = [{"epochs": 0.5, "batch": 8}]
@@ -186,13 +186,13 @@ GROWN: dict[str, dict[str, Any]] = {
 
 def of_grown(name: str) -> JobSpec:
     """Return a job whose batch grows in its first epoch; two ranks leave the same samples to a step as four."""
-    own = {"ramp": STAGES, "epochs": 2, "reference_batch": 4, "checkpoint_every": 1e-9}
-    return spec(**{**GROWN[name], "train": {**own, **GROWN[name]["train"]}})
+    settings = {"ramp": STAGES, "epochs": 2, "reference_batch": 4, "checkpoint_every": 1e-9}
+    return spec(**{**GROWN[name], "train": {**settings, **GROWN[name]["train"]}})
 
 
 def grown(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Break trainings whose batch grows off around that, go on, and return how far they are from ones without a break."""
-    found = {}
+    results = {}
     for number, name in enumerate(GROWN):
         run, other = RunDir(folder / f"grown-{name}"), RunDir(folder / f"grown-{name}-unbroken")
         # before, at and after the change
@@ -200,13 +200,13 @@ def grown(folder: Path, ranks: Ranks) -> dict[str, Any]:
         task = _broken_off(of_grown(name), run, ranks, after=after)
         _train(task, run, ranks)
         _train(task, other, ranks)
-        one, whole = final_weights(run, task), final_weights(other, task)
-        found[name] = {
+        first, whole = final_weights(run, task), final_weights(other, task)
+        results[name] = {
             "starts": len(list(rows(run, task, "start"))),
-            "off": max(float((one[key] - whole[key]).abs().max()) for key in whole),
+            "off": max(float((first[key] - whole[key]).abs().max()) for key in whole),
             "weights": torch.cat([value.flatten() for value in whole.values()]).tolist(),
         }
-    return found
+    return results
 
 
 def grown_by_noise(folder: Path, ranks: Ranks) -> dict[str, Any]:
@@ -219,9 +219,9 @@ def grown_by_noise(folder: Path, ranks: Ranks) -> dict[str, Any]:
         _train(task, run, ranks)
         decided = [row.model_dump() for row in run.training(task.signature).stage_decisions()]
         ends.append((final_weights(run, task), decided, [row["batch"] for row in rows(run, task, "epoch")]))
-    (one, *told), (whole, *without) = ends
-    off = max(float((one[key] - whole[key]).abs().max()) for key in whole)
-    return {"off": off, "same": told == without, "decided": told[0], "batches": told[1]}
+    (first, *message), (whole, *without) = ends
+    off = max(float((first[key] - whole[key]).abs().max()) for key in whole)
+    return {"off": off, "same": message == without, "decided": message[0], "batches": message[1]}
 
 
 def drift(folder: Path, ranks: Ranks) -> dict[str, list[bool]]:
@@ -238,7 +238,7 @@ def drift(folder: Path, ranks: Ranks) -> dict[str, list[bool]]:
         parameters.append(_agree(ranks, subject.parallel.parameters()))
         everything.append(_agree(ranks, _whole(subject)))
         after.append(norm.running_mean.clone())
-    kept = [torch.equal(one, other) for one, other in zip(after[:-1], entered[1:], strict=True)]
+    kept = [torch.equal(first, other) for first, other in zip(after[:-1], entered[1:], strict=True)]
     return {"parameters": parameters, "everything": everything, "kept": kept}
 
 
@@ -352,15 +352,15 @@ def scales(folder: Path, ranks: Ranks) -> float:
 def gains(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Return AdaScale's gain after some steps at the first weights, and what it is by hand."""
     still = {"optimizer": {"lr": 1e-12}, "model": {"args": {"norm": True}}}
-    found = {}
+    results = {}
     for precision, accumulate in (("fp32", 1), ("fp32", 2), ("fp16", 1)):
         train = {"method": "adascale", "accumulate": accumulate, "precision": precision}
         subject = _without_overflow(trainer(spec(**still, train=train), ranks))
         steps = list(islice(worker_train_loop.run_steps(subject), 4))
         assert isinstance(subject.optimizer, AdaScale)
         expected = _gain_by_hand(spec(**still, train={**train, "method": "lbt"}), ranks)
-        found[f"{precision} {accumulate}"] = (len(steps), subject.optimizer.gain, expected)
-    return found
+        results[f"{precision} {accumulate}"] = (len(steps), subject.optimizer.gain, expected)
+    return results
 
 
 def _without_overflow(subject: Trainer) -> Trainer:
@@ -373,9 +373,9 @@ def _gain_by_hand(job: Any, ranks: Ranks) -> float:
     plain, pairs = _without_overflow(trainer(job, ranks)), []
 
     def look() -> None:
-        own = gradient(plain) / plain.scaler.get_scale()
-        (total,) = ranks.sum([float(own.square().sum())])
-        mean = torch.tensor(ranks.sum(own.tolist())) / ranks.world
+        path = gradient(plain) / plain.scaler.get_scale()
+        (total,) = ranks.sum([float(path.square().sum())])
+        mean = torch.tensor(ranks.sum(path.tolist())) / ranks.world
         pairs.append((total / ranks.world, float(mean.square().sum())))
 
     plain.synchronise, plain.after_backward = False, look

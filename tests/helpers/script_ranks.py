@@ -40,8 +40,8 @@ class Ended:
     said: list[str] = field(repr=False)
 
     def json(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / name).read_text())
-        return found
+        data: dict[str, Any] = json.loads((self.folder / name).read_text())
+        return data
 
     def results(self) -> list[RankResult]:
         """Return the result of each rank.
@@ -89,17 +89,17 @@ class ScriptRanks:
         self._server.stdin.flush()
         answer = self._server.stdout.readline()
         assert answer, "the process that starts the ranks has died"
-        said = [(folder / f"{rank}.log").read_text() for rank in range(world)]
-        return Ended(folder, **json.loads(answer), said=said)
+        text = [(folder / f"{rank}.log").read_text() for rank in range(world)]
+        return Ended(folder, **json.loads(answer), said=text)
 
 
 def _become(rank: int, request: dict[str, Any], port: int) -> None:
     """Be one rank of a script, to the end of this process."""
     die_with_parent()
     folder, world = Path(request["folder"]), request["world"]
-    with open(folder / f"{rank}.log", "wb", buffering=0) as said:
+    with open(folder / f"{rank}.log", "wb", buffering=0) as text:
         for descriptor in (1, 2):
-            os.dup2(said.fileno(), descriptor)
+            os.dup2(text.fileno(), descriptor)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ["TULA_PLAN"] = str(folder / "plan.json")
     if world > 1:

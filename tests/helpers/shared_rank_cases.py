@@ -72,8 +72,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     with join_process_group(spec().cluster, handover=folder / "handover") as ranks:
         cases = (trained_alike, held, evaluated, begun, left, damaged, refused, statistics, noisy, probed)
-        found = {case.__name__: case(folder, ranks) for case in cases}
-    (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
+        results = {case.__name__: case(folder, ranks) for case in cases}
+    (folder / f"{ranks.rank}.json").write_text(json.dumps(results))
 
 
 def whole(subject: worker_train_loop.Trainer) -> dict[str, Tensor]:
@@ -88,7 +88,7 @@ def gathered(value: Any) -> Tensor:
 
 def trained_alike(folder: Path, ranks: Ranks) -> dict[str, list[float]]:
     """Train each kind of job in copies and in shares; return the largest difference of weights, and of losses."""
-    found = {}
+    results = {}
     for kind in KINDS:
         ends, losses = [], []
         for parallel in ("ddp", "fsdp"):
@@ -100,22 +100,22 @@ def trained_alike(folder: Path, ranks: Ranks) -> dict[str, list[float]]:
                 losses[-1].append(subject.ags.report()["mean"])
         assert ends[0].keys() == ends[1].keys()
         weights = max(float((ends[0][name] - ends[1][name]).abs().max()) for name in ends[0])
-        found[kind] = [weights, max(abs(a - b) for a, b in zip(*losses, strict=True))]
-    return found
+        results[kind] = [weights, max(abs(a - b) for a, b in zip(*losses, strict=True))]
+    return results
 
 
 def held(folder: Path, ranks: Ranks) -> dict[str, int]:
     """Return the bytes of parameters, gradients and optimizer state that this rank holds, and those of the whole model."""
     subject = trainer(job("adamw", "fsdp"), ranks)
-    subject.after_backward = lambda: found.update(
+    subject.after_backward = lambda: result.update(
         gradients=sum(p.grad.to_local().nbytes for p in subject.parallel.parameters() if p.grad is not None)  # type: ignore[attr-defined]
     )
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     list(islice(worker_train_loop.run_steps(subject), 1))
     subject.after_backward = None
     list(islice(worker_train_loop.run_steps(subject), 1))
     states = [v for state in subject.base.state.values() for v in state.values() if v.ndim]
-    return found | {
+    return result | {
         "parameters": sum(p.to_local().nbytes for p in subject.parallel.parameters()),  # type: ignore[attr-defined]
         "states": sum(value.to_local().nbytes for value in states),
         "whole": sum(p.numel() * 4 for p in subject.parallel.parameters()),
@@ -124,15 +124,15 @@ def held(folder: Path, ranks: Ranks) -> dict[str, int]:
 
 def evaluated(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Evaluate where the ranks have an unequal number of batches, and where one has none."""
-    found = {}
+    results = {}
     for size in (17, 1):
         for parallel in ("ddp", "fsdp"):
             changed = job("momentum", parallel).model_copy(
                 update={"dataset": spec(dataset={"args": {"eval_size": size}}).dataset}
             )
             result = evaluation.Evaluator(trainer(changed, ranks)).evaluate()
-            found[f"{size} {parallel}"] = {name: result.values[name] for name in ("loss", "top1")}
-    return found
+            results[f"{size} {parallel}"] = {name: result.values[name] for name in ("loss", "top1")}
+    return results
 
 
 def begun(folder: Path, ranks: Ranks) -> float:
@@ -158,9 +158,9 @@ def left(folder: Path, ranks: Ranks) -> list[str]:
             between = sorted(path.name for path in run.training(TRAIN.signature).checkpoints())
             run_training(TRAIN, run, ranks, data, preemption=LeavesAt(ranks, 10**9))
         subject = trainer(TRAIN.spec, ranks)
-        found = checkpoint.load_for_all(run, TRAIN.signature, ranks)
-        assert found is not None
-        checkpoint.restore_checkpoint(subject, found)
+        result = checkpoint.load_for_all(run, TRAIN.signature, ranks)
+        assert result is not None
+        checkpoint.restore_checkpoint(subject, result)
         state = whole(subject)
         if ranks.is_first:
             torch.save(state, folder / f"{name}.pt")
@@ -177,16 +177,16 @@ def damaged(folder: Path, ranks: Ranks) -> list[Any]:
         content[len(content) // 2] ^= 1
         share.write_bytes(content)
     ranks.broadcast(0)
-    told: list[str] = []
-    found = checkpoint.load_for_all(run, TRAIN.signature, ranks, told.append)
+    message: list[str] = []
+    result = checkpoint.load_for_all(run, TRAIN.signature, ranks, message.append)
     words = f"the checkpoint {newest.name} ({int(newest.stem)} samples) is damaged, skipped and kept as checkpoints/damaged-{newest.name}"
-    assert told == ([words] if ranks.is_first else [])
-    return [found and found["folder"].name, before.name]
+    assert message == ([words] if ranks.is_first else [])
+    return [result and result["folder"].name, before.name]
 
 
 def refused(folder: Path, ranks: Ranks) -> list[str]:
     """Save where rank 0 can make no folder, and where it cannot put a finished one; return what this rank says."""
-    subject, found = trainer(job("adamw", "fsdp"), ranks), []
+    subject, result = trainer(job("adamw", "fsdp"), ranks), []
     file, taken = folder / "a-file", folder / "refused" / "1.dcp"
     if ranks.is_first:
         file.touch()
@@ -197,8 +197,8 @@ def refused(folder: Path, ranks: Ranks) -> list[str]:
         try:
             checkpoint.write_sharded(path, subject, best={})
         except CannotWrite as error:
-            found.append(str(error).splitlines()[0])
-    return found
+            result.append(str(error).splitlines()[0])
+    return result
 
 
 def statistics(folder: Path, ranks: Ranks) -> list[float]:

@@ -52,9 +52,9 @@ def errors(folder: Path, world: int) -> str:
 def _become(rank: int, script: str, folder: str) -> int:
     """Run the script as one rank; return its exit code."""
     die_with_parent()
-    with open(Path(folder, f"{rank}.err"), "wb", buffering=0) as said:
-        os.dup2(said.fileno(), 1)
-        os.dup2(said.fileno(), 2)
+    with open(Path(folder, f"{rank}.err"), "wb", buffering=0) as text:
+        os.dup2(text.fileno(), 1)
+        os.dup2(text.fileno(), 2)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     sys.argv = [script, folder]
     try:

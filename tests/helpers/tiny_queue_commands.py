@@ -36,10 +36,10 @@ def jobs():
     with open(HOME / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         path = HOME / "jobs.json"
-        found = json.loads(path.read_text()) if path.exists() else {}
-        yield found
+        result = json.loads(path.read_text()) if path.exists() else {}
+        yield result
         draft = path.with_name("draft.json")
-        draft.write_text(json.dumps(found))
+        draft.write_text(json.dumps(result))
         draft.replace(path)
 
 

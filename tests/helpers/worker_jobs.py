@@ -248,12 +248,12 @@ def staged(
     ends_after: int | None = None,
 ) -> TrainTask:
     """Return a training of batch 32 whose stages of 16 and 32 are put off: its gradients have little noise at first."""
-    asked = {"ramp_noise": 0.4, "diagnostics": ["gradient_noise"] if measured else []} if ramp == "noise" else {}
-    own = {"method": method, "ramp": ramp, "epochs": epochs, "checkpoint_every": 1e-9, **asked}
+    requested = {"ramp_noise": 0.4, "diagnostics": ["gradient_noise"] if measured else []} if ramp == "noise" else {}
+    settings = {"method": method, "ramp": ramp, "epochs": epochs, "checkpoint_every": 1e-9, **requested}
     model, dataset = {"args": {"norm": True, "dropout": 0.1}}, {"args": {"ends_after": ends_after}}
     begins = {8: 0, 16: 150, 32: 450}
     stages = [Stage(begin=begin, batch=batch, noise=2.5 * batch) for batch, begin in begins.items()]
-    task = train_task(spec(model=model, dataset=dataset, optimizer={"lr": 0.003}, train=own), batch=32)
+    task = train_task(spec(model=model, dataset=dataset, optimizer={"lr": 0.003}, train=settings), batch=32)
     return task.model_copy(update={"stages": tuple(stages), "signature": f"{method:0<8.8}"})
 
 

@@ -59,7 +59,7 @@ WIDE = {"model": {"name": "worker_jobs:wide"}}
 def main() -> None:
     folder, job = Path(sys.argv[1]), spec()
     with join_process_group(job.cluster, handover=Path(sys.argv[1]) / "handover") as ranks:
-        found = {
+        results = {
             case.__name__: case(folder, ranks)
             for case in (
                 plain,
@@ -78,8 +78,8 @@ def main() -> None:
             )
         }
     # Last: they leave holes in the heap, which the probes' peaks would not show.
-    found |= {case.__name__: case() for case in (peaks, limits)}
-    (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
+    results |= {case.__name__: case() for case in (peaks, limits)}
+    (folder / f"{ranks.rank}.json").write_text(json.dumps(results))
 
 
 def facts(folder: Path, name: str) -> list[Any]:
@@ -89,38 +89,38 @@ def facts(folder: Path, name: str) -> list[Any]:
 
 def left(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Only rank 1 is told to leave; return after how many questions this rank left."""
-    subject, asked = PreemptionHandler(ranks, environ={}), 0
+    subject, requested = PreemptionHandler(ranks, environ={}), 0
     try:
-        while asked < 10_000:
-            asked += 1
-            if ranks.rank == 1 and asked == 7:
+        while requested < 10_000:
+            requested += 1
+            if ranks.rank == 1 and requested == 7:
                 subject._on_signal()
             time.sleep(0.001)
             subject.check(reserve=0.0)
     except Preempted as reason:
-        return {"asked": asked, "reason": reason.reason}
+        return {"asked": requested, "reason": reason.reason}
     return {}
 
 
 def begun(folder: Path, ranks: Ranks) -> bool:
     """Start from a file that rank 0 alone can read; return whether this rank has its weights."""
     given = {name: torch.full_like(value, 0.5) for name, value in build_model(spec(), 3).state_dict().items()}
-    own, path = build_model(spec(), 3), folder / f"first-{ranks.rank}.pt"
+    model, path = build_model(spec(), 3), folder / f"first-{ranks.rank}.pt"
     if ranks.is_first:
         torch.save(given, path)
-    finetune.load_weights(spec(model={"weights": str(path)}).model, own, first=ranks.is_first)
-    return all(torch.equal(value, given[name]) for name, value in own.state_dict().items())
+    finetune.load_weights(spec(model={"weights": str(path)}).model, model, first=ranks.is_first)
+    return all(torch.equal(value, given[name]) for name, value in model.state_dict().items())
 
 
 def buckets(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Return the storages of ResNet18's gradients in bytes: when they are reduced, and between micro-batches."""
     ddp = DistributedDataParallel(resnet18(num_classes=10), gradient_as_bucket_view=True)
-    inputs, found, places = torch.rand(2, 3, 32, 32), {}, []
+    inputs, result, places = torch.rand(2, 3, 32, 32), {}, []
 
     def storages(name: str) -> None:
         gradients = [p.grad.untyped_storage() for p in ddp.parameters()]
         unique = {storage.data_ptr(): storage.nbytes() for storage in gradients}
-        found[name] = list(unique.values())
+        result[name] = list(unique.values())
         places.append(set(unique))
 
     for name in ("first", "reduced"):  # DDP makes new buckets after the first step
@@ -134,13 +134,13 @@ def buckets(folder: Path, ranks: Ranks) -> dict[str, Any]:
     ddp(inputs).sum().backward()
     storages("reduced again")
     _, before, apart, after = places
-    return {**found, "kept": before == after and not before & apart}
+    return {**result, "kept": before == after and not before & apart}
 
 
 def curved(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Return the curvature of a model as it is built; an odd number of samples shares itself unevenly."""
-    found = hessian.measure_curvature(trainer(spec(**NETWORK), ranks), samples=25)
-    return vars(found) | {"seconds": 0.0}
+    curvature = hessian.measure_curvature(trainer(spec(**NETWORK), ranks), samples=25)
+    return vars(curvature) | {"seconds": 0.0}
 
 
 # --- each by itself
@@ -148,41 +148,41 @@ def curved(folder: Path, ranks: Ranks) -> dict[str, Any]:
 
 def peaks() -> dict[str, int]:
     """Return peaks of allocations."""
-    memory, found = device.MemoryMeter(torch.device("cpu")), {}
+    memory, result = device.MemoryMeter(torch.device("cpu")), {}
 
     def peak(name: str) -> None:
-        found[name], _ = memory.peak()
+        result[name], _ = memory.peak()
         memory.reset()
 
     memory.reset()
-    held = [_grab(64)]
+    kept = [_grab(64)]
     peak("held")
-    held.clear()
+    kept.clear()
     memory.reset()
     _grab(64)
     _grab(8)
     peak("freed")
-    held = [torch.ones(4096) for _ in range(4096)]
+    kept = [torch.ones(4096) for _ in range(4096)]
     peak("small")
-    held.clear()
+    kept.clear()
     memory.reset()
     peak("nothing")
-    held = [torch.ones(4096) for _ in range(2048)]
+    kept = [torch.ones(4096) for _ in range(2048)]
     peak("small again")
-    return found
+    return result
 
 
 def limits() -> dict[str, str]:
     """Return what allocations end in under a limit of 64 MiB, when as much is held already."""
-    held, found = [_grab(64)], {}
+    kept, result = [_grab(64)], {}
     limit_memory(64 * 2**20)
     for _ in range(4):
-        found["within, again and again"] = _attempt(40)
-    held.append(_grab(32))
-    found["beyond"] = _attempt(256)  # far beyond: what earlier cases leave behind may be freed at any moment
+        result["within, again and again"] = _attempt(40)
+    kept.append(_grab(32))
+    result["beyond"] = _attempt(256)  # far beyond: what earlier cases leave behind may be freed at any moment
     lift_memory_limit()
-    found["lifted"] = _attempt(256)
-    return found
+    result["lifted"] = _attempt(256)
+    return result
 
 
 def _attempt(megabytes: int) -> str:
@@ -208,7 +208,7 @@ def plain(folder: Path, ranks: Ranks) -> list[float]:
 
 def resumed(folder: Path, ranks: Ranks) -> list[bool]:
     """Break off after some steps, and go on in a fresh trainer from what rank 0 saved."""
-    job, path, found = spec(**NETWORK, **AGS), folder / "resumed.pt", []
+    job, path, result = spec(**NETWORK, **AGS), folder / "resumed.pt", []
     whole = _rank_0s(trained(job, ranks)[0], folder, ranks)
     for after in (4, 6, 9):
         first = trainer(job, ranks)
@@ -221,8 +221,8 @@ def resumed(folder: Path, ranks: Ranks) -> list[bool]:
         checkpoint.restore_checkpoint(second, torch.load(path, weights_only=True))
         for _ in worker_train_loop.run_steps(second):
             pass
-        found.append(same(_rank_0s(weights(second), folder, ranks), whole))
-    return found
+        result.append(same(_rank_0s(weights(second), folder, ranks), whole))
+    return result
 
 
 def _rank_0s(state: dict[str, torch.Tensor], folder: Path, ranks: Ranks) -> dict[str, torch.Tensor]:
@@ -253,9 +253,9 @@ def norms(folder: Path, ranks: Ranks) -> list[list[Any]]:
     plain, expected = trainer(job, ranks), []
 
     def look() -> None:
-        own = gradient(plain)
-        (total,) = ranks.sum([float(own.square().sum())])
-        mean = torch.tensor(ranks.sum(own.tolist())) / ranks.world
+        value = gradient(plain)
+        (total,) = ranks.sum([float(value.square().sum())])
+        mean = torch.tensor(ranks.sum(value.tolist())) / ranks.world
         expected.append((total / ranks.world, float(mean.square().sum())))
 
     plain.synchronise, plain.after_backward = False, look
@@ -277,12 +277,12 @@ def hooked(folder: Path, ranks: Ranks) -> bool:
 
 def timed(folder: Path, ranks: Ranks) -> list[int]:
     """Return the steps of two windows that the ranks, each by its own clock, would end elsewhere."""
-    subject, found = trainer(spec(), ranks), []
-    for own in ((3, 9), (8, 2)):
-        blocks = StepBlocks(subject, lambda times, most=own[ranks.rank]: min(2, most - len(times)))  # type: ignore[misc]
+    subject, result = trainer(spec(), ranks), []
+    for value in ((3, 9), (8, 2)):
+        blocks = StepBlocks(subject, lambda times, most=value[ranks.rank]: min(2, most - len(times)))  # type: ignore[misc]
         blocks.run(worker_train_loop.run_steps(subject))
-        found.append(len(blocks.steps))
-    return found
+        result.append(len(blocks.steps))
+    return result
 
 
 def probed(folder: Path, ranks: Ranks) -> None:

@@ -38,8 +38,8 @@ def test_without_control_groups_the_machine_is_what_it_is(tmp_path: Path) -> Non
 
 
 def test_shared_memory_is_what_is_free_of_its_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = os.statvfs_result((4096, 4096, 100, 90, 80, 0, 0, 0, 0, 255))
-    monkeypatch.setattr(os, "statvfs", lambda folder: found)
+    result = os.statvfs_result((4096, 4096, 100, 90, 80, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda folder: result)
     assert read_shared_memory(tmp_path) == 80 * 4096
 
 

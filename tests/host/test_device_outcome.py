@@ -197,10 +197,10 @@ def test_each_form_is_of_its_class(outcome: str, text: str) -> None:
 
 @pytest.mark.parametrize("text", FORMS["device_fault"] + FORMS["device_error"])
 def test_the_line_that_tells_of_a_fault_is_found_in_a_log(text: str) -> None:
-    told = find_telling_line(f"epoch 1\nloss 0.3\n{text}\nlast words of a peer\n")
-    assert told
-    assert told in text
-    assert classify_failure(told) in ("device_fault", "device_error")
+    answer = find_telling_line(f"epoch 1\nloss 0.3\n{text}\nlast words of a peer\n")
+    assert answer
+    assert answer in text
+    assert classify_failure(answer) in ("device_fault", "device_error")
 
 
 def test_other_endings_have_no_such_line() -> None:
@@ -230,6 +230,6 @@ def test_a_faulty_device_outweighs_what_the_others_say() -> None:
             task="t", attempt=1, rank=int(at), host=f"n{at:g}", pid=1, outcome=outcome, message="", detail="", failed_at=at
         )  # fmt: skip
 
-    found = find_root_failure([failure("user", 1), failure("peer", 2), failure("device_fault", 3)])
-    assert found is not None
-    assert found.host == "n3"
+    root_failure = find_root_failure([failure("user", 1), failure("peer", 2), failure("device_fault", 3)])
+    assert root_failure is not None
+    assert root_failure.host == "n3"

@@ -24,19 +24,19 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put an nvidia-smi on PATH that tells the MiB in use by the lines of a file, each for one call; the last one stays."""
-    told = tmp_path / "used"
+    path = tmp_path / "used"
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
     program.write_text(
         "#!/bin/sh\n"
         'case "$1" in *compute-apps*) echo "4711, 812, python"; exit;; esac\n'
         f'echo "$@" >> {tmp_path}/asked\n'
-        f'echo "GPU-1, $(head -n 1 {told})"\n'
-        f'if [ $(wc -l < {told}) -gt 1 ]; then sed -i 1d {told}; fi\n'
+        f'echo "GPU-1, $(head -n 1 {path})"\n'
+        f'if [ $(wc -l < {path}) -gt 1 ]; then sed -i 1d {path}; fi\n'
     )  # fmt: skip
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-    return told
+    return path
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_who_holds_a_device_is_seen_by_its_files(stand_in: Path) -> None:
     assert os.getpid() not in devices.find_device_holders()
     with stand_in.open():
         assert os.getpid() in devices.find_device_holders()
-        assert any(told.startswith(f"pid {os.getpid()} (") for told in devices.describe_holders())
+        assert any(holder.startswith(f"pid {os.getpid()} (") for holder in devices.describe_holders())
 
 
 def test_the_memory_of_a_gpu_is_waited_for(nvidia_smi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,9 +81,9 @@ def test_the_memory_of_a_gpu_is_waited_for(nvidia_smi: Path, tmp_path: Path, mon
     memory = GpuMemory()
     assert memory.wait_until_back(["3"], "r|t||0", give_up=lambda: False) == ""
     assert memory.wait_until_back(["3"], "r|t||0", give_up=lambda: False) == ""
-    asked = (tmp_path / "asked").read_text().splitlines()
-    assert len(asked) == 4
-    assert all("--id=3" in words for words in asked)
+    lines = (tmp_path / "asked").read_text().splitlines()
+    assert len(lines) == 4
+    assert all("--id=3" in words for words in lines)
 
 
 def test_where_it_does_not_come_back_it_is_said_who_holds_it(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +91,8 @@ def test_where_it_does_not_come_back_it_is_said_who_holds_it(nvidia_smi: Path, m
     nvidia_smi.write_text("500\n9000\n")
     memory = GpuMemory()
     memory.wait_until_back([], "r|t||0", give_up=lambda: False)
-    told = memory.wait_until_back([], "r|t||0", give_up=lambda: False)
-    assert told == "8500 MiB of GPU-1 are still in use; held by pid 4711 (python, 812 MiB)"
+    answer = memory.wait_until_back([], "r|t||0", give_up=lambda: False)
+    assert answer == "8500 MiB of GPU-1 are still in use; held by pid 4711 (python, 812 MiB)"
 
 
 def test_without_nvidia_smi_its_holders_tell(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,20 +102,20 @@ def test_without_nvidia_smi_its_holders_tell(stand_in: Path, monkeypatch: pytest
     memory.wait_until_back([], "r|t||0", give_up=lambda: False)
     assert memory.wait_until_back([], "r|t||0", give_up=lambda: False) == ""
     with stand_in.open():
-        told = memory.wait_until_back([], "r|t||0", give_up=lambda: False)
-    assert f"pid {os.getpid()} (" in told
+        answer = memory.wait_until_back([], "r|t||0", give_up=lambda: False)
+    assert f"pid {os.getpid()} (" in answer
 
 
 def test_what_an_earlier_attempt_left_is_killed_and_no_other_process(tmp_path: Path) -> None:
-    own = make_mark(tmp_path, "train-s-1", "12.0", 1)
+    mark = make_mark(tmp_path, "train-s-1", "12.0", 1)
     marks = {
-        "earlier attempt": own,
+        "earlier attempt": mark,
         "earlier job of the chain": make_mark(tmp_path, "train-s-1", "11.0", 7),
         "another supervisor": make_mark(tmp_path, "train-s-1", "12.0", 0),
         "another training": make_mark(tmp_path, "train-z-1", "11.0", 1),
         "another run": make_mark(tmp_path / "other", "train-s-1", "11.0", 1),
         "no mark of ours": "train-s-1",
-        "spared": own,
+        "spared": mark,
     }
     running = {
         name: subprocess.Popen(
@@ -126,11 +126,11 @@ def test_what_an_earlier_attempt_left_is_killed_and_no_other_process(tmp_path: P
     foreign = subprocess.Popen(["sleep", "60"], env={"PATH": "/usr/bin:/bin"})
     try:
         expected = {running["earlier attempt"].pid, running["earlier job of the chain"].pid}
-        assert set(kill_leftovers(own, spare=[running["spared"].pid])) == expected
+        assert set(kill_leftovers(mark, spare=[running["spared"].pid])) == expected
         alive = {name for name, process in running.items() if start_time(process.pid) is not None}
         assert alive == {"another supervisor", "another training", "another run", "no mark of ours", "spared"}
         assert start_time(foreign.pid) is not None
-        assert kill_leftovers(own, spare=[running["spared"].pid]) == []
+        assert kill_leftovers(mark, spare=[running["spared"].pid]) == []
     finally:
         for process in (*running.values(), foreign):
             process.kill()
@@ -138,10 +138,10 @@ def test_what_an_earlier_attempt_left_is_killed_and_no_other_process(tmp_path: P
 
 
 def test_a_supervisor_that_was_started_under_a_mark_does_not_kill_itself(tmp_path: Path) -> None:
-    own = make_mark(tmp_path, "train-s-1", "", 0)
+    mark = make_mark(tmp_path, "train-s-1", "", 0)
     program = "import sys; from tula_cli.host.leftovers import kill_leftovers; print(kill_leftovers(sys.argv[1]))"
-    command = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", program, own]
-    ended = subprocess.run(command, env={**os.environ, MARK_VARIABLE: own}, capture_output=True, text=True, timeout=60)
+    command = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", program, mark]
+    ended = subprocess.run(command, env={**os.environ, MARK_VARIABLE: mark}, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "[]\n"), ended.stderr
 
 

@@ -83,9 +83,9 @@ def test_only_probes_that_share_a_device_wait_for_each_other(first: list[str], s
 def test_nobody_waits_for_a_training_and_a_probe_sees_it() -> None:
     training = TicketHolder("train-x of /runs/one", ["core 0", "core 1"], measures=False)
     measuring = probe("a", "core 1")
-    assert measuring.probes_to_wait_for() == [] and [one.holder for one in measuring.conflicting_trainings()] == [
-        "train-x of /runs/one"
-    ]
+    assert measuring.probes_to_wait_for() == [] and [
+        conflicting_training.holder for conflicting_training in measuring.conflicting_trainings()
+    ] == ["train-x of /runs/one"]
     assert probe("b", "core 7").conflicting_trainings() == []
     training.close()
     assert measuring.conflicting_trainings() == []

@@ -161,6 +161,6 @@ def test_machine_without_a_network_has_its_name() -> None:
 
 @pytest.mark.usefixtures("own_network")
 def test_interface_without_an_address_is_told_with_those_that_have_one() -> None:
-    said = tells("network.find_own_address('veth-eth5')")
-    assert said.startswith("network interface 'veth-eth5' on made-here has no address")
-    assert "eth5, six0" in said
+    text = tells("network.find_own_address('veth-eth5')")
+    assert text.startswith("network interface 'veth-eth5' on made-here has no address")
+    assert "eth5, six0" in text

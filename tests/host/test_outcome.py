@@ -20,8 +20,8 @@ MESSAGES = yaml.safe_load((Path(__file__).parents[1] / "fixtures" / "oom_message
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message["name"])
 def test_recorded_messages(message):
-    found = classify_failure(message["text"], exit_code=message.get("exit_code"), device=message["device"])
-    assert found == message["expect"]
+    result = classify_failure(message["text"], exit_code=message.get("exit_code"), device=message["device"])
+    assert result == message["expect"]
 
 
 def test_the_fixture_is_large_enough():
@@ -166,8 +166,8 @@ def test_among_equals_the_earliest_is_the_root():
 
 
 def test_a_rank_that_was_told_to_end_is_not_the_root():
-    told = failure("signal", 3.0, signal="SIGTERM")
-    assert find_root_failure([told, failure("peer", 2.0)]).outcome == "peer"
+    answer = failure("signal", 3.0, signal="SIGTERM")
+    assert find_root_failure([answer, failure("peer", 2.0)]).outcome == "peer"
 
 
 def test_a_divergence_is_known_by_its_error_whatever_was_handled_meanwhile():

@@ -41,8 +41,8 @@ def ranks(**more: object) -> list[RankResult]:
     return [result(0, **more), result(1, **more)]
 
 
-def figures(found: list[Diagnostic]) -> list[tuple[str, object, object]]:
-    return [(m.code, m.values["expected"], m.values["observed"]) for m in found]
+def figures(outcome: list[Diagnostic]) -> list[tuple[str, object, object]]:
+    return [(m.code, m.values["expected"], m.values["observed"]) for m in outcome]
 
 
 def loader(**more: object) -> LoaderProperties:
@@ -73,8 +73,8 @@ def test_a_claim_that_does_not_hold_is_told_with_both_figures(
 
 def test_a_training_is_held_against_the_same_claims_once_all_its_ranks_have_told() -> None:
     smaller = ranks(timed=(step(samples=8.0),) * 5, why="begun")
-    told = describe_broken_claims(smaller, resumed=False)
-    assert told == list_mismatches(smaller)[0].text
+    answer = describe_broken_claims(smaller, resumed=False)
+    assert answer == list_mismatches(smaller)[0].text
     assert describe_broken_claims(smaller[:1], resumed=False) == "", "the other rank comes"
     assert describe_broken_claims(ranks(), resumed=False) == "" == describe_broken_claims([], resumed=False)
 
@@ -86,8 +86,8 @@ def test_ranks_that_train_alone_are_told_by_the_first_that_tells() -> None:
 
 
 def test_what_is_left_of_an_epoch_or_of_a_training_breaks_no_claim() -> None:
-    left = ranks(loader=loader(batches=41))
-    assert describe_broken_claims(left, resumed=False) and not describe_broken_claims(left, resumed=True)
+    remaining = ranks(loader=loader(batches=41))
+    assert describe_broken_claims(remaining, resumed=False) and not describe_broken_claims(remaining, resumed=True)
     assert not describe_broken_claims(ranks(timed=(step(samples=2.0),) * 2), resumed=True), "its last, smaller batches"
 
 
@@ -137,8 +137,8 @@ def test_no_clean_step_is_an_error() -> None:
 
 def test_probes_of_two_trainings_are_told_apart() -> None:
     assert find_differences([result(), result(), result()]) == []
-    found = find_differences([result(), result(), result(parameters=12, optimizer="torch.optim.adamw.AdamW")])
-    assert found == [
+    differences = find_differences([result(), result(), result(parameters=12, optimizer="torch.optim.adamw.AdamW")])
+    assert differences == [
         messages.probes_differ(aspect="parameters", first="10", other="12"),
         messages.probes_differ(aspect="optimizer", first="torch.optim.sgd.SGD", other="torch.optim.adamw.AdamW"),
     ]

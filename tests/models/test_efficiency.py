@@ -33,8 +33,8 @@ def steps(
     """Return (mean of the ranks' squared norms, squared norm of their mean) of `count` drawn steps."""
     true = np.full(size, math.sqrt(SIGNAL / size))
     drawn = true + rng.standard_normal((count, ranks, size)) * math.sqrt(TRACE / local / size)
-    own, mean = (drawn**2).sum(axis=2).mean(axis=1), (drawn.mean(axis=1) ** 2).sum(axis=1)
-    return list(zip(own.tolist(), mean.tolist(), strict=True))
+    value, mean = (drawn**2).sum(axis=2).mean(axis=1), (drawn.mean(axis=1) ** 2).sum(axis=1)
+    return list(zip(value.tolist(), mean.tolist(), strict=True))
 
 
 def probe(rng: np.random.Generator, *, local: int = 16, ranks: int = 4, count: int = 40) -> GradientStats:
@@ -151,24 +151,24 @@ NOISE = Noise(scale=100.0, low=80.0, high=120.0, error=10.0, probes=3)
 
 @pytest.mark.parametrize("batch", [32, 64, 256, 4096])
 def test_time_and_cost_go_with_the_epochs_and_lie_in_their_range(batch: int) -> None:
-    told = predict_progress(batch, epochs=30, noise=NOISE)
-    assert told.epochs_low <= told.epochs <= told.epochs_high
-    assert told.hours == pytest.approx(3.0 * told.epochs / 30)
-    assert told.cost == pytest.approx(12.0 * told.epochs / 30)
-    assert told.hours_low == pytest.approx(2.7 * told.epochs_low / 30)
-    assert told.hours_high == pytest.approx(3.6 * told.epochs_high / 30)
-    assert (told.epochs > 30) == (batch > 128)
+    answer = predict_progress(batch, epochs=30, noise=NOISE)
+    assert answer.epochs_low <= answer.epochs <= answer.epochs_high
+    assert answer.hours == pytest.approx(3.0 * answer.epochs / 30)
+    assert answer.cost == pytest.approx(12.0 * answer.epochs / 30)
+    assert answer.hours_low == pytest.approx(2.7 * answer.epochs_low / 30)
+    assert answer.hours_high == pytest.approx(3.6 * answer.epochs_high / 30)
+    assert (answer.epochs > 30) == (batch > 128)
 
 
 def test_the_range_is_from_perfect_scaling_to_the_slowest_growth_of_the_lowest_noise() -> None:
-    told = predict_progress(4096, epochs=30, noise=NOISE)
+    answer = predict_progress(4096, epochs=30, noise=NOISE)
     least = (128 + 80) * 30**SLOWEST_GROWTH - 128
-    assert (told.epochs_low, told.epochs_high) == pytest.approx((30, 30 * (4096 + least) / (128 + least)))
+    assert (answer.epochs_low, answer.epochs_high) == pytest.approx((30, 30 * (4096 + least) / (128 + least)))
 
 
 def test_the_reference_batch_keeps_its_epochs() -> None:
-    told = predict_progress(128, epochs=30, noise=NOISE)
-    assert told.epochs == told.epochs_low == told.epochs_high == pytest.approx(30)
+    answer = predict_progress(128, epochs=30, noise=NOISE)
+    assert answer.epochs == answer.epochs_low == answer.epochs_high == pytest.approx(30)
 
 
 def test_the_words_tell_the_measured_from_the_assumed() -> None:

@@ -43,14 +43,14 @@ def fitted(name: str) -> Estimator:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_table_says_of_each_configuration_what_is_said_of_it_alone(name: str) -> None:
-    found = fitted(name)
-    table = found.estimate(*found.known_configurations())
+    result = fitted(name)
+    table = result.estimate(*result.known_configurations())
     assert len(table) > 10 and table["measured"].any() and not table["measured"].all()
-    spot = {Config(row.nodes, row.batch): row for row in found.on_spot(table).predictions()}
-    for config, row in zip(to_configs(*found.known_configurations()), table.predictions(), strict=True):
-        alone = found.predict(config)
+    spot = {Config(row.nodes, row.batch): row for row in result.on_spot(table).predictions()}
+    for config, row in zip(to_configs(*result.known_configurations()), table.predictions(), strict=True):
+        alone = result.predict(config)
         assert same(row, alone)
-        there = found.predict_on_spot(alone)
+        there = result.predict_on_spot(alone)
         assert (there is None) == (config not in spot) and (there is None or same(spot[config], there))
     assert bool(spot) == ("spot" in JOBS[name].get("pricing", {}))
 
@@ -67,24 +67,24 @@ def same(one: Prediction, other: Prediction) -> bool:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_hours_and_cost_are_those_of_the_formulas_for_single_numbers(name: str) -> None:
-    found, job = fitted(name), fitted(name).spec
-    table = found.estimate(*found.known_configurations())
-    for here in (table, found.on_spot(table)):
+    result, job = fitted(name), fitted(name).spec
+    table = result.estimate(*result.known_configurations())
+    for here in (table, result.on_spot(table)):
         for row in here.take(range(0, len(here), 5)).predictions():
-            hours, paid = one_by_one(found, job, row)
+            hours, paid = one_by_one(result, job, row)
             assert (row.hours, row.cost) == pytest.approx((hours, paid), rel=1e-9)
 
 
-def one_by_one(found: Estimator, job: JobSpec, row: Prediction) -> tuple[float, float]:
+def one_by_one(result: Estimator, job: JobSpec, row: Prediction) -> tuple[float, float]:
     """Return the hours and the cost of a row, by ints and floats and the record of overheads."""
     gpus, spot = job.cluster.gpus_per_node, row.market == "spot"
-    at = found.overheads.overheads_at(np.array([row.nodes]), np.array([row.local_batch]), np.array([row.batch]))
+    at = result.overheads.overheads_at(np.array([row.nodes]), np.array([row.local_batch]), np.array([row.batch]))
     overheads = Overheads(
         startup=at.startup[0], eval_batch=at.eval_batch[0], eval_batch_size=at.eval_batch_size[0],
         checkpoint=at.checkpoint[0], refresh=at.refresh[0],
     )  # fmt: skip
     work = cost.count_work(
-        job, batch=row.batch, world=row.nodes * gpus, dataset_size=found.dataset_size, eval_size=found.eval_size,
+        job, batch=row.batch, world=row.nodes * gpus, dataset_size=result.dataset_size, eval_size=result.eval_size,
         eval_batch_size=overheads.eval_batch_size,
     )  # fmt: skip
     rate, every = cost.compute_interruption_rate(job.pricing, row.nodes), job.train.checkpoint_every
@@ -92,15 +92,15 @@ def one_by_one(found: Estimator, job: JobSpec, row: Prediction) -> tuple[float, 
         every = cost.compute_checkpoint_interval(overheads.checkpoint, rate=rate)
 
     def takes(wait: float) -> float:
-        own = {"rate": rate, "wait": wait} if spot else {}
+        value = {"rate": rate, "wait": wait} if spot else {}
         return (
             cost.compute_training_seconds(
-                work, step_time=row.step_time, overheads=overheads, checkpoint_every=every, **own
+                work, step_time=row.step_time, overheads=overheads, checkpoint_every=every, **value
             )
             / 3600
         )
 
-    own_memory = found.memory.for_ranks(row.nodes * gpus).reserved(row.local_batch)
+    own_memory = result.memory.for_ranks(row.nodes * gpus).reserved(row.local_batch)
     reserved = row.peak_memory if row.measured else own_memory
     assert reserved == row.peak_memory
     paid = cost.compute_cost(
@@ -111,29 +111,31 @@ def one_by_one(found: Estimator, job: JobSpec, row: Prediction) -> tuple[float, 
 
 @pytest.mark.parametrize("name", ["plain", "shares"])
 def test_what_fits_and_is_known_is_what_nothing_speaks_against(name: str) -> None:
-    found = fitted(name)
-    candidates = found.configurations([1, 2, 4, 8, 16, 64, 128, 256])
-    told = {
-        config: (found.describe_why_infeasible(config), found.describe_why_unknown(config)) for config in candidates
+    result = fitted(name)
+    candidates = result.configurations([1, 2, 4, 8, 16, 64, 128, 256])
+    record = {
+        config: (result.describe_why_infeasible(config), result.describe_why_unknown(config)) for config in candidates
     }
     nodes = [1, 2, 4, 8, 16, 64, 128, 256]
-    assert found.feasible(nodes) == [config for config, (why, _) in told.items() if not why]
-    assert to_configs(*found.known_configurations(nodes)) == [config for config, whys in told.items() if not any(whys)]
-    assert to_configs(*found.unknown_configurations(nodes)) == [
-        config for config, (why, other) in told.items() if not why and other
+    assert result.feasible(nodes) == [config for config, (why, _) in record.items() if not why]
+    assert to_configs(*result.known_configurations(nodes)) == [
+        config for config, whys in record.items() if not any(whys)
     ]
-    assert 0 < len(found.known_configurations(nodes)[0]) < len(found.feasible(nodes)) < len(candidates)
+    assert to_configs(*result.unknown_configurations(nodes)) == [
+        config for config, (why, other) in record.items() if not why and other
+    ]
+    assert 0 < len(result.known_configurations(nodes)[0]) < len(result.feasible(nodes)) < len(candidates)
 
 
 def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = fitted("spot")
-    whole = found.candidates().predictions()
+    result = fitted("spot")
+    whole = result.candidates().predictions()
     monkeypatch.setattr(estimator, "_BLOCK", 7)
-    assert all(same(*rows) for rows in zip(whole, found.candidates().predictions(), strict=True))
+    assert all(same(*rows) for rows in zip(whole, result.candidates().predictions(), strict=True))
 
 
 def test_a_script_that_tells_little_has_a_table_too() -> None:
-    found = Estimator.fit(spec(), [of_a_script(probe) for probe in probe_all(Truth(), PLAN)])
-    table = found.estimate(*found.known_configurations())
+    result = Estimator.fit(spec(), [of_a_script(probe) for probe in probe_all(Truth(), PLAN)])
+    table = result.estimate(*result.known_configurations())
     assert np.isfinite(table["hours"]).all() and np.isnan(table["kwh"]).all()
-    assert same(table.prediction(3), found.predict(to_configs(*found.known_configurations())[3]))
+    assert same(table.prediction(3), result.predict(to_configs(*result.known_configurations())[3]))

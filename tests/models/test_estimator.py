@@ -232,10 +232,10 @@ def test_clocks_that_were_held_down_are_named() -> None:
 def test_a_shape_that_nccl_did_not_choose_is_told(chosen: str, modelled: str, told: bool) -> None:
     results = probe_all(Truth(), SWEEP)
     most = max(results, key=lambda probe: probe.nodes)
-    asked = most.environment.model_copy(update={"allreduce": {8: "pat, ll", 2**25: f"{chosen}, simple"}})
-    results[results.index(most)] = most.model_copy(update={"environment": asked})
-    found = Estimator.fit(spec(cluster={"collective": modelled}), results).warnings
-    assert ("other-collective" in codes(found)) == told
+    requested = most.environment.model_copy(update={"allreduce": {8: "pat, ll", 2**25: f"{chosen}, simple"}})
+    results[results.index(most)] = most.model_copy(update={"environment": requested})
+    warnings = Estimator.fit(spec(cluster={"collective": modelled}), results).warnings
+    assert ("other-collective" in codes(warnings)) == told
 
 
 def test_forecasts_of_post_local_sgd_are_named_as_upper_bounds() -> None:

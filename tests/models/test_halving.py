@@ -68,8 +68,8 @@ def test_at_the_reference_batch_the_control_is_alone(batch: int) -> None:
 def test_an_arm_s_decay_is_that_of_the_job_and_of_its_groups() -> None:
     groups = [{"parameters": ["norms"], "weight_decay": 0.1}, {"parameters": ["biases"], "lr_factor": 2}]
     spec = job(optimizer={"weight_decay": 0.01, "groups": groups})
-    own = halving.make_job_of_arm(spec, Arm(name="more", decay_factor=4)).optimizer
-    assert (own.weight_decay, [group.weight_decay for group in own.groups]) == (0.04, [0.4, None])
+    optimizer = halving.make_job_of_arm(spec, Arm(name="more", decay_factor=4)).optimizer
+    assert (optimizer.weight_decay, [group.weight_decay for group in optimizer.groups]) == (0.04, [0.4, None])
     assert halving.make_job_of_arm(spec, Arm(name="as-it-is")).optimizer == spec.optimizer
 
 
@@ -133,8 +133,8 @@ def test_the_factor_grows_in_the_warm_up_and_then_stays() -> None:
 
 
 def test_a_branch_cools_down_in_its_second_half() -> None:
-    found = [halving.compute_cooldown_factor(epoch, start=1, length=4) for epoch in (1, 3, 4, 4.5, 5, 6)]
-    assert found == [1, 1, 0.5, 0.25, 0, 0]
+    results = [halving.compute_cooldown_factor(epoch, start=1, length=4) for epoch in (1, 3, 4, 4.5, 5, 6)]
+    assert results == [1, 1, 0.5, 0.25, 0, 0]
 
 
 def test_a_smaller_batch_bounds_the_factor_by_linear_scaling() -> None:
@@ -209,9 +209,9 @@ def test_where_the_control_wins_others_meet_it_at_that_length() -> None:
 
 
 def test_the_loss_decides_with_and_without_accuracies() -> None:
-    found = [branch("a", top1=60, loss=0.9), branch("b", loss=None), branch("c", top1=None, loss=0.8)]
-    found.append(branch("d", loss=0.1, diverged=True))
-    assert [b.arm for b in halving.rank_branches(found)] == ["c", "a", "b", "d"]
+    results = [branch("a", top1=60, loss=0.9), branch("b", loss=None), branch("c", top1=None, loss=0.8)]
+    results.append(branch("d", loss=0.1, diverged=True))
+    assert [b.arm for b in halving.rank_branches(results)] == ["c", "a", "b", "d"]
 
 
 def test_a_diverged_arm_never_survives() -> None:
@@ -221,13 +221,13 @@ def test_a_diverged_arm_never_survives() -> None:
 
 
 def test_where_all_diverge_the_control_is_left() -> None:
-    found = [branch(name, loss=None, top1=None, diverged=True) for name in ("a", "lbt", "b")]
-    assert halving.select_survivors(found) == ["lbt"]
+    results = [branch(name, loss=None, top1=None, diverged=True) for name in ("a", "lbt", "b")]
+    assert halving.select_survivors(results) == ["lbt"]
 
 
 def rung(number: int, **losses: float) -> list[Branch]:
-    found = [branch(name.replace("_", "-"), loss=loss) for name, loss in losses.items()]
-    return [b.model_copy(update={"rung": number}) for b in found]
+    results = [branch(name.replace("_", "-"), loss=loss) for name, loss in losses.items()]
+    return [b.model_copy(update={"rung": number}) for b in results]
 
 
 def test_the_favourite_stays_to_the_end_beside_the_control_and_the_best() -> None:
@@ -329,10 +329,10 @@ def test_the_predicted_time_has_the_branches_in_it() -> None:
     overheads = Overheads(startup=10, eval_batch=0.5, eval_batch_size=32, checkpoint=0, refresh=0)
 
     def seconds(method: str, rate: float = 0.0) -> float:
-        found = cost.count_work(
+        result = cost.count_work(
             job(train={"method": method}), batch=256, world=2, dataset_size=1280, eval_size=64, eval_batch_size=32
         )
-        return cost.compute_training_seconds(found, step_time=0.1, overheads=overheads, rate=rate)
+        return cost.compute_training_seconds(result, step_time=0.1, overheads=overheads, rate=rate)
 
     planned = halving.plan_tuning(job(), batch=256, dataset_size=1280)
     extra = planned.steps * 0.1 + planned.branches * math.ceil(128 / 64) * 0.5

@@ -52,9 +52,9 @@ def test_what_is_no_epoch_is_so_many_steps_or_so_long() -> None:
 
 
 def test_what_the_section_says_counts_until_a_training_has_shown_it() -> None:
-    said = job({**RESUME, "checkpoint_interval": "epoch"})
-    assert saving(spec=said).epochs == 1 and saving(spec=job({**RESUME, "checkpoint_interval": 500})).steps == 500
-    assert saving(3200, 3200, spec=said).steps == 100
+    text = job({**RESUME, "checkpoint_interval": "epoch"})
+    assert saving(spec=text).epochs == 1 and saving(spec=job({**RESUME, "checkpoint_interval": 500})).steps == 500
+    assert saving(3200, 3200, spec=text).steps == 100
     assert not saving().is_known and saving(spec=job(None)).is_known
 
 
@@ -83,11 +83,11 @@ def test_the_cost_of_an_interruption_in_words(found: CheckpointSchedule, step_ti
 
 
 def test_each_interruption_takes_a_script_back_to_its_own_checkpoint() -> None:
-    beside = Overheads(startup=100.0, eval_batch=None, eval_batch_size=None, checkpoint=None, refresh=None)
+    overheads = Overheads(startup=100.0, eval_batch=None, eval_batch_size=None, checkpoint=None, refresh=None)
     rate = 1 / 3600
 
     def takes(interval: float, rate: float = rate) -> float:
-        return cost.compute_script_seconds(7200.0, overheads=beside, interval=interval, rate=rate)
+        return cost.compute_script_seconds(7200.0, overheads=overheads, interval=interval, rate=rate)
 
     assert takes(600.0, rate=0.0) == takes(math.inf, rate=0.0) == 7300.0
     assert 7300.0 < takes(600.0) < takes(3600.0) < takes(math.inf)
@@ -106,7 +106,7 @@ def test_spot_nodes_are_priced_by_what_the_script_loses() -> None:
     each = 32 * (SIZE // 32)
     spec = job(pricing=SPOT)
     often, seldom = (forecast(spec, saves(n, n)) for n in (3200, each))
-    first, second = (found.candidates().predictions() for found in (often, seldom))
+    first, second = (result.candidates().predictions() for result in (often, seldom))
     assert {row.market for row in first} == {"spot", "on_demand"} == {row.market for row in second}
     for here, there in zip(*(sorted((r for r in rows if r.market == "spot"), key=lambda r: (r.nodes, r.batch)) for rows in (first, second)), strict=True):  # fmt: skip
         assert here.hours < there.hours and here.cost < there.cost
@@ -115,9 +115,9 @@ def test_spot_nodes_are_priced_by_what_the_script_loses() -> None:
 
 
 def test_no_spot_nodes_are_offered_while_nobody_knows_what_is_lost() -> None:
-    found = forecast(job(pricing=SPOT), [])
-    assert {row.market for row in found.candidates().predictions()} == {"on_demand"}
-    lost = [warning.values.get("epochs_lost_on_spot") for warning in found.warnings]
+    result = forecast(job(pricing=SPOT), [])
+    assert {row.market for row in result.candidates().predictions()} == {"on_demand"}
+    lost = [warning.values.get("epochs_lost_on_spot") for warning in result.warnings]
     assert True not in lost, "that would be a guess"
     anew = forecast(job(None, pricing=SPOT), [])
     spot = [row for row in anew.candidates().predictions() if row.market == "spot"]

@@ -18,11 +18,11 @@ SCRIPT = {"length": {"samples": 1600}, "reference": {"batch": 16}}
 
 def ladder(batches: tuple[int, ...], known: MicroBatches | None, **how: str) -> list[tuple[int, int]]:
     """Return (batch, parts) of each start of a training that never fits."""
-    found, splits = [(batches[0], 1)], 1
+    result, splits = [(batches[0], 1)], 1
     while (step := find_next_fallback(batches, splits, known, **how)) is not None:
         batches, splits = batches[step.rung :], step.splits
-        found.append((batches[0], splits))
-    return found
+        result.append((batches[0], splits))
+    return result
 
 
 def known(*batches: int, world: int = 2, accumulate: int = 1, norm: bool = False, normalised: int = 0) -> MicroBatches:
@@ -40,13 +40,13 @@ def known(*batches: int, world: int = 2, accumulate: int = 1, norm: bool = False
     ("micro_batch", "into"), [(1, ()), (2, (2,)), (8, (2, 4, 8)), (12, (2, 4, 12)), (7, (7,)), (15, (3, 15)), (0, ())]
 )
 def test_parts_are_all_of_one_size(micro_batch: int, into: tuple[int, ...]) -> None:
-    found = list_splits(micro_batch, micro_batch=micro_batch, micro_batches=1)
-    assert found.into == into and found.limit == "it has one sample"
+    splits = list_splits(micro_batch, micro_batch=micro_batch, micro_batches=1)
+    assert splits.into == into and splits.limit == "it has one sample"
 
 
 def test_a_huge_micro_batch_is_cut_as_quickly() -> None:
-    found = list_splits(3**3 * 10**12, micro_batch=3**3 * 10**12, micro_batches=1)
-    assert found.into[:3] == (2, 4, 8) and found.into[-1] == 3**3 * 10**12
+    splits = list_splits(3**3 * 10**12, micro_batch=3**3 * 10**12, micro_batches=1)
+    assert splits.into[:3] == (2, 4, 8) and splits.into[-1] == 3**3 * 10**12
     assert (
         list_divisors(1) == [1] and list_divisors(28) == [1, 2, 4, 7, 14, 28] and list_divisors(999_983) == [1, 999_983]
     )
@@ -60,8 +60,8 @@ def test_a_huge_micro_batch_is_cut_as_quickly() -> None:
     ],
 )
 def test_batch_norm_keeps_eight_samples(limit, into: tuple[int, ...]) -> None:
-    found = list_splits(64, micro_batch=64, micro_batches=1, limits=[limit])
-    assert found.into == into and "fewer than 8 samples" in found.limit
+    splits = list_splits(64, micro_batch=64, micro_batches=1, limits=[limit])
+    assert splits.into == into and "fewer than 8 samples" in splits.limit
 
 
 def test_the_batch_stays_while_it_can_be_cut_and_nothing_that_is_no_smaller_is_tried() -> None:
@@ -72,8 +72,8 @@ def test_the_batch_stays_while_it_can_be_cut_and_nothing_that_is_no_smaller_is_t
 
 def test_a_smaller_batch_is_cut_as_far_as_it_has_to_be() -> None:
     # 14 samples a GPU are taken 7 at a time and then no fewer; the 12 of the next batch 6 at a time
-    own = list_splits(28, micro_batch=14, micro_batches=1, limits=[(lambda samples: samples > 2, "for a reason")])
-    rungs = MicroBatches(splits=(own, *known(24, 16).splits), normalised=0)
+    splits = list_splits(28, micro_batch=14, micro_batches=1, limits=[(lambda samples: samples > 2, "for a reason")])
+    rungs = MicroBatches(splits=(splits, *known(24, 16).splits), normalised=0)
     step = find_next_fallback((28, 24, 16), 2, rungs)
     words = "out of memory at batch 28 in micro-batches of 7, which are not split further: for a reason"
     assert step == Fallback(rung=1, splits=2, batch=28, failed_micro_batch=7, limit="for a reason")
@@ -129,8 +129,8 @@ def test_without_cutting_the_next_smaller_batch_follows(why: str, words: str) ->
 )
 def test_a_script_needs_both_placeholders(command: str, oom: str, words: str) -> None:
     spec = validate({"script": {"command": command, **SCRIPT}, "train": {"oom_policy": oom}}, source="test")
-    found = cannot_accumulate(spec)
-    assert found.startswith(words) and bool(found) is bool(words)
+    result = cannot_accumulate(spec)
+    assert result.startswith(words) and bool(result) is bool(words)
 
 
 def test_an_out_of_memory_in_a_stage_cuts_what_that_stage_takes() -> None:

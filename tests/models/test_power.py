@@ -19,8 +19,8 @@ def joules(seconds: float, local_batch: int) -> float:
 
 
 def counted(probe: Measured, factor: float = 1.0) -> Measured:
-    own = joules(float(np.mean(probe.step_times)), probe.local_batch)
-    return probe.model_copy(update={"energy": factor * probe.nodes * probe.gpus_per_node * own})
+    value = joules(float(np.mean(probe.step_times)), probe.local_batch)
+    return probe.model_copy(update={"energy": factor * probe.nodes * probe.gpus_per_node * value})
 
 
 def test_what_is_drawn_while_waiting_and_for_a_sample_are_told_apart() -> None:
@@ -40,17 +40,17 @@ def test_the_interval_holds_what_it_says() -> None:
         probes = [counted(p, f) for p, f in zip(probe_all(truth, SWEEP), noise, strict=False)]
         model = power.fit_power_model(probes)
         assert model is not None
-        found, seconds = model.predict(truth.step_time(8, 256), 256), truth.step_time(8, 256)
+        result, seconds = model.predict(truth.step_time(8, 256), 256), truth.step_time(8, 256)
         new = joules(seconds, 256) / seconds * (1 + 0.05 * random.standard_normal())
-        assert found.error is not None
-        inside += abs(new / found.watts - 1) <= found.error
+        assert result.error is not None
+        inside += abs(new / result.watts - 1) <= result.error
     assert 165 <= inside <= 196
 
 
 def test_few_probes_tell_one_power_and_one_alone_no_interval() -> None:
-    one = power.fit_power_model([counted(measured(Truth(), 2, 64))])
-    assert one is not None and one.error is None and one.per_sample == 0
-    assert one.predict(1.0, 8).error is None
+    power_model = power.fit_power_model([counted(measured(Truth(), 2, 64))])
+    assert power_model is not None and power_model.error is None and power_model.per_sample == 0
+    assert power_model.predict(1.0, 8).error is None
     two = power.fit_power_model([counted(measured(Truth(), 2, size)) for size in (16, 256)])
     assert two is not None and two.per_sample == 0
     assert two.error is not None and two.error > 0.5, "they draw quite different powers"

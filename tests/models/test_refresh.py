@@ -23,10 +23,10 @@ def probe(nodes: int, local_batch: int, *, took: float = 0.0) -> Measured:
 def seconds(probes: list[Measured], nodes: int, local_batch: int, **sections: Any) -> float:
     columns = {"nodes": nodes, "local_batch": local_batch, "batch": nodes * local_batch}
     job = spec(**{**AGS, **sections})
-    (found,) = refresh.compute_refresh_seconds(
+    (refresh_second,) = refresh.compute_refresh_seconds(
         job, probes, **{name: np.array([value]) for name, value in columns.items()}
     )
-    return float(found)
+    return float(refresh_second)
 
 
 @pytest.mark.parametrize(
@@ -78,14 +78,14 @@ def test_where_no_probe_has_refreshed_it_is_a_step_with_so_many_samples() -> Non
 def test_the_forecast_holds_the_refreshes_and_says_their_share() -> None:
     truth, plan = Truth(), {2: (32, 64, 128), 4: (16,), 16: (2, 128)}
     results = probe_all(truth, plan)
-    found = {}
+    result = {}
     for method in ("ags", "lbt"):
         job = spec(train={"method": method, "epochs": 10, "reference_batch": 32})
-        found[method] = Estimator.fit(job, results).predict(Config(2, 256))
-    extra = 3600 * (found["ags"].hours - found["lbt"].hours)
+        result[method] = Estimator.fit(job, results).predict(Config(2, 256))
+    extra = 3600 * (result["ags"].hours - result["lbt"].hours)
     assert extra == pytest.approx(10 * truth.overheads.refresh)
-    assert found["ags"].refresh_share == pytest.approx(extra / 3600 / found["ags"].hours)
-    assert found["lbt"].refresh_share == 0.0
+    assert result["ags"].refresh_share == pytest.approx(extra / 3600 / result["ags"].hours)
+    assert result["lbt"].refresh_share == 0.0
 
 
 def test_few_steps_between_refreshes_make_them_a_large_share() -> None:
@@ -103,10 +103,10 @@ def test_a_refresh_that_no_probe_tells_is_unknown() -> None:
     assert math.isnan(seconds(silent, 2, 128)) and refresh.is_refresh_time_unknown(job, silent)
     row = Estimator.fit(job, silent).predict(Config(2, 128))
     assert row.refresh_share is None
-    one = of_a_script(measured(Truth(), 1, 64))  # has no synchronisation: its step is a forward and a backward pass
-    assert seconds([*silent, one], 2, 128) == pytest.approx(Truth().step_time(1, 64))
+    item = of_a_script(measured(Truth(), 1, 64))  # has no synchronisation: its step is a forward and a backward pass
+    assert seconds([*silent, item], 2, 128) == pytest.approx(Truth().step_time(1, 64))
     assert seconds([*silent, probe(4, 64, took=0.3)], 2, 128) == 0.3
-    assert not refresh.is_refresh_time_unknown(job, [*silent, one]) and not refresh.is_refresh_time_unknown(
+    assert not refresh.is_refresh_time_unknown(job, [*silent, item]) and not refresh.is_refresh_time_unknown(
         spec(train={"method": "lbt"}), silent
     )
 

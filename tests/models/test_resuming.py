@@ -44,15 +44,15 @@ def test_a_right_script_may_go_on_from_where_it_was_seen_to() -> None:
 
 
 def test_a_trainer_that_counts_its_steps_at_the_old_batch_trains_17_percent_too_many() -> None:
-    found = judge_resume_test([begin(), SAME, start("half", 16, 3200)], lr_ratio=None)
-    assert found.verdict == "same"
+    result = judge_resume_test([begin(), SAME, start("half", 16, 3200)], lr_ratio=None)
+    assert result.verdict == "same"
     words = "at batch 16 it trains 4480 samples in total instead of 3840: 16.7 % too many"
-    assert found.faults == (words,) and found.told[-1] == words
+    assert result.faults == (words,) and result.told[-1] == words
 
 
 def test_of_a_resume_that_has_taken_no_step_nothing_is_known() -> None:
-    found = judge_resume_test([begin(), start("same", 32, 0, ended="cut", seconds=76.6)], lr_ratio=1.0)
-    assert (found.verdict, found.told) == (None, ("not tested at batch 32: no step within 76.6 s",))
+    result = judge_resume_test([begin(), start("same", 32, 0, ended="cut", seconds=76.6)], lr_ratio=1.0)
+    assert (result.verdict, result.told) == (None, ("not tested at batch 32: no step within 76.6 s",))
 
 
 def test_what_a_dropped_last_batch_leaves_out_is_no_fault() -> None:
@@ -62,9 +62,9 @@ def test_what_a_dropped_last_batch_leaves_out_is_no_fault() -> None:
 
 def test_a_checkpoint_that_cannot_be_loaded_is_of_no_use() -> None:
     failed = start("same", 32, 0, ended="failed", outcome="user", why="UnpicklingError: no")
-    found = judge_resume_test([begin(), failed], lr_ratio=None)
-    assert found.verdict == "none"
-    assert found.faults == ("at batch 32 it cannot resume from its own checkpoint: UnpicklingError: no",)
+    result = judge_resume_test([begin(), failed], lr_ratio=None)
+    assert result.verdict == "none"
+    assert result.faults == ("at batch 32 it cannot resume from its own checkpoint: UnpicklingError: no",)
 
 
 def test_what_the_machine_did_says_nothing_of_the_script() -> None:
@@ -82,17 +82,17 @@ def test_a_script_that_begins_anew_is_told_from_one_that_repeats_a_part() -> Non
 
 
 def test_samples_that_are_left_out_are_told() -> None:
-    found = judge_resume_test([begin(), SAME, start("half", 16, 1280)], lr_ratio=None)
-    assert found.verdict == "same" and found.faults == (
+    result = judge_resume_test([begin(), SAME, start("half", 16, 1280)], lr_ratio=None)
+    assert result.verdict == "same" and result.faults == (
         "at batch 16 it trains 2560 samples in total instead of 3840: 1280 too few",
     )
 
 
 def test_what_was_not_reached_is_told_and_not_assumed() -> None:
     cut = start("half", 16, 800, ended="cut")
-    found = judge_resume_test([begin(), SAME, cut], lr_ratio=None)
-    assert found.verdict == "same" and not found.faults
-    assert "did not finish (800 of 2560 samples in 30.0 s)" in found.told[-1]
+    result = judge_resume_test([begin(), SAME, cut], lr_ratio=None)
+    assert result.verdict == "same" and not result.faults
+    assert "did not finish (800 of 2560 samples in 30.0 s)" in result.told[-1]
     unknown = judge_resume_test([begin(), SAME.model_copy(update={"whole": None})], lr_ratio=None)
     assert unknown.verdict == "same" and "were not compared" in unknown.told[0]
     assert unknown.told[-1] == "not tested at another batch"
@@ -100,21 +100,21 @@ def test_what_was_not_reached_is_told_and_not_assumed() -> None:
 
 def test_of_a_resume_that_was_cut_short_only_what_was_compared_is_said() -> None:
     cut = start("same", 32, 800, ended="cut", first_lr=0.1)
-    found = judge_resume_test([begin(next_lr=0.1), cut], lr_ratio=1.0)
-    assert found.verdict is None and "from where it resumed: raise search.max_minutes" in found.told[0]
-    found = judge_resume_test([begin(next_lr=0.2), cut], lr_ratio=1.0)
-    assert found.verdict == "same" and "learning rate is 0.1000" in found.faults[0], "its learning rate was compared"
+    result = judge_resume_test([begin(next_lr=0.1), cut], lr_ratio=1.0)
+    assert result.verdict is None and "from where it resumed: raise search.max_minutes" in result.told[0]
+    result = judge_resume_test([begin(next_lr=0.2), cut], lr_ratio=1.0)
+    assert result.verdict == "same" and "learning rate is 0.1000" in result.faults[0], "its learning rate was compared"
 
 
 def test_a_checkpoint_that_comes_too_early_to_tell_a_fault_is_no_proof() -> None:
     early = begin(64)
-    found = judge_resume_test([early, start("same", 32, 3776), start("half", 16, 3776)], lr_ratio=1.0)
-    assert found.verdict == "same" and "too few to notice" in found.told[-1] and not found.faults
+    result = judge_resume_test([early, start("same", 32, 3776), start("half", 16, 3776)], lr_ratio=1.0)
+    assert result.verdict == "same" and "too few to notice" in result.told[-1] and not result.faults
 
 
 def test_a_start_that_was_cut_off_beyond_what_was_left_has_trained_too_many() -> None:
-    found = judge_resume_test([begin(), SAME, start("half", 16, 5200, ended="cut")], lr_ratio=None)
-    assert "trains at least 6480 samples" in found.faults[0]
+    result = judge_resume_test([begin(), SAME, start("half", 16, 5200, ended="cut")], lr_ratio=None)
+    assert "trains at least 6480 samples" in result.faults[0]
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,9 @@ def test_a_start_that_was_cut_off_beyond_what_was_left_has_trained_too_many() ->
 )
 def test_the_learning_rate_is_held_against_what_was_asked_for(first: float, ratio: float | None, fault: str) -> None:
     half = start("half", 16, 2560, first_lr=first)
-    found = judge_resume_test([begin(next_lr=0.1, lr_step=0.001), SAME, half], lr_ratio=ratio)
-    assert found.verdict == ("same" if fault else "epoch")
-    assert all(fault in told for told in found.faults) and bool(found.faults) == bool(fault)
+    result = judge_resume_test([begin(next_lr=0.1, lr_step=0.001), SAME, half], lr_ratio=ratio)
+    assert result.verdict == ("same" if fault else "epoch")
+    assert all(fault in message for message in result.faults) and bool(result.faults) == bool(fault)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_the_learning_rate_is_held_against_what_was_asked_for(first: float, rati
     ],
 )
 def test_without_a_checkpoint_there_is_no_verdict(beginning: Rehearsed, words: str) -> None:
-    found = judge_resume_test([beginning], lr_ratio=None)
-    assert found.verdict is None and words in found.told[0] and found.told[0].startswith("not tested: ")
+    result = judge_resume_test([beginning], lr_ratio=None)
+    assert result.verdict is None and words in result.told[0] and result.told[0].startswith("not tested: ")
 
 
 def rows(*samples: int | None) -> list[dict[str, Any]]:
@@ -182,9 +182,11 @@ Check the documentation of torch.load to learn more.
 
 
 def test_the_line_that_tells_is_that_of_the_exception() -> None:
-    told = find_error_line(WEIGHTS_ONLY, "_pickle.UnpicklingError")
-    assert told.startswith("_pickle.UnpicklingError: Unsupported global: GLOBAL argparse.Namespace was not an allowed")
-    assert "weights_only=False" in told
+    error_line = find_error_line(WEIGHTS_ONLY, "_pickle.UnpicklingError")
+    assert error_line.startswith(
+        "_pickle.UnpicklingError: Unsupported global: GLOBAL argparse.Namespace was not an allowed"
+    )
+    assert "weights_only=False" in error_line
     keys = "Traceback (most recent call last):\n  File 'a'\nKeyError: 'optimizer'\n"
     assert find_error_line(keys, "KeyError") == "KeyError: 'optimizer'"
     assert find_error_line("", "SystemExit") == "SystemExit"
@@ -257,8 +259,8 @@ def curves_judged(curve: Curve, ratio: float | None = 1.0) -> ResumeJudgement:
 @pytest.mark.parametrize("name", STEPWISE)
 @pytest.mark.parametrize("ratio", [1.0, None])
 def test_a_schedule_that_counts_the_old_steps_goes_on_at_the_same_batch_alone(name: str, ratio: float | None) -> None:
-    found = curves_judged(by_steps(STEPWISE[name]), ratio)
-    assert found.verdict == "same" and len(found.faults) == 1 and "at batch 16 its learning rate" in found.faults[0]
+    result = curves_judged(by_steps(STEPWISE[name]), ratio)
+    assert result.verdict == "same" and len(result.faults) == 1 and "at batch 16 its learning rate" in result.faults[0]
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "exponential", "inverse root"])
@@ -271,8 +273,8 @@ def test_a_count_of_steps_that_is_kept_beside_a_new_total_is_found(name: str) ->
 def test_a_schedule_of_samples_or_epochs_may_go_on_at_another_batch(
     name: str, factor: float, ratio: float | None
 ) -> None:
-    found = curves_judged(of_samples({**STEPWISE, **EPOCHS}[name], factor), ratio)
-    assert found.verdict == "epoch" and not found.faults, found.faults
+    result = curves_judged(of_samples({**STEPWISE, **EPOCHS}[name], factor), ratio)
+    assert result.verdict == "epoch" and not result.faults, result.faults
 
 
 def test_a_least_learning_rate_that_is_not_scaled_is_no_fault() -> None:
@@ -305,14 +307,14 @@ def test_a_scheduler_that_goes_on_at_the_step_of_the_old_batch_is_found(
         SAME.model_copy(update={"schedule": stands(before)}),
         start("half", 16, 2560, schedule=stands(after)),
     ]
-    found = judge_resume_test(starts, lr_ratio=1.0)
-    assert found.verdict == verdict and all("StepLR" in fault for fault in found.faults)
+    result = judge_resume_test(starts, lr_ratio=1.0)
+    assert result.verdict == verdict and all("StepLR" in fault for fault in result.faults)
 
 
 def test_a_schedule_that_is_not_restored_is_found_although_its_learning_rate_is_right() -> None:
     before, after = (Schedule(name="LambdaLR", at=at, per_step=True, moves=True) for at in (24, 0))
-    found = judge_resume_test([begin(schedule=before), SAME.model_copy(update={"schedule": after})], lr_ratio=1.0)
-    assert found.faults == ("at batch 32 its schedule (LambdaLR) resumes at step 0 instead of 24",)
+    result = judge_resume_test([begin(schedule=before), SAME.model_copy(update={"schedule": after})], lr_ratio=1.0)
+    assert result.faults == ("at batch 32 its schedule (LambdaLR) resumes at step 0 instead of 24",)
 
 
 def test_what_rows_tell_of_a_schedule() -> None:

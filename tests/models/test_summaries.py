@@ -7,8 +7,8 @@ PROBES = {2: (16, 64, 256), 4: (16,), 8: (16, 64, 256)}
 
 
 def test_steps_whose_compute_was_measured_have_one_regression() -> None:
-    found = list(list_regression_summaries(Estimator.fit(spec(), probe_all(Truth(), PROBES))))
-    assert [one.name for one in found] == ["step time", "step time by the paper", "memory", "cost"]
+    regression_summaries = list(list_regression_summaries(Estimator.fit(spec(), probe_all(Truth(), PROBES))))
+    assert [item.name for item in regression_summaries] == ["step time", "step time by the paper", "memory", "cost"]
 
 
 def test_whole_steps_have_one_with_overlap_and_one_without_and_their_probabilities() -> None:
@@ -16,7 +16,7 @@ def test_whole_steps_have_one_with_overlap_and_one_without_and_their_probabiliti
     overlapped, additive, *_ = list_regression_summaries(Estimator.fit(spec(), whole))
     assert (overlapped.name, additive.name) == ("step time, overlapped", "step time, nothing overlapped")
     assert overlapped.coefficients["level"] != additive.coefficients["level"] and "ln step time" in additive.summary
-    shares = [int(one.about.partition("weight ")[2].partition("%")[0]) for one in (overlapped, additive)]
+    shares = [int(item.about.partition("weight ")[2].partition("%")[0]) for item in (overlapped, additive)]
     assert sum(shares) in (99, 100, 101)
     assert "whole step times do not show" in additive.about
 

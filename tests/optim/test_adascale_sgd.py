@@ -69,8 +69,8 @@ def test_estimates_are_the_papers_where_each_worker_has_the_reference_batch() ->
     sigma = (g**2).sum() / (workers - 1) - workers / (workers - 1) * (mean**2).sum()
     mu = (mean**2).sum() - sigma / workers
     small, large = torch.tensor((g**2).sum() / workers), torch.tensor((mean**2).sum())
-    found = estimate_noise(small, large, samples=REFERENCE, batch=workers * REFERENCE, reference_batch=REFERENCE)
-    assert [float(value) for value in found] == pytest.approx([sigma, mu])
+    noise = estimate_noise(small, large, samples=REFERENCE, batch=workers * REFERENCE, reference_batch=REFERENCE)
+    assert [float(value) for value in noise] == pytest.approx([sigma, mu])
 
 
 def test_estimates_are_bounded() -> None:

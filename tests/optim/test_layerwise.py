@@ -238,8 +238,8 @@ def test_a_saved_state_of_half_weights_goes_on_bit_by_bit(make: Any) -> None:
     other = make(copied)
     other.load_state_dict(deepcopy(optimizer.state_dict()))
     for grad in grads[2:]:
-        for own, stepping in ((params, optimizer), (copied, other)):
-            own[0].grad = grad
+        for value, stepping in ((params, optimizer), (copied, other)):
+            value[0].grad = grad
             stepping.step()
     assert torch.equal(params[0], copied[0])
     assert all(

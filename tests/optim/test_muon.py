@@ -61,19 +61,19 @@ def test_weights_are_those_of_torchs_two_optimizers(layout: Any) -> None:
         subject.step(), muon.step(), adamw.step()
         with torch.no_grad():
             theirs.conv.weight.copy_(flat.view_as(theirs.conv.weight))
-        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(one, other)
-            assert one.shape == other.shape and one.grad.shape == other.shape
+        for first, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(first, other)
+            assert first.shape == other.shape and first.grad.shape == other.shape
     assert ours.conv.weight.is_contiguous(memory_format=layout)
 
 
 def test_it_resumes_from_its_state_bit_for_bit() -> None:
     through, broken = Net(), Net()
     broken.load_state_dict(through.state_dict())
-    one, first = built(through), built(broken)
+    item, first = built(through), built(broken)
     for seed in range(4):
         with_gradients(through, seed)
-        one.step()
+        item.step()
     for seed in range(2):
         with_gradients(broken, seed)
         first.step()

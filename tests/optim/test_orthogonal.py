@@ -57,10 +57,10 @@ def test_a_turned_update_has_its_own_length_and_the_nearest_orthogonal_direction
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     update = matrix(*shape).to(dtype) * 1e-3
-    found = turned(update)
-    assert (found.shape, found.dtype) == (update.shape, dtype)
-    assert float(found.double().norm()) == pytest.approx(float(update.double().norm()), rel=1e-2 if dtype is torch.bfloat16 else 1e-5)  # fmt: skip
-    assert cosine(found.double(), polar(update.double())) > 0.97
+    result = turned(update)
+    assert (result.shape, result.dtype) == (update.shape, dtype)
+    assert float(result.double().norm()) == pytest.approx(float(update.double().norm()), rel=1e-2 if dtype is torch.bfloat16 else 1e-5)  # fmt: skip
+    assert cosine(result.double(), polar(update.double())) > 0.97
 
 
 def test_a_long_and_a_short_update_turn_alike() -> None:
@@ -82,18 +82,18 @@ def test_matrices_that_are_multiplied_together_turn_as_each_alone() -> None:
     updates = [matrix(*shape, seed=seed) * 10.0**-seed for seed, shape in enumerate(SHAPES)]
     together = [u.clone() for u in updates]
     orthogonalize_(together)
-    for update, found in zip(updates, together, strict=True):
-        torch.testing.assert_close(found, turned(update), rtol=1e-9, atol=0)
+    for update, result in zip(updates, together, strict=True):
+        torch.testing.assert_close(result, turned(update), rtol=1e-9, atol=0)
 
 
 def test_a_gpu_fills_up_with_zeros_and_turns_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     updates = [matrix(*shape, seed=seed).float() * 10.0**-seed for seed, shape in enumerate(SHAPES)]
     monkeypatch.setattr(gradient_stats, "on_device", lambda tensor: True)
-    found = [u.clone() for u in updates]
-    orthogonalize_(found)
-    for update, one in zip(updates, found, strict=True):
-        assert float(one.norm()) == pytest.approx(float(update.norm()), rel=1e-2)
-        assert cosine(one.double(), polar(update.double())) > 0.95  # bfloat16
+    results = [u.clone() for u in updates]
+    orthogonalize_(results)
+    for update, first in zip(updates, results, strict=True):
+        assert float(first.norm()) == pytest.approx(float(update.norm()), rel=1e-2)
+        assert cosine(first.double(), polar(update.double())) > 0.95  # bfloat16
 
 
 def test_batches_have_one_shorter_side_and_a_bound_on_zeros_and_size() -> None:
@@ -205,8 +205,8 @@ def test_a_step_is_the_bases_turned() -> None:
             ours.grad = theirs.grad = matrix(*ours.shape, seed=seed)
         plain.step()
         subject.step()
-        for start, one, other in zip(before, nets[0].parameters(), nets[1].parameters(), strict=True):
-            update = one.detach() - start
+        for start, first, other in zip(before, nets[0].parameters(), nets[1].parameters(), strict=True):
+            update = first.detach() - start
             torch.testing.assert_close(other.detach() - start, turned(update) if start.ndim > 1 else update)
 
 
@@ -335,9 +335,9 @@ def test_the_update_of_any_optimizer_is_orthogonalised_at_its_length_and_its_dec
             ours.grad, theirs.grad = (matrix(*ours.shape, seed=seed) for _ in "ab")
         plain.step()
         subject.step()
-        for before, one, other in zip(start, nets[0].parameters(), nets[1].parameters(), strict=True):
+        for before, first, other in zip(start, nets[0].parameters(), nets[1].parameters(), strict=True):
             kept = before * (1 - 0.01 * 0.1) if decoupled and before.ndim > 1 else before
-            update = one.detach() - kept
+            update = first.detach() - kept
             expected = kept + (turned(update) if before.ndim > 1 else update)
             torch.testing.assert_close(other.detach(), expected, rtol=1e-6, atol=1e-9)
             assert torch.equal(other.grad, matrix(*other.shape, seed=seed)), "the gradient is the user's"

@@ -37,10 +37,10 @@ class Marked(nn.Module):
 def test_gradients_are_copied_only_where_a_loss_scale_is_divided_out(scale: float | None) -> None:
     model = Marked()
     scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=bool(scale))
-    (found,) = small_gradients(
+    (small_gradient,) = small_gradients(
         lambda n: model().sum(), model, [model.weight], counts=[1], rank=0, seed=0, scaler=scaler
     )
-    assert found is not None
-    assert (found.data_ptr() == MARKED.data_ptr()) is not bool(scale)
-    assert found.tolist() == [3.0 / (scale or 1.0)] * 4
+    assert small_gradient is not None
+    assert (small_gradient.data_ptr() == MARKED.data_ptr()) is not bool(scale)
+    assert small_gradient.tolist() == [3.0 / (scale or 1.0)] * 4
     assert MARKED.tolist() == [3.0] * 4

@@ -161,12 +161,12 @@ def test_the_small_pass_draws_from_the_seed() -> None:
 
 def test_the_small_batch_has_b_small_samples_or_what_is_available() -> None:
     for kwargs, n, high in (({}, B_SMALL, 2.0), ({"available": 2}, 2, math.sqrt(8)), ({"available": 8}, B_SMALL, 2.0)):
-        model, asked = mlp(), []
+        model, requested = mlp(), []
         opt = tula(model, refresh=1, **kwargs)
         x, y = batch(0)
         loss_of(model, x, y).backward()
-        opt.small_batch(lambda n, a=asked, m=model, x=x, y=y: a.append(n) or loss_of(m, x[:n], y[:n]))
-        assert asked == [n] and opt.setup.small_batch_size == n and opt.bounds.high == pytest.approx(high)
+        opt.small_batch(lambda n, a=requested, m=model, x=x, y=y: a.append(n) or loss_of(m, x[:n], y[:n]))
+        assert requested == [n] and opt.setup.small_batch_size == n and opt.bounds.high == pytest.approx(high)
 
 
 def test_the_small_pass_works_under_no_grad_and_autocast() -> None:
@@ -244,11 +244,11 @@ def test_start_epoch_is_about_one_epoch_where_the_usual_length_is_known() -> Non
 def test_refresh_every_k_steps_counts_through_epochs() -> None:
     model = mlp()
     opt = tula(model, refresh=3)
-    found = []
+    results = []
     for _ in range(3):
         opt.start_epoch(2)
-        found += wanted(opt, model, 2)
-    assert found == [False, False, True] * 2
+        results += wanted(opt, model, 2)
+    assert results == [False, False, True] * 2
 
 
 def test_an_unknown_epoch_length_is_an_error() -> None:
@@ -577,9 +577,9 @@ def test_another_batch_voids_the_factors_and_keeps_the_base(other: dict[str, Any
     state = copy.deepcopy(opt.state_dict())
     resumed = tula(model, **other)
     resumed.load_state_dict(state)
-    found = ags(resumed)
-    assert found["scale"] == {} and found["prev_sq"] is None
-    assert same(resumed.state_dict()["base"], state["base"]) and found["n_steps"] == STEPS + 2
+    result = ags(resumed)
+    assert result["scale"] == {} and result["prev_sq"] is None
+    assert same(resumed.state_dict()["base"], state["base"]) and result["n_steps"] == STEPS + 2
     assert wanted(resumed, model, STEPS) == [False] * (STEPS - 1) + [True]
 
 
@@ -606,14 +606,14 @@ def test_a_constant_factor_follows_the_batch() -> None:
         model = mlp()
         return TulaOptimizer(sgd(model), model=model, b_large=B_LARGE, b_small=B_SMALL, factors=Static(factor))
 
-    opt, own = made(None), made(3.0)
+    opt, value = made(None), made(3.0)
     assert opt.bounds.high == pytest.approx(math.sqrt(B_LARGE / B_SMALL))
     opt.change_batch(b_large=4 * B_LARGE, b_small=B_SMALL)
     assert opt.bounds.high == pytest.approx(2 * math.sqrt(B_LARGE / B_SMALL))
-    own.change_batch(b_large=4 * B_LARGE, b_small=B_SMALL)
-    assert own.bounds.high == 3
+    value.change_batch(b_large=4 * B_LARGE, b_small=B_SMALL)
+    assert value.bounds.high == 3
     with pytest.raises(ValueError, match="above b_large"):
-        own.change_batch(b_large=2, b_small=4)
+        value.change_batch(b_large=2, b_small=4)
 
 
 def test_a_loaded_state_drops_what_was_staged() -> None:
@@ -791,10 +791,10 @@ def test_a_small_batch_above_the_large_one_is_refused() -> None:
 
 def test_no_smaller_batch_is_the_identity_and_says_so() -> None:
     plain, wrapped = mlp(bn=True, dropout=0.2), mlp(bn=True, dropout=0.2)
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as text:
         opt = tula(wrapped, b_small=B_LARGE, steps_per_epoch=None, delta=math.inf)
     assert opt.identity is not None and str(B_LARGE) in opt.identity
-    assert [str(warning.message) for warning in said] == [opt.identity]
+    assert [str(warning.message) for warning in text] == [opt.identity]
     for model, optimizer in ((plain, sgd(plain)), (wrapped, opt)):
         torch.manual_seed(3)
         train(model, optimizer, 2 * STEPS)
@@ -835,9 +835,9 @@ def report_of(**changed: float) -> dict[str, float]:
     ],
 )
 def test_advice_is_given_where_ags_hardly_acts(changed: dict[str, float], words: list[str]) -> None:
-    found = list(advice(report_of(**changed)).values())
-    assert len(found) == len(words)
-    assert all(re.search(word, line) for word, line in zip(words, found, strict=True))
+    result = list(advice(report_of(**changed)).values())
+    assert len(result) == len(words)
+    assert all(re.search(word, line) for word, line in zip(words, result, strict=True))
 
 
 def test_advice_reads_a_report() -> None:

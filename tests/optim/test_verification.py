@@ -62,8 +62,8 @@ def test_a_preset_is_the_specs(preset: Any) -> None:
     of_spec, by_name = settings_of(Ags(preset=preset)), optim.configured(optim.PRESETS[preset])
     assert of_spec["apply_to"] == by_name["apply_to"]
     for part in ("factors", "gate"):
-        found, expected = vars(of_spec[part]), vars(by_name[part])
-        assert type(of_spec[part]) is type(by_name[part]) and same(found | {"_counts": 0}, expected | {"_counts": 0})
+        result, expected = vars(of_spec[part]), vars(by_name[part])
+        assert type(of_spec[part]) is type(by_name[part]) and same(result | {"_counts": 0}, expected | {"_counts": 0})
 
 
 @pytest.mark.parametrize("delta", [0.3, math.inf])
@@ -205,8 +205,8 @@ def assert_factors(
         old = before[k].double().expand(fresh.shape).numpy() if k in before else fresh
         expected = reference.mixed(fresh, old, way.get("scale_ema", 0.0))
         tolerance = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2**-6}[scale[k].dtype]
-        found = np.broadcast_to(scale[k].double().numpy(), expected.shape)
-        np.testing.assert_allclose(found, expected, rtol=tolerance, atol=1e-9)
+        result = np.broadcast_to(scale[k].double().numpy(), expected.shape)
+        np.testing.assert_allclose(result, expected, rtol=tolerance, atol=1e-9)
 
 
 @settings(max_examples=60)

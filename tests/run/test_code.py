@@ -193,9 +193,9 @@ def test_the_digest_does_not_depend_on_where_the_folder_is(tmp_path: Path) -> No
 
 def test_contents_cannot_pass_for_another_file(tmp_path: Path) -> None:
     write(tmp_path, a="b.py\0c")
-    one = imports.compute_digest_of_files([tmp_path / "a.py"], tmp_path)
+    digest = imports.compute_digest_of_files([tmp_path / "a.py"], tmp_path)
     write(tmp_path, a="", b="c")
-    assert imports.compute_digest_of_files([tmp_path / "a.py", tmp_path / "b.py"], tmp_path) != one
+    assert imports.compute_digest_of_files([tmp_path / "a.py", tmp_path / "b.py"], tmp_path) != digest
 
 
 def test_a_file_that_cannot_be_read_is_named(here: Path) -> None:
@@ -230,10 +230,10 @@ def test_a_snapshot_keeps_what_was_there(here: Path, run: RunDir) -> None:
     home = run.code_dir(name)
     assert copied(run, name) == {"mine.py", "pack/__init__.py"}
     assert (home / "pack" / "__init__.py").read_text() == "x = 1"
-    found = run.code(name)
-    assert found is not None
-    assert (found.name, found.workdir, found.roots) == (name, str(here), (".",))
-    assert found.modules == found.files == ("mine.py", "pack/__init__.py")
+    result = run.code(name)
+    assert result is not None
+    assert (result.name, result.workdir, result.roots) == (name, str(here), (".",))
+    assert result.modules == result.files == ("mine.py", "pack/__init__.py")
 
 
 def test_the_same_code_is_copied_once_and_edited_code_beside_it(here: Path, run: RunDir) -> None:
@@ -304,9 +304,9 @@ def test_what_is_too_large_is_linked_and_told(here: Path, run: RunDir, monkeypat
     name = take(run, job(), here)
     assert copied(run, name) == {"mine.py", "pack/__init__.py", "pack/big.py", "pack/data0.bin", "pack/data1.bin"}
     home = run.code_dir(name)
-    for left in ("data2.bin", "a_weights.bin", "images"):
-        assert (home / "pack" / left).is_symlink()
-        assert (home / "pack" / left).resolve() == (here / "pack" / left).resolve()
+    for remaining in ("data2.bin", "a_weights.bin", "images"):
+        assert (home / "pack" / remaining).is_symlink()
+        assert (home / "pack" / remaining).resolve() == (here / "pack" / remaining).resolve()
     (warning,) = run_code.choose_code(None, job(), here, keep=True).warnings
     assert warning.code == "files-too-large-to-copy"
     assert warning.values["paths"] == "pack/a_weights.bin, pack/data2.bin, pack/data3.bin and 1 more"
@@ -389,9 +389,9 @@ def test_without_git_or_a_repository_there_is_no_commit(
 ) -> None:
     monkeypatch.setenv("PATH", path)
     write(here, mine="")
-    found = run.code(take(run, job(), here))
-    assert found is not None
-    assert (found.commit, found.dirty, found.diff) == ("", False, "")
+    result = run.code(take(run, job(), here))
+    assert result is not None
+    assert (result.commit, result.dirty, result.diff) == ("", False, "")
 
 
 # --- what a submission runs
@@ -577,8 +577,8 @@ def entered(run: RunDir, task: ProbeTask, script: Path, *methods: str, **environ
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, object] = json.loads(done.stdout)
-    return found
+    data: dict[str, object] = json.loads(done.stdout)
+    return data
 
 
 @pytest.fixture
@@ -641,9 +641,9 @@ def test_a_src_folder_is_taken_from_the_snapshot(
         task = next(iter(submit(RunDir.create(run.path.parent, job(), code="x"), job(), FakeLauncher()).values()))
         run = RunDir.of(run.path.parent, job(), code="x")
     write(here, src__mine="import helper, pack\nVALUE = 4", src__helper="VALUE = 4", src__late="VALUE = 4")
-    found = run.code(task.code)
-    assert found is not None
-    assert found.roots == (".", "src")
+    result = run.code(task.code)
+    assert result is not None
+    assert result.roots == (".", "src")
     for python_path in (str(here / "src"), "src"):
         answer = entered(run, task, script, "spawn", PYTHONPATH=python_path)
         assert (answer["model"], answer["spawn"]) == (3, [3, 3, 2, 4])

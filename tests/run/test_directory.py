@@ -319,16 +319,16 @@ def test_a_small_file_is_read_with_little_memory(tmp_path: Path) -> None:
 )
 @pytest.mark.promise("the run directory", "somebody plants a link in it", "nothing is written through the link")
 def test_nothing_is_written_through_a_planted_link(tmp_path: Path, plant: Callable[[Path, Path], None]) -> None:
-    own = tmp_path / "own.txt"
-    own.write_text("the user's\n")
-    plant(tmp_path / "metrics.jsonl", own)
+    value = tmp_path / "own.txt"
+    value.write_text("the user's\n")
+    plant(tmp_path / "metrics.jsonl", value)
     for add in (lambda path: files.append_json_line(path, {}), files.open_to_append):
         with pytest.raises(CannotWrite, match=r"cannot append to .*metrics\.jsonl: it is a link"):
             add(tmp_path / "metrics.jsonl")
     draft = tmp_path / f".spec.yaml.{socket.gethostname()}.{os.getpid()}"
-    plant(draft, own)
+    plant(draft, value)
     files.write_atomic(tmp_path / "spec.yaml", "name: x\n")
-    assert own.read_text() == "the user's\n" and not draft.exists()
+    assert value.read_text() == "the user's\n" and not draft.exists()
     assert not (tmp_path / "spec.yaml").is_symlink() and (tmp_path / "spec.yaml").read_text() == "name: x\n"
 
 

@@ -43,13 +43,13 @@ def files(run: RunDir) -> dict[str, bytes]:
 
 
 def test_a_new_run_has_the_format_of_its_tula(run: RunDir) -> None:
-    told = run.path / "format"
-    assert told.read_text() == f"{RUN_FORMAT} tula {__version__}\n"
-    told.unlink()  # a run from before there were formats is of the first
+    path = run.path / "format"
+    assert path.read_text() == f"{RUN_FORMAT} tula {__version__}\n"
+    path.unlink()  # a run from before there were formats is of the first
     assert run.read_spec().name == "toy"
     with pytest.raises(OtherFormat, match="is in format 1"):
         run.save_job(run.read_spec())
-    assert not told.exists()
+    assert not path.exists()
 
 
 def test_the_run_of_each_node_type_has_a_format(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_job_of_a_newer_tula_does_not_continue_a_training_of_an_older_format(o
 
 
 def test_failures_of_an_older_format_are_read(older: RunDir) -> None:
-    (attempt,) = (one for one in older.attempts() if one.outcome == "user")
+    (attempt,) = (item for item in older.attempts() if item.outcome == "user")
     failed = older.result("probe-n002-l000256")
     assert attempt.message == "KeyError: 'label'" and attempt.rank == 0
     assert isinstance(failed, Failed) and failed.message == "KeyError: 'label'"
@@ -216,9 +216,9 @@ def test_a_link_that_meets_a_newer_format_changes_nothing_and_the_chain_is_held(
         supervise(run.path, "train-x-1", environ=environ(chain[0]))
     assert ended.value.code == 16
     assert [job["reason"] for job in slurm.jobs()] == ["None", "JobHeldUser", "JobHeldUser"]
-    told = capsys.readouterr().err
-    assert f"scontrol release {chain[1]},{chain[2]}" in told
-    assert told.count("has format 3") == 1
+    message = capsys.readouterr().err
+    assert f"scontrol release {chain[1]},{chain[2]}" in message
+    assert message.count("has format 3") == 1
     assert files(run) == before
 
 
@@ -248,8 +248,8 @@ def test_a_job_that_another_tula_runs_says_so(run: RunDir) -> None:
 
     assert notes() == ()
     run.write_attempt(make.attempt(name, number=2, start=make.START + 5, tula="0.2.0"))
-    (told,) = notes()
-    assert told.startswith(f"{name} was submitted with tula 0.1.0, and continues with tula 0.2.0")
+    (note,) = notes()
+    assert note.startswith(f"{name} was submitted with tula 0.1.0, and continues with tula 0.2.0")
     run.write_job(make.job(name))  # of a tula that did not write it down
     assert notes() == ()
 

@@ -23,8 +23,8 @@ def test_the_answer_is_that_of_a_stat(tmp_path: Path, monkeypatch: pytest.Monkey
     file = tmp_path / "a file"
     assert read_file_identity(file) is None
     file.write_text("")
-    found = file.stat()
-    assert read_file_identity(file) == (found.st_ino, found.st_mtime_ns)
+    result = file.stat()
+    assert read_file_identity(file) == (result.st_ino, result.st_mtime_ns)
     assert read_file_identity(file / "in a file") is None
 
 

@@ -77,8 +77,8 @@ def without_rights() -> Iterator[None]:
 def command(*arguments: str, capture: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     with without_rights():
         code = app.run(arguments)
-    told = capture.readouterr()
-    return code, told.out, told.err
+    output = capture.readouterr()
+    return code, output.out, output.err
 
 
 def content(run: RunDir) -> dict[str, bytes]:
@@ -94,10 +94,10 @@ def content(run: RunDir) -> dict[str, bytes]:
 def test_every_command_tells_whose_a_closed_run_is(
     name: str, theirs: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, _, told = command(name, "--run", str(theirs.path), capture=capsys)
+    code, _, message = command(name, "--run", str(theirs.path), capture=capsys)
     assert code == NotYours.exit_code == 15
-    assert f"{theirs.path} belongs to nobody: you may not read it" in told and "ask nobody" in told
-    assert "Traceback" not in told
+    assert f"{theirs.path} belongs to nobody: you may not read it" in message and "ask nobody" in message
+    assert "Traceback" not in message
 
 
 def test_what_lies_in_a_folder_that_may_not_be_searched_is_its_owners(shared: Path, theirs: RunDir) -> None:
@@ -109,11 +109,11 @@ def test_what_lies_in_a_folder_that_may_not_be_searched_is_its_owners(shared: Pa
 def test_a_list_leaves_it_out_and_says_so_once(
     shared: Path, theirs: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, told = command("list", "--run-dir", str(shared), capture=capsys)
+    code, out, message = command("list", "--run-dir", str(shared), capture=capsys)
     assert code == 0 and theirs.id not in out
-    assert told.count("not shown: a run of nobody, which you may not read") == 1
-    code, _, told = command("status", "--run-dir", str(shared), capture=capsys)
-    assert code == 2 and "(not shown: a run of nobody, which you may not read)" in told
+    assert message.count("not shown: a run of nobody, which you may not read") == 1
+    code, _, message = command("status", "--run-dir", str(shared), capture=capsys)
+    assert code == 2 and "(not shown: a run of nobody, which you may not read)" in message
 
 
 @pytest.mark.parametrize("arguments", [("status",), ("recommend", "--json"), ("recommend",), ("compare", "--show")])
@@ -122,11 +122,11 @@ def test_one_that_is_open_is_read_and_nothing_is_written(
 ) -> None:
     opened(theirs)
     before = content(theirs)
-    code, _, told = command(*arguments, "--run", str(theirs.path), capture=capsys)
-    assert "Traceback" not in told and content(theirs) == before
-    assert code == (4 if "--show" in arguments else 0), told  # nothing was compared yet
+    code, _, message = command(*arguments, "--run", str(theirs.path), capture=capsys)
+    assert "Traceback" not in message and content(theirs) == before
+    assert code == (4 if "--show" in arguments else 0), message  # nothing was compared yet
     if arguments[0] == "recommend":
-        assert "could not be stored" in told and "belongs to nobody: you may not change it" in told
+        assert "could not be stored" in message and "belongs to nobody: you may not change it" in message
 
 
 @pytest.mark.promise(
@@ -149,25 +149,25 @@ def test_what_would_write_into_it_is_refused_even_where_it_could(
         "profile": ("--yes", "--set", "search.nodes=[1,2,4]"),
         "compare": ("--yes", "--batch", "64"),
     }.get(name, ())
-    code, _, told = command(name, "--run", str(theirs.path), *options, capture=capsys)
-    assert code == 15 and f"{theirs.path} belongs to nobody: you may not change it" in told, told
-    assert "Traceback" not in told and content(theirs) == before
+    code, _, message = command(name, "--run", str(theirs.path), *options, capture=capsys)
+    assert code == 15 and f"{theirs.path} belongs to nobody: you may not change it" in message, message
+    assert "Traceback" not in message and content(theirs) == before
 
 
 def test_a_lock_and_a_record_of_another_user(shared: Path) -> None:
-    own = RunDir.create(shared, make.spec(name="own"))
-    (own.path / "lock").mkdir()
-    (own.path / "recommendation.json").write_text("{}")
-    (own.path / "recommendation.json").chmod(0o600)
+    value = RunDir.create(shared, make.spec(name="own"))
+    (value.path / "lock").mkdir()
+    (value.path / "recommendation.json").write_text("{}")
+    (value.path / "recommendation.json").chmod(0o600)
     for name in ("lock", "recommendation.json"):
-        give(own.path / name)
-    with without_rights(), pytest.raises(NotYours, match=f"{own.path}/lock belongs to nobody"):
-        own.lock.acquire()
+        give(value.path / name)
+    with without_rights(), pytest.raises(NotYours, match=f"{value.path}/lock belongs to nobody"):
+        value.lock.acquire()
     with (
         without_rights(),
         pytest.raises(NotYours, match=r"recommendation\.json belongs to nobody: you may not read it"),
     ):
-        own.recommendation()
+        value.recommendation()
 
 
 def test_ones_own_run_is_the_newest_and_a_name_in_a_sticky_folder_stays(shared: Path, theirs: RunDir) -> None:
@@ -175,17 +175,17 @@ def test_ones_own_run_is_the_newest_and_a_name_in_a_sticky_folder_stays(shared: 
     opened(theirs)
     with without_rights():
         assert RunDir.newest(shared).id == theirs.id
-        own = RunDir.create(shared, make.spec(name="own"))  # `latest` is another's, and cannot be replaced
-        assert RunDir.newest(shared).id == own.id
+        value = RunDir.create(shared, make.spec(name="own"))  # `latest` is another's, and cannot be replaced
+        assert RunDir.newest(shared).id == value.id
     assert (shared / "latest").read_text().strip() == theirs.id
 
 
 def test_what_is_closed_otherwise_is_no_other_users(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = RunDir.create(shared, make.spec())
-    own.path.chmod(0)
-    with without_rights(), pytest.raises(SpecError, match=r"no permission to read .*") as told:
-        RunDir.open(own.path)
-    assert "chmod" in told.value.hint
+    value = RunDir.create(shared, make.spec())
+    value.path.chmod(0)
+    with without_rights(), pytest.raises(SpecError, match=r"no permission to read .*") as error:
+        RunDir.open(value.path)
+    assert "chmod" in error.value.hint
     closed = shared / "closed"
     closed.mkdir(mode=0o755)
     give(closed)

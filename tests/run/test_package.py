@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     (tmp_path / "a run").mkdir()
-    found = package.keep_package(tmp_path / "a run")
-    assert found is not None
-    return found
+    result = package.keep_package(tmp_path / "a run")
+    assert result is not None
+    return result
 
 
 def python(program: str, place: Path | None, folder: Path, *arguments: object) -> str:
@@ -65,8 +65,8 @@ def test_what_goes_with_scripts_is_copied_out_of_an_archive_too(place: Path, tmp
         "methods.copy_shim(run); methods.copy_optim(run); print(package.find_package_archive(run))"
     )
     assert python(program, place, tmp_path, tmp_path / "archive") == "None"
-    left, right = (
+    remaining, right = (
         {str(path.relative_to(tmp_path / name)): path.read_bytes() for path in (tmp_path / name).rglob("*.py")}
         for name in ("folder", "archive")
     )
-    assert left == right and len(left) > 20
+    assert remaining == right and len(remaining) > 20

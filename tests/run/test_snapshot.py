@@ -127,7 +127,7 @@ def test_a_copy_has_no_jobs_until_it_submits_its_own(run, tmp_path):
     shutil.copytree(run.path, copy.path)
     linked = RunDir(tmp_path / "linked")
     linked.path.symlink_to(run.path)
-    assert [found.id for found in run.jobs()] == [found.id for found in linked.jobs()] == [job]
+    assert [result.id for result in run.jobs()] == [outcome.id for outcome in linked.jobs()] == [job]
     assert copy.jobs() == [] and copy.job(job) is None
     (words,) = copy.read().job_warnings
     assert words.values["original"] == str(run.path) and not run.read().job_warnings

@@ -56,12 +56,12 @@ def test_a_file_system_that_is_really_full_is_told_and_has_room_for_an_ending(tm
     command = ["unshare", "--map-root-user", "--mount", "sh", "-c", mounted, "sh", sys.executable, "-c", FULL_DISK]
     ended = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
-    told = json.loads(ended.stdout)
-    assert (told["empty"], told["full"]) == (0, errno.ENOSPC)
-    assert told["total"] == 2**18 and told["missing"] == 2**20 - (2**18 - shortages.RESERVE_BYTES)
+    data = json.loads(ended.stdout)
+    assert (data["empty"], data["full"]) == (0, errno.ENOSPC)
+    assert data["total"] == 2**18 and data["missing"] == 2**20 - (2**18 - shortages.RESERVE_BYTES)
     free = f"0.234 MiB of 0.250 MiB are free on the disk of {tmp_path}"
-    assert told["words"] == f"{free}, 1.00 MiB are needed, so 0.766 MiB are missing"
-    assert (told["before"], told["after"]) == (False, 5000)
+    assert data["words"] == f"{free}, 1.00 MiB are needed, so 0.766 MiB are missing"
+    assert (data["before"], data["after"]) == (False, 5000)
 
 
 @pytest.mark.parametrize(
@@ -76,16 +76,18 @@ def test_a_file_system_that_is_really_full_is_told_and_has_room_for_an_ending(tm
     ],
 )
 def test_what_the_file_system_says_has_its_class(code: int, kind: type, outcome: str, tmp_path: Path) -> None:
-    said = OSError(code, os.strerror(code), str(tmp_path / "a.json"))
-    told = files.write_error(tmp_path / "a.json", said)
-    assert type(told) is kind and os.strerror(code) in told.message and told.hint
-    assert classify_failure(f"Traceback (most recent call last):\nOSError: {said}\n") == outcome
-    assert classify_failure(f"Traceback (most recent call last):\ntula_cli.errors.{kind.__name__}: {told}\n") == outcome
+    text = OSError(code, os.strerror(code), str(tmp_path / "a.json"))
+    error = files.write_error(tmp_path / "a.json", text)
+    assert type(error) is kind and os.strerror(code) in error.message and error.hint
+    assert classify_failure(f"Traceback (most recent call last):\nOSError: {text}\n") == outcome
+    assert (
+        classify_failure(f"Traceback (most recent call last):\ntula_cli.errors.{kind.__name__}: {error}\n") == outcome
+    )
 
 
 def test_a_folder_that_is_not_ones_own_is_neither(tmp_path: Path) -> None:
-    told = files.write_error(tmp_path / "a.json", OSError(errno.EACCES, os.strerror(errno.EACCES)))
-    assert type(told) is CannotWrite and "another folder" in told.hint
+    error = files.write_error(tmp_path / "a.json", OSError(errno.EACCES, os.strerror(errno.EACCES)))
+    assert type(error) is CannotWrite and "another folder" in error.hint
 
 
 def test_torchs_own_error_about_writing_is_a_full_disk() -> None:
@@ -112,15 +114,15 @@ def test_a_quota_is_found_by_trying(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_a_process_said_tells_the_folder() -> None:
-    said = "OSError: [Errno 28] No space left on device: '/dev/shm/x/model.pt'"
-    assert shortages.parse_shortage(said, ()).folder == "/dev/shm/x"
+    message = "OSError: [Errno 28] No space left on device: '/dev/shm/x/model.pt'"
+    assert shortages.parse_shortage(message, ()).folder == "/dev/shm/x"
     quota = shortages.parse_shortage("OSError: [Errno 122] Disk quota exceeded", [Path("/dev/shm")])
     assert quota.quota and quota.description == "the disk quota for /dev/shm is used up"
 
 
 def test_a_file_system_without_files_left_is_told_so() -> None:
-    found = Shortage(folder="/scratch", free=2**30, total=2**40, files_free=0)
-    assert "no more files" in found.description
+    shortage = Shortage(folder="/scratch", free=2**30, total=2**40, files_free=0)
+    assert "no more files" in shortage.description
 
 
 def test_there_is_room_again(tmp_path: Path) -> None:

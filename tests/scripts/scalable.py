@@ -92,8 +92,8 @@ def backward(step):
         last = part == arguments.accumulate - 1
         if not arguments.alone:
             model.require_backward_grad_sync = last or arguments.sync_each
-        own = slice(part * micro, (part + 1) * micro)
-        loss = loss_of(net if arguments.within else model, x[own], y[own]) / arguments.accumulate
+        value = slice(part * micro, (part + 1) * micro)
+        loss = loss_of(net if arguments.within else model, x[value], y[value]) / arguments.accumulate
         scaler.scale(loss * float("inf") if arguments.scaler and step == 1 and last else loss).backward()
     if arguments.own_reduction:
         for parameter in net.parameters():

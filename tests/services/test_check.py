@@ -224,14 +224,14 @@ def test_more_ranks_than_cores_are_a_warning(found):
 
 def test_values_that_hardly_go_together_are_warnings(found):
     late = {"kind": "multistep", "milestones": [1, 10, 1000]}
-    told = check(spec(train={"epochs": 10, "workers": 200}, schedule=late)).warnings
-    assert values(told, "milestones-after-end") == {"milestones": [10, 1000], "epochs": 10}
-    assert values(told, "too-many-loader-processes") == {"workers": 200, "processes": 200, "cores": 2}
+    warnings = check(spec(train={"epochs": 10, "workers": 200}, schedule=late)).warnings
+    assert values(warnings, "milestones-after-end") == {"milestones": [10, 1000], "epochs": 10}
+    assert values(warnings, "too-many-loader-processes") == {"workers": 200, "processes": 200, "cores": 2}
     small = check(spec(train={"epochs": 10, "method": "ags"}, ags={"b_small": 64}, search={"max_batch": 128})).warnings
     assert messages.batch_not_scaled(b_small=64, batches=[32, 64], method="ags") in small
     short = {"name": "AdamW", "lr": 0.1, "beta2_half_life": 100}
-    told = check(spec(optimizer=short, train={"epochs": 10, "reference_batch": 128})).warnings
-    assert messages.beta2_half_life_below_batch(half_life=100.0, reference_batch=128) in told
+    warnings = check(spec(optimizer=short, train={"epochs": 10, "reference_batch": 128})).warnings
+    assert messages.beta2_half_life_below_batch(half_life=100.0, reference_batch=128) in warnings
     grown = {"epochs": 10, "method": "lrs", "ramp": [{"epochs": 1, "batch": 512}]}
     unplaced = check(spec(train=grown, search={"max_batch": 128}))
     assert codes(unplaced.problems) == ["nodes-unusable-for-stages"]
@@ -268,8 +268,8 @@ def test_more_than_the_cap_is_a_problem(found):
 
 
 def test_a_collective_that_training_does_not_use_is_a_warning(found):
-    told = check(spec(cluster={"collective": "parameter_server"})).warnings
-    assert codes(told).count("parameter-server-collective") == 1
+    warnings = check(spec(cluster={"collective": "parameter_server"})).warnings
+    assert codes(warnings).count("parameter-server-collective") == 1
     assert "parameter-server-collective" not in codes(check(spec(cluster={"collective": "tree"})).warnings)
 
 
@@ -465,9 +465,9 @@ def nodes(tmp_path, monkeypatch) -> Nodes:
 def test_nodes_as_they_should_be_are_no_problem(nodes):
     nodes.report()
     assert nodes.watch() == []
-    found = nodes.conclude()
-    assert (found.problems, found.warnings) == ((), ())
-    assert [node.host for node in found.report.nodes] == ["n1", "n2"]
+    result = nodes.conclude()
+    assert (result.problems, result.warnings) == ((), ())
+    assert [node.host for node in result.report.nodes] == ["n1", "n2"]
 
 
 @pytest.mark.parametrize(
@@ -503,9 +503,9 @@ def test_a_file_that_appears_late_is_no_problem(nodes, monkeypatch):
 def test_a_node_without_a_gpu_is_a_problem_where_gpus_are_wanted(tmp_path, nodes, device, problems):
     wanted = Nodes(tmp_path / device, spec(cluster={**SLURM, "device": device}))
     wanted.report(second={"gpus": (), "gpu_memory": None, "driver": ""})
-    found = wanted.conclude()
-    assert len(found.problems) == problems
-    assert all(problem == messages.no_gpu_visible(hosts="n2") for problem in found.problems)
+    result = wanted.conclude()
+    assert len(result.problems) == problems
+    assert all(problem == messages.no_gpu_visible(hosts="n2") for problem in result.problems)
 
 
 def test_no_gpu_at_all_is_a_warning_where_any_device_will_do(tmp_path, nodes):
@@ -513,8 +513,8 @@ def test_no_gpu_at_all_is_a_warning_where_any_device_will_do(tmp_path, nodes):
     for device, problems, warnings in (("auto", 0, 1), ("cuda", 1, 0), ("cpu", 0, 0)):
         wanted = Nodes(tmp_path / device, spec(cluster={**SLURM, "device": device}))
         wanted.report(without, without)
-        found = wanted.conclude()
-        assert (len(found.problems), len(found.warnings)) == (problems, warnings)
+        result = wanted.conclude()
+        assert (len(result.problems), len(result.warnings)) == (problems, warnings)
 
 
 def test_ranks_that_share_a_gpu_are_a_problem(tmp_path, nodes):
@@ -554,10 +554,10 @@ def test_what_the_nodes_told_before_the_network_ended_the_ranks_is_not_lost(node
     nodes.run.checks.write_draft(make.cluster_report(nodes.run, nodes.task, {}, {"dataset": False}))
     nodes.ends(outcome="signal", message="killed by SIGABRT")
     nodes.log(0, 1)
-    found = nodes.conclude()
-    assert [node.host for node in found.report.nodes] == ["n1", "n2"]
-    assert values(found.problems, "cannot-read-dataset")["hosts"] == "n2"
-    assert "SIGABRT" in values(found.problems, "ranks-cannot-communicate")["reason"]
+    result = nodes.conclude()
+    assert [node.host for node in result.report.nodes] == ["n1", "n2"]
+    assert values(result.problems, "cannot-read-dataset")["hosts"] == "n2"
+    assert "SIGABRT" in values(result.problems, "ranks-cannot-communicate")["reason"]
 
 
 @pytest.mark.parametrize(
@@ -573,9 +573,9 @@ def test_what_the_nodes_told_before_the_network_ended_the_ranks_is_not_lost(node
 )
 def test_what_spoils_measurements_is_a_warning(nodes, second, expected):
     nodes.report(second=second)
-    found = nodes.conclude()
-    assert found.problems == ()
-    assert found.warnings == (expected,)
+    result = nodes.conclude()
+    assert result.problems == ()
+    assert result.warnings == (expected,)
 
 
 def test_clocks_less_than_a_second_apart_will_do(nodes):
@@ -586,9 +586,9 @@ def test_clocks_less_than_a_second_apart_will_do(nodes):
 def test_a_dataset_that_is_still_to_be_downloaded_is_a_warning(tmp_path, nodes):
     wanted = Nodes(tmp_path / "x", spec(cluster=SLURM, dataset={"name": "CIFAR10", "root": "none", "download": True}))
     wanted.report({"dataset": False}, {"dataset": False})
-    found = wanted.conclude()
-    assert found.problems == ()
-    assert codes(found.warnings) == ["dataset-not-downloaded"]
+    result = wanted.conclude()
+    assert result.problems == ()
+    assert codes(result.warnings) == ["dataset-not-downloaded"]
 
 
 # --- its job
@@ -762,8 +762,8 @@ def test_tula_cancel_ends_the_waiting(nodes):
 
 
 def offer(monkeypatch, **sizes: int) -> None:
-    found = [Partition(n, n == "main", True, 60, None, (NodeKind(size, 4, 0, ()),)) for n, size in sizes.items()]
-    monkeypatch.setattr(site, "list_partitions", lambda: tuple(found))
+    results = [Partition(n, n == "main", True, 60, None, (NodeKind(size, 4, 0, ()),)) for n, size in sizes.items()]
+    monkeypatch.setattr(site, "list_partitions", lambda: tuple(results))
 
 
 @pytest.mark.parametrize(("searched", "nodes"), [([1, 2], 2), ([4, 8], 4), ([1], 2), ([8, 3], 3)])
@@ -792,11 +792,11 @@ def test_nodes_are_taken_as_wanted_where_nobody_knows_the_partition(monkeypatch)
 
 def test_of_a_script_nothing_is_told_that_it_decides_by_itself():
     on_slurm = {"cluster": {"kind": "slurm", "slurm": {"minutes": 60, "cpus_per_task": 8}}}
-    own = JobSpec.model_validate({**make.script_spec(epochs=1).model_dump(), **on_slurm})
+    value = JobSpec.model_validate({**make.script_spec(epochs=1).model_dump(), **on_slurm})
     assert "tf32" in check(spec(**on_slurm), online=False).settings[0]
-    assert check(own, online=False).settings == ()
+    assert check(value, online=False).settings == ()
     with pytest.raises(SpecError, match="tula cannot build its model"):
-        estimate(own, inspector=lambda _: pytest.fail("built something"))
+        estimate(value, inspector=lambda _: pytest.fail("built something"))
 
 
 def own_job(command: str, **sections) -> JobSpec:
@@ -808,8 +808,8 @@ def test_a_program_that_is_missing_is_told_before_anything_starts():
     with pytest.raises(SpecError, match="there is no program torchrunn on this machine"):
         check(own_job("torchrunn train.py -b {local_batch}"))
     on_slurm = {"cluster": {"kind": "slurm", "slurm": {"minutes": 60}}}
-    found = check(own_job("torchrunn train.py -b {local_batch}", **on_slurm))
-    assert "torchrunn" in values(found.warnings, "inspection-warning")["text"]
+    result = check(own_job("torchrunn train.py -b {local_batch}", **on_slurm))
+    assert "torchrunn" in values(result.warnings, "inspection-warning")["text"]
     for command in (
         "train.py -b {local_batch}",
         f"{sys.executable} train.py -b {{local_batch}}",
@@ -838,18 +838,18 @@ def test_a_python_without_torch_is_told_before_anything_starts(tmp_path, name, f
 )
 def test_gradients_of_one_gpu_cannot_be_scaled_in_a_script(nodes, gpus, method, other_nodes):
     search, cluster = {"nodes": nodes, "max_batch": 64}, {"gpus_per_node": gpus}
-    own = own_job("train.py -b {local_batch}", train={"method": method}, search=search, cluster=cluster)
-    told = [warning for warning in check(own, online=False).warnings if warning.code == "ags-on-one-rank"]
+    value = own_job("train.py -b {local_batch}", train={"method": method}, search=search, cluster=cluster)
+    message = [warning for warning in check(value, online=False).warnings if warning.code == "ags-on-one-rank"]
     expected = messages.ags_on_one_rank(nodes=[1], other_nodes=other_nodes or [])
-    assert told == ([] if other_nodes is None else [expected])
+    assert message == ([] if other_nodes is None else [expected])
 
 
 def test_what_an_interruption_of_a_script_costs_is_told(tmp_path):
-    own = own_job("train.py -b {local_batch}")
-    run = RunDir.create(tmp_path, own)
-    assert "the script cannot resume (no script.resume)" in check(own, run=run).interruption
+    value = own_job("train.py -b {local_batch}")
+    run = RunDir.create(tmp_path, value)
+    assert "the script cannot resume (no script.resume)" in check(value, run=run).interruption
     assert check(spec(), online=False).interruption == ""
-    text = "\n".join(str(part) for part in show_check.render_check(check(own, run=run), {}))
+    text = "\n".join(str(part) for part in show_check.render_check(check(value, run=run), {}))
     assert "checkpoints: the script cannot resume" in text
 
 
@@ -864,7 +864,7 @@ def test_the_figures_of_an_adaptive_search_are_told_to_be_those_of_its_first_rou
 )
 def test_auto_is_a_sweep_where_it_takes_little_of_the_training_and_else_adaptive(found, epochs, expected):
     job = spec(search={"strategy": "auto", "nodes": [1, 2, 4]}, train={"epochs": epochs})
-    assert [(one.nodes, len(one.batches)) for one in check(job).jobs] == expected
+    assert [(item.nodes, len(item.batches)) for item in check(job).jobs] == expected
     first_round = messages.adaptive_first_round(chosen_by_auto=True)
     assert (first_round in check(job).warnings) == (epochs == 1)
     assert len(check(job, online=False).jobs) == 0, "the size of the dataset is not known"

@@ -132,9 +132,9 @@ def test_a_row_may_keep_the_half_life_of_the_second_moment_which_a_script_has_fo
 def test_robust_keeps_of_the_jobs_own_scaling_what_optimizer_and_ranks_need(run: RunDir) -> None:
     kept = {"apply_to": "update", "exclude": ["norms"]}
     spec = make.spec(**SPEC, ags={"delta": 0.2, **kept})
-    own = services_compare.make_job_of_cell(spec, "robust", 5)
-    assert own.train.method == "ags" and own.ags.resolved() != spec.ags.resolved()
-    assert own.ags.resolved() == make.spec(ags={"preset": "robust", **kept}).ags.resolved()
+    job = services_compare.make_job_of_cell(spec, "robust", 5)
+    assert job.train.method == "ags" and job.ags.resolved() != spec.ags.resolved()
+    assert job.ags.resolved() == make.spec(ags={"preset": "robust", **kept}).ags.resolved()
 
 
 def test_the_plain_large_batch_is_plain_whatever_the_job_scales() -> None:
@@ -147,11 +147,11 @@ def test_the_plain_large_batch_is_plain_whatever_the_job_scales() -> None:
 def test_a_batch_grows_in_the_rows_of_method_ramp_alone() -> None:
     stages = [{"epochs": 1, "batch": 32}]
     spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "lrs", "ramp": stages}})
-    found = {
+    results = {
         name: services_compare.make_job_of_cell(spec, name, 5).train.stages for name in ("ramp", "lrs", "lbt", "ags")
     }
-    (stage,) = found.pop("ramp")
-    assert stage.batch == 32 and set(found.values()) == {None}
+    (stage,) = results.pop("ramp")
+    assert stage.batch == 32 and set(results.values()) == {None}
     plain = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "lrs"}})
     assert services_compare.make_job_of_cell(plain, "ramp", 5).train.stages == "auto"
 
@@ -183,7 +183,7 @@ OF_METHODS = {
 def default_grid(tmp_path: Path, *, batch: int = 512, **changes: dict[str, Any]) -> tuple[JobSpec, Grid]:
     """Return a job of 32 -> 512 with the grid of a comparison that names nothing but the batch."""
     base = {**SPEC, "train": {**SPEC["train"], "epochs": 20, "method": "ramp"}}
-    spec = make.spec(**{**base, **{name: {**base.get(name, {}), **own} for name, own in changes.items()}})
+    spec = make.spec(**{**base, **{name: {**base.get(name, {}), **value} for name, value in changes.items()}})
     run = RunDir.create(tmp_path / "tula-runs", spec)
     return spec, session.complete_grid(ComparisonRequest(batches=(batch,)), Run(run.path, spec), None)
 
@@ -191,7 +191,7 @@ def default_grid(tmp_path: Path, *, batch: int = 512, **changes: dict[str, Any])
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"optimizer": {"name": name, "lr": 0.01, **own}} for name, own in OPTIMIZERS),
+        *({"optimizer": {"name": name, "lr": 0.01, **value}} for name, value in OPTIMIZERS),
         *({"optimizer": {"name": of}, "train": {"method": method}} for method, of in OF_METHODS.items()),
         *({"optimizer": {"name": of}, "train": {"method": "lbt", "parallel": "fsdp"}} for of in ("SGD", "AdamW")),
         {"optimizer": {"name": "AdamW"}, "train": {"epochs": 4}},
@@ -203,11 +203,11 @@ def default_grid(tmp_path: Path, *, batch: int = 512, **changes: dict[str, Any])
 )
 def test_without_methods_every_job_has_rows_that_fit_with_its_own(tmp_path: Path, changes: dict[str, Any]) -> None:
     spec, grid = default_grid(tmp_path, **changes)
-    own = make_row_of_job(spec)
-    assert {"lbt", own} <= set(grid.methods) and len(grid.methods) <= 4
+    value = make_row_of_job(spec)
+    assert {"lbt", value} <= set(grid.methods) and len(grid.methods) <= 4
     assert grid.rows(32)[0] == ("lbt", 32) and ("lbt-x4", 512) in grid.rows(32), "one control"
     services_compare._require_fitting_methods(spec, grid)
-    made = services_compare.make_job_of_cell(spec, own, spec.train.seed)
+    made = services_compare.make_job_of_cell(spec, value, spec.train.seed)
     assert compute_train_signature(made, nodes=1, batch=512) == compute_train_signature(spec, nodes=1, batch=512), (
         "as the job trains"
     )
@@ -256,18 +256,18 @@ def test_a_gap_is_over_the_seeds_of_both(run: RunDir) -> None:
     for cell in planned.comparison.cells:
         if (cell.method, cell.seed) != ("lrs", 5):
             trainings.submit_cell(run, cell, launcher, inspect=inspect)
-    found = row(table(run, planned.comparison), "lrs", 256)
-    assert found.top1.n == 1 and found.gap == pytest.approx(5.0)
-    assert found.recovered is None, "of one seed in common no noise is known"
+    result = row(table(run, planned.comparison), "lrs", 256)
+    assert result.top1.n == 1 and result.gap == pytest.approx(5.0)
+    assert result.recovered is None, "of one seed in common no noise is known"
     whole = row(table(run, planned.comparison), "ags", 256)
     assert (whole.gap, whole.recovered) == (pytest.approx(0.0), pytest.approx(1.0))
 
 
 def test_a_diverged_seed_has_no_loss_to_compare(run: RunDir) -> None:
     report = trained(run, Trains(classes=False, diverges=("lrs",)))
-    found = row(report, "lrs", 256)
-    assert (found.seeds, found.gap, found.recovered) == (0, None, None)
-    assert found.count("diverged") == 2
+    result = row(report, "lrs", 256)
+    assert (result.seeds, result.gap, result.recovered) == (0, None, None)
+    assert result.count("diverged") == 2
 
 
 @pytest.mark.parametrize(
@@ -355,9 +355,9 @@ def test_a_cancelled_training_ends_the_grid(run: RunDir) -> None:
 def test_a_diverged_training_is_over_without_a_number_and_not_tried_again(run: RunDir) -> None:
     launcher = Trains(diverges=("lbt-x4",))
     report = trained(run, launcher)
-    found = row(report, "lbt-x4", 256)
-    assert [cell.state for cell in found.cells] == ["diverged", "diverged"]
-    assert found.seeds == 0 and found.top1 is found.loss is found.gap is found.recovered is None
+    result = row(report, "lbt-x4", 256)
+    assert [cell.state for cell in result.cells] == ["diverged", "diverged"]
+    assert result.seeds == 0 and result.top1 is result.loss is result.gap is result.recovered is None
     assert report.complete and not plan(run).missing
     diverged = messages.job_ended(job="lbt-x4, batch 256, seed 5", state="diverged", reason=launcher.DIVERGED)
     assert diverged in report.warnings
@@ -369,9 +369,9 @@ def test_an_evaluation_that_is_not_finite_counts_with_its_accuracy(run: RunDir) 
     trainings.submit_cell(run, cell, launcher, inspect=inspect)
     summary = run.training(cell.signature).summary()
     run.write_summary(summary.model_copy(update={"metrics": {"top1": 10.0, "top5": 50.0}}))
-    found = row(table(run, planned.comparison), "lbt-x4", 256)
-    assert found.cells[0].state == "diverged"
-    assert found.top1 == accuracy.SeedStatistics(10.0, None, 1) and found.loss is None
+    result = row(table(run, planned.comparison), "lbt-x4", 256)
+    assert result.cells[0].state == "diverged"
+    assert result.top1 == accuracy.SeedStatistics(10.0, None, 1) and result.loss is None
 
 
 def test_nothing_is_started_that_will_not_end_in_time(run: RunDir) -> None:
@@ -458,41 +458,44 @@ def test_samples_of_branches_are_seen_too(run: RunDir) -> None:
     cell = next(cell for cell in comparison.cells if (cell.method, cell.batch, cell.seed) == ("lrs", 256, 5))
     branches = (make.branch("lbt", samples=300), make.branch("x2", samples=400))
     run.write_tuning(make.tuning(branches).model_copy(update={"signature": cell.signature}))
-    found = row(table(run, comparison), "lrs", 256)
-    assert [own.samples for own in found.cells] == [8700, 8000] and found.samples == 8350
+    result = row(table(run, comparison), "lrs", 256)
+    assert [value.samples for value in result.cells] == [8700, 8000] and result.samples == 8350
 
 
 def test_a_gap_within_the_noise_cannot_be_recovered() -> None:
-    near, far, own = (
+    near, far, seed_statistics = (
         accuracy.SeedStatistics(80.0, 3.0, 2),
         accuracy.SeedStatistics(80.0, 0.1, 2),
         accuracy.SeedStatistics(82.0, 1.0, 2),
     )
     reference = accuracy.SeedStatistics(82.0, 3.0, 2)
-    assert accuracy.compute_recovered_share(reference, near, own, "top1") is None  # standard error of the difference: 3
-    assert accuracy.compute_recovered_share(accuracy.SeedStatistics(83.5, 3.0, 2), near, own, "top1") == pytest.approx(
-        2 / 3.5
-    )
-    assert accuracy.compute_recovered_share(accuracy.SeedStatistics(82.0, 0.1, 2), far, own, "top1") == pytest.approx(
-        1.0
-    )
+    assert (
+        accuracy.compute_recovered_share(reference, near, seed_statistics, "top1") is None
+    )  # standard error of the difference: 3
+    assert accuracy.compute_recovered_share(
+        accuracy.SeedStatistics(83.5, 3.0, 2), near, seed_statistics, "top1"
+    ) == pytest.approx(2 / 3.5)
+    assert accuracy.compute_recovered_share(
+        accuracy.SeedStatistics(82.0, 0.1, 2), far, seed_statistics, "top1"
+    ) == pytest.approx(1.0)
     assert (
         accuracy.compute_recovered_share(
-            accuracy.SeedStatistics(82.0, None, 1), accuracy.SeedStatistics(80.0, 0.1, 2), own, "top1"
+            accuracy.SeedStatistics(82.0, None, 1), accuracy.SeedStatistics(80.0, 0.1, 2), seed_statistics, "top1"
         )
         is None
     ), "noise unknown"
     assert (
-        accuracy.compute_recovered_share(reference, accuracy.SeedStatistics(90.0, 0.0, 2), own, "top1") is None
+        accuracy.compute_recovered_share(reference, accuracy.SeedStatistics(90.0, 0.0, 2), seed_statistics, "top1")
+        is None
     )  # no gap at all
 
 
 def test_without_classes_the_loss_is_compared(run: RunDir) -> None:
     report = trained(run, Trains(classes=False))
     assert report.metric == "loss"
-    found = row(report, "lrs", 256)
-    assert found.top1 is None and found.loss is not None and found.loss.mean == pytest.approx(1.4)
-    assert (found.gap, found.recovered) == (pytest.approx(0.5), pytest.approx(0.5))
+    result = row(report, "lrs", 256)
+    assert result.top1 is None and result.loss is not None and result.loss.mean == pytest.approx(1.4)
+    assert (result.gap, result.recovered) == (pytest.approx(0.5), pytest.approx(0.5))
 
 
 def test_a_partial_table_tells_what_is_missing(run: RunDir) -> None:
@@ -645,8 +648,8 @@ def test_a_training_that_waits_for_another_job_of_the_machine_says_so(run: RunDi
     )
     launcher.says = {f"train-{cell.signature}": "pending" for cell in planned.comparison.cells}
     steps = trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect, clock=lambda: next(ticks))
-    told = [live.describe_comparison(now) for now in itertools.islice(steps, 5)]
-    assert ["waiting for another tula job" in text for text in told] == [False, False, False, True, True]
+    message = [live.describe_comparison(now) for now in itertools.islice(steps, 5)]
+    assert ["waiting for another tula job" in text for text in message] == [False, False, False, True, True]
 
 
 def test_post_local_sgd_alone_is_said_to_be_nothing(run: RunDir) -> None:
@@ -685,7 +688,7 @@ def test_methods_of_a_script_are_compared_by_its_own_metric(tmp_path: Path) -> N
     assert plain.metrics["best_loss"].mean == pytest.approx(0.9 - 0.705) and plain.seeds == 2
     shown = list(show_compare.render_comparison(report, width=80, color=False))
     assert any("acc lost against lbt at batch 32" in str(line) for line in shown)
-    assert list(report.frame()["acc_mean"]) == pytest.approx([found.metrics["acc"].mean for found in report.rows])
+    assert list(report.frame()["acc_mean"]) == pytest.approx([result.metrics["acc"].mean for result in report.rows])
 
 
 def test_a_metric_of_a_script_whose_least_is_best_is_lost_upwards(tmp_path: Path) -> None:
@@ -704,22 +707,22 @@ def test_a_script_whose_last_value_is_no_number_has_diverged(tmp_path: Path) -> 
     spec = script_job()
     report = compared(tmp_path, TrainsScripts(), spec, methods=("lbt",), seeds=1, controls=False)
     run = RunDir(next((tmp_path / "tula-runs").glob("own-*")))
-    cell = next(found.cells[0].cell for found in report.rows if found.batch == 128)
+    cell = next(outcome.cells[0].cell for outcome in report.rows if outcome.batch == 128)
     kept = run.training(cell.signature).summary()
     run.write_summary(kept.model_copy(update={"metrics": {"best_acc": 0.8, "best_loss": 0.1}}))
     comparison = services_compare.plan_comparison(
         Run(run.path, spec), Grid(("lbt",), (64, 128), 1, 1, controls=False), inspect=inspect, now=1.0
     ).comparison
-    found = row(accuracy.build_compare_report(Run(run.path, spec), comparison), "lbt", 128)
-    assert (found.cells[0].state, found.gap) == ("diverged", None)
-    (told,) = accuracy.build_compare_report(Run(run.path, spec), comparison).warnings
-    assert (told.code, told.values["state"]) == ("job-ended", "diverged")
+    result = row(accuracy.build_compare_report(Run(run.path, spec), comparison), "lbt", 128)
+    assert (result.cells[0].state, result.gap) == ("diverged", None)
+    (message,) = accuracy.build_compare_report(Run(run.path, spec), comparison).warnings
+    assert (message.code, message.values["state"]) == ("job-ended", "diverged")
 
 
 def test_a_script_without_a_metric_is_not_compared(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"no script\.metric") as told:
+    with pytest.raises(SpecError, match=r"no script\.metric") as error:
         compared(tmp_path, TrainsScripts(), script_job(metric={}))
-    assert "script.metric: {top1:" in told.value.hint
+    assert "script.metric: {top1:" in error.value.hint
 
 
 def test_seeds_of_a_script_have_to_reach_it(tmp_path: Path) -> None:
@@ -732,8 +735,8 @@ def test_seeds_of_a_script_have_to_reach_it(tmp_path: Path) -> None:
         grid.seeds == 1
         and session.complete_grid(ComparisonRequest(batches=(64,)), Run(run.path, script_job()), None).seeds == 3
     )
-    (told,) = services_compare.plan_comparison(Run(run.path, without), grid, inspect=inspect, now=1.0).warnings
-    assert told.code == "one-seed-only"
+    (message,) = services_compare.plan_comparison(Run(run.path, without), grid, inspect=inspect, now=1.0).warnings
+    assert message.code == "one-seed-only"
 
 
 @pytest.mark.parametrize("of_script", [True, False])
@@ -755,10 +758,10 @@ def test_batches_that_are_not_above_the_reference_are_named(
     spec = script_job() if of_script else make.spec(train={"epochs": 2, "reference_batch": 32})
     assert spec.train.reference_batch == 32
     run = RunDir.create(tmp_path, spec)
-    told = services_compare.plan_comparison(
+    warnings = services_compare.plan_comparison(
         Run(run.path, spec), Grid(("lbt", "lrs"), batches, 1, 1), inspect=inspect, now=1.0
     ).warnings
-    named = [warning.values for warning in told if warning.code == "batch-not-above-reference"]
+    named = [warning.values for warning in warnings if warning.code == "batch-not-above-reference"]
     assert [values["batch"] for values in named] == list(below)
     assert all((values["key"] == "script.reference.batch") == of_script for values in named)
 
@@ -772,8 +775,8 @@ def test_methods_of_a_script_are_those_that_run_on_it() -> None:
     assert services_compare.list_default_rows(own_scaling, nodes=2).methods == ("lbt", "ags")
     grid = session.complete_grid(ComparisonRequest(batches=(64,)), Run(Path("x"), own_scaling), None)
     assert not grid.controls, "there is no learning rate to raise"
-    told = services_compare.plan_comparison(Run(Path("x"), own_scaling), grid, inspect=inspect, now=1.0).warnings
-    assert [list(w.values["controls"]) for w in told if w.code == "controls-left-out"] == [["lbt-x2", "lbt-x4"]]
+    warnings = services_compare.plan_comparison(Run(Path("x"), own_scaling), grid, inspect=inspect, now=1.0).warnings
+    assert [list(w.values["controls"]) for w in warnings if w.code == "controls-left-out"] == [["lbt-x2", "lbt-x4"]]
     with pytest.raises(SpecError) as error:
         grid = dataclasses.replace(grid, methods=("lbt", "lrs", "lars", "lbt-x2"), seeds=1)
         services_compare.plan_comparison(Run(Path("x"), own_scaling), grid, inspect=inspect, now=1.0)
@@ -832,18 +835,26 @@ def test_whether_a_batch_keeps_the_accuracy_is_told_by_the_trainings_of_the_job(
 ) -> None:
     compared_at(run, seeds=1)
     spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": method}})
-    found = accuracy.find_accuracy_evidence(Run(run.path, spec), batch=batch)
-    assert found is not None
-    assert (found.outcome, found.gap, found.batch, found.reference_batch, found.seeds) == (outcome, gap, of, 32, 1)
-    assert found.error is None and found.words.startswith(f"{outcome} it: {method} at batch {of} was ")
+    accuracy_evidence = accuracy.find_accuracy_evidence(Run(run.path, spec), batch=batch)
+    assert accuracy_evidence is not None
+    assert (
+        accuracy_evidence.outcome,
+        accuracy_evidence.gap,
+        accuracy_evidence.batch,
+        accuracy_evidence.reference_batch,
+        accuracy_evidence.seeds,
+    ) == (outcome, gap, of, 32, 1)
+    assert accuracy_evidence.error is None and accuracy_evidence.words.startswith(
+        f"{outcome} it: {method} at batch {of} was "
+    )
 
 
 def test_a_gap_within_a_point_keeps_the_accuracy_only_where_its_interval_says_so(run: RunDir) -> None:
     compared_at(run)
     spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "ags"}})
-    found = accuracy.find_accuracy_evidence(Run(run.path, spec), batch=256)
-    assert found is not None and found.seeds == 2 and found.gap == 0
-    assert found.error == pytest.approx(math.sqrt(2)) and found.outcome == "may lose", (
+    accuracy_evidence = accuracy.find_accuracy_evidence(Run(run.path, spec), batch=256)
+    assert accuracy_evidence is not None and accuracy_evidence.seeds == 2 and accuracy_evidence.gap == 0
+    assert accuracy_evidence.error == pytest.approx(math.sqrt(2)) and accuracy_evidence.outcome == "may lose", (
         "two seeds 2 points apart tell little"
     )
 

@@ -55,18 +55,18 @@ def test_seeds_of_the_same_job_tell_where_it_ends_and_what_it_takes(run: RunDir)
     trained(run, "b", 50, 60, 65, 72, spec=job(until=None, seed=2), done=False)
     trained(run, "c", *[50] * 10, spec=job(until=None, seed=3))
     trained(run, "d", 50, 60, spec=job(seed=4), done=False)  # has not come so far
-    found = predict_end(run, task(job()), code="")
-    assert found is not None
-    assert (found.epoch, found.witnesses, found.batch) == (4, (2, 4, 10), 64)
-    assert found.prediction.hours == pytest.approx(0.4)
-    assert found.description == "3 earlier trainings of this job at batch 64 reached it after 2 to 10 epochs"
+    result = predict_end(run, task(job()), code="")
+    assert result is not None
+    assert (result.epoch, result.witnesses, result.batch) == (4, (2, 4, 10), 64)
+    assert result.prediction.hours == pytest.approx(0.4)
+    assert result.description == "3 earlier trainings of this job at batch 64 reached it after 2 to 10 epochs"
 
 
 def test_the_nearest_batch_counts(run: RunDir) -> None:
     trained(run, "a", 50, 71, spec=job(), batch=32)
     trained(run, "b", 50, 60, 71, spec=job(), batch=1024)
-    found = predict_end(run, task(job(), batch=256), code="")
-    assert found is not None and (found.epoch, found.batch) == (3, 1024)
+    result = predict_end(run, task(job(), batch=256), code="")
+    assert result is not None and (result.epoch, result.batch) == (3, 1024)
 
 
 @pytest.mark.parametrize("other", [{"lr": 0.2}, {"epochs": 20}])

@@ -47,10 +47,10 @@ def test_a_relaunch_names_the_node_if_the_failure_concerns_it(
 @pytest.mark.parametrize("outcome", CLASSES)
 def test_a_training_that_ended_so_has_the_exit_code_of_the_table(outcome: OutcomeClass, task: TrainTask) -> None:
     last = make.attempt(task.id, end=time.time(), outcome=outcome, message="so it was", rank=3, host="n7")
-    told = make_error_of_training(task, [last], saved_samples=100)
-    assert (told.exit_code, told.code) == (FAILURE_KINDS[outcome].error.exit_code, FAILURE_KINDS[outcome].error.code)
+    error = make_error_of_training(task, [last], saved_samples=100)
+    assert (error.exit_code, error.code) == (FAILURE_KINDS[outcome].error.exit_code, FAILURE_KINDS[outcome].error.code)
     words = "lost its connection to another rank" if outcome == "peer" else "so it was"
-    assert words in told.message and told.hint
+    assert words in error.message and error.hint
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_a_training_that_ended_so_has_the_exit_code_of_the_table(outcome: Outcom
 def test_the_hint_names_the_setting_that_the_jobs_scheduler_has(
     task: TrainTask, outcome: OutcomeClass, settings: tuple[str, str], number: int, kind: str
 ) -> None:
-    own = task.model_copy(update={"spec": task.spec.model_copy(update={"cluster": Cluster(kind=kind)})})
+    value = task.model_copy(update={"spec": task.spec.model_copy(update={"cluster": Cluster(kind=kind)})})
     hint = make_error_of_training(
-        own, [make.attempt(task.id, end=time.time(), outcome=outcome)], saved_samples=100
+        value, [make.attempt(task.id, end=time.time(), outcome=outcome)], saved_samples=100
     ).hint
     assert [name for name in settings if name in hint] == [settings[number]]

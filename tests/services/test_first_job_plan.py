@@ -106,14 +106,14 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def test_the_first_job_and_the_probes_are_shown_and_asked_for_once(world: World) -> None:
-    found = world.profile()
-    assert len(found.reports[None].measured) == 7
+    result = world.profile()
+    assert len(result.reports[None].measured) == 7
     assert world.planned() == [FirstJobPlanned, ProfilePlanned], "what it has settled is shown, not asked again"
-    (asked,) = world.confirmed
-    assert asked.node_hours == pytest.approx(first_job.MINUTES / 60 + (1 + 2) * 22 / 60)
+    (requested,) = world.confirmed
+    assert requested.node_hours == pytest.approx(first_job.MINUTES / 60 + (1 + 2) * 22 / 60)
     (settled,) = [event for event in world.events if isinstance(event, ProfilePlanned)]
-    assert settled.node_hours <= asked.plans[None].probe_node_hours, "it is within what was allowed"
-    shown = [line for line in show_profile.render_plans(asked.plans) if isinstance(line, str)]
+    assert settled.node_hours <= requested.plans[None].probe_node_hours, "it is within what was allowed"
+    shown = [line for line in show_profile.render_plans(requested.plans) if isinstance(line, str)]
     assert shown[0] == "python cannot build the model: no torch"
     assert f"on 1 node, in at most {first_job.MINUTES} min" in shown[1]
     assert "on 1 2 nodes, at most 1.10 node-h" in shown[2]
@@ -228,9 +228,9 @@ def test_what_the_first_job_told_is_known_to_check_estimate_and_train(world: Wor
     elsewhere = [RunDir.of(world.run.path / "elsewhere", spec())]
     assert services_check.check_all(elsewhere, inspector=world._inspect).reports[None].unsettled is not None
     assert train.plan_training(world.run, nodes=1, batch=64, inspect=world._inspect).task.batch == 64
-    told = TOLD.model_copy(update={"footprints": tuple(footprint(Truth(), size) for size in (8, 16))})
-    write_record(first_job.get_inspection_path(world.run, spec()), told)
-    assert estimate_all([world.run], inspector=world._inspect)[None].inspection == told
+    answer = TOLD.model_copy(update={"footprints": tuple(footprint(Truth(), size) for size in (8, 16))})
+    write_record(first_job.get_inspection_path(world.run, spec()), answer)
+    assert estimate_all([world.run], inspector=world._inspect)[None].inspection == answer
     fresh = world.inspector(fresh=True)
     assert services_check.check_all([world.run], inspector=fresh).reports[None].unsettled is not None
     for anew in (
@@ -356,9 +356,9 @@ def left_behind(world: World) -> Path:
 def test_a_first_job_whose_command_was_killed_is_taken_up(
     world: World, monkeypatch: pytest.MonkeyPatch, age: float, seconds: float
 ) -> None:
-    asked = left_behind(world)
+    requested = left_behind(world)
     assert first_job.count_node_hours(world.run) == first_job.MINUTES / 60, "it may take as much, and nobody looks"
-    os.utime(asked, (time.time() - age,) * 2)
+    os.utime(requested, (time.time() - age,) * 2)
     assert wait(world, monkeypatch, *[RUNNING] * 9) == []
     assert world.first_jobs == 1
     assert first_job.count_node_hours(world.run) == pytest.approx(seconds / 3600, abs=2 / 3600), (

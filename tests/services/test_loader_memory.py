@@ -100,10 +100,10 @@ def test_of_a_script_nothing_is_known() -> None:
 
 
 def test_check_tells_both() -> None:
-    found = inspected(**SAMPLE)
-    report = check(job(), inspector=lambda _: found, room=NodeMemory(MB, 64 * GB))
+    result = inspected(**SAMPLE)
+    report = check(job(), inspector=lambda _: result, room=NodeMemory(MB, 64 * GB))
     assert "shared-memory-too-small" in codes(report.problems)
-    report = check(job(), inspector=lambda _: found, room=NodeMemory(64 * GB, GB))
+    report = check(job(), inspector=lambda _: result, room=NodeMemory(64 * GB, GB))
     assert not report.problems and values(report.warnings, "memory-may-run-out")["available_bytes"] == GB
 
 

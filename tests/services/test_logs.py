@@ -86,9 +86,9 @@ def test_a_log_that_may_not_be_read_is_named(run, monkeypatch):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(logs, "open_file", refused)
-    with pytest.raises(TulaError, match=f"cannot read {path}: Permission denied") as found:
+    with pytest.raises(TulaError, match=f"cannot read {path}: Permission denied") as error:
         list(logs.read_logs(run))
-    assert found.value.hint == f"make it readable: chmod u+r {path}"
+    assert error.value.hint == f"make it readable: chmod u+r {path}"
 
 
 def test_no_logs_yet(run):
@@ -105,17 +105,17 @@ def test_following_sees_what_is_added_and_the_log_of_a_relaunch(run):
             lambda: None,
         ]
     )
-    left = iter([True, True, True, False])
-    lines = logs.read_logs(run, follow=True, active=lambda: next(left), sleep=lambda _: next(steps)())
+    remaining = iter([True, True, True, False])
+    lines = logs.read_logs(run, follow=True, active=lambda: next(remaining), sleep=lambda _: next(steps)())
     assert texts(lines) == ["one", "half", "again", "last"]
 
 
 def test_a_scheduler_is_not_asked_at_every_look():
-    now, asked = [0.0], []
-    check = logs.limit_rate(lambda: bool(asked.append(now[0])) or True, pause=10, clock=lambda: now[0])
+    now, requested = [0.0], []
+    check = logs.limit_rate(lambda: bool(requested.append(now[0])) or True, pause=10, clock=lambda: now[0])
     for now[0] in (0.0, 0.5, 9.9, 10.0, 11.0):
         assert check()
-    assert asked == [0.0, 10.0]
+    assert requested == [0.0, 10.0]
 
 
 def fail(run, task, number, rank, *, at, outcome="user", detail="Traceback\n  line\nKeyError: 'x'"):
@@ -155,8 +155,8 @@ def test_nodes_of_several_ranks_have_a_log_each(tmp_path):
         make.add_probes(run, 2, (16,))
         write_log(run, "probe-n002", 1, "zero\n[rank1]: one\n")
         write_log(run, "probe-n002", 1, "two\n[rank3]: three\n", index=2)
-        found = [texts(logs.read_logs(run, LogQuery(rank=rank))) for rank in range(4)]
-        assert found == [["zero"], ["[rank1]: one"], ["two"], ["[rank3]: three"]]
+        results = [texts(logs.read_logs(run, LogQuery(rank=rank))) for rank in range(4)]
+        assert results == [["zero"], ["[rank1]: one"], ["two"], ["[rank3]: three"]]
         assert texts(logs.read_logs(run)) == ["zero"], "of rank 0, where no rank is asked for"
         with pytest.raises(SpecError, match="--rank 4: no log of this rank"):
             list(logs.read_logs(run, LogQuery(rank=4)))
@@ -219,9 +219,9 @@ def test_every_attempt_apart_and_those_since(run):
 def test_following_tells_why_a_rank_failed_once(run):
     make.add_probes(run, 1, (32,))
     write_log(run, "probe-n001", 1, "one\n")
-    left = iter([True, True, False])
+    remaining = iter([True, True, False])
     sleeps = iter([lambda: fail(run, "probe-n001", 1, 0, at=1.0), lambda: None])
-    lines = logs.read_logs(run, follow=True, active=lambda: next(left), sleep=lambda _: next(sleeps)())
+    lines = logs.read_logs(run, follow=True, active=lambda: next(remaining), sleep=lambda _: next(sleeps)())
     assert texts(lines) == ["one", "Traceback", "  line", "KeyError: 'x'"]
 
 

@@ -291,19 +291,19 @@ def test_the_result_of_a_probe_is_reported_once_as_soon_as_it_is_there(tmp_path:
 
 
 def test_why_a_probe_of_a_script_failed_is_told_once_with_what_to_do(tmp_path: Path) -> None:
-    own = make_runs.script_spec(samples=1000)
-    run = RunDir.create(tmp_path, own)
+    value = make_runs.script_spec(samples=1000)
+    run = RunDir.create(tmp_path, value)
     why = "the command was given a batch of 32 and a step trains on 8 samples"
     name = make_runs.add_probes(run, 1, (32,))
     make_runs.add_failed(run, 1, 32, why)
     launcher = make_runs.FakeLauncher(says={name: "ended"})
-    told = []
+    messages = []
     waiting_for = wait_for_jobs(run, launcher, [name], WaitPolicy())
     with contextlib.suppress(StopIteration):
         while True:
-            told.append(next(waiting_for))
-    assert not [event for event in told if isinstance(event, WarningEvent)], "the error says it"
-    (job,) = next(event for event in told if isinstance(event, JobsProgress)).status.jobs
+            messages.append(next(waiting_for))
+    assert not [event for event in messages if isinstance(event, WarningEvent)], "the error says it"
+    (job,) = next(event for event in messages if isinstance(event, JobsProgress)).status.jobs
     assert job.state == "failed" and why not in live._describe_job(job)
     plan = profile.ProfilePlan(tuple(run.tasks()), 1, 0, 20, 0.3, None, "node-hours", Source(Path(), ""))
     with pytest.raises(JobFailed, match="a step trains on 8 samples") as error:

@@ -96,8 +96,8 @@ def test_the_answer_is_stored(run: RunDir) -> None:
 
 
 def test_how_sure_the_knee_is_is_told_in_shares_of_the_curves_that_may_be(run: RunDir) -> None:
-    told = re.findall(r"within the uncertainty of the probes the knee is ([^;]*)", ask(run, "knee").reason)
-    shares = {int(batch): int(share) for batch, share in re.findall(r"(\d+) in (\d+)%", told[0])}
+    answer = re.findall(r"within the uncertainty of the probes the knee is ([^;]*)", ask(run, "knee").reason)
+    shares = {int(batch): int(share) for batch, share in re.findall(r"(\d+) in (\d+)%", answer[0])}
     assert 0 < sum(shares.values()) <= 101 and shares.keys() <= {row.batch for row in ask(run, "knee").rows}
     assert "within the uncertainty of the probes" not in ask(run, "time").reason
 
@@ -124,7 +124,7 @@ def test_only_the_first_answer_and_those_to_the_same_question_are_kept_unasked(r
     assumed, limited = answer(overrides=("pricing.price=9",)), answer(max_nodes=2)
     assert should_replace(answer(), None) and should_replace(limited, None) and not should_replace(assumed, None)
     assert should_replace(answer(), answer()) and should_replace(limited, limited) and should_replace(assumed, assumed)
-    assert not any(should_replace(found, answer()) for found in (answer("cost"), limited, assumed))
+    assert not any(should_replace(result, answer()) for result in (answer("cost"), limited, assumed))
     assert limited.criteria == "time, --max-nodes 2" and assumed.criteria == "time, --set pricing.price=9"
 
 
@@ -595,16 +595,16 @@ def noisy(tmp_path: Path) -> RunDir:
 
 
 def test_the_same_progress_takes_smaller_batches_than_the_same_epochs(noisy: RunDir) -> None:
-    found, fastest = ask(noisy, "accuracy-time"), ask(noisy, "time")
-    best = min(row.same_progress.hours for row in found.rows if row.same_progress)
-    assert found.choice.same_progress is not None and found.choice.same_progress.hours == best
-    assert found.choice.batch < fastest.choice.batch
-    assert found.choice.hours > fastest.choice.hours
-    assert found.rows == fastest.rows
-    told = found.choice.same_progress.epochs
-    assert f"needs about {told:.3g} epochs" in found.reason and "batch 128" in found.reason
-    assert f"--set train.epochs={math.ceil(told)} " in found.reason
-    assert "noise scale 50 samples" in found.efficiency
+    result, fastest = ask(noisy, "accuracy-time"), ask(noisy, "time")
+    best = min(row.same_progress.hours for row in result.rows if row.same_progress)
+    assert result.choice.same_progress is not None and result.choice.same_progress.hours == best
+    assert result.choice.batch < fastest.choice.batch
+    assert result.choice.hours > fastest.choice.hours
+    assert result.rows == fastest.rows
+    epochs = result.choice.same_progress.epochs
+    assert f"needs about {epochs:.3g} epochs" in result.reason and "batch 128" in result.reason
+    assert f"--set train.epochs={math.ceil(epochs)} " in result.reason
+    assert "noise scale 50 samples" in result.efficiency
 
 
 def test_the_more_noise_the_larger_the_batch(tmp_path: Path) -> None:
@@ -638,8 +638,8 @@ def test_the_length_of_a_script_is_told_as_its_section_has_it(
     row = choice.model_copy(update={"same_progress": choice.same_progress.model_copy(update={"epochs": 12.4})})
     assert get_workload(measurements.run.spec).count_epochs(1000) == epochs
     assert describe_epochs(row, measurements, "time") == f"all times are for {asked} at every batch"
-    told = describe_epochs(row, measurements, "accuracy-time")
-    assert f"the progress of {asked} at batch 256; tula train runs {asked}" in told and advice in told
+    answer = describe_epochs(row, measurements, "accuracy-time")
+    assert f"the progress of {asked} at batch 256; tula train runs {asked}" in answer and advice in answer
 
 
 def test_a_deadline_and_a_budget_hold_for_the_same_progress(noisy: RunDir) -> None:
@@ -659,20 +659,20 @@ def test_without_gradient_statistics_there_is_no_time_to_accuracy(run: RunDir) -
     assert caught.value.exit_code == 4 and "two or more GPUs" in caught.value.hint
     with pytest.raises(Pending, match="gradient noise"):
         ask(run, "accuracy-time", pending=1)
-    found = ask(run, "time")
-    assert found.efficiency == "" and all(row.same_progress is None for row in found.rows)
+    result = ask(run, "time")
+    assert result.efficiency == "" and all(row.same_progress is None for row in result.rows)
 
 
 def test_the_table_tells_the_same_progress_apart(noisy: RunDir) -> None:
-    found = ask(noisy, "knee")
+    result = ask(noisy, "knee")
     table = pd.read_csv(noisy.path / "results.csv").set_index(["nodes", "batch"])
     assert len(table) > 10
-    for row in found.rows:
-        line, told = table.loc[(row.nodes, row.batch)], row.same_progress
-        assert told is not None and line.training_hours == pytest.approx(row.hours)
-        assert line.same_progress_hours == pytest.approx(told.hours)
-        assert (line.same_progress_epochs, line.same_progress_cost_USD) == pytest.approx((told.epochs, told.cost))
-        assert line.same_progress_hours_low <= told.hours <= line.same_progress_hours_high
+    for row in result.rows:
+        line, message = table.loc[(row.nodes, row.batch)], row.same_progress
+        assert message is not None and line.training_hours == pytest.approx(row.hours)
+        assert line.same_progress_hours == pytest.approx(message.hours)
+        assert (line.same_progress_epochs, line.same_progress_cost_USD) == pytest.approx((message.epochs, message.cost))
+        assert line.same_progress_hours_low <= message.hours <= line.same_progress_hours_high
 
 
 def test_the_other_market_is_that_of_the_chosen_type(tmp_path: Path) -> None:
@@ -712,13 +712,13 @@ def script(tmp_path: Path) -> RunDir:
 
 
 def test_a_script_is_recommended_by_its_steps_and_told_what_is_missing(script: RunDir) -> None:
-    found = ask(script, "knee")
-    assert "by their whole steps alone" in found.fit
+    result = ask(script, "knee")
+    assert "by their whole steps alone" in result.fit
     assert [
         code for code in codes(warnings_of(script, "knee")) if code in ("times-exclude", "same-progress-unknown")
     ] == ["same-progress-unknown", "times-exclude"]
-    assert found.efficiency == "" and found.choice.same_progress is None
-    assert RunDir.open(script.path).recommendation() == found
+    assert result.efficiency == "" and result.choice.same_progress is None
+    assert RunDir.open(script.path).recommendation() == result
 
 
 def test_the_cost_of_an_interruption_of_a_script_is_told(tmp_path: Path) -> None:
@@ -728,22 +728,22 @@ def test_the_cost_of_an_interruption_of_a_script_is_told(tmp_path: Path) -> None
     content["pricing"] = {"price": 1.0, "spot": {"discount": 0.7, "interruptions_per_day": 1}}
     job = validate({**content, "search": {"nodes": [2, 4], "max_batch": 4096}}, source="test")
     run = run_with(tmp_path, [of_a_script(probe) for probe in probe_all(Truth(noise=0.01), SWEEP)], job=job)
-    found = ask(run)
-    assert found.interruption.startswith("the checkpoint interval is unknown until the script trains")
-    assert values(warnings_of(run), "no-spot-saves-unknown") == {"nodes": found.choice.nodes}
+    result = ask(run)
+    assert result.interruption.startswith("the checkpoint interval is unknown until the script trains")
+    assert values(warnings_of(run), "no-spot-saves-unknown") == {"nodes": result.choice.nodes}
     save = Save(saved_at=5.0, batch=64, steps=100, samples=6400, seconds=None)
     run.training("old").write_script_saves(ScriptSaves(saves=(save.model_copy(update={"saved_at": 1.0, "steps": 7}),)))
     run.training("new").write_script_saves(ScriptSaves(saves=(save, save)))
-    found = ask(run, "cost")
-    assert found.interruption.startswith("saves every 100 steps, ") and "(SIGUSR1)" in found.interruption
-    assert found.choice.market == "spot" and "no-spot-saves-unknown" not in codes(warnings_of(run, "cost"))
-    shown = "\n".join(str(part) for part in show_recommend._describe_sources(found))
-    assert f"checkpoints: {found.interruption}" in shown
+    result = ask(run, "cost")
+    assert result.interruption.startswith("saves every 100 steps, ") and "(SIGUSR1)" in result.interruption
+    assert result.choice.market == "spot" and "no-spot-saves-unknown" not in codes(warnings_of(run, "cost"))
+    shown = "\n".join(str(part) for part in show_recommend._describe_sources(result))
+    assert f"checkpoints: {result.interruption}" in shown
 
 
 def test_gradients_of_some_probes_are_enough_for_the_same_progress(tmp_path: Path) -> None:
-    own = with_noise(probe_all(Truth(), SWEEP), 500)
-    mixed = [of_a_script(probe, gradients=None if probe.nodes == 2 else probe.gradients) for probe in own]
+    value = with_noise(probe_all(Truth(), SWEEP), 500)
+    mixed = [of_a_script(probe, gradients=None if probe.nodes == 2 else probe.gradients) for probe in value]
     run = run_with(tmp_path, mixed)
     assert "4 probes" in ask(run, "accuracy-time").efficiency
     assert "same-progress-unknown" not in codes(warnings_of(run, "accuracy-time"))
@@ -772,20 +772,20 @@ def test_cells_of_what_was_not_measured_are_empty(script: RunDir) -> None:
 
 
 def test_beside_the_choice_stands_what_its_first_fallback_costs(run: RunDir) -> None:
-    found = ask(run, nodes=2, max_batch=512)
-    choice, fallback = found.choice, found.fallback
+    result = ask(run, nodes=2, max_batch=512)
+    choice, fallback = result.choice, result.fallback
     assert fallback is not None and choice.local_batch == 256
     assert (fallback.batch, fallback.micro_batch, fallback.micro_batches) == (512, 128, 2)
     assert choice.step_time < fallback.step_time and choice.hours < fallback.hours
     assert fallback.basis == "by the probe at local batch 128"
-    (told,) = [
+    (message,) = [
         line
-        for line in show_recommend.render_explanation(found, {}, drawn=found, width=100, color=False)
+        for line in show_recommend.render_explanation(result, {}, drawn=result, width=100, color=False)
         if "out-of-mem" in str(line)
     ]
     more = 100 * (fallback.step_time / choice.step_time - 1)
-    assert str(told).startswith("after an out-of-memory: batch 512 as micro-batch 128 x 2, a step ")
-    assert f"({more:+.0f} %)" in str(told)
+    assert str(message).startswith("after an out-of-memory: batch 512 as micro-batch 128 x 2, a step ")
+    assert f"({more:+.0f} %)" in str(message)
 
 
 def test_where_nothing_is_measured_at_the_smaller_micro_batch_the_fallback_names_the_fit(run: RunDir) -> None:
@@ -810,15 +810,15 @@ def test_where_micro_batches_stay_the_fallback_is_the_next_smaller_batch(tmp_pat
     # of method ags one GPU gives all of its micro-batch of 64 to the small batch
     job = spec(search={"max_batch": 4096}, train=train, ags={"b_small": 64})
     run = run_with(tmp_path, probe_all(Truth(), SWEEP), job=job)
-    found = ask(run, nodes=2, max_batch=128)
-    smaller = next(row for row in found.rows if (row.nodes, row.batch) == (2, 64))
-    assert found.fallback is not None and found.fallback.hours == smaller.hours
-    assert (found.fallback.batch, found.fallback.micro_batch, found.fallback.basis) == (64, 32, "measured")
+    result = ask(run, nodes=2, max_batch=128)
+    smaller = next(row for row in result.rows if (row.nodes, row.batch) == (2, 64))
+    assert result.fallback is not None and result.fallback.hours == smaller.hours
+    assert (result.fallback.batch, result.fallback.micro_batch, result.fallback.basis) == (64, 32, "measured")
 
 
 def test_the_smallest_batch_of_one_sample_has_no_fallback(tmp_path: Path) -> None:
     job = spec(search={"nodes": [16], "min_batch": 16, "max_batch": 16})
-    found = ask(run_with(tmp_path, [measured(Truth(), 16, 1)], job=job))
-    assert found.fallback is None
-    explained = show_recommend.render_explanation(found, {}, drawn=found, width=100, color=False)
+    result = ask(run_with(tmp_path, [measured(Truth(), 16, 1)], job=job))
+    assert result.fallback is None
+    explained = show_recommend.render_explanation(result, {}, drawn=result, width=100, color=False)
     assert not [line for line in explained if "out-of" in str(line)]

@@ -35,7 +35,7 @@ DETACHED = WaitPolicy(wait=False)
 
 
 def spec(**script: Any) -> JobSpec:
-    own = {
+    settings = {
         "command": "python /nowhere/train.py -b {local_batch} --epochs {epochs}",
         "length": {"epochs": 90},
         "dataset_size": 1000,
@@ -43,7 +43,7 @@ def spec(**script: Any) -> JobSpec:
         "code": "none",
         "resume": RESUME,
     }
-    return validate({"name": "own", "script": own | script, "cluster": {"gpus_per_node": 2}}, source="test")
+    return validate({"name": "own", "script": settings | script, "cluster": {"gpus_per_node": 2}}, source="test")
 
 
 @pytest.fixture
@@ -58,11 +58,11 @@ def code() -> Source:
 def keep(run: RunDir, verdict: Any, job: JobSpec | None = None, *, number: int = 1, why: str = "KeyError: 'a'") -> None:
     """Leave what a rehearsal of the job has found."""
     key = compute_rehearsal_signature(job or run.read_spec(), "")
-    found = Rehearsal(
+    rehearsal = Rehearsal(
         task=f"rehearse-{key}-{number}", key=key, began_at=float(number), over_at=number + 1.0, verdict=verdict, told=(why,),
         faults=(why,) if verdict == "none" else (),
     )  # fmt: skip
-    ResumeTestRecords(run.path).write(found)
+    ResumeTestRecords(run.path).write(rehearsal)
 
 
 def train_task(job: JobSpec, **changes: Any) -> TrainTask:
@@ -77,10 +77,10 @@ def training(run: RunDir, job: JobSpec, *, hours: float | None = 2.0, wanted: bo
     return resume_test.TrainingStart(Run(run.path, job), train_task(job), code(), predicted, wanted)
 
 
-def prepared(found: resume_test.TrainingStart, launcher: FakeLauncher | None = None) -> tuple[str, list[Event]]:
+def prepared(result: resume_test.TrainingStart, launcher: FakeLauncher | None = None) -> tuple[str, list[Event]]:
     """Return the job that a training waits for, and what was said."""
-    said: list[Event] = []
-    return follow(resume_test.run_resume_test_if_due(found, launcher or FakeLauncher(), DETACHED), said.append), said
+    text: list[Event] = []
+    return follow(resume_test.run_resume_test_if_due(result, launcher or FakeLauncher(), DETACHED), text.append), text
 
 
 # --- what can be rehearsed
@@ -110,19 +110,19 @@ def test_a_batch_has_a_half_and_is_that_of_the_recommendation_or_of_the_script(r
 def test_what_was_found_is_not_tried_again_unless_that_is_wished(run: RunDir) -> None:
     keep(run, "epoch", why="it goes on")
     launcher = FakeLauncher()
-    found = follow(resume_test.run_resume_test([Run(run.path, spec())], lambda _: launcher), lambda _: None)
-    assert (found.kept, found.resumes, launcher.submitted) == (True, "epoch", [])
-    shown = list(show_check.render_resume_test(found))
+    result = follow(resume_test.run_resume_test([Run(run.path, spec())], lambda _: launcher), lambda _: None)
+    assert (result.kept, result.resumes, launcher.submitted) == (True, "epoch", [])
+    shown = list(show_check.render_resume_test(result))
     assert shown[-1] == "script.resume.batch: rehearse, which is now epoch" and "it goes on" in shown
-    assert show_check.resume_test_data(found)["resumes"] == "epoch"
+    assert show_check.resume_test_data(result)["resumes"] == "epoch"
     other = spec(resume=RESUME | {"args": "--continue {checkpoint}"})
     assert resume_test.load_finding(Run(run.path, other), code()) is None, "it was another command line"
 
 
 def test_python_has_what_the_command_finds(run: RunDir) -> None:
     keep(run, "epoch")
-    found = tula.rehearse(spec(), root=run.path.parent, on_event=lambda _: None)
-    assert (found.kept, found.resumes) == (True, "epoch")
+    result = tula.rehearse(spec(), root=run.path.parent, on_event=lambda _: None)
+    assert (result.kept, result.resumes) == (True, "epoch")
     with pytest.raises(SpecError, match="for a job with section script"):
         tula.rehearse(make_runs.spec(), root=run.path.parent)
 
@@ -185,10 +185,10 @@ def test_a_rehearsal_counts_to_the_cap_on_node_hours(run: RunDir) -> None:
 
 def test_a_training_is_not_kept_back_by_a_rehearsal_that_may_not_be_paid_for(run: RunDir) -> None:
     over = "a rehearsal may take too much"
-    found = dataclasses.replace(training(run, run.read_spec()), over_cap=over)
-    job, said = prepared(found)
-    assert (found.is_test_due, job) == (False, "")
-    assert [event.text for event in said if isinstance(event, WarningEvent)] == [
+    result = dataclasses.replace(training(run, run.read_spec()), over_cap=over)
+    job, text = prepared(result)
+    assert (result.is_test_due, job) == (False, "")
+    assert [event.text for event in text if isinstance(event, WarningEvent)] == [
         messages.resume_untested(reason=over).text
     ]
 
@@ -213,9 +213,9 @@ def test_a_rehearsal_comes_once_before_the_first_long_training(run: RunDir) -> N
 
 def test_a_training_that_nobody_waits_for_is_submitted_behind_its_rehearsal(run: RunDir) -> None:
     launcher = FakeLauncher()
-    job, said = prepared(training(run, run.read_spec()), launcher)
+    job, text = prepared(training(run, run.read_spec()), launcher)
     assert [job] == launcher.submitted and run.task(job).batch == 32  # type: ignore[union-attr]
-    assert isinstance(said[-1], Note) and f"starts after {job}" in said[-1].text
+    assert isinstance(text[-1], Note) and f"starts after {job}" in text[-1].text
     keep(run, "none")
     with pytest.raises(JobFailed, match="cannot resume after an interruption: KeyError"):
         require_resumable(run, train_task(run.read_spec(), after=job))
@@ -227,9 +227,9 @@ def test_a_long_training_by_a_script_that_cannot_resume_is_refused_until_that_is
     with pytest.raises(CannotResume, match="KeyError") as error:
         prepared(training(run, run.read_spec()))
     assert error.value.exit_code == 11 and "--no-rehearse" in error.value.hint
-    for found in (training(run, run.read_spec(), wanted=False), training(run, run.read_spec(), hours=0.5)):
-        job, said = prepared(found)
-        assert job == "" and isinstance(said[0], WarningEvent) and said[0].warning.code == "script-cannot-resume"
+    for result in (training(run, run.read_spec(), wanted=False), training(run, run.read_spec(), hours=0.5)):
+        job, text = prepared(result)
+        assert job == "" and isinstance(text[0], WarningEvent) and text[0].warning.code == "script-cannot-resume"
 
 
 @pytest.mark.parametrize(
@@ -242,9 +242,9 @@ def test_a_long_training_by_a_script_that_cannot_resume_is_refused_until_that_is
     ],
 )
 def test_what_is_set_is_held_against_what_was_found(run: RunDir, setting: Any, verdict: Any, code: str) -> None:
-    found = Rehearsal(task="t", key="k", began_at=0.0, verdict=verdict, told=("KeyError: 'a'",))
-    said = list(resume_test._list_finding_events(resume_test.ResumeFinding(found, setting, kept=True)))
-    assert [event.warning.code for event in said if isinstance(event, WarningEvent)] == [code] * bool(code)
+    rehearsal = Rehearsal(task="t", key="k", began_at=0.0, verdict=verdict, told=("KeyError: 'a'",))
+    finding_events = list(resume_test._list_finding_events(resume_test.ResumeFinding(rehearsal, setting, kept=True)))
+    assert [event.warning.code for event in finding_events if isinstance(event, WarningEvent)] == [code] * bool(code)
 
 
 @pytest.mark.parametrize(
@@ -262,10 +262,10 @@ def test_a_relaunch_goes_on_as_was_found(run: RunDir, setting: Any, verdict: Any
 
 def test_records_go_through_their_files(run: RunDir) -> None:
     start = Rehearsed(phase="begin", batch=8, length=Length(epochs=3), whole=None, ended="killed", seconds=1.0)
-    found = Rehearsal(task="rehearse-k-1", key="k", began_at=0.0, starts=(start,))
-    ResumeTestRecords(run.path).write(found)
+    rehearsal = Rehearsal(task="rehearse-k-1", key="k", began_at=0.0, starts=(start,))
+    ResumeTestRecords(run.path).write(rehearsal)
     assert (
-        ResumeTestRecords(run.path).read("rehearse-k-1") == found
+        ResumeTestRecords(run.path).read("rehearse-k-1") == rehearsal
         and ResumeTestRecords(run.path).newest_verdict("k") is None
     )
     assert json.loads((run.path / "script" / "rehearse-k-1.json").read_text())["starts"][0]["length"]["epochs"] == 3

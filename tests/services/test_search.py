@@ -67,8 +67,10 @@ def test_the_largest_batch_is_bounded_by_search_and_dataset() -> None:
 
 
 def test_gpus_a_node_and_accumulation_divide_the_batch() -> None:
-    found = plan("full", search={"nodes": [2], "max_batch": 128}, cluster={"gpus_per_node": 4}, train={"accumulate": 8})
-    assert found == {2: (8, 16)}
+    result = plan(
+        "full", search={"nodes": [2], "max_batch": 128}, cluster={"gpus_per_node": 4}, train={"accumulate": 8}
+    )
+    assert result == {2: (8, 16)}
 
 
 def test_a_number_of_nodes_without_a_batch_is_left_out() -> None:
@@ -91,12 +93,12 @@ def test_what_is_measured_is_feasible_ascending_and_never_more_than_full(
         with pytest.raises(Infeasible):
             choose_probes(job, dataset_size=dataset_size, max_local_batch=max_local_batch)
         return
-    found = choose_probes(job, dataset_size=dataset_size, max_local_batch=max_local_batch)
+    probes = choose_probes(job, dataset_size=dataset_size, max_local_batch=max_local_batch)
     everything = {(config.nodes, config.local_batch(1)) for config in candidates}
-    assert {(count, local) for count, locals_ in found.items() for local in locals_} <= everything
-    assert list(found) == sorted(found)
-    assert all(list(locals_) == sorted(set(locals_)) and locals_ for locals_ in found.values())
-    assert min(found) == min(config.nodes for config in candidates)
+    assert {(count, local) for count, locals_ in probes.items() for local in locals_} <= everything
+    assert list(probes) == sorted(probes)
+    assert all(list(locals_) == sorted(set(locals_)) and locals_ for locals_ in probes.values())
+    assert min(probes) == min(config.nodes for config in candidates)
 
 
 @pytest.mark.parametrize(
@@ -131,9 +133,9 @@ ADAPTIVE = spec(search={"strategy": "adaptive", "max_batch": 4096}, train={"epoc
 
 
 def test_rounds_start_from_four_probes_and_say_so() -> None:
-    found = choose_next_round(ADAPTIVE, [], inspection=inspected(Truth()))
-    assert found.probes == {2: (16, 256, 2048), 16: (2,)} == probes_of(ADAPTIVE)
-    assert found.reasons[0] == "2 nodes, local batch 16: one of the initial probes" and found.words == ""
+    result = choose_next_round(ADAPTIVE, [], inspection=inspected(Truth()))
+    assert result.probes == {2: (16, 256, 2048), 16: (2,)} == probes_of(ADAPTIVE)
+    assert result.reasons[0] == "2 nodes, local batch 16: one of the initial probes" and result.words == ""
 
 
 def test_rounds_start_with_the_far_corner_where_compute_is_not_measured_apart() -> None:
@@ -144,8 +146,8 @@ def test_rounds_start_with_the_far_corner_where_compute_is_not_measured_apart() 
 
 def test_probes_that_time_whole_steps_alone_are_followed_by_the_far_corner() -> None:
     whole = [probe.model_copy(update={"compute_time": None}) for probe in probe_all(Truth(), probes_of(ADAPTIVE))]
-    found = choose_next_round(ADAPTIVE, whole, inspection=inspected(Truth()))
-    assert found.probes == {16: (256,)} and found.reasons == ("16 nodes, local batch 256: one of the initial probes",)
+    result = choose_next_round(ADAPTIVE, whole, inspection=inspected(Truth()))
+    assert result.probes == {16: (256,)} and result.reasons == ("16 nodes, local batch 256: one of the initial probes",)
 
 
 @pytest.mark.parametrize(("mebibytes", "is_small"), [(1, True), (100, False)])
@@ -166,13 +168,13 @@ def test_rounds_end_before_everything_is_measured_and_find_the_best() -> None:
     truth = Truth(noise=0.01, jitter=0.01)
     results: dict[str, Measured] = {}
     rounds = 0
-    while (found := choose_next_round(ADAPTIVE, list(results.values()), inspection=inspected(truth))).probes:
-        fresh = probe_all(truth, dict(found.probes), seed=rounds)
+    while (result := choose_next_round(ADAPTIVE, list(results.values()), inspection=inspected(truth))).probes:
+        fresh = probe_all(truth, dict(result.probes), seed=rounds)
         assert not {probe.id for probe in fresh} & results.keys()
-        assert len(found.reasons) == len(fresh)
+        assert len(result.reasons) == len(fresh)
         results |= {probe.id: probe for probe in fresh}
         rounds += 1
-    assert "expected regret" in found.words
+    assert "expected regret" in result.words
     everything = list_feasible_candidates(ADAPTIVE, dataset_size=truth.dataset_size, max_local_batch=None)
     assert rounds >= 2 and len(results) < len(everything) / 2
     rows = Estimator.fit(ADAPTIVE, list(results.values())).predictions()
@@ -185,8 +187,8 @@ def test_what_was_out_of_memory_is_not_proposed_again() -> None:
     oom = OutOfMemory(
         id=make_probe_id(2, 2048), nodes=2, gpus_per_node=1, local_batch=2048, assumed=False, message="no"
     )
-    found = choose_next_round(ADAPTIVE, [oom], inspection=inspected(truth))
-    assert found.probes == {2: (16, 128, 1024), 16: (2,)}
+    result = choose_next_round(ADAPTIVE, [oom], inspection=inspected(truth))
+    assert result.probes == {2: (16, 128, 1024), 16: (2,)}
     seen = [oom, *probe_all(truth, {2: (16, 128, 1024), 16: (2,)})]
     later = choose_next_round(ADAPTIVE, seen, inspection=inspected(truth))
     assert all(size < 2048 for sizes in later.probes.values() for size in sizes)
@@ -211,5 +213,5 @@ def test_trainings_and_other_sizes_count_in_the_rounds_and_what_they_measured_is
     later = choose_next_round(ADAPTIVE, seen, inspection=inspected(Truth()), trained=[training])
     assert local not in later.probes.get(nodes, ())
     others = OtherSizes(tuple(probe_all(Truth(gpus_per_node=2), {1: (16, 256), 2: (16,)})))
-    told = choose_next_round(ADAPTIVE, seen, inspection=inspected(Truth()), others=others)
-    assert told.words != first.words
+    answer = choose_next_round(ADAPTIVE, seen, inspection=inspected(Truth()), others=others)
+    assert answer.words != first.words

@@ -59,8 +59,8 @@ class Accounting:
 
 
 def billed() -> JobSpec:
-    own = job(kind="billing", per_node=64)
-    return own.model_copy(update={"pricing": own.pricing.model_copy(update={"slurm_billing": SiteBill(node=1)})})
+    value = job(kind="billing", per_node=64)
+    return value.model_copy(update={"pricing": value.pricing.model_copy(update={"slurm_billing": SiteBill(node=1)})})
 
 
 def test_a_balance_is_checked_by_the_package_alone() -> None:

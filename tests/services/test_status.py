@@ -32,10 +32,10 @@ def run(tmp_path):
 
 def shown(*parts):
     console = Console(width=200)
-    with console.capture() as told:
+    with console.capture() as message:
         for part in parts:
             console.print(part)
-    return told.get()
+    return message.get()
 
 
 def only_job(run, launcher=None, *, now=START + 100):
@@ -81,8 +81,8 @@ def test_a_suspended_job_is_not_said_to_run_and_is_waited_for(run):
     now = services_status.run_status(run, launcher, now=START + 100)
     (job,) = now.jobs
     assert (job.state, job.reason, job.elapsed, now.active()) == ("suspended", reason, 100, True)
-    told = shown(*show_status.render_status(now))
-    assert "suspended by an administrator" in told and "running" not in told and "lost" not in told
+    answer = shown(*show_status.render_status(now))
+    assert "suspended by an administrator" in answer and "running" not in answer and "lost" not in answer
 
 
 def test_an_attempt_of_a_job_that_is_done_is_never_lost(run):
@@ -91,8 +91,8 @@ def test_an_attempt_of_a_job_that_is_done_is_never_lost(run):
     run.write_attempt(make.attempt(name, number=1, start=START - 50))  # its supervisor was killed
     run.write_attempt(make.attempt(name, number=2))
     now = services_status.run_status(run, make.FakeLauncher({name: "ended"}), now=START + 100)
-    told = shown(show_status.make_attempts_table(now)).splitlines()
-    states = [line.split()[-1] for line in told if line.startswith("probe-")]
+    lines = shown(show_status.make_attempts_table(now)).splitlines()
+    states = [line.split()[-1] for line in lines if line.startswith("probe-")]
     assert (now.jobs[0].state, states) == ("done", ["lost", "done"])
 
 
@@ -302,19 +302,19 @@ def test_a_damaged_job_is_a_warning_and_the_others_are_shown_and_cancelled(run):
     [({"epochs": 9}, 9, None), ({"steps": 10}, None, 2560), ({"samples": 700}, None, 700)],
 )
 def test_a_training_of_a_script_is_as_long_as_its_section_says(tmp_path, length, epochs, asked):
-    own = RunDir.create(tmp_path, make.script_spec(**length))
-    make.add_training(own, rows=make.metrics(START + 60))
-    train = services_status.run_status(own, make.FakeLauncher(), now=START + 60).training
+    value = RunDir.create(tmp_path, make.script_spec(**length))
+    make.add_training(value, rows=make.metrics(START + 60))
+    train = services_status.run_status(value, make.FakeLauncher(), now=START + 60).training
     assert (train.epochs, train.samples_asked) == (epochs, asked)
 
 
 def test_the_beta2_of_the_newest_start_is_told(tmp_path):
-    own = RunDir.create(tmp_path, make.spec())
+    value = RunDir.create(tmp_path, make.spec())
     rows = [
         {**row, "beta2": beta2} for row in make.metrics(START) if row["kind"] == "start" for beta2 in (0.5, 0.9921875)
     ]
-    make.add_training(own, rows=[*rows, *(row for row in make.metrics(START + 60) if row["kind"] != "start")])
-    train = services_status.run_status(own, make.FakeLauncher(), now=START + 60).training
+    make.add_training(value, rows=[*rows, *(row for row in make.metrics(START + 60) if row["kind"] != "start")])
+    train = services_status.run_status(value, make.FakeLauncher(), now=START + 60).training
     assert train.beta2 == 0.9921875
     assert ", lr 0.100, beta2 0.992188, " in show_status.describe_training(train)
 
@@ -387,21 +387,21 @@ def test_a_training_run_that_tunes_itself(run):
     arms = (*make.tuning(()).arms, *(Arm(name=branch.arm, lr_factor=branch.loss) for branch in more))
     run.write_tuning(make.tuning(branches[:2]))
     snapshot = partial(services_status.run_status, run, make.FakeLauncher({name: "running"}), now=START + 60)
-    found = snapshot().training.tuning
-    assert (found.arm, found.number, found.count, found.rung, found.chosen) == ("x4", 3, 3, 1, None)
-    assert found.branches == branches[:2]
+    tuning = snapshot().training.tuning
+    assert (tuning.arm, tuning.number, tuning.count, tuning.rung, tuning.chosen) == ("x4", 3, 3, 1, None)
+    assert tuning.branches == branches[:2]
     run.write_tuning(make.tuning(branches))
-    found = snapshot().training.tuning
-    assert (found.arm, found.chosen) == (None, None), "of so few one rung decides"
+    tuning = snapshot().training.tuning
+    assert (tuning.arm, tuning.chosen) == (None, None), "of so few one rung decides"
     run.write_tuning(make.tuning((*branches, *more)).model_copy(update={"arms": arms}))
-    found = snapshot().training.tuning
-    assert (found.arm, found.number, found.rung) == ("lbt", 1, 2) and found.count == 3
+    tuning = snapshot().training.tuning
+    assert (tuning.arm, tuning.number, tuning.rung) == ("lbt", 1, 2) and tuning.count == 3
     with open(run.training("ab12cd34").metrics_path, "a") as file:
         file.write(json.dumps({"kind": "branch", "time": START + 50, "samples": 1280, "epoch": 1, "eta": 30.0}) + "\n")
     assert snapshot().training.eta == 20, "a branch's row tells it too"
     run.write_tuning(make.tuning(branches, chosen="x2"))
-    found = snapshot().training.tuning
-    assert (found.chosen, found.arm) == ("x2", None)
+    tuning = snapshot().training.tuning
+    assert (tuning.chosen, tuning.arm) == ("x2", None)
 
 
 def test_a_finished_training_run_says_at_which_batch_it_ended(run):
@@ -473,8 +473,8 @@ class Clock:
 
 
 def watched(run, launcher, jobs, clock, **options):
-    found = services_status.watch_jobs(run, launcher, jobs, clock=clock, sleep=clock.sleep, **options)
-    return list(itertools.islice(found, 1000))
+    result = services_status.watch_jobs(run, launcher, jobs, clock=clock, sleep=clock.sleep, **options)
+    return list(itertools.islice(result, 1000))
 
 
 def test_waits_until_the_results_are_complete(run):
@@ -611,12 +611,12 @@ def test_other_jobs_are_not_waited_for(run):
 
 
 def test_who_waits_for_one_of_two_trainings_is_told_of_that_one(run):
-    own, other = (make.add_training(run, signature=signature) for signature in ("00000001", "00000002"))
-    launcher = make.FakeLauncher({own: "running", other: "running"})
-    for job in (own, other):
+    value, other = (make.add_training(run, signature=signature) for signature in ("00000001", "00000002"))
+    launcher = make.FakeLauncher({value: "running", other: "running"})
+    for job in (value, other):
         (seen,) = watched(run, launcher, [job], Clock(), timeout=0)
         assert seen.training is not None
-        assert (seen.training.job, [found.id for found in seen.jobs]) == (job, [job])
+        assert (seen.training.job, [result.id for result in seen.jobs]) == (job, [job])
 
 
 # --- all runs
@@ -625,13 +625,13 @@ def test_who_waits_for_one_of_two_trainings_is_told_of_that_one(run):
 def test_runs_are_listed_in_the_order_of_the_time_that_is_shown(tmp_path):
     """The job of the one was written last, the other has measured last."""
     for name, at in (("old", START), ("new", START + 50), ("nothing", None), ("newest", START + 100)):
-        own = RunDir.create(tmp_path, make.spec(name=name))
+        value = RunDir.create(tmp_path, make.spec(name=name))
         if at is not None:
-            own.write_recommendation(make.recommendation(created_at=at))
+            value.write_recommendation(make.recommendation(created_at=at))
     (RunDir.create(tmp_path, make.spec(name="old"))).save_job(make.spec(name="old"))
-    found = run_list.list_runs(tmp_path)
-    assert [row.id.partition("-")[0] for row in found] == ["newest", "new", "old", "nothing"]
-    assert [row.changed for row in found] == [START + 100, START + 50, START, None]
+    runs = run_list.list_runs(tmp_path)
+    assert [row.id.partition("-")[0] for row in runs] == ["newest", "new", "old", "nothing"]
+    assert [row.changed for row in runs] == [START + 100, START + 50, START, None]
 
 
 def test_lists_runs_also_damaged_ones(tmp_path):
@@ -697,10 +697,14 @@ def test_a_finished_training_shows_the_step_time_that_its_summary_has(tmp_path):
     run = RunDir.create(tmp_path, make.spec())
     make.add_training(run, rows=make.metrics())
     run.write_train_result(make.train_result())
-    asked = make.FakeLauncher()
-    last = services_status.run_status(run, asked, now=START).training.step_time
+    fake_launcher = make.FakeLauncher()
+    last = services_status.run_status(run, fake_launcher, now=START).training.step_time
     run.write_summary(make.summary())
-    assert services_status.run_status(run, asked, now=START).training.step_time == make.summary().actual_step != last
+    assert (
+        services_status.run_status(run, fake_launcher, now=START).training.step_time
+        == make.summary().actual_step
+        != last
+    )
 
 
 def test_no_runs(tmp_path):
@@ -727,12 +731,12 @@ def as_another_user():
 
 
 def test_runs_of_another_user_are_left_out_of_a_list(shared):
-    own, other = (RunDir.create(shared, make.spec(name=name)) for name in ("own", "other"))
-    own.path.chmod(0o755)
+    value, other = (RunDir.create(shared, make.spec(name=name)) for name in ("own", "other"))
+    value.path.chmod(0o755)
     other.path.chmod(0)
     with as_another_user():
-        assert [row.id for row in run_list.list_runs(shared)] == [run.id for run in RunDir.all(shared)] == [own.id]
-        assert RunDir.newest(shared).id == own.id  # the other was used last
+        assert [row.id for row in run_list.list_runs(shared)] == [run.id for run in RunDir.all(shared)] == [value.id]
+        assert RunDir.newest(shared).id == value.id  # the other was used last
         assert not other.exists
 
 

@@ -46,8 +46,8 @@ def test_neither_recommended_nor_given_is_too_little(run: RunDir) -> None:
 
 def test_the_recommended_configuration_is_taken(run: RunDir) -> None:
     choice = make_runs.prediction(2, 256)
-    asked = {"objective": "time", "options": ("--max-nodes 2",), "overrides": ("pricing.price=9",)}
-    run.write_recommendation(make_runs.recommendation(choice=choice, **asked))
+    requested = {"objective": "time", "options": ("--max-nodes 2",), "overrides": ("pricing.price=9",)}
+    run.write_recommendation(make_runs.recommendation(choice=choice, **requested))
     planned = plan(run)
     assert (planned.task.nodes, planned.task.batch) == (2, 256)
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(make_runs.START))
@@ -111,13 +111,13 @@ def test_a_parameter_server_is_a_model_of_time_and_training_says_so_once(
 ) -> None:
     make_runs.add_measured(run, 1, 32)
     spec = make_runs.spec(cluster={"collective": collective})
-    told: list[object] = []
+    message: list[object] = []
     ready = follow(
         train.prepare_training([Run(run.path, spec)], TrainRequest(nodes=1, batch=32), lambda _: pytest.fail("built")),
-        told.append,
+        message.append,
     )
     assert ready.plan.task.spec.cluster.collective == collective, "it is trained, not refused"
-    texts = [event.text for event in told if isinstance(event, WarningEvent)]
+    texts = [event.text for event in message if isinstance(event, WarningEvent)]
     assert [text for text in texts if "all-reduce" in text] == texts
     assert len(texts) == warnings
 
@@ -232,8 +232,8 @@ def test_what_was_paid_goes_by_the_nodes_it_was_recommended_for(tmp_path: Path, 
     choice = make_runs.prediction(2, 128, market=market)
     task = trained_for_two_hours(run, choice)
     relaunch.write_summary(run, task)
-    found = run.training(task.signature).summary()
-    assert found is not None and found.actual_cost == pytest.approx(2 * 2 * 3.0 * share)
+    summary = run.training(task.signature).summary()
+    assert summary is not None and summary.actual_cost == pytest.approx(2 * 2 * 3.0 * share)
 
 
 def test_a_training_that_ended_early_is_held_against_what_was_predicted_for_its_epochs(tmp_path: Path) -> None:
@@ -243,8 +243,8 @@ def test_a_training_that_ended_early_is_held_against_what_was_predicted_for_its_
     for ended, hours in (("no better epoch", 2.0), ("", 8.0)):
         run.write_train_result(result.model_copy(update={"ended": ended}))
         relaunch.write_summary(run, task)
-        found = run.training(task.signature).summary()
-        assert found is not None and (found.predicted_hours, found.predicted_cost) == (hours, 2 * hours)
+        summary = run.training(task.signature).summary()
+        assert summary is not None and (summary.predicted_hours, summary.predicted_cost) == (hours, 2 * hours)
 
 
 @pytest.mark.parametrize(("seconds", "share"), [(6000.0, 1 / 1.2), (9000.0, 1.0), (None, None)])
@@ -257,9 +257,9 @@ def test_the_energy_of_all_attempts_stands_beside_the_prediction(
     if seconds is not None:
         run.write_energy(task.signature, CountedEnergy(joules=7.2e6, seconds=seconds))
     relaunch.write_summary(run, task)
-    found = run.training(task.signature).summary()
-    assert found is not None and found.predicted_kwh == 3.0
-    assert (found.actual_kwh, found.counted) == (2.0 if share else None, share and pytest.approx(share))
+    summary = run.training(task.signature).summary()
+    assert summary is not None and summary.predicted_kwh == 3.0
+    assert (summary.actual_kwh, summary.counted) == (2.0 if share else None, share and pytest.approx(share))
 
 
 def test_the_ladder_is_that_of_the_recommended_market(tmp_path: Path) -> None:
@@ -301,8 +301,8 @@ def test_after_a_fallback_the_prediction_is_that_of_smaller_micro_batches(tmp_pa
 
 
 def test_an_out_of_memory_is_told_with_the_batch_of_its_stage(run: RunDir) -> None:
-    own = run.read_spec().model_copy(update={"train": run.read_spec().train.model_copy(update={"ramp": "auto"})})
-    task = plan(run, own, nodes=2, batch=512).task
+    value = run.read_spec().model_copy(update={"train": run.read_spec().train.model_copy(update={"ramp": "auto"})})
+    task = plan(run, value, nodes=2, batch=512).task
     known = MicroBatches(
         splits=tuple(list_splits(batch, micro_batch=batch // 2, micro_batches=1) for batch in (512, 256)), normalised=0
     )

@@ -78,7 +78,7 @@ def test_a_request_is_seen_by_all_ranks_at_the_same_look(ranks: SimpleNamespace,
             looks.append(requests.look(step, pulse, 2))
         seen.append(looks)
     assert seen[0] == seen[1]
-    assert [(number, asked) for number, asked in enumerate(seen[0], 1) if asked] == [(8, "stop")]
+    assert [(number, requested) for number, requested in enumerate(seen[0], 1) if requested] == [(8, "stop")]
 
 
 @pytest.mark.parametrize("save", [False, True])

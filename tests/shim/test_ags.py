@@ -41,22 +41,22 @@ def weights(path: Path, rank: int = 0) -> torch.Tensor:
 
 
 def rows(folder: Path, rank: int) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / f"steps-{rank}.jsonl").read_text().splitlines()]
-    return [row["ags"] for row in found if row["kind"] == "row"]
+    results = [json.loads(line) for line in (folder / f"steps-{rank}.jsonl").read_text().splitlines()]
+    return [row["ags"] for row in results if row["kind"] == "row"]
 
 
 def test_weights_of_two_ranks_are_those_of_the_library_applied_by_hand(
     run: ScriptRanks, tmp_path: Path, library: Path
 ) -> None:
     """Under micro-batches, a scaler that skips a step, a schedule; with nothing of AGS they are others."""
-    own, hand, plain = (tmp_path / name for name in ("own", "hand", "plain"))
-    for out, ags, more in ((own, library, ()), (hand, None, ("--by-hand",)), (plain, None, ())):
+    value, hand, plain = (tmp_path / name for name in ("own", "hand", "plain"))
+    for out, ags, more in ((value, library, ()), (hand, None, ("--by-hand",)), (plain, None, ())):
         loop = ("--accumulate", 2, "--scaler", *more, "--out", out)
         ended = run(SCRIPT, *loop, plan=plan(tmp_path / f"of-{out.name}", ags), world=2)
         assert ended.codes == [0, 0], ended.said
-    assert torch.equal(weights(own), weights(own, 1))
-    assert torch.equal(weights(own), weights(hand))
-    assert not torch.allclose(weights(own), weights(plain), atol=1e-4)
+    assert torch.equal(weights(value), weights(value, 1))
+    assert torch.equal(weights(value), weights(hand))
+    assert not torch.allclose(weights(value), weights(plain), atol=1e-4)
     first, second = (rows(tmp_path / "of-own", rank) for rank in (0, 1))
     assert first == second and first[-1]["mean"] > 1
     so_far = first[-1]["so_far"]
@@ -93,13 +93,13 @@ def test_loops_that_no_factor_can_come_from_are_refused(
 @pytest.mark.proof
 def test_the_papers_form_takes_its_small_batch_from_the_loop(run: ScriptRanks, tmp_path: Path, library: Path) -> None:
     """One factor an element, refreshed at the end of each epoch of two steps, under a scaler that skips one of six."""
-    own = tmp_path / "own"
-    loop = ("--hooks", "--scaler", "--out", own)
+    path = tmp_path / "own"
+    loop = ("--hooks", "--scaler", "--out", path)
     ended = run(SCRIPT, *loop, plan=plan(tmp_path, library, preset="paper"), world=2)
     assert ended.codes == [0, 0], ended.said
-    assert torch.equal(weights(own), weights(own, 1))
+    assert torch.equal(weights(path), weights(path, 1))
     first, second = (rows(tmp_path, rank)[-1] for rank in (0, 1))
-    assert first == second and first["factors"] == weights(own).numel()
+    assert first == second and first["factors"] == weights(path).numel()
     assert first["refreshes"] == 2 and first["mean"] != 1 and first["so_far"]["steps"] == 5
 
 
@@ -136,12 +136,12 @@ def test_lightnings_trainer_is_scaled_as_it_is(tmp_path: Path, library: Path) ->
 def test_updates_of_adam_are_scaled_as_by_hand_and_go_on_from_a_checkpoint(
     run: ScriptRanks, tmp_path: Path, library: Path
 ) -> None:
-    own, hand, again = (tmp_path / name for name in ("own", "hand", "again"))
-    for out, ags, more in ((own, library, ()), (hand, None, ("--by-hand",))):
+    value, hand, again = (tmp_path / name for name in ("own", "hand", "again"))
+    for out, ags, more in ((value, library, ()), (hand, None, ("--by-hand",))):
         loop = ("--optimizer", "AdamW", "--closure", *more, "--steps", 8)
         run(SCRIPT, *loop, "--out", out, plan=plan(tmp_path / f"of-{out.name}", ags), world=2)
-    assert torch.equal(weights(own), weights(hand))
+    assert torch.equal(weights(value), weights(hand))
     for out, more in ((tmp_path / "half", ("--steps", 4)), (again, ("--steps", 8, "--resume", tmp_path / "half.0"))):
         resumed = plan(tmp_path / f"of-{out.name}", library, resumed="--resume" in more)
         run(SCRIPT, "--optimizer", "AdamW", "--closure", *more, "--out", out, plan=resumed, world=2)
-    assert torch.equal(weights(own), weights(again))
+    assert torch.equal(weights(value), weights(again))

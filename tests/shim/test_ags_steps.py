@@ -106,14 +106,14 @@ class Loop:
 def test_the_papers_elementwise_form_through_the_hooks_is_the_librarys(
     around: Callable[..., AgsSteps], name: str, target: Target, closure: bool
 ) -> None:
-    own = Loop(name).around(around()).train(range(5), closure=closure)
-    assert torch.equal(own.weights, Loop(name).by_hand(target).train(range(5)).weights)
-    assert not torch.allclose(own.weights, Loop(name).train(range(5)).weights, atol=1e-4)
-    assert own.ags is not None
-    told = own.ags.report()["ags"]["so_far"]
-    assert (told["apply_to"], told["steps"]) == (target, 5) and 0 < told["scaled"] < 1
-    assert own.ags.report()["ags"]["so_far"] == told, "no step since"
-    last = own.train(range(5, 6)).ags.report()["ags"]
+    value = Loop(name).around(around()).train(range(5), closure=closure)
+    assert torch.equal(value.weights, Loop(name).by_hand(target).train(range(5)).weights)
+    assert not torch.allclose(value.weights, Loop(name).train(range(5)).weights, atol=1e-4)
+    assert value.ags is not None
+    so_far = value.ags.report()["ags"]["so_far"]
+    assert (so_far["apply_to"], so_far["steps"]) == (target, 5) and 0 < so_far["scaled"] < 1
+    assert value.ags.report()["ags"]["so_far"] == so_far, "no step since"
+    last = value.train(range(5, 6)).ags.report()["ags"]
     assert (last["steps"], last["so_far"]["steps"]) == (1, 6)
 
 
@@ -151,22 +151,22 @@ def test_a_checkpoint_without_the_optimizer_is_told_and_another_batch_begins_ane
 
 
 def test_a_state_of_another_version_is_refused(around: Callable[..., AgsSteps]) -> None:
-    own = Loop().around(around()).train(range(2))
-    state = own.base.state_dict()
+    value = Loop().around(around()).train(range(2))
+    state = value.base.state_dict()
     state["tula_ags"]["version"] = 1
     with pytest.raises(CannotScaleError, match=r"version 1.*another version of tula"):
-        own.base.load_state_dict(state)
+        value.base.load_state_dict(state)
 
 
 def test_a_step_that_an_error_breaks_off_is_none(around: Callable[..., AgsSteps]) -> None:
-    own = Loop("AdamW").around(around()).train(range(2))
-    kept = own.weights
-    own._backward(2)
-    assert own.ags is not None and own.ags.tula is not None
-    own.ags.before_step(own.base, (own.base,), {})  # the step itself fails, and the script takes the next batch
-    assert torch.equal(own.weights, kept) and own.ags.tula._n_steps == 2
-    own.train(range(3, 5))
-    assert own.ags.tula._n_steps == 4
+    value = Loop("AdamW").around(around()).train(range(2))
+    kept = value.weights
+    value._backward(2)
+    assert value.ags is not None and value.ags.tula is not None
+    value.ags.before_step(value.base, (value.base,), {})  # the step itself fails, and the script takes the next batch
+    assert torch.equal(value.weights, kept) and value.ags.tula._n_steps == 2
+    value.train(range(3, 5))
+    assert value.ags.tula._n_steps == 4
 
 
 def told(folder: Path) -> str:
@@ -308,17 +308,17 @@ def test_what_smaller_optimizers_of_the_model_train_is_told_to_be_unscaled(aroun
         ags.made(optimizer)
     ags.seek()
     assert ags.tula is not None and (ags.tula.base, ags.tula.setup.model) == (body, model)
-    told = [text for text in ags.said() if "not scaled" in text]
-    assert len(told) == 1 and "SGD trains (56 numbers)" in told[0] and "AdamW (27 numbers)" in told[0]
-    assert "RMSprop (6 numbers)" in told[0] and "of the largest model (" in told[0]
+    messages = [text for text in ags.said() if "not scaled" in text]
+    assert len(messages) == 1 and "SGD trains (56 numbers)" in messages[0] and "AdamW (27 numbers)" in messages[0]
+    assert "RMSprop (6 numbers)" in messages[0] and "of the largest model (" in messages[0]
 
 
 def test_gradients_that_are_reduced_twice_a_step_are_refused(around: Callable[..., AgsSteps]) -> None:
-    own = Loop().around(around())
-    assert own.ags is not None
-    own.ags.rounds = 2
+    value = Loop().around(around())
+    assert value.ags is not None
+    value.ags.rounds = 2
     with pytest.raises(CannotScaleError, match="reduces its gradients 2 times per step"):
-        own.train(range(1))
+        value.train(range(1))
     scaled = Loop().around(around())
     assert scaled.ags is not None
     scaled.ags.rounds = 1
@@ -327,11 +327,11 @@ def test_gradients_that_are_reduced_twice_a_step_are_refused(around: Callable[..
 
 
 def test_another_optimizer_that_takes_over_is_refused(around: Callable[..., AgsSteps]) -> None:
-    own, other = Loop().around(around()).train(range(1)), Loop()
-    assert own.ags is not None
+    value, other = Loop().around(around()).train(range(1)), Loop()
+    assert value.ags is not None
     with pytest.raises(CannotScaleError, match=r"trains with another optimizer, torch.optim.sgd.SGD"):
         for _ in range(ags_module.MOST_WITHOUT + 1):
-            own.ags.after_step(other.base)
+            value.ags.after_step(other.base)
 
 
 @pytest.mark.parametrize("ags", [{"code": "/x"}, [], "yes"])

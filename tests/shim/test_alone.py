@@ -18,9 +18,9 @@ TRAINERS = {"transformers", "lightning"}
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_is_python_3_8_and_needs_torch_at_most(path: Path) -> None:
     tree = ast.parse(path.read_text(), feature_version=(3, 8))
-    found = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    found |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level}
-    tops = {name.partition(".")[0] for name in found} - sys.stdlib_module_names
+    result = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    result |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level}
+    tops = {name.partition(".")[0] for name in result} - sys.stdlib_module_names
     assert tops <= {"torch"} | (TRAINERS if path == HOOKS else set())
 
 

@@ -61,9 +61,9 @@ def test_a_peak_on_the_cpu_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     clocks.reset_peak()
     before = clocks.read_peak_memory()["allocated"]
-    for held in (b"x" * 200_000_000,):
-        assert clocks.read_peak_memory()["allocated"] > max(len(held), before + 150_000_000)
-    del held
+    for kept in (b"x" * 200_000_000,):
+        assert clocks.read_peak_memory()["allocated"] > max(len(kept), before + 150_000_000)
+    del kept
     clocks.reset_peak()
     assert 1_000_000 < clocks.read_peak_memory()["allocated"] < before + 50_000_000
 

@@ -50,8 +50,10 @@ def test_an_error_of_the_shim_s_own_in_a_probe_is_told_as_its_own(run: ScriptRan
         (tmp_path / f"heartbeat-{rank}.json").mkdir()  # heartbeats cannot be written
     ended = run("by_hand.py", 60, "--bare", plan=ShimPlan(task="probe", folder=str(tmp_path)), world=2)
     assert ended.codes == [1, 1] and "IsADirectoryError" in ended.said[0]
-    told = [(failure["where"], failure["error"]) for failure in map(ended.json, ("failure-0.json", "failure-1.json"))]
-    assert told == [("shim", "IsADirectoryError")] * 2
+    messages = [
+        (failure["where"], failure["error"]) for failure in map(ended.json, ("failure-0.json", "failure-1.json"))
+    ]
+    assert messages == [("shim", "IsADirectoryError")] * 2
 
 
 def test_what_a_script_makes_of_an_error_of_the_shim_s_own_is_not_the_script_s(
@@ -67,9 +69,9 @@ def test_what_a_script_makes_of_an_error_of_the_shim_s_own_is_not_the_script_s(
     other.__cause__ = failed
     sys.excepthook(type(other), other, None)
     assert json.loads((tmp_path / "failure-0.json").read_text())["where"] == "shim"
-    own = ValueError("of the script's own")
-    own.__cause__ = own
-    sys.excepthook(ValueError, own, None)
+    value_error = ValueError("of the script's own")
+    value_error.__cause__ = value_error
+    sys.excepthook(ValueError, value_error, None)
     assert json.loads((tmp_path / "failure-0.json").read_text())["where"] == "script"
 
 
@@ -172,8 +174,8 @@ def test_a_failure_tells_which_batch_norm_the_process_held(
 ) -> None:
     module = SimpleNamespace(_BatchNorm=_BatchNorm, SyncBatchNorm=SyncBatchNorm)
     monkeypatch.setitem(sys.modules, "torch.nn.modules.batchnorm", module)
-    held: list[object] = [kind() for kind in kinds]
-    for norm in held:
+    kept: list[object] = [kind() for kind in kinds]
+    for norm in kept:
         vars(norm)["own"] = {}  # what has contents, as every module has, is known to the collector
     assert find_batch_norm() == found
     monkeypatch.delitem(sys.modules, "torch.nn.modules.batchnorm")

@@ -25,11 +25,13 @@ def killed_at(folder: Path, monkeypatch: pytest.MonkeyPatch, content: dict[int, 
     ended: list[int] = []
     monkeypatch.setattr(supervision, "PATIENCE", 0.0)  # these files are of tomorrow, and do not settle
     monkeypatch.setattr(supervision.os, "kill", lambda *_: ended.append(1))
-    told = folder / "told"
-    told.mkdir()
+    message = folder / "told"
+    message.mkdir()
     wanted = {"checkpoint": str(folder / "c*"), "after": 5, "settled": 0.0}
-    (told / "plan.json").write_text(json.dumps({"version": 1, "task": "r", "folder": str(told), "rehearsal": wanted}))
-    seen = StepKiller(read_plan(str(told / "plan.json")))
+    (message / "plan.json").write_text(
+        json.dumps({"version": 1, "task": "r", "folder": str(message), "rehearsal": wanted})
+    )
+    seen = StepKiller(read_plan(str(message / "plan.json")))
     step = 0
     while not ended and step < 100:
         step += 1
@@ -39,7 +41,7 @@ def killed_at(folder: Path, monkeypatch: pytest.MonkeyPatch, content: dict[int, 
             path.parent.mkdir(exist_ok=True)
             path.write_text(content[step])
             os.utime(path, (LATER + step, LATER + step))
-    noted = json.loads((told / "rehearsal.json").read_text())
+    noted = json.loads((message / "rehearsal.json").read_text())
     assert noted["killed"] and noted["samples"] == 16.0 * noted["steps"]
     return noted["steps"], step
 

@@ -53,10 +53,10 @@ def test_weights_are_those_of_ortho_by_hand(
         of = plan(tmp_path / f"of-{name}", ortho)
         ended = run(SCRIPT, *loop, *more, "--out", tmp_path / name, plan=of, world=world)
         assert ended.codes == [0] * world, ended.said
-    own, hand, plain = (weights(tmp_path / name) for name in ("own", "hand", "plain"))
-    torch.testing.assert_close(own, hand, rtol=0, atol=0)
-    assert not torch.allclose(own, plain, atol=1e-4)
-    assert torch.equal(own, weights(tmp_path / "own", world - 1))
+    value, hand, plain = (weights(tmp_path / name) for name in ("own", "hand", "plain"))
+    torch.testing.assert_close(value, hand, rtol=0, atol=0)
+    assert not torch.allclose(value, plain, atol=1e-4)
+    assert torch.equal(value, weights(tmp_path / "own", world - 1))
     rows = [json.loads(line) for line in (tmp_path / "of-own" / "steps-0.jsonl").read_text().splitlines()]
     (note,) = [row["text"] for row in rows if row["kind"] == "note"]
     assert note.startswith("method ortho orthogonalises the updates of 2 matrices (192 of 212 numbers) of torch.optim.")
@@ -121,8 +121,8 @@ def test_the_module_of_an_optimizer_is_found_and_its_embeddings_and_tied_heads_a
         for p in nets[1].parameters():
             p.grad = gradient(p)
         by_hand.step()
-    for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
-        assert torch.equal(one, other)
+    for first, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(first, other)
 
 
 def spread(change: torch.Tensor) -> float:
@@ -132,10 +132,10 @@ def spread(change: torch.Tensor) -> float:
 
 
 def test_two_optimizers_and_one_that_grows_are_all_orthogonalised(make: Callable[[], OrthoSteps]) -> None:
-    one, other = nn.Linear(4, 9), nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 30))
-    optimizers = [torch.optim.SGD(one.parameters(), lr=1.0), torch.optim.Adam(other[0].parameters(), lr=1.0)]
+    first, other = nn.Linear(4, 9), nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 30))
+    optimizers = [torch.optim.SGD(first.parameters(), lr=1.0), torch.optim.Adam(other[0].parameters(), lr=1.0)]
     steps = make()
-    for optimizer, layer in zip(optimizers, (one, other[0]), strict=True):
+    for optimizer, layer in zip(optimizers, (first, other[0]), strict=True):
         before = layer.weight.detach().clone()
         take_step(steps, optimizer)
         assert spread(layer.weight.detach() - before) < 2

@@ -51,8 +51,8 @@ def training(folder: Path, **more: object) -> ShimPlan:
 def test_samples_are_those_that_the_script_counts(run: ScriptRanks, tmp_path: Path, habit: tuple[str, ...]) -> None:
     ended = run("various.py", *habit, "--epochs", 3, "--batch-size", 32, "--out", tmp_path, plan=training(tmp_path))
     (seen,) = ended.results()
-    own = json.loads(next(line for line in ended.said[0].splitlines() if line.startswith("{")))
-    assert (seen.steps, seen.samples) == (own["steps"], own["samples"]), ended.said
+    data = json.loads(next(line for line in ended.said[0].splitlines() if line.startswith("{")))
+    assert (seen.steps, seen.samples) == (data["steps"], data["samples"]), ended.said
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def test_rows_tell_where_the_scheduler_stands(
     rows = [
         row for row in map(json.loads, (tmp_path / "steps-0.jsonl").read_text().splitlines()) if row["kind"] == "row"
     ]
-    told = rows[2].get("schedule")
-    assert (told and (told["name"].rpartition(".")[2], told["at"], told["moves"])) == expected
+    answer = rows[2].get("schedule")
+    assert (answer and (answer["name"].rpartition(".")[2], answer["at"], answer["moves"])) == expected
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -118,9 +118,9 @@ def test_a_probe_leaves_nothing_that_a_training_would_start_from(run: ScriptRank
     ended = run("various.py", *options, plan=plan)
     assert ended.results()[0].why == "stopped", ended.said
     assert tree(work) != before, "the script has written"
-    told = put_aside_probe_files(attempt)
-    assert tree(work) == before and "outside of {out}" in told and str(work) in told
-    assert attempt.put_aside() == [told]
+    answer = put_aside_probe_files(attempt)
+    assert tree(work) == before and "outside of {out}" in answer and str(work) in answer
+    assert attempt.put_aside() == [answer]
 
 
 def test_what_was_there_before_is_restored_and_early_files_stay(run: ScriptRanks, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def expecting(world: int, batch: int, accumulate: int = 1, lr: float | None = No
 def test_two_ranks_under_ddp(run: ScriptRanks, tmp_path: Path) -> None:
     ended = run("plain_ddp.py", "--local-batch", 8, plan=probe(tmp_path, expected=expecting(2, 16)), world=2)
     assert (ended.codes, ended.left) == ([0, 0], 0), ended.said
-    assert not any("FINISHED" in said for said in ended.said)
+    assert not any("FINISHED" in text for text in ended.said)
     ranks = ended.results()
     assert list_mismatches(ranks) == []
     assert [(rank.rank, rank.world, rank.why, rank.steps, len(rank.timed)) for rank in ranks] == [
@@ -49,16 +49,16 @@ def test_the_steps_after_the_timed_ones_split_them(run: ScriptRanks, tmp_path: P
     assert all(0 < step.seconds < 5 for step in first.local)
     reduced = [[norm for _, norm in split.norms] for split in (first, second)]
     assert len(reduced[0]) == 3 and reduced[0] == pytest.approx(reduced[1])  # the reduced gradient is everybody's
-    for (own, mean), (other, _) in zip(first.norms, second.norms, strict=True):
-        assert own is not None and other is not None and mean is not None and own != other
-        assert mean <= (own + other) / 2 * (1 + 1e-6)  # the mean of two vectors is no longer than they are
-        assert mean >= (own**0.5 - other**0.5) ** 2 / 4 * (1 - 1e-6)
+    for (value, mean), (other, _) in zip(first.norms, second.norms, strict=True):
+        assert value is not None and other is not None and mean is not None and value != other
+        assert mean <= (value + other) / 2 * (1 + 1e-6)  # the mean of two vectors is no longer than they are
+        assert mean >= (value**0.5 - other**0.5) ** 2 / 4 * (1 - 1e-6)
 
 
 def test_a_hook_of_the_script_s_own_goes_on_reducing(run: ScriptRanks, tmp_path: Path) -> None:
     split = run("plain_ddp.py", "--half", plan=probe(tmp_path), world=2).results()[0].split
     assert split is not None and split.hook == "fp16_compress_hook"
-    assert len(split.norms) == 3 and all(own and mean for own, mean in split.norms)
+    assert len(split.norms) == 3 and all(value and mean for value, mean in split.norms)
 
 
 def test_norms_are_those_of_the_loss_before_it_was_scaled(run: ScriptRanks, tmp_path: Path) -> None:
@@ -117,8 +117,8 @@ def test_batches_as_lists_and_loader_workers(run: ScriptRanks, tmp_path: Path) -
 
 
 def test_a_batch_that_the_script_ignores_is_told_with_both_figures(run: ScriptRanks, tmp_path: Path) -> None:
-    (found,) = list_mismatches([reference(run, tmp_path, "-b", 8, expected=expecting(1, 32))])[:1]
-    assert (found.code, found.values["expected"], found.values["observed"]) == ("batch-differs", 32, 8)
+    (result,) = list_mismatches([reference(run, tmp_path, "-b", 8, expected=expecting(1, 32))])[:1]
+    assert (result.code, result.values["expected"], result.values["observed"]) == ("batch-differs", 32, 8)
 
 
 def test_a_script_that_ends_first_tells_what_it_had(run: ScriptRanks, tmp_path: Path) -> None:

@@ -56,5 +56,5 @@ def test_a_callback_saves_with_the_trainer_s_own_means(
     asking.join()
     (seen,) = ended.results()
     assert (ended.codes, seen.why) == ([0], "saved"), ended.said
-    told = ended.json("saved.json")
-    assert told["step"] == seen.steps and Path(told["path"]).exists()
+    data = ended.json("saved.json")
+    assert data["step"] == seen.steps and Path(data["path"]).exists()

@@ -28,8 +28,8 @@ def training(folder: Path, **more: object) -> ShimPlan:
 
 
 def rows(folder: Path, kind: str, rank: int = 0) -> list[dict[str, object]]:
-    found = [json.loads(line) for line in (folder / f"steps-{rank}.jsonl").read_text().splitlines()]
-    return [row for row in found if row["kind"] == kind]
+    results = [json.loads(line) for line in (folder / f"steps-{rank}.jsonl").read_text().splitlines()]
+    return [row for row in results if row["kind"] == kind]
 
 
 def test_a_training_runs_to_its_end_and_its_samples_are_counted(run: ScriptRanks, tmp_path: Path) -> None:
@@ -76,8 +76,8 @@ def test_all_ranks_save_after_the_same_step_and_stop(run: ScriptRanks, tmp_path:
     assert (ended.codes, first.why, second.why) == ([0, 0], "saved", "saved"), ended.said
     saved = [json.loads((tmp_path / f"last.{rank}").read_text())["steps"] for rank in (0, 1)]
     assert saved == [first.steps, second.steps] and first.steps == second.steps
-    told = ended.json("saved.json")
-    assert (told["step"], told["samples"], told["path"]) == (first.steps, 4 * first.steps, plan.checkpoint)
+    data = ended.json("saved.json")
+    assert (data["step"], data["samples"], data["path"]) == (first.steps, 4 * first.steps, plan.checkpoint)
     assert not (tmp_path / "save.json").exists()
 
 
@@ -94,6 +94,6 @@ def test_a_rehearsal_kills_itself_some_steps_after_the_first_checkpoint(run: Scr
     killing = {"checkpoint": str(tmp_path / "*.pth"), "after": 5, "settled": 0.1}
     ended = run("reference.py", "--epochs", 3, "--output-dir", tmp_path, plan=training(tmp_path, rehearsal=killing))
     assert ended.codes == [-9] and "CLEANED UP" not in ended.said[0]
-    told = json.loads((tmp_path / "rehearsal.json").read_text())
-    assert told == {"steps": 10, "samples": 160, "dataset": 160, "killed": True}
+    data = json.loads((tmp_path / "rehearsal.json").read_text())
+    assert data == {"steps": 10, "samples": 160, "dataset": 160, "killed": True}
     assert [row["step"] for row in rows(tmp_path, "row")] == list(range(1, 16))

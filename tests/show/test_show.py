@@ -88,8 +88,8 @@ def test_times_name_their_unit(seconds, text):
 # --- the recommendation
 
 
-def explained(found):
-    return printed(recommend.render_explanation(found, {}, drawn=found, width=80, color=False))
+def explained(result):
+    return printed(recommend.render_explanation(result, {}, drawn=result, width=80, color=False))
 
 
 def spot_rows():
@@ -103,8 +103,8 @@ def spot_rows():
 
 def test_spot_stands_beside_on_demand_and_says_which_is_cheaper():
     here, there, alone = spot_rows()
-    found = make.recommendation(choice=here, rows=(here, there, alone), runners_up=(there,), other_market=there)
-    text = printed(recommend.render_recommendation(found))
+    result = make.recommendation(choice=here, rows=(here, there, alone), runners_up=(there,), other_market=there)
+    text = printed(recommend.render_recommendation(result))
     assert text.splitlines()[1] == "the same on spot: 75.0 min expected, 1.00 USD (75 % cheaper, 25 % longer)"
     rows = [line.split() for line in text.splitlines() if line.rstrip().endswith("measured")]
     assert rows[0] == ["*", "2", "128", "64", "1.00", "4.00", "~1.25", "1.00", "measured"]
@@ -114,17 +114,17 @@ def test_spot_stands_beside_on_demand_and_says_which_is_cheaper():
     assert text.startswith("2 nodes on spot, batch 128 (local 64): 75.0 min, 1.00 USD")
     assert "the same on demand: 60.0 min, 4.00 USD (300 % more expensive, 20 % shorter)" in text
     equal = here.model_copy(update={"market": "spot"})
-    found = make.recommendation(choice=here, rows=(here, equal), runners_up=(), other_market=equal)
-    text = printed(recommend.render_recommendation(found))
+    result = make.recommendation(choice=here, rows=(here, equal), runners_up=(), other_market=equal)
+    text = printed(recommend.render_recommendation(result))
     assert "4.00 USD (at the same cost, in the same time)" in text
 
 
 def test_energy_has_a_column_where_any_row_has_it_and_a_dash_where_it_is_unknown():
     here, there = make.prediction(2, 128, kwh=1.25, type="a"), make.prediction(1, 64, hours=3.0, type="b")
-    found = make.recommendation(choice=here, rows=(here, there), runners_up=(), power="300 W a GPU")
-    text = printed(recommend.render_recommendation(found))
+    result = make.recommendation(choice=here, rows=(here, there), runners_up=(), power="300 W a GPU")
+    text = printed(recommend.render_recommendation(result))
     assert text.startswith("2 nodes of type a, batch 128 (local 64): 15.0 min, 0.700 USD, 1.25 kWh\n")
-    assert "energy: " not in text and "energy: 300 W a GPU" in explained(found)
+    assert "energy: " not in text and "energy: 300 W a GPU" in explained(result)
     assert "P: nothing is both faster and cheaper" in text
     rows = [line.split() for line in text.splitlines() if line.rstrip().endswith("measured")]
     assert [row[-2] for row in rows] == ["1.25", "-"]
@@ -143,8 +143,8 @@ def test_without_energy_no_word_is_lost_on_it():
 def test_the_front_has_a_row_an_offer():
     here, _, alone = spot_rows()
     here = here.model_copy(update={"pareto": True, "type": "a100"})
-    found = make.recommendation(choice=here, rows=(here, alone.model_copy(update={"type": "v100"})), runners_up=())
-    text = printed([recommend.make_front_table(found)])
+    result = make.recommendation(choice=here, rows=(here, alone.model_copy(update={"type": "v100"})), runners_up=())
+    text = printed([recommend.make_front_table(result)])
     rows = [line.split() for line in text.splitlines() if line.rstrip().endswith("measured")]
     assert rows[0][:6] == ["*", "a100", "on", "demand", "2", "128"] and rows[1][:5] == ["v100", "on", "spot", "1", "64"]
 
@@ -164,10 +164,10 @@ def test_the_recommendation_marks_the_choice_and_the_runners_up():
 
 def many():
     """A recommendation of 120 configurations more, none of them measured or in the front."""
-    found = make.recommendation()
-    one = found.rows[-1].model_copy(update={"measured": False, "pareto": False})
-    more = [one.model_copy(update={"nodes": 32, "batch": 32 * k, "local_batch": k}) for k in range(1, 121)]
-    return found.model_copy(update={"rows": (*found.rows, *more)})
+    result = make.recommendation()
+    item = result.rows[-1].model_copy(update={"measured": False, "pareto": False})
+    more = [item.model_copy(update={"nodes": 32, "batch": 32 * k, "local_batch": k}) for k in range(1, 121)]
+    return result.model_copy(update={"rows": (*result.rows, *more)})
 
 
 def test_of_many_configurations_those_worth_a_row_are_shown():
@@ -195,7 +195,7 @@ def test_headings_have_units():
         assert unit in heading
 
 
-def with_progress(found):
+def with_progress(result):
     noise = Noise(scale=100.0, low=80.0, high=130.0, error=10.0, probes=4)
 
     def beside(row):
@@ -203,20 +203,20 @@ def with_progress(found):
         return efficiency.with_same_progress(row, epochs=60, reference=64, noise=noise).prediction(0)
 
     words = efficiency.describe_noise(noise, reference=64, epochs=60)
-    rows = tuple(beside(row) for row in found.rows)
-    return found.model_copy(update={"rows": rows, "choice": beside(found.choice), "efficiency": words})
+    rows = tuple(beside(row) for row in result.rows)
+    return result.model_copy(update={"rows": rows, "choice": beside(result.choice), "efficiency": words})
 
 
 def test_the_same_progress_is_told_apart_from_the_epochs_of_the_spec():
-    found = with_progress(make.recommendation())
-    text = explained(found)
-    told = found.choice.same_progress
+    result = with_progress(make.recommendation())
+    text = explained(result)
+    message = result.choice.same_progress
     (line,) = [line for line in text.splitlines() if line.startswith("to the same progress: ")]
-    assert f"{words.format_number(told.epochs)} epochs, {words.format_duration(3600 * told.hours)} (" in line
+    assert f"{words.format_number(message.epochs)} epochs, {words.format_duration(3600 * message.hours)} (" in line
     assert "spec's epochs" not in text
     assert any(line.startswith("same progress: gradient noise scale 100 samples") for line in text.splitlines())
     assert "same progress" not in explained(make.recommendation())
-    assert "same progress" not in printed(recommend.render_recommendation(found))
+    assert "same progress" not in printed(recommend.render_recommendation(result))
 
 
 @pytest.mark.parametrize(("share", "shown"), [(0.034, "of that 3.4 % for refreshing"), (0.009, ""), (0.0, "")])
@@ -227,25 +227,25 @@ def test_refreshing_the_factors_is_told_where_it_is_more_than_a_hundredth(share:
 
 
 def test_accuracy_time_has_a_table_of_its_own():
-    found = with_progress(make.recommendation(objective="accuracy-time"))
-    text = printed([recommend.render_same_progress(found)])
+    result = with_progress(make.recommendation(objective="accuracy-time"))
+    text = printed([recommend.render_same_progress(result)])
     assert max(map(len, text.splitlines())) <= 80
     rows = [line.split() for line in text.splitlines()[-5:]]
     marked = [row for row in rows if row[0] == "*"]
     assert [row[1:3] for row in marked] == [["128", "2"]]
     assert [row[0] for row in rows if row[0] != "*"] == ["32", "64", "256", "512"]
-    assert text in printed(recommend.render_recommendation(found))
+    assert text in printed(recommend.render_recommendation(result))
 
 
 @pytest.mark.parametrize("columns", [20, 80, 140])
 def test_no_number_is_cut_at_any_width(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     row = make.prediction(16384, 1048576, hours=12345.678, hours_low=12000.0, hours_high=12999.0, cost=9876543.21)
-    found = make.recommendation(choice=row, rows=(row,), runners_up=())
-    text = printed([recommend.make_predictions_table(found)], out=Terminal())
+    result = make.recommendation(choice=row, rows=(row,), runners_up=())
+    text = printed([recommend.make_predictions_table(result)], out=Terminal())
     for number in ("16384", "1048576", "12346", "9876543", "measured"):
         assert number in text
-    details = printed([recommend.make_details_table(found)], out=Terminal())
+    details = printed([recommend.make_details_table(result)], out=Terminal())
     for number in ("16384", "1048576", "12346", "12000 .. 12999", "3.00", "25.0"):
         assert number in details
     assert "…" not in text + details
@@ -264,8 +264,8 @@ def test_a_long_table_keeps_its_lines_at_any_width(monkeypatch, columns):
 
 
 def test_the_table_fits_80_columns():
-    for found in (make.recommendation(), make.recommendation(currency="EUR")):
-        assert max(map(len, printed([recommend.make_predictions_table(found)]).splitlines())) <= 80
+    for result in (make.recommendation(), make.recommendation(currency="EUR")):
+        assert max(map(len, printed([recommend.make_predictions_table(result)]).splitlines())) <= 80
 
 
 def test_what_is_not_known_is_a_dash():
@@ -298,8 +298,8 @@ def test_the_plot_is_coloured_only_when_asked():
 
 def test_one_batch_is_no_curve():
     row = make.prediction(1, 32)
-    found = make.recommendation(choice=row, rows=(row,), runners_up=())
-    assert list(plots.render_plots(found, width=80, color=False)) == []
+    result = make.recommendation(choice=row, rows=(row,), runners_up=())
+    assert list(plots.render_plots(result, width=80, color=False)) == []
 
 
 # --- colour
@@ -343,13 +343,13 @@ def test_the_envelope_of_an_answer():
     shown.warn("mind")
     shown.answer(make.recommendation(), iter(()))
     shown.finish()
-    found = envelope(shown)
-    assert list(found) == [
+    result = envelope(shown)
+    assert list(result) == [
         "schema_version", "command", "run_id", "overrides", "status", "data", "warnings", "diagnostics", "error"
     ]  # fmt: skip
-    assert (found["schema_version"], found["command"], found["run_id"]) == (1, "recommend", "toy-1")
-    assert (found["status"], found["warnings"], found["error"]) == ("done", ["mind"], None)
-    assert found["data"]["choice"]["batch"] == 128
+    assert (result["schema_version"], result["command"], result["run_id"]) == (1, "recommend", "toy-1")
+    assert (result["status"], result["warnings"], result["error"]) == ("done", ["mind"], None)
+    assert result["data"]["choice"]["batch"] == 128
 
 
 HOSTILE = (
@@ -393,11 +393,11 @@ def test_the_envelope_of_a_failure():
     shown = screen(as_json=True, command="check")
     problems = (Problem("train.epochs", "is required"), Problem("modle", "no such key", "did you mean model?"))
     shown.fail(SpecError("job.yaml has 2 problems", "see", problems=problems))
-    found = envelope(shown)
-    assert found["status"] == "failed"
-    assert found["error"]["code"] == "spec"
-    assert found["error"]["hint"] == "see"
-    assert [problem["path"] for problem in found["error"]["problems"]] == ["train.epochs", "modle"]
+    result = envelope(shown)
+    assert result["status"] == "failed"
+    assert result["error"]["code"] == "spec"
+    assert result["error"]["hint"] == "see"
+    assert [problem["path"] for problem in result["error"]["problems"]] == ["train.epochs", "modle"]
     assert shown.err.getvalue().splitlines() == [
         "error: job.yaml has 2 problems",
         "  train.epochs: is required",
@@ -505,7 +505,7 @@ def test_the_status_and_the_plan_tell_the_stage_of_a_batch_that_grows(run):
         in printed(show_status.render_status(snapshot(run, {train: "running"})))
     )
     (task,) = run.tasks()
-    own = task.spec.model_copy(update={"train": task.spec.train.model_copy(update={"ramp": "auto"})})
+    value = task.spec.model_copy(update={"train": task.spec.train.model_copy(update={"ramp": "auto"})})
     stage = StageSteps(batch=32, steps=9, step_time=0.05, step_low=None, step_high=None)
     predicted = make.prediction(2, 128).model_copy(update={"stages": (stage,)})
     plan = {
@@ -517,18 +517,18 @@ def test_the_status_and_the_plan_tell_the_stage_of_a_batch_that_grows(run):
         "balance": None,
         "price": "",
     }
-    for known, told in (
+    for known, message in (
         (predicted, "The batch grows: 32 (9 steps), then 128. Times"),
         (None, "The batch grows over the"),
     ):
-        grown = types.SimpleNamespace(task=task.model_copy(update={"spec": own}), prediction=known, **plan)
-        assert told in printed(show_train.render_train_plan(grown))
+        grown = types.SimpleNamespace(task=task.model_copy(update={"spec": value}), prediction=known, **plan)
+        assert message in printed(show_train.render_train_plan(grown))
     stages = tuple(Stage(begin=640 * k, epoch=0.5 * k, batch=32 << k, noise=40.0 * (k + 1)) for k in range(3))
     grown.task = grown.task.model_copy(update={"stages": stages})
     assert "batch 64 from epoch 0.500: noise scale 80.0; batch 128 from epoch 1.00: noise scale 120" in printed(
         show_train.render_train_plan(grown)
     )
-    noisy = own.model_copy(update={"train": own.train.model_copy(update={"ramp": "noise"})})
+    noisy = value.model_copy(update={"train": value.train.model_copy(update={"ramp": "noise"})})
     grown.task = grown.task.model_copy(update={"spec": noisy})
     assert "No stage can be delayed" in printed(show_train.render_train_plan(grown))
 
@@ -537,13 +537,13 @@ def test_a_change_of_the_pace_is_shown_once_in_status_and_below_the_table_at_the
     change = make.step_change()
     row = {"kind": "change", "time": START, "samples": 640, "epoch": 0.5, "change": change.model_dump(mode="json")}
     train = make.add_training(run, rows=[*make.metrics(), row])
-    said = (
+    message = (
         "samples) a step takes 90.0 ms, before 60.0 ms (+50 %): the network is slower; computing 50.0 (50.0), synchronisation"
         " 38.0 (8.00), waiting for data 2.00 (2.00); 90.0 s remaining instead of 60.0 s, 0.500 USD more"
     )
     status = printed(show_status.render_status(snapshot(run, {train: "running"})))
     end = printed(show_train.render_summary(make.summary(changes=(change,))))
-    assert [" ".join(text.split()).count(said) for text in (status, end)] == [1, 1]
+    assert [" ".join(text.split()).count(message) for text in (status, end)] == [1, 1]
     faster = change.model_copy(update={"before": change.after, "after": change.before, "cost_more": -0.5})
     text = changes.describe_step_change(faster)
     assert "(-33 %): the network is faster" in text and text.endswith("0.500 USD less")
@@ -571,8 +571,8 @@ def test_the_status_shows_what_tuning_has_come_to(run):
 
 
 def test_the_summary_names_the_winner_and_what_it_took():
-    found = make.tuning([make.branch("lbt"), make.branch("x2", top1=61.5)], chosen="x2")
-    text = printed(show_train.render_summary(make.summary(tuning=found)))
+    result = make.tuning([make.branch("lbt"), make.branch("x2", top1=61.5)], chosen="x2")
+    text = printed(show_train.render_summary(make.summary(tuning=result)))
     assert "tuned: x2, 1280 samples in 2 branches in addition to the training" in text
     assert re.search(r"x2 .*61\.50 .*chosen", text)
 
@@ -629,8 +629,8 @@ def test_a_queued_job_shows_its_reason_and_expected_start(run):
 )  # fmt: skip
 def test_the_schedulers_estimate_of_the_start_is_labelled_as_such(wait, reason, shown):
     estimate = StartEstimate(nodes=2, minutes=60, asked_at=START, wait=wait, reason=reason)
-    told = printed(recommend.render_recommendation(make.recommendation(start_estimate=estimate)))
-    assert shown in told
+    answer = printed(recommend.render_recommendation(make.recommendation(start_estimate=estimate)))
+    assert shown in answer
     assert "start:" not in printed(recommend.render_recommendation(make.recommendation()))
 
 
@@ -660,10 +660,10 @@ def test_a_training_plan_tells_of_its_chain(run):
     ],
 )
 def test_a_script_is_shown_by_its_name_and_as_long_as_it_is(tmp_path, length, planned, now):
-    own = RunDir.create(tmp_path, make.script_spec(**length))
-    make.add_training(own, rows=make.metrics())
+    value = RunDir.create(tmp_path, make.script_spec(**length))
+    make.add_training(value, rows=make.metrics())
     plan = types.SimpleNamespace(
-        task=own.tasks()[0], prediction=None, source="as given", resumes=None, finished=False,
+        task=value.tasks()[0], prediction=None, source="as given", resumes=None, finished=False,
         interruption="saves each epoch",
         rehearses=True,
         balance=None,
@@ -671,7 +671,7 @@ def test_a_script_is_shown_by_its_name_and_as_long_as_it_is(tmp_path, length, pl
     text = printed(show_train.render_train_plan(plan))
     assert planned in text and "checkpoints: saves each epoch\n" in text
     assert "a test of at most 20 min on 1 node checks that the script can resume (--no-rehearse" in text
-    assert now in show_status.describe_training(snapshot(own).training)
+    assert now in show_status.describe_training(snapshot(value).training)
     assert re.search(r"finetune\.py +- +0", printed(show_status.render_runs(run_list.list_runs(tmp_path), width=120)))
 
 
@@ -829,19 +829,19 @@ def test_a_training_without_classes_is_best_where_its_loss_is_least():
 def test_a_summary_tells_where_the_time_went():
     predicted = TimeParts(steps=200, data=None, evaluation=60, checkpoints=0, branches=0, rest=28)
     actual = TimeParts(steps=240, data=12, evaluation=60, checkpoints=6, branches=0, rest=54)
-    found = make.summary(predicted_parts=predicted, actual_parts=actual, attempts=1)
-    text = printed(show_train.render_summary(found))
+    summary = make.summary(predicted_parts=predicted, actual_parts=actual, attempts=1)
+    text = printed(show_train.render_summary(summary))
     assert re.search(r"  steps +3.33 +4.00 +-16.7\n +waiting for data +- +0.200 +-\n", text)
     assert re.search(
         r"  evaluation +1.00 +1.00 +\+0.0\n +checkpoints +0 +0.100 +-100.0\n  starting, stopping +0.467", text
     )
     assert "branches" not in text
     where = Path.cwd() / "tula-runs/digits-1/train/ab12cd34/best"
-    assert printed(show_train.render_summary(found, weights=where)).endswith(
+    assert printed(show_train.render_summary(summary, weights=where)).endswith(
         "\nbest weights: tula-runs/digits-1/train/ab12cd34/best\n"
     )
     assert "starting, stopping, repeated steps" in printed(
-        show_train.render_summary(found.model_copy(update={"attempts": 2}))
+        show_train.render_summary(summary.model_copy(update={"attempts": 2}))
     )
     assert "steps" not in printed(show_train.render_summary(make.summary(predicted_parts=predicted)))
 
@@ -918,8 +918,8 @@ def test_a_plan_tells_what_it_may_cost_at_most(run):
 
 def test_a_language_model_is_told_by_loss_and_perplexity_and_tokens_a_second(run):
     metrics = {"eval_loss": 1.6, "perplexity": 4.953}
-    told = make.summary(metrics=metrics, best_top1=None, best_loss=1.5)
-    text = printed(show_train.render_summary(told))
+    summary = make.summary(metrics=metrics, best_top1=None, best_loss=1.5)
+    text = printed(show_train.render_summary(summary))
     assert "least loss 1.500 (perplexity 4.482) at epoch 3" in text and "perplexity 4.953" in text
     rows = [{**row, "top1": None, "top5": None, "perplexity": 4.953} for row in make.metrics()]
     rows = [{**row, "tokens_per_second": 81920.0, "padding": 0.125} if row["kind"] == "step" else row for row in rows]

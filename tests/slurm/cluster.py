@@ -117,10 +117,10 @@ class SlurmCluster:
     @classmethod
     def at(cls, folder: Path) -> "SlurmCluster":
         """Return the cluster that another process has brought up in a folder."""
-        found = cls.__new__(cls)
-        found.settings = Settings.load(folder.absolute())
-        found.folder, found._made, found._keeper = folder.absolute(), None, None
-        return found
+        result = cls.__new__(cls)
+        result.settings = Settings.load(folder.absolute())
+        result.folder, result._made, result._keeper = folder.absolute(), None, None
+        return result
 
     def __enter__(self) -> "SlurmCluster":
         return self.up()
@@ -235,9 +235,9 @@ class SlurmCluster:
 
     def _uncache(self) -> None:
         for node in self.names:
-            if found := self.processes(node, "bindfs -o "):
+            if result := self.processes(node, "bindfs -o "):
                 self.kill_slurmd(node)
-                kill(found)
+                kill(result)
 
     def power_off(self, node: str) -> None:
         """Silence a node: first its link, so that nobody hears of the end of what is then killed."""
@@ -273,9 +273,9 @@ class SlurmCluster:
 
     def _kill_all(self, node: str) -> bool:
         """Kill what runs on a node, and tell whether there was anything."""
-        found = self.processes(node)
-        kill(found)
-        return bool(found)
+        result = self.processes(node)
+        kill(result)
+        return bool(result)
 
     def _known(self, node: str) -> int:
         """Return a node's number."""

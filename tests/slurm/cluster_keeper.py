@@ -96,8 +96,8 @@ def live(folder: Path) -> None:
 def _only_child(process: "subprocess.Popen[bytes]") -> int:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while process.poll() is None:
-        if found := children.read_text().split():
-            return int(found[0])
+        if parts := children.read_text().split():
+            return int(parts[0])
         time.sleep(0.005)
     raise RuntimeError("the kernel refuses a new world")
 

@@ -21,8 +21,10 @@ def cache_attributes(cluster: SlurmCluster, folder: Path, seconds: int) -> None:
 
 
 def _idle(cluster: SlurmCluster) -> int:
-    told = cluster.run("login", "sinfo", "--noheader", "--partition=main", "--states=idle", "--format=%D", check=False)
-    return sum(map(int, told.stdout.split()))
+    completed = cluster.run(
+        "login", "sinfo", "--noheader", "--partition=main", "--states=idle", "--format=%D", check=False
+    )
+    return sum(map(int, completed.stdout.split()))
 
 
 def in_mounts_of(cluster: SlurmCluster, script: str, *, node: int = 0) -> None:

@@ -127,11 +127,11 @@ class Soak:
         return self._kill("-m submitit.core._submit")
 
     def _kill(self, text: str) -> bool:
-        found = self.processes(text)
-        if not found:
+        result = self.processes(text)
+        if not result:
             return False
         try:
-            os.kill(self.random.choice(found), 9)
+            os.kill(self.random.choice(result), 9)
         except ProcessLookupError:
             return False
         return True
@@ -188,8 +188,8 @@ def check(soak: Soak, epochs: int) -> Path:
     result = run.training(name).result()
     assert result is not None
     assert result.samples == epochs * SAMPLES, f"{result.samples} samples, not {epochs * SAMPLES}"
-    told = [row["samples"] for row in run.training(name).metrics() if row["kind"] == "epoch"]
-    assert told == [SAMPLES * (epoch + 1) for epoch in range(epochs)], told
+    samples = [row["samples"] for row in run.training(name).metrics() if row["kind"] == "epoch"]
+    assert samples == [SAMPLES * (epoch + 1) for epoch in range(epochs)], samples
     attempts = run.training(name).attempts()
     starts = [attempt.samples or 0 for attempt in attempts]
     assert all(late >= early for early, late in itertools.pairwise(starts)), starts

@@ -83,15 +83,15 @@ def job(**slurm: Any) -> JobSpec:
     return spec(cluster=cluster, search=search, pricing={"kind": "billing"})
 
 
-def submitted(folder: Path, found: JobSpec, nodes: int) -> str:
+def submitted(folder: Path, result: JobSpec, nodes: int) -> str:
     """Submit a job in the form that a training has, which takes a second: of none sacct bills nothing; return its id."""
     run = RunDir(folder)
     run.submitit_dir.mkdir(parents=True)
     look = folder / "look"
     look.write_text("sleep 1.1\n")
-    slurm = found.cluster.slurm.model_copy(update={"python": f"sh {look}"})  # type: ignore[union-attr]
-    own = found.model_copy(update={"cluster": found.cluster.model_copy(update={"slurm": slurm})})
-    task = CheckTask(id="check", job="check", spec=own, workdir=str(folder), nodes=nodes)
+    slurm = result.cluster.slurm.model_copy(update={"python": f"sh {look}"})  # type: ignore[union-attr]
+    value = result.model_copy(update={"cluster": result.cluster.model_copy(update={"slurm": slurm})})
+    task = CheckTask(id="check", job="check", spec=value, workdir=str(folder), nodes=nodes)
     (folder / "job.sh").write_text(SlurmLauncher().script(run, task))
     done = subprocess.run(["sbatch", "--parsable", str(folder / "job.sh")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -100,10 +100,10 @@ def submitted(folder: Path, found: JobSpec, nodes: int) -> str:
 
 def told_billing(id_: str) -> float | None:
     """Return what sacct has a job allocated as billing, once it has ended."""
-    told = subprocess.run(
+    text = subprocess.run(
         ["sacct", "-XPn", f"--jobs={id_}", "--format=State,AllocTRES"], capture_output=True, text=True, check=True
     ).stdout.strip()
-    state, _, tres = told.partition("|")
+    state, _, tres = text.partition("|")
     if not state or state in ("PENDING", "RUNNING", "COMPLETING"):
         return None
     counts = dict(entry.split("=") for entry in tres.split(","))
@@ -116,33 +116,33 @@ def predicted_and_told(
     """Return the billing of jobs as predicted and as sacct has it, and their ids."""
     predicted, ids = [], []
     for number, (slurm, nodes) in enumerate(forms):
-        found = with_site_billing(job(**slurm), folder)
-        assert found.pricing.slurm_billing is not None
-        assert found.pricing.slurm_billing.usage_factor == (2 if slurm.get("qos") == "dear" else 1)
-        predicted.append(compute_hourly_charge(found.pricing, nodes) / found.pricing.slurm_billing.usage_factor)
-        ids.append(submitted(folder / str(number), found, nodes))
+        result = with_site_billing(job(**slurm), folder)
+        assert result.pricing.slurm_billing is not None
+        assert result.pricing.slurm_billing.usage_factor == (2 if slurm.get("qos") == "dear" else 1)
+        predicted.append(compute_hourly_charge(result.pricing, nodes) / result.pricing.slurm_billing.usage_factor)
+        ids.append(submitted(folder / str(number), result, nodes))
     until(lambda: all(told_billing(id_) is not None for id_ in ids), "all jobs have ended", seconds=60)
     return predicted, [told_billing(id_) for id_ in ids], ids
 
 
 def test_jobs_are_billed_what_was_predicted(on_site: SlurmCluster, tmp_path: Path) -> None:
-    largest, told, ids = predicted_and_told(tmp_path / "largest", FORMS)
-    assert largest == told
+    largest, message, ids = predicted_and_told(tmp_path / "largest", FORMS)
+    assert largest == message
     _held_against_the_accounting(tmp_path, ids)
     conf = on_site.folder / "slurm.conf"
     conf.write_text(conf.read_text().replace("PriorityFlags=MAX_TRES", "PriorityFlags=NO_NORMAL_ALL"))
     on_site.run("login", "scontrol", "reconfigure")
-    summed, told, _ = predicted_and_told(tmp_path / "summed", FORMS[:4])
-    assert summed == told
+    summed, message, _ = predicted_and_told(tmp_path / "summed", FORMS[:4])
+    assert summed == message
     assert summed != largest[:4]
 
 
 def _held_against_the_accounting(root: Path, ids: list[str]) -> None:
     """A training whose jobs these were is held against what sacct has billed them, its QOS counted twice."""
-    found = job(partition="billed", qos="dear")
-    run = measured(root, found)
+    result = job(partition="billed", qos="dear")
+    run = measured(root, result)
     prepared = follow(
-        train.prepare_training([Run(run.path, found)], TrainRequest(nodes=1, batch=32), lambda _: inspected()),
+        train.prepare_training([Run(run.path, result)], TrainRequest(nodes=1, batch=32), lambda _: inspected()),
         lambda _: None,
     )
     task = prepared.plan.task
@@ -152,8 +152,10 @@ def _held_against_the_accounting(root: Path, ids: list[str]) -> None:
     rows = subprocess.run(
         ["sacct", "-XPn", f"--jobs={','.join(ids)}", "--format=ElapsedRaw,AllocTRES"], capture_output=True, text=True
     ).stdout.splitlines()
-    told = [(int(row.partition("|")[0]), dict(e.split("=") for e in row.partition("|")[2].split(","))) for row in rows]
-    hours = sum(seconds * float(tres.get("billing", 0)) for seconds, tres in told) / 3600
+    messages = [
+        (int(row.partition("|")[0]), dict(e.split("=") for e in row.partition("|")[2].split(","))) for row in rows
+    ]
+    hours = sum(seconds * float(tres.get("billing", 0)) for seconds, tres in messages) / 3600
     found_charge = find_site_charge(run, task.signature)
     assert found_charge is not None and not found_charge.open
     assert found_charge.billing_hours == pytest.approx(hours)
@@ -161,28 +163,28 @@ def _held_against_the_accounting(root: Path, ids: list[str]) -> None:
     assert found_charge.predicted_billing == 5 and 5 in found_charge.billings
 
 
-def measured(root: Path, found: JobSpec) -> RunDir:
+def measured(root: Path, outcome: JobSpec) -> RunDir:
     """Return a run that was measured: its training takes some 10 hours, and so 50 units or more on a node."""
-    run = RunDir.create(root, found)
+    run = RunDir.create(root, outcome)
     for result in probe_all(Truth(fixed=5.0), {1: (32, 64, 256), 2: (16, 128)}):
         run.write_result(result)
     return run
 
 
 def test_a_training_beyond_the_balance_is_told_and_refused(on_site: SlurmCluster, tmp_path: Path) -> None:
-    found = job(partition="billed")
-    run, told = measured(tmp_path, found), []
+    result = job(partition="billed")
+    run, message = measured(tmp_path, result), []
     for within in (False, True):
         work = train.prepare_training(
-            [Run(run.path, found)], TrainRequest(nodes=1, batch=32, within_balance=within), lambda _: inspected()
+            [Run(run.path, result)], TrainRequest(nodes=1, batch=32, within_balance=within), lambda _: inspected()
         )
-        prepared = follow(work, told.append)
-    warned = [event.text for event in told if isinstance(event, WarningEvent)]
+        prepared = follow(work, message.append)
+    warned = [event.text for event in message if isinstance(event, WarningEvent)]
     beyond = r"account big has 1\.6\d of 1\.67 SU left, but up to (43\.6|61\.1) SU"  # the largest, or the sum
     assert any(re.search(beyond, text) for text in warned), warned
     dependencies = Dependencies(make_launcher, lambda _: inspected(), lambda _: True)
     with pytest.raises(OverBudget, match=beyond):
-        follow(train.run_training(prepared, dependencies, WaitPolicy(False)), told.append)
+        follow(train.run_training(prepared, dependencies, WaitPolicy(False)), message.append)
     assert not on_site.run("login", "squeue", "--noheader").stdout
     cheap = check_balance_of_task(prepared.plan.task, remaining_share=1e-6)
     assert cheap is not None and not cheap.lacking and not cheap.unknown

@@ -24,9 +24,9 @@ SLOWER = 1.3
 EPOCHS = 14
 
 
-def taken(found: list[Attempt]) -> float:
+def taken(result: list[Attempt]) -> float:
     """Return the seconds from the first start to the last end; a node's clock is this machine's."""
-    return max(attempt.ended_at or time.time() for attempt in found) - min(attempt.started_at for attempt in found)
+    return max(attempt.ended_at or time.time() for attempt in result) - min(attempt.started_at for attempt in result)
 
 
 def probed(tula: Tula) -> float:

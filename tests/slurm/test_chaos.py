@@ -158,12 +158,12 @@ def test_a_training_outlives_a_partition_of_the_network(
     tula: Tula, on_slurm: SlurmCluster, moment: random.Random
 ) -> None:
     begin(tula, moment)
-    one, other = nodes_of(tula)
-    part(on_slurm, one, other)
+    item, other = nodes_of(tula)
+    part(on_slurm, item, other)
     try:
         tula.until(lambda: story(tula)[0][0])
     finally:
-        join(on_slurm, one, other)
+        join(on_slurm, item, other)
     tula.until(lambda: finished(tula))
     first, *others = [outcome for outcome, _ in story(tula)]
     assert first == "peer" and others[-1] == "done", tula.logs()
@@ -236,7 +236,7 @@ def test_a_training_on_nodes_whose_clocks_are_apart_is_right(
     ranks = [pid for name in on_slurm.names for pid in on_slurm.processes(name, "-m tula_cli.worker")]
     subprocess.run(["kill", "-9", str(moment.choice(sorted(ranks)))], check=True)
     tula.until(lambda: len(story(tula)) > 1 and tula.epochs_done() > 1)
-    told = tula("status")["data"]
-    for row in told["jobs"]:
+    data = tula("status")["data"]
+    for row in data["jobs"]:
         assert row.get("elapsed") is None or 0 <= row["elapsed"] <= time.time() - began + 60, row
     ended(tula, "signal", epochs=LONG)

@@ -14,16 +14,16 @@ CHECK = ("check", "job.yaml", "--on-cluster")
 
 
 def jobs(*states: str) -> list[str]:
-    asked = [f"--states={','.join(states)}"] if states else []
+    requested = [f"--states={','.join(states)}"] if states else []
     return subprocess.run(
-        ["squeue", "--noheader", "--format=%j", *asked], capture_output=True, text=True
+        ["squeue", "--noheader", "--format=%j", *requested], capture_output=True, text=True
     ).stdout.split()
 
 
 def test_nodes_and_the_network_between_them_are_told(tula: Tula, on_slurm: SlurmCluster) -> None:
-    found = tula(*CHECK)["data"]
-    nodes, report = found["report"]["nodes"], found["report"]
-    assert found["problems"] == []
+    data = tula(*CHECK)["data"]
+    nodes, report = data["report"]["nodes"], data["report"]
+    assert data["problems"] == []
     assert [node["host"] for node in nodes] == on_slurm.names[:2]
     assert [(node["interface"], node["address"]) for node in nodes] == [("eth0", "10.77.0.1"), ("eth0", "10.77.0.2")]
     assert [node["ranks"] for node in nodes] == [1, 1]
@@ -89,9 +89,9 @@ def test_a_site_file_is_held_against_what_the_scheduler_tells(tula: Tula, on_slu
     pricing = "pricing: {kind: billing, partition_factors: {main: 1, mian: 2}, qos_factors: {Normal: 1, norml: 2}}\n"
     site.write_text("cluster: {kind: slurm, device: cpu, slurm: {partition: main, minutes: 10}}\n" + pricing)
     sound = tula("check", "--site", "site.yaml")["data"]["findings"]
-    assert [one["about"] for one in sound if one["verdict"] == "problem"] == []
-    assert any(one["about"] == "cluster.slurm.partition" and "main: 4 nodes" in one["message"] for one in sound)
-    unknown = [(one["about"], one["advice"]) for one in sound if "has no effect" in one["message"]]
+    assert [first["about"] for first in sound if first["verdict"] == "problem"] == []
+    assert any(item["about"] == "cluster.slurm.partition" and "main: 4 nodes" in item["message"] for item in sound)
+    unknown = [(entry["about"], entry["advice"]) for entry in sound if "has no effect" in entry["message"]]
     assert unknown == [
         ("pricing.qos_factors", "did you mean normal?"),
         ("pricing.partition_factors", "did you mean main?"),

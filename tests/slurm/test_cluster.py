@@ -152,9 +152,9 @@ def test_two_clusters_do_not_disturb_each_other(on_slurm: SlurmCluster, bare: Sl
 def test_every_node_has_its_own_name_address_and_disk(on_slurm: SlurmCluster) -> None:
     look = "echo $(hostname) $(getent ahostsv4 $(hostname) | head -1) $(ls)"
     script = f"cd {on_slurm.local}; touch $(hostname); sleep 0.5; {look}"
-    said = call("srun", f"--nodes={len(on_slurm.names)}", "--cpus-per-task=2", "sh", "-c", script).splitlines()
+    lines = call("srun", f"--nodes={len(on_slurm.names)}", "--cpus-per-task=2", "sh", "-c", script).splitlines()
     expected = [f"{name} {address} STREAM {name} {name}" for name, address in on_slurm.settings.addresses.items()]
-    assert sorted(said) == sorted(expected)
+    assert sorted(lines) == sorted(expected)
     assert on_slurm.run("login", "getent", "hosts", "login").stdout.split() == [LOGIN, "login"]
 
 
@@ -177,8 +177,8 @@ def test_a_batch_job_runs_on_two_hosts(on_slurm: SlurmCluster, tmp_path: Path) -
         "--gpus-per-node=1",
     )
     until_state(job, "COMPLETED")
-    said = [(tmp_path / f"{task}.txt").read_text().split() for task in range(2)]
-    assert said == [[name, str(tmp_path), "0"] for name in on_slurm.names[:2]]
+    text = [(tmp_path / f"{task}.txt").read_text().split() for task in range(2)]
+    assert text == [[name, str(tmp_path), "0"] for name in on_slurm.names[:2]]
 
 
 def test_a_step_over_its_memory_is_told_as_such(on_slurm: SlurmCluster) -> None:

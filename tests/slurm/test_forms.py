@@ -35,10 +35,10 @@ def spec(look: Path, **slurm: Any) -> JobSpec:
     )
 
 
-def submit(folder: Path, found: JobSpec) -> None:
+def submit(folder: Path, result: JobSpec) -> None:
     run = RunDir(folder)
     run.submitit_dir.mkdir()
-    task = CheckTask(id="check", job="check", spec=found, workdir=str(folder), nodes=2)
+    task = CheckTask(id="check", job="check", spec=result, workdir=str(folder), nodes=2)
     (folder / "job.sh").write_text(SlurmLauncher().script(run, task))
     done = subprocess.run(["sbatch", str(folder / "job.sh")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

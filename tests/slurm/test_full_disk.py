@@ -74,9 +74,9 @@ def test_a_training_that_fills_its_disk_is_held_and_goes_on_to_the_same_weights(
     tula.until(training.checkpoints)
     ballast = fill(small)
     place = ("--run", str(run.path))
-    held = tula.until(lambda: [job for job in tula("status", *place)["data"]["jobs"] if job["state"] == "held"])
+    kept = tula.until(lambda: [job for job in tula("status", *place)["data"]["jobs"] if job["state"] == "held"])
     assert training.result() is None
-    (job,) = held
+    (job,) = kept
     assert (
         f"free on the disk of {training.path / 'checkpoints'}" in job["reason"]
         and "are missing; held: " in job["reason"]

@@ -29,8 +29,8 @@ def grown(tula: Tula, *, pause: float = 0.0) -> None:
 
 def over(tula: Tula) -> bool:
     run = tula.run()
-    found = all(attempt.outcome for attempt in attempts(tula))
-    return found and any(run.training(name).summary() for name in run.train_signatures())
+    result = all(attempt.outcome for attempt in attempts(tula))
+    return result and any(run.training(name).summary() for name in run.train_signatures())
 
 
 def nodes_of(tula: Tula) -> list[int]:
@@ -42,23 +42,21 @@ def nodes_of(tula: Tula) -> list[int]:
 
 def test_links_have_the_nodes_of_their_stages_and_every_sample_is_trained_once_an_epoch(tula: Tula) -> None:
     grown(tula)
-    (found,) = tula.run().jobs()
-    assert sorted({*found.link_nodes}) == [1, 2, 4] and list(found.link_nodes) == sorted(found.link_nodes)
+    (job,) = tula.run().jobs()
+    assert sorted({*job.link_nodes}) == [1, 2, 4] and list(job.link_nodes) == sorted(job.link_nodes)
     tula.until(lambda: over(tula))
     assert [attempt.outcome for attempt in attempts(tula)] == ["stage_end", "stage_end", "done"]
     assert nodes_of(tula) == [1, 2, 4]
     links = [attempt.allocation.partition(".")[0] for attempt in attempts(tula)]
-    assert [found.nodes_of(link) for link in links] == [1, 2, 4]
-    assert links == [found.links[found.link_nodes.index(nodes)] for nodes in (1, 2, 4)], (
-        "nobody waits for surplus links"
-    )
+    assert [job.nodes_of(link) for link in links] == [1, 2, 4]
+    assert links == [job.links[job.link_nodes.index(nodes)] for nodes in (1, 2, 4)], "nobody waits for surplus links"
     assert seen_samples.seen(tula.folder) == Counter(dict.fromkeys(range(SIZE), EPOCHS))
     worlds = Counter((row["world"], len(row["samples"])) for row in seen_samples.told(tula.folder))
     assert worlds == {(1, 8): SIZE // 8, (2, 8): 2 * SIZE // 16, (4, 8): 4 * SIZE // 32}
-    told = tula("status")["data"]
-    assert [row["nodes"] for row in told["attempts"]] == [1, 2, 4]
-    (row,) = told["jobs"]
-    assert [link["nodes"] for link in row["links"]] == list(found.link_nodes) and row["nodes"] == 4
+    data = tula("status")["data"]
+    assert [row["nodes"] for row in data["attempts"]] == [1, 2, 4]
+    (row,) = data["jobs"]
+    assert [link["nodes"] for link in row["links"]] == list(job.link_nodes) and row["nodes"] == 4
     tula.until(lambda: not queue().strip())
 
 
@@ -87,5 +85,5 @@ def test_tula_cancel_ends_the_links_of_all_stages(tula: Tula) -> None:
     tula("cancel")
     tula.until(lambda: not queue().strip())
     tula.until(lambda: [attempt.outcome for attempt in attempts(tula)] == ["cancelled"])
-    (found,) = tula.run().jobs()
-    assert tula.run().is_cancelled(found.id)
+    (job,) = tula.run().jobs()
+    assert tula.run().is_cancelled(job.id)

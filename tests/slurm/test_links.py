@@ -76,19 +76,19 @@ def recommended(tula: Tula) -> Recommendation:
     tula("profile", "job.yaml")
     tula.until(lambda: len(tula.run().results()) == 6)  # sooner than --wait, which asks SLURM now and then only
     tula("recommend", "--objective", "time")
-    found = tula.run().recommendation()
-    assert found is not None
-    return found
+    result = tula.run().recommendation()
+    assert result is not None
+    return result
 
 
 def trained(tula: Tula) -> Summary:
     """Train some epochs as recommended."""
     tula("train", "--set", "train.epochs=2")
     run = tula.run()
-    found: list[Summary] = tula.until(
+    result: list[Summary] = tula.until(
         lambda: [s for name in run.train_signatures() if (s := run.training(name).summary())]
     )
-    return found[0]
+    return result[0]
 
 
 @pytest.mark.parametrize(("rate", "nodes"), [(66, 4), (7, 1)])
@@ -132,7 +132,7 @@ def test_a_link_that_slows_down_is_told_and_the_training_goes_on_elsewhere(
     tula.until(lambda: sum(row["kind"] == "step" for row in training.metrics()) >= SETTLED)
     for node in on_slurm.names:
         on_slurm.set_rate(node, "20mbit")
-    change = tula.until(lambda: [found for found in training.changes() if found.after.step > found.before.step])[0]
+    change = tula.until(lambda: [result for result in training.changes() if result.after.step > result.before.step])[0]
     assert change.parts == ("network",)
     assert change.before.sync is not None and change.after.sync is not None
     assert change.after.sync > 2 * change.before.sync and change.seconds_left > change.seconds_left_before

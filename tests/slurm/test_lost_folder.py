@@ -128,8 +128,8 @@ def test_an_outage_under_a_running_job_delays_the_next_one(on_one_node: tuple[Tu
     last = tula.until(lambda: len(attempts(tula)) == 3 and (last := attempts(tula)[-1]).outcome and last)
     assert [attempt.outcome for attempt in attempts(tula)] == ["storage"] * 3, "the first one saved something"
     assert f"job {job.links[1]} starts in 10 min at the earliest" in last.message
-    told = tula.until(lambda: [j["reason"] for j in tula("status")["data"]["jobs"] if "BeginTime" in j["reason"]])
-    assert told
+    answer = tula.until(lambda: [j["reason"] for j in tula("status")["data"]["jobs"] if "BeginTime" in j["reason"]])
+    assert answer
     shown = cluster.run("login", "squeue", "--noheader", f"--jobs={job.links[1]}", "--format=%S").stdout.strip()
     begins = time.mktime(time.strptime(shown, "%Y-%m-%dT%H:%M:%S"))
     assert 500 < begins - time.time() <= 600

@@ -42,12 +42,12 @@ def meet(cluster: SlurmCluster, folder: Path) -> list[list[str]]:
             )
         )  # fmt: skip
     try:
-        said = [process.communicate(timeout=90) for process in started]
+        text = [process.communicate(timeout=90) for process in started]
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0, 0], said
-    return [answer.splitlines() for answer, _ in said]
+    assert [process.returncode for process in started] == [0, 0], text
+    return [answer.splitlines() for answer, _ in text]
 
 
 def test_nodes_whose_name_stands_for_loopback_meet_and_an_interface_that_no_node_has_is_told(

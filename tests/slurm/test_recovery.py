@@ -32,9 +32,9 @@ def attempts(tula: Tula) -> list[Attempt]:
 
 
 def job(tula: Tula) -> Job:
-    found = tula.run().job(tula.task().job)
-    assert found is not None
-    return found
+    result = tula.run().job(tula.task().job)
+    assert result is not None
+    return result
 
 
 def finished(tula: Tula) -> Summary | None:
@@ -197,8 +197,8 @@ def test_scancel_by_the_user_stays_and_the_same_command_goes_on(tula: Tula) -> N
     assert [outcome for outcome, _ in story(tula)] == ["cancelled"]
     assert tula("status")["status"] == "done"
     process = tula.start("train", "job.yaml", *training, "--wait", "--json")
-    answer, told = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, f"{answer}\n{told}\n{tula.logs()}"
+    answer, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, f"{answer}\n{errors}\n{tula.logs()}"
     assert json.loads(answer)["data"]["attempts"] == 2
     assert attempts(tula)[1].samples
     trained(tula, 12)

@@ -133,20 +133,20 @@ def test_a_resume_is_rehearsed_where_each_rank_has_a_supervisor(tmp_path: Path, 
         .replace("16000", "640")
     )
     tula = on_cluster(tmp_path, job, ROOT / "templates" / "tula_hooks.py")
-    found = tula("check", "job.yaml", "--rehearse")["data"]["rehearsal"]
-    assert found["verdict"] == "same", found
-    assert [start["ended"] for start in found["starts"]] == ["killed", "ended", "ended"]
-    (fault,) = found["faults"]  # it counts steps, whatever their batch
+    rehearsal = tula("check", "job.yaml", "--rehearse")["data"]["rehearsal"]
+    assert rehearsal["verdict"] == "same", rehearsal
+    assert [start["ended"] for start in rehearsal["starts"]] == ["killed", "ended", "ended"]
+    (fault,) = rehearsal["faults"]  # it counts steps, whatever their batch
     assert fault.startswith("at batch 16 it trains") and "too many" in fault
 
 
 def test_methods_of_a_script_are_compared_side_by_side(tmp_path: Path, on_slurm: SlurmCluster) -> None:
     (tmp_path / "says.py").write_text(SAYS)
     tula = on_cluster(tmp_path, COMPARED, ROOT / "templates" / "tula_hooks.py")
-    found = tula("compare", "job.yaml", "--methods", "lrs", "--batch", "32", "--no-controls", "--yes", "--wait")["data"]
-    rows = [(row["method"], row["batch"], row["metrics"]["acc"]["mean"], row["gap"]) for row in found["rows"]]
+    data = tula("compare", "job.yaml", "--methods", "lrs", "--batch", "32", "--no-controls", "--yes", "--wait")["data"]
+    rows = [(row["method"], row["batch"], row["metrics"]["acc"]["mean"], row["gap"]) for row in data["rows"]]
     assert rows == [("lbt", 16, 10.0, None), ("lrs", 32, 20.0, -10.0)], tula.logs()
-    assert (found["total"], found["finished"], found["reference_batch"]) == (2, 2, 16)
+    assert (data["total"], data["finished"], data["reference_batch"]) == (2, 2, 16)
 
 
 SBATCH = f"""#!/bin/bash
@@ -168,8 +168,8 @@ srun torchrun --nnodes=$SLURM_NNODES --nproc_per_node=1 --rdzv_id=$SLURM_JOB_ID 
 def test_a_script_of_sbatch_becomes_a_job_that_profiles(tmp_path: Path, on_slurm: SlurmCluster) -> None:
     (tmp_path / "train.sbatch").write_text(SBATCH)
     tula = on_cluster(tmp_path, "", ROOT / "tests" / "scripts" / "plain_ddp.py")
-    told = tula("init", "--from-sbatch", "train.sbatch", "--force")["data"]["understood"]["summary"]
-    assert told == "2 nodes, 1 process per node, 16 samples per process: global batch 32; 50 epochs"
+    summary = tula("init", "--from-sbatch", "train.sbatch", "--force")["data"]["understood"]["summary"]
+    assert summary == "2 nodes, 1 process per node, 16 samples per process: global batch 32; 50 epochs"
     short = ("nodes=[2]", "min_batch=32", "max_batch=32", "min_steps=5", "min_seconds=0", "warmup_steps=3")
     settings = [f"--set=search.{text}" for text in short]
     tula("profile", "job.yaml", "--wait", "--yes", "--set=cluster.device=cpu", *settings)
@@ -202,7 +202,7 @@ def test_what_another_start_cures_does_not_empty_the_chain(
     run = tula.run()
     training = run.training(run.train_signatures()[0])
     attempts = training.attempts()
-    assert [attempt.outcome for attempt in attempts] == [outcome, "done"], [one.message for one in attempts]
+    assert [attempt.outcome for attempt in attempts] == [outcome, "done"], [item.message for item in attempts]
     assert (attempts[0].job_id == attempts[1].job_id) == (outcome != "user"), "the user's class goes on in the next job"
     assert training.result() is not None
 

@@ -57,8 +57,8 @@ def sbatch(*options: str) -> str:
 def until(true: Callable[[], Any], seconds: float = 30) -> Any:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if found := true():
-            return found
+        if result := true():
+            return result
         time.sleep(0.1)
     raise AssertionError("waited in vain")
 
@@ -107,7 +107,7 @@ def test_how_allocations_stand_and_end(on_slurm: SlurmCluster) -> None:
     failed = sbatch("--wrap=exit 3")
     long = sbatch("--nodes=4", "--exclusive", "--job-name=tula-long", "--wrap=srun sleep 60")
     states = until(
-        lambda: (found := scheduler.ask_states([done, killed, failed, long]))[long].state == "running" and found
+        lambda: (result := scheduler.ask_states([done, killed, failed, long]))[long].state == "running" and result
     )
     assert {states[done].state, states[killed].state, states[failed].state} == {"ended"}
     waiting = sbatch("--nodes=4", "--exclusive", "--wrap=true")
@@ -127,8 +127,10 @@ def test_how_allocations_stand_and_end(on_slurm: SlurmCluster) -> None:
 def test_waiting_jobs_are_kept_off_faulty_nodes(on_slurm: SlurmCluster) -> None:
     long = sbatch("--nodes=4", "--exclusive", "--wrap=sleep 60")
     waiting = [sbatch(f"--dependency=afterany:{long}", "--wrap=true") for _ in range(2)]
-    told = subprocess.run(["sinfo", "--noheader", "--Node", "--format=%N"], capture_output=True, text=True, check=True)
-    first, second = sorted(set(told.stdout.split()))[:2]
+    completed = subprocess.run(
+        ["sinfo", "--noheader", "--Node", "--format=%N"], capture_output=True, text=True, check=True
+    )
+    first, second = sorted(set(completed.stdout.split()))[:2]
     until(lambda: scheduler.ask_states([long])[long].state == "running")
     for nodes in (first, f"{first},{second}"):
         assert scheduler.exclude_nodes(waiting, nodes) == ""

@@ -53,8 +53,8 @@ def test_detached_profile_recommend_and_train_over_nodes(tula: Tula, on_slurm: S
 
     submitted = tula("evaluate", "--nodes", "2", "--yes")
     assert submitted["status"] == "pending"
-    found = tula("evaluate", "--nodes", "2", "--wait", "--yes")["data"]
-    assert (found["size"], found["nodes"], found["metrics"]["top1"]) == (359, 2, pytest.approx(result.best_top1))
+    data = tula("evaluate", "--nodes", "2", "--wait", "--yes")["data"]
+    assert (data["size"], data["nodes"], data["metrics"]["top1"]) == (359, 2, pytest.approx(result.best_top1))
 
 
 @pytest.mark.proof
@@ -120,8 +120,8 @@ def test_a_killed_rank_is_relaunched_in_the_same_allocation(tula: Tula, on_slurm
         check=True,
     ).stdout.split()
     os.kill(int(victims[-1]), signal.SIGKILL)
-    answer, told = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, f"{answer}\n{told}\n{tula.logs()}"
+    answer, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, f"{answer}\n{errors}\n{tula.logs()}"
     summary = json.loads(answer)["data"]
     assert summary["attempts"] == 2
     result = tula.run().training(summary["signature"]).result()

@@ -31,12 +31,12 @@ def test_a_job_runs_the_tula_that_it_was_submitted_with(tula: Tula, on_slurm: Sl
     installed = tmp_path / "installed/tula_cli"
     shutil.copytree(PACKAGE, installed, ignore=shutil.ignore_patterns("__pycache__"))
     tula.environment["PYTHONPATH"] = str(installed.parent)
-    held = ("--set", "train.epochs=1", "--set", "cluster.slurm.extra.hold=true")
-    tula("train", "job.yaml", "--nodes", "1", "--batch", "128", *held)
+    kept = ("--set", "train.epochs=1", "--set", "cluster.slurm.extra.hold=true")
+    tula("train", "job.yaml", "--nodes", "1", "--batch", "128", *kept)
     run = tula.run()
     (job,) = run.jobs()
     assert job.tula == __version__ and run.attempts() == []
     upgrade(installed)
     subprocess.run(["scontrol", "release", job.ids[0]], check=True)
-    (done,) = tula.until(lambda: [one for one in run.attempts() if one.ended_at is not None])
+    (done,) = tula.until(lambda: [attempt for attempt in run.attempts() if attempt.ended_at is not None])
     assert (done.outcome, done.tula) == ("done", __version__)

@@ -26,9 +26,13 @@ def test_what_this_machine_has_decides_for_local_jobs_alone(kind: str, requested
 
 
 def test_a_users_scheduler_is_waited_for_as_slurm_is_and_has_settings_of_its_own() -> None:
-    own, slurm = get_backend("site:Scheduler"), get_backend("slurm")
-    assert own.has_queue and (own.grace, own.file_lag, own.poll) == (slurm.grace, slurm.file_lag, slurm.poll)
-    assert own.more_memory == "request more with cluster.scheduler.options"
+    backend, slurm = get_backend("site:Scheduler"), get_backend("slurm")
+    assert backend.has_queue and (backend.grace, backend.file_lag, backend.poll) == (
+        slurm.grace,
+        slurm.file_lag,
+        slurm.poll,
+    )
+    assert backend.more_memory == "request more with cluster.scheduler.options"
     assert slurm.more_memory == "request more with cluster.slurm.memory"
     assert not get_backend("local").has_queue
 

@@ -30,14 +30,14 @@ VALUES = (
 
 def places(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     """Return the paths of all keys of a section, and of those inside it."""
-    found = []
+    results = []
     for name, field in model.model_fields.items():
-        found.append((*prefix, name))
+        results.append((*prefix, name))
         for kind in (field.annotation, *get_args(field.annotation)):
             # list[str] is no class, though Python 3.10 says so
             if get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel):
-                found += places(kind, (*prefix, name))
-    return found
+                results += places(kind, (*prefix, name))
+    return results
 
 
 PLACES = [*places(JobSpec), ("model", "args", "width"), ("dataset", "args", "x"), ("optimizer", "args", "x"), ("x",), ("train", "x")]  # fmt: skip
@@ -60,7 +60,7 @@ def check(seed: int) -> None:
     try:
         spec = validate(changed(BASE, random.Random(seed)), source="fuzzed")
     except SpecError as error:
-        assert len(error.message.splitlines()) == 1 and all(len(str(found)) < 2000 for found in error.problems)
+        assert len(error.message.splitlines()) == 1 and all(len(str(problem)) < 2000 for problem in error.problems)
         return
     assert validate(parse_yaml(dump_yaml(spec), source="kept"), source="kept") == spec
     assert JobSpec.model_validate_json(spec.model_dump_json()) == spec

@@ -9,12 +9,12 @@ from tula_cli.spec.signature import compute_measurement_signature, compute_train
 
 
 def test_trackers_change_neither_measurements_nor_weights_and_stand_where_they_are_asked_for(tmp_path: Any) -> None:
-    plain, asked = spec(), spec(export=[{"to": "mlflow", "uri": "http://host:5000"}])
-    assert compute_measurement_signature(plain) == compute_measurement_signature(asked)
-    assert compute_train_signature(plain, nodes=1, batch=64) == compute_train_signature(asked, nodes=1, batch=64)
+    plain, requested = spec(), spec(export=[{"to": "mlflow", "uri": "http://host:5000"}])
+    assert compute_measurement_signature(plain) == compute_measurement_signature(requested)
+    assert compute_train_signature(plain, nodes=1, batch=64) == compute_train_signature(requested, nodes=1, batch=64)
     assert "export" not in dump_yaml(plain), "an older tula reads that"
-    (tmp_path / "job.yaml").write_text(dump_yaml(asked))
-    assert load_spec(tmp_path / "job.yaml").export == asked.export
+    (tmp_path / "job.yaml").write_text(dump_yaml(requested))
+    assert load_spec(tmp_path / "job.yaml").export == requested.export
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,6 @@ def test_trackers_change_neither_measurements_nor_weights_and_stand_where_they_a
     ],
 )
 def test_what_is_wrong_in_an_entry_is_told(entry: dict[str, Any], words: str) -> None:
-    with pytest.raises(SpecError) as told:
+    with pytest.raises(SpecError) as error:
         spec(export=[entry])
-    assert words in str(told.value)
+    assert words in str(error.value)

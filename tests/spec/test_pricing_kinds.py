@@ -11,8 +11,8 @@ from tula_cli.spec.yaml_text import parse_yaml
 
 
 def said(pricing):
-    found = spec(pricing=pricing).pricing
-    return found.price, found.currency
+    result = spec(pricing=pricing).pricing
+    return result.price, result.currency
 
 
 @pytest.mark.parametrize(
@@ -42,15 +42,15 @@ def test_costs_are_in_units_unless_they_have_a_price(pricing, price, currency):
     ],
 )
 def test_what_does_not_go_together_is_refused(pricing, words):
-    with pytest.raises(SpecError) as found:
+    with pytest.raises(SpecError) as error:
         spec(pricing=pricing)
-    assert words in "; ".join(f"{problem.path}: {problem.message}" for problem in found.value.problems)
+    assert words in "; ".join(f"{problem.path}: {problem.message}" for problem in error.value.problems)
 
 
 def test_what_slurm_told_is_not_written_down_as_the_users():
     written = spec(pricing={"kind": "billing", "unit": "core-hours"})
-    told = written.pricing.model_copy(update={"slurm_billing": SiteBill(node=5.0, words="x")})
-    filled = written.model_copy(update={"pricing": told})
+    answer = written.pricing.model_copy(update={"slurm_billing": SiteBill(node=5.0, words="x")})
+    filled = written.model_copy(update={"pricing": answer})
     assert filled != written and filled.without_bill() == written
     assert validate(parse_yaml(dump_yaml(written), source="x"), source="x") == written
     assert compute_measurement_signature(filled) == compute_measurement_signature(written)
@@ -59,10 +59,10 @@ def test_what_slurm_told_is_not_written_down_as_the_users():
 
 def test_bins_are_sorted_and_change_no_measurement():
     cluster = {"kind": "slurm", "slurm": {"limits": [{"nodes": 8, "hours": 6}, {"nodes": 2, "hours": 1}]}}
-    found, free = spec(cluster=cluster), spec(cluster={"kind": "slurm", "slurm": {}})
-    assert [each.nodes for each in found.cluster.slurm.limits] == [2, 8]
-    assert compute_measurement_signature(found) == compute_measurement_signature(free)
-    assert compute_cluster_signature(found.cluster) == compute_cluster_signature(free.cluster)
+    result, free = spec(cluster=cluster), spec(cluster={"kind": "slurm", "slurm": {}})
+    assert [each.nodes for each in result.cluster.slurm.limits] == [2, 8]
+    assert compute_measurement_signature(result) == compute_measurement_signature(free)
+    assert compute_cluster_signature(result.cluster) == compute_cluster_signature(free.cluster)
     with pytest.raises(SpecError, match="problem"):
         twice = [{"nodes": 2, "hours": 1}, {"nodes": 2, "hours": 3}]
         validate({**SPEC, "cluster": {"kind": "slurm", "slurm": {"limits": twice}}}, source="x")

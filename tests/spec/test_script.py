@@ -26,8 +26,8 @@ def section(**changes: object) -> Script:
 
 def test_values_stand_in_their_places_and_doubled_braces_are_braces() -> None:
     values = {"local_batch": 32, "lr": 0.1 + 0.2, "out": "/a folder/x"}
-    found = render("train.py -b {local_batch} --lr={lr} '{{x}}' --out {out}", values)
-    assert found == ["train.py", "-b", "32", "--lr=0.3", "{x}", "--out", "/a folder/x"]
+    result = render("train.py -b {local_batch} --lr={lr} '{{x}}' --out {out}", values)
+    assert result == ["train.py", "-b", "32", "--lr=0.3", "{x}", "--out", "/a folder/x"]
 
 
 def test_a_value_is_one_word_whatever_is_in_it() -> None:
@@ -51,9 +51,9 @@ def test_numbers_are_written_as_people_do(value: float, written: str) -> None:
     ],
 )
 def test_what_is_no_placeholder_is_told(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=r"placeholder|single") as told:
+    with pytest.raises(ValueError, match=r"placeholder|single") as error:
         find_placeholders(text)
-    assert words in str(told.value)
+    assert words in str(error.value)
 
 
 def test_each_placeholder_can_be_filled() -> None:
@@ -80,10 +80,10 @@ def test_a_command_is_called_by_its_script(command: str, name: str) -> None:
 
 
 def test_the_placeholders_of_all_its_parts_are_known() -> None:
-    found = section(
+    result = section(
         resume={"args": "--resume {checkpoint}", "checkpoint": "{out}/*.pth"}, probe={"args": "-j {workers}"}
     )
-    assert found.placeholders == {"local_batch", "lr", "checkpoint", "workers"}
+    assert result.placeholders == {"local_batch", "lr", "checkpoint", "workers"}
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_what_is_quoted_is_not_for_a_shell(end: str) -> None:
     ],
 )
 def test_what_cannot_work_is_told(changes: dict[str, object], words: str) -> None:
-    with pytest.raises(ValidationError) as told:
+    with pytest.raises(ValidationError) as error:
         section(**changes)
-    assert words in str(told.value)
+    assert words in str(error.value)
 
 
 def test_a_wrong_pattern_is_one_problem() -> None:
@@ -137,8 +137,8 @@ def test_a_wrong_pattern_is_one_problem() -> None:
 
 
 def test_a_metric_is_a_pattern_or_a_key_of_rows() -> None:
-    found = section(metric={"top1": "Acc@1 ([0-9.]+)", "loss": {"jsonl": "{out}/log.jsonl", "key": "loss"}})
-    assert len(found.metric) == 2
+    result = section(metric={"top1": "Acc@1 ([0-9.]+)", "loss": {"jsonl": "{out}/log.jsonl", "key": "loss"}})
+    assert len(result.metric) == 2
 
 
 # --- recognised
@@ -150,17 +150,17 @@ def complete(line: str) -> Script:
 
 
 def test_torchruns_part_is_tulas_and_the_numbers_give_way() -> None:
-    found = recognise_line(
+    result = recognise_line(
         "torchrun --standalone --nproc-per-node=4 train.py -b 64 --lr 0.1 --epochs 90 --name 'a b' -j 8"
     )
-    assert found.script == {
+    assert result.script == {
         "command": "python train.py -b {local_batch} --lr {lr} --epochs {epochs} --name 'a b' -j {workers}",
         "launch": "rank",
         "reference": {"batch": 256, "lr": 0.1},
         "length": {"epochs": 90},
     }
-    assert (found.gpus_per_node, found.values["workers"]) == (4, "8")
-    assert found.flags == {"-b": "local_batch", "--lr": "lr", "--epochs": "epochs", "-j": "workers"}
+    assert (result.gpus_per_node, result.values["workers"]) == (4, "8")
+    assert result.flags == {"-b": "local_batch", "--lr": "lr", "--epochs": "epochs", "-j": "workers"}
 
 
 @pytest.mark.parametrize(
@@ -187,15 +187,15 @@ def test_torchruns_part_is_tulas_and_the_numbers_give_way() -> None:
     ],
 )
 def test_forms_of_options(line: str, command: str, batch: int) -> None:
-    found = complete(line)
-    assert (found.command, found.reference.batch) == (command, batch)
+    result = complete(line)
+    assert (result.command, result.reference.batch) == (command, batch)
 
 
 def test_accelerate_stays_and_is_told_of_the_nodes() -> None:
-    found = recognise_line("accelerate launch --num_processes 8 --num_machines 2 --mixed_precision bf16 run.py -b 4")
-    assert found.gpus_per_node == 4
-    assert found.script["launch"] == "node"
-    assert found.script["command"] == (
+    result = recognise_line("accelerate launch --num_processes 8 --num_machines 2 --mixed_precision bf16 run.py -b 4")
+    assert result.gpus_per_node == 4
+    assert result.script["launch"] == "node"
+    assert result.script["command"] == (
         "accelerate launch --num_processes {world} --num_machines {nodes} --machine_rank {node_rank}"
         " --main_process_ip {master_addr} --main_process_port {master_port} --mixed_precision bf16 run.py -b {local_batch}"
     )
@@ -210,15 +210,15 @@ def test_accelerate_stays_and_is_told_of_the_nodes() -> None:
     ],
 )
 def test_a_launchers_options_are_found_wherever_they_stand(options: str, kept: str) -> None:
-    found = recognise_line(f"accelerate launch {options} run.py -b 4")
-    assert found.gpus_per_node == 4
-    assert found.script["command"].endswith(f"--main_process_port {{master_port}} {kept}run.py -b {{local_batch}}")
+    result = recognise_line(f"accelerate launch {options} run.py -b 4")
+    assert result.gpus_per_node == 4
+    assert result.script["command"].endswith(f"--main_process_port {{master_port}} {kept}run.py -b {{local_batch}}")
 
 
 def test_a_checkpoint_to_go_on_from_is_for_later() -> None:
-    found = complete("t.py -b 4 --resume old.pth --output-dir runs/1")
-    assert found.command == "t.py -b {local_batch} --output-dir {out}"
-    assert found.resume is not None and found.resume.args == "--resume {checkpoint}"
+    result = complete("t.py -b 4 --resume old.pth --output-dir runs/1")
+    assert result.command == "t.py -b {local_batch} --output-dir {out}"
+    assert result.resume is not None and result.resume.args == "--resume {checkpoint}"
 
 
 @pytest.mark.parametrize(
@@ -240,30 +240,30 @@ def test_a_checkpoint_to_go_on_from_is_for_later() -> None:
     ],
 )
 def test_what_is_not_recognised_is_told(line: str, words: str) -> None:
-    with pytest.raises(SpecError) as told:
+    with pytest.raises(SpecError) as error:
         recognise_line(line)
-    assert words in str(told.value)
+    assert words in str(error.value)
 
 
 def test_the_hint_shows_a_placeholder_at_an_option_that_nothing_is_known_of() -> None:
-    with pytest.raises(SpecError) as told:
+    with pytest.raises(SpecError) as error:
         recognise_line("python train.py --lr 0.1 --bz 64")
-    assert "'--bz {local_batch}'" in told.value.hint
-    found = recognise_line("python train.py --lr 0.1 --bz {local_batch} --fmt {x}")
-    assert found.script["command"] == "python train.py --lr {lr} --bz {local_batch} --fmt {{x}}"
-    assert found.script["reference"] == {"lr": 0.1}
+    assert "'--bz {local_batch}'" in error.value.hint
+    result = recognise_line("python train.py --lr 0.1 --bz {local_batch} --fmt {x}")
+    assert result.script["command"] == "python train.py --lr {lr} --bz {local_batch} --fmt {{x}}"
+    assert result.script["reference"] == {"lr": 0.1}
 
 
 def test_all_machines_of_the_launcher_make_the_batch_of_today() -> None:
-    found = recognise_line("torchrun --nnodes 3 --nproc-per-node 4 t.py -b 8")
-    assert (found.gpus_per_node, found.ranks, found.script["reference"]) == (4, 12, {"batch": 96})
-    found = recognise_line("accelerate launch --num_processes 8 --num_machines 2 t.py -b 8")
-    assert (found.gpus_per_node, found.ranks, found.script["reference"]) == (4, 8, {"batch": 64})
+    result = recognise_line("torchrun --nnodes 3 --nproc-per-node 4 t.py -b 8")
+    assert (result.gpus_per_node, result.ranks, result.script["reference"]) == (4, 12, {"batch": 96})
+    result = recognise_line("accelerate launch --num_processes 8 --num_machines 2 t.py -b 8")
+    assert (result.gpus_per_node, result.ranks, result.script["reference"]) == (4, 8, {"batch": 64})
 
 
 def test_variables_before_the_command_are_set_by_a_program_as_there_is_no_shell() -> None:
-    found = complete("OMP_NUM_THREADS=2 BATCH_SIZE=8 torchrun --nproc-per-node 2 t.py")
-    assert found.command == "env OMP_NUM_THREADS=2 BATCH_SIZE={local_batch} python t.py"
+    result = complete("OMP_NUM_THREADS=2 BATCH_SIZE=8 torchrun --nproc-per-node 2 t.py")
+    assert result.command == "env OMP_NUM_THREADS=2 BATCH_SIZE={local_batch} python t.py"
     with pytest.raises(SpecError, match=r"\$DATA"):
         recognise_line("bash -c 'python t.py $DATA -b 4'")
 
@@ -304,8 +304,8 @@ def test_a_job_has_a_script_in_place_of_the_loops_sections() -> None:
 
 
 def test_a_job_without_a_script_is_written_as_ever() -> None:
-    own = {"model": {"name": "a:b"}, "dataset": {"name": "c:d"}, "optimizer": {"lr": 0.1}, "train": {"epochs": 1}}
-    assert "script" not in validate(own, source="test").model_dump()
+    settings = {"model": {"name": "a:b"}, "dataset": {"name": "c:d"}, "optimizer": {"lr": 0.1}, "train": {"epochs": 1}}
+    assert "script" not in validate(settings, source="test").model_dump()
 
 
 @pytest.mark.parametrize(
@@ -329,9 +329,9 @@ def test_a_job_without_a_script_is_written_as_ever() -> None:
     ],
 )
 def test_what_reaches_no_script_is_refused(changes: dict[str, object], words: str) -> None:
-    with pytest.raises(SpecError) as told:
+    with pytest.raises(SpecError) as error:
         job(**changes)
-    assert words in "\n".join([str(told.value), *(f"{p.path} {p.message} {p.hint}" for p in told.value.problems)])
+    assert words in "\n".join([str(error.value), *(f"{p.path} {p.message} {p.hint}" for p in error.value.problems)])
 
 
 def test_gradient_scaling_of_a_script_is_robust_unless_it_says_otherwise() -> None:
@@ -380,10 +380,10 @@ def test_a_length_is_so_many_samples_at_every_batch(length: dict[str, int], tota
 def test_signatures_tell_what_a_measurement_and_a_training_depend_on(
     changes: dict[str, object], probes: bool, training: bool
 ) -> None:
-    one, other = job(), job(**changes)
-    assert (compute_measurement_signature(one) == compute_measurement_signature(other)) is probes
+    first, other = job(), job(**changes)
+    assert (compute_measurement_signature(first) == compute_measurement_signature(other)) is probes
     assert (
-        compute_train_signature(one, nodes=1, batch=64) == compute_train_signature(other, nodes=1, batch=64)
+        compute_train_signature(first, nodes=1, batch=64) == compute_train_signature(other, nodes=1, batch=64)
     ) is training
 
 

@@ -95,10 +95,10 @@ def problems(path: Path, *overrides: str) -> dict[str, str]:
     ],
 )
 def test_plain_scalars_are_those_of_yaml_1_2(text, value):
-    found = parse_yaml(text, source="here")
-    assert found == value
-    assert isinstance(found, type(value))
-    assert isinstance(found, bool) == isinstance(value, bool)
+    result = parse_yaml(text, source="here")
+    assert result == value
+    assert isinstance(result, type(value))
+    assert isinstance(result, bool) == isinstance(value, bool)
 
 
 NUMBERS_IN_TEXT = (
@@ -130,9 +130,9 @@ def test_a_number_at_a_key_of_text_arrives_as_it_was_typed(write, tmp_path, sour
         if source == "site file":
             job = write("name: n")
         overrides = [f"{key}={typed}" for key in KEYS_OF_TEXT] if source == "--set" else []
-        found = load_spec(job, overrides=overrides, site_files=[site], environ={})
-        again = load_spec(write(dump_yaml(found)), site_files=[], environ={})
-        assert again == found
+        result = load_spec(job, overrides=overrides, site_files=[site], environ={})
+        again = load_spec(write(dump_yaml(result)), site_files=[], environ={})
+        assert again == result
         values = dict(flatten(again.model_dump(mode="json")))
         assert {key: values[key] for key in KEYS_OF_TEXT} == dict.fromkeys(KEYS_OF_TEXT, typed)
         assert values["cluster.slurm.setup"] == ["x" if source == "--set" else typed]
@@ -303,12 +303,12 @@ def test_folder_and_binary_file_are_refused(tmp_path):
 
 
 def test_minimal_spec_has_defaults_for_the_rest(write):
-    found = load(write(MINIMAL))
-    assert found.search.nodes == [2, 4, 8, 16]
-    assert found.search.min_batch == 32
-    assert found.train.method == "ramp"
-    assert found.ags.resolved().delta == 0.5
-    assert found.cluster.slurm is None
+    data = load(write(MINIMAL))
+    assert data.search.nodes == [2, 4, 8, 16]
+    assert data.search.min_batch == 32
+    assert data.train.method == "ramp"
+    assert data.ags.resolved().delta == 0.5
+    assert data.cluster.slurm is None
 
 
 def test_all_problems_are_reported_at_once_with_their_paths(write):
@@ -319,8 +319,8 @@ def test_all_problems_are_reported_at_once_with_their_paths(write):
         "train: {epochs: 0, method: agz}\n"
         "search: {nodes: [2, -4]}\n"
     )
-    found = problems(path)
-    assert set(found) == {
+    result = problems(path)
+    assert set(result) == {
         "model", "modle", "dataset.eval_fraction", "optimizer.lr", "optimizer.momentom",
         "train.epochs", "train.method", "search.nodes[1]",
     }  # fmt: skip
@@ -361,9 +361,9 @@ def test_all_problems_are_reported_at_once_with_their_paths(write):
     ],
 )
 def test_wrong_value_is_named_with_its_path_and_a_way_out(write, override, path, words):
-    found = problems(write(MINIMAL), override)
-    assert path in found
-    assert words in found[path]
+    result = problems(write(MINIMAL), override)
+    assert path in result
+    assert words in result[path]
 
 
 @pytest.mark.parametrize(
@@ -405,8 +405,8 @@ def test_a_key_without_its_section_is_one_of_the_scripts_where_there_is_a_script
 
 
 def test_milestones_must_ascend(write):
-    found = problems(write(MINIMAL), "schedule.kind=multistep", "schedule.milestones=[60, 30]")
-    assert "ascend" in found["schedule"]
+    result = problems(write(MINIMAL), "schedule.kind=multistep", "schedule.milestones=[60, 30]")
+    assert "ascend" in result["schedule"]
 
 
 @pytest.mark.parametrize("kind", ["constant", "multistep"])
@@ -418,8 +418,8 @@ def test_final_learning_rate_belongs_to_the_cosine(write, kind):
 
 
 def test_union_reports_one_problem_a_path(write):
-    found = problems(write(MINIMAL), "ags.delta=-1")
-    assert list(found) == ["ags.delta"]
+    result = problems(write(MINIMAL), "ags.delta=-1")
+    assert list(result) == ["ags.delta"]
 
 
 @pytest.mark.parametrize(
@@ -464,13 +464,13 @@ def test_time_limits_are_read_as_slurm_reads_them(write, text, minutes):
 
 
 def test_numbers_are_names_too(write):
-    found = slurm(write, "account: 4711, memory: 64000, qos: '', gpu_type: 4090")
-    assert (found.account, found.memory, found.qos, found.gpu_type) == ("4711", "64000", "", "4090")
+    result = slurm(write, "account: 4711, memory: 64000, qos: '', gpu_type: 4090")
+    assert (result.account, result.memory, result.qos, result.gpu_type) == ("4711", "64000", "", "4090")
 
 
 def test_options_keep_their_kind(write):
-    found = slurm(write, "extra: {nice: 3, hold: true, comment: a b, mail-type: [END, 1], requeue-not: null}")
-    assert found.extra == {"nice": "3", "hold": True, "comment": "a b", "mail-type": ["END", "1"], "requeue-not": None}
+    result = slurm(write, "extra: {nice: 3, hold: true, comment: a b, mail-type: [END, 1], requeue-not: null}")
+    assert result.extra == {"nice": "3", "hold": True, "comment": "a b", "mail-type": ["END", "1"], "requeue-not": None}
 
 
 @pytest.mark.parametrize(
@@ -510,8 +510,8 @@ def test_options_keep_their_kind(write):
     ],
 )
 def test_what_slurm_cannot_be_asked_for_is_named_with_a_way_out(write, text, path, words):
-    found = problems(write(ON_SLURM % text))
-    assert words in found[f"cluster.slurm.{path}"]
+    result = problems(write(ON_SLURM % text))
+    assert words in result[f"cluster.slurm.{path}"]
 
 
 def test_gpus_in_a_form_of_ones_own_need_tula_to_ask_for_none(write):
@@ -536,24 +536,24 @@ def test_settings_of_slurm_survive_a_round_trip(write):
         " wrapper: w.sh, extra: {nice: 3, hold: true, mail-type: [END]}, srun_extra: {label: true},"
         " environment: {A: 'on', B: 1e-3, C: null, D: ''}, python: p -u"
     )
-    found = load(write(ON_SLURM % text))
-    assert load(write(dump_yaml(found))) == found
-    assert found.cluster.slurm.environment == {"A": "on", "B": "1e-3", "C": None, "D": ""}
+    data = load(write(ON_SLURM % text))
+    assert load(write(dump_yaml(data))) == data
+    assert data.cluster.slurm.environment == {"A": "on", "B": "1e-3", "C": None, "D": ""}
 
 
 def test_settings_of_a_site_can_be_taken_back_by_a_job(write):
     site = write("cluster: {slurm: {qos: normal, extra: {nice: 5}, environment: {A: 1}}}\n", "site.yaml")
-    found = load(write(ON_SLURM % "qos: null, extra: {nice: false}, environment: {A: null}"), site_files=[site])
-    assert (found.cluster.slurm.qos, found.cluster.slurm.extra) == (None, {"nice": False})
-    assert found.cluster.slurm.environment == {"A": None}
+    data = load(write(ON_SLURM % "qos: null, extra: {nice: false}, environment: {A: null}"), site_files=[site])
+    assert (data.cluster.slurm.qos, data.cluster.slurm.extra) == (None, {"nice": False})
+    assert data.cluster.slurm.environment == {"A": None}
 
 
 def test_template_shows_every_setting_of_slurm_as_it_can_be_written(write):
     text = (ROOT / "templates" / "slurm.yaml").read_text(encoding="utf-8")
     section = text[text.index("  slurm:") : text.index("\n# pricing:")]
     given = re.sub(r"^    # (?=[a-z_]+: )", "    ", section, flags=re.MULTILINE)
-    found = load(write(text.replace(section, given))).cluster.slurm
-    assert found.model_fields_set == set(type(found).model_fields)
+    result = load(write(text.replace(section, given))).cluster.slurm
+    assert result.model_fields_set == set(type(result).model_fields)
 
 
 def test_a_probe_is_expected_to_take_its_warm_up_its_window_and_its_other_looks():
@@ -568,16 +568,16 @@ def test_override_beats_environment_beats_file_beats_site(write, tmp_path):
     site = write("search: {min_steps: 11, warmup_steps: 3}\ncluster: {interface: ib0}\n", "site.yaml")
     path = write(MINIMAL + "search: {min_steps: 12, min_batch: 16}\n")
     environ = {f"{ENV_PREFIX}SEARCH__MIN_STEPS": "13", f"{ENV_PREFIX}SEARCH__MIN_BATCH": "64", "OTHER": "1"}
-    found = load(path, "search.min_steps=14", environ=environ, site_files=[site, tmp_path / "absent.yaml"])
-    assert (found.search.min_steps, found.search.min_batch, found.search.warmup_steps) == (14, 64, 3)
-    assert found.cluster.interface == "ib0"
+    data = load(path, "search.min_steps=14", environ=environ, site_files=[site, tmp_path / "absent.yaml"])
+    assert (data.search.min_steps, data.search.min_batch, data.search.warmup_steps) == (14, 64, 3)
+    assert data.cluster.interface == "ib0"
 
 
 def test_later_site_file_and_later_override_win(write):
-    one, two = write("name: one\n", "1.yaml"), write("name: two\n", "2.yaml")
+    first, two = write("name: one\n", "1.yaml"), write("name: two\n", "2.yaml")
     path = write(MINIMAL)
-    assert load(path, site_files=[one, two]).name == "two"
-    assert load(path, "name=a", "name=b", site_files=[one, two]).name == "b"
+    assert load(path, site_files=[first, two]).name == "two"
+    assert load(path, "name=a", "name=b", site_files=[first, two]).name == "b"
 
 
 def test_origins_name_the_source_of_each_leaf(write):
@@ -591,9 +591,9 @@ def test_origins_name_the_source_of_each_leaf(write):
 
 
 def test_mapping_in_an_override_replaces_the_section(write):
-    found = load(write(MINIMAL), "model.args={width: 3, depth: 2}", "model={name: vgg11}")
-    assert found.model.name == "vgg11"
-    assert found.model.args == {}
+    data = load(write(MINIMAL), "model.args={width: 3, depth: 2}", "model={name: vgg11}")
+    assert data.model.name == "vgg11"
+    assert data.model.args == {}
 
 
 @pytest.mark.parametrize("override", ["search.nodes", "=3", " =3"])
@@ -621,9 +621,9 @@ def test_null_section_is_a_problem_and_an_override_fills_it(write):
 
 
 def test_a_preset_fills_what_is_not_given(write):
-    found = load(write(MINIMAL), "train.method=ags", "ags.preset=robust", "ags.delta=0.8").ags.resolved()
-    assert (found.granularity, found.source, found.scale_ema) == ("tensor", "local_norms", 0.9)
-    assert (found.delta, found.refresh.every, found.s_min) == (0.8, 1, 1e-3)
+    result = load(write(MINIMAL), "train.method=ags", "ags.preset=robust", "ags.delta=0.8").ags.resolved()
+    assert (result.granularity, result.source, result.scale_ema) == ("tensor", "local_norms", 0.9)
+    assert (result.delta, result.refresh.every, result.s_min) == (0.8, 1, 1e-3)
     paper = load(write(MINIMAL)).ags.resolved()
     assert (paper.granularity, paper.delta, paper.refresh, paper.source) == ("element", 0.5, "epoch", "small_batch")
     assert all(value is not None for value in paper.model_dump().values())
@@ -826,14 +826,14 @@ def test_a_batch_that_grows_is_measured_as_one_that_stays():
 
 def test_every_method_and_a_warm_up_of_zero_have_a_training_signature_of_their_own():
     methods = [{"train__method": method} for method in METHODS]
-    told = [{"train__method": "lars", "schedule__warmup_epochs": epochs} for epochs in (0, 1)]
-    found = {compute_train_signature(spec(**change), nodes=1, batch=64) for change in [*methods, *told]}
-    assert len(found) == len(methods) + 2
+    messages = [{"train__method": "lars", "schedule__warmup_epochs": epochs} for epochs in (0, 1)]
+    result = {compute_train_signature(spec(**change), nodes=1, batch=64) for change in [*methods, *messages]}
+    assert len(result) == len(methods) + 2
 
 
 def test_training_signature_knows_nodes_and_batch():
-    found = {compute_train_signature(spec(), nodes=nodes, batch=batch) for nodes in (1, 2) for batch in (32, 64)}
-    assert len(found) == 4
+    result = {compute_train_signature(spec(), nodes=nodes, batch=batch) for nodes in (1, 2) for batch in (32, 64)}
+    assert len(result) == 4
 
 
 def test_signatures_stay_what_they_were_within_a_format():
@@ -863,11 +863,11 @@ def test_signatures_are_eight_hex_digits():
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_shipped_files_load_and_survive_a_round_trip(path, write):
-    found = load(path)
-    again = load(write(dump_yaml(found)))
-    assert again == found
-    assert compute_measurement_signature(again) == compute_measurement_signature(found)
-    assert found.search.max_node_hours is not None
+    data = load(path)
+    again = load(write(dump_yaml(data)))
+    assert again == data
+    assert compute_measurement_signature(again) == compute_measurement_signature(data)
+    assert data.search.max_node_hours is not None
 
 
 def test_there_are_shipped_files():
@@ -887,13 +887,13 @@ def test_there_are_shipped_files():
     ],
 )
 def test_configs_have_the_hyper_parameters_of_the_paper(name, lr, decay, milestones, gamma):
-    found = load(ROOT / "configs" / f"{name}.yaml")
-    assert (found.optimizer.name, found.optimizer.momentum) == ("SGD", 0.9)
-    assert (found.optimizer.lr, found.optimizer.weight_decay) == (lr, decay)
-    assert (found.schedule.milestones, found.schedule.gamma) == (milestones, gamma)
-    assert found.search.nodes == [2, 4, 8, 16]
-    assert (found.cluster.gpus_per_node, found.cluster.collective) == (1, "ring")
-    assert (found.pricing.kind, found.pricing.price) == ("gpu_hour", 2.48)
+    data = load(ROOT / "configs" / f"{name}.yaml")
+    assert (data.optimizer.name, data.optimizer.momentum) == ("SGD", 0.9)
+    assert (data.optimizer.lr, data.optimizer.weight_decay) == (lr, decay)
+    assert (data.schedule.milestones, data.schedule.gamma) == (milestones, gamma)
+    assert data.search.nodes == [2, 4, 8, 16]
+    assert (data.cluster.gpus_per_node, data.cluster.collective) == (1, "ring")
+    assert (data.pricing.kind, data.pricing.price) == ("gpu_hour", 2.48)
 
 
 @pytest.mark.parametrize("name", ["ags", "auto"])
@@ -1022,14 +1022,14 @@ def test_the_first_beta_of_a_ramp_names_another_training_only_where_it_acts():
 
 
 def test_extreme_values_survive_a_round_trip(write):
-    found = spec(ags__delta="inf", ags__refresh={"every": 7}, cluster__memory_per_gpu="3GiB", optimizer__lr=1e-30)
-    assert load(write(dump_yaml(found))) == found
+    result = spec(ags__delta="inf", ags__refresh={"every": 7}, cluster__memory_per_gpu="3GiB", optimizer__lr=1e-30)
+    assert load(write(dump_yaml(result))) == result
 
 
 @pytest.mark.parametrize("word", ["1e-3", "on", "1:30", "0o17", "+12e3", "null", "2025-01-01", "~", "<<", "=", "1e5"])
 def test_words_that_look_like_something_else_survive_a_round_trip(write, word):
-    found = spec(model__args={"word": word})
-    assert load(write(dump_yaml(found))).model.args == {"word": word}
+    result = spec(model__args={"word": word})
+    assert load(write(dump_yaml(result))).model.args == {"word": word}
 
 
 def test_spec_is_frozen():
@@ -1101,8 +1101,8 @@ def test_settings_of_the_cluster_are_laid_over_one_by_one():
         },
         source="test",
     )
-    found = job.by_type()["a"].cluster.slurm
-    assert found is not None and (found.partition, found.account, found.constraint) == ("all", "me", "a100")
+    result = job.by_type()["a"].cluster.slurm
+    assert result is not None and (result.partition, result.account, result.constraint) == ("all", "me", "a100")
 
 
 @pytest.mark.parametrize(
@@ -1146,10 +1146,10 @@ def test_problems_of_all_types_are_told_at_once():
 
 
 def test_another_type_or_price_keeps_the_run_and_another_cluster_is_measured_anew():
-    one = typed(a={"cluster": {"gpus_per_node": 4}})
+    item = typed(a={"cluster": {"gpus_per_node": 4}})
     two = typed(a={"cluster": {"gpus_per_node": 4}}, b={})
     assert (
-        compute_measurement_signature(one)
+        compute_measurement_signature(item)
         == compute_measurement_signature(two)
         != compute_measurement_signature(spec())
     )

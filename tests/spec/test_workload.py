@@ -39,14 +39,16 @@ def test_tulas_own_loop_takes_every_setting() -> None:
     ],
 )
 def test_a_script_takes_what_its_command_names(command: str, settings: set[str], short: int | None) -> None:
-    own = workload(script(command, metric={"acc": "acc=(.*)"}))
-    assert (own.title, own.settings, own.short_epochs, own.own_metrics) == ("run.py", settings, short, ("acc",))
+    value = workload(script(command, metric={"acc": "acc=(.*)"}))
+    assert (value.title, value.settings, value.short_epochs, value.own_metrics) == ("run.py", settings, short, ("acc",))
     assert (
-        own.warmup_epochs == 0.0 and not own.takes_workers and "{micro_batch}" in own.describe_accumulation_conflict()
+        value.warmup_epochs == 0.0
+        and not value.takes_workers
+        and "{micro_batch}" in value.describe_accumulation_conflict()
     )
 
 
 @pytest.mark.parametrize(("length", "epochs"), [({"samples": 2600}, 3), ({"steps": 10}, 1), ({"epochs": 7}, 7)])
 def test_the_length_of_a_script_in_whole_epochs(length: dict[str, int], epochs: int) -> None:
-    own = workload(script("run.py -b {batch}", length=length))
-    assert own.count_epochs(1000) == epochs and own.epochs_key == "script.length.epochs"
+    value = workload(script("run.py -b {batch}", length=length))
+    assert value.count_epochs(1000) == epochs and value.epochs_key == "script.length.epochs"

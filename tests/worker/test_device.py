@@ -235,9 +235,9 @@ def test_what_was_held_while_a_model_was_built_on_the_cpu_is_no_peak_of_its_step
 
 def _write(size: int) -> None:
     """Hold bytes that the kernel takes back: those of a tensor may come from a hole of the heap and stay there."""
-    with mmap.mmap(-1, size) as held:
+    with mmap.mmap(-1, size) as kept:
         for page in range(0, size, mmap.PAGESIZE):
-            held[page] = 1
+            kept[page] = 1
 
 
 # --- what is brought to it: streams that know what must have happened before what
@@ -321,7 +321,7 @@ def test_on_the_processor_a_batch_is_where_it_is(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delattr(device, "UploadStream")
     pair = torch.rand(2, 3, 4, 4), torch.zeros(2)
     brought = device.move_to_device(pair, CPU, channels_last=False)
-    assert all(one is other for one, other in zip(brought, pair, strict=True))
+    assert all(first is other for first, other in zip(brought, pair, strict=True))
 
 
 def test_a_gpu_has_one_stream_for_all_its_loaders(computing: Stream, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,8 +158,8 @@ def test_the_energy_of_a_training_is_that_of_all_its_attempts(
     second = TrainingEnergy(run, "ab12cd34", alone)
     second.save()
     second.save()  # the counter can be read no more: what was told before stays
-    found = run.training("ab12cd34").energy()
-    assert found is not None and found.joules == 8 and found.seconds > before.seconds
+    result = run.training("ab12cd34").energy()
+    assert result is not None and result.joules == 8 and result.seconds > before.seconds
 
 
 def test_without_a_counter_a_training_writes_nothing_and_asks_nobody(
@@ -178,8 +178,8 @@ def test_a_training_counts_to_the_end_of_each_epoch_and_to_its_own(
     job = spec(train={"epochs": 2})
     task = train_task(job)
     run_training(task, run, alone, build_datasets(job))
-    found = run.training(task.signature).energy()
-    assert found is not None and found.joules == 4
+    result = run.training(task.signature).energy()
+    assert result is not None and result.joules == 4
 
 
 def test_the_package_has_what_is_asked_of_it() -> None:

@@ -64,10 +64,10 @@ def test_sigterm_is_heard_between_steps(alone: Ranks) -> None:
         subject.install()
         subject.check(reserve=0.0)
         os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(Preempted) as left:
+        with pytest.raises(Preempted) as error:
             for _ in range(preemption.MAX_STEPS_BETWEEN_CHECKS + 1):
                 subject.check(reserve=0.0)
-        assert left.value.reason == "signal"
+        assert error.value.reason == "signal"
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -85,13 +85,13 @@ def test_the_clock_says_when_saving_would_come_too_late(
 
 
 def test_quick_steps_are_not_slowed_by_a_question_each(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(Ranks, "elementwise_max", lambda _, values: asked.append(values) or values)
+    requests = []
+    monkeypatch.setattr(Ranks, "elementwise_max", lambda _, values: requests.append(values) or values)
     subject = PreemptionHandler(alone, environ={})
     for _ in range(200):
         time.sleep(0.001)
         subject.check(reserve=0.0)
-    assert len(asked) <= 5
+    assert len(requests) <= 5
 
 
 def test_two_ranks_leave_after_the_same_step(two_ranks: Path) -> None:

@@ -91,10 +91,10 @@ def test_a_group_of_gpus_is_bound_to_its_device_and_waits_longer_in_a_collective
         join_process_group(spec().cluster, handover=tmp_path / "handover", listen=True),
     ):
         pass
-    (asked,) = started.value.args
-    assert (asked["backend"], asked["device_id"]) == ("nccl", torch.device("cuda", 0))
-    assert asked["timeout"] > ranks.RENDEZVOUS_TIMEOUT
-    assert asked["asks"] == ("TUNING" if rank == "0" else None), "rank 0 is told what NCCL chooses"
+    (requested,) = started.value.args
+    assert (requested["backend"], requested["device_id"]) == ("nccl", torch.device("cuda", 0))
+    assert requested["timeout"] > ranks.RENDEZVOUS_TIMEOUT
+    assert requested["asks"] == ("TUNING" if rank == "0" else None), "rank 0 is told what NCCL chooses"
     assert "NCCL_DEBUG_SUBSYS" not in os.environ
 
 

@@ -50,7 +50,7 @@ def test_seeding_covers_three_generators_and_puts_them_back() -> None:
     with seed_generators(0, 1, 2):
         assert draws() == inside
     with seed_generators(0, 2, 1):
-        assert all(one != two for one, two in zip(draws(), inside, strict=True))
+        assert all(first != two for first, two in zip(draws(), inside, strict=True))
 
 
 def test_generators_are_put_back_after_an_error() -> None:

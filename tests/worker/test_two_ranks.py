@@ -16,15 +16,15 @@ pytestmark = pytest.mark.torch
 
 
 def measured(two_ranks: Path, name: str, local_batch: int) -> Measured:
-    found = RunDir(two_ranks / name).result(f"probe-n001-l{local_batch:06d}")
-    assert isinstance(found, Measured)
-    return found
+    result = RunDir(two_ranks / name).result(f"probe-n001-l{local_batch:06d}")
+    assert isinstance(result, Measured)
+    return result
 
 
 def test_two_ranks_train_what_one_does(two_ranks: Path, alone: Ranks) -> None:
-    one, steps = trained(spec(), alone)
+    first, steps = trained(spec(), alone)
     states = [torch.load(two_ranks / f"{rank}.pt") for rank in range(2)]
-    for name, value in one.items():
+    for name, value in first.items():
         assert torch.equal(states[0][name], states[1][name])
         torch.testing.assert_close(states[0][name], value, rtol=1e-4, atol=1e-5)
     assert facts(two_ranks, "plain")[0] == pytest.approx([float(step.loss) for step in steps], abs=1e-4)
@@ -40,35 +40,37 @@ def test_every_rank_starts_from_the_file_that_rank_0_reads(two_ranks: Path) -> N
 
 def test_evaluation_is_over_both_shares(two_ranks: Path, alone: Ranks) -> None:
     expected = evaluation.Evaluator(trainer(spec(**MEASURED), alone)).evaluate()
-    for found in facts(two_ranks, "evaluated"):
-        own = found.pop("own")
+    for fact in facts(two_ranks, "evaluated"):
+        expected_value = fact.pop("own")
         others = {name: value for name, value in vars(expected).items() if name != "own"}
-        assert found == pytest.approx(others, nan_ok=True)  # it is no language model
-        assert own == pytest.approx(dict.fromkeys(("error", "gathers", "merges", "torchmetrics"), 100 - found["top1"]))
+        assert fact == pytest.approx(others, nan_ok=True)  # it is no language model
+        assert expected_value == pytest.approx(
+            dict.fromkeys(("error", "gathers", "merges", "torchmetrics"), 100 - fact["top1"])
+        )
 
 
 def test_curvature_is_that_of_one_rank_and_the_same_on_both(two_ranks: Path, alone: Ranks) -> None:
-    found = facts(two_ranks, "curved")
+    result = facts(two_ranks, "curved")
     expected = vars(hessian.measure_curvature(trainer(spec(**NETWORK), alone), samples=25)) | {"seconds": 0.0}
-    assert found[0] == found[1] == pytest.approx(expected, rel=1e-3)
+    assert result[0] == result[1] == pytest.approx(expected, rel=1e-3)
 
 
 def test_both_ranks_take_the_same_choice(two_ranks: Path) -> None:
-    found = RunDir(two_ranks / "tuned").training(TUNED.signature).tuning()
-    assert found is not None and found.chosen is not None
-    assert [(branch.arm, branch.rung) for branch in found.branches][:3] == [("lbt", 1), ("x2", 1), ("robust", 1)]
-    assert len(found.branches) == 3
-    arm = found.chosen.model_dump(mode="json")
+    result = RunDir(two_ranks / "tuned").training(TUNED.signature).tuning()
+    assert result is not None and result.chosen is not None
+    assert [(branch.arm, branch.rung) for branch in result.branches][:3] == [("lbt", 1), ("x2", 1), ("robust", 1)]
+    assert len(result.branches) == 3
+    arm = result.chosen.model_dump(mode="json")
     assert facts(two_ranks, "tuned") == [{"arm": arm, "epoch": 1.0, "steps": 24}] * 2
 
 
 def test_synchronisation_is_seen(two_ranks: Path) -> None:
-    found = measured(two_ranks, "wide", 8)
-    assert (found.batch, found.local_batch) == (16, 8)
+    result = measured(two_ranks, "wide", 8)
+    assert (result.batch, result.local_batch) == (16, 8)
     # Measured in steps of its own, which a loaded machine may have slowed.
-    assert 0 < found.sync_time < 5 * max(found.step_times)
-    assert found.compute_time > 0
-    gradients = found.gradients
+    assert 0 < result.sync_time < 5 * max(result.step_times)
+    assert result.compute_time > 0
+    gradients = result.gradients
     assert gradients.local_norm_sqr > gradients.norm_sqr > 0
     assert (gradients.batch, gradients.local_batch, gradients.steps) == (16, 8, 5)
     assert gradients.covariance is not None and min(gradients.covariance[:2]) > 0

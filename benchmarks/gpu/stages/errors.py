@@ -33,8 +33,8 @@ def errors(stage: Stage) -> None:
             continue
         outcome = "no error" if code in (0, None) else classify_failure(text, exit_code=code, device=stage.device)
         stage.tell(errors={kind: {"exit": code, "class": outcome, "text": text[-KEPT:]}})
-        said = (text.strip().splitlines() or ["nothing"])[-1][:200]
-        stage.require(outcome == wanted, f"{kind} is read as {outcome}, not {wanted}: {said}")
+        message = (text.strip().splitlines() or ["nothing"])[-1][:200]
+        stage.require(outcome == wanted, f"{kind} is read as {outcome}, not {wanted}: {message}")
     if not stage.on_card:
         stage.leave_open("errors of a GPU's libraries (needs a GPU)")
 

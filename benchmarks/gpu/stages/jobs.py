@@ -94,11 +94,11 @@ def resume(stage: Stage) -> None:
         broken = train(stage, place / "killed", extra, killed=True)
         if whole is None or broken is None:
             continue
-        samples = [found.result().samples for found in (whole, broken)]  # type: ignore[union-attr]
+        samples = [outcome.result().samples for outcome in (whole, broken)]  # type: ignore[union-attr]
         resumed = [attempt.samples for attempt in broken.attempts()]
-        tops = [found.result().metrics["top1"] for found in (whole, broken)]  # type: ignore[union-attr]
-        told = {"samples": samples, "resumed_at": resumed, "equal_bits": same_weights(whole, broken)}
-        stage.tell(resume={kind: {**told, "top1_diff": share(tops[1] - tops[0], 2)}})
+        tops = [result.result().metrics["top1"] for result in (whole, broken)]  # type: ignore[union-attr]
+        record = {"samples": samples, "resumed_at": resumed, "equal_bits": same_weights(whole, broken)}
+        stage.tell(resume={kind: {**record, "top1_diff": share(tops[1] - tops[0], 2)}})
         stage.require(samples[0] == samples[1], f"{kind}: {samples[1]} samples trained, {samples[0]} undisturbed")
         stage.require(max(at or 0 for at in resumed) > 0, f"{kind}: it began anew after the kill")
 
@@ -152,6 +152,6 @@ def same_weights(first: TrainingRun, second: TrainingRun) -> bool:
     """Return whether two trainings have ended with the same weights, bit for bit."""
     import torch
 
-    states = [torch.load(found.checkpoints()[0], map_location="cpu", weights_only=True) for found in (first, second)]
+    states = [torch.load(result.checkpoints()[0], map_location="cpu", weights_only=True) for result in (first, second)]
     a, b = (state["model"] for state in states)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

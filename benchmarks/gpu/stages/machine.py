@@ -45,14 +45,14 @@ def env(stage: Stage) -> None:
     floor = next((rates for part, rates in FLOORS.items() if part in name), None)
     stage.require(not stage.on_card or floor is not None, f"no figures are known of {name!r} to hold its speed against")
     copies, multiplies = floor or (0.0, 0.0)
-    found = stage.figures
+    figures = stage.figures
     stage.require_on_card(
-        "copy_tbs", found["copy_tbs"] >= copies, f"copies {found['copy_tbs']:.2f} TB/s, a sound card {copies:g}"
+        "copy_tbs", figures["copy_tbs"] >= copies, f"copies {figures['copy_tbs']:.2f} TB/s, a sound card {copies:g}"
     )
     stage.require_on_card(
         "bf16_tflops",
-        found["bf16_tflops"] >= multiplies,
-        f"multiplies at {found['bf16_tflops']:.0f} TFLOP/s, a sound card at {multiplies:g}",
+        figures["bf16_tflops"] >= multiplies,
+        f"multiplies at {figures['bf16_tflops']:.0f} TFLOP/s, a sound card at {multiplies:g}",
     )
 
 

@@ -50,8 +50,8 @@ def keys(stage: Stage) -> list[Key]:
 def prepare(folder: Path) -> None:
     """Write the estimates of all models, for a machine whose time is dear; it needs no GPU."""
     stage = Stage("cuda", tiny=False, folder=folder, data=None)
-    told = estimates(stage, keys(stage), places=[folder / "footprints"])
-    print(f"{len(told)} estimates in {folder / 'footprints'}")
+    answer = estimates(stage, keys(stage), places=[folder / "footprints"])
+    print(f"{len(answer)} estimates in {folder / 'footprints'}")
 
 
 def estimates(stage: Stage, wanted: Sequence[Key], *, places: Sequence[Path]) -> dict[Key, list[Footprint]]:
@@ -69,12 +69,12 @@ def estimates(stage: Stage, wanted: Sequence[Key], *, places: Sequence[Path]) ->
         spec = spec_of(key, stage)
         if stage.device == "cuda":  # as for a cluster of GPUs: the estimate needs none here
             spec = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"kind": "slurm"})})
-        found = inspect(spec)
-        if not found.footprints:
-            raise SystemExit(f"{key[0]} {key[1]} cannot be estimated: {found.estimate_error}")
-        rows = [row.model_dump(mode="json") for row in found.footprints]
+        result = inspect(spec)
+        if not result.footprints:
+            raise SystemExit(f"{key[0]} {key[1]} cannot be estimated: {result.estimate_error}")
+        rows = [row.model_dump(mode="json") for row in result.footprints]
         write_atomic(places[0] / name, json.dumps(rows))
-        return list(found.footprints)
+        return list(result.footprints)
 
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2)) as pool:
         return dict(zip(wanted, pool.map(made, wanted), strict=True))
@@ -122,15 +122,15 @@ def judged(stage: Stage, key: Key, known: list[Footprint], trial: Trials, off: d
     }
     batches = doubled(2 * first, models["corrected"], round(0.9 * room(stage)), at_most=1 if stage.tiny else 16)
     rows = []
-    for one in (*probes, *map(trial, batches)):
-        if one.memory is None:
-            stage.require(False, f"{key}: batch {one.batch} ran out of memory below {room(stage) / GIB:.0f} GiB")
+    for item in (*probes, *map(trial, batches)):
+        if item.memory is None:
+            stage.require(False, f"{key}: batch {item.batch} ran out of memory below {room(stage) / GIB:.0f} GiB")
             continue
-        row = {name: one.memory[name] for name in ("peak", "reserved", "libraries")} | {"batch": one.batch}
+        row = {name: item.memory[name] for name in ("peak", "reserved", "libraries")} | {"batch": item.batch}
         for name, model in models.items():
-            error = model.peak(one.batch) / one.peak - 1
-            row |= {name: model.peak(one.batch), f"error_{name}": share(error)}
-            off[name] += [] if one in probes else [abs(error)]
+            error = model.peak(item.batch) / item.peak - 1
+            row |= {name: model.peak(item.batch), f"error_{name}": share(error)}
+            off[name] += [] if item in probes else [abs(error)]
         rows.append(row)
     libraries = models["estimate"].libraries / max(1, rows[0]["libraries"]) if rows else 0.0
     stage.tell(memory={",".join(key): {"rows": rows, "libraries_ratio": share(libraries)}})
@@ -168,7 +168,7 @@ def largest_of_all(stage: Stage) -> None:
 def one_largest(stage: Stage, key: Key, known: list[Footprint], trial: Trials, capacity: int) -> None:
     """Find the largest batch of one model under a capacity, and hold the predicted ones against it."""
     first = 16
-    probes = [one.measured() for one in (trial(first), trial(2 * first)) if one.fits]
+    probes = [item.measured() for item in (trial(first), trial(2 * first)) if item.fits]
     corrected = memory_model.fit_memory_model([*probes, *known])
     predicted = corrected.largest_local_batch(capacity, margin=0.0) or first
     chosen = corrected.largest_local_batch(capacity, margin=MEMORY_MARGIN) or first

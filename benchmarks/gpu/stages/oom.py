@@ -23,10 +23,10 @@ MOST_HELD = 2.0  # seconds
 
 def oom(stage: Stage) -> None:
     """Let a training and a probe run out of memory; see what they do next, and when the memory is back."""
-    left, batch = (800 * MIB, 1024) if stage.tiny else (LEFT, 256)
-    content = job(stage, left, batch=batch)
+    remaining, batch = (800 * MIB, 1024) if stage.tiny else (LEFT, 256)
+    content = job(stage, remaining, batch=batch)
     seconds = "0" if stage.tiny else "0.02"
-    with Hog(stage.device, left), Watch(stage.device) as watch:
+    with Hog(stage.device, remaining), Watch(stage.device) as watch:
         time.sleep(2 * 0.2)
         base = taken(stage.device) + SLACK
         place = stage.inside("train")
@@ -40,7 +40,7 @@ def oom(stage: Stage) -> None:
         if not attempts:
             return
         final = attempts[-1].batch
-        truth(stage, content, left, final)
+        truth(stage, content, remaining, final)
         probed(stage, content, batch, final, GPU_IMAGE_SECONDS=seconds)
 
 
@@ -77,34 +77,34 @@ def told_by_attempts(stage: Stage, run: RunDir, watch: Watch, base: int) -> list
         return []
     training = run.training(signatures[0])
     batches = {task.id: task.batch for task in training.tasks()}
-    found = [Told(attempt, batches[attempt.task]) for attempt in training.attempts()]
-    held, relaunch, texts = [], [], []
-    for told, following in itertools.pairwise(found):
-        failures = run.failures(told.attempt.task, told.attempt.number)
-        died = failures[0].failed_at if failures else told.attempt.ended_at or 0.0
-        texts += [f"{failure.outcome}: {failure.message}" for failure in failures] or [told.attempt.message]
+    results = [Told(attempt, batches[attempt.task]) for attempt in training.attempts()]
+    kept, relaunch, texts = [], [], []
+    for report, following in itertools.pairwise(results):
+        failures = run.failures(report.attempt.task, report.attempt.number)
+        died = failures[0].failed_at if failures else report.attempt.ended_at or 0.0
+        texts += [f"{failure.outcome}: {failure.message}" for failure in failures] or [report.attempt.message]
         back = watch.back_after(died, base, until=following.attempt.ended_at or time.time())
-        held.append(back)
+        kept.append(back)
         relaunch.append(following.attempt.started_at - died)
         wrong = [failure.outcome for failure in failures if failure.outcome != "device_oom"]
-        stage.require(not wrong and told.attempt.outcome == "device_oom", f"batch {told.batch} ended as {wrong or told.attempt.outcome}")  # fmt: skip
+        stage.require(not wrong and report.attempt.outcome == "device_oom", f"batch {report.batch} ended as {wrong or report.attempt.outcome}")  # fmt: skip
         stage.require_on_card(
             "held_seconds",
             back is not None and back <= MOST_HELD,
-            f"after batch {told.batch} the memory was "
+            f"after batch {report.batch} the memory was "
             + (f"back after {back:.1f} s" if back else "not seen to come back"),
         )
         at_start = watch.most(following.attempt.started_at - 0.5, following.attempt.started_at + 0.5)
-        stage.tell(held_mib={str(told.batch): max(0, at_start - base) // MIB})
+        stage.tell(held_mib={str(report.batch): max(0, at_start - base) // MIB})
     stage.tell(
-        attempts=len(found),
-        batches=[told.batch for told in found],
-        held_seconds=[share(value, 2) for value in held],
+        attempts=len(results),
+        batches=[message.batch for message in results],
+        held_seconds=[share(value, 2) for value in kept],
         relaunch_seconds=[share(value, 2) for value in relaunch],
         texts=texts,
     )
-    stage.require(len(found) > 1, "the first batch did not run out of memory: nothing was tried")
-    return found
+    stage.require(len(results) > 1, "the first batch did not run out of memory: nothing was tried")
+    return results
 
 
 def truth(stage: Stage, content: dict[str, Any], left: int, final: int) -> None:

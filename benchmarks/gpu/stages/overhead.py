@@ -27,13 +27,13 @@ def cases(*, tiny: bool) -> list[Case]:
     if tiny:
         return [("resnet18_cifar", "fp32", 4, ("element", CLIP, ORTHO))]
     models, precisions = ("resnet50", "mobilenet_v3_large"), ("bf16", "fp32")
-    found: list[Case] = [(model, kind, None, AT_LARGEST) for kind, model in itertools.product(precisions, models)]
-    found += [("resnet18_cifar", kind, 128, ALL) for kind in precisions]
-    found += [
+    result: list[Case] = [(model, kind, None, AT_LARGEST) for kind, model in itertools.product(precisions, models)]
+    result += [("resnet18_cifar", kind, 128, ALL) for kind in precisions]
+    result += [
         (model, kind, batch, ALL if batch == 32 else AT_LARGEST)
         for batch, kind, model in itertools.product((32, 256), precisions, models)
     ]
-    return found
+    return result
 
 
 def overhead(stage: Stage) -> None:
@@ -64,20 +64,20 @@ def measured(stage: Stage, me: Ranks, case: Case) -> None:
     )  # fmt: skip
     bench.warm_up()
     rounds, seconds = (3, 0.0) if stage.tiny else (ROUNDS, SECONDS)
-    found = outcome(bench, bench.rounds(rounds, seconds=seconds), model=model, image=image, memory=[])
+    result = outcome(bench, bench.rounds(rounds, seconds=seconds), model=model, image=image, memory=[])
     plain = bench.operations(PLAIN)
-    told: dict[str, Any] = {
+    message: dict[str, Any] = {
         row.variant: {
             **{name: share(value) for name, value in asdict(row).items() if name != "variant"},
             "ops": share(bench.operations(row.variant) / plain, 3),
         }
-        for row in found.rows
+        for row in result.rows
     }
-    refresh_share = {item.variant: share(item.share, 5) for item in found.refreshes}
-    stage.tell(overhead={key: {"rows": told, "refresh_share": refresh_share, "control": share(found.control),
-                               "step_ms": share(found.step_milliseconds, 3), "rounds": found.rounds}})  # fmt: skip
+    refresh_share = {item.variant: share(item.share, 5) for item in result.refreshes}
+    stage.tell(overhead={key: {"rows": message, "refresh_share": refresh_share, "control": share(result.control),
+                               "step_ms": share(result.step_milliseconds, 3), "rounds": result.rounds}})  # fmt: skip
     if case[2] is None:
-        for row in found.rows:
+        for row in result.rows:
             limit = LIMITS.get(row.variant, float("inf"))
             stage.require_on_card(
                 "overhead", row.ratio <= limit, f"{key}: {row.variant} takes x{row.ratio:.4f}, at most x{limit:g}"

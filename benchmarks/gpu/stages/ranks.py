@@ -25,10 +25,12 @@ MOST_ALIVE = 7.0  # seconds that a rank outlives its peer
 def ranks(stage: Stage) -> None:
     """Train with two ranks on one device, by each backend; lose one; ask NCCL for an algorithm that it has not."""
     methods = list(SETTINGS)
-    told, text = pair(stage, "gloo", methods)
-    stage.tell(gloo=told)
-    stage.require(set(told) == set(methods), f"gloo: of {methods} only {list(told)} came to an end: {text[-300:]}")
-    for name, row in told.items():
+    message, text = pair(stage, "gloo", methods)
+    stage.tell(gloo=message)
+    stage.require(
+        set(message) == set(methods), f"gloo: of {methods} only {list(message)} came to an end: {text[-300:]}"
+    )
+    for name, row in message.items():
         stage.require(row["equal_weights"], f"gloo, {name}: the ranks end with different weights")
         growth = row["reserved_growth_mib"]
         stage.require_on_card(
@@ -37,9 +39,9 @@ def ranks(stage: Stage) -> None:
     lost_peer(stage)
     if not stage.on_card:
         return stage.leave_open("NCCL (needs a GPU)")
-    told, text = pair(stage, "nccl", methods)  # NCCL calls two ranks on one GPU unsafe: it may refuse
-    stage.tell(nccl=told or {"refused": text[-2000:]})
-    for name, row in told.items():
+    message, text = pair(stage, "nccl", methods)  # NCCL calls two ranks on one GPU unsafe: it may refuse
+    stage.tell(nccl=message or {"refused": text[-2000:]})
+    for name, row in message.items():
         stage.require(row["equal_weights"], f"nccl, {name}: the ranks end with different weights")
     _, text = pair(stage, "nccl", ["ags"], NCCL_ALGO="tree")
     stage.tell(tree_text=text[-2000:])
@@ -54,9 +56,9 @@ def pair(stage: Stage, backend: str, methods: list[str], **environment: str) -> 
     processes = []
     with open(folder / "log.txt", "wb") as log:
         for rank in range(2):
-            own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "NCCL_HOSTID": f"host{rank}"}
-            own |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN", **environment}
-            processes.append(subprocess.Popen(command, env={**os.environ, **own}, stdout=log, stderr=log))
+            settings = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "NCCL_HOSTID": f"host{rank}"}
+            settings |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN", **environment}
+            processes.append(subprocess.Popen(command, env={**os.environ, **settings}, stdout=log, stderr=log))
         ends = time.monotonic() + stage.patience(PATIENCE[backend])
         while time.monotonic() < ends and all(process.poll() is None for process in processes):
             time.sleep(0.1)
@@ -67,8 +69,8 @@ def pair(stage: Stage, backend: str, methods: list[str], **environment: str) -> 
         for process in processes:
             process.kill()
             process.wait()
-    told = folder / "told.json"
-    return json.loads(told.read_text()) if told.exists() else {}, (folder / "log.txt").read_text(errors="replace")
+    path = folder / "told.json"
+    return json.loads(path.read_text()) if path.exists() else {}, (folder / "log.txt").read_text(errors="replace")
 
 
 def lost_peer(stage: Stage) -> None:
@@ -96,22 +98,22 @@ def lost_peer(stage: Stage) -> None:
     failures = [failure for attempt in attempts for failure in run.failures(attempt.task, attempt.number)]
     first = min((failure.failed_at for failure in failures), default=0.0)
     outlived = (attempts[0].ended_at or 0.0) - first if attempts else None
-    left = ranks_alive()
+    remaining = ranks_alive()
     stage.tell(
         lost={
             "rc": ended.code,
             "texts": [f"rank {failure.rank}: {failure.outcome}: {failure.message}" for failure in failures],
             "outcome": attempts[0].outcome if attempts else None,
             "peer_dead_after_s": share(outlived, 2),
-            "left": len(left),
+            "left": len(remaining),
         }
     )
-    told = {failure.rank: failure.outcome for failure in failures[:1]}
-    stage.require(told == {1: "device_oom"}, f"the lost rank is told as {told}: {ended.error}")
+    record = {failure.rank: failure.outcome for failure in failures[:1]}
+    stage.require(record == {1: "device_oom"}, f"the lost rank is told as {record}: {ended.error}")
     stage.require(
         outlived is not None and 0 <= outlived <= MOST_ALIVE, f"the other rank was there for {outlived} s more"
     )  # fmt: skip
-    stage.require(not left, f"{len(left)} ranks are left")
+    stage.require(not remaining, f"{len(remaining)} ranks are left")
     return None
 
 

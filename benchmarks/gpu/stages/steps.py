@@ -30,16 +30,16 @@ def syncs(stage: Stage) -> None:
         for case, precision in itertools.product(operations.cases(), precisions):
             key = f"{case},{precision}"
             try:
-                own = operations.sections(case, precision=precision, reference_batch=batch // 4)
-                spec = job(model, image=image, batch=batch, device=stage.device, **own)
-                found = of_a_step(spec, me, batch=batch)
+                value = operations.sections(case, precision=precision, reference_batch=batch // 4)
+                spec = job(model, image=image, batch=batch, device=stage.device, **value)
+                result = of_a_step(spec, me, batch=batch)
             except (TulaError, ImportError, RuntimeError) as error:  # the latter of torch; the other cases go on
                 left_out.append(f"{key}: {str(error)[:300]}")
                 continue
-            total = sum(found.values())
-            stage.tell(syncs={key: {"count": total, "where": found}})
+            total = sum(result.values())
+            stage.tell(syncs={key: {"count": total, "where": result}})
             most = 1 if precision == "fp16" else 0  # GradScaler's own
-            stage.require_on_card("syncs", total <= most, f"{key}: {total:g} waits a step, at {', '.join(found)}")
+            stage.require_on_card("syncs", total <= most, f"{key}: {total:g} waits a step, at {', '.join(result)}")
     stage.require(not left_out, f"not measured: {'; '.join(left_out)}")
 
 
@@ -47,13 +47,13 @@ def of_a_step(spec: JobSpec, me: Ranks, *, batch: int) -> dict[str, float]:
     """Return the waits of a step by their place, the mean over some."""
     fixed = Fixed.of(spec, me, batch=batch)
     fixed.warm_up(4)
-    with waits(me.device.type) as found:
+    with waits(me.device.type) as result:
         for _ in range(COUNTED):
             fixed.step()
     fixed.trainer.clock.wait()
     del fixed
     gc.collect()
-    return {where: count / COUNTED for where, count in found.items()}
+    return {where: count / COUNTED for where, count in result.items()}
 
 
 def timing(stage: Stage) -> None:
@@ -64,9 +64,9 @@ def timing(stage: Stage) -> None:
         for (model, image, batch), precision in itertools.product(sizes, ("fp32",) if stage.tiny else ("fp32", "bf16")):
             key = f"{model},{batch},{precision}"
             spec = job(model, image=image, batch=batch, device=stage.device, precision=precision)
-            told = timed(spec, me, batch=batch, least=0.1 if stage.tiny else 2.0)
-            stage.tell(timing={key: told})
-            off = told["probe_ms"] / told["events_ms"] - 1
+            answer = timed(spec, me, batch=batch, least=0.1 if stage.tiny else 2.0)
+            stage.tell(timing={key: answer})
+            off = answer["probe_ms"] / answer["events_ms"] - 1
             stage.require_on_card(
                 "probe_ms", abs(off) <= 0.02, f"{key}: a probe's step is {100 * off:+.1f} % off"
             )  # fmt: skip
@@ -79,8 +79,8 @@ def timed(spec: JobSpec, me: Ranks, *, batch: int, least: float) -> dict[str, fl
     fixed.warm_up(10)
     each = [fixed.step() for _ in range(10)]
     clock = fixed.trainer.clock
-    own = statistics.median(clock.seconds(step.start, step.end) for step in each)
-    count = max(10, round(least / own))
+    median = statistics.median(clock.seconds(step.start, step.end) for step in each)
+    count = max(10, round(least / median))
     events, wall = between(fixed, count)
     each = [fixed.step() for _ in range(count)]  # as a probe takes them: each between marks of its own
     probe = statistics.median(clock.seconds(step.start, step.end) for step in each)
@@ -130,8 +130,8 @@ def sustained(stage: Stage, spec: JobSpec, me: Ranks, *, batch: int, least: floa
     """Hold the steps after a while of load against those after two seconds of it: clocks fall when power or heat bind."""
     fixed = Fixed.of(spec, me, batch=batch)
     fixed.warm_up()
-    own, _ = between(fixed, 5)
-    count = max(3, round(least / 10 / own))
+    value, _ = between(fixed, 5)
+    count = max(3, round(least / 10 / value))
     before = card()
     parts = [between(fixed, count)[0] for _ in range(10)]
     after = card()
@@ -139,8 +139,8 @@ def sustained(stage: Stage, spec: JobSpec, me: Ranks, *, batch: int, least: floa
     stage.tell(
         sustained_ratio=share(ratio),
         sustained_ms=[round(1000 * part, 3) for part in parts],
-        sm_mhz=[number(told.get("clocks.sm")) for told in (before, after)],
-        watts=[number(told.get("power.draw")) for told in (before, after)],
+        sm_mhz=[number(report.get("clocks.sm")) for report in (before, after)],
+        watts=[number(message.get("power.draw")) for message in (before, after)],
     )
     stage.require_on_card(
         "sustained_ratio", abs(ratio - 1) <= 0.03, f"after {least:g} s of load a step takes x{ratio:.3f}"

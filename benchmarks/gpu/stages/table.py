@@ -46,10 +46,10 @@ def table1(stage: Stage) -> None:
     file = images(stage)
     if file is None:
         return stage.require(False, f"there are no images: --data DIR with {PACKED} in it")
-    began, running, left = time.monotonic(), list[tuple[Cell, Path, Any, float]](), sizes.cells
-    while left or running:
-        while left and len(running) < AT_ONCE:
-            cell, *left = left
+    began, running, cells = time.monotonic(), list[tuple[Cell, Path, Any, float]](), sizes.cells
+    while cells or running:
+        while cells and len(running) < AT_ONCE:
+            cell, *cells = cells
             folder = stage.inside(f"{cell[0]}-{cell[1]}")
             words = ["train", str(write_job(folder, job(stage, sizes, cell, file))), "--nodes", "1"]
             started = start(*words, "--batch", str(cell[1]), "--yes", folder=folder)
@@ -66,8 +66,8 @@ def kept(stage: Stage, cell: Cell, folder: Path, started: Any, began: float) -> 
     """Keep what a training that has ended has reached."""
     ended = finish(started)
     run = newest(folder)
-    found = [run.training(signature).result() for signature in run.train_signatures()]
-    result = found[0] if found else None
+    results = [run.training(signature).result() for signature in run.train_signatures()]
+    result = results[0] if results else None
     name = f"{cell[0]},{cell[1]}"
     stage.require(result is not None, f"{name}: train ended with {ended.code}: {ended.error}")
     if result is not None:
@@ -78,10 +78,10 @@ def kept(stage: Stage, cell: Cell, folder: Path, started: Any, began: float) -> 
 def judge(stage: Stage, sizes: Sizes) -> None:
     """Hold the methods against the plain large batch."""
     large = sizes.batches[1]
-    told = {name: row["top1"] for name, row in stage.figures.get("table1", {}).items()}
-    plain = told.get(f"lbt,{large}")
+    record = {name: row["top1"] for name, row in stage.figures.get("table1", {}).items()}
+    plain = record.get(f"lbt,{large}")
     for method in ("ags", "ortho"):
-        if method in sizes.methods and plain is not None and (top := told.get(f"{method},{large}")) is not None:
+        if method in sizes.methods and plain is not None and (top := record.get(f"{method},{large}")) is not None:
             stage.require_on_card("top1", top >= plain, f"{method} reaches {top} %, the plain large batch {plain} %")
 
 
@@ -144,8 +144,8 @@ def decoded(packed: Path) -> dict[str, Any]:
         for split in ("train", "test"):
             files = list(cut(data[f"{split}_jpeg"], data[f"{split}_length"]))
             pieces = [files[first : first + 500] for first in range(0, len(files), 500)]
-            found = itertools.chain.from_iterable(pool.map(decode, pieces))
-            arrays[f"{split}_images"] = np.stack(list(found)).transpose(0, 3, 1, 2)
+            result = itertools.chain.from_iterable(pool.map(decode, pieces))
+            arrays[f"{split}_images"] = np.stack(list(result)).transpose(0, 3, 1, 2)
             arrays[f"{split}_labels"] = np.asarray(data[f"{split}_label"])
     return arrays
 

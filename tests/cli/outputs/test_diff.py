@@ -38,13 +38,13 @@ def test_runs_are_named_by_folder_or_by_name_and_a_difference_is_no_failure(here
 
 def test_what_is_no_pair_of_runs_is_refused(here):
     run = RunDir.create(here / "tula-runs", make.spec())
-    for words, told in (
+    for words, message in (
         ((run.id, run.id), "are the same run"),
         ((run.id, "nope"), "there is no run"),
         ((run.id,), "RUN_B"),
     ):
         code, _, err = tula("diff", *words)
-        assert code == 2 and told in err
+        assert code == 2 and message in err
 
 
 def test_a_file_beside_the_runs_is_not_suggested_as_a_run(here):

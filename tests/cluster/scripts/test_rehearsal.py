@@ -80,13 +80,13 @@ def job(folder: Path, *, what_else: str, within: str, saves: str, script: dict[s
     code = SCRIPT.replace("WHAT_ELSE", what_else).replace("WITHIN", within).replace("SAVES", saves)
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(code)
-    own = {
+    settings = {
         "command": COMMAND,
         "length": {"samples": 1600},
         "reference": {"batch": 16},
         "resume": {"args": "--resume {checkpoint}", "checkpoint": "{out}/state"},
     }
-    return validate({"script": own | script, "cluster": {"device": "cpu"}, **changes}, source="test")
+    return validate({"script": settings | script, "cluster": {"device": "cpu"}, **changes}, source="test")
 
 
 COMMAND = "train.py -b {local_batch} --out {out} --samples {samples}"
@@ -110,71 +110,73 @@ def rehearsed(
     )
     run.write_task(task)
     supervise(run.path, task.id, environ=os.environ)
-    found = ResumeTestRecords(run.path).read(task.id)
-    assert found is not None and found.over_at is not None, found
+    text = ResumeTestRecords(run.path).read(task.id)
+    assert text is not None and text.over_at is not None, text
     assert not (run.path / "script" / task.id).exists(), "the script's files are gone"
-    return found
+    return text
 
 
-def seen(found: Rehearsal) -> list[tuple[str, int, str]]:
-    return [(start.phase, start.batch, start.ended) for start in found.starts]
+def seen(result: Rehearsal) -> list[tuple[str, int, str]]:
+    return [(start.phase, start.batch, start.ended) for start in result.starts]
 
 
 def test_a_script_that_counts_samples_may_go_on_at_any_batch(folder: Path) -> None:
-    found = rehearsed(folder)
-    assert seen(found)[-2:] == [("same", 16, "ended"), ("half", 8, "ended")]
-    assert {phase for phase, *_ in seen(found)} == {"begin", "same", "half"}
-    assert found.verdict == "any" and not found.faults, found
-    begin, same, half = found.starts[-3:]
+    result = rehearsed(folder)
+    assert seen(result)[-2:] == [("same", 16, "ended"), ("half", 8, "ended")]
+    assert {phase for phase, *_ in seen(result)} == {"begin", "same", "half"}
+    assert result.verdict == "any" and not result.faults, result
+    begin, same, half = result.starts[-3:]
     assert begin.saved_samples is not None and begin.ended == "killed"
     assert (same.samples, half.samples) == (same.whole - begin.saved_samples,) * 2  # type: ignore[operator]
 
 
 def test_a_folder_may_have_brackets_in_its_name(folder: Path) -> None:
-    found = rehearsed(folder / "lr [0.1] *")
-    assert found.verdict == "any", found.told
+    result = rehearsed(folder / "lr [0.1] *")
+    assert result.verdict == "any", result.told
 
 
 def test_a_checkpoint_that_the_script_cannot_read_is_told_in_its_own_words(folder: Path) -> None:
     within = "if again: raise KeyError('optimizer')"
-    found = rehearsed(folder, within=within)
-    assert found.verdict == "none" and seen(found)[-1] == ("same", 16, "failed")
-    assert found.faults == ("at batch 16 it cannot resume from its own checkpoint: KeyError: 'optimizer'",)
-    assert (found.starts[-1].error, found.starts[-1].outcome) == ("KeyError", "user")
+    result = rehearsed(folder, within=within)
+    assert result.verdict == "none" and seen(result)[-1] == ("same", 16, "failed")
+    assert result.faults == ("at batch 16 it cannot resume from its own checkpoint: KeyError: 'optimizer'",)
+    assert (result.starts[-1].error, result.starts[-1].outcome) == ("KeyError", "user")
 
 
 def test_a_script_that_does_not_read_its_checkpoint_begins_anew(folder: Path) -> None:
-    found = rehearsed(folder, what_else="samples = 0")
-    assert found.verdict == "none" and "starts from the beginning" in found.faults[0], found
+    result = rehearsed(folder, what_else="samples = 0")
+    assert result.verdict == "none" and "starts from the beginning" in result.faults[0], result
 
 
 def test_steps_counted_at_the_old_batch_train_too_many_samples(folder: Path) -> None:
     # A step number is kept, and so many steps are left at whatever batch: those before it stand for half as many samples.
-    found = rehearsed(folder, what_else="samples = samples * options.b // 16")
-    assert found.verdict == "same", found
-    (fault,) = found.faults
-    begin = found.starts[-3]
+    result = rehearsed(folder, what_else="samples = samples * options.b // 16")
+    assert result.verdict == "same", result
+    (fault,) = result.faults
+    begin = result.starts[-3]
     assert begin.saved_samples is not None and begin.whole is not None
     share = begin.saved_samples / 2 / begin.whole
     assert f"{100 * share:.1f} % too many" in fault and fault.startswith("at batch 8 it trains")
 
 
 def test_a_script_that_saves_nothing_is_not_rehearsed(folder: Path) -> None:
-    found = rehearsed(folder, saves=NEVER)
-    assert found.verdict is None
-    assert found.told == ("not tested: the script ended without a checkpoint that matches script.resume.checkpoint",)
+    result = rehearsed(folder, saves=NEVER)
+    assert result.verdict is None
+    assert result.told == ("not tested: the script ended without a checkpoint that matches script.resume.checkpoint",)
 
 
 def test_no_checkpoint_within_the_time_is_told(folder: Path) -> None:
     script = {"command": "train.py -b {local_batch} --out {out}"}
-    found = rehearsed(folder, saves=NEVER, script=script, search={"max_minutes": 0.1})
-    assert found.verdict is None and found.told[0].startswith("not tested: no checkpoint within"), found
+    result = rehearsed(folder, saves=NEVER, script=script, search={"max_minutes": 0.1})
+    assert result.verdict is None and result.told[0].startswith("not tested: no checkpoint within"), result
 
 
 def test_a_batch_that_does_not_fit_is_halved(folder: Path) -> None:
     full = "if options.b == 16: raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')"
-    found = rehearsed(folder, within=full)
-    assert found.verdict == "any" and seen(found)[0] == ("begin", 16, "failed") and seen(found)[-1][:2] == ("half", 4)
+    result = rehearsed(folder, within=full)
+    assert (
+        result.verdict == "any" and seen(result)[0] == ("begin", 16, "failed") and seen(result)[-1][:2] == ("half", 4)
+    )
 
 
 @pytest.mark.parametrize(
@@ -185,15 +187,15 @@ def test_a_batch_that_does_not_fit_is_halved(folder: Path) -> None:
     ],
 )
 def test_a_script_that_can_be_asked_is_asked(folder: Path, save: str, what_else: str, within: str) -> None:
-    found = rehearsed(folder, what_else=what_else, within=within, saves=NEVER, script={"save": save})
-    assert found.verdict == "any", found
-    begin = found.starts[0]
+    result = rehearsed(folder, what_else=what_else, within=within, saves=NEVER, script={"save": save})
+    assert result.verdict == "any", result
+    begin = result.starts[0]
     assert begin.whole == 1152 and 20 <= (begin.saved_steps or 0) <= 30, "three times the samples up to the question"
 
 
 def test_two_ranks_are_killed_together(folder: Path) -> None:
-    found = rehearsed(folder, cluster={"device": "cpu", "gpus_per_node": 2})
-    assert found.verdict == "any" and found.starts[0].ended == "killed", found
+    result = rehearsed(folder, cluster={"device": "cpu", "gpus_per_node": 2})
+    assert result.verdict == "any" and result.starts[0].ended == "killed", result
 
 
 def test_each_rank_may_have_a_supervisor_of_its_own(folder: Path) -> None:
@@ -208,9 +210,9 @@ def test_each_rank_may_have_a_supervisor_of_its_own(folder: Path) -> None:
     following.start()
     leader._lead_job(task.id)
     following.join()
-    found = ResumeTestRecords(run.path).read(task.id)
-    assert found is not None and found.verdict == "any", found
-    assert [attempt.outcome for attempt in run.attempts(task.id)] == ["done"] * len(found.starts)
+    text = ResumeTestRecords(run.path).read(task.id)
+    assert text is not None and text.verdict == "any", text
+    assert [attempt.outcome for attempt in run.attempts(task.id)] == ["done"] * len(text.starts)
 
 
 # --- a training that comes after its rehearsal
@@ -225,7 +227,9 @@ def training_after(folder: Path, verdict: Verdict) -> RunDir:
         ladder=(Rung(batch=16),), workers=0, after="rehearse-k-1",
     )  # fmt: skip
     run.write_task(task)
-    found = Rehearsal(task=task.after, key="k", began_at=0.0, over_at=1.0, verdict=verdict, faults=("KeyError: 'a'",))
+    rehearsal = Rehearsal(
+        task=task.after, key="k", began_at=0.0, over_at=1.0, verdict=verdict, faults=("KeyError: 'a'",)
+    )
 
     with subprocess.Popen(["sh", "-c", f"sleep 0.5; touch {folder / 'over'}"]) as process:
         here = Job(
@@ -233,7 +237,7 @@ def training_after(folder: Path, verdict: Verdict) -> RunDir:
             process_started=start_time(process.pid),
         )  # fmt: skip
         run.write_job(here)
-        ResumeTestRecords(run.path).write(found)
+        ResumeTestRecords(run.path).write(rehearsal)
         waiting = threading.Thread(target=process.wait)
         waiting.start()
         supervise(run.path, task.id, environ=os.environ)

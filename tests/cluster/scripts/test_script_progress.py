@@ -94,8 +94,8 @@ def test_what_an_attempt_saved_whose_supervisor_was_lost_counts(run: RunDir) -> 
     saves(training.output_folder, STARTED + 20)
     tells(run, "train-x-1", row("row", 5, STARTED + 10), row("gap", 31, STARTED + 21), step=60, samples=960)
     training.recover_lost_attempt(run.attempts("train-x-1")[0])
-    found = run.training("x").script_progress()
-    assert found is not None and (found.steps, found.samples) == (30, 480)
+    result = run.training("x").script_progress()
+    assert result is not None and (result.steps, result.samples) == (30, 480)
 
 
 def test_steps_after_a_checkpoint_are_not_in_it_where_no_save_was_seen(run: RunDir) -> None:
@@ -111,8 +111,8 @@ def test_steps_after_a_checkpoint_are_not_in_it_where_no_save_was_seen(run: RunD
         **after,
     )
     training.recover_lost_attempt(run.attempts("train-x-1")[0])
-    found = run.training("x").script_progress()
-    assert found is not None and (found.steps, found.samples) == (25, 400)
+    result = run.training("x").script_progress()
+    assert result is not None and (result.steps, result.samples) == (25, 400)
 
 
 def test_a_smaller_batch_that_began_anew_goes_on_from_its_own_checkpoints(run: RunDir) -> None:
@@ -128,8 +128,8 @@ def test_a_smaller_batch_that_began_anew_goes_on_from_its_own_checkpoints(run: R
     saves(training.output_folder, STARTED + 120)
     tells(run, "train-x-2", step=10, samples=80.0, stepped_at=STARTED + 119)
     training.recover_lost_attempt(run.attempts("train-x-2")[0])
-    found = run.training("x").script_progress()
-    assert found is not None and (found.samples, found.batch) == (80, 8)
+    result = run.training("x").script_progress()
+    assert result is not None and (result.samples, result.batch) == (80, 8)
     assert training.newest_checkpoint() == training.output_folder / "state.json"
 
 
@@ -142,11 +142,11 @@ def looked(run: RunDir, of: TrainTask, *, slower_from: int, looks: int = 70) -> 
     command = LeaderCommand(task=of.id, attempt=1, checkpoint="")
     gaps: list[dict[str, object]] = []
     for step in range(1, looks + 1):
-        own = (0.25 if step >= slower_from else 0.1) * (1 + 0.02 * (step % 5))
-        now += own
+        value = (0.25 if step >= slower_from else 0.1) * (1 + 0.02 * (step % 5))
+        now += value
         if step % 10 == 0:
             now += 30.0
-            gaps.append({**row("gap", step, now), "seconds": 30.0 + own, "causes": ["evaluation"]})
+            gaps.append({**row("gap", step, now), "seconds": 30.0 + value, "causes": ["evaluation"]})
         tells(run, of.id, *gaps, step=step, samples=16.0 * step, stepped_at=now)
         training.check_step_time(pace, ScriptAttempt(run.path, of.id, 1), command)
         training.check_step_time(pace, ScriptAttempt(run.path, of.id, 1), command)  # no step since
@@ -160,19 +160,19 @@ def test_a_change_of_its_pace_is_told_without_evaluations_and_its_end_where_that
     script = {**run.read_spec().model_dump(exclude_unset=True)["script"], "dataset_size": size or "auto"}
     script["length"] = {"epochs": 10}
     priced = validate({"script": script, "cluster": {"device": "cpu"}, "pricing": {"price": 3.0}}, source="test")
-    (found,) = looked(run, task(run, "train-x-1", 16).model_copy(update={"spec": priced}), slower_from=36)
-    assert found.before.step == pytest.approx(0.104, rel=0.03) and found.after.step == pytest.approx(0.26, rel=0.03)
-    assert abs(found.samples - 35 * 16) <= 16
-    assert (found.parts, found.before.data, found.after.compute) == ((), None, None)
-    told = describe_step_change(found)
-    assert "the affected part is unknown for a script" in told and "(+150 %)" in told
+    (result,) = looked(run, task(run, "train-x-1", 16).model_copy(update={"spec": priced}), slower_from=36)
+    assert result.before.step == pytest.approx(0.104, rel=0.03) and result.after.step == pytest.approx(0.26, rel=0.03)
+    assert abs(result.samples - 35 * 16) <= 16
+    assert (result.parts, result.before.data, result.after.compute) == ((), None, None)
+    step_change = describe_step_change(result)
+    assert "the affected part is unknown for a script" in step_change and "(+150 %)" in step_change
     if size is None:
-        assert (found.epoch, found.seconds_left, found.cost_more) == (None, None, 0)
-        assert told.startswith("since ") and "epoch" not in told and "to the end" not in told
+        assert (result.epoch, result.seconds_left, result.cost_more) == (None, None, 0)
+        assert step_change.startswith("since ") and "epoch" not in step_change and "to the end" not in step_change
     else:
-        assert found.epoch == found.samples / 160
-        assert found.seconds_left / found.seconds_left_before == pytest.approx(2.5)  # type: ignore[operator]
-        assert found.cost_more > 0 and told.endswith("USD more")
+        assert result.epoch == result.samples / 160
+        assert result.seconds_left / result.seconds_left_before == pytest.approx(2.5)  # type: ignore[operator]
+        assert result.cost_more > 0 and step_change.endswith("USD more")
 
 
 def test_steady_steps_between_evaluations_are_no_change(run: RunDir) -> None:
@@ -228,8 +228,8 @@ def folder_of(out: Path, name: str, when: float, *files: str) -> None:
 
 def test_a_folder_without_files_that_the_one_before_has_is_half_a_checkpoint(tmp_path: Path) -> None:
     def newest() -> str:
-        found, _ = checkpoints.find_newest_checkpoint(resume, {"out": str(tmp_path)}, workdir=tmp_path, since=0.0)
-        return "" if found is None else found.name
+        result, _ = checkpoints.find_newest_checkpoint(resume, {"out": str(tmp_path)}, workdir=tmp_path, since=0.0)
+        return "" if result is None else result.name
 
     resume = Resume(args="{checkpoint}", checkpoint="{out}/*")
     folder_of(tmp_path, "checkpoint-10", 10.0, "model.bin", "rank_0.bin", "rank_1.bin", "global_step10/optimizer.bin")
@@ -246,11 +246,11 @@ def fails_at_once(run: RunDir, first: TrainTask, checkpoint: Path) -> Failure:
     """Let an attempt that goes on from a checkpoint fail in the script, before its first step."""
     folder = ScriptAttempt(run.path, first.id, 1).path
     folder.mkdir(parents=True, exist_ok=True)
-    told = {
+    record = {
         "version": 1, "task": first.id, "attempt": 1, "rank": 0, "host": "h", "pid": 1, "where": "script", "step": 0,
         "error": "EOFError", "text": "EOFError: Ran out of input", "failed_at": 1.0,
     }  # fmt: skip
-    (folder / "failure-0.json").write_text(json.dumps(told))
+    (folder / "failure-0.json").write_text(json.dumps(record))
     command = LeaderCommand(task=first.id, attempt=1, ranks=1, batch=16, checkpoint=str(checkpoint))
     return ScriptTraining(run, first).settle_attempt(
         command, Failure(outcome="user", message="EOFError: Ran out of input")
@@ -258,10 +258,10 @@ def fails_at_once(run: RunDir, first: TrainTask, checkpoint: Path) -> Failure:
 
 
 def test_a_checkpoint_that_cannot_be_loaded_is_left_out_for_the_one_before(run: RunDir) -> None:
-    own = run.read_spec().script
-    assert own is not None and own.resume is not None
-    resume = own.resume.model_copy(update={"checkpoint": "{out}/step-*"})
-    update = {"script": own.model_copy(update={"resume": resume})}
+    script = run.read_spec().script
+    assert script is not None and script.resume is not None
+    resume = script.resume.model_copy(update={"checkpoint": "{out}/step-*"})
+    update = {"script": script.model_copy(update={"resume": resume})}
     first = task(run, "train-x-1", 16).model_copy(update={"spec": run.read_spec().model_copy(update=update)})
     run.write_task(first)
     training, out = ScriptTraining(run, first), ScriptTraining(run, first).output_folder
@@ -278,8 +278,8 @@ def test_a_checkpoint_that_cannot_be_loaded_is_left_out_for_the_one_before(run: 
         and "step-60 is skipped, and the previous checkpoint is tried: step-30" in reason.description
     )
     assert training.newest_checkpoint() == out / "step-30"
-    held = run.training("x").script_progress()
-    assert held is not None and (held.samples, held.steps, held.checkpoint) == (480, 30, str(out / "step-30"))
+    kept = run.training("x").script_progress()
+    assert kept is not None and (kept.samples, kept.steps, kept.checkpoint) == (480, 30, str(out / "step-30"))
     assert run.training("x").script_saves().lost == (480,)
     assert fails_at_once(run, first, out / "step-30").outcome == "user", "it is the script's own fault"
     assert (training.newest_checkpoint(), run.training("x").script_progress()) == (out / "step-60", newest)
@@ -288,11 +288,11 @@ def test_a_checkpoint_that_cannot_be_loaded_is_left_out_for_the_one_before(run: 
 def test_without_a_checkpoint_before_it_the_scripts_error_ends_the_training(run: RunDir) -> None:
     training = ScriptTraining(run, task(run, "train-x-1", 16))
     saves(training.output_folder, STARTED + 20)
-    found = training.output_folder / "state.json"
+    path = training.output_folder / "state.json"
     run.training("x").write_script_progress(
-        ScriptProgress(samples=480, steps=30, batch=16, checkpoint=str(found), saved_at=STARTED + 20)
+        ScriptProgress(samples=480, steps=30, batch=16, checkpoint=str(path), saved_at=STARTED + 20)
     )
-    assert fails_at_once(run, training.task, found).outcome == "user" and training.newest_checkpoint() == found
+    assert fails_at_once(run, training.task, path).outcome == "user" and training.newest_checkpoint() == path
 
 
 def watching(run: RunDir, ranks: int) -> TrainingMonitor:
@@ -312,11 +312,11 @@ def test_ranks_that_wait_for_one_that_goes_on_are_not_stuck(run: RunDir) -> None
 
 def test_a_training_whose_shim_gave_up_goes_on(run: RunDir) -> None:
     heartbeat(run, "train-x-1", 1, alive_at=0.0, lost="OSError(28, 'No space left on device')")
-    told = {
+    record = {
         "version": 1, "task": "train-x-1", "attempt": 1, "rank": 1, "host": "h", "pid": 1, "where": "shim", "step": 9,
         "error": "OSError", "text": "OSError: [Errno 28] No space left on device", "failed_at": 1.0,
     }  # fmt: skip
-    (ScriptAttempt(run.path, "train-x-1", 1).path / "failure-1.json").write_text(json.dumps(told))
+    (ScriptAttempt(run.path, "train-x-1", 1).path / "failure-1.json").write_text(json.dumps(record))
     watched = watching(run, 2)
     watched.record_progress()
     assert run.failures("train-x-1", 1) == [] and watched.find_reason_to_kill() is None
@@ -326,15 +326,15 @@ def test_a_method_that_cannot_train_a_script_fails_it_even_where_it_ends_well(ru
     folder = ScriptAttempt(run.path, "train-x-1", 1).path
     folder.mkdir(parents=True)
     why = "train.method ags: the script's 2 ranks train without DistributedDataParallel"
-    told = {"version": 1, "task": "train-x-1", "attempt": 1, "rank": 0, "host": "h", "pid": 1, "where": "method"}
+    record = {"version": 1, "task": "train-x-1", "attempt": 1, "rank": 0, "host": "h", "pid": 1, "where": "method"}
     error = "tula_shim.ags.CannotScaleError"
-    told |= {"error": error, "message": why, "text": f"{error}: {why}\n", "step": 0, "failed_at": STARTED}
-    (folder / "failure-0.json").write_text(json.dumps(told))
-    own, command = task(run, "train-x-1", 16), LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16)
-    found = ScriptTraining(run, own).settle_attempt(command, None)
-    assert (found.outcome, found.message) == ("user", why)
+    record |= {"error": error, "message": why, "text": f"{error}: {why}\n", "step": 0, "failed_at": STARTED}
+    (folder / "failure-0.json").write_text(json.dumps(record))
+    value, command = task(run, "train-x-1", 16), LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16)
+    result = ScriptTraining(run, value).settle_attempt(command, None)
+    assert (result.outcome, result.message) == ("user", why)
     assert run.training("x").result() is None
-    TrainingMonitor(ScriptTraining(run, own), command, range(1)).record_progress()
+    TrainingMonitor(ScriptTraining(run, value), command, range(1)).record_progress()
     (failure,) = run.failures("train-x-1", 1)
     assert (failure.outcome, failure.message) == ("user", why)
 
@@ -342,14 +342,14 @@ def test_a_method_that_cannot_train_a_script_fails_it_even_where_it_ends_well(ru
 def test_what_a_rank_notes_at_its_first_step_is_a_warning_once(run: RunDir) -> None:
     note: dict[str, object] = {"kind": "note", "step": 1, "samples": 16, "time": STARTED, "text": "AGS is the identity"}
     tells(run, "train-x-1", note, row("row", 9, STARTED) | {"ags": {"mean": 1.2}}, step=9)
-    own, command = task(run, "train-x-1", 16), LeaderCommand(task="train-x-1", attempt=1, batch=16)
-    training, attempt = ScriptTraining(run, own), ScriptAttempt(run.path, "train-x-1", 1)
+    value, command = task(run, "train-x-1", 16), LeaderCommand(task="train-x-1", attempt=1, batch=16)
+    training, attempt = ScriptTraining(run, value), ScriptAttempt(run.path, "train-x-1", 1)
     assert training.log_progress(attempt, command, after=0) == 9
     heartbeat(run, "train-x-1", 0, step=12)
     assert training.log_progress(attempt, command, after=9) == 12
     rows = run.training("x").metrics()
-    assert [one["message"] for one in rows if one["kind"] == "warning"] == ["AGS is the identity"]
-    assert [one["ags"]["mean"] for one in rows if one["kind"] == "step"] == [1.2, 1.2]
+    assert [first["message"] for first in rows if first["kind"] == "warning"] == ["AGS is the identity"]
+    assert [item["ags"]["mean"] for item in rows if item["kind"] == "step"] == [1.2, 1.2]
 
 
 def test_a_probe_that_was_overdue_without_a_step_says_so(run: RunDir) -> None:
@@ -372,8 +372,8 @@ def test_an_epoch_is_unknown_where_nothing_tells_its_samples(run: RunDir) -> Non
 
 
 def test_a_metric_that_is_no_number_in_the_end_has_a_best_value_alone() -> None:
-    told = {"loss": [3.0, 2.0, float("nan")], "acc": [0.5, 0.7, 0.6], "wer": [], "ppl": [float("inf")]}
-    assert find_last_and_best(told) == {"best_loss": 2.0, "acc": 0.6, "best_acc": 0.7}
+    record = {"loss": [3.0, 2.0, float("nan")], "acc": [0.5, 0.7, 0.6], "wer": [], "ppl": [float("inf")]}
+    assert find_last_and_best(record) == {"best_loss": 2.0, "acc": 0.6, "best_acc": 0.7}
 
 
 def test_a_name_that_holds_the_letters_of_an_error_rate_is_none() -> None:
@@ -423,8 +423,8 @@ def test_what_lies_between_two_checkpoints_is_kept(run: RunDir) -> None:
     saves(training.output_folder, STARTED + 40)
     tells(run, "train-x-1", *seen, step=65, samples=1040.0, stepped_at=STARTED + 45)
     training.record_save(attempt, command())
-    found = run.training("x").script_saves().saves
-    assert [(save.steps, save.samples, save.seconds) for save in found] == [(30, 480, None), (30, 480, 20.0)]
+    result = run.training("x").script_saves().saves
+    assert [(save.steps, save.samples, save.seconds) for save in result] == [(30, 480, None), (30, 480, 20.0)]
 
 
 def test_samples_that_an_interruption_costs_are_kept(run: RunDir) -> None:
@@ -461,13 +461,13 @@ def test_a_training_that_never_steps_is_ended(run: RunDir, monkeypatch: pytest.M
 def test_a_training_whose_shim_gave_up_before_a_step_goes_on(run: RunDir) -> None:
     watched = watching(run, 2)
     watched._began -= 1e6
-    told = {
+    record = {
         "version": 1, "task": "train-x-1", "attempt": 1, "rank": 1, "host": "h", "pid": 1, "where": "shim", "step": 0,
         "error": "OSError", "text": "OSError: full", "failed_at": 1.0,
     }  # fmt: skip
     folder = ScriptAttempt(run.path, "train-x-1", 1).path
     folder.mkdir(parents=True)
-    (folder / "failure-1.json").write_text(json.dumps(told))
+    (folder / "failure-1.json").write_text(json.dumps(record))
     assert watched.find_reason_to_kill() is None
 
 

@@ -66,18 +66,19 @@ def start(
     return script.start(allocation, command)
 
 
-def commands(found: ScriptStart) -> list[str]:
+def commands(result: ScriptStart) -> list[str]:
     return [
-        " ".join(one.command[2:] if one.command[1] == "-u" else one.command) for one in found.rank_commands(Path("log"))
+        " ".join(rank_command.command[2:] if rank_command.command[1] == "-u" else rank_command.command)
+        for rank_command in result.rank_commands(Path("log"))
     ]
 
 
 def test_each_rank_on_this_machine_is_a_process(tmp_path: Path) -> None:
-    found = start(
+    result = start(
         tmp_path, "a.py -b {local_batch} --lr {lr} -n {world} -r {rank} -s {steps} -w {workers}", train=True, batch=32
     )
-    assert commands(found) == [f"a.py -b 16 --lr 0.1 -n 2 -r {rank} -s 10 -w 1" for rank in (0, 1)]
-    first, second = found.rank_commands(Path("log"))
+    assert commands(result) == [f"a.py -b 16 --lr 0.1 -n 2 -r {rank} -s 10 -w 1" for rank in (0, 1)]
+    first, second = result.rank_commands(Path("log"))
     expected = {
         "RANK": "1",
         "LOCAL_RANK": "1",
@@ -98,10 +99,10 @@ def test_each_rank_on_this_machine_is_a_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("launcher", "index", "ranks"), [("srun", 3, [3]), ("torchrun", 1, [2, 3])])
 def test_on_slurm_each_supervisor_starts_its_own(tmp_path: Path, launcher: str, index: int, ranks: list[int]) -> None:
     cluster = SLURM | {"slurm": {"launcher": launcher, "cpus_per_task": 6}}
-    found = start(tmp_path, "a.py {batch} {node_rank} {rank} {local_rank}", index=index, cluster=cluster)
-    assert commands(found) == [f"a.py 32 1 {rank} {rank % 2}" for rank in ranks]
-    assert get_first_rank(found.allocation, found.task) == ranks[0]
-    environment = found.rank_commands(Path("log"))[0].environment
+    result = start(tmp_path, "a.py {batch} {node_rank} {rank} {local_rank}", index=index, cluster=cluster)
+    assert commands(result) == [f"a.py 32 1 {rank} {rank % 2}" for rank in ranks]
+    assert get_first_rank(result.allocation, result.task) == ranks[0]
+    environment = result.rank_commands(Path("log"))[0].environment
     assert environment["LOCAL_WORLD_SIZE"] == "2" and environment["OMP_NUM_THREADS"] == (
         "6" if launcher == "srun" else "3"
     )
@@ -109,23 +110,30 @@ def test_on_slurm_each_supervisor_starts_its_own(tmp_path: Path, launcher: str, 
 
 def test_a_command_a_node_is_one_task_of_slurm_and_knows_no_rank(tmp_path: Path) -> None:
     command = "torchrun --nnodes {nodes} --node-rank {node_rank} --nproc-per-node {gpus_per_node} --master-port {master_port} a.py {local_batch}"
-    found = start(tmp_path, command, index=1, script={"launch": "node"}, cluster=SLURM)
-    assert commands(found) == ["torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2 --master-port 4711 a.py 8"]
-    (one,) = found.rank_commands(Path("log"))
-    assert not one.environment.keys() & {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS"}
-    assert get_first_rank(found.allocation, found.task) == 2
-    asked = sbatch.make_submitit_parameters(found.run, found.task)
-    assert (asked["nodes"], asked["ntasks_per_node"], asked["cpus_per_task"]) == (2, 1, 12)
+    result = start(tmp_path, command, index=1, script={"launch": "node"}, cluster=SLURM)
+    assert commands(result) == ["torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2 --master-port 4711 a.py 8"]
+    (rank_command,) = result.rank_commands(Path("log"))
+    assert not rank_command.environment.keys() & {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS"}
+    assert get_first_rank(result.allocation, result.task) == 2
+    submitit_parameters = sbatch.make_submitit_parameters(result.run, result.task)
+    assert (
+        submitit_parameters["nodes"],
+        submitit_parameters["ntasks_per_node"],
+        submitit_parameters["cpus_per_task"],
+    ) == (2, 1, 12)
 
 
 def test_commands_of_two_nodes_on_this_machine_have_gpus_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tula_cli.cluster.scripts.start.has_gpu", lambda: True)
-    found = start(tmp_path, "a {batch}", script={"launch": "node"}, cluster={"gpus_per_node": 2})
-    assert [one.environment["CUDA_VISIBLE_DEVICES"] for one in found.rank_commands(Path("log"))] == ["0,1", "2,3"]
+    result = start(tmp_path, "a {batch}", script={"launch": "node"}, cluster={"gpus_per_node": 2})
+    assert [item.environment["CUDA_VISIBLE_DEVICES"] for item in result.rank_commands(Path("log"))] == ["0,1", "2,3"]
     on_cpu = start(tmp_path, "a {batch}", script={"launch": "node"}, cluster={"device": "cpu"})
-    assert [one.environment["CUDA_VISIBLE_DEVICES"] for one in on_cpu.rank_commands(Path("log"))] == ["", ""]
+    assert [rank_command.environment["CUDA_VISIBLE_DEVICES"] for rank_command in on_cpu.rank_commands(Path("log"))] == [
+        "",
+        "",
+    ]
 
 
 def test_a_checkpoint_is_told_and_a_probe_has_words_of_its_own(tmp_path: Path) -> None:
@@ -137,25 +145,31 @@ def test_a_checkpoint_is_told_and_a_probe_has_words_of_its_own(tmp_path: Path) -
 
 
 def test_the_plan_says_what_was_claimed(tmp_path: Path) -> None:
-    told = start(tmp_path, "a.py {micro_batch} {accumulate} {lr}").plan()
-    assert (told.mode, told.warmup, told.expected.world, told.expected.batch) == ("probe", 4, 2, 32)
-    assert (told.expected.accumulate, told.expected.lr) == (1, 0.1)
+    answer = start(tmp_path, "a.py {micro_batch} {accumulate} {lr}").plan()
+    assert (answer.mode, answer.warmup, answer.expected.world, answer.expected.batch) == ("probe", 4, 2, 32)
+    assert (answer.expected.accumulate, answer.expected.lr) == (1, 0.1)
     silent = start(tmp_path, "a.py {batch}").plan()
     assert (silent.expected.accumulate, silent.expected.lr) == (None, None)
 
 
 def test_the_plan_of_a_method_that_scales_has_its_settings_and_the_library(tmp_path: Path) -> None:
-    told = start(tmp_path, "a.py {micro_batch} {accumulate}", train=True, batch=64, **AGS).plan().ags
-    assert told is not None and (Path(told.code) / "tula_ags" / "presets.py").exists()
-    assert (told.b_large, told.b_small, told.available, told.apply_to, told.resumed) == (64, 16, 16, None, False)
-    assert told.settings["source"] == "local_norms" and told.settings["refresh"] == {"every": 1}
+    message = start(tmp_path, "a.py {micro_batch} {accumulate}", train=True, batch=64, **AGS).plan().ags
+    assert message is not None and (Path(message.code) / "tula_ags" / "presets.py").exists()
+    assert (message.b_large, message.b_small, message.available, message.apply_to, message.resumed) == (
+        64,
+        16,
+        16,
+        None,
+        False,
+    )
+    assert message.settings["source"] == "local_norms" and message.settings["refresh"] == {"every": 1}
     assert start(tmp_path, "a.py {batch}").plan().ags is None
 
 
 def test_factors_of_an_epoch_need_its_length(tmp_path: Path) -> None:
     paper = {**AGS, "ags": {"preset": "paper"}}
-    told = start(tmp_path, "a.py {batch}", train=True, checkpoint="/x", **paper).plan().ags
-    assert told is not None and told.resumed and told.steps_per_epoch == 100 // 32
+    message = start(tmp_path, "a.py {batch}", train=True, checkpoint="/x", **paper).plan().ags
+    assert message is not None and message.resumed and message.steps_per_epoch == 100 // 32
     probe = start(tmp_path, "a.py {batch}", **paper).plan().ags
     assert probe is not None and probe.steps_per_epoch == methods.NEVER_STEPS, "a probe times plain steps"
     with pytest.raises(JobFailed, match="the number of samples"):
@@ -167,16 +181,16 @@ def test_what_was_scaled_is_told_over_all_attempts() -> None:
         so_far = {"apply_to": "update", "steps": steps, "scaled": share, "mean": mean}
         return {"kind": "row", "ags": {"mean": 9.0, "so_far": so_far}}
 
-    found = methods.summarize_scaling([row(10.0, 0.5, 1.0), {}, row(30.0, 1.0, 1.4)])
-    assert found == ScalingSummary(steps=40, scaled=0.875, mean=found.mean if found else 0.0, apply_to="update")
-    assert found is not None and found.mean == pytest.approx(1.3)
+    result = methods.summarize_scaling([row(10.0, 0.5, 1.0), {}, row(30.0, 1.0, 1.4)])
+    assert result == ScalingSummary(steps=40, scaled=0.875, mean=result.mean if result else 0.0, apply_to="update")
+    assert result is not None and result.mean == pytest.approx(1.3)
     assert methods.summarize_scaling([{}, {"kind": "row"}]) is None
 
 
 def test_the_first_command_can_be_seen_before_anything_is_written(tmp_path: Path) -> None:
-    found = start(tmp_path, "env 'A=a b' a.py -b {batch} --lr {lr}")
-    assert found.program.preview_command() == "env 'A=a b' a.py -b 32 --lr 0.1"
-    assert not found.run.path.exists()
+    result = start(tmp_path, "env 'A=a b' a.py -b {batch} --lr {lr}")
+    assert result.program.preview_command() == "env 'A=a b' a.py -b 32 --lr 0.1"
+    assert not result.run.path.exists()
 
 
 def test_the_shim_is_copied_once(tmp_path: Path) -> None:

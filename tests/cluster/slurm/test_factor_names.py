@@ -40,8 +40,8 @@ def test_names_that_slurm_does_not_know_are_told_with_the_nearest():
 
 def test_where_slurm_does_not_answer_nothing_is_said():
     assert warn_unknown_factors(job(**FACTORS), ask=Site("sacctmgr", "sinfo")) == []
-    (told, _) = warn_unknown_factors(job(**FACTORS), ask=Site("sacctmgr"))
-    assert told.values["name"] == "GPU"
+    (message, _) = warn_unknown_factors(job(**FACTORS), ask=Site("sacctmgr"))
+    assert message.values["name"] == "GPU"
 
 
 def test_nobody_is_asked_without_factors_or_without_slurm():

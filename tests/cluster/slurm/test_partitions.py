@@ -61,22 +61,22 @@ def partition(**changes) -> Partition:
 
 
 def test_partitions_are_read_with_their_usable_nodes():
-    found = {p.name: p for p in parse_partitions(RECORDED)}
-    assert list(found) == ["main", "short", "closed", "half", "days"]
-    assert [p.nodes for p in found.values()] == [2, 3, 4, 2, 1]
-    assert [p.usable for p in found.values()] == [2, 2, 4, 2, 1]
-    assert [p.minutes for p in found.values()] == [120, 2, 120, None, 3600]
-    assert [p.name for p in found.values() if p.default] == ["main"]
-    assert [p.name for p in found.values() if not p.up] == ["closed"]
-    assert found["main"].kinds == (NodeKind(2, 2, 4000, (Gpus("a100", 2),)),)
-    assert found["closed"].kinds[0].gpus == ()
+    results = {p.name: p for p in parse_partitions(RECORDED)}
+    assert list(results) == ["main", "short", "closed", "half", "days"]
+    assert [p.nodes for p in results.values()] == [2, 3, 4, 2, 1]
+    assert [p.usable for p in results.values()] == [2, 2, 4, 2, 1]
+    assert [p.minutes for p in results.values()] == [120, 2, 120, None, 3600]
+    assert [p.name for p in results.values() if p.default] == ["main"]
+    assert [p.name for p in results.values() if not p.up] == ["closed"]
+    assert results["main"].kinds == (NodeKind(2, 2, 4000, (Gpus("a100", 2),)),)
+    assert results["closed"].kinds[0].gpus == ()
 
 
 @pytest.mark.parametrize("version", DOCUMENTED)
 def test_versions_of_slurm_tell_the_same(version):
-    (found,) = parse_partitions(DOCUMENTED[version])
-    assert (found.name, found.default, found.minutes, found.nodes) == ("batch", True, 1440, 3)
-    kind = found.kinds[0]
+    (result,) = parse_partitions(DOCUMENTED[version])
+    assert (result.name, result.default, result.minutes, result.nodes) == ("batch", True, 1440, 3)
+    kind = result.kinds[0]
     assert (kind.cpus, kind.memory, kind.gpus[0]) == (16, 64000, Gpus("tesla", 2))
 
 
@@ -166,8 +166,8 @@ def test_a_node_that_is_busy_or_asleep_counts(state):
 
 def test_kinds_of_nodes_stay_apart_and_those_with_gpus_come_first():
     rows = "all*|up|1:00:00|1-infinite|{}|idle|{}|1000|{}\n"
-    told = rows.format(9, 64, "(null)") + rows.format(1, 8, "gpu:v100:2") + rows.format(2, 8, "gpu:a100:4")
-    kinds = parse_partitions(told)[0].kinds
+    message = rows.format(9, 64, "(null)") + rows.format(1, 8, "gpu:v100:2") + rows.format(2, 8, "gpu:a100:4")
+    kinds = parse_partitions(message)[0].kinds
     assert [(kind.nodes, kind.gpus) for kind in kinds] == [(2, (Gpus("a100", 4),)), (1, (Gpus("v100", 2),)), (9, ())]
 
 
@@ -277,27 +277,27 @@ def test_what_a_job_can_have_of_a_node_is_asked_for(commands, row, node, limits,
     answers = {"node": node, "partition": limits, "config": config}
     cases = " ".join(f"*show\\ {name}*) {says(text + chr(10))}\n;;" for name, text in answers.items() if text)
     commands("scontrol", f'case "$*" in {cases} *) exit 1;; esac')
-    found = site.ask_site()
-    assert found is not None
-    asked = {setting.key.rpartition(".")[2]: setting.value for setting in site.list_site_settings(found)}
-    assert (asked["cpus_per_task"], asked["memory"], asked["nodes"]) == (str(cpus), memory, str(nodes))
+    result = site.ask_site()
+    assert result is not None
+    requested = {setting.key.rpartition(".")[2]: setting.value for setting in site.list_site_settings(result)}
+    assert (requested["cpus_per_task"], requested["memory"], requested["nodes"]) == (str(cpus), memory, str(nodes))
 
 
 def test_partitions_and_accounts_are_asked_for(commands):
     commands("sinfo", says(RECORDED))
     commands("sacctmgr", says("lab|\nlab|gpu\n|\nother|\n"))
-    found = site.ask_site()
-    assert found is not None
-    assert found.default is not None
-    assert (found.default.name, found.accounts) == ("main", ("lab", "other"))
+    result = site.ask_site()
+    assert result is not None
+    assert result.default is not None
+    assert (result.default.name, result.accounts) == ("main", ("lab", "other"))
 
 
 def test_without_accounting_there_are_no_accounts(commands):
     commands("sinfo", says(RECORDED))
     commands("sacctmgr", "echo 'You are not running a supported accounting_storage plugin' >&2; exit 1")
-    found = site.ask_site()
-    assert found is not None
-    assert found.accounts == ()
+    result = site.ask_site()
+    assert result is not None
+    assert result.accounts == ()
 
 
 @pytest.mark.parametrize("script", [None, "exit 1", "echo nonsense", "exec /bin/sleep 60", "echo main >&2"])

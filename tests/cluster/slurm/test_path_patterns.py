@@ -16,11 +16,11 @@ SLURM = {"kind": "slurm", "device": "cpu", "slurm": {"minutes": 60}}
 
 
 def task(run: RunDir) -> ProbeTask:
-    found = ProbeTask(
+    probe_task = ProbeTask(
         id="probe-n001", job="probe-n001", spec=run.read_spec(), workdir="/", nodes=1, local_batches=(32,)
     )
-    run.write_task(found)
-    return found
+    run.write_task(probe_task)
+    return probe_task
 
 
 @pytest.mark.parametrize(
@@ -39,10 +39,10 @@ def test_what_would_be_replaced_is_refused_with_the_path(tmp_path: Path, name: s
     if not refused:
         require_plain_path(path)
         return
-    with pytest.raises(SpecError) as told:
+    with pytest.raises(SpecError) as error:
         require_plain_path(path)
-    assert f"has {refused}" in told.value.message and str(path) in told.value.message
-    assert "\n" not in told.value.message and told.value.hint
+    assert f"has {refused}" in error.value.message and str(path) in error.value.message
+    assert "\n" not in error.value.message and error.value.hint
 
 
 def test_a_link_to_such_a_folder_is_one(tmp_path: Path) -> None:

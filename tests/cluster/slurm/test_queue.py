@@ -52,16 +52,16 @@ def recorded(slurm, monkeypatch):
 
 def test_how_jobs_of_a_real_cluster_stand(recorded):
     states = ask_states(list(recorded.values()))
-    found = {what: states[id_] for what, id_ in recorded.items() if id_ in states}
-    assert {what: state.state for what, state in found.items()} == {
+    results = {what: states[id_] for what, id_ in recorded.items() if id_ in states}
+    assert {what: state.state for what, state in results.items()} == {
         "done": "ended", "failed": "ended", "oom": "ended", "timeout": "ended", "unshared": "ended", "cancelled": "ended",
         "requeued": "ended", "preempted": "ended", "running": "running", "waiting": "pending", "link": "pending",
         "closed": "pending", "never": "pending", "node_fail": "running",
     }  # fmt: skip
-    assert (found["waiting"].reason, found["link"].reason) == ("Resources", "Dependency")
-    assert found["waiting"].starts_at == find_end_time(recorded["running"], {}) == 1_795_262_039
-    assert "will not start" in found["closed"].reason
-    assert "could not be started on its node" in found["unshared"].reason
+    assert (results["waiting"].reason, results["link"].reason) == ("Resources", "Dependency")
+    assert results["waiting"].starts_at == find_end_time(recorded["running"], {}) == 1_795_262_039
+    assert "will not start" in results["closed"].reason
+    assert "could not be started on its node" in results["unshared"].reason
     assert ask_states([recorded["unknown"]]) == {}
 
 
@@ -97,20 +97,20 @@ def test_accounting_of_a_real_cluster_tells_the_same(recorded):
 def test_one_question_tells_how_all_jobs_stand(versions):
     running, waiting = versions.add("a", "RUNNING"), versions.add("b", "PENDING", "Resources", starts=local(2e9))
     done, failed = versions.add("c", "COMPLETED"), versions.add("d", "FAILED", "NonZeroExitCode")
-    found = ask_states([running, waiting, done, failed])
-    assert found[running] == SchedulerState("running")
-    assert found[waiting] == SchedulerState("pending", "Resources", 2e9)
-    assert found[done] == SchedulerState("ended")
-    assert (found[failed].state, found[failed].reason) == ("ended", "FAILED: its script ended with an error")
+    states = ask_states([running, waiting, done, failed])
+    assert states[running] == SchedulerState("running")
+    assert states[waiting] == SchedulerState("pending", "Resources", 2e9)
+    assert states[done] == SchedulerState("ended")
+    assert (states[failed].state, states[failed].reason) == ("ended", "FAILED: its script ended with an error")
     assert len(versions.calls("squeue")) == 1
     assert not versions.calls("sacct")
 
 
 def test_sacct_tells_of_jobs_that_squeue_has_forgotten(versions):
     running, over = versions.add("a", "RUNNING"), versions.add("b", "TIMEOUT", forgotten=True)
-    found = ask_states([running, over])
-    assert found[running].state == "running"
-    assert found[over] == SchedulerState("ended", "TIMEOUT: its time limit was reached")
+    states = ask_states([running, over])
+    assert states[running].state == "running"
+    assert states[over] == SchedulerState("ended", "TIMEOUT: its time limit was reached")
 
 
 def test_a_single_job_that_squeue_calls_invalid_is_asked_of_sacct(versions):
@@ -122,9 +122,9 @@ def test_a_squeue_that_fails_for_one_unknown_job_is_asked_for_all_of_ours(slurm)
     running, over = slurm.add("a", "RUNNING"), slurm.add("b", "COMPLETED", forgotten=True)
     foreign = slurm.add("c", "RUNNING", user=4711)
     slurm.fault(squeue="refuses unknown")
-    found = ask_states([running, over])
-    assert (found[running].state, found[over].state) == ("running", "ended")
-    assert foreign not in found
+    states = ask_states([running, over])
+    assert (states[running].state, states[over].state) == ("running", "ended")
+    assert foreign not in states
 
 
 def test_a_job_that_nobody_knows_is_not_in_the_answer(versions):
@@ -155,10 +155,10 @@ def test_an_sacct_that_lags_does_not_bring_a_job_back_to_life(slurm):
 def test_a_silent_controller_says_nothing_about_jobs(slurm, squeue):
     running, over = slurm.add("a", "RUNNING", accounted="RUNNING"), slurm.add("b", "COMPLETED")
     slurm.fault(squeue=squeue)
-    found = ask_states([running, over, "4711"])
-    assert (found[running].state, found["4711"].state) == ("unknown", "unknown")
-    assert "squeue does not answer: slurm_load_jobs error" in found[running].reason
-    assert found[over].state == "ended", "sacct knows the end"
+    states = ask_states([running, over, "4711"])
+    assert (states[running].state, states["4711"].state) == ("unknown", "unknown")
+    assert "squeue does not answer: slurm_load_jobs error" in states[running].reason
+    assert states[over].state == "ended", "sacct knows the end"
 
 
 def test_a_command_that_hangs_is_given_up(slurm, monkeypatch):
@@ -236,13 +236,13 @@ def test_what_keeps_a_job_is_told_with_what_to_do_also_while_the_link_before_it_
         versions.add("b", "PENDING", reason),
         versions.add("c", "PENDING", "Dependency"),
     )
-    told = ask_states([first, second])[second].reason
-    assert told.startswith(reason) and words.format(id=second) in told
+    message = ask_states([first, second])[second].reason
+    assert message.startswith(reason) and words.format(id=second) in message
     job = Job(id="j", scheduler="slurm", scheduler_id=first, nodes=1, submitted_at=0, links=(first, second, third))
     now = get_chain_state(job, ask_states(job.links), forgotten="")
     assert now.state == "running"
     kept = "Reserved" not in reason  # which ends by itself
-    assert now.reason == (f"the next job {second}: {told}" if kept else "")
+    assert now.reason == (f"the next job {second}: {message}" if kept else "")
 
 
 @pytest.mark.parametrize("word", ["SUSPENDED", "STOPPED"])
@@ -493,8 +493,8 @@ def test_a_hopeless_reason_is_explained_by_its_form(reason, words):
     ],
 )  # fmt: skip
 def test_a_job_without_a_log_reports_by_its_comment(state, comment, words):
-    (told,) = scheduler._parse_rows(f"12|{state}|BeginTime|N/A|{comment}").values()
-    assert told.reason.startswith(words) and bool(told.reason) == bool(words)
+    (message,) = scheduler._parse_rows(f"12|{state}|BeginTime|N/A|{comment}").values()
+    assert message.reason.startswith(words) and bool(message.reason) == bool(words)
 
 
 # --- maintenance
@@ -530,5 +530,5 @@ def test_a_job_that_waits_for_a_maintenance_window_is_told_which_limit_would_sta
     monkeypatch.setattr(
         scheduler, "call_slurm", lambda *command, **_: slurm_command.CommandResult("done", answers[command[0]])
     )
-    told = ask_states(["7"])["7"].reason
-    assert ("a maintenance window begins" in told) == bool(words) and words in told and told.startswith(reason)
+    message = ask_states(["7"])["7"].reason
+    assert ("a maintenance window begins" in message) == bool(words) and words in message and message.startswith(reason)

@@ -45,25 +45,25 @@ def spec(slurm: dict[str, Any] | None = None, **cluster: Any) -> JobSpec:
     )
 
 
-def probe(found: JobSpec, workdir: Path = Path("/")) -> ProbeTask:
-    return ProbeTask(id="probe-n002", job="probe-n002", spec=found, workdir=str(workdir), nodes=2, local_batches=(32,))
+def probe(result: JobSpec, workdir: Path = Path("/")) -> ProbeTask:
+    return ProbeTask(id="probe-n002", job="probe-n002", spec=result, workdir=str(workdir), nodes=2, local_batches=(32,))
 
 
-def train(found: JobSpec) -> TrainTask:
+def train(result: JobSpec) -> TrainTask:
     return TrainTask(
-        id="train-1-1", job="train-1", spec=found, workdir="/", nodes=8, signature="1", attempt=1,
+        id="train-1-1", job="train-1", spec=result, workdir="/", nodes=8, signature="1", attempt=1,
         ladder=(Rung(batch=256),), workers=3,
     )  # fmt: skip
 
 
-def check(found: JobSpec) -> CheckTask:
-    return CheckTask(id="check-1", job="check-1", spec=found, workdir="/", nodes=2)
+def check(result: JobSpec) -> CheckTask:
+    return CheckTask(id="check-1", job="check-1", spec=result, workdir="/", nodes=2)
 
 
 def asked(slurm: dict[str, Any] | None = None, **cluster: Any) -> dict[str, Any]:
     """Return the parameters of a probe job."""
-    found = spec(slurm, **cluster)
-    return sbatch.make_submitit_parameters(RunDir(Path("/runs/gold-12345678")), probe(found))
+    result = spec(slurm, **cluster)
+    return sbatch.make_submitit_parameters(RunDir(Path("/runs/gold-12345678")), probe(result))
 
 
 def options(slurm: dict[str, Any], **cluster: Any) -> dict[str, Any]:
@@ -138,14 +138,14 @@ def test_a_job_starts_in_the_folder_that_it_asks_for_and_gets_its_comment_back(t
 
 
 def test_nothing_is_asked_for_that_the_spec_does_not_name() -> None:
-    found = asked(device="cpu")
-    given = {key: value for key, value in found.items() if value is not None}
+    result = asked(device="cpu")
+    given = {key: value for key, value in result.items() if value is not None}
     assert set(given) == {
         "job_name", "nodes", "ntasks_per_node", "time", "signal_delay_s", "exclusive", "setup", "srun_args",
         "additional_parameters",
     }  # fmt: skip
-    assert found["additional_parameters"] == {"no-requeue": True}
-    assert found["srun_args"][:-2] == ["--kill-on-bad-exit=1"]
+    assert result["additional_parameters"] == {"no-requeue": True}
+    assert result["srun_args"][:-2] == ["--kill-on-bad-exit=1"]
 
 
 def test_empty_settings_ask_for_nothing() -> None:
@@ -172,8 +172,8 @@ GPU_WORDS = {"gpus_per_node", "gpus_per_task", "gres", "num_gpus", "mem_per_gpu"
     ],
 )
 def test_gpus_are_asked_for_in_one_form(form: str, value: str, typed: str, gpu_type: str | None) -> None:
-    found = asked({"gpus": form, "gpu_type": gpu_type})
-    assert {key: found[key] for key in GPU_WORDS & set(found)} == {form: typed if gpu_type else value}
+    result = asked({"gpus": form, "gpu_type": gpu_type})
+    assert {key: result[key] for key in GPU_WORDS & set(result)} == {form: typed if gpu_type else value}
 
 
 @pytest.mark.parametrize(("slurm", "device"), [({"gpus": "none"}, "cuda"), ({"gpu_type": "a100"}, "cpu")])
@@ -193,24 +193,24 @@ def test_srun_is_told_the_binding_that_it_does_not_find_behind_a_type() -> None:
     typed = {"gpus": "gpus_per_task", "gpu_type": "a100"}
     assert asked(typed)["srun_args"][1:-2] == ["--gpu-bind=per_task:1"]
     assert asked({**typed, "srun_extra": {"gpu_bind": "closest"}})["srun_args"][1:-2] == ["--gpu-bind=closest"]
-    for found in (asked({"gpus": "gpus_per_task"}), asked({"gpu_type": "a100"}), asked(typed, device="cpu")):
-        assert len(found["srun_args"][:-2]) == 1
+    for result in (asked({"gpus": "gpus_per_task"}), asked({"gpu_type": "a100"}), asked(typed, device="cpu")):
+        assert len(result["srun_args"][:-2]) == 1
 
 
 # --- tasks and CPUs
 
 
 def test_srun_starts_a_task_a_gpu() -> None:
-    found = asked({"cpus_per_task": 8})
-    assert (found["nodes"], found["ntasks_per_node"], found["cpus_per_task"]) == (2, 4, 8)
-    assert "--cpus-per-task=8" in found["srun_args"]
+    result = asked({"cpus_per_task": 8})
+    assert (result["nodes"], result["ntasks_per_node"], result["cpus_per_task"]) == (2, 4, 8)
+    assert "--cpus-per-task=8" in result["srun_args"]
 
 
 def test_torchrun_is_one_task_a_node_with_the_cpus_and_gpus_of_all_its_ranks() -> None:
-    found = asked({"launcher": "torchrun", "cpus_per_task": 8})
-    assert (found["nodes"], found["ntasks_per_node"], found["cpus_per_task"]) == (2, 1, 32)
-    assert "--cpus-per-task=32" in found["srun_args"]
-    assert found["gpus_per_node"] == "4"
+    result = asked({"launcher": "torchrun", "cpus_per_task": 8})
+    assert (result["nodes"], result["ntasks_per_node"], result["cpus_per_task"]) == (2, 1, 32)
+    assert "--cpus-per-task=32" in result["srun_args"]
+    assert result["gpus_per_node"] == "4"
 
 
 def test_whole_nodes_unless_told_otherwise() -> None:
@@ -248,15 +248,15 @@ def test_cpus_that_nobody_asks_for_are_doubted_where_workers_need_them() -> None
 
 @pytest.mark.parametrize(("minutes", "delay"), [(1, 15), (2, 30), (5, 75), (6, 90), (600, 90)])
 def test_the_signal_comes_within_the_last_quarter(minutes: int, delay: int) -> None:
-    found = sbatch.make_submitit_parameters(RunDir(Path("/runs/gold")), train(spec({"minutes": minutes})))
-    assert (found["time"], found["signal_delay_s"]) == (minutes, delay)
+    submitit_parameters = sbatch.make_submitit_parameters(RunDir(Path("/runs/gold")), train(spec({"minutes": minutes})))
+    assert (submitit_parameters["time"], submitit_parameters["signal_delay_s"]) == (minutes, delay)
 
 
 def test_kinds_of_tasks_have_their_own_limits() -> None:
-    run, found = RunDir(Path("/runs/gold")), spec({"minutes": 77})
-    assert sbatch.make_submitit_parameters(run, probe(found))["time"] == 22
-    assert sbatch.make_submitit_parameters(run, train(found))["time"] == 77
-    assert sbatch.make_submitit_parameters(run, check(found))["time"] == 5
+    run, result = RunDir(Path("/runs/gold")), spec({"minutes": 77})
+    assert sbatch.make_submitit_parameters(run, probe(result))["time"] == 22
+    assert sbatch.make_submitit_parameters(run, train(result))["time"] == 77
+    assert sbatch.make_submitit_parameters(run, check(result))["time"] == 5
 
 
 def test_links_of_a_chain_have_a_name_and_wait() -> None:
@@ -281,8 +281,8 @@ def test_options_are_written_as_sbatch_reads_them() -> None:
 
 
 def test_options_of_srun() -> None:
-    found = asked({"srun_extra": {"cpu_bind": "none", "label": True, "overlap": False}})
-    assert found["srun_args"][:-2] == ["--kill-on-bad-exit=1", "--cpu-bind=none", "--label"]
+    result = asked({"srun_extra": {"cpu_bind": "none", "label": True, "overlap": False}})
+    assert result["srun_args"][:-2] == ["--kill-on-bad-exit=1", "--cpu-bind=none", "--label"]
 
 
 def test_python_is_the_one_the_spec_names() -> None:
@@ -305,9 +305,9 @@ def test_environment_reaches_the_job_as_it_is_written() -> None:
     values = {"QUOTES": 'it\'s "$HOME" `x`', "LINES": "a\nb", "EMPTY": "", "NUMBER": 3}
     lines = setup({"environment": {**values, "DROPPED": None}})
     program = f"{sys.executable} -c 'import json, os; print(json.dumps(dict(os.environ)))'"
-    found = json.loads(bash(lines, program, DROPPED="kept"))
-    assert {name: found[name] for name in values} == {**values, "NUMBER": "3"}
-    assert found["DROPPED"] == "kept"
+    data = json.loads(bash(lines, program, DROPPED="kept"))
+    assert {name: data[name] for name in values} == {**values, "NUMBER": "3"}
+    assert data["DROPPED"] == "kept"
 
 
 def test_environment_holds_whatever_the_set_up_has_set() -> None:
@@ -326,10 +326,10 @@ def test_a_job_imports_the_tula_that_it_is_submitted_with_before_any_that_the_se
 def test_every_job_mends_what_srun_inherits() -> None:
     lines = whole_setup({"setup": []})
     inherited = {"SLURM_CPU_BIND": "mask_cpu:0x1", "SLURM_MEM_BIND_TYPE": "x", "SLURM_CPUS_PER_TASK": "8"}
-    found = bash(lines, "env", **inherited)
-    assert "SLURM_CPU_BIND" not in found
-    assert "SLURM_MEM_BIND" not in found
-    assert "SRUN_CPUS_PER_TASK=8\n" in found
+    result = bash(lines, "env", **inherited)
+    assert "SLURM_CPU_BIND" not in result
+    assert "SLURM_MEM_BIND" not in result
+    assert "SRUN_CPUS_PER_TASK=8\n" in result
     assert "SRUN_CPUS_PER_TASK" not in bash(lines, "env")
     assert "SLURM_EXPORT_ENV=ALL\n" in bash(lines, "env", SLURM_EXPORT_ENV="NONE")
 
@@ -378,13 +378,13 @@ def test_wrapper_of_the_spec_stands_before_the_rank() -> None:
 def test_script_runs_around_the_rank_as_it_was_at_submission(tmp_path: Path) -> None:
     text = "  # It's \"indented\"\ncase $LOCAL_RANK in 1) export CARD='mlx5 1';; esac\n\n" + 'exec "$@"\n'
     (tmp_path / "own.sh").write_text(text)
-    found = spec({"wrapper": "own.sh", "setup": []})
-    lines = sbatch.make_submitit_parameters(RunDir(tmp_path), probe(found, tmp_path))["setup"]
+    result = spec({"wrapper": "own.sh", "setup": []})
+    lines = sbatch.make_submitit_parameters(RunDir(tmp_path), probe(result, tmp_path))["setup"]
     (tmp_path / "own.sh").unlink()
     carried = json.loads(bash(lines, f"{sys.executable} -c 'import json, os; print(json.dumps(dict(os.environ)))'"))
     assert carried["TULA_WRAPPER"] == f"# {tmp_path}/own.sh\n{text}"
 
-    command = [*sbatch.get_wrapper_words(found, environ=carried), "sh", "-c", 'echo "$CARD,$1,$$"; exit 7', "x", "a b"]
+    command = [*sbatch.get_wrapper_words(result, environ=carried), "sh", "-c", 'echo "$CARD,$1,$$"; exit 7', "x", "a b"]
     with subprocess.Popen(command, env={**carried, "LOCAL_RANK": "1"}, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.read() == f"mlx5 1,a b,{process.pid}\n"

@@ -89,10 +89,12 @@ def test_a_plan_for_many_trainings_does_not_ask_for_the_start_of_a_single_one(sl
 def test_a_recommendation_has_the_estimate_of_its_choice_which_has_no_part_in_it(slurm, run):
     slurm.fault(starts=local(NOW + 1800))
     answer = services_recommend.answer_query(open_family(run), Query(objective="time", max_nodes=2))
-    found = answer.recommendation
+    recommendation = answer.recommendation
     plain = services_recommend.recommend(open_family(run), Query(objective="time", max_nodes=2), now=NOW).recommendation
-    assert plain.start_estimate is None and plain.choice == found.choice
-    assert found.start_estimate is not None and found.start_estimate.nodes == found.choice.nodes
-    assert found.start_estimate.minutes == 240
+    assert plain.start_estimate is None and plain.choice == recommendation.choice
+    assert (
+        recommendation.start_estimate is not None and recommendation.start_estimate.nodes == recommendation.choice.nodes
+    )
+    assert recommendation.start_estimate.minutes == 240
     (call,) = slurm.calls("sbatch")
     assert "--test-only" in call.arguments

@@ -113,7 +113,7 @@ def test_the_supervisors_of_a_job_share_a_rate_of_stats(tmp_path: Path, count: i
 
 def test_a_command_is_not_asked_for_by_name_before_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDir.create(tmp_path, make_runs.spec())
-    asked: list[Path] = []
-    monkeypatch.setattr("tula_cli.run.directory.read_record", lambda path, _: asked.append(path))
+    requested: list[Path] = []
+    monkeypatch.setattr("tula_cli.run.directory.read_record", lambda path, _: requested.append(path))
     assert run.leader_command("7.0", 0) is None
-    assert asked == []
+    assert requested == []

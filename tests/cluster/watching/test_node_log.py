@@ -27,7 +27,7 @@ for part, times in {parts!r}:
 
 def rank(output: IO[bytes], *said: bytes | tuple[bytes, int]) -> "subprocess.Popen[bytes]":
     """A process that writes these words, each by itself and so many times."""
-    parts = [one if isinstance(one, tuple) else (one, 1) for one in said]
+    parts = [item if isinstance(item, tuple) else (item, 1) for item in said]
     return subprocess.Popen([sys.executable, "-c", SAYS.format(parts=parts)], stdout=output, stderr=subprocess.STDOUT)
 
 
@@ -39,8 +39,8 @@ def run(tmp_path: Path) -> RunDir:
 def test_lines_of_the_ranks_of_a_node_do_not_mix_and_each_keeps_its_own_last_words(run: RunDir) -> None:
     log = run.log_path("train-s-1", 1)
     first, second = RankOutput(shared=True), RankOutput(shared=True, rank=1)
-    with first.write_into(run, log) as one, second.write_into(run, log) as two:
-        began = rank(one, *[b"zer", b"o\n"] * 10, b"\r10 %", b"\r20 %", b"\n", b"no end")
+    with first.write_into(run, log) as item, second.write_into(run, log) as two:
+        began = rank(item, *[b"zer", b"o\n"] * 10, b"\r10 %", b"\r20 %", b"\n", b"no end")
         other = rank(
             two, *[b"o", b"n", b"e\r\n"] * 10, b"[rank1]: Traceback\n", b"[rank1]:[W1125 c10d]\n", b"ValueError: mine"
         )
@@ -53,8 +53,8 @@ def test_lines_of_the_ranks_of_a_node_do_not_mix_and_each_keeps_its_own_last_wor
     ]
     lines = log.read_text().splitlines()
     assert [line for line in lines if parse_rank(line) is None] == ["zero"] * 10 + ["", "10 %", "20 %", "no end"]
-    own = [line for line in lines if parse_rank(line) == 1]
-    assert own == ["[rank1]: one"] * 10 + ["[rank1]: Traceback", "[rank1]:[W1125 c10d]", "[rank1]: ValueError: mine"]
+    value = [line for line in lines if parse_rank(line) == 1]
+    assert value == ["[rank1]: one"] * 10 + ["[rank1]: Traceback", "[rank1]:[W1125 c10d]", "[rank1]: ValueError: mine"]
     assert len(lines) == 27
     first.close(), second.close()
 

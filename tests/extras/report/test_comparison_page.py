@@ -74,18 +74,18 @@ def test_the_page_names_the_job_and_draws_every_method(here: Trains, tmp_path: P
 
 
 def test_what_no_training_tells_of_its_machine_is_said_to_be_unknown(run: RunDir) -> None:
-    found = document(run, plan(run).comparison)
-    facts = {fact.name: fact.value for fact in found.facts}
+    result = document(run, plan(run).comparison)
+    facts = {fact.name: fact.value for fact in result.facts}
     assert facts["software"] == "not recorded yet"
     assert facts["hardware"] == "not recorded yet; 1 GPU per node"
 
 
 def test_a_page_shows_no_text_of_arguments(run: RunDir) -> None:
     spec = make.spec(**{**SPEC, "model": {"name": "resnet18", "args": {"width": 8, "token": "hf_planted"}}})
-    found = comparison_document.build_document_of_comparison(
+    result = comparison_document.build_document_of_comparison(
         Run(run.path, spec), plan(run).comparison, table(run, plan(run).comparison), at=0.0
     )
-    assert Fact("model", "resnet18 (width 8)") in found.facts and "hf_planted" not in render_page(found)
+    assert Fact("model", "resnet18 (width 8)") in result.facts and "hf_planted" not in render_page(result)
 
 
 def test_a_comparison_answers_at_the_largest_batch_that_is_trained(run: RunDir) -> None:
@@ -115,28 +115,28 @@ def document(run: RunDir, comparison: Comparison) -> Document:
 def test_the_page_of_a_language_model_draws_loss_and_perplexity(run: RunDir) -> None:
     planned, launcher = plan(run), Trains(words=True)
     list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
-    found = document(run, planned.comparison)
-    titles = [figure.title for section in found.sections for figure in section.figures]
+    result = document(run, planned.comparison)
+    titles = [figure.title for section in result.sections for figure in section.figures]
     assert {"loss by batch", "perplexity by batch"} <= set(titles)
     assert {
         f"{words} during training, batch {batch}" for words in ("perplexity", "loss") for batch in (128, 256)
     } <= set(titles)
     plain = row(table(run, planned.comparison), "lbt", 256).metrics["perplexity"]
-    assert f"<td>{plain.mean:.3f}</td>" in render_page(found)
+    assert f"<td>{plain.mean:.3f}</td>" in render_page(result)
 
 
 def test_a_script_is_compared_by_its_own_metric(tmp_path: Path) -> None:
     report = compared(tmp_path, TrainsScripts(), script_job(), methods=("lbt", "lrs", "sqrt"), seeds=2)
-    found = comparison_document.build_comparison_document(report, [], spec=script_job(), run_id="own", at=0.0)
-    columns = [column.title for column in found.sections[0].tables[0].columns]
+    result = comparison_document.build_comparison_document(report, [], spec=script_job(), run_id="own", at=0.0)
+    columns = [column.title for column in result.sections[0].tables[0].columns]
     assert {"acc", "best acc"} <= set(columns) and "top-1" not in columns
-    assert "<td>0.7050</td>" in render_page(found)
+    assert "<td>0.7050</td>" in render_page(result)
 
 
 def test_a_metric_that_no_training_told_has_no_number(tmp_path: Path) -> None:
     report = compared(tmp_path, TrainsScripts(told=False), script_job(), methods=("lbt",), seeds=1, controls=False)
-    found = comparison_document.build_comparison_document(report, [], spec=script_job(), run_id="own", at=0.0)
-    assert ">-</td>" in render_page(found)
+    result = comparison_document.build_comparison_document(report, [], spec=script_job(), run_id="own", at=0.0)
+    assert ">-</td>" in render_page(result)
 
 
 def test_a_comparison_in_rounds_has_a_table_of_the_first_round(run: RunDir) -> None:

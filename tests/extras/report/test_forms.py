@@ -77,10 +77,10 @@ def test_markdown_has_every_cell_and_takes_none_for_markup() -> None:
 
 
 def test_every_row_of_a_table_has_its_columns(whole: Document) -> None:
-    for found in (TABLE, *(one for section in whole.sections for one in section.tables)):
-        counts = [len(re.findall(r"(?<!\\)\|", line)) for line in formats.render_markdown_rows(found)]
-        assert set(counts) == {len(found.columns) + 1 + any(found.marks)}
-        assert len(counts) == 2 + len(found.rows)
+    for result in (TABLE, *(item for section in whole.sections for item in section.tables)):
+        counts = [len(re.findall(r"(?<!\\)\|", line)) for line in formats.render_markdown_rows(result)]
+        assert set(counts) == {len(result.columns) + 1 + any(result.marks)}
+        assert len(counts) == 2 + len(result.rows)
 
 
 # --- LaTeX
@@ -115,11 +115,11 @@ def rows(text: str) -> list[dict[str, str]]:
 
 
 def test_each_table_and_figure_is_a_csv_with_whole_numbers() -> None:
-    found = formats.render_csv_files(PAGE)
-    assert list(found) == ["table_t", "figure_f", "figure_d"]
-    assert rows(found["table_t"])[0] == {"name": "x_1 | y", "value (%)": "1.23456", "mark": "chosen"}
-    assert rows(found["table_t"])[1]["value (%)"] == ""
-    first, second, knee, limit = rows(found["figure_f"])
+    result = formats.render_csv_files(PAGE)
+    assert list(result) == ["table_t", "figure_f", "figure_d"]
+    assert rows(result["table_t"])[0] == {"name": "x_1 | y", "value (%)": "1.23456", "mark": "chosen"}
+    assert rows(result["table_t"])[1]["value (%)"] == ""
+    first, second, knee, limit = rows(result["figure_f"])
     assert first == {
         "series": "a, b",
         "batch": "32",
@@ -131,15 +131,15 @@ def test_each_table_and_figure_is_a_csv_with_whole_numbers() -> None:
     assert (second["time (s)"], second["measured"]) == ("", "false")
     assert (knee["series"], knee["batch"]) == ("knee: knee: 64", "64")
     assert (limit["batch"], limit["time (s)"]) == ("", "9.0")
-    assert rows(found["figure_d"])[1] == {
+    assert rows(result["figure_d"])[1] == {
         "share": "0.75", "samples from": "0.0", "samples to": "10.0", "factor from": "2.0", "factor to": "4.0"
     }  # fmt: skip
 
 
 def test_all_of_them_together_are_told_apart(whole: Document) -> None:
-    text, found = formats.render_csv(whole), formats.render_csv_files(whole)
-    assert re.findall(r"^# (\w+): ", text, re.MULTILINE) == list(found)
-    assert float(rows(found["table_strong_scaling"])[0]["samples/s"]) == table(whole, "strong_scaling").rows[0][7]
+    text, result = formats.render_csv(whole), formats.render_csv_files(whole)
+    assert re.findall(r"^# (\w+): ", text, re.MULTILINE) == list(result)
+    assert float(rows(result["table_strong_scaling"])[0]["samples/s"]) == table(whole, "strong_scaling").rows[0][7]
 
 
 def test_keys_that_are_taken_get_a_number() -> None:

@@ -26,11 +26,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 @pytest.mark.parametrize("key", ["configurations", "strong_scaling"])
 def test_tables_of_the_report_have_notes_that_the_caption_explains(key: str, run: RunDir) -> None:
-    own = table(reports.report(run), key)
-    notes = column(own, "note")
+    value = table(reports.report(run), key)
+    notes = column(value, "note")
     assert any("efficiency above 110 %" in note for note in notes) and any("efficiency" not in note for note in notes)
-    assert "Efficiency above 110 %: samples/s per GPU exceed 110 %" in own.caption
-    assert ("Wide interval" in own.caption) == any("wide interval" in note for note in notes)
+    assert "Efficiency above 110 %: samples/s per GPU exceed 110 %" in value.caption
+    assert ("Wide interval" in value.caption) == any("wide interval" in note for note in notes)
 
 
 def test_the_choice_is_the_first_row_whatever_the_order(run: RunDir) -> None:

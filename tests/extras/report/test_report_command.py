@@ -70,7 +70,11 @@ def test_a_run_is_named_or_given(trained: str) -> None:
 def test_json_has_the_whole_report_and_the_text(trained: str) -> None:
     envelope = json.loads(tula("--json", "--markdown")[1])
     assert envelope["status"] == "done"
-    assert [one["key"] for one in envelope["data"]["report"]["sections"]][:3] == ["choice", "scaling", "time_and_cost"]
+    assert [item["key"] for item in envelope["data"]["report"]["sections"]][:3] == [
+        "choice",
+        "scaling",
+        "time_and_cost",
+    ]
     assert envelope["data"]["text"].startswith("# test\n")
     assert "text" not in json.loads(tula(trained, "--json")[1])["data"]
 
@@ -118,8 +122,8 @@ def test_each_text_form_has_the_scaling_tables(form: tuple[str, ...], rows: str)
     text = tula(*form)[1]
     strong = text[text.index("Strong scaling: global batch") :].partition("Weak scaling: batch")
     for table in (strong[0], strong[2]):
-        found = [match.groups()[-2:] for line in table.splitlines() if (match := re.match(rows, line))]
-        assert ("4", "4") in found and len(found) >= 3, (form, table[:400])
+        results = [match.groups()[-2:] for line in table.splitlines() if (match := re.match(rows, line))]
+        assert ("4", "4") in results and len(results) >= 3, (form, table[:400])
 
 
 def test_the_page_and_the_figures_are_drawn_from_the_same_document(trained: str, tmp_path: Path) -> None:

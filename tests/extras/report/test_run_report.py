@@ -77,18 +77,18 @@ def test_the_answer_is_the_one_that_recommend_has_kept(whole: RunDir, told: Docu
 
 def test_the_table_of_configurations_has_the_rows_of_recommend(whole: RunDir, told: Document) -> None:
     now = recommending.recommend(open_family(whole), Query(objective="time"), now=1.0).recommendation
-    found = table(told, "configurations")
+    result = table(told, "configurations")
     rows = sorted(now.rows, key=lambda row: row != now.choice)
-    assert found.marks[0] == "chosen"
-    assert [column(found, name) for name in ("nodes", "batch", "batch/GPU")] == [
+    assert result.marks[0] == "chosen"
+    assert [column(result, name) for name in ("nodes", "batch", "batch/GPU")] == [
         [getattr(row, name) for row in rows] for name in ("nodes", "batch", "local_batch")
     ]
-    seconds = {"s": 3600, "min": 60, "h": 1}[next(one.unit for one in found.columns if one.title == "time")]
-    assert column(found, "time") == pytest.approx([row.hours * seconds for row in rows])
-    assert column(found, "cost") == pytest.approx([row.cost for row in rows])
-    (chosen,) = [row for row, mark in zip(rows, found.marks, strict=True) if mark == "chosen"]
+    seconds = {"s": 3600, "min": 60, "h": 1}[next(item.unit for item in result.columns if item.title == "time")]
+    assert column(result, "time") == pytest.approx([row.hours * seconds for row in rows])
+    assert column(result, "cost") == pytest.approx([row.cost for row in rows])
+    (chosen,) = [row for row, mark in zip(rows, result.marks, strict=True) if mark == "chosen"]
     assert chosen == now.choice
-    front = [row for row, mark in zip(rows, found.marks, strict=True) if mark == "front"]
+    front = [row for row, mark in zip(rows, result.marks, strict=True) if mark == "front"]
     assert front == [row for row in rows if row.pareto and row != chosen]
 
 
@@ -118,33 +118,33 @@ def test_without_an_answer_the_knee_is_told(tmp_path: Path) -> None:
 
 
 def test_strong_scaling_is_that_of_the_choices_batch(whole: RunDir, told: Document) -> None:
-    found, kept = table(told, "strong_scaling"), whole.recommendation()
+    result, kept = table(told, "strong_scaling"), whole.recommendation()
     assert kept is not None
-    assert set(column(found, "batch")) == {kept.choice.batch}
-    samples, nodes = column(found, "samples/s"), column(found, "nodes")
-    assert column(found, "speed-up") == pytest.approx([value / samples[0] for value in samples])
+    assert set(column(result, "batch")) == {kept.choice.batch}
+    samples, nodes = column(result, "samples/s"), column(result, "nodes")
+    assert column(result, "speed-up") == pytest.approx([value / samples[0] for value in samples])
     expected = [100 * value / samples[0] * nodes[0] / count for value, count in zip(samples, nodes, strict=True)]
-    assert column(found, "efficiency") == pytest.approx(expected)
+    assert column(result, "efficiency") == pytest.approx(expected)
     at = nodes.index(kept.choice.nodes)
-    assert column(found, "step")[at] == pytest.approx(1000 * kept.choice.step_time)
-    assert found.marks[at] == "chosen"
+    assert column(result, "step")[at] == pytest.approx(1000 * kept.choice.step_time)
+    assert result.marks[at] == "chosen"
 
 
 def test_nodes_that_cost_no_synchronisation_scale_weakly_without_loss(tmp_path: Path) -> None:
     run = reports.answered(reports.probed(tmp_path, Truth(sync=0.0)))
-    found = table(report(run), "weak_scaling")
-    assert len(set(column(found, "batch/GPU"))) == 1
-    assert len(found.rows) > 1
-    assert column(found, "efficiency") == pytest.approx([100.0] * len(found.rows), abs=1.5)
+    result = table(report(run), "weak_scaling")
+    assert len(set(column(result, "batch/GPU"))) == 1
+    assert len(result.rows) > 1
+    assert column(result, "efficiency") == pytest.approx([100.0] * len(result.rows), abs=1.5)
 
 
 def test_throughput_is_drawn_with_its_interval_and_the_ideal(told: Document) -> None:
-    found, drawn = table(told, "strong_scaling"), figure(told, "scaling_throughput")
-    own = next(one for one in drawn.series if one.name.startswith("batch "))
-    assert own.y == pytest.approx(tuple(column(found, "samples/s")))
-    assert own.measured == tuple(source == "measured" for source in column(found, "source"))
-    ideal = next(one for one in drawn.series if one.name == f"ideal, {own.name}")
-    assert ideal.y[-1] == pytest.approx(own.y[0] * own.x[-1] / own.x[0])  # type: ignore[operator]
+    result, drawn = table(told, "strong_scaling"), figure(told, "scaling_throughput")
+    value = next(first for first in drawn.series if first.name.startswith("batch "))
+    assert value.y == pytest.approx(tuple(column(result, "samples/s")))
+    assert value.measured == tuple(source == "measured" for source in column(result, "source"))
+    ideal = next(item for item in drawn.series if item.name == f"ideal, {value.name}")
+    assert ideal.y[-1] == pytest.approx(value.y[0] * value.x[-1] / value.x[0])  # type: ignore[operator]
 
 
 # --- time, cost, steps, memory
@@ -155,7 +155,7 @@ def test_time_and_cost_are_drawn_by_batch_with_the_choice(whole: RunDir, told: D
     assert kept is not None
     for key, value in (("time_by_batch", kept.choice.hours), ("cost_by_batch", kept.choice.cost)):
         drawn = figure(told, key)
-        (mark,) = [one for one in drawn.marks if one.kind == "choice"]
+        (mark,) = [item for item in drawn.marks if item.kind == "choice"]
         curve = series(drawn, f"{kept.choice.nodes} nodes")
         assert mark.y == pytest.approx(curve.y[curve.x.index(kept.choice.batch)])
         ratio = mark.y / value  # type: ignore[operator]
@@ -176,26 +176,26 @@ def test_an_epoch_has_as_many_steps_as_whole_batches(told: Document) -> None:
 def test_the_parts_of_a_step_are_the_step_together(whole: RunDir, told: Document) -> None:
     drawn, probes = figure(told, "step_parts"), [r for r in whole.results() if r.kind == "measured"]
     assert drawn.categories == tuple(f"{probe.nodes} x {probe.local_batch}" for probe in probes)
-    together = [sum(one.y[place] or 0.0 for one in drawn.series) for place in range(len(probes))]
+    together = [sum(item.y[place] or 0.0 for item in drawn.series) for place in range(len(probes))]
     assert together == pytest.approx([1000 * compute_trimmed_mean(probe.step_times) for probe in probes])
-    assert [one.name for one in drawn.series] == ["compute", "exposed communication", "data-loader wait"]
+    assert [first.name for first in drawn.series] == ["compute", "exposed communication", "data-loader wait"]
 
 
 def test_every_probe_is_told_also_one_that_did_not_fit(told: Document) -> None:
-    found = table(told, "probes")
-    outcomes = dict(zip(zip(column(found, "nodes"), column(found, "batch/GPU"), strict=True), column(found, "outcome"), strict=True))  # fmt: skip
+    result = table(told, "probes")
+    outcomes = dict(zip(zip(column(result, "nodes"), column(result, "batch/GPU"), strict=True), column(result, "outcome"), strict=True))  # fmt: skip
     assert outcomes[1, 512] == "out of memory"
     assert outcomes[4, 128] == "measured"
-    low, step, high = (column(found, name)[0] for name in ("low", "step", "high"))
+    low, step, high = (column(result, name)[0] for name in ("low", "step", "high"))
     assert low < step < high
 
 
 def test_memory_is_stacked_to_its_peak_below_the_limit(told: Document) -> None:
     drawn = figure(told, "memory")
-    stacked = [one for one in drawn.series if one.style == "stacked"]
+    stacked = [first for first in drawn.series if first.style == "stacked"]
     peak, seen = series(drawn, "peak, model"), series(drawn, "peak, measured")
     for place in range(len(drawn.categories)):
-        assert sum(one.y[place] or 0.0 for one in stacked) == pytest.approx(peak.y[place], rel=1e-6)
+        assert sum(item.y[place] or 0.0 for item in stacked) == pytest.approx(peak.y[place], rel=1e-6)
     at = drawn.categories.index("256")
     truth, unit = Truth(), {"MiB": MIB, "GiB": 1024 * MIB}[drawn.y_label.partition("(")[2].rstrip(")")]
     assert seen.y[seen.x.index(at)] == pytest.approx(truth.peak(256) / unit)
@@ -207,15 +207,15 @@ def test_the_searches_of_the_paper_are_held_against_each_other(told: Document) -
     assert "partial" in column(table(told, "validation"), "search")
     fits = figure(told, "step_time_fits")
     assert fits.paper == "Figure 9"
-    assert [one.name for one in fits.series] == ["measured", "fit to all probes", "fit to the partial search"]
+    assert [item.name for item in fits.series] == ["measured", "fit to all probes", "fit to the partial search"]
 
 
 # --- the training
 
 
 def test_predicted_and_actual_are_those_of_the_summary(told: Document) -> None:
-    found = table(told, "predicted_actual")
-    rows = {row[0]: row[2:] for row in found.rows}
+    result = table(told, "predicted_actual")
+    rows = {row[0]: row[2:] for row in result.rows}
     assert rows["step time"] == pytest.approx((100.0, 105.0, 100 * (0.1 - 0.105) / 0.105))
     assert rows["time"] == pytest.approx((4.8, 6.0, -20.0))
     assert rows["cost"] == pytest.approx((0.16, 0.2, -20.0))
@@ -223,11 +223,11 @@ def test_predicted_and_actual_are_those_of_the_summary(told: Document) -> None:
 
 def test_attempts_are_those_of_status_with_their_ends(whole: RunDir, told: Document) -> None:
     now = status.run_status(whole, make.FakeLauncher(), now=reports.AT)
-    found = table(told, "attempts")
-    assert len(found.rows) == len([one for one in now.attempts if one.job == "train-ab12cd34"]) == 2
-    assert column(found, "ended") == ["node_failure", "done"]
-    assert column(found, "because")[0] == "node n1 is gone"
-    assert column(found, "from sample") == [0, 1000]
+    result = table(told, "attempts")
+    assert len(result.rows) == len([attempt for attempt in now.attempts if attempt.job == "train-ab12cd34"]) == 2
+    assert column(result, "ended") == ["node_failure", "done"]
+    assert column(result, "because")[0] == "node n1 is gone"
+    assert column(result, "from sample") == [0, 1000]
 
 
 def test_loss_and_metric_are_drawn_over_samples_and_over_time(told: Document) -> None:
@@ -272,7 +272,7 @@ def test_the_density_of_factors_sums_up_to_one_each_epoch(told: Document) -> Non
 def test_the_change_of_gradients_stands_beside_the_accuracy_and_curvature_beside_the_norm(told: Document) -> None:
     assert figure(told, "gradient_change").series[0].y == pytest.approx((0.1, 0.2, 0.3))
     assert figure(told, "change_accuracy").series[0].x == figure(told, "gradient_change").series[0].x
-    assert [one.name for one in figure(told, "eigenvalue").series] == ["largest eigenvalue", "gradient norm"]
+    assert [item.name for item in figure(told, "eigenvalue").series] == ["largest eigenvalue", "gradient norm"]
     (norm,) = figure(told, "gradient_norm").series
     assert (norm.low, norm.high) == ((1.0,) * 3, (3.0,) * 3)
 
@@ -303,12 +303,14 @@ def test_the_noise_scale_over_the_training_and_the_same_progress_are_told(told: 
 
 
 def test_table_one_has_means_gaps_and_what_is_recovered(told: Document) -> None:
-    found = table(told, "methods")
-    rows = {(row[0], row[1]): dict(zip([one.title for one in found.columns], row, strict=True)) for row in found.rows}
+    result = table(told, "methods")
+    rows = {
+        (row[0], row[1]): dict(zip([item.title for item in result.columns], row, strict=True)) for row in result.rows
+    }
     ags = rows[512, "ags"]
     assert (ags["top-1"], ags["gap"], ags["recovered"], ags["seeds"]) == (85.5, 5.0, 50.0, 2)
     assert rows[128, "lbt (reference)"]["gap"] is None
-    assert found.marks == ("front", "", "front"), "the best of each batch"
+    assert result.marks == ("front", "", "front"), "the best of each batch"
     drawn = figure(told, "top1_by_batch")
     assert (drawn.paper, drawn.categories) == ("Figure 2", ("128", "512"))
     assert series(drawn, "ags").y == (85.5,)
@@ -320,13 +322,13 @@ def test_table_one_has_means_gaps_and_what_is_recovered(told: Document) -> None:
 
 def missing(document: Document) -> dict[str, str]:
     """Return what is missing, by section."""
-    return {one.key: one.missing for one in document.sections if one.missing}
+    return {item.key: item.missing for item in document.sections if item.missing}
 
 
 def test_a_run_with_nothing_says_of_each_section_what_would_bring_it(tmp_path: Path) -> None:
-    found = missing(report(RunDir.create(tmp_path, reports.JOB)))
-    assert len(found) == 11
-    assert all("tula " in words for words in found.values())
+    result = missing(report(RunDir.create(tmp_path, reports.JOB)))
+    assert len(result) == 11
+    assert all("tula " in words for words in result.values())
 
 
 def test_a_run_with_a_training_alone_tells_it(trained_alone: Document) -> None:
@@ -339,20 +341,23 @@ def test_a_run_with_a_training_alone_tells_it(trained_alone: Document) -> None:
 
 def test_a_script_has_whole_steps_and_peaks_alone(by_script: Document) -> None:
     assert "finetune.py" in by_script.question
-    assert [one.name for one in figure(by_script, "memory").series] == ["peak, model", "peak, measured"]
-    found = missing(by_script)
-    assert "DistributedDataParallel" in found["same_progress"]
-    assert "only total step times" in found["step_parts"], "on one GPU nothing is synchronised, but input is not told"
+    assert [item.name for item in figure(by_script, "memory").series] == ["peak, model", "peak, measured"]
+    result = missing(by_script)
+    assert "DistributedDataParallel" in result["same_progress"]
+    assert "only total step times" in result["step_parts"], "on one GPU nothing is synchronised, but input is not told"
     probes = table(by_script, "probes")
     assert set(column(probes, "exposed comm")) == {0.0, None}
     assert set(column(probes, "data wait")) == {None}
 
 
 def test_each_node_type_has_its_probes_and_its_curve(by_type: Document) -> None:
-    assert {one.key for one in section(by_type, "measured").tables} == {"probes_a", "probes_b"}
-    assert {one.name for one in figure(by_type, "time_by_batch").series} >= {"1 node of type a", "8 nodes of type b"}
+    assert {entry.key for entry in section(by_type, "measured").tables} == {"probes_a", "probes_b"}
+    assert {first.name for first in figure(by_type, "time_by_batch").series} >= {
+        "1 node of type a",
+        "8 nodes of type b",
+    }
     assert "of types a, b" in by_type.question and "of type " in by_type.answer
-    assert "type" in [one.title for one in table(by_type, "configurations").columns]
+    assert "type" in [item.title for item in table(by_type, "configurations").columns]
 
 
 def test_lengths_of_text_are_told_beside_the_choice(tmp_path: Path) -> None:
@@ -373,7 +378,7 @@ def test_lengths_of_text_are_told_beside_the_choice(tmp_path: Path) -> None:
             part.write_result(measured(Truth(slope=0.001, dataset_size=1000), nodes, local))
     document = report(reports.answered(runs[0]))
     assert column(table(document, "lengths"), "length") == [64, 128]
-    assert {one.key for one in section(document, "measured").tables} == {"probes", "probes_length-64"}
+    assert {item.key for item in section(document, "measured").tables} == {"probes", "probes_length-64"}
 
 
 def test_a_damaged_result_leaves_what_does_not_rest_on_it(tmp_path: Path) -> None:
@@ -391,10 +396,10 @@ def test_figures_and_tables_hold_together(
     told: Document, by_script: Document, by_type: Document, trained_alone: Document
 ) -> None:
     for document in (told, by_script, by_type, trained_alone):
-        figures = [one for part in document.sections for one in part.figures]
+        figures = [first for part in document.sections for first in part.figures]
         tables = [one for part in document.sections for one in part.tables]
         assert len({one.key for one in figures}) == len(figures)
-        assert len({one.key for one in tables}) == len(tables)
+        assert len({item.key for item in tables}) == len(tables)
         for one in tables:
             assert all(len(row) == len(one.columns) for row in one.rows)
             assert len(one.marks) in (0, len(one.rows))
@@ -407,7 +412,7 @@ def test_figures_and_tables_hold_together(
                 assert all(math.isfinite(y) for y in numbers), drawn.key
                 if drawn.x_scale == "category":
                     assert set(curve.x) <= {float(place) for place in range(len(drawn.categories))}
-        assert json.dumps([one.series[0].x for one in figures if one.series])  # plain numbers, no numpy
+        assert json.dumps([entry.series[0].x for entry in figures if entry.series])  # plain numbers, no numpy
 
 
 def test_the_api_returns_the_same_report(whole: RunDir, told: Document) -> None:

@@ -27,7 +27,7 @@ def drawn(figure: Figure, **named) -> ElementTree.Element:
 
 
 def texts(root: ElementTree.Element) -> list[str]:
-    return [(found.text or "") for found in root.iter(f"{SVG}text")]
+    return [(result.text or "") for result in root.iter(f"{SVG}text")]
 
 
 @functools.cache
@@ -40,21 +40,21 @@ def length_of(text: str, size: float) -> float:
 def outside(root: ElementTree.Element) -> list[str]:
     """Return the texts that reach beyond the drawing."""
     _, _, wide, high = map(float, root.get("viewBox").split())
-    found = []
+    results = []
     for text in root.iter(f"{SVG}text"):
         style = dict(part.split(": ", 1) for part in text.get("style").split("; "))
         size = float(style["font-size"].removesuffix("px"))
         length = length_of(text.text, size)
         start = {"middle": -0.5, "end": -1.0}.get(style.get("text-anchor"), 0.0) * length
-        told = text.get("transform", "")
+        answer = text.get("transform", "")
         x, y = float(text.get("x", 0)), float(text.get("y", 0))
-        if shift := re.search(r"translate\(([-\d.]+) ([-\d.]+)\)", told):
+        if shift := re.search(r"translate\(([-\d.]+) ([-\d.]+)\)", answer):
             x, y = x + float(shift[1]), y + float(shift[2])
-        angle = math.radians(float(turn[1])) if (turn := re.search(r"rotate\(([-\d.]+)", told)) else 0.0
+        angle = math.radians(float(turn[1])) if (turn := re.search(r"rotate\(([-\d.]+)", answer)) else 0.0
         ends = [(x + along * math.cos(angle), y + along * math.sin(angle)) for along in (start, start + length)]
         if not all(-3 <= end[0] <= wide + 3 and 0 <= end[1] <= high for end in ends):
-            found.append(text.text)
-    return found
+            results.append(text.text)
+    return results
 
 
 def simple(*series: Series, **changes) -> Figure:
@@ -64,10 +64,10 @@ def simple(*series: Series, **changes) -> Figure:
 @pytest.mark.parametrize("figure", ALL, ids=lambda figure: figure.key)
 def test_every_word_stands_in_the_drawing_and_inside_it(figure: Figure) -> None:
     root = drawn(figure)
-    found = texts(root)
-    assert figure.y_label in found and figure.x_label in found
-    assert {series.name for series in figure.series} <= set(found)
-    assert all(any(mark.text in text for text in found) for mark in figure.marks)
+    result = texts(root)
+    assert figure.y_label in result and figure.x_label in result
+    assert {series.name for series in figure.series} <= set(result)
+    assert all(any(mark.text in text for text in result) for mark in figure.marks)
     assert not outside(root)
 
 
@@ -83,7 +83,7 @@ def test_a_figure_is_the_same_each_time_and_in_each_process() -> None:
 def test_the_names_in_a_figure_are_those_of_no_other_figure_of_the_page() -> None:
     text = svg.render_svg(documents.of_gaps(), prefix="one")
     root = ElementTree.fromstring(text)
-    ids = [found.get("id") for found in root.iter() if found.get("id")]
+    ids = [result.get("id") for result in root.iter() if result.get("id")]
     assert ids and len(set(ids)) == len(ids) and all(name.startswith("one-") for name in ids)
     assert set(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", text)) <= set(ids)
     assert "<script" not in text
@@ -115,8 +115,8 @@ def test_colours_can_be_told_from_the_page() -> None:
 def test_filled_is_measured_and_open_is_predicted() -> None:
     series = Series("a", (64, 128, 256), (3.0, 2.0, 1.0), measured=(True, False, False))
     root = drawn(simple(series, x_scale="log2"))
-    own = f"stroke: {LIGHT['s0']}"
-    markers = [use.get("style").split("; ")[0] for use in root.iter(f"{SVG}use") if own in use.get("style", "")]
+    message = f"stroke: {LIGHT['s0']}"
+    markers = [use.get("style").split("; ")[0] for use in root.iter(f"{SVG}use") if message in use.get("style", "")]
     assert markers.count(f"fill: {LIGHT['s0']}") == 1 + 1, "one point, and the legend"
     assert markers.count(f"fill: {LIGHT['paper']}") == 2
     assert {"measured (filled)", "predicted (open)"} <= set(texts(root))
@@ -144,7 +144,7 @@ def test_ticks_are_plain_numbers() -> None:
         (Series("bar", (256, 128), (2.0, None), style="bars"), Series("over", (128, 256), (1.0, 3.0), style="points")),
         (Series("stack", (0, 1), (2.0, -1.0), style="stacked"), Series("more", (0, 1), (2.0, math.nan), style="stacked")),
     ],
-    ids=lambda series: ", ".join(one.name for one in series) or "nothing",
+    ids=lambda series: ", ".join(item.name for item in series) or "nothing",
 )  # fmt: skip
 def test_whatever_the_numbers_are_something_is_drawn(series: tuple[Series, ...]) -> None:
     marks = (
@@ -155,7 +155,7 @@ def test_whatever_the_numbers_are_something_is_drawn(series: tuple[Series, ...])
     for x_scale, y_scale in (("linear", "linear"), ("log2", "log"), ("log", "log2"), ("category", "linear")):
         root = drawn(simple(*series, x_scale=x_scale, y_scale=y_scale, marks=marks))
         assert texts(root) and not outside(root)
-        if not any(y is not None and math.isfinite(y) for one in series for y in one.y):
+        if not any(y is not None and math.isfinite(y) for item in series for y in item.y):
             assert texts(root) == ["no values to draw"]
 
 
@@ -198,14 +198,14 @@ def test_marks_without_a_place_are_left_out_and_others_have_a_line() -> None:
         Series("a", (1, 2), (1.0, 2.0)),
         marks=(Annotation(None, 5.0, "limit of 5", "limit"), Annotation(None, None, "x", "knee")),
     )
-    found = texts(drawn(figure))
-    assert "limit of 5" in found and "x" not in found
-    assert "5" in found, "the axis reaches the limit"
+    result = texts(drawn(figure))
+    assert "limit of 5" in result and "x" not in result
+    assert "5" in result, "the axis reaches the limit"
 
 
 def test_events_have_the_numbers_of_their_texts() -> None:
-    found = texts(drawn(documents.of_curves()))
-    assert {"1", "2", "3", "2: preempted"} <= set(found)
+    result = texts(drawn(documents.of_curves()))
+    assert {"1", "2", "3", "2: preempted"} <= set(result)
     same = tuple(Annotation(x, None, "saved", "event") for x in (1, 2))
     assert texts(drawn(simple(Series("a", (1, 2), (1.0, 2.0)), marks=same))).count("saved") == 1
 
@@ -216,10 +216,10 @@ def test_a_density_lies_at_its_edges() -> None:
     blue = f"fill: {LIGHT['s0']}"
     paths = [path for path in root.iter(f"{SVG}path") if blue in path.get("style", "") and path.get("clip-path")]
     cells = [re.findall(r"[ML] ([\d.]+) ([\d.]+)", path.get("d")) for path in paths]
-    corners = [[(float(x), float(y)) for x, y in found] for found in cells]
+    corners = [[(float(x), float(y)) for x, y in cell] for cell in cells]
     half, whole = corners[0], corners[1]
-    left, middle, right = min(x for x, _ in half), max(x for x, _ in half), max(x for x, _ in whole)
-    assert middle == min(x for x, _ in whole) and middle - left == pytest.approx(right - middle, abs=0.05)
+    remaining, middle, right = min(x for x, _ in half), max(x for x, _ in half), max(x for x, _ in whole)
+    assert middle == min(x for x, _ in whole) and middle - remaining == pytest.approx(right - middle, abs=0.05)
     top, third = min(y for _, y in whole), max(y for _, y in whole)
     assert max(y for _, y in half) - min(y for _, y in half) == pytest.approx(2 * (third - top), abs=0.05)
     assert min(y for _, y in half) == pytest.approx(third, abs=0.05)
@@ -234,9 +234,9 @@ def test_bars_of_numbers_stand_side_by_side_at_their_words() -> None:
 
 def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SpecError, match="matplotlib") as told:
+    with pytest.raises(SpecError, match="matplotlib") as error:
         svg.render_svg(documents.of_time())
-    assert "pip install 'tula-cli[report]'" in told.value.hint and "pip install '.[report]'" in told.value.hint
+    assert "pip install 'tula-cli[report]'" in error.value.hint and "pip install '.[report]'" in error.value.hint
 
 
 def test_settings_of_the_user_for_own_drawings_change_nothing() -> None:

@@ -45,11 +45,11 @@ def document(run: RunDir) -> Document:
 
 @pytest.mark.parametrize("key", TABLES)
 def test_a_table_has_node_hours_and_no_cost_without_a_price(key: str, document: Document) -> None:
-    own = table(document, key)
-    titles = [one.title for one in own.columns]
+    value = table(document, key)
+    titles = [item.title for item in value.columns]
     assert "node-hours" in titles and "cost" not in titles
-    assert all(len(row) == len(titles) for row in own.rows)
-    assert "cost" not in own.caption
+    assert all(len(row) == len(titles) for row in value.rows)
+    assert "cost" not in value.caption
 
 
 @pytest.mark.parametrize("name", PRICED)
@@ -58,9 +58,9 @@ def test_a_price_has_its_column(name: str, tmp_path: Path) -> None:
         reports.answered(reports.probed(tmp_path, job=reports.JOB.model_copy(update={"pricing": PRICED[name]})))
     )
     for key in TABLES:
-        own = table(priced, key)
+        value = table(priced, key)
         factor = 0.5 if name == "GPU-hours" else PRICED[name].price
-        assert column(own, "cost") == pytest.approx([factor * hours for hours in column(own, "node-hours")])
+        assert column(value, "cost") == pytest.approx([factor * hours for hours in column(value, "node-hours")])
     assert "node-hours, " in priced.answer and PRICED[name].currency in priced.answer
 
 
@@ -76,16 +76,16 @@ def test_no_form_of_the_report_has_them_twice(form: str, document: Document) -> 
     text = write(replace(document, sections=tables))  # type: ignore[operator]
     assert repeated(text) == []
     if form == "csv":
-        own = formats.render_csv_files(document)
-        heads = {name: next(csv.reader(io.StringIO(own[f"table_{name}"]))) for name in TABLES}
+        value = formats.render_csv_files(document)
+        heads = {name: next(csv.reader(io.StringIO(value[f"table_{name}"]))) for name in TABLES}
         assert all("node-hours" in head and "cost (node-h)" not in head for head in heads.values())
 
 
 def repeated(text: str) -> list[str]:
     """Return where the same number of node-hours is twice."""
     return [
-        found[0] for found in re.finditer(r"([\d.]+) node-h(?:ours)?\b[^\d\n]{1,12}\b([\d.]+) node-h", text)
-        if float(found[1]) == float(found[2])
+        result[0] for result in re.finditer(r"([\d.]+) node-h(?:ours)?\b[^\d\n]{1,12}\b([\d.]+) node-h", text)
+        if float(result[1]) == float(result[2])
     ]  # fmt: skip
 
 

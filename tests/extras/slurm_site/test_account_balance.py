@@ -25,15 +25,17 @@ def job(*, pricing=None, **slurm):
 
 
 def test_a_bill_of_the_users_own_does_not_tell_whether_other_limits_hold():
-    asked = spec(cluster={"kind": "slurm", "slurm": {"account": "big"}}, pricing={"kind": "billing", "per_node": 1})
-    asked = asked.model_copy(update={"pricing": asked.pricing.model_copy(update={"slurm_billing": SiteBill(node=1)})})
-    found = check_balance(asked, nodes=1, hours=0.1, billing=SlurmSite(Slurm(get_user_name())))
-    assert "there are limits on cpu" in found.unknown
+    requested = spec(cluster={"kind": "slurm", "slurm": {"account": "big"}}, pricing={"kind": "billing", "per_node": 1})
+    requested = requested.model_copy(
+        update={"pricing": requested.pricing.model_copy(update={"slurm_billing": SiteBill(node=1)})}
+    )
+    result = check_balance(requested, nodes=1, hours=0.1, billing=SlurmSite(Slurm(get_user_name())))
+    assert "there are limits on cpu" in result.unknown
 
 
 def test_a_job_takes_minutes_of_each_tres_times_its_usage_factor():
-    told = SiteBill(node=2.4, usage_factor=2.0, tres={"cpu": 8.0, "mem": 1024.0})
-    assert compute_needed_minutes(told, nodes=3, hours=0.5) == {
+    site_bill = SiteBill(node=2.4, usage_factor=2.0, tres={"cpu": 8.0, "mem": 1024.0})
+    assert compute_needed_minutes(site_bill, nodes=3, hours=0.5) == {
         "cpu": 24 * 30 * 2,
         "mem": 3072 * 30 * 2,
         "billing": 7 * 30 * 2,
@@ -60,10 +62,10 @@ def test_a_dear_qos_takes_twice_as_much_and_has_a_limit_of_its_own():
 
 
 def test_the_upper_end_of_the_interval_is_held_to_it_too():
-    found = check_balance(job(), nodes=1, hours=8 / 60, at_most=9 / 60, billing=SITE)
-    assert found.lacking is None and found.lacking_at_most
+    result = check_balance(job(), nodes=1, hours=8 / 60, at_most=9 / 60, billing=SITE)
+    assert result.lacking is None and result.lacking_at_most
     with pytest.raises(OverBudget, match="upper end of the 90 % interval"):
-        require_balance(found)
+        require_balance(result)
 
 
 @pytest.mark.parametrize(
@@ -86,26 +88,26 @@ def test_what_cannot_be_known_is_told_and_not_promised(found, words):
 
 
 def test_a_price_of_another_kind_has_no_balance():
-    found = check_balance(spec(pricing={"price": 2.0}), nodes=1, hours=1.0, billing=SITE)
-    assert found is None
+    result = check_balance(spec(pricing={"price": 2.0}), nodes=1, hours=1.0, billing=SITE)
+    assert result is None
     with pytest.raises(SpecError, match=r"pricing.kind: billing"):
-        require_balance(found)
+        require_balance(result)
 
 
 def test_no_limit_is_as_much_as_one_likes():
     free = Slurm(get_user_name())
     unlimited = job(account="lab")
     texts = "ClusterName=t Account=lab UserName= Partition=\n    ParentAccount=root(1)\n    GrpTRESMins=cpu=N(3),billing=N(4)\n"
-    found = check_balance(
+    result = check_balance(
         unlimited, nodes=8, hours=1e6, billing=SlurmSite(lambda *c: texts if "accounts=lab" in c else free(*c))
     )
-    require_balance(found)
-    assert "account lab has no limit" in found.words
+    require_balance(result)
+    assert "account lab has no limit" in result.words
 
 
 def test_own_charge_factors_are_not_in_the_balance_of_slurm():
-    found = check_balance(job(pricing={"partition_factors": {"billed": 3}}), nodes=1, hours=8 / 60, billing=SITE)
-    assert found.lacking is None and "billing-hours left" in found.words
+    result = check_balance(job(pricing={"partition_factors": {"billed": 3}}), nodes=1, hours=8 / 60, billing=SITE)
+    assert result.lacking is None and "billing-hours left" in result.words
 
 
 def test_probes_are_told_when_the_balance_may_not_carry_them():
@@ -119,6 +121,11 @@ def test_each_type_of_node_has_its_own_bill():
     types = {"a": {"cluster": {"slurm": {"partition": "half"}}}, "b": {"cluster": {"slurm": {"partition": "billed"}}}}
     cluster = {"kind": "slurm", "device": "cpu", "slurm": {}}
     job_by_type = spec(cluster=cluster, pricing={"kind": "billing"}, node_types=types).by_type()
-    found = {name: with_site_billing(own, None, billing=SITE) for name, own in job_by_type.items()}
-    assert {name: own.pricing.slurm_billing.node for name, own in found.items()} == {"a": pytest.approx(0.6), "b": 5.0}
-    assert all(own.without_bill().pricing.slurm_billing is None for own in found.values())
+    results = {
+        name: with_site_billing(expected_value, None, billing=SITE) for name, expected_value in job_by_type.items()
+    }
+    assert {name: own.pricing.slurm_billing.node for name, own in results.items()} == {
+        "a": pytest.approx(0.6),
+        "b": 5.0,
+    }
+    assert all(value.without_bill().pricing.slurm_billing is None for value in results.values())

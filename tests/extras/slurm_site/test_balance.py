@@ -11,25 +11,25 @@ from tula_cli.spec.slurm_options import Slurm as Slurm_
 SPEC = spec(cluster={"kind": "slurm", "slurm": {"account": "proj", "qos": "dear"}}, pricing={"kind": "billing"})
 
 
-def lefts(found):
-    return {(limit.where, limit.tres): limit.remaining for limit in found.limits}
+def lefts(result):
+    return {(limit.where, limit.tres): limit.remaining for limit in result.limits}
 
 
 def test_every_limit_from_the_user_to_the_root_and_of_the_qos():
-    found = read_account_balance(SPEC, qos="dear", ask=Slurm(get_user_name()))
-    assert lefts(found) == {
+    account_balance = read_account_balance(SPEC, qos="dear", ask=Slurm(get_user_name()))
+    assert lefts(account_balance) == {
         (f"{get_user_name()} in account proj", "cpu"): 52,
         ("account proj", "billing"): 1000 - 19 - 40,
         ("account big", "cpu"): 492,
         ("account big", "billing"): 100 - 19 - 40,
         ("QOS dear", "billing"): 298,
     }
-    assert found.unseen == ""
+    assert account_balance.unseen == ""
 
 
 def test_where_the_controller_shows_nothing_the_shares_do():
-    found = read_account_balance(SPEC, qos="", ask=Slurm(get_user_name(), without=["assoc_mgr"]))
-    assert lefts(found) == {
+    account_balance = read_account_balance(SPEC, qos="", ask=Slurm(get_user_name(), without=["assoc_mgr"]))
+    assert lefts(account_balance) == {
         ("account big", "cpu"): 492,
         ("account big", "billing"): 41,
         ("account proj", "billing"): 941,
@@ -37,9 +37,11 @@ def test_where_the_controller_shows_nothing_the_shares_do():
 
 
 def test_what_nobody_shows_is_said_and_no_error():
-    found = read_account_balance(SPEC, qos="dear", ask=Slurm(get_user_name(), without=["assoc_mgr", "sshare"]))
-    assert found.limits == ()
-    assert "access denied" in found.unseen
+    account_balance = read_account_balance(
+        SPEC, qos="dear", ask=Slurm(get_user_name(), without=["assoc_mgr", "sshare"])
+    )
+    assert account_balance.limits == ()
+    assert "access denied" in account_balance.unseen
     silent = read_account_balance(
         SPEC.model_copy(update={"cluster": SPEC.cluster.model_copy(update={"slurm": None})}),
         qos="",
@@ -49,9 +51,9 @@ def test_what_nobody_shows_is_said_and_no_error():
 
 
 def test_a_qos_that_is_not_shown_is_said_beside_what_is():
-    found = read_account_balance(SPEC, qos="dear", ask=Slurm(get_user_name(), without=["flags=qos"]))
-    assert ("account proj", "billing") in lefts(found)
-    assert "QOS dear is not shown" in found.unseen
+    account_balance = read_account_balance(SPEC, qos="dear", ask=Slurm(get_user_name(), without=["flags=qos"]))
+    assert ("account proj", "billing") in lefts(account_balance)
+    assert "QOS dear is not shown" in account_balance.unseen
     assert read_account_balance(SPEC, qos="nix", ask=Slurm(get_user_name())).unseen == "QOS nix is not shown"
 
 
@@ -70,8 +72,8 @@ def test_names_are_read_as_slurm_reads_them_and_variables_of_sbatch_count(monkey
 @pytest.mark.parametrize("account", ["hidden"])
 def test_an_account_that_is_not_shown(account):
     slurm = SPEC.cluster.slurm.model_copy(update={"account": account})
-    asked = SPEC.model_copy(update={"cluster": SPEC.cluster.model_copy(update={"slurm": slurm})})
+    requested = SPEC.model_copy(update={"cluster": SPEC.cluster.model_copy(update={"slurm": slurm})})
     assert (
-        read_account_balance(asked, qos="", ask=Slurm(get_user_name())).unseen
+        read_account_balance(requested, qos="", ask=Slurm(get_user_name())).unseen
         == "account hidden is not shown (PrivateData?)"
     )

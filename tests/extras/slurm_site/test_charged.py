@@ -9,11 +9,11 @@ ROWS = """51417006|COMPLETED|24|billing=5,cpu=2,gres/gpu:a100=2,gres/gpu=2,mem=1
 
 
 def test_billing_times_elapsed_over_all_jobs():
-    found = parse_billed(ROWS)
-    assert (found.jobs, found.open, found.billings) == (2, False, (5, 10))
-    assert found.billing_hours == pytest.approx((24 * 5 + 3600 * 10) / 3600)
+    billed = parse_billed(ROWS)
+    assert (billed.jobs, billed.open, billed.billings) == (2, False, (5, 10))
+    assert billed.billing_hours == pytest.approx((24 * 5 + 3600 * 10) / 3600)
     pricing = Pricing(kind="billing", slurm_billing=SiteBill(node=5, usage_factor=2, charge_factor=0.5))
-    assert compute_price_of_billed(found, pricing) == pytest.approx(found.billing_hours)
+    assert compute_price_of_billed(billed, pricing) == pytest.approx(billed.billing_hours)
 
 
 def test_what_still_runs_is_said_and_what_nobody_knows_is_nothing():

@@ -17,8 +17,8 @@ def job(*, gpus=1, device="cpu", pricing=None, **slurm):
     return spec(cluster=cluster, pricing={"kind": "billing", **(pricing or {})})
 
 
-def billed(asked, ask=None, root=None):
-    return with_site_billing(asked, root, billing=SlurmSite(ask or Slurm(get_user_name()))).pricing
+def billed(requested, ask=None, root=None):
+    return with_site_billing(requested, root, billing=SlurmSite(ask or Slurm(get_user_name()))).pricing
 
 
 # What `sacct` showed of real jobs that asked for the same (AllocTRES billing=).
@@ -54,42 +54,44 @@ def test_memory_is_what_is_asked_for_else_what_the_partition_gives(asked, memory
 
 def test_a_newer_slurm_with_typed_gpus_and_whole_nodes_by_the_partition():
     ask = Slurm(get_user_name(), config="PriorityFlags = MAX_TRES_GRES\n", partitions=PARTITION_24_11, nodes=NODE_24_11)
-    found = find_site_bill(job(gpus=4, device="cuda", exclusive=False), None, ask=ask)
-    assert found.tres["mem"] == 4 * 64000  # DefMemPerGPU among JobDefaults
-    assert found.node == pytest.approx(128 + 4 * 50)
-    assert "MAX_TRES_GRES" in found.words
+    site_bill = find_site_bill(job(gpus=4, device="cuda", exclusive=False), None, ask=ask)
+    assert site_bill.tres["mem"] == 4 * 64000  # DefMemPerGPU among JobDefaults
+    assert site_bill.node == pytest.approx(128 + 4 * 50)
+    assert "MAX_TRES_GRES" in site_bill.words
 
 
 def test_a_shared_node_gives_whole_cores_and_the_gpus_asked_for():
-    told = PARTITION_24_11.replace("EXCLUSIVE", "NO")
-    ask = Slurm(get_user_name(), config="SelectTypeParameters = CR_CORE_MEMORY\n", partitions=told, nodes=NODE_24_11)
-    found = find_site_bill(job(gpus=1, device="cuda", exclusive=False, cpus_per_task=3, memory="10G"), None, ask=ask)
-    assert (found.tres["cpu"], found.tres["gres/gpu:a100"]) == (4, 1)
-    assert found.node == pytest.approx(4 + 1 + 50)
+    answer = PARTITION_24_11.replace("EXCLUSIVE", "NO")
+    ask = Slurm(get_user_name(), config="SelectTypeParameters = CR_CORE_MEMORY\n", partitions=answer, nodes=NODE_24_11)
+    site_bill = find_site_bill(
+        job(gpus=1, device="cuda", exclusive=False, cpus_per_task=3, memory="10G"), None, ask=ask
+    )
+    assert (site_bill.tres["cpu"], site_bill.tres["gres/gpu:a100"]) == (4, 1)
+    assert site_bill.node == pytest.approx(4 + 1 + 50)
 
 
 def test_the_dearest_of_several_kinds_of_nodes_counts_and_is_told():
     larger = NODE.replace("bl1", "bl3").replace("CPUEfctv=2", "CPUEfctv=8").replace("cpu=2", "cpu=8")
     ask = Slurm(get_user_name(), nodes=f"{NODE}\n{larger}")
-    found = find_site_bill(job(partition="half"), None, ask=ask)
-    assert found.node == pytest.approx(8 * 0.3)
-    assert "from 0.600 on" in found.words
+    site_bill = find_site_bill(job(partition="half"), None, ask=ask)
+    assert site_bill.node == pytest.approx(8 * 0.3)
+    assert "from 0.600 on" in site_bill.words
 
 
 def test_a_constraint_and_a_type_of_gpu_choose_nodes():
     other = NODE.replace("rack1", "rack2").replace("a100", "h100").replace("cpu=2", "cpu=8")
     ask = Slurm(get_user_name(), nodes=f"{NODE}\n{other}")
     assert find_site_bill(job(partition="half", constraint="rack2"), None, ask=ask).node == pytest.approx(2.4)
-    one = job(partition="half", gpu_type="a100", device="cuda", gpus=2)
-    assert find_site_bill(one, None, ask=ask).node == pytest.approx(0.6)
+    item = job(partition="half", gpu_type="a100", device="cuda", gpus=2)
+    assert find_site_bill(item, None, ask=ask).node == pytest.approx(0.6)
     with pytest.raises(SpecError, match="no node of partition half has the resources that the job requests"):
         find_site_bill(job(partition="half", constraint="rack9"), None, ask=ask)
 
 
 def test_a_type_of_gpu_is_not_the_beginning_of_another():
     other = NODE.replace("a100", "a10").replace("cpu=2", "cpu=1")
-    one = job(partition="half", gpu_type="a10", device="cuda", gpus=2)
-    assert find_site_bill(one, None, ask=Slurm(get_user_name(), nodes=f"{NODE}\n{other}")).node == pytest.approx(0.3)
+    item = job(partition="half", gpu_type="a10", device="cuda", gpus=2)
+    assert find_site_bill(item, None, ask=Slurm(get_user_name(), nodes=f"{NODE}\n{other}")).node == pytest.approx(0.3)
 
 
 def test_licenses_are_of_the_job_not_of_its_nodes():
@@ -117,23 +119,23 @@ def test_without_accounting_the_usage_factor_is_one():
 
 
 def test_a_usage_factor_that_is_not_told_is_said_and_not_kept(tmp_path):
-    asked, silent = job(partition="billed", qos="dear"), Slurm(get_user_name(), without=["sacctmgr"])
-    found = find_site_bill(asked, tmp_path, ask=silent)
-    assert (found.usage_factor, found.qos) == (1, "dear")
-    assert "the usage factor of its QOS is unknown" in found.words
-    assert find_site_bill(asked, tmp_path, ask=Slurm(get_user_name())).usage_factor == 2  # asked again, and kept
-    assert find_site_bill(asked, tmp_path, ask=silent).usage_factor == 2
+    requested, silent = job(partition="billed", qos="dear"), Slurm(get_user_name(), without=["sacctmgr"])
+    site_bill = find_site_bill(requested, tmp_path, ask=silent)
+    assert (site_bill.usage_factor, site_bill.qos) == (1, "dear")
+    assert "the usage factor of its QOS is unknown" in site_bill.words
+    assert find_site_bill(requested, tmp_path, ask=Slurm(get_user_name())).usage_factor == 2  # asked again, and kept
+    assert find_site_bill(requested, tmp_path, ask=silent).usage_factor == 2
     unknown = find_site_bill(job(partition="billed", qos="deer"), None, ask=Slurm(get_user_name()))
     assert "the accounting reports no usage factor of QOS deer, so 1 is assumed" in unknown.words
     none = Slurm(get_user_name(), config="AccountingStorageType = accounting_storage/none\n", without=["sacctmgr"])
-    assert "usage factor" not in find_site_bill(asked, None, ask=none).words
+    assert "usage factor" not in find_site_bill(requested, None, ask=none).words
 
 
 def test_names_are_read_as_slurm_reads_them():
     pricing = billed(job(partition="billed", qos="Dear", pricing={"qos_factors": {"DEAR": 3.0}}))
     assert (pricing.slurm_billing.usage_factor, pricing.slurm_billing.charge_factor) == (2, 3)
-    own = {"per_node": 64, "partition_factors": {"gpu": 2, "debug": 0.5}}
-    assert compute_hourly_charge(billed(job(partition="debug,gpu", pricing=own)), 1) == 128
+    settings = {"per_node": 64, "partition_factors": {"gpu": 2, "debug": 0.5}}
+    assert compute_hourly_charge(billed(job(partition="debug,gpu", pricing=settings)), 1) == 128
 
 
 def test_variables_of_sbatch_count_where_the_job_says_nothing(monkeypatch):
@@ -157,17 +159,17 @@ def test_what_it_costs_in_units_and_in_money():
 
 
 def test_an_upper_bound_of_node_hours_is_no_lower_than_any_job():
-    asked = job(partition="half")
-    asked = asked.model_copy(update={"pricing": billed(asked)})
-    assert compute_max_price(asked, 10.0, None) >= compute_cost(
-        asked.pricing, hours=10 / 4, nodes=4, gpus_per_node=1, reserved=0
+    requested = job(partition="half")
+    requested = requested.model_copy(update={"pricing": billed(requested)})
+    assert compute_max_price(requested, 10.0, None) >= compute_cost(
+        requested.pricing, hours=10 / 4, nodes=4, gpus_per_node=1, reserved=0
     )
 
 
 def test_an_answer_is_kept_for_a_day_and_goes_on_where_slurm_does_not_answer(tmp_path, monkeypatch):
-    asked, first = job(partition="billed"), Slurm(get_user_name())
-    assert find_site_bill(asked, tmp_path, ask=first) == find_site_bill(
-        asked, tmp_path, ask=Slurm(get_user_name(), without=["scontrol"])
+    requested, first = job(partition="billed"), Slurm(get_user_name())
+    assert find_site_bill(requested, tmp_path, ask=first) == find_site_bill(
+        requested, tmp_path, ask=Slurm(get_user_name(), without=["scontrol"])
     )
     assert [file.parent.name for file in tmp_path.rglob("bill-*.json")] == [FOLDER]
     other = job(partition="billed", memory="0")
@@ -177,15 +179,15 @@ def test_an_answer_is_kept_for_a_day_and_goes_on_where_slurm_does_not_answer(tmp
 
     later = time.time() + 2 * KEPT_SECONDS
     monkeypatch.setattr(time, "time", lambda: later)
-    stale = find_site_bill(asked, tmp_path, ask=Slurm(get_user_name(), without=["scontrol"]))
+    stale = find_site_bill(requested, tmp_path, ask=Slurm(get_user_name(), without=["scontrol"]))
     assert stale.node == 5
     assert "SLURM does not answer" in stale.words
 
 
 def test_a_number_of_the_users_own_asks_nobody():
     silent = Slurm(get_user_name(), without=["scontrol", "sacctmgr"])
-    own = {"per_node": 64, "qos_factors": {"premium": 2}}
-    assert compute_hourly_charge(billed(job(qos="premium", pricing=own), silent), 3) == 384
+    settings = {"per_node": 64, "qos_factors": {"premium": 2}}
+    assert compute_hourly_charge(billed(job(qos="premium", pricing=settings), silent), 3) == 384
     assert not silent.asked
     local = spec(pricing={"kind": "billing"})
     with pytest.raises(SpecError, match=r"cluster\.kind is local"):
@@ -193,10 +195,10 @@ def test_a_number_of_the_users_own_asks_nobody():
 
 
 def test_a_record_whose_values_have_words_and_equals_signs():
-    found = parse_record(NODE_24_11)
-    assert found["CfgTRES"] == "cpu=128,mem=503G,billing=128,gres/gpu=4,gres/gpu:a100=4"
-    assert found["AllocTRES"] == ""
-    assert found["Partitions"] == "gpu"
+    record = parse_record(NODE_24_11)
+    assert record["CfgTRES"] == "cpu=128,mem=503G,billing=128,gres/gpu=4,gres/gpu:a100=4"
+    assert record["AllocTRES"] == ""
+    assert record["Partitions"] == "gpu"
     assert CONFIG
 
 

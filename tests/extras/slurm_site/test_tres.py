@@ -27,10 +27,10 @@ def test_tres_are_read_as_slurm_writes_them(text, found):
 
 
 def test_a_suffix_of_a_weight_is_the_unit_that_it_is_of():
-    found = parse_weights("CPU=1.0,Mem=0.25G,GRES/gpu=2.5,GRES/gpu:A100=8,License/matlab=.5,BB/cray=1T")
-    assert found["mem"] == 0.25 / 1024
-    assert found["bb/cray"] == 1 / 1024**2
-    others = {name: found[name] for name in ("cpu", "gres/gpu", "gres/gpu:a100", "license/matlab")}
+    weights = parse_weights("CPU=1.0,Mem=0.25G,GRES/gpu=2.5,GRES/gpu:A100=8,License/matlab=.5,BB/cray=1T")
+    assert weights["mem"] == 0.25 / 1024
+    assert weights["bb/cray"] == 1 / 1024**2
+    others = {name: weights[name] for name in ("cpu", "gres/gpu", "gres/gpu:a100", "license/matlab")}
     assert others == {"cpu": 1.0, "gres/gpu": 2.5, "gres/gpu:a100": 8.0, "license/matlab": 0.5}
 
 

@@ -48,9 +48,9 @@ def events(run: RunDir) -> list[str]:
 
 def waited(run: RunDir, *jobs: str) -> list[str]:
     """Wait for jobs as a command does; return its warnings."""
-    told: list[Any] = []
-    follow(wait_for_jobs(run, FakeLauncher(says=dict.fromkeys(jobs, "ended")), jobs, WaitPolicy()), told.append)
-    return [event.text for event in told if isinstance(event, WarningEvent)]
+    message: list[Any] = []
+    follow(wait_for_jobs(run, FakeLauncher(says=dict.fromkeys(jobs, "ended")), jobs, WaitPolicy()), message.append)
+    return [event.text for event in message if isinstance(event, WarningEvent)]
 
 
 def test_a_command_that_waits_sends_what_is_new(tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def test_a_tracker_that_fails_is_a_warning_and_no_more(
     (tmp_path / "broken_tracker.py").write_text("def make(uri, project):\n    raise ZeroDivisionError('of mine')\n")
     run = run_with(tmp_path, export=[export])
     training(run)
-    (told,) = waited(run, JOB)
-    assert told.startswith(words) and "tula export sends what is missing" in told
+    (message,) = waited(run, JOB)
+    assert message.startswith(words) and "tula export sends what is missing" in message
 
 
 def test_nothing_is_started_where_nothing_is_asked_for(tmp_path: Path) -> None:
@@ -115,9 +115,9 @@ def test_a_training_sends_by_itself_where_that_is_asked_for(tmp_path: Path) -> N
         path.write_text("".join(json.dumps(row) + "\n" for row in metrics()))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(run.path / "exports" / "tensorboard" / run.id / JOB))
-    found.Reload()
-    assert [one.step for one in found.Scalars("train/loss")] == [640, 1280], "and the newest one when it is over"
+    result = EventAccumulator(str(run.path / "exports" / "tensorboard" / run.id / JOB))
+    result.Reload()
+    assert [item.step for item in result.Scalars("train/loss")] == [640, 1280], "and the newest one when it is over"
     assert (run.path / "exports" / "job.log").read_text() == ""
 
 

@@ -50,7 +50,7 @@ def test_json_has_that_wandb_was_offline(answers: dict[str, Any]) -> None:
 
 
 def test_python_has_that_wandb_was_offline(answers: dict[str, Any]) -> None:
-    assert [getattr(one, "offline", None) for one in answers["python"]] == [True]
+    assert [getattr(answer, "offline", None) for answer in answers["python"]] == [True]
 
 
 def test_the_files_that_wandb_sync_uploads_are_there(answers: dict[str, Any]) -> None:

@@ -60,12 +60,12 @@ def send(run: RunDir, *places: str, active: bool = False, **how: Any) -> tuple[t
     """Send a run to places of the fake tracker; return what was sent, and what was told."""
     trackers = [Export(to="fake_tracker:FakeTracker", uri=place) for place in places]
     how = {"reports": lambda _: (), **how}
-    work, told = export_run([open_run(run)], trackers, active=lambda _: active, **how), []
+    work, message = export_run([open_run(run)], trackers, active=lambda _: active, **how), []
     while True:
         try:
-            told.append(next(work))
+            message.append(next(work))
         except StopIteration as end:
-            return end.value, told
+            return end.value, message
 
 
 def write(run: RunDir, rows: Sequence[dict[str, Any]]) -> None:
@@ -81,9 +81,9 @@ def trained(run: RunDir, rows: Sequence[dict[str, Any]]) -> None:
 def curve(place: str, name: str) -> dict[int, float]:
     """Return a curve of the training at a place: every point of it, none twice."""
     points = [point for point in PLACES[place][KEY].curve if name in point.values]
-    found = {point.samples: point.values[name] for point in points}
-    assert len(found) == len(points), "a point came twice"
-    return found
+    results = {point.samples: point.values[name] for point in points}
+    assert len(results) == len(points), "a point came twice"
+    return results
 
 
 def test_settings_probes_and_the_recommendation_are_sent(run: RunDir, place: str) -> None:
@@ -92,10 +92,10 @@ def test_settings_probes_and_the_recommendation_are_sent(run: RunDir, place: str
     add_failed(run, 2, 32, "ValueError: bad\nand more")
     run.write_recommendation(recommendation())
     run.write_text("results.csv", "a,b\n")
-    (found,), _ = send(run, place)
+    (result,), _ = send(run, place)
     there = PLACES[place]
     whole, probe = there["run"], there["probe-n001-l000032"]
-    assert (found.runs, found.new_runs, found.files, found.problem) == (4, 4, 1, "")
+    assert (result.runs, result.new_runs, result.files, result.problem) == (4, 4, 1, "")
     assert whole.described.name == run.id and whole.files == ["results.csv"] and whole.state == "finished"
     assert whole.given["optimizer.lr"] == 0.1 and whole.given["search.nodes"] == "1 2"
     assert whole.numbers["recommended/batch"] == recommendation().choice.batch
@@ -136,8 +136,8 @@ def test_nothing_is_sent_twice(run: RunDir, place: str) -> None:
     trained(run, metrics())
     send(run, place)
     before = [run.opened for run in PLACES[place].values()]
-    (found,), _ = send(run, place)
-    assert (found.runs, found.new_runs, found.new_points, found.files) == (3, 0, 0, 0)
+    (result,), _ = send(run, place)
+    assert (result.runs, result.new_runs, result.new_points, result.files) == (3, 0, 0, 0)
     assert [run.opened for run in PLACES[place].values()] == before, "what has nothing new is not even opened"
     write(run, [*metrics(), {**metrics()[-1], "samples": 2560, "loss": 1.5}])
     assert send(run, place)[0][0].new_points == 1 and curve(place, "train/loss")[2560] == 1.5
@@ -192,9 +192,9 @@ def test_what_is_kept_of_every_step_comes_between_the_points(
     assert list(curve(place, "ags/factor")) == list(range(256, 1921, 256)) and 128 not in curve(
         place, "gradients/delta"
     )
-    found = PLACES[place][KEY].curve
-    assert [point.samples for point in found] == [0, *range(128, 1921, 128)]
-    assert {point.samples: point.time for point in found}[768] == START + 40, "that of the row that tells of it"
+    result = PLACES[place][KEY].curve
+    assert [point.samples for point in result] == [0, *range(128, 1921, 128)]
+    assert {point.samples: point.time for point in result}[768] == START + 40, "that of the row that tells of it"
 
 
 def resumed(samples: int, *, at: float) -> list[dict[str, Any]]:
@@ -259,16 +259,16 @@ def test_a_tracker_that_is_down_is_told_once_and_caught_up_with(run: RunDir, pla
         sleep=sleeps.append,
         stop=lambda: True,
     )
-    told = list(work)
-    assert [event.text for event in told if isinstance(event, WarningEvent)] == ["the tracker is down; wait"]
+    answer = list(work)
+    assert [event.text for event in answer if isinstance(event, WarningEvent)] == ["the tracker is down; wait"]
     assert (
         "export to fake_tracker:FakeTracker: the tracker is down"
         in run_status(run, FakeLauncher(), now=START).warnings[0].text
     )
     DOWN.discard(place)
-    (found,), told = send(run, place)
+    (result,), answer = send(run, place)
     assert not run_status(run, FakeLauncher(), now=START).warnings
-    assert found.new_points == 4 and not found.problem and not any(isinstance(one, WarningEvent) for one in told)
+    assert result.new_points == 4 and not result.problem and not any(isinstance(item, WarningEvent) for item in answer)
 
 
 def test_it_follows_to_the_end_of_the_jobs(run: RunDir, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,13 +311,13 @@ def test_the_state_is_how_the_training_ended(
         run.write_train_result(train_result())
         run.write_summary(summary())
     send(run, place, active=active)
-    found = PLACES[place][KEY]
-    assert found.state == state
+    value = PLACES[place][KEY]
+    assert value.state == state
     why = "" if outcome == "done" else ": ValueError: bad"
-    assert found.words["attempt.01"] == f"2 nodes, batch 128: {outcome}{why}"
+    assert value.words["attempt.01"] == f"2 nodes, batch 128: {outcome}{why}"
     if result:
-        assert found.numbers["actual/hours"] == 0.1 and found.numbers["best/top1"] == 83.0
-        assert found.words["relaunches"] == "out of memory at batch 128"
+        assert value.numbers["actual/hours"] == 0.1 and value.numbers["best/top1"] == 83.0
+        assert value.words["relaunches"] == "out of memory at batch 128"
 
 
 def test_one_process_at_a_time_sends_a_run_to_a_place(run: RunDir, place: str) -> None:
@@ -364,8 +364,8 @@ def test_it_is_written_in_the_run_what_was_sent_and_another_user_s_run_is_left_a
 def test_a_damaged_curve_is_told(run: RunDir, place: str) -> None:
     add_training(run, rows=metrics())
     run.training("ab12cd34").metrics_path.write_bytes(b"\x8f\xe1\n")
-    _, told = send(run, place)
-    assert ["cannot be read" in event.text for event in told if isinstance(event, WarningEvent)] == [True]
+    _, message = send(run, place)
+    assert ["cannot be read" in event.text for event in message if isinstance(event, WarningEvent)] == [True]
 
 
 def test_a_run_that_cannot_be_written_is_told(run: RunDir, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,14 +385,17 @@ def with_exports(**changes: Any) -> JobSpec:
 
 
 def test_trackers_are_those_named_else_those_of_the_job() -> None:
-    assert [one.to for one in list_requested_trackers(with_exports(), [], uri=None, project=None)] == [
+    assert [item.to for item in list_requested_trackers(with_exports(), [], uri=None, project=None)] == [
         "tensorboard",
         "mlflow",
     ]
-    assert [one.to for one in list_requested_trackers(with_exports(), [], uri=None, project=None, by="job")] == [
+    assert [first.to for first in list_requested_trackers(with_exports(), [], uri=None, project=None, by="job")] == [
         "mlflow"
     ]
-    assert [one.to for one in list_requested_trackers(with_exports(), ["wandb"], uri="x", project="p")] == ["wandb"]
+    assert [
+        requested_tracker.to
+        for requested_tracker in list_requested_trackers(with_exports(), ["wandb"], uri="x", project="p")
+    ] == ["wandb"]
     assert list_requested_trackers(toy_spec(), [], uri=None, project=None, by="command") == ()
 
 

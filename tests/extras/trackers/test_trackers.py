@@ -33,13 +33,13 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def send(run: RunDir, to: str, uri: str | None = None, *, active: bool = False) -> ExportResult:
-    found: list[tuple[ExportResult, ...]] = []
+    result: list[tuple[ExportResult, ...]] = []
 
     def work() -> Generator[Event, None, None]:
-        found.append((yield from export_run([open_run(run)], [Export(to=to, uri=uri)], active=lambda _: active)))
+        result.append((yield from export_run([open_run(run)], [Export(to=to, uri=uri)], active=lambda _: active)))
 
     list(work())
-    return found[0][0]
+    return result[0][0]
 
 
 def go_back(run: RunDir) -> None:
@@ -63,14 +63,16 @@ def mlflow_store(uri: str, run: RunDir) -> None:
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("toy")
     assert experiment is not None
-    there = {one.data.tags["tula.key"]: one for one in client.search_runs([experiment.experiment_id])}
+    there = {
+        search_run.data.tags["tula.key"]: search_run for search_run in client.search_runs([experiment.experiment_id])
+    }
     assert set(there) == {"run", "probe-n001-l000032", KEY}
     whole, probe, training = there["run"], there["probe-n001-l000032"], there[KEY]
     assert whole.data.params["optimizer.lr"] == "0.1" and whole.data.tags["recommendation.objective"] == "knee"
     assert [file.path for file in client.list_artifacts(whole.info.run_id)] == ["report.md", "results.csv"]
     assert probe.data.tags["mlflow.parentRunId"] == whole.info.run_id and probe.data.metrics["step_time"] > 0
     losses = client.get_metric_history(training.info.run_id, "train/loss")
-    assert [(one.step, one.value) for one in sorted(losses, key=lambda one: one.step)] == [
+    assert [(first.step, first.value) for first in sorted(losses, key=lambda item: item.step)] == [
         (640, 2.1),
         (1280, 1.9),
         (5120, 5.12),
@@ -126,34 +128,36 @@ def test_wandb_has_what_was_sent_in_its_offline_folder(run: RunDir, tmp_path: Pa
     send(run, "wandb", str(tmp_path / "offline"), active=True)
     go_back(run)
     assert send(run, "wandb", str(tmp_path / "offline")).new_points == 1
-    found = [record for _, record in records(tmp_path / "offline")]
-    begun = {record.run.display_name: record.run for record in found if record.WhichOneof("record_type") == "run"}
+    results = [record for _, record in records(tmp_path / "offline")]
+    begun = {record.run.display_name: record.run for record in results if record.WhichOneof("record_type") == "run"}
     assert set(begun) == {run.id, f"{run.id}/probe-n001-l000032", f"{run.id}/{KEY}"}
     training = begun[f"{run.id}/{KEY}"]
     assert training.run_group == run.id and training.project == "toy" and training.job_type == "training"
     rows = [
         {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-        for record in found
+        for record in results
         if record.WhichOneof("record_type") == "history"
     ]
     curve = [(row["_step"], row["train/loss"]) for row in rows if "train/loss" in row]
     assert curve == [(640, 2.1), (1280, 1.9), (5120, 5.12)], "its steps are samples, and only grow"
-    told = {item.key or "/".join(item.nested_key): item.value_json for one in found for item in one.summary.update}
-    assert told["summary/actual/hours"] == "0.1" and told["state"] == '"finished"'
+    message = {
+        item.key or "/".join(item.nested_key): item.value_json for first in results for item in first.summary.update
+    }
+    assert message["summary/actual/hours"] == "0.1" and message["state"] == '"finished"'
 
 
 def board(folder: Path) -> Callable[[str], list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
-    found.Reload()
-    return lambda name: [(one.step, round(one.value, 4)) for one in found.Scalars(name)]
+    result = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+    result.Reload()
+    return lambda name: [(item.step, round(item.value, 4)) for item in result.Scalars(name)]
 
 
 def test_tensorboard_has_what_was_sent(run: RunDir) -> None:
-    found = send(run, "tensorboard", active=True)
-    assert (found.runs, Path(found.uri)) == (3, run.path.absolute() / "exports" / "tensorboard")
-    folder = Path(found.uri) / run.id
+    result = send(run, "tensorboard", active=True)
+    assert (result.runs, Path(result.uri)) == (3, run.path.absolute() / "exports" / "tensorboard")
+    folder = Path(result.uri) / run.id
     assert board(folder / KEY)("train/loss") == [(640, 2.1), (1280, 1.9)]
     assert board(folder / "probe-n001-l000032")("summary/step_time")[0][1] > 0
     go_back(run)
@@ -163,8 +167,8 @@ def test_tensorboard_has_what_was_sent(run: RunDir) -> None:
 
 
 def test_tensorboard_writes_into_the_folder_of_a_url(run: RunDir, tmp_path: Path) -> None:
-    found = send(run, "tensorboard", f"file://{tmp_path}/a%20board", active=True)
-    assert found.uri == str(tmp_path / "a board")
+    result = send(run, "tensorboard", f"file://{tmp_path}/a%20board", active=True)
+    assert result.uri == str(tmp_path / "a board")
     assert board(tmp_path / "a board" / run.id / KEY)("train/loss") == [(640, 2.1), (1280, 1.9)]
 
 
@@ -172,16 +176,16 @@ def test_a_run_that_was_moved_goes_on_in_the_place_inside_it(run: RunDir, tmp_pa
     """It would otherwise be twice in the files that moved with it."""
     send(run, "tensorboard")
     moved = RunDir(shutil.copytree(run.path, tmp_path / "elsewhere" / run.id))
-    found = send(moved, "tensorboard")
-    assert (found.new_runs, found.new_points, found.uri) == (0, 0, str(moved.path / "exports" / "tensorboard"))
-    assert board(Path(found.uri) / run.id / KEY)("train/loss") == [(640, 2.1), (1280, 1.9), (1920, 1.7)]
+    result = send(moved, "tensorboard")
+    assert (result.new_runs, result.new_points, result.uri) == (0, 0, str(moved.path / "exports" / "tensorboard"))
+    assert board(Path(result.uri) / run.id / KEY)("train/loss") == [(640, 2.1), (1280, 1.9), (1920, 1.7)]
 
 
 def test_a_folder_that_cannot_be_written_is_told(run: RunDir, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     work = export_run([open_run(run)], [Export(to="tensorboard", uri=str(tmp_path / "file"))], active=lambda _: False)
-    (told,) = list(work)
-    assert "Not a directory" in told.text  # type: ignore[union-attr]
+    (message,) = list(work)
+    assert "Not a directory" in message.text  # type: ignore[union-attr]
 
 
 def test_a_package_that_is_missing_is_told_with_what_to_do(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

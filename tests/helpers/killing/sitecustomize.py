@@ -27,9 +27,9 @@ def _seen(call: str, subject: object) -> None:
     if kills >= int(MOST):
         return
     latest = LATEST_OF_SUPERVISORS if rank == "none" else LATEST
-    left = _left.setdefault(me, random.Random(f"{SEED} {kills} {rank}").randrange(1, latest))
-    _left[me] = left - 1
-    if left > 1:
+    remaining = _left.setdefault(me, random.Random(f"{SEED} {kills} {rank}").randrange(1, latest))
+    _left[me] = remaining - 1
+    if remaining > 1:
         return
     with contextlib.suppress(FileExistsError):
         mark = os.open(f"{MARKS}/{kills:02d}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)

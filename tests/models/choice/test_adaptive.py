@@ -45,12 +45,12 @@ def fitted(probed: set[tuple[int, int]]) -> StepTimeFit:
 def search(grid: list[tuple[int, int]]) -> tuple[set[tuple[int, int]], list[Proposal]]:
     """Follow the proposals to their end."""
     by_nodes = {n: tuple(b for m, b in grid if m == n) for n, _ in grid}
-    probed, told = set(choose_first_probes(by_nodes.items())), []
+    probed, message = set(choose_first_probes(by_nodes.items())), []
     while True:
         proposal = propose(fitted(probed), candidates(grid, probed), tolerance=0.01)
-        told.append(proposal)
+        message.append(proposal)
         if not proposal.picks:
-            return probed, told
+            return probed, message
         probed |= {(pick.candidate.nodes, pick.candidate.local_batch) for pick in proposal.picks}
 
 
@@ -62,7 +62,7 @@ def test_starts_from_four_probes() -> None:
 
 def test_ends_near_the_optimum_with_a_part_of_the_probes() -> None:
     grid = places()
-    probed, told = search(grid)
+    probed, message = search(grid)
     assert len(probed) < 0.7 * len(grid)
     model = fitted(probed)
 
@@ -74,7 +74,7 @@ def test_ends_near_the_optimum_with_a_part_of_the_probes() -> None:
         return true[min(grid, key=lambda p: guess[p])] / min(true.values()) - 1
 
     assert lost(0) < 0.02 and lost(1) < 0.02
-    assert all("expected regret" in proposal.words for proposal in told)
+    assert all("expected regret" in proposal.words for proposal in message)
 
 
 def test_never_proposes_what_was_probed_or_the_same_twice() -> None:

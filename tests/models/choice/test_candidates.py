@@ -62,8 +62,8 @@ def test_a_configuration_is_one_on_both_markets_and_another_on_other_nodes() -> 
 
 def test_the_fastest_comes_first_then_fewer_nodes_and_a_smaller_batch() -> None:
     given = [make.prediction(4, 64, hours=1.0), make.prediction(2, 128, hours=1.0), make.prediction(2, 64, hours=1.0)]
-    found = Candidates.from_predictions([*given, make.prediction(8, 256, hours=0.5)]).ordered()
-    assert np.array_equal(found["nodes"], [8, 2, 2, 4]) and np.array_equal(found["batch"], [256, 64, 128, 64])
+    result = Candidates.from_predictions([*given, make.prediction(8, 256, hours=0.5)]).ordered()
+    assert np.array_equal(result["nodes"], [8, 2, 2, 4]) and np.array_equal(result["batch"], [256, 64, 128, 64])
 
 
 def test_a_query_keeps_the_rows_within_all_of_its_limits_in_their_order() -> None:

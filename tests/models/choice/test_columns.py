@@ -14,6 +14,11 @@ def test_half_is_as_near_as_double() -> None:
 
 
 def test_a_value_is_asked_for_once() -> None:
-    asked = []
-    assert compute_by_value(lambda one: asked.append(one) or one**2, np.array([3, 2, 3, 3])).tolist() == [9, 4, 9, 9]  # type: ignore[func-returns-value]
-    assert asked == [2, 3]
+    requests = []
+    assert compute_by_value(lambda item: requests.append(item) or item**2, np.array([3, 2, 3, 3])).tolist() == [
+        9,
+        4,
+        9,
+        9,
+    ]  # type: ignore[func-returns-value]
+    assert requests == [2, 3]

@@ -41,16 +41,18 @@ def test_the_rows_of_a_training_tell_where_it_would_have_ended(until: Any, found
 
 
 def test_rows_without_the_metric_tell_nothing() -> None:
-    asked = train(metric="f1", target=0.3)
-    assert not has_metrics(rows(50, 60), asked) and not has_metrics([], asked)
+    requested = train(metric="f1", target=0.3)
+    assert not has_metrics(rows(50, 60), requested) and not has_metrics([], requested)
     assert not has_metrics([{**row, "top1": None} for row in rows(50, 60)], train(metric="top1", target=0.7))
 
 
 def test_the_prediction_of_some_epochs_keeps_starts_and_ends_whole() -> None:
     parts = TimeParts(steps=800.0, data=100.0, evaluation=100.0, checkpoints=60.0, branches=20.0, rest=20.0)
     whole = make.prediction(1, 64, hours=1000 / 3600, hours_low=None, hours_high=1.0, cost=4.0, kwh=2.0, parts=parts)
-    found = shorten_prediction(whole, epochs=1, of=4)
-    assert found.parts == TimeParts(steps=200.0, data=25.0, evaluation=25.0, checkpoints=15.0, branches=20.0, rest=20.0)
-    assert found.hours == pytest.approx(280 / 3600) and found.hours_low is None
-    assert (found.hours_high, found.cost, found.kwh) == pytest.approx((0.28, 1.12, 0.56))
+    result = shorten_prediction(whole, epochs=1, of=4)
+    assert result.parts == TimeParts(
+        steps=200.0, data=25.0, evaluation=25.0, checkpoints=15.0, branches=20.0, rest=20.0
+    )
+    assert result.hours == pytest.approx(280 / 3600) and result.hours_low is None
+    assert (result.hours_high, result.cost, result.kwh) == pytest.approx((0.28, 1.12, 0.56))
     assert shorten_prediction(whole.model_copy(update={"parts": None}), epochs=1, of=4).cost == 1.0

@@ -14,18 +14,18 @@ def test_batches_double_up_to_the_maximum():
 
 
 def test_candidates_are_ordered_and_divide_among_the_gpus():
-    found = list_candidates([4, 1], gpus_per_node=2, min_batch=4, max_batch=16)
-    assert found == [Config(1, 4), Config(1, 8), Config(1, 16), Config(4, 8), Config(4, 16)]
+    candidates = list_candidates([4, 1], gpus_per_node=2, min_batch=4, max_batch=16)
+    assert candidates == [Config(1, 4), Config(1, 8), Config(1, 16), Config(4, 8), Config(4, 16)]
 
 
 def test_memory_bounds_the_local_batch():
-    found = list_candidates([1, 2], gpus_per_node=1, min_batch=32, max_batch=256, max_local_batch=64)
-    assert found == [Config(1, 32), Config(1, 64), Config(2, 32), Config(2, 64), Config(2, 128)]
+    candidates = list_candidates([1, 2], gpus_per_node=1, min_batch=32, max_batch=256, max_local_batch=64)
+    assert candidates == [Config(1, 32), Config(1, 64), Config(2, 32), Config(2, 64), Config(2, 128)]
 
 
 def test_local_batch_divides_by_the_accumulation():
-    found = list_candidates([2], gpus_per_node=1, min_batch=6, max_batch=48, accumulate=4)
-    assert found == [Config(2, 24), Config(2, 48)]
+    candidates = list_candidates([2], gpus_per_node=1, min_batch=6, max_batch=48, accumulate=4)
+    assert candidates == [Config(2, 24), Config(2, 48)]
 
 
 def test_node_count_given_twice_counts_once():
@@ -44,11 +44,11 @@ positive = st.integers(1, 40)
     accumulate=st.integers(1, 4),
 )
 def test_every_candidate_is_within_all_bounds(nodes, gpus, minimum, maximum, local, accumulate):
-    found = list_candidates(
+    candidates = list_candidates(
         nodes, gpus_per_node=gpus, min_batch=minimum, max_batch=maximum, max_local_batch=local, accumulate=accumulate
     )
-    assert found == sorted(set(found))
-    for config in found:
+    assert candidates == sorted(set(candidates))
+    for config in candidates:
         assert config.nodes in nodes
         assert minimum <= config.batch <= maximum
         assert config.local_batch(gpus) * config.nodes * gpus == config.batch
@@ -58,8 +58,8 @@ def test_every_candidate_is_within_all_bounds(nodes, gpus, minimum, maximum, loc
 
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_no_feasible_candidate_is_left_out(gpus):
-    found = list_candidates([1, 2, 3], gpus_per_node=gpus, min_batch=12, max_batch=96)
+    candidates = list_candidates([1, 2, 3], gpus_per_node=gpus, min_batch=12, max_batch=96)
     expected = {
         Config(nodes, batch) for nodes in (1, 2, 3) for batch in (12, 24, 48, 96) if batch % (nodes * gpus) == 0
     }
-    assert set(found) == expected
+    assert set(candidates) == expected

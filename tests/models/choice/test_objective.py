@@ -47,15 +47,15 @@ ROWS = st.lists(
         cost=st.floats(0.1, 9),
     ),
     min_size=1,
-    unique_by=lambda found: (found.nodes, found.batch),
+    unique_by=lambda result: (result.nodes, result.batch),
 )
 
 
 @given(ROWS, st.randoms())
 def test_time_and_cost_take_the_least_in_any_order(rows: list[Prediction], order: random.Random) -> None:
     order.shuffle(rows)
-    assert choose(rows, objective="time").prediction.hours == min(found.hours for found in rows)
-    assert choose(rows, objective="cost").prediction.cost == min(found.cost for found in rows)
+    assert choose(rows, objective="time").prediction.hours == min(outcome.hours for outcome in rows)
+    assert choose(rows, objective="cost").prediction.cost == min(result.cost for result in rows)
 
 
 @given(ROWS)
@@ -69,9 +69,9 @@ def test_the_choice_is_never_among_its_runners_up(rows: list[Prediction]) -> Non
 @given(ROWS)
 def test_the_envelope_has_the_fastest_of_each_batch(rows: list[Prediction]) -> None:
     line = find_envelope(rows)
-    assert [found.batch for found in line] == sorted({found.batch for found in rows})
-    for found in line:
-        assert found.hours == min(other.hours for other in rows if other.batch == found.batch)
+    assert [result.batch for result in line] == sorted({outcome.batch for outcome in rows})
+    for value in line:
+        assert value.hours == min(other.hours for other in rows if other.batch == value.batch)
 
 
 def test_equal_times_go_to_the_cheaper_then_the_smaller() -> None:
@@ -148,11 +148,13 @@ def test_the_knee_is_where_the_curve_bends(bend: int) -> None:
     choice = choose(rows, objective="knee")
     assert choice.prediction.batch == 32 * 2**bend
     assert choice.reason.startswith("the knee of time against batch: time +")
-    assert {found.batch for found in choice.runners_up[:2]} == {16 * 2**bend, 64 * 2**bend}
+    assert {result.batch for result in choice.runners_up[:2]} == {16 * 2**bend, 64 * 2**bend}
 
 
 def test_the_knee_is_looked_for_on_the_fastest_nodes_of_each_batch() -> None:
-    slow = [found.model_copy(update={"nodes": 2, "hours": found.hours * 3}) for found in curve(lambda k: 90 - 10 * k)]
+    slow = [
+        result.model_copy(update={"nodes": 2, "hours": result.hours * 3}) for result in curve(lambda k: 90 - 10 * k)
+    ]
     rows = curve(lambda k: 10 + max(0, 3 - k) * 20 - 0.01 * k)
     assert choose([*slow, *rows], objective="knee").prediction == rows[3]
 
@@ -192,13 +194,13 @@ def test_a_neighbour_as_good_is_named() -> None:
     assert "as good" in reason(10.5, spread=0.1)
 
 
-def progress(found: Prediction, epochs: float, *, low: float, high: float) -> Prediction:
+def progress(result: Prediction, epochs: float, *, low: float, high: float) -> Prediction:
     """Return a prediction whose same progress takes so many times its hours."""
-    told = SameProgress(
-        epochs=epochs, epochs_low=low, epochs_high=high, epochs_alike=low, epochs_lossy=high, hours=found.hours * epochs, hours_low=found.hours * low,
-        hours_high=found.hours * high, cost=found.cost * epochs,
+    answer = SameProgress(
+        epochs=epochs, epochs_low=low, epochs_high=high, epochs_alike=low, epochs_lossy=high, hours=result.hours * epochs, hours_low=result.hours * low,
+        hours_high=result.hours * high, cost=result.cost * epochs,
     )  # fmt: skip
-    return found.model_copy(update={"same_progress": told})
+    return result.model_copy(update={"same_progress": answer})
 
 
 def test_accuracy_time_takes_the_least_time_to_the_same_progress() -> None:
@@ -209,10 +211,10 @@ def test_accuracy_time_takes_the_least_time_to_the_same_progress() -> None:
     ]
     choice = choose(rows, objective="accuracy-time")
     assert choice.prediction.batch == 128
-    assert [found.batch for found in choice.runners_up] == [64, 256]
+    assert [result.batch for result in choice.runners_up] == [64, 256]
     assert "shortest time to the same progress of 3 feasible configurations" in choice.reason
     assert "the best batch is 64 to 256" in choice.reason
-    assert [found.batch for found in find_envelope(rows, curve="accuracy-time")] == [64, 128, 256]
+    assert [outcome.batch for outcome in find_envelope(rows, curve="accuracy-time")] == [64, 128, 256]
 
 
 def test_a_choice_that_the_range_does_not_change_is_said_to_be_sure() -> None:
@@ -236,13 +238,13 @@ def test_an_uncertain_forecast_has_to_be_clearly_better_than_a_certain_one() -> 
 
 
 def test_the_range_of_the_noise_is_told_by_its_two_ends_also_below_the_reference_batch() -> None:
-    def told(found: Prediction, *, alike: float, lossy: float) -> Prediction:
+    def told(result: Prediction, *, alike: float, lossy: float) -> Prediction:
         low, high = sorted((alike, lossy))
         same = SameProgress(
-            epochs=1.0, epochs_low=low, epochs_high=high, epochs_alike=alike, epochs_lossy=lossy, hours=found.hours,
-            hours_low=found.hours * low, hours_high=found.hours * high, cost=found.cost,
+            epochs=1.0, epochs_low=low, epochs_high=high, epochs_alike=alike, epochs_lossy=lossy, hours=result.hours,
+            hours_low=result.hours * low, hours_high=result.hours * high, cost=result.cost,
         )  # fmt: skip
-        return found.model_copy(update={"same_progress": same})
+        return result.model_copy(update={"same_progress": same})
 
     # Below the reference batch a lossy noise takes fewer epochs, above it more.
     small, large = told(row(1, 32, 2.0), alike=1.0, lossy=0.5), told(row(1, 512, 1.5), alike=1.0, lossy=3.0)

@@ -12,10 +12,10 @@ def test_batches_are_ready_in_two_loaders() -> None:
 
 
 def test_on_the_processor_batches_stay_in_shared_memory() -> None:
-    found = estimate_data_memory([100], sample=MB, ranks=3, workers=2, on_gpu=False)
-    assert (found.batches, found.shared, found.pinned) == (300 * MB, 3 * 10 * 100 * MB, 0)
-    assert found.samples == 3 * 2 * 100 * MB  # each process has one in the making
-    assert found.total == found.shared + found.samples
+    data_memory = estimate_data_memory([100], sample=MB, ranks=3, workers=2, on_gpu=False)
+    assert (data_memory.batches, data_memory.shared, data_memory.pinned) == (300 * MB, 3 * 10 * 100 * MB, 0)
+    assert data_memory.samples == 3 * 2 * 100 * MB  # each process has one in the making
+    assert data_memory.total == data_memory.shared + data_memory.samples
 
 
 def test_pinned_copies_are_rounded_up_to_powers_of_two() -> None:
@@ -35,6 +35,6 @@ def test_pinned_memory_of_smaller_batches_is_not_given_back() -> None:
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_without_processes_nothing_goes_through_shared_memory(on_gpu: bool) -> None:
-    found = estimate_data_memory([8], sample=MB, ranks=2, workers=0, on_gpu=on_gpu)
-    assert (found.shared, found.samples) == (0, 2 * 8 * MB)
-    assert found.pinned == (2 * 2 * 8 * MB if on_gpu else 0)
+    data_memory = estimate_data_memory([8], sample=MB, ranks=2, workers=0, on_gpu=on_gpu)
+    assert (data_memory.shared, data_memory.samples) == (0, 2 * 8 * MB)
+    assert data_memory.pinned == (2 * 2 * 8 * MB if on_gpu else 0)

@@ -209,8 +209,8 @@ def test_measured_libraries_win() -> None:
 
 
 def test_what_small_probes_hold_in_reserve_does_not_bound_large_batches() -> None:
-    held = with_memory(BENT, lambda memory: {"reserved": round(1.1 * memory.peak)})
-    rows = [row.model_copy(update={"room": round(1.02 * row.memory.peak)}) for row in held]
+    kept = with_memory(BENT, lambda memory: {"reserved": round(1.1 * memory.peak)})
+    rows = [row.model_copy(update={"room": round(1.02 * row.memory.peak)}) for row in kept]
     loose = seen_at(32).memory.peak * 3 // 2
     model = fit_memory_model(
         [*rows, seen_at(32, reserved=loose), seen_at(200, reserved=seen_at(200).memory.peak * 3 // 2)]

@@ -35,9 +35,9 @@ SIZE, EPOCHS = 10_000, 20
 
 
 def path(*points: tuple[float, float], reference: int = 128) -> NoisePath:
-    found = NoisePath.from_measurements(dict(points), reference=reference)
-    assert found is not None
-    return found
+    result = NoisePath.from_measurements(dict(points), reference=reference)
+    assert result is not None
+    return result
 
 
 def stages(subject: NoisePath, *, batch: int = 2048, factor: float = 1.0) -> tuple[Stage, ...]:
@@ -92,13 +92,13 @@ def test_first_is_where_it_comes_to_a_scale(points: dict[float, float], scale: f
 
 def test_a_batch_begins_where_the_noise_scale_has_come_to_it() -> None:
     subject = path((0, 60), (2, 400))
-    found = stages(subject)
-    assert [stage.batch for stage in found] == [128, 256, 512, 1024, 2048]
-    for stage in found[1:4]:
+    result = stages(subject)
+    assert [stage.batch for stage in result] == [128, 256, 512, 1024, 2048]
+    for stage in result[1:4]:
         assert subject.noise_at(stage.begin / SIZE) == pytest.approx(stage.batch, rel=1e-3) and stage.noise is not None
         assert subject.noise_at((stage.begin - 2) / SIZE) < stage.batch
     late = stages(subject, factor=0.5)
-    assert all(mine.begin > own.begin for mine, own in zip(late[1:], found[1:4], strict=False))
+    assert all(mine.begin > value.begin for mine, value in zip(late[1:], result[1:4], strict=False))
 
 
 def test_it_starts_at_the_doubling_that_the_noise_at_the_start_allows() -> None:
@@ -108,9 +108,9 @@ def test_it_starts_at_the_doubling_that_the_noise_at_the_start_allows() -> None:
 
 
 def test_a_batch_that_the_noise_never_comes_to_begins_at_the_end() -> None:
-    found = stages(path((0, 10), (2, 100)))
-    assert found[-1] == Stage(begin=SIZE * EPOCHS, batch=2048) and found[-2].batch < 1024
-    ramp = Ramp(found)
+    result = stages(path((0, 10), (2, 100)))
+    assert result[-1] == Stage(begin=SIZE * EPOCHS, batch=2048) and result[-2].batch < 1024
+    ramp = Ramp(result)
     steps = ramp.remaining_steps(size=SIZE, epochs=EPOCHS)
     assert steps[2048] == 0 and sum(steps.values()) > 0
 
@@ -122,16 +122,16 @@ def test_stages_only_double_last_their_share_and_never_go_down(
 ) -> None:
     size, reference = 5000, 128
     subject = path(*points.items(), reference=reference)
-    found = plan_stages_by_noise(subject, batch=batch, factor=factor, size=size, epochs=epochs)
-    assert found[0].begin == 0 and found[-1].batch == batch
-    for before, stage in pairwise(found):
+    result = plan_stages_by_noise(subject, batch=batch, factor=factor, size=size, epochs=epochs)
+    assert result[0].begin == 0 and result[-1].batch == batch
+    for before, stage in pairwise(result):
         assert stage.batch > before.batch
         assert stage.begin - before.begin >= MIN_STAGE_SHARE * size * epochs
-    for stage in found[:-1]:
+    for stage in result[:-1]:
         assert stage.batch in {reference << k for k in range(20)}
-    for stage in found:
+    for stage in result:
         allowed = stage.noise is None or stage.batch <= factor * stage.noise * (1 + 1e-3) + 1
-        assert allowed or stage is found[0]
+        assert allowed or stage is result[0]
 
 
 def job(**train: object) -> object:
@@ -143,19 +143,19 @@ def job(**train: object) -> object:
 
 def test_stages_divide_among_parts_and_what_was_decided_stays() -> None:
     noise = path((0, 60), (2, 1000))
-    own = {"batch": 3072, "divisor": 48, "dataset_size": SIZE}
-    found = build_ramp(job(), noise=noise, **own)  # type: ignore[arg-type]
-    assert [stage.batch for stage in found.stages] == [96, 240, 480, 1008, 2016, 3072]
-    assert build_ramp(job(), decided=found.stages, **own).stages == found.stages  # type: ignore[arg-type]
-    smaller = build_ramp(job(), decided=found.stages, **{**own, "batch": 480})  # type: ignore[arg-type]
-    assert smaller.stages == found.stages[:3]
+    value = {"batch": 3072, "divisor": 48, "dataset_size": SIZE}
+    ramp = build_ramp(job(), noise=noise, **value)  # type: ignore[arg-type]
+    assert [stage.batch for stage in ramp.stages] == [96, 240, 480, 1008, 2016, 3072]
+    assert build_ramp(job(), decided=ramp.stages, **value).stages == ramp.stages  # type: ignore[arg-type]
+    smaller = build_ramp(job(), decided=ramp.stages, **{**value, "batch": 480})  # type: ignore[arg-type]
+    assert smaller.stages == ramp.stages[:3]
     few = build_ramp(job(), noise=noise, batch=4096, divisor=256, dataset_size=SIZE)  # type: ignore[arg-type]
     assert few.stages[0].begin == 0 and few.stages[0].batch == 256 and "leaves batch 128 out" in few.remarks[0]
 
 
 def test_without_a_measurement_stages_are_those_of_auto() -> None:
-    own = {"batch": 2048, "divisor": 1, "dataset_size": SIZE}
-    assert build_ramp(job(), **own) == build_ramp(job(ramp="auto"), **own)  # type: ignore[arg-type]
+    value = {"batch": 2048, "divisor": 1, "dataset_size": SIZE}
+    assert build_ramp(job(), **value) == build_ramp(job(ramp="auto"), **value)  # type: ignore[arg-type]
 
 
 def test_a_training_that_goes_on_at_another_batch_keeps_the_stages_it_has_had() -> None:
@@ -181,8 +181,8 @@ def test_a_forecast_knows_the_stages_and_what_they_lack() -> None:
     start = Estimator.fit(spec, results, noise=path((0, 20), reference=32))
     assert "noise-only-at-start" in codes(start.warnings)
     short = spec.model_copy(update={"train": spec.train.model_copy(update={"epochs": 1})})
-    told = [Estimator.fit(one, results, noise=path((0, 20), reference=32)).warnings for one in (spec, short)]
-    assert ["stages-not-delayed" in codes(warnings) for warnings in told] == [False, True]
+    messages = [Estimator.fit(item, results, noise=path((0, 20), reference=32)).warnings for item in (spec, short)]
+    assert ["stages-not-delayed" in codes(warnings) for warnings in messages] == [False, True]
     untold = Estimator.fit(spec, results)
     assert "noise-not-measured" in codes(untold.warnings)
 
@@ -198,9 +198,9 @@ def decision(batch: int, begin: int) -> StageDecision:
 
 
 def test_a_stage_put_off_moves_those_after_it_and_each_lasts_as_planned() -> None:
-    found = apply_decisions(PLANNED, [decision(256, 30_001)], total=200_000, size=SIZE)
-    assert [stage.begin for stage in found] == [0, 30_001, 60_001]
-    assert apply_decisions(found, [], total=200_000, size=SIZE) == found
+    result = apply_decisions(PLANNED, [decision(256, 30_001)], total=200_000, size=SIZE)
+    assert [stage.begin for stage in result] == [0, 30_001, 60_001]
+    assert apply_decisions(result, [], total=200_000, size=SIZE) == result
     assert apply_decisions(PLANNED, [], total=200_000, size=SIZE) == with_epochs(PLANNED, SIZE)
     twice = [decision(256, 40_001), decision(256, 30_001), decision(1024, 7)]
     assert [stage.begin for stage in apply_decisions(PLANNED, twice, total=200_000, size=SIZE)] == [0, 40_001, 70_001]
@@ -217,10 +217,10 @@ def test_what_would_not_last_never_begins() -> None:
 @given(rows=st.lists(st.tuples(st.sampled_from([128, 256, 512]), st.integers(0, 250_000)), max_size=6))
 @settings(max_examples=100)
 def test_decisions_only_lengthen(rows: list[tuple[int, int]]) -> None:
-    found = apply_decisions(PLANNED, [decision(*row) for row in rows], total=200_000, size=SIZE)
-    assert [stage.batch for stage in found] == [stage.batch for stage in PLANNED]
-    assert all(mine.begin >= own.begin for mine, own in zip(found, PLANNED, strict=True))
-    assert all(after.begin >= before.begin for before, after in pairwise(found))
+    result = apply_decisions(PLANNED, [decision(*row) for row in rows], total=200_000, size=SIZE)
+    assert [stage.batch for stage in result] == [stage.batch for stage in PLANNED]
+    assert all(mine.begin >= value.begin for mine, value in zip(result, PLANNED, strict=True))
+    assert all(after.begin >= before.begin for before, after in pairwise(result))
 
 
 def test_the_upper_end_of_the_noise_decides_and_the_next_measurement_looks_again() -> None:
@@ -252,8 +252,8 @@ def test_stages_that_begin_before_the_noise_is_measured_are_said_to_stay() -> No
 
 
 def test_stages_and_decisions_in_words() -> None:
-    told = describe_stages(with_epochs(stages(path((0, 60), (2, 400))), SIZE))
-    assert told.startswith(
+    answer = describe_stages(with_epochs(stages(path((0, 60), (2, 400))), SIZE))
+    assert answer.startswith(
         "batch 128 from epoch 0: noise scale 60.0; batch 256 from epoch 1.14: noise scale 256; batch 512"
     )
     assert (

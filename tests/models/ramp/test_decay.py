@@ -29,8 +29,8 @@ COSINE = {"kind": "cosine"}
 
 def job(schedule: Any = COSINE, optimizer: Any = None, **train: Any) -> JobSpec:
     sections = {"model": {"name": "small_cnn"}, "dataset": {"name": "digits"}, "optimizer": optimizer or {"lr": 0.1}}
-    own = {"epochs": EPOCHS, "method": "lbt", "ramp": "decay", **train}
-    return validate({**sections, "schedule": schedule, "train": own}, source="a test")
+    value = {"epochs": EPOCHS, "method": "lbt", "ramp": "decay", **train}
+    return validate({**sections, "schedule": schedule, "train": value}, source="a test")
 
 
 def of(schedule: Any = COSINE, *, batch: int = 1024, parts: int = 1, **train: Any) -> Ramp:
@@ -85,13 +85,13 @@ def test_rate_and_batch_are_worth_the_rate_of_the_reference_batch(schedule: Any,
     subject = job(schedule, {"name": name, "lr": 0.1})
     ramp = build_ramp(subject, batch=batch, divisor=1, dataset_size=SIZE)
     for passed in range(0, EPOCHS * SIZE, 997):
-        own, epoch = ramp.batch_at(passed), passed / SIZE
-        worth = (own / 128) ** (1 if name == "SGD" else 0.5)
-        assert compute_learning_rate(subject, epoch, own) == pytest.approx(
+        value, epoch = ramp.batch_at(passed), passed / SIZE
+        worth = (value / 128) ** (1 if name == "SGD" else 0.5)
+        assert compute_learning_rate(subject, epoch, value) == pytest.approx(
             compute_reference_rate(subject, epoch) * worth
         )
-        assert compute_learning_rate(subject, epoch, own) <= 0.1 * (1 + 1e-6)
-        assert own == 128 or 0.1 * 128 / own >= compute_reference_rate(subject, epoch) * (1 - 1e-6)
+        assert compute_learning_rate(subject, epoch, value) <= 0.1 * (1 + 1e-6)
+        assert value == 128 or 0.1 * 128 / value >= compute_reference_rate(subject, epoch) * (1 - 1e-6)
     for stage, following in pairwise(ramp.stages):
         assert following.begin > stage.begin and following.batch > stage.batch
     assert ramp.stages[0] == Stage(begin=0, batch=128) or schedule.get("milestones", [1])[0] == 0
@@ -100,8 +100,8 @@ def test_rate_and_batch_are_worth_the_rate_of_the_reference_batch(schedule: Any,
 
 @pytest.mark.parametrize(("kind", "least"), [("cosine", 0.36), ("linear", 0.33)])
 def test_a_decay_to_nothing_saves_more_than_30_percent_of_the_steps(kind: str, least: float) -> None:
-    found = of({"kind": kind}).remaining_steps(size=SIZE, epochs=EPOCHS)
-    assert 1 - sum(found.values()) / (EPOCHS * (SIZE // 128)) >= least
+    result = of({"kind": kind}).remaining_steps(size=SIZE, epochs=EPOCHS)
+    assert 1 - sum(result.values()) / (EPOCHS * (SIZE // 128)) >= least
 
 
 def test_stages_divide_among_gpus_and_micro_batches() -> None:
@@ -116,8 +116,8 @@ def test_at_or_below_the_reference_batch_nothing_grows() -> None:
 
 def test_after_an_out_of_memory_the_smaller_batch_keeps_its_stages() -> None:
     subject, decided = job(), of().stages
-    found = build_ramp(subject, batch=512, divisor=1, dataset_size=SIZE, decided=decided)
-    assert found.stages == decided[:3]
+    ramp = build_ramp(subject, batch=512, divisor=1, dataset_size=SIZE, decided=decided)
+    assert ramp.stages == decided[:3]
     assert build_ramp(subject, batch=96, divisor=1, dataset_size=SIZE, decided=decided) == Ramp.constant(96)
 
 
@@ -149,8 +149,8 @@ def test_the_rule_is_that_of_the_optimizer(name: str, method: str, rule: str) ->
     subject = job(optimizer={"name": name, "lr": 0.1}, method=method)
     assert compute_lr_scale(subject, 128 * 16) == {"linear": 16, "sqrt": 4}[rule]
     other = {"linear": "sqrt", "sqrt": "linear"}[rule]
-    asked = job(optimizer={"name": name, "lr": 0.1}, method=method, lr_scaling=other)
-    assert compute_lr_scale(asked, 128 * 16) == {"linear": 4, "sqrt": 16}[rule]
+    requested = job(optimizer={"name": name, "lr": 0.1}, method=method, lr_scaling=other)
+    assert compute_lr_scale(requested, 128 * 16) == {"linear": 4, "sqrt": 16}[rule]
 
 
 def test_only_a_limit_that_is_given_holds() -> None:
@@ -231,8 +231,8 @@ TRUTH, PROBES = Truth(dataset_size=12_800), {1: (16, 32, 64, 128, 256), 8: (2, 6
 
 
 def forecast(schedule: Any = COSINE, **train: Any) -> Estimator:
-    own = {"method": "lbt", "ramp": "decay", "epochs": 10, "reference_batch": 32, **train}
-    subject = searched(train=own, schedule=schedule, search={"nodes": [1, 2, 4, 8]})
+    value = {"method": "lbt", "ramp": "decay", "epochs": 10, "reference_batch": 32, **train}
+    subject = searched(train=value, schedule=schedule, search={"nodes": [1, 2, 4, 8]})
     return replace(Estimator.fit(subject, probe_all(TRUTH, PROBES)), stages_by="cost")
 
 
@@ -243,7 +243,9 @@ def test_each_stage_has_the_nodes_that_it_is_worth_unless_the_job_says_otherwise
     assert {stage.nodes for stage in same.stages} == {None} and same.cost > choice.cost
     plain = searched(train={"method": "lbt"})
     assert plain.train.ramp_nodes == "same"
-    named = {compute_train_signature(forecast(**own).spec, nodes=8, batch=256) for own in ({}, {"ramp_nodes": "same"})}
+    named = {
+        compute_train_signature(forecast(**value).spec, nodes=8, batch=256) for value in ({}, {"ramp_nodes": "same"})
+    }
     assert len(named) == 2, "stages are rounded to other numbers of GPUs"
 
 

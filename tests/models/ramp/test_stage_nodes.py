@@ -35,8 +35,8 @@ TRUTH = Truth(dataset_size=12_800)
 
 
 def job(**train: object) -> JobSpec:
-    own = {"method": "lrs", "ramp": "auto", "epochs": 10, "reference_batch": 32, **train}
-    return spec(train=own, search={"nodes": [1, 2, 4, 8]})
+    expected_value = {"method": "lrs", "ramp": "auto", "epochs": 10, "reference_batch": 32, **train}
+    return spec(train=expected_value, search={"nodes": [1, 2, 4, 8]})
 
 
 def forecast(by: Worth, **train: object) -> Estimator:
@@ -95,19 +95,19 @@ def test_no_other_ascending_nodes_are_better_and_those_throughout_never(
 ) -> None:
     options = [dict(zip((1, 2, 4, 8), seconds, strict=True)) for seconds in times] + [{8: 100.0}]
     change, by = Change(start, queue), "cost" if cost else "time"
-    found = choose_stage_nodes(options, change, by=by)  # type: ignore[arg-type]
+    stage_nodes = choose_stage_nodes(options, change, by=by)  # type: ignore[arg-type]
     paths = [
         path for path in itertools.product(*options) if list(path) == sorted(path) and len({*path}) <= MAX_CHANGES + 1
     ]
     least = min(value(options, path, change, by) for path in paths)  # type: ignore[arg-type]
-    assert value(options, found, change, by) == pytest.approx(least)  # type: ignore[arg-type]
-    assert found in paths and least <= value(options, (8,) * len(options), change, by)  # type: ignore[arg-type]
+    assert value(options, stage_nodes, change, by) == pytest.approx(least)  # type: ignore[arg-type]
+    assert stage_nodes in paths and least <= value(options, (8,) * len(options), change, by)  # type: ignore[arg-type]
 
 
 def test_nodes_change_a_bounded_number_of_times() -> None:
     stages = [{nodes: 100.0 if nodes == 1 << k else 1e4 for nodes in (1, 2, 4, 8, 16, 32)} for k in range(5)]
-    found = choose_stage_nodes([*stages, {32: 1.0}], Change(0.1), by="time")
-    assert len({*found}) == MAX_CHANGES + 1 and list(found) == sorted(found)
+    stage_nodes = choose_stage_nodes([*stages, {32: 1.0}], Change(0.1), by="time")
+    assert len({*stage_nodes}) == MAX_CHANGES + 1 and list(stage_nodes) == sorted(stage_nodes)
 
 
 # --- which nodes may be had
@@ -182,7 +182,7 @@ def test_no_configuration_is_worse_than_with_the_same_nodes_by_its_own_objective
         other = same[row.nodes, row.batch]
         if [stage.batch for stage in row.stages] != [stage.batch for stage in other.stages]:
             continue  # fewer nodes have stages that leave a GPU of more without a sample
-        mine, its = ((one.hours, one.cost)[by == "cost"] for one in (row, other))
+        mine, its = ((item.hours, item.cost)[by == "cost"] for item in (row, other))
         assert mine <= its * (1 + 1e-9)
     assert any(stage.nodes for row in rows for stage in row.stages) or by == "time"
 
@@ -219,20 +219,20 @@ def task(subject: JobSpec, forecast_: Estimator | None) -> TrainTask:
 
 def test_a_training_begins_on_the_nodes_of_its_first_stage_by_what_was_predicted_or_named() -> None:
     subject = forecast("cost", ramp_nodes="auto")
-    found = move_task_to_stage_nodes(task(subject.spec, subject), samples=0)
+    result = move_task_to_stage_nodes(task(subject.spec, subject), samples=0)
     chosen = [stage.nodes or 8 for stage in subject.predict(Config(8, 256)).stages]
-    assert [stage.nodes for stage in found.stages] == [*chosen, 8]
-    assert [stage.begin for stage in found.stages] == [0, 6400, 12_800, 19_200]
-    assert (found.nodes, found.own_nodes) == (chosen[0], 8)
-    assert found.next_stage is not None and found.next_stage.nodes > found.nodes
+    assert [stage.nodes for stage in result.stages] == [*chosen, 8]
+    assert [stage.begin for stage in result.stages] == [0, 6400, 12_800, 19_200]
+    assert (result.nodes, result.own_nodes) == (chosen[0], 8)
+    assert result.next_stage is not None and result.next_stage.nodes > result.nodes
     named = job(ramp=[{"epochs": 1, "batch": 32, "nodes": 2}, {"epochs": 1, "batch": 64}])
-    own = move_task_to_stage_nodes(task(named, None), samples=0)
-    assert own.stages == (
+    expected_value = move_task_to_stage_nodes(task(named, None), samples=0)
+    assert expected_value.stages == (
         Stage(begin=0, batch=32, nodes=2),
         Stage(begin=12_800, batch=64, nodes=8),
         Stage(begin=25_600, batch=256, nodes=8),
     )
-    assert own.next_stage == own.stages[1]
+    assert expected_value.next_stage == expected_value.stages[1]
     assert [move_task_to_stage_nodes(task(named, None), samples=count).nodes for count in (0, 12_799, 12_800)] == [
         2,
         2,
@@ -242,15 +242,15 @@ def test_a_training_begins_on_the_nodes_of_its_first_stage_by_what_was_predicted
 
 
 def test_jobs_without_the_option_keep_their_names() -> None:
-    one = job(ramp=[{"epochs": 1, "batch": 32}])
+    item = job(ramp=[{"epochs": 1, "batch": 32}])
     other = job(ramp=[{"epochs": 1, "batch": 32, "nodes": 1}])
     assert (
-        compute_measurement_signature(one)
+        compute_measurement_signature(item)
         == compute_measurement_signature(other)
         == compute_measurement_signature(job(ramp_nodes="auto"))
     )
     names = [
-        compute_train_signature(subject, nodes=8, batch=256) for subject in (one, other, job(), job(ramp_nodes="auto"))
+        compute_train_signature(subject, nodes=8, batch=256) for subject in (item, other, job(), job(ramp_nodes="auto"))
     ]
     assert len({*names}) == 4
     assert names[0] == "505dfbe3" and names[2] == "d9ab36e8"

@@ -143,9 +143,9 @@ def test_what_is_left_behind_the_stages_takes_less_than_its_share_of_the_epochs(
     )
     assert row.parts is not None
     steps = (8.5 - 4) * 50 * row.step_time  # after 5.5 of 10 epochs
-    beside = 0.45 * (row.parts.total - row.parts.steps)
+    other = 0.45 * (row.parts.total - row.parts.steps)
     assert (
-        compute_remaining_share(row, 0.45) == pytest.approx((steps + beside) / row.parts.total, rel=0.01)
+        compute_remaining_share(row, 0.45) == pytest.approx((steps + other) / row.parts.total, rel=0.01)
         and compute_remaining_share(row, 0.45) < 0.45
     )
     assert compute_remaining_share(forecast(None).predict(Config(2, 256)), 0.45) == 0.45
@@ -178,8 +178,8 @@ def test_the_stages_of_many_are_those_of_each_ramp(
     counts = random.choice([1, 2, 3, 4, 6], 12)
     nodes, batch = to_columns([Config(int(n), int(n) * gpus * 12 * 2 ** int(random.integers(0, 6))) for n in counts])
     table = times.tabulate(nodes, batch, predict(nodes, batch))
-    for row, (count, own) in enumerate(zip(nodes.tolist(), batch.tolist(), strict=True)):
-        ramp = build_ramp_on_nodes(subject, batch=own, nodes=count, dataset_size=size, noise=noise)
+    for row, (count, value) in enumerate(zip(nodes.tolist(), batch.tolist(), strict=True)):
+        ramp = build_ramp_on_nodes(subject, batch=value, nodes=count, dataset_size=size, noise=noise)
         is_stage = table.batch[row] > 0
         assert table.batch[row][is_stage].tolist() == [stage.batch for stage in ramp.stages]
         assert table.steps[row][is_stage].tolist() == list(ramp.remaining_steps(size=size, epochs=7).values())

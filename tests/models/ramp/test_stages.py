@@ -24,32 +24,32 @@ def of(ramp: Any, *, batch: int = 2048, parts: int = 1, size: int = 10_000, **tr
 
 
 def test_auto_doubles_from_the_reference_batch_every_twentieth_of_the_training() -> None:
-    found = of("auto")
-    assert found.remarks == ()
-    assert found.stages == tuple(
+    result = of("auto")
+    assert result.remarks == ()
+    assert result.stages == tuple(
         Stage(begin=10_000 * k, batch=batch) for k, batch in enumerate((128, 256, 512, 1024, 2048))
     )  # an epoch each
 
 
 def test_auto_lasts_half_the_training_at_most() -> None:
-    found = of("auto", batch=2**20, size=2**21)
-    assert len(found.stages) == 14 and found.stages[-1] == Stage(begin=10 * 2**21, batch=2**20)
+    result = of("auto", batch=2**20, size=2**21)
+    assert len(result.stages) == 14 and result.stages[-1] == Stage(begin=10 * 2**21, batch=2**20)
 
 
 def test_auto_rounds_to_what_divides_and_leaves_out_what_no_gpu_has_a_sample_of() -> None:
     assert [stage.batch for stage in of("auto", batch=3072, parts=48).stages] == [96, 240, 480, 1008, 2016, 3072]
-    found = of("auto", batch=4096, parts=256)
-    assert [stage.batch for stage in found.stages] == [256, 512, 1024, 2048, 4096]
-    assert found.stages[1].begin == 10_000
-    (told,) = found.remarks
-    assert "batch 128 is skipped, because it has less than one sample for each of 256" in told
+    result = of("auto", batch=4096, parts=256)
+    assert [stage.batch for stage in result.stages] == [256, 512, 1024, 2048, 4096]
+    assert result.stages[1].begin == 10_000
+    (message,) = result.remarks
+    assert "batch 128 is skipped, because it has less than one sample for each of 256" in message
 
 
 def test_auto_says_where_there_is_nothing_to_grow() -> None:
-    found = of("auto", batch=128)
+    result = of("auto", batch=128)
     assert (
-        found.stages == (Stage(begin=0, batch=128),)
-        and "batch 128 is not above train.reference_batch 128" in found.remarks[0]
+        result.stages == (Stage(begin=0, batch=128),)
+        and "batch 128 is not above train.reference_batch 128" in result.remarks[0]
     )
 
 
@@ -59,8 +59,8 @@ def test_a_method_may_ramp_by_itself_and_no_other_does() -> None:
 
 
 def test_named_stages_last_epochs() -> None:
-    found = of([{"epochs": 1.5, "batch": 128}, {"epochs": 0.07, "batch": 300}])
-    assert found.stages == (Stage(begin=0, batch=128), Stage(begin=15_000, batch=300), Stage(begin=15_700, batch=2048))
+    result = of([{"epochs": 1.5, "batch": 128}, {"epochs": 0.07, "batch": 300}])
+    assert result.stages == (Stage(begin=0, batch=128), Stage(begin=15_000, batch=300), Stage(begin=15_700, batch=2048))
 
 
 def test_a_smaller_batch_keeps_the_stages_below_it() -> None:
@@ -142,13 +142,13 @@ def test_check_tells_where_the_search_has_no_batch_for_the_stages(
 ) -> None:
     stages: Any = named
     if named != "auto":
-        those = [one if isinstance(one, tuple) else (one, None) for one in named]
+        those = [item if isinstance(item, tuple) else (item, None) for item in named]
         stages = [{"epochs": 1, "batch": batch, **({"nodes": nodes} if nodes else {})} for batch, nodes in those]
     search = Search(nodes=[1, 2], min_batch=32, max_batch=most)
     problems, warnings = describe_unusable_stages(job(stages).model_copy(update={"search": search}), dataset_size=size)
-    for found, words in ((problems, problem), (warnings, warning)):
-        assert len(found) == (0 if not words else 2 if "has 3 nodes" in words else 1)
-        assert not words or words in f"no training on {found[0].values['nodes']}: {found[0].values['reason']}"
+    for result, words in ((problems, problem), (warnings, warning)):
+        assert len(result) == (0 if not words else 2 if "has 3 nodes" in words else 1)
+        assert not words or words in f"no training on {result[0].values['nodes']}: {result[0].values['reason']}"
 
 
 def test_check_tells_stages_that_last_too_long_once_the_dataset_is_known() -> None:

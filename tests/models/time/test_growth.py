@@ -16,16 +16,20 @@ SEEN = [(length, samples, taken(length, samples)) for length, samples in itertoo
 
 
 def test_the_square_is_told_from_the_line_and_from_what_is_fixed() -> None:
-    found = fit_length_growth(SEEN)
-    assert found is not None and found.error == pytest.approx(0, abs=1e-6)
-    assert (found.fixed, found.linear, found.square) == pytest.approx((0.01, 2e-6, 1e-9), rel=1e-6)
-    assert found.quadratic_share(2000) == pytest.approx(0.5) and found(1024, 16) == pytest.approx(taken(1024, 16))
+    length_growth = fit_length_growth(SEEN)
+    assert length_growth is not None and length_growth.error == pytest.approx(0, abs=1e-6)
+    assert (length_growth.fixed, length_growth.linear, length_growth.square) == pytest.approx(
+        (0.01, 2e-6, 1e-9), rel=1e-6
+    )
+    assert length_growth.quadratic_share(2000) == pytest.approx(0.5) and length_growth(1024, 16) == pytest.approx(
+        taken(1024, 16)
+    )
 
 
 def test_no_coefficient_is_negative() -> None:
     flat = [(length, samples, 1.0 + 0.001 * samples) for length, samples, _ in SEEN]
-    found = fit_length_growth(flat)
-    assert found is not None and min(found.fixed, found.linear, found.square) >= 0
+    length_growth = fit_length_growth(flat)
+    assert length_growth is not None and min(length_growth.fixed, length_growth.linear, length_growth.square) >= 0
     noisy = [(length, samples, value * (1 + 0.1 * noise)) for (length, samples, value), noise in
              zip(SEEN, np.random.default_rng(1).standard_normal(len(SEEN)), strict=True)]  # fmt: skip
     again = fit_length_growth(noisy)

@@ -15,9 +15,9 @@ def test_fewer_than_five_steps_tell_nothing() -> None:
 
 
 def test_of_independent_steps_it_is_that_of_their_mean() -> None:
-    found = [compute_standard_error(RNG.normal(1, 0.1, 400).tolist()) for _ in range(200)]
-    assert np.median(found) == pytest.approx(0.1 / math.sqrt(400), rel=0.15)
-    assert min(found) > 0.8 * 0.1 / math.sqrt(400)
+    results = [compute_standard_error(RNG.normal(1, 0.1, 400).tolist()) for _ in range(200)]
+    assert np.median(results) == pytest.approx(0.1 / math.sqrt(400), rel=0.15)
+    assert min(results) > 0.8 * 0.1 / math.sqrt(400)
 
 
 def test_steps_like_their_neighbours_tell_less() -> None:

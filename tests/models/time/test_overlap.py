@@ -56,15 +56,15 @@ def test_derivatives_are_those_of_the_model(gpus: Floats | None) -> None:
     at, rng, small = frame.at(at_points), np.random.default_rng(3), 1e-6
     for _ in range(5):
         z = 0.7 * rng.standard_normal(frame.size)
-        found = formulas.evaluate(z, at)
+        result = formulas.evaluate(z, at)
         for index in range(frame.size):
             step = np.zeros(frame.size)
             step[index] = small
             ahead, behind = formulas.evaluate(z + step, at), formulas.evaluate(z - step, at)
             by_step = (ahead.log_step - behind.log_step) / (2 * small)
             by_compute = (ahead.log_compute - behind.log_compute) / (2 * small)
-            assert found.of_step[:, index] == pytest.approx(by_step, abs=2e-7)
-            assert found.of_compute[:, index] == pytest.approx(by_compute, abs=2e-7)
+            assert result.of_step[:, index] == pytest.approx(by_step, abs=2e-7)
+            assert result.of_compute[:, index] == pytest.approx(by_compute, abs=2e-7)
 
 
 def test_the_fit_is_the_most_probable_one() -> None:
@@ -90,38 +90,38 @@ def test_the_fit_is_the_most_probable_one() -> None:
 def test_the_covariance_is_that_of_generalised_least_squares_by_statsmodels(
     nodes: tuple[int, ...], noise: float
 ) -> None:
-    found = fitted(grid(nodes), noise=noise)._fitted
-    assert found.covariance == pytest.approx(found.regression.cov_params(), rel=1e-8, abs=1e-12)
-    assert found.gauss_newton_step(0.0) == pytest.approx(found.regression.params, rel=1e-8, abs=1e-10)
+    result = fitted(grid(nodes), noise=noise)._fitted
+    assert result.covariance == pytest.approx(result.regression.cov_params(), rel=1e-8, abs=1e-12)
+    assert result.gauss_newton_step(0.0) == pytest.approx(result.regression.params, rel=1e-8, abs=1e-10)
 
 
 @pytest.mark.parametrize("damping", [1e-9, 1e-2, 10.0])
 def test_a_damped_step_is_least_squares_with_rows_that_hold_each_coordinate(damping: float) -> None:
-    found = fitted(grid((1, 2, 8)), noise=0.05)._fitted
-    whitener, size = found.spread.whitener, len(found.z)
-    hold = np.diag(np.sqrt(damping * (1 + np.square(whitener @ found.jacobian).sum(axis=0))))
-    rows = np.vstack([whitener @ found.jacobian, np.eye(size), hold])
-    target = np.concatenate([whitener @ (found.off + found.jacobian @ found.z), np.zeros(size), hold @ found.z])
-    assert found.gauss_newton_step(damping) == pytest.approx(OLS(target, rows).fit().params, rel=1e-8, abs=1e-10)
+    result = fitted(grid((1, 2, 8)), noise=0.05)._fitted
+    whitener, size = result.spread.whitener, len(result.z)
+    hold = np.diag(np.sqrt(damping * (1 + np.square(whitener @ result.jacobian).sum(axis=0))))
+    rows = np.vstack([whitener @ result.jacobian, np.eye(size), hold])
+    target = np.concatenate([whitener @ (result.off + result.jacobian @ result.z), np.zeros(size), hold @ result.z])
+    assert result.gauss_newton_step(damping) == pytest.approx(OLS(target, rows).fit().params, rel=1e-8, abs=1e-10)
 
 
 @pytest.mark.parametrize("nodes", [(1, 2, 4, 8, 16), (2, 4, 8, 16)])
 def test_a_backward_pass_that_hides_a_ring_is_found(nodes: tuple[int, ...]) -> None:
-    found = fitted(grid(nodes))
+    result = fitted(grid(nodes))
     between = grid((3, 6, 12), (24, 96, 192))
-    assert np.exp(found.predict(between)[0]) == pytest.approx(truth(between)[0], rel=0.09)
+    assert np.exp(result.predict(between)[0]) == pytest.approx(truth(between)[0], rel=0.09)
 
 
 def test_four_corners_predict_what_lies_between() -> None:
-    found = fitted(grid((2, 16), (16, 256)))
+    result = fitted(grid((2, 16), (16, 256)))
     between = grid((4, 8), (32, 64, 128))
-    off = np.abs(np.exp(found.predict(between)[0]) / truth(between)[0] - 1)
+    off = np.abs(np.exp(result.predict(between)[0]) / truth(between)[0] - 1)
     assert np.median(off) < 0.17
 
 
 def test_one_gpu_has_no_synchronisation() -> None:
-    found = fitted(grid((1, 2, 4)))
-    step, compute, sync = found.parts(points([1, 1], [20, 200]))
+    result = fitted(grid((1, 2, 4)))
+    step, compute, sync = result.parts(points([1, 1], [20, 200]))
     assert (sync == 0).all() and step == pytest.approx(compute)
 
 
@@ -129,8 +129,10 @@ def test_one_node_of_several_gpus_has_its_own_level() -> None:
     at = grid((1, 2, 4), gpus=4)
     step, compute = truth(at)
     step = np.where(at.inside, compute, step)  # nothing to see inside the node
-    found = models_time_overlap.fit_overlap(at, step=step, compute=compute, spread=np.zeros(len(at)), collective="ring")
-    sync = found.parts(points([1, 2], [16, 16], gpus=4))[2]
+    overlap = models_time_overlap.fit_overlap(
+        at, step=step, compute=compute, spread=np.zeros(len(at)), collective="ring"
+    )
+    sync = overlap.parts(points([1, 2], [16, 16], gpus=4))[2]
     assert sync[0] < 0.3 * sync[1]
 
 
@@ -171,12 +173,12 @@ def test_ninety_per_cent_intervals_hold_nine_times_in_ten() -> None:
 
 
 def test_the_joint_distribution_agrees_with_the_single_ones() -> None:
-    found = fitted(grid((1, 2, 8), (16, 64)), noise=0.03)
+    result = fitted(grid((1, 2, 8), (16, 64)), noise=0.03)
     places = grid((1, 2, 4, 16), (16, 48, 300))
-    mean, covariance = found.joint(places)
-    alone, sd = found.predict(places)
+    mean, covariance = result.joint(places)
+    alone, sd = result.predict(places)
     assert mean == pytest.approx(alone)
-    assert np.diag(covariance) + found.measurement_noise(places) ** 2 == pytest.approx(sd**2)
+    assert np.diag(covariance) + result.measurement_noise(places) ** 2 == pytest.approx(sd**2)
     assert np.linalg.eigvalsh(covariance).min() > -1e-9
     # Neighbours are wrong together.
     assert covariance[9, 10] / np.sqrt(covariance[9, 9] * covariance[10, 10]) > 0.3
@@ -185,11 +187,11 @@ def test_the_joint_distribution_agrees_with_the_single_ones() -> None:
 def test_compute_that_was_not_measured_apart_is_no_obstacle() -> None:
     at = grid((1, 2, 4, 8))
     step, _ = truth(at)
-    found = models_time_overlap.fit_overlap(
+    overlap = models_time_overlap.fit_overlap(
         at, step=step, compute=np.full(len(at), np.nan), spread=np.full(len(at), np.nan), collective="ring"
     )
     between = points([3, 6], [100, 24])
-    assert np.exp(found.predict(between)[0]) == pytest.approx(truth(between)[0], rel=0.1)
+    assert np.exp(overlap.predict(between)[0]) == pytest.approx(truth(between)[0], rel=0.1)
 
 
 def literal(probes: list[tuple[int, int, float, float]]) -> Overlap:

@@ -32,9 +32,9 @@ def after(pace: TrainingPace) -> PacedResults:
     )
 
 
-def times(found: PacedResults) -> dict[tuple[int, int], float]:
+def times(result: PacedResults) -> dict[tuple[int, int], float]:
     return {
-        (r.nodes, r.local_batch): compute_trimmed_mean(r.step_times) for r in found.results if isinstance(r, Measured)
+        (r.nodes, r.local_batch): compute_trimmed_mean(r.step_times) for r in result.results if isinstance(r, Measured)
     }
 
 
@@ -50,28 +50,28 @@ def test_what_changed_alike_everywhere_is_found_everywhere(change: dict[str, flo
 
 
 def test_data_that_set_the_pace_bound_every_step_by_its_batch() -> None:
-    found = times(after(seen(BEFORE, 4, 16, data=0.1)))
+    result = times(after(seen(BEFORE, 4, 16, data=0.1)))
     a_sample = (BEFORE.step_time(4, 16) + 0.1) / 16
-    assert found[4, 16] == pytest.approx(16 * a_sample) == found[1, 16]
-    assert found[4, 64] == pytest.approx(64 * a_sample)
+    assert result[4, 16] == pytest.approx(16 * a_sample) == result[1, 16]
+    assert result[4, 64] == pytest.approx(64 * a_sample)
 
 
 def test_a_network_that_was_hidden_is_added_where_it_is_not_any_more() -> None:
     hidden = [measured(dataclasses.replace(BEFORE, sync=0.0), *probe) for probe in PROBES]
     now = seen(dataclasses.replace(BEFORE, sync=0.04), 4, 16)
-    found = scale_results_to_pace(
+    result = scale_results_to_pace(
         hidden, now, step_of=BEFORE.step_time, compute_of=lambda _, local: 0.02 + 0.0005 * local
     )
-    assert times(found)[2, 16] == pytest.approx(0.028 + 0.03)
-    assert times(found)[1, 16] == pytest.approx(0.028), "one node has no network"
-    assert values(found.warnings, "training-pace")["added_sync_ms"] > 0
+    assert times(result)[2, 16] == pytest.approx(0.028 + 0.03)
+    assert times(result)[1, 16] == pytest.approx(0.028), "one node has no network"
+    assert values(result.warnings, "training-pace")["added_sync_ms"] > 0
 
 
 def test_what_is_not_known_is_said() -> None:
-    one = after(seen(dataclasses.replace(BEFORE, fixed=0.04), 1, 16))
-    pace = values(one.warnings, "training-pace")
+    item = after(seen(dataclasses.replace(BEFORE, fixed=0.04), 1, 16))
+    pace = values(item.warnings, "training-pace")
     assert pace["where"] == "1 node, local batch 16" and pace["sync"] is None
-    assert "other-configurations-assumed" in codes(one.warnings)
+    assert "other-configurations-assumed" in codes(item.warnings)
     together = after(seen(dataclasses.replace(BEFORE, sync=0.12), 4, 16, apart=False))
     assert values(together.warnings, "training-pace")["compute"] is None
     assert times(together)[1, 64] > BEFORE.step_time(1, 64)

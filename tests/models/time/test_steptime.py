@@ -24,27 +24,27 @@ def overlapped(nodes: int, batch: int, *, gpus: int = 1, sync: float = 0.1) -> O
 
 
 def test_predicts_what_was_not_measured_with_an_interval() -> None:
-    found = fit_step_time([overlapped(n, b) for n, b in GRID], collective="ring")
+    step_time = fit_step_time([overlapped(n, b) for n, b in GRID], collective="ring")
     for nodes, batch in [(4, 32), (8, 128), (12, 200)]:
-        estimate = found.predict(nodes, 1, batch)
+        estimate = step_time.predict(nodes, 1, batch)
         assert estimate.seconds == pytest.approx(overlapped(nodes, batch).seconds, rel=0.06)
         assert estimate.low is not None and estimate.high is not None
         assert estimate.low < estimate.seconds < estimate.high
-    assert found.error is not None and found.error < 0.03 and not found.warnings
+    assert step_time.error is not None and step_time.error < 0.03 and not step_time.warnings
 
 
 def test_more_nodes_than_were_measured_are_less_certain_and_not_any_number() -> None:
-    found = fit_step_time([overlapped(n, b) for n, b in GRID if n <= 4], collective="ring")
-    widths = [e.high / e.low for n in (4, 8, 16, 32) if (e := found.predict(n, 1, 64)).high and e.low]
+    step_time = fit_step_time([overlapped(n, b) for n, b in GRID if n <= 4], collective="ring")
+    widths = [e.high / e.low for n in (4, 8, 16, 32) if (e := step_time.predict(n, 1, 64)).high and e.low]
     assert len(widths) == 4 and widths == sorted(widths)
-    assert found.refusal(33, 1, 64) == "33 nodes are more than 8 times the 4 that were measured"
+    assert step_time.refusal(33, 1, 64) == "33 nodes are more than 8 times the 4 that were measured"
 
 
 def test_all_at_once_is_the_same_as_one_by_one() -> None:
-    found = fit_step_time([overlapped(n, b) for n, b in GRID], collective="ring")
-    together = found.predict_all([2, 6, 16], [1, 1, 1], [16, 48, 512])
+    step_time = fit_step_time([overlapped(n, b) for n, b in GRID], collective="ring")
+    together = step_time.predict_all([2, 6, 16], [1, 1, 1], [16, 48, 512])
     for index, (nodes, batch) in enumerate([(2, 16), (6, 48), (16, 512)]):
-        estimate = found.predict(nodes, 1, batch)
+        estimate = step_time.predict(nodes, 1, batch)
         assert (estimate.seconds, estimate.low, estimate.high) == pytest.approx(
             (together.seconds[index], together.low[index], together.high[index])
         )
@@ -78,52 +78,52 @@ def test_the_fit_is_told_in_one_line() -> None:
 
 def test_as_many_parameters_as_measurements_is_said() -> None:
     corners = [(2, 16), (2, 256), (16, 16), (16, 256)]
-    found = fit_step_time([observation(n, b, overlapped(n, b).seconds) for n, b in corners], collective="ring")
-    assert found.determined_exactly and found.error is None
-    assert "exactly determined" in found.words and "residual 0" not in found.words
+    step_time = fit_step_time([observation(n, b, overlapped(n, b).seconds) for n, b in corners], collective="ring")
+    assert step_time.determined_exactly and step_time.error is None
+    assert "exactly determined" in step_time.words and "residual 0" not in step_time.words
     # Compute measured apart from synchronisation is a measurement of its own.
     assert not fit_step_time([overlapped(n, b) for n, b in corners], collective="ring").determined_exactly
 
 
 def test_a_fit_that_misses_a_probe_is_not_said_to_be_exact() -> None:
-    found = fit_step_time([observation(1, 16, 0.5), observation(1, 64, 0.1)], collective="ring")
-    assert values(found.warnings, "fit-misses")["kind"] == "probe"
-    assert not found.determined_exactly and "exactly" not in found.words
+    step_time = fit_step_time([observation(1, 16, 0.5), observation(1, 64, 0.1)], collective="ring")
+    assert values(step_time.warnings, "fit-misses")["kind"] == "probe"
+    assert not step_time.determined_exactly and "exactly" not in step_time.words
 
 
 def test_one_number_of_nodes_predicts_only_that() -> None:
-    found = fit_step_time([observation(4, b, 0.1 + 0.001 * b) for b in (16, 64, 256)], collective="ring")
-    assert found.predict(4, 1, 128).seconds == pytest.approx(0.228, rel=0.05)
+    step_time = fit_step_time([observation(4, b, 0.1 + 0.001 * b) for b in (16, 64, 256)], collective="ring")
+    assert step_time.predict(4, 1, 128).seconds == pytest.approx(0.228, rel=0.05)
     with pytest.raises(BadMeasurements, match="one number of nodes"):
-        found.predict(8, 1, 64)
+        step_time.predict(8, 1, 64)
 
 
 def test_one_local_batch_predicts_only_that() -> None:
-    found = fit_step_time([overlapped(n, 64) for n in (2, 4, 8)], collective="ring")
-    assert found.predict(16, 1, 64).seconds == pytest.approx(overlapped(16, 64).seconds, rel=0.25)
+    step_time = fit_step_time([overlapped(n, 64) for n in (2, 4, 8)], collective="ring")
+    assert step_time.predict(16, 1, 64).seconds == pytest.approx(overlapped(16, 64).seconds, rel=0.25)
     with pytest.raises(BadMeasurements, match="one local batch"):
-        found.predict(2, 1, 32)
+        step_time.predict(2, 1, 32)
 
 
 def test_one_probe_predicts_only_itself() -> None:
-    found = fit_step_time([observation(4, 64, 0.3)], collective="reduce_scatter_allgather")
-    assert found.predict(4, 1, 64).seconds == pytest.approx(0.3, rel=0.02)
-    assert found.refusal(2, 1, 64) and found.refusal(4, 1, 32)
-    assert found.error is None
+    step_time = fit_step_time([observation(4, 64, 0.3)], collective="reduce_scatter_allgather")
+    assert step_time.predict(4, 1, 64).seconds == pytest.approx(0.3, rel=0.02)
+    assert step_time.refusal(2, 1, 64) and step_time.refusal(4, 1, 32)
+    assert step_time.error is None
 
 
 def test_equal_probes_are_one_point_between_them() -> None:
-    found = fit_step_time([observation(4, 64, 0.3), observation(4, 64, 0.32)], collective="ring")
-    assert 0.3 < found.predict(4, 1, 64).seconds < 0.32
-    assert found.refusal(4, 1, 128)
+    step_time = fit_step_time([observation(4, 64, 0.3), observation(4, 64, 0.32)], collective="ring")
+    assert 0.3 < step_time.predict(4, 1, 64).seconds < 0.32
+    assert step_time.refusal(4, 1, 128)
 
 
 def test_the_second_opinion_is_additive_and_needs_probes_to_spare() -> None:
     def seconds(nodes: int, batch: int) -> float:
         return 0.05 + 0.001 * batch + 0.1 * (1 - 1 / nodes)
 
-    found = fit_step_time([observation(n, b, seconds(n, b)) for n, b in GRID], collective="ring")
-    assert found.second_opinion(6, 1, 100) == pytest.approx(seconds(6, 100), rel=1e-3)
+    step_time = fit_step_time([observation(n, b, seconds(n, b)) for n, b in GRID], collective="ring")
+    assert step_time.second_opinion(6, 1, 100) == pytest.approx(seconds(6, 100), rel=1e-3)
     few = fit_step_time([observation(n, b, seconds(n, b)) for n, b in GRID[:5]], collective="ring")
     assert few.second_opinion(2, 1, 32) is None
 
@@ -139,10 +139,10 @@ def test_no_probe_or_a_time_that_is_none_is_refused() -> None:
 def test_traffic_counts_nodes_where_there_are_several_even_with_one_node_among_them() -> None:
     seen = [overlapped(n, b, gpus=8) for n in (2, 4, 8) for b in (16, 64)]
     alone = [observation(1, b, max(0.02, 0.001 * b), gpus=8, compute=max(0.02, 0.001 * b)) for b in (16, 64)]
-    found = fit_step_time([*seen, *alone], collective="ring")
-    assert found.predict(6, 8, 32).seconds == pytest.approx(overlapped(6, 32).seconds, rel=0.06)
-    assert found.predict(1, 8, 32).seconds == pytest.approx(0.032, rel=0.15)
-    assert found.refusal(8, 4, 32) == "only 8 GPUs per node were measured, not 4"
+    step_time = fit_step_time([*seen, *alone], collective="ring")
+    assert step_time.predict(6, 8, 32).seconds == pytest.approx(overlapped(6, 32).seconds, rel=0.06)
+    assert step_time.predict(1, 8, 32).seconds == pytest.approx(0.032, rel=0.15)
+    assert step_time.refusal(8, 4, 32) == "only 8 GPUs per node were measured, not 4"
 
 
 def test_traffic_counts_gpus_inside_one_node() -> None:
@@ -151,9 +151,9 @@ def test_traffic_counts_gpus_inside_one_node() -> None:
         for g in (1, 2, 4)
         for b in (16, 64)
     ]
-    found = fit_step_time(seen, collective="ring")
-    assert found.predict(1, 8, 32).seconds == pytest.approx(overlapped(8, 32).seconds, rel=0.1)
-    assert "only one node" in found.refusal(8, 8, 32)
+    step_time = fit_step_time(seen, collective="ring")
+    assert step_time.predict(1, 8, 32).seconds == pytest.approx(overlapped(8, 32).seconds, rel=0.1)
+    assert "only one node" in step_time.refusal(8, 8, 32)
 
 
 def two_level(nodes: int, gpus: int, batch: int) -> Observation:
@@ -166,24 +166,24 @@ def two_level(nodes: int, gpus: int, batch: int) -> Observation:
 
 def test_nodes_of_several_gpus_follow_from_one_node_and_nodes_of_one_gpu() -> None:
     apart = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (4, 1)]
-    found = fit_step_time([two_level(n, g, b) for n, g in apart for b in (16, 64, 256)], collective="ring")
-    assert "at 1 node of 8 GPUs to" in found.words and found.second_opinion(4, 8, 64) is None
+    step_time = fit_step_time([two_level(n, g, b) for n, g in apart for b in (16, 64, 256)], collective="ring")
+    assert "at 1 node of 8 GPUs to" in step_time.words and step_time.second_opinion(4, 8, 64) is None
     for nodes, gpus, batch in [(2, 8, 16), (4, 8, 64), (4, 4, 16), (4, 2, 128), (4, 6, 32)]:
-        estimate, truth = found.predict(nodes, gpus, batch), two_level(nodes, gpus, batch).seconds
+        estimate, truth = step_time.predict(nodes, gpus, batch), two_level(nodes, gpus, batch).seconds
         assert estimate.low is not None and estimate.high is not None and estimate.low < truth < estimate.high
         assert estimate.seconds == pytest.approx(truth, rel=0.25)
-    assert found.refusal(2, 16, 16) == "only 1, 2, 4, 8 GPUs per node were measured, not 16"
-    assert "more than 8 times" in found.refusal(33, 8, 16)
+    assert step_time.refusal(2, 16, 16) == "only 1, 2, 4, 8 GPUs per node were measured, not 16"
+    assert "more than 8 times" in step_time.refusal(33, 8, 16)
 
 
 def test_one_probe_on_several_nodes_of_several_gpus_tells_most_of_the_others() -> None:
     apart = [(n, g, b) for n, g in [(1, 1), (1, 4), (1, 8), (2, 1), (4, 1)] for b in (16, 64, 256)]
     widths = []
     for corner in ([], [(2, 8, 16)]):
-        found = fit_step_time([two_level(*at) for at in [*apart, *corner]], collective="ring").predict(4, 8, 32)
-        assert found.low is not None and found.high is not None
-        assert found.low < two_level(4, 8, 32).seconds < found.high
-        widths.append(found.high / found.low)
+        result = fit_step_time([two_level(*at) for at in [*apart, *corner]], collective="ring").predict(4, 8, 32)
+        assert result.low is not None and result.high is not None
+        assert result.low < two_level(4, 8, 32).seconds < result.high
+        widths.append(result.high / result.low)
     assert widths[1] < 0.9 * widths[0]
 
 
@@ -272,14 +272,17 @@ def overlapping(nodes: int, batch: int, *, floor: float, sync: float) -> Observa
 @pytest.mark.parametrize("sync", [0.01, 0.03])
 def test_whole_steps_tell_what_was_not_measured(probes: list[tuple[int, int]], sync: float) -> None:
     """Within 10 % at any place between the probes, and 3 % in the median; the measured compute would tell no more."""
-    found = fit_step_time([in_whole(overlapping(n, b, floor=0.02, sync=sync)) for n, b in probes], collective="ring")
+    step_time = fit_step_time(
+        [in_whole(overlapping(n, b, floor=0.02, sync=sync)) for n, b in probes], collective="ring"
+    )
     least = min(n for n, _ in probes)
     held_out = [(n, b) for n in (1, 2, 4, 8, 16) for b in (8, 16, 32, 64, 128) if n >= least and (n, b) not in probes]
     off = [
-        abs(found.predict(n, 1, b).seconds / overlapping(n, b, floor=0.02, sync=sync).seconds - 1) for n, b in held_out
+        abs(step_time.predict(n, 1, b).seconds / overlapping(n, b, floor=0.02, sync=sync).seconds - 1)
+        for n, b in held_out
     ]
     assert max(off) < 0.1 and np.median(off) < 0.03
-    assert "by their whole steps alone, that compute hides synchronisation is" in found.words
+    assert "by their whole steps alone, that compute hides synchronisation is" in step_time.words
 
 
 def test_probes_with_and_without_synchronisation_apart_are_fitted_together() -> None:
@@ -287,14 +290,16 @@ def test_probes_with_and_without_synchronisation_apart_are_fitted_together() -> 
     probes = [(n, b) for n in (1, 2, 4, 8) for b in (16, 64, 256)]
     seen = [overlapping(n, b, floor=0.02, sync=0.03) for n, b in probes]
     mixed = [in_whole(o) if o.nodes == 1 or index % 2 else o for index, o in enumerate(seen)]
-    found = fit_step_time(mixed, collective="ring")
-    assert "alone" not in found.words
+    step_time = fit_step_time(mixed, collective="ring")
+    assert "alone" not in step_time.words
     for nodes, batch in ((2, 32), (4, 128), (6, 64)):
         expected = overlapping(nodes, batch, floor=0.02, sync=0.03).seconds
-        assert found.predict(nodes, 1, batch).seconds == pytest.approx(expected, rel=0.06)
+        assert step_time.predict(nodes, 1, batch).seconds == pytest.approx(expected, rel=0.06)
 
 
 def test_on_one_gpu_whole_steps_are_all_there_is() -> None:
-    found = fit_step_time([in_whole(overlapping(1, b, floor=0.02, sync=0.0)) for b in (16, 64, 256)], collective="ring")
-    assert "alone" not in found.words
-    assert found.predict(1, 1, 128).seconds == pytest.approx(0.084, rel=0.03)
+    step_time = fit_step_time(
+        [in_whole(overlapping(1, b, floor=0.02, sync=0.0)) for b in (16, 64, 256)], collective="ring"
+    )
+    assert "alone" not in step_time.words
+    assert step_time.predict(1, 1, 128).seconds == pytest.approx(0.084, rel=0.03)

@@ -19,23 +19,23 @@ def with_ranks(nodes: int, *, compute: float = 0.1, waits: float = 0.0, hosts: i
 
 
 def test_a_node_that_computes_slowly_in_most_of_its_probes_is_named() -> None:
-    (found,) = find_stragglers([with_ranks(4, compute=0.18), with_ranks(4, compute=0.2), with_ranks(2)])
-    assert (found.name, found.probes, found.of, found.waits) == ("n3", 2, 2, False)
-    assert found.factor == pytest.approx(1.9, rel=0.05)
+    (straggler,) = find_stragglers([with_ranks(4, compute=0.18), with_ranks(4, compute=0.2), with_ranks(2)])
+    assert (straggler.name, straggler.probes, straggler.of, straggler.waits) == ("n3", 2, 2, False)
+    assert straggler.factor == pytest.approx(1.9, rel=0.05)
     assert (
-        found.warning.values["factor"] == pytest.approx(1.9, abs=0.05)
-        and "cluster.slurm.exclude: n3" in found.warning.text
+        straggler.warning.values["factor"] == pytest.approx(1.9, abs=0.05)
+        and "cluster.slurm.exclude: n3" in straggler.warning.text
     )
 
 
 def test_a_node_that_waits_for_its_data_is_told_from_one_that_computes_slowly() -> None:
-    (found,) = find_stragglers([with_ranks(4, waits=0.1), with_ranks(4, waits=0.1)])
-    assert found.waits and found.warning.values["waits_for_data"] is True
+    (straggler,) = find_stragglers([with_ranks(4, waits=0.1), with_ranks(4, waits=0.1)])
+    assert straggler.waits and straggler.warning.values["waits_for_data"] is True
 
 
 def test_a_rank_of_one_node_is_named_by_its_number() -> None:
-    (found,) = find_stragglers([with_ranks(4, compute=0.2, hosts=1)] * 2)
-    assert found.name == "rank 3" and "exclude" not in found.warning.text
+    (straggler,) = find_stragglers([with_ranks(4, compute=0.2, hosts=1)] * 2)
+    assert straggler.name == "rank 3" and "exclude" not in straggler.warning.text
 
 
 @pytest.mark.parametrize("probes", [[], [with_ranks(4, compute=0.2)], [with_ranks(4, compute=0.11)] * 4])
@@ -52,13 +52,13 @@ def test_steps_that_wait_for_other_ranks_the_longer_the_larger_the_batch_are_rec
     for seed in range(5):
         everything = shared_storage(seed)
         seen = [probe for probe in everything if probe.nodes in (1, 8) or probe.local_batch <= 32]
-        fit, told = fit_with_stragglers(job, seen)
-        assert values(told, "unexplained-waits")["nodes"] == 8
+        fit, message = fit_with_stragglers(job, seen)
+        assert values(message, "unexplained-waits")["nodes"] == 8
         for probe in everything:
             if probe not in seen:
-                found = fit.predict(probe.nodes, 1, probe.local_batch)
-                assert found.low is not None and found.high is not None
-                inside.append(found.low <= probe.step_times[0] <= found.high)
+                result = fit.predict(probe.nodes, 1, probe.local_batch)
+                assert result.low is not None and result.high is not None
+                inside.append(result.low <= probe.step_times[0] <= result.high)
         assert Estimator.fit(job, seen).held_up
     assert np.mean(inside) > 0.7
 

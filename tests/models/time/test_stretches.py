@@ -42,22 +42,22 @@ def told(rows: Sequence[dict[str, Any]], *tasks: TrainTask) -> tuple[TrainedStep
 
 def test_a_training_tells_one_step_time_of_each_configuration_it_ran_at() -> None:
     rows = [start(1), *steps(0.1), start(2), *steps(0.1), start(3), *steps(0.06)]
-    found = told(rows, task(1), task(2), task(3, batch=64))
-    assert [(one.batch, one.local_batch, one.step_time) for one in found] == [
+    result = told(rows, task(1), task(2), task(3, batch=64))
+    assert [(item.batch, item.local_batch, item.step_time) for item in result] == [
         (128, 64, pytest.approx(0.1)), (64, 32, pytest.approx(0.06)),
     ]  # fmt: skip
-    assert found[0].steps == 2 * 27 * 10, "of each start the first three rows are warm-up"
-    assert found[0].noise == pytest.approx(DEFAULT_REPEAT_SD), "however long, it is another job than the probes"
+    assert result[0].steps == 2 * 27 * 10, "of each start the first three rows are warm-up"
+    assert result[0].noise == pytest.approx(DEFAULT_REPEAT_SD), "however long, it is another job than the probes"
 
 
 def test_steps_of_smaller_batches_before_its_own_do_not_count() -> None:
-    (found,) = told([start(), *steps(0.02, batch=32), *steps(0.1, at=31.0, batch=128)])
-    assert (found.batch, found.step_time) == (128, pytest.approx(0.1))
+    (result,) = told([start(), *steps(0.02, batch=32), *steps(0.1, at=31.0, batch=128)])
+    assert (result.batch, result.step_time) == (128, pytest.approx(0.1))
 
 
 def test_its_compute_holds_the_wait_for_data_as_that_of_a_probe_does() -> None:
-    (one,) = told([start(), *steps(0.1, compute=0.07, sync=0.02)])
-    assert (one.compute, one.sync, one.data_wait) == (pytest.approx(0.071), 0.02, 0.001)
+    (item,) = told([start(), *steps(0.1, compute=0.07, sync=0.02)])
+    assert (item.compute, item.sync, item.data_wait) == (pytest.approx(0.071), 0.02, 0.001)
 
 
 def test_of_a_script_whole_steps_count() -> None:
@@ -65,15 +65,15 @@ def test_of_a_script_whole_steps_count() -> None:
         {"kind": "step", "step": 50 * at, "time": 1.0 + at, "samples": 0, "step_time": 0.1, "eta": 5.0}
         for at in range(30)
     ]
-    (one,) = told([start(), *rows])
-    assert (one.step_time, one.steps, one.compute, one.data_wait) == (pytest.approx(0.1), 27 * 50, None, None)
+    (item,) = told([start(), *rows])
+    assert (item.step_time, item.steps, item.compute, item.data_wait) == (pytest.approx(0.1), 27 * 50, None, None)
 
 
 def test_refreshes_are_no_part_of_a_step() -> None:
     often = steps(0.3, refreshed=5, plain_time=0.1)
     always = steps(0.3, refreshed=10, plain_time=None, count=3, at=40.0)
-    (one,) = told([start(), *often, *always])
-    assert one.step_time == pytest.approx(0.1) and one.steps == 27 * 5
+    (item,) = told([start(), *often, *always])
+    assert item.step_time == pytest.approx(0.1) and item.steps == 27 * 5
     scaled = spec(train={"method": "ags", "reference_batch": 32})
     assert not told([start(), *steps(0.3)], task(spec=scaled)), "an older log does not tell refreshes apart"
 
@@ -81,34 +81,34 @@ def test_refreshes_are_no_part_of_a_step() -> None:
 def test_steps_before_a_change_do_not_count_and_those_after_it_count_less() -> None:
     change = make.step_change(began_at=20.0).model_dump(mode="json")
     rows = [start(), *steps(0.06, count=19), {"kind": "change", "change": change}, *steps(0.09, at=21.0)]
-    (one,) = told(rows)
-    assert one.step_time == pytest.approx(0.09)
-    assert one.noise == pytest.approx(math.hypot(DEFAULT_REPEAT_SD, math.log(1.5) / Z90), rel=0.01)
+    (item,) = told(rows)
+    assert item.step_time == pytest.approx(0.09)
+    assert item.noise == pytest.approx(math.hypot(DEFAULT_REPEAT_SD, math.log(1.5) / Z90), rel=0.01)
 
 
 @pytest.mark.parametrize("unlike", [{"splits": 2}, {"workers": 1}], ids=["cut", "fewer loaders"])
 def test_steps_such_as_no_probe_makes_do_not_count(unlike: dict[str, Any]) -> None:
-    found = list_observations_from_training(
+    observations = list_observations_from_training(
         (task(1, **unlike), task(2)), [start(1), *steps(0.2), start(2), *steps(0.1)], lambda task, row: ""
     )
-    assert [one.step_time for one in found.found] == [pytest.approx(0.1)]
-    assert len(found.left_out) == 1
+    assert [item.step_time for item in observations.found] == [pytest.approx(0.1)]
+    assert len(observations.left_out) == 1
 
 
 def test_where_it_ran_may_leave_it_out_and_too_few_steps_do() -> None:
     rows = [start(), {"kind": "environment", "hardware": "x"}, *steps(0.1)]
-    found = list_observations_from_training(
+    observations = list_observations_from_training(
         (task(),), rows, lambda task, environment: f"it ran on {(environment or {})['hardware']}"
     )
-    assert found.found == () and found.left_out == ("it ran on x",)
+    assert observations.found == () and observations.left_out == ("it ran on x",)
     assert not told([start(), *steps(0.1, count=12)])
 
 
 def test_noise_grows_with_the_spread_of_its_stretches() -> None:
     rng = np.random.default_rng(0)
     rows = [start(), *(steps(float(took), count=1, at=at)[0] for at, took in enumerate(0.1 + 0.03 * rng.random(200)))]
-    (one,) = told(rows)
-    assert DEFAULT_REPEAT_SD < one.noise < 0.03
+    (item,) = told(rows)
+    assert DEFAULT_REPEAT_SD < item.noise < 0.03
 
 
 # --- beside a probe
@@ -136,9 +136,9 @@ def test_probe_and_trainings_count_by_their_noise() -> None:
 
 
 def test_where_they_disagree_the_interval_holds_both() -> None:
-    found = stretches.estimate_from_measurements((0.1,) * 20, [trained(0.115)], 0.01)
-    assert found is not None and found.low is not None and found.high is not None
-    assert found.low < 0.1 and found.high > 0.115
+    result = stretches.estimate_from_measurements((0.1,) * 20, [trained(0.115)], 0.01)
+    assert result is not None and result.low is not None and result.high is not None
+    assert result.low < 0.1 and result.high > 0.115
 
 
 # --- in the fit
@@ -155,24 +155,24 @@ def unseen(seen: Sequence[Observation]) -> tuple[float, float, float]:
     steps = fit.predict_all(nodes, [1] * len(NEAR), local_batches)
     seconds, low, high = steps.seconds, steps.low, steps.high
     truth = np.array([TRUTH.step_time(*place) for place in NEAR])
-    held = np.mean((low <= truth) & (truth <= high))
-    return float(np.abs(seconds / truth - 1).mean()), float(held), float(np.log(high / low).mean())
+    kept = np.mean((low <= truth) & (truth <= high))
+    return float(np.abs(seconds / truth - 1).mean()), float(kept), float(np.log(high / low).mean())
 
 
 def test_a_training_at_the_choice_betters_what_is_predicted_of_its_neighbours() -> None:
-    noisy, found = dataclasses.replace(TRUTH, noise=0.04, jitter=0.02), []
+    noisy, result = dataclasses.replace(TRUTH, noise=0.04, jitter=0.02), []
     for seed in range(6):
         rng = np.random.default_rng(seed)
-        probes = [as_observation(measured(noisy, nodes, b, rng=rng)) for nodes, own in PROBES.items() for b in own]
+        probes = [as_observation(measured(noisy, nodes, b, rng=rng)) for nodes, value in PROBES.items() for b in value]
         seconds = TRUTH.step_time(8, 64) * (1 + DEFAULT_REPEAT_SD * rng.standard_normal())
-        found.append([unseen(probes), unseen([*probes, stretches.as_observation(trained(seconds))])])
-    (error, _, width), (later_error, later_held, later_width) = np.mean(found, axis=0)
+        result.append([unseen(probes), unseen([*probes, stretches.as_observation(trained(seconds))])])
+    (error, _, width), (later_error, later_held, later_width) = np.mean(result, axis=0)
     assert later_error < 0.75 * error
     assert later_width < 0.95 * width and later_held >= 0.9
 
 
 def test_the_fit_says_how_many_of_its_observations_are_trainings() -> None:
-    probes = [measured(TRUTH, nodes, b) for nodes, own in PROBES.items() for b in own]
+    probes = [measured(TRUTH, nodes, b) for nodes, value in PROBES.items() for b in value]
     forecast = Estimator.fit(spec(), probes, trained=[trained(0.1), trained(0.102, until=5.0)])
     assert "(8 probes and 2 trainings, " in forecast.steps.words
     row = next(row for row in forecast.predictions() if (row.nodes, row.batch) == (8, 512))

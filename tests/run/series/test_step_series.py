@@ -56,8 +56,8 @@ def test_a_joined_row_has_mean_least_and_largest_of_its_steps() -> None:
 
 def test_rows_of_other_batches_and_on_both_sides_of_a_mark_stay_apart() -> None:
     rows = [*steps(4), *steps(4, batch=16, start=32)]
-    found = join_neighbours(rows, most=8, must_stay_apart=lambda before, after: before <= 64 < after)
-    assert [(row.samples, row.steps, row.batch) for row in found] == [(32, 4, 8), (64, 2, 16), (96, 2, 16)]
+    result = join_neighbours(rows, most=8, must_stay_apart=lambda before, after: before <= 64 < after)
+    assert [(row.samples, row.steps, row.batch) for row in result] == [(32, 4, 8), (64, 2, 16), (96, 2, 16)]
 
 
 def test_damaged_lines_are_left_out() -> None:
@@ -67,8 +67,8 @@ def test_damaged_lines_are_left_out() -> None:
 
 
 def test_columns_are_equally_long_and_plain() -> None:
-    found = to_columns(steps(5, scaled=True))
-    assert {len(column) for column in vars(found).values()} == {5}
-    assert found.norm == found.norm_low == found.norm_high
-    assert found.factor == [1.5, None, 1.5, None, 1.5] and found.scaled == [1, 0, 1, 0, 1]
+    result = to_columns(steps(5, scaled=True))
+    assert {len(column) for column in vars(result).values()} == {5}
+    assert result.norm == result.norm_low == result.norm_high
+    assert result.factor == [1.5, None, 1.5, None, 1.5] and result.scaled == [1, 0, 1, 0, 1]
     assert to_columns([]).samples == []

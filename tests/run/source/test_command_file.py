@@ -114,11 +114,11 @@ def test_a_command_may_run_nothing_of_ones_own(here: Path, command: str) -> None
     ],
 )
 def test_a_file_that_is_not_there_is_told_with_what_to_do(here: Path, command: str, what: str) -> None:
-    with pytest.raises(SpecError) as told:
+    with pytest.raises(SpecError) as error:
         found(command, here)
-    assert told.value.message.startswith(f"script.command: {what}")
-    assert str(here) in told.value.message
-    assert "script.code: none" in told.value.hint
+    assert error.value.message.startswith(f"script.command: {what}")
+    assert str(here) in error.value.message
+    assert "script.code: none" in error.value.hint
 
 
 def test_a_link_is_followed_as_python_does(here: Path) -> None:

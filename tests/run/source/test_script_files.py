@@ -52,9 +52,9 @@ def run(tmp_path: Path) -> RunDir:
 def files(spec: JobSpec, workdir: Path, *path: str) -> tuple[list[str], list[str]]:
     """Return what is in the digest, and what else is copied."""
     assert spec.script is not None
-    found = select_script_files(spec.script, workdir, path=path)
+    result = select_script_files(spec.script, workdir, path=path)
     modules, others = (
-        [file.relative_to(found.base).as_posix() for file in part] for part in (found.modules, found.others)
+        [file.relative_to(result.base).as_posix() for file in part] for part in (result.modules, result.others)
     )
     return modules, others
 
@@ -153,10 +153,10 @@ def test_a_repository_inside_comes_along(here: Path, run: RunDir) -> None:
     commit(here)
     write(here / "third", "new.py", {"net.py": "x = 2"})
     home = take(run, job(), here)
-    found = run.code(home.name)
-    assert found is not None
-    assert found.modules == ("third/net.py", "third/new.py", "train.py")
-    assert found.dirty, "its changes count"
+    result = run.code(home.name)
+    assert result is not None
+    assert result.modules == ("third/net.py", "third/new.py", "train.py")
+    assert result.dirty, "its changes count"
 
 
 def test_a_walk_without_git_ends_and_tells_what_it_left_out(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,9 +272,9 @@ def test_a_name_with_blanks_is_one_word(here: Path, run: RunDir) -> None:
 def test_a_module_is_found_in_the_snapshot(here: Path, run: RunDir) -> None:
     write(here, "pkg/__init__.py", "helper.py", {"pkg/train.py": "import helper"})
     home = take(run, job("python -m pkg.train -b {local_batch}"), here)
-    found = run.code(home.name)
-    assert found is not None
-    assert found.modules == ("helper.py", "pkg/__init__.py", "pkg/train.py")
+    result = run.code(home.name)
+    assert result is not None
+    assert result.modules == ("helper.py", "pkg/__init__.py", "pkg/train.py")
     words = ["python", "-m", "pkg.train", "-b", "8", "--config", "helper.py"]
     assert move_command_to_snapshot(words, here, home) == words
     assert list_snapshot_python_path(home) == [str(home)]
@@ -295,9 +295,9 @@ def test_a_script_above_the_working_directory_comes_with_its_repository(here: Pa
     write(here, "train.py", "pkg/net.py", "exp/notes.txt")
     commit(here)
     home = take(run, job("../train.py {batch}"), here / "exp")
-    found = run.code(home.name)
-    assert found is not None
-    assert (found.base, found.workdir, found.program) == (str(here), str(here / "exp"), "train.py")
+    result = run.code(home.name)
+    assert result is not None
+    assert (result.base, result.workdir, result.program) == (str(here), str(here / "exp"), "train.py")
     assert move_command_to_snapshot(["../train.py", "8"], here / "exp", home) == [str(home / "train.py"), "8"]
 
 
@@ -306,9 +306,9 @@ def test_a_script_elsewhere_without_git_comes_with_its_own_folder(here: Path, ru
     write(tmp_path / "shared", "outside.py")
     name = str(tmp_path / "shared" / "vision" / "train.py")
     home = take(run, job(f"{name} {{batch}}"), here)
-    found = run.code(home.name)
-    assert found is not None
-    assert found.modules == ("deep/net.py", "train.py", "utils.py")
+    result = run.code(home.name)
+    assert result is not None
+    assert result.modules == ("deep/net.py", "train.py", "utils.py")
     assert move_command_to_snapshot([name, "8"], here, home) == [str(home / "train.py"), "8"]
 
 
@@ -334,8 +334,8 @@ def test_a_module_whose_package_is_a_repository_or_a_link_is_found_from_the_work
     for module, modules in (("pkg.train", {"pkg/train.py", "beside.py"}), ("far.fit", {"far/fit.py", "far/net.py"})):
         home = take(run, job(f"python -m {module} -b {{batch}}"), here)
         assert list_snapshot_python_path(home) == [str(home)]
-        found = run.code(home.name)
-        assert found is not None and {*found.modules} >= modules
+        result = run.code(home.name)
+        assert result is not None and {*result.modules} >= modules
 
 
 def test_git_that_lists_nothing_in_time_is_told(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,11 +57,11 @@ TOLD = Inspection(
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AtOnce:
     """Work in a folder of its own, where no job takes time."""
-    held = AtOnce()
+    kept = AtOnce()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launcher, "make_launcher", lambda spec, **_: held)
+    monkeypatch.setattr(launcher, "make_launcher", lambda spec, **_: kept)
     monkeypatch.setattr(inspection, "inspect", lambda spec: TOLD)
-    return held
+    return kept
 
 
 def python(code: str) -> str:
@@ -152,22 +152,22 @@ def test_columns_of_whole_numbers_stay_whole(cluster: AtOnce) -> None:
 
 def test_spending_is_capped_or_confirmed(cluster: AtOnce) -> None:
     job = {**make.SPEC, "search": {"nodes": [1, 2]}}
-    asked: list[Any] = []
-    for refused in ({}, {"max_node_hours": 1e-6}, {"confirm": lambda planned: asked.append(planned)}):
+    requested: list[Any] = []
+    for refused in ({}, {"max_node_hours": 1e-6}, {"confirm": lambda planned: requested.append(planned)}):
         with pytest.raises(tula.TulaError) as error:
             tula.profile(job, **refused)
         assert error.value.code == "budget" and not cluster.submitted
-    (planned,) = asked
+    (planned,) = requested
     assert isinstance(planned, ProfilePlanned) and planned.node_hours > 0
     tula.profile(job, confirm=lambda planned: planned.node_hours < 100)
     assert cluster.submitted
 
 
 def test_events_come_by_iterating_or_to_a_function(cluster: AtOnce) -> None:
-    told: list[Any] = []
+    message: list[Any] = []
     *events, finished = tula.profile_events(make.SPEC)
-    assert finished.run == tula.profile(make.SPEC, on_event=told.append)  # type: ignore[union-attr]
-    assert {ProfilePlanned, JobsProgress} <= set(map(type, events)) and Note in map(type, told)
+    assert finished.run == tula.profile(make.SPEC, on_event=message.append)  # type: ignore[union-attr]
+    assert {ProfilePlanned, JobsProgress} <= set(map(type, events)) and Note in map(type, message)
 
 
 def test_what_is_not_there_is_one_error(cluster: AtOnce, tmp_path: Path) -> None:
@@ -323,12 +323,12 @@ def test_work_returns_its_result_and_ends_where_it_is_told() -> None:
         return "done"
 
     def press(event: object) -> None:
-        told.append(event)
+        message.append(event)
         if event == Note("one"):
             raise KeyboardInterrupt
 
-    told: list[Any] = []
-    assert follow(work(), press) == "done" and told == [Note("one"), WarningEvent("pressed")]
+    message: list[Any] = []
+    assert follow(work(), press) == "done" and message == [Note("one"), WarningEvent("pressed")]
 
 
 def test_overrides_are_what_set_is_on_the_command_line(cluster: AtOnce, tmp_path: Path) -> None:
@@ -393,14 +393,14 @@ def test_model_and_dataset_are_built_once(cluster: AtOnce, monkeypatch: pytest.M
 
 
 def test_the_nodes_are_looked_at_and_tell_what_is_wrong(cluster: AtOnce) -> None:
-    told: list[Any] = []
-    found = tula.check_nodes(make.SPEC, on_event=told.append)
-    assert [node.host for node in found.report.nodes] == ["n1", "n2"] and found.warnings[0].code == "nodes-differ"
-    found.require_sound("toy")
-    assert found.report.id in cluster.submitted
+    message: list[Any] = []
+    result = tula.check_nodes(make.SPEC, on_event=message.append)
+    assert [node.host for node in result.report.nodes] == ["n1", "n2"] and result.warnings[0].code == "nodes-differ"
+    result.require_sound("toy")
+    assert result.report.id in cluster.submitted
     problem = messages.cannot_read_dataset(hosts="n1", folder="/data")
     with pytest.raises(tula.TulaError, match="toy cannot run on these nodes"):
-        replace(found, problems=(problem,)).require_sound("toy")
+        replace(result, problems=(problem,)).require_sound("toy")
 
 
 def test_memory_is_estimated_from_what_was_built_and_then_from_probes(
@@ -454,10 +454,10 @@ def test_weights_are_evaluated_and_what_they_come_to_is_returned(cluster: AtOnce
     path = run.directories[0].training(summary.signature).checkpoint_path(64)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"")
-    found = tula.evaluate(run, weights="last", nodes=2)
-    assert found is not None
-    assert (found.metrics["top1"], found.samples, found.nodes) == (91.5, 64, 2)
-    assert run.status().types[None].evaluations == (found,)
+    result = tula.evaluate(run, weights="last", nodes=2)
+    assert result is not None
+    assert (result.metrics["top1"], result.samples, result.nodes) == (91.5, 64, 2)
+    assert run.status().types[None].evaluations == (result,)
     assert tula.evaluate(run, weights=path, wait=False) is None
 
 

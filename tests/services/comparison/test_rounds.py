@@ -126,17 +126,17 @@ def grid(
     return Grid(methods, batches, seeds, nodes=1, controls=controls, halving=True)
 
 
-def plan(run: RunDir, asked: Grid | None = None, spec: JobSpec | None = None) -> ComparePlan:
+def plan(run: RunDir, requested: Grid | None = None, spec: JobSpec | None = None) -> ComparePlan:
     return services_compare.plan_comparison(
-        Run(run.path, spec or run.read_spec()), asked or grid(), inspect=inspect, now=1.0
+        Run(run.path, spec or run.read_spec()), requested or grid(), inspect=inspect, now=1.0
     )
 
 
 def trained(
-    run: RunDir, launcher: Trains, asked: Grid | None = None, *, most: int | None = None
+    run: RunDir, launcher: Trains, requested: Grid | None = None, *, most: int | None = None
 ) -> accuracy.CompareReport:
     """Train a comparison, or its first `most` trainings, and return the table."""
-    planned = plan(run, asked)
+    planned = plan(run, requested)
     steps = trainings.train_cells_one_by_one(open_run(run), planned, launcher, inspect=inspect)
     ended = (step for step in steps if step.ended is not None)
     list(itertools.islice(ended, most))
@@ -241,11 +241,11 @@ def test_each_batch_has_rounds_of_its_own(run: RunDir) -> None:
 
 
 def test_seven_rows_and_three_seeds_cost_the_epochs_of_thirteen_trainings_not_of_twenty_one(run: RunDir) -> None:
-    asked = grid(("lbt", "ramp", "ags", "lrs"), controls=True)
+    requested = grid(("lbt", "ramp", "ags", "lrs"), controls=True)
     launcher = Trains()
-    trained(run, launcher, asked)
+    trained(run, launcher, requested)
     assert sum(task.spec.train.epochs for task in launcher.tasks) / 16 <= 13.25
-    assert sum(not cell.short for cell in plan(run, asked).comparison.cells) == 21
+    assert sum(not cell.short for cell in plan(run, requested).comparison.cells) == 21
 
 
 def test_one_seed_has_two_rounds_and_no_deviation(run: RunDir) -> None:
@@ -268,12 +268,12 @@ def test_one_seed_has_two_rounds_and_no_deviation(run: RunDir) -> None:
 def test_by_default_the_jobs_own_row_is_in_full(tmp_path: Path, train: dict[str, Any], expected: str) -> None:
     spec = make.spec(**{**SPEC, "train": {**SPEC["train"], **train}})
     run = RunDir.create(tmp_path / "tula-runs", spec)
-    asked = session.complete_grid(ComparisonRequest(batches=(512,)), Run(run.path, spec), None)
-    planned = plan(run, asked, spec)
+    requested = session.complete_grid(ComparisonRequest(batches=(512,)), Run(run.path, spec), None)
+    planned = plan(run, requested, spec)
     full = {cell.method for cell in planned.missing if cell.batch == 512 and not cell.short}
-    own = planned.comparison.job_row
-    assert asked.halving and own in full and "lbt" in full
-    assert own.partition("=")[0] == expected.partition("=")[0]
+    job_row = planned.comparison.job_row
+    assert requested.halving and job_row in full and "lbt" in full
+    assert job_row.partition("=")[0] == expected.partition("=")[0]
 
 
 def test_without_lbt_among_the_rows_the_others_show_the_deviation(run: RunDir) -> None:
@@ -288,9 +288,9 @@ def test_without_lbt_among_the_rows_the_others_show_the_deviation(run: RunDir) -
 def test_the_plan_says_how_many_trainings_and_node_hours_it_takes_at_most(run: RunDir) -> None:
     planned = plan(run)
     assert (len(planned.missing), len(planned.standing.undecided)) == (4 + 3 * 3, 2 * 3)
-    told = "\n".join(str(line) for line in show_compare.render_compare_plan(planned))
-    assert "at most 19 trainings to do, 0 of 19 done" in told
-    assert "round 1: all rows but lbt for 4 of 16 epochs" in told and "at most 16.0 full trainings, not 18" in told
+    text = "\n".join(str(line) for line in show_compare.render_compare_plan(planned))
+    assert "at most 19 trainings to do, 0 of 19 done" in text
+    assert "round 1: all rows but lbt for 4 of 16 epochs" in text and "at most 16.0 full trainings, not 18" in text
     launcher = Trains()
     trained(run, launcher, most=4)
     after = plan(run)
@@ -308,11 +308,11 @@ def test_the_trainings_that_are_done_never_exceed_what_was_planned(run: RunDir) 
 
 def test_progress_says_which_row_and_which_round(run: RunDir) -> None:
     steps = list(trainings.train_cells_one_by_one(open_run(run), plan(run), Trains(), inspect=inspect))
-    told = [live.describe_comparison(step) for step in steps if step.cell is not None or step.ended is not None]
-    assert told[0].startswith("round 1 of 2: 0 of at most 19 trainings done")
-    assert any("now: ramp, batch 512, seed 5, 4 of 16 epochs" in text for text in told)
-    assert any(text.startswith("round 2 of 2: ") and "now: lrs, batch 512, seed 5" in text for text in told)
-    assert told[-1] == "round 2 of 2: 16 of 16 trainings done"
+    messages = [live.describe_comparison(step) for step in steps if step.cell is not None or step.ended is not None]
+    assert messages[0].startswith("round 1 of 2: 0 of at most 19 trainings done")
+    assert any("now: ramp, batch 512, seed 5, 4 of 16 epochs" in text for text in messages)
+    assert any(text.startswith("round 2 of 2: ") and "now: lrs, batch 512, seed 5" in text for text in messages)
+    assert messages[-1] == "round 2 of 2: 16 of 16 trainings done"
 
 
 # --- resuming
@@ -369,8 +369,8 @@ def test_a_dropped_row_that_is_trained_in_full_by_itself_is_a_row_like_the_other
     trained(run, Trains(), grid(("lbt", "ortho")))
     launcher = Trains()
     report = trained(run, launcher)
-    found = next(row for row in report.rows if row.method == "ortho")
-    assert launcher.tasks == [] and (found.seeds, found.dropped) == (3, "")
+    result = next(row for row in report.rows if row.method == "ortho")
+    assert launcher.tasks == [] and (result.seeds, result.dropped) == (3, "")
 
 
 def test_a_seed_more_is_for_the_rows_that_are_left(run: RunDir) -> None:
@@ -400,10 +400,10 @@ def test_dropped_rows_are_shown_apart_with_their_epochs_and_the_reason(run: RunD
 
 def test_a_row_that_is_far_behind_after_a_seed_keeps_its_line_and_is_no_equal(run: RunDir) -> None:
     report = trained(run, Trains(short={"ags": 69.5}))
-    found = next(row for row in report.rows if row.method == "ags")
-    assert (found.seeds, found.count("missing")) == (1, 0) and report.complete
+    result = next(row for row in report.rows if row.method == "ags")
+    assert (result.seeds, result.count("missing")) == (1, 0) and report.complete
     reason = "dropped after a seed: 10.0 behind ramp in top1 (standard deviation 1.00)"
-    assert found.dropped == found.note == reason
+    assert result.dropped == result.note == reason
     assert report.answer.startswith("At batch 512 ramp is best")
 
 
@@ -553,10 +553,10 @@ def test_a_script_is_compared_in_rounds_by_its_own_metric(tmp_path: Path) -> Non
         source="test",
     )
     run, launcher = RunDir.create(tmp_path / "tula-runs", spec), TrainsScripts()
-    asked = session.complete_grid(
+    requested = session.complete_grid(
         ComparisonRequest(methods=("lbt", "lrs", "sqrt"), batches=(512,), seeds=2), Run(run.path, spec), None
     )
-    planned = plan(run, asked, spec)
+    planned = plan(run, requested, spec)
     list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
     report = accuracy.build_compare_report(Run(run.path, spec), planned.comparison)
     assert {row.method: row.dropped for row in report.first_round} == {

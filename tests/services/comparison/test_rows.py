@@ -42,14 +42,14 @@ def test_commas_part_rows_where_they_stand_in_no_bracket_and_no_quotes() -> None
     ],
 )
 def test_a_row_is_a_method_and_settings(row: str, method: str, settings: tuple[str, ...]) -> None:
-    found = parse_row(row)
-    assert (found.method, found.settings) == (method, settings)
+    result = parse_row(row)
+    assert (result.method, result.settings) == (method, settings)
 
 
 def test_the_settings_are_laid_over_the_job_and_checked_by_the_spec() -> None:
-    found = make_job_of_cell(JOB, "static:factor=4:optimizer.lr=0.5:train.max_grad_norm=1", 7)
-    assert (found.train.method, found.ags.factor, found.ags.b_small) == ("static", 4, 8)
-    assert (found.optimizer.lr, found.train.max_grad_norm, found.train.seed) == (0.5, 1, 7)
+    job = make_job_of_cell(JOB, "static:factor=4:optimizer.lr=0.5:train.max_grad_norm=1", 7)
+    assert (job.train.method, job.ags.factor, job.ags.b_small) == ("static", 4, 8)
+    assert (job.optimizer.lr, job.train.max_grad_norm, job.train.seed) == (0.5, 1, 7)
     assert make_job_of_cell(JOB, "robust:delta=0.3", 7).ags.preset == "robust"
     assert make_job_of_cell(JOB, "lbt-x2:optimizer.lr=0.3", 7).optimizer.lr == 0.3  # the row's own words are the last
     assert JOB.ags.factor == "auto"
@@ -113,22 +113,24 @@ def run(tmp_path) -> RunDir:
 
 def test_each_row_is_a_training_of_its_own_under_its_own_words(run: RunDir) -> None:
     rows = ("lbt", "ags", "ags:delta=0.1", "ags:delta=0.2", "static:factor=4")
-    found = plan(run, *rows).comparison
-    assert [cell.method for cell in found.cells if not cell.reference] == list(rows)
-    assert len({cell.signature for cell in found.cells}) == 6
-    assert json.loads(found.model_dump_json())["methods"] == list(rows)
+    comparison = plan(run, *rows).comparison
+    assert [cell.method for cell in comparison.cells if not cell.reference] == list(rows)
+    assert len({cell.signature for cell in comparison.cells}) == 6
+    assert json.loads(comparison.model_dump_json())["methods"] == list(rows)
 
 
 def test_a_row_that_changes_nothing_is_one_with_the_other_and_that_is_said(run: RunDir) -> None:
-    found = plan(run, "ags", "ags:delta=0.5", "lbt:train.diagnostics=[gradient_norms]")
-    assert [cell.method for cell in found.comparison.cells] == ["lbt", "ags", "lbt:train.diagnostics=[gradient_norms]"]
-    assert messages.duplicate_row(row="ags:delta=0.5", twin="ags") in found.warnings
+    result = plan(run, "ags", "ags:delta=0.5", "lbt:train.diagnostics=[gradient_norms]")
+    assert [cell.method for cell in result.comparison.cells] == ["lbt", "ags", "lbt:train.diagnostics=[gradient_norms]"]
+    assert messages.duplicate_row(row="ags:delta=0.5", twin="ags") in result.warnings
 
 
 def test_a_control_that_a_row_with_settings_is_already_is_said_too(run: RunDir) -> None:
     grid = Grid(methods=("lbt", "lbt:optimizer.lr=0.2"), batches=(128,), seeds=1, nodes=1)
-    found = compare.plan_comparison(Run(run.path, run.read_spec()), grid, inspect=lambda spec: inspected(), now=1.0)
-    assert messages.duplicate_row(row="lbt-x2", twin="lbt:optimizer.lr=0.2") in found.warnings
+    comparison = compare.plan_comparison(
+        Run(run.path, run.read_spec()), grid, inspect=lambda spec: inspected(), now=1.0
+    )
+    assert messages.duplicate_row(row="lbt-x2", twin="lbt:optimizer.lr=0.2") in comparison.warnings
 
 
 def test_a_method_of_ones_own_is_inspected_and_its_code_is_a_part_of_the_signature(

@@ -57,8 +57,8 @@ def ready(run: RunDir, spec: JobSpec | None = None, **request: Any) -> PreparedE
 def start(
     prepared: PreparedEvaluation, launcher: FakeLauncher, *, confirm: bool = True
 ) -> EvaluationRecord | DetachedJobs:
-    own = Dependencies(lambda _: launcher, lambda _: inspected(), lambda _: confirm)
-    return follow(run_evaluation(prepared, own, DETACHED), lambda _: None)
+    dependencies = Dependencies(lambda _: launcher, lambda _: inspected(), lambda _: confirm)
+    return follow(run_evaluation(prepared, dependencies, DETACHED), lambda _: None)
 
 
 # --- which
@@ -118,10 +118,10 @@ def test_test_set_metrics_and_cluster_are_those_of_now_and_all_else_that_of_the_
         cluster={"gpus_per_node": 2},
         loss={"name": "L1Loss"},
     )
-    found = ready(run, now).task.spec
-    assert found.dataset.test == now.dataset.test and found.train.metrics == now.train.metrics
-    assert found.cluster == now.cluster
-    assert (found.train.epochs, found.loss) == (trained.spec.train.epochs, trained.spec.loss)
+    spec = ready(run, now).task.spec
+    assert spec.dataset.test == now.dataset.test and spec.train.metrics == now.train.metrics
+    assert spec.cluster == now.cluster
+    assert (spec.train.epochs, spec.loss) == (trained.spec.train.epochs, trained.spec.loss)
     assert ready(run, now).task.key != ready(run).task.key
 
 
@@ -153,9 +153,9 @@ def test_another_code_behind_the_test_set_is_evaluated_anew(run: RunDir, tmp_pat
 
 
 def test_a_test_set_names_neither_run_nor_training() -> None:
-    plain, own = make.spec(), make.spec(dataset=OWN_TEST)
-    assert compute_measurement_signature(plain) == compute_measurement_signature(own)
-    assert compute_train_signature(plain, nodes=1, batch=8) == compute_train_signature(own, nodes=1, batch=8)
+    plain, value = make.spec(), make.spec(dataset=OWN_TEST)
+    assert compute_measurement_signature(plain) == compute_measurement_signature(value)
+    assert compute_train_signature(plain, nodes=1, batch=8) == compute_train_signature(value, nodes=1, batch=8)
 
 
 # --- the job
@@ -193,24 +193,24 @@ class Ends(FakeLauncher):
         job = super().submit(run, task)  # type: ignore[arg-type]
         self.says[task.job] = "ended"
         if self.outcome:
-            own = {"outcome": self.outcome, "message": self.message, "rank": 1}
-            run.write_attempt(make.attempt(task.id, start=make.START, end=make.START + 9, **own))
+            settings = {"outcome": self.outcome, "message": self.message, "rank": 1}
+            run.write_attempt(make.attempt(task.id, start=make.START, end=make.START + 9, **settings))
         else:
             run.training(task.signature).write_evaluation(make.evaluated(task))
         return job
 
 
 def waited(run: RunDir, launcher: FakeLauncher) -> tuple[Any, list[Any]]:
-    told: list[Any] = []
-    own = Dependencies(lambda _: launcher, lambda _: inspected(), lambda _: True)
-    return follow(run_evaluation(ready(run), own, WaitPolicy(wait=True)), told.append), told
+    message: list[Any] = []
+    dependencies = Dependencies(lambda _: launcher, lambda _: inspected(), lambda _: True)
+    return follow(run_evaluation(ready(run), dependencies, WaitPolicy(wait=True)), message.append), message
 
 
 def test_one_waits_for_the_result(run: RunDir) -> None:
     add_training(run, "aaaa", 100)
-    found, told = waited(run, Ends())
-    assert found.metrics == {"top1": 91.5, "loss": 0.31}
-    assert isinstance(told[0], EvaluationPlanned)
+    result, message = waited(run, Ends())
+    assert result.metrics == {"top1": 91.5, "loss": 0.31}
+    assert isinstance(message[0], EvaluationPlanned)
     assert [type(event) for event in waited(run, Ends())[1]] == [Note]
 
 

@@ -90,8 +90,8 @@ def test_batches_lie_around_that_of_today_and_divide_among_the_gpus(
 ) -> None:
     spec = loaded(make_job_from_command(line, "local"), tmp_path)
     assert (spec.search.min_batch, spec.search.max_batch) == span
-    found = choose_probes(spec, dataset_size=10**6, max_local_batch=None)
-    assert set(found) == {1, 2}
+    probes = choose_probes(spec, dataset_size=10**6, max_local_batch=None)
+    assert set(probes) == {1, 2}
 
 
 def test_a_site_fills_in_its_cluster_and_the_command_its_ranks(tmp_path: Path) -> None:
@@ -99,8 +99,8 @@ def test_a_site_fills_in_its_cluster_and_the_command_its_ranks(tmp_path: Path) -
     spec = loaded(made, tmp_path)
     assert (spec.cluster.kind, spec.cluster.slurm.partition, spec.cluster.slurm.minutes) == ("slurm", "main", 60)
     assert (spec.cluster.gpus_per_node, spec.cluster.slurm.cpus_per_task) == (4, 8)
-    (told,) = made.warnings
-    assert "starts 4 processes per node, but those of partition main have 8 GPUs" in told
+    (message,) = made.warnings
+    assert "starts 4 processes per node, but those of partition main have 8 GPUs" in message
     assert not make_job_from_command(LINE, "slurm", site()).warnings
 
 
@@ -144,9 +144,9 @@ def test_what_is_required_and_not_told_is_a_comment_that_check_asks_for(
     made = make_job_from_command(line, "local")
     assert {key.key for key in made.missing if key.required} == required
     assert not made.complete
-    with pytest.raises(SpecError) as told:
+    with pytest.raises(SpecError) as error:
         loaded(made, tmp_path)
-    assert told.value.problems
+    assert error.value.problems
     filled = made.text
     for line_ in made.text.splitlines():
         if "# REQUIRED" in line_:

@@ -53,10 +53,10 @@ def test_a_script_is_a_job(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, row in EXPECTED.items() if "refused" in row])
 def test_a_script_that_is_more_than_one_command_is_refused_with_its_line(name: str) -> None:
-    with pytest.raises(SpecError) as told:
+    with pytest.raises(SpecError) as error:
         made(name)
-    assert EXPECTED[name]["refused"] in told.value.message
-    assert told.value.hint
+    assert EXPECTED[name]["refused"] in error.value.message
+    assert error.value.hint
 
 
 def test_words_of_an_array_reach_the_command_as_they_are() -> None:

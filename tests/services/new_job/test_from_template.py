@@ -51,8 +51,8 @@ def test_local_template_mentions_every_setting():
     schema = JobSpec.model_json_schema()
     for name, section in schema["$defs"].items():
         if name not in ("Slurm", "Every"):
-            own = section["properties"].keys() - (OF_BILLING if name == "Pricing" else set())
-            missing = [key for key in own if f"{key}:" not in text]
+            value = section["properties"].keys() - (OF_BILLING if name == "Pricing" else set())
+            missing = [key for key in value if f"{key}:" not in text]
             assert not missing, (name, missing)
 
 
@@ -105,8 +105,8 @@ def test_the_short_file_is_the_same_job_in_at_most_40_lines(name, tmp_path):
 @pytest.mark.parametrize("name", FULL_FILES)
 def test_every_key_of_the_short_file_has_a_comment(name):
     keys = [line for line in shorten_job(FULL_FILES[name]).splitlines() if re.match(r"^ *[a-z_]+: +\S", line)]
-    own = ("command:",)  # it is the user's own
-    assert [line for line in keys if " # " not in line and not line.lstrip().startswith(own)] == []
+    value = ("command:",)  # it is the user's own
+    assert [line for line in keys if " # " not in line and not line.lstrip().startswith(value)] == []
 
 
 @pytest.mark.parametrize(

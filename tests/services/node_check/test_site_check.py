@@ -69,18 +69,22 @@ def check(tmp_path, monkeypatch):
     return checked
 
 
-def told(found: SiteCheck, verdict: str) -> list[str]:
-    return [f"{one.about}: {one.message} ({one.advice})" for one in found.findings if one.verdict == verdict]
+def told(result: SiteCheck, verdict: str) -> list[str]:
+    return [
+        f"{finding.about}: {finding.message} ({finding.advice})"
+        for finding in result.findings
+        if finding.verdict == verdict
+    ]
 
 
-INSTALLED = [own for own in metadata.distributions() if own.name == "tula-cli"]
+INSTALLED = [distribution for distribution in metadata.distributions() if distribution.name == "tula-cli"]
 
 
 def test_settings_that_fit_the_site_are_found_sound(check):
-    found = check(SITE)
-    assert told(found, "problem") == [] and told(found, "warning") == []
-    found.require_sound()
-    right = told(found, "ok")
+    result = check(SITE)
+    assert told(result, "problem") == [] and told(result, "warning") == []
+    result.require_sound()
+    right = told(result, "ok")
     assert any("answers: 3 partitions, gpu, cpu, old" in line for line in right)
     assert any("cluster.slurm.partition: gpu: 8 nodes (4 a100 GPUs, 64 CPUs), at most 24 h" in line for line in right)
     # Of a tula that is run from its sources nothing tells the version.
@@ -115,7 +119,9 @@ def test_what_does_not_fit_is_told_with_what_to_do(check, monkeypatch, old, new,
     if "setup" not in new:  # each start of a python takes its time
         monkeypatch.setattr("tula_cli.services.site_check.check_job_start", lambda *_, **__: ())
     problems = check(SITE.replace(old, new, 1)).problems
-    assert any(one.about == about and message in one.message and advice in one.advice for one in problems), problems
+    assert any(
+        problem.about == about and message in problem.message and advice in problem.advice for problem in problems
+    ), problems
 
 
 def test_limits_of_a_node_and_maintenance_windows_are_held_against_the_settings(check, monkeypatch):
@@ -128,8 +134,8 @@ def test_limits_of_a_node_and_maintenance_windows_are_held_against_the_settings(
         f"ReservationName=maint StartTime={begin} EndTime={end} Flags=MAINT,SPEC_NODES",
         "PartitionName=gpu MaxCPUsPerNode=32 MaxMemPerNode=100000",
     )
-    found = check(SITE.replace("minutes: 1440", "minutes: 1440, memory: 0"), scontrol="\n".join(lines))
-    warning, *problems = [*told(found, "warning"), *told(found, "problem")]
+    result = check(SITE.replace("minutes: 1440", "minutes: 1440, memory: 0"), scontrol="\n".join(lines))
+    warning, *problems = [*told(result, "warning"), *told(result, "problem")]
     assert "a job of 1440 minutes would not start before the maintenance" in warning and "set it below 90" in warning
     assert problems == [
         "cluster.slurm.cpus_per_task: 16 for each of 4 ranks is more than a node of gpu has (32) (set it to 8)",
@@ -138,39 +144,39 @@ def test_limits_of_a_node_and_maintenance_windows_are_held_against_the_settings(
 
 
 def test_keys_and_values_are_checked_by_the_rules_of_a_job(check):
-    found = check("cluster: {kind: slurm, gpu_per_node: 4, slurm: {minutes: soon}}\npirces: {}\n")
-    assert [one.about for one in found.problems] == ["cluster.slurm.minutes", "cluster.gpu_per_node", "pirces"]
-    assert "did you mean gpus_per_node?" in found.problems[1].advice
+    result = check("cluster: {kind: slurm, gpu_per_node: 4, slurm: {minutes: soon}}\npirces: {}\n")
+    assert [problem.about for problem in result.problems] == ["cluster.slurm.minutes", "cluster.gpu_per_node", "pirces"]
+    assert "did you mean gpus_per_node?" in result.problems[1].advice
     with pytest.raises(SpecError, match=r"3 problems \(cluster.slurm.minutes, cluster.gpu_per_node, pirces\)"):
-        found.require_sound()
+        result.require_sound()
 
 
 def test_a_part_of_a_section_is_enough(check):
-    found = check("pricing: {source: the centre}\ncluster: {slurm: {setup: [], gpus: none, partition: gpu}}\n")
-    found.require_sound()
-    assert told(found, "warning")[0].startswith("cluster.kind: is not set")
-    found = check("pricing: {source: the centre}\n")
-    assert [one.verdict for one in found.findings] == ["ok"], "nothing of SLURM, so nobody is asked"
+    result = check("pricing: {source: the centre}\ncluster: {slurm: {setup: [], gpus: none, partition: gpu}}\n")
+    result.require_sound()
+    assert told(result, "warning")[0].startswith("cluster.kind: is not set")
+    result = check("pricing: {source: the centre}\n")
+    assert [finding.verdict for finding in result.findings] == ["ok"], "nothing of SLURM, so nobody is asked"
 
 
 def test_a_scheduler_that_does_not_answer_is_an_error_of_its_own(check):
     silent = dict.fromkeys(("sinfo", "squeue", "sbatch", "sacct", "scontrol"))
-    found = check(SITE, **silent)
-    assert [one.about for one in found.problems] == ["sbatch", "squeue", "sinfo"]
+    result = check(SITE, **silent)
+    assert [problem.about for problem in result.problems] == ["sbatch", "squeue", "sinfo"]
     with pytest.raises(SchedulerError):
-        found.require_sound()
+        result.require_sound()
 
 
 def test_without_accounting_it_goes_on_with_a_warning(check):
-    found = check(SITE, sacct=None, **{"sacctmgr qos": None, "sacctmgr account": None})
-    found.require_sound()
-    assert [line.partition(":")[0] for line in told(found, "warning")] == ["sacct", "sacctmgr"]
+    result = check(SITE, sacct=None, **{"sacctmgr qos": None, "sacctmgr account": None})
+    result.require_sound()
+    assert [line.partition(":")[0] for line in told(result, "warning")] == ["sacct", "sacctmgr"]
 
 
 def test_charge_factors_of_names_that_the_site_has_not_are_warned_of(check):
     pricing = "pricing: {kind: billing, qos_factors: {Short: 2, norml: 3}, partition_factors: {staff: 2, gpuu: 0.5}}"
-    found = check(SITE + pricing)
-    qos, partition = told(found, "warning")
+    result = check(SITE + pricing)
+    qos, partition = told(result, "warning")
     assert "'norml'" in qos and "normal?" in qos and "'gpuu'" in partition and "gpu?" in partition
 
 
@@ -179,27 +185,27 @@ def test_set_up_lines_run_on_request_alone(check, tmp_path):
     text = SITE.replace(
         "setup: []", f'setup: ["set -e", "touch {ran}", "export PYTHON={sys.executable}"], python: $PYTHON'
     )
-    found = check(text)
-    assert not ran.exists() and any("--run-setup" in line for line in told(found, "warning"))
-    found = check(text, run_setup=True)
-    found.require_sound()
-    assert ran.exists() and any("the set-up lines run here" in line for line in told(found, "ok"))
+    result = check(text)
+    assert not ran.exists() and any("--run-setup" in line for line in told(result, "warning"))
+    result = check(text, run_setup=True)
+    result.require_sound()
+    assert ran.exists() and any("the set-up lines run here" in line for line in told(result, "ok"))
 
 
 def test_a_line_that_fails_is_named_although_it_would_end_nothing(check):
-    found = check(SITE.replace("setup: []", 'setup: ["ls /no/such/place", "true"]'), run_setup=True)
-    assert any("set -e" in line for line in told(found, "warning"))
-    assert "exit code 2 of: ls /no/such/place" in found.problems[0].message
+    result = check(SITE.replace("setup: []", 'setup: ["ls /no/such/place", "true"]'), run_setup=True)
+    assert any("set -e" in line for line in told(result, "warning"))
+    assert "exit code 2 of: ls /no/such/place" in result.problems[0].message
     with pytest.raises(JobFailed):
-        found.require_sound()
+        result.require_sound()
 
 
 @pytest.mark.parametrize(
     ("line", "ends"), [("set -euo pipefail", 1), ("  set -o errexit", 1), ("set -u", 0), ("# set -e", 0)]
 )
 def test_a_set_up_that_goes_on_after_a_failure_is_told(check, line, ends):
-    found = check(SITE.replace("setup: []", f"setup: ['{line}', 'true']"))
-    assert sum("begin with set -e" in line for line in told(found, "warning")) == 1 - ends
+    result = check(SITE.replace("setup: []", f"setup: ['{line}', 'true']"))
+    assert sum("begin with set -e" in line for line in told(result, "warning")) == 1 - ends
 
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -207,8 +213,8 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 @pytest.mark.parametrize("path", [EXAMPLES / "slurm_site" / "site.yaml", *sorted((EXAMPLES / "sites").glob("*.yaml"))])
 def test_the_site_files_that_come_with_tula_are_sound_as_files(path):
-    found = list(check_files(read_site(path)))
-    assert [one.verdict for one in found] == ["ok"]
+    result = list(check_files(read_site(path)))
+    assert [item.verdict for item in result] == ["ok"]
 
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "sites").glob("*.yaml")))
@@ -220,7 +226,7 @@ def test_a_site_file_from_documentation_says_so_and_from_which_and_when(path):
 
 def test_each_type_of_node_is_held_against_its_own_partition(check):
     types = "node_types: {a: {}, b: {cluster: {gpus_per_node: 2, slurm: {partition: cpu, gpu_type: null, constraint: null}}}}"
-    about = [one.about for one in check(SITE + types).problems]
+    about = [problem.about for problem in check(SITE + types).problems]
     assert about == ["cluster.gpus_per_node (b)"]
 
 
@@ -229,9 +235,9 @@ def test_the_files_that_jobs_read_are_found_and_told_apart(tmp_path, monkeypatch
         (tmp_path / name / "tula").mkdir(parents=True)
         (tmp_path / name / "tula" / "site.yaml").write_text(text)
     environ = {"XDG_CONFIG_HOME": str(tmp_path / "home"), "XDG_CONFIG_DIRS": str(tmp_path / "site")}
-    found = check_site(environ=environ, ask=facts)
-    assert found.files == (tmp_path / "site/tula/site.yaml", tmp_path / "home/tula/site.yaml")
-    assert [str(found.files[1]) in one.message for one in found.problems] == [True]
+    result = check_site(environ=environ, ask=facts)
+    assert result.files == (tmp_path / "site/tula/site.yaml", tmp_path / "home/tula/site.yaml")
+    assert [str(result.files[1]) in problem.message for problem in result.problems] == [True]
     with pytest.raises(SpecError, match=r"there is no site\.yaml in"):
         check_site(environ={"XDG_CONFIG_HOME": str(tmp_path / "nowhere")})
 
@@ -239,5 +245,5 @@ def test_the_files_that_jobs_read_are_found_and_told_apart(tmp_path, monkeypatch
 def test_a_file_that_users_cannot_read_is_told(check, tmp_path):
     check(SITE)
     Path("site.yaml").chmod(0o600)
-    found = check_site(tmp_path / "site.yaml", environ={}, ask=facts)
-    assert any("not everybody may read it" in line and "chmod a+r" in line for line in told(found, "warning"))
+    result = check_site(tmp_path / "site.yaml", environ={}, ask=facts)
+    assert any("not everybody may read it" in line and "chmod a+r" in line for line in told(result, "warning"))

@@ -62,8 +62,8 @@ def ask(run: RunDir) -> Recommendation:
     return recommend(open_family(run), Query(objective="time"), now=1.0).recommendation
 
 
-def step_time(found: Recommendation, nodes: int, batch: int) -> float:
-    return next(row.step_time for row in found.rows if (row.nodes, row.batch) == (nodes, batch))
+def step_time(result: Recommendation, nodes: int, batch: int) -> float:
+    return next(row.step_time for row in result.rows if (row.nodes, row.batch) == (nodes, batch))
 
 
 def test_the_next_answer_has_learnt_from_a_training(run: RunDir) -> None:
@@ -73,8 +73,8 @@ def test_the_next_answer_has_learnt_from_a_training(run: RunDir) -> None:
     assert step_time(after, 2, 128) == pytest.approx(slow)
     assert step_time(before, 2, 256) < step_time(after, 2, 256) < 1.15 * TRUTH.step_time(2, 128)
     assert "(7 probes and 1 training, " in after.fit and "training" not in before.fit
-    (told,) = after.trainings
-    assert (told.signature, told.nodes, told.batch, told.probed) == ("ab12cd34", 2, 128, None)
+    (message,) = after.trainings
+    assert (message.signature, message.nodes, message.batch, message.probed) == ("ab12cd34", 2, 128, None)
     assert Recommendation.model_validate_json(after.model_dump_json()) == after
     row = next(row for row in after.rows if (row.nodes, row.batch) == (2, 128))
     assert row.measured and row.trained == "ab12cd34" and row.source == "training"
@@ -104,7 +104,9 @@ def test_the_newest_trainings_of_a_configuration_count(run: RunDir) -> None:
         for path in run.path.glob(f"train/ab12cd3{number}/metrics.jsonl"):
             path.write_text(path.read_text().replace('"time": ', f'"time": {number}'))
     after = ask(run)
-    assert [one.signature for one in after.trainings] == [f"ab12cd3{number}" for number in range(2, MAX_TRAININGS + 2)]
+    assert [training.signature for training in after.trainings] == [
+        f"ab12cd3{number}" for number in range(2, MAX_TRAININGS + 2)
+    ]
     (line,) = tables.describe_learnt(after)
     assert line.startswith(
         "measured by trainings ab12cd32, ab12cd33, ab12cd34, ab12cd35, ab12cd36: 2 nodes, batch 128, "
@@ -116,8 +118,8 @@ def test_of_a_long_training_some_steps_are_read(run: RunDir) -> None:
     path = run.training("ab12cd34").metrics_path
     head, step = path.read_text().splitlines()[:2], path.read_text().splitlines()[-1]
     path.write_text("\n".join([*head, *[step] * 15_000]) + "\n")
-    (told,) = ask(run).trainings
-    assert told.step_time == pytest.approx(0.08) and 30_000 < told.steps < 100_000
+    (message,) = ask(run).trainings
+    assert message.step_time == pytest.approx(0.08) and 30_000 < message.steps < 100_000
 
 
 @pytest.mark.parametrize(
@@ -164,5 +166,5 @@ def test_asked_by_a_training_under_way_its_steps_count_once(run: RunDir) -> None
     rows = [json.loads(line) for line in run.training("ab12cd34").metrics_path.read_text().splitlines()]
     text = "".join(json.dumps({"epoch": 1.0, **row}) + "\n" for row in rows)
     run.training("ab12cd34").metrics_path.write_text(text)
-    found = recommend(open_family(run), Query(objective="time", from_training=True), now=1.0).recommendation
-    assert not found.trainings and "training" not in found.fit
+    recommendation = recommend(open_family(run), Query(objective="time", from_training=True), now=1.0).recommendation
+    assert not recommendation.trainings and "training" not in recommendation.fit

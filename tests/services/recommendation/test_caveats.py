@@ -72,7 +72,7 @@ def test_differences_of_energy_and_progress_are_compared_where_both_are_known() 
 
 
 def cells(made: Any) -> list[list[str]]:
-    return [list(one) for one in zip(*(one.cells for one in made.columns), strict=True)]
+    return [list(item) for item in zip(*(column.cells for column in made.columns), strict=True)]
 
 
 def test_tables_have_signs_before_figures_and_a_line_that_explains_those_alone() -> None:
@@ -80,24 +80,28 @@ def test_tables_have_signs_before_figures_and_a_line_that_explains_those_alone()
         row(1, 64, hours=5.0, hours_low=0.0, hours_high=9.0, cost=50.0),
         row(1, 32, hours=1.05, hours_low=1.0, hours_high=1.2),
     )
-    found = make.recommendation(rows=(CHOICE, close, wide), choice=CHOICE, runners_up=())
-    made, told = show._render_with_signs(show.make_predictions_table(found))
+    result = make.recommendation(rows=(CHOICE, close, wide), choice=CHOICE, runners_up=())
+    made, message = show._render_with_signs(show.make_predictions_table(result))
     lines = cells(made)
     assert [line[4] for line in lines] == ["1.00", "~1.05", "?~5.00"]
     assert [line[5] for line in lines] == ["4.00", "9.00", "~50.0"]
-    assert [line[4] for line in cells(show.make_details_table(found))] == [
+    assert [line[4] for line in cells(show.make_details_table(result))] == [
         "0.900 .. 1.10",
         "1.00 .. 1.20",
         "?0 .. 9.00",
     ]
-    assert "? the 90 % interval is too wide" in told and "~ the 90 % interval overlaps" in told and "!" not in told
+    assert (
+        "? the 90 % interval is too wide" in message
+        and "~ the 90 % interval overlaps" in message
+        and "!" not in message
+    )
 
 
 def test_a_table_without_caveats_has_no_line_below() -> None:
     far = row(1, 32)
-    found = make.recommendation(rows=(CHOICE, far), choice=CHOICE, runners_up=())
-    assert len(list(show._render_with_signs(show.make_predictions_table(found)))) == 1
-    assert not re.search("[?~!]", str(cells(show.make_predictions_table(found))))
+    result = make.recommendation(rows=(CHOICE, far), choice=CHOICE, runners_up=())
+    assert len(list(show._render_with_signs(show.make_predictions_table(result)))) == 1
+    assert not re.search("[?~!]", str(cells(show.make_predictions_table(result))))
 
 
 # --- a run
@@ -126,10 +130,10 @@ def test_json_has_the_caveats_of_every_row(
 ) -> None:
     quiet(monkeypatch, tmp_path)
     rows = json.loads(tula("recommend", "--run", str(run.path), "--json", *options))["data"]["rows"]
-    assert all(isinstance(one["caveats"], list) for one in rows)
-    impossible = {(one["nodes"], one["batch"]) for one in rows if "efficiency_above_110" in one["caveats"]}
+    assert all(isinstance(entry["caveats"], list) for entry in rows)
+    impossible = {(item["nodes"], item["batch"]) for item in rows if "efficiency_above_110" in item["caveats"]}
     assert impossible and all(nodes > 1 for nodes, _ in impossible)
-    assert any(one["caveats"] == [] for one in rows)
+    assert any(first["caveats"] == [] for first in rows)
 
 
 def test_the_screen_says_what_the_signs_mean(run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

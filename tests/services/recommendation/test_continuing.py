@@ -100,8 +100,8 @@ def test_other_settings_do_not_go_on_in_it(run: RunDir) -> None:
 def test_other_nodes_or_an_ended_training_are_a_training_of_their_own(run: RunDir) -> None:
     assert plan(run, nodes=1, batch=64).task.signature != first(run).signature
     run.write_train_result(make_runs.train_result(first(run).signature))
-    own = plan(run).task
-    assert (own.signature != first(run).signature, own.attempt, own.nodes) == (True, 1, 1)
+    task = plan(run).task
+    assert (task.signature != first(run).signature, task.attempt, task.nodes) == (True, 1, 1)
 
 
 def test_each_part_of_a_training_is_paid_for_its_own_nodes(run: RunDir) -> None:
@@ -112,10 +112,10 @@ def test_each_part_of_a_training_is_paid_for_its_own_nodes(run: RunDir) -> None:
     run.write_attempt(make_runs.attempt(begun.id, start=make_runs.START, end=make_runs.START + hour))
     run.write_attempt(make_runs.attempt(task.id, start=make_runs.START + hour, end=make_runs.START + 3 * hour))
     relaunch.write_summary(run, task)
-    found = run.training(begun.signature).summary()
-    assert found is not None and found.actual_hours == pytest.approx(3)
+    summary = run.training(begun.signature).summary()
+    assert summary is not None and summary.actual_hours == pytest.approx(3)
     price = run.read_spec().pricing.price
-    assert found.actual_cost == pytest.approx(price * (2 * 1 + 1 * 2))
+    assert summary.actual_cost == pytest.approx(price * (2 * 1 + 1 * 2))
 
 
 def test_a_training_that_other_settings_make_one_of_its_own_says_what_it_leaves_behind(run: RunDir) -> None:

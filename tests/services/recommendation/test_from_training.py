@@ -54,21 +54,21 @@ def test_a_slower_network_makes_one_node_the_better_choice(run: RunDir) -> None:
     make.add_training(run, rows=rows(SLOWER))
     assert recommend(open_family(run), Query(objective="time"), now=1.0).recommendation.choice.nodes == 4
     answer = ask(run)
-    found = answer.recommendation
-    rest = found.continuation
-    assert rest is not None and found.choice.nodes == 1 and rest.moves
+    recommendation = answer.recommendation
+    rest = recommendation.continuation
+    assert rest is not None and recommendation.choice.nodes == 1 and rest.moves
     assert (rest.nodes, rest.batch, rest.samples, rest.left) == (2, 128, 250_000, 0.5)
-    stay = next(row for row in found.rows if (row.nodes, row.batch) == (2, 128))
+    stay = next(row for row in recommendation.rows if (row.nodes, row.batch) == (2, 128))
     assert stay.step_time == pytest.approx(SLOWER.step_time(2, 64))
     assert rest.hours_as_it_is == pytest.approx(stay.hours / 2)
-    assert found.choice.hours / 2 < rest.hours < rest.hours_as_it_is, "a new start is in it"
+    assert recommendation.choice.hours / 2 < rest.hours < rest.hours_as_it_is, "a new start is in it"
     assert "training-pace" in codes(answer.warnings)
-    (line,) = show_recommend._describe_continuation(found)
+    (line,) = show_recommend._describe_continuation(recommendation)
     assert (
         "50.0 % left: on 2 nodes, batch 128" in line and line.endswith("% time)") and "including the restart (-" in line
     )
     worse = rest.model_copy(update={"hours": 2 * rest.hours_as_it_is, "cost": 2 * (rest.cost_as_it_is or 0.0)})
-    (line,) = show_recommend._describe_continuation(found.model_copy(update={"continuation": worse}))
+    (line,) = show_recommend._describe_continuation(recommendation.model_copy(update={"continuation": worse}))
     assert line.endswith(
         "including the restart (+100 % time), neither faster nor cheaper: keep the current configuration"
     )
@@ -76,25 +76,25 @@ def test_a_slower_network_makes_one_node_the_better_choice(run: RunDir) -> None:
 
 def test_where_nothing_has_changed_nothing_moves(run: RunDir) -> None:
     make.add_training(run, rows=rows(BEFORE))
-    found = ask(run, nodes=2, max_batch=128).recommendation
-    assert found.continuation is not None and not found.continuation.moves
-    assert found.continuation.hours == found.continuation.hours_as_it_is
-    (line,) = show_recommend._describe_continuation(found)
+    recommendation = ask(run, nodes=2, max_batch=128).recommendation
+    assert recommendation.continuation is not None and not recommendation.continuation.moves
+    assert recommendation.continuation.hours == recommendation.continuation.hours_as_it_is
+    (line,) = show_recommend._describe_continuation(recommendation)
     assert line.endswith("this is also the choice, so it continues unchanged")
 
 
 def test_only_steps_since_the_newest_change_count(run: RunDir) -> None:
     change = make.step_change(began_at=20.0).model_dump(mode="json")
-    told = {"kind": "change", "time": 30.0, "samples": 250_000, "epoch": 5.0, "change": change}
+    record = {"kind": "change", "time": 30.0, "samples": 250_000, "epoch": 5.0, "change": change}
     later = [{**row, "time": row["time"] + 20.0} for row in rows(SLOWER)[1:]]
-    make.add_training(run, rows=[*rows(BEFORE, count=50)[:19], *later, told])
+    make.add_training(run, rows=[*rows(BEFORE, count=50)[:19], *later, record])
     stay = next(row for row in ask(run).recommendation.rows if (row.nodes, row.batch) == (2, 128))
     assert stay.step_time == pytest.approx(SLOWER.step_time(2, 64))
 
 
 def test_refreshes_of_the_factors_are_no_change_of_pace(run: RunDir) -> None:
-    told = [{"refreshed": 1, "plain_time": row["step_time"], **row, "step_time": 0.5} for row in rows(BEFORE)[1:]]
-    make.add_training(run, rows=[rows(BEFORE)[0], *told, {**told[0], "plain_time": None}])
+    messages = [{"refreshed": 1, "plain_time": row["step_time"], **row, "step_time": 0.5} for row in rows(BEFORE)[1:]]
+    make.add_training(run, rows=[rows(BEFORE)[0], *messages, {**messages[0], "plain_time": None}])
     stay = next(row for row in ask(run).recommendation.rows if (row.nodes, row.batch) == (2, 128))
     assert stay.step_time == pytest.approx(BEFORE.step_time(2, 64))
 

@@ -57,8 +57,11 @@ def run(tmp_path: Path) -> RunDir:
 @pytest.mark.parametrize(("epochs", "at"), [(20, 2), (10, 1), (200, 10), (16, 2)])
 def test_the_noise_after_a_tenth_of_the_epochs_counts(run: RunDir, epochs: int, at: int) -> None:
     trained(run, "a" * 8, batch=64)
-    found = find_noise_near_tenth(list_trainings_with_noise(run), reference=64, epochs=epochs)
-    assert found is not None and (found.epoch, found.scale) == (at, pytest.approx(NOISES[at]))
+    noise_near_tenth = find_noise_near_tenth(list_trainings_with_noise(run), reference=64, epochs=epochs)
+    assert noise_near_tenth is not None and (noise_near_tenth.epoch, noise_near_tenth.scale) == (
+        at,
+        pytest.approx(NOISES[at]),
+    )
 
 
 def test_a_training_at_the_reference_batch_goes_before_others(run: RunDir) -> None:
@@ -97,8 +100,8 @@ def test_what_trainings_have_logged_is_read_once(run: RunDir, monkeypatch: pytes
 
 
 def noisy_run(tmp_path: Path, **train: object) -> RunDir:
-    own = {"method": "lrs", "epochs": 20, "reference_batch": 64, "ramp": "noise", **train}
-    return RunDir.create(tmp_path, make_runs.spec(train=own, search={"nodes": [1, 2], "min_batch": 32}))
+    settings = {"method": "lrs", "epochs": 20, "reference_batch": 64, "ramp": "noise", **train}
+    return RunDir.create(tmp_path, make_runs.spec(train=settings, search={"nodes": [1, 2], "min_batch": 32}))
 
 
 def plan(run: RunDir, **named: object) -> train.TrainPlan:
@@ -113,8 +116,10 @@ def test_the_noise_over_a_training_is_of_its_probes_and_of_each_epoch_measured(t
     assert start is not None and start.points == ((0.0, pytest.approx(50, rel=0.1)),)
     trained(run, "a" * 8, batch=512, factor=5.0)
     trained(run, "b" * 8, batch=64)
-    found = make_noise_path([run], run.read_spec(), probes)
-    assert found is not None and found.points[1:] == tuple((at, pytest.approx(NOISES[at])) for at in (1, 2, 10))
+    noise_path = make_noise_path([run], run.read_spec(), probes)
+    assert noise_path is not None and noise_path.points[1:] == tuple(
+        (at, pytest.approx(NOISES[at])) for at in (1, 2, 10)
+    )
     other = run.read_spec().model_copy(update={"train": run.read_spec().train.model_copy(update={"ramp": "auto"})})
     assert make_noise_path([run], other, probes) is None
 
@@ -146,11 +151,13 @@ def test_a_recommendation_tells_the_stages_of_its_choice(tmp_path: Path) -> None
     for result in with_noise(probe_all(Truth(dataset_size=12_800), {2: (32, 256), 4: (32, 256)}), 50.0):
         run.write_result(result)
     trained(run, "b" * 8, batch=64)
-    found = recommend.recommend(open_family(run), Query(objective="time"), now=1.0).recommendation
-    assert found.stages[-1].batch == found.choice.batch and found.stages[0].batch == 64
-    assert found.ramp.startswith("batch 64 from epoch 0: noise scale 50.0; batch 128 from epoch ")
-    assert [stage.batch for stage in found.choice.stages] == [stage.batch for stage in found.stages[:-1]]
-    assert f"stages: {found.ramp}" in list(_describe_sources(found))
+    recommendation = recommend.recommend(open_family(run), Query(objective="time"), now=1.0).recommendation
+    assert recommendation.stages[-1].batch == recommendation.choice.batch and recommendation.stages[0].batch == 64
+    assert recommendation.ramp.startswith("batch 64 from epoch 0: noise scale 50.0; batch 128 from epoch ")
+    assert [stage.batch for stage in recommendation.choice.stages] == [
+        stage.batch for stage in recommendation.stages[:-1]
+    ]
+    assert f"stages: {recommendation.ramp}" in list(_describe_sources(recommendation))
 
 
 def test_a_training_that_goes_on_elsewhere_keeps_what_was_put_off(tmp_path: Path) -> None:

@@ -69,9 +69,9 @@ def ask(run: RunDir) -> Recommendation:
 
 def test_each_length_is_written_into_its_options_and_a_few_batches_are_measured() -> None:
     job = text({"lengths": [256, 128, 64], "lengths_map_to": ["dataset.args.length", "model.args.n_positions"]})
-    found = job.by_length()
-    assert job.length == 128 and list(found) == [64, 256]
-    other = found[256]
+    result = job.by_length()
+    assert job.length == 128 and list(result) == [64, 256]
+    other = result[256]
     assert (other.dataset.args, other.model.args) == ({"length": 256, "size": 100_000}, {"n_positions": 256})
     assert (other.search.nodes, other.measured_in_addition, other.by_length()) == ([1], "length", {})
     assert text().by_length()[64].model.args == {"n_positions": 256}
@@ -145,8 +145,8 @@ def looks(spec: JobSpec) -> Inspection:
 
 def test_check_tells_what_memory_holds_at_each_length_and_what_measuring_costs() -> None:
     report = check(text(), inspector=looks)
-    rows = {one.length: one for one in report.lengths}
-    assert {length: one.batches for length, one in rows.items()} == {
+    rows = {item.length: item for item in report.lengths}
+    assert {length: first.batches for length, first in rows.items()} == {
         64: (32, 128, 256), 128: (32, 64, 128, 256), 256: (32, 64, 128),
     }  # fmt: skip
     assert rows[128].own and rows[64].largest_batch == (1350 - 3) // 2 and rows[256].largest_batch == (1350 - 3) // 8
@@ -165,29 +165,37 @@ def test_check_leaves_a_length_out_that_does_not_fit_and_says_so() -> None:
     report = check(text(), inspector=small)
     assert not report.problems and values(report.warnings, "length-left-out")["length"] == 256
     offline = check_all(make_runs(Path("tula-runs"), text()), online=False).reports[None]
-    assert [(one.length, one.batches, one.memory) for one in offline.lengths][2] == (256, (32, 128, 256), ())
+    assert [(length.length, length.batches, length.memory) for length in offline.lengths][2] == (
+        256,
+        (32, 128, 256),
+        (),
+    )
 
 
 def planned(runs: Sequence[Run], most: int) -> tuple[dict[str | None, dict[int, tuple[int, ...]]], list[str]]:
-    told, work = [], profiling_rounds.plan_variants(runs, {
+    message, work = [], profiling_rounds.plan_variants(runs, {
         part.name: inspection(part.length or 128).model_copy(update={"capacity": most * MIB}) for part in runs
     })  # fmt: skip
     while True:
         try:
-            told.append(next(work).text)  # type: ignore[union-attr]
+            message.append(next(work).text)  # type: ignore[union-attr]
         except StopIteration as end:
             return {
                 part.name: {task.nodes: task.local_batches for task in plan.tasks} for part, plan in end.value
-            }, told
+            }, message
 
 
 def test_profile_measures_the_lengths_as_jobs_of_their_own(tmp_path: Path) -> None:
     runs = make_runs(tmp_path, text())
-    found, _ = planned(runs, 1500)
-    assert found["length-64"] == {1: (32, 128, 256)} and found["length-256"] == {1: (32, 64, 128)}
-    assert found[None] == {1: (32, 64, 128, 256), 2: (16, 64, 128)}
-    found, told = planned(runs, 250)
-    assert set(found) == {None, "length-64"} and told and told[0].startswith("Length 256 is left out: out of memory")
+    result, _ = planned(runs, 1500)
+    assert result["length-64"] == {1: (32, 128, 256)} and result["length-256"] == {1: (32, 64, 128)}
+    assert result[None] == {1: (32, 64, 128, 256), 2: (16, 64, 128)}
+    result, message = planned(runs, 250)
+    assert (
+        set(result) == {None, "length-64"}
+        and message
+        and message[0].startswith("Length 256 is left out: out of memory")
+    )
     with pytest.raises(Infeasible):
         planned(runs, 60)  # the job's own length is what is trained
 
@@ -197,17 +205,17 @@ def test_profile_measures_the_lengths_as_jobs_of_their_own(tmp_path: Path) -> No
 
 def test_each_length_tells_what_fits_and_its_tokens_a_second(run: RunDir) -> None:
     answer = ask(run)
-    rows = {one.length: one for one in answer.lengths}
-    assert list(rows) == [64, 128, 256] and [one.own for one in answer.lengths] == [False, True, False]
+    rows = {item.length: item for item in answer.lengths}
+    assert list(rows) == [64, 128, 256] and [entry.own for entry in answer.lengths] == [False, True, False]
     assert answer.rows == tuple(row for row in answer.rows if row.nodes in (1, 2)) and answer.choice.batch <= 256
-    for length, one in rows.items():
-        fastest = one.fastest
-        assert fastest is not None and fastest.batch == 256 and one.nodes == 1
+    for length, first in rows.items():
+        fastest = first.fastest
+        assert fastest is not None and fastest.batch == 256 and first.nodes == 1
         rate = 0.75 * length * 256 / step(length).step_time(1, 256)
-        assert one.tokens_per_second(fastest) == pytest.approx(rate, rel=1e-3)
-        assert one.padding == pytest.approx(0.25)
+        assert first.tokens_per_second(fastest) == pytest.approx(rate, rel=1e-3)
+        assert first.padding == pytest.approx(0.25)
         sample = step(length).sample_bytes
-        assert one.largest_batch == pytest.approx((0.9 * 16 * 1024 * MIB - 400 * MIB) / sample, rel=0.05)
+        assert first.largest_batch == pytest.approx((0.9 * 16 * 1024 * MIB - 400 * MIB) / sample, rel=0.05)
     assert "33% grow with the square of the length at 256" in answer.growth
     assert answer.growth.count("33%") == 2, "time and memory alike"
 

@@ -53,15 +53,23 @@ def places(rows: Any) -> set[tuple[int, int]]:
 @pytest.mark.parametrize("objective", ["knee", "time", "accuracy-time"])
 def test_of_many_configurations_those_are_listed_that_are_worth_a_look(run: RunDir, objective: str) -> None:
     answer = ask(run, objective)
-    found, every = answer.recommendation, answer.with_all_rows()
-    assert MAX_ROWS_LISTED < len(places(every.rows)) == found.candidates and len(places(found.rows)) < found.candidates
+    recommendation, every = answer.recommendation, answer.with_all_rows()
+    assert (
+        MAX_ROWS_LISTED < len(places(every.rows)) == recommendation.candidates
+        and len(places(recommendation.rows)) < recommendation.candidates
+    )
     assert [Prediction.model_validate_json(text) for text in answer.rows_as_json()] == list(every.rows)
     worth = [row for row in every.rows if row.pareto or row.measured]
-    assert places([*worth, found.choice, *found.runners_up]) <= places(found.rows)
-    assert {row.batch for row in found.rows} == {row.batch for row in every.rows}, "the best of each batch"
-    assert found.rows == tuple(row for row in every.rows if row in found.rows), "the same records in the same order"
-    assert found.beaten_by_none == sum(row.pareto for row in every.rows)
-    assert {row.market for row in found.rows if places([row]) == places([found.choice])} == {"on_demand", "spot"}
+    assert places([*worth, recommendation.choice, *recommendation.runners_up]) <= places(recommendation.rows)
+    assert {row.batch for row in recommendation.rows} == {row.batch for row in every.rows}, "the best of each batch"
+    assert recommendation.rows == tuple(row for row in every.rows if row in recommendation.rows), (
+        "the same records in the same order"
+    )
+    assert recommendation.beaten_by_none == sum(row.pareto for row in every.rows)
+    assert {row.market for row in recommendation.rows if places([row]) == places([recommendation.choice])} == {
+        "on_demand",
+        "spot",
+    }
 
 
 def test_of_few_all_are_listed(run: RunDir) -> None:
@@ -128,8 +136,8 @@ def test_a_search_weighs_the_best_of_each_batch_and_what_was_measured(
     assert {row.batch for row in few} == {row.batch for row in whole} and few[0] == whole[0]
     assert {row for row in whole if row.measured} <= set(few) == {row for row in whole if row in few}
     assert Config(few[0].nodes, few[0].batch) in fitting
-    found = search.choose_next_round(MANY, run.results(), inspection=inspected(dataset_size=10**6))
-    assert found.words.startswith("expected regret")
+    result = search.choose_next_round(MANY, run.results(), inspection=inspected(dataset_size=10**6))
+    assert result.words.startswith("expected regret")
 
 
 def said(*arguments: str) -> str:
@@ -140,12 +148,12 @@ def said(*arguments: str) -> str:
 
 def test_all_that_no_table_shows_are_told_as_json_and_written(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     count = len(ask(run).with_all_rows().rows)
-    asked = ("--run", str(run.path), "--all")
-    assert "configurations;" not in said(*asked), "a table of them all"
+    requested = ("--run", str(run.path), "--all")
+    assert "configurations;" not in said(*requested), "a table of them all"
     monkeypatch.setattr(show_recommend, "MOST", count - 1)
-    text = said(*asked)
+    text = said(*requested)
     assert len(text.splitlines()) < 100 and "configurations; results.csv and --json contain all of them" in text
-    assert "results.csv (with --save) and --json contain all of them" in said(*asked, "--objective", "time")
+    assert "results.csv (with --save) and --json contain all of them" in said(*requested, "--objective", "time")
     monkeypatch.setattr(Answer, "with_all_rows", None)  # nor are all made into records at once
-    rows = json.loads(said(*asked, "--json"))["data"]["rows"]
+    rows = json.loads(said(*requested, "--json"))["data"]["rows"]
     assert len(rows) == count and [row["hours"] for row in rows] == sorted(row["hours"] for row in rows)

@@ -63,9 +63,9 @@ def ask(run: RunDir, **limits: Any) -> Answer:
 
 
 def test_fewer_gpus_than_the_most_are_probed_twice_on_the_fewest_nodes(run: RunDir) -> None:
-    one, two, four = open_family(run)
-    assert [part.type for part in (one, two, four)] == ["gpus-1", "gpus-2", "gpus-4"]
-    assert planned(one) == {1: (32, 256)} and planned(two) == {1: (16, 128)}
+    item, two, four = open_family(run)
+    assert [part.type for part in (item, two, four)] == ["gpus-1", "gpus-2", "gpus-4"]
+    assert planned(item) == {1: (32, 256)} and planned(two) == {1: (16, 128)}
     assert {nodes: len(batches) for nodes, batches in planned(four).items()} == {1: 8, 2: 1, 4: 3}
     every = make_runs(run.path.parent, job(strategy="full"))
     assert [sum(map(len, planned(part).values())) for part in every] == [21, 23, 24]
@@ -85,20 +85,20 @@ def test_what_was_measured_at_one_number_of_gpus_tells_of_the_others(run: RunDir
 
 def test_each_counts_with_its_own_price_and_the_cheapest_is_chosen_among_all(run: RunDir) -> None:
     answer = recommend(open_family(run), Query(objective="cost"), now=1.0)
-    found, every = answer.recommendation, answer.with_all_rows().rows
+    recommendation, every = answer.recommendation, answer.with_all_rows().rows
     rows = {(row.type, row.nodes, row.batch): row for row in every}
     for kind, gpus in (("gpus-1", 1), ("gpus-4", 4)):
         row = rows[kind, 2, 1024]
         assert row.cost == pytest.approx(row.hours * 2 * gpus)
-    assert found.choice.cost == min(row.cost for row in every)
+    assert recommendation.choice.cost == min(row.cost for row in every)
 
 
 def test_the_table_tells_gpus_of_each_line(run: RunDir) -> None:
     answer = ask(run)
     save_answer(open_family(run), answer)
     header, *lines = (line.split(",") for line in (answer.chosen_run.path / "results.csv").read_text().splitlines())
-    told = {(line[header.index("node_type")], line[header.index("gpus_per_node")]) for line in lines}
-    assert told == {("gpus-1", "1"), ("gpus-2", "2"), ("gpus-4", "4")}
+    message = {(line[header.index("node_type")], line[header.index("gpus_per_node")]) for line in lines}
+    assert message == {("gpus-1", "1"), ("gpus-2", "2"), ("gpus-4", "4")}
 
 
 def test_training_is_predicted_as_it_was_recommended(run: RunDir) -> None:
@@ -107,10 +107,10 @@ def test_training_is_predicted_as_it_was_recommended(run: RunDir) -> None:
     preparing = train.prepare_training(
         open_family(run), TrainRequest(nodes=4, batch=2048, node_type="gpus-2"), pytest.fail
     )
-    told = []
+    messages = []
     while True:
         try:
-            told.append(next(preparing))
+            messages.append(next(preparing))
         except StopIteration as end:
             ready = end.value
             break
@@ -119,14 +119,14 @@ def test_training_is_predicted_as_it_was_recommended(run: RunDir) -> None:
 
 
 def test_one_that_was_not_measured_is_left_out_and_tells_nothing(tmp_path: Path) -> None:
-    one, _, run = create_runs(tmp_path, job())
+    item, _, run = create_runs(tmp_path, job())
     write(run)
     answer = ask(run)
-    found = answer.recommendation
-    assert {row.type for row in found.rows} == {"gpus-4"}
+    recommendation = answer.recommendation
+    assert {row.type for row in recommendation.rows} == {"gpus-4"}
     assert codes(answer.warnings).count("node-type-left-out") == 2
-    before = next(row for row in found.rows if (row.nodes, row.batch) == (2, 512))
-    write(one)
+    before = next(row for row in recommendation.rows if (row.nodes, row.batch) == (2, 512))
+    write(item)
     after = next(r for r in ask(run, node_type="gpus-4").recommendation.rows if (r.nodes, r.batch) == (2, 512))
     assert after.step_time != before.step_time, "asked for one type alone, the others' probes count too"
 

@@ -14,20 +14,20 @@ FULL = {n: tuple(batch // n for batch in (64, 128, 256, 512, 1024)) for n in (2,
 
 def test_each_strategy_is_judged_by_the_probes_that_it_does_not_take() -> None:
     judged = {
-        one.strategy: one
-        for one in validate_strategies(spec(), probe_all(Truth(noise=0.01, jitter=0.01), FULL), priors=PRIORS)
+        item.strategy: item
+        for item in validate_strategies(spec(), probe_all(Truth(noise=0.01, jitter=0.01), FULL), priors=PRIORS)
     }
-    assert {name: (one.probes, one.unseen) for name, one in judged.items()} == {
+    assert {name: (first.probes, first.unseen) for name, first in judged.items()} == {
         "partial": (4, 11), "sweep": (9, 6), "full": (15, 15),
     }  # fmt: skip
     assert judged["full"].left_out_once and not judged["sweep"].left_out_once
     assert judged["full"].median < 0.05 and judged["sweep"].median < judged["partial"].median + 0.05
-    assert all(one.median <= one.p90 and 0.5 <= one.held <= 1 for one in judged.values())
+    assert all(entry.median <= entry.p90 and 0.5 <= entry.held <= 1 for entry in judged.values())
 
 
 def test_of_a_sweep_that_was_measured_each_probe_is_left_out_once() -> None:
     swept = {2: FULL[2], 4: FULL[4][:1], 8: (FULL[8][0], FULL[8][2], FULL[8][-1])}
-    judged = {one.strategy: one for one in validate_strategies(spec(), probe_all(Truth(), swept), priors=PRIORS)}
+    judged = {item.strategy: item for item in validate_strategies(spec(), probe_all(Truth(), swept), priors=PRIORS)}
     assert judged["sweep"].left_out_once and "full" not in judged, "it would take the very same probes"
 
 
@@ -41,9 +41,9 @@ def trained(nodes: int, local_batch: int, seconds: float) -> TrainedSteps:
 
 def test_what_trainings_have_measured_is_foreseen_and_helps_to_foresee() -> None:
     probes = probe_all(Truth(), {2: FULL[2], 4: FULL[4][:1], 8: (FULL[8][0], FULL[8][2])})
-    plain = {one.strategy: one for one in validate_strategies(spec(), probes, priors=PRIORS)}
+    plain = {item.strategy: item for item in validate_strategies(spec(), probes, priors=PRIORS)}
     slow = [trained(nodes, local, 1.3 * Truth().step_time(nodes, local)) for nodes in (4, 8) for local in (64, 128)]
-    judged = {one.strategy: one for one in validate_strategies(spec(), probes, trained=slow, priors=PRIORS)}
+    judged = {first.strategy: first for first in validate_strategies(spec(), probes, trained=slow, priors=PRIORS)}
     assert judged["partial"].unseen == plain["partial"].unseen + len(slow)
     assert judged["partial"].median > plain["partial"].median, "trainings came out slower than the probes tell"
     last = judged[TRAININGS]

@@ -27,8 +27,8 @@ def job(limits, *, minutes=1440, **search):
     return spec(search={"max_batch": 4096, **search}, cluster={"kind": "slurm", "slurm": slurm})
 
 
-def measured(root: Path, found) -> RunDir:
-    run = RunDir.create(root, found)
+def measured(root: Path, outcome) -> RunDir:
+    run = RunDir.create(root, outcome)
     for result in probe_all(Truth(fixed=2.0, noise=0.01), SWEEP):
         run.write_result(result)
     return run
@@ -54,12 +54,12 @@ def test_nodes_that_no_bin_holds_are_not_recommended(tmp_path):
 
 
 def test_a_training_longer_than_its_bin_is_a_chain_that_is_told(tmp_path):
-    found = asked(tmp_path, [{"nodes": 8, "hours": 0.1}])
-    whole = 60 * found.choice.hours
+    result = asked(tmp_path, [{"nodes": 8, "hours": 0.1}])
+    whole = 60 * result.choice.hours
     assert whole > 6
-    jobs = int(found.reason.partition("a chain of ")[2].split()[0])
+    jobs = int(result.reason.partition("a chain of ")[2].split()[0])
     assert jobs >= whole / 6
-    assert f"a chain of {jobs} jobs of 6 min: the site allows" in found.reason
+    assert f"a chain of {jobs} jobs of 6 min: the site allows" in result.reason
     short = asked(tmp_path / "long", [{"nodes": 8, "hours": 300}])
     assert "; one job of 1440 min: the site allows" in short.reason
 
@@ -89,9 +89,9 @@ def test_jobs_ask_for_no_more_than_their_bin(tmp_path):
 
 def test_a_measuring_job_that_does_not_fit_is_a_problem_before_it_is_submitted():
     short = job([{"nodes": 8, "hours": 0.1}], nodes=[1, 2], max_minutes=20, min_batch=32, max_node_hours=10)
-    found = check(short, online=False)
+    result = check(short, online=False)
     needs = [
-        (p.values["nodes"], p.values["needed_minutes"]) for p in found.problems if p.code == "time-limit-too-short"
+        (p.values["nodes"], p.values["needed_minutes"]) for p in result.problems if p.code == "time-limit-too-short"
     ]
     assert needs == [(1, 22.0), (2, 22.0)]
     with pytest.raises(Infeasible, match=r"search.max_minutes"):
@@ -100,9 +100,9 @@ def test_a_measuring_job_that_does_not_fit_is_a_problem_before_it_is_submitted()
 
 def test_searched_nodes_beyond_the_bins_are_left_out_and_said():
     some = job([{"nodes": 2, "hours": 5}], nodes=[1, 2, 64], max_minutes=20, min_batch=64, max_node_hours=100)
-    found = check(some, online=False)
-    assert {one.nodes for one in found.jobs} == {1, 2}
-    assert values(found.warnings, "nodes-beyond-site-limit")["nodes"] == [64]
+    result = check(some, online=False)
+    assert {item.nodes for item in result.jobs} == {1, 2}
+    assert values(result.warnings, "nodes-beyond-site-limit")["nodes"] == [64]
     none = check(job([{"nodes": 2, "hours": 5}], nodes=[4], min_batch=64), online=False)
     assert "search.nodes" in values(none.problems, "no-feasible-batch")["reason"]
 

@@ -62,8 +62,8 @@ def names(folder: Path) -> list[str]:
 
 def found(run: RunDir, **options: Any) -> service.RunSpace:
     options.setdefault("ask", nobody_asks)
-    (one,) = service.measure_runs([run], **options)
-    return one
+    (item,) = service.measure_runs([run], **options)
+    return item
 
 
 def nobody_asks(ids: Iterable[str]) -> dict[str, SchedulerState]:
@@ -79,9 +79,9 @@ def cleaned(run: RunDir, **options: Any) -> service.CleanResult:
 
 def test_of_a_finished_training_the_best_and_the_last_stay(run: RunDir) -> None:
     folder = trained(run, 100, 200, 300, 400, best=200)
-    one = found(run)
-    assert (len(one.holdings), one.size, one.kept, one.final) == (2, 16384, "", ())
-    assert one.held >= 4 * 8192
+    item = found(run)
+    assert (len(item.holdings), item.size, item.kept, item.final) == (2, 16384, "", ())
+    assert item.held >= 4 * 8192
     assert names(folder) == ["100.pt", "200.pt", "300.pt", "400.pt"], "nothing is touched before"
     assert cleaned(run) == service.CleanResult(2, 16384, ())
     assert names(folder) == ["200.pt", "400.pt"]
@@ -133,8 +133,8 @@ def test_damaged_checkpoints_drafts_and_files_of_probes_go(run: RunDir) -> None:
     for name in ("probe-n001.001/out", "rehearse-7.001/out", "rehearse-7/half"):
         (run.path / "script" / name).mkdir(parents=True)
     (run.path / "script/probe-n001.001/plan.json").write_text("{}")
-    one = found(run)
-    assert sorted(holding.kind for holding in one.holdings) == ["damaged"] * 3 + ["drafts"] * 4 + ["scratch"] * 2
+    item = found(run)
+    assert sorted(holding.kind for holding in item.holdings) == ["damaged"] * 3 + ["drafts"] * 4 + ["scratch"] * 2
     cleaned(run)
     assert names(folder) == ["100.pt"]
     assert sorted(path.name for path in (run.path / "script").iterdir()) == ["probe-n001.001", "rehearse-7.001"]
@@ -267,10 +267,10 @@ def says(**states: str) -> Callable[[Iterable[str]], dict[str, SchedulerState]]:
 def test_a_run_with_a_job_that_may_live_is_left_as_it_is(run: RunDir, ask: service.Ask, why: str) -> None:
     folder = trained(run, 100, 200, 300, best=100)
     name = slurm_job(run)
-    one = found(run, ask=ask)
-    assert (bool(one.kept), bool(one.holdings)) == (bool(why), not why)
-    assert one.kept.startswith(f"{name} {why}" if why else "")
-    service.remove_files([one])
+    item = found(run, ask=ask)
+    assert (bool(item.kept), bool(item.holdings)) == (bool(why), not why)
+    assert item.kept.startswith(f"{name} {why}" if why else "")
+    service.remove_files([item])
     assert len(names(folder)) == (3 if why else 2)
 
 
@@ -278,8 +278,8 @@ def test_where_squeue_cannot_be_asked_jobs_count_as_live(run: RunDir, monkeypatc
     trained(run, 100, 200, 300)
     slurm_job(run)
     monkeypatch.setenv("PATH", str(run.path))
-    one = found(run, ask=scheduler.ask_states)
-    assert one.holdings == () and NO_ANSWER in one.kept
+    item = found(run, ask=scheduler.ask_states)
+    assert item.holdings == () and NO_ANSWER in item.kept
 
 
 def test_a_job_that_was_just_submitted_counts_as_live(run: RunDir) -> None:
@@ -291,17 +291,17 @@ def test_a_job_that_was_just_submitted_counts_as_live(run: RunDir) -> None:
 def test_slurm_is_asked_once_for_all_runs_and_only_where_something_may_go(run: RunDir) -> None:
     other = RunDir.create(run.path.parent, make.spec(name="other"))
     nothing = RunDir.create(run.path.parent, make.spec(name="nothing"))
-    asked: list[list[str]] = []
-    for one in (run, other, nothing):
-        trained(one, *((100, 200) if one is not nothing else (100,)))
-        slurm_job(one)
+    requested: list[list[str]] = []
+    for item in (run, other, nothing):
+        trained(item, *((100, 200) if item is not nothing else (100,)))
+        slurm_job(item)
 
     def ask(ids: Iterable[str]) -> dict[str, SchedulerState]:
-        asked.append(list(ids))
+        requested.append(list(ids))
         return {}
 
     service.measure_runs([run, other, nothing], ask=ask)
-    assert asked == [["11", "12", "11", "12"]]
+    assert requested == [["11", "12", "11", "12"]]
 
 
 def test_a_job_on_this_machine_and_the_lock_of_the_machine_hold_a_run(run: RunDir) -> None:
@@ -330,17 +330,17 @@ def test_a_job_whose_record_is_damaged_holds_a_run(run: RunDir) -> None:
 
 def test_what_was_submitted_since_the_look_is_left(run: RunDir) -> None:
     folder = trained(run, 100, 200, 300)
-    one = found(run)
+    item = found(run)
     slurm_job(run)
-    done = service.remove_files([one])
+    done = service.remove_files([item])
     assert done.files == 0 and "submitted in the meantime" in done.problems[0]
     assert len(names(folder)) == 3 and not (run.path / "lock").exists()
-    one = found(run, ask=says())
+    item = found(run, ask=says())
     assert run.lock.acquire() == ""
-    assert "another tula command" in service.remove_files([one]).problems[0]
+    assert "another tula command" in service.remove_files([item]).problems[0]
     (run.path / "lock/owner").write_text("a-machine:1\n")
     os.utime(run.path / "lock", (0, 0))
-    assert service.remove_files([one]).files == 2, "of a command that was killed an hour ago"
+    assert service.remove_files([item]).files == 2, "of a command that was killed an hour ago"
 
 
 # --- the command

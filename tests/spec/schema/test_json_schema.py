@@ -66,7 +66,7 @@ def test_it_is_a_schema_in_the_dialect_that_it_names_and_in_draft_7(schema):
 def test_every_key_says_what_it_means():
     for name, section in {"": JOB, **JOB["$defs"]}.items():
         assert section["description"], name
-        assert [key for key, own in section["properties"].items() if not own["description"].strip()] == [], name
+        assert [key for key, value in section["properties"].items() if not value["description"].strip()] == [], name
 
 
 @pytest.mark.parametrize("place", WRITTEN)
@@ -175,7 +175,7 @@ def test_a_typical_mistake_is_refused_as_the_loader_refuses_it(path, value):
 @pytest.mark.parametrize("left_out", ["model", "dataset", "optimizer", "train"])
 def test_a_job_without_a_script_needs_its_sections_and_a_site_needs_nothing(left_out):
     content = {key: value for key, value in SMALL.items() if key != left_out}
-    assert any(f"'{left_out}' is a required property" in found for found in refused(content))
+    assert any(f"'{left_out}' is a required property" in result for result in refused(content))
     assert refused(content, SITE) == []
     assert refused({"pricing": {"source": "the centre"}, "train": {"workers": 4}}, SITE) == []
 
@@ -196,8 +196,8 @@ POOL: list[Any] = [
 
 def keys() -> Iterator[str]:
     """Yield every key of the sections that a job has by itself."""
-    for name, own in JOB["properties"].items():
-        sections = [part["$ref"] for part in [*own.get("allOf", ()), *own.get("anyOf", ())] if "$ref" in part]
+    for name, value in JOB["properties"].items():
+        sections = [part["$ref"] for part in [*value.get("allOf", ()), *value.get("anyOf", ())] if "$ref" in part]
         if name != "script" and sections:
             yield from (f"{name}.{key}" for key in JOB["$defs"][sections[0].rpartition("/")[2]]["properties"])
     yield from (f"cluster.slurm.{key}" for key in JOB["$defs"]["Slurm"]["properties"])

@@ -24,31 +24,31 @@ REFUSED = [row for row in ROWS if "refused" in row]
 
 @pytest.mark.parametrize("row", READ, ids=lambda row: row["command"][:60])
 def test_a_command_is_understood(row: dict[str, Any]) -> None:
-    found = recognise_line(row["command"])
-    told = {
-        "launch": found.script["launch"],
-        "per_node": found.gpus_per_node or 1,
-        "nodes": found.nodes,
-        "batch": found.script["reference"]["batch"],
-        "lr": found.script["reference"].get("lr"),
-        "wrapper": list(found.wrapper),
-        **found.script.get("length", {}),
+    result = recognise_line(row["command"])
+    record = {
+        "launch": result.script["launch"],
+        "per_node": result.gpus_per_node or 1,
+        "nodes": result.nodes,
+        "batch": result.script["reference"]["batch"],
+        "lr": result.script["reference"].get("lr"),
+        "wrapper": list(result.wrapper),
+        **result.script.get("length", {}),
     }
-    asked = {key: value for key, value in row.items() if key not in ("command", "environment")}
-    assert {key: told.get(key) for key in asked} == asked
-    assert all(f"{name}={value}" in found.script["command"] for name, value in row.get("environment", {}).items())
-    assert f"global batch {row['batch']}" in found.summary
+    requested = {key: value for key, value in row.items() if key not in ("command", "environment")}
+    assert {key: record.get(key) for key in requested} == requested
+    assert all(f"{name}={value}" in result.script["command"] for name, value in row.get("environment", {}).items())
+    assert f"global batch {row['batch']}" in result.summary
     validate(
-        {"script": {"length": {"epochs": 1}, **found.script}, "train": {"accumulate": found.accumulate}}, source="row"
+        {"script": {"length": {"epochs": 1}, **result.script}, "train": {"accumulate": result.accumulate}}, source="row"
     )
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: row["command"][:60])
 def test_what_is_not_known_is_named_and_never_guessed(row: dict[str, Any]) -> None:
-    with pytest.raises(SpecError) as told:
+    with pytest.raises(SpecError) as error:
         recognise_line(row["command"])
-    assert row["refused"] in told.value.message + told.value.hint
-    assert told.value.hint
+    assert row["refused"] in error.value.message + error.value.hint
+    assert error.value.hint
 
 
 @pytest.mark.parametrize(
@@ -75,15 +75,15 @@ def test_what_is_not_known_is_named_and_never_guessed(row: dict[str, Any]) -> No
     ],
 )
 def test_an_answer_settles_what_was_asked(line: str, answers: dict[str, str], per_node: int, batch: int) -> None:
-    asked: list[str] = []
+    requested: list[str] = []
     for _ in range(len(answers)):
         with pytest.raises(Unknown) as unknown:
-            recognise_line(line, KnownFacts({key: answers[key] for key in asked}))
+            recognise_line(line, KnownFacts({key: answers[key] for key in requested}))
         assert unknown.value.question and unknown.value.hint
-        asked.append(unknown.value.key)
-    assert set(asked) == answers.keys()
-    found = recognise_line(line, KnownFacts(answers))
-    assert (found.gpus_per_node, found.script["reference"]["batch"]) == (per_node, batch)
+        requested.append(unknown.value.key)
+    assert set(requested) == answers.keys()
+    result = recognise_line(line, KnownFacts(answers))
+    assert (result.gpus_per_node, result.script["reference"]["batch"]) == (per_node, batch)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ def test_an_answer_settles_what_was_asked(line: str, answers: dict[str, str], pe
     ],
 )
 def test_a_placeholder_says_the_number_of_today(line: str, command: str, batch: int) -> None:
-    found = recognise_line(line)
-    assert (found.script["command"], found.script["reference"]["batch"]) == (command, batch)
+    result = recognise_line(line)
+    assert (result.script["command"], result.script["reference"]["batch"]) == (command, batch)
 
 
 def test_a_placeholder_without_a_number_in_it_is_refused() -> None:
@@ -110,12 +110,12 @@ def test_a_placeholder_without_a_number_in_it_is_refused() -> None:
 
 
 def test_only_an_option_that_may_be_a_batch_is_proposed_for_one() -> None:
-    with pytest.raises(SpecError) as told:
+    with pytest.raises(SpecError) as error:
         recognise_line("python main.py --arch 50 --bz 64")
-    assert "--bz {local_batch" in told.value.hint and "--arch {" not in told.value.hint
-    with pytest.raises(SpecError) as told:
+    assert "--bz {local_batch" in error.value.hint and "--arch {" not in error.value.hint
+    with pytest.raises(SpecError) as error:
         recognise_line("python main.py --arch 50")
-    assert "--arch {" not in told.value.hint
+    assert "--arch {" not in error.value.hint
 
 
 @pytest.mark.parametrize(
@@ -124,16 +124,16 @@ def test_only_an_option_that_may_be_a_batch_is_proposed_for_one() -> None:
 )  # fmt: skip
 def test_launch_without_use_env_hands_on_the_rank_as_the_script_takes_it(text: str, flag: str, tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text(text)
-    found = recognise_line(
+    result = recognise_line(
         "python -m torch.distributed.launch --nproc_per_node 2 t.py -b 4", KnownFacts(folder=tmp_path)
     )
-    assert found.script["command"] == f"python t.py {flag}-b {{local_batch}}"
+    assert result.script["command"] == f"python t.py {flag}-b {{local_batch}}"
 
 
 def test_accelerate_reads_its_own_file(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("num_processes: 8\nnum_machines: 2\n")
-    found = recognise_line("accelerate launch --config_file c.yaml t.py -b 4", KnownFacts(folder=tmp_path))
-    assert (found.gpus_per_node, found.nodes, found.script["reference"]["batch"]) == (4, 2, 32)
+    result = recognise_line("accelerate launch --config_file c.yaml t.py -b 4", KnownFacts(folder=tmp_path))
+    assert (result.gpus_per_node, result.nodes, result.script["reference"]["batch"]) == (4, 2, 32)
 
 
 # --- every word

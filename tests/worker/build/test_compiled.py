@@ -38,10 +38,10 @@ class Compiler:
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
-    found = Compiler()
-    monkeypatch.setattr(compiled, "BACKEND", found)
+    result = Compiler()
+    monkeypatch.setattr(compiled, "BACKEND", result)
     torch._dynamo.reset()
-    yield found
+    yield result
     torch._dynamo.reset()
 
 
@@ -89,8 +89,8 @@ def test_checkpoints_are_the_same_with_and_without(alone: Ranks, compiler: Compi
 def test_an_evaluation_compiles_one_graph_for_all_batches_but_the_odd_last(alone: Ranks, compiler: Compiler) -> None:
     sizes = {"dataset": {"args": {"eval_size": 40}}}  # 16, 16 and 8
     plain, subject = (trainer(job(compile=wanted, **sizes), alone) for wanted in (False, True))
-    found = [evaluation.Evaluator(each).evaluate() for each in (plain, subject)]
-    assert found[0].loss == pytest.approx(found[1].loss, rel=1e-5) and found[0].samples == 40
+    results = [evaluation.Evaluator(each).evaluate() for each in (plain, subject)]
+    assert results[0].loss == pytest.approx(results[1].loss, rel=1e-5) and results[0].samples == 40
     assert compiler.seen == [False]
 
 
@@ -106,8 +106,8 @@ def test_recomputed_blocks_write_their_statistics_once(
     alone: Ranks, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
-    asked = {"model": {"name": "worker_jobs:normed_blocks"}, "train": {"activation_checkpointing": True}}
-    plain, subject = (trainer(job(compile=wanted, **asked), alone) for wanted in (False, True))
+    requested = {"model": {"name": "worker_jobs:normed_blocks"}, "train": {"activation_checkpointing": True}}
+    plain, subject = (trainer(job(compile=wanted, **requested), alone) for wanted in (False, True))
     for each in (plain, subject):
         list(islice(worker_train_loop.run_steps(each), 3))
     close(subject.parallel.module, plain.parallel.module)
@@ -123,12 +123,12 @@ def test_nothing_is_compiled_in_what_a_probe_times(
         settled(meter)
 
     monkeypatch.setattr(MemoryMeter, "restart_after_warmup", after_the_warm_up)
-    asked = {
+    requested = {
         "ags": {"delta": "inf", "b_small": 4},
         "search": {"warmup_steps": 3},
         "dataset": {"args": {"eval_size": 40}},
     }
-    subject = job(compile=True, **{**AGS, **asked})
+    subject = job(compile=True, **{**AGS, **requested})
     run_probes(probe_task(subject, 16), run, alone, build_datasets(subject), started_at=0.0)
     (count,) = warm
     assert count > 0

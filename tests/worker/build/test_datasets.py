@@ -50,11 +50,11 @@ def image(*, mode: str = "RGB", size=(5, 4)) -> PIL.Image.Image:
 
 
 def test_digits_are_split_by_class_without_overlap():
-    found = build_datasets(spec({"name": "digits"}))
-    assert (len(found.train), len(found.eval), found.classes) == (1438, 359, 10)
-    labels = [found.eval[index][1] for index in range(len(found.eval))]
+    datasets = build_datasets(spec({"name": "digits"}))
+    assert (len(datasets.train), len(datasets.eval), datasets.classes) == (1438, 359, 10)
+    labels = [datasets.eval[index][1] for index in range(len(datasets.eval))]
     assert min(labels.count(label) for label in range(10)) >= 34
-    assert not set(found.train.samples.indices) & set(found.eval.samples.indices)
+    assert not set(datasets.train.samples.indices) & set(datasets.eval.samples.indices)
 
 
 def test_digits_are_those_that_scikit_learn_tells_with_and_without_its_file(monkeypatch):
@@ -84,16 +84,16 @@ def test_digits_are_gray_images_in_zero_to_one():
 
 
 def test_split_does_not_depend_on_the_seed():
-    one, two = (build_datasets(spec({"name": "digits"}, seed=seed)) for seed in (1, 2))
-    assert one.eval.samples.indices == two.eval.samples.indices
+    first, two = (build_datasets(spec({"name": "digits"}, seed=seed)) for seed in (1, 2))
+    assert first.eval.samples.indices == two.eval.samples.indices
 
 
 def test_fake_data_repeat_and_differ_between_train_and_eval():
-    one, two = build_datasets(spec(fake(20))), build_datasets(spec(fake(20)))
-    assert (len(one.train), len(one.eval), one.classes) == (20, 4, 5)
-    assert torch.equal(one.train[(0, 3)][0], two.train[(0, 3)][0])
-    assert not torch.equal(one.train[(0, 0)][0], one.eval[0][0])
-    assert {one.train[(0, index)][1] for index in range(20)} <= set(range(5))
+    first, two = build_datasets(spec(fake(20))), build_datasets(spec(fake(20)))
+    assert (len(first.train), len(first.eval), first.classes) == (20, 4, 5)
+    assert torch.equal(first.train[(0, 3)][0], two.train[(0, 3)][0])
+    assert not torch.equal(first.train[(0, 0)][0], first.eval[0][0])
+    assert {first.train[(0, index)][1] for index in range(20)} <= set(range(5))
 
 
 @pytest.mark.parametrize(
@@ -167,16 +167,16 @@ def save_images(folder: Path, *, classes: dict[str, int]) -> None:
 
 def test_image_folder_without_a_split_is_split_by_class(tmp_path):
     save_images(tmp_path, classes={"a": 10, "b": 5})
-    found = build_datasets(spec({"name": "ImageFolder", "root": str(tmp_path)}))
-    assert (len(found.train), len(found.eval), found.classes) == (12, 3, 2)
-    assert sorted(found.eval[index][1] for index in range(3)) == [0, 0, 1]
+    datasets = build_datasets(spec({"name": "ImageFolder", "root": str(tmp_path)}))
+    assert (len(datasets.train), len(datasets.eval), datasets.classes) == (12, 3, 2)
+    assert sorted(datasets.eval[index][1] for index in range(3)) == [0, 0, 1]
 
 
 def test_image_folder_with_train_and_val_keeps_its_split(tmp_path):
     save_images(tmp_path / "train", classes={"a": 3, "b": 2})
     save_images(tmp_path / "val", classes={"a": 1, "b": 1})
-    found = build_datasets(spec({"name": "ImageFolder", "root": str(tmp_path)}))
-    assert (len(found.train), len(found.eval), found.classes) == (5, 2, 2)
+    datasets = build_datasets(spec({"name": "ImageFolder", "root": str(tmp_path)}))
+    assert (len(datasets.train), len(datasets.eval), datasets.classes) == (5, 2, 2)
 
 
 def test_image_folder_with_different_classes_is_refused(tmp_path):
@@ -193,9 +193,9 @@ def test_caltech101_is_split_and_gray_images_become_rgb(tmp_path):
         for index in range(1, 6):
             image(mode=mode).save(folder / name / f"image_{index:04d}.jpg")
     transforms = {"train": ["RGB", "ToTensor"], "eval": ["RGB", "ToTensor"]}
-    found = build_datasets(spec({"name": "Caltech101", "root": str(tmp_path)}, transforms=transforms))
-    assert (len(found.train), len(found.eval), found.classes) == (8, 2, 2)
-    assert {found.train[(0, index)][0].shape for index in range(8)} == {(3, 4, 5)}
+    datasets = build_datasets(spec({"name": "Caltech101", "root": str(tmp_path)}, transforms=transforms))
+    assert (len(datasets.train), len(datasets.eval), datasets.classes) == (8, 2, 2)
+    assert {datasets.train[(0, index)][0].shape for index in range(8)} == {(3, 4, 5)}
 
 
 def test_imported_dataset_gets_train_transform_and_its_arguments(tmp_path, monkeypatch):
@@ -216,9 +216,9 @@ def test_imported_dataset_gets_train_transform_and_its_arguments(tmp_path, monke
         "    return [1]\n",
         encoding="utf-8",
     )
-    found = build_datasets(spec({"name": "user_data:Numbers", "args": {"size": 7}}))
-    assert (len(found.train), len(found.eval), found.classes) == (7, 2, 3)
-    assert type(found.train[(0, 4)][1]) is int
+    datasets = build_datasets(spec({"name": "user_data:Numbers", "args": {"size": 7}}))
+    assert (len(datasets.train), len(datasets.eval), datasets.classes) == (7, 2, 3)
+    assert type(datasets.train[(0, 4)][1]) is int
     with pytest.raises(SpecError, match="needs 'size'"):
         build_datasets(spec({"name": "user_data:Numbers"}))
     with pytest.raises(SpecError, match="no length"):
@@ -229,8 +229,8 @@ def test_imported_dataset_gets_train_transform_and_its_arguments(tmp_path, monke
 
 
 def test_labels_collate_to_int64():
-    found = build_datasets(spec(fake()))
-    _, targets = next(iter(DataLoader(found.eval, batch_size=1)))
+    datasets = build_datasets(spec(fake()))
+    _, targets = next(iter(DataLoader(datasets.eval, batch_size=1)))
     assert targets.dtype is torch.int64
 
 
@@ -260,31 +260,31 @@ AUGMENTED = {"train": [{"RandomCrop": {"size": 8, "padding": 4}}, "ToTensor", {"
 
 
 def test_augmentation_depends_on_seed_epoch_and_index_alone():
-    found = build_datasets(spec(fake(4), transforms=AUGMENTED))
-    first = found.train[(2, 1)][0]
+    datasets = build_datasets(spec(fake(4), transforms=AUGMENTED))
+    first = datasets.train[(2, 1)][0]
     torch.manual_seed(99)
-    found.train[(0, 0)]
-    assert torch.equal(found.train[(2, 1)][0], first)
-    epochs = [found.train[(epoch, 1)][0] for epoch in range(8)]
+    datasets.train[(0, 0)]
+    assert torch.equal(datasets.train[(2, 1)][0], first)
+    epochs = [datasets.train[(epoch, 1)][0] for epoch in range(8)]
     assert len({tuple(sample.flatten().tolist()) for sample in epochs}) > 4
     other = build_datasets(spec(fake(4), transforms=AUGMENTED, seed=1))
     assert any(not torch.equal(other.train[(epoch, 1)][0], sample) for epoch, sample in enumerate(epochs))
 
 
 def test_augmentation_is_the_same_in_worker_processes():
-    found = build_datasets(spec(fake(6), transforms=AUGMENTED))
+    datasets = build_datasets(spec(fake(6), transforms=AUGMENTED))
     keys = [(3, index) for index in range(6)]
-    here = [batch[0] for batch in DataLoader(found.train, sampler=keys, batch_size=2, num_workers=0)]
-    there = [batch[0] for batch in DataLoader(found.train, sampler=keys, batch_size=2, num_workers=2)]
+    here = [batch[0] for batch in DataLoader(datasets.train, sampler=keys, batch_size=2, num_workers=0)]
+    there = [batch[0] for batch in DataLoader(datasets.train, sampler=keys, batch_size=2, num_workers=2)]
     assert torch.equal(torch.cat(here), torch.cat(there))
 
 
 def test_evaluation_draws_nothing():
-    found = build_datasets(spec(fake(6)))
+    datasets = build_datasets(spec(fake(6)))
     torch.manual_seed(3)
     expected = torch.rand(())
     torch.manual_seed(3)
-    found.eval[0]
+    datasets.eval[0]
     assert torch.equal(torch.rand(()), expected)
 
 
@@ -294,10 +294,10 @@ def test_evaluation_draws_nothing():
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "CMYK"])
 def test_to_tensor_is_to_image_and_to_dtype(mode):
     expected = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])(image(mode=mode))
-    found = to_tensor(image(mode=mode))
-    assert type(found) is torch.Tensor
-    assert found.is_contiguous()
-    assert torch.allclose(found, expected.as_subclass(torch.Tensor))
+    result = to_tensor(image(mode=mode))
+    assert type(result) is torch.Tensor
+    assert result.is_contiguous()
+    assert torch.allclose(result, expected.as_subclass(torch.Tensor))
 
 
 def test_to_tensor_takes_tensors():
@@ -361,6 +361,6 @@ def test_pipeline_must_end_in_a_float_tensor():
 
 
 def test_datasets_can_be_sent_to_loader_processes_that_do_not_fork():
-    found = build_datasets(spec(fake(3), transforms={"train": ["ToTensor"]}))
-    again = pickle.loads(pickle.dumps(found.train))
-    assert torch.equal(again[(0, 1)][0], found.train[(0, 1)][0])
+    datasets = build_datasets(spec(fake(3), transforms={"train": ["ToTensor"]}))
+    again = pickle.loads(pickle.dumps(datasets.train))
+    assert torch.equal(again[(0, 1)][0], datasets.train[(0, 1)][0])

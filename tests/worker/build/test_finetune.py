@@ -179,15 +179,15 @@ def test_safetensors_are_read(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused_or_told(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
     torch.save({**model().state_dict(), "old.weight": torch.ones(2)}, tmp_path / "a.pt")
     section = {"weights": str(tmp_path / "a.pt"), "args": {"num_classes": 4}}
-    told = "not in the model: old.weight; with another shape: 5.weight (3, 128) for (4, 128), 5.bias (3,) for (4,)"
+    message = "not in the model: old.weight; with another shape: 5.weight (3, 128) for (4, 128), 5.bias (3,) for (4,)"
     with pytest.raises(SpecError) as caught:
         inspect_job(job(**section))
-    assert told in caught.value.message and "model.strict: false" in caught.value.hint
+    assert message in caught.value.message and "model.strict: false" in caught.value.hint
     of = job(**section, strict=False)
     (note,) = inspect_job(of).notes
-    assert note == f"weights: 7 tensors of {tmp_path}/a.pt; {told}"
+    assert note == f"weights: 7 tensors of {tmp_path}/a.pt; {message}"
     train(run, alone, of)
-    assert any(told in row["message"] for row in rows(run, train_task(of), "warning"))
+    assert any(message in row["message"] for row in rows(run, train_task(of), "warning"))
 
 
 @pytest.mark.parametrize(
@@ -269,11 +269,11 @@ def grouped(*, groups: Any = GROUPS, norm: bool = True, **optimizer: Any) -> Job
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_groups_have_their_own_rate_and_decay_and_the_last_one_counts(name: str) -> None:
     momentum = {} if name == "SGD" else {"momentum": None}
-    found = built(grouped(name=name, **momentum)).param_groups
-    sizes = [[p.numel() for p in group["params"]] for group in found]
+    param_groups = built(grouped(name=name, **momentum)).param_groups
+    sizes = [[p.numel() for p in group["params"]] for group in param_groups]
     assert sizes == [[72], [8, 8, 8], [384, 3]]
-    assert [group["weight_decay"] for group in found] == [0.05, 0, 0.05]
-    assert [group["lr"] for group in found] == [0.1, 0.1, 1.0]
+    assert [group["weight_decay"] for group in param_groups] == [0.05, 0, 0.05]
+    assert [group["lr"] for group in param_groups] == [0.1, 0.1, 1.0]
 
 
 def test_ratios_hold_at_every_point_of_a_training(alone: Ranks, run: RunDir) -> None:

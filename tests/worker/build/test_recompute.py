@@ -48,9 +48,9 @@ def assert_equal_steps(model: nn.Module, *, pixels: int) -> None:
     plain, recomputed = twins(model)
     images = torch.rand(2, 3, pixels, pixels)
     assert torch.equal(step(plain, images), step(recomputed, images))
-    for (key, one), (other_key, two) in zip(plain.named_parameters(), recomputed.named_parameters(), strict=True):
+    for (key, first), (other_key, two) in zip(plain.named_parameters(), recomputed.named_parameters(), strict=True):
         assert key == other_key
-        assert torch.equal(one.grad, two.grad), key
+        assert torch.equal(first.grad, two.grad), key
     assert list(plain.state_dict()) == list(recomputed.state_dict())
     for key, buffer in plain.named_buffers():
         assert torch.equal(buffer, dict(recomputed.named_buffers())[key]), key
@@ -86,7 +86,7 @@ def test_gradient_without_backward_works():
     plain, recomputed = twins(SmallCNN(width=4))
     images = torch.rand(2, 3, 8, 8)
     gradients = [torch.autograd.grad(model(images).sum(), list(model.parameters())) for model in (plain, recomputed)]
-    assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
+    assert all(torch.equal(first, two) for first, two in zip(*gradients, strict=True))
 
 
 def test_copy_of_a_checkpointed_model_has_its_own_parameters():

@@ -151,32 +151,32 @@ def test_loader_processes_keep_in_shared_memory_what_the_model_says() -> None:
     plan = MicroBatchSampler(
         1000, ramp=Ramp.constant(16), parts={16: 1}, rank=0, world=1, seed=3, epochs=9, start=Position()
     )
-    said = estimate_data_memory([16], sample=4 * 2048, ranks=1, workers=2, on_gpu=False).shared // LOADERS_AT_A_TIME
+    text = estimate_data_memory([16], sample=4 * 2048, ranks=1, workers=2, on_gpu=False).shared // LOADERS_AT_A_TIME
     loader = iter(build_train_loader(Large(), plan, workers=2, pin=False))
     before, ends = shared_memory([os.getpid()]), time.monotonic() + 60
     first = next(loader)
     processes = [os.getpid(), *(worker.pid for worker in loader._workers)]
-    while (held := shared_memory(processes) - before) < said:  # what is ahead is on its way
-        assert time.monotonic() < ends, (held, said)
+    while (kept := shared_memory(processes) - before) < text:  # what is ahead is on its way
+        assert time.monotonic() < ends, (kept, text)
         time.sleep(0.02)
-    assert held == said and len(first) == 16
+    assert kept == text and len(first) == 16
 
 
 def shared_memory(processes: Iterable[int]) -> int:
     """Return the bytes of torch's segments of shared memory that processes have open or in their memory."""
-    found: dict[int, int] = {}
+    result: dict[int, int] = {}
     for pid in processes:
         for file in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):  # it was closed meanwhile
                 if os.readlink(file).startswith("/dev/shm/torch_"):
                     status = file.stat()
-                    found[status.st_ino] = status.st_size
+                    result[status.st_ino] = status.st_size
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             place, _, _, _, inode, *name = line.split(maxsplit=5)
             if name and name[0].startswith("/dev/shm/torch_"):
                 begin, end = (int(side, 16) for side in place.split("-"))
-                found[int(inode)] = end - begin
-    return sum(found.values())
+                result[int(inode)] = end - begin
+    return sum(result.values())
 
 
 @given(size=st.integers(1, 50), world=WORLDS, batch=st.integers(1, 7))

@@ -40,10 +40,10 @@ def test_what_is_left_of_a_small_image_for_the_head(name: str, last: str, pixels
 
 
 def test_a_resnet_differs_from_torchvisions_in_the_stem_alone() -> None:
-    own, plain = build("resnet18_cifar").state_dict(), torchvision.models.resnet18(num_classes=7).state_dict()
-    assert own.keys() == plain.keys()
-    assert [key for key in own if own[key].shape != plain[key].shape] == ["conv1.weight"]
-    assert own["conv1.weight"].std() == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.15)  # fan-out, not fan-in (0.27)
+    state, plain = build("resnet18_cifar").state_dict(), torchvision.models.resnet18(num_classes=7).state_dict()
+    assert state.keys() == plain.keys()
+    assert [key for key in state if state[key].shape != plain[key].shape] == ["conv1.weight"]
+    assert state["conv1.weight"].std() == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.15)  # fan-out, not fan-in (0.27)
 
 
 @pytest.mark.parametrize(

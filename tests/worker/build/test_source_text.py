@@ -28,25 +28,27 @@ def job(dataset: str = "python_source", model: str = "AutoModelForCausalLM", arg
 
 
 def test_blocks_of_source_are_the_same_each_time_and_hold_out_files() -> None:
-    found, again = (build_datasets(job()) for _ in range(2))
-    sample = found.train[0, 3]
+    result, again = (build_datasets(job()) for _ in range(2))
+    sample = result.train[0, 3]
     assert sample["input_ids"].shape == (32,) and torch.equal(sample["input_ids"], sample["labels"])
     assert torch.equal(sample["input_ids"], again.train[0, 3]["input_ids"])
-    assert 500 < len(found.train) + len(found.eval) <= 20_000 // 32
-    held_out = {bytes(item["input_ids"].tolist()) for item in found.eval.first_samples(50)}
-    assert not held_out & {bytes(item["input_ids"].tolist()) for item in found.train.first_samples(600)}
+    assert 500 < len(result.train) + len(result.eval) <= 20_000 // 32
+    held_out = {bytes(item["input_ids"].tolist()) for item in result.eval.first_samples(50)}
+    assert not held_out & {bytes(item["input_ids"].tolist()) for item in result.train.first_samples(600)}
 
 
 def test_fragments_have_the_number_of_their_package_and_are_padded_to_the_longest() -> None:
-    found = build_datasets(job("python_packages", classes=3))
-    assert found.classes == 3
-    items = found.train.first_samples(len(found.train))
+    datasets = build_datasets(job("python_packages", classes=3))
+    assert datasets.classes == 3
+    items = datasets.train.first_samples(len(datasets.train))
     assert (
-        {item["labels"] for item in items} == {0, 1, 2} == {item["labels"] for item in found.eval.first_samples(10_000)}
+        {item["labels"] for item in items}
+        == {0, 1, 2}
+        == {item["labels"] for item in datasets.eval.first_samples(10_000)}
     )
     assert max(len(item["input_ids"]) for item in items) <= 32
     some = sorted(items, key=lambda item: len(item["input_ids"]))
-    batch = make_batch(found.collate, [some[0], some[-1]])
+    batch = make_batch(datasets.collate, [some[0], some[-1]])
     assert batch["input_ids"].shape == batch["attention_mask"].shape == (2, 32)
     assert batch["attention_mask"].sum(1).tolist() == [len(some[0]["input_ids"]), 32]
 
@@ -93,9 +95,9 @@ def test_a_classifier_has_the_classes_of_its_dataset() -> None:
 
 
 def test_the_shipped_classifier_builds_and_takes_a_step() -> None:
-    found = inspect_job(load_spec(Path(__file__).parents[3] / "configs" / "bert_packages.yaml"))
-    assert (found.classes, found.parameters, found.estimate_error) == (5, 92165, "")
-    assert found.dataset_size > found.eval_size > 100
+    result = inspect_job(load_spec(Path(__file__).parents[3] / "configs" / "bert_packages.yaml"))
+    assert (result.classes, result.parameters, result.estimate_error) == (5, 92165, "")
+    assert result.dataset_size > result.eval_size > 100
 
 
 def test_a_class_of_its_own_knows_its_configuration() -> None:

@@ -156,32 +156,32 @@ def test_muon_trains_matrices_and_leaves_the_rest_to_adamw():
 
 
 def test_sgd_is_fused_and_carries_its_settings():
-    found = optimizer(name="SGD", momentum=0.9, weight_decay=0.01, args={"nesterov": True})
-    assert isinstance(found, torch.optim.SGD)
+    result = optimizer(name="SGD", momentum=0.9, weight_decay=0.01, args={"nesterov": True})
+    assert isinstance(result, torch.optim.SGD)
     expected = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True, "fused": True}
-    assert {key: found.defaults[key] for key in expected} == expected
+    assert {key: result.defaults[key] for key in expected} == expected
 
 
 def test_sgd_without_a_fused_kernel_uses_foreach():
     parameter = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    found = optimizer([parameter], name="SGD")
-    assert found.defaults["foreach"] is True
+    result = optimizer([parameter], name="SGD")
+    assert result.defaults["foreach"] is True
     parameter.grad = torch.ones_like(parameter)
-    found.step()
+    result.step()
     assert torch.allclose(parameter, torch.full_like(parameter, 0.9))
 
 
 def test_choice_between_kernels_can_be_made_by_hand():
-    found = optimizer(args={"foreach": False})
-    assert found.defaults["foreach"] is False
-    assert not found.defaults["fused"]
+    result = optimizer(args={"foreach": False})
+    assert result.defaults["foreach"] is False
+    assert not result.defaults["fused"]
 
 
 def test_sgd_without_momentum_keeps_no_state():
     parameter = nn.Parameter(torch.ones(3))
-    found = optimizer([parameter])
+    result = optimizer([parameter])
     parameter.grad = torch.ones(3)
-    found.step()
+    result.step()
     assert torch.allclose(parameter, torch.full((3,), 0.9))
 
 

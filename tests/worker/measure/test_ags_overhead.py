@@ -29,8 +29,8 @@ def reports(bench: Bench) -> Iterator[None]:
 
 
 def test_each_variant_does_what_its_name_says(bench: Bench, reports: None) -> None:
-    found = bench.rounds(3)
-    counts = {name: 6 if f"{name} refresh" in found else 3 for name in VARIANTS}
+    result = bench.rounds(3)
+    counts = {name: 6 if f"{name} refresh" in result else 3 for name in VARIANTS}
     shares = {}
     for name in VARIANTS:
         ags = bench.trainers[name].ags
@@ -38,11 +38,13 @@ def test_each_variant_does_what_its_name_says(bench: Bench, reports: None) -> No
         before = ags.gate._mark[0]
         shares[name] = ags.report()
         assert ags.gate._mark[0] - before == counts[name]
-    assert {name: told["scaled"] for name, told in shares.items()} == dict.fromkeys(VARIANTS, 1.0) | {"unscaled": 0.0}
+    assert {name: message["scaled"] for name, message in shares.items()} == dict.fromkeys(VARIANTS, 1.0) | {
+        "unscaled": 0.0
+    }
     assert shares["element"]["refreshes"] == shares["tensor"]["refreshes"] == 4  # one to warm up
     assert shares["robust"]["refreshes"] == 2 + 3
-    assert all(len(times) == 3 and min(t.step for t in times) > 0 for times in found.values())
-    assert all(timed.step > timed.update > 0 for times in found.values() for timed in times)
+    assert all(len(times) == 3 and min(t.step for t in times) > 0 for times in result.values())
+    assert all(timed.step > timed.update > 0 for times in result.values() for timed in times)
 
 
 def test_all_variants_share_model_batch_and_base(bench: Bench) -> None:
@@ -66,8 +68,8 @@ def timed(steps: list[float], updates: list[float]) -> list[Timed]:
 def test_a_ratio_is_to_the_plain_steps_of_the_same_round() -> None:
     """A machine that is twice as slow in some rounds changes nothing."""
     plain, updates = [1.0, 2.0, 1.0, 2.0, 1.0], [0.1, 0.2, 0.1, 0.2, 0.1]
-    own = timed([1.05 * value for value in plain], [value + 0.03 for value in updates])
-    row = judge("element", own, plain, updates)
+    expected_value = timed([1.05 * value for value in plain], [value + 0.03 for value in updates])
+    row = judge("element", expected_value, plain, updates)
     assert (row.ratio, row.low, row.high) == pytest.approx((1.05, 1.05, 1.05))
     assert row.by_update == pytest.approx(1.03)
     assert row.milliseconds == pytest.approx(30.0)
@@ -80,19 +82,19 @@ def test_the_interval_is_of_the_median_and_holds_it() -> None:
 
 
 def test_the_share_of_a_refresh_is_over_a_hundred_steps() -> None:
-    found = refresh("tensor", timed([1.1] * 3, [0.1] * 3), timed([1.6] * 3, [0.6] * 3), 1.0)
-    assert found == Refresh("tensor", pytest.approx(500.0), pytest.approx(0.5), pytest.approx(0.5 / 100.5))
+    result = refresh("tensor", timed([1.1] * 3, [0.1] * 3), timed([1.6] * 3, [0.6] * 3), 1.0)
+    assert result == Refresh("tensor", pytest.approx(500.0), pytest.approx(0.5), pytest.approx(0.5 / 100.5))
 
 
 def test_the_outcome_takes_the_mean_of_both_plain_steps(bench: Bench) -> None:
-    found = {name: timed([2.0] * 3, [0.2] * 3) for name in (*VARIANTS, ORTHO, "element refresh", "tensor refresh")}
-    found |= {PLAIN: timed([1.9] * 3, [0.1] * 3), AGAIN: timed([2.1] * 3, [0.3] * 3)}
-    told = outcome(bench, found, model="m", image=32, memory=[])
-    assert told.control == pytest.approx(2.1 / 1.9)
-    assert {row.ratio for row in told.rows} == {1.0}
-    assert [row.variant for row in told.rows] == [*VARIANTS, ORTHO]
-    assert [item.variant for item in told.refreshes] == ["element", "tensor"]
-    assert any("x1.0000" in line for line in ags_overhead.lines(told))
+    results = {name: timed([2.0] * 3, [0.2] * 3) for name in (*VARIANTS, ORTHO, "element refresh", "tensor refresh")}
+    results |= {PLAIN: timed([1.9] * 3, [0.1] * 3), AGAIN: timed([2.1] * 3, [0.3] * 3)}
+    answer = outcome(bench, results, model="m", image=32, memory=[])
+    assert answer.control == pytest.approx(2.1 / 1.9)
+    assert {row.ratio for row in answer.rows} == {1.0}
+    assert [row.variant for row in answer.rows] == [*VARIANTS, ORTHO]
+    assert [item.variant for item in answer.refreshes] == ["element", "tensor"]
+    assert any("x1.0000" in line for line in ags_overhead.lines(answer))
 
 
 @pytest.mark.parametrize(("limit", "found"), [(100, 64), (64, 64), (31, 0), (10**9, 2**16)])

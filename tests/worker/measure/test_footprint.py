@@ -86,10 +86,10 @@ def test_attention_takes_the_square_of_the_length_only_where_it_is_written_out()
 
 def test_storages_are_counted_until_they_die():
     with LiveStorages() as storages:
-        one = torch.empty(1000)
+        item = torch.empty(1000)
         two = torch.empty(500)
         assert (storages.live, storages.peak) == (6000, 6000)
-        del one
+        del item
         assert (storages.live, storages.peak) == (2000, 6000)
         storages.restart()
         assert storages.peak == 2000
@@ -124,13 +124,13 @@ def test_what_autograd_keeps_is_alive():
 
 
 def test_components_are_counted_from_tensors():
-    found = measure(spec())
+    result = measure(spec())
     numbers = 73_000
-    assert found.parameters > found.gradients == found.optimizer  # buffers count as parameters
-    assert found.gradients / 4 == pytest.approx(numbers, rel=0.15)
-    assert found.factors == 0
-    assert found.batch == 32 * (3 * 32 * 32 * 4 + 8)
-    assert found.peak == found.static + found.batch + found.activations
+    assert result.parameters > result.gradients == result.optimizer  # buffers count as parameters
+    assert result.gradients / 4 == pytest.approx(numbers, rel=0.15)
+    assert result.factors == 0
+    assert result.batch == 32 * (3 * 32 * 32 * 4 + 8)
+    assert result.peak == result.static + result.batch + result.activations
 
 
 @pytest.mark.parametrize(
@@ -149,14 +149,14 @@ def test_components_are_counted_from_tensors():
     ],
 )
 def test_optimizer_state_is_that_of_its_kind(optimizer, method, copies):
-    found = measure(spec(optimizer=optimizer, method=method))
-    assert found.factors == 0
-    assert found.optimizer == pytest.approx(copies * found.gradients, rel=0.01)
+    result = measure(spec(optimizer=optimizer, method=method))
+    assert result.factors == 0
+    assert result.optimizer == pytest.approx(copies * result.gradients, rel=0.01)
 
 
 def test_a_turned_step_holds_a_copy_of_the_matrices():
-    found = measure(spec("vgg11", method="ortho"), 2)
-    assert found.peak >= 1.99 * found.parameters + found.gradients + found.optimizer
+    result = measure(spec("vgg11", method="ortho"), 2)
+    assert result.peak >= 1.99 * result.parameters + result.gradients + result.optimizer
 
 
 def test_factors_are_one_copy_where_they_are_elementwise():
@@ -197,16 +197,18 @@ def test_local_norms_of_several_ranks_need_no_small_batch():
 def test_a_scaled_update_holds_a_copy_of_the_parameters():
     jobs = [spec("vgg11", method="static", ags={"apply_to": to}) for to in ("gradient", "update")]
     gradient, update = (measure(job, 2) for job in jobs)
-    held = update.parameters + update.gradients + update.optimizer
-    assert update.peak >= held + update.parameters
+    kept = update.parameters + update.gradients + update.optimizer
+    assert update.peak >= kept + update.parameters
     assert gradient.peak <= update.peak
 
 
 def test_refresh_is_the_peak_where_parameters_dominate():
     job = spec("vgg11", method="ags")
-    found = measure(job, 2)
-    assert found.peak >= 1.5 * found.gradients + found.parameters + found.optimizer + found.factors + found.gradients
-    assert measure(spec("vgg11"), 2).peak < found.peak - found.gradients
+    result = measure(job, 2)
+    assert (
+        result.peak >= 1.5 * result.gradients + result.parameters + result.optimizer + result.factors + result.gradients
+    )
+    assert measure(spec("vgg11"), 2).peak < result.peak - result.gradients
 
 
 def test_activations_are_linear_in_the_batch():
@@ -241,9 +243,9 @@ def test_buckets_are_closed_as_ddp_closes_them():
     parameters = list(model.parameters())
     assigned, _ = torch.distributed._compute_bucket_assignment_by_size(parameters[::-1], [2**20, 25 * 2**20])
     views = fake_tensor_step.make_ddp_buckets(parameters)
-    found = {view.untyped_storage()._cdata: view.untyped_storage().nbytes() for view in views.values()}
+    results = {view.untyped_storage()._cdata: view.untyped_storage().nbytes() for view in views.values()}
     expected = [sum(parameters[::-1][i].numel() * 4 for i in bucket) for bucket in assigned]
-    assert sorted(found.values()) == sorted(expected)
+    assert sorted(results.values()) == sorted(expected)
     assert all(views[p].shape == p.shape for p in parameters)
 
 
@@ -269,10 +271,10 @@ def test_the_least_room_is_less_than_what_is_reserved():
 
 
 def test_a_scaled_update_holds_both_outcomes_of_one_chunk_at_a_time_on_a_gpu():
-    found = on_gpu(spec("vgg11", method="static", ags={"apply_to": "update"}), 2)
+    result = on_gpu(spec("vgg11", method="static", ags={"apply_to": "update"}), 2)
     largest = 4 * 25088 * 4096  # bytes of one matrix, a chunk of its own
-    beside = found.peak - found.parameters - found.gradients - found.optimizer - found.parameters  # with the copy
-    assert beside / largest == pytest.approx(2, abs=0.05)
+    other = result.peak - result.parameters - result.gradients - result.optimizer - result.parameters  # with the copy
+    assert other / largest == pytest.approx(2, abs=0.05)
 
 
 def test_dropout_keeps_a_mask_of_bytes_on_a_gpu():
@@ -354,13 +356,17 @@ def test_libraries_grow_with_the_connections():
 
 
 def test_footprints_are_told_up_to_the_dataset():
-    found = estimate_footprints(build_fake_step(spec("vgg11"), (torch.zeros(3, 32, 32), 1), classes=10), largest=100)
-    assert [row.local_batch for row in found] == [1, 2, 4, 8, 16, 32, 64, 128]
-    told = [row.memory for row in found]
-    assert told[0].peak == pytest.approx(told[3].peak, rel=0.02), "one layer's gradient, whatever the batch"
-    assert told[-1].peak > 1.05 * told[0].peak
-    assert all(memory.peak == memory.reserved and memory.libraries == 0 for memory in told)
-    assert [row.room for row in found] == [round(1.5 * memory.peak) for memory in told], "with holes in the heap"
+    footprints = estimate_footprints(
+        build_fake_step(spec("vgg11"), (torch.zeros(3, 32, 32), 1), classes=10), largest=100
+    )
+    assert [row.local_batch for row in footprints] == [1, 2, 4, 8, 16, 32, 64, 128]
+    memorys = [row.memory for row in footprints]
+    assert memorys[0].peak == pytest.approx(memorys[3].peak, rel=0.02), "one layer's gradient, whatever the batch"
+    assert memorys[-1].peak > 1.05 * memorys[0].peak
+    assert all(memory.peak == memory.reserved and memory.libraries == 0 for memory in memorys)
+    assert [row.room for row in footprints] == [round(1.5 * memory.peak) for memory in memorys], (
+        "with holes in the heap"
+    )
 
 
 def test_the_local_batch_of_a_footprint_counts_all_micro_batches():
@@ -372,11 +378,11 @@ def test_one_rehearsal_tells_every_batch():
     """What is scaled from the rehearsed batch is what a rehearsal at that batch would have counted."""
     job = spec(method="ags", ags={"b_small": 8}, accumulate=2)
     rehearsal = build_fake_step(job, (torch.zeros(3, 32, 32), 1), classes=10)
-    told = rehearsal.measure(24)
+    answer = rehearsal.measure(24)
     for number in (23, 47):  # primes that no layer's size is a multiple of
         worker_measure_rehearsal.REFERENCE_SAMPLES, kept = number, worker_measure_rehearsal.REFERENCE_SAMPLES
         try:
-            assert build_fake_step(job, (torch.zeros(3, 32, 32), 1), classes=10).measure(24) == told
+            assert build_fake_step(job, (torch.zeros(3, 32, 32), 1), classes=10).measure(24) == answer
         finally:
             worker_measure_rehearsal.REFERENCE_SAMPLES = kept
 
@@ -406,8 +412,8 @@ def test_activation_checkpointing_lowers_the_peak(name, size):
 
 
 def test_rehearsal_works_where_initialisation_reads_what_it_drew():
-    found = measure(spec("vit_b_16"), 2, shape=(3, 224, 224))
-    assert found.parameters == pytest.approx(343 * MB, rel=0.01)
+    result = measure(spec("vit_b_16"), 2, shape=(3, 224, 224))
+    assert result.parameters == pytest.approx(343 * MB, rel=0.01)
 
 
 def test_tied_parameters_count_once():
@@ -424,10 +430,10 @@ def test_tied_parameters_count_once():
     sys.modules["tied_model"] = type(sys)("tied_model")
     sys.modules["tied_model"].Tied = Tied
     try:
-        found = measure(spec("tied_model:Tied"), 4, shape=(300,))
+        result = measure(spec("tied_model:Tied"), 4, shape=(300,))
     finally:
         del sys.modules["tied_model"]
-    assert found.parameters == 300 * 300 * 4
+    assert result.parameters == 300 * 300 * 4
 
 
 # --- against reality
@@ -456,21 +462,21 @@ def test_components_are_those_of_the_real_training(name: str, alone: Ranks):
         reserved=10**9,
         accumulate=job.train.accumulate,
     )
-    told = build_fake_step(job, subject.datasets.train[(0, 0)], classes=3).measure(32 // job.train.accumulate)
+    answer = build_fake_step(job, subject.datasets.train[(0, 0)], classes=3).measure(32 // job.train.accumulate)
     for part in ("parameters", "gradients", "optimizer", "factors", "batch"):
-        assert getattr(told, part) == getattr(real, part), part
+        assert getattr(answer, part) == getattr(real, part), part
 
 
 @pytest.mark.torch
 def test_gradients_are_in_the_buckets_of_ddp_and_apart_while_they_accumulate(two_ranks: Path):
     views = fake_tensor_step.make_ddp_buckets(list(zoo.build_model(spec("resnet18"), 10).parameters()))
     expected = {view.untyped_storage()._cdata: view.untyped_storage().nbytes() for view in views.values()}
-    for found in facts(two_ranks, "buckets"):
-        assert found["reduced"] == found["reduced again"]
-        assert sorted(found["reduced"]) == sorted(expected.values())
-        assert len(found["accumulated"]) == len(views), "a storage for each parameter, beside the buckets"
-        assert sum(found["accumulated"]) == sum(found["reduced"])
-        assert found["kept"], "the buckets stay when the gradients are dropped"
+    for fact in facts(two_ranks, "buckets"):
+        assert fact["reduced"] == fact["reduced again"]
+        assert sorted(fact["reduced"]) == sorted(expected.values())
+        assert len(fact["accumulated"]) == len(views), "a storage for each parameter, beside the buckets"
+        assert sum(fact["accumulated"]) == sum(fact["reduced"])
+        assert fact["kept"], "the buckets stay when the gradients are dropped"
 
 
 CASES = {
@@ -513,8 +519,8 @@ def peaks(*, short: bool) -> dict[str, dict[str, int]]:
         input=json.dumps(requests), capture_output=True, text=True, env=environment, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    data: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
+    return data
 
 
 @pytest.mark.torch

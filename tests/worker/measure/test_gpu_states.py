@@ -70,10 +70,12 @@ def states(
     monkeypatch.setitem(sys.modules, "pynvml", nvml)  # None: an import fails
     monkeypatch.setattr(probe, "get_gpu_uuid", lambda: UUID)
     monkeypatch.setattr(Group, "others", others)
-    found = GpuStateRecorder(Group(rank=0, world=1 + len(others), local_rank=0, device=torch.device("cuda", 0)))
+    state_recorder = GpuStateRecorder(
+        Group(rank=0, world=1 + len(others), local_rank=0, device=torch.device("cuda", 0))
+    )
     for _ in range(looks):
-        found.sample()
-    return found.first_and_last()
+        state_recorder.sample()
+    return state_recorder.first_and_last()
 
 
 def test_the_first_look_and_the_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,10 +88,10 @@ def test_the_first_look_and_the_last_are_kept(monkeypatch: pytest.MonkeyPatch) -
 
 def test_of_all_gpus_the_slowest_and_the_thirstiest_count(monkeypatch: pytest.MonkeyPatch) -> None:
     other = [GpuState(sm_mhz=mhz, watts=400, held_down=why).model_dump() for mhz, why in ((1900, ()), (1600, ["heat"]))]
-    found = states(monkeypatch, FakeNvml((1980, 350, 0), (1700, 690, POWER)), other, [])
-    assert found is not None
-    assert found[0] == GpuState(sm_mhz=1900, watts=400, held_down=())
-    assert found[1] == GpuState(sm_mhz=1600, watts=690, held_down=("heat", "power cap"))
+    result = states(monkeypatch, FakeNvml((1980, 350, 0), (1700, 690, POWER)), other, [])
+    assert result is not None
+    assert result[0] == GpuState(sm_mhz=1900, watts=400, held_down=())
+    assert result[1] == GpuState(sm_mhz=1600, watts=690, held_down=("heat", "power cap"))
 
 
 @pytest.mark.parametrize("nvml", [None, FakeNvml(*[FakeNvml.NVMLError("GPU is lost")] * 2)], ids=["none", "lost"])
@@ -98,9 +100,9 @@ def test_what_cannot_be_read_is_none(monkeypatch: pytest.MonkeyPatch, nvml: Modu
 
 
 def test_a_cpu_has_no_such_state(alone: Ranks) -> None:
-    found = GpuStateRecorder(alone)
-    found.sample()
-    assert found.first_and_last() is None
+    state_recorder = GpuStateRecorder(alone)
+    state_recorder.sample()
+    assert state_recorder.first_and_last() is None
 
 
 def test_the_bits_are_those_of_the_package() -> None:

@@ -19,9 +19,9 @@ from tula_cli.worker.train import loop as worker_train_loop
 def probed(run: RunDir, alone: Ranks, local_batch: int, **changes: dict[str, Any]) -> GradientStats:
     task = probe_task(spec(**changes), local_batch)
     run_probes(task, run, alone, build_datasets(task.spec), started_at=0.0)
-    found = run.result(f"probe-n001-l{local_batch:06d}")
-    assert isinstance(found, Measured)
-    return found.gradients
+    result = run.result(f"probe-n001-l{local_batch:06d}")
+    assert isinstance(result, Measured)
+    return result.gradients
 
 
 def test_alone_both_norms_are_of_the_one_gradient(alone: Ranks) -> None:
@@ -59,19 +59,19 @@ def test_halves_are_two_gradients_and_their_mean(alone: Ranks, precision: str) -
 
 
 def test_a_search_on_one_rank_looks_at_halves(alone: Ranks, run: RunDir) -> None:
-    found = probed(run, alone, 33, train={"accumulate": 3}, optimizer={"lr": 1e-6})
-    assert (found.local_batch, found.batch, found.steps) == (5, 10, 5)
-    assert found.local_norm_sqr > found.norm_sqr > 0
-    assert found.covariance is not None
+    result = probed(run, alone, 33, train={"accumulate": 3}, optimizer={"lr": 1e-6})
+    assert (result.local_batch, result.batch, result.steps) == (5, 10, 5)
+    assert result.local_norm_sqr > result.norm_sqr > 0
+    assert result.covariance is not None
 
 
 @pytest.mark.parametrize(("batch", "changes"), [(1, {}), (16, {"search": {"nodes": [1, 2]}})])
 def test_one_rank_of_a_larger_search_tells_no_noise(
     alone: Ranks, run: RunDir, batch: int, changes: dict[str, Any]
 ) -> None:
-    found = probed(run, alone, batch, **changes, dataset={"args": {"size": 64}})
-    assert (found.local_batch, found.batch, found.covariance) == (batch, batch, None)
-    assert found.local_norm_sqr == found.norm_sqr > 0
+    result = probed(run, alone, batch, **changes, dataset={"args": {"size": 64}})
+    assert (result.local_batch, result.batch, result.covariance) == (batch, batch, None)
+    assert result.local_norm_sqr == result.norm_sqr > 0
 
 
 def test_the_hook_keeps_nothing_of_the_trainer_alive(alone: Ranks, tmp_path: Path) -> None:

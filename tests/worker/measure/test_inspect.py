@@ -51,18 +51,18 @@ def user_code(tmp_path, monkeypatch):
 
 
 def test_dataset_model_and_memory_are_told():
-    found = inspect_job(spec())
-    assert (found.dataset_size, found.eval_size, found.classes) == (20, 4, 10)
-    assert found.sample_shape == (3, 8, 8)
-    assert found.sample_bytes == 3 * 8 * 8 * 4 + 8  # float32, and an int64 label
-    assert found.parameters == 3 * 2 * 9 + 2 * 2 * 9 + 2 * 4 * 9 + 4 * 4 * 9 + 2 * (2 + 2 + 4 + 4) + 4 * 10 + 10
-    assert found.estimate_error == ""
-    assert [row.local_batch for row in found.footprints] == [1, 2, 4, 8, 16, 32]
-    assert found.footprints[-1].memory.peak > found.footprints[0].memory.peak
-    assert found.process > 10**7
-    assert found.device in ("cpu", "cuda")
-    assert found.hardware
-    assert found.cpus == len(os.sched_getaffinity(0))
+    result = inspect_job(spec())
+    assert (result.dataset_size, result.eval_size, result.classes) == (20, 4, 10)
+    assert result.sample_shape == (3, 8, 8)
+    assert result.sample_bytes == 3 * 8 * 8 * 4 + 8  # float32, and an int64 label
+    assert result.parameters == 3 * 2 * 9 + 2 * 2 * 9 + 2 * 4 * 9 + 4 * 4 * 9 + 2 * (2 + 2 + 4 + 4) + 4 * 10 + 10
+    assert result.estimate_error == ""
+    assert [row.local_batch for row in result.footprints] == [1, 2, 4, 8, 16, 32]
+    assert result.footprints[-1].memory.peak > result.footprints[0].memory.peak
+    assert result.process > 10**7
+    assert result.device in ("cpu", "cuda")
+    assert result.hardware
+    assert result.cpus == len(os.sched_getaffinity(0))
 
 
 PAPERS_JOBS = {
@@ -82,27 +82,27 @@ SHORTEST = "alexnet_caltech101"
 def test_jobs_of_the_paper_are_sound_on_fake_data_of_their_size(name):
     pixels, classes, parameters = PAPERS_JOBS[name]
     job = load_spec(ROOT / "configs" / f"{name}.yaml", environ={}, site_files=())
-    found = inspect_job(job.model_copy(update={"dataset": spec(dataset=fake(pixels, classes=classes)).dataset}))
-    assert found.parameters == parameters
-    assert found.sample_shape == (3, min(pixels, 224), min(pixels, 224))
-    assert found.estimate_error == ""
-    assert found.warnings == ()
-    assert found.footprints[0].memory.gradients == 4 * parameters
-    assert found.capacity == 32 * 10**9
+    result = inspect_job(job.model_copy(update={"dataset": spec(dataset=fake(pixels, classes=classes)).dataset}))
+    assert result.parameters == parameters
+    assert result.sample_shape == (3, min(pixels, 224), min(pixels, 224))
+    assert result.estimate_error == ""
+    assert result.warnings == ()
+    assert result.footprints[0].memory.gradients == 4 * parameters
+    assert result.capacity == 32 * 10**9
 
 
 @pytest.mark.parametrize("name", ["configs/quickstart.yaml", "templates/job.yaml"])
 def test_shipped_local_jobs_are_sound(name):
-    found = inspect_job(load_spec(ROOT / name, environ={}, site_files=()))
-    assert (found.dataset_size, found.sample_shape, found.warnings) == (1438, (1, 8, 8), ())
+    result = inspect_job(load_spec(ROOT / name, environ={}, site_files=()))
+    assert (result.dataset_size, result.sample_shape, result.warnings) == (1438, (1, 8, 8), ())
 
 
 def test_capacity_is_what_the_spec_says_else_a_share_of_the_machine():
     assert inspect_job(spec(cluster={"memory_per_gpu": 12345678})).capacity == 12345678
     assert inspect_job(spec(cluster={"kind": "slurm"})).capacity is None
-    one, two = (inspect_job(spec(cluster={"device": "cpu", "gpus_per_node": gpus})).capacity for gpus in (1, 2))
-    assert one == pytest.approx(2 * two, abs=1)
-    assert one <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+    first, two = (inspect_job(spec(cluster={"device": "cpu", "gpus_per_node": gpus})).capacity for gpus in (1, 2))
+    assert first == pytest.approx(2 * two, abs=1)
+    assert first <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
 
 
 def test_model_that_reads_its_numbers_is_checked_without_an_estimate(user_code):
@@ -114,15 +114,15 @@ def test_model_that_reads_its_numbers_is_checked_without_an_estimate(user_code):
         "        return y if float(y.sum()) > 0 else 2 * y\n"
         "def build(num_classes):\n    return Net(192, num_classes)\n",
     )
-    found = inspect_job(spec(model={"name": "reads_numbers:build"}))
-    assert found.footprints == ()
-    assert "DataDependent" in found.estimate_error
-    assert found.parameters == 193 * 10
+    result = inspect_job(spec(model={"name": "reads_numbers:build"}))
+    assert result.footprints == ()
+    assert "DataDependent" in result.estimate_error
+    assert result.parameters == 193 * 10
 
 
 def test_more_outputs_than_classes_are_a_warning():
-    found = inspect_job(spec(model={"name": "small_cnn", "args": {"num_classes": 12}}))
-    assert any("12 outputs for 10 classes" in warning for warning in found.warnings)
+    result = inspect_job(spec(model={"name": "small_cnn", "args": {"num_classes": 12}}))
+    assert any("12 outputs for 10 classes" in warning for warning in result.warnings)
 
 
 def test_a_lightning_module_is_told_that_its_own_step_is_not_called(user_code):
@@ -139,19 +139,19 @@ def test_a_lightning_module_is_told_that_its_own_step_is_not_called(user_code):
 
 def test_channels_last_without_a_convolution_is_a_warning(user_code):
     user_code("flat", "def net(num_classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes))\n")
-    asked = {"train": {"epochs": 1, "method": "lbt", "channels_last": True}}
-    found = inspect_job(spec(**asked, model={"name": "flat:net"}))
-    assert not found.convolutional
-    assert any("does nothing" in warning for warning in found.warnings)
-    found = inspect_job(spec(**asked))
-    assert found.convolutional
-    assert found.warnings == ()
+    requested = {"train": {"epochs": 1, "method": "lbt", "channels_last": True}}
+    result = inspect_job(spec(**requested, model={"name": "flat:net"}))
+    assert not result.convolutional
+    assert any("does nothing" in warning for warning in result.warnings)
+    result = inspect_job(spec(**requested))
+    assert result.convolutional
+    assert result.warnings == ()
 
 
 def test_micro_batches_of_one_sample_are_a_warning_where_batch_norm_cannot():
     """ResNet's last stage of an 8 x 8 image is 1 x 1: one sample gives BatchNorm one number a channel."""
-    found = inspect_job(spec(model={"name": "resnet18"}, search={"nodes": [1, 32]}))
-    assert any("set search.min_batch to 64" in warning for warning in found.warnings)
+    result = inspect_job(spec(model={"name": "resnet18"}, search={"nodes": [1, 32]}))
+    assert any("set search.min_batch to 64" in warning for warning in result.warnings)
     assert inspect_job(spec(model={"name": "resnet18"})).warnings == ()
 
 
@@ -211,8 +211,8 @@ def test_images_of_different_sizes_are_refused(tmp_path):
 
 
 def test_adam_is_fine_without_gradient_scaling():
-    found = inspect_job(spec(optimizer={"name": "AdamW", "lr": 0.1}, train={"epochs": 1, "method": "lbt"}))
-    assert found.footprints[0].memory.optimizer > found.footprints[0].memory.gradients
+    result = inspect_job(spec(optimizer={"name": "AdamW", "lr": 0.1}, train={"epochs": 1, "method": "lbt"}))
+    assert result.footprints[0].memory.optimizer > result.footprints[0].memory.gradients
 
 
 @pytest.mark.parametrize(
@@ -231,11 +231,11 @@ def test_adam_is_fine_without_gradient_scaling():
 def test_failing_code_of_the_user_is_a_failed_job_with_its_traceback(user_code, code, words, request):
     module = f"fails_{abs(hash(request.node.name))}"
     user_code(module, code)
-    found = inspect_json(spec(model={"name": f"{module}:build"}).model_dump_json())["error"]
-    assert found["class"] == "JobFailed"
+    error = inspect_json(spec(model={"name": f"{module}:build"}).model_dump_json())["error"]
+    assert error["class"] == "JobFailed"
     with pytest.raises(JobFailed, match=words):
-        raise JobFailed(found["message"])
-    assert module in found["detail"] or "Linear" in found["detail"]
+        raise JobFailed(error["message"])
+    assert module in error["detail"] or "Linear" in error["detail"]
 
 
 def test_failing_dataset_of_the_user_is_a_failed_job(user_code):
@@ -251,9 +251,9 @@ def test_failing_dataset_of_the_user_is_a_failed_job(user_code):
 
 
 def test_spec_errors_keep_their_hint():
-    found = inspect_json(spec(model={"name": "resnet51"}).model_dump_json())["error"]
-    assert (found["class"], found["message"]) == ("SpecError", "unknown model 'resnet51'")
-    assert "resnet50" in found["hint"]
+    error = inspect_json(spec(model={"name": "resnet51"}).model_dump_json())["error"]
+    assert (error["class"], error["message"]) == ("SpecError", "unknown model 'resnet51'")
+    assert "resnet50" in error["hint"]
 
 
 # --- as a process
@@ -276,9 +276,9 @@ def test_process_answers_one_object_whatever_the_users_code_prints(user_code, mo
 
     monkeypatch.setattr(inspection, "run_command", run_and_keep)
     assert inspect(spec(model={"name": "prints:build"})).parameters == 1930
-    begun, told = printed[0].stdout.splitlines()
+    begun, message = printed[0].stdout.splitlines()
     assert begun == "begun"
-    assert Inspection.model_validate(json.loads(told)).dataset_size == 20
+    assert Inspection.model_validate(json.loads(message)).dataset_size == 20
     assert "hello from build" in printed[0].stderr
 
 
@@ -295,8 +295,8 @@ def test_an_interpreter_that_cannot_run_here_is_told_apart_from_a_model_that_end
     assert "pip install 'tula-cli[torch]'" in error.value.hint
     assert error.value.hint.startswith("run tula profile job.yaml: its first job builds them on a node")
     assert "tula profile" not in make_interpreter_error("python", "").hint, "as it was on the node already"
-    said = "ModuleNotFoundError: No module named 'torch'\nsrun: error: node1: task 0: Exited with exit code 1"
-    assert make_interpreter_error("python", said).message.endswith("No module named 'torch'")
+    message = "ModuleNotFoundError: No module named 'torch'\nsrun: error: node1: task 0: Exited with exit code 1"
+    assert make_interpreter_error("python", message).message.endswith("No module named 'torch'")
     with pytest.raises(JobFailed, match="ended without a result: Segmentation fault"):
         parse_inspection("begun\n", "Segmentation fault")
 

@@ -30,17 +30,17 @@ MB = 2**20
 
 @pytest.mark.torch
 def test_the_peak_is_what_was_allocated(two_ranks: Path) -> None:
-    for found in facts(two_ranks, "peaks"):
-        assert found["held"] == pytest.approx(64 * MB, rel=0.1)
-        assert found["freed"] == pytest.approx(64 * MB, rel=0.1)
-        assert found["small"] == pytest.approx(64 * MB, rel=0.1)
+    for fact in facts(two_ranks, "peaks"):
+        assert fact["held"] == pytest.approx(64 * MB, rel=0.1)
+        assert fact["freed"] == pytest.approx(64 * MB, rel=0.1)
+        assert fact["small"] == pytest.approx(64 * MB, rel=0.1)
 
 
 @pytest.mark.torch
 def test_a_reset_begins_anew_though_the_allocator_keeps_what_was_freed(two_ranks: Path) -> None:
-    for found in facts(two_ranks, "peaks"):
-        assert found["nothing"] < MB
-        assert found["small again"] == pytest.approx(32 * MB, rel=0.1)
+    for fact in facts(two_ranks, "peaks"):
+        assert fact["nothing"] < MB
+        assert fact["small again"] == pytest.approx(32 * MB, rel=0.1)
 
 
 def test_the_cpu_never_flushes_a_cache() -> None:
@@ -53,8 +53,8 @@ def test_libraries_are_what_the_process_held_or_what_its_limit_counts(monkeypatc
     memory = device.MemoryMeter(torch.device("cpu"))
     memory.reset()
     assert memory.library_bytes(None) == memory.base > 50 * MB
-    held, capacity = read_process_memory("VmData"), 100 * MB
-    limited_at = held - 30 * MB  # the libraries have taken 30 MB since the limit was set
+    process_memory, capacity = read_process_memory("VmData"), 100 * MB
+    limited_at = process_memory - 30 * MB  # the libraries have taken 30 MB since the limit was set
     monkeypatch.setattr(device.resource, "getrlimit", lambda _: (limited_at + capacity, -1))
     assert memory.library_bytes(capacity) == pytest.approx(30 * MB, abs=5 * MB)
 
@@ -86,15 +86,15 @@ def test_capacity_is_what_is_stated_and_unbounded_else(alone: Ranks) -> None:
 
 @pytest.mark.torch
 def test_beyond_the_limit_is_an_out_of_memory(two_ranks: Path) -> None:
-    for found in facts(two_ranks, "limits"):
-        assert "DefaultCPUAllocator: can't allocate memory" in found["beyond"]
-        assert classify_failure(found["beyond"], exit_code=1, device="cpu") == "device_oom"
+    for fact in facts(two_ranks, "limits"):
+        assert "DefaultCPUAllocator: can't allocate memory" in fact["beyond"]
+        assert classify_failure(fact["beyond"], exit_code=1, device="cpu") == "device_oom"
 
 
 @pytest.mark.torch
 def test_what_was_held_before_or_is_freed_does_not_count(two_ranks: Path) -> None:
-    for found in facts(two_ranks, "limits"):
-        assert found["within, again and again"] == found["lifted"] == ""
+    for fact in facts(two_ranks, "limits"):
+        assert fact["within, again and again"] == fact["lifted"] == ""
 
 
 def test_an_unknown_field_of_the_process_is_told() -> None:
@@ -128,17 +128,17 @@ def test_a_look_at_the_gradient_leaves_the_weights(alone: Ranks) -> None:
 
 
 def test_the_environment_names_host_and_processor(alone: Ranks) -> None:
-    found = environment.describe_environment(alone)
-    assert found.hosts == (os.uname().nodename,)
-    assert (found.device, found.backend) == ("cpu", "gloo")
-    assert found.hardware == read_processor_name() != ""
-    assert found.torch == torch.__version__
-    (node,) = found.nodes
-    assert (node.name, node.ranks, node.hardware, node.driver) == (found.hosts[0], 1, (found.hardware,), "")
-    assert not found.mixed
-    assert platform.release() in found.system
-    assert found.python == platform.python_version()
-    assert found.nccl.count(".") >= 1 if torch.distributed.is_nccl_available() else not found.nccl
+    result = environment.describe_environment(alone)
+    assert result.hosts == (os.uname().nodename,)
+    assert (result.device, result.backend) == ("cpu", "gloo")
+    assert result.hardware == read_processor_name() != ""
+    assert result.torch == torch.__version__
+    (node,) = result.nodes
+    assert (node.name, node.ranks, node.hardware, node.driver) == (result.hosts[0], 1, (result.hardware,), "")
+    assert not result.mixed
+    assert platform.release() in result.system
+    assert result.python == platform.python_version()
+    assert result.nccl.count(".") >= 1 if torch.distributed.is_nccl_available() else not result.nccl
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,12 +155,12 @@ def test_every_rank_tells_its_hardware_and_driver(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(platform, "node", lambda: "n1")
     monkeypatch.setattr(environment, "read_processor_name", lambda: "A100")
     others = (("n1", "A100", ""), ("n2", "A100", "550"), ("n2", "V100", "550"))
-    found = environment.describe_environment(Told(0, 4, 0, torch.device("cpu"), others=others))
-    assert [(node.name, node.ranks, node.hardware, node.driver) for node in found.nodes] == [
+    result = environment.describe_environment(Told(0, 4, 0, torch.device("cpu"), others=others))
+    assert [(node.name, node.ranks, node.hardware, node.driver) for node in result.nodes] == [
         ("n1", 2, ("A100",), ""), ("n2", 2, ("A100", "V100"), "550"),
     ]  # fmt: skip
-    assert found.mixed
-    assert (found.hosts, found.hardware) == (("n1", "n2"), "A100 + V100")
+    assert result.mixed
+    assert (result.hosts, result.hardware) == (("n1", "n2"), "A100 + V100")
 
 
 def test_only_listed_variables_are_recorded_and_no_secret() -> None:

@@ -51,9 +51,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 @pytest.fixture
 def report(run: RunDir) -> ClusterReport:
-    found = run.checks.report("check-n002-1")
-    assert found is not None
-    return found
+    result = run.checks.report("check-n002-1")
+    assert result is not None
+    return result
 
 
 def test_both_ranks_tell_what_they_see(run: RunDir, report: ClusterReport) -> None:
@@ -101,8 +101,8 @@ def test_each_rank_has_signed_in(run: RunDir) -> None:
 
 def test_the_first_transfer_that_takes_long_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_report, "_measure_transfer", lambda size, *_: Transfer(size=size, seconds=size / 2**22))
-    found = list(node_report._measure_transfers(None, torch.device("cpu")))  # type: ignore[arg-type]
-    assert [transfer.size for transfer in found] == [2**16, 2**18, 2**20]
+    transfers = list(node_report._measure_transfers(None, torch.device("cpu")))  # type: ignore[arg-type]
+    assert [transfer.size for transfer in transfers] == [2**16, 2**18, 2**20]
 
 
 def test_speed_is_bits_a_second() -> None:
@@ -129,7 +129,7 @@ def test_ranks_of_a_node_are_one_report() -> None:
 
 
 def test_ranks_of_a_node_that_share_a_gpu_are_named() -> None:
-    views = [replace(VIEW, gpus=(A, B), own=own) for own in ("a", "b", "a", "b")]
+    views = [replace(VIEW, gpus=(A, B), own=value) for value in ("a", "b", "a", "b")]
     assert node_report._make_node_report(0, views, (0, 0)).shared_gpus == ((0, 2), (1, 3))
     assert node_report._make_node_report(0, views[:2], (0, 0)).shared_gpus == ()
     assert node_report._make_node_report(0, [VIEW, VIEW], (0, 0)).shared_gpus == (), "without GPUs nothing is shared"
@@ -147,8 +147,8 @@ def test_what_breaks_a_network_is_told_and_no_rank_waits_for_another(
     for name in nccl.SETTINGS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(node_report, "_make_group", broken)
-    found = node_report._measure_network(alone, [0], backend="nccl", device=torch.device("cpu"))
-    assert found == {
+    network = node_report._measure_network(alone, [0], backend="nccl", device=torch.device("cpu"))
+    assert network == {
         "network_error": "NCCL error: unhandled system error; Call to ibv_create_cq failed with error Cannot allocate memory"
     }
     assert "NCCL_DEBUG" not in os.environ
@@ -161,8 +161,8 @@ def test_two_gpus_of_a_node_are_looked_at_as_well(alone: Ranks, monkeypatch: pyt
     monkeypatch.setattr(node_report, "_make_group", lambda members, *, backend: "group")
     monkeypatch.setattr(node_report, "_measure_latency", lambda group, device: 1e-5)
     monkeypatch.setattr(node_report, "_measure_pair", lambda pair, **_: pairs.append(tuple(pair)) or [pair])
-    found = node_report._measure_network(four, [0, 2], backend="nccl", device=torch.device("cpu"))
-    assert pairs == [(0, 2), (0, 1)] and set(found) == {"latency", "transfers", "inside"}
+    network = node_report._measure_network(four, [0, 2], backend="nccl", device=torch.device("cpu"))
+    assert pairs == [(0, 2), (0, 1)] and set(network) == {"latency", "transfers", "inside"}
     assert set(node_report._measure_network(four, [0, 2], backend="gloo", device=torch.device("cpu"))) == {
         "latency",
         "transfers",

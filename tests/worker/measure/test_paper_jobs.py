@@ -46,22 +46,22 @@ def probed(ranks: Ranks, run: RunDir, name: str, **changes: Any) -> Measured:
         }
     )
     run_probes(probe_task(tiny, 2), run, ranks, build_datasets(tiny), started_at=time.time())
-    (found,) = run.results()
-    assert isinstance(found, Measured)
-    assert len(found.step_times) == 5
-    assert found.memory.optimizer >= found.memory.gradients, "SGD's momentum"
-    return found
+    (result,) = run.results()
+    assert isinstance(result, Measured)
+    assert len(result.step_times) == 5
+    assert result.memory.optimizer >= result.memory.gradients, "SGD's momentum"
+    return result
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_job_of_the_paper_runs_a_probe(alone: Ranks, run: RunDir, name: str) -> None:
-    found = probed(alone, run, name, model=Model(name="small_cnn", args={"width": 4}))
-    assert found.memory.batch >= 2 * 3 * min(JOBS[name][0], 224) ** 2 * 4, "images of the network's size"
+    result = probed(alone, run, name, model=Model(name="small_cnn", args={"width": 4}))
+    assert result.memory.batch >= 2 * 3 * min(JOBS[name][0], 224) ** 2 * 4, "images of the network's size"
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("name", JOBS)
 def test_a_job_of_the_paper_runs_a_probe_with_its_own_network(alone: Ranks, run: RunDir, name: str) -> None:
-    found = probed(alone, run, name)
-    assert found.memory.gradients == 4 * JOBS[name][2]
-    assert found.memory.activations > 0
+    result = probed(alone, run, name)
+    assert result.memory.gradients == 4 * JOBS[name][2]
+    assert result.memory.activations > 0

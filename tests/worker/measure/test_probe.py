@@ -24,32 +24,32 @@ def probe(run: RunDir, ranks: Ranks, *local_batches: int, **changes: dict[str, A
     """Run the probes of a job and return the results that are now there."""
     task = probe_task(spec(**changes), *local_batches)
     run_probes(task, run, ranks, build_datasets(task.spec), started_at=time.time())
-    found = [run.result(f"probe-n001-l{local:06d}") for local in local_batches]
-    assert all(isinstance(result, Measured) for result in found)
-    return [result for result in found if isinstance(result, Measured)]
+    results = [run.result(f"probe-n001-l{local:06d}") for local in local_batches]
+    assert all(isinstance(result, Measured) for result in results)
+    return [result for result in results if isinstance(result, Measured)]
 
 
 def test_a_probe_measures_what_there_is(alone: Ranks, run: RunDir) -> None:
-    (found,) = probe(run, alone, 32, **DEEP, search={"warmup_steps": 3})
-    assert (found.batch, found.local_batch, found.nodes, found.accumulate) == (32, 32, 1, 1)
-    assert (len(found.step_times), len(found.warmup_times)) == (5, 3)
-    assert all(0 < seconds < 60 for seconds in found.step_times)
-    assert 0 < found.compute_time < 60
-    assert 0 < found.data_wait < max(found.step_times)
-    assert found.cached_time is not None and 0 < found.cached_time < 60
-    assert found.loader_time is not None and 0 < found.loader_time < 60
-    assert found.gpus is None
-    assert (found.dataset_size, found.eval_size, found.oversubscribed) == (128, 32, False)
-    assert found.memory.activations > 5 * 32 * 4096 * 4  # half of its layers' outputs
-    assert found.memory.static + found.memory.batch + found.memory.activations == found.memory.peak
-    assert found.memory.batch == 32 * (16 * 4 + 8)
-    assert found.memory.factors == 0
-    overheads = found.overheads
+    (result,) = probe(run, alone, 32, **DEEP, search={"warmup_steps": 3})
+    assert (result.batch, result.local_batch, result.nodes, result.accumulate) == (32, 32, 1, 1)
+    assert (len(result.step_times), len(result.warmup_times)) == (5, 3)
+    assert all(0 < seconds < 60 for seconds in result.step_times)
+    assert 0 < result.compute_time < 60
+    assert 0 < result.data_wait < max(result.step_times)
+    assert result.cached_time is not None and 0 < result.cached_time < 60
+    assert result.loader_time is not None and 0 < result.loader_time < 60
+    assert result.gpus is None
+    assert (result.dataset_size, result.eval_size, result.oversubscribed) == (128, 32, False)
+    assert result.memory.activations > 5 * 32 * 4096 * 4  # half of its layers' outputs
+    assert result.memory.static + result.memory.batch + result.memory.activations == result.memory.peak
+    assert result.memory.batch == 32 * (16 * 4 + 8)
+    assert result.memory.factors == 0
+    overheads = result.overheads
     assert 0 < overheads.checkpoint < 10
     assert 0 < overheads.eval_batch < 10
     assert overheads.eval_batch_size == 32
     assert 0 < overheads.startup < 60
-    assert found.gradients.steps == spec().search.split_steps == 5
+    assert result.gradients.steps == spec().search.split_steps == 5
 
 
 def test_the_energy_is_that_of_the_timed_steps(alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,14 +71,14 @@ def test_the_energy_is_that_of_the_timed_steps(alone: Ranks, run: RunDir, monkey
     assert probe(run, alone, 16)[0].energy is None
     job, before = 2, len(made)  # steps that the job takes before its first probe
     monkeypatch.setattr(worker_measure_probe, "EnergyMeter", Meter)
-    (found,) = probe(run, alone, 32, search={"warmup_steps": 3})
-    assert found.energy == before + job + 3 + 2  # the middle one of the five
+    (result,) = probe(run, alone, 32, search={"warmup_steps": 3})
+    assert result.energy == before + job + 3 + 2  # the middle one of the five
 
 
 def test_one_rank_has_nothing_to_synchronise(alone: Ranks, run: RunDir) -> None:
-    (found,) = probe(run, alone, 32, **DEEP, optimizer={"lr": 1e-6})
-    assert found.sync_time < 0.5 * sorted(found.step_times)[2]
-    assert found.gradients.norm_sqr == pytest.approx(found.gradients.local_norm_sqr, rel=0.5)
+    (result,) = probe(run, alone, 32, **DEEP, optimizer={"lr": 1e-6})
+    assert result.sync_time < 0.5 * sorted(result.step_times)[2]
+    assert result.gradients.norm_sqr == pytest.approx(result.gradients.local_norm_sqr, rel=0.5)
 
 
 def test_ags_has_factors_and_a_refresh_and_the_plain_method_none(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_ags_has_factors_and_a_refresh_and_the_plain_method_none(alone: Ranks, r
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_can_be_probed(alone: Ranks, run: RunDir, precision: str) -> None:
-    (found,) = probe(run, alone, 32, train={"precision": precision, "max_grad_norm": 1.0}, optimizer={"lr": 1e-6})
-    assert found.gradients.local_norm_sqr == pytest.approx(found.gradients.norm_sqr, rel=0.5)
+    (result,) = probe(run, alone, 32, train={"precision": precision, "max_grad_norm": 1.0}, optimizer={"lr": 1e-6})
+    assert result.gradients.local_norm_sqr == pytest.approx(result.gradients.norm_sqr, rel=0.5)
 
 
 def test_steps_are_timed_with_factors_also_where_the_first_ones_overflow(
@@ -120,17 +120,17 @@ def test_a_training_that_diverges_in_its_first_steps_is_not_measured(alone: Rank
 
 
 def test_accumulation_is_measured_by_micro_batches(alone: Ranks, run: RunDir) -> None:
-    (found,) = probe(run, alone, 32, train={"accumulate": 4})
-    assert (found.batch, found.accumulate) == (32, 4)
-    assert found.memory.batch == 8 * (16 * 4 + 8)
-    assert found.overheads.eval_batch_size == 8
+    (result,) = probe(run, alone, 32, train={"accumulate": 4})
+    assert (result.batch, result.accumulate) == (32, 4)
+    assert result.memory.batch == 8 * (16 * 4 + 8)
+    assert result.overheads.eval_batch_size == 8
 
 
 def test_only_results_are_left_behind(alone: Ranks, run: RunDir) -> None:
     before = set(run.path.rglob("*"))
     probe(run, alone, 16, 32)
-    left = {str(path.relative_to(run.path)) for path in set(run.path.rglob("*")) - before}
-    assert left == {"results", "results/probe-n001-l000016.json", "results/probe-n001-l000032.json"}
+    remaining = {str(path.relative_to(run.path)) for path in set(run.path.rglob("*")) - before}
+    assert remaining == {"results", "results/probe-n001-l000016.json", "results/probe-n001-l000032.json"}
 
 
 def test_what_is_known_is_not_measured_again_and_what_failed_is(alone: Ranks, run: RunDir) -> None:
@@ -145,8 +145,8 @@ def test_what_is_known_is_not_measured_again_and_what_failed_is(alone: Ranks, ru
 
 
 def test_a_small_dataset_is_gone_through_again(alone: Ranks, run: RunDir) -> None:
-    (found,) = probe(run, alone, 32, train={"epochs": 1}, dataset={"args": {"size": 40}})
-    assert len(found.step_times) == 5
+    (result,) = probe(run, alone, 32, train={"epochs": 1}, dataset={"args": {"size": 40}})
+    assert len(result.step_times) == 5
 
 
 def test_a_batch_beyond_the_dataset_is_refused(alone: Ranks, run: RunDir) -> None:

@@ -32,10 +32,10 @@ Rule = Callable[..., int]
 
 def taken(rule: Rule, times: Iterator[float], **search: float) -> list[float]:
     """Return the step times that a rule takes of those to come."""
-    found, bounds = [], Search.model_validate(search)
-    while count := rule(found, bounds):
-        found += itertools.islice(times, count)
-    return found
+    result, bounds = [], Search.model_validate(search)
+    while count := rule(result, bounds):
+        result += itertools.islice(times, count)
+    return result
 
 
 def noisy(seconds: float, share: float) -> Iterator[float]:

@@ -86,7 +86,7 @@ def test_wrong_data_is_refused_with_its_value_and_what_to_do(kind: str, cluster:
 )
 def test_sound_data_is_no_alarm(kind: str, changes: dict[str, Any], cluster: dict[str, Any]) -> None:
     answer = inspect_job(job(kind, cluster=cluster, **changes))
-    assert not [told for told in (*answer.notes, *answer.warnings) if "real samples" in told]
+    assert not [message for message in (*answer.notes, *answer.warnings) if "real samples" in message]
 
 
 def test_a_step_that_was_not_run_is_told() -> None:

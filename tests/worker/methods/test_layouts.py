@@ -26,11 +26,13 @@ STEPS = 8
 
 def job(case: str, *, channels_last: bool) -> JobSpec:
     """Return a job of one of the cases whose operations are counted."""
-    asked: dict[str, Any] = sections(case, precision="fp32", reference_batch=8)
-    if asked["optimizer"].get("args"):  # of AdamW: biases before a norm have gradients of rounding alone, and with its
-        asked["optimizer"]["args"]["eps"] = 1e-3  # usual eps their steps are as long as any other
+    requested: dict[str, Any] = sections(case, precision="fp32", reference_batch=8)
+    if requested["optimizer"].get(
+        "args"
+    ):  # of AdamW: biases before a norm have gradients of rounding alone, and with its
+        requested["optimizer"]["args"]["eps"] = 1e-3  # usual eps their steps are as long as any other
     model = {"name": "worker_jobs:convolutions"}
-    return spec(**{**asked, "model": model, "train": {**asked["train"], "channels_last": channels_last}})
+    return spec(**{**requested, "model": model, "train": {**requested["train"], "channels_last": channels_last}})
 
 
 def trained(case: str, ranks: Ranks, *, channels_last: bool) -> Trainer:
@@ -50,8 +52,8 @@ def test_every_method_learns_the_same_in_either_layout(case: str, alone: Ranks) 
     usual, subject = (trained(case, alone, channels_last=wanted) for wanted in (False, True))
     assert sum(turned(subject)) == 4
     assert not otherwise_laid(subject)
-    for one, other in zip(subject.parallel.parameters(), usual.parallel.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    for first, other in zip(subject.parallel.parameters(), usual.parallel.parameters(), strict=True):
+        torch.testing.assert_close(first, other, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -62,13 +64,13 @@ def test_a_training_goes_on_in_the_other_layout(case: str, before: bool, alone: 
     subject = trainer(job(case, channels_last=not before), alone)
     checkpoint.restore_checkpoint(subject, torch.load(path, weights_only=True))
     assert not otherwise_laid(subject)
-    for one, other in zip(subject.parallel.parameters(), first.parallel.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for item, other in zip(subject.parallel.parameters(), first.parallel.parameters(), strict=True):
+        assert torch.equal(item, other)
     for going in (first, subject):
         next(worker_train_loop.run_steps(going))
     assert turned(subject) != turned(first)
-    for one, other in zip(subject.parallel.parameters(), first.parallel.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    for item, other in zip(subject.parallel.parameters(), first.parallel.parameters(), strict=True):
+        torch.testing.assert_close(item, other, rtol=1e-3, atol=1e-4)
 
 
 def test_images_are_laid_like_the_weights_and_other_inputs_are_not(alone: Ranks) -> None:
@@ -129,11 +131,11 @@ def test_factors_do_not_depend_on_the_layout() -> None:
     small, large = torch.randn(2, 5, 4, 3, 3).unbind()
     bounds = Bounds(1e-3, 3.0)
     expected = element_factor(small, large, 1e-8, bounds)
-    for one in (small, small.contiguous(memory_format=torch.channels_last)):
+    for item in (small, small.contiguous(memory_format=torch.channels_last)):
         for other in (large, large.contiguous(memory_format=torch.channels_last)):
-            found = element_factor(one, other, 1e-8, bounds)
-            assert torch.equal(found, expected)
-            assert found.stride() == other.stride(), "as the gradient that it multiplies"
+            result = element_factor(item, other, 1e-8, bounds)
+            assert torch.equal(result, expected)
+            assert result.stride() == other.stride(), "as the gradient that it multiplies"
 
 
 @pytest.mark.parametrize("shape", [(5, 4, 3, 3), (5, 4, 1, 1), (1, 4, 3, 3), (4, 1, 3, 3), (6,)])
@@ -144,7 +146,7 @@ def test_small_gradients_travel_in_their_parameters_order(shape: tuple[int, ...]
     gradient = torch.randn(shape)
     flat = _packed([gradient, None], [param, param], 0.5)
     assert flat[:2].tolist() == [0.5, 0.0]
-    found, nothing = (_as(piece, param) for piece in flat[2:].split(param.numel()))
-    assert torch.equal(found, gradient / 2)
-    assert found.stride() == param.stride()
+    result, nothing = (_as(piece, param) for piece in flat[2:].split(param.numel()))
+    assert torch.equal(result, gradient / 2)
+    assert result.stride() == param.stride()
     assert not nothing.any()

@@ -43,10 +43,10 @@ varied = pytest.mark.parametrize("name", ["sqrt"])  # test_table has the methods
 
 def job(name: str, **changes: Any) -> dict[str, Any]:
     """Return the sections of a job: 7 epochs of 6 steps, a network with BatchNorm and dropout."""
-    own = METHODS[name]
-    method = own.get("train", {"method": name})
+    value = METHODS[name]
+    method = value.get("train", {"method": name})
     model = {"args": {"norm": True, "dropout": 0.3}}
-    return {"model": model, **own, "train": {"epochs": 7, "checkpoint_every": 1e-9, **method}, **changes}
+    return {"model": model, **value, "train": {"epochs": 7, "checkpoint_every": 1e-9, **method}, **changes}
 
 
 def run_one(run: RunDir, ranks: Ranks, task: TrainTask) -> None:
@@ -108,12 +108,12 @@ def test_a_probe_measures_it(alone: Ranks, run: RunDir, name: str) -> None:
     sections = job(name)
     task = probe_task(spec(**sections), 16)
     run_probes(task, run, alone, build_datasets(task.spec), started_at=0.0)
-    found = run.result("probe-n001-l000016")
-    assert isinstance(found, Measured)
-    assert len(found.step_times) == 5
-    assert found.accumulate == (2 if name == "adascale" else 1)
-    copies, gradients = (2 if name == "lamb" else 1), found.memory.gradients / found.accumulate
-    assert found.memory.optimizer == pytest.approx(copies * gradients, rel=0.01)
+    result = run.result("probe-n001-l000016")
+    assert isinstance(result, Measured)
+    assert len(result.step_times) == 5
+    assert result.accumulate == (2 if name == "adascale" else 1)
+    copies, gradients = (2 if name == "lamb" else 1), result.memory.gradients / result.accumulate
+    assert result.memory.optimizer == pytest.approx(copies * gradients, rel=0.01)
 
 
 # --- each
@@ -152,9 +152,9 @@ def test_settings_that_do_not_fit_are_refused(
 def test_adascale_tells_its_gain_and_its_progress(alone: Ranks, run: RunDir) -> None:
     task = train_task(spec(**job("adascale")))
     run_one(run, alone, task)
-    told = [row["adascale"] for row in rows(run, task, "epoch")]
-    assert all(1 <= row["gain"] <= 2 for row in told)
-    worth = [row["epochs"] for row in told]  # a step of 16 is worth 1 to 2 of the reference batch of 8
+    adascales = [row["adascale"] for row in rows(run, task, "epoch")]
+    assert all(1 <= row["gain"] <= 2 for row in adascales)
+    worth = [row["epochs"] for row in adascales]  # a step of 16 is worth 1 to 2 of the reference batch of 8
     assert worth == sorted(worth)
     assert 7 * 6 * 8 / 100 < worth[-1] < 7 * 6 * 16 / 100
 
@@ -274,7 +274,7 @@ def test_ags_leaves_out_what_the_job_names(alone: Ranks) -> None:
     subject = trainer(spec(**sections), alone)
     assert subject.ags is not None
     names = {p: name for name, p in subject.parallel.module.named_parameters()}
-    left = {names[p] for p in names if p not in subject.ags.setup.excluded}
-    assert left and all(name.endswith("weight") for name in left)
+    remaining = {names[p] for p in names if p not in subject.ags.setup.excluded}
+    assert remaining and all(name.endswith("weight") for name in remaining)
     with pytest.raises(SpecError, match=r"ags\.exclude"):
         trainer(spec(**job("static", ags={"exclude": ["nothing.*"]})), alone)

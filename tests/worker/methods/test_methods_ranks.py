@@ -91,10 +91,10 @@ def test_adascales_gain_is_that_of_the_ranks_own_gradients(found: Found, how: st
 
 
 def test_schedule_frees_averages_are_those_of_one_rank(found: Found, alone: Ranks) -> None:
-    one = trainer(spec(**FREE), alone)
-    list(worker_train_loop.run_steps(one))
+    item = trainer(spec(**FREE), alone)
+    list(worker_train_loop.run_steps(item))
     expected = torch.cat(
-        [p.flatten() for p in checkpoint.make_checkpoint_state(one, best={})["model"].values()]
+        [p.flatten() for p in checkpoint.make_checkpoint_state(item, best={})["model"].values()]
     ).tolist()
     for rank in found.of("free"):
         assert rank["weights"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
@@ -114,9 +114,9 @@ def test_schedule_free_goes_on_from_where_it_was_broken_off_to_the_same_weights(
 
 @pytest.mark.parametrize("name", GROWN)
 def test_a_batch_that_grows_is_resumed_around_its_change(found: Found, alone: Ranks, name: str) -> None:
-    one = trainer(of_grown(name), alone)
-    list(worker_train_loop.run_steps(one))
-    expected = torch.cat([value.flatten() for value in one.parallel.module.state_dict().values()]).tolist()
+    item = trainer(of_grown(name), alone)
+    list(worker_train_loop.run_steps(item))
+    expected = torch.cat([value.flatten() for value in item.parallel.module.state_dict().values()]).tolist()
     for rank in found.of("grown"):
         assert rank[name]["starts"] == 2
         # Bit for bit on two ranks; turning a step lifts its small directions, their rounding too, by up to 3.4^5.
@@ -137,9 +137,9 @@ def test_every_rank_puts_the_same_stages_off_and_a_break_changes_none(found: Fou
 @pytest.mark.parametrize("method", LAYOUTS)
 def test_channels_last_changes_the_layout_and_not_what_is_learned(found: Found, method: str) -> None:
     for rank in found.of("layouts"):
-        told = rank[method]
-        assert told["off"] < 1e-3
-        assert (told["turned"], told["otherwise"], told["agree"]) == (1, [], True)
+        message = rank[method]
+        assert message["off"] < 1e-3
+        assert (message["turned"], message["otherwise"], message["agree"]) == (1, [], True)
 
 
 def test_turned_steps_keep_the_replicas_together(found: Found) -> None:

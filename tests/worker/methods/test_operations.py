@@ -151,10 +151,10 @@ def test_a_step_has_few_operations_more_than_a_plain_one(network: str, method: s
     seen = second_step(optimizer, params)
     base = torch.optim.AdamW(params, lr=0.1, foreach=True) if "adamw" in method else None
     # AdamW's own operations are lbt's too; its number of steps, on the CPU, is read without waiting for a device
-    own = second_step(base, params) if base is not None else Seen(Counter(fused=1))
-    plain, more = PLAIN_STEP[network], seen.operations.total() - own.operations.total()
+    value = second_step(base, params) if base is not None else Seen(Counter(fused=1))
+    plain, more = PLAIN_STEP[network], seen.operations.total() - value.operations.total()
     assert (plain + more) / plain <= most, seen.operations
-    assert seen.waits.total() == own.waits.total()
+    assert seen.waits.total() == value.waits.total()
 
 
 def second_step(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter]) -> Seen:

@@ -133,19 +133,19 @@ def test_a_run_that_left_while_statistics_were_taken_goes_on_as_if_it_had_not(al
 
     whole, losses = end("whole")
     for call in range(20, 23):
-        state, found = end(str(call), call)
-        assert same(state, whole) and found == losses
+        state, result = end(str(call), call)
+        assert same(state, whole) and result == losses
 
 
 @pytest.mark.parametrize("schedule", [{"kind": "cosine"}, {"kind": "multistep", "milestones": [1]}])
 def test_a_learning_rate_that_falls_is_refused(schedule: dict[str, Any]) -> None:
-    with pytest.raises(SpecError) as told:
+    with pytest.raises(SpecError) as error:
         spec(train=FREE, schedule=schedule)
-    assert f"set schedule.kind: constant, not {schedule['kind']}" in str(told.value.problems or told.value)
+    assert f"set schedule.kind: constant, not {schedule['kind']}" in str(error.value.problems or error.value)
 
 
 def test_a_missing_package_is_told_with_the_line_to_type(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "schedulefree", None)
-    with pytest.raises(SpecError, match="needs the package schedulefree") as told:
+    with pytest.raises(SpecError, match="needs the package schedulefree") as error:
         trainer(spec(train=FREE), alone)
-    assert told.value.hint == "pip install 'tula-cli[schedulefree]'"
+    assert error.value.hint == "pip install 'tula-cli[schedulefree]'"

@@ -81,12 +81,12 @@ def test_micro_batches_that_are_cut_teach_the_same(name: str, alone: Ranks, run:
     train(whole, alone, task)
     known = whole.training(task.signature).micro_batches()
     assert known is not None
-    (own,) = known.splits
-    assert own.into == {"ags": (2, 4), "adascale": (2, 4, 8)}.get(name, (2, 4, 8, 16)), own.limit
-    parts = own.into[-1]
+    (expected_value,) = known.splits
+    assert expected_value.into == {"ags": (2, 4), "adascale": (2, 4, 8)}.get(name, (2, 4, 8, 16)), expected_value.limit
+    parts = expected_value.into[-1]
     train(run, alone, task.model_copy(update={"splits": parts}))
     (start, *_) = rows(run, task, "start")
-    assert start["micro_batch"] == own.micro_batch // parts
+    assert start["micro_batch"] == expected_value.micro_batch // parts
     results = [place.training(task.signature).result() for place in (run, whole)]
     steps = 3 * STEPS + {"ramp": 1, "auto": STEPS}.get(
         name, 0
@@ -104,10 +104,10 @@ def test_it_is_probed_and_estimated(name: str, alone: Ranks, run: RunDir) -> Non
     assert inspection.footprints[0].memory.peak > inspection.footprints[0].memory.parameters > 0
     task = probe_task(job, BATCH)
     run_probes(task, run, alone, build_datasets(job), started_at=0.0)
-    found = run.result(f"probe-n001-l{BATCH:06d}")
-    assert isinstance(found, Measured)
-    assert found.memory.optimizer == pytest.approx(inspection.footprints[0].memory.optimizer, rel=0.01)
-    assert found.memory.factors == inspection.footprints[0].memory.factors
+    result = run.result(f"probe-n001-l{BATCH:06d}")
+    assert isinstance(result, Measured)
+    assert result.memory.optimizer == pytest.approx(inspection.footprints[0].memory.optimizer, rel=0.01)
+    assert result.memory.factors == inspection.footprints[0].memory.factors
 
 
 def test_a_row_without_its_file_fails(alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,11 +134,11 @@ def test_a_method_that_forgets_a_part_of_its_state_fails(
 
 
 def test_a_method_of_ones_own_trains_as_it_says(alone: Ranks, run: RunDir) -> None:
-    plain, own = train_task(spec(**sections("lbt"))), train_task(spec(**sections("own_method:METHOD")))
-    for task in (plain, own):
+    plain, value = train_task(spec(**sections("lbt"))), train_task(spec(**sections("own_method:METHOD")))
+    for task in (plain, value):
         train(run, alone, task)
-    assert [row["lookahead"] for row in rows(run, own, "epoch")] == [6, 12, 18]
-    assert not same(final_weights(run, plain), final_weights(run, own))
+    assert [row["lookahead"] for row in rows(run, value, "epoch")] == [6, 12, 18]
+    assert not same(final_weights(run, plain), final_weights(run, value))
 
 
 @pytest.mark.parametrize(

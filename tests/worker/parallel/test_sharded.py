@@ -48,28 +48,28 @@ def facts(folder: Path, name: str) -> list[object]:
 
 
 def test_shares_train_what_copies_do(shares: Path) -> None:
-    for found in facts(shares, "trained_alike"):
-        assert isinstance(found, dict) and found.keys() == KINDS.keys()
+    for fact in facts(shares, "trained_alike"):
+        assert isinstance(fact, dict) and fact.keys() == KINDS.keys()
         # torch's Muon multiplies in bfloat16, and shares in another order; clipping by the norm of all shares adds rounding;
         # orthogonalised steps add some that depends on the CPU (1.4e-5 on one of them)
         limits = {"muon": 1e-2, "ramp": 2e-5, "clipped ramp": 5e-5}
-        for kind, differences in found.items():
-            assert max(differences) < limits.get(kind, 1e-5), found
+        for kind, differences in fact.items():
+            assert max(differences) < limits.get(kind, 1e-5), fact
 
 
 def test_a_rank_holds_its_share_of_parameters_gradients_and_states(shares: Path) -> None:
-    found = facts(shares, "held")
+    result = facts(shares, "held")
     for kind, copies in {"parameters": 1, "gradients": 1, "states": 2}.items():
-        held = [rank[kind] for rank in found]  # type: ignore[index]
-        total = copies * found[0]["whole"]  # type: ignore[index]
-        assert sum(held) == total and max(held) < 0.55 * total, kind
+        kept = [rank[kind] for rank in result]  # type: ignore[index]
+        total = copies * result[0]["whole"]  # type: ignore[index]
+        assert sum(kept) == total and max(kept) < 0.55 * total, kind
 
 
 def test_evaluation_is_of_every_sample_once_where_ranks_have_unequal_batches(shares: Path) -> None:
-    for found in facts(shares, "evaluated"):
-        assert isinstance(found, dict)
+    for fact in facts(shares, "evaluated"):
+        assert isinstance(fact, dict)
         for size in (17, 1):
-            assert found[f"{size} fsdp"] == pytest.approx(found[f"{size} ddp"], abs=1e-5)
+            assert fact[f"{size} fsdp"] == pytest.approx(fact[f"{size} ddp"], abs=1e-5)
 
 
 def test_shares_start_from_the_file_that_rank_0_reads(shares: Path) -> None:
@@ -80,8 +80,8 @@ def test_an_interrupted_training_goes_on_exactly_and_a_damaged_folder_is_passed_
     assert facts(shares, "left") == [["000000000064.dcp"]] * 2
     through, broken = (torch.load(shares / f"{name}.pt") for name in ("through", "broken"))
     assert all(torch.equal(through[name], broken[name]) for name in through)
-    for found, before in facts(shares, "damaged"):  # type: ignore[misc]
-        assert found == before
+    for result, before in facts(shares, "damaged"):  # type: ignore[misc]
+        assert result == before
 
 
 def test_statistics_that_are_saved_are_rank_0s(shares: Path) -> None:
@@ -117,8 +117,8 @@ def test_one_rank_goes_on_from_what_two_have_saved(shares: Path, alone: Ranks) -
     saved = torch.load(shares / "broken.pt")
     assert best["epoch"] == 3 or best["epoch"] == 2
     assert subject.position.samples == 288 and subject.position.epoch == 3
-    found = whole(subject)
-    assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
+    result = whole(subject)
+    assert result.keys() == saved.keys() and all(torch.equal(result[name], saved[name]) for name in saved)
     momenta = [state["momentum_buffer"] for state in subject.base.state.values()]
     assert momenta and all(float(value.to_local().abs().max()) > 0 for value in momenta)
     assert subject.ags is not None and subject.ags.report()["factors"] > 0
@@ -155,12 +155,12 @@ def test_a_checkpoint_of_another_model_is_refused(shares: Path, alone: Ranks) ->
 
 
 def test_a_probe_tells_compute_memory_and_noise_of_shares(shares: Path) -> None:
-    found = RunDir(shares / "probed").result("probe-n001-l000008")
-    assert isinstance(found, Measured)
-    assert found.sync_time is None and found.compute_time is not None and found.compute_time > 0
-    assert found.memory.gradients <= found.memory.parameters < 0.6 * 2380
-    assert found.gradients is not None and found.gradients.batch == 2 * found.gradients.local_batch
-    assert 0 < found.gradients.norm_sqr < found.gradients.local_norm_sqr
+    result = RunDir(shares / "probed").result("probe-n001-l000008")
+    assert isinstance(result, Measured)
+    assert result.sync_time is None and result.compute_time is not None and result.compute_time > 0
+    assert result.memory.gradients <= result.memory.parameters < 0.6 * 2380
+    assert result.gradients is not None and result.gradients.batch == 2 * result.gradients.local_batch
+    assert 0 < result.gradients.norm_sqr < result.gradients.local_norm_sqr
 
 
 def test_the_noise_of_shares_is_that_of_all_ranks_batches_together(shares: Path) -> None:
@@ -197,8 +197,8 @@ def test_a_block_inside_another_is_counted_once() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Sequential(nn.Linear(16, 8, bias=False)))
     train = spec(train={"parallel": "fsdp", "fsdp_blocks": ["Linear", "Block"]}).train
     model[1].__class__ = type("Block", (nn.Sequential,), {})
-    told = inspect.describe_gathering(model, train)
-    assert "3 blocks of at most 0.000488 MiB" in told and "and 0 MiB that stay" in told
+    gathering = inspect.describe_gathering(model, train)
+    assert "3 blocks of at most 0.000488 MiB" in gathering and "and 0 MiB that stay" in gathering
 
 
 def test_factors_of_elements_are_refused_on_shares(alone: Ranks) -> None:
@@ -224,8 +224,8 @@ def test_steps_alone_leave_the_shares_as_they_are(alone: Ranks) -> None:
 def test_a_training_in_copies_starts_from_a_folder_of_shares(shares: Path, tmp_path: Path) -> None:
     path = (RunDir(shares / "broken").training(TRAIN.signature).path / "last").resolve()
     saved = torch.load(shares / "broken.pt")
-    found = finetune.read_weights(str(path))
-    assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
+    weights = finetune.read_weights(str(path))
+    assert weights.keys() == saved.keys() and all(torch.equal(weights[name], saved[name]) for name in saved)
     job = spec(model={**shared_rank_cases.BLOCKS, "weights": str(path)})
     assert with_weights("", job) != with_weights("", spec())
     damaged = tmp_path / "000000000288.dcp"
@@ -250,8 +250,8 @@ class Attribute:
 
 def test_members_of_enumerations_are_all_that_getattr_gets() -> None:
     kind = metadata._MEM_FORMAT_ENCODING
-    found = pickle.dumps(Attribute(kind, "TORCH_CONTIGUOUS_FORMAT"))
-    assert _MetadataUnpickler(io.BytesIO(found)).load() is kind.TORCH_CONTIGUOUS_FORMAT
+    result = pickle.dumps(Attribute(kind, "TORCH_CONTIGUOUS_FORMAT"))
+    assert _MetadataUnpickler(io.BytesIO(result)).load() is kind.TORCH_CONTIGUOUS_FORMAT
     for other in (Attribute(metadata.Metadata, "__init__"), Attribute(kind, "__class__")):
         with pytest.raises((pickle.UnpicklingError, KeyError)):
             _MetadataUnpickler(io.BytesIO(pickle.dumps(other))).load()

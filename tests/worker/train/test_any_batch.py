@@ -47,28 +47,28 @@ def even(form: str, **changes: Any) -> dict[str, Any]:
 def test_a_batch_of_any_form_trains_what_the_plain_one_does(alone: Ranks, form: str, method: str) -> None:
     train = {"method": method, "accumulate": 2}
     plain, _ = trained(tokens(**even("pair", train=train)), alone)
-    found, _ = trained(tokens(**even(form, train=train)), alone)
-    assert same(found, plain)
+    result, _ = trained(tokens(**even(form, train=train)), alone)
+    assert same(result, plain)
 
 
 @pytest.mark.parametrize("model", ["WithLoss", "Whole"])
 def test_a_model_may_take_its_loss_or_the_whole_dictionary_by_itself(alone: Ranks, model: str) -> None:
     plain, steps = trained(tokens(), alone)
-    found, own = trained(tokens(model={"name": f"token_jobs:{model}"}), alone)
-    assert same(found, plain)
-    assert [float(step.loss) for step in own] == [float(step.loss) for step in steps]
-    assert float(own[-1].loss) < float(own[0].loss)
+    result, value = trained(tokens(model={"name": f"token_jobs:{model}"}), alone)
+    assert same(result, plain)
+    assert [float(step.loss) for step in value] == [float(step.loss) for step in steps]
+    assert float(value[-1].loss) < float(value[0].loss)
 
 
 def test_evaluation_knows_classes_in_a_dictionary(alone: Ranks) -> None:
     job = tokens(train={"epochs": 8})
     subject = trainer(job, alone)
     list(worker_train_loop.run_steps(subject))
-    found = Evaluator(subject).evaluate()
-    assert found.samples == 10 and found.top1 > 80
-    own = trainer(tokens(model={"name": "token_jobs:WithLoss"}), alone)
-    own.parallel.module.load_state_dict(subject.parallel.module.state_dict())
-    assert Evaluator(own).evaluate() == found
+    result = Evaluator(subject).evaluate()
+    assert result.samples == 10 and result.top1 > 80
+    value = trainer(tokens(model={"name": "token_jobs:WithLoss"}), alone)
+    value.parallel.module.load_state_dict(subject.parallel.module.state_dict())
+    assert Evaluator(value).evaluate() == result
 
 
 def test_a_language_model_is_told_by_its_perplexity(alone: Ranks, run: RunDir) -> None:
@@ -140,38 +140,38 @@ def test_a_loss_of_the_whole_batch_has_no_accuracy(alone: Ranks) -> None:
     )
     subject = trainer(job, alone)
     losses = [float(step.loss) for step in worker_train_loop.run_steps(subject)]
-    found = Evaluator(subject).evaluate()
-    assert losses[-1] < losses[0] and found.loss == found.loss and found.top1 != found.top1
-    assert math.isnan(found.perplexity), "nobody knows what a loss of the user's own means"
+    result = Evaluator(subject).evaluate()
+    assert losses[-1] < losses[0] and result.loss == result.loss and result.top1 != result.top1
+    assert math.isnan(result.perplexity), "nobody knows what a loss of the user's own means"
 
 
 def test_halves_of_a_dictionary_are_those_of_the_plain_batch(alone: Ranks) -> None:
-    found = []
+    results = []
     for form in ("pair", "dict"):
         subject = trainer(tokens(**even(form)), alone)
         next(worker_train_loop.run_steps(subject))
-        found.append(measure_half_batch_norms(subject))
-    assert found[0] == found[1] and found[0][0] > 0
+        results.append(measure_half_batch_norms(subject))
+    assert results[0] == results[1] and results[0][0] > 0
 
 
 # --- what the inspection tells
 
 
 def test_check_tells_samples_of_different_lengths_and_estimates_the_longest() -> None:
-    found = inspect_job(tokens())
-    assert found.estimate_error == "" and found.footprints and found.classes == 3
-    assert found.sample_shape == () and found.sample == "{ids: int64 (9), mask: bool (9), label: int}"
-    assert len(found.warnings) == 1 and "largest of 64 that were read, {ids: int64 (9)" in found.warnings[0]
+    result = inspect_job(tokens())
+    assert result.estimate_error == "" and result.footprints and result.classes == 3
+    assert result.sample_shape == () and result.sample == "{ids: int64 (9), mask: bool (9), label: int}"
+    assert len(result.warnings) == 1 and "largest of 64 that were read, {ids: int64 (9)" in result.warnings[0]
     assert inspect_job(tokens(**even("dict"))).warnings == ()
 
 
 def test_keys_that_the_model_does_not_take_are_told() -> None:
-    found = inspect_job(
+    result = inspect_job(
         tokens(**even("dict", model={"name": "token_jobs:NextWord"}, loss={"name": "token_jobs:of_ids"}))
     )
-    assert found.warnings == (), "the loss takes the whole batch"
-    (told,) = inspect_job(tokens(**even("dict", model={"name": "token_jobs:First"}))).warnings
-    assert "mask of the batch are not used: neither forward of token_jobs:First" in told
+    assert result.warnings == (), "the loss takes the whole batch"
+    (message,) = inspect_job(tokens(**even("dict", model={"name": "token_jobs:First"}))).warnings
+    assert "mask of the batch are not used: neither forward of token_jobs:First" in message
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -248,10 +248,10 @@ def test_a_cut_keeps_the_tree_and_what_belongs_to_the_whole_batch() -> None:
         "as torch collates three views"
     )
     lists[0] = torch.zeros(1, 2, 2)
-    found = slice_batch(batch, samples=3, start=1, stop=3, own=True)
-    assert type(found["in"]) is Inputs and found["in"].ids.tolist() == [1, 2] and found["in"].mask.shape == (2, 2)
-    assert [image.shape[1] for image in found["images"]] == [4, 1]
-    assert (int(found["step"]), found["name"]) == (7, "x")
+    result = slice_batch(batch, samples=3, start=1, stop=3, own=True)
+    assert type(result["in"]) is Inputs and result["in"].ids.tolist() == [1, 2] and result["in"].mask.shape == (2, 2)
+    assert [image.shape[1] for image in result["images"]] == [4, 1]
+    assert (int(result["step"]), result["name"]) == (7, "x")
     with pytest.raises(SpecError, match=r"batch\[1\] is float32 \(5\), but the batch has 2 samples"):
         slice_batch([torch.zeros(2), torch.zeros(5)], samples=2, stop=1)
     larger = allocate_batch({"in": Inputs(torch.zeros(3, 7), torch.zeros(3)), "n": 3}, samples=3, to=11)
@@ -261,10 +261,10 @@ def test_a_cut_keeps_the_tree_and_what_belongs_to_the_whole_batch() -> None:
 
 def test_a_device_is_brought_every_tensor_of_a_batch() -> None:
     meta = torch.device("meta")
-    found = device.move_to_device(
+    result = device.move_to_device(
         ({"a": [torch.zeros(2)], "b": "x"}, Inputs(torch.zeros(2), None)), meta, channels_last=True
     )
-    assert found[0]["a"][0].device == meta == found[1].ids.device and found[1].mask is None and found[0]["b"] == "x"
+    assert result[0]["a"][0].device == meta == result[1].ids.device and result[1].mask is None and result[0]["b"] == "x"
 
 
 @pytest.mark.parametrize(("room", "looked"), [(None, True), (2**30, True), (0, False)])
@@ -273,5 +273,5 @@ def test_gradients_are_not_looked_at_where_there_is_no_room_for_them(
 ) -> None:
     subject = trainer(tokens(**even("pair"), search={"nodes": [1]}), alone)
     stream = worker_train_loop.run_steps(subject)
-    found = probe._measure_gradient_stats(subject, stream, norms=3, room=room)
-    assert (found.steps > 0) is looked and found.batch == 2 * found.local_batch
+    gradient_stats = probe._measure_gradient_stats(subject, stream, norms=3, room=room)
+    assert (gradient_stats.steps > 0) is looked and gradient_stats.batch == 2 * gradient_stats.local_batch

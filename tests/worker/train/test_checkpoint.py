@@ -61,7 +61,7 @@ def test_another_batch_keeps_momentum_and_drops_the_factors(alone: Ranks, run: R
     assert old.ags.state_dict()["ags"]["factors"]["scale"]
     assert not new.ags.state_dict()["ags"]["factors"]["scale"]
     assert new.ags.state_dict()["ags"]["gate"]["prev_sq"] is None
-    momenta = [[state["momentum_buffer"] for state in one.base.state.values()] for one in (old, new)]
+    momenta = [[state["momentum_buffer"] for state in item.base.state.values()] for item in (old, new)]
     assert all(torch.equal(a, b) for a, b in zip(*momenta, strict=True))
     assert new.position == old.position
 
@@ -83,9 +83,9 @@ def test_a_copy_that_the_user_made_stays(alone: Ranks, run: RunDir) -> None:
     for samples in (200, 300, 400):
         save(run, subject, samples)
     checkpoint.discard_after(run, NAME, 300)
-    found = checkpoint.load_newest(run, NAME)
-    assert found is not None
-    assert found[0] == run.training(NAME).checkpoint_path(300)
+    newest = checkpoint.load_newest(run, NAME)
+    assert newest is not None
+    assert newest[0] == run.training(NAME).checkpoint_path(300)
     assert names(run) == [300] and copy.read_bytes() == b"of the user's"
 
 
@@ -102,8 +102,8 @@ def test_links_are_relative_and_lead_to_a_checkpoint(alone: Ranks, run: RunDir, 
 
 def test_no_draft_is_left(alone: Ranks, run: RunDir) -> None:
     save(run, trainer(spec(), alone), 100, is_best=True)
-    found = {path.name for path in run.training(NAME).path.rglob("*")}
-    assert found == {"checkpoints", "000000000100.pt", "last", "best"}
+    result = {path.name for path in run.training(NAME).path.rglob("*")}
+    assert result == {"checkpoints", "000000000100.pt", "last", "best"}
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.9, 0.999])
@@ -112,9 +112,9 @@ def test_a_truncated_checkpoint_is_passed_over(alone: Ranks, run: RunDir, share:
     older, newest = save(run, subject, 100), save(run, subject, 200)
     content = newest.read_bytes()
     newest.write_bytes(content[: int(share * len(content))])
-    found = checkpoint.load_newest(run, NAME)
-    assert found is not None
-    assert found[0] == older
+    result = checkpoint.load_newest(run, NAME)
+    assert result is not None
+    assert result[0] == older
 
 
 @pytest.mark.parametrize("place", [0.1, 0.5, 0.8])
@@ -162,13 +162,13 @@ def test_what_holds_no_state_is_set_aside_with_a_word(
     alone: Ranks, run: RunDir, write: Callable[[Path], object]
 ) -> None:
     older, newest = save(run, trainer(spec(), alone), 100), run.training(NAME).checkpoint_path(200)
-    told: list[str] = []
+    message: list[str] = []
     for name in ("damaged-000000000200.pt", "damaged-2-000000000200.pt"):
         write(newest)
         content = newest.read_bytes()
-        found = checkpoint.load_newest(run, NAME, told.append)
-        assert found is not None and found[0] == older
-        assert told[-1] == (
+        result = checkpoint.load_newest(run, NAME, message.append)
+        assert result is not None and result[0] == older
+        assert message[-1] == (
             f"the checkpoint {newest.name} (200 samples) is damaged, skipped and kept as checkpoints/{name}"
         )
         assert newest.with_name(name).read_bytes() == content

@@ -45,8 +45,8 @@ def test_nothing_of_it_is_held_in_memory_a_second_time(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**23, "of tensors of 32 MiB"
-    found = torch.load(tmp_path / "1.pt", weights_only=True)
-    assert torch.equal(found["model"]["a"], content["model"]["a"]) and found["epoch"] == 2
+    data = torch.load(tmp_path / "1.pt", weights_only=True)
+    assert torch.equal(data["model"]["a"], content["model"]["a"]) and data["epoch"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["1.pt"]
 
 
@@ -57,7 +57,7 @@ def test_a_full_disk_is_told_and_leaves_the_file_before(tmp_path: Path, monkeypa
     monkeypatch.setattr(files, "open", Full, raising=False)
     with pytest.raises(CannotWrite, match="No space left on device"):
         checkpoint.write_checkpoint(path, {"model": torch.zeros(2**20)})
-    assert path.read_bytes() == before and [one.name for one in tmp_path.iterdir()] == ["1.pt"]
+    assert path.read_bytes() == before and [item.name for item in tmp_path.iterdir()] == ["1.pt"]
 
 
 @pytest.mark.parametrize("kind", ["device", "pipe", "folder", "more than its size"])

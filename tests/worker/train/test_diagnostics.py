@@ -28,8 +28,8 @@ def run_job(run: RunDir, ranks: Ranks, task: TrainTask) -> dict[str, torch.Tenso
 
 
 def quantiles(values: list[float]) -> dict[str, float]:
-    found = np.quantile(np.array(values), LEVELS)
-    return dict(zip(["q05", "q25", "q50", "q75", "q95"], found.tolist(), strict=True))
+    result = np.quantile(np.array(values), LEVELS)
+    return dict(zip(["q05", "q25", "q50", "q75", "q95"], result.tolist(), strict=True))
 
 
 def changes(squares: list[float]) -> list[float]:
@@ -50,20 +50,20 @@ def changes(squares: list[float]) -> list[float]:
 )
 def test_the_quantiles_are_those_of_the_averaged_gradients(alone: Ranks, job: dict[str, Any]) -> None:
     subject = trainer(spec(**job), alone)
-    found = Diagnostics.attach(subject)
-    assert found is not None
-    own, squares, reports = subject.on_gradient, [], []
+    result = Diagnostics.attach(subject)
+    assert result is not None
+    on_gradient, squares, reports = subject.on_gradient, [], []
 
     def look(seen: worker_train_loop.Trainer) -> None:
         squares.append(float(gradient(seen).square().sum()))
-        if own:
-            own(seen)
+        if on_gradient:
+            on_gradient(seen)
 
     subject.on_gradient = look
     for step in worker_train_loop.run_steps(subject):
-        found.record_step(subject, step)
+        result.record_step(subject, step)
         if step.epoch_ended:
-            reports.append(found.report(subject, scaled=None))
+            reports.append(result.report(subject, scaled=None))
     assert [report["steps"] for report in reports] == [6, 6]
     for first, report in ((0, reports[0]), (6, reports[1])):
         assert report["norm"] == pytest.approx(quantiles(np.sqrt(squares[first : first + 6]).tolist()), rel=1e-4)
@@ -76,15 +76,15 @@ def test_a_scaled_loss_and_a_skipped_step_leave_no_trace_in_the_norms(alone: Ran
     scaled.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     reports = []
     for subject in (plain, scaled):
-        found = Diagnostics.attach(subject)
-        assert found is not None
+        result = Diagnostics.attach(subject)
+        assert result is not None
         for number, step in enumerate(worker_train_loop.run_steps(subject)):
             if subject is scaled and number == 3:
-                kept, found.square = found.square, torch.tensor(torch.inf)  # as GradScaler meets it
-                found.record_step(subject, step)
-                found.square = kept
-            found.record_step(subject, step)
-        reports.append(found.report(subject, scaled=None))
+                kept, result.square = result.square, torch.tensor(torch.inf)  # as GradScaler meets it
+                result.record_step(subject, step)
+                result.square = kept
+            result.record_step(subject, step)
+        reports.append(result.report(subject, scaled=None))
     for name in ("norm", "delta"):
         assert reports[1][name] == pytest.approx(reports[0][name], rel=1e-3)
     assert [report["steps"] for report in reports] == [12, 13]
@@ -92,14 +92,14 @@ def test_a_scaled_loss_and_a_skipped_step_leave_no_trace_in_the_norms(alone: Ran
 
 def test_a_step_that_grad_scaler_skips_is_not_counted_for_ags(alone: Ranks) -> None:
     subject = trainer(spec(**AGS), alone)
-    found = Diagnostics.attach(subject)
-    assert found is not None
+    result = Diagnostics.attach(subject)
+    assert result is not None
     steps = worker_train_loop.run_steps(subject)
     for _ in range(3):
         step = next(steps)
-        found.record_step(subject, step)
-        found.record_step(subject, step)  # nothing new
-    assert found.report(subject, scaled=0.5)["steps"] == 3
+        result.record_step(subject, step)
+        result.record_step(subject, step)  # nothing new
+    assert result.report(subject, scaled=0.5)["steps"] == 3
 
 
 def test_only_who_asks_or_scales_has_diagnostics(alone: Ranks) -> None:
@@ -140,21 +140,28 @@ def test_epoch_rows_hold_norms_changes_and_factors(alone: Ranks, run: RunDir) ->
 
 
 def test_without_scaling_there_is_no_share_and_no_factor(alone: Ranks, run: RunDir) -> None:
-    plain, asked = train_task(spec()), train_task(spec(train={"diagnostics": ["gradient_norms"]}), signature="asked")
-    for task in (plain, asked):
+    plain, requested = (
+        train_task(spec()),
+        train_task(spec(train={"diagnostics": ["gradient_norms"]}), signature="asked"),
+    )
+    for task in (plain, requested):
         run_job(run, alone, task)
     assert [row["diagnostics"] for row in rows(run, plain, "epoch")] == [None, None]
-    found = next(rows(run, asked, "epoch"))["diagnostics"]
-    assert found["scaled"] is None and found["factors"] is None and found["steps"] == 6
+    diagnostics = next(rows(run, requested, "epoch"))["diagnostics"]
+    assert diagnostics["scaled"] is None and diagnostics["factors"] is None and diagnostics["steps"] == 6
 
 
 def test_curvature_rows_come_at_the_start_and_at_the_end_of_each_epoch(alone: Ranks, run: RunDir) -> None:
     settings = {"diagnostics": ["hessian"], "epochs": 2, "method": "ags"}
     task = train_task(spec(train=settings, ags={"b_small": 4}))
     run_job(run, alone, task)
-    found = list(rows(run, task, "hessian"))
-    assert [(row["epoch"], row["samples"], row["batch"]) for row in found] == [(0, 0, 100), (1, 96, 100), (2, 192, 100)]
-    for row in found:
+    result = list(rows(run, task, "hessian"))
+    assert [(row["epoch"], row["samples"], row["batch"]) for row in result] == [
+        (0, 0, 100),
+        (1, 96, 100),
+        (2, 192, 100),
+    ]
+    for row in result:
         assert row["eigenvalue"] > 0 and row["gradient_norm"] > 0 and row["converged"]
         assert (row["s_min"], row["s_max"], row["lr"]) == (1e-3, 2.0, 0.1)
         assert row["lr_bound"] == pytest.approx(2 * 1e-3 / (row["smoothness"] * 4))
@@ -164,8 +171,8 @@ def test_curvature_rows_come_at_the_start_and_at_the_end_of_each_epoch(alone: Ra
 def test_looking_changes_no_weight(alone: Ranks, tmp_path: Path, method: str) -> None:
     network = {"model": {"args": {"norm": True, "dropout": 0.3}}}
     plain = spec(**network, train={"method": method})
-    asked = spec(**network, train={"method": method, "diagnostics": ["hessian", "gradient_norms"]})
-    tasks = [train_task(job) for job in (plain, asked)]
+    requested = spec(**network, train={"method": method, "diagnostics": ["hessian", "gradient_norms"]})
+    tasks = [train_task(job) for job in (plain, requested)]
     assert tasks[0].signature == tasks[1].signature
-    found = [run_job(RunDir.create(tmp_path / str(n), task.spec), alone, task) for n, task in enumerate(tasks)]
-    assert same(*found)
+    results = [run_job(RunDir.create(tmp_path / str(n), task.spec), alone, task) for n, task in enumerate(tasks)]
+    assert same(*results)

@@ -57,8 +57,8 @@ def explicit(surface: LossSurface) -> np.ndarray[Any, Any]:
         targets = torch.cat([targets for _, (_, targets) in surface.batches])
         return surface.call.loss(functional_call(surface.model, values, inputs), targets)
 
-    found: np.ndarray[Any, Any] = torch.autograd.functional.hessian(loss, flat).numpy()  # type: ignore[no-untyped-call]
-    return found
+    result: np.ndarray[Any, Any] = torch.autograd.functional.hessian(loss, flat).numpy()  # type: ignore[no-untyped-call]
+    return result
 
 
 # --- the iteration
@@ -71,11 +71,11 @@ def explicit(surface: LossSurface) -> np.ndarray[Any, Any]:
 def test_both_extremes_are_those_of_the_spectrum(eigenvalues: list[float], seed: int) -> None:
     matrix = symmetric(*eigenvalues, seed=seed)
     true = np.linalg.eigvalsh(matrix.numpy())
-    found = run_lanczos(times(matrix), start(len(eigenvalues)), tolerance=0.01)
+    result = run_lanczos(times(matrix), start(len(eigenvalues)), tolerance=0.01)
     rounding = 1e-9 * np.abs(true).max() + 1e-300
-    assert found.converged and found.error <= 0.01 * found.magnitude
-    assert -rounding <= true.max() - found.largest <= found.error + rounding
-    assert -rounding <= found.smallest - true.min() <= found.error + rounding
+    assert result.converged and result.error <= 0.01 * result.magnitude
+    assert -rounding <= true.max() - result.largest <= result.error + rounding
+    assert -rounding <= result.smallest - true.min() <= result.error + rounding
 
 
 def test_an_extreme_that_the_start_hardly_has_is_found() -> None:
@@ -83,8 +83,8 @@ def test_an_extreme_that_the_start_hardly_has_is_found() -> None:
     spectrum = torch.tensor([61.0, 60.0, *np.linspace(-5, 5, 200)], dtype=torch.float64)
     vector = start(len(spectrum))
     vector[0] = 1e-3
-    found = run_lanczos(lambda v: spectrum * v, vector, tolerance=0.01)
-    assert found.largest == pytest.approx(61.0, rel=1e-6)
+    result = run_lanczos(lambda v: spectrum * v, vector, tolerance=0.01)
+    assert result.largest == pytest.approx(61.0, rel=1e-6)
 
 
 @pytest.mark.parametrize("size", [1_000, 30_000])
@@ -94,10 +94,10 @@ def test_no_spectrum_misses_its_bound(size: int) -> None:
     for spectrum in (grid, (math.pi * grid).cos(), grid**6, torch.cat([grid[:-1], torch.tensor([50.0])])):
         for seed in range(3):
             vector = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-            found = run_lanczos(lambda v, d=spectrum: d * v, vector)  # type: ignore[misc]
-            assert found.converged and found.error <= TOLERANCE * found.magnitude
-            assert -1e-12 <= float(spectrum.max()) - found.largest <= found.error
-            assert -1e-12 <= found.smallest - float(spectrum.min()) <= found.error
+            result = run_lanczos(lambda v, d=spectrum: d * v, vector)  # type: ignore[misc]
+            assert result.converged and result.error <= TOLERANCE * result.magnitude
+            assert -1e-12 <= float(spectrum.max()) - result.largest <= result.error
+            assert -1e-12 <= result.smallest - float(spectrum.min()) <= result.error
 
 
 def test_the_bound_falls_with_the_square_of_the_products_and_hardly_grows_with_the_size() -> None:
@@ -117,27 +117,27 @@ def test_few_eigenvalues_end_the_iteration_early_and_a_tolerance_decides_otherwi
 
 
 def test_too_few_products_are_told() -> None:
-    found = run_lanczos(times(symmetric(1.0, *[0.1 * k for k in range(30)])), start(31), most=8)
-    assert not found.converged and found.iterations == 8
-    assert found.error > TOLERANCE * found.magnitude
+    result = run_lanczos(times(symmetric(1.0, *[0.1 * k for k in range(30)])), start(31), most=8)
+    assert not result.converged and result.iterations == 8
+    assert result.error > TOLERANCE * result.magnitude
 
 
 def test_contending_signs_are_told_apart() -> None:
-    found = run_lanczos(times(symmetric(3.0, -3.0, 1.0)), start(3))
-    assert found.converged and (found.largest, found.smallest) == (pytest.approx(3.0), pytest.approx(-3.0))
+    result = run_lanczos(times(symmetric(3.0, -3.0, 1.0)), start(3))
+    assert result.converged and (result.largest, result.smallest) == (pytest.approx(3.0), pytest.approx(-3.0))
 
 
 def test_a_negative_extreme_is_the_smoothness_and_not_the_largest_eigenvalue() -> None:
-    found = run_lanczos(times(symmetric(-8.0, 2.0, 0.5)), start(3))
-    assert found.largest == pytest.approx(2.0)
-    assert found.magnitude == pytest.approx(8.0)
+    result = run_lanczos(times(symmetric(-8.0, 2.0, 0.5)), start(3))
+    assert result.largest == pytest.approx(2.0)
+    assert result.magnitude == pytest.approx(8.0)
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
 def test_a_flat_or_broken_surface_ends_the_iteration(value: float) -> None:
-    found = run_lanczos(lambda vector: torch.full_like(vector, value), start(4))
-    assert found.iterations == 1
-    assert found.converged is (value == 0.0)
+    result = run_lanczos(lambda vector: torch.full_like(vector, value), start(4))
+    assert result.iterations == 1
+    assert result.converged is (value == 0.0)
 
 
 # --- the derivatives
@@ -154,13 +154,13 @@ def test_the_eigenvalue_is_that_of_the_explicit_hessian_with_batchnorm_and_dropo
     matrix = explicit(surface)
     vector = surface.direction()
     torch.testing.assert_close(surface.product(vector), torch.from_numpy(matrix) @ vector, rtol=1e-3, atol=1e-4)
-    found = measure_curvature(subject, samples=40)
+    curvature = measure_curvature(subject, samples=40)
     true = np.linalg.eigvalsh(matrix)
-    assert found.error <= TOLERANCE * found.smoothness
-    assert found.eigenvalue == pytest.approx(true.max(), abs=found.error)
-    assert found.smoothness == pytest.approx(np.abs(true).max(), abs=found.error)
-    assert found.converged and found.batch == 40
-    assert found.gradient_norm == pytest.approx(float(surface.gradient()[1].norm()), rel=1e-5)
+    assert curvature.error <= TOLERANCE * curvature.smoothness
+    assert curvature.eigenvalue == pytest.approx(true.max(), abs=curvature.error)
+    assert curvature.smoothness == pytest.approx(np.abs(true).max(), abs=curvature.error)
+    assert curvature.converged and curvature.batch == 40
+    assert curvature.gradient_norm == pytest.approx(float(surface.gradient()[1].norm()), rel=1e-5)
 
 
 def test_the_loss_and_gradient_are_means_over_all_samples_whatever_the_batches(alone: Ranks) -> None:
@@ -170,8 +170,8 @@ def test_the_loss_and_gradient_are_means_over_all_samples_whatever_the_batches(a
     model = subject.parallel.module
     whole = LossSurface(model, subject.call, [(10, (inputs, targets))], alone, seed=0)
     split = LossSurface(model, subject.call, parts, alone, seed=0)
-    for one, other in zip(whole.gradient(), split.gradient(), strict=True):
-        torch.testing.assert_close(one, other)
+    for first, other in zip(whole.gradient(), split.gradient(), strict=True):
+        torch.testing.assert_close(first, other)
     vector = whole.direction()
     torch.testing.assert_close(whole.product(vector), split.product(vector))
 
@@ -300,8 +300,8 @@ def test_it_repeats_itself_and_may_be_broken_off(alone: Ranks) -> None:
         raise Gone
 
     subject = trainer(spec(**SMALL), alone)
-    one, other = measure_curvature(subject, samples=30), measure_curvature(subject, samples=30)
-    assert (one.eigenvalue, one.gradient_norm, one.loss) == (other.eigenvalue, other.gradient_norm, other.loss)
+    first, other = measure_curvature(subject, samples=30), measure_curvature(subject, samples=30)
+    assert (first.eigenvalue, first.gradient_norm, first.loss) == (other.eigenvalue, other.gradient_norm, other.loss)
     with pytest.raises(Gone):
         measure_curvature(subject, samples=30, between=leave)
     assert subject.parallel.module.training

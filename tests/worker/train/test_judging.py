@@ -67,9 +67,9 @@ def several(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
 
 def test_a_mean_counts_each_sample_once_also_those_of_a_smaller_last_batch(alone: Ranks) -> None:
     of = spec(dataset={"args": {"eval_size": 37}}, train={"metrics": {**OWN, "size": f"{HERE}:whole"}})
-    found = Evaluator(trainer(of, alone)).evaluate()
-    assert found.own["error"] == found.own["gathers"] == pytest.approx(100 - found.top1)
-    assert found.own["size"] == pytest.approx((2 * 16 * 16 + 5 * 5) / 37)
+    result = Evaluator(trainer(of, alone)).evaluate()
+    assert result.own["error"] == result.own["gathers"] == pytest.approx(100 - result.top1)
+    assert result.own["size"] == pytest.approx((2 * 16 * 16 + 5 * 5) / 37)
 
 
 def test_an_object_is_built_with_arguments_and_may_take_the_whole_batch(alone: Ranks) -> None:
@@ -142,8 +142,8 @@ def test_a_best_that_is_no_number_is_said_once_and_at_the_end(alone: Ranks, run:
     result = run.training(task.signature).result()
     assert result is not None and result.best is not None
     assert (result.best.metric, result.best.value, result.best_epoch) == ("never", None, 1)
-    (said,) = [row["message"] for row in rows(run, task, "warning")]
-    assert "never is not a finite number at epoch 1" in said
+    (text,) = [row["message"] for row in rows(run, task, "warning")]
+    assert "never is not a finite number at epoch 1" in text
 
 
 # --- the best
@@ -167,10 +167,10 @@ def values(**known: float) -> dict[str, float]:
     ],
 )
 def test_better_in_either_direction(best: dict[str, str], new: Any, old: Any, is_better: bool) -> None:
-    asked = section(metrics={"f1": "a:b"}, best_checkpoint=best).best_checkpoint
-    kept = early_stopping.remember_best(values(**old), asked, epoch=1)
-    assert early_stopping.is_better(values(**new), kept, asked) is is_better
-    assert early_stopping.is_better(values(**new), {}, asked)
+    best_checkpoint = section(metrics={"f1": "a:b"}, best_checkpoint=best).best_checkpoint
+    kept = early_stopping.remember_best(values(**old), best_checkpoint, epoch=1)
+    assert early_stopping.is_better(values(**new), kept, best_checkpoint) is is_better
+    assert early_stopping.is_better(values(**new), {}, best_checkpoint)
 
 
 def test_a_best_that_was_kept_by_another_metric_gives_way() -> None:
@@ -257,17 +257,17 @@ def test_a_training_ends_when_no_epoch_is_better(alone: Ranks, run: RunDir) -> N
 def test_settings_that_cannot_be_meant_are_refused(keys: dict[str, Any], why: str) -> None:
     with pytest.raises((ValidationError, SpecError)) as caught:
         section(**keys)
-    told = str(caught.value) + "".join(problem.message for problem in getattr(caught.value, "problems", ()))
-    assert why in told
+    message = str(caught.value) + "".join(problem.message for problem in getattr(caught.value, "problems", ()))
+    assert why in message
 
 
 def test_metrics_name_no_training_and_its_end_does() -> None:
-    plain, own = spec(), spec(train={"metrics": OWN, "best_checkpoint": {"metric": "error"}})
+    plain, value = spec(), spec(train={"metrics": OWN, "best_checkpoint": {"metric": "error"}})
     ends = spec(train={"early_stopping": {"patience": 2}})
-    assert compute_train_signature(plain, nodes=1, batch=8) == compute_train_signature(own, nodes=1, batch=8)
+    assert compute_train_signature(plain, nodes=1, batch=8) == compute_train_signature(value, nodes=1, batch=8)
     assert compute_train_signature(plain, nodes=1, batch=8) != compute_train_signature(ends, nodes=1, batch=8)
     assert (
         compute_measurement_signature(plain)
-        == compute_measurement_signature(own)
+        == compute_measurement_signature(value)
         == compute_measurement_signature(ends)
     )

@@ -253,10 +253,10 @@ def test_a_run_interrupted_after_any_step_ends_at_the_same_weights(
 
 
 def test_a_run_is_the_same_twice_and_another_with_another_seed(alone: Ranks) -> None:
-    one, again = (trained(spec(model=DROPOUT), alone)[0] for _ in range(2))
+    first, again = (trained(spec(model=DROPOUT), alone)[0] for _ in range(2))
     other, _ = trained(spec(model=DROPOUT, train={"seed": 4}), alone)
-    assert same(one, again)
-    assert not same(one, other)
+    assert same(first, again)
+    assert not same(first, other)
 
 
 def test_a_step_draws_as_after_torchs_own_seeding_by_its_position(alone: Ranks) -> None:
@@ -319,15 +319,15 @@ def test_a_batch_that_does_not_divide_is_refused(alone: Ranks) -> None:
 
 def test_evaluation_counts_each_sample_once(alone: Ranks) -> None:
     subject = trainer(spec(dataset={"args": {"eval_size": 37}}), alone)
-    found = evaluation.Evaluator(subject).evaluate()
+    result = evaluation.Evaluator(subject).evaluate()
     pairs = [subject.datasets.eval[index] for index in range(37)]
     images, labels = torch.stack([image for image, _ in pairs]), torch.tensor([label for _, label in pairs])
     with torch.no_grad():
         scores = subject.parallel.module(images)
-    assert found.samples == 37
-    assert found.loss == pytest.approx(float(nn.functional.cross_entropy(scores, labels)), rel=1e-5)
-    assert found.top1 == pytest.approx(100 * float((scores.argmax(1) == labels).float().mean()))
-    assert found.top5 == 100
+    assert result.samples == 37
+    assert result.loss == pytest.approx(float(nn.functional.cross_entropy(scores, labels)), rel=1e-5)
+    assert result.top1 == pytest.approx(100 * float((scores.argmax(1) == labels).float().mean()))
+    assert result.top5 == 100
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -347,10 +347,10 @@ def test_evaluation_leaves_training_as_it_was(alone: Ranks, workers: int) -> Non
 
 def test_a_regression_has_a_loss_and_no_accuracy(alone: Ranks) -> None:
     regression = {"dataset": {"args": {"real": True}}, "loss": {"name": "worker_jobs:square_error"}}
-    found = evaluation.Evaluator(trainer(spec(**regression, model={"args": {"num_classes": 1}}), alone)).evaluate()
-    assert found.loss > 0
-    assert math.isnan(found.top1)
-    assert math.isnan(found.top5)
+    result = evaluation.Evaluator(trainer(spec(**regression, model={"args": {"num_classes": 1}}), alone)).evaluate()
+    assert result.loss > 0
+    assert math.isnan(result.top1)
+    assert math.isnan(result.top5)
 
 
 def test_a_loss_with_class_weights_trains(alone: Ranks) -> None:

@@ -112,8 +112,8 @@ def test_no_sample_is_left_out_or_seen_twice_wherever_it_is_killed(counts: list[
     seen: dict[int, list[int]] = {epoch: [] for epoch in range(epochs)}
     position = Position()
     while position.epoch < epochs:  # a start each, which takes some steps
-        own = {"ramp": ramp, "parts": parts, "world": world, "seed": 3, "epochs": epochs, "start": position}
-        every = zip(*(MicroBatchSampler(size, rank=rank, **own) for rank in range(world)), strict=True)
+        value = {"ramp": ramp, "parts": parts, "world": world, "seed": 3, "epochs": epochs, "start": position}
+        every = zip(*(MicroBatchSampler(size, rank=rank, **value) for rank in range(world)), strict=True)
         for _, of_ranks in zip(range(rng.randint(1, 12)), every, strict=False):
             (epoch,) = {key[0] for keys in of_ranks for key in keys}
             while position.epoch < epoch:
@@ -134,14 +134,14 @@ def test_no_sample_is_left_out_or_seen_twice_wherever_it_is_killed(counts: list[
 
 @pytest.mark.parametrize("method", ["ramp", "ags", "adascale", "static"])
 def test_kills_around_the_changes_change_no_bit(method: str, alone: Ranks, run: RunDir, tmp_path: Path) -> None:
-    own = {"ags": {"delta": "inf"}} if method == "ags" else {}
-    task = train_task(job(method, **own), batch=32)
+    value = {"ags": {"delta": "inf"}} if method == "ags" else {}
+    task = train_task(job(method, **value), batch=32)
     rng, loaded = random.Random(method), 0
     # changes come after 40 samples and after 168, an epoch's end after 88, 168, 264
     for at in (40, 88, 168):
         after = at + rng.choice([0, 8, 16, 24, 40]) - loaded
         with pytest.raises(Interrupted):
-            ending = job(method, ends_after=after, **own)
+            ending = job(method, ends_after=after, **value)
             train(run, alone, train_task(ending, batch=32, signature=task.signature))
         loaded = max(int(path.stem) for path in run.training(task.signature).checkpoints())
     train(run, alone, task)
@@ -180,8 +180,8 @@ def test_a_method_that_does_not_follow_the_batch_fails(alone: Ranks, monkeypatch
 
 def spent(optimizer: dict[str, Any] | None = None, *, ends_after: int | None = None, **train: Any) -> JobSpec:
     """Return a job of 4 epochs of 100 samples that spends its decay as batch, from 8 to 32: after 200 samples, and after 267."""
-    own = {"momentum": 0.9, "name": "SGD", **(optimizer or {})}
-    sections = {"schedule": {"kind": "cosine"}, "optimizer": own, "train": train}
+    value = {"momentum": 0.9, "name": "SGD", **(optimizer or {})}
+    sections = {"schedule": {"kind": "cosine"}, "optimizer": value, "train": train}
     return job("lbt", ramp="decay", ends_after=ends_after, **sections)
 
 
@@ -258,7 +258,7 @@ def test_a_stage_that_does_not_divide_is_refused(alone: Ranks) -> None:
 def test_rows_know_the_stage_and_are_held_against_what_is_predicted_for_it(
     alone: Ranks, run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = prediction(step_time=4.0, low=3.0, high=5.0).model_copy(
+    value = prediction(step_time=4.0, low=3.0, high=5.0).model_copy(
         update={
             "batch": 32,
             "stages": (
@@ -267,7 +267,7 @@ def test_rows_know_the_stage_and_are_held_against_what_is_predicted_for_it(
             ),
         }
     )
-    task = train_task(job(), batch=32).model_copy(update={"ladder": (Rung(batch=32, prediction=own),)})
+    task = train_task(job(), batch=32).model_copy(update={"ladder": (Rung(batch=32, prediction=value),)})
     train(run, alone, task)
     stages = [(row["batch"], row["stage"], row["stages"], row["samples"]) for row in rows(run, task, "stage")]
     assert stages == [(8, 1, 3, 0), (16, 2, 3, 40), (32, 3, 3, 168)]
@@ -287,8 +287,8 @@ def test_rows_know_the_stage_and_are_held_against_what_is_predicted_for_it(
 def test_batch_norm_over_few_samples_is_told(alone: Ranks, run: RunDir) -> None:
     task = train_task(job(ramp=[{"epochs": 1, "batch": 4}], train={"epochs": 2}), batch=32)
     train(run, alone, task)
-    (told,) = [row["message"] for row in rows(run, task, "warning")]
-    assert "statistics over few samples in the first stages of train.ramp: 4 samples at batch 4" in told
+    (message,) = [row["message"] for row in rows(run, task, "warning")]
+    assert "statistics over few samples in the first stages of train.ramp: 4 samples at batch 4" in message
 
 
 def test_steps_of_another_batch_are_watched_by_themselves(

@@ -72,11 +72,11 @@ def started(folder: Path, method: str, *tracer: str) -> str:
 
 def traced() -> str:
     """Return strace, where it is there and may trace."""
-    found = shutil.which("strace")
+    result = shutil.which("strace")
     works = (
-        found and subprocess.run([found, "-o", "/dev/null", "true"], capture_output=True, check=False).returncode == 0
+        result and subprocess.run([result, "-o", "/dev/null", "true"], capture_output=True, check=False).returncode == 0
     )
-    return found if found and works else ""
+    return result if result and works else ""
 
 
 @pytest.mark.parametrize("method", [pytest.param("lbt", marks=pytest.mark.proof), "ags"])
@@ -84,8 +84,8 @@ def test_nothing_in_a_step_touches_the_file_system(tmp_path: Path, method: str) 
     trace, tracer = tmp_path / "trace", traced()
     calls = "trace=%file,getdents64,fsync,fdatasync,ftruncate"
     words = [tracer, "-f", "--seccomp-bpf", "-qq", "-e", calls, "-o", str(trace)] if tracer else []
-    told = started(tmp_path, method, *words)
-    assert told.partition("asked:\n")[2] == "", "as Python sees it"
+    answer = started(tmp_path, method, *words)
+    assert answer.partition("asked:\n")[2] == "", "as Python sees it"
     if not tracer:
         return
     lines = trace.read_text(errors="replace").splitlines()

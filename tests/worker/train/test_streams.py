@@ -43,7 +43,7 @@ def read(
     job: JobSpec, *, world: int, batch: int, start: Position | None = None, accumulate: int = 1
 ) -> list[list[Any]]:
     """Return the samples of each step, over all ranks."""
-    found: list[list[Any]] = []
+    result: list[list[Any]] = []
     for rank in range(world):
         datasets = build_datasets(job)
         batches = MicroBatchSampler(
@@ -57,22 +57,22 @@ def read(
             start=start or Position(),
         )
         parts = [values.tolist() for values, _ in build_train_loader(datasets.train, batches, workers=0, pin=False)]
-        found.append([list(itertools.chain(*parts[at : at + accumulate])) for at in range(0, len(parts), accumulate)])
-    return [sorted(itertools.chain(*step)) for step in zip(*found, strict=True)]
+        result.append([list(itertools.chain(*parts[at : at + accumulate])) for at in range(0, len(parts), accumulate)])
+    return [sorted(itertools.chain(*step)) for step in zip(*result, strict=True)]
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_a_stream_is_shared_among_ranks_and_goes_on_at_the_exact_sample(shuffled: bool) -> None:
     job = stream(args={"shuffled": shuffled})
-    one = read(job, world=1, batch=12)
-    assert [len(step) for step in one] == [12] * 6
-    assert len({number for step in one for number, _ in step}) == 72, "no sample is trained twice"
-    assert read(job, world=2, batch=12) == one == read(job, world=3, batch=12, accumulate=2)
+    text = read(job, world=1, batch=12)
+    assert [len(step) for step in text] == [12] * 6
+    assert len({number for step in text for number, _ in step}) == 72, "no sample is trained twice"
+    assert read(job, world=2, batch=12) == text == read(job, world=3, batch=12, accumulate=2)
     resumed = read(job, world=2, batch=6, start=Position(epoch=0, done=24, samples=24))
     assert [
         sorted(resumed[0] + resumed[1]),
         *(sorted(a + b) for a, b in zip(resumed[2::2], resumed[3::2], strict=True)),
-    ] == one[2:]
+    ] == text[2:]
 
 
 def test_a_resumed_stream_trains_the_same_weights_and_tells_what_it_passes_over(alone: Ranks) -> None:
@@ -94,13 +94,13 @@ def test_a_resumed_stream_trains_the_same_weights_and_tells_what_it_passes_over(
 
 def test_a_stream_is_evaluated_once_over_all_ranks(alone: Ranks) -> None:
     job = stream()
-    found = []
+    results = []
     for rank in range(3):
         loader = build_eval_loader(build_datasets(job).eval, size=10, rank=rank, world=3, batch=3, workers=0, pin=False)
         batches = list(loader)
         assert len(loader) == len(batches)
-        found += [number for values, _ in batches for number in values[:, 0].tolist()]
-    assert sorted(number % 100 for number in found) == list(range(10))
+        results += [number for values, _ in batches for number in values[:, 0].tolist()]
+    assert sorted(number % 100 for number in results) == list(range(10))
     assert Evaluator(trainer(job, alone, batch=12)).evaluate().samples == 10
 
 
@@ -147,8 +147,8 @@ def test_what_a_stream_and_a_sampler_cannot_do_is_refused(job: JobSpec, words: s
 
 
 def test_check_knows_the_length_that_is_stated() -> None:
-    found = inspect_job(stream())
-    assert (found.dataset_size, found.eval_size, found.sample_shape, found.warnings) == (36, 10, (2,), ())
+    result = inspect_job(stream())
+    assert (result.dataset_size, result.eval_size, result.sample_shape, result.warnings) == (36, 10, (2,), ())
 
 
 # --- samplers
@@ -171,9 +171,9 @@ def sixteen(samples: Any) -> WeightedRandomSampler:
 
 def test_a_sampler_of_torchs_is_drawn_anew_for_each_epoch_and_alike_on_each_rank() -> None:
     job = tokens(dataset={"sampler": f"{__name__}:sixteen"})
-    one, other = build_datasets(job).train, build_datasets(job).train
-    assert len(one) == 16
-    orders = [one.order(epoch) for epoch in (0, 1, 0)]
+    first, other = build_datasets(job).train, build_datasets(job).train
+    assert len(first) == 16
+    orders = [first.order(epoch) for epoch in (0, 1, 0)]
     assert torch.equal(orders[0], orders[2]) and not torch.equal(orders[0], orders[1])
     torch.rand(3)
     assert torch.equal(orders[1], other.order(1))

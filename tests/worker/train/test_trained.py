@@ -44,12 +44,12 @@ def trained(run: RunDir, ranks: Ranks, job: JobSpec) -> Path:
 
 def evaluated(run: RunDir, ranks: Ranks, job: JobSpec, path: Path, **changes: Any) -> EvaluationRecord:
     name = train_task(job).signature
-    own = {"key": "k", "weights": "last", "path": str(path), "samples": 192, "local_batch": 16, **changes}
-    task = EvaluateTask(id="e", job="e", spec=job, workdir=".", nodes=1, signature=name, **own)
+    settings = {"key": "k", "weights": "last", "path": str(path), "samples": 192, "local_batch": 16, **changes}
+    task = EvaluateTask(id="e", job="e", spec=job, workdir=".", nodes=1, signature=name, **settings)
     evaluate_checkpoint(task, run, ranks, build_datasets(job))
-    found = run.training(name).evaluation(task.key)
-    assert found is not None
-    return found
+    result = run.training(name).evaluation(task.key)
+    assert result is not None
+    return result
 
 
 @pytest.mark.parametrize(
@@ -66,29 +66,29 @@ def test_the_last_weights_come_to_what_the_training_has_told_of_its_last_epoch(
 ) -> None:
     job = spec(model=NORM, dataset={"args": {"eval_size": 37}}, train=train)
     path = trained(run, alone, job)
-    found = evaluated(run, alone, job, path)
-    result = run.training(found.signature).result()
+    outcome = evaluated(run, alone, job, path)
+    result = run.training(outcome.signature).result()
     assert result is not None
-    told = dict(result.metrics)
-    told["loss"] = told.pop("eval_loss")
-    assert found.metrics == pytest.approx(told)
-    assert (found.size, found.test, found.samples, found.dataset) == (37, False, 192, "worker_jobs:Blobs")
+    metrics = dict(result.metrics)
+    metrics["loss"] = metrics.pop("eval_loss")
+    assert outcome.metrics == pytest.approx(metrics)
+    assert (outcome.size, outcome.test, outcome.samples, outcome.dataset) == (37, False, 192, "worker_jobs:Blobs")
 
 
 def test_a_test_set_of_its_own_is_evaluated_whole(alone: Ranks, run: RunDir) -> None:
     job = spec(dataset={"test": {"name": f"{HERE}:OtherBlobs"}})
     path = trained(run, alone, spec())
-    found = evaluated(run, alone, job, path)
-    assert (found.size, found.test, found.dataset) == (37, True, f"{HERE}:OtherBlobs")
-    assert found.metrics["top1"] > 90
+    result = evaluated(run, alone, job, path)
+    assert (result.size, result.test, result.dataset) == (37, True, f"{HERE}:OtherBlobs")
+    assert result.metrics["top1"] > 90
     assert inspect_job(job).notes == ("test set of tula evaluate: 37 samples",)
 
 
 def test_a_second_start_evaluates_nothing(alone: Ranks, run: RunDir) -> None:
     path = trained(run, alone, spec())
-    found = evaluated(run, alone, spec(), path)
+    result = evaluated(run, alone, spec(), path)
     path.unlink()
-    assert evaluated(run, alone, spec(), path) == found
+    assert evaluated(run, alone, spec(), path) == result
 
 
 def test_a_checkpoint_that_is_gone_and_weights_of_another_model_are_told(
@@ -120,8 +120,8 @@ def test_the_test_set_of_an_image_folder_is_another_folder_with_all_of_its_image
     picture_folders(tmp_path / "test", cat=2, dog=3)
     section = {"name": "ImageFolder", "root": str(tmp_path / "data"), "test": {"root": str(tmp_path / "test")}}
     job = spec(dataset=section)
-    found = build_test_dataset(job, build_datasets(job))
-    assert [found[index][1] for index in range(len(found))] == [0, 0, 1, 1, 1]  # type: ignore[index]
+    test_dataset = build_test_dataset(job, build_datasets(job))
+    assert [test_dataset[index][1] for index in range(len(test_dataset))] == [0, 0, 1, 1, 1]  # type: ignore[index]
     (tmp_path / "test" / "cat").rename(tmp_path / "test" / "hen")
     with pytest.raises(SpecError, match=r"dataset.test: its classes are not those of the training set: cat, hen"):
         build_test_dataset(job, build_datasets(job))

@@ -167,8 +167,8 @@ def test_an_evaluation_that_is_not_finite_is_said_once_and_the_training_goes_on(
     result = run.training(task.signature).result()
     assert result is not None
     assert "eval_loss" not in result.metrics and result.epochs == 2
-    (said,) = [row["message"] for row in rows(run, task, "warning")]
-    assert "The evaluation loss is not finite at epoch 1" in said
+    (text,) = [row["message"] for row in rows(run, task, "warning")]
+    assert "The evaluation loss is not finite at epoch 1" in text
 
 
 def test_a_regression_keeps_the_epoch_of_the_least_loss(alone: Ranks, run: RunDir) -> None:
@@ -199,8 +199,8 @@ def test_that_ags_hardly_acts_is_said_once(tmp_path: Path, alone: Ranks) -> None
     job = spec(train={"method": "ags", "epochs": 8}, ags={"delta": 0, "b_small": 4})
     run, task = RunDir.create(tmp_path / "run", job), train_task(job)
     train(run, alone, task)
-    (said,) = (row for row in rows(run, task, "warning") if row["message"].startswith("AGS scaled only 0% of"))
-    assert said["epoch"] > 1 and "delta" in said["message"], "one epoch has six steps, too few to judge by"
+    (text,) = (row for row in rows(run, task, "warning") if row["message"].startswith("AGS scaled only 0% of"))
+    assert text["epoch"] > 1 and "delta" in text["message"], "one epoch has six steps, too few to judge by"
 
 
 # --- the prediction
@@ -269,10 +269,10 @@ def test_rows_beyond_the_checkpoint_are_cut(alone: Ranks, run: RunDir) -> None:
         file.write(json.dumps({"kind": "step", "samples": 224, "loss": -1.0}) + "\n" + '{"kind": "torn')
     run.training(task.signature).checkpoints()[0].unlink()
     train(run, alone, task)
-    found = run.training(task.signature).metrics()
-    assert [row["samples"] for row in found] == sorted(row["samples"] for row in found)
-    assert [row["epoch"] for row in found if row["kind"] == "epoch"] == [1, 2, 3]
-    assert not any(row.get("loss") == -1.0 for row in found)
+    result = run.training(task.signature).metrics()
+    assert [row["samples"] for row in result] == sorted(row["samples"] for row in result)
+    assert [row["epoch"] for row in result if row["kind"] == "epoch"] == [1, 2, 3]
+    assert not any(row.get("loss") == -1.0 for row in result)
 
 
 def test_damaged_rows_before_the_checkpoint_stay_to_be_named(alone: Ranks, run: RunDir) -> None:

@@ -56,9 +56,9 @@ def two_arms(alone: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ru
 
 
 def record(run: RunDir, task: TrainTask) -> Tuning:
-    found = run.training(task.signature).tuning()
-    assert found is not None
-    return found
+    result = run.training(task.signature).tuning()
+    assert result is not None
+    return result
 
 
 def interrupt(run: RunDir, ranks: Ranks, *arms: dict[str, Any], after: int, batch: int = 16) -> TrainTask:
@@ -73,10 +73,10 @@ def interrupt(run: RunDir, ranks: Ranks, *arms: dict[str, Any], after: int, batc
 def by_hand(ranks: Ranks, arm: Arm) -> dict[str, torch.Tensor]:
     """Return the weights of a training that goes on as an arm after an epoch of batch 8, without any tuning."""
     data = build_datasets(job())
-    plain, own = (auto_tune.Choice(a, 1.0).task(train_task(job()), size=100) for a in (Arm(name="lbt"), arm))
+    plain, value = (auto_tune.Choice(a, 1.0).task(train_task(job()), size=100) for a in (Arm(name="lbt"), arm))
     first = worker_train_loop.build_trainer(plain, ranks, data, batch=16, workers=0, refresh=True)
     list(itertools.islice(worker_train_loop.run_steps(first), 12))
-    then = worker_train_loop.build_trainer(own, ranks, data, batch=16, workers=0, refresh=True)
+    then = worker_train_loop.build_trainer(value, ranks, data, batch=16, workers=0, refresh=True)
     then.parallel.module.load_state_dict(first.parallel.module.state_dict())
     then.base.load_state_dict(first.optimizer.state_dict())
     if then.ags:
@@ -91,20 +91,20 @@ def by_hand(ranks: Ranks, arm: Arm) -> dict[str, torch.Tensor]:
 
 
 def test_branches_leave_a_record_and_rows_but_no_checkpoints(two_arms: tuple[RunDir, TrainTask, Tuning]) -> None:
-    run, task, found = two_arms
-    assert found.chosen in found.arms
-    assert (found.start, found.epoch, found.batch) == (96, 1, 16)
-    assert [(branch.rung, branch.samples) for branch in found.branches] == [(1, 80)] * 3
-    assert all(branch.epochs == pytest.approx(branch.samples / 90) for branch in found.branches)
+    run, task, outcome = two_arms
+    assert outcome.chosen in outcome.arms
+    assert (outcome.start, outcome.epoch, outcome.batch) == (96, 1, 16)
+    assert [(branch.rung, branch.samples) for branch in outcome.branches] == [(1, 80)] * 3
+    assert all(branch.epochs == pytest.approx(branch.samples / 90) for branch in outcome.branches)
     branches = list(rows(run, task, "branch"))
     assert [(row["arm"], row["rung"], row["top1"]) for row in branches] == [
-        (branch.arm, branch.rung, branch.top1) for branch in found.branches
+        (branch.arm, branch.rung, branch.top1) for branch in outcome.branches
     ]
     assert all(row["samples"] == 96 and row["eta"] > 0 for row in branches)
     assert [row["samples"] for row in rows(run, task, "epoch")] == [96, 192, 288, 384]
     result = run.training(task.signature).result()
     assert result is not None
-    assert (result.samples, result.tuning) == (384, found)
+    assert (result.samples, result.tuning) == (384, outcome)
     assert run.training(task.signature).progress() == 384 + 88 + 3 * 80, "the branches' beginning too"
 
 
@@ -121,8 +121,8 @@ def test_a_finished_training_is_not_tuned_again(alone: Ranks, two_arms: tuple[Ru
 def test_where_nothing_beats_the_large_batch_the_training_is_that_of_lbt_after_an_epoch_of_the_reference_batch(
     alone: Ranks, run: RunDir
 ) -> None:
-    task, found = tuned(run, alone, WILD)
-    assert found.chosen == Arm(name="lbt")
+    task, result = tuned(run, alone, WILD)
+    assert result.chosen == Arm(name="lbt")
     plain = train_task(BEGUN)
     train(run, alone, plain)
     assert same(final_weights(run, task), final_weights(run, plain))
@@ -133,12 +133,12 @@ def test_the_training_goes_on_as_if_it_had_been_told_the_winner(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch, arm: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(halving, "rank_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
-    task, found = tuned(run, alone, arm)
-    assert found.chosen is not None
-    assert found.chosen.name == arm["name"]
-    assert same(final_weights(run, task), by_hand(alone, found.chosen))
-    told = [row["lr"] for row in rows(run, task, "epoch")]
-    assert told == pytest.approx([0.1, *[0.1 * found.chosen.lr_factor] * 3])
+    task, result = tuned(run, alone, arm)
+    assert result.chosen is not None
+    assert result.chosen.name == arm["name"]
+    assert same(final_weights(run, task), by_hand(alone, result.chosen))
+    messages = [row["lr"] for row in rows(run, task, "epoch")]
+    assert messages == pytest.approx([0.1, *[0.1 * result.chosen.lr_factor] * 3])
 
 
 def test_at_the_reference_batch_there_is_nothing_to_tune(alone: Ranks, run: RunDir) -> None:
@@ -148,11 +148,11 @@ def test_at_the_reference_batch_there_is_nothing_to_tune(alone: Ranks, run: RunD
 
 
 def test_the_default_arms_all_train(alone: Ranks, run: RunDir) -> None:
-    task, found = tuned(run, alone)
+    task, result = tuned(run, alone)
     names = [arm.name for arm in halving.list_arms_of_training(task.spec, 16)]
-    assert [branch.arm for branch in found.branches if branch.rung == 1] == names
+    assert [branch.arm for branch in result.branches if branch.rung == 1] == names
     assert names == ["lbt", "ramp", "ramp-x0.5"], "there is no weight decay to try another of"
-    assert len({branch.loss for branch in found.branches}) == 3
+    assert len({branch.loss for branch in result.branches}) == 3
 
 
 # --- judging
@@ -194,11 +194,11 @@ def test_the_held_out_part_is_neither_trained_nor_augmented(alone: Ranks) -> Non
     subject = job()
     data = build_datasets(subject)
     split = auto_tune.hold_out_samples(subject, data, batch=16)
-    trained, held = split.train.samples, split.eval.samples
-    assert sorted([*trained.indices, *held.indices]) == list(range(100))  # type: ignore[attr-defined]
-    assert (len(trained), len(held)) == (90, 10)  # type: ignore[arg-type]
+    trained, samples = split.train.samples, split.eval.samples
+    assert sorted([*trained.indices, *samples.indices]) == list(range(100))  # type: ignore[attr-defined]
+    assert (len(trained), len(samples)) == (90, 10)  # type: ignore[arg-type]
     again = auto_tune.hold_out_samples(subject, build_datasets(subject), batch=16)
-    assert again.eval.samples.indices == held.indices  # type: ignore[attr-defined]
+    assert again.eval.samples.indices == samples.indices  # type: ignore[attr-defined]
 
 
 def test_nothing_that_is_judged_has_trained_on_the_held_out_part(
@@ -239,11 +239,11 @@ def test_the_held_out_part_is_seen_through_the_transforms_of_an_evaluation() -> 
     turned = {"train": [{"RandomRotation": {"degrees": [90, 90]}}, "ToTensor"], "eval": ["ToTensor"]}
     subject = spec(train={"method": "auto"}, dataset={"name": "digits"}, transforms=turned)
     data = build_datasets(subject)
-    held = auto_tune.hold_out_samples(subject, data, batch=16).eval
-    index = held.samples.indices[0]  # type: ignore[attr-defined]
+    kept = auto_tune.hold_out_samples(subject, data, batch=16).eval
+    index = kept.samples.indices[0]  # type: ignore[attr-defined]
     straight, label = build_datasets(spec(dataset={"name": "digits"})).train[0, index]
-    assert torch.equal(held[0][0], straight)
-    assert held[0][1] == label
+    assert torch.equal(kept[0][0], straight)
+    assert kept[0][1] == label
     assert not torch.equal(data.train[0, index][0], straight)
 
 
@@ -273,8 +273,8 @@ def test_a_batch_larger_than_what_is_left_is_refused() -> None:
 
 def test_a_branch_that_diverges_is_left_at_once(alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_tune, "STEPS_BETWEEN_CHECKS", 1)
-    _, found = tuned(run, alone, {"name": "wild", "lr_factor": 1e38})
-    wild = next(branch for branch in found.branches if branch.arm == "wild")
+    _, result = tuned(run, alone, {"name": "wild", "lr_factor": 1e38})
+    wild = next(branch for branch in result.branches if branch.arm == "wild")
     assert wild.diverged
     assert wild.samples < 80
     assert (wild.loss, wild.top1) == (None, None)
@@ -321,10 +321,10 @@ def test_a_ramp_goes_through_its_stages_in_a_branch_and_in_the_training(alone: R
     train(run, alone, task)
     steps = [(row["samples"], row["batch"]) for row in rows(run, task, "step")]
     assert {batch for _, batch in steps} <= {8, 16, 32, 48}
-    found = record(run, task)
-    by_arm = {branch.arm: branch.samples for branch in found.branches}
+    result = record(run, task)
+    by_arm = {branch.arm: branch.samples for branch in result.branches}
     planned = halving.plan_tuning(task.spec, batch=48, dataset_size=100)
-    assert found.samples - found.lost == planned.samples == 88 + sum(by_arm.values())
+    assert result.samples - result.lost == planned.samples == 88 + sum(by_arm.values())
 
 
 # --- broken off and resumed
@@ -338,12 +338,12 @@ def test_a_branch_broken_off_is_the_only_one_trained_again(
     assert [branch.arm for branch in first.branches] == ["lbt", "fast"]
     assert first.chosen is None
     train(run, alone, task)
-    found = record(run, task)
-    assert found.branches[:2] == first.branches
-    assert len(list(rows(run, task, "branch"))) == len(found.branches) == 3
+    result = record(run, task)
+    assert result.branches[:2] == first.branches
+    assert len(list(rows(run, task, "branch"))) == len(result.branches) == 3
     other, whole, expected = two_arms
-    assert found.chosen == expected.chosen
-    assert [branch.loss for branch in found.branches] == [branch.loss for branch in expected.branches]
+    assert result.chosen == expected.chosen
+    assert [branch.loss for branch in result.branches] == [branch.loss for branch in expected.branches]
     assert same(final_weights(run, task), final_weights(other, whole))
 
 
@@ -365,9 +365,9 @@ def test_at_another_batch_an_open_comparison_begins_anew(alone: Ranks, run: RunD
     assert len(record(run, first).branches) == 1
     task = train_task(first.spec, batch=12, signature=first.signature)
     train(run, alone, task)
-    found = record(run, task)
-    assert (found.batch, found.start, len(found.branches)) == (12, 96, 2)
-    assert {branch.samples for branch in found.branches} == {84}
+    result = record(run, task)
+    assert (result.batch, result.start, len(result.branches)) == (12, 96, 2)
+    assert {branch.samples for branch in result.branches} == {84}
 
 
 def test_at_another_batch_a_choice_stays_with_at_most_linear_scaling(alone: Ranks, run: RunDir) -> None:
@@ -388,16 +388,18 @@ def test_an_arm_that_breaks_down_gives_way_to_the_next_and_in_the_end_to_the_lar
         halving, "rank_branches", lambda branches: sorted(branches, key=lambda b: (b.arm == "lbt", b.arm))
     )
     monkeypatch.setattr(auto_tune.Choice, "is_behind", lambda self, loss, epoch: epoch >= 3)
-    task, found = tuned(run, alone, FAST, SCALED)
-    assert found.broken == ("fast", "scaled")
-    assert found.chosen == Arm(name="lbt")
-    assert found.lost == 2 * (384 - 96)
+    task, outcome = tuned(run, alone, FAST, SCALED)
+    assert outcome.broken == ("fast", "scaled")
+    assert outcome.chosen == Arm(name="lbt")
+    assert outcome.lost == 2 * (384 - 96)
     plain = train_task(BEGUN)
     train(run, alone, plain)
     assert same(final_weights(run, task), final_weights(run, plain))
     assert [row["samples"] for row in rows(run, task, "epoch")] == [96, 192, 288, 384]
-    *_, told = [row["message"] for row in rows(run, task, "warning") if row.get("code") == "arm-diverged-after-choice"]
-    assert told == "fast, scaled diverged after it was chosen. The training continues with lbt."
+    *_, message = [
+        row["message"] for row in rows(run, task, "warning") if row.get("code") == "arm-diverged-after-choice"
+    ]
+    assert message == "fast, scaled diverged after it was chosen. The training continues with lbt."
     result = run.training(task.signature).result()
     assert result is not None and result.samples == 384
 
@@ -406,9 +408,9 @@ def test_a_loss_that_is_no_number_breaks_an_arm_at_once(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(halving, "find_winner", lambda branches: max(b.arm for b in branches))
-    _, found = tuned(run, alone, {"name": "wild", "lr_factor": 1e38})
-    assert found.broken == ("wild",) and 0 < found.lost <= 96, "within the epoch, when the ranks next meet"
-    assert found.chosen == Arm(name="lbt")
+    _, result = tuned(run, alone, {"name": "wild", "lr_factor": 1e38})
+    assert result.broken == ("wild",) and 0 < result.lost <= 96, "within the epoch, when the ranks next meet"
+    assert result.chosen == Arm(name="lbt")
 
 
 def test_behind_is_a_loss_above_the_controls_after_twice_as_long() -> None:
@@ -422,9 +424,9 @@ def test_behind_is_a_loss_above_the_controls_after_twice_as_long() -> None:
 def test_the_checkpoint_where_arms_part_stays_while_the_choice_may_break_down(
     two_arms: tuple[RunDir, TrainTask, Tuning],
 ) -> None:
-    run, task, found = two_arms
+    run, task, result = two_arms
     kept = [int(path.stem) for path in run.training(task.signature).checkpoints()]
-    assert found.start == 96 and 96 in kept and len(kept) <= checkpoint.CHECKPOINTS_KEPT + 2
+    assert result.start == 96 and 96 in kept and len(kept) <= checkpoint.CHECKPOINTS_KEPT + 2
 
 
 def test_ranks_told_to_leave_in_a_branch_say_so_and_go_on_there(alone: Ranks, run: RunDir) -> None:

@@ -21,8 +21,8 @@ def step_times(rng: Generator, count: int) -> Series:
 def told(series: Series) -> list[tuple[int, int]]:
     """Return each change: the value at which it is told, and that at which it is said to have begun."""
     test = ChangePointTest()
-    found = ((at, test.add(float(value))) for at, value in enumerate(series))
-    return [(at, at + 1 - change[0]) for at, change in found if change is not None]
+    result = ((at, test.add(float(value))) for at, value in enumerate(series))
+    return [(at, at + 1 - change[0]) for at, change in result if change is not None]
 
 
 def test_the_statistic_is_that_of_mann_and_whitney() -> None:
@@ -72,7 +72,7 @@ def test_a_load_that_comes_and_goes_is_not_told_for_ever() -> None:
     lasting = step_times(rng, 1200)
     for start in range(200, 1200, 400):
         lasting[start : start + 200] *= 1.5
-    found = told(lasting)
-    assert len(found) == 5 and all(at - since < 2 * MAX_VALUES for at, since in found)
-    gaps = [later[0] - earlier[0] for earlier, later in itertools.pairwise(found)]
+    result = told(lasting)
+    assert len(result) == 5 and all(at - since < 2 * MAX_VALUES for at, since in result)
+    gaps = [later[0] - earlier[0] for earlier, later in itertools.pairwise(result)]
     assert min(gaps) > MIN_VALUES

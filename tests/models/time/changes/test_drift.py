@@ -8,8 +8,8 @@ from tula_cli.models.time.changes import StepTimeDrift
 def said(times: list[float | None]) -> list[Diagnostic]:
     """Return what is said after epochs of these step times (seconds), where .4 to .6 were predicted."""
     drift = StepTimeDrift(prediction(1, 16, step_time=0.5, step_low=0.4, step_high=0.6))
-    found = [drift.warning(time, epoch=epoch) for epoch, time in enumerate(times, start=1)]
-    return [warning for warning in found if warning]
+    results = [drift.warning(time, epoch=epoch) for epoch, time in enumerate(times, start=1)]
+    return [warning for warning in results if warning]
 
 
 def test_a_single_epoch_outside_the_interval_says_nothing() -> None:
@@ -30,7 +30,7 @@ def test_faster_is_told_as_faster() -> None:
 
 
 def test_what_comes_and_goes_is_told_three_times() -> None:
-    told = said([*[0.7] * 2, *[0.5] * 2] * 5)
-    assert [warning.code for warning in told] == [
+    answer = said([*[0.7] * 2, *[0.5] * 2] * 5)
+    assert [warning.code for warning in answer] == [
         "step-time-not-as-predicted", "step-time-as-predicted", "step-time-not-as-predicted"
     ]  # fmt: skip

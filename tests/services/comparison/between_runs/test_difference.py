@@ -48,36 +48,36 @@ def runs(tmp_path):
     return made
 
 
-def shown(found: RunDifference) -> str:
-    return "\n".join(part for part in render_difference(found) if isinstance(part, str))
+def shown(result: RunDifference) -> str:
+    return "\n".join(part for part in render_difference(result) if isinstance(part, str))
 
 
 def test_a_copy_differs_in_nothing(runs, tmp_path):
-    one = runs("a")
-    add(one)
-    copy = shutil.copytree(one.path, tmp_path / "copy")
-    found = compare_runs(open_family(one), open_family(RunDir.open(copy)))
-    assert found.same
-    told = "nothing differs: the same job, code and environment; step times are equal within noise at all of 6 configurations"
-    assert found.headline == (told,)
-    assert set(found.frame()["ratio"]) == {1.0}
+    item = runs("a")
+    add(item)
+    copy = shutil.copytree(item.path, tmp_path / "copy")
+    result = compare_runs(open_family(item), open_family(RunDir.open(copy)))
+    assert result.same
+    message = "nothing differs: the same job, code and environment; step times are equal within noise at all of 6 configurations"
+    assert result.headline == (message,)
+    assert set(result.frame()["ratio"]) == {1.0}
 
 
 def test_noise_alone_is_no_difference(runs):
-    one, other = runs("a"), runs("b")
-    add(one, seed=1)
+    first, other = runs("a"), runs("b")
+    add(first, seed=1)
     add(other, seed=2)
-    found = compare_runs(open_family(one), open_family(other))
-    assert found.same and {row.ratio for row in found.steps.rows} != {1.0}
+    result = compare_runs(open_family(first), open_family(other))
+    assert result.same and {row.ratio for row in result.steps.rows} != {1.0}
 
 
 def test_slower_clocks_and_another_driver_are_the_answer(runs):
-    one, other = runs("a"), runs("b")
-    add(one, driver="550.54")
+    first, other = runs("a"), runs("b")
+    add(first, driver="550.54")
     slow = Truth(jitter=0.02, fixed=BEFORE.fixed * 1.4, slope=BEFORE.slope * 1.4)
     add(other, slow, driver="560.35", clock=1410)
-    found = compare_runs(open_family(one), open_family(other))
-    pace, what = found.headline
+    result = compare_runs(open_family(first), open_family(other))
+    pace, what = result.headline
     assert pace.endswith("x as slow at 6 of 6 configurations (compute, not network or input)")
     assert float(pace.split()[2]) == pytest.approx(1.32, abs=0.08)
     assert what == (
@@ -86,39 +86,39 @@ def test_slower_clocks_and_another_driver_are_the_answer(runs):
 
 
 def test_a_slower_network_is_told_from_slower_nodes(runs):
-    one, other = runs("a"), runs("b")
-    add(one)
+    first, other = runs("a"), runs("b")
+    add(first)
     add(other, Truth(jitter=0.02, sync=0.09))
-    found = compare_runs(open_family(one), open_family(other))
-    assert found.headline[0].endswith("at 4 of 6 configurations (network, not compute or input)")
-    assert [row.nodes for row in found.steps.changed] == [2, 2, 4, 4]
-    assert "no recorded property differs" in found.headline[1]
-    assert compare_runs(open_family(other), open_family(one)).headline[0].partition(" at ")[0].endswith("x as fast")
+    result = compare_runs(open_family(first), open_family(other))
+    assert result.headline[0].endswith("at 4 of 6 configurations (network, not compute or input)")
+    assert [row.nodes for row in result.steps.changed] == [2, 2, 4, 4]
+    assert "no recorded property differs" in result.headline[1]
+    assert compare_runs(open_family(other), open_family(first)).headline[0].partition(" at ")[0].endswith("x as fast")
 
 
 def test_faster_here_and_slower_there_is_no_one_number(runs):
-    one, other = runs("a"), runs("b")
-    add(one)
+    first, other = runs("a"), runs("b")
+    add(first)
     add(other, Truth(jitter=0.02, fixed=0.005, sync=0.09))
     assert (
-        compare_runs(open_family(one), open_family(other))
+        compare_runs(open_family(first), open_family(other))
         .headline[0]
         .startswith("B is slower at 4 and faster at 2 of 6 configurations (")
     )
 
 
 def test_keys_of_the_job_are_told_with_defaults_filled_in(runs):
-    one = runs("a", make.spec(search={"nodes": [1, 2], "max_node_hours": 10}))
+    item = runs("a", make.spec(search={"nodes": [1, 2], "max_node_hours": 10}))
     other = runs("b", make.spec(search={"nodes": [1, 2], "max_node_hours": 10, "min_steps": 20}, pricing={"price": 3}))
-    add(one)
+    add(item)
     add(other)
-    found = compare_runs(open_family(one), open_family(other))
-    assert {key.about: (key.before, key.after) for key in found.job} == {
+    result = compare_runs(open_family(item), open_family(other))
+    assert {key.about: (key.before, key.after) for key in result.job} == {
         "search.min_steps": (10, 20),
         "pricing.price": (1.0, 3.0),
         "pricing.currency": ("node-h", "USD"),
     }
-    assert "search.min_steps 10 -> 20" in found.headline[1]
+    assert "search.min_steps 10 -> 20" in result.headline[1]
 
 
 def code(run: RunDir, files: dict[str, str], commit: str) -> None:
@@ -146,110 +146,114 @@ def code(run: RunDir, files: dict[str, str], commit: str) -> None:
 
 
 def test_files_of_the_code_are_told_with_their_lines(runs):
-    one, other = runs("a"), runs("b")
-    code(one, {"train.py": "a\nb\nc\n", "same.py": "x\n", "gone.py": "1\n2\n"}, "1111111111111111")
+    first, other = runs("a"), runs("b")
+    code(first, {"train.py": "a\nb\nc\n", "same.py": "x\n", "gone.py": "1\n2\n"}, "1111111111111111")
     code(other, {"train.py": "a\nB\nc\nd\n", "same.py": "x\n", "pkg/new.py": "1\n"}, "2222222222222222")
-    found = compare_runs(open_family(one), open_family(other))
-    told = [(file.name, file.added, file.removed, file.state) for file in found.code.files]
-    assert told == [("gone.py", 0, 2, "only in A"), ("pkg/new.py", 1, 0, "only in B"), ("train.py", 2, 1, "changed")]
-    assert "code (3 files)" in found.headline[-1]
-    assert "commit: 111111111111 -> 222222222222" in shown(found)
-    assert "code: 3 files (+3 -3)" in shown(found)
+    result = compare_runs(open_family(first), open_family(other))
+    messages = [(file.name, file.added, file.removed, file.state) for file in result.code.files]
+    assert messages == [
+        ("gone.py", 0, 2, "only in A"),
+        ("pkg/new.py", 1, 0, "only in B"),
+        ("train.py", 2, 1, "changed"),
+    ]
+    assert "code (3 files)" in result.headline[-1]
+    assert "commit: 111111111111 -> 222222222222" in shown(result)
+    assert "code: 3 files (+3 -3)" in shown(result)
 
 
 def test_what_fits_in_one_run_alone_is_told(runs):
-    one, other = runs("a"), runs("b")
-    add(one, places=[(1, 64), (1, 128)])
+    first, other = runs("a"), runs("b")
+    add(first, places=[(1, 64), (1, 128)])
     add(other, places=[(1, 64), (2, 64)])
     make.add_out_of_memory(other, 1, 128)
-    found = compare_runs(open_family(one), open_family(other))
-    assert [row.outcomes for row in found.steps.rows] == [("measured", "measured"), ("measured", "out_of_memory")]
-    assert found.steps.only == (0, 1)
-    assert "1 configuration in B alone" in shown(found)
+    result = compare_runs(open_family(first), open_family(other))
+    assert [row.outcomes for row in result.steps.rows] == [("measured", "measured"), ("measured", "out_of_memory")]
+    assert result.steps.only == (0, 1)
+    assert "1 configuration in B alone" in shown(result)
 
 
 def test_a_script_tells_whole_steps(runs):
     spec = make.script_spec(epochs=3)
-    one, other = runs("a", spec), runs("b", spec)
-    add(one, script=True)
+    first, other = runs("a", spec), runs("b", spec)
+    add(first, script=True)
     add(other, Truth(jitter=0.02, fixed=0.08), script=True, torch="2.8")
-    found = compare_runs(open_family(one), open_family(other))
-    assert found.headline[0].endswith("x as slow at 6 of 6 configurations")
-    assert found.headline[1] == "what differs: torch 2.6 -> 2.8"
+    result = compare_runs(open_family(first), open_family(other))
+    assert result.headline[0].endswith("x as slow at 6 of 6 configurations")
+    assert result.headline[1] == "what differs: torch 2.6 -> 2.8"
 
 
 def test_types_of_nodes_are_held_against_their_own(tmp_path):
     both = {"node_types": {"large": {"pricing": {"price": 3}}, "small": {"pricing": {"price": 1}}}}
     other_types = {"large": both["node_types"]["large"], "tiny": {"pricing": {"price": 2}}}
-    one = make.create_runs(tmp_path / "a", make.spec(**both))
+    item = make.create_runs(tmp_path / "a", make.spec(**both))
     other = make.create_runs(tmp_path / "b", make.spec(node_types=other_types))
-    for parts, names in ((one, ("large", "small")), (other, ("large", "tiny"))):
+    for parts, names in ((item, ("large", "small")), (other, ("large", "tiny"))):
         for part in parts:
-            add(part, hardware=f"GPU of {part.name}" if part.name != "large" or parts is one else "another GPU")
+            add(part, hardware=f"GPU of {part.name}" if part.name != "large" or parts is item else "another GPU")
         assert {part.name for part in parts} == set(names)
-    found = compare_runs(one, other)
-    assert [(told.about, told.part) for told in found.environment] == [("hardware", "large")]
-    assert found.only == (("small",), ("tiny",))
-    for parts, text in ((one, "a\n"), (other, "b\n")):
+    result = compare_runs(item, other)
+    assert [(message.about, message.part) for message in result.environment] == [("hardware", "large")]
+    assert result.only == (("small",), ("tiny",))
+    for parts, text in ((item, "a\n"), (other, "b\n")):
         code(parts[0], {"train.py": text}, "")
-    assert [file.name for file in compare_runs(one, other).code.files] == ["train.py"]
-    assert {row.part for row in found.steps.rows} == {"large"}
-    assert "in A alone: node type small" in shown(found)
+    assert [file.name for file in compare_runs(item, other).code.files] == ["train.py"]
+    assert {row.part for row in result.steps.rows} == {"large"}
+    assert "in A alone: node type small" in shown(result)
 
 
 def test_runs_without_a_measurement_are_compared_by_their_jobs(runs):
-    found = compare_runs(open_family(runs("a")), open_family(runs("b")))
-    assert found.headline == ("nothing differs: the same job and code; neither run has measurements",)
+    result = compare_runs(open_family(runs("a")), open_family(runs("b")))
+    assert result.headline == ("nothing differs: the same job and code; neither run has measurements",)
     other = runs("c")
     add(other)
-    told = "nothing differs: the same job and code; no configuration was measured in both"
-    assert compare_runs(open_family(runs("a")), open_family(other)).headline == (told,)
+    message = "nothing differs: the same job and code; no configuration was measured in both"
+    assert compare_runs(open_family(runs("a")), open_family(other)).headline == (message,)
 
 
 def test_trainings_and_recommendations_are_told(runs):
-    one, other = runs("a"), runs("b")
-    for run in (one, other):
+    first, other = runs("a"), runs("b")
+    for run in (first, other):
         add(run)
         make.add_training(run)
-    one.write_summary(make.summary(attempts=1, causes=()))
+    first.write_summary(make.summary(attempts=1, causes=()))
     other.write_summary(make.summary(actual_hours=0.2, best=BestValue(metric="f1", value=0.5)))
     other.write_recommendation(make.recommendation())
-    found = compare_runs(open_family(one), open_family(other))
-    (pair,) = found.trainings
+    result = compare_runs(open_family(first), open_family(other))
+    (pair,) = result.trainings
     assert pair.same_signature and pair.before and pair.after
     assert (pair.before.hours, pair.after.hours, pair.after.best_of) == (0.1, 0.2, "f1")
-    assert found.headline[1] == "training ab12cd34 took 2.00 x as long (6.00 min -> 12.0 min)"
-    assert (found.chosen[0], found.chosen[1] and found.chosen[1].objective) == (None, "knee")
-    assert "A  nothing yet" in shown(found) and "B  knee: " in shown(found)
-    json.dumps(to_plain_data(found), allow_nan=False)
+    assert result.headline[1] == "training ab12cd34 took 2.00 x as long (6.00 min -> 12.0 min)"
+    assert (result.chosen[0], result.chosen[1] and result.chosen[1].objective) == (None, "knee")
+    assert "A  nothing yet" in shown(result) and "B  knee: " in shown(result)
+    json.dumps(to_plain_data(result), allow_nan=False)
 
 
 def test_a_damaged_result_is_left_out_and_told(runs):
-    one, other = runs("a"), runs("b")
-    add(one)
+    first, other = runs("a"), runs("b")
+    add(first)
     add(other)
     (other.path / "results" / "probe-n001-l000064.json").write_text("{")
-    found = compare_runs(open_family(one), open_family(other))
-    assert len(found.steps.rows) == 5 and "probe-n001-l000064" in found.warnings[0].text
+    result = compare_runs(open_family(first), open_family(other))
+    assert len(result.steps.rows) == 5 and "probe-n001-l000064" in result.warnings[0].text
 
 
 @pytest.mark.parametrize("times", [(), (0.0,) * 10, (-1.0,) * 10])
 def test_times_that_no_step_takes_are_not_compared(runs, times):
-    one, other = runs("a"), runs("b")
-    add(one)
+    first, other = runs("a"), runs("b")
+    add(first)
     add(other)
     other.write_result(measured(BEFORE, 1, 64, step_times=times))
-    (row, *others) = compare_runs(open_family(one), open_family(other)).steps.rows
+    (row, *others) = compare_runs(open_family(first), open_family(other)).steps.rows
     assert (row.ratio, row.step.after, len(others)) == (None, None, 5)
 
 
 def test_python_takes_names_folders_and_runs(runs, tmp_path):
-    one, other = runs("a"), runs("a/more")
-    add(one)
+    first, other = runs("a"), runs("a/more")
+    add(first)
     add(other)
-    by_name = tula.diff(one.id, tula.Run.open(other.path), root=tmp_path / "a")
-    assert by_name.same and by_name.before.path == one.path
+    by_name = tula.diff(first.id, tula.Run.open(other.path), root=tmp_path / "a")
+    assert by_name.same and by_name.before.path == first.path
     with pytest.raises(SpecError, match="are the same run"):
-        tula.diff(one.path, str(one.path) + "/")
+        tula.diff(first.path, str(first.path) + "/")
     with pytest.raises(SpecError, match="there is no run"):
-        tula.diff(one.path, Path("nowhere"))
+        tula.diff(first.path, Path("nowhere"))

@@ -41,8 +41,8 @@ def test_nothing_of_the_trainer_changes(alone: Ranks) -> None:
 
 def test_what_two_epochs_do_not_hold_is_not_asked_for(alone: Ranks) -> None:
     subject = trainer(spec(dataset={"args": {"size": 80}}), alone)  # 5 batches an epoch
-    found = gradient_noise.measure_gradient_noise(subject, batches=64)
-    stats = found["stats"]
+    result = gradient_noise.measure_gradient_noise(subject, batches=64)
+    stats = result["stats"]
     assert (stats["steps"], stats["batch"]) == (5, 32), "10 batches in groups of 2, all of one size"
     assert (
         gradient_noise.measure_gradient_noise(trainer(spec(dataset={"args": {"size": 16}}), alone), batches=64)[
@@ -53,18 +53,18 @@ def test_what_two_epochs_do_not_hold_is_not_asked_for(alone: Ranks) -> None:
 
 
 def test_a_training_that_measures_it_ends_with_the_same_weights_and_tells_each_time(run: RunDir, alone: Ranks) -> None:
-    found = []
-    for asked in (False, True):
+    results = []
+    for requested in (False, True):
         job = spec(
-            train={"epochs": 4, "diagnostics": ["gradient_noise"] if asked else []},
+            train={"epochs": 4, "diagnostics": ["gradient_noise"] if requested else []},
             model={"args": {"norm": True, "dropout": 0.5}},
         )
-        task = train_task(job, signature=f"{bool(asked):08d}")
+        task = train_task(job, signature=f"{bool(requested):08d}")
         run_training(task, run, alone, build_datasets(job))
-        found.append(final_weights(run, task))
-    assert same(*found)
-    told = list(rows(run, task, "noise"))
-    assert [(row["epoch"], row["batch"], row["stats"]["steps"]) for row in told] == [
+        results.append(final_weights(run, task))
+    assert same(*results)
+    answer = list(rows(run, task, "noise"))
+    assert [(row["epoch"], row["batch"], row["stats"]["steps"]) for row in answer] == [
         (float(epoch), 16, 4) for epoch in (1, 2, 3, 4)
     ]
 

@@ -50,15 +50,15 @@ def test_a_stage_waits_for_the_noise_and_those_after_it_move(
 ) -> None:
     run, task = unbroken
     assert told(run, task) == DECIDED
-    found = [(row["batch"], row["stage"], row["samples"]) for row in rows(run, task, "stage")]
-    assert [stage[:2] for stage in found] == [(8, 1), (16, 2), (32, 3)]
+    results = [(row["batch"], row["stage"], row["samples"]) for row in rows(run, task, "stage")]
+    assert [stage[:2] for stage in results] == [(8, 1), (16, 2), (32, 3)]
     # 12 batches of 8 fit into each of three epochs, and the fourth begins with one
     assert [row["steps"] if "steps" in row else row["samples"] for row in rows(run, task, "epoch")][:3] == [
         96,
         192,
         288,
     ]
-    assert found[1][2] == 288 + 8
+    assert results[1][2] == 288 + 8
     assert len(list(rows(run, task, "noise"))) == 8, "as the job asks for"
 
 
@@ -120,7 +120,7 @@ def check_kills(ranks: Ranks, folder: Path, task: TrainTask, *, kills: int, seed
     train(run, ranks, task)
     assert content(run, task) == content(whole, task)
     assert same(final_weights(run, task), final_weights(whole, task))
-    batches = [[(row["batch"], row["samples"]) for row in rows(one, task, "epoch")] for one in (run, whole)]
+    batches = [[(row["batch"], row["samples"]) for row in rows(item, task, "epoch")] for item in (run, whole)]
     assert batches[0] == batches[1]
 
 
@@ -143,8 +143,8 @@ def test_after_an_out_of_memory_what_was_put_off_stays_so(alone: Ranks, run: Run
     before = told(run, task)
     assert before and before == DECIDED[: len(before)]
     train(run, alone, task.model_copy(update={"ladder": train_task(task.spec, batch=24).ladder}))
-    found = told(run, task)
-    assert found[:3] == DECIDED[:3] and found[3][1] == 32, "that batch 24 begins where 32 would have"
+    result = told(run, task)
+    assert result[:3] == DECIDED[:3] and result[3][1] == 32, "that batch 24 begins where 32 would have"
     assert [row["batch"] for row in rows(run, task, "stage")][-2:] == [16, 24]
 
 

@@ -64,9 +64,9 @@ def test_the_change_after_another_batch_is_unknown(alone: Ranks, run: RunDir) ->
         run_training(train_task(context, signature=first.signature), run, alone, build_datasets(context))
     relaunched = second.model_copy(update={"signature": first.signature})
     run_training(relaunched, run, alone, build_datasets(second.spec))
-    found = run.training(first.signature).steps()
-    assert set(found.batch) == {BATCH, BATCH // 2} and found.samples[-1] == 3 * EPOCH
-    assert [at for at, value in enumerate(found.delta) if value is None] == [0, found.batch.index(BATCH // 2)]
+    result = run.training(first.signature).steps()
+    assert set(result.batch) == {BATCH, BATCH // 2} and result.samples[-1] == 3 * EPOCH
+    assert [at for at, value in enumerate(result.delta) if value is None] == [0, result.batch.index(BATCH // 2)]
 
 
 def test_who_neither_scales_nor_asks_keeps_no_steps(alone: Ranks, run: RunDir) -> None:
@@ -91,15 +91,15 @@ def test_following_a_step_does_not_wait_for_the_device(method: dict[str, Any], a
 
     with as_on_gpu():
         subject = trainer(job(method), alone)
-        found = Diagnostics.attach(subject)
-        assert found is not None
+        result = Diagnostics.attach(subject)
+        assert result is not None
         stream = worker_train_loop.run_steps(subject)
         done = [next(stream) for _ in range(STEPS + 1)]  # factors are there
         with watched() as seen:
-            found.record_step(subject, done[-1])
+            result.record_step(subject, done[-1])
         assert not seen.waits
         with watched() as seen:
-            found.take_rows()
+            result.take_rows()
         assert seen.waits  # there they are read
 
 
@@ -113,10 +113,10 @@ def test_a_long_training_is_thinned_out_and_no_step_is_lost(tmp_path: Path) -> N
         file.add(steps(min(7, 1000 - first), start=first), close=first % 49 == 0)
         assert len(training.step_rows()) == file.count <= 40
     file.add([], close=True)
-    found = training.steps()
-    assert sum(found.steps) == 1000 and found.samples[-1] == 8000
-    assert file.width == max(found.steps) == 32
-    assert max(value for value in found.norm_high if value is not None) == 6
+    result = training.steps()
+    assert sum(result.steps) == 1000 and result.samples[-1] == 8000
+    assert file.width == max(result.steps) == 32
+    assert max(value for value in result.norm_high if value is not None) == 6
 
 
 def test_no_row_has_steps_from_both_sides_of_a_checkpoint(tmp_path: Path) -> None:
@@ -129,9 +129,9 @@ def test_no_row_has_steps_from_both_sides_of_a_checkpoint(tmp_path: Path) -> Non
     for path in training.checkpoints():
         again = StepFile(training, most=10)
         again.resume(int(path.stem))
-        found = training.steps()
-        assert 8 * sum(found.steps) == found.samples[-1] == int(path.stem)
-        assert again.width == file.width or len(found.samples) < 10
+        result = training.steps()
+        assert 8 * sum(result.steps) == result.samples[-1] == int(path.stem)
+        assert again.width == file.width or len(result.samples) < 10
 
 
 def test_a_line_that_a_kill_has_cut_is_dropped_before_others_follow(tmp_path: Path) -> None:
@@ -160,6 +160,6 @@ def test_a_training_that_is_thinned_out_goes_on_where_it_was(
     with pytest.raises(Interrupted):
         run_training(train_task(ending, signature=task.signature), run, alone, build_datasets(ending))
     run_training(task, run, alone, build_datasets(task.spec))
-    found = run.training(task.signature).steps()
-    assert sum(found.steps) == 3 * STEPS and found.samples[-1] == 3 * EPOCH
-    assert max(found.steps) > 1
+    result = run.training(task.signature).steps()
+    assert sum(result.steps) == 3 * STEPS and result.samples[-1] == 3 * EPOCH
+    assert max(result.steps) > 1

@@ -73,8 +73,8 @@ def test_a_hog_is_told_once_when_it_comes_and_once_when_it_goes(
     ] * 2
     assert slower.after.step == pytest.approx(1.6 * slower.before.step, rel=0.05)
     assert faster.after.step == pytest.approx(slower.before.step, rel=0.05)
-    left = [change.seconds_left / change.seconds_left_before for change in (slower, faster)]
-    assert left == pytest.approx([1.6, 1 / 1.6], rel=0.1)
+    remaining = [change.seconds_left / change.seconds_left_before for change in (slower, faster)]
+    assert remaining == pytest.approx([1.6, 1 / 1.6], rel=0.1)
     assert slower.cost_more > 0 > faster.cost_more
     assert not list(rows(hogged.run, hogged.task, "warning"))
 

@@ -425,6 +425,7 @@ class _ColumnFormat:
         self.recommendation, self.caveats = recommendation, recommendation.caveats
         self.divisor, self.unit = choose_time_unit(3600 * max(row.hours for row in rows))
         self.has_types = any(row.type for row in rows)
+        self.has_local_batch = not any(row.market == "spot" for row in rows)  # with spot's columns 80 would not do
         self.has_energy = any(row.kwh is not None for row in rows)
         self.has_efficiency = any(row.scaling_efficiency is not None for row in rows)
         headline = recommendation.headline
@@ -440,7 +441,7 @@ class _ColumnFormat:
             *(["market"] if has_market else []),
             "nodes",
             "batch",
-            "batch/\nGPU",
+            *(["batch/\nGPU"] if self.has_local_batch else []),
             f"time\n({self.unit})",
             *(["speed-\nup"] if self.baseline else []),
             *(["scaling\neffi-\nciency"] if self.has_efficiency else []),
@@ -456,7 +457,8 @@ class _ColumnFormat:
         return make_table(columns, left=words)
 
     def format_place(self, row: "Prediction") -> list[str]:
-        return [*([row.type] if self.has_types else []), str(row.nodes), str(row.batch), str(row.local_batch)]
+        local_batch = [str(row.local_batch)] if self.has_local_batch else []
+        return [*([row.type] if self.has_types else []), str(row.nodes), str(row.batch), *local_batch]
 
     def format_values(self, row: "Prediction | None") -> list[str]:
         """Return the cells from time to energy; dashes without a prediction."""
@@ -562,7 +564,7 @@ def make_front_table(recommendation: "Recommendation") -> "Table":
             continue
         mark, place = marks.get(get_offer_key(row), ""), columns.format_place(row)
         if on_spot:
-            place.insert(len(place) - 3, MARKETS[row.market])
+            place.insert(int(columns.has_types), MARKETS[row.market])
         made.add_row(
             mark,
             *place,

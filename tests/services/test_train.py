@@ -138,6 +138,30 @@ def test_a_range_of_nodes_is_one_training_whatever_its_bounds(run: RunDir) -> No
         plan(run, spec, nodes=NodeRange(1))
 
 
+def test_another_range_moves_a_training_to_the_most_nodes_that_it_allows(run: RunDir) -> None:
+    spec = make_runs.spec(cluster={"kind": "slurm"})
+    task = plan(run, spec, nodes=NodeRange(2, 8), batch=64).task
+    run.write_task(task)
+    again = plan(run, spec, nodes=NodeRange(3, 5), batch=64).task
+    assert (again.id, again.nodes, again.node_counts, again.micro_batch) == (task.id, 4, (4,), 16)
+    run.write_attempt(make_runs.attempt(task.id))
+    moved = plan(run, spec, nodes=NodeRange(3, 5), batch=64).task
+    assert (moved.id, moved.nodes, moved.node_counts) == (f"{task.job}-2", 4, (4,)), "attempt 1 was on 8 nodes"
+    assert moved.cause == "continues on 4 nodes instead of 8, because --nodes has changed"
+    assert plan(run, spec, nodes=NodeRange(2, 8), batch=64).task.id == task.id
+
+
+def test_a_wider_range_has_only_nodes_among_which_the_batches_divide_that_the_training_has_come_to(
+    run: RunDir,
+) -> None:
+    spec = make_runs.spec(cluster={"kind": "slurm"})
+    task = plan(run, spec, nodes=NodeRange(1, 2), batch=64).task
+    run.write_task(task.model_copy(update={"nodes": 1, "ladder": task.ladder[1:]}))  # 32, after an out-of-memory
+    wider = plan(run, spec, nodes=NodeRange(1, 64), batch=64).task
+    assert (wider.nodes, wider.batch, wider.node_counts) == (1, 32, (1, 2, 4, 8, 16, 32))
+    assert [rung.batch for rung in wider.ladder] == [32], "no fallback that does not divide among the most nodes"
+
+
 def test_another_learning_rate_is_another_training_run(run: RunDir) -> None:
     first = plan(run, nodes=1, batch=32)
     other = plan(run, make_runs.spec(optimizer={"lr": 0.2}), nodes=1, batch=32)

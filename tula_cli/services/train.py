@@ -32,7 +32,7 @@ from tula_cli.run.format import require_current_format
 from tula_cli.run.imports import Source, with_weights
 from tula_cli.run.job_runs import compare_jobs, find_chosen_run, save_runs, select_runs
 from tula_cli.run.records.base import Market
-from tula_cli.run.records.failures import Move, Recovery
+from tula_cli.run.records.failures import Move, Recovery, Resize
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction, Recommendation
@@ -159,7 +159,8 @@ def plan_training(
         task = _with_stages(run, task, newest, recommendation if as_chosen else None, _find_dataset_size(run, inspect))
     prediction = task.prediction
     if newest is not None and newest.attempt >= task.attempt:
-        task = _resume_task(newest, task)
+        task = _resume_task(run, newest, task)
+        prediction = task.sizes[-1].prediction if task.sizes else prediction
     if sizes and not task.sizes:
         raise Infeasible(
             "no number of nodes of the range can be used: the batches of train.ramp do not divide among their GPUs",
@@ -202,12 +203,30 @@ def _describe_source(recommendation: Recommendation | None, given_names: Sequenc
     return f"{given_names[0]} as given, otherwise {recommended}" if given_names else recommended
 
 
-def _resume_task(newest: TrainTask, requested: TrainTask) -> TrainTask:
-    """Return the newest task with the current settings; reduced loader processes are kept unless workers changed."""
+def _resume_task(run: RunDir, newest: TrainTask, requested: TrainTask) -> TrainTask:
+    """Return the newest task with the current settings; reduced loader processes are kept unless workers changed.
+
+    If its number of nodes is outside the requested range, it moves to the most that can be used: as the next attempt if
+    it has started, because the attempts so far are charged for the nodes of their task.
+    """
     changed = requested.spec.train.workers != newest.spec.train.workers
     workers = requested.workers if changed else newest.workers
     update = {"spec": requested.spec, "workdir": requested.workdir, "workers": workers, "sizes": requested.sizes}
-    return newest.model_copy(update=update).with_usable_sizes()
+    resumed = newest.model_copy(update=update).with_usable_sizes()
+    if not resumed.sizes:
+        return resumed
+    size = next((size for size in resumed.sizes if size.nodes == newest.nodes), resumed.sizes[-1])
+    resumed = resumed.on_size(size)
+    if resumed.nodes == newest.nodes or all(attempt.task != newest.id for attempt in run.attempts_of(newest)):
+        return resumed
+    return _as_next_attempt(newest, resumed, Resize(nodes=resumed.nodes, nodes_before=newest.nodes, granted=None))
+
+
+def _as_next_attempt(newest: TrainTask, task: TrainTask, decision: Move | Resize) -> TrainTask:
+    """Return a task as the attempt after the newest one of its training."""
+    attempt = newest.attempt + 1
+    update = {"id": f"{newest.job}-{attempt}", "attempt": attempt, "recovery": Recovery(decision=decision)}
+    return task.model_copy(update=update)
 
 
 def _choose_code_to_train(run: Run, nodes: int | None, batch: int) -> Source:
@@ -467,17 +486,8 @@ def continue_training(run: RunDir, task: TrainTask, recommendation: Recommendati
         return task.model_copy(update={**update, "id": newest_task.id, "attempt": newest_task.attempt})
     first_batch, *smaller = task.ladder
     rungs = (first_batch.model_copy(update={"prediction": recommendation.choice}), *smaller)
-    attempt = newest_task.attempt + 1
     move = Move(nodes=task.own_nodes, batch=task.batch, nodes_before=newest_task.nodes, batch_before=newest_task.batch)
-    return task.model_copy(
-        update={
-            **update,
-            "id": f"{newest_task.job}-{attempt}",
-            "attempt": attempt,
-            "ladder": rungs,
-            "recovery": Recovery(decision=move),
-        }
-    )
+    return _as_next_attempt(newest_task, task.model_copy(update={**update, "ladder": rungs}), move)
 
 
 def warn_interrupted_training(run: RunDir, task: TrainTask) -> list[Diagnostic]:

@@ -260,11 +260,13 @@ class Resize(Record):
     kind: Literal["resize"] = "resize"
     nodes: int
     nodes_before: int
-    granted: int  # more than `nodes` if the batch does not divide among all of them
+    granted: int | None  # more than `nodes` if the batch does not divide among all of them; None of another --nodes
 
     @property
     def description(self) -> str:
-        """How many nodes were granted, and how many of them are used."""
+        """How many nodes were granted or requested, and how many of them are used."""
+        if self.granted is None:
+            return f"continues on {format_count(self.nodes)} instead of {self.nodes_before}, because --nodes has changed"
         used = f"; the batch divides among {self.nodes} of them" * (self.granted > self.nodes)
         return f"{format_count(self.granted)} granted instead of {self.nodes_before}{used}"
 

@@ -241,8 +241,10 @@ class TrainTask(BaseTask):
     def on_granted(self, nodes: int) -> "TrainTask":
         """Return this task on the largest of its sizes for which `nodes` nodes suffice; unchanged if it has no sizes."""
         size = next((size for size in reversed(self.sizes) if size.nodes <= nodes), None)
-        if size is None or size.nodes == self.nodes:
-            return self
+        return self if size is None or size.nodes == self.nodes else self.on_size(size)
+
+    def on_size(self, size: JobSize) -> "TrainTask":
+        """Return this task on a number of nodes, with the micro-batches and out-of-memory fallbacks there."""
         ladder = tuple(rung for rung in size.ladder if rung.batch <= self.batch)
         if not ladder or ladder[0].batch != self.batch:
             ladder = (Rung(batch=self.batch), *ladder)
@@ -252,9 +254,9 @@ class TrainTask(BaseTask):
         return resized.model_copy(update={"splits": splits})
 
     def with_usable_sizes(self) -> "TrainTask":
-        """Return this task without the sizes among whose ranks the batch of a stage does not divide."""
+        """Return this task without the sizes among whose ranks its batch, or that of a stage, does not divide."""
         parts = self.spec.cluster.gpus_per_node * self.spec.train.accumulate
-        batches = [stage.batch for stage in self.stages]
+        batches = [self.batch, *(stage.batch for stage in self.stages)]
         usable = [size for size in self.sizes if all(batch % (size.nodes * parts) == 0 for batch in batches)]
         return self.model_copy(update={"sizes": tuple(usable)})
 

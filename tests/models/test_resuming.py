@@ -40,19 +40,19 @@ def test_a_right_script_may_go_on_from_where_it_was_seen_to() -> None:
     assert judge_resume_test([begin(), SAME, half], lr_ratio=1.0).verdict == "epoch"
     middle = judge_resume_test([begin(640), start("same", 32, 3200), start("half", 16, 3200)], lr_ratio=1.0)
     assert middle.verdict == "any" and not middle.faults
-    assert middle.told[1] == "at batch 16 it resumes from its checkpoint, up to 3840 of 3840 samples"
+    assert middle.reasons[1] == "at batch 16 it resumes from its checkpoint, up to 3840 of 3840 samples"
 
 
 def test_a_trainer_that_counts_its_steps_at_the_old_batch_trains_17_percent_too_many() -> None:
     result = judge_resume_test([begin(), SAME, start("half", 16, 3200)], lr_ratio=None)
     assert result.verdict == "same"
     words = "at batch 16 it trains 4480 samples in total instead of 3840: 16.7 % too many"
-    assert result.faults == (words,) and result.told[-1] == words
+    assert result.faults == (words,) and result.reasons[-1] == words
 
 
 def test_of_a_resume_that_has_taken_no_step_nothing_is_known() -> None:
     result = judge_resume_test([begin(), start("same", 32, 0, ended="cut", seconds=76.6)], lr_ratio=1.0)
-    assert (result.verdict, result.told) == (None, ("not tested at batch 32: no step within 76.6 s",))
+    assert (result.verdict, result.reasons) == (None, ("not tested at batch 32: no step within 76.6 s",))
 
 
 def test_what_a_dropped_last_batch_leaves_out_is_no_fault() -> None:
@@ -92,16 +92,16 @@ def test_what_was_not_reached_is_told_and_not_assumed() -> None:
     cut = start("half", 16, 800, ended="cut")
     result = judge_resume_test([begin(), SAME, cut], lr_ratio=None)
     assert result.verdict == "same" and not result.faults
-    assert "did not finish (800 of 2560 samples in 30.0 s)" in result.told[-1]
+    assert "did not finish (800 of 2560 samples in 30.0 s)" in result.reasons[-1]
     unknown = judge_resume_test([begin(), SAME.model_copy(update={"whole": None})], lr_ratio=None)
-    assert unknown.verdict == "same" and "were not compared" in unknown.told[0]
-    assert unknown.told[-1] == "not tested at another batch"
+    assert unknown.verdict == "same" and "were not compared" in unknown.reasons[0]
+    assert unknown.reasons[-1] == "not tested at another batch"
 
 
 def test_of_a_resume_that_was_cut_short_only_what_was_compared_is_said() -> None:
     cut = start("same", 32, 800, ended="cut", first_lr=0.1)
     result = judge_resume_test([begin(next_lr=0.1), cut], lr_ratio=1.0)
-    assert result.verdict is None and "from where it resumed: raise search.max_minutes" in result.told[0]
+    assert result.verdict is None and "from where it resumed: raise search.max_minutes" in result.reasons[0]
     result = judge_resume_test([begin(next_lr=0.2), cut], lr_ratio=1.0)
     assert result.verdict == "same" and "learning rate is 0.1000" in result.faults[0], "its learning rate was compared"
 
@@ -109,7 +109,7 @@ def test_of_a_resume_that_was_cut_short_only_what_was_compared_is_said() -> None
 def test_a_checkpoint_that_comes_too_early_to_tell_a_fault_is_no_proof() -> None:
     early = begin(64)
     result = judge_resume_test([early, start("same", 32, 3776), start("half", 16, 3776)], lr_ratio=1.0)
-    assert result.verdict == "same" and "too few to notice" in result.told[-1] and not result.faults
+    assert result.verdict == "same" and "too few to notice" in result.reasons[-1] and not result.faults
 
 
 def test_a_start_that_was_cut_off_beyond_what_was_left_has_trained_too_many() -> None:
@@ -152,7 +152,7 @@ def test_the_learning_rate_is_held_against_what_was_asked_for(first: float, rati
 )
 def test_without_a_checkpoint_there_is_no_verdict(beginning: Rehearsed, words: str) -> None:
     result = judge_resume_test([beginning], lr_ratio=None)
-    assert result.verdict is None and words in result.told[0] and result.told[0].startswith("not tested: ")
+    assert result.verdict is None and words in result.reasons[0] and result.reasons[0].startswith("not tested: ")
 
 
 def rows(*samples: int | None) -> list[dict[str, Any]]:

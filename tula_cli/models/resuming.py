@@ -24,11 +24,11 @@ NO_STEP_SEEN = (
 class ResumeJudgement:
     """Verdict of a resume test; `verdict` is None if there is none.
 
-    `told` holds all findings, `faults` those that describe faults.
+    `reasons` holds all findings, `faults` those that describe faults.
     """
 
     verdict: Verdict | None
-    told: tuple[str, ...]
+    reasons: tuple[str, ...]
     faults: tuple[str, ...] = ()
 
 
@@ -37,8 +37,8 @@ class _ResumedStart:
     """Observations of one start from the checkpoint."""
 
     exact: bool = False  # it was seen to its end, and nothing was wrong
-    useless: bool = False  # the checkpoint was of no use to it
-    told: tuple[str, ...] = ()
+    lost_progress: bool = False  # it failed, or started from the beginning
+    reasons: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
 
 
@@ -57,14 +57,14 @@ def judge_resume_test(starts: Sequence[Rehearsed], *, lr_ratio: float | None) ->
     if same.ended == "failed" and same.outcome != "user":
         return ResumeJudgement(None, (f"not tested: at batch {same.batch} {same.why}",))
     if same.ended == "cut" and not same_batch.faults:
-        return ResumeJudgement(None, same_batch.told)  # it might as well have begun anew
-    if same_batch.useless:
-        return ResumeJudgement("none", same_batch.told, same_batch.faults)
+        return ResumeJudgement(None, same_batch.reasons)  # it might as well have begun anew
+    if same_batch.lost_progress:
+        return ResumeJudgement("none", same_batch.reasons, same_batch.faults)
     if half is None:
-        return ResumeJudgement("same", (*same_batch.told, "not tested at another batch"), same_batch.faults)
+        return ResumeJudgement("same", (*same_batch.reasons, "not tested at another batch"), same_batch.faults)
     second = _judge_resumed(begin, half, lr_ratio=lr_ratio)
     schedule = "" if second.faults else _find_schedule_fault(begin, same, half, lr_ratio)
-    reasons = (*same_batch.told, *second.told, *([schedule] if schedule else []))
+    reasons = (*same_batch.reasons, *second.reasons, *([schedule] if schedule else []))
     faults = (*same_batch.faults, *second.faults, *([schedule] if schedule else []))
     if not second.exact or same_batch.faults or schedule:
         return ResumeJudgement("same", reasons, faults)
@@ -112,16 +112,16 @@ def _judge_resumed(begin: Rehearsed, start: Rehearsed, *, lr_ratio: float | None
     at = f"at batch {start.batch}"
     if start.ended == "failed":
         message = f"{at} it cannot resume from its own checkpoint: {start.why}"
-        return _ResumedStart(useless=True, told=(message,), faults=(message,))
+        return _ResumedStart(lost_progress=True, reasons=(message,), faults=(message,))
     if not start.steps and start.ended == "cut":
-        return _ResumedStart(told=(f"not tested {at}: no step within {format_duration(start.seconds)}",))
+        return _ResumedStart(reasons=(f"not tested {at}: no step within {format_duration(start.seconds)}",))
     counted = _judge_samples(begin, start)
     lr = _judge_learning_rate(begin, start, lr_ratio) or (
         _find_lost_schedule(begin, start) if start.batch == begin.batch else ""
     )
     faults = (*([lr] if lr else []), *counted.faults)
-    messages = (*([lr] if lr else []), *counted.told)
-    return _ResumedStart(counted.exact and not faults, counted.useless, messages, faults)
+    messages = (*([lr] if lr else []), *counted.reasons)
+    return _ResumedStart(counted.exact and not faults, counted.lost_progress, messages, faults)
 
 
 def _judge_samples(begin: Rehearsed, start: Rehearsed) -> _ResumedStart:
@@ -129,7 +129,9 @@ def _judge_samples(begin: Rehearsed, start: Rehearsed) -> _ResumedStart:
     at, saved, total = f"at batch {start.batch}", begin.saved_samples or 0, start.whole
     if total is None:
         return _ResumedStart(
-            told=(f"samples {at} were not compared, because the samples per epoch are unknown (script.dataset_size)",)
+            reasons=(
+                f"samples {at} were not compared, because the samples per epoch are unknown (script.dataset_size)",
+            )
         )
     remaining, tolerance = total - saved, _compute_sample_tolerance(begin, start, total - saved)
     beyond = start.samples - remaining
@@ -140,19 +142,19 @@ def _judge_samples(begin: Rehearsed, start: Rehearsed) -> _ResumedStart:
         anew = abs(start.samples - total) <= tolerance < saved
         restart_message = f"{at} it does not resume from its checkpoint, but starts from the beginning: all {total} samples are trained again"
         verdict = restart_message if anew else message
-        return _ResumedStart(useless=anew, told=(verdict,), faults=(verdict,))
+        return _ResumedStart(lost_progress=anew, reasons=(verdict,), faults=(verdict,))
     if start.ended == "cut":
         reached = f"{start.samples} of {remaining} samples in {format_duration(start.seconds)}"
         message = f"{at} it trains, but did not finish ({reached}), so it is unknown from where it resumed: raise search.max_minutes"
-        return _ResumedStart(told=(message,))
+        return _ResumedStart(reasons=(message,))
     if beyond < -tolerance:
         message = f"{at} it trains {saved + start.samples} samples in total instead of {total}: {-beyond} too few"
-        return _ResumedStart(told=(message,), faults=(message,))
+        return _ResumedStart(reasons=(message,), faults=(message,))
     if start.batch < begin.batch and saved * (1 - start.batch / begin.batch) <= tolerance:
         early = f"its checkpoint contains only {saved} samples, too few to notice steps counted at the other batch"
-        return _ResumedStart(told=(f"{at} it resumes, but {early}",))
+        return _ResumedStart(reasons=(f"{at} it resumes, but {early}",))
     return _ResumedStart(
-        exact=True, told=(f"{at} it resumes from its checkpoint, up to {saved + start.samples} of {total} samples",)
+        exact=True, reasons=(f"{at} it resumes from its checkpoint, up to {saved + start.samples} of {total} samples",)
     )
 
 

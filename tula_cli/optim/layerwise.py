@@ -81,7 +81,7 @@ class Lars(_Layerwise):
         nesterov: bool = False,
         eps: float = 1e-8,
     ) -> None:
-        _at_least_0(lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps)
+        _require_nonnegative(lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps)
         if not trust_coefficient > 0:
             raise ValueError(f"trust_coefficient must be above 0, got {trust_coefficient}")
         if nesterov and not momentum:
@@ -161,7 +161,7 @@ class Lamb(_Layerwise):
         eps: float = 1e-6,
         weight_decay: float = 0.0,
     ) -> None:
-        _at_least_0(lr=lr, eps=eps, weight_decay=weight_decay)
+        _require_nonnegative(lr=lr, eps=eps, weight_decay=weight_decay)
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas must be two numbers from 0 to below 1, got {betas}")
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
@@ -230,7 +230,7 @@ def _gradients(params: Sequence[Tensor]) -> list[Tensor]:
     return _to_state_precision(grads)
 
 
-def _at_least_0(**values: float) -> None:
+def _require_nonnegative(**values: float) -> None:
     for name, value in values.items():
         if not value >= 0:
             raise ValueError(f"{name} must be at least 0, got {value}")

@@ -352,7 +352,7 @@ class ResumeTest(ScriptProgram):
         return record.model_copy(
             update={
                 "verdict": judgement.verdict,
-                "told": judgement.told,
+                "told": judgement.reasons,
                 "faults": judgement.faults,
                 "over_at": time.time(),
             }

@@ -310,7 +310,7 @@ def _load_batches(trainer: Trainer, samples: int) -> list[tuple[int, Any]]:
         samples_by_number, keys, batch=batch, workers=trainer.workers, collate=trainer.datasets.collate
     )
     counts = (min(batch, len(keys) - start) for start in range(0, len(keys), batch))
-    # All of them stay: none is let go for the next, as a training's are.
+    # All batches remain on the device, because every pass uses them; a training frees each before the next.
     return [
         (count, tree_map_only(Tensor, lambda tensor: tensor.to(ranks.device), loaded))
         for count, loaded in zip(counts, loader, strict=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar, get_args
 
-from tula_cli.errors import SpecError, require_positive
+from tula_cli.errors import SpecError
 from tula_cli.words import split_outside_brackets
 
 P = ParamSpec("P")
@@ -183,7 +183,8 @@ def parse_nodes(text: str) -> int | NodeRange:
             f"--nodes {text}: not a number of nodes", "a number, or a range of them: 4, 2-8, 2-, -8 or auto"
         )
     least, most = (int(bound) if bound else None for bound in match.groups()[1:])
-    require_positive(nodes=int(match[1]) if match[1] else None, least=least, most=most)
+    if "0" in {bound.lstrip("0") or "0" for bound in match.groups() if bound} or match[0] == "-1":
+        raise SpecError(f"--nodes {text}: must be 1 or more", "a number, or a range of them: 4, 2-8, 2-, -8 or auto")
     if least is not None and most is not None and least > most:
         raise SpecError(f"--nodes {text}: the range is empty", f"--nodes {most}-{least}")
     return int(match[1]) if match[1] else NodeRange(least, most)

@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -68,6 +68,11 @@ def is_cost_in_node_hours(cost: float, node_hours: float, currency: str) -> bool
 def format_count(count: int, noun: str = "node") -> str:
     """Return a count with its noun: 1 node, 2 nodes, 3 batches."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('tch') else 's'}"
+
+
+def describe_node_counts(counts: Sequence[int]) -> str:
+    """Return alternative numbers of nodes in words: 2, 4 or 8 nodes."""
+    return " or ".join(filter(None, (join_words(counts[:-1]), format_count(counts[-1]))))
 
 
 def describe_pending_probes(probes: int) -> str:

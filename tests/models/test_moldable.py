@@ -37,9 +37,9 @@ def test_nodes_are_a_number_or_a_range(text: str, expected: int | NodeRange) -> 
     assert parse_nodes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["0", "0-4", "8-2", "-", "two", "2-4-8", ""])
+@pytest.mark.parametrize("text", ["0", "0-4", "00-4", "-0", "-1", "8-2", "-", "two", "2-4-8", ""])
 def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(SpecError):
+    with pytest.raises(SpecError, match=f"--nodes {text}:"):
         parse_nodes(text)
 
 

@@ -16,6 +16,7 @@ from tula_cli.run import files
 from tula_cli.run.directory import RunDir
 from tula_cli.run.job_runs import open_family
 from tula_cli.run.records.results import CountedEnergy
+from tula_cli.run.records.tasks import JobSize
 from tula_cli.services import run_list, status
 from tula_cli.services import status as services_status
 from tula_cli.show import status as show_status
@@ -308,6 +309,24 @@ def test_a_training_of_a_script_is_as_long_as_its_section_says(tmp_path, length,
     assert (train.epochs, train.samples_asked) == (epochs, asked)
 
 
+def test_a_training_whose_submission_was_refused_is_not_submitted_and_has_its_range_of_nodes(tmp_path):
+    value = RunDir.create(tmp_path, make.spec())
+    job = make.add_training(value)
+    (task,) = value.training("ab12cd34").tasks()
+    sizes = tuple(JobSize(nodes=n, micro_batch=128 // n, splits=1, ladder=task.ladder) for n in (2, 4, 8))
+    value.write_task(task.model_copy(update={"nodes": 8, "sizes": sizes}))
+    line = "training ab12cd34 on 2, 4 or 8 nodes, batch 128"
+    for state, start in (
+        ("pending", f"{line}, epoch 0.00"),
+        ("running", "training ab12cd34 on 8 nodes, batch 128, epoch"),
+    ):
+        train = services_status.run_status(value, make.FakeLauncher({job: state}), now=START).training
+        assert show_status.describe_training(train).startswith(start)
+    (value.path / "jobs" / f"{job}.json").unlink()
+    train = services_status.run_status(value, make.FakeLauncher(), now=START).training
+    assert show_status.describe_training(train) == f"{line}, not submitted"
+
+
 def test_the_beta2_of_the_newest_start_is_told(tmp_path):
     value = RunDir.create(tmp_path, make.spec())
     rows = [
@@ -490,7 +509,7 @@ def test_waiting_for_jobs_that_never_start_ends_with_their_reasons(run):
     jobs = [make.add_probes(run, nodes, (32,)) for nodes in (1, 2)]
     reason, clock = "QOSMaxGRESPerJob: will not start, the QOS does not allow so many GPUs", Clock()
     launcher = make.FakeLauncher(dict.fromkeys(jobs, "pending"), reason, flags={"hopeless": True})
-    with pytest.raises(SchedulerError, match=r"waiting for .*QOSMaxGRESPerJob: will not start"):
+    with pytest.raises(SchedulerError, match=r"probe-n002 will not start: QOSMaxGRESPerJob: will not start"):
         watched(run, launcher, jobs, clock)
     assert clock.now < START + 1000 + 60, "at the second poll"
 

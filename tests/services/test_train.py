@@ -22,6 +22,7 @@ from tula_cli.run.records.results import CountedEnergy
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.services import train
 from tula_cli.services.events import WarningEvent, follow
+from tula_cli.show.train import render_train_plan
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import compute_train_signature
 
@@ -142,8 +143,10 @@ def test_another_range_moves_a_training_to_the_most_nodes_that_it_allows(run: Ru
     spec = make_runs.spec(cluster={"kind": "slurm"})
     task = plan(run, spec, nodes=NodeRange(2, 8), batch=64).task
     run.write_task(task)
-    again = plan(run, spec, nodes=NodeRange(3, 5), batch=64).task
+    planned = plan(run, spec, nodes=NodeRange(3, 5), batch=64)
+    again, (line, *_) = planned.task, render_train_plan(planned)
     assert (again.id, again.nodes, again.node_counts, again.micro_batch) == (task.id, 4, (4,), 16)
+    assert line == "train on 4 nodes, batch 64 (local 16), the only usable number of nodes in the range, as given"
     run.write_attempt(make_runs.attempt(task.id))
     moved = plan(run, spec, nodes=NodeRange(3, 5), batch=64).task
     assert (moved.id, moved.nodes, moved.node_counts) == (f"{task.job}-2", 4, (4,)), "attempt 1 was on 8 nodes"
@@ -160,6 +163,18 @@ def test_a_wider_range_has_only_nodes_among_which_the_batches_divide_that_the_tr
     wider = plan(run, spec, nodes=NodeRange(1, 64), batch=64).task
     assert (wider.nodes, wider.batch, wider.node_counts) == (1, 32, (1, 2, 4, 8, 16, 32))
     assert [rung.batch for rung in wider.ladder] == [32], "no fallback that does not divide among the most nodes"
+
+
+def test_a_range_that_changes_the_growing_batch_or_is_limited_by_it_is_reported(run: RunDir) -> None:
+    spec = make_runs.spec(cluster={"kind": "slurm"}, train={"epochs": 8, "reference_batch": 16, "ramp": "auto"})
+    narrow, wide = (plan(run, spec, nodes=NodeRange(2, most), batch=64) for most in (8, 64))
+    assert [stage.batch for stage in narrow.task.stages] == [16, 32, 64] and not narrow.warnings
+    assert [stage.batch for stage in wide.task.stages] == [64]
+    assert [warning.code for warning in wide.warnings] == ["ramp-shortened-by-nodes"]
+    run.write_task(narrow.task)
+    again = plan(run, spec, nodes=NodeRange(2, 64), batch=64)
+    assert again.task.node_counts == (2, 4, 8, 16)
+    assert [warning.values for warning in again.warnings] == [{"nodes": [32, 64], "batches": [16, 32, 64]}]
 
 
 def test_another_learning_rate_is_another_training_run(run: RunDir) -> None:

@@ -128,7 +128,7 @@ def test_the_budget_is_that_of_all_trainings(run: RunDir) -> None:
 
 
 def test_options_without_effect_and_scripts_without_a_seed_are_refused(run: RunDir) -> None:
-    with pytest.raises(SpecError, match="--nodes, --batch has no effect with --seeds"):
+    with pytest.raises(SpecError, match="--nodes, --batch have no effect with --seeds"):
         prepare(run, run.read_spec(), 2, nodes=1, batch=32)
     with pytest.raises(SpecError, match=r"no \{seed\}"):
         prepare(run, make.script_spec(epochs=1), 2)

@@ -73,7 +73,9 @@ def recommend(
 
     flags = {"--pareto": pareto, "--all": every, "--validate": validate, "--explain": explain}
     if trainings is not None and (unused := [name for name, given in flags.items() if given]):
-        raise SpecError(f"{', '.join(unused)} has no effect with --trainings", "remove it")
+        raise SpecError(
+            f"{', '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect with --trainings", "remove it"
+        )
     runs = (
         [_open_demo_run(screen, chosen, saves=save or observed is not None)]
         if demo

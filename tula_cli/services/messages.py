@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from tula_cli.diagnostics import diagnostic
 from tula_cli.words import (
+    describe_node_counts,
     describe_pending_probes,
     format_bytes,
     format_count,
@@ -368,6 +369,23 @@ def balance_too_low(*, available: str, needed: str) -> str:
 
 
 # --- `tula train`
+
+
+@diagnostic
+def ramp_shortened_by_nodes(*, batches: Sequence[int], nodes: int, batches_on_least: Sequence[int], least: int) -> str:
+    return (
+        f"On up to {format_count(nodes)}, the batch of train.ramp takes the values {join_words(batches)}; on"
+        f" {least} it would take {join_words(batches_on_least)}. Each must divide among the GPUs of the most nodes,"
+        " and the training keeps them in later ranges. For smaller first batches, start with a smaller range."
+    )
+
+
+@diagnostic
+def nodes_unusable_for_started_training(*, nodes: Sequence[int], batches: Sequence[int]) -> str:
+    return (
+        f"The jobs cannot use {describe_node_counts(nodes)}: this training already exists, and its batches"
+        f" ({join_words(batches)}) do not all divide among the GPUs of so many nodes."
+    )
 
 
 @diagnostic

@@ -166,6 +166,9 @@ class TrainingStatus:
     )
     stage: StageStatus | None = None  # None where the batch does not grow
     stages: tuple[Stage, ...] = ()  # of all of it, as was decided before it began
+    submitted: bool = True  # False if its job was refused, or never submitted
+    # the numbers of nodes of which its next job uses the one that it is granted; empty while a job runs, or for one number
+    possible_nodes: tuple[int, ...] = ()
 
 
 Results = dict[str, Measured | OutOfMemory | Failed]
@@ -527,7 +530,7 @@ def _get_training_status(
     newest = _find_newest_train_task(files_snapshot, tasks)
     if newest is None:
         return None
-    files = files_snapshot.training(newest.signature)
+    files, scheduler = files_snapshot.training(newest.signature), states.get(newest.job)
     rows, result = files.sampled_metrics(), files.result()
     steps = [row for row in rows if row["kind"] == "step"]
     epochs = [row for row in rows if row["kind"] == "epoch"]
@@ -561,9 +564,7 @@ def _get_training_status(
         eta=_estimate_remaining_training_seconds(
             row,
             finished=result is not None,
-            now=now - files.clock_ahead(rows)
-            if _is_training(files_snapshot, newest.job, states.get(newest.job), row)
-            else None,
+            now=now - files.clock_ahead(rows) if _is_training(files_snapshot, newest.job, scheduler, row) else None,
         ),
         noise=next((row for row in reversed(rows) if row["kind"] == "noise"), None),
         tuning=_get_tuning_status(files.tuning()),
@@ -574,6 +575,10 @@ def _get_training_status(
         changes=files.changes(),
         stage=stage,
         stages=newest.stages,
+        submitted=newest.job in {job.id for job in files_snapshot.jobs} or bool(moving or result),
+        possible_nodes=()
+        if len(newest.node_counts) == 1 or result is not None or (scheduler and scheduler.state == "running")
+        else newest.node_counts,
     )
 
 

@@ -80,6 +80,7 @@ class TrainPlan:
     interruption: str = ""  # what one costs a script, in words
     rehearses: bool = False  # a rehearsal of the script's resume comes first
     balance: BalanceCheck | None = None  # of the account that pays; None where the price is not what SLURM bills
+    warnings: tuple[Diagnostic, ...] = ()  # of its range of nodes
     ends: ExpectedEnd | None = None  # where train.early_stopping is expected to end it; None where nothing tells
 
 
@@ -158,9 +159,13 @@ def plan_training(
     if newest is None or task.attempt > newest.attempt:
         task = _with_stages(run, task, newest, recommendation if as_chosen else None, _find_dataset_size(run, inspect))
     prediction = task.prediction
+    warnings: list[Diagnostic] = []
     if newest is not None and newest.attempt >= task.attempt:
         task = _resume_task(run, newest, task)
         prediction = task.sizes[-1].prediction if task.sizes else prediction
+        warnings = _warn_unusable_sizes(task, sizes)
+    elif sizes:
+        warnings = _warn_shortened_ramp(run, task, _find_dataset_size(run, inspect))
     if sizes and not task.sizes:
         raise Infeasible(
             "no number of nodes of the range can be used: the batches of train.ramp do not divide among their GPUs",
@@ -173,6 +178,7 @@ def plan_training(
         finished=run.training(task.signature).summary() is not None,
         resumes=run.training(task.signature).newest_samples() or None,
         code=code,
+        warnings=tuple(warnings),
         price=describe_price(spec.pricing),
         interruption=describe_interruption_cost(
             run, spec, batch=batch, step_time=prediction.step_time if prediction else None
@@ -220,6 +226,29 @@ def _resume_task(run: RunDir, newest: TrainTask, requested: TrainTask) -> TrainT
     if resumed.nodes == newest.nodes or all(attempt.task != newest.id for attempt in run.attempts_of(newest)):
         return resumed
     return _as_next_attempt(newest, resumed, Resize(nodes=resumed.nodes, nodes_before=newest.nodes, granted=None))
+
+
+def _warn_unusable_sizes(task: TrainTask, sizes: Sequence[JobSize]) -> list[Diagnostic]:
+    """Return a warning if a stored training cannot use some of the sizes that its batch alone would allow."""
+    unusable = [size.nodes for size in sizes if size.nodes not in task.node_counts]
+    batches = sorted({*(stage.batch for stage in task.stages), task.batch})
+    return [messages.nodes_unusable_for_started_training(nodes=unusable, batches=batches)] if unusable else []
+
+
+def _warn_shortened_ramp(run: Run, task: TrainTask, size: int) -> list[Diagnostic]:
+    """Return a warning if the stages of a new training would have other batches on the fewest nodes of its range."""
+    if not task.sizes or not task.stages:
+        return []
+    least = task.sizes[0].nodes
+    on_least = [stage.batch for stage in plan_stages(run, least, task.batch, size, recommended=None)]
+    batches = [stage.batch for stage in task.stages]
+    if batches == on_least:
+        return []
+    return [
+        messages.ramp_shortened_by_nodes(
+            batches=batches, nodes=task.sizes[-1].nodes, batches_on_least=on_least, least=least
+        )
+    ]
 
 
 def _as_next_attempt(newest: TrainTask, task: TrainTask, decision: Move | Resize) -> TrainTask:
@@ -374,7 +403,7 @@ def prepare_training(
     nodes = parse_nodes(request.nodes) if isinstance(request.nodes, str) else request.nodes
     plan_found = plan_training(run, nodes=nodes, batch=request.batch, inspect=inspect)
     yield from map(WarningEvent, plan_found.code.warnings)
-    yield from map(WarningEvent, warn_interrupted_training(run, plan_found.task))
+    yield from map(WarningEvent, (*plan_found.warnings, *warn_interrupted_training(run, plan_found.task)))
     if run.spec.cluster.collective == "parameter_server":
         yield WarningEvent(messages.parameter_server_collective())
     ready = PreparedTraining(runs, run, plan_found, request)

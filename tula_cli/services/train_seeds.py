@@ -35,7 +35,7 @@ from tula_cli.services.waiting import (
 )
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import compute_train_signature
-from tula_cli.words import format_count, format_number
+from tula_cli.words import format_count, format_number, join_words
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -172,7 +172,7 @@ def prepare_seeds(runs: Sequence[Run], request: TrainRequest, inspect: Inspect) 
     options["--within-balance"] = request.within_balance or None
     if unused := [name for name, value in options.items() if value is not None]:
         raise SpecError(
-            f"{', '.join(unused)} has no effect with --seeds",
+            f"{join_words(unused)} {'has' if len(unused) == 1 else 'have'} no effect with --seeds",
             f"give limits to the plan: tula recommend --trainings {request.seeds} --save",
         )
     if request.seeds > 1 and spec.script is not None and not takes_seed(spec.script):

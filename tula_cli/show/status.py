@@ -8,6 +8,7 @@ from tula_cli.show.tables import describe_place, format_or_dash, make_table, ren
 from tula_cli.words import (
     choose_time_unit,
     describe_configuration,
+    describe_node_counts,
     format_count,
     format_duration,
     format_moment,
@@ -195,8 +196,12 @@ def _describe_noise(row: Mapping[str, Any]) -> str:
 
 def describe_training(now: "TrainingStatus") -> str:
     """Describe the state of a training in one line."""
+    nodes = describe_node_counts(now.possible_nodes or (now.nodes,))
+    head = f"training {now.signature} on {nodes}{_describe_nodes_to_come(now)}, batch {now.batch}"
+    if not now.submitted:
+        return f"{head}, not submitted"
     parts = [
-        f"training {now.signature} on {format_count(now.nodes)}{_describe_nodes_to_come(now)}, batch {now.batch}{_describe_stage(now.stage)}",
+        f"{head}{_describe_stage(now.stage)}",
         *([f"epoch {now.epoch:.2f} of {now.epochs}"] if now.epochs is not None else []),
         f"{now.samples} samples" if now.samples_asked is None else f"{now.samples} of {now.samples_asked} samples",
         *_list_training_measurements(now),

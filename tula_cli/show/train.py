@@ -10,12 +10,12 @@ from tula_cli.words import (
     choose_time_unit,
     compute_perplexity,
     describe_configuration,
+    describe_node_counts,
     format_count,
     format_duration,
     format_number,
     format_percent,
     is_too_wide,
-    join_words,
     make_relative_path,
 )
 
@@ -169,12 +169,13 @@ def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
 
     task, predicted = plan.task, plan.prediction
     local = task.batch // (task.own_nodes * task.spec.cluster.gpus_per_node)
-    if task.sizes:
-        counts = " or ".join(filter(None, (join_words(task.node_counts[:-1]), str(task.node_counts[-1]))))
-        yield f"train at batch {task.batch} on {counts} nodes, as many as each job is granted, {plan.source}"
+    if len(task.sizes) > 1:
+        counts = describe_node_counts(task.node_counts)
+        yield f"train at batch {task.batch} on {counts}, as many as each job is granted, {plan.source}"
         yield from _describe_job_sizes(task)
     else:
-        yield f"train on {describe_configuration(task.own_nodes, task.batch, local)}, {plan.source}"
+        only = "the only usable number of nodes in the range, " * len(task.sizes)
+        yield f"train on {describe_configuration(task.own_nodes, task.batch, local)}, {only}{plan.source}"
     length = describe_train_length(task.spec)
     started = "" if task.spec.script is None else f" of {get_program_name(task.spec.script.command)}"
     yield f"{length}{started}, method {task.spec.train.method}, run train-{task.signature}"

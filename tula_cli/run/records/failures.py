@@ -266,7 +266,9 @@ class Resize(Record):
     def description(self) -> str:
         """How many nodes were granted or requested, and how many of them are used."""
         if self.granted is None:
-            return f"continues on {format_count(self.nodes)} instead of {self.nodes_before}, because --nodes has changed"
+            return (
+                f"continues on {format_count(self.nodes)} instead of {self.nodes_before}, because --nodes has changed"
+            )
         used = f"; the batch divides among {self.nodes} of them" * (self.granted > self.nodes)
         return f"{format_count(self.granted)} granted instead of {self.nodes_before}{used}"
 

@@ -85,8 +85,39 @@ def test_runs_of_one_job_on_two_clusters_are_chosen_among(tmp_path: Path) -> Non
     assert answer.chosen_run.path == runs[1].path
     save_answer(together, answer)
     kept = [run.recommendation() for run in runs]
-    assert kept[1] == answer.recommendation and kept[0] is not None and kept[0].choice.type == runs[0].id
+    assert kept[0] is not None and kept[1] is not None
+    assert not any(row.type for recommendation in kept for row in recommendation.rows), (
+        "as later commands call the runs"
+    )
+    assert kept[1].choice == answer.recommendation.choice.model_copy(update={"type": ""})
     assert RunDir.newest(tmp_path).path == runs[1].path, "what tula train takes without an argument"
+
+
+def test_copies_of_a_run_are_compared_and_each_keeps_its_type(family: tuple[Run, ...], tmp_path: Path) -> None:
+    copy = tmp_path / "elsewhere" / family[0].id
+    for nodes, local in ((1, 32), (1, 64), (2, 16), (2, 32)):
+        make.add_measured(family[0], nodes, local)
+    shutil.copytree(family[0].path, copy)
+    (tmp_path / "link").symlink_to(family[0].path)
+    together = open_runs([family[0], RunDir(tmp_path / "link"), family[0], RunDir(copy)])
+    assert [run.path for run in together] == [family[0].path, copy]
+    answer = recommend(together, Query(), now=1.0)
+    assert len({row.type for row in answer.recommendation.rows}) == 2
+    save_answer(together, answer, every=True)
+    for run in together:
+        kept = run.recommendation()
+        assert kept is not None and {row.type for row in kept.rows} == {"a"} == {kept.choice.type}
+        assert (run.path / "results.csv").read_text().splitlines()[1].startswith("a,")
+
+
+def test_only_a_comparison_of_all_its_runs_chooses_the_run_of_a_job(family: tuple[Run, ...], tmp_path: Path) -> None:
+    other = Run(RunDir.create(tmp_path, make.spec(name="other")).path, make.spec(name="other"))
+    mark_chosen_run(family[1], family)
+    mark_chosen_run(family[0], (family[0], other))
+    mark_chosen_run(family[0], family[:1])
+    assert find_chosen_run(family) is family[1]
+    mark_chosen_run(family[0], (*family, other))
+    assert find_chosen_run(family) is family[0]
 
 
 def test_one_run_or_those_of_a_family_are_not_renamed(family: tuple[Run, ...]) -> None:
@@ -100,7 +131,7 @@ def test_one_run_or_those_of_a_family_are_not_renamed(family: tuple[Run, ...]) -
 def test_the_chosen_run_is_known_in_every_run_and_outlives_another_profile(family: tuple[Run, ...]) -> None:
     assert find_chosen_run(family) is None
     family[1].write_recommendation(make.recommendation())
-    mark_chosen_run(family[1])
+    mark_chosen_run(family[1], family)
     save_runs(make_runs(family[0].path.parent, make.spec(node_types=TYPES | {"c": TYPES["a"]})), None)
     opened = open_family(family[0])
     assert len(opened) == 3

@@ -320,7 +320,7 @@ def test_each_type_is_trained_at_its_own_recommendation(tmp_path: Path) -> None:
         train.choose_run_to_train(runs, None)
     a.write_recommendation(make_runs.recommendation(choice=make_runs.prediction(2, 256, type="a")))
     b.write_recommendation(make_runs.recommendation(choice=make_runs.prediction(1, 64, type="b")))
-    mark_chosen_run(a)
+    mark_chosen_run(a, runs)
     assert [train.choose_run_to_train(runs, node_type).path for node_type in (None, "b")] == [a.path, b.path]
     planned = plan(a)
     assert (planned.task.nodes, planned.task.batch) == (2, 256)

@@ -498,8 +498,7 @@ class Run(RunDir):
     def __init__(self, path: Path, spec: JobSpec, part: Variant = Variant()) -> None:  # noqa: B008 - it is frozen
         super().__init__(path)
         self.spec, self.part = spec, part
-        gpus = f"gpus-{part.gpus}" if part.gpus else ""
-        self.type = "-".join(filter(None, (part.node_type, gpus))) or None  # as in `JobSpec.types`
+        self.type = part.type  # the name of the directory while runs of the same type are compared
         self.length = part.length
         self.family: tuple[Run, ...] = (self,)  # the runs of all variants of the job
 
@@ -517,6 +516,12 @@ class Run(RunDir):
         """Return this run with other settings."""
         run = copy.copy(self)
         run.spec = spec
+        return run
+
+    def with_own_type(self) -> "Run":
+        """Return this run as it is called when no other run of the same type is compared with it."""
+        run = copy.copy(self)
+        run.type = self.part.type
         return run
 
     def name_jobs(self, jobs: Iterable[str]) -> list[str]:

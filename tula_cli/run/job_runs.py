@@ -87,7 +87,8 @@ def open_runs(runs: Sequence[RunDir], overrides: Sequence[str] = ()) -> tuple[Ru
         SpecError: as of `open_family` and `combine_runs`.
     """
     opened: dict[Path, Run] = {}
-    runs = [run for run in runs if run.exists or len(runs) == 1]
+    existing = [run for run in runs if run.exists] or runs[:1]
+    runs = list({run.path.resolve(): run for run in reversed(existing)}.values())[::-1]
     for run in runs:
         if run.path not in opened:
             opened |= {sibling.path: sibling for sibling in open_family(run, overrides)}
@@ -189,8 +190,14 @@ def find_recommendation(runs: Sequence[Run]) -> Recommendation | None:
     return None if chosen is None else chosen.recommendation()
 
 
-def mark_chosen_run(run: Run) -> None:
-    """Record that the recommendation of a job is to train this run, in all runs of the job."""
+def mark_chosen_run(run: Run, compared: Sequence[Run]) -> None:
+    """Record that the recommendation of a job is to train this run, in all runs of the job.
+
+    Nothing is recorded if only some of the job's runs were compared: the choice among them is not that of the job.
+    """
+    trainable = {sibling.path for sibling in run.family if sibling.exists and sibling.length is None}
+    if len(compared) == 1 or not trainable <= {other.path for other in compared}:
+        return
     for sibling in run.family:
         if (variant := sibling.variant()) is not None:
             sibling.write_variant(variant.model_copy(update={"chosen": run.id}))
@@ -219,8 +226,9 @@ def combine_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
                 f"name runs that differ in {', '.join(_HARDWARE)} alone",
             )
     if len({run.name for run in runs}) < len(runs):
+        ids_differ = len({run.id for run in runs}) == len(runs)
         for run in runs:
-            run.type = run.id
+            run.type = run.id if ids_differ else make_relative_path(run.path)
     return tuple(runs)
 
 

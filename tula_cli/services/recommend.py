@@ -77,7 +77,7 @@ class Answer:
 
     recommendation: Recommendation
     warnings: Sequence[Diagnostic]  # whose texts are those of the recommendation
-    by_type: Mapping[str, Recommendation]  # of each node type alone, where the job names any
+    by_type: Mapping[str, Recommendation]  # of each node type alone, under the type of its run, if there are several
     all_measurements: Sequence[TypeMeasurements]
     candidates: Candidates  # every feasible configuration on each market, fastest first
 
@@ -201,10 +201,16 @@ def recommend(
     candidates, no_gradients = _select_candidates(all_measurements, query, noise), warn_no_gradients(all_measurements)
     by_type = {
         measurements.type: _build_answer(
-            [measurements], of_type.with_pareto_front(), query, no_gradients, noise, overrides=overrides, now=now
+            [measurements.with_type_of_run()],
+            _select_run(candidates, measurements),
+            query,
+            no_gradients,
+            noise,
+            overrides=overrides,
+            now=now,
         ).recommendation
         for measurements in all_measurements
-        if measurements.type and len(of_type := candidates.select(type=measurements.type))
+        if measurements.type and np.any(candidates["type"] == measurements.type)
     }
     candidates = candidates.with_pareto_front()
     answer = _build_answer(
@@ -212,9 +218,16 @@ def recommend(
     )
     if training is not None:
         continuation = from_training.predict_continuation(training, answer.recommendation.choice, candidates)
-        recommendation = answer.recommendation.model_copy(update={"continuation": continuation, "headline": None})
-        answer = replace(answer, recommendation=recommendation)
+        of_rest = {"continuation": continuation, "headline": None}
+        by_type = {name: of_type.model_copy(update=of_rest) for name, of_type in by_type.items()}
+        answer = replace(answer, recommendation=answer.recommendation.model_copy(update=of_rest))
     return replace(answer, by_type=by_type)
+
+
+def _select_run(candidates: Candidates, measurements: TypeMeasurements) -> Candidates:
+    """Return the candidates of one run under its node type, with their Pareto front marked."""
+    of_run = candidates.select(type=measurements.type)
+    return of_run.with_columns({"type": measurements.run.part.type or ""}).with_pareto_front()
 
 
 def with_site_bill(run: Run) -> Run:
@@ -534,7 +547,9 @@ def save_answer(
     """Write recommendation.json, recommended.yaml, results.csv and cmd.txt, which `tula train` reads.
 
     The chosen run gets the answer over all runs; each other run gets the best configuration on its hardware, for
-    `tula train --type`. The settings of the job are stored too, but not those that the answer only assumes.
+    `tula train --type`. So does the chosen run if several have the same node type: later commands, which read it alone,
+    do not know the runs by the names that they have here. The settings of the job are stored too, but not those that
+    the answer only assumes.
 
     Args:
         runs: the runs of the query.
@@ -555,13 +570,13 @@ def save_answer(
     measured = {measurements.run.path: measurements for measurements in answer.all_measurements}
     stored = [open_run(run) if assumed else run for run in runs if run.exists]
     for run in sorted(stored, key=lambda run: run.path == chosen.path):  # the last one is the newest run
-        if run.path == chosen.path:
+        of_run = measured.get(run.path)
+        if run.path == chosen.path and chosen.type == chosen.part.type:
             candidates = answer.candidates if every else None
             write_answer(run, answer.all_measurements, answer.recommendation, candidates)
-        elif (of_run := measured.get(run.path)) is not None and of_run.type in answer.by_type:
-            candidates = answer.candidates.select(type=of_run.type).with_pareto_front() if every else None
-            write_answer(run, [of_run], answer.by_type[of_run.type], candidates)
+        elif of_run is not None and of_run.type in answer.by_type:
+            candidates = _select_run(answer.candidates, of_run) if every else None
+            write_answer(run, [of_run.with_type_of_run()], answer.by_type[of_run.type], candidates)
         file = find_settings_origin(run, None, ()) if assumed else find_settings_origin(run, job, overrides)
         save_runs([run], file)
-    if len(runs) > 1:
-        mark_chosen_run(chosen)
+    mark_chosen_run(chosen, runs)

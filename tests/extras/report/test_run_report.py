@@ -360,6 +360,16 @@ def test_each_node_type_has_its_probes_and_its_curve(by_type: Document) -> None:
     assert "type" in [item.title for item in table(by_type, "configurations").columns]
 
 
+def test_a_choice_on_hardware_without_measurements_is_reported(tmp_path: Path) -> None:
+    run = reports.answered(reports.probed(tmp_path))
+    stored = run.recommendation()
+    assert stored is not None
+    choice = stored.choice.model_copy(update={"type": "sold"})
+    run.write_recommendation(stored.model_copy(update={"choice": choice}))
+    document = report(run)
+    assert "of type sold" in document.answer and not figure(document, "epoch_time").marks
+
+
 def test_lengths_of_text_are_told_beside_the_choice(tmp_path: Path) -> None:
     job = make.validate(
         {

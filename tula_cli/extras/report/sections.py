@@ -557,7 +557,7 @@ def _build_epoch_figure(material: Material, choice: Prediction) -> Iterator[Figu
         "global batch",
         f"time per epoch ({unit})",
         tuple(_build_value_curves(rows, value, choice)),
-        marks=_list_choice_marks(material, choice, value(choice)[0]),
+        marks=_list_choice_marks(material, choice, value(choice)[0]) if choice.type in sizes else (),
         x_scale="log2",
         y_scale=choose_scale([value(row)[0] for row in rows]),
         paper="Figure 1",

@@ -31,6 +31,11 @@ class Variant(Record):
     runs: tuple[str, ...] = ()  # names of the runs of all variants of the job
     chosen: str = ""  # name of the run that the job's recommendation is to train; empty without a recommendation
 
+    @property
+    def type(self) -> str | None:
+        """The node type with its number of GPUs, as in `JobSpec.types`; None if the job names neither."""
+        return "-".join(filter(None, (self.node_type, f"gpus-{self.gpus}" if self.gpus else ""))) or None
+
 
 class StageDecision(Record):
     """A decision about the next stage from a measurement of the gradient noise: a row of stages.jsonl."""

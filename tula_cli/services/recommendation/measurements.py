@@ -64,6 +64,10 @@ class TypeMeasurements:
         """The node type as in records: empty if the job names none."""
         return self.run.type or ""
 
+    def with_type_of_run(self) -> "TypeMeasurements":
+        """Return these measurements under the node type that later commands give the run."""
+        return replace(self, run=self.run.with_own_type())
+
     @property
     def prefix(self) -> str:
         return f"{self.type}: " * bool(self.type)

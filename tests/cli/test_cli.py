@@ -519,9 +519,9 @@ def test_just_looking_changes_nothing_that_later_commands_take(cluster, question
 def test_the_removed_objective_of_recommend_names_its_replacement(cluster):
     refused = tula("recommend", "--objective", "result-time")
     assert refused.code == 2
-    assert "tula recommend --objective has no value result-time any more\nHINT: choose by time" in refused.err
+    assert "tula recommend --objective: value result-time was removed\nHINT: choose by time" in refused.err
     other = tula("recommend", "--objective", "soon")
-    assert other.code == 2 and "any more" not in other.err and "'soon' is not one of" in other.err
+    assert other.code == 2 and "removed" not in other.err and "'soon' is not one of" in other.err
 
 
 @pytest.mark.parametrize(
@@ -534,7 +534,7 @@ def test_the_removed_objective_of_recommend_names_its_replacement(cluster):
 def test_a_removed_option_of_recommend_names_its_replacement(cluster, option, replacement):
     refused = tula("recommend", *option)
     assert refused.code == 2
-    assert f"tula recommend has no option {option[0]} any more\nHINT: {replacement}" in refused.err
+    assert f"tula recommend: option {option[0]} was removed\nHINT: {replacement}" in refused.err
 
 
 def test_where_a_run_cannot_be_written_the_answer_is_shown_all_the_same(cluster):
@@ -866,7 +866,7 @@ def test_list(cluster):
 def test_a_removed_option_names_what_replaces_it(cluster, words, replacement):
     refused = tula(*words)
     assert (refused.code, refused.out) == (2, "")
-    assert f"tula {words[0]} has no option {words[-1]} any more" in refused.err and replacement in refused.err
+    assert f"tula {words[0]}: option {words[-1]} was removed" in refused.err and replacement in refused.err
     assert tula(*words, "--json").json["error"]["code"] == "spec"
     assert words[-1] not in tula(words[0], "--help").out
 
@@ -1556,7 +1556,14 @@ def test_the_screens_tell_the_types_apart(two_types):
     assert "price: single: 1 USD per node-hour" in table
     assert "o 1 node of type pair" in tula("recommend", "--explain").out
     shown = tula("status")
-    assert shown.out.count("node type ") == 2 and "recommended over all node types: " in shown.out
+    assert shown.out.count("node type ") == 2 and "recommended over all node types: 1 node of type pair" in shown.out
+    tula("recommend", "--type", "single", "--save")
+    shown = tula("status").out
+    assert (
+        "over all" not in shown
+        and "recommended: 2 nodes of type single, " in shown
+        and ", knee, --type single" in shown
+    )
     assert set(tula("status", "--json").json["data"]["types"]) == {"single", "pair"}
     counted = {row["id"]: row["measured"] for row in tula("list", "--json").json["data"]}
     assert counted == {part.id: len(part.results()) for part in parts().values()}

@@ -136,7 +136,7 @@ def test_what_an_answer_assumes_is_not_written_as_the_jobs_own(run: RunDir) -> N
     save_answer(open_family(run), answer)
     path = run.path / "recommended.yaml"
     assert load_spec(path, environ={}, site_files=()) == run.read_spec()
-    assert "EUR" in path.read_text() and "# Asked by: time, --set pricing=" in path.read_text()
+    assert "EUR" in path.read_text() and "# Criteria: time, --set pricing=" in path.read_text()
 
 
 def test_the_command_names_run_nodes_and_batch(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_the_recommended_spec_names_the_same_run(run: RunDir) -> None:
     path = run.path / "recommended.yaml"
     assert load_spec(path, environ={}, site_files=()) == run.read_spec()
     assert (
-        f"# Train it: tula train --run {run.path} --nodes {choice.nodes} --batch {choice.batch}\n" in path.read_text()
+        f"# To train: tula train --run {run.path} --nodes {choice.nodes} --batch {choice.batch}\n" in path.read_text()
     )
 
 
@@ -286,7 +286,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     warnings = warnings_of(run)
     assert values(warnings, "probe-failed") == {"nodes": 4, "local_batch": 8, "reason": "in use"}
     left_out = values(warnings, "configurations-left-out")
-    assert left_out["nodes"] == (4, 8, 16) and left_out["reason"].startswith("one number of nodes was measured")
+    assert left_out["nodes"] == (4, 8, 16) and left_out["reason"].startswith("only one number of nodes was measured")
 
 
 def test_neither_torch_nor_plotting_is_imported(run: RunDir) -> None:
@@ -603,7 +603,7 @@ def test_the_same_progress_takes_smaller_batches_than_the_same_epochs(noisy: Run
     assert result.rows == fastest.rows
     epochs = result.choice.same_progress.epochs
     assert f"needs about {epochs:.3g} epochs" in result.reason and "batch 128" in result.reason
-    assert f"--set train.epochs={math.ceil(epochs)} " in result.reason
+    assert result.reason.endswith(f"--set train.epochs={math.ceil(epochs)}")
     assert "noise scale 50 samples" in result.efficiency
 
 
@@ -777,14 +777,14 @@ def test_beside_the_choice_stands_what_its_first_fallback_costs(run: RunDir) -> 
     assert fallback is not None and choice.local_batch == 256
     assert (fallback.batch, fallback.micro_batch, fallback.micro_batches) == (512, 128, 2)
     assert choice.step_time < fallback.step_time and choice.hours < fallback.hours
-    assert fallback.basis == "by the probe at local batch 128"
+    assert fallback.basis == "from the probe at local batch 128"
     (message,) = [
         line
         for line in show_recommend.render_explanation(result, {}, drawn=result, width=100, color=False)
         if "out-of-mem" in str(line)
     ]
     more = 100 * (fallback.step_time / choice.step_time - 1)
-    assert str(message).startswith("after an out-of-memory: batch 512 as micro-batch 128 x 2, a step ")
+    assert str(message).startswith("fallback after an out-of-memory error: batch 512 as micro-batch 128 x 2, ")
     assert f"({more:+.0f} %)" in str(message)
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from tula_cli.show.tables import describe_place, format_or_dash, make_table, render_by_type, render_long_table
 from tula_cli.words import (
     choose_time_unit,
-    describe_configuration,
     describe_node_counts,
     format_count,
     format_duration,
@@ -74,9 +73,8 @@ def render_status(now: "RunStatus") -> Iterator["RenderableType"]:
         yield ""
         yield "next: run tula profile again; it submits the next round, or ends the search"
     if now.recommendation is not None:
-        choice = now.recommendation.choice
         yield ""
-        yield f"recommended: {describe_configuration(choice.nodes, choice.batch, choice.local_batch)}, {now.recommendation.objective}"
+        yield f"recommended: {describe_place(now.recommendation.choice)}, {now.recommendation.criteria}"
 
 
 def render_status_by_type(
@@ -93,7 +91,8 @@ def render_status_by_type(
         yield f"{'' if name is None else f'{name}: '}SLURM's bill, {charge.description}{whole}"
     if chosen is not None and None not in statuses:
         yield ""
-        yield f"recommended over all node types: {describe_place(chosen.choice)}, {chosen.objective}"
+        among = "" if any(option.startswith("--type") for option in chosen.options) else " over all node types"
+        yield f"recommended{among}: {describe_place(chosen.choice)}, {chosen.criteria}"
 
 
 def describe_job_state(job: "JobStatus") -> str:

@@ -20,9 +20,9 @@ def file_of(part: Part) -> str:
     return next(word for word in part.command if word.endswith(".py"))
 
 
-def test_without_a_budget_everything_runs_within_70_minutes() -> None:
+def test_without_a_budget_everything_runs_within_75_minutes() -> None:
     assert chosen(PARTS, TREES[0], None) == list(PARTS)
-    assert planned(PARTS) <= 70
+    assert planned(PARTS) <= 75
 
 
 def test_two_parts_run_at_a_time_and_what_measures_times_by_itself(

@@ -243,6 +243,7 @@ def test_help_names_every_job() -> None:
 
 
 @pytest.mark.torch
+@pytest.mark.proof
 def test_one_small_job_is_searched_trained_and_compared(tmp_path: Path) -> None:
     arguments = (
         "--tiny",

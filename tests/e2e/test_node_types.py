@@ -14,6 +14,7 @@ node_types:
 """
 
 
+@pytest.mark.proof
 def test_two_types_from_profile_to_trained_model(tula) -> None:
     job = tula.folder / "job.yaml"
     job.write_text(

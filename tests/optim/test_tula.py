@@ -641,7 +641,7 @@ def test_a_refresh_owed_survives_a_checkpoint() -> None:
 def test_a_foreign_state_is_refused() -> None:
     model = mlp()
     opt = tula(model)
-    with pytest.raises(ValueError, match="not of a TulaOptimizer"):
+    with pytest.raises(ValueError, match="not the state of a TulaOptimizer"):
         opt.load_state_dict(sgd(model).state_dict())
     state = opt.state_dict()
     state["ags"]["version"] = 99

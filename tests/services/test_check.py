@@ -145,7 +145,7 @@ def test_what_each_strategy_takes_beside_the_training_is_told_once_a_probe_is_kn
         list(worth.shares.values()) == sorted(worth.shares.values()) and worth.shares["partial"] < worth.shares["full"]
     )
     shown = "\n".join(str(line) for line in show_check.render_check(check(long, run=run), {}))
-    assert "of the node-hours of the training (batch 512 on 1 node: " in shown
+    assert "batch 512 on 1 node" in shown
     assert "expensive-search" not in codes(check(long, run=run).warnings)
     assert values(check(brief, run=run).warnings, "expensive-search")["cheapest_strategy"] == "adaptive"
 
@@ -153,7 +153,7 @@ def test_what_each_strategy_takes_beside_the_training_is_told_once_a_probe_is_kn
 def test_a_check_tells_what_is_expected_beside_what_is_at_most(found):
     report = check(spec())
     shown = "\n".join(str(line) for line in show_check.render_check(report, {}))
-    assert re.search(r"expected .* one job after the other, .* node-h \(assuming 0.1 s per step\)\nat most", shown)
+    assert re.search(r"expected .* with one job at a time, .* node-h \(assuming 0.1 s per step\)\nat most", shown)
 
 
 def test_a_charge_factor_of_a_name_that_slurm_does_not_know_is_warned_of(found, tmp_path, monkeypatch):

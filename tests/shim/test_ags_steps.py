@@ -309,7 +309,7 @@ def test_what_smaller_optimizers_of_the_model_train_is_told_to_be_unscaled(aroun
     ags.seek()
     assert ags.tula is not None and (ags.tula.base, ags.tula.setup.model) == (body, model)
     messages = [text for text in ags.said() if "not scaled" in text]
-    assert len(messages) == 1 and "SGD trains (56 numbers)" in messages[0] and "AdamW (27 numbers)" in messages[0]
+    assert len(messages) == 1 and "SGD (56 numbers)" in messages[0] and "AdamW (27 numbers)" in messages[0]
     assert "RMSprop (6 numbers)" in messages[0] and "of the largest model (" in messages[0]
 
 

@@ -59,6 +59,7 @@ def ended(tula: Tula, *outcomes: str, epochs: int = EPOCHS) -> None:
     "a node is drained while a job runs on it",
     "the job continues there to its end, and no later job starts on it",
 )
+@pytest.mark.proof
 def test_a_training_goes_on_drained_suspended_and_with_a_waiting_link_cancelled(
     tula: Tula, on_slurm: SlurmCluster, moment: random.Random
 ) -> None:

@@ -42,6 +42,7 @@ def test_a_folder_that_no_node_sees_is_told(tula: Tula, on_slurm: SlurmCluster) 
     assert "--run-dir" in error["hint"]
 
 
+@pytest.mark.proof
 def test_the_node_that_does_not_see_the_folder_is_named(tula: Tula, on_slurm: SlurmCluster) -> None:
     first, second = on_slurm.names[:2]
     folder = tula.folder / "tula-runs"

@@ -30,6 +30,7 @@ def without_torch(tula: Tula, tmp_path: Path) -> tuple[str, ...]:
     return ("--set", f"cluster.slurm.python={python}")
 
 
+@pytest.mark.proof
 def test_a_login_without_torch_takes_a_job_to_its_end(
     tula: Tula, on_slurm: SlurmCluster, without_torch: tuple[str, ...]
 ) -> None:

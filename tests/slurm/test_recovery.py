@@ -85,6 +85,7 @@ def submit(tula: Tula, *options: str) -> None:
     "the time limit is reached",
     "the ranks save before it, and the next job of the chain resumes; no sample is trained twice",
 )
+@pytest.mark.proof
 def test_the_chain_goes_on_after_a_time_limit_and_nothing_is_trained_twice(tula: Tula) -> None:
     # 56 s of pauses at least, of which a minute's allocation has room for less than 50.
     submit(tula, *ONE, *waiting(tula, 20, pause=56 / 20 / PASSES), "--set", "cluster.slurm.minutes=1")
@@ -116,12 +117,13 @@ def test_a_preempted_training_goes_on_when_the_nodes_are_free_again(tula: Tula) 
     trained(tula, 12)
 
 
-@pytest.mark.parametrize("victim", ["rank 0", pytest.param("the other", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("victim", ["rank 0", pytest.param("the other")])
 @pytest.mark.promise(
     "a node",
     "a node loses power or its network",
     "the next job of the chain resumes from the newest checkpoint on other nodes",
 )
+@pytest.mark.proof
 def test_a_node_that_falls_silent_is_replaced(tula: Tula, on_slurm: SlurmCluster, victim: str) -> None:
     submit(tula, *TWO, *waiting(tula, 12))
     tula.until(tula.epochs_done)

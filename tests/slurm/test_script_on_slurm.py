@@ -214,6 +214,7 @@ srun bash -c 'RANK=$SLURM_PROCID exec {python} -m tula_cli observe -- {python} p
 """
 
 
+@pytest.mark.proof
 def test_a_step_of_two_nodes_is_observed_as_one_job(on_slurm: SlurmCluster, tmp_path: Path) -> None:
     shutil.copy(ROOT / "tests" / "scripts" / "plain_ddp.py", tmp_path)
     batch = tmp_path / "job.sh"
@@ -229,6 +230,6 @@ def test_a_step_of_two_nodes_is_observed_as_one_job(on_slurm: SlurmCluster, tmp_
     (tmp_path / "job.yaml").write_text(TORCHRUN)
     spec = load_spec(tmp_path / "job.yaml")
     run = RunDir.of(tmp_path / "runs", spec)
-    list(add_observed_probes(run, spec, str(tmp_path / "tula-observed" / "plain_ddp")))
+    list(add_observed_probes([run], str(tmp_path / "tula-observed" / "plain_ddp")))
     (probe,) = run.results()
     assert isinstance(probe, Measured) and (probe.nodes, probe.batch) == (2, 16) and probe.compute_time is not None

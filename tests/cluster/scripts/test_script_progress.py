@@ -596,4 +596,4 @@ def test_steps_that_come_to_train_on_more_samples_are_told_with_both_figures(alo
 def test_the_last_line_of_a_script_says_why_it_took_no_step(tmp_path: Path, log: str, line: str) -> None:
     (tmp_path / "log").write_text(log)
     assert find_last_script_line(tmp_path / "log") == line
-    assert (line or "started without -I") in describe_missing_step(tmp_path / "log")
+    assert (line or "starts without -I") in describe_missing_step(tmp_path / "log")

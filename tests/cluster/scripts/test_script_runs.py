@@ -330,7 +330,7 @@ def test_a_command_that_cannot_accumulate_says_so(folder: Path) -> None:
     assert [outcome for _, outcome in attempts] == ["device_oom", "done"]
     summary = run.training("x").summary()
     assert summary is not None and summary.causes[0].endswith(
-        "not cut: the command has no {micro_batch} with {accumulate} or {accumulate_total}"
+        "not split: the command has no {micro_batch} with {accumulate} or {accumulate_total}"
     )
 
 

@@ -41,14 +41,14 @@ def test_what_would_be_replaced_is_refused_with_the_path(tmp_path: Path, name: s
         return
     with pytest.raises(SpecError) as error:
         require_plain_path(path)
-    assert f"has {refused}" in error.value.message and str(path) in error.value.message
+    assert f"contains {refused}" in error.value.message and str(path) in error.value.message
     assert "\n" not in error.value.message and error.value.hint
 
 
 def test_a_link_to_such_a_folder_is_one(tmp_path: Path) -> None:
     (tmp_path / "%j").mkdir()
     (tmp_path / "plain").symlink_to(tmp_path / "%j")
-    with pytest.raises(SpecError, match="has %j"):
+    with pytest.raises(SpecError, match="contains %j"):
         require_plain_path(tmp_path / "plain" / "run")
 
 

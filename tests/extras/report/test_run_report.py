@@ -12,6 +12,7 @@ from make_results import MIB, Truth, measured
 
 from tula_cli.errors import SpecError
 from tula_cli.extras.report.run_report import build_document
+from tula_cli.extras.report.sections import build_study
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
@@ -448,3 +449,8 @@ def test_rows_that_are_damaged_are_left_out(tmp_path: Path) -> None:
     document = report(reports.trained(RunDir.create(tmp_path, reports.JOB), rows=[*reports.epochs(), *broken]))
     assert figure(document, "eigenvalue").series[0].x == (1000.0, 2000.0, 3000.0)
     assert figure(document, "factors").density.x_edges == (0.0, 1000.0, 2000.0, 3000.0)  # type: ignore[union-attr]
+
+
+def test_a_step_time_without_a_lower_bound_has_no_upper_throughput() -> None:
+    (point,) = build_study([make.prediction(2, 64, step_low=0.0)], fixed=64, gpus_per_node=1).points
+    assert (point.samples_low, point.samples_high) == (pytest.approx(64 / 0.11), None)

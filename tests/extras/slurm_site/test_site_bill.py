@@ -75,7 +75,7 @@ def test_the_dearest_of_several_kinds_of_nodes_counts_and_is_told():
     ask = Slurm(get_user_name(), nodes=f"{NODE}\n{larger}")
     site_bill = find_site_bill(job(partition="half"), None, ask=ask)
     assert site_bill.node == pytest.approx(8 * 0.3)
-    assert "from 0.600 on" in site_bill.words
+    assert "at least 0.600" in site_bill.words
 
 
 def test_a_constraint_and_a_type_of_gpu_choose_nodes():

@@ -150,7 +150,7 @@ def test_stages_divide_among_parts_and_what_was_decided_stays() -> None:
     smaller = build_ramp(job(), decided=ramp.stages, **{**value, "batch": 480})  # type: ignore[arg-type]
     assert smaller.stages == ramp.stages[:3]
     few = build_ramp(job(), noise=noise, batch=4096, divisor=256, dataset_size=SIZE)  # type: ignore[arg-type]
-    assert few.stages[0].begin == 0 and few.stages[0].batch == 256 and "leaves batch 128 out" in few.remarks[0]
+    assert few.stages[0].begin == 0 and few.stages[0].batch == 256 and "batch 128 is skipped" in few.remarks[0]
 
 
 def test_without_a_measurement_stages_are_those_of_auto() -> None:

@@ -61,5 +61,5 @@ def test_probes_with_other_gpus_a_node_count() -> None:
 
 
 def test_probes_of_one_place_foresee_nothing() -> None:
-    with pytest.raises(BadMeasurements, match="1 probe cannot predict"):
+    with pytest.raises(BadMeasurements, match="predictions with measurements: 1"):
         validate_strategies(spec(), probe_all(Truth(), {2: (32,)}), priors=PRIORS)

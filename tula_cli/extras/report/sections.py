@@ -274,7 +274,7 @@ def build_study(rows: Iterable[Prediction], *, fixed: int, gpus_per_node: int) -
     points = []
     for row in sorted_rows:
         samples = row.batch / row.step_time
-        low, high = (None if end is None else row.batch / end for end in (row.step_high, row.step_low))
+        low, high = (row.batch / end if end else None for end in (row.step_high, row.step_low))  # 0: no bound
         speedup = samples / first_throughput
         efficiency = speedup * sorted_rows[0].nodes / row.nodes
         points.append(ScalingPoint(row, row.nodes * gpus_per_node, samples, low, high, speedup, efficiency))

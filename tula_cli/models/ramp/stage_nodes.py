@@ -3,14 +3,11 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Literal
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.models import messages
-from tula_cli.models.choice.columns import Ints
 from tula_cli.models.choice.grid import list_places
 from tula_cli.models.out_of_memory import MIN_NORMALISED
 from tula_cli.models.ramp.by_noise import NoisePath
@@ -20,6 +17,9 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec, compute_max_decay_growth
 from tula_cli.spec.sections import RampStage
 from tula_cli.words import format_count, format_number
+
+if TYPE_CHECKING:
+    from tula_cli.models.choice.columns import Ints
 
 # --- Nodes
 #
@@ -143,7 +143,7 @@ def build_ramp_on_nodes(
     return build_ramp(spec, batch=batch, divisor=divisor, dataset_size=dataset_size, noise=noise, fewer=fewer)
 
 
-def find_fitting_batches(spec: JobSpec, nodes: Ints, batches: Ints) -> Ints:
+def find_fitting_batches(spec: JobSpec, nodes: "Ints", batches: "Ints") -> "Ints":
     """Return batches rounded down to divide on `nodes` nodes, or else on the most below these if stages may run on fewer.
 
     0 if a batch has less than one sample for each part.
@@ -152,6 +152,8 @@ def find_fitting_batches(spec: JobSpec, nodes: Ints, batches: Ints) -> Ints:
         spec: the job.
         nodes, batches: arrays that broadcast to the shape of the result.
     """
+    import numpy as np
+
     parts = compute_batch_divisor(spec, 1)
     divisor = nodes * parts
     if spec.train.ramp_nodes == "auto":

@@ -21,7 +21,6 @@ from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.services.recommendation.measurements import TypeMeasurements
 from tula_cli.services.search import STRATEGIES, group_probes_by_nodes
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import format_count
 
 JUDGED_STRATEGIES = ("partial", "sweep", "full")
 TRAININGS = "all, with trainings"
@@ -131,7 +130,7 @@ def validate_strategies(
         validations.append(_make_validation_row(TRAININGS, len(probed), pairs, left_out_once=True))
     if not validations:
         raise BadMeasurements(
-            f"{format_count(len(probed), 'probe')} cannot predict each other",
+            f"too few probes to compare predictions with measurements: {len(probed)}",
             "measure more (search.strategy: sweep or full)",
         )
     return tuple(validations)

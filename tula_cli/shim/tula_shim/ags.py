@@ -168,7 +168,7 @@ class AgsSteps:
         if others:
             name, size = type(module).__qualname__, count_elements(base)
             words = f"AGS scales the parameters of {get_full_name(base)} ({size} numbers), the largest optimizer of the largest model ({name})"
-            self.notes.append(f"{words}; not scaled is what {', '.join(others)} trains")
+            self.notes.append(f"{words}; the parameters of {', '.join(others)} are not scaled")
 
     def _taken_hook(self, model: Any) -> str:
         if self.settings["settings"]["source"] != "local_norms" or not self.split.has_hook(model):

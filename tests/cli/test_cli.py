@@ -1556,7 +1556,14 @@ def test_the_screens_tell_the_types_apart(two_types):
     assert "price: single: 1 USD per node-hour" in table
     assert "o 1 node of type pair" in tula("recommend", "--explain").out
     shown = tula("status")
-    assert shown.out.count("node type ") == 2 and "recommended over all node types: " in shown.out
+    assert shown.out.count("node type ") == 2 and "recommended over all node types: 1 node of type pair" in shown.out
+    tula("recommend", "--type", "single", "--save")
+    shown = tula("status").out
+    assert (
+        "over all" not in shown
+        and "recommended: 2 nodes of type single, " in shown
+        and ", knee, --type single" in shown
+    )
     assert set(tula("status", "--json").json["data"]["types"]) == {"single", "pair"}
     counted = {row["id"]: row["measured"] for row in tula("list", "--json").json["data"]}
     assert counted == {part.id: len(part.results()) for part in parts().values()}

@@ -163,6 +163,8 @@ def test_a_wider_range_has_only_nodes_among_which_the_batches_divide_that_the_tr
     wider = plan(run, spec, nodes=NodeRange(1, 64), batch=64).task
     assert (wider.nodes, wider.batch, wider.node_counts) == (1, 32, (1, 2, 4, 8, 16, 32))
     assert [rung.batch for rung in wider.ladder] == [32], "no fallback that does not divide among the most nodes"
+    odd = plan(run, spec, nodes=NodeRange(2, 8), batch=96).task
+    assert odd.node_counts == (2, 3, 4, 6, 8) and [rung.batch for rung in odd.ladder] == [96], "64 not among 3 nodes"
 
 
 def test_a_range_that_changes_the_growing_batch_or_is_limited_by_it_is_reported(run: RunDir) -> None:
@@ -174,6 +176,7 @@ def test_a_range_that_changes_the_growing_batch_or_is_limited_by_it_is_reported(
     run.write_task(narrow.task)
     again = plan(run, spec, nodes=NodeRange(2, 64), batch=64)
     assert again.task.node_counts == (2, 4, 8, 16)
+    assert [rung.batch for rung in again.task.ladder] == [64, 32], "those that divide on 16 nodes, as after 2-16"
     assert [warning.values for warning in again.warnings] == [{"nodes": [32, 64], "batches": [16, 32, 64]}]
 
 

@@ -87,7 +87,7 @@ def choose_job_sizes(
         for nodes in range(least, most + 1)
         if batch % compute_batch_divisor(spec, nodes) == 0 and slurm.longest(nodes)
     ]
-    sizes = [size for nodes in counts for size in _list_size(spec, Config(nodes, batch), counts[-1], estimator, market)]
+    sizes = [size for nodes in counts for size in _list_size(spec, Config(nodes, batch), estimator, market)]
     if estimator is not None and (bounds.least is None or bounds.most is None):
         sizes = [size for size in sizes if _is_within(size.prediction, deadline=deadline, efficiency=efficiency)]
     if not sizes:
@@ -120,13 +120,8 @@ def _is_within(prediction: Prediction | None, *, deadline: float | None, efficie
     return efficiency is None or (prediction.scaling_efficiency or 0.0) >= efficiency
 
 
-def _list_size(
-    spec: JobSpec, config: Config, most_nodes: int, estimator: Estimator | None, market: Market
-) -> Iterator[JobSize]:
-    """Yield a number of nodes with its micro-batch and out-of-memory fallbacks; nothing if no micro-batch fits.
-
-    A fallback is a smaller batch that also divides on the largest number of nodes.
-    """
+def _list_size(spec: JobSpec, config: Config, estimator: Estimator | None, market: Market) -> Iterator[JobSize]:
+    """Yield a number of nodes with its micro-batch and out-of-memory fallbacks; nothing if no micro-batch fits."""
     accumulate, local_batch = spec.train.accumulate, config.local_batch(spec.cluster.gpus_per_node)
     splits = _count_splits(spec, config, estimator)
     if splits is None:
@@ -138,8 +133,8 @@ def _list_size(
     else:
         first_rung = Rung(batch=config.batch)
         smaller = [Rung(batch=batch) for batch in reversed(list_batches(spec.search.min_batch, config.batch - 1))]
-    divisors = [compute_batch_divisor(spec, nodes) for nodes in (config.nodes, most_nodes)]
-    rungs = [rung for rung in smaller if all(rung.batch % divisor == 0 for divisor in divisors)]
+    divisor = compute_batch_divisor(spec, config.nodes)
+    rungs = [rung for rung in smaller if rung.batch % divisor == 0]
     yield JobSize(
         nodes=config.nodes, micro_batch=local_batch // accumulate // splits, splits=splits, ladder=(first_rung, *rungs)
     )

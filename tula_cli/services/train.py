@@ -294,7 +294,7 @@ def _make_train_task(
 ) -> TrainTask:
     signature = compute_train_signature(spec, nodes=None if sizes else nodes, batch=batch, code=code.identity)
     job = f"train-{signature}"
-    return TrainTask(
+    task = TrainTask(
         id=f"{job}-1",
         job=job,
         spec=spec,
@@ -305,8 +305,8 @@ def _make_train_task(
         ladder=ladder,
         workers=spec.train.workers,
         sizes=sizes,
-        splits=sizes[-1].splits if sizes else 1,
     )
+    return task.on_size(sizes[-1]) if sizes else task
 
 
 def _fit_estimator_if_measured(run: Run, recommended: Recommendation | None) -> Estimator | None:

@@ -244,8 +244,10 @@ class TrainTask(BaseTask):
         return self if size is None or size.nodes == self.nodes else self.on_size(size)
 
     def on_size(self, size: JobSize) -> "TrainTask":
-        """Return this task on a number of nodes, with the micro-batches and out-of-memory fallbacks there."""
-        ladder = tuple(rung for rung in size.ladder if rung.batch <= self.batch)
+        """Return this task on a number of nodes, with its micro-batches, and fallbacks that divide on each of its sizes."""
+        parts = self.spec.cluster.gpus_per_node * self.spec.train.accumulate
+        divisor = math.lcm(*(count * parts for count in self.node_counts))
+        ladder = tuple(rung for rung in size.ladder if rung.batch <= self.batch and rung.batch % divisor == 0)
         if not ladder or ladder[0].batch != self.batch:
             ladder = (Rung(batch=self.batch), *ladder)
         resized = self.model_copy(update={"nodes": size.nodes, "ladder": ladder})

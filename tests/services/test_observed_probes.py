@@ -13,10 +13,12 @@ from tula_cli.models.observed import MeasuredJob
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.observed import ObservedJob
 from tula_cli.run.records.probes import Measured
+from tula_cli.run.records.results import JobFile
 from tula_cli.services import observed_probes
 from tula_cli.services.events import WarningEvent
 from tula_cli.services.observed_probes import add_observed_probes, make_probe_result
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import dump_yaml, load_spec
 
 SLURM = {"kind": "slurm", "gpus_per_node": 4, "device": "cuda", "slurm": {"partition": "gpu", "minutes": 30}}
 
@@ -79,6 +81,32 @@ def test_the_newest_measurement_of_a_configuration_counts(
     del jobs["1"], jobs["3"], jobs["4"]
     with pytest.raises(BadMeasurements, match="none of 1 observed job"):
         list(add_observed_probes([Run(run.path, spec)], str(folder)))
+
+
+def test_overrides_are_not_stored_with_observed_jobs_unless_they_make_another_run(
+    tmp_path: Path, spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_file = tmp_path / "job.yaml"
+    job_file.write_text(dump_yaml(spec))
+    (tmp_path / "train").mkdir()
+    monkeypatch.setattr(observed_probes, "list_observed_jobs", lambda root: [ObservedJob(tmp_path / "train" / "1")])
+    monkeypatch.setattr(observed_probes, "measure_observed_job", lambda job: make_job(1, 4))
+
+    def add(*overrides: str) -> RunDir:
+        assumed = load_spec(job_file, overrides=overrides)
+        run = Run(RunDir.of(tmp_path / "runs", assumed).path, assumed)
+        file = JobFile(path=str(job_file), overrides=overrides)
+        list(add_observed_probes([run], str(tmp_path / "train"), file))
+        return run
+
+    plain = JobFile(path=str(job_file))
+    for _ in range(2):  # the run is created, and is there
+        run = add("search.nodes=[1]")
+        assert run.job_file() == plain and run.read_spec() == load_spec(job_file)
+    renamed = add("name=other")
+    assert renamed.read_spec().name == "other" and renamed.job_file() == JobFile(
+        path=plain.path, overrides=("name=other",)
+    )
 
 
 def test_a_job_without_a_script_takes_no_observed_jobs(tmp_path: Path, spec: JobSpec) -> None:

@@ -18,7 +18,7 @@ from tula_cli.show.screen import Screen
 if TYPE_CHECKING:
     from tula_cli.run.directory import Run, RunDir
     from tula_cli.run.job_runs import ConfigDrift
-    from tula_cli.run.records.results import JobFile
+    from tula_cli.run.records.results import JobFile, Variant
     from tula_cli.services.events import Planned
     from tula_cli.spec.job import JobSpec
 
@@ -130,7 +130,7 @@ def find_runs(
         made_with = [f"--set {shlex.quote(text)}" for text in earlier_overrides]
         earlier = f"{why and ','} with {' '.join(made_with)} of an earlier command" if made_with else ""
         paths = ", ".join(words.make_relative_path(run.path) for run in runs)
-        screen.note(f"run {paths}{why and f' {why}'}{earlier}")
+        screen.note(f"{'run' if len(runs) == 1 else 'runs'} {paths}{why and f' {why}'}{earlier}")
     return open_runs(runs, overrides)
 
 
@@ -140,7 +140,6 @@ def find_named_runs(named: Path, root: Path) -> "list[RunDir]":
     Raises:
         SpecError: there is none, or the name is that of several.
     """
-    from tula_cli.plugins import suggest_nearest
     from tula_cli.run.directory import RunDir
 
     # os.path's, which raise nothing where another user's folder is in the way.
@@ -160,8 +159,28 @@ def find_named_runs(named: Path, root: Path) -> "list[RunDir]":
         )
     raise SpecError(
         f"there is no run {named} (neither {named.absolute()} nor {words.make_relative_path(root / named.name)} is a folder)",
-        suggest_nearest(named.name, [run.id for run in RunDir.all(root)]) or "tula list shows all runs",
+        _suggest_runs(named, root) or "tula list shows all runs",
     )
+
+
+def _suggest_runs(named: Path, root: Path) -> str:
+    """Return a hint with the runs of the job of a name, or else with the run whose name is nearest; empty if none is near."""
+    from tula_cli.plugins import suggest_nearest
+    from tula_cli.run.directory import RunDir
+
+    runs = RunDir.all(root)
+    variants = [
+        run.id for run in runs if (part := run.variant()) is not None and _is_run_of_job(run.id, part, named.name)
+    ]
+    if variants:
+        return f"the runs of job {named.name} are {', '.join(sorted(variants))}"
+    return suggest_nearest(named.name, [run.id for run in runs])
+
+
+def _is_run_of_job(id_: str, part: "Variant", job_name: str) -> bool:
+    """Return whether the id of a run is job name, variant and signature."""
+    variant = "-".join(filter(None, (part.type, f"length-{part.length}" if part.length else "")))
+    return id_.rpartition("-")[0] == f"{job_name}-{variant}"
 
 
 def _find_ids_of_name(named: Path, root: Path) -> list[str]:

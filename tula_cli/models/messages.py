@@ -118,7 +118,8 @@ def other_collective(*, chosen: str, modelled: str, nodes: int) -> str:
 @diagnostic
 def times_exclude(*, missing: Sequence[str], epochs_lost_on_spot: bool) -> str:
     spot = " On spot nodes, an interruption is assumed to lose the current epoch." if epochs_lost_on_spot else ""
-    return f"Time and cost do not include {' or '.join(missing)}, because the probes did not measure it.{spot}"
+    subject = "it" if len(missing) == 1 else "them"
+    return f"Time and cost do not include {' or '.join(missing)}, because the probes did not measure {subject}.{spot}"
 
 
 @diagnostic

@@ -829,8 +829,9 @@ def train(arguments: TrainArguments) -> TrainingSummary | SeedsReport | None:
     """Train at the recommended nodes and batch size, or attach to the training, or go on from its newest checkpoint.
 
     Returns:
-        Predicted against actual, how good it is, and the gain over today's configuration; None where nobody waits for it (`tula.status(run)` tells).
-        With `seeds` all trainings of the plan, as far as they are: `report.frame()` is a table of them.
+        Predicted against actual, how good it is, and the gain over today's configuration.
+        With `seeds`, all trainings of the plan with their states, finished or not: `report.frame()` is a table of them.
+        None if the call does not wait for the training (`tula.status(run)` shows it).
 
     Raises:
         SpecError: the job or the batch cannot be used.

@@ -12,7 +12,6 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible, OverBudget
 from tula_cli.models.choice.grid import Limit, get_highest_limit
 from tula_cli.models.cost import compute_max_price, describe_price
-from tula_cli.models.ramp.stage_nodes import describe_unusable_stages
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.html_table import render_html
 from tula_cli.run.job_runs import select_runs
@@ -362,6 +361,10 @@ def _check_any_configuration(
 
 
 def _check_stages(spec: JobSpec, inspection: Inspection | None) -> tuple[list[Diagnostic], list[Diagnostic]]:
+    if spec.train.stages is None:
+        return [], []
+    from tula_cli.models.ramp.stage_nodes import describe_unusable_stages  # numpy, which other jobs do not need
+
     return describe_unusable_stages(spec, dataset_size=inspection.dataset_size if inspection else None)
 
 

@@ -13,7 +13,7 @@ from tula_cli.models.observed import MeasuredJob
 from tula_cli.options import OBSERVED
 from tula_cli.run.directory import Run
 from tula_cli.run.format import require_current_format
-from tula_cli.run.job_runs import save_runs
+from tula_cli.run.job_runs import list_variants, open_run, save_runs
 from tula_cli.run.observed import list_observed_jobs
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.results import JobFile
@@ -23,6 +23,8 @@ from tula_cli.services import messages
 from tula_cli.services.events import Note, WarningEvent, Work
 from tula_cli.services.observe import list_jobs_of_script, measure_observed_job
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import load_spec
+from tula_cli.spec.signature import compute_measurement_signature
 from tula_cli.words import describe_probe_place, format_count
 
 
@@ -35,7 +37,8 @@ def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = N
     Args:
         runs: the only run of a job that starts the script.
         name: the script, or its folder of observations.
-        file: the file that the settings come from.
+        file: the file that the settings come from. Its overrides are not stored, because a recommendation only assumes
+            them, unless they make it a run of its own.
 
     Raises:
         SpecError: the job has no script or has node types, or no job of this name was observed.
@@ -69,13 +72,30 @@ def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = N
             f"none of {format_count(len(jobs), 'observed job')} of {name} can be used as a probe",
             "the warnings tell why; tula profile measures the job itself",
         )
-    save_runs([run], file)
+    save_runs(*_without_assumptions(run, file))
     for result in results.values():
         known = run.result(result.id)
         if not isinstance(known, Measured) or known.measured_at < result.measured_at:
             run.write_result(result)
     places = [describe_probe_place(result.nodes, result.local_batch) for result in reversed(results.values())]
     yield Note(f"measured by observed jobs: {'; '.join(places)}")
+
+
+def _without_assumptions(run: Run, file: JobFile | None) -> tuple[list[Run], JobFile | None]:
+    """Return a run and the file of its settings as they are stored: without overrides that measure the same."""
+    if file is None or not file.overrides:
+        return [run], file
+    if run.exists:
+        return [open_run(run)], run.job_file()
+    try:
+        variants = list_variants(load_spec(Path(file.path)))
+    except SpecError:  # the file is invalid without the overrides
+        return [run], file
+    job, spec = variants[0][1], run.spec
+    is_same = job.name == spec.name and compute_measurement_signature(job) == compute_measurement_signature(spec)
+    if len(variants) > 1 or not is_same:
+        return [run], file
+    return [run.with_spec(job)], JobFile(path=file.path)
 
 
 def make_probe_result(job: MeasuredJob, spec: JobSpec) -> Measured:

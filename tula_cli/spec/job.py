@@ -472,8 +472,11 @@ def get_max_lr_factor(spec: JobSpec) -> float | None:
     cause a step so long that the training diverges.
     """
     given, by_method = spec.train.max_lr_factor, spec.train.training_method.max_lr_factor
-    if given != "auto" or by_method is None or spec.train.stages == "decay":  # whose rate never exceeds optimizer.lr
-        return None if given == "auto" else given
+    if given != "auto":
+        return given
+    is_decay = spec.train.stages == "decay"  # its learning rate never exceeds optimizer.lr
+    if by_method is None or is_decay:
+        return None
     return 2 * by_method if spec.loss.name in CROSS_ENTROPIES else by_method
 
 

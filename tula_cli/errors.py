@@ -266,6 +266,13 @@ class Pending(TulaError):
     code = "pending"
 
 
+class CommandNotStarted(TulaError):
+    """The command to observe does not exist or cannot be started; shells have the same exit code."""
+
+    exit_code = 127
+    code = "command"
+
+
 class Interruption(KeyboardInterrupt):
     """Ctrl-C during a service. Not a TulaError, so that code which continues after an error still stops on Ctrl-C.
 

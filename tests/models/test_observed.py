@@ -1,5 +1,6 @@
 """What one observed configuration says about other requests."""
 
+import dataclasses
 import math
 
 import pytest
@@ -25,6 +26,17 @@ def test_parts_of_a_step_memory_and_shares_are_those_of_the_records() -> None:
     # 14.4 of 16 GiB may be used, 2 GiB of the 4 GiB do not grow with the batch.
     assert report.batch_growth == pytest.approx((0.9 * 16 - 2) / (4 - 2))
     assert {str(advice.code) for advice in report.warnings} >= {"larger-batch-fits"}
+
+
+def test_a_training_that_ends_before_its_exchange_is_measured_says_so() -> None:
+    job = make_job(1, 2)
+    ranks = tuple(rank.model_copy(update={"split": None, "steps": 60}) for rank in job.ranks)
+    beats = tuple(beat.model_copy(update={"step": 60}) for beat in job.heartbeats)
+    job = dataclasses.replace(job, ranks=ranks, heartbeats=beats, sync_seconds=None)
+    (note,) = report_observed_job(job).notes
+    assert "only 60 steps" in note and not report_observed_job(make_job(1, 2)).notes
+    without_ddp = tuple(rank.model_copy(update={"notes": ("no DistributedDataParallel",)}) for rank in ranks)
+    assert report_observed_job(dataclasses.replace(job, ranks=without_ddp)).notes == ("no DistributedDataParallel",)
 
 
 def test_time_and_node_hours_of_a_request_belong_together() -> None:
@@ -74,6 +86,11 @@ def test_waits_for_data_and_fewer_nodes_are_advised() -> None:
         "fewer-nodes-are-cheaper", "data-waits-are-long", "larger-batch-fits"
     ]  # fmt: skip
     assert "fewer-nodes-are-cheaper" not in {a.code for a in report_observed_job(make_job(8, 1, sync=0.001)).warnings}
+    short = make_job(8, 1, sync=0.18, wait=30.0)
+    (beat,) = short.heartbeats
+    totals = {name: seconds / 2 for name, seconds in (beat.totals or {}).items()}
+    short = dataclasses.replace(short, heartbeats=(beat.model_copy(update={"totals": totals}),))
+    assert "data-waits-are-long" not in {advice.code for advice in report_observed_job(short).warnings}
     packed = report_observed_job(make_job(16, 4, sync=0.195)).warnings
     assert "fewer-nodes-are-cheaper" in {advice.code for advice in packed}, "almost all of the step is communication"
 

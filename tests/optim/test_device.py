@@ -135,7 +135,7 @@ class Memory:
         with LiveStorages() as storages:
             storages.hold([*params, *(p.grad for p in params), *self.opt.factors.values])
             storages.restart()
-            before = storages.live
+            before = storages.live_bytes
             take_small_batch(self.model, self.opt, x, y)
             self.opt.step()
         return (storages.peak - before) / self.copy

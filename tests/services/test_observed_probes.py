@@ -8,7 +8,7 @@ from make_runs import script_spec
 from observed_jobs import make_job
 
 from tula_cli.cluster.scripts.probe import NotMeasured
-from tula_cli.errors import BadMeasurements, SpecError
+from tula_cli.errors import BadMeasurements, CommandNotStarted, SpecError
 from tula_cli.models.observed import MeasuredJob
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.observed import ObservedJob
@@ -16,6 +16,7 @@ from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.results import JobFile
 from tula_cli.services import observed_probes
 from tula_cli.services.events import WarningEvent
+from tula_cli.services.observe import run_observed
 from tula_cli.services.observed_probes import add_observed_probes, make_probe_result
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml, load_spec
@@ -41,6 +42,9 @@ def test_an_observed_job_is_a_probe_with_its_step_times_memory_and_epoch(spec: J
 def test_a_job_that_contradicts_the_settings_or_has_no_batch_is_no_probe(spec: JobSpec) -> None:
     with pytest.raises(NotMeasured, match=r"4 ranks on 2 nodes, which is not 4 per node"):
         make_probe_result(make_job(2, 2), spec)
+    local = script_spec({"gpus_per_node": 2, "device": "cpu"}, epochs=3)
+    with pytest.raises(NotMeasured, match=r"with cluster.gpus_per_node=1, each process counts as a node"):
+        make_probe_result(make_job(1, 1), local)
     with pytest.raises(NotMeasured, match="batch is unknown"):
         make_probe_result(dataclasses.replace(make_job(2, 4), samples=None), spec)
 
@@ -112,6 +116,37 @@ def test_overrides_are_not_stored_with_observed_jobs_unless_they_make_another_ru
 def test_a_job_without_a_script_takes_no_observed_jobs(tmp_path: Path, spec: JobSpec) -> None:
     with pytest.raises(SpecError, match="no job was observed"):
         list(add_observed_probes([RunDir.of(tmp_path, spec)], str(tmp_path / "train")))
+    several = [RunDir.of(tmp_path, spec), RunDir.of(tmp_path, spec)]
+    with pytest.raises(SpecError, match="one number of GPUs per node, but this one has 2"):
+        list(add_observed_probes(several, "train"))
     builtin = spec.model_copy(update={"script": None})
     with pytest.raises(SpecError, match="section script"):
         list(add_observed_probes([RunDir.of(tmp_path, builtin)], "train"))
+
+
+def test_a_folder_stands_for_its_script_or_for_its_job(
+    tmp_path: Path, spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, job = RunDir.of(tmp_path / "runs", spec), tmp_path / "tula-observed/train/job"
+    job.mkdir(parents=True)
+    (beat,) = make_job(1, 4).heartbeats
+    (job / "heartbeat-0.json").write_text(beat.model_dump_json())
+    for folder in (job.parent, job):
+        with pytest.raises(BadMeasurements, match="none of 1 observed job"):  # it has no steps
+            list(add_observed_probes([run], str(folder)))
+    with pytest.raises(SpecError, match="no observed job is called tula-observed") as error:
+        list(add_observed_probes([run], str(job.parent.parent)))
+    assert error.value.hint == "observed scripts: train"
+    (tmp_path / "elsewhere/empty").mkdir(parents=True)
+    with pytest.raises(SpecError, match=r"no job was observed in .*elsewhere/empty"):
+        list(add_observed_probes([run], str(tmp_path / "elsewhere/empty")))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SpecError) as error:
+        RunDir.newest(tmp_path / "tula-runs")
+    assert error.value.hint.endswith("--run DIR; tula observe --report shows the observed jobs")
+
+
+def test_a_command_that_does_not_exist_has_the_exit_code_of_a_shell(tmp_path: Path) -> None:
+    with pytest.raises(CommandNotStarted, match="cannot start nosuchcommand") as error:
+        run_observed(["nosuchcommand"], tmp_path)
+    assert error.value.exit_code == 127

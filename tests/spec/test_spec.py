@@ -424,15 +424,29 @@ def test_union_reports_one_problem_a_path(write):
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("16GiB", 16 * 2**30), ("800 MB", 800_000_000), ("1.5G", 1_500_000_000), ("2000000", 2_000_000), (2**30, 2**30)],
+    [
+        ("16GiB", 16 * 2**30),
+        ("800 MB", 800_000_000),
+        ("1TB", 10**12),
+        ("2 TiB", 2**41),
+        ("1.5G", 1_500_000_000),
+        ("2000000", 2_000_000),
+        (2**30, 2**30),
+    ],
 )
 def test_sizes(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["16", 16, "800K"])
+@pytest.mark.parametrize("text", ["16", 16])
 def test_a_size_whose_unit_was_forgotten_is_refused(text):
     with pytest.raises(ValueError, match="add the unit"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["800K", "1 KB", "12B"])
+def test_a_size_below_a_megabyte_is_refused(text):
+    with pytest.raises(ValueError, match="is less than 1MB"):
         parse_size(text)
 
 

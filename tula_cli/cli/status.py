@@ -51,6 +51,7 @@ def status(screen: Screen, chosen: ExistingRun) -> None:
 def list_(screen: Screen, root: Root = ROOT) -> None:
     """List all runs, the last changed one first."""
     from tula_cli.run import files, owner
+    from tula_cli.run.observed import hint_at_observed_jobs
     from tula_cli.services import run_list
 
     root = Path(root)
@@ -63,7 +64,7 @@ def list_(screen: Screen, root: Root = ROOT) -> None:
         run_summaries,
         show_status.render_runs(run_summaries, width=screen.width)
         if run_summaries
-        else [f"there are no runs in {root}; tula profile creates one"],
+        else [f"there are no runs in {root}; tula profile creates one{hint_at_observed_jobs()}"],
     )
 
 

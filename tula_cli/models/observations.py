@@ -47,6 +47,7 @@ class TooFew(BadMeasurements):
 
 
 def as_observation(probe: Measured) -> Observation:
+    """Return a probe as an observation of the step-time model; the compute time is nan if it was not measured."""
     return Observation(
         nodes=probe.nodes,
         gpus_per_node=probe.gpus_per_node,

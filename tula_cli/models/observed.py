@@ -23,12 +23,15 @@ from tula_cli.spec.sections import LEAST_STEPS, MEMORY_MARGIN
 CHEAPER = 0.9
 """Share of the node-hours that a smaller request may need to be advised, with `LIKELY` as the least probability."""
 LIKELY = 0.6
-DATA_WAIT = 0.1
-"""Share of the training time above which the wait for data is pointed out."""
+DATA_WAIT, LONG_TRAINING = 0.1, 60.0
+"""Share of the training time above which the wait for data is pointed out, and seconds of the shortest such training: in
+a shorter one, most of the wait is the start of the data loader."""
 BETWEEN_JOBS = 0.05
 """Share by which the step time of another job differs for no reason that the model has."""
 WARMUP_STEPS = 10
 """Steps of an observed job before those that are timed."""
+MAX_TIMED_STEPS = 100
+"""Most steps that are timed; synchronisation is measured in the steps after them."""
 LARGER_BATCH = 1.5
 """Factor on the local batch from which free memory is pointed out."""
 
@@ -158,6 +161,11 @@ class MeasuredJob:
         return None if self.samples is None else max(1, round(self.samples / self.world))
 
     @property
+    def steps(self) -> int:
+        """Steps so far."""
+        return max([self.ranks[0].steps, *(beat.step for beat in self.heartbeats)])
+
+    @property
     def step_seconds(self) -> float:
         return median(self.step_times)
 
@@ -206,6 +214,7 @@ def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) ->
     }
     efficiency = None if sync is None else max(0.0, 1 - sync / seconds)
     requests = predict_other_requests(job, together)
+    is_long = training is not None and training >= LONG_TRAINING
     return ObservedReport(
         script=job.script,
         job=job.job,
@@ -214,7 +223,7 @@ def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) ->
         hardware=job.ranks[0].hardware,
         local_batch=job.local_batch,
         batch=None if job.samples is None else round(job.samples),
-        steps=max([job.ranks[0].steps, *(beat.step for beat in job.heartbeats)]),
+        steps=job.steps,
         is_complete=all(rank.why == "ended" for rank in job.ranks),
         step_seconds=seconds,
         compute_seconds=compute,
@@ -230,9 +239,20 @@ def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) ->
         jobs_fitted=len(together),
         other_requests=requests,
         observed_at=job.observed_at,
-        notes=tuple(dict.fromkeys(note for rank in job.ranks[:1] for note in rank.notes)),
-        warnings=tuple(_list_advice(job, efficiency, requests, shares, growth)),
+        notes=tuple(_list_notes(job)),
+        warnings=tuple(_list_advice(job, efficiency, requests, shares if is_long else {}, growth)),
     )
+
+
+def _list_notes(job: MeasuredJob) -> list[str]:
+    """Return the notes of the measurement: what is absent, and why."""
+    notes = list(dict.fromkeys(job.ranks[0].notes))
+    if job.sync_seconds is None and not notes:
+        notes.append(
+            f"Computing and exchanging gradients were not measured, because the training has only {job.steps} steps:"
+            f" {WARMUP_STEPS + MAX_TIMED_STEPS} steps are always enough to reach this measurement."
+        )
+    return notes
 
 
 def _compute_memory(job: MeasuredJob) -> tuple[int, float | None]:

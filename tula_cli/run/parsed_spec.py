@@ -93,7 +93,10 @@ def find_newest_run(root: Path, latest: str) -> Path:
     if not runs_found:
         others_text = owner.describe_left_out_runs(root / name for name in files.list_names(root))
         message = f"no run under {root}{others_text and f' ({others_text})'}"
-        raise SpecError(message, "start one with tula profile job.yaml, or name one with --run DIR")
+        from tula_cli.run.observed import hint_at_observed_jobs
+
+        hint = f"start one with tula profile job.yaml, or name one with --run DIR{hint_at_observed_jobs()}"
+        raise SpecError(message, hint)
     return next((run for run in runs_found if not owner.find_other_owner(run)), runs_found[0])
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.cluster.scripts.methods import read_module_sources
-from tula_cli.errors import BadMeasurements, SpecError
-from tula_cli.models.observed import WARMUP_STEPS, MeasuredJob, ObservedReport, report_observed_job
+from tula_cli.errors import BadMeasurements, CommandNotStarted, SpecError
+from tula_cli.models.observed import MAX_TIMED_STEPS, WARMUP_STEPS, MeasuredJob, ObservedReport, report_observed_job
 from tula_cli.run.files import make_folder, write_atomic, write_error
 from tula_cli.run.observed import ObservedJob, list_observed_jobs
 
@@ -25,7 +25,7 @@ PLAN: Mapping[str, Any] = {
     "task": "observe",
     "warmup": WARMUP_STEPS,
     "min_steps": 20,
-    "max_steps": 100,
+    "max_steps": MAX_TIMED_STEPS,
     "seconds": 20.0,
     "split_steps": 20,
     "heartbeat": 10.0,
@@ -72,7 +72,7 @@ def run_observed(command: Sequence[str], root: Path, *, quiet_stdout: bool = Fal
         quiet_stdout: send the standard output of the command to standard error.
 
     Raises:
-        SpecError: the command cannot be started.
+        CommandNotStarted: the command cannot be started.
         TulaError: the folder cannot be written.
     """
     root = root.absolute()
@@ -84,7 +84,7 @@ def run_observed(command: Sequence[str], root: Path, *, quiet_stdout: bool = Fal
         try:
             process = subprocess.Popen(command, env=environment, stdout=2 if quiet_stdout else None)
         except OSError as error:
-            raise SpecError(
+            raise CommandNotStarted(
                 f"cannot start {command[0]}: {error.strerror}", "give the command as in the shell"
             ) from None
         signals.forward_to(process)

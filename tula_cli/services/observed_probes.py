@@ -14,7 +14,7 @@ from tula_cli.options import OBSERVED
 from tula_cli.run.directory import Run
 from tula_cli.run.format import require_current_format
 from tula_cli.run.job_runs import list_variants, open_run, save_runs
-from tula_cli.run.observed import list_observed_jobs
+from tula_cli.run.observed import ObservedJob, list_observed_jobs
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.results import JobFile
 from tula_cli.run.records.scripts import ExpectedValues
@@ -36,24 +36,25 @@ def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = N
 
     Args:
         runs: the only run of a job that starts the script.
-        name: the script, or its folder of observations.
+        name: the script, its folder of observations, or the folder of one job.
         file: the file that the settings come from. Its overrides are not stored, because a recommendation only assumes
             them, unless they make it a run of its own.
 
     Raises:
-        SpecError: the job has no script or has node types, or no job of this name was observed.
+        SpecError: the job has no script or is measured in several runs, or no job of this name was observed.
         BadMeasurements: no observed job can be used.
         OtherFormat, TulaError: the run cannot be written.
     """
     run, spec = runs[0], runs[0].spec
-    if spec.script is None or len(runs) > 1:
+    if spec.script is None:
+        raise SpecError("--observed needs a job with section script", "or measure it with tula profile")
+    if len(runs) > 1:
         raise SpecError(
-            "--observed needs a job with section script and without node_types", "or measure it with tula profile"
+            f"--observed needs a job of one kind of node and one number of GPUs per node, but this one has {len(runs)}",
+            "set cluster.gpus_per_node, and remove node_types and search.gpus_per_node",
         )
     require_current_format(run.path)
-    folder = Path(name)
-    root = folder.absolute().parent if folder.is_dir() else Path(OBSERVED)
-    jobs = list_jobs_of_script(list_observed_jobs(root), root, name)
+    jobs = _list_named_jobs(name)
     results: dict[str, Measured] = {}
     kind = None  # of the newest job that can be used
     for job in reversed(jobs):
@@ -70,7 +71,7 @@ def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = N
     if not results:
         raise BadMeasurements(
             f"none of {format_count(len(jobs), 'observed job')} of {name} can be used as a probe",
-            "the warnings tell why; tula profile measures the job itself",
+            "the warnings say why; tula profile measures the job itself",
         )
     save_runs(*_without_assumptions(run, file))
     for result in results.values():
@@ -98,6 +99,22 @@ def _without_assumptions(run: Run, file: JobFile | None) -> tuple[list[Run], Job
     return [run.with_spec(job)], JobFile(path=file.path)
 
 
+def _list_named_jobs(name: str) -> list[ObservedJob]:
+    """Return the observed jobs of a script, of a script's folder, or of a job's folder, oldest first.
+
+    Raises:
+        SpecError: there is none.
+    """
+    if not Path(name).is_dir():
+        root = Path(OBSERVED)
+        return list_jobs_of_script(list_observed_jobs(root), root, name)
+    folder = Path(name).resolve()
+    if (job := ObservedJob(folder)).heartbeats:
+        return [job]
+    jobs = list_observed_jobs(folder.parent) or list_observed_jobs(folder)  # the folder of all scripts has jobs below
+    return list_jobs_of_script(jobs, folder, folder.name)
+
+
 def make_probe_result(job: MeasuredJob, spec: JobSpec) -> Measured:
     """Return the measurements of an observed job as the result of a probe.
 
@@ -108,9 +125,11 @@ def make_probe_result(job: MeasuredJob, spec: JobSpec) -> Measured:
     per_node = spec.cluster.gpus_per_node
     per_machine = spec.cluster.backend.count_ranks_per_machine(job.world, gpus_per_node=per_node)
     if job.world % per_node or job.gpus_per_node != per_machine:
+        is_local = per_machine == job.world  # all processes share this machine, whatever the number per node
+        advice = "; with cluster.gpus_per_node=1, each process counts as a node" if is_local else ""
         raise NotMeasured(
             f"it had {format_count(job.world, 'rank')} on {format_count(job.nodes)}, which is not {per_node} per node"
-            " (cluster.gpus_per_node)"
+            f" (cluster.gpus_per_node{advice})"
         )
     if job.local_batch is None:
         raise NotMeasured("its batch is unknown, because it reads its data without a torch DataLoader")

@@ -13,7 +13,11 @@ from pydantic_core.core_schema import no_info_before_validator_function
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.yaml_text import TypedFloat, TypedInt
 
-_SIZE_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1024, "MI": 1024**2, "GI": 1024**3}
+_SIZE_UNITS = {"": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for suffix, base in (("", 1000), ("I", 1024))
+}
 
 _LEAST_MEMORY = 1000**2
 """Bytes; a smaller size indicates a forgotten unit."""
@@ -32,7 +36,7 @@ def parse_size(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError(f"{str(value).lower()} is not a size; write it like 16GiB or 800MB")
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?)?B?\s*", value.upper())
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", value.upper())
         if match is None:
             raise ValueError(f"{value!r} is not a size; write it like 16GiB or 800MB")
         size: object = math.floor(Fraction(match[1]) * _SIZE_UNITS[match[2] or ""] + Fraction(1, 2))
@@ -43,6 +47,10 @@ def parse_size(value: object) -> object:
             f"{_shorten_value(value)} is more memory than any machine has; write a size like 16GiB or 800MB"
         )
     if isinstance(size, int | float) and 0 < size < _LEAST_MEMORY:
+        if isinstance(value, str) and value.strip()[-1:].isalpha():
+            raise ValueError(
+                f"{value!r} is less than 1MB, too little for any training; write a size like 16GiB or 800MB"
+            )
         raise ValueError(f"{value!r} is {size:g} bytes; add the unit, for example {size:g}GiB")
     return size
 
@@ -175,7 +183,7 @@ def check_price(value: object) -> object:
 _WRITTEN_SIZE = {
     "anyOf": [
         {"type": "integer", "minimum": _LEAST_MEMORY},
-        {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?\s*([KMGkmg][Ii]?)?[Bb]?\s*$"},
+        {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?\s*([KMGTkmgt][Ii]?)?[Bb]?\s*$"},
     ]
 }
 _WRITTEN_MINUTES = {

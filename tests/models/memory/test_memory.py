@@ -329,6 +329,17 @@ def test_a_process_without_a_limit_has_all_of_it_for_its_tensors() -> None:
     assert fit_memory_model([*limited, *estimates(15)]).libraries == 530 * MIB, "a limit counts it"
 
 
+def test_libraries_that_grow_with_the_batch_on_the_cpu_leave_smaller_batches_their_memory() -> None:
+    probes = [
+        on_cpu(size, 40 + size / 8, capacity=300 * MIB, libraries=(60 + size // 16) * MIB) for size in (128, 640, 1280)
+    ]
+    model = fit_memory_model([*probes, *estimates(1 / 8)])
+    assert model.libraries == 68 * MIB
+    for probe in probes:
+        needed = probe.memory.peak + (probe.memory.libraries or 0)
+        assert model.needed(probe.local_batch) == pytest.approx(needed, rel=0.03)
+
+
 def test_an_estimate_on_the_cpu_keeps_room_for_holes_until_probes_have_measured_them() -> None:
     before, after = (
         fit_memory_model(estimates(15)),

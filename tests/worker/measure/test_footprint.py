@@ -88,34 +88,34 @@ def test_storages_are_counted_until_they_die():
     with LiveStorages() as storages:
         item = torch.empty(1000)
         two = torch.empty(500)
-        assert (storages.live, storages.peak) == (6000, 6000)
+        assert (storages.live_bytes, storages.peak) == (6000, 6000)
         del item
-        assert (storages.live, storages.peak) == (2000, 6000)
+        assert (storages.live_bytes, storages.peak) == (2000, 6000)
         storages.restart()
         assert storages.peak == 2000
         del two
-        assert storages.live == 0
+        assert storages.live_bytes == 0
 
 
 def test_views_and_changes_in_place_take_nothing():
     with LiveStorages() as storages:
         values = torch.empty(1000)
         views = [values[:10], values.view(10, 100).t(), values.add_(1), values.detach()]
-        assert storages.live == 4000
+        assert storages.live_bytes == 4000
         del values
-        assert storages.live == 4000
+        assert storages.live_bytes == 4000
         del views
-        assert storages.live == 0
+        assert storages.live_bytes == 0
 
 
 def test_what_autograd_keeps_is_alive():
     weight = torch.ones(1000, requires_grad=True)
     with LiveStorages() as storages:
         result = (weight * 2).exp().sum()  # exp keeps its result
-        assert storages.live >= 4000
+        assert storages.live_bytes >= 4000
         result.backward()
         del result
-        assert storages.live == 4000  # the gradient
+        assert storages.live_bytes == 4000  # the gradient
         del weight
     assert storages.peak >= 8000
 

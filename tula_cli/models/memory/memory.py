@@ -228,7 +228,8 @@ def fit_memory_model(
         BadMeasurements: there is no point.
     """
     all_points = list(points)
-    measured = [_make_point_of_probe(point, sharded=sharded) for point in all_points if isinstance(point, Measured)]
+    probes = [point for point in all_points if isinstance(point, Measured)]
+    measured = _move_heap_growth_to_peaks([_make_point_of_probe(probe, sharded=sharded) for probe in probes])
     estimated = [_make_point_of_footprint(point, accumulate) for point in all_points if isinstance(point, Footprint)]
     if not measured and not estimated:
         raise BadMeasurements("the memory of a batch is unknown", "run tula profile first")
@@ -262,6 +263,21 @@ def _make_point_of_probe(probe: Measured, *, sharded: bool) -> _Point:
         memory = memory.model_copy(update={"libraries": 0})
     on_heap = probe.environment.device == "cpu"
     return _Point(probe.local_batch / probe.accumulate, memory, room=None, on_heap=on_heap)
+
+
+def _move_heap_growth_to_peaks(points: list[_Point]) -> list[_Point]:
+    """Count as part of the peak what processes on the CPU hold beyond the one with the smallest libraries: holes and
+    workspaces of the heap, which grow with the batch. What a batch needs in all remains as measured."""
+    least = min((point.memory.libraries or 0 for point in points), default=0)
+    return [_move_to_peak(point, (point.memory.libraries or 0) - least) if point.on_heap else point for point in points]
+
+
+def _move_to_peak(point: _Point, size: int) -> _Point:
+    memory = point.memory
+    changes = {"libraries": (memory.libraries or 0) - size, "peak": memory.peak + size}
+    if isinstance(memory, Components):
+        changes["activations"] = memory.activations + size
+    return replace(point, memory=memory.model_copy(update=changes))
 
 
 def _undivide(memory: Components, ranks: int) -> Components:

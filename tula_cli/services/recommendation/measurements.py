@@ -314,7 +314,9 @@ def _require_enough(estimator: Estimator, unknown: Sequence[UnknownConfiguration
         raise _make_pending_error(pending, why)
     if len(estimator.probes) < 2:
         raise BadMeasurements(
-            f"one probe is too few for a recommendation: {why}", "run tula profile again; it measures what is missing"
+            f"one probe is too few for a recommendation: {why}",
+            "run tula profile; it measures what is missing"
+            + ("" if estimator.spec.script is None else ". Or observe another batch of the script (tula observe)"),
         )
 
 

@@ -38,8 +38,8 @@ class LiveStorages(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live = 0  # bytes
-        self.peak = 0  # bytes
+        self.live_bytes = 0
+        self.peak = 0  # the most bytes at one time
         self.events: list[int] = []  # n + 1: number n comes to be; -(n + 1): it dies
         self.sizes: list[int] = []  # bytes of each number
         self._held: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -54,11 +54,11 @@ class LiveStorages(TorchDispatchMode):
         for value in values:
             if isinstance(value, torch.Tensor):
                 self._track(value.untyped_storage())
-        self.peak = max(self.peak, self.live)
+        self.peak = max(self.peak, self.live_bytes)
 
     def restart(self) -> None:
         """Start a new peak at the bytes in use now."""
-        self.peak = self.live
+        self.peak = self.live_bytes
 
     def alive(self) -> list[int]:
         """Return the numbers of the storages in use, ascending."""
@@ -73,12 +73,12 @@ class LiveStorages(TorchDispatchMode):
         self._held[key] = weakref.ref(storage, lambda _: self._release(key)), number
         self.sizes.append(size)
         self.events.append(number + 1)
-        self.live += size
+        self.live_bytes += size
 
     def _release(self, key: int) -> None:
         _, number = self._held.pop(key)
         self.events.append(-number - 1)
-        self.live -= self.sizes[number]
+        self.live_bytes -= self.sizes[number]
 
 
 class GpuMemoryEmulation(TorchFunctionMode):

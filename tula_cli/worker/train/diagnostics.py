@@ -94,8 +94,9 @@ class Diagnostics:
             self.square = None
         elif (ags := _find_scaling_optimizer(trainer)) is not None:
             gate = ags.gate
-            skipped = gate.square is None or gate.square is self.last
-            gate_values = (None, None, None) if skipped else (gate.square, gate.change, gate.scaled)
+            # The gate of a step that GradScaler skipped has no values, or still those of the step before.
+            has_new_values = gate.square is not None and gate.square is not self.last
+            gate_values = (gate.square, gate.change, gate.scaled) if has_new_values else (None, None, None)
             self.waiting.append(_UnreadStep(samples, batch, lr, *gate_values, self.factor))
             self.last = gate.square
             self._update_factor_mean(ags)

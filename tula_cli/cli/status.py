@@ -51,7 +51,6 @@ def status(screen: Screen, chosen: ExistingRun) -> None:
 def list_(screen: Screen, root: Root = ROOT) -> None:
     """List all runs, the last changed one first."""
     from tula_cli.run import files, owner
-    from tula_cli.run.observed import hint_at_observed_jobs
     from tula_cli.services import run_list
 
     root = Path(root)
@@ -60,12 +59,12 @@ def list_(screen: Screen, root: Root = ROOT) -> None:
     if left_out := owner.describe_left_out_runs(root.absolute() / name for name in files.list_names(root.absolute())):
         screen.note(left_out)
     run_summaries = run_list.list_runs(root.absolute())
-    screen.answer(
-        run_summaries,
-        show_status.render_runs(run_summaries, width=screen.width)
-        if run_summaries
-        else [f"there are no runs in {root}; tula profile creates one{hint_at_observed_jobs()}"],
-    )
+    if run_summaries:
+        screen.answer(run_summaries, show_status.render_runs(run_summaries, width=screen.width))
+        return
+    from tula_cli.run.observed import hint_at_observed_jobs
+
+    screen.answer([], [f"there are no runs in {root}; tula profile creates one{hint_at_observed_jobs()}"])
 
 
 def logs(

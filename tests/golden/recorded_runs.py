@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 HERE = Path(__file__).parent
 RUNS, WORK = HERE / "runs", HERE / "work"
 FOLDER, TULA, PYTHON, HOST = "@FOLDER@", "@TULA@", "@PYTHON@", "recorder"
@@ -48,7 +50,15 @@ def _stored(content: bytes, folder: Path) -> Any:
         text = content.decode()
     except UnicodeDecodeError:
         return {"base64": base64.b64encode(content).decode()}
-    for path, name in ((folder, FOLDER), (sys.prefix, PYTHON), (sys.base_prefix, PYTHON), (HERE.parents[1], TULA)):
+    libraries = Path(yaml.__file__).parents[4]  # not under sys.prefix if environments share them
+    places = (
+        (folder, FOLDER),
+        (sys.prefix, PYTHON),
+        (libraries, PYTHON),
+        (sys.base_prefix, PYTHON),
+        (HERE.parents[1], TULA),
+    )
+    for path, name in places:
         text = text.replace(str(path), name)
     text = re.sub(rf"\b{re.escape(socket.gethostname())}\b", HOST, text)
     with contextlib.suppress(ValueError):

@@ -9,6 +9,7 @@ import golden
 import pytest
 from case_checks import check_case, make_parameters
 from cases import CASES, Case
+from recorded_runs import PYTHON, RUNS
 from run_cases import Commands
 
 HERE = Path(__file__).parent
@@ -42,6 +43,12 @@ def test_every_expected_file_is_of_a_case() -> None:
     assert all(
         cases <= names and {golden.command_of(case) for case in cases} == {command} for command, cases in kept.items()
     )
+
+
+def test_recorded_runs_name_no_path_of_the_recording() -> None:
+    texts = {path.name: path.read_text() for path in RUNS.glob("*.json")}
+    paths = {(name, path) for name, text in texts.items() for path in re.findall(r"[\w@./-]*/site-packages/", text)}
+    assert texts and {path for _, path in paths if not path.startswith(f"{PYTHON}/")} == set(), paths
 
 
 def test_nothing_internal_is_used() -> None:

@@ -14,7 +14,7 @@ from tula_cli.errors import SpecError, TulaError
 from tula_cli.run import code as run_code
 from tula_cli.run import code_selection, imports, messages
 from tula_cli.run import code_selection as git_state
-from tula_cli.run.code import runs_of_job
+from tula_cli.run.code import make_runs_of_job
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.tasks import ProbeTask, TrainTask
 from tula_cli.services import profile, train
@@ -521,11 +521,11 @@ def test_other_runs_of_the_same_job_are_those_with_other_code(here: Path, tmp_pa
 def test_the_run_of_a_job_is_that_of_its_code_as_it_is_now(here: Path) -> None:
     root = Path("tula-runs")  # as a command is given it
     write(here, mine="x = 1")
-    (first,) = runs_of_job(root, job())
-    assert first.path.is_absolute() and first.path == runs_of_job(root, job())[0].path
+    (first,) = make_runs_of_job(root, job())
+    assert first.path.is_absolute() and first.path == make_runs_of_job(root, job())[0].path
     write(here, mine="x = 2")
-    assert runs_of_job(root, job())[0].id != first.id
-    assert runs_of_job(root, make_runs.spec())[0].path == RunDir.of(root.absolute(), make_runs.spec()).path
+    assert make_runs_of_job(root, job())[0].id != first.id
+    assert make_runs_of_job(root, make_runs.spec())[0].path == RunDir.of(root.absolute(), make_runs.spec()).path
     assert not root.exists()
 
 

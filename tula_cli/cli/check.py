@@ -271,14 +271,14 @@ def _check_job(screen: Screen, job: Path, options: CheckOptions) -> None:
 
 def _load_job_or_run(screen: Screen, job: Path, options: CheckOptions) -> "tuple[Path, JobSpec, Sequence[Run]]":
     """Return the file and settings of a job or run, and its runs, which may not exist yet."""
-    from tula_cli.run.code import runs_of_job
+    from tula_cli.run.code import make_runs_of_job
     from tula_cli.run.job_runs import make_runs
 
     root = Path(options.root)
     job_file, named = resolve_job_or_run(job, (), root)
     if job_file is not None:
         spec = load(job_file, options.overrides)
-        return job_file, spec, make_runs(root, spec) if options.offline else runs_of_job(root, spec)
+        return job_file, spec, make_runs(root, spec) if options.offline else make_runs_of_job(root, spec)
     runs = find_runs(screen, named, root, options.overrides)
     return runs[0].path / "spec.yaml", runs[0].spec, runs
 

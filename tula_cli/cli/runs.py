@@ -18,7 +18,7 @@ from tula_cli.show.screen import Screen
 if TYPE_CHECKING:
     from tula_cli.run.directory import Run, RunDir
     from tula_cli.run.job_runs import ConfigDrift
-    from tula_cli.run.records.results import JobFile, Variant
+    from tula_cli.run.records.results import JobFile
     from tula_cli.services.events import Planned
     from tula_cli.spec.job import JobSpec
 
@@ -66,9 +66,9 @@ class JobOrRun:
 
                 screen.warn(check.describe_config_drift(drift, screen.command))
             return runs
-        from tula_cli.run.code import get_user_code, list_runs_with_other_code, runs_of_job
+        from tula_cli.run.code import get_user_code, list_runs_with_other_code, make_runs_of_job
 
-        runs = runs_of_job(root, load(job, self.overrides))
+        runs = make_runs_of_job(root, load(job, self.overrides))
         screen.overrides = tuple(self.overrides)
         first = runs[0]
         if not any(run.exists for run in runs) and (before := list_runs_with_other_code(first)):
@@ -170,17 +170,13 @@ def _suggest_runs(named: Path, root: Path) -> str:
 
     runs = RunDir.all(root)
     variants = [
-        run.id for run in runs if (part := run.variant()) is not None and _is_run_of_job(run.id, part, named.name)
+        run.id
+        for run in runs
+        if (part := run.variant()) is not None and run.id.rpartition("-")[0] == f"{named.name}-{part.name}"
     ]
     if variants:
         return f"the runs of job {named.name} are {', '.join(sorted(variants))}"
     return suggest_nearest(named.name, [run.id for run in runs])
-
-
-def _is_run_of_job(id_: str, part: "Variant", job_name: str) -> bool:
-    """Return whether the id of a run is job name, variant and signature."""
-    variant = "-".join(filter(None, (part.type, f"length-{part.length}" if part.length else "")))
-    return id_.rpartition("-")[0] == f"{job_name}-{variant}"
 
 
 def _find_ids_of_name(named: Path, root: Path) -> list[str]:
@@ -193,11 +189,11 @@ def _find_ids_of_name(named: Path, root: Path) -> list[str]:
 
 def _find_runs_of_job(job: Path, root: Path) -> "list[RunDir]":
     """Return the runs of a job file in its current state, otherwise those of the newest run created from the file."""
-    from tula_cli.run.code import runs_of_job
+    from tula_cli.run.code import make_runs_of_job
     from tula_cli.run.directory import RunDir
     from tula_cli.run.job_runs import list_siblings
 
-    if runs := [run for run in runs_of_job(root, load(job)) if run.exists]:
+    if runs := [run for run in make_runs_of_job(root, load(job)) if run.exists]:
         return [*runs]
     for other in RunDir.all(root):
         file = other.job_file()

@@ -366,7 +366,7 @@ class _Case:
             and _mask_message(self.failure) == _mask_message(previous.failure)
         ):
             return Stop(why="same_failure", samples=self.history.reached)
-        seconds = max((each.ended_at or each.started_at) - each.started_at for each in (previous, last))
+        seconds = max(each.count_seconds() for each in (previous, last))
         return Stop(why="same_failure", seconds=seconds) if seconds <= MAX_SECONDS else None
 
     def has_saved_nothing(self) -> bool:

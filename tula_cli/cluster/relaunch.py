@@ -261,7 +261,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
     assert tasks
     tasks_by_id = {each.id: each for each in tasks}
     now = time.time()  # the end of the newest attempt, which this process is part of
-    hours = sum(_count_hours(attempt, now) for attempt in attempts)
+    hours = sum(attempt.count_seconds(now) for attempt in attempts) / 3600
     prediction, energy = _predict_epochs(tasks[0], result), training.energy()
     newest = tasks[-1].prediction  # of the batch and the nodes that the training ended with, as is result.step_time
     run.write_summary(
@@ -333,16 +333,12 @@ def _list_warnings_of_training(training: TrainingRun) -> tuple[str, ...]:
     return tuple(dict.fromkeys(row["message"] for row in training.metrics() if row["kind"] == "warning"))
 
 
-def _count_hours(attempt: Attempt, now: float) -> float:
-    return ((attempt.ended_at or now) - attempt.started_at) / 3600
-
-
 def _compute_cost_of_attempt(task: TrainTask, attempt: Attempt, prediction: Prediction | None, now: float) -> float:
     cluster = task.spec.cluster
     reserved = (prediction.peak_memory if prediction else None) or 0
     return compute_cost(
         task.spec.pricing,
-        hours=_count_hours(attempt, now),
+        hours=attempt.count_seconds(now) / 3600,
         nodes=task.nodes + attempt.idle_nodes,
         gpus_per_node=cluster.gpus_per_node,
         reserved=reserved,

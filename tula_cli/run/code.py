@@ -121,7 +121,7 @@ def compute_code_digest(spec: JobSpec, workdir: Path) -> str:
     return get_user_code(spec, workdir).compute_digest()
 
 
-def runs_of_job(root: Path, spec: JobSpec) -> tuple[Run, ...]:
+def make_runs_of_job(root: Path, spec: JobSpec) -> tuple[Run, ...]:
     """Return the runs of a job with the user's code in its current state; they may not exist yet.
 
     Args:

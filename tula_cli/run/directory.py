@@ -505,12 +505,16 @@ class Run(RunDir):
     @property
     def name(self) -> str | None:
         """Name among the variants of the job, or None if it has no others."""
-        return "-".join(filter(None, (self.type, f"length-{self.length}" if self.length else ""))) or None
+        return self.part.make_name(self.type)
 
     @property
     def job_name(self) -> str:
         """Name of the job without that of the variant."""
         return self.spec.name.removesuffix(f"-{self.name}")
+
+    def read_job(self) -> JobSpec:
+        """Return the stored job on this hardware, to which no overrides of the current command apply."""
+        return self.read_spec().with_addition(self.part.in_addition)
 
     def with_spec(self, spec: JobSpec) -> "Run":
         """Return this run with other settings."""

@@ -45,7 +45,7 @@ from tula_cli.options import (
 )
 from tula_cli.plugins import suggest_nearest
 from tula_cli.query import Query
-from tula_cli.run.code import runs_of_job
+from tula_cli.run.code import make_runs_of_job
 from tula_cli.run.directory import Run as HardwareRun
 from tula_cli.run.directory import RunDir
 from tula_cli.run.frames import make_frame
@@ -129,7 +129,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Run:
-    """What was measured, recommended and trained of one job: a run directory, or one for each of its node types.
+    """The measurements, recommendation and trainings of one job: a run directory, or one for each of its node types.
 
     Every method looks at the files anew. `tula.profile` returns one; `Run.open` opens a run directory that is there.
     """
@@ -379,7 +379,7 @@ class Call:
             target = Run.open(target)
         if isinstance(target, Run):
             return cls(open_runs(target.directories, overrides), None, tuple(overrides))
-        runs = runs_of_job(Path(root), load_job(target, overrides))
+        runs = make_runs_of_job(Path(root), load_job(target, overrides))
         return cls(runs, Path(target) if isinstance(target, str | Path) else None, tuple(overrides))
 
     @property
@@ -525,7 +525,7 @@ def check(arguments: CheckArguments) -> CheckResult:
         {}
     """
     spec, inspect = load_job(arguments.job, arguments.overrides), make_inspector(arguments.root, fresh=arguments.fresh)
-    runs = (runs_of_job if arguments.online else make_runs)(Path(arguments.root), spec)
+    runs = (make_runs_of_job if arguments.online else make_runs)(Path(arguments.root), spec)
     return checking.check_all(runs, node_type=arguments.node_type, online=arguments.online, inspector=inspect)
 
 

@@ -13,7 +13,7 @@ from tula_cli.models.observed import MeasuredJob
 from tula_cli.options import OBSERVED
 from tula_cli.run.directory import Run
 from tula_cli.run.format import require_current_format
-from tula_cli.run.job_runs import list_variants, open_run, save_runs
+from tula_cli.run.job_runs import list_variants, save_runs
 from tula_cli.run.observed import ObservedJob, list_observed_jobs
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.results import JobFile
@@ -87,7 +87,7 @@ def _without_assumptions(run: Run, file: JobFile | None) -> tuple[list[Run], Job
     if file is None or not file.overrides:
         return [run], file
     if run.exists:
-        return [open_run(run)], run.job_file()
+        return [run.with_spec(run.read_job())], run.job_file()
     try:
         variants = list_variants(load_spec(Path(file.path)))
     except SpecError:  # the file is invalid without the overrides

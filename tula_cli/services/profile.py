@@ -188,9 +188,7 @@ def count_measured_node_hours(run: RunDir) -> float:
     tasks = [task for task in run.tasks() if isinstance(task, MeasuringTask)]
     nodes = {task.id: task.nodes for task in tasks}
     return first_job.count_node_hours(run) + sum(
-        nodes[attempt.task] * (attempt.ended_at - attempt.started_at) / 3600
-        for attempt in run.attempts()
-        if attempt.task in nodes and attempt.ended_at is not None
+        nodes[attempt.task] * attempt.count_seconds() / 3600 for attempt in run.attempts() if attempt.task in nodes
     )
 
 

@@ -17,7 +17,7 @@ from tula_cli.services import largest_batch, messages, profile
 from tula_cli.services.events import FirstJobPlanned, Note, ProfilePlanned, WarningEvent, Work
 from tula_cli.services.largest_batch import LargestBatch
 from tula_cli.services.profile import ProfilePlan, ProfileReport, UpperBoundPlan, plan_upper_bound
-from tula_cli.services.site_charges import warn_balance_for_probes, with_site_billing
+from tula_cli.services.site_charges import bill_run_by_site, warn_balance_for_probes
 from tula_cli.services.waiting import (
     Dependencies,
     DetachedJobs,
@@ -166,7 +166,7 @@ def _prepare_runs(runs: Sequence[Run], *, largest: bool) -> list[Run]:
     runs = select_runs(runs, None) if largest else runs
     for run in runs:
         require_current_format(run.path)
-    return [run.with_spec(with_site_billing(run.spec, run.path.parent)) for run in runs]
+    return [bill_run_by_site(run) for run in runs]
 
 
 def run_profile(

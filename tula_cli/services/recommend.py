@@ -29,7 +29,7 @@ from tula_cli.models.ramp.by_noise import with_epochs
 from tula_cli.query import Query
 from tula_cli.run.directory import Run
 from tula_cli.run.format import require_current_format
-from tula_cli.run.job_runs import find_settings_origin, mark_chosen_run, open_run, save_runs, select_runs
+from tula_cli.run.job_runs import find_settings_origin, mark_chosen_run, save_runs, select_runs
 from tula_cli.run.owner import require_own
 from tula_cli.run.records.recommendations import Prediction, Recommendation, SequenceLength
 from tula_cli.services import messages
@@ -123,7 +123,7 @@ def answer_query(
         Pending, BadMeasurements, Infeasible, SpecError: as in `recommend`.
     """
     now = time.time()
-    overrides = tuple(overrides) if overrides and any(run.spec != open_run(run).spec for run in runs) else ()
+    overrides = tuple(overrides) if overrides and any(run.exists and run.spec != run.read_job() for run in runs) else ()
     pending = count_pending_probes(runs, _make_launcher)
     answer = recommend(runs, query, overrides=overrides, pending=pending, now=now)
     choice, run = answer.recommendation.choice, answer.chosen_run
@@ -234,9 +234,9 @@ def with_site_bill(run: Run) -> Run:
     """Return a run with the billing of SLURM if its price is taken from there."""
     if run.spec.pricing.kind != "billing":
         return run
-    from tula_cli.services.site_charges import with_site_billing  # asks SLURM
+    from tula_cli.services.site_charges import bill_run_by_site  # asks SLURM
 
-    return run.with_spec(with_site_billing(run.spec, run.path.parent))
+    return bill_run_by_site(run)
 
 
 # --- Candidates
@@ -568,7 +568,7 @@ def save_answer(
     assumed = bool(answer.recommendation.overrides)
     chosen = answer.chosen_run
     measured = {measurements.run.path: measurements for measurements in answer.all_measurements}
-    stored = [open_run(run) if assumed else run for run in runs if run.exists]
+    stored = [run.with_spec(run.read_job()) if assumed else run for run in runs if run.exists]
     for run in sorted(stored, key=lambda run: run.path == chosen.path):  # the last one is the newest run
         of_run = measured.get(run.path)
         if run.path == chosen.path and chosen.type == chosen.part.type:

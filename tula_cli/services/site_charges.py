@@ -10,7 +10,7 @@ from tula_cli.cluster.slurm.site_factors import compute_charge_factor
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.entry_points import find_extra, load_extra
 from tula_cli.errors import OverBudget, SpecError
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import SiteBill
@@ -130,6 +130,11 @@ def with_site_billing(spec: JobSpec, root: Path | None, *, billing: SiteBilling 
         return spec
     pricing = spec.pricing.model_copy(update={"slurm_billing": _find_bill(spec, root, billing)})
     return spec.model_copy(update={"pricing": pricing})
+
+
+def bill_run_by_site(run: Run) -> Run:
+    """Return a run with the billing of its site (`with_site_billing`)."""
+    return run.with_spec(with_site_billing(run.spec, run.path.parent))
 
 
 def _find_bill(spec: JobSpec, root: Path | None, billing: SiteBilling | None) -> SiteBill:

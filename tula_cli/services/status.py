@@ -231,7 +231,7 @@ def get_job_status(
         elapsed=elapsed,
         left=remaining,
         node_hours=sum(
-            (nodes.get(job_attempt.task, job.nodes) + job_attempt.idle_nodes) * count_attempt_seconds(job_attempt, end)
+            (nodes.get(job_attempt.task, job.nodes) + job_attempt.idle_nodes) * job_attempt.count_seconds(end)
             for job_attempt in attempts
         )
         / 3600,
@@ -367,12 +367,7 @@ def _sum_elapsed_seconds(attempts: list[Attempt], *, end: float | None) -> float
     """Return the total seconds of attempts; an open one lasts until `end`, or is not counted."""
     if not attempts:
         return None
-    return sum(count_attempt_seconds(attempt, end) for attempt in attempts)
-
-
-def count_attempt_seconds(attempt: Attempt, end: float | None) -> float:
-    """Return the seconds that an attempt took; an open one lasts until `end`, or is not counted."""
-    return max(0.0, (attempt.ended_at or end or attempt.started_at) - attempt.started_at)
+    return sum(attempt.count_seconds(end) for attempt in attempts)
 
 
 def _estimate_remaining_seconds(

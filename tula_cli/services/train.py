@@ -46,7 +46,7 @@ from tula_cli.services.recommendation.measurements import (
     plan_stages,
 )
 from tula_cli.services.resume_test import describe_cap_exceeded, describe_interruption_cost
-from tula_cli.services.site_charges import BalanceCheck, check_balance_of_task, require_balance, with_site_billing
+from tula_cli.services.site_charges import BalanceCheck, bill_run_by_site, check_balance_of_task, require_balance
 from tula_cli.services.status import load_summary, require_known_job
 from tula_cli.services.waiting import (
     Dependencies,
@@ -101,7 +101,7 @@ def choose_run_to_train(runs: Sequence[Run], node_type: str | None) -> Run:
             f"{runs[0].job_name} has no recommendation, and --type is not given",
             "run tula recommend first, or name all: tula train --type NAME --nodes N --batch B",
         )
-    return chosen.with_spec(with_site_billing(chosen.spec, chosen.path.parent))
+    return bill_run_by_site(chosen)
 
 
 def plan_training(

@@ -1,14 +1,14 @@
 """`tula train --seeds`: the trainings of a plan, each with a seed of its own."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs
 from tula_cli.errors import Diverged, JobFailed, OverBudget, Pending, SpecError, TulaError
-from tula_cli.models.choice.campaign import Campaign, is_within
+from tula_cli.models.choice.campaign import Campaign, ScheduledTraining, is_within
 from tula_cli.options import TrainRequest
 from tula_cli.query import Query
 from tula_cli.run.code import choose_code
@@ -22,7 +22,7 @@ from tula_cli.services.compare import Inspect, inspect_once
 from tula_cli.services.comparison.rows import takes_seed
 from tula_cli.services.events import Note, SeedsPlanned, WarningEvent, Work
 from tula_cli.services.resume_test import TrainingStart, describe_cap_exceeded, run_resume_test_if_due
-from tula_cli.services.site_charges import with_site_billing
+from tula_cli.services.site_charges import bill_run_by_site
 from tula_cli.services.status import load_summary
 from tula_cli.services.train import TrainPlan, plan_training, submit_training
 from tula_cli.services.waiting import (
@@ -131,7 +131,18 @@ class PreparedSeeds:
     def report(self) -> SeedsReport:
         """Return the trainings as they are now."""
         rows = tuple(_read_training(self.run, training) for training in self.trainings)
-        return SeedsReport(self.plan, rows, sum(row.summary.actual_cost for row in rows if row.summary is not None))
+        return SeedsReport(self.plan, rows, _sum_costs(rows))
+
+    def list_scheduled(self, trainings: Sequence[SeedTraining]) -> list[ScheduledTraining]:
+        """Return the places of trainings in the plan."""
+        seeds = {training.seed for training in trainings}
+        rows = zip(self.trainings, self.plan.schedule, strict=True)
+        return [scheduled for training, scheduled in rows if training.seed in seeds]
+
+
+def _sum_costs(trainings: Iterable[SeedTraining]) -> float:
+    """Return the cost of the finished trainings."""
+    return sum(training.summary.actual_cost for training in trainings if training.summary is not None)
 
 
 def _with_seed(spec: JobSpec, seed: int) -> JobSpec:
@@ -187,7 +198,7 @@ def prepare_seeds(runs: Sequence[Run], request: TrainRequest, inspect: Inspect) 
         plan = plan_campaign(runs, Query(), request.seeds, one_at_a_time=not spec.cluster.backend.has_queue)
     run = select_runs(runs, plan.waves[0].node_type or None)[0]
     require_current_format(run.path)
-    run = run.with_spec(with_site_billing(run.spec, run.path.parent))
+    run = bill_run_by_site(run)
     code = choose_code(run, run.spec, Path.cwd(), keep=False)
     trainings = []
     for number, scheduled in enumerate(plan.schedule):
@@ -214,15 +225,10 @@ def _require_within_budget(prepared: PreparedSeeds) -> None:
         OverBudget: they do.
     """
     plan = prepared.plan
-    spent = prepared.report().cost
-    if plan.budget is None or not prepared.missing or not spent:
+    spent, missing = _sum_costs(prepared.trainings), prepared.missing
+    if plan.budget is None or not missing or not spent:
         return  # the plan itself is within its budget
-    missing = {training.seed for training in prepared.missing}
-    remaining = sum(
-        scheduled.cost
-        for training, scheduled in zip(prepared.trainings, plan.schedule, strict=True)
-        if training.seed in missing
-    )
+    remaining = sum(scheduled.cost for scheduled in prepared.list_scheduled(missing))
     if not is_within(spent + remaining, plan.budget):
         raise OverBudget(
             f"the finished trainings cost {format_number(spent, 4)} {plan.currency}, and"
@@ -262,7 +268,8 @@ def run_seeds(
     under_way = list_unfinished_jobs(run, launcher, [training.job for training in prepared.missing])
     new = [training for training in prepared.missing if training.job not in under_way]
     if new:
-        planned = SeedsPlanned(prepared.plan, len(new), _sum_node_hours(prepared, new))
+        node_hours = sum(scheduled.nodes * scheduled.hours for scheduled in prepared.list_scheduled(new))
+        planned = SeedsPlanned(prepared.plan, len(new), node_hours)
         yield planned
         require_confirmed(dependencies.confirm, planned)
     save_runs([run], file)
@@ -275,12 +282,6 @@ def run_seeds(
     except KeyboardInterrupt:
         raise make_interruption_of_jobs([(run, launcher)], wait_policy) from None
     return prepared.report()
-
-
-def _sum_node_hours(prepared: PreparedSeeds, trainings: Sequence[SeedTraining]) -> float:
-    seeds = {training.seed for training in trainings}
-    rows = zip(prepared.trainings, prepared.plan.schedule, strict=True)
-    return sum(scheduled.nodes * scheduled.hours for training, scheduled in rows if training.seed in seeds)
 
 
 def _test_resume(prepared: PreparedSeeds, launcher: Launcher, wait_policy: WaitPolicy) -> Work[str]:

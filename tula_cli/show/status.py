@@ -143,8 +143,7 @@ def _open(job: "JobState | None", *, newest: bool) -> str:
 
 def _count_attempt_seconds(attempt: "Attempt", now: float | None) -> float | None:
     """Return the seconds an attempt took, up to `now` if it is still open; None if it is open and `now` is None."""
-    until = attempt.ended_at or now
-    return None if until is None else max(0.0, until - attempt.started_at)
+    return attempt.count_seconds(now) if attempt.ended_at or now else None
 
 
 def _render_causes(now: "RunStatus") -> Iterator["RenderableType"]:

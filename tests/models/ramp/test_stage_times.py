@@ -185,7 +185,7 @@ def test_the_stages_of_many_are_those_of_each_ramp(
         assert table.steps[row][is_stage].tolist() == list(ramp.remaining_steps(size=size, epochs=7).values())
         begins = np.minimum([stage.begin for stage in ramp.stages] + [7 * size], 7 * size)
         assert table.share[row][is_stage] == pytest.approx(np.diff(begins) / (7 * size))
-        assert table.steps[row][~is_stage].sum() == 0 and [stage.batch for stage in table.records(row)] == [
+        assert table.steps[row][~is_stage].sum() == 0 and [stage.batch for stage in table.build_records(row)] == [
             stage.batch for stage in ramp.stages[:-1]
         ]
         assert table.step_time[row][is_stage] == pytest.approx(

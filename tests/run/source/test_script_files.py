@@ -9,7 +9,7 @@ import pytest
 from tula_cli.errors import JobFailed, SpecError, TulaError
 from tula_cli.run import code, code_selection, messages, script_files
 from tula_cli.run import code_selection as git_files
-from tula_cli.run.code import runs_of_job
+from tula_cli.run.code import make_runs_of_job
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.run.script_files import list_snapshot_python_path, move_command_to_snapshot, select_script_files
@@ -228,9 +228,9 @@ def test_an_edit_of_the_code_is_another_run_and_data_is_not(
     if with_git:
         commit(here)
     spec = job("train.py -b {local_batch} --deepspeed=ds.json")
-    before = runs_of_job(here / "tula-runs", spec)[0].id
+    before = make_runs_of_job(here / "tula-runs", spec)[0].id
     change(here)
-    assert (runs_of_job(here / "tula-runs", spec)[0].id != before) == another
+    assert (make_runs_of_job(here / "tula-runs", spec)[0].id != before) == another
 
 
 def test_two_scripts_of_one_repository_are_two_runs_wherever_they_are_called(here: Path) -> None:
@@ -377,7 +377,7 @@ def test_what_a_shell_script_names_is_told_to_be_outside_of_the_snapshot(here: P
 
 
 def test_a_script_that_is_missing_is_told_before_anything_is_submitted(here: Path) -> None:
-    for decide in (lambda: code.choose_code(None, job(), here, keep=False), lambda: runs_of_job(here, job())):
+    for decide in (lambda: code.choose_code(None, job(), here, keep=False), lambda: make_runs_of_job(here, job())):
         with pytest.raises(SpecError, match=r"script\.command: train\.py is not in"):
             decide()
 

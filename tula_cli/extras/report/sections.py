@@ -1276,7 +1276,7 @@ def _list_time_parts(end: Summary) -> Iterator[tuple[str, float | None, float | 
 
 def _build_attempts_table(training: TrainingMaterial) -> Table:
     tasks = {task.id: task for task in training.files.tasks()}
-    took = [(attempt.ended_at or training.part.now.at) - attempt.started_at for attempt in training.attempts]
+    took = [attempt.count_seconds(training.part.now.at) for attempt in training.attempts]
     divisor, unit = choose_time_unit(max(took))
     columns = (Column("attempt", align="left"), Column("started", align="left"), Column("took", unit, digits=3), Column("nodes"),
                Column("batch"), Column("from sample"), Column("ended", align="left"), Column("because", align="left"))  # fmt: skip

@@ -80,7 +80,7 @@ FILES = ("recommended.yaml", "results.csv")
 
 
 class SentRun(Record):
-    """What a tracker has received of one run: the whole run, a probe or a training."""
+    """The data of a run, a probe or a training that a tracker has received, as one run of its own."""
 
     id: str  # the tracker's
     digest: str = ""  # of its settings, texts, single numbers, files and state

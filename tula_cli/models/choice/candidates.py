@@ -76,7 +76,7 @@ class StageTable:
         changes: Ints = (np.diff(ascending, axis=1) > 0).sum(axis=1)
         return changes
 
-    def records(self, row: int) -> tuple[StageSteps, ...]:
+    def build_records(self, row: int) -> tuple[StageSteps, ...]:
         """Return the stages of a training before its own batch."""
         if self is NO_STAGES:
             return ()
@@ -192,7 +192,7 @@ class Candidates:
 
     def predictions(self) -> tuple[Prediction, ...]:
         """Return all rows as records, in their order."""
-        stages: Any = [self.stages.records(row) for row in self["stages"].tolist()]
+        stages: Any = [self.stages.build_records(row) for row in self["stages"].tolist()]
         return read_records(self.frame.assign(stages=stages), Prediction)
 
     def with_pareto_front(self) -> "Candidates":

@@ -63,6 +63,10 @@ class Attempt(Record):
     def _lift_failure(cls, fields: Any) -> Any:
         return lift_failure(fields, ended_at="ended_at")
 
+    def count_seconds(self, now: float | None = None) -> float:
+        """Return the seconds that it took; an open attempt lasts until `now`, or is not counted."""
+        return max(0.0, (self.ended_at or now or self.started_at) - self.started_at)
+
     @computed_field  # type: ignore[prop-decorator]
     @property
     def outcome(self) -> Literal["done"] | OutcomeClass | None:

@@ -36,6 +36,15 @@ class Variant(Record):
         """The node type with its number of GPUs, as in `JobSpec.types`; None if the job names neither."""
         return "-".join(filter(None, (self.node_type, f"gpus-{self.gpus}" if self.gpus else ""))) or None
 
+    @property
+    def name(self) -> str | None:
+        """Name among the variants of the job, a part of the run's name; None if it has no others."""
+        return self.make_name(self.type)
+
+    def make_name(self, type_: str | None) -> str | None:
+        """Return the name if the run is called by another type."""
+        return "-".join(filter(None, (type_, f"length-{self.length}" if self.length else ""))) or None
+
 
 class StageDecision(Record):
     """A decision about the next stage from a measurement of the gradient noise: a row of stages.jsonl."""

@@ -8,7 +8,7 @@ SEED ?= 0
 LIGHT_TESTS := tests/cli tests/models tests/show tests/spec
 comma := ,
 # What kills trainings on a SLURM cluster at random moments, and what does to them one by one what clusters do.
-CHAOS := soak-4-nodes-1 soak-16-nodes-1 chaos killed-at-calls cached-attributes full-disk recovery links growing-chain soak-1-to-4-nodes-1
+CHAOS := soak-16-nodes-1 chaos killed-at-calls cached-attributes full-disk recovery links growing-chain soak-1-to-4-nodes-1
 
 .PHONY: help quickstart test test-light test-slurm proof golden chaos gpu slurm-packages browser-packages debian-packages check collected format lint types contracts docs install clean
 .DEFAULT_GOAL := help

@@ -109,7 +109,7 @@ def test_each_python_that_the_classifiers_name_is_proven() -> None:
 
 def test_chaos_is_made_of_parts() -> None:
     (names,) = re.findall(r"^CHAOS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert {"soak-4-nodes-1", "recovery"} <= set(names.split()) <= {part.name for part in PARTS}
+    assert {"soak-16-nodes-1", "recovery"} <= set(names.split()) <= {part.name for part in PARTS}
 
 
 def test_what_is_marked_for_proof_has_a_part_that_runs_it() -> None:

@@ -366,6 +366,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
     return capsys.readouterr().out
 
 
+@pytest.mark.proof
 def test_the_report_has_every_group_and_model(monkeypatch, capsys) -> None:
     text = run(monkeypatch, capsys)
     for expected in (

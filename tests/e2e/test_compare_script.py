@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from driver import Tula
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.proof]
 SCRIPT = """
 import argparse, torch
 parser = argparse.ArgumentParser()

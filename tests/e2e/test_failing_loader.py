@@ -25,16 +25,11 @@ cluster: {device: cpu}
 @pytest.mark.parametrize(
     ("fault", "outcome"),
     [
-        ("EIO", "storage"),
-        *(
-            pytest.param(*row, marks=pytest.mark.proof)
-            for row in (
-                ("ESTALE", "storage"), ("ESHUTDOWN", "storage"), ("ENOTCONN", "storage"), ("EMFILE", "host_limit"),
-                ("SIGSEGV", "signal"), ("SIGABRT", "signal"), ("timeout", "hung"), ("KeyError", "user"),
-            )
-        ),
+        ("EIO", "storage"), ("ESTALE", "storage"), ("ESHUTDOWN", "storage"), ("ENOTCONN", "storage"),
+        ("EMFILE", "host_limit"), ("SIGSEGV", "signal"), ("SIGABRT", "signal"), ("timeout", "hung"), ("KeyError", "user"),
     ],
 )  # fmt: skip
+@pytest.mark.proof
 def test_a_script_goes_on_after_what_another_start_cures(tmp_path: Path, fault: str, outcome: str) -> None:
     training = trained(tmp_path, fault, code=0)
     assert [attempt.outcome for attempt in training.attempts()] == [outcome, "done"]

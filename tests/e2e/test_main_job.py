@@ -164,12 +164,14 @@ def test_a_batch_that_does_not_fit_is_a_result_that_bounds_the_grid(tula) -> Non
     assert {row["batch"] for row in answer["data"]["rows"]} == {64}
 
 
+@pytest.mark.proof
 @pytest.mark.promise("a process", "not even the smallest batch fits", "the training ends with exit code 7")
 def test_out_of_memory_at_the_smallest_batch_has_its_own_exit_code(tula) -> None:
     answer = tula("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "cluster.memory_per_gpu=1MB", code=7)
     assert answer["error"]["code"] == "memory"
 
 
+@pytest.mark.proof  # a script does in test_failing_loader
 @pytest.mark.promise(
     "a process",
     "loss or weights are not finite",

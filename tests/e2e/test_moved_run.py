@@ -39,7 +39,6 @@ def test_a_copy_touches_no_job_of_the_run_and_a_run_that_is_moved_goes_on_where_
     tula.until(lambda: not tula.ranks_of(run.path))
     assert not run.path.exists(), "nothing grows where the run was"
 
-    for place, attempts in ((moved, 2), (copy, 2)):
-        summary = tula("train", "--run", str(place), "--nodes", "1", "--batch", "64")["data"]
-        assert (summary["signature"], summary["attempts"]) == (signature, attempts), "from its own newest checkpoint"
+    summary = tula("train", "--run", str(moved), "--nodes", "1", "--batch", "64")["data"]
+    assert (summary["signature"], summary["attempts"]) == (signature, 2), "from its own newest checkpoint"
     assert not run.path.exists()

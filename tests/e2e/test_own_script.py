@@ -96,6 +96,7 @@ def test_gradient_scaling_goes_around_a_script_under_ddp(tmp_path: Path) -> None
     assert status["training"]["ags"]["mean"] == pytest.approx(summary.scaled.mean)
 
 
+@pytest.mark.proof
 def test_a_script_that_cannot_load_its_own_checkpoint_is_found_out_by_a_rehearsal(tmp_path: Path) -> None:
     options = RESUMING.replace("--epochs", "--keep-arguments --epochs").replace(", batch: any", "")
     tula = with_script(tmp_path, "reference.py", options)

@@ -28,6 +28,7 @@ def train(tula: Any, nodes: int | None) -> Path:
     return tula.run().training(answer["data"]["signature"]).path / "last"
 
 
+@pytest.mark.proof
 def test_more_nodes_at_a_change_of_the_batch_train_the_same_samples_to_the_same_weights(tula: Any) -> None:
     (tula.folder / "job.yaml").write_text(JOB)
     (tula.folder / "seen_samples.py").write_text(Path(seen_samples.__file__).read_text())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-pytestmark = [pytest.mark.e2e, pytest.mark.torch]
+pytestmark = [pytest.mark.e2e, pytest.mark.torch, pytest.mark.proof]
 HELPERS = Path(__file__).parents[1] / "helpers"
 
 
@@ -30,7 +30,7 @@ def job(**slow: str) -> dict[str, Any]:
     ("slow", "does"),
     [
         ({"model": "compute"}, "computes"),
-        pytest.param({"dataset": "data"}, "gets its data", marks=pytest.mark.proof),
+        ({"dataset": "data"}, "gets its data"),
     ],
 )
 def test_a_slow_rank_is_named_with_what_is_slow_in_it(tula, slow: dict[str, str], does: str) -> None:

@@ -266,9 +266,9 @@ CASES = (
     Case("status-chain", "chain", "status --json", slurm=True),
     Case("train-chain", "chain", "train queued.yaml --nodes 1 --batch 32 --json --no-wait", slow=True, slurm=True),
     Case("cancel-chain", "chain", "cancel --json", slurm=True),
-    Case("train-slurm-dry-run", "pending", "train --dry-run --json --nodes 2 --batch 32", slurm=True),
+    Case("train-slurm-dry-run", "pending", "train --dry-run --json --nodes 2 --batch 32", slow=True, slurm=True),
     Case("train-moldable-dry-run", "pending", "train --dry-run --json --nodes 1-4 --batch 32", slurm=True),
-    Case("train-moldable-plan", "pending", "train --dry-run --nodes 2-4 --batch 32", slurm=True),
+    Case("train-moldable-plan", "pending", "train --dry-run --nodes 2-4 --batch 32", slow=True, slurm=True),
     Case("train-moldable-local", "measured", "train --dry-run --json --nodes auto"),
     # --- damaged
     Case("status-damaged-result", "trained", "status --json", edit=cut("results/*.json")),

@@ -41,6 +41,7 @@ def test_a_training_ends_with_the_expected_weights(training: Training, commands:
     assert not lines, "\n".join(["differs from tests/golden (make golden renews it):", *lines])
 
 
+@pytest.mark.proof
 def test_changed_weights_are_noticed() -> None:
     known = trainings.load_weights("method-ags")
     assert known is not None

@@ -123,6 +123,7 @@ def test_a_command_keeps_its_output_and_exit_code_and_is_reported(tmp_path: Path
     assert (job["script"], job["batch"], job["nodes"]) == ("reference", 16, 1)
 
 
+@pytest.mark.proof
 def test_the_hooks_of_a_site_watch_trainings_and_can_be_turned_off(tmp_path: Path) -> None:
     words = [
         sys.executable,

@@ -40,10 +40,10 @@ def weights(path: Path, rank: int = 0) -> torch.Tensor:
     ("world", "loop"),
     [
         (2, ("--optimizer", "AdamW", "--accumulate", 2, "--scaler")),
-        (2, ("--optimizer", "SGD", "--scaler")),
+        pytest.param(2, ("--optimizer", "SGD", "--scaler"), marks=pytest.mark.proof),
         (1, ("--optimizer", "AdamW", "--alone", "--scaler", "--fused")),
         (1, ("--optimizer", "AdamW", "--alone", "--closure")),
-        (1, ("--optimizer", "AdamW", "--alone", "--hooks")),
+        pytest.param(1, ("--optimizer", "AdamW", "--alone", "--hooks"), marks=pytest.mark.proof),
     ],
 )
 def test_weights_are_those_of_ortho_by_hand(

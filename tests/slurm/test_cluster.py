@@ -13,7 +13,7 @@ from cluster import ClusterError, SlurmCluster, describe_why_no_cluster, missing
 from cluster_files import CGROUPS, LOGIN
 from cluster_keeper import namespace_of, processes_in
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.proof]
 
 RECEIVE = """
 import socket, time

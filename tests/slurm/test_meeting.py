@@ -50,6 +50,7 @@ def meet(cluster: SlurmCluster, folder: Path) -> list[list[str]]:
     return [answer.splitlines() for answer, _ in text]
 
 
+@pytest.mark.proof
 def test_nodes_whose_name_stands_for_loopback_meet_and_an_interface_that_no_node_has_is_told(
     on_slurm: SlurmCluster, tmp_path: Path
 ) -> None:

@@ -152,6 +152,7 @@ def test_a_node_whose_daemon_died_is_replaced(tula: Tula, on_slurm: SlurmCluster
     tula("cancel")
 
 
+@pytest.mark.proof
 @pytest.mark.promise(
     "a node",
     "a GPU is faulty (ECC, XID, fallen off the bus)",

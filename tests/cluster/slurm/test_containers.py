@@ -90,13 +90,16 @@ class Site:
         self.slurm.set(id_, "COMPLETED", node_list="n1", accounted="COMPLETED")
 
 
+PYXIS = ["srun ", " --container-image=/project/images/tula.sqsh --container-mounts=/project:/project ", " python -"]
+
+
 @pytest.mark.parametrize(
     ("example", "calls"),
     [
         ("apptainer", ["srun ", "apptainer exec --nv --bind /project tula.sif python -"]),
-        ("pyxis", ["srun ", " --container-image=/project/images/tula.sqsh --container-mounts=/project:/project ", " python -"]),
+        pytest.param("pyxis", PYXIS, marks=pytest.mark.proof),
     ],
-)  # fmt: skip
+)
 def test_the_example_measures_in_a_container(example: str, calls: list[str], tmp_path: Path) -> None:
     site = Site(tmp_path)
     (tmp_path / "job.yaml").write_text((EXAMPLES / f"{example}.yaml").read_text())

@@ -467,6 +467,7 @@ def test_components_are_those_of_the_real_training(name: str, alone: Ranks):
         assert getattr(answer, part) == getattr(real, part), part
 
 
+@pytest.mark.proof
 @pytest.mark.torch
 def test_gradients_are_in_the_buckets_of_ddp_and_apart_while_they_accumulate(two_ranks: Path):
     views = fake_tensor_step.make_ddp_buckets(list(zoo.build_model(spec("resnet18"), 10).parameters()))

@@ -14,12 +14,13 @@ from tula_cli.run.records.failures import FaultName
 
 # --- Messages of drivers about faulty devices and nodes, and about kernels that fail
 
-_API = r"(?:\b(?:CUDA|Cuda|HIP|XPU)(?: runtime)? (?:error|failure)\b|\bTriton Error \[\w+\])[^\n]{0,40}?"
+_API = r"(?:\b(?:CUDA|Cuda|HIP|XPU)(?: runtime| driver)? (?:error|failure)\b|\bTriton Error \[\w+\])[^\n]{0,40}?"
 """Start of messages in which torch, Triton, NCCL and RCCL report an error of the device runtime."""
 
 _FAULT_PATTERNS: dict[FaultName, tuple[str, ...]] = {
     "memory": (r"(?i:\buncorrectable (?:ECC|memory) error\b)", r"(?i:\bECC_?UNCORRECTABLE\b)", r"\bcudaErrorECCUncorrectable\b",
-         r"\bhipErrorECCNotCorrectable\b", r"\bCUDA_ERROR_ECC_UNCORRECTABLE\b"),
+         r"\bhipErrorECCNotCorrectable\b", r"\bCUDA_ERROR_ECC_UNCORRECTABLE\b",
+         r"\[Errno 133\]|\bMemory page has hardware error\b"),
     "link": (r"\buncorrectable NVLink error\b", r"\bInvalid access of peer GPU memory over nvlink or a hardware error\b",
          r"(?i:\b(?:cudaError|CUDA_ERROR_)Nvlink_?Uncorrectable\b)"),
     "gpu_lost": (
@@ -40,7 +41,8 @@ _FAULT_PATTERNS: dict[FaultName, tuple[str, ...]] = {
          r"\bError 80[34]:", r"\bforward compatibility was attempted on non supported HW\b",
          r"\b(?:cudaErrorCompatNotSupportedOnDevice|CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE)\b", r"\bunsupported display driver / cuda driver combination\b",
          r"\b(?:cudaErrorSystemDriverMismatch|CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)\b",
-         r"\bDriver/library version mismatch\b"),
+         r"\bDriver/library version mismatch\b", r"\bnvml\w+\(\)[^\n]*\bDriver Not Loaded\b",
+         r"^RuntimeError: (?:CUDA )?[Uu]nexpected error from cudaGetDeviceCount\(\)(?![^\n]*\bError 2:)"),
     "mps": (r"\bMPS (?:server|client|control daemon)\b[^\n]*(?:fail|not ready|terminat|exceed|reached|(?<!without )error)",
          r"\bMPS RPC\b[^\n]*fail",
          r"\bhardware resources required to support (?:MPS client|device)\b[^\n]*exhausted\b", r"\bcudaErrorMps\w+", r"\bCUDA_ERROR_MPS_\w+"),
@@ -67,6 +69,7 @@ DEVICE_ERRORS = (
     _API + r"\binvalid device ordinal\b",
     r"\b(?:CUDNN|CUBLAS|HIPBLAS|CUSOLVER|CUSPARSE)_STATUS_(?:INTERNAL_ERROR|EXECUTION_FAILED)(?:_[A-Z]+)*\b",
     r"\bCUFFT_(?:INTERNAL_ERROR|EXEC_FAILED)\b",
+    r"\bcuBLAS(?:Lt)? Error: (?:an internal operation failed|the GPU program failed to execute)",
     r"\bUR_RESULT_ERROR_DEVICE_LOST\b",
 )
 """Errors caused by a faulty kernel or by a faulty device; only another attempt distinguishes them."""
@@ -74,19 +77,22 @@ DEVICE_ERRORS = (
 
 # --- Messages of launchers about a child process that a signal killed
 
+_BY_PYTHON = r"\bdied with (?:<Signals\.SIG\w+: |unknown signal )(\d+)"  # a CalledProcessError
 _BY_NUMBER = (
     r"\bexit ?code *: *-(\d+)",
     r"\bSignal (\d+) \(SIG[A-Z]+\) received by PID\b",
     r"\bexits? with return ?code *=+ *-(\d+)",
-    r"\bdied with (?:<Signals\.SIG\w+: |unknown signal )(\d+)",
+    _BY_PYTHON,
+    r"\bexited on signal (\d+)\b",  # mpirun
+    r"\bWITH THE EXIT STRING: [^\n]*\(signal (\d+)\)",  # MPICH
 )
+_DESCRIPTIONS = {str(signal.strsignal(number)): number.value for number in signal.Signals}
+_BY_DESCRIPTION = rf"^srun: error: \S+: tasks? [\d,-]+: ({'|'.join(map(re.escape, _DESCRIPTIONS))})\b"
 _BY_SHELL = r"\breturned non-zero exit status 1(?:29|[3-8]\d|9[0-2])\b"  # 128 and the signal
-ENDED_BY_SIGNAL = (*_BY_NUMBER, _BY_SHELL)
+ENDED_BY_SIGNAL = (*_BY_NUMBER, _BY_DESCRIPTION, _BY_SHELL)
 """Patterns of messages of launchers about a child process that a signal killed."""
 
-CHILD_KILLED = re.compile(
-    rf"^(?:subprocess\.)?CalledProcessError: [\s\S]*?(?:{_BY_SHELL}|{_BY_NUMBER[-1]})", re.MULTILINE
-)
+CHILD_KILLED = re.compile(rf"^(?:subprocess\.)?CalledProcessError: [\s\S]*?(?:{_BY_SHELL}|{_BY_PYTHON})", re.MULTILINE)
 """An exception that only reports that a signal killed a child process."""
 
 _FOLLOW_UP_SIGNALS = ("SIGTERM", "SIGABRT")
@@ -115,6 +121,7 @@ def find_signal(text: str, exit_code: int | None = None) -> str:
 
 def _list_signals(text: str) -> list[str]:
     numbers = [int(number) for pattern in _BY_NUMBER for number in re.findall(pattern, text)]
+    numbers += [_DESCRIPTIONS[description] for description in re.findall(_BY_DESCRIPTION, text, re.MULTILINE)]
     numbers += [int(match_text[-3:]) - 128 for match_text in re.findall(_BY_SHELL, text)]
     return [_SIGNAL_NAMES[number] for number in numbers if number in _SIGNAL_NAMES]
 
@@ -202,7 +209,21 @@ _STORAGE = {
     37: "No locks available",
     16: "Device or resource busy",
     6: "No such device or address",
-    19: "",  # too short a text without its number
+    # Kerberos tickets that expire while a job runs, and file systems that find their own data damaged.
+    117: "Structure needs cleaning",
+    126: "Required key not available",
+    127: "Key has expired",
+    128: "Key has been revoked",
+    52: "Invalid exchange",
+    123: "No medium found",
+    # Texts that scripts use too count only with their numbers.
+    19: "",
+    61: "",
+    71: "",
+    74: "",
+    78: "",
+    124: "",
+    125: "",
     **dict.fromkeys(range(512, 532), ""),  # the kernel's own numbers, that file systems should keep to themselves
 }
 """Error numbers of a failed or unavailable file system, with their texts."""
@@ -233,7 +254,7 @@ FAILURE_PATTERNS = (
         rf"\btorch\.(?:cuda\.)?OutOfMemoryError\b{_NOT_OVERFLOWN}",
         rf"\b(?:CUDA|HIP|XPU|MPS|NPU|MLU|HPU|MUSA)\b[^\n]{{0,40}}\bout of memory\b{_NOT_OVERFLOWN}",
         r"\bcuda runtime error \(2\)|\berror=2 : out of memory\b",
-        r"\bRESOURCE_EXHAUSTED\b[^\n]*\b(?:(?:[Oo]ut of|[Rr]an out of) memory\b|Attempting to (?:reserve|allocate) \d)",
+        r"\bRESOURCE_EXHAUSTED\b[^\n]*\b(?:(?:[Oo]ut of|[Rr]an out of) memory\b|Attempting to (?:reserve|allocate) \d|Failed to allocate request for \d)",
         r"\bOutOfMemoryError: Out of memory allocating\b",
         r"\bNo executable batch size found\b",
         r"\b(?:Cuda|HIP) failure (?:\d+ )?'out of memory'",
@@ -241,6 +262,10 @@ FAILURE_PATTERNS = (
         r"\bCUDA_ERROR_OUT_OF_MEMORY\b",
         r"\bhipErrorOutOfMemory\b",
         r"\b(?:CUBLAS|HIPBLAS|CUSOLVER|CUSPARSE|CUDNN)_STATUS_ALLOC_FAILED\b",
+        r"\bcuBLAS(?:Lt)? Error: the resource allocation failed\b",
+        r"^Error out of memory at line \d+ in file\b",
+        r"\bout_of_memory: RMM failure\b",
+        r"\bOOM when allocating tensor\b[^\n]*\ballocator GPU",
         r"\brocblas_status_memory_error\b",
         r"\bmiopenStatusAllocFailed\b",
         r"\bCUFFT_ALLOC_FAILED\b",
@@ -269,7 +294,9 @@ FAILURE_PATTERNS = (
         r"\bFSTimeoutError\b",
         r"\bPytorchStreamReader failed reading [^\n]*: file read failed\b",
         r"\bHDFS \w+ failed, errno: \d+",
-        r"\[Errno (?:11|110|113)\] [^\n:]+: '",  # of a file, whose name Python tells: sockets have these numbers too
+        r"\bAWS Error (?:NETWORK_CONNECTION|SLOW_DOWN|THROTTLING|INTERNAL_FAILURE|SERVICE_UNAVAILABLE|REQUEST_TIMEOUT) during \w+ operation\b",
+        r"\bgoogle::cloud::Status\((?:UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|INTERNAL): ",
+        r"\[Errno (?:4|11|35|62|101|103|104|110|111|113)\] [^\n:]+: '",  # of a file, whose name Python tells: sockets have these numbers too
         r"\bunable to lock file, errno = \d+",
         r"\[errno 110\]|\berrno = 110\b",
         r"^tula_cli\.errors\.StorageFailed\b",
@@ -297,6 +324,8 @@ FAILURE_PATTERNS = (
         r"\bDataLoader worker \(pid[^\n]*\bexited unexpectedly\b",
         r"\bBrokenProcessPool\b",
         r"\bTerminatedWorkerError\b",
+        r"\bWorkerLostError\b",
+        r"\bray\.exceptions\.(?:WorkerCrashed|NodeDied|ActorDied|RayActor)Error\b",
         r"\bsubprocesses has abruptly died during map operation\b",
         r"\bProcessExitedException: process \d+ terminated with signal\b",
         scope="error",
@@ -311,7 +340,8 @@ FAILURE_PATTERNS = (
     _make_pattern("hung", r"\bDataLoader timed out after\b", scope="error"),
     _make_pattern(
         "diverged",
-        rf"^{_LOSS}{_NOT_FINITE}(?!KeyError|AttributeError|NameError|TypeError|IndexError|ImportError)(?![^\n]*\bskip)[^\n]+",
+        rf"^{_LOSS}{_NOT_FINITE}(?!KeyError|AttributeError|NameError|TypeError|IndexError|ImportError)"
+        r"(?![^\n]*(?:\bskip|\bargument -|\binvalid (?:choice|\w+ value)\b))[^\n]+",
         r"^(?:\w+\.)*FloatingPointError\b(?![^\n]*(?<!\((?:nan|inf)\) )\bencountered in\b)",
         r"\b(?:[Mm]inimum loss scale reached|loss scale already at minimum)\b",
         r"\breturned nan values in its \d+th output\b",
@@ -319,6 +349,7 @@ FAILURE_PATTERNS = (
         r"\bUnexpected result (?:nan|inf)\b",
         r"\bfound invalid values:\s+tensor\([^\n]*\b(?:nan|inf)\b",
         r"\binput matrix contained non-finite values\b",
+        r"\bprobability tensor contains either `inf`, `nan`",
         r"(?i:\b(?:model|training|loss)(?: has)? diverged\b)",
         scope="error",
     ),
@@ -346,6 +377,8 @@ FAILURE_PATTERNS = (
         r"\bunable to (?:open|write to|allocate|mmap)[^\n]*(?:shared memory|</torch_)",
         r"\bError while (?:creating|attaching to) shared memory segment\b",
         r"\b[Ff]ailed to extend /dev/shm/nccl-",
+        r"\[Errno 28\][^\n]*'/dev/shm/",
+        r"\bray\.exceptions\.OutOfMemoryError\b",
         r"\bDetected \d+ oom[-_]kill events?\b",
         r"\boom-kill\b",
         r"\btasks? [\d,-]+: Out Of Memory\b",
@@ -356,6 +389,11 @@ FAILURE_PATTERNS = (
         r"\[Errno 12\]",
         r"\bCannot allocate memory\b",
     ),
+    _make_pattern(
+        "host_oom",  # shared memory, whose file system is as full as a disk
+        r"/multiprocessing/(?:synchronize|shared_memory|heap)\.py[^\n]*\n[^\n]*\n(?:[ ^~]*\n)?OSError: \[Errno 28\]",
+        scope="traceback",
+    ),
     # After memory: a full device is told in many words, some of which are a library's own internal error.
     _make_pattern("device_error", *DEVICE_ERRORS),
     _make_pattern("port", r"\bEADDRINUSE\b", r"\bAddress already in use\b", r"\[Errno 98\]"),
@@ -365,12 +403,15 @@ FAILURE_PATTERNS = (
         r"\bDisk quota exceeded\b",
         r"\[Errno (?:28|122)\]",
         r"\bPytorchStreamWriter failed writing\b",
+        r"^OSError: \d+ requested and \d+ written",  # numpy and torch.save, which leave out the number of the error
+        r"\bbasic_ios::clear: iostream error\b",
+        r"\bdatabase or disk is full\b",
         r"\binline_container\.cc:\d+\][^\n]*unexpected pos \d+ vs \d+",  # torch, which closes what it could not write
         r"^tula_cli\.errors\.DiskFull\b",
     ),
     _make_pattern("signal", r"\bCANCELLED AT \S+ DUE TO\b"),
     # Only the job's line: a step is also cancelled where one of its tasks failed.
-    _make_pattern("cancelled", r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ \*\*\*"),
+    _make_pattern("cancelled", r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ (?:DUE to SIGNAL \w+ )?\*\*\*"),
 )
 """Patterns of failures and their classes (see `FAILURE_KINDS`). The first row that matches its scope decides."""
 
@@ -384,6 +425,8 @@ PEER = _make_pattern(
     r"\bWatchdog caught collective operation timeout\b",
     r"\bncclRemoteError\b",
     r"\bncclSystemError\b",
+    r"\bncclInternalError\b",
+    r"\bNCCL (?:error in: [^\n]*?, |Error \d+: )(?:unhandled system error|internal error)\b",
     r"\bProxy [Cc]all to rank \d+ failed\b",
     r"\bProcessGroupNCCL(?:'s)? watchdog (?:hang|got stuck)\b",
     r"\bNCCL communicator (?:was aborted|encountered error)",
@@ -406,7 +449,11 @@ PEER = _make_pattern(
     r"^RuntimeError: (?:Connection (?:reset by peer|refused|timed out|closed by peer)|Broken pipe)\s*$",
     r"\bTCPStore\b[^\n]*(?:Broken pipe|Connection (?:reset|refused)|timed out)",
     r"\bwait timeout after \d+ms\b",
-    r"\bThe client socket has timed out\b",
+    r"\bThe client socket has (?:timed out|failed to connect)\b",
+    r"\bTimeout waiting for key: ",
+    r"\bCaught collective operation timeout\b",
+    r"\bHorovodInternalError\b",
+    r"\bORTE has lost communication with a remote daemon\b",
     r"\b[Ff]ailed to recv, got 0 bytes",
     r"\bSocket Timeout\b",
 )

@@ -118,7 +118,7 @@ PARTS = (
     cases("own-batches", 5.2, "tests/e2e/test_own_batches.py"),
     cases("failing-loader", 2.2, "tests/e2e/test_failing_loader.py"),
     cases("scripts-on-slurm", 2.2, "tests/slurm/test_script_on_slurm.py"),
-    cases("rehearsed-trainers", 2.0, "tests/e2e/test_rehearsed_trainers.py"),
+    cases("resuming-trainers", 2.0, "tests/e2e/test_resuming_trainers.py"),
     cases("first-job", 0.6, "tests/slurm/test_first_job.py"),
     cases("reality", 1.0, "tests/benchmarks/test_reality.py"),
     cases("recovery", 4.5, "tests/slurm/test_recovery.py"),

@@ -238,7 +238,7 @@ class CannotResume(TulaError):
     code = "resume"
 
 
-class NotRehearsed(TulaError):
+class ResumeUntested(TulaError):
     """The resume test did not reach a verdict on how a script resumes."""
 
     exit_code = 12

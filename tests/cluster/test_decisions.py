@@ -12,7 +12,7 @@ from tula_cli.cluster.decisions import (
     EVALUATION,
     MAX_RESTARTS,
     PROBE,
-    REHEARSAL,
+    RESUME_TEST,
     TRAINING,
     History,
     Rule,
@@ -25,7 +25,7 @@ from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure, Fallback, Relaunch, Requeue, Stop
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.recommendations import Stage
-from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Rung, Task, TrainTask
+from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, ResumeTestTask, Rung, Task, TrainTask
 from tula_cli.spec.job import JobSpec
 
 FAILURES = get_args(OutcomeClass)
@@ -47,8 +47,8 @@ def probe(kind: str = "slurm", **changes: Any) -> ProbeTask:
     return ProbeTask(**COMMON, spec=spec_of(kind), local_batches=(8, 16)).model_copy(update=changes)
 
 
-def rehearsal(kind: str = "slurm") -> RehearsalTask:
-    return RehearsalTask(**COMMON, spec=spec_of(kind), key="k", batch=8)
+def rehearsal(kind: str = "slurm") -> ResumeTestTask:
+    return ResumeTestTask(**COMMON, spec=spec_of(kind), key="k", batch=8)
 
 
 def evaluation(kind: str = "slurm") -> EvaluateTask:
@@ -212,7 +212,7 @@ CHECKS: list[Row] = [
     ("any", "always", check(), f("port"), history(earlier=lost(MAX_RESTARTS)), Stop()),
 ]
 TABLES: list[tuple[tuple[Rule, ...], list[Row]]] = [
-    (TRAINING, TRAININGS), (PROBE, PROBES), (REHEARSAL, REHEARSALS), (EVALUATION, EVALUATIONS), (CHECK, CHECKS),
+    (TRAINING, TRAININGS), (PROBE, PROBES), (RESUME_TEST, REHEARSALS), (EVALUATION, EVALUATIONS), (CHECK, CHECKS),
 ]  # fmt: skip
 CASES = [row for _, rows in TABLES for row in rows]
 

@@ -12,7 +12,7 @@ from tula_cli.cluster.scripts.probe import ScriptProbe
 from tula_cli.cluster.scripts.resume_test import ResumeTest
 from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.tasks import CheckTask, ProbeTask, RehearsalTask, Rung, Task, TrainTask
+from tula_cli.run.records.tasks import CheckTask, ProbeTask, ResumeTestTask, Rung, Task, TrainTask
 from tula_cli.spec.load import validate
 
 SCRIPT = {"command": "train.py -b {batch}", "length": {"epochs": 1}, "reference": {"batch": 8}, "dataset_size": 64}
@@ -24,7 +24,7 @@ def tasks(folder: Path, job: dict[str, Any]) -> dict[str, Task]:
     return {
         "probe": ProbeTask(id="probe", local_batches=(4, 8), **common),
         "train": TrainTask(id="j-1", signature="s", attempt=1, ladder=(Rung(batch=8),), workers=1, **common),
-        "rehearse": RehearsalTask(id="rehearse", key="k", batch=8, **common),
+        "rehearse": ResumeTestTask(id="rehearse", key="k", batch=8, **common),
         "check": CheckTask(id="check", **common),
     }
 

@@ -8,7 +8,7 @@ from torch import nn
 
 FIXED = 0.09  # seconds of a forward pass, whatever the batch
 EACH = 0.00375  # seconds more for each sample of the local batch
-MOST = 256  # samples of a local batch; that of a rehearsal without data is larger, and waits for no more
+MOST = 256  # samples of a local batch; that of a run with fake tensors is larger, and waits for no more
 FEATURES, CLASSES = 500, 500
 
 

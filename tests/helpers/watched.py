@@ -33,7 +33,7 @@ class Loaded(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Map (N, FEATURES) to scores (N, FEATURES)."""
-        time.sleep(self.sleep * min(len(inputs), 64))  # that of a rehearsal without data is larger
+        time.sleep(self.sleep * min(len(inputs), 64))  # that of a run with fake tensors is larger
         square = torch.ones(SIDE, SIDE)
         for _ in range(self.products):
             square = square @ square / SIDE

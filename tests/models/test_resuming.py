@@ -13,11 +13,11 @@ from tula_cli.cluster.scripts.resume_test import (
     read_learning_rate_curve,
 )
 from tula_cli.models.resuming import ResumeJudgement, judge_resume_test
-from tula_cli.run.records.scripts import Rehearsed, Schedule
+from tula_cli.run.records.scripts import ObservedStart, Schedule
 from tula_cli.spec.scripts.script import Length
 
 
-def start(phase: Any, batch: int, samples: int, **more: Any) -> Rehearsed:
+def start(phase: Any, batch: int, samples: int, **more: Any) -> ObservedStart:
     """Return a start of three epochs of 1,280 samples."""
     given = {
         "ended": "killed" if phase == "begin" else "ended",
@@ -25,10 +25,10 @@ def start(phase: Any, batch: int, samples: int, **more: Any) -> Rehearsed:
         "steps": samples // batch,
         "dataset_size": 1280,
     } | more
-    return Rehearsed(phase=phase, batch=batch, length=Length(epochs=3), whole=3840, samples=samples, **given)
+    return ObservedStart(phase=phase, batch=batch, length=Length(epochs=3), whole=3840, samples=samples, **given)
 
 
-def begin(saved: int = 1280, **more: Any) -> Rehearsed:
+def begin(saved: int = 1280, **more: Any) -> ObservedStart:
     return start("begin", 32, saved + 160, saved_steps=saved // 32, saved_samples=saved, **more)
 
 
@@ -150,7 +150,7 @@ def test_the_learning_rate_is_held_against_what_was_asked_for(first: float, rati
         ),
     ],
 )
-def test_without_a_checkpoint_there_is_no_verdict(beginning: Rehearsed, words: str) -> None:
+def test_without_a_checkpoint_there_is_no_verdict(beginning: ObservedStart, words: str) -> None:
     result = judge_resume_test([beginning], lr_ratio=None)
     assert result.verdict is None and words in result.reasons[0] and result.reasons[0].startswith("not tested: ")
 
@@ -242,7 +242,7 @@ EPOCHS = {
 }
 
 
-def resumed(batch: int, curve: Curve) -> Rehearsed:
+def resumed(batch: int, curve: Curve) -> ObservedStart:
     steps = range((TOTAL - SAVED) // batch)
     rates = tuple((batch * (step + 1), 0.1 * curve((SAVED + batch * step) / TOTAL, batch)) for step in steps)
     return start("same" if batch == 32 else "half", batch, TOTAL - SAVED, first_lr=rates[0][1], rates=rates)

@@ -14,7 +14,7 @@ from tula_cli.run.records.inspections import ClusterReport, Inspection, NodeRepo
 from tula_cli.run.records.probes import Failed, OutOfMemory, ScriptObservation
 from tula_cli.run.records.recommendations import Recommendation, StartEstimate
 from tula_cli.run.records.results import Summary
-from tula_cli.run.records.scripts import RankResult, Rehearsed, ScriptFailure
+from tula_cli.run.records.scripts import ObservedStart, RankResult, ScriptFailure
 from tula_cli.spec.load import validate
 from tula_cli.worker.build.data import Position
 from tula_cli.worker.train.metrics import MetricsFile
@@ -25,7 +25,7 @@ FIELDS: list[tuple[type[Record], str]] = [
     (OutOfMemory, "message"), (ScriptObservation, "notes"), (Failure, "message"), (Failure, "detail"),
     (Summary, "warnings"), (Inspection, "estimate_error"), (Inspection, "notes"), (Inspection, "warnings"),
     (Inspection, "script"), (Recommendation, "warnings"), (StartEstimate, "reason"), (NodeReport, "write_error"), (ClusterReport, "network_error"),
-    (ScriptFailure, "text"), (RankResult, "notes"), (Rehearsed, "why"),
+    (ScriptFailure, "text"), (RankResult, "notes"), (ObservedStart, "why"),
 ]  # fmt: skip
 
 

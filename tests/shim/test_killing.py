@@ -1,4 +1,4 @@
-"""Which checkpoint a rehearsal's first start leaves behind: files are written by hand, and the kill is only noted."""
+"""Which checkpoint the first start of a resume test leaves behind: files are written by hand, and the kill is only noted."""
 
 import json
 import os

@@ -650,7 +650,7 @@ def test_a_training_plan_tells_of_its_chain(run):
     text = printed(show_train.render_train_plan(plan, links=(2, 2, 2), scripts=["#!/bin/bash"]))
     assert "a chain of 3 jobs" in text
     assert text.rstrip().endswith("#!/bin/bash")
-    assert "chain" not in printed(show_train.render_train_plan(plan)) and "rehearsed" not in text
+    assert "chain" not in printed(show_train.render_train_plan(plan)) and "resume" not in text
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_a_rank_that_is_killed_on_another_node_is_relaunched_from_the_scripts_ch
     assert (next(tmp_path.glob("tula-runs/by-hand-*/train/*/out/state"))).read_text() == "500"
 
 
-def test_a_resume_is_rehearsed_where_each_rank_has_a_supervisor(tmp_path: Path, on_slurm: SlurmCluster) -> None:
+def test_a_resume_is_tested_where_each_rank_has_a_supervisor(tmp_path: Path, on_slurm: SlurmCluster) -> None:
     (tmp_path / "steps.py").write_text(STEPS)
     job = (
         BY_HAND.replace(", batch: any", "")

@@ -244,7 +244,7 @@ def check(screen: Screen, options: CheckOptions) -> None:
         _refuse_all(
             {"--on-cluster": options.on_cluster, "--nodes": options.nodes is not None, **foreign}, to="--rehearse"
         )
-        return _rehearse_resume(screen, job, options)
+        return _test_resume(screen, job, options)
     if options.on_cluster:
         _refuse_all({**foreign, "--fresh": options.fresh}, to="--on-cluster")
         return _check_on_cluster(screen, job, options)
@@ -317,7 +317,7 @@ def _check_on_cluster(screen: Screen, job: Path, options: CheckOptions) -> None:
     cluster_check.require_sound(str(job))
 
 
-def _rehearse_resume(screen: Screen, job: Path, options: CheckOptions) -> None:
+def _test_resume(screen: Screen, job: Path, options: CheckOptions) -> None:
     from tula_cli.cluster import launcher
     from tula_cli.services import resume_test as service
 

@@ -13,7 +13,7 @@ from tula_cli.host.failures import advise
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure, Fallback, Relaunch, Requeue, Stop
 from tula_cli.run.records.jobs import Attempt
-from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
+from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, ResumeTestTask, Task, TrainTask
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import FEWEST_WORKERS
 
@@ -193,7 +193,7 @@ PROBE: tuple[Rule, ...] = (
 )
 """A job that measures batches, in ascending order."""
 
-REHEARSAL: tuple[Rule, ...] = (
+RESUME_TEST: tuple[Rule, ...] = (
     ("any", "the job has all its results", "the end"),
     ("none", "the job has all its results", "the end"),
     ("none", "always", "new processes"),  # the next start of the test
@@ -253,8 +253,8 @@ def get_rules(task: Task) -> tuple[Rule, ...]:
             return TRAINING
         case ProbeTask():
             return PROBE
-        case RehearsalTask():
-            return REHEARSAL
+        case ResumeTestTask():
+            return RESUME_TEST
         case EvaluateTask():
             return EVALUATION
         case CheckTask():

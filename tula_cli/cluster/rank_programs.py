@@ -4,7 +4,7 @@ from tula_cli.cluster.rank_program import RankProgram, WorkerProgram
 from tula_cli.cluster.scripts.resume_test import ResumeTest
 from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, Task, TrainTask
+from tula_cli.run.records.tasks import ProbeTask, ResumeTestTask, Task, TrainTask
 
 
 def make_rank_program(run: RunDir, task: Task) -> RankProgram:
@@ -18,7 +18,7 @@ def make_rank_program(run: RunDir, task: Task) -> RankProgram:
             return ScriptProbe(run, task)
         case TrainTask():
             return ScriptTraining(run, task)
-        case RehearsalTask():
+        case ResumeTestTask():
             return ResumeTest(run, task)
         case _:
             raise AssertionError(f"a script has no task {task.id}")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tula_cli.run.records.scripts import Phase, Rehearsed, Verdict
+from tula_cli.run.records.scripts import ObservedStart, Phase, Verdict
 from tula_cli.words import format_duration, format_number, format_percent
 
 LR_TOLERANCE = 0.01
@@ -42,7 +42,7 @@ class _ResumedStart:
     faults: tuple[str, ...] = ()
 
 
-def judge_resume_test(starts: Sequence[Rehearsed], *, lr_ratio: float | None) -> ResumeJudgement:
+def judge_resume_test(starts: Sequence[ObservedStart], *, lr_ratio: float | None) -> ResumeJudgement:
     """Judge the starts of a resume test; what they did not reach is reported, never assumed.
 
     Args:
@@ -71,11 +71,11 @@ def judge_resume_test(starts: Sequence[Rehearsed], *, lr_ratio: float | None) ->
     return ResumeJudgement("epoch" if _is_at_epoch_end(begin) else "any", reasons, faults)
 
 
-def _find_last_of_phase(starts: Sequence[Rehearsed], phase: Phase) -> Rehearsed | None:
+def _find_last_of_phase(starts: Sequence[ObservedStart], phase: Phase) -> ObservedStart | None:
     return next((start for start in reversed(starts) if start.phase == phase), None)
 
 
-def _explain_no_checkpoint(begin: Rehearsed | None) -> str:
+def _explain_no_checkpoint(begin: ObservedStart | None) -> str:
     if begin is None:
         return "not tested: the script was not started"
     if begin.ended == "failed":
@@ -99,7 +99,7 @@ def _explain_no_checkpoint(begin: Rehearsed | None) -> str:
     )
 
 
-def _is_at_epoch_end(begin: Rehearsed) -> bool:
+def _is_at_epoch_end(begin: ObservedStart) -> bool:
     """Return whether the checkpoint was written between two epochs, whose last batches may have been dropped."""
     size, saved = begin.dataset_size, begin.saved_samples or 0
     if not size:
@@ -108,7 +108,7 @@ def _is_at_epoch_end(begin: Rehearsed) -> bool:
     return epochs > 0 and abs(saved - epochs * size) <= epochs * begin.batch
 
 
-def _judge_resumed(begin: Rehearsed, start: Rehearsed, *, lr_ratio: float | None) -> _ResumedStart:
+def _judge_resumed(begin: ObservedStart, start: ObservedStart, *, lr_ratio: float | None) -> _ResumedStart:
     at = f"at batch {start.batch}"
     if start.ended == "failed":
         message = f"{at} it cannot resume from its own checkpoint: {start.why}"
@@ -124,7 +124,7 @@ def _judge_resumed(begin: Rehearsed, start: Rehearsed, *, lr_ratio: float | None
     return _ResumedStart(counted.exact and not faults, counted.lost_progress, messages, faults)
 
 
-def _judge_samples(begin: Rehearsed, start: Rehearsed) -> _ResumedStart:
+def _judge_samples(begin: ObservedStart, start: ObservedStart) -> _ResumedStart:
     """Compare the samples trained after a start from the checkpoint with those that remained."""
     at, saved, total = f"at batch {start.batch}", begin.saved_samples or 0, start.whole
     if total is None:
@@ -158,7 +158,7 @@ def _judge_samples(begin: Rehearsed, start: Rehearsed) -> _ResumedStart:
     )
 
 
-def _compute_sample_tolerance(begin: Rehearsed, start: Rehearsed, remaining: int) -> int:
+def _compute_sample_tolerance(begin: ObservedStart, start: ObservedStart, remaining: int) -> int:
     """Return the difference in samples that is not significant.
 
     Each epoch may drop its last batch, and one batch is counted ahead of the checkpoint.
@@ -167,7 +167,7 @@ def _compute_sample_tolerance(begin: Rehearsed, start: Rehearsed, remaining: int
     return max(1, epochs) * start.batch + begin.batch
 
 
-def _judge_learning_rate(begin: Rehearsed, start: Rehearsed, ratio: float | None) -> str:
+def _judge_learning_rate(begin: ObservedStart, start: ObservedStart, ratio: float | None) -> str:
     """Describe a wrong first learning rate after the checkpoint; empty if it is right or unknown."""
     if begin.next_lr is None or start.first_lr is None:
         return ""
@@ -192,7 +192,7 @@ def _list_allowed_ratios(ratio: float | None) -> list[float]:
     return [ratio] if ratio is not None else [1.0, 0.5, math.sqrt(0.5)]
 
 
-def _find_lost_schedule(begin: Rehearsed, same: Rehearsed) -> str:
+def _find_lost_schedule(begin: ObservedStart, same: ObservedStart) -> str:
     """Describe a schedule that does not resume from its position at the checkpoint; empty if it does.
 
     This may not show in the learning rate.
@@ -205,7 +205,7 @@ def _find_lost_schedule(begin: Rehearsed, same: Rehearsed) -> str:
     )
 
 
-def _find_schedule_fault(begin: Rehearsed, same: Rehearsed, half: Rehearsed, ratio: float | None) -> str:
+def _find_schedule_fault(begin: ObservedStart, same: ObservedStart, half: ObservedStart, ratio: float | None) -> str:
     """Describe why the schedules at half and full batch differ at equal samples; empty if they do not.
 
     A scheduler that counts optimizer steps and resumes at the step of the checkpoint is wrong at another batch, however
@@ -229,7 +229,7 @@ def _find_schedule_fault(begin: Rehearsed, same: Rehearsed, half: Rehearsed, rat
     return f"{at} its learning rate is {figures}: the schedule counts steps of the previous batch"
 
 
-def _list_curve_factors(same: Rehearsed, half: Rehearsed, ratio: float | None) -> list[float]:
+def _list_curve_factors(same: ObservedStart, half: ObservedStart, ratio: float | None) -> list[float]:
     """Return the factors by which the learning-rate curve of the full batch may be multiplied.
 
     The ratio of the first rates if it is allowed, then the allowed ratios.
@@ -247,7 +247,7 @@ def _list_curve_factors(same: Rehearsed, half: Rehearsed, ratio: float | None) -
 
 
 def _find_first_difference(
-    begin: Rehearsed, same: Rehearsed, half: Rehearsed, factor: float
+    begin: ObservedStart, same: ObservedStart, half: ObservedStart, factor: float
 ) -> tuple[int, float, float] | None:
     """Return (samples, rate, expected rate) where the curve of half the batch first deviates from the full one.
 

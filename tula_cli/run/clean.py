@@ -21,7 +21,7 @@ _DAMAGED = re.compile(r"damaged-(?:[0-9]+-)?[0-9]{12,}\.(pt|dcp)")
 """The name given to a checkpoint that cannot be read."""
 _LINK_DRAFT = re.compile(r"\.(best|last)\.[0-9]+")
 _PROBE_OUT = re.compile(r"probe-.+\.[0-9]{3}")
-_REHEARSAL = re.compile(r"rehearse-[^.]+")
+_RESUME_TEST = re.compile(r"rehearse-[^.]+")
 RESUMED_FROM = 2
 """Number of newest checkpoints kept for an unfinished training: one spare in case the newest is damaged."""
 
@@ -69,7 +69,7 @@ def list_removable_files(folder: Path, wish: CleanPolicy) -> Iterator[RemovableF
         out = attempt / "out"
         if _PROBE_OUT.fullmatch(attempt.name) and _is_folder(out):
             yield _make_removable_file("scratch", out)
-        elif _REHEARSAL.fullmatch(attempt.name):
+        elif _RESUME_TEST.fullmatch(attempt.name):
             yield _make_removable_file("scratch", attempt)
 
 

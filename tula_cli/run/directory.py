@@ -48,7 +48,7 @@ from tula_cli.run.records.tasks import (
     EvaluateTask,
     JobTask,
     ProbeTask,
-    RehearsalTask,
+    ResumeTestTask,
     Task,
     TrainTask,
     make_probe_id,
@@ -366,7 +366,7 @@ class RunDir:
                 return self.training(task.signature).result() is not None
             case ProbeTask():
                 return self.current_probe(task) is None
-            case RehearsalTask():
+            case ResumeTestTask():
                 resume_test = ResumeTestRecords(self.path).read(task.id)
                 return resume_test is not None and resume_test.over_at is not None
             case EvaluateTask():

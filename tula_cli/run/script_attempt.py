@@ -7,12 +7,12 @@ from pydantic import TypeAdapter
 
 from tula_cli.run.file_changes import is_listed, touch_news
 from tula_cli.run.files import list_files, read_json_lines, read_record, read_text, write_atomic, write_record
-from tula_cli.run.records.scripts import Heartbeat, Killed, RankResult, Rehearsal, ScriptFailure, ShimPlan
+from tula_cli.run.records.scripts import Heartbeat, Killed, RankResult, ResumeTestResult, ScriptFailure, ShimPlan
 
 TAIL = 16_384
 """Bytes at the end of a row file that are searched for the newest row."""
 _RESULT, _FAILURE, _HEARTBEAT = TypeAdapter(RankResult), TypeAdapter(ScriptFailure), TypeAdapter(Heartbeat)
-_KILLED, _REHEARSAL = TypeAdapter(Killed), TypeAdapter(Rehearsal)
+_KILLED, _RESUME_TEST = TypeAdapter(Killed), TypeAdapter(ResumeTestResult)
 
 
 def read_rank_results(folder: Path, pattern: str) -> list[RankResult]:
@@ -138,19 +138,19 @@ class ResumeTestRecords:
         """Return the folder for the script's own files during a resume test; it is removed at the end."""
         return (self.path / task_id).absolute()
 
-    def write(self, record: Rehearsal) -> None:
+    def write(self, record: ResumeTestResult) -> None:
         write_record(self.path / f"{record.task}.json", record)
 
-    def read(self, task_id: str) -> Rehearsal | None:
-        return read_record(self.path / f"{task_id}.json", _REHEARSAL)
+    def read(self, task_id: str) -> ResumeTestResult | None:
+        return read_record(self.path / f"{task_id}.json", _RESUME_TEST)
 
-    def records_of(self, key: str) -> list[Rehearsal]:
-        """Return the resume tests of a script and its code (`compute_rehearsal_signature`), oldest first."""
-        records = [read_record(path, _REHEARSAL) for path in list_files(self.path, f"rehearse-{key}-*.json")]
+    def records_of(self, key: str) -> list[ResumeTestResult]:
+        """Return the resume tests of a script and its code (`compute_resume_test_signature`), oldest first."""
+        records = [read_record(path, _RESUME_TEST) for path in list_files(self.path, f"rehearse-{key}-*.json")]
         return sorted(
             (rehearsal for rehearsal in records if rehearsal is not None), key=lambda records: records.began_at
         )
 
-    def newest_verdict(self, key: str) -> Rehearsal | None:
+    def newest_verdict(self, key: str) -> ResumeTestResult | None:
         """Return the newest resume test with a verdict, or None if there is none."""
         return next((record for record in reversed(self.records_of(key)) if record.verdict is not None), None)

@@ -18,14 +18,14 @@ from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import RESULT, Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Comparison
-from tula_cli.run.records.scripts import Rehearsal
+from tula_cli.run.records.scripts import ResumeTestResult
 from tula_cli.run.records.tasks import TASK, CheckTask, JobTask, ProbeTask, Task, TrainTask
 from tula_cli.run.training_run import TrainingRun
 
 Result = Measured | OutOfMemory | Failed
 T = TypeVar("T")
 _ATTEMPT, _JOB, _RECOMMENDATION = TypeAdapter(Attempt), TypeAdapter(Job), TypeAdapter(Recommendation)
-_REHEARSAL, _COMPARISON = TypeAdapter(Rehearsal), TypeAdapter(Comparison)
+_RESUME_TEST, _COMPARISON = TypeAdapter(ResumeTestResult), TypeAdapter(Comparison)
 
 
 def is_moved(job: Job, run_path: Path) -> bool:
@@ -198,9 +198,9 @@ class Snapshot:
         return self._read(self.path / "comparison.json", _COMPARISON)
 
     @cached_property
-    def rehearsals(self) -> list[Rehearsal]:
+    def rehearsals(self) -> list[ResumeTestResult]:
         """Results of resume tests, oldest first."""
-        records = [self._read(path, _REHEARSAL) for path in list_files(self.path / "script", "rehearse-*.json")]
+        records = [self._read(path, _RESUME_TEST) for path in list_files(self.path / "script", "rehearse-*.json")]
         return sorted((record for record in records if record is not None), key=lambda record: record.began_at)
 
     def training(self, train_signature: str) -> TrainingRun:

@@ -1007,7 +1007,7 @@ def export(arguments: ExportArguments) -> tuple[ExportResult, ...]:
 
 
 @dataclass(frozen=True)
-class RehearseArguments(JobArguments):
+class TestResumeArguments(JobArguments):
     """Arguments of `rehearse`; there is nothing to confirm, and it always waits."""
 
     job: RunArgument
@@ -1017,8 +1017,8 @@ class RehearseArguments(JobArguments):
     timeout: Timeout = None
 
 
-@with_arguments(RehearseArguments)
-def rehearse(arguments: RehearseArguments) -> ResumeFinding:
+@with_arguments(TestResumeArguments)
+def rehearse(arguments: TestResumeArguments) -> ResumeFinding:
     """Try how a script goes on from its own checkpoint, in a job of one node, and wait for it: `tula check --rehearse`.
 
     Returns:

@@ -8,7 +8,7 @@ from typing import Literal
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission
 from tula_cli.diagnostics import Diagnostic
-from tula_cli.errors import CannotResume, JobFailed, NotRehearsed, OverBudget, SpecError
+from tula_cli.errors import CannotResume, JobFailed, OverBudget, ResumeUntested, SpecError
 from tula_cli.models.interruptions import find_checkpoint_schedule
 from tula_cli.run.code import choose_code, take_snapshot
 from tula_cli.run.directory import Run, RunDir
@@ -18,8 +18,8 @@ from tula_cli.run.job_runs import get_only_run, save_runs
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.records.results import JobFile
-from tula_cli.run.records.scripts import Rehearsal, Verdict
-from tula_cli.run.records.tasks import RehearsalTask, TrainTask
+from tula_cli.run.records.scripts import ResumeTestResult, Verdict
+from tula_cli.run.records.tasks import ResumeTestTask, TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.services import messages
 from tula_cli.services.events import Event, Note, WarningEvent, Work
@@ -33,7 +33,7 @@ from tula_cli.services.waiting import (
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.placeholders import find_placeholders
 from tula_cli.spec.scripts.script import Resume
-from tula_cli.spec.signature import compute_rehearsal_signature
+from tula_cli.spec.signature import compute_resume_test_signature
 
 # --- The test
 
@@ -45,7 +45,7 @@ FREEDOM: tuple[Verdict, ...] = ("none", "same", "epoch", "any")
 class ResumeFinding:
     """The result of a script's resume test."""
 
-    rehearsal: Rehearsal
+    rehearsal: ResumeTestResult
     setting: Literal["rehearse", "same", "epoch", "any"]  # script.resume.batch
     kept: bool  # it was found before
 
@@ -81,11 +81,11 @@ class ResumeFinding:
             name: name of the job, for the message.
 
         Raises:
-            NotRehearsed: the test has no verdict.
+            ResumeUntested: the test has no verdict.
         """
         if self.rehearsal.verdict is None:
             hint = "until the test succeeds, trainings resume from a checkpoint at the same batch, untested"
-            raise NotRehearsed(f"the resume test of {name} was inconclusive: {self.why}", hint)
+            raise ResumeUntested(f"the resume test of {name} was inconclusive: {self.why}", hint)
 
     def require_resumable(self, name: str, hint: str) -> None:
         """Raise an error if the script cannot resume from its checkpoint.
@@ -161,7 +161,9 @@ def submit_and_wait(
     try:
         task = submit_resume_test(run, launcher, code, batch=batch)
         minutes = f"{run.spec.measuring_minutes():g} min"
-        yield Note(f"rehearsing the script's resume on 1 node at batch {task.batch}, at most {minutes}: {task.id}")
+        yield Note(
+            f"testing on 1 node whether the script can resume, at batch {task.batch}, at most {minutes}: {task.id}"
+        )
         yield from wait_for_jobs(run, launcher, [task.job], policy)
     except KeyboardInterrupt:
         raise make_interruption_of_jobs([(run, launcher)], policy) from None
@@ -173,21 +175,21 @@ def submit_and_wait(
     return ResumeFinding(record, resume_settings(run.spec).batch, kept=False)
 
 
-def submit_resume_test(run: Run, launcher: Launcher, code: Source, *, batch: int | None) -> RehearsalTask:
+def submit_resume_test(run: Run, launcher: Launcher, code: Source, *, batch: int | None) -> ResumeTestTask:
     """Submit a resume test and return its task; one that is waiting or running is left alone.
 
     Raises:
         SchedulerError: the scheduler refused the job.
     """
     spec = run.spec
-    key = compute_rehearsal_signature(spec, code.digest)
+    key = compute_resume_test_signature(spec, code.digest)
     with lock_submission(run):
-        earlier = [task for task in run.tasks() if isinstance(task, RehearsalTask) and task.key == key]
+        earlier = [task for task in run.tasks() if isinstance(task, ResumeTestTask) and task.key == key]
         going_on = list_unfinished_jobs(run, launcher, [task.job for task in earlier])
         if (task := next((task for task in earlier if task.job in going_on), None)) is not None:
             return task
         name = f"rehearse-{key}-{len(earlier) + 1}"
-        task = RehearsalTask(
+        task = ResumeTestTask(
             id=name, job=name, spec=spec, workdir=str(code.workdir), nodes=1, key=key,
             batch=batch or resume_test_batch(run), code=take_snapshot(run, spec, code),
         )  # fmt: skip
@@ -203,14 +205,14 @@ def describe_cap_exceeded(runs: Sequence[Run]) -> str:
     subject = (
         f"profiling so far ({words.format_number(used_hours)} node-hours) and a resume test"
         if used_hours
-        else "a rehearsal"
+        else "a resume test"
     )
     return describe_beyond_cap(subject, used_hours + spec.measuring_minutes() / 60, spec.search.max_node_hours)
 
 
 def load_finding(run: Run, code: Source) -> ResumeFinding | None:
     """Return the finding of an earlier resume test of this script with this code; None if there is none."""
-    record = ResumeTestRecords(run.path).newest_verdict(compute_rehearsal_signature(run.spec, code.digest))
+    record = ResumeTestRecords(run.path).newest_verdict(compute_resume_test_signature(run.spec, code.digest))
     return None if record is None else ResumeFinding(record, resume_settings(run.spec).batch, kept=True)
 
 
@@ -277,7 +279,7 @@ class TrainingStart:
     code: Source
     prediction: Prediction | None
     rehearse: bool  # not --no-rehearse
-    over_cap: str = ""  # that a rehearsal may take more than is left of search.max_node_hours, in words
+    over_cap: str = ""  # that a resume test may take more than is left of search.max_node_hours, in words
 
     @property
     def is_long(self) -> bool:
@@ -300,7 +302,7 @@ class TrainingStart:
             or run.training(self.task.signature).attempts()
         ):
             return False
-        earlier = ResumeTestRecords(run.path).records_of(compute_rehearsal_signature(spec, self.code.digest))
+        earlier = ResumeTestRecords(run.path).records_of(compute_resume_test_signature(spec, self.code.digest))
         return not any(record.over_at is not None for record in earlier)
 
 

@@ -44,8 +44,8 @@ from tula_cli.run.records.results import (
     TrainResult,
     Tuning,
 )
-from tula_cli.run.records.scripts import Rehearsal
-from tula_cli.run.records.tasks import EvaluateTask, JobTask, ProbeTask, RehearsalTask, TrainTask, make_probe_id
+from tula_cli.run.records.scripts import ResumeTestResult
+from tula_cli.run.records.tasks import EvaluateTask, JobTask, ProbeTask, ResumeTestTask, TrainTask, make_probe_id
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.training_run import A_COPY, CLOCKS_AGREE
 from tula_cli.services import messages
@@ -277,7 +277,7 @@ def get_job_progress(snapshot: Snapshot, tasks: list[JobTask], results: Results)
     if isinstance(newest, EvaluateTask):
         resume_test = snapshot.training(newest.signature).evaluation(newest.key)
         return _Progress(total=1, done=int(resume_test is not None), now=None)
-    if isinstance(newest, RehearsalTask):
+    if isinstance(newest, ResumeTestTask):
         over = any(
             resume_test.task == newest.id and resume_test.over_at is not None for resume_test in snapshot.rehearsals
         )
@@ -428,7 +428,7 @@ class RunStatus:
     recommendation: Recommendation | None
     warnings: tuple[Diagnostic, ...] = ()
     notes: tuple[str, ...] = ()  # of an upgrade under a job; what the probes of a script do not tell, and why
-    rehearsal: Rehearsal | None = None  # the newest of a script's resume
+    rehearsal: ResumeTestResult | None = None  # the newest of a script's resume
     evaluations: tuple[EvaluationRecord, ...] = ()  # of the training's weights (tula evaluate), oldest first
     between_rounds: bool = False  # an adaptive search may have a further round to submit
 

@@ -78,7 +78,7 @@ class TrainPlan:
     code: Source  # the user's own code that it runs
     price: str = ""  # in words, with unit, source and date
     interruption: str = ""  # what one costs a script, in words
-    rehearses: bool = False  # a rehearsal of the script's resume comes first
+    rehearses: bool = False  # a test of the script's resume comes first
     balance: BalanceCheck | None = None  # of the account that pays; None where the price is not what SLURM bills
     warnings: tuple[Diagnostic, ...] = ()  # of its range of nodes
     ends: ExpectedEnd | None = None  # where train.early_stopping is expected to end it; None where nothing tells

@@ -64,7 +64,7 @@ def render_status(now: "RunStatus") -> Iterator["RenderableType"]:
     if now.rehearsal is not None and now.rehearsal.over_at is not None:
         yield ""
         verdict = now.rehearsal.verdict or "not found out"
-        yield f"resume, rehearsed {format_moment(now.rehearsal.over_at)}: {verdict}; {'; '.join(now.rehearsal.told)}"
+        yield f"resume test of {format_moment(now.rehearsal.over_at)}: {verdict}; {'; '.join(now.rehearsal.told)}"
     if now.attempts:
         yield ""
         yield make_attempts_table(now)

@@ -115,7 +115,7 @@ def _compute_script_signature(spec: JobSpec, script: Script, where: Mapping[str,
     )
 
 
-def compute_rehearsal_signature(spec: JobSpec, code: str) -> str:
+def compute_resume_test_signature(spec: JobSpec, code: str) -> str:
     """Return 8 hex digits of the settings that determine how a script resumes.
 
     Args:

@@ -22,7 +22,7 @@ from tula_cli.host.processes import die_with_parent, tag_lines
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import pin_run
 from tula_cli.run.records.failures import Failure
-from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
+from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, ResumeTestTask, Task, TrainTask
 from tula_cli.run.shortages import get_shortage
 
 
@@ -165,7 +165,7 @@ def _get_device_kind(task: Task) -> str:
 
 def _find_current_local_batch(task: Task, run: RunDir) -> int | None:
     """Return the local batch that was running; for a probe task, the first one without a result."""
-    if isinstance(task, CheckTask | RehearsalTask):
+    if isinstance(task, CheckTask | ResumeTestTask):
         return None  # none, or that of a script
     if isinstance(task, TrainTask):
         return task.batch // task.ranks

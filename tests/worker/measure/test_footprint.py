@@ -22,7 +22,6 @@ from tula_cli.spec.sections import Loss, Model
 from tula_cli.worker.build import zoo
 from tula_cli.worker.device import count_tensor_bytes
 from tula_cli.worker.measure import fake_tensor_step
-from tula_cli.worker.measure import fake_tensor_step as worker_measure_rehearsal
 from tula_cli.worker.measure import meter as worker_measure_meter
 from tula_cli.worker.measure.fake_tensor_step import (
     GpuMemoryEmulation,
@@ -375,20 +374,20 @@ def test_the_local_batch_of_a_footprint_counts_all_micro_batches():
 
 
 def test_one_rehearsal_tells_every_batch():
-    """What is scaled from the rehearsed batch is what a rehearsal at that batch would have counted."""
+    """Scaling from the batch of the fake step gives what a fake step at that batch counts."""
     job = spec(method="ags", ags={"b_small": 8}, accumulate=2)
     rehearsal = build_fake_step(job, (torch.zeros(3, 32, 32), 1), classes=10)
     answer = rehearsal.measure(24)
     for number in (23, 47):  # primes that no layer's size is a multiple of
-        worker_measure_rehearsal.REFERENCE_SAMPLES, kept = number, worker_measure_rehearsal.REFERENCE_SAMPLES
+        fake_tensor_step.REFERENCE_SAMPLES, kept = number, fake_tensor_step.REFERENCE_SAMPLES
         try:
             assert build_fake_step(job, (torch.zeros(3, 32, 32), 1), classes=10).measure(24) == answer
         finally:
-            worker_measure_rehearsal.REFERENCE_SAMPLES = kept
+            fake_tensor_step.REFERENCE_SAMPLES = kept
 
 
 def test_sizes_grow_with_every_power_of_the_batch():
-    numbers = worker_measure_rehearsal.REFERENCE_SAMPLES
+    numbers = fake_tensor_step.REFERENCE_SAMPLES
     recording = Recording(
         early=1, held=1, events=(), sizes=(numbers, 12 * numbers, 4 * numbers**2, 40), small=range(2, 3)
     )
@@ -411,7 +410,7 @@ def test_activation_checkpointing_lowers_the_peak(name, size):
     assert recomputed.activations < 0.75 * plain.activations
 
 
-def test_rehearsal_works_where_initialisation_reads_what_it_drew():
+def test_a_fake_step_works_where_initialisation_reads_what_it_drew():
     result = measure(spec("vit_b_16"), 2, shape=(3, 224, 224))
     assert result.parameters == pytest.approx(343 * MB, rel=0.01)
 

@@ -19,8 +19,8 @@ from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.probes import Measured
-from tula_cli.run.records.scripts import KillPlan, Phase, Rehearsal, RehearsalStart, Rehearsed, Schedule
-from tula_cli.run.records.tasks import RehearsalTask, Task
+from tula_cli.run.records.scripts import KillPlan, ObservedStart, Phase, PlannedStart, ResumeTestResult, Schedule
+from tula_cli.run.records.tasks import ResumeTestTask, Task
 from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
 from tula_cli.spec.job import JobSpec, compute_lr_scale
 from tula_cli.spec.scripts.placeholders import fill, find_placeholders
@@ -125,7 +125,7 @@ RETRIED_OUTCOMES: tuple[OutcomeClass, ...] = ("port", "time_limit", "preempted",
 class ResumeTest(ScriptProgram):
     """One resume test, as seen by the leader of its supervisors."""
 
-    task: RehearsalTask
+    task: ResumeTestTask
 
     # --- its starts
 
@@ -151,13 +151,15 @@ class ResumeTest(ScriptProgram):
         return ResumeTestRecords(self.run.path)
 
     @property
-    def record(self) -> Rehearsal:
+    def record(self) -> ResumeTestResult:
         """The record of the test so far."""
-        return self.files.read(self.task.id) or Rehearsal(task=self.task.id, key=self.task.key, began_at=time.time())
+        return self.files.read(self.task.id) or ResumeTestResult(
+            task=self.task.id, key=self.task.key, began_at=time.time()
+        )
 
     # --- what comes next
 
-    def first_start(self) -> RehearsalStart:
+    def first_start(self) -> PlannedStart:
         """Return the next start of an unfinished test; its time limit runs from the first call."""
         record = self.record
         self.files.write(record)
@@ -165,11 +167,11 @@ class ResumeTest(ScriptProgram):
         assert start is not None, "it has ended"
         return start
 
-    def _remaining_seconds(self, record: Rehearsal) -> float:
+    def _remaining_seconds(self, record: ResumeTestResult) -> float:
         """Return the remaining seconds of the test."""
         return 60 * self.task.spec.search.max_minutes - (time.time() - record.began_at)
 
-    def _next_start(self, record: Rehearsal, remaining: float) -> RehearsalStart | None:
+    def _next_start(self, record: ResumeTestResult, remaining: float) -> PlannedStart | None:
         """Return the next start with `remaining` seconds left; None if there is none."""
         begins = [start for start in record.starts if start.phase == "begin"]
         if not begins:
@@ -191,15 +193,15 @@ class ResumeTest(ScriptProgram):
             return None
         return self._resuming_start("half", begins[-1], half, remaining)
 
-    def _initial_start(self, record: Rehearsal, length: Length, batch: int, remaining: float) -> RehearsalStart:
+    def _initial_start(self, record: ResumeTestResult, length: Length, batch: int, remaining: float) -> PlannedStart:
         out = self.files.folder(self.task.id) / f"begin-{len(record.starts) + 1}"
         seconds = max(MIN_SECONDS, TIME_SHARES["begin"] * remaining)
-        return RehearsalStart(phase="begin", batch=batch, length=length, out=str(out), seconds=seconds)
+        return PlannedStart(phase="begin", batch=batch, length=length, out=str(out), seconds=seconds)
 
-    def _resuming_start(self, phase: Phase, begin: Rehearsed, batch: int, remaining: float) -> RehearsalStart | None:
+    def _resuming_start(self, phase: Phase, begin: ObservedStart, batch: int, remaining: float) -> PlannedStart | None:
         """Return a start that resumes from the phase's copy of the checkpoint; None if there is no checkpoint."""
         out = self.files.folder(self.task.id) / phase
-        start = RehearsalStart(
+        start = PlannedStart(
             phase=phase,
             batch=batch,
             length=begin.length,
@@ -231,7 +233,7 @@ class ResumeTest(ScriptProgram):
     def _length_is_told(self) -> bool:
         return bool({"epochs", "steps", "samples"} & set(find_placeholders(get_script(self.task.spec).command)))
 
-    def _repeat_beginning(self, begins: Sequence[Rehearsed], remaining: float) -> tuple[Length, int] | None:
+    def _repeat_beginning(self, begins: Sequence[ObservedStart], remaining: float) -> tuple[Length, int] | None:
         """Return length and batch of another first start (shorter, longer, or with less memory), or None."""
         last_begin, full_length = begins[-1], get_script(self.task.spec).length
         if last_begin.ended == "failed":
@@ -244,14 +246,14 @@ class ResumeTest(ScriptProgram):
         affordable = last_begin.seconds * 2.5 < remaining
         return (fitted, last_begin.batch) if fitted is not None and len(begins) == 1 and affordable else None
 
-    def _fitted_length(self, begin: Rehearsed) -> Length | None:
+    def _fitted_length(self, begin: ObservedStart) -> Length | None:
         """Return 1.5 times the length up to the first checkpoint if the whole is more than twice as long, or None."""
         saved = begin.saved_samples
         if not (self._length_is_told and saved and begin.length.epochs is None and begin.whole):
             return None
         return Length(samples=math.ceil(1.5 * saved)) if begin.whole > 2 * saved else None
 
-    def placeholder_values(self, start: RehearsalStart) -> dict[str, str | float]:
+    def placeholder_values(self, start: PlannedStart) -> dict[str, str | float]:
         """Return the values of the placeholders in paths for a start."""
         return list_placeholder_values(
             self.task.spec, ScriptProcess(self.task.nodes, 0, "", 0), batch=start.batch, out=Path(start.out),
@@ -297,7 +299,7 @@ class ResumeTest(ScriptProgram):
         self.files.write(record)
         return failure if outcome.ended == "failed" else None
 
-    def _observe_start(self, start: RehearsalStart, number: int, failure: Failure | None) -> Rehearsed:
+    def _observe_start(self, start: PlannedStart, number: int, failure: Failure | None) -> ObservedStart:
         attempt = ScriptAttempt(self.run.path, self.task.id, number)
         killed, rows = attempt.killed(), [row for row in attempt.rows(0) if row["kind"] == "row"]
         size = (
@@ -308,7 +310,7 @@ class ResumeTest(ScriptProgram):
             size = self.record.starts[-1].dataset_size
         steps, samples = count_trained(rows, start.batch // self.task.ranks)
         world = self.task.ranks
-        observation = Rehearsed(
+        observation = ObservedStart(
             phase=start.phase, batch=start.batch, length=start.length, whole=_count_samples_of_length(self.task, start.length, size),
             ended="ended", seconds=time.time() - attempt.plan_path.stat().st_mtime, steps=steps, samples=samples * world,
             first_lr=rows[0].get("lr") if rows else None, dataset_size=size,
@@ -331,7 +333,7 @@ class ResumeTest(ScriptProgram):
         measured = (result.dataset_size for result in self.run.read().results if isinstance(result, Measured))
         return next(measured, None)
 
-    def _copy_checkpoints(self, start: RehearsalStart, observation: Rehearsed) -> None:
+    def _copy_checkpoints(self, start: PlannedStart, observation: ObservedStart) -> None:
         """Give each of the resuming starts a folder: that of the killed start, and a copy of it."""
         if start.phase != "begin" or not _is_usable(observation):
             return
@@ -341,7 +343,7 @@ class ResumeTest(ScriptProgram):
         shutil.copytree(start.out, folder / "half", ignore_dangling_symlinks=True)
         Path(start.out).rename(folder / "same")
 
-    def _with_verdict(self, record: Rehearsal) -> Rehearsal:
+    def _with_verdict(self, record: ResumeTestResult) -> ResumeTestResult:
         """Return the record with its verdict, and remove the files of the script."""
         shutil.rmtree(self.files.folder(self.task.id), ignore_errors=True)
         begin = next(start for start in reversed(record.starts) if start.phase == "begin")
@@ -372,19 +374,19 @@ class ResumeTest(ScriptProgram):
         return Failure(outcome="cancelled", message="it trains more than twice the remaining samples")
 
 
-def _get_start(command: LeaderCommand) -> RehearsalStart:
+def _get_start(command: LeaderCommand) -> PlannedStart:
     assert command.rehearsal is not None
     return command.rehearsal
 
 
-def _is_usable(begin: Rehearsed) -> bool:
+def _is_usable(begin: ObservedStart) -> bool:
     """Return whether a start left a checkpoint with enough left to train after it."""
     if begin.saved_samples is None or begin.ended == "failed":
         return False
     return begin.ended != "ended" or begin.whole is None or begin.whole - begin.saved_samples > 2 * begin.batch
 
 
-def _count_samples_of_length(task: RehearsalTask, length: Length, size: int | None) -> int | None:
+def _count_samples_of_length(task: ResumeTestTask, length: Length, size: int | None) -> int | None:
     script = get_script(task.spec).model_copy(update={"length": length})
     requested = count_requested_samples(script)
     if requested is not None:

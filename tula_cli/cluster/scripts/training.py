@@ -47,7 +47,7 @@ from tula_cli.run.secrets import remove_secrets
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.scripts.placeholders import fill
 from tula_cli.spec.scripts.script import Resume, Rows, Script, count_script_samples
-from tula_cli.spec.signature import compute_rehearsal_signature
+from tula_cli.spec.signature import compute_resume_test_signature
 from tula_cli.words import parse_rank
 
 if TYPE_CHECKING:
@@ -496,7 +496,7 @@ class ScriptTraining(ScriptProgram):
         resume, code = self.resume_settings, self.run.code(self.task.code)
         if resume is None:
             return "none"
-        key = compute_rehearsal_signature(self.task.spec, code.digest if code is not None else "")
+        key = compute_resume_test_signature(self.task.spec, code.digest if code is not None else "")
         resume_test = ResumeTestRecords(self.run.path).newest_verdict(key)
         if resume_test is not None and resume_test.verdict == "none":
             return "none"

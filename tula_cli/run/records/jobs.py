@@ -6,7 +6,7 @@ from pydantic import computed_field, model_validator
 
 from tula_cli.run.records.base import OutcomeClass, Record, RecordedText
 from tula_cli.run.records.failures import Decision, Failure, Shortage, lift_failure
-from tula_cli.run.records.scripts import RehearsalStart
+from tula_cli.run.records.scripts import PlannedStart
 
 
 class Job(Record):
@@ -115,4 +115,4 @@ class LeaderCommand(Record):
     meeting: str = ""  # "address:port" of torchrun's rendezvous, or a script's; ranks under srun meet through a file
     checkpoint: str = ""  # that a script goes on from
     batch: int = 0  # global, that a script is started with: the worker knows its own
-    rehearsal: RehearsalStart | None = None  # of a rehearsal, what this start is for
+    rehearsal: PlannedStart | None = None  # what this start of a resume test is for

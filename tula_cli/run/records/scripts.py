@@ -17,7 +17,7 @@ Verdict = Literal["same", "epoch", "any", "none"]
 batch."""
 
 
-class RehearsalStart(Record):
+class PlannedStart(Record):
     """One start of a resume test, before it runs."""
 
     phase: Phase
@@ -37,7 +37,7 @@ class Schedule(Record):
     moves: bool | None  # whether it will change the learning rate; None if that is not known
 
 
-class Rehearsed(Record):
+class ObservedStart(Record):
     """The observations of one start of a resume test. Samples are those of all ranks."""
 
     phase: Phase
@@ -64,16 +64,16 @@ class Rehearsed(Record):
     dataset_size: int | None = None
 
 
-class Rehearsal(Record):
+class ResumeTestResult(Record):
     """The state of a resume test.
 
     If `verdict` is None after its end, no verdict was possible, and `told` gives the reason.
     """
 
     task: str
-    key: str  # rehearsal_signature
+    key: str  # resume_test_signature
     began_at: float
-    starts: tuple[Rehearsed, ...] = ()
+    starts: tuple[ObservedStart, ...] = ()
     over_at: float | None = None
     verdict: Verdict | None = None
     told: tuple[str, ...] = ()  # sentences: what was found, and what was not reached

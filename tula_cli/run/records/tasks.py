@@ -190,7 +190,7 @@ class TrainTask(BaseTask):
     stages: tuple[Stage, ...] = ()
     max_lr_factor: float | None = None  # after a growing batch diverged, in place of the job's; None: the job's
     recovery: Recovery | None = None  # why this is a relaunch; None of the first
-    after: str = ""  # the job of a rehearsal that comes first: what that finds may forbid this
+    after: str = ""  # the job of a resume test that comes first; its verdict may forbid this training
     follows: tuple[str, ...] = ()  # unfinished jobs whose nodes it takes over in a plan of many trainings
 
     @computed_field  # type: ignore[prop-decorator]
@@ -278,14 +278,14 @@ class TrainTask(BaseTask):
         return self.ladder[0].on_splits(self.splits)
 
 
-class RehearsalTask(MeasuringTask):
+class ResumeTestTask(MeasuringTask):
     """A job that tests how a script resumes: steps, a save, kill -9, then resumes at this batch and at half of it.
 
     Its id is rehearse-<key>-<number>.
     """
 
     kind: Literal["rehearse"] = "rehearse"
-    key: str  # rehearsal_signature
+    key: str  # resume_test_signature
     batch: int
 
 
@@ -348,7 +348,7 @@ class CodeSnapshot(Record):
 
 LoopTask = ProbeTask | TrainTask | EvaluateTask
 """Tasks that build a model and its trainer."""
-JobTask = ProbeTask | TrainTask | RehearsalTask | EvaluateTask
+JobTask = ProbeTask | TrainTask | ResumeTestTask | EvaluateTask
 """Tasks that a user sees as jobs of a run; a check is not one of them."""
 Task = JobTask | CheckTask
 TASK: TypeAdapter[Task] = TypeAdapter(Annotated[Task, Field(discriminator="kind")])

@@ -19,7 +19,7 @@ VERSION = 1
 STEPS = 15
 AGS = {"code", "settings", "apply_to", "b_large", "b_small", "available", "steps_per_epoch", "seed", "resumed"}
 ORTHO = {"code", "beta2_power"}
-REHEARSAL = {"checkpoint", "after"}
+RESUME_TEST = {"checkpoint", "after"}
 
 
 class PlanError(ValueError):
@@ -117,7 +117,7 @@ def _check_plan(path: str, given: dict[str, Any]) -> Plan:
         checkpoint=str(given.get("checkpoint", "")),
         ags=_read_part_of_plan(path, given, "ags", AGS),
         ortho=_read_part_of_plan(path, given, "ortho", ORTHO),
-        rehearsal=_read_part_of_plan(path, given, "rehearsal", REHEARSAL),
+        rehearsal=_read_part_of_plan(path, given, "rehearsal", RESUME_TEST),
         schedule=bool(given.get("schedule", False)),
         files=given.get("files"),
     )

@@ -222,7 +222,7 @@ class Recording:
     )
     held: int
     events: tuple[int, ...]
-    sizes: tuple[int, ...]  # bytes at the rehearsed micro-batch
+    sizes: tuple[int, ...]  # bytes at the micro-batch of the fake step
     small: range  # numbers that come to be on AGS's small batch
 
     def sizes_at(self, micro_batch: int, *, small_batch: int) -> list[float]:
@@ -469,21 +469,21 @@ def build_fake_step(
     if gpu:
         _use_foreach(optimizer)
     batch = make_batch(collate, [sample] * COPIES)
-    rehearsal = FakeStep(spec, batch, gpu, fake, storages, model, call, optimizer)
+    fake_step = FakeStep(spec, batch, gpu, fake, storages, model, call, optimizer)
     with fake, storages:
         storages.hold([*model.parameters(), *model.buffers()])
-        rehearsal.buckets = make_ddp_buckets(rehearsal.parameters)
-        for parameter in rehearsal.parameters:
-            parameter.register_post_accumulate_grad_hook(rehearsal.move_to_bucket)
-            parameter.grad = rehearsal.buckets[parameter]
-        rehearsal.early = len(storages.sizes)
+        fake_step.buckets = make_ddp_buckets(fake_step.parameters)
+        for parameter in fake_step.parameters:
+            parameter.register_post_accumulate_grad_hook(fake_step.move_to_bucket)
+            parameter.grad = fake_step.buckets[parameter]
+        fake_step.early = len(storages.sizes)
         optimizer.step()  # its state is there from the second step on
         optimizer.zero_grad()
-        if rehearsal.memory.factors:
-            rehearsal.factors = [
-                torch.empty_like(p) if rehearsal.elementwise else p.new_empty(()) for p in rehearsal.scaled
+        if fake_step.memory.factors:
+            fake_step.factors = [
+                torch.empty_like(p) if fake_step.elementwise else p.new_empty(()) for p in fake_step.scaled
             ]
-    return rehearsal
+    return fake_step
 
 
 def _build_model(spec: JobSpec, classes: int | None, fake: FakeTensorMode) -> nn.Module:

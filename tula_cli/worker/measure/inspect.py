@@ -56,7 +56,7 @@ from tula_cli.worker.device import (
     has_convolutions,
     read_process_memory,
 )
-from tula_cli.worker.measure import fake_tensor_step as worker_measure_rehearsal
+from tula_cli.worker.measure import fake_tensor_step
 from tula_cli.worker.measure.fake_tensor_step import FakeStep
 from tula_cli.worker.measure.first_samples import find_class_numbers, load_first_samples
 from tula_cli.worker.methods.table import get_method
@@ -68,7 +68,7 @@ from tula_cli.worker.train.learning_rate import check_user_schedule
 # --- Memory footprint
 #
 # Fake tensors have shapes and storages but no data. A dispatch mode sees every operation, forward and backward, and
-# records when each storage comes to be and dies. One rehearsal is enough for every batch: its batch is a prime number, so
+# records when each storage comes to be and dies. One run with fake tensors is enough for every batch: its batch is a prime number, so
 # that a size it divides is one that grows with the batch. The recording is then replayed at any batch, for a GPU through a
 # simulation of PyTorch's allocator.
 #
@@ -79,7 +79,7 @@ MICRO_BATCHES = tuple(2**power for power in range(17))
 """Micro-batches at which an estimate is reported; between them memory is approximately linear."""
 
 
-def estimate_footprints(rehearsal: FakeStep, *, largest: int = MICRO_BATCHES[-1]) -> tuple[Footprint, ...]:
+def estimate_footprints(fake_step: FakeStep, *, largest: int = MICRO_BATCHES[-1]) -> tuple[Footprint, ...]:
     """Return the estimates at micro-batches of 1, 2, 4 ... up to the first one that is not below `largest`.
 
     The peak is the maximum over several moments of a step, each linear in the batch; at small batches it may be a
@@ -87,9 +87,9 @@ def estimate_footprints(rehearsal: FakeStep, *, largest: int = MICRO_BATCHES[-1]
     """
     below = [size for size in MICRO_BATCHES if size < largest]
     sizes = (*below, MICRO_BATCHES[min(len(below), len(MICRO_BATCHES) - 1)])
-    accumulate, room = rehearsal.spec.train.accumulate, rehearsal.allocator_margin()
-    gathered = _count_gathered_bytes(rehearsal.model, rehearsal.spec.train) if rehearsal.spec.train.sharded else 0
-    components = {size * accumulate: _add_extra(rehearsal.measure(size), gathered) for size in sizes}
+    accumulate, room = fake_step.spec.train.accumulate, fake_step.allocator_margin()
+    gathered = _count_gathered_bytes(fake_step.model, fake_step.spec.train) if fake_step.spec.train.sharded else 0
+    components = {size * accumulate: _add_extra(fake_step.measure(size), gathered) for size in sizes}
     return tuple(
         Footprint(local_batch=b, memory=memory, room=round(room * memory.peak)) for b, memory in components.items()
     )
@@ -161,16 +161,16 @@ def inspect_job(spec: JobSpec) -> Inspection:
     warnings, notes = list(first_samples.warnings), []
     footprints, estimate_error = tuple[Footprint, ...](), ""
     try:
-        rehearsal = worker_measure_rehearsal.build_fake_step(
+        fake_step = fake_tensor_step.build_fake_step(
             spec,
             first_samples.item,
             classes=datasets.classes,
             gpu=_needs_gpu_memory_estimate(spec, device),
             collate=datasets.collate,
         )
-        footprints = estimate_footprints(rehearsal, largest=max(1, len(datasets.train)))
-        model, call, optimizer, output = rehearsal.model, rehearsal.call, rehearsal.optimizer, rehearsal.output(2)
-        warnings += _list_lone_sample_problems(spec, rehearsal)
+        footprints = estimate_footprints(fake_step, largest=max(1, len(datasets.train)))
+        model, call, optimizer, output = fake_step.model, fake_step.call, fake_step.optimizer, fake_step.output(2)
+        warnings += _list_lone_sample_problems(spec, fake_step)
         if _has_users_code(spec):  # fake tensors have not the values of the samples, and fewer checks of their types
             notes += _try_real_step(spec, datasets, device, model)
     except TulaError:
@@ -385,7 +385,7 @@ def _run_real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, ModelC
     optimizer = get_method(spec).base(spec, make_parameter_groups(spec.optimizer, model))
     stage = f"model {spec.model.name} cannot take {_describe_inputs(batch)}"
     try:
-        with worker_measure_rehearsal.make_fake_autocast(spec):
+        with fake_tensor_step.make_fake_autocast(spec):
             output = call.compute_outputs(model, batch)
             stage = f"loss {spec.loss.name} cannot take the output of {spec.model.name}, {_describe_shape(output)}"
             if call.target_of(batch) is not None:
@@ -478,13 +478,13 @@ def _is_class_target(target: Any) -> bool:
     return isinstance(target, torch.Tensor) and target.ndim == 1 and target.dtype == torch.int64
 
 
-def _list_lone_sample_problems(spec: JobSpec, rehearsal: worker_measure_rehearsal.FakeStep) -> list[str]:
+def _list_lone_sample_problems(spec: JobSpec, fake_step: fake_tensor_step.FakeStep) -> list[str]:
     """Return a warning if the search includes a micro-batch of one sample, on which BatchNorm cannot train."""
     ranks = max(spec.search.nodes) * spec.cluster.gpus_per_node
     if spec.search.min_batch // (ranks * spec.train.accumulate) > 1:
         return []
     try:
-        rehearsal.output(1)
+        fake_step.output(1)
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise

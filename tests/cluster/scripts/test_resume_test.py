@@ -1,4 +1,4 @@
-"""How a script resumes, rehearsed by the supervisor: small scripts, which tell their steps through tula_hooks and import no torch."""
+"""How a supervisor tests that a script resumes: small scripts, which tell their steps through tula_hooks and import no torch."""
 
 import os
 import subprocess
@@ -16,13 +16,13 @@ from tula_cli.cluster.supervise import Supervisor, supervise
 from tula_cli.host.processes import start_time
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
-from tula_cli.run.records.scripts import Rehearsal, Verdict
-from tula_cli.run.records.tasks import RehearsalTask, Rung, TrainTask
+from tula_cli.run.records.scripts import ResumeTestResult, Verdict
+from tula_cli.run.records.tasks import ResumeTestTask, Rung, TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.show import train as show_train
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
-from tula_cli.spec.signature import compute_rehearsal_signature
+from tula_cli.spec.signature import compute_resume_test_signature
 
 TEMPLATES = Path(__file__).parents[3] / "templates"
 SCRIPT = """
@@ -93,7 +93,7 @@ COMMAND = "train.py -b {local_batch} --out {out} --samples {samples}"
 NEVER = "False"
 
 
-def rehearsed(
+def run_resume_test(
     folder: Path,
     *,
     what_else: str = "",
@@ -101,11 +101,11 @@ def rehearsed(
     saves: str = "number == 10",
     script: Any = (),
     **changes: Any,
-) -> Rehearsal:
+) -> ResumeTestResult:
     """Rehearse a script, to the end."""
     spec = job(folder, what_else=what_else, within=within, saves=saves, script=dict(script), **changes)
     run = RunDir.create(folder / "tula-runs", spec)
-    task = RehearsalTask(
+    task = ResumeTestTask(
         id="rehearse-k-1", job="rehearse-k-1", spec=spec, workdir=str(folder), nodes=1, key="k", batch=16
     )
     run.write_task(task)
@@ -116,12 +116,12 @@ def rehearsed(
     return text
 
 
-def seen(result: Rehearsal) -> list[tuple[str, int, str]]:
+def seen(result: ResumeTestResult) -> list[tuple[str, int, str]]:
     return [(start.phase, start.batch, start.ended) for start in result.starts]
 
 
 def test_a_script_that_counts_samples_may_go_on_at_any_batch(folder: Path) -> None:
-    result = rehearsed(folder)
+    result = run_resume_test(folder)
     assert seen(result)[-2:] == [("same", 16, "ended"), ("half", 8, "ended")]
     assert {phase for phase, *_ in seen(result)} == {"begin", "same", "half"}
     assert result.verdict == "any" and not result.faults, result
@@ -131,26 +131,26 @@ def test_a_script_that_counts_samples_may_go_on_at_any_batch(folder: Path) -> No
 
 
 def test_a_folder_may_have_brackets_in_its_name(folder: Path) -> None:
-    result = rehearsed(folder / "lr [0.1] *")
+    result = run_resume_test(folder / "lr [0.1] *")
     assert result.verdict == "any", result.told
 
 
 def test_a_checkpoint_that_the_script_cannot_read_is_told_in_its_own_words(folder: Path) -> None:
     within = "if again: raise KeyError('optimizer')"
-    result = rehearsed(folder, within=within)
+    result = run_resume_test(folder, within=within)
     assert result.verdict == "none" and seen(result)[-1] == ("same", 16, "failed")
     assert result.faults == ("at batch 16 it cannot resume from its own checkpoint: KeyError: 'optimizer'",)
     assert (result.starts[-1].error, result.starts[-1].outcome) == ("KeyError", "user")
 
 
 def test_a_script_that_does_not_read_its_checkpoint_begins_anew(folder: Path) -> None:
-    result = rehearsed(folder, what_else="samples = 0")
+    result = run_resume_test(folder, what_else="samples = 0")
     assert result.verdict == "none" and "starts from the beginning" in result.faults[0], result
 
 
 def test_steps_counted_at_the_old_batch_train_too_many_samples(folder: Path) -> None:
     # A step number is kept, and so many steps are left at whatever batch: those before it stand for half as many samples.
-    result = rehearsed(folder, what_else="samples = samples * options.b // 16")
+    result = run_resume_test(folder, what_else="samples = samples * options.b // 16")
     assert result.verdict == "same", result
     (fault,) = result.faults
     begin = result.starts[-3]
@@ -159,21 +159,21 @@ def test_steps_counted_at_the_old_batch_train_too_many_samples(folder: Path) -> 
     assert f"{100 * share:.1f} % too many" in fault and fault.startswith("at batch 8 it trains")
 
 
-def test_a_script_that_saves_nothing_is_not_rehearsed(folder: Path) -> None:
-    result = rehearsed(folder, saves=NEVER)
+def test_a_script_that_saves_nothing_is_not_resumed(folder: Path) -> None:
+    result = run_resume_test(folder, saves=NEVER)
     assert result.verdict is None
     assert result.told == ("not tested: the script ended without a checkpoint that matches script.resume.checkpoint",)
 
 
 def test_no_checkpoint_within_the_time_is_told(folder: Path) -> None:
     script = {"command": "train.py -b {local_batch} --out {out}"}
-    result = rehearsed(folder, saves=NEVER, script=script, search={"max_minutes": 0.1})
+    result = run_resume_test(folder, saves=NEVER, script=script, search={"max_minutes": 0.1})
     assert result.verdict is None and result.told[0].startswith("not tested: no checkpoint within"), result
 
 
 def test_a_batch_that_does_not_fit_is_halved(folder: Path) -> None:
     full = "if options.b == 16: raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')"
-    result = rehearsed(folder, within=full)
+    result = run_resume_test(folder, within=full)
     assert (
         result.verdict == "any" and seen(result)[0] == ("begin", 16, "failed") and seen(result)[-1][:2] == ("half", 4)
     )
@@ -187,14 +187,14 @@ def test_a_batch_that_does_not_fit_is_halved(folder: Path) -> None:
     ],
 )
 def test_a_script_that_can_be_asked_is_asked(folder: Path, save: str, what_else: str, within: str) -> None:
-    result = rehearsed(folder, what_else=what_else, within=within, saves=NEVER, script={"save": save})
+    result = run_resume_test(folder, what_else=what_else, within=within, saves=NEVER, script={"save": save})
     assert result.verdict == "any", result
     begin = result.starts[0]
     assert begin.whole == 1152 and 20 <= (begin.saved_steps or 0) <= 30, "three times the samples up to the question"
 
 
 def test_two_ranks_are_killed_together(folder: Path) -> None:
-    result = rehearsed(folder, cluster={"device": "cpu", "gpus_per_node": 2})
+    result = run_resume_test(folder, cluster={"device": "cpu", "gpus_per_node": 2})
     assert result.verdict == "any" and result.starts[0].ended == "killed", result
 
 
@@ -203,7 +203,7 @@ def test_each_rank_may_have_a_supervisor_of_its_own(folder: Path) -> None:
     cluster = {"kind": "slurm", "device": "cpu", "gpus_per_node": 2}
     spec = job(folder, what_else="", within="pass", saves="number == 10", script={}, cluster=cluster)
     run = RunDir.create(folder / "tula-runs", spec)
-    task = RehearsalTask(id="r", job="r", spec=spec, workdir=str(folder), nodes=1, key="k", batch=16)
+    task = ResumeTestTask(id="r", job="r", spec=spec, workdir=str(folder), nodes=1, key="k", batch=16)
     run.write_task(task)
     leader, follower = (Supervisor(run, Allocation(index, 2, index, "7", environ=os.environ)) for index in (0, 1))
     following = threading.Thread(target=follower.follow)
@@ -219,7 +219,7 @@ def test_each_rank_may_have_a_supervisor_of_its_own(folder: Path) -> None:
 
 
 def training_after(folder: Path, verdict: Verdict) -> RunDir:
-    """Start a training behind a rehearsal that takes another half second, and then finds so."""
+    """Start a training behind a resume test that takes another half second, and then finds so."""
     spec = job(folder, what_else="", within="pass", saves="number == 10", script={})
     run = RunDir.create(folder / "tula-runs", spec)
     task = TrainTask(
@@ -227,7 +227,7 @@ def training_after(folder: Path, verdict: Verdict) -> RunDir:
         ladder=(Rung(batch=16),), workers=0, after="rehearse-k-1",
     )  # fmt: skip
     run.write_task(task)
-    rehearsal = Rehearsal(
+    rehearsal = ResumeTestResult(
         task=task.after, key="k", began_at=0.0, over_at=1.0, verdict=verdict, faults=("KeyError: 'a'",)
     )
 
@@ -262,8 +262,8 @@ def test_where_the_checkpoint_is_of_no_use_a_relaunch_begins_anew_and_the_summar
     kill = "if number == 25 and not (options.out / 'once').exists(): (options.out / 'once').touch(); os.kill(os.getpid(), 9)"
     spec = job(folder, what_else="", within=kill, saves="number == 10", script={})
     run = RunDir.create(folder / "tula-runs", spec)
-    key = compute_rehearsal_signature(spec, "")
-    ResumeTestRecords(run.path).write(Rehearsal(task=f"rehearse-{key}-1", key=key, began_at=0.0, verdict="none"))
+    key = compute_resume_test_signature(spec, "")
+    ResumeTestRecords(run.path).write(ResumeTestResult(task=f"rehearse-{key}-1", key=key, began_at=0.0, verdict="none"))
     run.write_task(
         TrainTask(
             id="train-x-1", job="train-x", spec=spec, workdir=str(folder), nodes=1, signature="x", attempt=1,

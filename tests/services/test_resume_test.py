@@ -1,4 +1,4 @@
-"""A script's resume, rehearsed: what is asked for, what is kept, and what a training does about it."""
+"""The resume test of a script: its task, its stored result, and what a training does about it."""
 
 import dataclasses
 import json
@@ -12,12 +12,12 @@ from make_runs import FakeLauncher
 import tula_cli as tula
 from tula_cli.cluster.scripts.resume_test import require_resumable
 from tula_cli.cluster.scripts.training import ScriptTraining
-from tula_cli.errors import CannotResume, JobFailed, NotRehearsed, OverBudget, SpecError
+from tula_cli.errors import CannotResume, JobFailed, OverBudget, ResumeUntested, SpecError
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.job_runs import open_run
-from tula_cli.run.records.scripts import Rehearsal, Rehearsed
-from tula_cli.run.records.tasks import RehearsalTask, Rung, TrainTask
+from tula_cli.run.records.scripts import ObservedStart, ResumeTestResult
+from tula_cli.run.records.tasks import ResumeTestTask, Rung, TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.services import messages, resume_test, status
 from tula_cli.services.events import Event, Note, WarningEvent, follow
@@ -28,7 +28,7 @@ from tula_cli.show import status as show_status
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
 from tula_cli.spec.scripts.script import Length
-from tula_cli.spec.signature import compute_rehearsal_signature
+from tula_cli.spec.signature import compute_resume_test_signature
 
 RESUME = {"args": "--resume {checkpoint}", "checkpoint": "{out}/x.pth"}
 DETACHED = WaitPolicy(wait=False)
@@ -56,9 +56,9 @@ def code() -> Source:
 
 
 def keep(run: RunDir, verdict: Any, job: JobSpec | None = None, *, number: int = 1, why: str = "KeyError: 'a'") -> None:
-    """Leave what a rehearsal of the job has found."""
-    key = compute_rehearsal_signature(job or run.read_spec(), "")
-    rehearsal = Rehearsal(
+    """Store the result of a resume test of the job."""
+    key = compute_resume_test_signature(job or run.read_spec(), "")
+    rehearsal = ResumeTestResult(
         task=f"rehearse-{key}-{number}", key=key, began_at=float(number), over_at=number + 1.0, verdict=verdict, told=(why,),
         faults=(why,) if verdict == "none" else (),
     )  # fmt: skip
@@ -83,7 +83,7 @@ def prepared(result: resume_test.TrainingStart, launcher: FakeLauncher | None = 
     return follow(resume_test.run_resume_test_if_due(result, launcher or FakeLauncher(), DETACHED), text.append), text
 
 
-# --- what can be rehearsed
+# --- what can be tested
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def prepared(result: resume_test.TrainingStart, launcher: FakeLauncher | None = 
         (spec(resume={"args": "", "checkpoint": "/mine/x.pth"}), "must not overwrite your files"),
     ],
 )
-def test_what_cannot_be_rehearsed_is_refused_in_words(tmp_path: Path, job: JobSpec, words: str) -> None:
+def test_a_job_that_cannot_be_tested_is_refused(tmp_path: Path, job: JobSpec, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         follow(resume_test.run_resume_test([RunDir.of(tmp_path, job)], lambda _: FakeLauncher()), lambda _: None)
 
@@ -134,7 +134,7 @@ def test_the_same_rehearsal_is_submitted_once(run: RunDir) -> None:
     launcher.says[first.job] = "ended"
     second = resume_test.submit_resume_test(part, launcher, code(), batch=None)
     assert launcher.submitted == [first.job, second.job] and second.id.endswith("-2")
-    assert isinstance(run.task(first.id), RehearsalTask) and (first.nodes, first.batch) == (1, 100)
+    assert isinstance(run.task(first.id), ResumeTestTask) and (first.nodes, first.batch) == (1, 100)
 
 
 def test_status_shows_a_rehearsal_while_it_runs_and_what_it_found(run: RunDir) -> None:
@@ -152,11 +152,11 @@ def test_status_shows_a_rehearsal_while_it_runs_and_what_it_found(run: RunDir) -
 def test_what_found_nothing_out_is_no_success(run: RunDir) -> None:
     keep(run, None, why="not tested: no checkpoint within 30 s")
     nothing = resume_test.ResumeFinding(
-        ResumeTestRecords(run.path).records_of(compute_rehearsal_signature(run.read_spec(), ""))[0],
+        ResumeTestRecords(run.path).records_of(compute_resume_test_signature(run.read_spec(), ""))[0],
         "rehearse",
         kept=False,
     )
-    with pytest.raises(NotRehearsed, match="was inconclusive: not tested: no checkpoint within 30 s") as error:
+    with pytest.raises(ResumeUntested, match="was inconclusive: not tested: no checkpoint within 30 s") as error:
         nothing.require_found("job.yaml")
     assert error.value.exit_code == 12
     nothing.require_resumable("job.yaml", "")
@@ -165,7 +165,7 @@ def test_what_found_nothing_out_is_no_success(run: RunDir) -> None:
 
 
 def capped(run: RunDir, *, hours: float) -> JobSpec:
-    """Return the job with a cap on node-hours, of which a rehearsal has taken half an hour."""
+    """Return the job with a cap on node-hours, of which a resume test has taken half an hour."""
     job = run.read_spec().model_copy(
         update={"search": run.read_spec().search.model_copy(update={"max_node_hours": hours})}
     )
@@ -184,7 +184,7 @@ def test_a_rehearsal_counts_to_the_cap_on_node_hours(run: RunDir) -> None:
 
 
 def test_a_training_is_not_kept_back_by_a_rehearsal_that_may_not_be_paid_for(run: RunDir) -> None:
-    over = "a rehearsal may take too much"
+    over = "a resume test may take too much"
     result = dataclasses.replace(training(run, run.read_spec()), over_cap=over)
     job, text = prepared(result)
     assert (result.is_test_due, job) == (False, "")
@@ -242,7 +242,7 @@ def test_a_long_training_by_a_script_that_cannot_resume_is_refused_until_that_is
     ],
 )
 def test_what_is_set_is_held_against_what_was_found(run: RunDir, setting: Any, verdict: Any, code: str) -> None:
-    rehearsal = Rehearsal(task="t", key="k", began_at=0.0, verdict=verdict, told=("KeyError: 'a'",))
+    rehearsal = ResumeTestResult(task="t", key="k", began_at=0.0, verdict=verdict, told=("KeyError: 'a'",))
     finding_events = list(resume_test._list_finding_events(resume_test.ResumeFinding(rehearsal, setting, kept=True)))
     assert [event.warning.code for event in finding_events if isinstance(event, WarningEvent)] == [code] * bool(code)
 
@@ -261,8 +261,8 @@ def test_a_relaunch_goes_on_as_was_found(run: RunDir, setting: Any, verdict: Any
 
 
 def test_records_go_through_their_files(run: RunDir) -> None:
-    start = Rehearsed(phase="begin", batch=8, length=Length(epochs=3), whole=None, ended="killed", seconds=1.0)
-    rehearsal = Rehearsal(task="rehearse-k-1", key="k", began_at=0.0, starts=(start,))
+    start = ObservedStart(phase="begin", batch=8, length=Length(epochs=3), whole=None, ended="killed", seconds=1.0)
+    rehearsal = ResumeTestResult(task="rehearse-k-1", key="k", began_at=0.0, starts=(start,))
     ResumeTestRecords(run.path).write(rehearsal)
     assert (
         ResumeTestRecords(run.path).read("rehearse-k-1") == rehearsal

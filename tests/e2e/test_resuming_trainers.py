@@ -1,4 +1,4 @@
-"""How trainers of others go on from their own checkpoints, found by a rehearsal: nothing tells it what to look for."""
+"""How trainers of others go on from their own checkpoints, found by the resume test: nothing tells it what to look for."""
 
 import shutil
 from pathlib import Path
@@ -42,7 +42,7 @@ cluster: {device: cpu}
 """
 
 
-def rehearsed(folder: Path, script: str, job: str) -> dict[str, Any]:
+def run_resume_test(folder: Path, script: str, job: str) -> dict[str, Any]:
     """Rehearse a script and return what was found."""
     shutil.copy(SCRIPTS / script, folder)
     data: dict[str, Any] = Tula(folder, job)("check", "job.yaml", "--rehearse")["data"]
@@ -52,14 +52,14 @@ def rehearsed(folder: Path, script: str, job: str) -> dict[str, Any]:
 
 
 def test_hugging_face_trains_17_percent_too_many_at_half_the_batch_a_device(tmp_path: Path) -> None:
-    result = rehearsed(tmp_path, "resuming_trainer.py", TRAINER)
+    result = run_resume_test(tmp_path, "resuming_trainer.py", TRAINER)
     assert result["verdict"] == "same"
     assert result["faults"] == ["at batch 16 it trains 4480 samples in total instead of 3840: 16.7 % too many"]
     assert result["starts"][1]["samples"] == 2560, "at the same batch it is right"
 
 
 def test_lightning_goes_on_at_another_batch_from_an_epochs_end(tmp_path: Path) -> None:
-    result = rehearsed(tmp_path, "resuming_lit.py", LIT)
+    result = run_resume_test(tmp_path, "resuming_lit.py", LIT)
     assert (result["verdict"], result["faults"]) == ("epoch", [])
     assert [start["samples"] for start in result["starts"][1:]] == [2560, 2560]
 
@@ -68,7 +68,7 @@ def test_lightning_goes_on_at_another_batch_from_an_epochs_end(tmp_path: Path) -
 def test_a_learning_rate_that_stays_is_right_unless_another_was_asked_for(
     tmp_path: Path, method: str, verdict: str
 ) -> None:
-    result = rehearsed(tmp_path, "reference.py", REFERENCE.replace("METHOD", method))
+    result = run_resume_test(tmp_path, "reference.py", REFERENCE.replace("METHOD", method))
     assert result["verdict"] == verdict
     if verdict == "same":  # its checkpoint holds the optimizer with the rate of the whole batch
         assert result["faults"] == [

@@ -67,7 +67,7 @@ def is_cost_in_node_hours(cost: float, node_hours: float, currency: str) -> bool
 
 def format_count(count: int, noun: str = "node") -> str:
     """Return a count with its noun: 1 node, 2 nodes, 3 batches."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('tch') else 's'}"
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith(('tch', 'ss')) else 's'}"
 
 
 def describe_node_counts(counts: Sequence[int]) -> str:

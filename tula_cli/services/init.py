@@ -384,7 +384,7 @@ _SIZES = {"nodes", "ntasks", "ntasks_per_node", "gres", "gpus", "gpus_per_node",
           "cpus_per_gpu", "time", "job_name", "exclusive", "chdir"}  # fmt: skip
 _LEFT_OUT = {"array", "dependency", "output", "error", "open_mode", "input", "requeue", "no_requeue", "signal", "wait", "parsable",
              "quiet", "verbose", "test_only", "hold", "wrap", "ntasks_per_gpu", "gpu_bind", "label", "unbuffered",
-             "kill_on_bad_exit", "begin", "deadline", "jobid", "overlap", "exact", "pty", "time_min"}  # fmt: skip
+             "kill_on_bad_exit", "begin", "deadline", "jobid", "overlap", "exact", "pty", "time_min", "clusters"}  # fmt: skip
 """Options that concern a single job, its output or its tasks, and are left out of the job file."""
 _COMMAND_STARTS = re.compile(r"^\s*[^#\s]")
 
@@ -470,6 +470,8 @@ def make_job_from_sbatch(
         Unknown: the script leaves something open that the user can answer.
         SpecError: the script cannot be used; the message names the line.
     """
+    text = text.removeprefix("\ufeff")
+    _check_shell(text)
     known = KnownFacts(answers or {})
     request = replace(_read_request(text), answered=known.answer(NODES) or 0)
     _check_folder(request)
@@ -486,7 +488,7 @@ def make_job_from_sbatch(
     left_out = [
         f"{option.written}: tula sets it for each of its jobs"
         for name, option in request.options.items()
-        if name in _LEFT_OUT
+        if name in _LEFT_OUT and name != "clusters"
     ]
     recognised = replace(recognised, left_out=(*left_out, *recognised.left_out))
     return FromCommand(
@@ -509,10 +511,24 @@ def _read_request(text: str) -> _Request:
         except ValueError as error:
             raise SpecError(f"line {number}: {line.strip()!r}: {str(error).lower()}") from None
         known, other_words = read_slurm_options(arguments)
+        if other_words and other_words[0].text in ("hetjob", "packjob"):
+            raise SpecError(
+                f"line {number}: {other_words[0].text} separates the components of a heterogeneous job, but all nodes of a job are equal",
+                "give a script with the component that trains",
+            )
         if other_words:
             raise SpecError(f"line {number}: {other_words[0].text!r} is not an option of sbatch", "correct the line")
         options |= known
     return _Request(options)
+
+
+def _check_shell(text: str) -> None:
+    first = text.partition("\n")[0]
+    if match := re.match(r"#!.*\b(t?csh|fish|python[\d.]*|perl|Rscript)\b", first):
+        raise SpecError(
+            f"line 1: the script is written for {match[1]}, but tula reads and writes scripts for bash",
+            "give the command that trains to tula init --from-command, and the lines before it to cluster.slurm.setup",
+        )
 
 
 def _check_folder(request: _Request) -> None:
@@ -607,6 +623,8 @@ def _list_sbatch_warnings(request: _Request, recognised: RecognisedCommand) -> I
     ranks = recognised.gpus_per_node or 1
     if not request.options:
         yield "the script has no #SBATCH line, so what it asks for is not known: fill in section cluster"
+    if clusters := request.text("clusters"):
+        yield f"the script is submitted to cluster {clusters}: run tula on a login node of that cluster"
     if gpus and gpus != ranks:
         yield (
             f"the script asks for {format_count(gpus, 'GPU')} per node, and its command starts"

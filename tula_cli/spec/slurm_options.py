@@ -67,6 +67,10 @@ def _check_sbatch_option(name: str) -> str:
         raise ValueError(f"{name!r} has its own setting: {setting}")
     if normalize_option_name(name) in _SBATCH_OURS:
         raise ValueError(f"{name!r} is set by tula; remove it")
+    if normalize_option_name(name) == "clusters":
+        raise ValueError(
+            f"{name!r} submits to another cluster than the one whose queue tula queries; run tula on a login node of that cluster"
+        )
     return name
 
 

@@ -400,3 +400,8 @@ def test_packaged_wrapper_changes_nothing() -> None:
     text = assets.find_asset("templates/slurm-wrapper.sh").read_text()
     command = sbatch.get_wrapper_words(spec(), environ={"TULA_WRAPPER": text})
     assert subprocess.run([*command, "echo", "a  b"], capture_output=True, text=True).stdout == "a  b\n"
+
+
+def test_a_job_is_submitted_to_the_cluster_whose_queue_is_asked():
+    with pytest.raises(ValueError, match="login node of that cluster"):
+        spec({"extra": {"clusters": "other"}})

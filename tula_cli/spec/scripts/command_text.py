@@ -58,7 +58,7 @@ def find_training_command(
         SpecError: there is no training command, more than one, or one that needs a shell.
     """
     known = {name: os.environ[name] for name in ("HOME", "USER") if name in os.environ}
-    typed = re.sub(r"\A\s*\$ ", "", text)  # without the prompt
+    typed = re.sub(r"\A\ufeff?\s*(?:\$ )?", "", text)  # without a byte order mark and the prompt
     try:
         commands = split_commands(typed, {**known, **(variables or {})})
     except ValueError as error:
@@ -94,6 +94,8 @@ class _Reader:
             else:
                 refuse_unknown(word)
                 self.environment[name] = word.text
+        for word in training[0].program:
+            refuse_typography(word)
         warnings = tuple(
             f"{self._place(other)}{self._raw(other)!r} is not part of the job; run it first if the training needs it"
             for other in programs
@@ -193,12 +195,17 @@ class _Reader:
         outside = list(first.redirections)
         for before, after in itertools.pairwise(pipeline):
             outside.append(f"{before.operator} {self._raw([after])}")
+            if pipeline[0] is before and is_program_start(after.program):
+                raise SpecError(
+                    f"{self._place(pipeline)}{self._raw([before])!r} writes the input, but tula starts the command without input",
+                    "give the script an option for it",
+                )
             if before.operator == "||" or after.program[0].name != "tee":
                 raise SpecError(
                     f"{self._place(pipeline)}{outside[-1]!r} needs a shell, but {_WITHOUT_SHELL}",
                     "remove it: the output of the ranks is in the run's logs",
                 )
-        if redirection := next((each for each in first.redirections if re.match(r"\d*<", each)), ""):
+        if redirection := next((each for each in first.redirections if re.match(r"\d*<(?!\s*/dev/null$)", each)), ""):
             raise SpecError(
                 f"{self._place(pipeline)}{redirection!r} redirects the input, but tula starts the command without input",
                 "give the script an option for it",
@@ -212,17 +219,34 @@ class _Reader:
         return f"line {pipeline[0].line}: " if self.keeps_setup or "\n" in self.text.strip() else ""
 
 
-def refuse_unknown(word: ShellWord) -> None:
-    """Reject a word that needs expansion by a shell, or that starts with a typographic dash or quote.
+_INVISIBLE = re.compile("[\u00a0\u00ad\u2000-\u200f\u2028-\u202f\u205f-\u206f\u3000\ufeff]")
+"""Characters that look like a space or like nothing, and do not separate words."""
+
+
+def refuse_typography(word: ShellWord) -> None:
+    """Reject a word that starts with a typographic dash or quote, or that contains an invisible character.
 
     Raises:
         SpecError: the word is such a word.
     """
+    if (match := _INVISIBLE.search(word.raw)) and not re.search("['\"]", word.raw):
+        raise SpecError(
+            f"{word.text!r} contains the character U+{ord(match[0]):04X}, as in text copied from a web page",
+            "replace it by a space or remove it, or quote the word with ' if it is meant literally",
+        )
     if word.raw[:1] in tuple("\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}\N{LEFT DOUBLE QUOTATION MARK}") and not word.filled:
         raise SpecError(
             f"{word.raw!r} begins with {word.raw[0]!r}, as in text copied from a web page",
             "type '-' or '\"', or quote the word with ' if it is meant literally",
         )
+
+
+def refuse_unknown(word: ShellWord) -> None:
+    """Reject a word that needs expansion by a shell.
+
+    Raises:
+        SpecError: the word is such a word.
+    """
     if word.unknown:
         raise SpecError(
             f"{word.raw!r} needs a shell ({word.unknown}), but {_WITHOUT_SHELL}",

@@ -271,7 +271,7 @@ def count(option: Option | None, key: str, known: KnownFacts, *, missing: str = 
     if key == PROCESSES and known.gpus and (option is None or option.value.text in ("gpu", "cuda", "auto", "-1")):
         return known.gpus
     written = option.written if option else missing
-    flag = re.split(r"[ =]", written)[0]
+    flag = re.split(r"[ =]", written.removeprefix("srun's "))[0]
     equals = "=" if "=" in written and " " not in written else " "
     raise Unknown(
         f"the number of {key} is not in the command: {written}{'' if option else ' is not given'}",
@@ -410,6 +410,11 @@ def _read_accelerate_config(path: str, known: KnownFacts) -> dict[str, Option]:
 
 def _launch_by_srun(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
     options, rest = read_slurm_options(words)
+    if ":" in [word.text for word in words[: len(words) - len(rest) + 1]]:
+        raise SpecError(
+            "srun starts several components (':'), but all nodes of a job run the same command",
+            "give the command of the component that trains",
+        )
     if not rest:
         raise SpecError("the command has a launcher but no script", _WHOLE)
     if container := next((name for name in options if name.startswith("container")), ""):
@@ -434,12 +439,16 @@ _SLURM_SHORT = {
     "b": "begin", "c": "cpus_per_task", "d": "dependency", "e": "error", "i": "input", "n": "ntasks", "o": "output",
     "p": "partition", "q": "qos", "t": "time", "w": "nodelist", "x": "exclude", "tasks_per_node": "ntasks_per_node",
     "l": "label", "u": "unbuffered", "K": "kill_on_bad_exit", "H": "hold", "W": "wait", "Q": "quiet", "v": "verbose",
+    "B": "extra_node_info", "F": "nodefile", "L": "licenses", "M": "clusters", "S": "core_spec", "T": "threads",
+    "m": "distribution", "r": "relative", "E": "preserve_env", "O": "overcommit", "X": "disable_status", "k": "no_kill",
+    "s": "oversubscribe",
 }  # fmt: skip
+_SLURM_WITH_VALUE = "ABCDFGJLMNSTWabcdeimnopqrtwx"
 
 
 def read_slurm_options(words: Sequence[ShellWord]) -> tuple[dict[str, Option], list[ShellWord]]:
     """Return options of sbatch or srun by their long names with underscores, and the words after them."""
-    options, rest = split_launcher_options(words, _is_start)
+    options, rest = split_launcher_options(words, _is_start, attached=_SLURM_WITH_VALUE)
     return {_SLURM_SHORT.get(option.meaning, option.meaning): option for option in options}, rest
 
 

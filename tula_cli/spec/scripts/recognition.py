@@ -116,7 +116,7 @@ def recognise_command(command: TrainingCommand, known: KnownFacts) -> Recognised
     devices = re.findall(r"[\w-]+", command.environment.get("CUDA_VISIBLE_DEVICES", ""))
     launch = find_launcher(command.words, replace(known, gpus=len(devices) or known.gpus))
     environment = [f"{name}={value}" for name, value in command.environment.items()]
-    reader = _Reader(launch, known)
+    reader = _Reader(launch, known, len(environment))
     arguments = reader.take([*(ShellWord(text, text) for text in environment), *launch.arguments])
     words = [*arguments[: len(environment)], *launch.program, *arguments[len(environment) :]]
     if environment:  # a shell's way to set them; the program does the same
@@ -144,6 +144,7 @@ class _Reader:
 
     launch: Launch
     known: KnownFacts
+    variables: int = 0  # words at the start that set environment variables; options of the script take precedence
     values: dict[str, str] = field(default_factory=dict)  # that the command had, by placeholder
     flags: dict[str, str] = field(default_factory=dict)
     by_hand: set[str] = field(default_factory=set)  # placeholders that were there
@@ -157,6 +158,10 @@ class _Reader:
     def take(self, words: Sequence[ShellWord]) -> list[ShellWord]:
         """Return the words with placeholders, and without an option that resumes from a checkpoint."""
         options = [option for option in read_options(words) if not option.value.filled]
+        given = {_find_option_role(option) for option in options if option.place >= self.variables}
+        options = [
+            option for option in options if option.place >= self.variables or _find_option_role(option) not in given
+        ]
         flags = {option.place + len(option.words) - 1: option.label for option in options}
         for place, word in enumerate(words):
             self._take_by_hand(word, flags.get(place, word.raw))
@@ -323,6 +328,12 @@ class _Reader:
 
 def _find_option_meaning(option: Option) -> str:
     return next((meaning for meaning, names in _MEANINGS.items() if re.fullmatch(names, option.name)), "")
+
+
+def _find_option_role(option: Option) -> str:
+    """Return the meaning of an option; the same for all options that set a batch."""
+    meaning = _find_option_meaning(option)
+    return "batch" if meaning in {*BATCHES, "some_batch"} else meaning
 
 
 def _check_count(option: Option, what: str) -> None:

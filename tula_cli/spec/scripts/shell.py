@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from glob import glob
 from pathlib import Path, PurePath
 
+from tula_cli.errors import SpecError
 from tula_cli.words import parse_number
 
 # --- Shell text
@@ -27,6 +28,7 @@ _QUOTED_PIECE = re.compile(
     re.DOTALL,
 )
 _BLANK = re.compile(r"(?:[ \t]|\\\r?\n|\r(?=\n|\Z))*(?:#[^\n]*)?")
+_LINE_END = re.compile(r"(?<=\\[ \t])[ \t]*\r?\n")
 _OPERATOR = re.compile(r"&&|\|\||\|&|;;|[;|&\n]|\Z")
 _REDIRECTION = re.compile(r"(?:&>>?|\d*(?:<<<|<<-?|>>|>\||>&|<&|<>|[<>]))(?!\()")
 _SEVERAL = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
@@ -94,6 +96,7 @@ def split_commands(text: str, variables: Mapping[str, str] | None = None) -> lis
 
     Raises:
         ValueError: a quotation or a bracket is not closed.
+        SpecError: a space follows the backslash that would continue a line.
     """
     commands, result = list(_Scanner(text, dict(variables or {})).commands()), []
     while commands:
@@ -210,8 +213,14 @@ class _Scanner:
                 name = self.text[start : piece.start() - 1]
                 self.arrays[name] = [word for command in inner.commands() for word in command.words]
                 unknown = unknown or written
-            elif kind != "continued":
-                texts[-1] += piece[kind or 0] or ("\\" if kind == "escaped" else "")
+            elif kind == "escaped" and self._match(_LINE_END):
+                line = self.text.count("\n", 0, piece.start()) + 1
+                raise SpecError(
+                    f"line {line} of the command has a space after its last backslash, so a shell ends it there",
+                    "remove that space",
+                )
+            elif kind != "continued" and written != "\\":  # a backslash at the end of the text continues nothing
+                texts[-1] += piece[kind or 0]
         if self.position == start:
             if (character := self.text[start]) not in "()<>":
                 raise ValueError("No closing quotation or bracket")
@@ -345,18 +354,20 @@ def fill_options(words: Sequence[ShellWord], values: Sequence[tuple[Option | Non
 _FLAGS = frozenset({
     "standalone", "no_python", "use_env", "m", "module", "module_mode", "v", "verbose", "multi_gpu", "no_local_rank",
     "exclusive", "label", "l", "unbuffered", "u", "quiet", "Q", "overlap", "exact", "pty", "overcommit", "O", "oversubscribe",
+    "E", "H", "K", "X", "k", "s", "hold", "kill_on_bad_exit", "multi_prog", "no_kill", "preserve_env", "requeue", "no_requeue",
 })  # fmt: skip
 """Options of launchers that have no value, although the next word could be taken for one."""
 
 
 def split_launcher_options(
-    words: Sequence[ShellWord], starts: Callable[[ShellWord], bool]
+    words: Sequence[ShellWord], starts: Callable[[ShellWord], bool], *, attached: str = ""
 ) -> tuple[list[Option], list[ShellWord]]:
     """Return a launcher's options in order, and the words from the script onwards.
 
     Args:
         words: words after the launcher.
         starts: returns whether a word is started by the launcher, and therefore not the value of an option.
+        attached: one-letter options whose value may follow without a space, in addition to numbers after any letter.
     """
     options: list[Option] = []
     place = 0
@@ -364,7 +375,8 @@ def split_launcher_options(
         word, behind = words[place], words[place + 1 : place + 2]
         flag, equals, value = word.text.partition("=")
         size = 1
-        if match := re.fullmatch(r"(-[A-Za-z])(\d.*)", word.text):  # -n4
+        match = re.fullmatch(r"(-[A-Za-z])([^-=].*)", word.text)  # -n4, -pgpu
+        if match and (match[2][0].isdigit() or match[1][1] in attached):
             flag, equals, value = match[1], "=", match[2]
         name = flag.lstrip("-").replace("-", "_")
         if not equals and behind and name not in _FLAGS and not is_option(behind[0].text) and not starts(behind[0]):

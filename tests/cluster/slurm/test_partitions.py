@@ -438,3 +438,12 @@ def test_a_setting_of_another_section_is_not_taken_for_it():
     lines = ["a:", "  memory: 1", "b:", "  # c:", "    # memory: 2", "  # memory: 3", "  c:", "    # memory: 4 # x"]
     assert site._find(lines, "b.memory") == (4, "    ")
     assert site._find(lines, "b.c.memory") == (7, "    ")
+
+
+@pytest.mark.parametrize(
+    ("least", "nodes", "suggested"),
+    [(32, 64, (32,)), (4, 3, (4,)), (16, 64, (16,)), (3, 5, (4,)), (1, 1, (1,)), (2, 64, (2, 4, 8, 16))],
+)
+def test_a_partition_of_large_jobs_has_numbers_of_nodes_too(least: int, nodes: int, suggested: tuple[int, ...]) -> None:
+    kinds = (NodeKind(nodes, 48, 256_000, (Gpus("a100", 4),)),)
+    assert site.suggest_nodes(partition(least_nodes=least, kinds=kinds)) == suggested

@@ -187,7 +187,7 @@ HOPELESS = tuple((re.compile(form), why) for form, why in {
     "InvalidAccount": "the account does not exist",
     "InvalidQOS": "the QOS does not exist",
     "Inva(?:lid|ild)Reason": "SLURM does not name the reason",
-    ".*not in group permitted.*": "you may not use the partition",
+    ".*not (?:in group )?permitted to use this partition.*": "the account, the QOS or you may not use the partition",
     "Reservation(?:Deleted|Invalid)|Reservation .* (?:was deleted|is invalid|has ended)": "its reservation no longer exists",
     "DeadLine": "it cannot end before its deadline",
     "DependencyNeverSatisfied": "it waits for a job that failed",
@@ -195,7 +195,7 @@ HOPELESS = tuple((re.compile(form), why) for form, why in {
     # what somebody has to release
     "JobHoldMaxRequeue|.*requeued held": f"SLURM holds it after it failed to start: {_HELD}",
     "JobHeldAdmin": f"an administrator holds the job: ask them to release it ({_HELD})",
-    "JobHeldUser|.*in held state": f"you hold it: {_HELD}",
+    "JobHeldUser|.*in held state.*": f"you hold it: {_HELD}",
 }.items())  # fmt: skip
 """Patterns of squeue's reasons for jobs that will never start, with explanations; other jobs may start.
 

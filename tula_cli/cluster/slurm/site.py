@@ -412,12 +412,14 @@ _NODES = (2, 4, 8, 16)
 
 
 def suggest_nodes(partition: Partition) -> tuple[int, ...]:
-    """Return the numbers of nodes to measure: powers of two within the partition's limits, and 1 if they are few."""
+    """Return the numbers of nodes to measure: powers of two within the partition's limits, and the least if they are few."""
     alike = partition.kinds[0].nodes if partition.kinds else 1
     most = min(alike, partition.usable or 1)
     least = partition.least_nodes
     choices = tuple(nodes for nodes in _NODES if least <= nodes <= most)
-    return choices if len(choices) > 1 or least > 1 else (1, *choices)
+    if least > 1:
+        return choices or (least,)
+    return choices if len(choices) > 1 else (1, *choices)
 
 
 def _choose_measuring_minutes(partition: Partition) -> int:

@@ -44,7 +44,7 @@ def of_time(nodes: Sequence[int] = (1, 2, 4, 8)) -> Figure:
         series.append(Series(f"{count} nodes", BATCHES, y, low, high, measured=measured))
     marks = (
         Annotation(1024, hours(8, 1024), "chosen: 8 nodes, batch 1024", "choice"),
-        Annotation(512, hours(8, 512), "knee of the curve", "knee"),
+        Annotation(512, hours(8, 512), "fastest within the budget", "choice"),
         Annotation(2048, None, "largest batch whose accuracy was seen to hold", "limit"),
     )
     return Figure("time", "Time of a training", "Intervals: 90 %.", "global batch", "time (h)", tuple(series), marks=marks,
@@ -77,8 +77,10 @@ def of_gaps() -> Figure:
         "a_name_that_nothing_can_break",
     )
     x = tuple(range(5))
-    first = Series("batch 1024", x, (0, 31, 54, 92, None), (-3, 20, 50, 80, None), (3, 40, 60, 101, None), style="bars")
-    second = Series("batch 4096", x, (-12, 15, 40, 81, 20), style="bars", measured=(True, True, True, False, False))
+    first = Series(
+        "batch 1024", x, (0, 31, 54, 92, None), (-3, 20, 50, 80, None), (3, 40, 60, 101, None), style="points"
+    )
+    second = Series("batch 4096", x, (-12, 15, 40, 81, 20), style="points", measured=(True, True, True, False, False))
     return Figure("gaps", "Gap recovered by each method", "", "method", "recovered (%)", (first, second), x_scale="category", categories=names)  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from tula_cli.services.comparison.accuracy import CompareReport
 
 Cell = str | float | int | None
 """A cell of a table; None if the value is unknown."""
-Style = Literal["line", "points", "line+points", "bars", "stacked"]
-MarkKind = Literal["choice", "knee", "limit", "event"]
+Style = Literal["line", "points", "line+points", "stacked"]
+MarkKind = Literal["choice", "limit", "event"]
 Numbers = tuple[float, ...]
 Known = tuple[float | None, ...]
 
@@ -50,7 +50,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Series:
-    """A curve, points or bars; `low` and `high` are a 90 % interval or a spread, as the caption states."""
+    """A curve, points or stacked bars over categories; `low` and `high` are a 90 % interval or a spread, as the caption states."""
 
     name: str
     x: Numbers

@@ -13,6 +13,7 @@ import make_reports
 import pytest
 
 from tula_cli.extras.report import page as document_page
+from tula_cli.extras.report import svg
 from tula_cli.services.document import Column, Document, Fact, Figure, Section, Series, Table
 
 EMPTY = {"meta", "link", "br"}
@@ -113,15 +114,16 @@ def test_of_very_many_numbers_the_first_are_shown_and_the_others_counted() -> No
     assert "The first 1000 of 1500 rows." in page and "(1500 rows)" in page
 
 
-def test_a_series_looks_the_same_in_all_figures_of_a_page() -> None:
+def test_a_series_looks_the_same_in_all_figures_of_a_section() -> None:
     def figure(*names: str) -> Figure:
-        return Figure("k", "t", "", "x", "y", tuple(Series(name, (1,), (1.0,)) for name in names))
+        return Figure("k", "t", "", "x", "y", tuple(Series(name, (1, 2), (1.0, 2.0)) for name in names))
 
-    drawn = document_page.DrawnFigures()
-    assert drawn.looks_of(figure("lbt", "lrs", "ags")) == {"lbt": 0, "lrs": 1, "ags": 2}
-    assert drawn.looks_of(figure("ags")) == {"ags": 2}
-    assert drawn.looks_of(figure("other", "ags", "more")) == {"ags": 2, "other": 0, "more": 1}
-    assert drawn.looks_of(figure("lbt", "other", "more")) == {"lbt": 0, "more": 1, "other": 2}
+    section = Section("s", "S", figures=(figure("lbt", "lrs", "ags"), figure("ags", "lrs")))
+    first, second = document_page.render_page(Document("t", "", "", "", (), (section,))).split("<svg")[1:]
+    colors = [
+        {color for color in svg.SERIES if f"stroke: {svg.LIGHT[color]}" in drawing} for drawing in (first, second)
+    ]
+    assert colors == [{"s0", "s1", "s2"}, {"s1", "s2"}]
 
 
 def test_nothing_in_a_report_is_markup(hostile: str) -> None:

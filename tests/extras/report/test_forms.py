@@ -38,7 +38,7 @@ FIGURE = Figure(
     "batch",
     "time (s)",
     (Series("a, b", (0.0, 1.0), (2.0, None), (1.5, None), (2.5, None), measured=(True, False)),),
-    marks=(Annotation(1.0, None, "knee: 64", "knee"), Annotation(None, 9.0, "limit", "limit")),
+    marks=(Annotation(1.0, None, "chosen: 64", "choice"), Annotation(None, 9.0, "limit", "limit")),
     x_scale="category",
     categories=("32", "64"),
     paper="Figure 4",
@@ -73,12 +73,13 @@ def test_markdown_has_every_cell_and_takes_none_for_markup() -> None:
     assert "|  | 50 % | 7 |" in text
     assert "# name\\_of \\# it" in text and "Caption with $ and &lt;b\\>. \\* chosen, + on the Pareto front." in text
     assert "*Missing: nothing: tula train.*" in text
-    assert "Figure `f`: Drawn (Figure 4 of the paper). Its caption. Marked: knee: 64; limit." in text
+    assert "Figure `f`: Drawn (Figure 4 of the paper). Its caption. Marked: chosen: 64; limit." in text
 
 
 def test_every_row_of_a_table_has_its_columns(whole: Document) -> None:
     for result in (TABLE, *(item for section in whole.sections for item in section.tables)):
-        counts = [len(re.findall(r"(?<!\\)\|", line)) for line in formats.render_markdown_rows(result)]
+        lines = formats.Markdown().tabulate(result).splitlines()
+        counts = [len(re.findall(r"(?<!\\)\|", line)) for line in lines if line.startswith("|")]
         assert set(counts) == {len(result.columns) + 1 + any(result.marks)}
         assert len(counts) == 2 + len(result.rows)
 
@@ -104,7 +105,7 @@ def test_latex_is_ascii_and_its_braces_and_environments_match(whole: Document) -
         assert bare.count("{") == bare.count("}")
         begun, ended = (Counter(re.findall(rf"\\{word}\{{(\w+)\}}", text)) for word in ("begin", "end"))
         assert begun == ended and begun["table"] == sum(len(section.tables) for section in document.sections)
-    assert formats.escape_latex("Jülich 日") == "Julich ?"
+    assert formats.Latex().escape("Jülich 日") == "Julich ?"
 
 
 # --- CSV
@@ -119,7 +120,7 @@ def test_each_table_and_figure_is_a_csv_with_whole_numbers() -> None:
     assert list(result) == ["table_t", "figure_f", "figure_d"]
     assert rows(result["table_t"])[0] == {"name": "x_1 | y", "value (%)": "1.23456", "mark": "chosen"}
     assert rows(result["table_t"])[1]["value (%)"] == ""
-    first, second, knee, limit = rows(result["figure_f"])
+    first, second, choice, limit = rows(result["figure_f"])
     assert first == {
         "series": "a, b",
         "batch": "32",
@@ -129,7 +130,7 @@ def test_each_table_and_figure_is_a_csv_with_whole_numbers() -> None:
         "measured": "true",
     }
     assert (second["time (s)"], second["measured"]) == ("", "false")
-    assert (knee["series"], knee["batch"]) == ("knee: knee: 64", "64")
+    assert (choice["series"], choice["batch"]) == ("choice: chosen: 64", "64")
     assert (limit["batch"], limit["time (s)"]) == ("", "9.0")
     assert rows(result["figure_d"])[1] == {
         "share": "0.75", "samples from": "0.0", "samples to": "10.0", "factor from": "2.0", "factor to": "4.0"

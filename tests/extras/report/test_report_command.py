@@ -72,8 +72,8 @@ def test_json_has_the_whole_report_and_the_text(trained: str) -> None:
     assert envelope["status"] == "done"
     assert [item["key"] for item in envelope["data"]["report"]["sections"]][:3] == [
         "choice",
-        "scaling",
         "time_and_cost",
+        "scaling",
     ]
     assert envelope["data"]["text"].startswith("# test\n")
     assert "text" not in json.loads(tula(trained, "--json")[1])["data"]
@@ -83,7 +83,7 @@ def test_csv_is_a_folder_of_files_or_one_file(trained: str, tmp_path: Path) -> N
     code, out, _ = tula("--csv", str(tmp_path / "data"))
     assert code == 0 and "wrote" in out
     files = {path.name for path in (tmp_path / "data").iterdir()}
-    assert {"table_strong_scaling.csv", "figure_memory.csv", "figure_loss_by_time.csv"} <= files
+    assert {"table_strong_scaling.csv", "figure_memory.csv", "figure_loss_by_samples.csv"} <= files
     rows = list(csv.DictReader((tmp_path / "data/table_strong_scaling.csv").open()))
     assert [row["nodes"] for row in rows] == ["1", "2", "4", "8"][-len(rows) :]
     assert tula(trained, "--csv", str(tmp_path / "all.csv"), "--markdown")[0] == 0
@@ -130,8 +130,8 @@ def test_the_page_and_the_figures_are_drawn_from_the_same_document(trained: str,
     code, out, _ = tula(trained, "--html", str(tmp_path / "r.html"), "--svg", str(tmp_path / "svg"))
     assert code == 0 and "wrote" in out and "r.html" in out
     written = (tmp_path / "r.html").read_text()
-    assert written.startswith("<!doctype html>") and "Learning rate" in written
-    assert "Learning rate" in (tmp_path / "svg/learning_rate.svg").read_text()
+    assert written.startswith("<!doctype html>") and "Loss over samples" in written
+    assert "Loss over samples" in (tmp_path / "svg/loss_by_samples.svg").read_text()
 
 
 def test_a_report_changes_nothing_in_the_run(folder: Path) -> None:

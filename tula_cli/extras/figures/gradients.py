@@ -1,5 +1,6 @@
 """The paper's figures of gradients: norms, Delta(G), scaling factors and the Hessian's eigenvalue (Figures 5 to 8)."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -51,19 +52,32 @@ OF_CURVATURE = (
 
 
 def build_gradient_figures(curves: Sequence[GradientCurve], *, prefix: str = "") -> Iterator[Figure]:
-    """Yield a figure per logged quantity against samples seen; `prefix` is put before the figure keys."""
+    """Yield a figure per logged quantity against samples seen; `prefix` is put before the figure keys.
+
+    Recorded steps of a single training take the place of the medians of its epochs.
+    """
+    steps = curves[0].steps if len(curves) == 1 else None
+    of_steps = (
+        {} if steps is None else {figure.key: figure for figure in _build_step_figures(steps, curves[0].name, prefix)}
+    )
     for quantity in OF_EPOCHS:
-        yield from _draw_quantity(quantity, curves, lambda curve: curve.epochs, prefix)
+        drawn = of_steps.pop(f"{prefix}{quantity.key}", None)
+        yield from _draw_quantity(quantity, curves, lambda curve: curve.epochs, prefix) if drawn is None else [drawn]
         if quantity.key == "gradient_change":
-            yield from _build_accuracy_figure(curves, prefix)
+            yield from _build_accuracy_figure(curves, prefix, drawn=drawn is not None)
     yield from _build_eigenvalue_figure(curves, prefix)
     for quantity in OF_CURVATURE:
         yield from _draw_quantity(quantity, curves, lambda curve: curve.curvature, prefix)
+    yield from of_steps.values()
+    first_curves = {curve.name: curve for curve in reversed(curves)}
+    for name, curve in first_curves.items():
+        suffix = f"_{re.sub(r'[^A-Za-z0-9]+', '_', name)}" if len(first_curves) > 1 else ""
+        yield from _build_factor_density(curve, key=f"{prefix}factors{suffix}")
 
 
-def _build_accuracy_figure(curves: Sequence[GradientCurve], prefix: str) -> Iterator[Figure]:
-    """Yield the accuracy against samples seen, if Delta(G) is drawn as well."""
-    if not any(make_mean_series(curves, lambda curve: curve.epochs, OF_EPOCHS[1].path)):
+def _build_accuracy_figure(curves: Sequence[GradientCurve], prefix: str, *, drawn: bool) -> Iterator[Figure]:
+    """Yield the accuracy against samples seen, if Delta(G) is drawn as well (`drawn`: from steps)."""
+    if not drawn and not any(make_mean_series(curves, lambda curve: curve.epochs, OF_EPOCHS[1].path)):
         return
     quantity = Quantity("change_accuracy", "top1", "Accuracy for comparison", "top-1 (%)", "On the evaluation set, over the same samples as Delta(G).", paper="Figure 6")  # fmt: skip
     yield from _draw_quantity(quantity, curves, lambda curve: curve.epochs, prefix)
@@ -106,7 +120,7 @@ def _build_eigenvalue_figure(curves: Sequence[GradientCurve], prefix: str) -> It
         )  # fmt: skip
 
 
-def build_factor_density(curve: GradientCurve, *, key: str, title: str) -> Iterator[Figure]:
+def _build_factor_density(curve: GradientCurve, *, key: str) -> Iterator[Figure]:
     """Yield the distribution of the scaling factors, with one column per epoch; nothing if no factors are logged.
 
     The outer bins hold the values beyond all edges. Only the range between the first and last non-empty bins is drawn.
@@ -128,7 +142,7 @@ def build_factor_density(curve: GradientCurve, *, key: str, title: str) -> Itera
     low, high = min(filled), max(filled)
     columns = tuple(tuple(count / max(sum(counts), 1) for count in counts[low : high + 1]) for _, (_, counts) in logged)
     yield Figure(
-        key, title, "Share of the elements (or tensors) whose factor lies in a bin, at the end of each epoch; the outer bins hold"
+        key, f"Scaling factors of {curve.name}, batch {curve.batch}", "Share of the elements (or tensors) whose factor lies in a bin, at the end of each epoch; the outer bins hold"
         " what is beyond.", "samples seen", "scaling factor",
         density=Density((0.0, *(samples for samples, _ in logged)), all_edges[low : high + 2], columns),
         y_scale="log2", paper="Figure 7",
@@ -162,14 +176,8 @@ CAPTION = (
 )
 
 
-def build_step_figures(steps: StepSeries, *, name: str, prefix: str = "") -> Iterator[Figure]:
-    """Yield figures of the recorded steps of a training against samples seen; nothing if no steps were recorded.
-
-    Args:
-        steps: recorded steps.
-        name: name of the curves.
-        prefix: prefix of the figure keys.
-    """
+def _build_step_figures(steps: StepSeries, name: str, prefix: str) -> Iterator[Figure]:
+    """Yield figures of the recorded steps of a training against samples seen; nothing if no steps were recorded."""
     quantities = (
         ("gradient_norm", "Gradient norm", "norm of the gradient", "Figure 5", (steps.norm, steps.norm_low, steps.norm_high)),
         ("gradient_change", "Change of the gradient, Delta(G)", "Delta(G), Eq. 5", "Figure 6", (steps.delta, steps.delta_low, steps.delta_high)),

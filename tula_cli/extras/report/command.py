@@ -1,6 +1,7 @@
 """`tula report`."""
 
 import functools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,12 +12,6 @@ from tula_cli.cli.options import Html, check_page
 from tula_cli.cli.runs import ExistingRun
 from tula_cli.errors import SpecError
 from tula_cli.show.screen import Screen
-
-if TYPE_CHECKING:
-    from tula_cli.services.document import Document
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
-
 from tula_cli.show.tables import make_table
 from tula_cli.words import format_count
 

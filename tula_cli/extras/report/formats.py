@@ -6,8 +6,9 @@ import re
 import textwrap
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
-from tula_cli.services.document import Cell, Column, Document, Fact, Figure, Section, Table
+from tula_cli.services.document import Cell, Column, Document, Fact, Figure, Table
 from tula_cli.words import escape_spreadsheet_cell, format_number
 
 # --- Cells as text
@@ -22,28 +23,38 @@ def format_cell(cell: Cell, column: Column) -> str:
     """Format a cell as text; unknown values become a dash."""
     if cell is None:
         return "-"
-    if isinstance(cell, float):
-        return format_number(cell, column.digits or 4)
-    return str(cell)
+    return format_number(cell, column.digits or 4) if isinstance(cell, float) else str(cell)
 
 
-def format_rows(table: Table) -> Sequence[tuple[str, ...]]:
-    """Return the rows of a table as text."""
-    return [
-        tuple(format_cell(cell, column) for cell, column in zip(row, table.columns, strict=True)) for row in table.rows
-    ]
+_SIGNS = {"chosen": "*", "front": "+"}
+_MEANINGS = {"chosen": "* chosen", "front": "+ on the Pareto front"}
 
 
-def list_row_signs(table: Table) -> Sequence[str]:
-    """Return the sign of each row: * chosen, + on the Pareto front, else empty; an empty list if no row is marked."""
-    signs = {"chosen": "*", "front": "+"}
-    return [signs.get(mark, "") for mark in table.marks] if any(table.marks) else []
+def format_table(table: Table) -> list[list[str]]:
+    """Return the header and the rows of a table as text; if rows are marked, the first column has their signs."""
+    rows = [[format_column_title(column) for column in table.columns]]
+    rows += [[format_cell(cell, column) for cell, column in zip(row, table.columns, strict=True)] for row in table.rows]
+    if not any(table.marks):
+        return rows
+    signs = ["", *(_SIGNS.get(mark, "") for mark in table.marks)]
+    return [[sign, *row] for sign, row in zip(signs, rows, strict=True)]
 
 
-def explain_signs(table: Table) -> str:
-    """Return the legend of the row signs; empty if no row is marked."""
-    legend = {"chosen": "* chosen", "front": "+ on the Pareto front"}
-    return ", ".join(text for mark, text in legend.items() if mark in table.marks)
+def _list_alignments(table: Table) -> list[str]:
+    return ["left"] * any(table.marks) + [column.align for column in table.columns]
+
+
+def _describe_table(table: Table) -> str:
+    """Return the caption of a table, and the meaning of the signs of its rows."""
+    meanings = ", ".join(text for mark, text in _MEANINGS.items() if mark in table.marks)
+    return " ".join(filter(None, [table.caption, meanings and f"{meanings}."]))
+
+
+def _describe_figure(figure: Figure) -> str:
+    """Return the title of a figure, with the paper's figure that it corresponds to, and its caption with its marks."""
+    paper = f" ({figure.paper} of the paper)" if figure.paper else ""
+    marks = "; ".join(mark.text for mark in figure.marks if mark.kind != "event")
+    return " ".join(filter(None, [f"{figure.title}{paper}.", figure.caption, marks and f"Marked: {marks}."]))
 
 
 # --- CSV
@@ -81,45 +92,33 @@ def render_csv(document: Document) -> str:
 
 def list_table_rows(table: Table) -> Iterator[Sequence[Cell]]:
     """Yield the header and the rows of a table; numbers are not rounded, and unknown values remain None."""
-    marks = table.marks if any(table.marks) else ()
-    yield [*(format_column_title(column) for column in table.columns), *(["mark"] if marks else [])]
-    for place, row in enumerate(table.rows):
-        yield [*row, *([marks[place]] if marks else [])]
+    marks = [[mark] for mark in table.marks] if any(table.marks) else [[]] * len(table.rows)
+    yield [*map(format_column_title, table.columns), *(["mark"] if any(table.marks) else [])]
+    yield from ([*row, *mark] for row, mark in zip(table.rows, marks, strict=True))
 
 
 def list_figure_rows(figure: Figure) -> Iterator[Sequence[Cell]]:
     """Yield the data of a figure: one row per point and per mark, or one row per cell of a density."""
-    if figure.density is not None:
-        yield from _list_density_rows(figure)
+
+    def format_x(x: float | None) -> Cell:
+        return figure.categories[int(x)] if x is not None and figure.x_scale == "category" else x
+
+    if (density := figure.density) is not None:
+        ends = [f"{label} {end}" for label in (figure.x_label, figure.y_label) for end in ("from", "to")]
+        yield ["share", *ends]
+        for i, shares in enumerate(density.shares):
+            yield from (
+                [share, *density.x_edges[i : i + 2], *density.y_edges[j : j + 2]] for j, share in enumerate(shares)
+            )
         return
     yield ["series", figure.x_label, figure.y_label, "low", "high", "measured"]
     for series in figure.series:
         for place, x in enumerate(series.x):
-            ends = [None if end is None else end[place] for end in (series.low, series.high)]
+            ends_of_point = [None if end is None else end[place] for end in (series.low, series.high)]
             measured = None if series.measured is None else str(series.measured[place]).lower()
-            yield [series.name, _format_x(figure, x), series.y[place], *ends, measured]
+            yield [series.name, format_x(x), series.y[place], *ends_of_point, measured]
     for mark in figure.marks:
-        yield [
-            f"{mark.kind}: {mark.text}",
-            None if mark.x is None else _format_x(figure, mark.x),
-            mark.y,
-            None,
-            None,
-            None,
-        ]
-
-
-def _list_density_rows(figure: Figure) -> Iterator[Sequence[Cell]]:
-    density = figure.density
-    assert density is not None
-    yield ["share", f"{figure.x_label} from", f"{figure.x_label} to", f"{figure.y_label} from", f"{figure.y_label} to"]
-    for column, shares in enumerate(density.shares):
-        for row, share in enumerate(shares):
-            yield [share, *density.x_edges[column : column + 2], *density.y_edges[row : row + 2]]
-
-
-def _format_x(figure: Figure, x: float) -> Cell:
-    return figure.categories[int(x)] if figure.x_scale == "category" else x
+        yield [f"{mark.kind}: {mark.text}", format_x(mark.x), mark.y, None, None, None]
 
 
 def _render_csv_rows(rows: Iterable[Sequence[Cell]]) -> str:
@@ -128,96 +127,79 @@ def _render_csv_rows(rows: Iterable[Sequence[Cell]]) -> str:
     return text.getvalue()
 
 
-# --- Markdown
+# --- Text
+
+
+class Markup(Protocol):
+    """A text format; each method returns a block of it."""
+
+    def escape(self, text: str) -> str: ...
+
+    def begin(self, document: Document) -> str:
+        """Return title, question and answer."""
+        ...
+
+    def heading(self, title: str) -> str: ...
+
+    def emphasise(self, text: str) -> str: ...
+
+    def list_facts(self, facts: Sequence[Fact]) -> str: ...
+
+    def tabulate(self, table: Table) -> str: ...
+
+    def name_figure(self, figure: Figure) -> str: ...
+
+
+def _render_text(document: Document, markup: Markup, *, end: str) -> str:
+    blocks = [markup.begin(document), markup.list_facts(document.facts)]
+    for section in document.sections:
+        blocks += [markup.heading(section.title), *map(markup.escape, section.text)]
+        blocks += [markup.emphasise(f"Missing: {section.missing}.") if section.missing else ""]
+        blocks += [markup.list_facts(section.facts), *map(markup.tabulate, section.tables)]
+        blocks += [
+            f"{markup.name_figure(figure)}: {markup.escape(_describe_figure(figure))}" for figure in section.figures
+        ]
+    return "\n\n".join(block for block in [*blocks, end] if block) + "\n"
 
 
 def render_markdown(document: Document) -> str:
     """Return a report as GitHub-flavoured Markdown; figures are described by caption, see `--csv` and `--svg`."""
-    return "\n".join(_render_markdown_lines(document)) + "\n"
+    return _render_text(document, Markdown(), end=f"Made {Markdown().escape(document.made)}.")
 
 
-def _render_markdown_lines(document: Document) -> Iterator[str]:
-    yield f"# {_escape_markdown(document.title)}"
-    yield ""
-    yield f"**{_escape_markdown(document.question)}**"
-    yield ""
-    yield _escape_markdown(document.answer)
-    yield ""
-    yield from _render_markdown_facts(document.facts)
-    yield f"Made {_escape_markdown(document.made)}."
-    for section in document.sections:
-        yield ""
-        yield f"## {_escape_markdown(section.title)}"
-        yield from _render_markdown_section(section)
+class Markdown:
+    """GitHub-flavoured Markdown."""
 
+    def escape(self, text: str) -> str:
+        r"""Escape text for Markdown (``*``, ``_``, brackets, HTML tags) and join its lines into one.
 
-def _render_markdown_section(section: Section) -> Iterator[str]:
-    parts = [
-        *map(_escape_markdown, section.text),
-        *([f"*Missing: {_escape_markdown(section.missing)}.*"] if section.missing else []),
-    ]
-    for paragraph in parts:
-        yield ""
-        yield paragraph
-    if section.facts:
-        yield ""
-        yield from _render_markdown_facts(section.facts)
-    for table in section.tables:
-        yield ""
-        yield from _render_markdown_table(table)
-    for figure in section.figures:
-        yield ""
-        yield _render_markdown_figure(figure)
+        ``<`` becomes an entity, because some Markdown readers do not support a backslash before it.
+        """
+        line = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
+        return re.sub(r"([\\`*_\[\]>#|])", r"\\\1", line)
 
+    def begin(self, document: Document) -> str:
+        title, question, answer = map(self.escape, (document.title, document.question, document.answer))
+        return f"# {title}\n\n**{question}**\n\n{answer}"
 
-def _render_markdown_facts(facts: Sequence[Fact]) -> Iterator[str]:
-    yield from (f"- {_escape_markdown(fact.name)}: {_escape_markdown(fact.value)}" for fact in facts)
-    if facts:
-        yield ""
+    def heading(self, title: str) -> str:
+        return f"## {self.escape(title)}"
 
+    def emphasise(self, text: str) -> str:
+        return f"*{self.escape(text)}*"
 
-def _render_markdown_table(table: Table) -> Iterator[str]:
-    yield f"**{_escape_markdown(table.title)}**"
-    yield ""
-    yield from render_markdown_rows(table)
-    if words := " ".join(filter(None, [table.caption, explain_signs(table) and f"{explain_signs(table)}."])):
-        yield ""
-        yield _escape_markdown(words)
+    def list_facts(self, facts: Sequence[Fact]) -> str:
+        return "\n".join(f"- {self.escape(fact.name)}: {self.escape(fact.value)}" for fact in facts)
 
+    def tabulate(self, table: Table) -> str:
+        header, *rows = [f"| {' | '.join(map(self.escape, row))} |" for row in format_table(table)]
+        rule = " | ".join(":--" if align == "left" else "--:" for align in _list_alignments(table))
+        text = "\n".join([header, f"| {rule} |", *rows])
+        return "\n\n".join(filter(None, [f"**{self.escape(table.title)}**", text, self.escape(_describe_table(table))]))
 
-def render_markdown_rows(table: Table) -> Iterator[str]:
-    """Yield the Markdown lines of a table, starting with its header."""
-    signs = list_row_signs(table)
-    heads = [*([""] if signs else []), *(format_column_title(column) for column in table.columns)]
-    yield f"| {' | '.join(map(_escape_markdown, heads))} |"
-    bars = [*([":--"] if signs else []), *(":--" if column.align == "left" else "--:" for column in table.columns)]
-    yield f"| {' | '.join(bars)} |"
-    for place, line in enumerate(format_rows(table)):
-        yield f"| {' | '.join(map(_escape_markdown, [*([signs[place]] if signs else []), *line]))} |"
+    def name_figure(self, figure: Figure) -> str:
+        return f"Figure `{figure.key}`"
 
-
-def _render_markdown_figure(figure: Figure) -> str:
-    title, caption = _describe_figure(figure)
-    return f"Figure `{figure.key}`: {_escape_markdown(title)}. {_escape_markdown(caption)}".rstrip()
-
-
-def _describe_figure(figure: Figure) -> tuple[str, str]:
-    """Return the title of a figure, with the paper's figure that it corresponds to, and its caption with its marks."""
-    paper = f" ({figure.paper} of the paper)" if figure.paper else ""
-    marks = "; ".join(mark.text for mark in figure.marks if mark.kind in ("choice", "knee", "limit"))
-    return f"{figure.title}{paper}", f"{figure.caption} Marked: {marks}." if marks else figure.caption
-
-
-def _escape_markdown(words: str) -> str:
-    r"""Escape text for Markdown (``*``, ``_``, brackets, HTML tags) and join its lines into one.
-
-    ``<`` becomes an entity, because some Markdown readers do not support a backslash before it.
-    """
-    line = " ".join(words.split()).replace("&", "&amp;").replace("<", "&lt;")
-    return re.sub(r"([\\`*_\[\]>#|])", r"\\\1", line)
-
-
-# --- LaTeX
 
 LATEX_ESCAPES = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "_": r"\_", "%": r"\%",
@@ -232,102 +214,69 @@ WIDE_TABLE = 9
 
 def render_latex(document: Document) -> str:
     """Return a report as a complete LaTeX document (class article, plain tabular)."""
-    return "\n".join(_render_latex_lines(document)) + "\n"
+    return _render_text(document, Latex(), end=r"\end{document}")
 
 
-def escape_latex(words: str) -> str:
-    """Escape text for LaTeX.
+class Latex:
+    """LaTeX of class article, without packages."""
 
-    Letters missing in its standard fonts lose their accents; other unsupported characters become a question mark.
-    """
-    words = " ".join(words.split()).replace('"', "''")
-    return "".join(LATEX_ESCAPES.get(letter) or _escape_letter(letter) for letter in words)
+    def escape(self, text: str) -> str:
+        """Escape text for LaTeX.
 
+        Letters missing in its standard fonts lose their accents; other unsupported characters become a question mark.
+        """
+        line = " ".join(text.split()).replace('"', "''")
+        return "".join(LATEX_ESCAPES.get(letter) or _make_ascii(letter) for letter in line)
 
-def _escape_letter(letter: str) -> str:
-    if letter.isascii():
-        return letter
-    base = unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode()
-    return base or "?"
+    def begin(self, document: Document) -> str:
+        title, made, question, answer = map(
+            self.escape, (document.title, document.made, document.question, document.answer)
+        )
+        return (
+            "\\documentclass[a4paper]{article}\n"
+            "\\setlength{\\oddsidemargin}{-5mm}\\setlength{\\textwidth}{170mm}"
+            "\\setlength{\\topmargin}{-10mm}\\setlength{\\textheight}{240mm}\n"
+            f"\\begin{{document}}\n\\title{{{title}}}\n\\author{{}}\n\\date{{{made}}}\n\\maketitle\n"
+            f"\\noindent\\textbf{{{question}}}\n\n\\noindent {answer}"
+        )
 
+    def heading(self, title: str) -> str:
+        return rf"\section*{{{self.escape(title)}}}"
 
-def _render_latex_lines(document: Document) -> Iterator[str]:
-    yield r"\documentclass[a4paper]{article}"
-    yield r"\setlength{\oddsidemargin}{-5mm}\setlength{\textwidth}{170mm}\setlength{\topmargin}{-10mm}\setlength{\textheight}{240mm}"
-    yield r"\begin{document}"
-    yield rf"\title{{{escape_latex(document.title)}}}"
-    yield r"\author{}"
-    yield rf"\date{{{escape_latex(document.made)}}}"
-    yield r"\maketitle"
-    yield rf"\noindent\textbf{{{escape_latex(document.question)}}}"
-    yield ""
-    yield rf"\noindent {escape_latex(document.answer)}"
-    yield from _render_latex_facts(document.facts)
-    for section in document.sections:
-        yield ""
-        yield rf"\section*{{{escape_latex(section.title)}}}"
-        yield from _render_latex_section(section)
-    yield r"\end{document}"
+    def emphasise(self, text: str) -> str:
+        return rf"\emph{{{self.escape(text)}}}"
 
+    def list_facts(self, facts: Sequence[Fact]) -> str:
+        items = [rf"\item[{{{self.escape(fact.name)}}}] {self.escape(fact.value)}" for fact in facts]
+        return "\n".join([r"\begin{description}", *items, r"\end{description}"]) if items else ""
 
-def _render_latex_section(section: Section) -> Iterator[str]:
-    for paragraph in section.text:
-        yield ""
-        yield escape_latex(paragraph)
-    if section.missing:
-        yield ""
-        yield rf"\emph{{Missing: {escape_latex(section.missing)}.}}"
-    yield from _render_latex_facts(section.facts)
-    for table in section.tables:
-        yield ""
-        yield from render_latex_table(table)
-    for figure in section.figures:
-        yield ""
-        yield _render_latex_figure(figure)
+    def tabulate(self, table: Table) -> str:
+        header, *rows = format_table(table)
+        letters = "".join("l" if align == "left" else "r" for align in _list_alignments(table))
+        size = r"\small" if len(header) < WIDE_TABLE else r"\scriptsize\setlength{\tabcolsep}{2pt}"
+        titles = [self._break_title(title, letter) for title, letter in zip(header, letters, strict=True)]
+        lines = [titles, *([self.escape(cell) for cell in row] for row in rows)]
+        first, *others = [rf"{' & '.join(line)} \\" for line in lines]
+        caption = self.escape(" ".join(filter(None, [f"{table.title}.", _describe_table(table)])))
+        begin = [
+            rf"\begin{{table}}[htbp]\centering{size}",
+            rf"\caption{{{caption}}}",
+            rf"\begin{{tabular}}{{{letters}}}",
+        ]
+        end = [r"\end{tabular}", r"\end{table}"]
+        return "\n".join([*begin, r"\hline", first, r"\hline", *others, r"\hline", *end])
 
+    def _break_title(self, title: str, letter: str) -> str:
+        """Return the title of a column, broken into short lines."""
+        lines = textwrap.wrap(title, 10, break_long_words=False, break_on_hyphens=False)
+        text = r"\\".join(map(self.escape, lines))
+        return rf"\begin{{tabular}}[b]{{@{{}}{letter}@{{}}}}{text}\end{{tabular}}" if len(lines) > 1 else text
 
-def _render_latex_facts(facts: Sequence[Fact]) -> Iterator[str]:
-    if not facts:
-        return
-    yield r"\begin{description}"
-    yield from (rf"\item[{{{escape_latex(fact.name)}}}] {escape_latex(fact.value)}" for fact in facts)
-    yield r"\end{description}"
-
-
-def render_latex_table(table: Table) -> Iterator[str]:
-    """Yield the LaTeX lines of a table with its caption."""
-    signs = list_row_signs(table)
-    heads = [*([""] if signs else []), *(format_column_title(column) for column in table.columns)]
-    bars = "l" * bool(signs) + "".join("l" if column.align == "left" else "r" for column in table.columns)
-    size = r"\small" if len(heads) < WIDE_TABLE else r"\scriptsize\setlength{\tabcolsep}{2pt}"
-    yield rf"\begin{{table}}[htbp]\centering{size}"
-    words = " ".join(
-        filter(None, [f"{table.title}.", table.caption, explain_signs(table) and f"{explain_signs(table)}."])
-    )
-    yield rf"\caption{{{escape_latex(words)}}}"
-    yield rf"\begin{{tabular}}{{{bars}}}"
-    yield r"\hline"
-    yield rf"{' & '.join(_render_latex_head(words, left=bar == 'l') for words, bar in zip(heads, bars, strict=True))} \\"
-    yield r"\hline"
-    for place, line in enumerate(format_rows(table)):
-        yield rf"{' & '.join(escape_latex(cell) for cell in [*([signs[place]] if signs else []), *line])} \\"
-    yield r"\hline"
-    yield r"\end{tabular}"
-    yield r"\end{table}"
+    def name_figure(self, figure: Figure) -> str:
+        return rf"\noindent Figure \texttt{{{self.escape(figure.key)}}}"
 
 
-def _render_latex_head(words: str, *, left: bool) -> str:
-    """Return the title of a column, broken into short lines."""
-    lines = [escape_latex(line) for line in textwrap.wrap(words, 10, break_long_words=False, break_on_hyphens=False)]
-    broken = r"\\".join(lines)
+def _make_ascii(letter: str) -> str:
     return (
-        rf"\begin{{tabular}}[b]{{@{{}}{'l' if left else 'r'}@{{}}}}{broken}\end{{tabular}}"
-        if len(lines) > 1
-        else broken
-    )
-
-
-def _render_latex_figure(figure: Figure) -> str:
-    return (
-        rf"\noindent Figure \texttt{{{escape_latex(figure.key)}}}: {escape_latex('. '.join(_describe_figure(figure)))}"
+        letter if letter.isascii() else unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode() or "?"
     )

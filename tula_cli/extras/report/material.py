@@ -5,15 +5,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tula_cli.cluster.launcher import Launcher
-from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError, TulaError
+from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError
 from tula_cli.extras.report.values import Row, get_metric_value, is_placed
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.choice.objective import find_knee_batch
 from tula_cli.query import Query
 from tula_cli.run.directory import Run
 from tula_cli.run.job_runs import find_recommendation, list_runs_with_data
 from tula_cli.run.records.jobs import Attempt
-from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.results import Summary
 from tula_cli.run.records.tasks import TrainTask
@@ -26,9 +25,6 @@ from tula_cli.services.recommendation.measurements import TypeMeasurements
 from tula_cli.services.status import ACTIVE, RunStatus
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.workload import get_workload
-
-MIN_RELATIVE_CHANGE = 0.005
-"""Largest relative difference at which two forecasts count as equal."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +45,13 @@ class RunMaterial:
         """The successful probes of the part."""
         return [result for result in self.look.results if isinstance(result, Measured)]
 
-    @property
-    def ended_otherwise(self) -> list[OutOfMemory | Failed]:
-        return [result for result in self.look.results if not isinstance(result, Measured)]
+    def name_key(self, key: str) -> str:
+        """Return the key of a table, figure or section of this part, unique in the report."""
+        return f"{key}_{self.name}" if self.name else key
+
+    def name_title(self, title: str) -> str:
+        """Return the title of a table, figure or section of this part."""
+        return f"{title}: {self.name}" if self.name else title
 
 
 @dataclass(frozen=True)
@@ -88,18 +88,11 @@ class Material:
         """The chosen configuration, with its current prediction if there is one; None without any recommendation."""
         if self.kept is None:
             return None if self.answer is None else self.answer.recommendation.choice
-        return self._current_prediction(self.kept.choice) or self.kept.choice
-
-    def _current_prediction(self, row: Prediction) -> Prediction | None:
         if self.answer is None:
-            return None
+            return self.kept.choice
+        row = self.kept.choice
         matching = self.answer.candidates.select(type=row.type, nodes=row.nodes, batch=row.batch, market=row.market)
-        return matching.prediction(0) if len(matching) else None
-
-    @property
-    def has_other_question(self) -> bool:
-        """Whether the stored recommendation has limits or `--set` overrides that `answer` does not have."""
-        return self.kept is not None and bool(self.kept.options or self.kept.overrides)
+        return matching.prediction(0) if len(matching) else row
 
     @property
     def shown_recommendation(self) -> Recommendation | None:
@@ -107,19 +100,12 @@ class Material:
         return self.kept or (None if self.answer is None else self.answer.recommendation)
 
     @property
-    def has_changed(self) -> bool:
-        """Whether the choice's current forecast differs from the stored one, as new measurements exist."""
-        if self.kept is None or self.choice is None:
-            return False
-        return abs(self.choice.hours / self.kept.choice.hours - 1) > MIN_RELATIVE_CHANGE
-
-    @property
     def changed_choice(self) -> Prediction | None:
         """The current choice for the stored question, if it is another configuration than the stored one."""
-        if self.kept is None or self.answer is None or self.has_other_question:
-            return None
+        if self.kept is None or self.answer is None or self.kept.options or self.kept.overrides:
+            return None  # the stored question had limits that the current answer does not have
         current_choice = self.answer.recommendation.choice
-        return None if _get_configuration(current_choice) == _get_configuration(self.kept.choice) else current_choice
+        return None if get_configuration(current_choice) == get_configuration(self.kept.choice) else current_choice
 
     @cached_property
     def rows(self) -> tuple[Prediction, ...]:
@@ -133,10 +119,13 @@ class Material:
         """The fitted models of the choice's node type."""
         if self.answer is None or self.choice is None:
             return None
-        return next(
-            (measurements for measurements in self.answer.all_measurements if measurements.type == self.choice.type),
-            None,
-        )
+        of_type = {measurements.type: measurements for measurements in self.answer.all_measurements}
+        return of_type.get(self.choice.type)
+
+    @property
+    def why_unknown(self) -> str:
+        """Why the choice has no models."""
+        return self.unanswered or f"node type {self.choice.type if self.choice else ''} has no measurements"
 
     def forecast(self, places: Sequence[Config]) -> list[Prediction]:
         """Predict configurations on the choice's node type and market; those without a prediction are left out."""
@@ -144,35 +133,17 @@ class Material:
         if measurements is None or choice is None:
             return []
         estimator = measurements.estimator
-        rows = [
-            estimator.predict_if_known(configuration, choice.market)
-            for configuration in places
-            if not estimator.describe_why_not_startable(configuration)
-        ]
+        startable = [place for place in places if not estimator.describe_why_not_startable(place)]
+        rows = [estimator.predict_if_known(configuration, choice.market) for configuration in startable]
         return [row.model_copy(update={"type": measurements.type}) for row in rows if row is not None]
-
-    @cached_property
-    def knee(self) -> int | None:
-        """The batch at the knee of time against batch size, over the feasible configurations of the choice's node type.
-
-        If the forecast is held up by an effect outside the models, only measured configurations count. None if there is
-        no choice or no knee.
-        """
-        measurements, choice = self.choice_measurements, self.choice
-        if measurements is None or choice is None or self.answer is None:
-            return None
-        line = self.answer.candidates.select(type=measurements.type, market=choice.market)
-        measured_line = (
-            line.take(line["measured"]) if measurements.estimator.held_up and bool(line["measured"].any()) else line
-        )
-        return find_knee_batch(measured_line, "time")
 
     @property
     def currency(self) -> str:
         return self.spec.pricing.currency
 
 
-def _get_configuration(row: Prediction) -> tuple[str, int, int, str]:
+def get_configuration(row: Prediction) -> tuple[str, int, int, str]:
+    """Return what two predictions of one configuration have in common."""
     return row.type, row.nodes, row.batch, row.market
 
 
@@ -208,18 +179,14 @@ def _recommend_now(
         if run_material.run.length is None
     }
     objective, curve = (stored.objective, stored.curve) if stored is not None else ("knee", "time")
-    for objective_tried in (objective, "knee"):
+    why = ""
+    for objective_tried in dict.fromkeys((objective, "knee")):
         try:
             query = Query(objective=objective_tried, curve=curve)
             return recommending.recommend([part.run for part in parts], query, pending=pending, now=now), ""
         except (Pending, BadMeasurements, Infeasible, SpecError) as error:
-            why = error
-    return None, describe_error(why)
-
-
-def describe_error(error: TulaError) -> str:
-    """Return the message and the hint of an error in one line."""
-    return f"{error.message}; {error.hint}" if error.hint else error.message
+            why = f"{error.message}; {error.hint}" if error.hint else error.message
+    return None, why
 
 
 # --- One training
@@ -254,12 +221,6 @@ class TrainingMaterial:
         return self.files.attempts()
 
     @property
-    def began_at(self) -> float | None:
-        """Unix time of the first row or attempt; None if there is neither."""
-        moments = [row["time"] for row in self.rows[:1]] + [attempt.started_at for attempt in self.attempts[:1]]
-        return min(moments, default=None)
-
-    @property
     def state(self) -> str:
         """State of the training's job, as in `tula status`; "done" if the training has a summary."""
         if self.summary is not None:
@@ -272,12 +233,10 @@ class TrainingMaterial:
 
         Preferred are `train.best_checkpoint`, top1 and perplexity, in this order, or the metrics of a script.
         """
-        requested_metric = self.task.spec.train.best_checkpoint.metric
-        epochs = self.rows_of_kind("epoch")
+        requested_metric, epochs = self.task.spec.train.best_checkpoint.metric, self.rows_of_kind("epoch")
         names = get_workload(self.task.spec).own_metrics or (requested_metric, "top1", "perplexity")
-        return next(
-            (name for name in names if any(get_metric_value(row, name) is not None for row in epochs)), "eval_loss"
-        )
+        logged = (name for name in names if any(get_metric_value(row, name) is not None for row in epochs))
+        return next(logged, "eval_loss")
 
 
 def list_newest_trainings(material: Material) -> list[TrainingMaterial]:

@@ -2,8 +2,7 @@
 
 import html
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 
 from tula_cli.extras.report import formats, svg
@@ -114,27 +113,6 @@ _WORDY = 90  # characters of a fact, from which on it has a line of its own
 _LONG = 28  # characters, from which on a cell is broken into lines
 
 
-@dataclass
-class DrawnFigures:
-    """The figures of a page so far: their number, and the style index of each series name."""
-
-    numbers: Iterator[int] = field(default_factory=lambda: count(1))
-    known: dict[str, int] = field(default_factory=dict)
-
-    def looks_of(self, figure: Figure) -> dict[str, int]:
-        """Return a unique style index for each series of a figure, if possible the earlier one of the same name."""
-        names = list(dict.fromkeys(series.name for series in figure.series))
-        looks: dict[str, int] = {}
-        for name in names:
-            if name in self.known and self.known[name] not in looks.values():
-                looks[name] = self.known[name]
-        for name in names:
-            if name not in looks:
-                looks[name] = next(place for place in count() if place not in looks.values())
-                self.known.setdefault(name, looks[name])
-        return looks
-
-
 def render_page(document: Document) -> str:
     """Render the HTML page of a report.
 
@@ -142,13 +120,13 @@ def render_page(document: Document) -> str:
         SpecError: matplotlib is not installed.
     """
     require_matplotlib()
-    title, drawn = escape_text(document.title), DrawnFigures()
+    title, numbers = escape_text(document.title), count(1)
     parts = [
         *_render_head(document),
         *_render_contents(document.sections),
         *_render_facts(document.facts),
         '<main id="main">',
-        *(part for place, section in enumerate(document.sections) for part in _render_section(section, place, drawn)),
+        *(part for place, section in enumerate(document.sections) for part in _render_section(section, place, numbers)),
         "</main>",
         f'<footer><p class="made">{escape_text(document.made)}</p></footer>',
     ]
@@ -198,7 +176,9 @@ def _render_facts(facts: tuple[Fact, ...]) -> Iterator[str]:
         yield "</dl>"
 
 
-def _render_section(section: Section, place: int, drawn: DrawnFigures) -> Iterator[str]:
+def _render_section(section: Section, place: int, numbers: Iterator[int]) -> Iterator[str]:
+    names = dict.fromkeys(series.name for figure in section.figures for series in figure.series)
+    looks = {name: look for look, name in enumerate(names)}  # a series looks the same in all figures of a section
     anchor = _make_section_id(section, place)
     yield f'<section id="{anchor}" aria-labelledby="{anchor}-head"><h2 id="{anchor}-head">{escape_text(section.title)}</h2>'
     yield from (f"<p>{escape_text(words)}</p>" for words in section.text)
@@ -208,15 +188,15 @@ def _render_section(section: Section, place: int, drawn: DrawnFigures) -> Iterat
     yield from (part for table in section.tables for part in _render_table(table))
     if section.figures:
         yield '<div class="figures">'
-        yield from (part for figure in section.figures for part in _render_figure(figure, drawn))
+        yield from (part for figure in section.figures for part in _render_figure(figure, next(numbers), looks))
         yield "</div>"
     yield "</section>"
 
 
-def _render_figure(figure: Figure, drawn: DrawnFigures) -> Iterator[str]:
-    prefix = f"figure-{next(drawn.numbers)}"
+def _render_figure(figure: Figure, number: int, looks: Mapping[str, int]) -> Iterator[str]:
+    prefix = f"figure-{number}"
     yield f'<figure id="{prefix}"><h3>{escape_text(figure.title)}</h3>'
-    yield render_svg(figure, prefix=f"{prefix}-drawn", looks=drawn.looks_of(figure))
+    yield render_svg(figure, prefix=f"{prefix}-drawn", looks=looks)
     yield "<figcaption>"
     if figure.caption:
         yield f'<p class="caption">{escape_text(figure.caption)}</p>'

@@ -1,4 +1,4 @@
-"""Units, marks and series shared by the sections of a report and the paper's figures."""
+"""Units, notes, tables and series shared by the sections of a report and the paper's figures."""
 
 import math
 import re
@@ -10,17 +10,14 @@ from typing import Any, Literal, Protocol, TypeVar
 from tula_cli.entry_points import find_extra
 from tula_cli.run.records.recommendations import CAVEATS, Prediction, get_caveat_kind
 from tula_cli.run.step_series import StepSeries
-from tula_cli.services.document import Annotation, Figure, Series
+from tula_cli.services.document import Annotation, Cell, Column, Figure, Series, Table
 from tula_cli.words import choose_size_unit, choose_time_unit, format_count, is_cost_in_node_hours
 
-# --- Units and marks
+# --- Units and notes
 
-MAX_CURVES = 8
-"""Largest number of curves that can be distinguished in one figure."""
 MAX_POINTS = 600
 """Largest number of points drawn per curve; more would not be visible and would make the page large."""
 
-Scale = Literal["linear", "log"]
 T = TypeVar("T")
 
 
@@ -47,7 +44,7 @@ def thin_out(items: Sequence[T]) -> list[T]:
     return [*items[: len(items) - 1 : step], *items[-1:]]
 
 
-def choose_scale(values: Iterable[float | None], *, span: float = 10) -> Scale:
+def choose_scale(values: Iterable[float | None], *, span: float = 10) -> Literal["linear", "log"]:
     """Return "log" if all finite values are positive and their ratio exceeds `span`, else "linear"."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     return "log" if finite and min(finite) > 0 and max(finite) > span * min(finite) else "linear"
@@ -69,27 +66,17 @@ NOTES = {
 def describe_notes(names: Sequence[str]) -> str:
     """Format the notes on a configuration as the text of a table cell: "wide interval; time, cost within noise"."""
     noisy = [name.removesuffix("_within_noise") for name in names if name.endswith("_within_noise")]
-    texts = [
-        re.sub(r"_above_(\d+)", r" above \1 %", name).replace("_", " ")
-        for name in names
-        if not name.endswith("_within_noise")
-    ]
-    return "; ".join([*texts, *([f"{', '.join(noisy)} within noise"] if noisy else [])])
+    texts = [re.sub(r"_above_(\d+)", r" above \1 %", name) for name in names if not name.endswith("_within_noise")]
+    return "; ".join(
+        [*(text.replace("_", " ") for text in texts), *([f"{', '.join(noisy)} within noise"] if noisy else [])]
+    )
 
 
 def explain_notes(rows: Iterable[Sequence[str]]) -> str:
     """Explain the caveats of some rows as the end of a caption; empty if the rows have none."""
     kinds = {get_caveat_kind(name) for names in rows for name in names}
-    return "".join(
-        f" {describe_notes([name]).capitalize()}: {explanation}."
-        for name, explanation in NOTES.items()
-        if name in kinds
-    )
-
-
-def as_sentence(text: str) -> str:
-    """Return `text` with a capital letter and a full stop; an empty text is returned unchanged."""
-    return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else ""
+    explained = {name: explanation for name, explanation in NOTES.items() if name in kinds}
+    return "".join(f" {describe_notes([name]).capitalize()}: {text}." for name, text in explained.items())
 
 
 def describe_nodes(row: Prediction) -> str:
@@ -111,6 +98,34 @@ def describe_software(environment: Mapping[str, Any]) -> str:
     return ", ".join([*versions, *([str(environment["system"])] if environment.get("system") else [])])
 
 
+# --- Tables
+
+
+def build_table(
+    key: str,
+    title: str,
+    rows: Sequence[T],
+    fields: Sequence[tuple[Column, Callable[[T], Cell]]],
+    *,
+    caption: str = "",
+    marks: Sequence[str] = (),
+) -> Table:
+    """Build a table with one row per item; columns in which no row has a value are left out.
+
+    Args:
+        key: key of the table.
+        title: title of the table.
+        rows: the items.
+        fields: the columns, and how each gets its value from an item.
+        caption: text below the title.
+        marks: one per row, or empty.
+    """
+    lines = [[get_cell(row) for _, get_cell in fields] for row in rows]
+    shown = [place for place in range(len(fields)) if any(line[place] not in (None, "") for line in lines)]
+    cells = tuple(tuple(line[place] for place in shown) for line in lines)
+    return Table(key, title, tuple(fields[place][0] for place in shown), cells, caption, tuple(marks))
+
+
 # --- Rows of a training's metrics
 
 Row = Mapping[str, Any]
@@ -124,8 +139,7 @@ def is_placed(row: Row) -> bool:
 def get_metric_value(row: Row, metric: str) -> float | None:
     """Return a metric of an epoch's row, user-defined ones included; None if missing or not a finite number."""
     user_metrics = row.get("metrics")
-    value = row.get(metric, user_metrics.get(metric) if isinstance(user_metrics, Mapping) else None)
-    return float(value) if isinstance(value, int | float) and abs(value) < float("inf") else None
+    return as_number(row.get(metric, user_metrics.get(metric) if isinstance(user_metrics, Mapping) else None))
 
 
 def get_value_at(row: Any, path: str) -> Any:
@@ -141,16 +155,15 @@ def as_number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-# --- Series
-
-
 @dataclass(frozen=True)
 class GradientCurve:
-    """The rows one training logged per epoch and for the Hessian; curves with the same name are averaged."""
+    """What one training has logged of its gradients; curves with the same name are averaged."""
 
     name: str
+    batch: int
     epochs: Sequence[Row]
     curvature: Sequence[Row] = ()
+    steps: StepSeries | None = None
 
 
 def make_mean_series(
@@ -183,14 +196,6 @@ class PaperFigures(Protocol):
 
     def build_gradient_figures(self, curves: Sequence[GradientCurve], *, prefix: str = "") -> Iterator[Figure]:
         """Yield a figure per logged quantity against samples seen; `prefix` is put before the figure keys."""
-        ...
-
-    def build_factor_density(self, curve: GradientCurve, *, key: str, title: str) -> Iterator[Figure]:
-        """Yield the distribution of the scaling factors by epoch; nothing if no factors are logged."""
-        ...
-
-    def build_step_figures(self, steps: StepSeries, *, name: str, prefix: str = "") -> Iterator[Figure]:
-        """Yield figures of the recorded steps of a training; nothing if no steps were recorded."""
         ...
 
 

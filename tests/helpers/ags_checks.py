@@ -237,7 +237,9 @@ def degenerate_ratios_and_bounds(package: Any) -> None:
 def tensor_factors_are_ratios_of_norms(package: Any) -> None:
     bounds = package.gradient_stats.Bounds(1e-3, 4.0)
     for small, large, expected in (([3.0, 4.0], [6.0, 8.0], 0.5), ([3.0], [0.0], 4.0), ([0.0], [0.0], 1e-3)):
-        (factor,) = package.gradient_stats.tensor_factors([torch.tensor(small)], [torch.tensor(large)], 1e-8, bounds)
+        (factor,) = package.gradient_stats.compute_tensor_factors(
+            [torch.tensor(small)], [torch.tensor(large)], 1e-8, bounds
+        )
         assert factor.shape == ()
         close(float(factor), expected)
 
@@ -247,9 +249,9 @@ def factors_leave_the_gradients_alone(package: Any) -> None:
     for dtype in (torch.float64, torch.bfloat16):
         small, large = torch.tensor([1.0, 2.0]).to(dtype), torch.tensor([4.0, 4.0]).to(dtype)
         bounds = package.gradient_stats.Bounds(1e-3, 4.0)
-        factor = package.gradient_stats.element_factor(small, large, 1e-8, bounds)
+        factor = package.gradient_stats.compute_element_factor(small, large, 1e-8, bounds)
         assert small.tolist() == [1.0, 2.0] and large.tolist() == [4.0, 4.0] and factor.dtype is dtype
-        reused = package.gradient_stats.element_factor(small, large, 1e-8, bounds, overwrite=True)
+        reused = package.gradient_stats.compute_element_factor(small, large, 1e-8, bounds, overwrite=True)
         assert reused is small and large.tolist() == [4.0, 4.0] and same(reused, factor)
         close(factor.double().tolist(), [0.25, 0.5])
 
@@ -259,14 +261,14 @@ def large_tensors_are_taken_in_parts_that_are_the_whole(package: Any) -> None:
     rng, rules = torch.Generator().manual_seed(0), package.gradient_stats
     bounds, size = rules.Bounds(1e-3, 4.0), rules.PART + 7
     small, large = (torch.randn(size, generator=rng).to(torch.float16).view(1, 1, -1, 1) for _ in "ab")
-    factor = rules.element_factor(small, large, 1e-8, bounds)
+    factor = rules.compute_element_factor(small, large, 1e-8, bounds)
     known = (small.float() / (large.float() + 1e-8)).abs().nan_to_num(nan=1.0, posinf=4.0).clamp(1e-3, 4.0)
     assert factor.shape == small.shape and torch.allclose(factor.float(), known, rtol=2e-3, atol=1e-3)
     # What a fresh tensor holds by chance may be the right factors, left there by an earlier call.
-    reused = rules.element_factor(small, large, 1e-8, bounds, overwrite=True)
+    reused = rules.compute_element_factor(small, large, 1e-8, bounds, overwrite=True)
     assert torch.allclose(reused.float(), known, rtol=2e-3, atol=1e-3)
     image = torch.randn(2, 3, 4, 5, generator=rng)
-    strided = rules.element_factor(image, image.contiguous(memory_format=torch.channels_last) * 2, 1e-8, bounds)
+    strided = rules.compute_element_factor(image, image.contiguous(memory_format=torch.channels_last) * 2, 1e-8, bounds)
     close(strided.flatten().tolist(), [0.5] * 120)
 
 
@@ -504,7 +506,7 @@ def local_factors_keep_what_is_not_finite_and_their_bounds(package: Any) -> None
     small = torch.tensor([4.0, math.inf, 1.0, 0.0, 1.0, 100.0])
     large = torch.tensor([1.0, 1.0, math.nan, 0.0, 0.0, 1.0])
     bounds = package.gradient_stats.Bounds(1e-3, 3.0)
-    result = package.gradient_stats.local_factors(small, large, torch.full((6,), 0.5), bounds)
+    result = package.gradient_stats.compute_local_factors(small, large, torch.full((6,), 0.5), bounds)
     close(result.tolist(), [2.0, 0.5, 0.5, 1.0, 3.0, 3.0])
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_cli.optim import PRESETS, TulaOptimizer, gradient_stats
-from tula_cli.optim.ags import draw_counts
+from tula_cli.optim.ags import count_samples_per_rank
 from tula_cli.optim.ddp_hook import add_listener
 
 B_LARGE, STEPS = 16, 3  # STEPS: optimizer steps in an epoch
@@ -157,7 +157,7 @@ def small_batch_over_several_ranks(rank: int, world: int, granularity: Any) -> N
 def default_share_is_the_local_batch(rank: int, world: int) -> None:
     opt = build(DistributedDataParallel(net()), b_small=12)
     assert opt.setup.available == B_LARGE // world and opt.setup.small_batch_size == 12
-    assert sum(draw_counts(12, opt.setup.available, world, 0)) == 12
+    assert sum(count_samples_per_rank(12, opt.setup.available, world, 0)) == 12
 
 
 @case()

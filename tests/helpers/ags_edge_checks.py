@@ -49,19 +49,19 @@ def a_schedule_resumed_from_another_interval_begins_anew(package: Any) -> None:
     Schedule = part(package, "ags").Schedule
     before, after = Schedule.of(5, None), Schedule.of(3, None)
     for _ in range(4):
-        before.advance(refreshed=False)
-    before.owe()
-    after.resume(before.position())
+        before.count_step(refreshed=False)
+    before.request_refresh()
+    after.load_state_dict(before.state_dict())
     assert (after.taken, after.steps, after.owed, after.due) == (0, 3, False, False)
     same = Schedule.of(5, None)
-    same.resume(before.position())
+    same.load_state_dict(before.state_dict())
     assert (same.taken, same.owed) == (4, True)
 
 
 @check
 def a_restarted_schedule_owes_nothing(package: Any) -> None:
     schedule = part(package, "ags").Schedule.of(3, None)
-    schedule.owe()
+    schedule.request_refresh()
     schedule.restart()
     assert not schedule.due
 
@@ -81,12 +81,12 @@ def seed_of(opt: Any, *, step: int, rank: int = 0) -> int:
         seen.append(torch.initial_seed())
         return loss_of(setup.model, x[:n], y[:n])
 
-    combined = small._combined
-    small._combined = lambda grads, *_: grads
+    combined = small._average_over_ranks
+    small._average_over_ranks = lambda grads, *_: grads
     try:
-        setup.small_gradients(loss, params, turn=rank, step=step, scaler=None)
+        setup.compute_small_batch_gradients(loss, params, turn=rank, step=step, scaler=None)
     finally:
-        small._combined = combined
+        small._average_over_ranks = combined
     return seen[0]
 
 

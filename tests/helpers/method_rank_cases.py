@@ -34,7 +34,7 @@ from worker_jobs import (
 )
 
 from tula_cli.optim import orthogonal
-from tula_cli.optim.adascale_sgd import AdaScale, estimate_noise, gain
+from tula_cli.optim.adascale_sgd import AdaScale, compute_gain, estimate_noise
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
@@ -385,7 +385,7 @@ def _gain_by_hand(job: Any, ranks: Ranks) -> float:
         for s, b in pairs
     ]
     noise, signal = (sum(float(pair[k]) for pair in both) / len(both) for k in range(2))
-    return gain(noise, signal, 2.0)
+    return compute_gain(noise, signal, 2.0)
 
 
 if __name__ == "__main__":

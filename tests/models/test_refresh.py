@@ -116,10 +116,10 @@ def test_a_refresh_that_no_probe_tells_is_unknown() -> None:
 @pytest.mark.parametrize("available", [1, 7, 16, 512])
 @pytest.mark.parametrize("b_small", [1, 20, 64])
 def test_the_most_that_a_rank_draws_is_what_the_optimizer_shares_out(world: int, available: int, b_small: int) -> None:
-    from tula_cli.optim.ags import draw_counts
+    from tula_cli.optim.ags import count_samples_per_rank
 
     job = spec(train={"method": "ags"}, ags={"b_small": b_small})
-    most = max(draw_counts(b_small, available, world, 0))
+    most = max(count_samples_per_rank(b_small, available, world, 0))
     assert refresh.compute_max_samples_drawn(job, 4096, available=available, world=world) == most
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tula_cli.optim import gradient_stats
-from tula_cli.optim.adascale_sgd import AdaScale, estimate_noise, gain
+from tula_cli.optim.adascale_sgd import AdaScale, compute_gain, estimate_noise
 
 BATCH, REFERENCE = 64, 8
 S = BATCH / REFERENCE
@@ -44,7 +44,7 @@ class Noisy:
     @property
     def true_gain(self) -> float:
         signal, trace = float(self.mean.square().sum()), self.sigma**2 * len(self.mean)
-        return gain(trace / REFERENCE, signal, S)
+        return compute_gain(trace / REFERENCE, signal, S)
 
 
 # Elsewhere the bounds of single estimates show: mu^2 >= 0 lowers the gain at much noise, sigma^2 > 0 raises it at little.
@@ -58,7 +58,7 @@ def test_the_gain_is_that_of_the_known_noise(sigma: float, part: int) -> None:
 
 @pytest.mark.parametrize(("noise", "signal", "r"), [(0.0, 1.0, 1.0), (1.0, 0.0, 8.0), (1.0, 1.0, 2 / 1.125)])
 def test_the_gain_is_between_one_and_the_scale(noise: float, signal: float, r: float) -> None:
-    assert gain(noise, signal, 8.0) == pytest.approx(r)
+    assert compute_gain(noise, signal, 8.0) == pytest.approx(r)
 
 
 def test_estimates_are_the_papers_where_each_worker_has_the_reference_batch() -> None:

@@ -54,10 +54,10 @@ MUTANTS = {
     ),
     "clipping comes first": (
         "ags",
-        "        calm = self._look(grads, due) if grads and self.identity is None else None",
+        "        calm = self._decide_and_refresh(grads, due) if grads and self.identity is None else None",
         "        if self.max_grad_norm is not None and grads:\n"
         "            clip_(list(grads.values()), self.max_grad_norm)\n"
-        "        calm = self._look(grads, due) if grads and self.identity is None else None",
+        "        calm = self._decide_and_refresh(grads, due) if grads and self.identity is None else None",
     ),
     "the average of norms forgets the wrong share": (
         "gradient_stats",
@@ -73,7 +73,7 @@ MUTANTS = {
     "new factors act at once": (
         "ags",
         '        if calm is not None and self.apply_to == "gradient":',
-        "        used = getattr(self.factors, '_found', None) or used\n"
+        "        used = getattr(self.factors, '_next_factors', None) or used\n"
         '        if calm is not None and self.apply_to == "gradient":',
     ),
     "s_max without the root": ("gradient_stats", "return math.sqrt(b_large / b_small)", "return b_large / b_small"),
@@ -93,8 +93,8 @@ MUTANTS = {
     "the small gradient is overwritten": ("gradient_stats", "if overwrite and small.dtype", "if small.dtype"),
     "only the first part": (
         "gradient_stats",
-        "zip(*_in_parts(result, small, large), strict=True)",
-        "[next(zip(*_in_parts(result, small, large)))]",
+        "zip(*_split_for_caches(result, small, large), strict=True)",
+        "[next(zip(*_split_for_caches(result, small, large)))]",
     ),
     "tensor: the ratio is upside down": ("gradient_stats", "above[i] for i in indices", "below[i] for i in indices"),
     "the average of factors forgets the wrong share": ("gradient_stats", "list(new), 1 - keep)", "list(new), keep)"),
@@ -166,7 +166,7 @@ MUTANTS = {
     ),
     "a staged gradient outlives zero_grad": (
         "wrapper",
-        "        self._drop()\n        self.base.zero_grad(set_to_none)",
+        "        self._discard_pending()\n        self.base.zero_grad(set_to_none)",
         "        self.base.zero_grad(set_to_none)",
     ),
     "GradScaler takes the wrapper for a fused optimizer": (
@@ -181,8 +181,8 @@ MUTANTS = {
         "pass",
     ),
     "the previous norm is not restored": ("ags", "else level.to(device)", "else None"),
-    "the place in the epoch is not restored": ("ags", 'self.schedule.resume(state["schedule"])', "pass"),
-    "factors of another batch are used": ("ags", 'void = ags["meaning"] != self._meaning()', "void = False"),
+    "the place in the epoch is not restored": ("ags", 'self.schedule.load_state_dict(state["schedule"])', "pass"),
+    "factors of another batch are used": ("ags", 'void = ags["meaning"] != self._get_state_settings()', "void = False"),
     "factors of another cap are used": (
         "ags",
         'return {"kind": self.kind, "s_max": self.limit}',
@@ -196,13 +196,13 @@ MUTANTS = {
     "this rank's norm alone": ("ddp_hook", "        dist.all_reduce(local_squares)\n", ""),
     "both norms from before the reduction": (
         "ddp_hook",
-        "seen.averaged = _squares(grads)",
+        "seen.averaged = _compute_squares(grads)",
         "seen.averaged = seen.own.clone()",
     ),
     "both norms from after the reduction": (
         "ddp_hook",
-        "seen.averaged = _squares(grads)",
-        "seen.averaged = seen.own = _squares(grads)",
+        "seen.averaged = _compute_squares(grads)",
+        "seen.averaged = seen.own = _compute_squares(grads)",
     ),
     "norms in place of their squares": (
         "ddp_hook",
@@ -253,8 +253,8 @@ MUTANTS = {
     "the small pass draws the same in each step": ("ags", "{self.seed}, {step}, ", "{self.seed}, "),
     "listeners hear no end while replicas are apart": (
         "ddp_hook",
-        "        return _done(gradient, after)",
-        "        return _done(gradient, [])",
+        "        return _finish_reduction(gradient, after)",
+        "        return _finish_reduction(gradient, [])",
     ),
     "listeners hear nothing while replicas are apart": (
         "ddp_hook",

@@ -6,31 +6,31 @@ from tula_cli.optim.ags import Schedule
 def test_a_count_goes_on_where_it_was_saved() -> None:
     saved = Schedule.of(5, None)
     for _ in range(3):
-        saved.advance(refreshed=False)
-    saved.owe()
+        saved.count_step(refreshed=False)
+    saved.request_refresh()
     other = Schedule.of(5, None)
-    other.resume(saved.position())
+    other.load_state_dict(saved.state_dict())
     assert other == saved and (other.taken, other.owed) == (3, True)
 
 
 def test_a_count_of_another_interval_begins_anew() -> None:
     saved = Schedule.of(50, None)
     for _ in range(30):
-        saved.advance(refreshed=False)
+        saved.count_step(refreshed=False)
     other = Schedule.of(5, None)
-    other.advance(refreshed=False)
-    other.resume(saved.position())
+    other.count_step(refreshed=False)
+    other.load_state_dict(saved.state_dict())
     assert (other.steps, other.taken) == (5, 0), "a place in 50 steps is none in 5"
     for _ in range(4):
         assert not other.due
-        other.advance(refreshed=False)
+        other.count_step(refreshed=False)
     assert other.due
 
 
 def test_what_was_owed_is_forgotten_with_the_place() -> None:
     schedule = Schedule.of(5, None)
-    schedule.advance(refreshed=True)
-    schedule.owe()
+    schedule.count_step(refreshed=True)
+    schedule.request_refresh()
     schedule.restart()
     assert (schedule.taken, schedule.refreshed, schedule.owed) == (0, False, False)
     assert not schedule.due

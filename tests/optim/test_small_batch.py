@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tula_cli.optim.ags import small_gradients
+from tula_cli.optim.ags import compute_small_batch_gradients
 
 MARKED = torch.full((4,), 3.0)
 
@@ -37,7 +37,7 @@ class Marked(nn.Module):
 def test_gradients_are_copied_only_where_a_loss_scale_is_divided_out(scale: float | None) -> None:
     model = Marked()
     scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=bool(scale))
-    (small_gradient,) = small_gradients(
+    (small_gradient,) = compute_small_batch_gradients(
         lambda n: model().sum(), model, [model.weight], counts=[1], rank=0, seed=0, scaler=scaler
     )
     assert small_gradient is not None

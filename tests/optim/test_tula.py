@@ -75,7 +75,7 @@ def test_squared_norm_of_nothing_is_refused() -> None:
 
 @given(now=st.floats(1e-6, 1e6), before=st.floats(1e-6, 1e6))
 def test_gradient_change_is_equation_5(now: float, before: float) -> None:
-    change = gradient_stats.gradient_change(*(torch.tensor(q, dtype=torch.float64) for q in (now, before)))
+    change = gradient_stats.compute_gradient_change(*(torch.tensor(q, dtype=torch.float64) for q in (now, before)))
     assert abs(change.item()) == pytest.approx(reference.change(now, before))
     assert (change.item() < 0) == (now < before)
 

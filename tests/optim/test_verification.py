@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from tula_cli import optim
 from tula_cli.optim import gradient_stats
-from tula_cli.optim.ags import draw_counts
+from tula_cli.optim.ags import count_samples_per_rank
 from tula_cli.optim.gradient_stats import Bounds, scale_on_device_, scale_on_host_
 from tula_cli.spec.ags import Ags
 from tula_cli.worker.methods.scaling import make_ags_arguments as settings_of
@@ -80,7 +80,7 @@ def test_first_epoch_is_bitwise_the_base(granularity: str, delta: float) -> None
 def test_half_precision_factors_are_computed_in_float32() -> None:
     """float16 has no 1e-8: eps would vanish, and 0/0 would not come out as the floor."""
     large, small = torch.zeros(2, dtype=torch.float16), torch.tensor([0.0, 1.0], dtype=torch.float16)
-    factor = gradient_stats.element_factor(small, large, 1e-8, Bounds(1e-3, 4.0))
+    factor = gradient_stats.compute_element_factor(small, large, 1e-8, Bounds(1e-3, 4.0))
     assert factor.dtype is torch.float16
     assert factor.tolist() == pytest.approx([1e-3, 4.0], rel=1e-3)
 
@@ -151,7 +151,7 @@ class Twin:
     def _is_calm(self) -> bool:
         now, keep = gradient_stats.squared_norm(self.raw), self.way.get("norm_ewma", 0.0)
         level = now if self.level is None else torch.lerp(self.level, now, 1 - keep)
-        change = gradient_stats.gradient_change(level, self.level).abs()
+        change = gradient_stats.compute_gradient_change(level, self.level).abs()
         self.level = level
         return bool(change < self.delta)
 
@@ -236,9 +236,9 @@ def test_the_device_branch_is_bitwise_the_host_branch(
 def test_stored_factors_never_leave_the_bounds(dtype: torch.dtype, b_small: int, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     small, large = ((torch.randn(50, generator=rng) * 10 ** torch.randn(50, generator=rng)).to(dtype) for _ in "ab")
-    bounds = Bounds(1e-3, gradient_stats.factor_limit(501, b_small))
-    (of_tensor,) = gradient_stats.tensor_factors([small], [large], 1e-8, bounds)
-    for factor in (of_tensor, gradient_stats.element_factor(small, large, 1e-8, bounds)):
+    bounds = Bounds(1e-3, gradient_stats.compute_factor_limit(501, b_small))
+    (of_tensor,) = gradient_stats.compute_tensor_factors([small], [large], 1e-8, bounds)
+    for factor in (of_tensor, gradient_stats.compute_element_factor(small, large, 1e-8, bounds)):
         assert bounds.low <= factor.min().item() and factor.max().item() <= bounds.high
 
 
@@ -252,7 +252,7 @@ def test_stored_factors_never_leave_the_bounds(dtype: torch.dtype, b_small: int,
 def test_the_draw_takes_the_small_batch_from_as_few_ranks_as_can_hold_it(
     b_small: int, available: int, world: int, turn: int
 ) -> None:
-    counts = draw_counts(b_small, available, world, turn)
+    counts = count_samples_per_rank(b_small, available, world, turn)
     assert len(counts) == world and max(counts) <= available
     assert sum(counts) == min(b_small, available * world)
     assert sum(n > 0 for n in counts) == min(world, -(-b_small // available))

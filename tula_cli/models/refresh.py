@@ -44,7 +44,7 @@ def compute_max_samples_drawn(spec: JobSpec, batch: int, *, available: int, worl
     by_norms = world > 1 and spec.ags.resolved().source == "local_norms"
     if not spec.train.training_method.scales or by_norms or small >= batch or available < 1:
         return 1
-    ranks = min(world, ceil(small / available))  # as `draw_counts` of the optimizer shares it out
+    ranks = min(world, ceil(small / available))  # as `count_samples_per_rank` of the optimizer shares it out
     return ceil(min(small, ranks * available) / ranks)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from . import gradient_stats
 from .ddp_hook import NormListener, add_listener
 from .gradient_stats import clip_, squared_norm
-from .wrapper import Wrapper, find_ddp, rank_and_world
+from .wrapper import Wrapper, find_ddp, get_rank_and_world
 
 VERSION = 1
 Number = TypeVar("Number", float, Tensor)
@@ -26,17 +26,17 @@ class AdaScale(Wrapper):
         r = (sigma^2 + mu^2) / (sigma^2 / S + mu^2)
 
     Both come from the squared norms of gradients at two batches (Eq. 4 of the paper in the form of McCandlish et al. 2018,
-    appendix A.1, where the smaller need not be the reference batch), averaged over steps as in appendix B.3. A step takes
-    the averages of the steps before it (the first one has gain 1): it does not depend on its own batch's noise.
+    appendix A.1, where the smaller need not be the reference batch), averaged over steps as in appendix B.3. A step uses
+    the averages of the steps before it (the gain of the first is 1), so it does not depend on the noise of its batch.
 
-    On a GPU the gain stays there, as a learning rate that fused SGD reads from a tensor, and the host waits for nothing.
-    A base that is not fused takes numbers alone, so that the host waits for the backward pass at each step.
+    On a GPU fused SGD reads the learning rate from a tensor, so the host does not wait. A base optimizer that is not fused
+    needs a number, so the host waits for the backward pass at each step.
 
-    With several ranks the small batch is a rank's own, seen before the reduction; accumulate with no_sync(). One process
-    has to tell by `observe` what the gradient of a part of the batch was.
+    With several ranks the small batch is that of one rank, before the reduction; accumulate with no_sync(). A single process
+    passes the gradient norm of a part of the batch to `observe`.
 
-    The paper counts a step as r steps of the reference batch, in its schedule and until it ends. Here that count is kept
-    and told (`iterations`), and the caller decides what its schedule goes by.
+    The paper counts a step as r steps of the reference batch, in its schedule and for the end of the training. `iterations`
+    has that count; the caller decides what its schedule depends on.
 
     `param_groups`, `state` and `defaults` are the base's objects. Do not clip before the step; use `max_grad_norm`.
 
@@ -45,10 +45,10 @@ class AdaScale(Wrapper):
         model: the module, or its DistributedDataParallel.
         batch: samples in one optimizer step, over all ranks and accumulation steps.
         reference_batch: the batch that the learning rate was tuned for.
-        max_grad_norm: clips the joint norm of the gradients after it was taken.
+        max_grad_norm: clips the joint norm of the gradients, after the norms for the gain are computed.
 
     Raises:
-        ValueError: an argument out of range, or a base that is not SGD.
+        ValueError: an argument is out of range, or the base optimizer is not SGD.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class AdaScale(Wrapper):
             raise ValueError(f"AdaScale's gain is derived for SGD, not for {type(base).__name__}; use torch.optim.SGD")
         super().__init__(base)
         self.batch, self.reference_batch, self.max_grad_norm = batch, reference_batch, max_grad_norm
-        _, self._world = rank_and_world(model)
+        _, self._world = get_rank_and_world(model)
         self._local = NormListener(lambda: True) if self._world > 1 else None
         ddp = find_ddp(model)
         if ddp is not None and self._local is not None:
@@ -74,73 +74,73 @@ class AdaScale(Wrapper):
         self._observed: tuple[Tensor, int] | None = None
         self._noise: Tensor | None = None  # moving average of sigma^2, 0-dim
         self._signal: Tensor | None = None  # of mu^2
-        self._count = 0  # steps that were averaged
+        self._count = 0  # steps in the averages
         self._iterations: float | Tensor = 0.0
 
     @property
     def iterations(self) -> float:
-        """Steps of the reference batch that the steps so far are worth, the sum of the gains. Waits for the newest step."""
+        """Steps of the reference batch that the steps so far are equivalent to (sum of the gains); waits for the newest step."""
         return float(self._iterations)
 
     @property
     def scale(self) -> float:
-        """S, the batch over the reference batch."""
+        """S, the ratio of the batch to the reference batch."""
         return self.batch / self.reference_batch
 
     @property
     def gain(self) -> float:
-        """r, from the steps so far; 1 before the first. Waits for the newest step."""
+        """r, from the steps so far; 1 before the first; waits for the newest step."""
         if self._noise is None or self._signal is None:
             return 1.0
         noise, signal = torch.stack([self._noise, self._signal]).tolist()
-        value: float = gain(noise, signal, self.scale)
+        value: float = compute_gain(noise, signal, self.scale)
         return value
 
     def observe(self, square: Tensor, samples: int) -> None:
-        """Tell, before a step, the squared norm of the mean gradient over a part of its batch; for one process.
+        """Take note of the squared norm of the mean gradient over a part of the coming step's batch; for a single process.
 
         Args:
-            square: 0-dim, not multiplied by a loss scale.
-            samples: in that part, fewer than the batch.
+            square: the squared norm, 0-dim, without a loss scale.
+            samples: samples of that part, fewer than the batch.
 
         Raises:
-            ValueError: the part is none.
+            ValueError: `samples` is below 1 or not below the batch.
         """
         if not 0 < samples < self.batch:
             raise ValueError(f"a part of the batch of {self.batch} has 1 to {self.batch - 1} samples, got {samples}")
         self._observed = square, samples
 
-    def _drop(self) -> None:
+    def _discard_pending(self) -> None:
         self._observed = None
         if self._local is not None:
-            self._local.drop()
+            self._local.clear()
 
     def _update(self) -> None:
-        """One step of the base at its learning rate times the gain.
+        """Take a step of the base optimizer at its learning rate times the gain.
 
         Raises:
-            RuntimeError: no gradient of a smaller batch was seen.
+            RuntimeError: the gradient norm of a smaller batch is missing.
         """
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norms = self._norms_of_batches(squared_norm(grads)) if grads else None
-        factor = self._factor()
+        norms = self._compute_batch_norms(squared_norm(grads)) if grads else None
+        factor = self._compute_factor()
         if self.max_grad_norm is not None and grads:
             clip_(grads, self.max_grad_norm)
-        self._scaled_step(factor)
+        self._take_scaled_step(factor)
         self._iterations = self._iterations + factor
         if norms is not None:
-            self._learn(*norms)
-        self._drop()
+            self._update_statistics(*norms)
+        self._discard_pending()
 
-    def _factor(self) -> float | Tensor:
-        """The gain; where the host would have to wait for it and the base can do without, 0-dim, float64."""
+    def _compute_factor(self) -> float | Tensor:
+        """Return the gain: 0-dim, float64, if it is on a device and the base optimizer accepts a tensor; else a number."""
         if self._noise is None or self._signal is None or not gradient_stats.on_device(self._noise):
             return self.gain
         if not all(group.get("fused") for group in self.param_groups):
             return self.gain
-        return gain(self._noise.double(), self._signal.double(), self.scale)
+        return compute_gain(self._noise.double(), self._signal.double(), self.scale)
 
-    def _scaled_step(self, factor: float | Tensor) -> None:
+    def _take_scaled_step(self, factor: float | Tensor) -> None:
         rates = [group["lr"] for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
             scaled = rate * factor
@@ -149,34 +149,34 @@ class AdaScale(Wrapper):
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
 
-    def _norms_of_batches(self, large: Tensor) -> tuple[Tensor, Tensor, int]:
+    def _compute_batch_norms(self, large: Tensor) -> tuple[Tensor, Tensor, int]:
         """Return |g|^2 of the small batch and of the large one, and the samples of the small one."""
         if self._local is None:
             if self._observed is None:
                 raise RuntimeError("in one process, AdaScale needs the gradient of a part of the batch: call observe()")
             square, samples = self._observed
             return square, large, samples
-        norms = self._local.take()
+        norms = self._local.pop_norms()
         if norms is None:
             raise RuntimeError(
                 "AdaScale observed no gradient reduction; the last backward pass before a step must not be in no_sync()"
             )
-        # Both were taken before GradScaler unscaled the gradients; their ratio knows nothing of that.
+        # Both include the loss scale of GradScaler, which cancels in their ratio.
         _, local_norm, averaged = norms
         return large * (local_norm.sum() / averaged.sum()), large, self.batch // self._world
 
-    def _learn(self, small: Tensor, large: Tensor, samples: int) -> None:
+    def _update_statistics(self, small: Tensor, large: Tensor, samples: int) -> None:
         noise, signal = estimate_noise(
             small, large, samples=samples, batch=self.batch, reference_batch=self.reference_batch
         )
         self._count += 1
-        # The mean of all steps until there are as many as the moving average looks back on.
+        # The mean of all steps, until there are more than the window of the moving average.
         weight = max(1 / self._count, min(1.0, self.batch / samples / 1000))
-        self._noise = _moving_average(self._noise, noise, weight)
-        self._signal = _moving_average(self._signal, signal, weight)
+        self._noise = _update_average(self._noise, noise, weight)
+        self._signal = _update_average(self._signal, signal, weight)
 
     def state_dict(self) -> dict[str, Any]:
-        """The base's state under "base", the averages under "adascale"; loads with `torch.load(weights_only=True)`."""
+        """Return the base optimizer's state under "base" and the averages under "adascale"; safe for `weights_only=True`."""
         averages = {
             "version": VERSION,
             "noise": self._noise,
@@ -187,10 +187,10 @@ class AdaScale(Wrapper):
         return {"base": self.base.state_dict(), "adascale": averages}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `state_dict()` was taken; the averages hold for any batch at the same reference batch.
+        """Restore the state of a `state_dict()`; its averages apply to any batch with the same reference batch.
 
         Raises:
-            ValueError: the state is not of an AdaScale, or of an unknown version.
+            ValueError: it is not the state of an AdaScale, or has an unknown version.
         """
         averages = state_dict.get("adascale")
         if averages is None or averages.get("version") != VERSION:
@@ -201,20 +201,20 @@ class AdaScale(Wrapper):
             None if v is None else v.to(device) for v in (averages["noise"], averages["signal"])
         )
         self._count, self._iterations = averages["count"], averages["iterations"]
-        self._drop()
+        self._discard_pending()
 
     def report(self) -> dict[str, float]:
-        """Plain numbers for a log line: the gain, and the steps of the reference batch so far. Waits for the device."""
+        """Return numbers for a log line: the gain, and the steps of the reference batch so far; waits for the device."""
         return {"gain": self.gain, "iterations": self.iterations}
 
 
-def gain(noise: Number, signal: Number, scale: float) -> Number:
-    """Return r = (sigma^2 + mu^2) / (sigma^2 / S + mu^2) (Eq. 3 of the paper); 1 where both are 0, for nothing is known.
+def compute_gain(noise: Number, signal: Number, scale: float) -> Number:
+    """Return r = (sigma^2 + mu^2) / (sigma^2 / S + mu^2) (Eq. 3 of the paper); 1 if both are 0, which means unknown.
 
     Args:
         noise: sigma^2, at the reference batch.
         signal: mu^2.
-        scale: S, the batch over the reference batch.
+        scale: S, the ratio of the batch to the reference batch.
     """
     below = noise / scale + signal
     if isinstance(below, Tensor):
@@ -229,14 +229,14 @@ def estimate_noise(
 
     Args:
         small: |g|^2 of mean gradients over `samples` each.
-        large: |g|^2 of the mean gradient over the whole `batch`, of which the small ones are parts.
+        large: |g|^2 of the mean gradient over the whole `batch`, which contains the small ones.
     """
-    trace = (small - large) / (1 / samples - 1 / batch)  # of one sample's covariance
+    trace = (small - large) / (1 / samples - 1 / batch)  # trace of one sample's covariance
     return (trace / reference_batch).clamp(min=LEAST_NOISE), (large - trace / batch).clamp(min=0.0)
 
 
-def _moving_average(average: Tensor | None, value: Tensor, weight: float) -> Tensor:
+def _update_average(average: Tensor | None, value: Tensor, weight: float) -> Tensor:
     if average is None:
         average = torch.zeros_like(value)
-    # A gradient that is not finite, or zero altogether, tells nothing.
+    # A gradient that is not finite, or all zero, has no information.
     return torch.where(value.isfinite(), average + weight * (value - average), average)

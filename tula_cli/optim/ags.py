@@ -31,26 +31,26 @@ from . import gradient_stats, sharding
 from .ddp_hook import NormListener, add_listener
 from .gradient_stats import (
     Bounds,
-    accumulation_dtype,
     clip_,
-    element_factor,
-    factor_limit,
-    gradient_change,
+    compute_element_factor,
+    compute_factor_limit,
+    compute_gradient_change,
+    compute_local_factors,
+    compute_tensor_factors,
+    get_accumulation_dtype,
     group_by_dtype,
-    local_factors,
-    moving_average,
     scale_,
     scaled_update,
+    select_,
     smooth_factors,
     squared_norm,
-    tensor_factors,
-    where_,
+    update_moving_average,
 )
-from .sharding import local_shard, sharded_gradients
+from .sharding import compute_sharded_gradients, get_local_shard
 from .wrapper import (
     Wrapper,
     find_ddp,
-    rank_and_world,
+    get_rank_and_world,
     refuse_base,
     refuse_other_model,
     refuse_sharded,
@@ -65,25 +65,25 @@ Consensus = Literal["broadcast", "check", "off"]
 
 
 class Gate:
-    """Lets the factors act where the squared gradient norm changed by less than `delta` since the step before (Eq. 5).
+    """Decides per step whether gradients are scaled: only if the squared gradient norm changed by less than `delta` (Eq. 5).
 
-    A gate serves one TulaOptimizer.
+    A gate belongs to one TulaOptimizer.
 
     Args:
         delta: threshold on the relative change; 0 never scales, inf scales at any finite change.
-        ewma: keeps a moving average of the squared norm, with this weight of the past, and gates on its change. The
-            average moves slowly: at 0.9 the same `delta` means a tenfold change of a single norm.
-        consensus: how ranks come to the same branch: "broadcast" rank 0's norm at each step, "check" at refreshes
-            that they agree, or "off".
+        ewma: weight of the past in a moving average of the squared norm, whose change is compared with `delta`; 0: no
+            average. The average moves slowly: at 0.9 the same `delta` allows a tenfold change of a single norm.
+        consensus: how all ranks make the same decision: "broadcast" sends rank 0's norm at each step, "check" compares
+            the ranks at each refresh, "off" does neither.
 
     Attributes:
-        square: |G|^2 of the newest step, before scaling: 0-dim, on the device. None before the first step.
-        level: what the next step is compared with: the same, or its moving average.
-        change: Delta(G) of the newest step: 0-dim, on the device, infinite in the first. None before it.
-        scaled: whether the newest step was scaled: 0-dim, bool, on the device. None before the first.
+        square: |G|^2 of the newest step before scaling, 0-dim, on the device; None before the first step.
+        level: the value that the next step is compared with: `square` or its moving average.
+        change: Delta(G) of the newest step, 0-dim, on the device; infinite in the first step, None before it.
+        scaled: whether the newest step was scaled, 0-dim, bool, on the device; None before the first step.
 
     Raises:
-        ValueError: an argument of another kind or out of range.
+        ValueError: an argument has the wrong type or is out of range.
     """
 
     def __init__(self, delta: float = 0.5, *, ewma: float = 0.0, consensus: Consensus = "broadcast") -> None:
@@ -99,33 +99,33 @@ class Gate:
         self.change: Tensor | None = None
         self.scaled: Tensor | None = None
         self._world: int | None = None
-        self._counts = torch.zeros(3, dtype=torch.int64)  # steps scaled, jumps up, jumps down
-        self._mark = (0, 0, 0, 0)  # steps and counts at the newest report
+        self._counts = torch.zeros(3, dtype=torch.int64)  # steps scaled, rises, falls
+        self._mark = (0, 0, 0, 0)  # steps and counts at the latest report
 
     def bind(self, world: int) -> None:
-        """Serve an optimizer of so many ranks.
+        """Attach the gate to an optimizer on `world` ranks.
 
         Raises:
-            ValueError: it serves one already.
+            ValueError: it is already attached to one.
         """
         if self._world is not None:
             raise ValueError("this Gate belongs to another TulaOptimizer; create one for each")
         self._world = world
 
     def decide(self, square: Tensor, *, has_factors: bool, refreshes: bool) -> Tensor:
-        """Look at the squared norm of the raw gradients: whether this step is scaled (line 5), 0-dim, bool, on the device.
+        """Return whether this step is scaled (line 5), 0-dim, bool, on the device.
 
         Args:
-            square: |G|^2, 0-dim.
-            has_factors: whether there is anything to scale by; else no step counts as scaled.
+            square: |G|^2 of the raw gradients, 0-dim.
+            has_factors: whether factors exist; without them no step counts as scaled.
             refreshes: whether this step refreshes the factors.
 
         Raises:
-            RuntimeError: consensus is "check" and the ranks disagree.
+            RuntimeError: consensus is "check" and the ranks differ.
         """
         square = self._agree_on_norm(square, refreshes)
-        level = moving_average(square, self.level, self.ewma)
-        rise = gradient_change(level, self.level)
+        level = update_moving_average(square, self.level, self.ewma)
+        rise = compute_gradient_change(level, self.level)
         change = rise.abs()
         calm = change < self.delta
         self.scaled = calm if has_factors else torch.zeros_like(calm)
@@ -142,10 +142,10 @@ class Gate:
         return square
 
     def _count(self, rise: Tensor, scaled: Tensor) -> None:
-        if self.level is None:  # nothing to rise from
+        if self.level is None:  # the first step has no predecessor
             up = down = torch.zeros_like(scaled)
         else:
-            least = max(self.delta, torch.finfo(rise.dtype).tiny)  # 0 is no jump
+            least = max(self.delta, torch.finfo(rise.dtype).tiny)  # an unchanged norm is neither rise nor fall
             up, down = rise >= least, rise <= -least
         self._counts = self._counts.to(rise.device) + torch.stack([scaled, up, down])
 
@@ -161,23 +161,23 @@ class Gate:
             "delta": change,
         }
 
-    def forget(self) -> None:
-        """Compare the next step with none: the norms of the batches to come are others."""
+    def reset(self) -> None:
+        """Forget the norms so far, since those of another batch size are not comparable."""
         self.square = self.level = self.change = self.scaled = None
 
-    def meaning(self) -> dict[str, Any]:
-        """The settings without which a stored norm means something else."""
+    def get_state_settings(self) -> dict[str, Any]:
+        """Return the settings that a stored norm depends on."""
         return {"ewma": self.ewma}
 
     def state_dict(self) -> dict[str, Any]:
         return {"n_scaled": int(self._counts[0]), "prev_sq": self.level}
 
     def load_state_dict(self, state: Mapping[str, Any], *, steps: int, device: torch.device | None) -> None:
-        """Go on from a `state_dict()`.
+        """Restore the state of a `state_dict()`.
 
         Args:
-            steps: optimizer steps until then.
-            device: of the parameters; None where the norm means something else now, so that only the count is kept.
+            steps: number of optimizer steps taken before.
+            device: device of the parameters; None if the stored norm is no longer comparable, so that only the count is kept.
         """
         self._counts = torch.tensor([state["n_scaled"], 0, 0])
         self._mark = (steps, state["n_scaled"], 0, 0)
@@ -187,7 +187,7 @@ class Gate:
 
 
 def _assert_equal(local_bits: Tensor) -> None:
-    """Compares bits, so that NaN equals NaN."""
+    """Raise a RuntimeError unless all ranks hold the same bits, so that NaN equals NaN."""
     gathered = [torch.empty_like(local_bits) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, local_bits)
     if any(not torch.equal(bits.view(torch.int64), local_bits.view(torch.int64)) for bits in gathered):
@@ -205,25 +205,25 @@ Refresh = Literal["epoch"] | int
 
 @dataclass
 class Schedule:
-    """Where the training stands between refreshes: an epoch of `steps` steps, or `every` steps counted through."""
+    """Counts the steps until the next refresh: the last of an epoch of `steps` steps, or every `every` steps."""
 
     every: int | None
     steps: int | None
-    usual: int | None  # steps in an epoch of which nothing else was said; None: as in the epoch before
+    usual: int | None  # steps of an epoch that `start` does not announce; None: as in the epoch before
     taken: int = 0
     refreshed: bool = False
     owed: bool = False
 
     @classmethod
     def of(cls, refresh: Refresh, steps: int | None) -> Schedule:
-        """Start at the first step.
+        """Return the schedule of a training that starts.
 
         Args:
             refresh: "epoch" or a number of steps.
-            steps: optimizer steps in each epoch, where known; for "epoch" only.
+            steps: optimizer steps per epoch, if known; only used for "epoch".
 
         Raises:
-            ValueError: one of them is below 1, or `refresh` is another word or no whole number.
+            ValueError: one of them is below 1, or `refresh` is neither "epoch" nor a whole number.
         """
         if refresh == "epoch":
             if steps is not None and steps < 1:
@@ -234,8 +234,8 @@ class Schedule:
         return cls(every=int(refresh), steps=int(refresh), usual=int(refresh))
 
     @property
-    def known(self) -> bool:
-        """Whether the length of the epoch is known."""
+    def has_known_length(self) -> bool:
+        """Whether the number of steps of this epoch is known."""
         return self.steps is not None
 
     @property
@@ -243,7 +243,7 @@ class Schedule:
         """Whether the coming step refreshes the factors.
 
         Raises:
-            RuntimeError: the length of the epoch is not known.
+            RuntimeError: the number of steps of this epoch is unknown.
         """
         if self.steps is None:
             raise RuntimeError(
@@ -251,7 +251,7 @@ class Schedule:
             )
         return self.owed or self.taken + 1 == self.steps
 
-    def advance(self, *, refreshed: bool) -> None:
+    def count_step(self, *, refreshed: bool) -> None:
         """Count a step."""
         self.taken += 1
         self.refreshed |= refreshed
@@ -260,32 +260,37 @@ class Schedule:
             self._close()
 
     def start(self, steps: int, *, rest: bool | None = None) -> None:
-        """Begin an epoch of so many steps, or what is left of one after a resume; None: whichever the count fits."""
+        """Start an epoch of `steps` steps, or the rest of one after a resume.
+
+        Args:
+            steps: steps of the epoch or of its rest.
+            rest: whether it is a rest; None: it is if the steps so far and these make up the epoch.
+        """
         if self.every is not None:
             return
         if rest is None:
             rest = self.taken + steps == self.steps
         if rest and self.taken:
-            return  # the count goes on, and steps that GradScaler skipped before the resume stay skipped
+            return  # counting continues; steps that GradScaler skipped before the resume are not made up
         if self.taken:
-            # GradScaler skipped steps, so the count never came to the epoch's last
+            # GradScaler skipped steps, so the count did not reach the last step of the epoch
             self._close()
         self.steps = steps
 
-    def owe(self) -> None:
-        """Make the coming step refresh, and every one after it until one has."""
+    def request_refresh(self) -> None:
+        """Make the coming step a refresh; if it fails, the step after it, and so on."""
         self.owed = True
 
     def restart(self) -> None:
-        """Forget the place in the epoch."""
+        """Count from the start of an epoch."""
         self.taken, self.refreshed, self.owed = 0, False, False
 
-    def position(self) -> dict[str, int | bool | None]:
-        """Return what a checkpoint keeps."""
+    def state_dict(self) -> dict[str, int | bool | None]:
+        """Return the state for a checkpoint."""
         return {name: value for name, value in asdict(self).items() if name != "usual"}
 
-    def resume(self, saved: Mapping[str, Any]) -> None:
-        """Go on from a `position()`; from the start where that counted otherwise."""
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore the state of a `state_dict()`; count from the start if it has another `every`."""
         self.restart()
         if saved["every"] == self.every:
             self.steps, self.taken = saved["steps"], saved["taken"]
@@ -302,11 +307,11 @@ class Schedule:
 SmallLoss = Callable[[int], Tensor]
 
 
-def draw_counts(b_small: int, available: int, world: int, turn: int) -> list[int]:
-    """How many samples of the small batch each rank takes.
+def count_samples_per_rank(b_small: int, available: int, world: int, turn: int) -> list[int]:
+    """Return how many samples of the small batch each rank computes, (world,) long.
 
-    Those of the fewest ranks that hold `b_small` samples, starting at rank `turn` modulo the world size, as evenly as
-    possible. No rank takes more than `available`.
+    The fewest ranks that together hold `b_small` samples share them as evenly as possible, starting at rank
+    `turn` modulo `world`. No rank computes more than `available`.
     """
     ranks = min(world, math.ceil(b_small / available))
     share, rest = divmod(min(b_small, ranks * available), ranks)
@@ -316,7 +321,7 @@ def draw_counts(b_small: int, available: int, world: int, turn: int) -> list[int
     return counts
 
 
-def small_gradients(
+def compute_small_batch_gradients(
     loss: SmallLoss,
     model: nn.Module,
     params: Sequence[Tensor],
@@ -327,39 +332,38 @@ def small_gradients(
     scaler: torch.amp.GradScaler | None,
     sharded: bool = False,
 ) -> list[Tensor | None]:
-    """The gradient of the mean loss over the ranks' samples, the same on all; None where the loss does not depend.
+    """Return the gradient of the mean loss over all ranks' samples for each parameter, equal on all ranks.
 
-    Of a model that fully_shard has divided it is this rank's part.
-
-    Buffers, generators, modes and `.grad` are afterwards as they were before.
+    It is None for a parameter that the loss does not depend on. For a model sharded by fully_shard it is this rank's
+    shard. Buffers, random generators, modes and `.grad` are left unchanged.
 
     Args:
         loss: n -> the mean loss on n samples of this rank.
-        params: with dense gradients, in the same order on all ranks.
-        counts: how many samples each rank takes; with one entry nothing is communicated.
-        seed: of the random numbers that the forward pass draws.
-        scaler: scales the loss; the gradient is divided again.
-        sharded: whether fully_shard has divided the model. Then a rank without samples computes one all the same, for its
-            shares are needed, and gives it no weight.
+        params: parameters with dense gradients, in the same order on all ranks.
+        counts: samples of each rank; with one entry nothing is communicated.
+        seed: seed of the random numbers that the forward pass draws.
+        scaler: scales the loss; the gradient is divided by the scale.
+        sharded: whether fully_shard has sharded the model. A rank without samples then computes one with weight 0, because
+            the others need its shards.
     """
     if sharded:
-        with _untouched(model), _own_randomness(params, seed):
-            return _shared_gradients(loss, counts, rank, model, params, scaler)
+        with _restore_buffers(model), _seed_generators(params, seed):
+            return _compute_sharded_gradients(loss, counts, rank, model, params, scaler)
     grads: list[Tensor | None] = [None] * len(params)
     if params and counts[rank]:
-        with _untouched(model), _own_randomness(params, seed):
-            grads = _gradients(loss, counts[rank], params, scaler)
-    return grads if len(counts) == 1 else _combined(grads, params, counts, rank)
+        with _restore_buffers(model), _seed_generators(params, seed):
+            grads = _compute_gradients(loss, counts[rank], params, scaler)
+    return grads if len(counts) == 1 else _average_over_ranks(grads, params, counts, rank)
 
 
 def are_finite(grads: Sequence[Tensor]) -> Tensor:
-    """Whether all of the gradients, at least one, are: 0-dim, bool, on the device."""
+    """Return whether all values of the gradients (at least one) are finite, 0-dim, bool, on the device."""
     return squared_norm(grads).isfinite()
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Put every buffer back, also one that the forward pass replaced by another tensor."""
+def _restore_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore every buffer at the end, including one that the forward pass replaced by another tensor."""
     kept = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())
         for module in model.modules()
@@ -376,8 +380,8 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _own_randomness(params: Sequence[Tensor], seed: int) -> Iterator[None]:
-    """Seeded generators inside, those of before outside: the CPU's and the parameters' devices'."""
+def _seed_generators(params: Sequence[Tensor], seed: int) -> Iterator[None]:
+    """Seed the random generators of the CPU and of the parameters' devices inside; restore them at the end."""
     devices = sorted({p.device.index for p in params if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
         torch.default_generator.manual_seed(seed)
@@ -386,19 +390,19 @@ def _own_randomness(params: Sequence[Tensor], seed: int) -> Iterator[None]:
         yield
 
 
-def _gradients(
+def _compute_gradients(
     loss: SmallLoss, n: int, params: Sequence[Tensor], scaler: torch.amp.GradScaler | None
 ) -> list[Tensor | None]:
-    """The gradient on n samples; None for a parameter that the loss does not depend on."""
+    """Return the gradients on n samples; None for a parameter that the loss does not depend on."""
     with torch.enable_grad():
         value = loss(n)
-        # autograd.grad, not backward(): .grad keeps the large batch's, and DDP's reducer is not set off
+        # autograd.grad, not backward(): .grad keeps the large batch's gradient, and DDP's reducer does not run
         scaled = value if scaler is None else scaler.scale(value)
         grads: list[Tensor | None] = list(torch.autograd.grad(scaled, params, allow_unused=True))
-    return grads if scaler is None or not scaler.is_enabled() else _unscaled(grads, scaler)
+    return grads if scaler is None or not scaler.is_enabled() else _undo_loss_scale(grads, scaler)
 
 
-def _shared_gradients(
+def _compute_sharded_gradients(
     loss: SmallLoss,
     counts: Sequence[int],
     rank: int,
@@ -406,63 +410,65 @@ def _shared_gradients(
     params: Sequence[Tensor],
     scaler: torch.amp.GradScaler | None,
 ) -> list[Tensor | None]:
-    """This rank's parts of the gradient of the mean loss over all ranks' samples; all ranks take part."""
+    """Return this rank's shards of the gradient of the mean loss over all ranks' samples; every rank must call this."""
     weight = counts[rank] * len(counts) / sum(counts)
 
     def weighted() -> Tensor:
         value = loss(max(1, counts[rank])) * weight
         return value if scaler is None else scaler.scale(value)
 
-    sharded = sharded_gradients(weighted, model)
+    sharded = compute_sharded_gradients(weighted, model)
     grads = [sharded.get(p) for p in params]
-    return grads if scaler is None or not scaler.is_enabled() else _unscaled(grads, scaler)
+    return grads if scaler is None or not scaler.is_enabled() else _undo_loss_scale(grads, scaler)
 
 
-def _unscaled(grads: list[Tensor | None], scaler: torch.amp.GradScaler) -> list[Tensor | None]:
-    """The gradients of a loss that was scaled, divided again, in the same list."""
+def _undo_loss_scale(grads: list[Tensor | None], scaler: torch.amp.GradScaler) -> list[Tensor | None]:
+    """Divide the gradients of a scaled loss by the scale, in the same list."""
     first = next((grad for grad in grads if grad is not None), None)
     if first is None:
         return grads
     factor = 1.0 / scaler.scale(torch.ones((), device=first.device))  # on the device: get_scale() would wait for it
-    for index, grad in enumerate(grads):  # one by one, so that there are never two copies; not in place: they may alias
+    for index, grad in enumerate(
+        grads
+    ):  # one by one, so that never two copies of all exist; not in place, because gradients may share memory
         grads[index] = None if grad is None else grad * factor.to(grad.device)
     return grads
 
 
-def _combined(
+def _average_over_ranks(
     grads: Sequence[Tensor | None], params: Sequence[Tensor], counts: Sequence[int], rank: int
 ) -> list[Tensor | None]:
-    """The mean over the ranks' samples, one collective for each dtype; None where no rank has a gradient."""
+    """Return the mean over all ranks' samples, with one collective per dtype; None if no rank has a gradient."""
     result: list[Tensor | None] = [None] * len(params)
     for indices in group_by_dtype(params).values():
         group = [params[i] for i in indices]
-        flat = _packed([grads[i] for i in indices], group, counts[rank] / sum(counts))
+        flat = _pack_gradients([grads[i] for i in indices], group, counts[rank] / sum(counts))
         _reduce_(flat, counts)
         used = flat[: len(group)].tolist()
         pieces = flat[len(group) :].split_with_sizes([p.numel() for p in group])
         for index, param, piece, weight in zip(indices, group, pieces, used, strict=True):
-            result[index] = _as(piece, param) if weight > 0 else None
+            result[index] = _unflatten_like(piece, param) if weight > 0 else None
     return result
 
 
-def _packed(grads: Sequence[Tensor | None], params: Sequence[Tensor], weight: float) -> Tensor:
-    """One flat tensor: the weight for each parameter that has a gradient (else 0), then the weighted gradients."""
+def _pack_gradients(grads: Sequence[Tensor | None], params: Sequence[Tensor], weight: float) -> Tensor:
+    """Return one flat tensor: for each parameter the weight, or 0 without a gradient; then the weighted gradients."""
     used = torch.tensor([0.0 if g is None else weight for g in grads]).to(params[0])
     pairs = zip(grads, params, strict=True)
-    pieces = [p.new_zeros(p.numel()) if g is None else _flat(g, p) * weight for g, p in pairs]
+    pieces = [p.new_zeros(p.numel()) if g is None else _flatten_like(g, p) * weight for g, p in pairs]
     return torch.cat([used, *pieces])
 
 
-def _flat(grad: Tensor, param: Tensor) -> Tensor:
-    """A gradient's values in the order in which a dense copy of its parameter has them in memory (channels_last)."""
+def _flatten_like(grad: Tensor, param: Tensor) -> Tensor:
+    """Return a gradient's values in the memory order of a dense copy of its parameter (which may be channels_last)."""
     if param.is_contiguous():
         return grad.reshape(-1)
     laid = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
     return laid.as_strided((laid.numel(),), (1,))
 
 
-def _as(piece: Tensor, param: Tensor) -> Tensor:
-    """Values in that order as a gradient: with the strides that the large batch's has, a view of DDP's buckets."""
+def _unflatten_like(piece: Tensor, param: Tensor) -> Tensor:
+    """Return flat values as a gradient with the strides of the large batch's, which is a view of DDP's buckets."""
     return piece.as_strided(param.shape, torch.empty_like(param, device="meta").stride())
 
 
@@ -474,26 +480,26 @@ def _reduce_(flat: Tensor, counts: Sequence[int]) -> None:
         dist.all_reduce(flat)
 
 
-# --- The training that the optimizer serves, as far as its factors depend on it
+# --- The training: the model and the batch sizes that the factors depend on
 
 
-def embeddings(model: nn.Module) -> list[nn.Parameter]:
-    """Return the weights of a model's embeddings, and so of heads that are tied to them."""
+def find_embeddings(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of a model's embeddings, which include output layers tied to them."""
     modules = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
     return [parameter for module in modules for parameter in module.parameters()]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """An optimizer's model, the sizes of its batches over all ranks, and where this process stands among them."""
+    """An optimizer's model, its global batch sizes, and the rank of this process."""
 
     base: torch.optim.Optimizer
     model: nn.Module
     rank: int
     world: int
     b_large: int
-    b_small: int  # as asked for
-    available: int  # samples that one rank can offer to the small batch
+    b_small: int  # as requested
+    available: int  # samples that one rank can contribute to the small batch
     steps_per_epoch: int | None
     seed: int
     excluded: frozenset[Tensor] = frozenset()  # parameters whose factor is always 1
@@ -512,14 +518,14 @@ class Setup:
         seed: int,
         exclude: Iterable[Tensor] | None = None,
     ) -> Setup:
-        """Fill in what the process group and the batch tell.
+        """Return the setup in the current process group.
 
         Raises:
-            ValueError: a size that is no whole number or below 1, a small batch above the large one, a DDP over another
-                process group, or nothing that is left to scale.
+            ValueError: a size is not a whole number or below 1, the small batch exceeds the large one, the DDP uses another
+                process group, or no parameter is left to scale.
         """
         require_whole_numbers(b_large=b_large, b_small=b_small, available=available, steps_per_epoch=steps_per_epoch)
-        rank, world = rank_and_world(model)
+        rank, world = get_rank_and_world(model)
         share = max(1, b_large // world) if available is None else available
         for name, value in (("b_large", b_large), ("b_small", b_small), ("available", share)):
             if value < 1:
@@ -528,7 +534,10 @@ class Setup:
             raise ValueError(
                 f"b_small, {b_small}, is above b_large, {b_large}, but the small batch must be a part of the large one"
             )
-        excluded, sharded = frozenset(embeddings(model) if exclude is None else exclude), sharding.is_sharded(model)
+        excluded, sharded = (
+            frozenset(find_embeddings(model) if exclude is None else exclude),
+            sharding.is_sharded(model),
+        )
         setup = cls(base, model, rank, world, b_large, b_small, share, steps_per_epoch, seed, excluded, sharded)
         if setup.excluded and setup.excluded.issuperset(setup.params):
             raise ValueError("exclude leaves no parameter to scale (by default, embeddings are excluded)")
@@ -536,42 +545,42 @@ class Setup:
 
     @property
     def params(self) -> list[Tensor]:
-        """The base's parameters, in the order of its groups."""
+        """The base optimizer's parameters, in the order of its groups."""
         return [p for group in self.base.param_groups for p in group["params"]]
 
     @property
     def small_batch_size(self) -> int:
-        """Samples, over all ranks, that a small batch really has: `b_small` as far as the ranks hold it."""
-        return sum(draw_counts(self.b_small, self.available, self.world, 0))
+        """Global number of samples in a small batch: `b_small`, or less if the ranks hold less."""
+        return sum(count_samples_per_rank(self.b_small, self.available, self.world, 0))
 
     @property
     def limit(self) -> float:
-        """s_max = sqrt(b_large / b_small) (line 12), of the small batch that is really taken."""
-        return factor_limit(self.b_large, self.small_batch_size)
+        """s_max = sqrt(b_large / b_small) (line 12), with `small_batch_size` for b_small."""
+        return compute_factor_limit(self.b_large, self.small_batch_size)
 
     def norms(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """The l2 norm of each gradient, 0-dim, the same on all ranks; of parts, all of which take part."""
-        return sharding.sharded_norms(grads) if self.sharded else gradient_stats.norms(grads)
+        """Return the l2 norm of each gradient, 0-dim, equal on all ranks; with shards every rank must call this."""
+        return sharding.compute_sharded_norms(grads) if self.sharded else gradient_stats.norms(grads)
 
     def squared_norm(self, grads: Sequence[Tensor]) -> Tensor:
-        """The squared l2 norm over all gradients together, likewise."""
-        return sharding.sharded_squared_norm(grads) if self.sharded else gradient_stats.squared_norm(grads)
+        """Return the squared l2 norm over all gradients together, 0-dim, likewise."""
+        return sharding.compute_sharded_squared_norm(grads) if self.sharded else gradient_stats.squared_norm(grads)
 
-    def small_gradients(
+    def compute_small_batch_gradients(
         self, loss: SmallLoss, params: Sequence[Tensor], *, turn: int, step: int, scaler: torch.amp.GradScaler | None
     ) -> list[Tensor | None]:
-        """The small batch's gradient, the same on all ranks (`small_batch.small_gradients`), or this rank's part of it.
+        """Return the small batch's gradients, as the function `compute_small_batch_gradients` does.
 
         Args:
-            turn: refreshes so far: the ranks that hold the small batch take turns.
-            step: optimizer steps so far: with seed and rank it seeds what the forward pass draws.
+            turn: refreshes so far, since the ranks take turns at computing the small batch.
+            step: optimizer steps so far; with seed and rank it seeds the random numbers of the forward pass.
         """
         seed = random.Random(f"{self.seed}, {step}, {self.rank}").getrandbits(63)
         size = self.small_batch_size
-        # where every rank has to compute, each takes its share
+        # every rank has to compute, so each computes its share
         available = -(-size // self.world) if self.sharded else self.available
-        counts = draw_counts(size, available, self.world, turn)
-        return small_gradients(
+        counts = count_samples_per_rank(size, available, self.world, turn)
+        return compute_small_batch_gradients(
             loss,
             self.model,
             params,
@@ -587,10 +596,10 @@ class Setup:
 
 
 class Factors(ABC):
-    """One way to find factors. An object of it serves one TulaOptimizer.
+    """Base class of the ways to compute factors. An object belongs to one TulaOptimizer.
 
     Attributes:
-        reads_b_small: whether anything depends on how many samples the small batch has.
+        reads_b_small: whether the size of the small batch has any effect.
         n_refresh: refreshes so far.
     """
 
@@ -600,29 +609,29 @@ class Factors(ABC):
     _setup: Setup | None = None
 
     def bind(self, setup: Setup) -> None:
-        """Serve this training.
+        """Attach the factors to a training.
 
         Raises:
-            ValueError: it serves one already, or cannot serve this one.
+            ValueError: they are already attached to one, or are unsuitable for this one.
         """
         if self._setup is not None:
             raise ValueError(f"this {type(self).__name__} belongs to another TulaOptimizer; create one for each")
         self._setup = setup
 
-    def change(self, setup: Setup) -> None:
-        """Serve the same training at other batches; what was found is void, and the coming step refreshes."""
+    def change_setup(self, setup: Setup) -> None:
+        """Change the batch sizes: the factors so far are dropped, and the coming step refreshes them."""
         self._setup = setup
 
     @property
     def setup(self) -> Setup:
-        """The training that is served."""
+        """The training that the factors belong to."""
         assert self._setup is not None, "bind the factors to an optimizer before you read them"
         return self._setup
 
     @property
     @abstractmethod
     def identity(self) -> str | None:
-        """Why every step is exactly the base's; None where the factors act."""
+        """Reason why every step equals the base optimizer's; None if the factors have an effect."""
 
     @property
     @abstractmethod
@@ -632,14 +641,14 @@ class Factors(ABC):
     @property
     @abstractmethod
     def ready(self) -> bool:
-        """Whether there is anything to scale by."""
+        """Whether factors exist."""
 
     @abstractmethod
-    def in_force(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        """The factor of each of these parameters that has one."""
+    def get_factors(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+        """Return the current factor of each of the parameters that has one."""
 
     @abstractmethod
-    def spread(self) -> dict[str, float]:
+    def report(self) -> dict[str, float]:
         """Return the factors' part of `TulaOptimizer.report`; waits for the device."""
 
     @property
@@ -649,12 +658,12 @@ class Factors(ABC):
 
     @property
     def values(self) -> list[Tensor]:
-        """The factors that have been found, one tensor a parameter that has any."""
+        """The current factors, one tensor per parameter that has any."""
         return []
 
     @property
     def mean(self) -> Tensor | float | None:
-        """The mean of the factors, one an element or one a tensor; None where there are none. It waits for nothing."""
+        """Mean over all factors (per element or per tensor), without waiting for the device; None without factors."""
         values = self.values
         total = sum(factor.numel() for factor in values)
         if not values:
@@ -672,40 +681,40 @@ class Factors(ABC):
 
     @property
     def wants_small_batch(self) -> bool:
-        """Whether a small batch has to be taken before the coming step."""
+        """Whether a small batch must be computed before the coming step."""
         return False
 
     def start_epoch(self, steps: int, *, rest: bool | None) -> None:  # noqa: B027
-        """Begin an epoch of so many steps, or the rest of one (`TulaOptimizer.start_epoch`)."""
+        """Start an epoch, or the rest of one; as `TulaOptimizer.start_epoch`."""
 
     def refresh_soon(self) -> None:  # noqa: B027
-        """Make the coming step refresh."""
+        """Make the coming step a refresh."""
 
-    def take(  # noqa: B027
+    def take_small_batch(  # noqa: B027
         self, loss: SmallLoss, params: Sequence[Tensor], *, step: int, scaler: torch.amp.GradScaler | None
     ) -> None:
-        """Take the small batch's gradient (lines 13 and 14) with regard to these parameters.
+        """Compute the small batch's gradients of these parameters (lines 13 and 14).
 
-        Args: as `Setup.small_gradients` has them.
+        Args: as of `Setup.compute_small_batch_gradients`.
         """
 
-    def find(self, grads: Mapping[Tensor, Tensor]) -> None:  # noqa: B027
-        """Find the factors that act from the next step on, by the large batch's raw gradients; in steps that are due."""
+    def refresh_factors(self, grads: Mapping[Tensor, Tensor]) -> None:  # noqa: B027
+        """Compute the factors for the next steps from the large batch's raw gradients; called in steps that are due."""
 
-    def advance(self) -> None:  # noqa: B027
-        """End a step."""
+    def finish_step(self) -> None:  # noqa: B027
+        """Count the step, and put new factors into effect."""
 
-    def drop(self) -> None:  # noqa: B027
-        """Forget what was seen for the coming step."""
+    def discard_pending(self) -> None:  # noqa: B027
+        """Drop gradients and norms gathered for the coming step."""
 
-    # ---- what is kept
+    # ---- state
 
     def memory(self) -> int:
-        """Bytes of the factors, once there are any."""
+        """Return the bytes of the factors from the first refresh on."""
         return 0
 
-    def meaning(self) -> dict[str, Any]:
-        """The settings without which stored factors and norms mean something else."""
+    def get_state_settings(self) -> dict[str, Any]:
+        """Return the settings that stored factors and norms depend on."""
         return {"kind": self.kind, "s_max": self.limit}
 
     def state_dict(self) -> dict[str, Any]:
@@ -713,10 +722,10 @@ class Factors(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], *, void: bool) -> None:  # noqa: B027
-        """Go on from a `state_dict()`.
+        """Restore the state of a `state_dict()`.
 
         Args:
-            void: its factors mean something else now, so that the counts alone are kept.
+            void: whether its factors no longer apply, so that only the counts are kept.
         """
 
 
@@ -724,13 +733,13 @@ Per = Literal["element", "tensor"]
 
 
 class Static(Factors):
-    """One factor for all gradients (Eq. 8), so that no small batch is needed.
+    """One constant factor for all gradients (Eq. 8), without a small batch.
 
     Args:
-        factor: None: sqrt(b_large / b_small), the most that AGS would take, and at least 1.
+        factor: None: sqrt(b_large / b_small), the upper bound of AGS, and at least 1.
 
     Raises:
-        ValueError: a factor that is no number above 0.
+        ValueError: the factor is not a number above 0.
     """
 
     kind = "static"
@@ -756,40 +765,41 @@ class Static(Factors):
 
     @property
     def bounds(self) -> Bounds:
-        """The factor, and 1, which a step that is not scaled has."""
+        """The interval between the factor and 1, the factor of steps that are not scaled."""
         return Bounds(min(1.0, self._number), max(1.0, self._number))
 
     @property
     def ready(self) -> bool:
         return True
 
-    def in_force(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        kinds = {p: (p.device, accumulation_dtype(p.dtype)) for p in params}
-        # full(), since tensor() would wait for the device
+    def get_factors(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+        kinds = {p: (p.device, get_accumulation_dtype(p.dtype)) for p in params}
+        # full(), because tensor() would wait for the device
         common = {k: torch.full((), self._number, device=k[0], dtype=k[1]) for k in set(kinds.values())}
         return {p: common[kind] for p, kind in kinds.items()}
 
-    def spread(self) -> dict[str, float]:
+    def report(self) -> dict[str, float]:
         return {"factors": 1.0, "mean": self._number, "at_cap": 0.0, "at_floor": 0.0}
 
 
 class SmallBatch(Factors):
-    """The ratio of a small batch's gradient to the large one's at the same weights (line 16), by an extra pass.
+    """Factors from the ratio of a small batch's gradient to the large one's at the same weights (line 16).
 
-    It is taken at every refresh and used from the next step on; until the first refresh the factors are 1.
+    Each refresh computes the small batch's gradient in an extra pass; its factors are used from the next step on. Until
+    the first refresh the factors are 1.
 
     Args:
-        per: "element", a factor for each element (line 16 as printed), or "tensor", one for each parameter.
-        refresh: "epoch", at the last step of each epoch, or k, at every k-th step.
-        s_min: lower bound of the factors, 0 to 1; 0 is the paper's listing, Lemma 1 needs more than 0.
+        per: "element": a factor per element (line 16 as printed); "tensor": a factor per parameter.
+        refresh: "epoch": at the last step of each epoch; k: at every k-th step.
+        s_min: lower bound of the factors, 0 to 1; Algorithm 1 has 0, Lemma 1 needs more than 0.
         eps: the stability term of line 16.
-        ema: keeps a moving average of the factors over refreshes, with this weight of the past.
+        ema: weight of the past in a moving average of the factors over refreshes; 0: no average.
 
     Attributes:
-        schedule: when the next refresh is.
+        schedule: counts the steps until the next refresh.
 
     Raises:
-        ValueError: an argument of another kind or out of range.
+        ValueError: an argument has the wrong type or is out of range.
     """
 
     kind = "small_batch"
@@ -814,17 +824,17 @@ class SmallBatch(Factors):
         self.per, self.refresh, self.s_min, self.eps, self.ema = per, refresh, s_min, eps, ema
         self.schedule = Schedule.of(refresh, None)
         self._factor: dict[Tensor, Tensor] = {}
-        self._found: dict[Tensor, Tensor] | None = None
+        self._next_factors: dict[Tensor, Tensor] | None = None
         self._staged: dict[Tensor, Tensor] | None = None
-        self._finite: Tensor | None = None  # whether what is staged is; 0-dim, bool
-        self._answered = self._warned = False
+        self._finite: Tensor | None = None  # whether `_staged` is finite; 0-dim, bool
+        self._small_batch_taken = self._warned = False
 
     def bind(self, setup: Setup) -> None:
         super().bind(setup)
         self.schedule = Schedule.of(self.refresh, setup.steps_per_epoch)
         if setup.sharded and self.per == "element":
             raise ValueError(f'a sharded model can only have factors per tensor: {type(self).__name__}(per="tensor")')
-        if self.reads_b_small and setup.world > 1 and _synchronises_statistics(setup.model):
+        if self.reads_b_small and setup.world > 1 and _has_sync_batch_norm(setup.model):
             raise ValueError(
                 "SyncBatchNorm needs all ranks in a forward pass, but only some compute the small batch: use LocalNorms()"
                 " (ags.source: local_norms), which needs no such pass"
@@ -857,9 +867,9 @@ class SmallBatch(Factors):
     def wants_small_batch(self) -> bool:
         return self.reads_b_small and self.due
 
-    def change(self, setup: Setup) -> None:
-        super().change(setup)
-        self.drop()
+    def change_setup(self, setup: Setup) -> None:
+        super().change_setup(setup)
+        self.discard_pending()
         self._factor = {}
         self.schedule.restart()
         self.refresh_soon()
@@ -868,29 +878,29 @@ class SmallBatch(Factors):
         self.schedule.start(steps, rest=rest)
 
     def refresh_soon(self) -> None:
-        self.schedule.owe()
+        self.schedule.request_refresh()
 
-    def in_force(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+    def get_factors(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
         return {p: self._factor[p] for p in params if p in self._factor}
 
-    def take(
+    def take_small_batch(
         self, loss: SmallLoss, params: Sequence[Tensor], *, step: int, scaler: torch.amp.GradScaler | None
     ) -> None:
-        self.drop()
-        self._answered = True
-        grads = self.setup.small_gradients(loss, params, turn=self.n_refresh, step=step, scaler=scaler)
+        self.discard_pending()
+        self._small_batch_taken = True
+        grads = self.setup.compute_small_batch_gradients(loss, params, turn=self.n_refresh, step=step, scaler=scaler)
         staged = {p: g for p, g in zip(params, grads, strict=True) if g is not None}
-        if self.per == "tensor":  # nothing but the norms is needed, so the gradient is let go at once
+        if self.per == "tensor":  # only the norms are needed, so the gradients are freed at once
             staged = dict(zip(staged, self.setup.norms(list(staged.values())), strict=True))
         self._finite = are_finite(list(staged.values())) if staged else None
-        # what each step refreshes waits for nothing, and what is not finite stays as it is (`_kept`)
+        # A refresh at every step does not wait for the device: `_replace_non_finite` keeps the previous factors.
         if self._each_step or self._finite is None or bool(self._finite):
             self._staged = staged
 
-    def find(self, grads: Mapping[Tensor, Tensor]) -> None:
-        self._found = self._averaged(self._compute_factors(grads))
+    def refresh_factors(self, grads: Mapping[Tensor, Tensor]) -> None:
+        self._next_factors = self._average_with_previous(self._compute_factors(grads))
 
-    def _averaged(self, factors: dict[Tensor, Tensor] | None) -> dict[Tensor, Tensor] | None:
+    def _average_with_previous(self, factors: dict[Tensor, Tensor] | None) -> dict[Tensor, Tensor] | None:
         if factors is None or not self.ema:
             return factors
         repeated = [p for p in factors if p in self._factor]
@@ -898,21 +908,21 @@ class SmallBatch(Factors):
         return factors | dict(zip(repeated, smooth_factors(new, old, self.ema) if repeated else [], strict=True))
 
     def _compute_factors(self, grads: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor] | None:
-        """The new factors; None where a refresh that was due has to wait."""
+        """Return the new factors; None if the refresh has to be postponed."""
         staged, self._staged = self._staged, None
         if staged is None:
             return None
         params = [p for p in staged if p in grads and not grads[p].is_sparse]
         if self.per == "tensor":
-            # of norms, whose norms are themselves
+            # `staged` holds norms
             large = self.setup.norms([grads[p] for p in params])
-            factors = tensor_factors([staged[p] for p in params], large, self.eps, self.bounds)
+            factors = compute_tensor_factors([staged[p] for p in params], large, self.eps, self.bounds)
             return dict(zip(params, self._replace_non_finite(params, factors), strict=True))
-        # one by one, so that small gradients and factors never are two copies; what came through a collective is ours
+        # one by one, so that small gradients and factors never exist twice; results of a collective may be overwritten
         is_distributed = self.setup.world > 1
         computed: dict[Tensor, Tensor] = {}
         for p in params:
-            factor = element_factor(staged.pop(p), grads[p], self.eps, self.bounds, overwrite=is_distributed)
+            factor = compute_element_factor(staged.pop(p), grads[p], self.eps, self.bounds, overwrite=is_distributed)
             (computed[p],) = self._replace_non_finite([p], [factor])
         return computed
 
@@ -921,43 +931,45 @@ class SmallBatch(Factors):
         return self.refresh == 1
 
     def _replace_non_finite(self, params: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
-        """The factors so far, 1 where there are none, in place of those of a gradient that was not finite."""
+        """Return the previous factors (1 without any) in place of factors of a gradient that is not finite."""
         if not self._each_step or self._finite is None:
             return list(factors)
         previous = [
             self._factor[p] if p in self._factor else s.new_ones(()) for p, s in zip(params, factors, strict=True)
         ]
-        return where_(factors, previous, self._finite)
+        return select_(factors, previous, self._finite)
 
-    def advance(self) -> None:
-        if self.due and not self._answered and not self._warned:
+    def finish_step(self) -> None:
+        if self.due and not self._small_batch_taken and not self._warned:
             self._warned = True
-            warnings.warn(f"an AGS refresh was due, but {self._missing}: the factors stay as they are", stacklevel=2)
-        factors = self._found
+            warnings.warn(
+                f"an AGS refresh was due, but {self._missing_input}: the factors stay as they are", stacklevel=2
+            )
+        factors = self._next_factors
         if factors is not None:
             self._factor = factors
             self.n_refresh += 1
-        self.drop()
+        self.discard_pending()
         if self.identity is None:
-            self.schedule.advance(refreshed=factors is not None)
+            self.schedule.count_step(refreshed=factors is not None)
 
     @property
-    def _missing(self) -> str:
+    def _missing_input(self) -> str:
         return "small_batch() was not called"
 
-    def drop(self) -> None:
-        self._staged = self._found = self._finite = None
-        self._answered = False
+    def discard_pending(self) -> None:
+        self._staged = self._next_factors = self._finite = None
+        self._small_batch_taken = False
 
     def memory(self) -> int:
         params = [
             p for p in self.setup.params if p.requires_grad and self.identity is None and p not in self.setup.excluded
         ]
         if self.per == "tensor":
-            return sum(accumulation_dtype(p.dtype).itemsize for p in params)
+            return sum(get_accumulation_dtype(p.dtype).itemsize for p in params)
         return sum(p.numel() * p.element_size() for p in params)
 
-    def spread(self) -> dict[str, float]:
+    def report(self) -> dict[str, float]:
         total, cap, floor, mean = 0, 0, 0, 0.0
         for factor in self._factor.values():
             low, high = self.bounds.rounded(factor.dtype)
@@ -969,36 +981,36 @@ class SmallBatch(Factors):
             return {"factors": 0.0, "mean": 1.0, "at_cap": 0.0, "at_floor": 0.0}
         return {"factors": float(total), "mean": mean / total, "at_cap": cap / total, "at_floor": floor / total}
 
-    def meaning(self) -> dict[str, Any]:
-        return super().meaning() | {"per": self.per, "ema": self.ema}
+    def get_state_settings(self) -> dict[str, Any]:
+        return super().get_state_settings() | {"per": self.per, "ema": self.ema}
 
     def state_dict(self) -> dict[str, Any]:
         index = {p: i for i, p in enumerate(self.setup.params)}
         scale = {index[p]: s for p, s in self._factor.items()}
-        return {"n_refresh": self.n_refresh, "scale": scale, "schedule": self.schedule.position()}
+        return {"n_refresh": self.n_refresh, "scale": scale, "schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], *, void: bool) -> None:
-        self.drop()
+        self.discard_pending()
         self.n_refresh, self._factor = state.get("n_refresh", 0), {}
         if void:
             self.schedule.restart()
             return
-        self.schedule.resume(state["schedule"])
+        self.schedule.load_state_dict(state["schedule"])
         params = self.setup.params
         self._factor = {params[i]: _match_layout(s, params[i]) for i, s in state["scale"].items()}
 
 
 class LocalNorms(SmallBatch):
-    """One factor a tensor, from the gradients that the ranks hold before they are averaged: no extra pass.
+    """One factor per tensor from the gradients of single ranks before they are averaged, without an extra pass.
 
-    One all-reduce of a number a tensor, and factors of at most sqrt(ranks). The small batch is each rank's own, and
-    `b_small` only says from which b_large on AGS acts. In one process it needs the extra pass all the same. Accumulate
-    with no_sync(), or the ranks' gradients are no longer their own.
+    It costs one all-reduce of a number per tensor; factors are at most sqrt(ranks). The small batch is that of one rank,
+    and `b_small` only sets the b_large above which AGS has an effect. A single process needs the extra pass of
+    SmallBatch. Accumulate with no_sync(), else the gradients are already averaged over ranks.
 
     Args: as for SmallBatch.
 
     Raises:
-        ValueError: an argument of another kind or out of range.
+        ValueError: an argument has the wrong type or is out of range.
     """
 
     kind = "local_norms"
@@ -1008,10 +1020,10 @@ class LocalNorms(SmallBatch):
         self._listener: NormListener | None = None
 
     def bind(self, setup: Setup) -> None:
-        """Listen to DDP's reductions.
+        """Attach the factors to a training, and to the reductions of its DDP.
 
         Raises:
-            ValueError: the DDP has a communication hook of someone else's.
+            ValueError: the DDP already has another communication hook.
         """
         if setup.sharded:
             raise ValueError(
@@ -1023,8 +1035,8 @@ class LocalNorms(SmallBatch):
         super().bind(setup)
         if ddp is None or setup.world == 1:
             return
-        schedule = self.schedule  # what listens must not hold the DDP
-        self._listener = NormListener(lambda: not schedule.known or schedule.due)
+        schedule = self.schedule  # the listener must not keep the DDP alive
+        self._listener = NormListener(lambda: not schedule.has_known_length or schedule.due)
         try:
             add_listener(ddp, self._listener)
         except RuntimeError as error:
@@ -1040,34 +1052,34 @@ class LocalNorms(SmallBatch):
     def _compute_factors(self, grads: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor] | None:
         if self._listener is None:
             return super()._compute_factors(grads)
-        norms = self._listener.take()
+        norms = self._listener.pop_norms()
         if norms is None:
             return None
-        self._answered = True
+        self._small_batch_taken = True
         params, small, large = norms
         previous = torch.stack([self._factor.get(p, small.new_ones(())).to(small) for p in params])
-        factors = local_factors(small, large, previous, self.bounds).unbind()
+        factors = compute_local_factors(small, large, previous, self.bounds).unbind()
         return {p: s.to(p.device) for p, s in zip(params, factors, strict=True) if p in grads}
 
     @property
-    def _missing(self) -> str:
-        return super()._missing if self._listener is None else "no gradient came through DDP"
+    def _missing_input(self) -> str:
+        return super()._missing_input if self._listener is None else "no gradient came through DDP"
 
-    def drop(self) -> None:
-        super().drop()
+    def discard_pending(self) -> None:
+        super().discard_pending()
         if self._listener is not None:
-            self._listener.drop()
+            self._listener.clear()
 
 
 def _match_layout(factor: Tensor, param: Tensor) -> Tensor:
-    """On the parameter's device, and with its strides, of which foreach kernels take only equal ones together."""
+    """Return the factor on the parameter's device and with its strides, as foreach kernels need equal strides."""
     factor = factor.to(param.device)
     if factor.shape != param.shape or factor.stride() == param.stride():
         return factor
     return torch.empty_like(param, dtype=factor.dtype).copy_(factor)
 
 
-def _synchronises_statistics(model: nn.Module) -> bool:
+def _has_sync_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
 
@@ -1077,7 +1089,7 @@ Target = Literal["gradient", "update"]
 
 
 class Configured(TypedDict):
-    """Arguments of TulaOptimizer, for one of them: factors and gate keep its state."""
+    """Arguments for one TulaOptimizer; factors and gate hold its state."""
 
     factors: Factors
     gate: Gate
@@ -1085,13 +1097,13 @@ class Configured(TypedDict):
 
 
 def configured(settings: Mapping[str, Any]) -> Configured:
-    """Make new collaborators: `TulaOptimizer(base, model=ddp, b_large=1024, **configured(AGS_PRESETS["robust"]))`.
+    """Return new factors and a new gate: `TulaOptimizer(base, model=ddp, b_large=1024, **configured(AGS_PRESETS["robust"]))`.
 
     Args:
-        settings: all that a preset names (`tula_cli/presets.py`), and `consensus` where it is not the usual one.
+        settings: all settings of a preset (`tula_cli/presets.py`), and `consensus` if it is not "broadcast".
 
     Raises:
-        ValueError: a value of another kind or out of range.
+        ValueError: a value has the wrong type or is out of range.
     """
     refresh = settings["refresh"]
     common: dict[str, Any] = {
@@ -1121,48 +1133,46 @@ VERSION = 2
 class TulaOptimizer(Wrapper):
     """Wraps a base optimizer and scales the large batch's gradients towards those of a small batch.
 
-    Each step the gate compares the squared gradient norm with that of the step before (Eq. 5). Where it changed by less
-    than its `delta`, the gradients are multiplied by the current factors (line 6), else they stay as they are (line 8).
-    How factors are found is the business of `factors`; until the first refresh there are none, so the first epoch is
-    the base's own.
+    At each step the gate compares the squared gradient norm with that of the step before (Eq. 5). If it changed by less
+    than `delta`, the gradients are multiplied by the current factors (line 6), else they are left unchanged (line 8).
+    `factors` computes the factors; before the first refresh there are none, so the first epoch is that of the base
+    optimizer.
 
-    `param_groups`, `state` and `defaults` are the base's objects, hence learning-rate schedulers and GradScaler take
-    the wrapper as they would take the base. After `step()`, `.grad` holds the gradients that the base has seen. Do
-    not clip gradients before the step, which would make every norm the same; use `max_grad_norm`.
+    `param_groups`, `state` and `defaults` are the base optimizer's objects, so learning-rate schedulers and GradScaler
+    accept the wrapper. After `step()`, `.grad` holds the scaled gradients. Do not clip gradients before the step, which
+    would make every norm equal; use `max_grad_norm`.
 
     Args:
-        base: the optimizer that makes the update; with apply_to="gradient" one without a division by the gradient's
-            magnitude, such as SGD.
-        model: the module, or its DistributedDataParallel (compiled or not), or one that fully_shard has divided. With
-            these all ranks of the default process group take part; any other module is taken to be trained by this process
-            alone.
+        base: the optimizer that updates the weights; with apply_to="gradient" it must not divide by the gradient's
+            magnitude, as SGD does not.
+        model: a module, its DistributedDataParallel (compiled or not), or a module sharded by fully_shard. The last two
+            are trained by all ranks of the default process group, any other module by this process alone.
         b_large: samples in one optimizer step, over all ranks and accumulation steps.
         b_small: samples in the small batch, over all ranks.
-        preset: where `factors` and `gate` come from if they are not given: "paper" is Algorithm 1, "robust" one smoothed
-            factor a tensor, taken at every step from the ranks' own gradients, and no gate (`tula_cli/presets.py`).
-        factors: how factors are found: SmallBatch, LocalNorms or Static; an object for this optimizer alone.
-        gate: which steps are scaled; an object for this optimizer alone.
-        apply_to: "gradient" (line 6), or "update", which scales what the base's step does to the weights, weight decay
-            included: the way for Adam and its like. For a moment a copy of the parameters more.
-        steps_per_epoch: optimizer steps in each epoch, for factors refreshed at its end; `start_epoch` says the same of
-            one epoch.
-        available: samples that one rank can offer to the small batch, equal on all ranks; by default
-            b_large // world, with gradient accumulation the size of a micro-batch.
-        max_grad_norm: clips the joint norm of the gradients that the base sees, after scaling.
-        seed: seeds the random numbers that the small batch's forward pass draws.
-        exclude: parameters whose factor is always 1. The gate looks at their gradients as at all others. By default those of
-            embeddings, whose rows are mostly not in the small batch; () scales all, as the paper does.
+        preset: default of `factors` and `gate`: "paper" is Algorithm 1; "robust" has one smoothed factor per tensor,
+            refreshed at every step from the gradients of single ranks, and no gate (`tula_cli/presets.py`).
+        factors: how factors are computed: SmallBatch, LocalNorms or Static; an object for this optimizer alone.
+        gate: decides which steps are scaled; an object for this optimizer alone.
+        apply_to: "gradient" (line 6), or "update", which scales the change of the weights in the base optimizer's step,
+            weight decay included: for Adam and similar optimizers. It needs a temporary copy of the parameters.
+        steps_per_epoch: optimizer steps per epoch, for factors refreshed at the end of epochs; `start_epoch` sets them
+            for one epoch.
+        available: samples that one rank can contribute to the small batch, equal on all ranks; by default
+            b_large // world. With gradient accumulation: the size of a micro-batch.
+        max_grad_norm: clips the joint norm of the gradients after scaling.
+        seed: seed of the random numbers that the small batch's forward pass draws.
+        exclude: parameters whose factor is always 1; the gate includes their gradients. By default embeddings, most of
+            whose rows do not occur in a small batch; () scales all parameters, as the paper does.
 
     Attributes:
         base: the base optimizer.
-        setup: the model and its batches, among them `small_batch_size`: samples, over all ranks, that a refresh really
-            uses.
+        setup: the model and its batch sizes, among them `small_batch_size`, the global number of samples of a refresh.
 
     Raises:
-        ValueError: an argument of another kind or out of range, a base that AGS cannot act through, a model that has
-            none of the base's parameters, or parameters that are sharded in another way.
+        ValueError: an argument has the wrong type or is out of range, AGS has no effect through the base optimizer, the
+            model has none of its parameters, or parameters are sharded in another way.
 
-    Warns where it can only be the base: see `identity`.
+    Warns if it equals the base optimizer: see `identity`.
     """
 
     def __init__(
@@ -1204,7 +1214,7 @@ class TulaOptimizer(Wrapper):
             warnings.warn(self.identity, stacklevel=2)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the base; its parameters have the factor 1 until the next refresh."""
+        """Add a group to the base optimizer; its parameters have the factor 1 until the next refresh."""
         super().add_param_group(param_group)
         refuse_sharded(self.base, self.setup.model, shares=True)
 
@@ -1212,33 +1222,35 @@ class TulaOptimizer(Wrapper):
 
     @property
     def bounds(self) -> Bounds:
-        """The interval of the factors: s_min and s_max (line 12), or of one common factor and 1."""
+        """The interval of the factors: from s_min to s_max (line 12), or between a constant factor and 1."""
         return self.factors.bounds
 
     @property
     def identity(self) -> str | None:
-        """Why every step is exactly the base's although AGS was to act; None where it acts."""
+        """Reason why every step equals the base optimizer's; None if AGS has an effect."""
         return self.factors.identity
 
     @property
     def wants_small_batch(self) -> bool:
-        """Whether `small_batch` has to be called before the coming step, because that refreshes the factors.
+        """Whether `small_batch` must be called before the coming step, because that step refreshes the factors.
 
-        A refresh that could not be taken (a skipped step, a gradient that is not finite) is wanted again.
+        A refresh that failed (a skipped step, a gradient that is not finite) is repeated at the next step.
 
         Raises:
-            RuntimeError: factors are refreshed at the end of the epoch, and its length is not known.
+            RuntimeError: factors are refreshed at the end of epochs, and the number of steps of this epoch is unknown.
         """
         return self.factors.wants_small_batch
 
     def start_epoch(self, steps: int, *, rest: bool | None = None) -> None:
-        """Say that the coming epoch, or what is left of it after a resume, has this many optimizer steps.
+        """Set the number of optimizer steps of the coming epoch, or of its rest after a resume.
 
-        `rest` tells which of the two it is; without it, it is the rest where the count of steps fits that, as it does
-        unless GradScaler has skipped some.
+        Epochs without such a call have `steps_per_epoch` steps or, if that was not given, as many as this one. It has no
+        effect on factors that are refreshed every k steps.
 
-        Epochs that follow without such a call have `steps_per_epoch` steps, or, where that was not given, as many as
-        this one. Has no effect on factors that are refreshed every k steps, which counts through.
+        Args:
+            steps: steps of the epoch, or of its rest.
+            rest: whether it is the rest of an epoch; None: it is if the steps so far and these make up an epoch, which
+                holds unless GradScaler has skipped steps.
 
         Raises:
             ValueError: `steps` is below 1.
@@ -1248,15 +1260,15 @@ class TulaOptimizer(Wrapper):
         self.factors.start_epoch(steps, rest=rest)
 
     def change_batch(self, *, b_large: int, b_small: int, available: int | None = None) -> None:
-        """Go on at other batches: what a state of the old ones does to a new optimizer, and the coming step refreshes.
+        """Continue at other batch sizes: factors and norms so far are dropped, and the coming step refreshes them.
 
-        Factors and norms so far are void, counters go on. To be called between two steps, on every rank; `start_epoch`
-        tells the steps that are left of the epoch.
+        Counters continue. Call it between two steps, on every rank, and then `start_epoch` with the remaining steps of the
+        epoch.
 
         Args: as of the constructor.
 
         Raises:
-            ValueError: a size that is no whole number or below 1, or a small batch above the large one.
+            ValueError: a size is not a whole number or below 1, or the small batch exceeds the large one.
         """
         setup, steps = self.setup, self.setup.steps_per_epoch
         sizes: dict[str, Any] = {"b_large": b_large, "b_small": b_small, "available": available}
@@ -1264,101 +1276,100 @@ class TulaOptimizer(Wrapper):
         if new == setup:
             return
         self.setup = new
-        self.gate.forget()
-        self.factors.change(new)
+        self.gate.reset()
+        self.factors.change_setup(new)
 
     def refresh_soon(self) -> None:
-        """Let the coming step refresh the factors, for AGS that begins in the middle of a training.
+        """Make the coming step a refresh, for AGS that starts in the middle of a training.
 
-        Without it the first epoch, or the first k steps, from there on would be the base's own.
+        Without it the first epoch, or the first k steps, would equal the base optimizer's.
         """
         self.factors.refresh_soon()
 
     def small_batch(self, loss: SmallLoss, *, scaler: torch.amp.GradScaler | None = None) -> None:
-        """Take the small batch's gradient (lines 13 and 14), to become the factors in the coming step.
+        """Compute the small batch's gradients (lines 13 and 14), from which the coming step computes new factors.
 
-        To be called on every rank after `backward()`, while `wants_small_batch` is true. Buffers, random number
-        generators, modes and `.grad` are afterwards as they were before. Where the gradient is not finite, on any
-        rank, the refresh is put off on all.
+        Call it on every rank after `backward()` if `wants_small_batch` is true. Buffers, random generators, modes and
+        `.grad` are left unchanged. If a gradient is not finite on any rank, the refresh is postponed on all ranks.
 
         Args:
-            loss: n -> the mean loss, 0-dim, on the first n samples of the rank's batch or any n of them, computed
-                with the module inside DistributedDataParallel. Not called on a rank that takes no part.
-            scaler: the GradScaler of the loop. The loss is scaled by it and the gradient divided again.
+            loss: n -> the mean loss, 0-dim, on any n samples of the rank's batch, computed with the module inside
+                DistributedDataParallel. It is not called on a rank that has no samples of the small batch.
+            scaler: the GradScaler of the loop; it scales the loss, and the gradients are divided by the scale.
 
         Raises:
-            RuntimeError: no small batch is wanted at this step.
+            RuntimeError: `wants_small_batch` is false.
         """
         if not self.wants_small_batch:
             raise RuntimeError("call small_batch() only in steps in which wants_small_batch is true")
-        params = [p for p, g in self._scaled(self._gradients()).items() if not g.is_sparse]
-        self.factors.take(loss, params, step=self._n_steps, scaler=scaler)
+        params = [p for p, g in self._select_scaled(self._get_gradients()).items() if not g.is_sparse]
+        self.factors.take_small_batch(loss, params, step=self._n_steps, scaler=scaler)
 
-    def _drop(self) -> None:
-        self.factors.drop()
+    def _discard_pending(self) -> None:
+        self.factors.discard_pending()
 
     # ---- the step
 
     def _update(self) -> None:
-        """One optimizer step (lines 4 to 10)."""
-        with self.around_base_step():
+        """Take one optimizer step (lines 4 to 10)."""
+        with self.wrap_base_step():
             self.base.step()
 
     @contextmanager
-    def around_base_step(self) -> Iterator[None]:
-        """Make one step of the base that is taken inside a step of AGS: for a base that somebody else steps.
+    def wrap_base_step(self) -> Iterator[None]:
+        """Turn a step that the caller takes with the base optimizer inside this context into a step of AGS.
 
-        To be entered and left with gradients disabled, on every rank. Left by an exception, the step was none.
+        Enter and leave it with gradients disabled, on every rank. After an exception the step does not count.
 
         Raises:
-            RuntimeError: the length of the epoch is not known, or the gate is to check the ranks and they disagree.
+            RuntimeError: the number of steps of this epoch is unknown, or the gate finds that the ranks differ.
         """
         due = self.factors.due
-        grads = self._gradients()
-        calm = self._look(grads, due) if grads and self.identity is None else None
-        used = {} if calm is None else self._in_force(grads)
+        grads = self._get_gradients()
+        calm = self._decide_and_refresh(grads, due) if grads and self.identity is None else None
+        used = {} if calm is None else self._get_factors(grads)
         if calm is not None and self.apply_to == "gradient":
             scale_([grads[p] for p in used], list(used.values()), calm)
         if self.max_grad_norm is not None and grads:
             clip_(list(grads.values()), self.max_grad_norm, square=self.setup.squared_norm(list(grads.values())))
-        with self._around_update(used, calm):
+        with self._scale_update(used, calm):
             yield
-        self.factors.advance()
+        self.factors.finish_step()
         self._n_steps += 1
 
-    def _gradients(self) -> dict[Tensor, Tensor]:
-        return {p: local_shard(p.grad) for p in self.setup.params if p.grad is not None}
+    def _get_gradients(self) -> dict[Tensor, Tensor]:
+        return {p: get_local_shard(p.grad) for p in self.setup.params if p.grad is not None}
 
-    def _scaled(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    def _select_scaled(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         excluded = self.setup.excluded
         return {p: g for p, g in grads.items() if p not in excluded} if excluded else grads
 
-    def _look(self, grads: dict[Tensor, Tensor], due: bool) -> Tensor:
-        """Decide from the raw gradients whether to scale this step (line 5), and compute the factors of the next (line 10)."""
+    def _decide_and_refresh(self, grads: dict[Tensor, Tensor], due: bool) -> Tensor:
+        """Return whether to scale this step (line 5), and compute the factors of the next if due (line 10)."""
         calm = self.gate.decide(
             self.setup.squared_norm(list(grads.values())), has_factors=self.factors.ready, refreshes=due
         )
         if due:
-            self.factors.find(self._scaled(grads))
+            self.factors.refresh_factors(self._select_scaled(grads))
         return calm
 
-    def _in_force(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """The factor of each parameter that has one and a dense gradient."""
+    def _get_factors(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Return the factor of each parameter that has one and a dense gradient."""
         dense = [p for p, g in grads.items() if not g.is_sparse]
         if len(dense) < len(grads) and not self._warned:
             self._warned = True
             warnings.warn("AGS counts sparse gradients in the norm but does not scale them", stacklevel=2)
-        return self.factors.in_force([p for p in dense if p not in self.setup.excluded])
+        return self.factors.get_factors([p for p in dense if p not in self.setup.excluded])
 
-    def _around_update(self, used: dict[Tensor, Tensor], calm: Tensor | None) -> AbstractContextManager[None]:
+    def _scale_update(self, used: dict[Tensor, Tensor], calm: Tensor | None) -> AbstractContextManager[None]:
         if calm is None or self.apply_to == "gradient":
             return nullcontext()
-        return scaled_update([local_shard(p) for p in used], list(used.values()), calm)
+        return scaled_update([get_local_shard(p) for p in used], list(used.values()), calm)
 
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The base's state under "base", that of AGS under "ags"; loads with `torch.load(weights_only=True)`."""
+        """Return the base optimizer's state under "base" and that of AGS under "ags"; safe for `torch.load(weights_only=True)`."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state: dict[str, Any] = {"base": self.base.state_dict(), "ags": self.ags_state_dict()}
@@ -1367,14 +1378,14 @@ class TulaOptimizer(Wrapper):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue exactly where `state_dict()` was taken.
+        """Restore the state of a `state_dict()`.
 
-        A state of other batch sizes, or of other settings that say what a factor and a norm are, keeps the base's part
-        and the counters, but its factors, previous norm and place in the epoch are void. delta, eps and s_min stay the
-        constructor's.
+        Of a state with other batch sizes or other settings of factors and norms, only the base optimizer's state and the
+        counters are restored; factors, previous norm and position in the epoch are dropped. delta, eps and s_min remain
+        those of the constructor.
 
         Raises:
-            ValueError: the state is not of a TulaOptimizer, or of an unknown version.
+            ValueError: it is not the state of a TulaOptimizer, or has an unknown version.
         """
         state = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -1386,56 +1397,59 @@ class TulaOptimizer(Wrapper):
             after(self)
 
     def ags_state_dict(self) -> dict[str, Any]:
-        """The part of `state_dict` that is not the base's, for a base whose own is kept elsewhere."""
+        """Return the state of AGS alone, for a base optimizer whose state is saved elsewhere."""
         return {
             "version": VERSION,
             "n_steps": self._n_steps,
-            "meaning": self._meaning(),
+            "meaning": self._get_state_settings(),
             "gate": self.gate.state_dict(),
             "factors": self.factors.state_dict(),
         }
 
     def load_ags_state_dict(self, ags: Mapping[str, Any]) -> None:
-        """Continue from an `ags_state_dict()`, as `load_state_dict` does; the base has its own state by then.
+        """Restore an `ags_state_dict()`, as `load_state_dict` does; restore the base optimizer before.
 
         Raises:
-            ValueError: it is of an unknown version.
+            ValueError: it has an unknown version.
         """
         _check_version(ags)
         self._n_steps, device = ags["n_steps"], self.setup.params[0].device
-        void = ags["meaning"] != self._meaning()
+        void = ags["meaning"] != self._get_state_settings()
         self.gate.load_state_dict(ags["gate"], steps=self._n_steps, device=None if void else device)
         self.factors.load_state_dict(ags["factors"], void=void)
 
-    def _meaning(self) -> dict[str, Any]:
-        """The settings without which stored factors and norms mean something else."""
+    def _get_state_settings(self) -> dict[str, Any]:
+        """Return the settings that stored factors and norms depend on."""
         excluded = [index for index, p in enumerate(self.setup.params) if p in self.setup.excluded]
         return {
             **({"excluded": excluded} if excluded else {}),
             "b_large": self.setup.b_large,
             "b_small": self.setup.b_small,
             "apply_to": self.apply_to,
-            "gate": self.gate.meaning(),
-            "factors": self.factors.meaning(),
+            "gate": self.gate.get_state_settings(),
+            "factors": self.factors.get_state_settings(),
         }
 
-    # ---- what it did
+    # ---- report
 
     def report(self) -> dict[str, float]:
-        """Plain numbers for a log line at a refresh; waits for the device, and changes nothing in the training.
+        """Return numbers for a log line at a refresh; waits for the device.
 
-        "scaled", "jumps_up" and "jumps_down" are shares of the "steps" since the report before: those scaled, and
-        those whose |G|^2 rose or fell by the share `delta` or more. Before the first refresh there are no factors, and
-        no step counts as scaled. "mean", "at_cap" and "at_floor" are over all "factors", one an element or one a tensor;
-        1, 0 and 0 before the first refresh. "delta" is the last
-        Delta(G), infinite in the first step; "refreshes" counts from the start of the training.
+        "scaled", "jumps_up" and "jumps_down" are shares of the "steps" since the previous report: those scaled, and those
+        whose |G|^2 rose or fell by the share `delta` or more. Before the first refresh no step counts as scaled.
+        "factors" is the number of factors (per element or per tensor), "mean" their mean, "at_cap" and "at_floor" the
+        shares at the upper and the lower bound; 0, 1, 0 and 0 before the first refresh. "delta" is the latest Delta(G),
+        infinite in the first step; "refreshes" counts from the start of the training.
         """
         refreshes = {"refreshes": float(self.factors.n_refresh)}
-        return self.factors.spread() | self.gate.report(self._n_steps) | refreshes
+        return self.factors.report() | self.gate.report(self._n_steps) | refreshes
 
     def memory(self) -> int:
-        """Bytes of the factors, held from the first refresh on: as much as the trainable parameters with one an element,
-        one number a parameter with one a tensor, none with one common factor and where AGS is the identity."""
+        """Return the bytes of the factors from the first refresh on.
+
+        Factors per element need as much as the trainable parameters, factors per tensor one number per parameter, a
+        constant factor none.
+        """
         return self.factors.memory()
 
 
@@ -1457,10 +1471,10 @@ FEW_SCALED, MANY_AT_FLOOR = 0.2, 0.3
 
 
 def advice(report: Mapping[str, float]) -> dict[str, str]:
-    """Say in which way AGS hardly acts, from `TulaOptimizer.report()`: a sentence by the number that shows it.
+    """Return why AGS has little effect, from `TulaOptimizer.report()`: the name of a number of the report -> a sentence.
 
-    That is where the gate was shut in more than 80 % of the steps, or more than 30 % of the factors are at their lower
-    bound. Empty where nothing is wrong. That no step is scaled before the first refresh is no fault, and not told.
+    That is the case if the gate left more than 80 % of the steps unscaled, or if more than 30 % of the factors are at their
+    lower bound. It is empty otherwise, and before the first refresh.
     """
     if not (report["steps"] and report["factors"]):
         return {}

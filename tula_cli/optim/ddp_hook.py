@@ -1,4 +1,4 @@
-"""The communication hook of a DistributedDataParallel model, and the norms of each rank's gradients that it reads."""
+"""The communication hook of a DistributedDataParallel model, and the norms of single ranks' gradients that it records."""
 
 import weakref
 from collections.abc import Callable
@@ -14,23 +14,23 @@ from .gradient_stats import norms
 
 # --- The hook
 #
-# DDP takes one hook and keeps it, so `get_reduction(ddp)` registers it once and returns the same object afterwards.
+# A DDP has one hook for good, so `get_reduction(ddp)` registers it once and returns the same object afterwards.
 # DDP checks the type hints of its hook: annotations of this module must not be strings (no `from __future__ import annotations`).
 
 Listener = Callable[[GradBucket], Callable[[], None] | None]
-"""Called with each bucket before its reduction: this rank's own gradient, accumulated over micro-batches. What it returns
-is called when the bucket holds the average. It must not refer to the module, which would never be freed."""
+"""Called with each bucket before its reduction, when it holds the gradient of this rank over all micro-batches. The function
+that it returns is called when the bucket holds the average. It must not refer to the module, which would never be freed."""
 
 
 @dataclass(eq=False)
 class Reduction:
-    """Averages the gradients over all ranks as DDP does without a hook, or leaves each rank its own.
+    """Averages the gradients over all ranks, as DDP does without a hook, or leaves them unaveraged.
 
-    DDP holds it from C++, and a cycle through that is never collected: it knows nothing of the module.
+    It does not refer to the module: DDP refers to it from C++, and a cycle through C++ is never collected.
     """
 
     group: dist.ProcessGroup
-    local: bool = False  # no communication: each rank keeps its own gradient
+    local: bool = False  # whether each rank keeps its gradient, without communication
     listeners: list[Listener] = field(default_factory=list)
 
 
@@ -38,12 +38,12 @@ _registered: weakref.WeakKeyDictionary[DistributedDataParallel, Reduction] = wea
 
 
 def get_reduction(ddp: DistributedDataParallel) -> Reduction:
-    """Return the module's reduction; the first call comes between two backward passes, at best before the first.
+    """Return the module's reduction; make the first call between two backward passes, ideally before the first.
 
-    That is what torch's manual asks for; later it is taken too, by torch 2.6 and 2.15, where tests hold what it then sees.
+    torch's manual asks for a call before the first; torch 2.6 to 2.15 accept a later one, as tests show.
 
     Raises:
-        RuntimeError: the module has a hook of someone else's.
+        RuntimeError: the module already has another hook.
     """
     if ddp not in _registered:
         state = Reduction(ddp.process_group)
@@ -53,10 +53,10 @@ def get_reduction(ddp: DistributedDataParallel) -> Reduction:
 
 
 def add_listener(ddp: DistributedDataParallel, listener: Listener) -> None:
-    """Let a listener see every reduction from now on.
+    """Call a listener at every reduction from now on.
 
     Raises:
-        RuntimeError: the module has a hook of someone else's.
+        RuntimeError: the module already has another hook.
     """
     get_reduction(ddp).listeners.append(listener)
 
@@ -67,7 +67,7 @@ def _reduce(state: Reduction, bucket: GradBucket) -> torch.futures.Future[Tensor
     finishers = [listener(bucket) for listener in state.listeners]
     after = [call for call in finishers if call is not None]
     if state.local:
-        return _done(gradient, after)
+        return _finish_reduction(gradient, after)
     gradient.div_(state.group.size())
     work = dist.all_reduce(gradient, group=state.group, async_op=True)
     assert work is not None
@@ -82,7 +82,7 @@ def _reduce(state: Reduction, bucket: GradBucket) -> torch.futures.Future[Tensor
     return future
 
 
-def _done(gradient: Tensor, after: list[Callable[[], None]]) -> torch.futures.Future[Tensor]:
+def _finish_reduction(gradient: Tensor, after: list[Callable[[], None]]) -> torch.futures.Future[Tensor]:
     for call in after:
         call()
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[gradient.device] if gradient.is_cuda else None)
@@ -101,12 +101,12 @@ class _Bucket:
 
 
 class NormListener:
-    """Listens to a DDP (`reduction.listen`); keeps the squared norms of each gradient before and after the reduction.
+    """A listener (`add_listener`) that records the squared norm of each gradient before and after the reduction.
 
-    Both are taken before GradScaler unscales the gradients, so that their ratio does not know of the loss scale.
+    Both norms include the loss scale of GradScaler, so it cancels in their ratio.
 
     Args:
-        wanted: whether the backward pass that runs now is one to listen to; must not hold the DDP.
+        wanted: returns whether to record the current backward pass; must not refer to the DDP.
     """
 
     def __init__(self, wanted: Callable[[], bool]) -> None:
@@ -117,43 +117,43 @@ class NormListener:
         if not self._wanted() or bucket.buffer().is_sparse:
             return None
         grads = bucket.gradients()
-        seen = self._buckets[bucket.index()] = _Bucket(bucket.parameters(), _squares(grads))
+        seen = self._buckets[bucket.index()] = _Bucket(bucket.parameters(), _compute_squares(grads))
 
         def after() -> None:
-            seen.averaged = _squares(grads)
+            seen.averaged = _compute_squares(grads)
 
         return after
 
-    def drop(self) -> None:
-        """Forget what was seen."""
+    def clear(self) -> None:
+        """Drop the recorded norms."""
         self._buckets.clear()
 
-    def take(self) -> tuple[list[Tensor], Tensor, Tensor] | None:
-        """Return what was seen since the last call, and forget it; None where there was no reduction.
+    def pop_norms(self) -> tuple[list[Tensor], Tensor, Tensor] | None:
+        """Return the norms recorded since the last call, and drop them; None if there was no reduction.
 
-        One all-reduce of as many numbers as there are tensors, on all ranks alike.
+        It makes one all-reduce of a number per tensor; every rank must call it.
 
         Returns:
             n parameters, the mean over the ranks of ||g_r||^2 (n,), and ||G||^2 of their average (n,).
         """
         buckets = [self._buckets[index] for index in sorted(self._buckets)]
-        self.drop()
+        self.clear()
         if not buckets:
             return None
         params = [p for bucket in buckets for p in bucket.params]
         device = buckets[0].own.device
         local_squares = torch.cat([bucket.own.to(device) for bucket in buckets])
-        averaged = torch.cat([_owned(bucket.averaged).to(device) for bucket in buckets])
+        averaged = torch.cat([_record_stream(bucket.averaged).to(device) for bucket in buckets])
         dist.all_reduce(local_squares)
         return params, local_squares / dist.get_world_size(), averaged
 
 
-def _squares(grads: list[Tensor]) -> Tensor:
+def _compute_squares(grads: list[Tensor]) -> Tensor:
     return torch.stack(norms(grads)).square()
 
 
-def _owned(averaged: Tensor | None) -> Tensor:
-    """Tell the allocator that this stream reads what a callback has written in a stream of its own."""
+def _record_stream(averaged: Tensor | None) -> Tensor:
+    """Mark a tensor that a callback has written in another stream as used by the current stream."""
     assert averaged is not None, "DDP finishes its reductions before backward() returns"
     if averaged.is_cuda:
         averaged.record_stream(torch.cuda.current_stream(averaged.device))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def on_device(tensor: Tensor) -> bool:
-    """Whether the host would have to wait to read this."""
+    """Return whether the host would have to wait for a device to read this tensor."""
     return tensor.device.type != "cpu"
 
 
@@ -23,7 +23,7 @@ def on_device(tensor: Tensor) -> bool:
 # Algorithm 1 of the Tula paper.
 
 PART = 1 << 18
-"""Elements of a gradient that are taken through several operations at a time on the CPU."""
+"""Elements of a gradient that the CPU processes at a time, so that they stay in its caches over several operations."""
 
 
 class Bounds(NamedTuple):
@@ -33,12 +33,12 @@ class Bounds(NamedTuple):
     high: float
 
     def rounded(self, dtype: torch.dtype) -> Bounds:
-        """The same bounds as numbers of `dtype`, rounded inwards so that no stored factor leaves the interval."""
-        return _rounded(self, dtype)
+        """Return the bounds as numbers of `dtype`, rounded inwards so that no stored factor leaves the interval."""
+        return _round_bounds(self, dtype)
 
 
 @cache
-def _rounded(bounds: Bounds, dtype: torch.dtype) -> Bounds:
+def _round_bounds(bounds: Bounds, dtype: torch.dtype) -> Bounds:
     low, high = torch.tensor(bounds.low, dtype=dtype), torch.tensor(bounds.high, dtype=dtype)
     if low.item() < bounds.low:
         low = torch.nextafter(low, high)
@@ -47,13 +47,13 @@ def _rounded(bounds: Bounds, dtype: torch.dtype) -> Bounds:
     return Bounds(low.item(), high.item())
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision that norms and ratios of `dtype` are computed in: float32, or float64 for float64."""
+def get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype for norms and ratios of values of `dtype`: float32, or float64 for float64."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def group_by_dtype(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
-    """The positions of the tensors by (device, dtype): what one foreach kernel can take together."""
+    """Return the positions of the tensors by (device, dtype), since a foreach kernel processes one such group."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
         groups.setdefault((tensor.device, tensor.dtype), []).append(index)
@@ -61,27 +61,27 @@ def group_by_dtype(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.
 
 
 def norms(grads: Sequence[Tensor]) -> list[Tensor]:
-    """The l2 norm of each gradient, in the given order: 0-dim tensors, float32 (float64 for float64 gradients).
+    """Return the l2 norm of each gradient, in the given order: 0-dim tensors, float32 (float64 for float64 gradients).
 
     A sparse gradient is coalesced first, since its duplicate indices add up.
     """
     dense = [g.coalesce().values() if g.is_sparse else g for g in grads]
     result: list[Tensor] = [torch.empty(0)] * len(dense)
     for (_, dtype), indices in group_by_dtype(dense).items():
-        group = torch._foreach_norm([dense[i] for i in indices], 2, dtype=accumulation_dtype(dtype))
+        group = torch._foreach_norm([dense[i] for i in indices], 2, dtype=get_accumulation_dtype(dtype))
         for index, norm in zip(indices, group, strict=True):
             result[index] = norm
     return result
 
 
 def squared_norm(grads: Sequence[Tensor]) -> Tensor:
-    """|G|^2, the squared l2 norm over all gradients together (Eq. 5).
+    """Return |G|^2, the squared l2 norm over all gradients together (Eq. 5).
 
     Dense and sparse gradients, several dtypes and devices may be mixed. Returns a 0-dim tensor on the device of the
     first gradient, float32 unless a gradient is float64.
 
     Raises:
-        ValueError: no gradient was given.
+        ValueError: there is no gradient.
     """
     if not grads:
         raise ValueError("squared_norm needs at least one gradient")
@@ -89,62 +89,66 @@ def squared_norm(grads: Sequence[Tensor]) -> Tensor:
     return torch.stack([norm.to(device) for norm in norms(grads)]).square().sum()
 
 
-def gradient_change(now: Tensor, before: Tensor | None) -> Tensor:
-    """Delta(G), the relative change of the squared gradient norm since the step before (Eq. 5), with its sign.
+def compute_gradient_change(now: Tensor, before: Tensor | None) -> Tensor:
+    """Return Delta(G), the relative change of the squared gradient norm since the step before (Eq. 5), with its sign.
 
     Args:
         now: |G|^2 of this step, 0-dim.
-        before: |G|^2 of the step before; None in the first step, where the change counts as infinite.
+        before: |G|^2 of the step before; None in the first step, whose change counts as infinite.
 
     Returns:
-        A 0-dim tensor; NaN or inf where `before` is zero or not finite, so that `change.abs() < delta` is false there.
+        A 0-dim tensor; NaN or inf if `before` is zero or not finite, so that `change.abs() < delta` is false.
     """
     if before is None:
         return torch.full_like(now, math.inf)
     return (now - before) / before
 
 
-def factor_limit(b_large: int, b_small: int) -> float:
-    """s_max = sqrt(b_large / b_small) (Algorithm 1, line 12)."""
+def compute_factor_limit(b_large: int, b_small: int) -> float:
+    """Return s_max = sqrt(b_large / b_small) (Algorithm 1, line 12)."""
     return math.sqrt(b_large / b_small)
 
 
-def element_factor(small: Tensor, large: Tensor, eps: float, bounds: Bounds, *, overwrite: bool = False) -> Tensor:
-    """One factor for each element: |g_small / (g_large + eps)|, bounded (Algorithm 1, line 16, as printed).
+def compute_element_factor(
+    small: Tensor, large: Tensor, eps: float, bounds: Bounds, *, overwrite: bool = False
+) -> Tensor:
+    """Return a factor per element: |g_small / (g_large + eps)|, bounded (Algorithm 1, line 16, as printed).
 
     `eps` is added to the signed gradient. A ratio that is undefined (0/0) becomes 1, an infinite one the upper bound.
 
     Args:
         small: a parameter's gradient of the small batch.
-        large: its raw gradient of the large batch at the same weights; left as it is.
-        overwrite: let the result take the memory of `small`, where that has the large gradient's dtype.
+        large: its raw gradient of the large batch at the same weights; not modified.
+        overwrite: whether the result may use the memory of `small`, if both have the same dtype.
 
     Returns:
         A tensor of the gradients' shape and of the large gradient's dtype.
     """
     result = small if overwrite and small.dtype == large.dtype else torch.empty_like(large)
-    for part, s, g in zip(*_in_parts(result, small, large), strict=True):
-        part.copy_(_ratio(s, g, eps, bounds.rounded(large.dtype)))
+    for part, s, g in zip(*_split_for_caches(result, small, large), strict=True):
+        part.copy_(_compute_ratio(s, g, eps, bounds.rounded(large.dtype)))
     return result
 
 
-def _ratio(small: Tensor, large: Tensor, eps: float, bounds: Bounds) -> Tensor:
+def _compute_ratio(small: Tensor, large: Tensor, eps: float, bounds: Bounds) -> Tensor:
     # float16 has no 1e-8: eps would vanish without the wider type
-    dtype = accumulation_dtype(large.dtype)
+    dtype = get_accumulation_dtype(large.dtype)
     ratio = large.to(dtype, copy=True).add_(eps)
     torch.div(small.to(dtype), ratio, out=ratio)
-    return _bounded_(ratio.abs_(), bounds)
+    return _clamp_(ratio.abs_(), bounds)
 
 
-def _in_parts(*tensors: Tensor) -> list[Sequence[Tensor]]:
-    """Views of tensors of one shape, on the CPU in parts that go through its caches from one operation to the next."""
+def _split_for_caches(*tensors: Tensor) -> list[Sequence[Tensor]]:
+    """Return views of tensors of one shape, on the CPU in parts that stay in its caches over several operations."""
     if not all(t.is_cpu and t.is_contiguous() for t in tensors):
         return [[t] for t in tensors]
     return [t.view(-1).split(PART) for t in tensors]
 
 
-def tensor_factors(small: Sequence[Tensor], large: Sequence[Tensor], eps: float, bounds: Bounds) -> list[Tensor]:
-    """One factor for each tensor: ||g_small|| / (||g_large|| + eps), bounded (line 16, |.| read as the l2 norm).
+def compute_tensor_factors(
+    small: Sequence[Tensor], large: Sequence[Tensor], eps: float, bounds: Bounds
+) -> list[Tensor]:
+    """Return a factor per tensor: ||g_small|| / (||g_large|| + eps), bounded (line 16 with |.| as the l2 norm).
 
     Args:
         small: gradients of the small batch.
@@ -156,13 +160,13 @@ def tensor_factors(small: Sequence[Tensor], large: Sequence[Tensor], eps: float,
     above, below, result = norms(small), norms(large), [torch.empty(0)] * len(small)
     for indices in group_by_dtype(below).values():
         ratio = torch.stack([above[i] for i in indices]) / (torch.stack([below[i] for i in indices]) + eps)
-        for index, factor in zip(indices, _bounded_(ratio, bounds).unbind(), strict=True):
+        for index, factor in zip(indices, _clamp_(ratio, bounds).unbind(), strict=True):
             result[index] = factor
     return result
 
 
-def local_factors(small: Tensor, large: Tensor, before: Tensor, bounds: Bounds) -> Tensor:
-    """One factor for each tensor from the ranks' own gradients: sqrt(mean_r ||g_r||^2 / ||G||^2), bounded.
+def compute_local_factors(small: Tensor, large: Tensor, before: Tensor, bounds: Bounds) -> Tensor:
+    """Return a factor per tensor from the gradients of single ranks: sqrt(mean_r ||g_r||^2 / ||G||^2), bounded.
 
     What a rank holds is the gradient of a small batch of b_large / N samples; the mean is over N disjoint ones.
 
@@ -174,17 +178,17 @@ def local_factors(small: Tensor, large: Tensor, before: Tensor, bounds: Bounds) 
     Returns:
         (n,) factors.
     """
-    ratio = _bounded_((small / large).sqrt(), bounds)
+    ratio = _clamp_((small / large).sqrt(), bounds)
     return torch.where(small.isfinite() & large.isfinite(), ratio, before)
 
 
 def smooth_factors(new: Sequence[Tensor], old: Sequence[Tensor], keep: float) -> list[Tensor]:
-    """Exponential moving average: keep * old + (1 - keep) * new, for tensors that are alike in pairs."""
+    """Return the exponential moving average keep * old + (1 - keep) * new of pairs of tensors of the same shape."""
     return list(torch._foreach_lerp(list(old), list(new), 1 - keep))
 
 
-def where_(new: Sequence[Tensor], old: Sequence[Tensor], flag: Tensor) -> list[Tensor]:
-    """The new tensors where `flag` (0-dim, bool) is true, else the old ones, in the memory of the new; nobody reads it.
+def select_(new: Sequence[Tensor], old: Sequence[Tensor], flag: Tensor) -> list[Tensor]:
+    """Return the new tensors if `flag` (0-dim, bool) is true, else the old ones, in the memory of the new, without reading it.
 
     An old one has its new one's shape, or is 0-dim.
     """
@@ -200,8 +204,8 @@ def where_(new: Sequence[Tensor], old: Sequence[Tensor], flag: Tensor) -> list[T
     return result
 
 
-def moving_average(now: Tensor, before: Tensor | None, keep: float) -> Tensor:
-    """keep * before + (1 - keep) * now, 0-dim; `now` where there is nothing before, or nothing finite."""
+def update_moving_average(now: Tensor, before: Tensor | None, keep: float) -> Tensor:
+    """Return keep * before + (1 - keep) * now, 0-dim; `now` if `before` is None or not finite."""
     if before is None or not keep:
         return now
     return torch.where(before.isfinite(), torch.lerp(before, now, 1 - keep), now)
@@ -213,14 +217,14 @@ def clip_(grads: Sequence[Tensor], max_norm: float, *, square: Tensor | None = N
     `square` is that norm squared, where the gradients are parts of what it is of.
     """
     square = squared_norm(grads) if square is None else square
-    # 1e-6 as torch.nn.utils.clip_grad_norm_ has it, so that moving a clip into the optimizer changes nothing
+    # 1e-6 as in torch.nn.utils.clip_grad_norm_, so that clipping in the optimizer gives the same result
     shrink = (max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
     stored = [g._values() if g.is_sparse else g for g in grads]
     for (device, dtype), indices in group_by_dtype(stored).items():
         torch._foreach_mul_([stored[i] for i in indices], shrink.to(device, dtype))
 
 
-def _bounded_(ratio: Tensor, bounds: Bounds) -> Tensor:
+def _clamp_(ratio: Tensor, bounds: Bounds) -> Tensor:
     low, high = bounds.rounded(ratio.dtype)
     return ratio.nan_to_num_(nan=1.0, posinf=high).clamp_(low, high)
 
@@ -232,41 +236,43 @@ def _bounded_(ratio: Tensor, bounds: Bounds) -> Tensor:
 # Factors are 0-dim or of their tensor's shape; a list that repeats one 0-dim tensor takes the shorter way.
 
 CHUNK = 64 * 2**20
-"""Bytes of multipliers made at a time: the peak stays near two copies, with hardly more kernels."""
+"""Bytes of multipliers that exist at a time: the peak is near two copies, with few more kernels."""
 
 
 def scale_(tensors: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> None:
-    """Multiply each tensor by its factor where `calm` (0-dim, bool) is true."""
+    """Multiply each tensor by its factor if `calm` (0-dim, bool) is true."""
     (scale_on_device_ if on_device(calm) else scale_on_host_)(tensors, factors, calm)
 
 
 def scale_on_host_(tensors: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> None:
-    """Multiply each tensor by its factor where `calm` (0-dim, bool) is true; reads `calm` on the host."""
+    """Multiply each tensor by its factor if `calm` (0-dim, bool) is true, which the host reads."""
     if tensors and bool(calm):
         _multiply_(list(tensors), list(factors))
 
 
 def scale_on_device_(tensors: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> None:
-    """Do the same as `scale_on_host_`, bit for bit, without waiting for the device; needs CHUNK or one tensor of memory more."""
+    """Do the same as `scale_on_host_`, bit for bit, without waiting for the device; it needs memory of CHUNK or of one tensor."""
     for (device, dtype), indices in group_by_dtype(factors).items():
         flag = calm.to(device, dtype)
         for chunk in chunk_indices(factors, indices):
-            _multiply_([tensors[i] for i in chunk], _multipliers([factors[i] for i in chunk], flag))
+            _multiply_([tensors[i] for i in chunk], _compute_multipliers([factors[i] for i in chunk], flag))
 
 
-def _multipliers(factors: list[Tensor], flag: Tensor) -> list[Tensor]:
-    """s f + (1 - f), which is exact: s where f = 1, and 1 where f = 0."""
+def _compute_multipliers(factors: list[Tensor], flag: Tensor) -> list[Tensor]:
+    """Return s f + (1 - f), which is exactly s if f = 1, and 1 if f = 0."""
     if _is_one(factors):
         return [factors[0] * flag + (1 - flag)] * len(factors)
     if all(f.ndim == 0 for f in factors):
         return list((torch.stack(factors) * flag + (1 - flag)).unbind())
     multipliers = list(torch._foreach_mul(factors, flag))
-    torch._foreach_add_(multipliers, 1 - flag, alpha=1)  # without alpha it takes a number, and waits for the device
+    torch._foreach_add_(
+        multipliers, 1 - flag, alpha=1
+    )  # without alpha it converts to a number, which waits for the device
     return multipliers
 
 
 def chunk_indices(factors: Sequence[Tensor], indices: Sequence[int]) -> Iterator[list[int]]:
-    """Runs of tensors of at most CHUNK bytes together, or a single larger one."""
+    """Yield the positions of successive tensors of at most CHUNK bytes together, or of a single larger one."""
     chunk: list[int] = []
     size = 0
     for index in indices:
@@ -281,7 +287,7 @@ def chunk_indices(factors: Sequence[Tensor], indices: Sequence[int]) -> Iterator
 
 @contextmanager
 def scaled_update(params: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> Iterator[None]:
-    """Scale what happens to the parameters inside: w0 + s (w - w0) instead of w, where `calm` is true.
+    """Scale the change of the parameters inside the context: w0 + s (w - w0) instead of w, if `calm` is true.
 
     For a moment one copy of the parameters more, on the device two of CHUNK or of the largest tensor besides.
     """
@@ -298,7 +304,7 @@ def scaled_update(params: Sequence[Tensor], factors: Sequence[Tensor], calm: Ten
 
 
 def copy_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return a copy of each tensor, of which there is at least one."""
+    """Return a copy of each tensor; at least one is given."""
     result = [torch.empty_like(t) for t in tensors]
     torch._foreach_copy_(result, list(tensors))
     return result
@@ -315,16 +321,16 @@ def _stretch_on_device_(
 
 
 def _stretch_chunk_(after: list[Tensor], before: list[Tensor], factors: list[Tensor], calm: Tensor) -> None:
-    kept, _ = _packed(after)
-    moved, views = _packed(after)
+    kept, _ = _pack_tensors(after)
+    moved, views = _pack_tensors(after)
     _stretch_(views, before, factors)
     torch.where(calm, moved, kept, out=moved)
     torch._foreach_copy_(after, views)
 
 
-def _packed(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def _pack_tensors(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Return one tensor with all values, in any order, and a view of each with its shape."""
-    # a foreach kernel takes lists whose strides are the same: those of a dense copy, be it channels_last
+    # a foreach kernel needs lists with equal strides: those of a dense copy, which may be channels_last
     strides = [torch.empty_like(t, device="meta").stride() for t in tensors]
     sizes = [t.numel() for t in tensors]
     flat = tensors[0].new_empty(sum(sizes))

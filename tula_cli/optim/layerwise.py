@@ -1,8 +1,8 @@
 """Layer-wise adaptive optimizers for large batches: LARS and LAMB.
 
-Both give every tensor a step in proportion to its own norm. Tensors of at most one dimension (biases, the scales and
-shifts of norms) take the plain step and no weight decay, as is usual with both. Weights in half precision are stepped in
-float32, and so are their states: norms overflow there, and squares of gradients vanish.
+Both make the step of each tensor proportional to its norm. Tensors of at most one dimension (biases, the scales and
+shifts of normalization layers) get the plain step without weight decay, as is usual with both. Steps and states of weights in
+half precision are computed in float32: in half precision norms overflow and squares of gradients vanish.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gradient_stats import accumulation_dtype, group_by_dtype
+from .gradient_stats import get_accumulation_dtype, group_by_dtype
 from .wrapper import Optimizer
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 
 
 class _Layerwise(Optimizer):
-    """Base of LARS and LAMB: parameter groups, and a loop over the tensors that one operation can take together."""
+    """Base class of LARS and LAMB: a loop over groups of tensors that one foreach operation can process."""
 
     def _update(self) -> None:
         for group in self.param_groups:
@@ -35,14 +35,14 @@ class _Layerwise(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `state_dict()` was taken; torch's own would round the states to the precision of the weights."""
+        """Restore the state of a `state_dict()`; torch's method would round the states to the precision of the weights."""
         super().load_state_dict(state_dict)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for number, p in zip(numbers, params, strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
-                if isinstance(value, Tensor) and accumulation_dtype(p.dtype) is not p.dtype:
-                    self.state[p][name] = value.to(p.device, accumulation_dtype(p.dtype), copy=True)
+                if isinstance(value, Tensor) and get_accumulation_dtype(p.dtype) is not p.dtype:
+                    self.state[p][name] = value.to(p.device, get_accumulation_dtype(p.dtype), copy=True)
 
 
 class Lars(_Layerwise):
@@ -54,20 +54,20 @@ class Lars(_Layerwise):
         v <- m v + lr local (g + b w)
         w <- w - v
 
-    As in the paper the learning rate is inside of the momentum; it differs from torch's habit (v <- m v + ..., w <- w -
-    lr v), and from libraries that follow it, where the learning rate changes.
+    As in the paper the learning rate is part of the momentum. torch (v <- m v + ..., w <- w - lr v) and libraries that
+    follow it differ from this while the learning rate changes.
 
     Args:
         params: parameters or groups.
         lr: learning rate; with a trust coefficient of 0.001 larger than SGD's.
         momentum: m.
         weight_decay: b, of tensors of two dimensions and more.
-        trust_coefficient: trust, the share of its own norm by which a tensor moves at lr 1.
+        trust_coefficient: trust, the step of a tensor relative to its norm at lr 1.
         nesterov: take the step w - (m v + lr local (g + b w)).
         eps: added to the denominator.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
     """
 
     def __init__(
@@ -98,17 +98,19 @@ class Lars(_Layerwise):
 
     def _update_tensors(self, group: dict[str, Any], params: list[Tensor], *, adapted: bool) -> None:
         lr, momentum = group["lr"], group["momentum"]
-        updates = _gradients(params)
+        updates = _get_gradients(params)
         if adapted:
             decay = group["weight_decay"]
-            rates = _lars_rates(params, updates, decay=decay, trust=group["trust_coefficient"], eps=group["eps"])
+            rates = _compute_lars_rates(
+                params, updates, decay=decay, trust=group["trust_coefficient"], eps=group["eps"]
+            )
             updates = list(torch._foreach_add(updates, _to_state_precision(params), alpha=decay))
             torch._foreach_mul_(updates, rates)
             torch._foreach_mul_(updates, lr)
         else:
             updates = list(torch._foreach_mul(updates, lr))
         if momentum:
-            buffers = self._buffers(params)
+            buffers = self._get_momentum_buffers(params)
             torch._foreach_mul_(buffers, momentum)
             torch._foreach_add_(buffers, updates)
             if group["nesterov"]:
@@ -117,18 +119,18 @@ class Lars(_Layerwise):
                 updates = buffers
         torch._foreach_sub_(params, _cast_like(updates, params))
 
-    def _buffers(self, params: Sequence[Tensor]) -> list[Tensor]:
+    def _get_momentum_buffers(self, params: Sequence[Tensor]) -> list[Tensor]:
         for p in params:
             if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = _zeros(p)
+                self.state[p]["momentum_buffer"] = _make_zero_state(p)
         return [self.state[p]["momentum_buffer"] for p in params]
 
 
-def _lars_rates(
+def _compute_lars_rates(
     params: Sequence[Tensor], grads: Sequence[Tensor], *, decay: float, trust: float, eps: float
 ) -> list[Tensor]:
-    """Return each tensor's local learning rate (Eq. 6 of the paper), 0-dim; nothing waits for the device."""
-    w, g = _norms(params), _norms(grads)
+    """Return each tensor's local learning rate (Eq. 6 of the paper), 0-dim, without waiting for the device."""
+    w, g = _compute_norms(params), _compute_norms(grads)
     return list(torch.where((w > 0) & (g > 0), trust * w / (g + decay * w + eps), 1.0).unbind())
 
 
@@ -149,7 +151,7 @@ class Lamb(_Layerwise):
         weight_decay: decay, decoupled as AdamW's, of tensors of two dimensions and more.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
     """
 
     def __init__(
@@ -167,8 +169,8 @@ class Lamb(_Layerwise):
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
     def _update_tensors(self, group: dict[str, Any], params: list[Tensor], *, adapted: bool) -> None:
-        first_moments, second, steps = self._moments(params)
-        grads, (beta1, beta2) = _gradients(params), group["betas"]
+        first_moments, second, steps = self._get_moments(params)
+        grads, (beta1, beta2) = _get_gradients(params), group["betas"]
         torch._foreach_lerp_(first_moments, grads, 1 - beta1)
         torch._foreach_mul_(second, beta2)
         torch._foreach_addcmul_(second, grads, grads, value=1 - beta2)
@@ -180,49 +182,49 @@ class Lamb(_Layerwise):
         torch._foreach_mul_(updates, [1 / (1 - beta1**t) for t in steps])
         if adapted:
             torch._foreach_add_(updates, _to_state_precision(params), alpha=group["weight_decay"])
-            torch._foreach_mul_(updates, _lamb_ratios(params, updates))
+            torch._foreach_mul_(updates, _compute_trust_ratios(params, updates))
         torch._foreach_sub_(params, _cast_like(torch._foreach_mul(updates, group["lr"]), params))
 
-    def _moments(self, params: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    def _get_moments(self, params: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[int]]:
         for p in params:
             state = self.state[p]
             if not state:
-                state["step"] = 0  # a number: the host knows it without waiting for the device
-                state["exp_avg"], state["exp_avg_sq"] = _zeros(p), _zeros(p)
+                state["step"] = 0  # a number, which the host reads without waiting for the device
+                state["exp_avg"], state["exp_avg_sq"] = _make_zero_state(p), _make_zero_state(p)
             state["step"] += 1
         states = [self.state[p] for p in params]
         return [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [s["step"] for s in states]
 
 
-def _lamb_ratios(params: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Tensor]:
-    w, u = _norms(params), _norms(updates)
+def _compute_trust_ratios(params: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Tensor]:
+    w, u = _compute_norms(params), _compute_norms(updates)
     return list(torch.where((w > 0) & (u > 0), w / u, 1.0).unbind())
 
 
-def _norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the norm of each tensor, (n,): what follows takes all of them in one operation."""
-    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=accumulation_dtype(tensors[0].dtype)))
+def _compute_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the norms of n tensors as one tensor, (n,)."""
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=get_accumulation_dtype(tensors[0].dtype)))
 
 
-def _zeros(param: Tensor) -> Tensor:
-    """Return the state that a parameter begins with."""
-    return torch.zeros_like(param, dtype=accumulation_dtype(param.dtype), memory_format=torch.preserve_format)
+def _make_zero_state(param: Tensor) -> Tensor:
+    """Return a state of zeros for a parameter."""
+    return torch.zeros_like(param, dtype=get_accumulation_dtype(param.dtype), memory_format=torch.preserve_format)
 
 
 def _to_state_precision(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors in the precision of their states."""
-    return [tensor.to(accumulation_dtype(tensor.dtype)) for tensor in tensors]
+    return [tensor.to(get_accumulation_dtype(tensor.dtype)) for tensor in tensors]
 
 
 def _cast_like(updates: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
     return [update.to(p.dtype) for update, p in zip(updates, params, strict=True)]
 
 
-def _gradients(params: Sequence[Tensor]) -> list[Tensor]:
+def _get_gradients(params: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradients, in the precision of the states.
 
     Raises:
-        RuntimeError: a sparse one, which has no norm of its own in a step like this.
+        RuntimeError: a gradient is sparse; its norm is not that of the whole tensor.
     """
     grads = [p.grad for p in params if p.grad is not None]
     if any(grad.is_sparse for grad in grads):

@@ -34,7 +34,7 @@ class MuonWithAdamW(Optimizer):
         muon: further arguments of torch.optim.Muon.
 
     Raises:
-        ValueError: this torch has no Muon, or an argument is refused.
+        ValueError: this torch has no Muon, or it refuses an argument.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class MuonWithAdamW(Optimizer):
 
 
 def split_parameters(params: Sequence[Any], model: nn.Module | None = None) -> list[dict[str, Any]]:
-    """Return groups of parameters of which each is updated by Muon or by AdamW, as its "by_muon" tells.
+    """Return groups of parameters; "by_muon" marks those that Muon updates, AdamW updates the others.
 
     Args:
-        params: parameters or groups; those that are marked already stay as they are.
-        model: whose weights they are; None: those of two dimensions are taken for matrices.
+        params: parameters or groups; groups with a mark are not changed.
+        model: the model of the parameters; None: parameters of two dimensions count as matrices.
     """
     maps = None if model is None else set(map(id, find_matrices(model)))
     groups = params if params and isinstance(params[0], dict) else [{"params": list(params)}]
@@ -92,7 +92,7 @@ def split_parameters(params: Sequence[Any], model: nn.Module | None = None) -> l
 
 @contextmanager
 def _as_matrices(params: Sequence[Tensor]) -> Iterator[None]:
-    """Show convolutions' weights and gradients as matrices of (outputs, all else), which Muon asks for."""
+    """Reshape weights and gradients of convolutions to matrices of (outputs, all else), which Muon requires."""
     shaped = [(p, p.data, p.grad) for p in params if p.ndim > 2 and p.grad is not None]
     for p, weight, grad in shaped:
         p.grad = None
@@ -103,7 +103,7 @@ def _as_matrices(params: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for p, weight, grad in shaped:
             p.grad = None
-            if p.data.data_ptr() != weight.data_ptr():  # its memory is ordered otherwise (channels_last)
+            if p.data.data_ptr() != weight.data_ptr():  # its memory layout differs (channels_last)
                 weight.copy_(p.data.view_as(weight))
             p.data = weight
             p.grad = grad

@@ -1,4 +1,4 @@
-"""Orthogonalised steps: as long as the optimizer's own, in Muon's direction (Jordan et al. 2024), so that its learning rate fits."""
+"""Orthogonalised steps: the length of the optimizer's step in Muon's direction (Jordan et al. 2024), so its learning rate fits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import gradient_stats, sharding
-from .gradient_stats import accumulation_dtype, chunk_indices, clip_, copy_tensors, group_by_dtype
-from .wrapper import Wrapper, rank_and_world, refuse_sharded
+from .gradient_stats import chunk_indices, clip_, copy_tensors, get_accumulation_dtype, group_by_dtype
+from .wrapper import Wrapper, get_rank_and_world, refuse_sharded
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the odd polynomial that Muon iterates: it is steep at 0 and stays around 1, rather than converging to it."""
@@ -55,11 +55,11 @@ COUPLED = INDEPENDENT_OF_WEIGHTS - {"AdamW"} | {"ASGD"}
 
 def refusal(base: torch.optim.Optimizer) -> str:
     """Return why the steps of an optimizer cannot be orthogonalised; empty if they can."""
-    names = _class_names(base)
+    names = _list_class_names(base)
     return next((f"{name.removesuffix('WithAdamW')} {why}" for name, why in REFUSED.items() if name in names), "")
 
 
-def _class_names(instance: object) -> set[str]:
+def _list_class_names(instance: object) -> set[str]:
     return {kind.__name__ for kind in type(instance).__mro__}
 
 
@@ -67,30 +67,30 @@ class Ortho(Wrapper):
     """Wraps an optimizer and replaces its update of each matrix by the nearest (semi-)orthogonal one of the same length.
 
     With u the update of a weight without its weight decay, as a matrix of (outputs, all else), and U S V^T its singular
-    value decomposition, the weight moves by |u| / |U V^T| U V^T instead: all directions of the update take part equally,
-    where the base's follows the few strong ones. U V^T is approximated by five iterations of a polynomial (Newton-Schulz),
-    as in Muon. The length stays the base's ("grafting", Agarwal et al. 2020), so learning rate, schedule and momentum keep
-    their meaning. Decoupled weight decay (AdamW's) is applied to the weights outside of the update; weight decay that the
+    value decomposition, the weight moves by |u| / |U V^T| U V^T instead: all directions of the update have equal weight,
+    while a few strong ones dominate the base optimizer's update. U V^T is approximated by five iterations of a polynomial (Newton-Schulz),
+    as in Muon. The length is that of the base optimizer's update ("grafting", Agarwal et al. 2020), so learning rate, schedule and
+    momentum keep their meaning. Decoupled weight decay (AdamW's) is applied to the weights outside of the update; weight decay that the
     base adds to the gradient (SGD's and Adam's L2) is a part of the gradient and so of the update.
 
-    Orthogonalised are matrices and the weights of convolutions; not embeddings (and heads tied to them), depthwise
-    convolutions (one input a filter), norms, biases, positions, and matrices whose shorter side is above 2048, which take
-    the base's step.
+    Matrices and the weights of convolutions are orthogonalised. Embeddings (and output layers tied to them), depthwise
+    convolutions (one input per filter), normalization layers, biases, positions, and matrices whose shorter side is above
+    2048 get the base optimizer's step.
 
-    Under DistributedDataParallel every rank computes the same from the same averaged gradients; what rounding might make of
-    that is ended every 100 steps by a broadcast. Of a module that `fully_shard` has divided among all ranks, the updates of
-    the matrices are gathered, some at a time, and each rank keeps its part of the result. `param_groups`, `state`,
-    `defaults` and `state_dict()` are the base's. Do not clip before the step; use `max_grad_norm`.
+    Under DistributedDataParallel every rank computes the same result from the same averaged gradients; a broadcast every 100
+    steps removes differences of rounding. For a module that `fully_shard` has sharded over all ranks, the updates of the
+    matrices are gathered, some at a time, and each rank keeps its shard of the result. `param_groups`, `state`, `defaults`
+    and `state_dict()` are the base optimizer's. Do not clip before the step; use `max_grad_norm`.
 
     Args:
-        base: an optimizer of torch.optim, or any other. Those that torch.optim does not have (or derived classes) step on the
-            weights as they are, and their update is the difference; it needs weights in float32 or float64.
-        model: the module, its DistributedDataParallel, or what `fully_shard` has divided.
+        base: an optimizer of torch.optim, or any other. The update of an optimizer from elsewhere (or of a derived class) is
+            the difference of the weights around its step, which needs weights in float32 or float64.
+        model: the module, its DistributedDataParallel, or a module sharded by `fully_shard`.
         max_grad_norm: clips the joint norm of the gradients.
 
     Raises:
-        ValueError: a base that orthogonalises by itself (Muon) or needs several evaluations a step (LBFGS), weights in half
-            precision of which the update is a difference, or parameters that are sharded in another way.
+        ValueError: the base optimizer orthogonalises by itself (Muon) or needs several evaluations per step (LBFGS), its
+            update is a difference of weights in half precision, or parameters are sharded in another way.
     """
 
     def __init__(self, base: torch.optim.Optimizer, *, model: nn.Module, max_grad_norm: float | None = None) -> None:
@@ -101,7 +101,7 @@ class Ortho(Wrapper):
         self.max_grad_norm = max_grad_norm
         self._maps = frozenset(map(id, find_matrices(model)))
         self._sharded = sharding.is_sharded(model)
-        _, self._world = rank_and_world(model)
+        _, self._world = get_rank_and_world(model)
         self._steps = 0
         kind = type(base)
         self._by_zeros = kind is getattr(torch.optim, kind.__name__, None) and kind.__name__ in INDEPENDENT_OF_WEIGHTS
@@ -113,40 +113,47 @@ class Ortho(Wrapper):
 
     def matrices(self) -> list[Tensor]:
         """The parameters whose steps are orthogonalised, in the order of the groups."""
-        return [p for group in self.param_groups for p in self._matrices_of(group)]
+        return [p for group in self.param_groups for p in self._select_matrices(group)]
 
-    def _matrices_of(self, group: dict[str, Any]) -> list[Tensor]:
+    def _select_matrices(self, group: dict[str, Any]) -> list[Tensor]:
         return [p for p in group["params"] if self._is_matrix(p)]
 
     def _is_matrix(self, param: Tensor) -> bool:
-        return id(param) in self._maps and param.requires_grad and 1 < _sides(param)[0] <= MAX_SHORTER_SIDE
+        return id(param) in self._maps and param.requires_grad and 1 < _get_sides(param)[0] <= MAX_SHORTER_SIDE
 
-    def _drop(self) -> None:
-        """There is nothing to forget: a step needs nothing beside the gradients."""
+    def _discard_pending(self) -> None:
+        """Do nothing: a step needs only the gradients."""
 
     def _update(self) -> None:
-        with self.around_base_step():
+        with self.wrap_base_step():
             self.base.step()
 
     @contextmanager
-    def around_base_step(self) -> Iterator[None]:
-        """Orthogonalise the step that the base takes inside. For a moment one copy of the matrices more.
+    def wrap_base_step(self) -> Iterator[None]:
+        """Orthogonalise the step that the base optimizer takes inside the context; needs a temporary copy of the matrices.
 
-        Where the update does not depend on the weights the base steps from zeros, so that what it leaves is the update,
-        without the decay and as precise as its type allows (half precision weights would round it away).
+        If the update does not depend on the weights, the base optimizer steps from zeros: the result is the update without
+        weight decay, in full precision (added to weights in half precision it would be rounded away).
         """
         grads = [
-            sharding.local_shard(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None
+            sharding.get_local_shard(p.grad)
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
         ]
         if self.max_grad_norm is not None and grads:
-            clip_(grads, self.max_grad_norm, square=sharding.sharded_squared_norm(grads) if self._sharded else None)
+            clip_(
+                grads,
+                self.max_grad_norm,
+                square=sharding.compute_sharded_squared_norm(grads) if self._sharded else None,
+            )
         params = [p for p in self.matrices() if p.grad is not None]
         if not params:
             yield
             return
-        weights = [sharding.local_shard(p) for p in params]
+        weights = [sharding.get_local_shard(p) for p in params]
         start = copy_tensors(weights)
-        decays = self._decoupled_decays(dict(zip(map(id, params), start, strict=True)))
+        decays = self._copy_decoupled_decays(dict(zip(map(id, params), start, strict=True)))
         gradients = [p.grad for p in params]
         if self._by_zeros:
             self._add_coupled_decay()
@@ -170,27 +177,27 @@ class Ortho(Wrapper):
         torch._foreach_add_(weights, start)
         self._steps += 1
         if self._steps % ALIGN_EVERY == 0:
-            self._align()
+            self._align_state()
 
-    def _decoupled_decays(self, weights_before: dict[int, Tensor]) -> list[tuple[list[Tensor], Any]]:
-        """Return copies of weights that decoupled weight decay multiplies in this step, and by what."""
+    def _copy_decoupled_decays(self, weights_before: dict[int, Tensor]) -> list[tuple[list[Tensor], Any]]:
+        """Return copies of weights and the factor by which decoupled weight decay multiplies them in this step."""
         result = []
         for group in self.param_groups:
-            tensors = [weights_before[id(p)] for p in self._matrices_of(group) if id(p) in weights_before]
+            tensors = [weights_before[id(p)] for p in self._select_matrices(group) if id(p) in weights_before]
             if tensors and group.get("weight_decay") and not self._is_coupled(group):
                 result.append((tensors, 1 - group["lr"] * group["weight_decay"]))
         return result
 
     def _is_coupled(self, group: dict[str, Any]) -> bool:
-        names = _class_names(self.base)
+        names = _list_class_names(self.base)
         return not group.get("decoupled_weight_decay", "AdamW" in names) and bool(names & COUPLED)
 
     def _add_coupled_decay(self) -> None:
-        """Add weight decay to the gradients of matrices where the base would, which sees zeros in place of the weights."""
+        """Add weight decay to the gradients of matrices as the base optimizer would, since it sees zeros for weights."""
         for group in self.param_groups:
             decay, pairs = (
                 group.get("weight_decay"),
-                [(p, p.grad) for p in self._matrices_of(group) if p.grad is not None],
+                [(p, p.grad) for p in self._select_matrices(group) if p.grad is not None],
             )
             if pairs and decay and self._is_coupled(group):
                 params, grads = [p for p, _ in pairs], [grad for _, grad in pairs]
@@ -199,14 +206,14 @@ class Ortho(Wrapper):
                     p.grad = grad
 
     def state_dict(self) -> dict[str, Any]:
-        """The base's state: there is none beside it."""
+        """Return the base optimizer's state; there is no other."""
         return self.base.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where a base, wrapped or not, stood."""
+        """Restore the state of a base optimizer, wrapped or not."""
         self.base.load_state_dict(state_dict)
 
-    def _align(self) -> None:
+    def _align_state(self) -> None:
         if self._world > 1 and not self._sharded:
             for handle in [dist.broadcast(p, 0, async_op=True) for p in self.matrices()]:
                 assert handle is not None
@@ -214,52 +221,52 @@ class Ortho(Wrapper):
 
 
 def orthogonalize_shards_(params: Sequence[Tensor], updates: Sequence[Tensor]) -> None:
-    """`orthogonalize_` for updates of which each rank has its part; every rank takes part.
+    """Orthogonalise sharded updates as `orthogonalize_` does; every rank must call it.
 
-    Of some matrices at a time the whole is gathered: once a step as many bytes as the matrices have.
+    Some matrices at a time are gathered: per step as many bytes as all matrices have.
 
     Args:
-        params: DTensors, which tell how they are divided.
-        updates: this rank's parts, changed in place.
+        params: DTensors, for their sharding.
+        updates: this rank's shards, changed in place.
     """
-    order = sorted(range(len(params)), key=lambda i: (str(updates[i].dtype), _sides(params[i])))
+    order = sorted(range(len(params)), key=lambda i: (str(updates[i].dtype), _get_sides(params[i])))
     for chunk in chunk_indices(params, order):
         for indices in group_by_dtype(updates[i] for i in chunk).values():
             some = [chunk[i] for i in indices]
             gathered = sharding.gather_shards([params[i] for i in some], [updates[i] for i in some])
             orthogonalize_(gathered)
-            shards = [sharding.shard_of(w, params[i]) for w, i in zip(gathered, some, strict=True)]
+            shards = [sharding.select_shard(w, params[i]) for w, i in zip(gathered, some, strict=True)]
             torch._foreach_copy_([updates[i] for i in some], shards)
 
 
 def orthogonalize_(updates: Sequence[Tensor]) -> None:
-    """Give each update its orthogonal direction at its own length (Frobenius norm), in place; zeros stay zeros.
+    """Replace each update by its orthogonal direction at the same Frobenius norm, in place; zeros stay zeros.
 
-    Matrices with the same shorter side are multiplied together (`batches`), on a GPU in bfloat16 as Muon does it, else in
-    float32, or float64 for float64.
+    Matrices with the same shorter side are multiplied in one batch (`batch_matrices`), on a GPU in bfloat16 as in Muon, else
+    in float32, or float64 for float64.
 
     Args:
-        updates: of two dimensions or more, of which the first are the rows of the matrix.
+        updates: of two dimensions or more; the first one counts the rows of the matrix.
     """
     for (_, dtype), indices in group_by_dtype(updates).items():
         selected = [updates[i] for i in indices]
         device = gradient_stats.on_device(selected[0])
-        lengths = torch._foreach_norm(selected, 2, dtype=accumulation_dtype(dtype))
+        lengths = torch._foreach_norm(selected, 2, dtype=get_accumulation_dtype(dtype))
         padding, most = (MAX_PADDING, MAX_BATCH_ELEMENTS[0]) if device else (1.0, MAX_BATCH_ELEMENTS[1])
-        for batch in batch_matrices([_sides(u) for u in selected], padding=padding, most=most):
+        for batch in batch_matrices([_get_sides(u) for u in selected], padding=padding, most=most):
             stacked = torch.stack([lengths[i] for i in batch])
             _orthogonalize_batch_(
-                [selected[i] for i in batch], stacked, GPU_DTYPE if device else accumulation_dtype(dtype)
+                [selected[i] for i in batch], stacked, GPU_DTYPE if device else get_accumulation_dtype(dtype)
             )
 
 
 def batch_matrices(sides: Sequence[tuple[int, int]], *, padding: float, most: int) -> list[list[int]]:
-    """Return the positions of the matrices that are multiplied together, filled up with zeros to the longest of them.
+    """Return the positions of the matrices of each batch; those of a batch are padded with zeros to the longest.
 
     Args:
-        sides: (shorter, longer) side of each matrix; the shorter ones of a batch are the same.
-        padding: elements of a batch over those of its matrices, at most; 1: the longer ones are the same too.
-        most: elements of a batch; a single matrix may have more.
+        sides: (shorter, longer) side of each matrix; those of a batch have the same shorter side.
+        padding: largest ratio of the elements of a batch to those of its matrices; 1: equal longer sides, too.
+        most: largest number of elements of a batch; a single matrix may have more.
     """
     batches: list[list[int]] = []
     for index in sorted(range(len(sides)), key=lambda i: sides[i], reverse=True):
@@ -274,31 +281,31 @@ def batch_matrices(sides: Sequence[tuple[int, int]], *, padding: float, most: in
 
 
 def _orthogonalize_batch_(updates: Sequence[Tensor], lengths: Tensor, dtype: torch.dtype) -> None:
-    """Turn updates whose shorter sides are the same, (k,) long, in one batch of `dtype`."""
-    sides = [_sides(u) for u in updates]
+    """Orthogonalise updates of the same shorter side in one batch of `dtype`; `lengths` are their norms, (k,)."""
+    sides = [_get_sides(u) for u in updates]
     short, longest = sides[0][0], max(long for _, long in sides)
     new = updates[0].new_empty if all(long == longest for _, long in sides) else updates[0].new_zeros
-    if updates[0].shape[0] > short:  # as it lies in memory
+    if updates[0].shape[0] > short:  # without a transposed copy
         work = new((len(updates), longest, short), dtype=dtype).mT
     else:
         work = new((len(updates), short, longest), dtype=dtype)
-    torch._foreach_copy_(_views(work, updates), list(updates))
+    torch._foreach_copy_(_get_views(work, updates), list(updates))
     direction = newton_schulz(work)
     norms = torch.linalg.vector_norm(direction, dim=(1, 2), keepdim=True, dtype=lengths.dtype)
     scales = lengths.view(-1, 1, 1) / norms.clamp_(min=torch.finfo(norms.dtype).tiny)
-    torch._foreach_copy_(list(updates), _views(direction * scales, updates))
+    torch._foreach_copy_(list(updates), _get_views(direction * scales, updates))
 
 
-def _sides(update: Tensor) -> tuple[int, int]:
+def _get_sides(update: Tensor) -> tuple[int, int]:
     rows, columns = update.shape[0], math.prod(update.shape[1:])
     return min(rows, columns), max(rows, columns)
 
 
-def _views(batch: Tensor, updates: Sequence[Tensor]) -> list[Tensor]:
-    """Return the matrices of a batch, (k, shorter, longest), in the shapes of the updates."""
+def _get_views(batch: Tensor, updates: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of a batch, (k, shorter, longest), in the shapes of the k updates."""
     views = []
     for matrix, update in zip(batch.unbind(), updates, strict=True):
-        short, long = _sides(update)
+        short, long = _get_sides(update)
         tall = update.shape[0] > short
         matrix_ = matrix[:, :long].T if tall else matrix[:, :long]
         views.append(matrix_.unflatten(1, update.shape[1:]))
@@ -306,10 +313,10 @@ def _views(batch: Tensor, updates: Sequence[Tensor]) -> list[Tensor]:
 
 
 def newton_schulz(matrices: Tensor) -> Tensor:
-    """Return about U V^T of each matrix U S V^T: Newton-Schulz iteration with Muon's coefficients.
+    """Return an approximation of U V^T of each matrix U S V^T by Newton-Schulz iteration with Muon's coefficients.
 
     Args:
-        matrices: (k, m, n), m at most n; columns of zeros stay zeros and change nothing else.
+        matrices: (k, m, n), m at most n; columns of zeros stay zeros and have no effect on the others.
     """
     # all singular values are at most 1 then
     work: Tensor = matrices / torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True).clamp_(min=1e-30)
@@ -321,12 +328,12 @@ def newton_schulz(matrices: Tensor) -> Tensor:
 
 
 def find_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the weights that multiply what comes in: matrices, and those of convolutions that see several channels each."""
+    """Return the weights of linear layers and of convolutions over several input channels."""
     spared, convolutions = set[int](), set[int]()
     for path, module in model.named_modules():
-        everything = set(map(id, module.parameters()))  # with what a parametrization has in its place
+        everything = set(map(id, module.parameters()))  # including those of a parametrization
         direct = {name: id(p) for name, p in module.named_parameters(recurse=False)}
-        names = _class_names(module)
+        names = _list_class_names(module)
         if isinstance(module, nn.modules.conv._ConvNd):
             (spared if module.groups == module.in_channels > 1 else convolutions).update(everything)
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):

@@ -1,9 +1,9 @@
-"""Post-local SGD (Lin et al. 2020): synchronous at first, then every rank by itself, with averages in between.
+"""Post-local SGD (Lin et al. 2020): synchronous steps at first, then local steps of each rank with periodic averaging.
 
-After the switch a rank's gradient is its own, and so is whatever looks at it: `Trainer.on_gradient`, and the norms that
-diagnostics gather, are then of rank 0's samples alone, not of the averaged gradient. A checkpoint holds one state for all
-ranks. Regular ones wait for the next average; a run that has to leave between two (at its time limit, say) averages early
-to save, so that it has one average more than an unbroken run, and does not end at the same weights.
+After the switch gradients are not averaged, so `Trainer.on_gradient` and the norms of diagnostics are those of rank 0's
+samples. A checkpoint holds one state for all ranks: regular checkpoints wait for the next average. A run that must exit
+between two averages (at its time limit, for example) averages early to save, and so does not end at the same weights as an
+uninterrupted run.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ AVERAGES_PER_EPOCH = 4
 
 
 def synchronise_gradients(ddp: DistributedDataParallel, *, wanted: bool) -> None:
-    """Let DDP average gradients and hand out rank 0's buffers, as it does by default, or leave every rank its own."""
+    """Make DDP average gradients and broadcast rank 0's buffers, as by default, or neither."""
     get_reduction(ddp).local = not wanted
-    # torch calls this attribute broadcast_buffers up to 2.12, and warns of that name from then on
+    # torch names this attribute broadcast_buffers up to 2.12, and warns of that name in later versions
     setattr(ddp, "forward_sync_buffers" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers", wanted)
 
 
-def average_due(done: int, *, batch: int, end: int) -> bool:
+def is_average_due(done: int, *, batch: int, end: int) -> bool:
     """Return whether the replicas are averaged after the coming step: at each quarter of the epoch, so also at its end.
 
     Args:
@@ -45,12 +45,11 @@ def average_due(done: int, *, batch: int, end: int) -> bool:
 def average_replicas(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Average parameters, buffers and the optimizer's state over all ranks, in place; afterwards all are equal.
 
-    torch's PostLocalSGDOptimizer averages parameters alone. Momentum is averaged too ("average buffers" of Wang et al.
-    2020, SlowMo), so that a checkpoint, which one rank writes, is the state of every rank. Counters are left alone: they
-    are equal.
+    torch's PostLocalSGDOptimizer averages parameters only. Here momentum is averaged, too ("average buffers" of Wang et al.
+    2020, SlowMo), so that the checkpoint that one rank writes is the state of every rank. Counters are equal already.
     """
     world = dist.get_world_size()
-    tensors = [tensor for tensor in _tensors(model, optimizer) if tensor.is_floating_point()]
+    tensors = [tensor for tensor in _iterate_tensors(model, optimizer) if tensor.is_floating_point()]
     flat = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
     for handle in [dist.all_reduce(tensor, async_op=True) for tensor in flat]:
         assert handle is not None
@@ -59,8 +58,8 @@ def average_replicas(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         tensor.copy_(total.div_(world))
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield them in an order that is the same on all ranks."""
+def _iterate_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield parameters, buffers and states in an order that is the same on all ranks."""
     yield from model.parameters()
     yield from model.buffers()
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""Parameters that are divided among the ranks (FSDP2, torch.distributed.fsdp.fully_shard): this rank's part, and sums over all."""
+"""Parameters sharded over the ranks (FSDP2, torch.distributed.fsdp.fully_shard): local shards, and norms over all shards."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch import Tensor, nn
 from . import gradient_stats
 
 
-def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, in the same memory; of any other tensor, itself."""
+def get_local_shard(tensor: Tensor) -> Tensor:
+    """Return the local shard of a DTensor, in the same memory; any other tensor unchanged."""
     local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     return tensor if local is None else local()
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether fully_shard has divided the module, or some module in it."""
-    # by name: importing FSDP takes its time
+    """Return whether fully_shard has sharded the module or one of its submodules."""
+    # by name, because importing FSDP is slow
     return any(cls.__name__ == "FSDPModule" for module in model.modules() for cls in type(module).__mro__)
 
 
-def sharded_gradients(loss: Callable[[], Tensor], model: nn.Module) -> dict[Tensor, Tensor]:
-    """This rank's parts of a gradient that is averaged over the ranks, which all take part; of each parameter that has one.
+def compute_sharded_gradients(loss: Callable[[], Tensor], model: nn.Module) -> dict[Tensor, Tensor]:
+    """Return this rank's shards of a gradient averaged over the ranks, of each parameter that has one; every rank must call it.
 
-    What the backward pass writes is `.grad`, which is put aside meanwhile.
+    The backward pass writes to `.grad`, whose values are restored afterwards.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     kept = [p.grad for p in trained]
@@ -37,14 +37,14 @@ def sharded_gradients(loss: Callable[[], Tensor], model: nn.Module) -> dict[Tens
     try:
         with torch.enable_grad():
             loss().backward()
-        return {p: local_shard(p.grad) for p in trained if p.grad is not None}
+        return {p: get_local_shard(p.grad) for p in trained if p.grad is not None}
     finally:
         for p, grad in zip(trained, kept, strict=True):
             p.grad = grad
 
 
-def sharded_norms(parts: Sequence[Tensor]) -> list[Tensor]:
-    """The l2 norm of each tensor of which the ranks hold parts: 0-dim, the same on all ranks, which all take part."""
+def compute_sharded_norms(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return the l2 norm of each sharded tensor, 0-dim, equal on all ranks; every rank must call it."""
     if not parts:
         return []
     mine = gradient_stats.norms(parts)
@@ -53,22 +53,22 @@ def sharded_norms(parts: Sequence[Tensor]) -> list[Tensor]:
     return [norm.to(local_norm) for norm, local_norm in zip(squares.sqrt().unbind(), mine, strict=True)]
 
 
-def sharded_squared_norm(parts: Sequence[Tensor]) -> Tensor:
-    """The squared l2 norm over all tensors together, likewise."""
+def compute_sharded_squared_norm(parts: Sequence[Tensor]) -> Tensor:
+    """Return the squared l2 norm over all sharded tensors together, 0-dim, likewise."""
     square = gradient_stats.squared_norm(parts)
     dist.all_reduce(square)
     return square
 
 
 def gather_shards(params: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the whole tensors of which the ranks hold parts, the same on all ranks, which all take part; one collective.
+    """Return sharded tensors gathered, equal on all ranks, with one collective; every rank must call it.
 
     Args:
-        params: DTensors, divided among all ranks along one dimension.
-        parts: this rank's, of one type, divided as the parameters are.
+        params: DTensors, sharded over all ranks along one dimension.
+        parts: this rank's shards of the tensors, of one dtype, sharded as the parameters are.
     """
     world = dist.get_world_size()
-    shapes = [[_part(param, rank)[1] for param in params] for rank in range(world)]
+    shapes = [[_locate_shard(param, rank)[1] for param in params] for rank in range(world)]
     sizes = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
     longest = max(map(sum, sizes))
     sent = parts[0].new_zeros(longest)
@@ -80,26 +80,26 @@ def gather_shards(params: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Ten
         for row, size, shape_ in zip(received.unbind(), sizes, shapes, strict=True)
     ]
     return [
-        torch.cat(pieces_of_param, dim=_dimension(param))
+        torch.cat(pieces_of_param, dim=_get_shard_dimension(param))
         for param, pieces_of_param in zip(params, zip(*pieces, strict=True), strict=True)
     ]
 
 
-def shard_of(whole: Tensor, param: Tensor) -> Tensor:
-    """Return this rank's part of a whole tensor that is divided as a parameter is."""
-    start, shape = _part(param, dist.get_rank())
-    dimension = _dimension(param)
+def select_shard(whole: Tensor, param: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, sharded as a parameter is."""
+    start, shape = _locate_shard(param, dist.get_rank())
+    dimension = _get_shard_dimension(param)
     return whole.narrow(dimension, start, shape[dimension])
 
 
-def _dimension(param: Any) -> int:
+def _get_shard_dimension(param: Any) -> int:
     dimension: int = param.placements[0].dim
     return dimension % int(param.ndim)
 
 
-def _part(param: Tensor, rank: int) -> tuple[int, tuple[int, ...]]:
-    """Return where a rank's part of a parameter starts, and its shape: as torch.chunk divides."""
-    dimension, world = _dimension(param), dist.get_world_size()
+def _locate_shard(param: Tensor, rank: int) -> tuple[int, tuple[int, ...]]:
+    """Return the start of a rank's shard of a parameter along its dimension, and the shard's shape, as of torch.chunk."""
+    dimension, world = _get_shard_dimension(param), dist.get_world_size()
     length = param.shape[dimension]
     most = -(-length // world)
     start = min(rank * most, length)

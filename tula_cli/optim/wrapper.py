@@ -1,4 +1,4 @@
-"""The base of the optimizers that wrap another optimizer, and the checks that they share."""
+"""Base class of optimizers that wrap another optimizer, and the checks that they share."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ OPTIONAL = frozenset({"available", "steps_per_epoch", "max_grad_norm", "factor"}
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    """The DistributedDataParallel that `model` is, compiled or not; else None."""
+    """Return `model` if it is a DistributedDataParallel, or the one that was compiled; else None."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
-def rank_and_world(model: nn.Module) -> tuple[int, int]:
-    """(rank, world size); (0, 1) for a module that this process trains alone."""
+def get_rank_and_world(model: nn.Module) -> tuple[int, int]:
+    """Return (rank, world size); (0, 1) for a module that this process trains alone."""
     if is_sharded(model):
         return dist.get_rank(), dist.get_world_size()
     ddp = find_ddp(model)
@@ -48,12 +48,12 @@ def rank_and_world(model: nn.Module) -> tuple[int, int]:
 
 
 def require_whole_numbers(**arguments: object) -> None:
-    """Raise ValueError where an argument is no whole number."""
+    """Raise a ValueError if an argument is not a whole number."""
     _refuse_kind(Integral, "a whole number", arguments)
 
 
 def require_real_numbers(**arguments: object) -> None:
-    """Raise ValueError where an argument is no number."""
+    """Raise a ValueError if an argument is not a number."""
     _refuse_kind(Real, "a number", arguments)
 
 
@@ -65,14 +65,19 @@ def _refuse_kind(kind: type, words: str, arguments: Mapping[str, object]) -> Non
 
 
 def require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise ValueError where an argument is none of its choices."""
+    """Raise a ValueError if an argument is not among its choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def refuse_base(base: torch.optim.Optimizer, *, of_gradients: bool) -> None:
-    """Raise ValueError where scaling cannot act through this base; `of_gradients`: not of its updates."""
-    names, name = _names(base), type(base).__name__
+    """Raise a ValueError if scaling has no effect through this base optimizer.
+
+    Args:
+        base: the base optimizer.
+        of_gradients: whether gradients are scaled; else updates.
+    """
+    names, name = _list_class_names(base), type(base).__name__
     if names & DIVIDING and of_gradients:
         raise ValueError(
             f"{name} divides by the magnitude of the gradient, so scaling the gradient has no effect."
@@ -84,7 +89,7 @@ def refuse_base(base: torch.optim.Optimizer, *, of_gradients: bool) -> None:
 
 
 def refuse_other_model(base: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise ValueError where the model has none of the parameters that the base updates."""
+    """Raise a ValueError if the model has none of the parameters that the base optimizer updates."""
     parameters = set(model.parameters())
     if not any(p in parameters for group in base.param_groups for p in group["params"]):
         raise ValueError(
@@ -96,15 +101,16 @@ def refuse_other_model(base: torch.optim.Optimizer, model: nn.Module) -> None:
 def refuse_sharded(
     base: torch.optim.Optimizer, model: nn.Module, who: str = "TulaOptimizer", *, shares: bool = False
 ) -> None:
-    """Raise ValueError where no rank holds the whole gradient, or parameters are complex.
+    """Raise a ValueError if gradients are sharded, or parameters are complex.
 
-    `shares`: those of fully_shard over all ranks will do.
+    Args:
+        shares: whether shards of fully_shard over all ranks are allowed.
     """
     params = [p for group in base.param_groups for p in group["params"]]
     shares = shares and is_sharded(model) and all(_is_divided_among_all(p) for p in params)
     refused = SHARDING - SHARES if shares else SHARDING
     for thing in (base, *model.modules(), *params):
-        if _names(thing) & refused:
+        if _list_class_names(thing) & refused:
             raise ValueError(
                 f"{who} does not work with {type(thing).__name__}, because every rank needs the whole"
                 " averaged gradient. Use DistributedDataParallel"
@@ -114,15 +120,15 @@ def refuse_sharded(
 
 
 def _is_divided_among_all(param: Any) -> bool:
-    """Whether each rank of the default process group holds a part of a parameter, and no other rank the same."""
+    """Return whether a parameter is sharded over all ranks of the default process group, without replicas."""
     mesh = getattr(param, "device_mesh", None)
     if mesh is None or mesh.ndim != 1 or mesh.size() != dist.get_world_size():
         return False
     return all(placement.is_shard() for placement in param.placements)
 
 
-def _names(thing: object) -> set[str]:
-    # by name, so that neither optional parts of torch nor other packages have to be imported
+def _list_class_names(thing: object) -> set[str]:
+    # by name, so that neither optional parts of torch nor other packages are imported
     return {cls.__name__ for cls in type(thing).__mro__}
 
 
@@ -130,9 +136,9 @@ def _names(thing: object) -> set[str]:
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Base of the optimizers of this package: a step evaluates its closure once, before anything else."""
+    """Base class of the optimizers of this package: a step evaluates its closure once, before anything else."""
 
-    # GradScaler must unscale before the step: a fused base would unscale after the gradients' norm was taken
+    # GradScaler must unscale before the step: a fused base would unscale after the gradients' norm is computed
     _step_supports_amp_scaling = False
 
     @overload
@@ -143,16 +149,16 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One optimizer step.
+        """Take one optimizer step.
 
         Args:
             closure: re-evaluates the model and returns the loss; called once, with gradients enabled, before any
-                gradient is looked at.
+                gradient is read.
 
         Returns:
-            The closure's loss, None without one.
+            The closure's loss; None without a closure.
         """
-        loss = _evaluated(closure)
+        loss = _evaluate_closure(closure)
         self._update()
         return loss
 
@@ -161,7 +167,7 @@ class Optimizer(torch.optim.Optimizer):
         """Take the step; gradients are disabled."""
 
 
-def _evaluated(closure: Callable[[], float] | None) -> float | None:
+def _evaluate_closure(closure: Callable[[], float] | None) -> float | None:
     if closure is None:
         return None
     with torch.enable_grad():
@@ -169,29 +175,28 @@ def _evaluated(closure: Callable[[], float] | None) -> float | None:
 
 
 class Wrapper(Optimizer):
-    """An optimizer whose `param_groups`, `state` and `defaults` are the base's objects, not copies.
+    """An optimizer whose `param_groups`, `state` and `defaults` are the base optimizer's objects, not copies.
 
-    Hence learning-rate schedulers and GradScaler take it as they would take the base, and nothing goes stale when the
-    base loads a state.
+    Learning-rate schedulers and GradScaler therefore accept it, and nothing is outdated after the base loads a state.
     """
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         self.base = base
-        super().__setstate__({})  # Optimizer's hooks, without its own groups and state: those are the base's
+        super().__setstate__({})  # Optimizer's hooks alone: groups and state are the base's
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The base's parameter groups, the same list."""
+        """The base optimizer's parameter groups, the same list."""
         return self.base.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The base's state; what the wrapper keeps is not in it."""
+        """The base optimizer's state, without that of the wrapper."""
         return self.base.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The base's defaults."""
+        """The base optimizer's defaults."""
         return self.base.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -199,13 +204,13 @@ class Wrapper(Optimizer):
         self.base.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the base's gradients, and drop what was seen of a step that was not taken."""
-        self._drop()
+        """Clear the gradients, and drop everything gathered for a step that was not taken."""
+        self._discard_pending()
         self.base.zero_grad(set_to_none)
 
     @abstractmethod
-    def _drop(self) -> None:
-        """Forget what was seen for the coming step."""
+    def _discard_pending(self) -> None:
+        """Drop everything gathered for the coming step."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()

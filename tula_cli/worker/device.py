@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from tula_cli.errors import JobFailed, NoGpu
-from tula_cli.optim.sharding import local_shard
+from tula_cli.optim.sharding import get_local_shard
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import Train
 
@@ -370,7 +370,7 @@ def _reset_peak() -> None:
 
 def count_tensor_bytes(tensors: Iterable[object]) -> int:
     """Return the bytes of all tensors among the objects (of sharded ones, this rank's shard); others count as 0."""
-    local_tensors = [local_shard(t) for t in tensors if isinstance(t, torch.Tensor)]
+    local_tensors = [get_local_shard(t) for t in tensors if isinstance(t, torch.Tensor)]
     return sum(t.numel() * t.element_size() for t in local_tensors)
 
 

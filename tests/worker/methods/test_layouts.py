@@ -9,8 +9,8 @@ from operations import cases, sections
 from torch import nn
 from worker_jobs import otherwise_laid, spec, trainer
 
-from tula_cli.optim.ags import _as, _packed
-from tula_cli.optim.gradient_stats import Bounds, element_factor
+from tula_cli.optim.ags import _pack_gradients, _unflatten_like
+from tula_cli.optim.gradient_stats import Bounds, compute_element_factor
 from tula_cli.run.directory import RunDir
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Train
@@ -130,10 +130,10 @@ def test_auto_takes_channels_last_where_tensor_cores_multiply_convolutions(
 def test_factors_do_not_depend_on_the_layout() -> None:
     small, large = torch.randn(2, 5, 4, 3, 3).unbind()
     bounds = Bounds(1e-3, 3.0)
-    expected = element_factor(small, large, 1e-8, bounds)
+    expected = compute_element_factor(small, large, 1e-8, bounds)
     for item in (small, small.contiguous(memory_format=torch.channels_last)):
         for other in (large, large.contiguous(memory_format=torch.channels_last)):
-            result = element_factor(item, other, 1e-8, bounds)
+            result = compute_element_factor(item, other, 1e-8, bounds)
             assert torch.equal(result, expected)
             assert result.stride() == other.stride(), "as the gradient that it multiplies"
 
@@ -144,9 +144,9 @@ def test_small_gradients_travel_in_their_parameters_order(shape: tuple[int, ...]
     if len(shape) == 4:
         param.data = param.data.contiguous(memory_format=torch.channels_last)
     gradient = torch.randn(shape)
-    flat = _packed([gradient, None], [param, param], 0.5)
+    flat = _pack_gradients([gradient, None], [param, param], 0.5)
     assert flat[:2].tolist() == [0.5, 0.0]
-    result, nothing = (_as(piece, param) for piece in flat[2:].split(param.numel()))
+    result, nothing = (_unflatten_like(piece, param) for piece in flat[2:].split(param.numel()))
     assert torch.equal(result, gradient / 2)
     assert result.stride() == param.stride()
     assert not nothing.any()

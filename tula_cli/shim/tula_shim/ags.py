@@ -225,7 +225,7 @@ class AgsSteps:
         if self.tula is None:  # nothing has been backward
             return changed
         self._check_loop()
-        self._step = self.tula.around_base_step()  # one that an exception broke off is forgotten
+        self._step = self.tula.wrap_base_step()  # one that an exception broke off is forgotten
         with no_grad():
             self._step.__enter__()
         return changed
@@ -296,7 +296,7 @@ class AgsSteps:
         """Discard the gradients of a step that a GradScaler has skipped."""
         self.rounds = 0
         if self.tula is not None:
-            self.tula._drop()
+            self.tula._discard_pending()
 
     def offer(self, loss: Callable[[int], Any]) -> None:
         """Compute the small batch's gradient if AGS needs it in this step (`TulaOptimizer.small_batch`)."""

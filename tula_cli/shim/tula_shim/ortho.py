@@ -92,7 +92,7 @@ class OrthoSteps:
 
         changed = evaluate_closure(args, kwargs)
         self._set_beta2(optimizer)
-        self._open = (optimizer, ortho.around_base_step())
+        self._open = (optimizer, ortho.wrap_base_step())
         with no_grad():
             self._open[1].__enter__()
         return changed

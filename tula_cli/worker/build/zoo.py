@@ -12,7 +12,7 @@ from torch import nn
 
 from tula_cli.errors import SpecError
 from tula_cli.optim.muon import MuonWithAdamW, describe_missing_muon
-from tula_cli.optim.sharding import local_shard
+from tula_cli.optim.sharding import get_local_shard
 from tula_cli.plugins import is_import_string, load, suggest_nearest
 from tula_cli.spec.job import JobSpec, compute_beta2, get_beta2_half_life
 from tula_cli.worker.build.batches import LossFunction, ModelCall
@@ -322,7 +322,7 @@ def _check_replaceable(spec: JobSpec) -> None:
 def _has_fused_kernel(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether fused SGD supports these tensors; torch itself would only raise an error at the first step."""
     return all(
-        t.is_floating_point() and t.device.type in ("cpu", "cuda") and not t.is_sparse and local_shard(t) is t
+        t.is_floating_point() and t.device.type in ("cpu", "cuda") and not t.is_sparse and get_local_shard(t) is t
         for t in tensors
     )
 

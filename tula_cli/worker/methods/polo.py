@@ -1,7 +1,7 @@
 """Method polo: post-local SGD (Lin et al. 2020): synchronous steps at first, then local steps of each rank with
 periodic averaging."""
 
-from tula_cli.optim.post_local_sgd import SWITCH_EPOCHS, average_due, average_replicas, synchronise_gradients
+from tula_cli.optim.post_local_sgd import SWITCH_EPOCHS, average_replicas, is_average_due, synchronise_gradients
 from tula_cli.worker.methods.plain import Loop, Plain
 from tula_cli.worker.parallel.sharding import Replicated
 
@@ -25,7 +25,7 @@ class PostLocal(Plain):
         loop.apart = True
         samples_done, size = loop.position.done, len(loop.datasets.train)
         remaining = loop.sizes.ramp.steps_of_epoch(loop.position.epoch, samples_done=samples_done, size=size)
-        if average_due(
+        if is_average_due(
             samples_done, batch=loop.batch, end=samples_done + sum(batch * steps for batch, steps in remaining)
         ):
             self.join(loop)

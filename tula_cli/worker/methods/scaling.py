@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tula_cli.errors import SpecError
 from tula_cli.models.refresh import compute_small_batch_size
 from tula_cli.optim import TulaOptimizer, configured
-from tula_cli.optim.ags import Configured, draw_counts, embeddings
+from tula_cli.optim.ags import Configured, count_samples_per_rank, find_embeddings
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.finetune import find_parameters
@@ -35,7 +35,7 @@ def list_excluded_parameters(model: nn.Module, ags: Ags) -> Iterable[nn.Paramete
         SpecError: a pattern matches no parameter of the model.
     """
     by_name = find_parameters(model, ags.exclude, path="ags.exclude").values() if ags.exclude else ()
-    return {*(embeddings(model) if ags.parameters == "auto" else ()), *by_name}
+    return {*(find_embeddings(model) if ags.parameters == "auto" else ()), *by_name}
 
 
 class Scaling(Plain):
@@ -91,7 +91,7 @@ class Scaling(Plain):
         spec, world = configuration.spec, configuration.world
         if not _needs_small_batch(spec, several=world > 1):
             return ()
-        return draw_counts(
+        return count_samples_per_rank(
             compute_small_batch_size(spec, configuration.batch), get_small_batch_limit(configuration), world, 0
         )
 

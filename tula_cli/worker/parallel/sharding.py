@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tula_cli.errors import SpecError
 from tula_cli.optim.gradient_stats import squared_norm
-from tula_cli.optim.sharding import sharded_squared_norm
+from tula_cli.optim.sharding import compute_sharded_squared_norm
 from tula_cli.spec.sections import Train
 from tula_cli.worker.build.recompute import list_blocks
 
@@ -94,7 +94,7 @@ class Sharded(nn.Module):
         return samples * dist.get_world_size()
 
     def compute_squared_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        return sharded_squared_norm(gradients)
+        return compute_sharded_squared_norm(gradients)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

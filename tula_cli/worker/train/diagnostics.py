@@ -180,7 +180,7 @@ def _read_numbers(numbers: Sequence[Tensor | float | None]) -> list[float | None
 
 def _compute_squared_norm(trainer: Trainer) -> Tensor | None:
     """Return the squared norm of the gradient; if the model is sharded, every rank must call this."""
-    gradients = [sharding.local_shard(p.grad) for p in trainer.parallel.parameters() if p.grad is not None]
+    gradients = [sharding.get_local_shard(p.grad) for p in trainer.parallel.parameters() if p.grad is not None]
     if not gradients:
         return None
     return trainer.parallel.compute_squared_norm(gradients)

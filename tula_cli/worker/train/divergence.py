@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tula_cli.models.loss_level import compute_max_spike_steps
-from tula_cli.optim.sharding import local_shard
+from tula_cli.optim.sharding import get_local_shard
 from tula_cli.spec.job import compute_lr_scale
 from tula_cli.words import format_number
 from tula_cli.worker.build.data import Position
@@ -122,7 +122,7 @@ def _find_first_non_finite(losses: list[tuple[Position, int, torch.Tensor]]) -> 
 @torch.no_grad()
 def _are_finite(parameters: Iterable[torch.Tensor]) -> bool:
     """Return whether all trainable parameters are finite, without allocating anything as large as a parameter."""
-    local_tensors = [local_shard(p) for p in parameters if p.requires_grad]
+    local_tensors = [get_local_shard(p) for p in parameters if p.requires_grad]
     trained = [torch.view_as_real(p) if p.is_complex() else p for p in local_tensors if p.numel()]
     bounds = [bound.isfinite() for p in trained for bound in torch.aminmax(p)]
     return bool(torch.stack(bounds).all()) if bounds else True

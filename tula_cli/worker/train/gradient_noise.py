@@ -121,7 +121,7 @@ def compute_gradient(trainer: Trainer, batch: Any) -> Gradient:
             return trainer.call.compute_loss(trainer.parallel.module, batch)
 
     if isinstance(trainer.parallel, Sharded):
-        return dict(sharding.sharded_gradients(loss, trainer.parallel))
+        return dict(sharding.compute_sharded_gradients(loss, trainer.parallel))
     parameters = [p for p in trainer.parallel.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(trainer.scaler.scale(loss()), parameters, allow_unused=True)
     scale = float(trainer.scaler.get_scale())
@@ -132,7 +132,7 @@ def compute_gradient(trainer: Trainer, batch: Any) -> Gradient:
 def compute_squared_norm(trainer: Trainer, gradient: Gradient) -> float:
     """Return the squared norm of the whole gradient; if the model is sharded, every rank must call this."""
     if trainer.parallel.needs_all_ranks:
-        return float(sharding.sharded_squared_norm(list(gradient.values())))
+        return float(sharding.compute_sharded_squared_norm(list(gradient.values())))
     pieces = (piece for tensor in gradient.values() for piece in tensor.flatten().split(_PIECE))
     return float(torch.stack([piece.double().square().sum() for piece in pieces]).sum().item())
 

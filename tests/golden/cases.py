@@ -1,6 +1,7 @@
 """The cases: a command line, or Python code with the public API, and the recorded run that it is about."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,16 @@ def written(name: str, text: str) -> Callable[[Path], None]:
         (folder / name).write_text(text)
 
     return edit
+
+
+def with_second_job(folder: Path) -> None:
+    """Copy the only run as that of another job, `second`, which has fewer epochs."""
+    run = next(path for path in (folder / "tula-runs").iterdir() if not path.is_symlink() and path.is_dir())
+    second = run.with_name("second-0a1b2c3d")
+    shutil.copytree(run, second, symlinks=True)
+    settings = (second / "spec.yaml").read_text()
+    settings = settings.replace(f"name: {run.name.rpartition('-')[0]}\n", "name: second\n", 1)
+    (second / "spec.yaml").write_text(settings.replace("epochs: 30\n", "epochs: 10\n", 1))
 
 
 # --- what Python code prints
@@ -185,6 +196,9 @@ CASES = (
     Case("recommend-trainings-deadline", "measured", "recommend --json --trainings 10 --max-nodes 4 --deadline 1.1m"),
     Case("recommend-trainings-late", "measured", "recommend --json --trainings 10 --max-nodes 4 --deadline 0.5m"),
     Case("recommend-trainings-save", "measured", "recommend --json --trainings 10 --save"),
+    Case("recommend-trainings-jobs", "measured", "recommend --json --run measured --run second --trainings 3 --trainings 4 --max-nodes 4", edit=with_second_job),
+    Case("recommend-trainings-jobs-table", "measured", "recommend --run measured --run second --trainings 10 --trainings 20 --max-nodes 4 --objective time", edit=with_second_job),
+    Case("recommend-trainings-jobs-unmatched", "measured", "recommend --json --run measured --run second --trainings 3", edit=with_second_job),
     Case("train-seeds-dry-run", "measured", "train --seeds 3 --dry-run --json"),
     Case("train-seeds-table", "measured", "train --seeds 3 --dry-run"),
     Case("train-seeds-nodes", "measured", "train --seeds 3 --nodes 2 --json"),

@@ -12,10 +12,11 @@ from tula_cli.assets import find_folder
 from tula_cli.cli import app
 from tula_cli.errors import Infeasible, SpecError
 from tula_cli.models.choice.campaign import Campaign
+from tula_cli.models.choice.campaign_of_jobs import CampaignOfJobs
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
-from tula_cli.run.job_runs import open_family
-from tula_cli.services.campaign import MAX_TRAININGS, plan_campaign
+from tula_cli.run.job_runs import open_family, open_runs_by_job
+from tula_cli.services.campaign import MAX_TRAININGS, plan_campaign, plan_trainings
 from tula_cli.services.recommend import recommend
 from tula_cli.show.campaign import render_campaign
 from tula_cli.show.screen import Screen
@@ -191,3 +192,84 @@ def test_the_screen_compares_speed_and_node_hours_unless_both_are_equal(
     changed = replace(many, speedup=speedup, node_hours=share * many.at_fastest.node_hours)
     line = str(list(render_campaign(changed))[2])
     assert line.endswith(sentence) and ("The plan" in line) == bool(sentence)
+
+
+# --- several jobs
+
+
+@pytest.fixture
+def two_jobs(run: RunDir) -> list[RunDir]:
+    other = RunDir.create(run.path.parent, spec(name="other", train={"epochs": 3}, search={"max_batch": 4096}))
+    for result in run.results():
+        other.write_result(result)
+    return [run, other]
+
+
+def plan_jobs(runs: list[RunDir], *trainings: int, save: bool = False, **query: Any) -> CampaignOfJobs:
+    campaign = plan_trainings(open_runs_by_job(runs), Query(**query), trainings, save=save)
+    assert isinstance(campaign, CampaignOfJobs)
+    return campaign
+
+
+def test_trainings_of_several_jobs_are_planned_together(two_jobs: list[RunDir]) -> None:
+    names = [open_family(run)[0].job_name for run in two_jobs]
+    together = plan_jobs(two_jobs, 5, 8)
+    assert [(job.job, job.trainings) for job in together.jobs] == [(names[0], 5), (names[1], 8)]
+    assert together.trainings == 13 and sum(wave.trainings for wave in together.waves) == 13
+    assert [wave.job for wave in together.waves].count("other") == sum(together.frame()["job"] == "other")
+    assert together.lower_bound <= together.hours * (1 + 1e-9) and together.speedup > 1.0
+    assert together.cost == pytest.approx(sum(training.cost for training in together.schedule))
+    assert together.cost == pytest.approx(sum(job.cost for job in together.jobs))
+    one_by_one = plan(two_jobs[0], 5).hours + plan(two_jobs[1], 8).hours
+    assert together.hours < one_by_one, "one job fills the nodes that the other leaves idle"
+    for training in together.schedule:
+        running = [t for t in together.schedule if t.start <= training.start < (t.start + t.hours) * (1 - 1e-9)]
+        assert sum(t.nodes for t in running) <= together.max_nodes
+
+
+def test_deadline_and_budget_are_those_of_the_trainings_of_all_jobs(two_jobs: list[RunDir]) -> None:
+    shortest = plan_jobs(two_jobs, 3, 2)
+    cheapest = plan_jobs(two_jobs, 3, 2, deadline_hours=1e6)
+    assert cheapest.minimises == "cost" and cheapest.cost < shortest.cost and cheapest.is_optimal
+    budget = (shortest.cost + cheapest.cost) / 2
+    within = plan_jobs(two_jobs, 3, 2, budget=budget)
+    assert within.cost <= budget and shortest.hours < within.hours <= cheapest.hours
+    with pytest.raises(Infeasible, match=r"5 trainings \(3 of .*, 2 of other\) on at most 16 nodes takes .* deadline"):
+        plan_jobs(two_jobs, 3, 2, deadline_hours=0.9 * shortest.lower_bound)
+    with pytest.raises(Infeasible, match=r"on at most 16 nodes takes .*, more than the deadline"):
+        plan_jobs(two_jobs, 3, 2, objective="time", max_batch=64, deadline_hours=1e-3)
+    with pytest.raises(Infeasible, match=r"cost at least .*, more than the budget"):
+        plan_jobs(two_jobs, 3, 2, budget=0.99 * cheapest.cost)
+
+
+def test_numbers_of_trainings_that_do_not_match_the_jobs_are_refused(two_jobs: list[RunDir]) -> None:
+    for runs, trainings in ((two_jobs, (5,)), (two_jobs[:1], (5, 8)), (two_jobs, (5, 8, 9))):
+        with pytest.raises(SpecError, match=r"numbers? of trainings \(.*\) for . jobs? \("):
+            plan_jobs(runs, *trainings)
+    with pytest.raises(SpecError, match="is given for two jobs"):
+        plan_trainings([open_family(two_jobs[0])] * 2, Query(), (5, 8))
+    with pytest.raises(SpecError, match="at most 500"):
+        plan_jobs(two_jobs, 300, 300)
+    with pytest.raises(SpecError, match="cannot be stored"):
+        plan_jobs(two_jobs, 5, 8, save=True)
+
+
+def test_jobs_without_a_common_node_type_or_currency_are_refused(two_jobs: list[RunDir]) -> None:
+    first, second = open_runs_by_job(two_jobs)
+    second[0].type = "a100"
+    with pytest.raises(SpecError, match=r"no node type in common \(.*none named; other: a100\)"):
+        plan_trainings([first, second], Query(), (5, 8))
+    dollars = second[0].spec.pricing.model_copy(update={"currency": "EUR"})
+    priced = second[0].with_spec(second[0].spec.model_copy(update={"pricing": dollars}))
+    with pytest.raises(SpecError, match="different currencies: EUR, USD"):
+        plan_trainings([first, [priced]], Query(), (5, 8))
+
+
+def test_the_screen_has_the_bound_and_the_waves_of_each_job(two_jobs: list[RunDir]) -> None:
+    together = plan_jobs(two_jobs, 5, 8)
+    *lines, table = render_campaign(replace(together, is_optimal=False, node_type="a100"))
+    text = "\n".join(map(str, lines))
+    bound = f"none on a100 nodes takes less than {format_duration(3600 * together.lower_bound)}."
+    assert f"the shortest plan that was found; {bound}" in text and "Each at its fastest: " in text
+    assert table.row_count == len(together.waves)
+    assert "This is the shortest plan. All" in str(list(render_campaign(replace(together, is_optimal=True)))[1])

@@ -53,11 +53,12 @@ def recommend(
         typer.Option("--demo", help="Show a recommendation for an example that comes with tula: ResNet-18 on 16 GPUs."),
     ] = False,
     trainings: Annotated[
-        int | None,
+        list[int] | None,
         typer.Option(
             min=1,
             metavar="N",
-            help="Plan this many trainings on --max-nodes in all: nodes per training, and how many at a time.",
+            help="Plan this many trainings on --max-nodes in all: nodes per training, and how many at a time."
+            " With --run of several jobs, once for each job.",
         ),
     ] = None,
     observed: Observed = None,
@@ -72,18 +73,20 @@ def recommend(
     from tula_cli.spec.job import describe_training_method
 
     flags = {"--pareto": pareto, "--all": every, "--validate": validate, "--explain": explain}
-    if trainings is not None and (unused := [name for name, given in flags.items() if given]):
+    if trainings and (unused := [name for name, given in flags.items() if given]):
         raise SpecError(
             f"{', '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect with --trainings", "remove it"
         )
-    runs = (
-        [_open_demo_run(screen, chosen, saves=save or observed is not None)]
-        if demo
-        else _find_measured_runs(screen, chosen, observed)
-    )
-    if trainings is not None:
-        _show_campaign(screen, runs, query, trainings, overrides=chosen.overrides, demo=demo, save=save)
+    jobs: Sequence[Sequence[Run]]
+    if demo:
+        jobs = [[_open_demo_run(screen, chosen, saves=save or observed is not None)]]
+    else:
+        jobs = chosen.open_by_job(screen) if trainings else [chosen.open(screen)]
+        _require_measured(screen, jobs, chosen, observed)
+    if trainings:
+        _show_campaign(screen, jobs, query, trainings, overrides=chosen.overrides, demo=demo, save=save)
         return
+    runs = jobs[0]
     if demo:
         answer = service.recommend(runs, query, overrides=chosen.overrides, now=time.time())
     else:
@@ -121,9 +124,9 @@ def recommend(
 
 def _show_campaign(
     screen: Screen,
-    runs: "Sequence[Run]",
+    jobs: "Sequence[Sequence[Run]]",
     query: Query,
-    trainings: int,
+    trainings: Sequence[int],
     *,
     overrides: Sequence[str],
     demo: bool,
@@ -133,12 +136,11 @@ def _show_campaign(
     from tula_cli.services import campaign as service
     from tula_cli.show import campaign as show_campaign
 
-    one_at_a_time = save and not runs[0].spec.cluster.backend.has_queue
-    plan = service.plan_campaign(runs, query, trainings, overrides=overrides, one_at_a_time=one_at_a_time)
+    plan = service.plan_trainings(jobs, query, trainings, overrides=overrides, save=save)
     if save:
-        service.save_campaign(runs, plan)
-        one_by_one = ", one training after the other, as on this machine" if one_at_a_time else ""
-        screen.note(f"stored for tula train --seeds {trainings}{one_by_one}")
+        has_queue = jobs[0][0].spec.cluster.backend.has_queue
+        one_by_one = "" if has_queue else ", one training after the other, as on this machine"
+        screen.note(f"stored for tula train --seeds {plan.trainings}{one_by_one}")
     first, last = show_recommend.render_demo_lines() if demo else ((), ())
     data = {**vars(plan), **({"demo": show_recommend.DEMO} if demo else {})}
     screen.answer(data, itertools.chain(first, show_campaign.render_campaign(plan), last))
@@ -214,18 +216,23 @@ def _open_demo_run(screen: Screen, chosen: JobOrRun, *, saves: bool) -> "Run":
     return open_run(run, chosen.overrides)
 
 
-def _find_measured_runs(screen: Screen, chosen: JobOrRun, observed: str | None) -> "Sequence[Run]":
-    """Return the runs of a job that has at least one, after taking over observed jobs if a script of them is named.
+def _require_measured(screen: Screen, jobs: "Sequence[Sequence[Run]]", chosen: JobOrRun, observed: str | None) -> None:
+    """Check that each job has a run, after taking over observed jobs if a script of them is named.
 
     Raises:
-        BadMeasurements: there is no run of it yet, or no observed job can be used.
+        SpecError: observed jobs are named for several jobs.
+        BadMeasurements: there is no run of a job yet, or no observed job can be used.
     """
-    runs = chosen.open(screen)
     if observed is not None:
         from tula_cli.cli.waiting import follow_work
         from tula_cli.services.observed_probes import add_observed_probes
 
-        follow_work(screen, add_observed_probes(runs, observed, chosen.find_settings_origin(runs)))
-    if not any(run.exists for run in runs):
-        raise BadMeasurements(f"{chosen.job} has no measurements yet", f"run tula profile {chosen.job} first")
-    return runs
+        if len(jobs) > 1:
+            raise SpecError(
+                f"--observed {observed}: it is not clear for which of {len(jobs)} jobs",
+                "add the observed jobs to each job first: tula recommend --run RUN --observed SCRIPT",
+            )
+        follow_work(screen, add_observed_probes(jobs[0], observed, chosen.find_settings_origin(jobs[0])))
+    for runs in jobs:
+        if not any(run.exists for run in runs):
+            raise BadMeasurements(f"{chosen.job} has no measurements yet", f"run tula profile {chosen.job} first")

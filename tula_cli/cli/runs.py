@@ -54,17 +54,11 @@ class JobOrRun:
 
     def open(self, screen: Screen) -> tuple["Run", ...]:
         """Return the runs of a job.yaml, which may not exist yet, or existing runs."""
-        from tula_cli.run.job_runs import find_config_drift
-
         root = Path(self.root)
         job, named = resolve_job_or_run(self.job, self.named, root)
         if job is None:
             runs = find_runs(screen, named, root, self.overrides)
-            drifts = (find_config_drift(run, self.overrides) for run in runs)
-            if (drift := next(filter(None, drifts), None)) is not None:
-                from tula_cli.show import check
-
-                screen.warn(check.describe_config_drift(drift, screen.command))
+            self._warn_config_drift(screen, runs)
             return runs
         from tula_cli.run.code import get_user_code, list_runs_with_other_code, make_runs_of_job
 
@@ -76,6 +70,27 @@ class JobOrRun:
             screen.note(f"{code!s} has changed since run {before[0].id}: a new run directory, {first.id}")
         screen.run_id = list_ids(runs)
         return runs
+
+    def open_by_job(self, screen: Screen) -> list[tuple["Run", ...]]:
+        """Return the runs of each job, if runs of several jobs are named; otherwise those of `open`."""
+        if self.job is not None or len(self.named) < 2:
+            return [self.open(screen)]
+        from tula_cli.run.job_runs import open_runs_by_job
+
+        directories = _find_run_directories(screen, self.named, self.root, self.overrides)
+        jobs = open_runs_by_job(directories, self.overrides)
+        for runs in jobs:
+            self._warn_config_drift(screen, runs)
+        return jobs
+
+    def _warn_config_drift(self, screen: Screen, runs: "Sequence[Run]") -> None:
+        from tula_cli.run.job_runs import find_config_drift
+
+        drifts = (find_config_drift(run, self.overrides) for run in runs)
+        if (drift := next(filter(None, drifts), None)) is not None:
+            from tula_cli.show import check
+
+            screen.warn(check.describe_config_drift(drift, screen.command))
 
     def find_settings_origin(self, runs: "Sequence[Run]") -> "JobFile | None":
         """Return where the settings come from, as the runs record it."""
@@ -113,8 +128,16 @@ def find_runs(
 
     A note names the runs if they were not given on the command line, and the overrides of earlier commands.
     """
+    from tula_cli.run.job_runs import open_runs
+
+    return open_runs(_find_run_directories(screen, named, root, overrides), overrides)
+
+
+def _find_run_directories(
+    screen: Screen, named: Sequence[Path], root: str | Path, overrides: Sequence[str]
+) -> "list[RunDir]":
     from tula_cli.run.directory import RunDir
-    from tula_cli.run.job_runs import list_siblings, open_runs
+    from tula_cli.run.job_runs import list_siblings
 
     root, why = Path(root).absolute(), ""
     if named:
@@ -131,7 +154,7 @@ def find_runs(
         earlier = f"{why and ','} with {' '.join(made_with)} of an earlier command" if made_with else ""
         paths = ", ".join(words.make_relative_path(run.path) for run in runs)
         screen.note(f"{'run' if len(runs) == 1 else 'runs'} {paths}{why and f' {why}'}{earlier}")
-    return open_runs(runs, overrides)
+    return runs
 
 
 def find_named_runs(named: Path, root: Path) -> "list[RunDir]":

@@ -88,13 +88,32 @@ def open_runs(runs: Sequence[RunDir], overrides: Sequence[str] = ()) -> tuple[Ru
     Raises:
         SpecError: as of `open_family` and `combine_runs`.
     """
+    return combine_runs(_open_each(runs, overrides))
+
+
+def open_runs_by_job(runs: Sequence[RunDir], overrides: Sequence[str] = ()) -> list[tuple[Run, ...]]:
+    """Return existing runs that are named one by one, those of each job together, in the order of the first run of each job.
+
+    Args and errors are as of `open_family`.
+    """
+    jobs: list[list[Run]] = []
+    for run in _open_each(runs, overrides):
+        job = next((job for job in jobs if not _list_differences(job[0], run)), None)
+        if job is None:
+            jobs.append([run])
+        else:
+            job.append(run)
+    return [combine_runs(job) for job in jobs]
+
+
+def _open_each(runs: Sequence[RunDir], overrides: Sequence[str]) -> list[Run]:
     opened: dict[Path, Run] = {}
     existing = [run for run in runs if run.exists] or runs[:1]
     runs = list({run.path.resolve(): run for run in reversed(existing)}.values())[::-1]
     for run in runs:
         if run.path not in opened:
             opened |= {sibling.path: sibling for sibling in open_family(run, overrides)}
-    return combine_runs([opened[run.path] for run in runs])
+    return [opened[run.path] for run in runs]
 
 
 def _open(run: RunDir, part: Variant, overrides: Sequence[str]) -> Run:
@@ -215,13 +234,7 @@ def combine_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
     """
     first = runs[0]
     for other in runs[1:]:
-        if other.path in [sibling.path for sibling in first.family]:
-            continue
-        keys = [key for key in compare_jobs(first.spec, other.spec) if key.split(".")[0] not in _HARDWARE]
-        keys += ["pricing.currency"] * (first.spec.pricing.currency != other.spec.pricing.currency)
-        if not keys and _run_different_code(first, other):
-            keys = ["the code"]
-        if keys:
+        if keys := _list_differences(first, other):
             raise SpecError(
                 f"{make_relative_path(first.path)} and {make_relative_path(other.path)} are runs of different jobs:"
                 f" {', '.join(keys)} {'differs' if len(keys) == 1 else 'differ'}",
@@ -232,6 +245,15 @@ def combine_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
         for run in runs:
             run.type = run.id if ids_differ else make_relative_path(run.path)
     return tuple(runs)
+
+
+def _list_differences(first: Run, other: Run) -> list[str]:
+    """Return in what two runs differ that are of different jobs; empty if they are of one job on different hardware."""
+    if other.path in [sibling.path for sibling in first.family]:
+        return []
+    keys = [key for key in compare_jobs(first.spec, other.spec) if key.split(".")[0] not in _HARDWARE]
+    keys += ["pricing.currency"] * (first.spec.pricing.currency != other.spec.pricing.currency)
+    return keys or ["the code"] * _run_different_code(first, other)
 
 
 def _run_different_code(first: Run, other: Run) -> bool:

@@ -22,6 +22,7 @@ from tula_cli.errors import (
 )
 from tula_cli.models.choice.baseline import Gain
 from tula_cli.models.choice.campaign import Campaign
+from tula_cli.models.choice.campaign_of_jobs import CampaignOfJobs
 from tula_cli.models.observed import ObservedReport
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.options import (
@@ -608,14 +609,17 @@ def recommend(arguments: RecommendArguments) -> Recommendation:
 class CampaignArguments(Settings, Query):
     """Arguments of `plan_trainings`."""
 
-    run: RunArgument
-    trainings: Annotated[int, "how many equal trainings to plan."]
+    run: Annotated[
+        Target | Sequence[Target],
+        "a run, the path of its folder, or its job; or a sequence of these, of different jobs.",
+    ]
+    trainings: Annotated[int | Sequence[int], "how many trainings to plan; of several jobs, how many of each."]
     _: KW_ONLY
     save: Annotated[bool, "whether `train` with as many seeds uses this plan."] = False
 
 
 @with_arguments(CampaignArguments)
-def plan_trainings(arguments: CampaignArguments) -> Campaign:
+def plan_trainings(arguments: CampaignArguments) -> Campaign | CampaignOfJobs:
     """Plan many trainings on a limited number of nodes: nodes of each, and how many run side by side.
 
     `max_nodes` limits the nodes in use at a time; `deadline_hours` and `budget` are those of all trainings together.
@@ -624,7 +628,7 @@ def plan_trainings(arguments: CampaignArguments) -> Campaign:
         The plan: `campaign.frame()` is a table of its waves.
 
     Raises:
-        SpecError: the job or an override cannot be used, or there are no or too many trainings.
+        SpecError: a job or an override cannot be used, there are no or too many trainings, or not one number for each job.
         BadMeasurements: nothing, or too little, was measured.
         Pending: probes are under way, and those done do not determine the answer yet.
         Infeasible: no configuration or no plan is within the limits.
@@ -632,14 +636,10 @@ def plan_trainings(arguments: CampaignArguments) -> Campaign:
     Example:
         >>> tula.plan_trainings(run, 30, max_nodes=16, deadline_hours=72).hours
     """
-    call = arguments.resolve(arguments.run).measured()
-    one_at_a_time = arguments.save and not call.runs[0].spec.cluster.backend.has_queue
-    plan = campaigns.plan_campaign(
-        call.runs, arguments, arguments.trainings, overrides=arguments.overrides, one_at_a_time=one_at_a_time
-    )
-    if arguments.save:
-        campaigns.save_campaign(call.runs, plan)
-    return plan
+    targets: Sequence[Target] = arguments.run if isinstance(arguments.run, list | tuple) else [arguments.run]  # type: ignore[list-item]
+    trainings = [arguments.trainings] if isinstance(arguments.trainings, int) else arguments.trainings
+    jobs = [arguments.resolve(target).measured().runs for target in targets]
+    return campaigns.plan_trainings(jobs, arguments, trainings, overrides=arguments.overrides, save=arguments.save)
 
 
 def status(run: Target, *, root: str | Path = ROOT) -> Status:

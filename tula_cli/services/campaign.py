@@ -1,13 +1,16 @@
 """`tula recommend --trainings`, and the plan that `tula train --seeds` submits: how many nodes each of many trainings gets, and how many run side by side."""
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 from pydantic import TypeAdapter
 
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible, SpecError, require_positive
 from tula_cli.models.choice.campaign import (
     Campaign,
@@ -23,18 +26,128 @@ from tula_cli.models.choice.campaign import (
     plan_shortest,
     sum_costs,
 )
+from tula_cli.models.choice.campaign_of_jobs import (
+    CampaignOfJobs,
+    CandidatesOfJob,
+    JobTrainings,
+    Target,
+    describe_plan_of_jobs,
+    plan_jobs,
+)
+from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.choice.columns import Floats
 from tula_cli.query import Query
 from tula_cli.run.directory import Run
 from tula_cli.run.files import read_record, write_atomic
 from tula_cli.run.owner import require_own
 from tula_cli.services.recommend import answer_query
-from tula_cli.words import format_count, format_duration, format_number
+from tula_cli.words import format_count, format_duration, format_number, join_words
 
 MAX_TRAININGS = 500
 """Planning more takes minutes."""
 PLAN_FILE = "trainings.json"
 """File of a run that has its plan for many trainings."""
+
+
+def plan_trainings(
+    jobs: Sequence[Sequence[Run]],
+    query: Query,
+    trainings: Sequence[int],
+    *,
+    overrides: Sequence[str] = (),
+    save: bool = False,
+) -> Campaign | CampaignOfJobs:
+    """Plan many trainings of one job or of several.
+
+    Args:
+        jobs: the runs of each job, with the results.
+        query: as in `plan_campaign`.
+        trainings: the number of trainings of each job.
+        overrides: settings that override those of each job.
+        save: whether to store the plan for `tula train --seeds`.
+
+    Raises:
+        SpecError: there is not one number of trainings for each job, a run is given twice, or the plan of several jobs is
+            to be stored.
+        TulaError: the plan cannot be stored, or a run belongs to another user.
+        Pending, BadMeasurements, Infeasible: as in `plan_campaign`.
+    """
+    ids = [runs[0].id for runs in jobs]
+    if len(trainings) != len(jobs):
+        raise SpecError(
+            f"{format_count(len(trainings), 'number')} of trainings ({', '.join(map(str, trainings))}) for"
+            f" {format_count(len(jobs), 'job')} ({', '.join(ids)})",
+            "give one number for each job, in the order of the jobs: --trainings 10 --trainings 20",
+        )
+    if len(jobs) > 1:
+        if save:
+            raise SpecError(
+                "a plan for several jobs cannot be stored, because tula train --seeds submits the trainings of one job",
+                "start each job with the nodes and times of the plan, or store a plan for each job alone",
+            )
+        return _plan_campaign_of_jobs(jobs, query, trainings, overrides)
+    one_at_a_time = save and not jobs[0][0].spec.cluster.backend.has_queue
+    plan = plan_campaign(jobs[0], query, trainings[0], overrides=overrides, one_at_a_time=one_at_a_time)
+    if save:
+        save_campaign(jobs[0], plan)
+    return plan
+
+
+@dataclass(frozen=True)
+class _ConsideredConfigurations:
+    """The configurations of a job that a plan may use."""
+
+    candidates: Candidates
+    max_batch: int | None
+    currency: str
+    warnings: Sequence[Diagnostic]
+
+    def list_options(
+        self, node_type: str | None, quantity: Quantity, all_nodes: int | None = None
+    ) -> list[list[Option]]:
+        """Return the options of each batch on each node type, or on one of them."""
+        types = self.candidates["type"]
+        return [
+            list_options(
+                self.candidates, np.asarray(rows), cost="kwh" if quantity == "energy" else "cost", all_nodes=all_nodes
+            )
+            for rows in self.candidates.frame.groupby(["type", "batch"]).indices.values()
+            if node_type in (None, types[rows[0]])
+        ]
+
+
+def _find_configurations(
+    runs: Sequence[Run], query: Query, nodes: int, overrides: Sequence[str]
+) -> _ConsideredConfigurations:
+    """Return the configurations of a job that are within the limits of one training.
+
+    Raises:
+        SpecError: the query is about a training under way.
+        Pending, BadMeasurements, Infeasible: as in `plan_campaign`.
+    """
+    if query.from_training:
+        raise SpecError("--from-training has no effect on a plan for many trainings", "remove it")
+    for_one = replace(query, deadline_hours=None, budget=None)  # these are for all trainings together
+    answer = answer_query(runs, for_one, overrides=overrides, estimates_start=False)
+    candidates = answer.candidates
+    max_batch = answer.recommendation.choice.batch if query.objective == "knee" else query.max_batch
+    if query.objective == "accuracy-time":
+        columns = ("hours", "hours_low", "hours_high", "cost")
+        candidates = candidates.with_columns({name: candidates[f"same_progress_{name}"] for name in columns})
+    candidates = candidates.take((candidates["nodes"] <= nodes) & (candidates["batch"] <= (max_batch or math.inf)))
+    if not len(candidates):
+        raise Infeasible(f"no configuration is feasible on at most {format_count(nodes)}", "raise --max-nodes")
+    return _ConsideredConfigurations(candidates, max_batch, answer.recommendation.currency, answer.warnings)
+
+
+def _find_max_nodes(runs: Sequence[Run], query: Query) -> int:
+    return query.max_nodes or max(nodes for run in runs for nodes in run.spec.search.nodes)
+
+
+def _require_number_of_trainings(trainings: int) -> None:
+    require_positive(trainings=trainings)
+    if trainings > MAX_TRAININGS:
+        raise SpecError(f"trainings {trainings}: at most {MAX_TRAININGS} can be planned together", "plan fewer at once")
 
 
 def plan_campaign(
@@ -64,33 +177,11 @@ def plan_campaign(
         Pending, BadMeasurements: as in `answer_query`.
         Infeasible: no configuration or no plan is within the limits.
     """
-    require_positive(trainings=trainings)
-    if trainings > MAX_TRAININGS:
-        raise SpecError(f"trainings {trainings}: at most {MAX_TRAININGS} can be planned together", "plan fewer at once")
-    if query.from_training:
-        raise SpecError("--from-training has no effect on a plan for many trainings", "remove it")
-    for_one = replace(query, deadline_hours=None, budget=None)  # these are for all trainings together
-    answer = answer_query(runs, for_one, overrides=overrides, estimates_start=False)
-    candidates, currency = answer.candidates, answer.recommendation.currency
-    max_batch = answer.recommendation.choice.batch if query.objective == "knee" else query.max_batch
-    if query.objective == "accuracy-time":
-        columns = ("hours", "hours_low", "hours_high", "cost")
-        candidates = candidates.with_columns({name: candidates[f"same_progress_{name}"] for name in columns})
-    nodes = query.max_nodes or max(nodes for run in runs for nodes in run.spec.search.nodes)
-    candidates = candidates.take((candidates["nodes"] <= nodes) & (candidates["batch"] <= (max_batch or math.inf)))
-    if not len(candidates):
-        raise Infeasible(f"no configuration is feasible on at most {format_count(nodes)}", "raise --max-nodes")
-
-    quantity = _choose_quantity(query)
-    groups = [
-        list_options(
-            candidates,
-            np.asarray(rows),
-            cost="kwh" if quantity == "energy" else "cost",
-            all_nodes=nodes if one_at_a_time else None,
-        )
-        for rows in candidates.frame.groupby(["type", "batch"]).indices.values()
-    ]
+    _require_number_of_trainings(trainings)
+    nodes, quantity = _find_max_nodes(runs, query), _choose_quantity(query)
+    considered = _find_configurations(runs, query, nodes, overrides)
+    candidates, max_batch, currency = considered.candidates, considered.max_batch, considered.currency
+    groups = considered.list_options(None, quantity, nodes if one_at_a_time else None)
     subject = f"{format_count(trainings, 'training')} on at most {format_count(nodes)}"
     if max_batch is not None:
         subject += f" with batches of at most {max_batch}"
@@ -103,16 +194,121 @@ def plan_campaign(
         nodes=nodes,
         max_batch=max_batch,
         currency=currency,
-        warnings=answer.warnings,
+        warnings=considered.warnings,
         one_at_a_time=one_at_a_time,
     )
-    if quantity == "energy" and not is_within(plan.cost, _get_limit(query.budget)):
+    _require_energy_within_budget(plan, subject, query)
+    return plan
+
+
+def _require_energy_within_budget(plan: Campaign | CampaignOfJobs, subject: str, query: Query) -> None:
+    if plan.minimises == "energy" and not is_within(plan.cost, _get_limit(query.budget)):
         raise Infeasible(
-            f"the plan of lowest energy for {subject} costs {format_number(plan.cost, 4)} {currency}, more than the"
+            f"the plan of lowest energy for {subject} costs {format_number(plan.cost, 4)} {plan.currency}, more than the"
             f" budget of {query.budget:g}",
             "raise --budget, or choose --objective cost",
         )
+
+
+def _plan_campaign_of_jobs(
+    jobs: Sequence[Sequence[Run]], query: Query, trainings: Sequence[int], overrides: Sequence[str]
+) -> CampaignOfJobs:
+    """Plan trainings of several jobs, all on nodes of one type; nothing is written. Args and errors are as of `plan_trainings`."""
+    for number in trainings:
+        require_positive(trainings=number)
+    _require_number_of_trainings(sum(trainings))
+    names = _name_jobs(jobs)
+    every_run = [run for runs in jobs for run in runs]
+    currencies = sorted({run.spec.pricing.currency for run in every_run})
+    if len(currencies) > 1:
+        raise SpecError(
+            f"the costs of the jobs are in different currencies: {', '.join(currencies)}",
+            "use --set pricing.currency=NAME and --set pricing.price=PRICE",
+        )
+    nodes, quantity = _find_max_nodes(every_run, query), _choose_quantity(query)
+    considered = [_find_configurations(runs, query, nodes, overrides) for runs in jobs]
+    ends = list(itertools.accumulate(len(of_job.candidates) for of_job in considered))
+    candidates = Candidates.concatenate([of_job.candidates for of_job in considered])
+    target = Target(
+        "time" if quantity == "time" else "cost",
+        deadline=math.inf if quantity == "time" else _get_limit(query.deadline_hours),
+        budget=_get_limit(query.budget) if quantity == "time" else math.inf,
+    )
+    node_types = _list_common_node_types(names, considered)
+    tables: list[list[JobTrainings]] = []
+    for node_type in node_types:
+        tables.append([])
+        for number, of_job, end in zip(trainings, considered, ends, strict=True):
+            first = end - len(of_job.candidates)
+            options = [
+                [replace(option, row=first + option.row) for option in batch]
+                for batch in of_job.list_options(node_type, quantity)
+            ]
+            tables[-1].append(JobTrainings(number, options))
+    plans = [best for table in tables if (best := plan_jobs(table, nodes, target)) is not None]
+    counted = [f"{number} of {name}" for name, number in zip(names, trainings, strict=True)]
+    subject = f"{format_count(sum(trainings), 'training')} ({join_words(counted)}) on at most {format_count(nodes)}"
+    if not plans and quantity == "time":
+        least = min(
+            sum(job.trainings * min(option.cost for batch in job.batches for option in batch) for job in table)
+            for table in tables
+        )
+        raise _make_over_budget_error(f"{subject} cost at least", least, query, currencies[0])
+    if not plans:
+        shortest = [best for table in tables if (best := plan_jobs(table, nodes, Target("time"))) is not None]
+        makespan = min(compute_makespan(best.starts) for best in shortest)
+        raise _make_too_late_error(f"the shortest plan found for {subject} takes", makespan, query)
+    plan = describe_plan_of_jobs(
+        min(plans, key=lambda best: target.rate_plan(best.starts)),
+        candidates,
+        [
+            CandidatesOfJob(name, number, range(end - len(of_job.candidates), end), of_job.max_batch)
+            for name, number, of_job, end in zip(names, trainings, considered, ends, strict=True)
+        ],
+        query=query,
+        minimises=quantity,
+        nodes=nodes,
+        currency=currencies[0],
+        warnings=[
+            replace(warning, text=f"{name}: {warning.text}")
+            for name, of_job in zip(names, considered, strict=True)
+            for warning in of_job.warnings
+        ],
+    )
+    _require_energy_within_budget(plan, subject, query)
+    if not is_within(plan.hours, _get_limit(query.deadline_hours)):
+        raise _make_too_late_error(f"the shortest plan found for {subject} takes", plan.hours, query)
+    if not is_within(plan.cost, _get_limit(query.budget)):
+        raise _make_over_budget_error(f"the cheapest plan found for {subject} costs", plan.cost, query, currencies[0])
     return plan
+
+
+def _name_jobs(jobs: Sequence[Sequence[Run]]) -> list[str]:
+    """Return the names of jobs, or if several have the same one, those of their first runs.
+
+    Raises:
+        SpecError: a run is given twice.
+    """
+    ids = [runs[0].id for runs in jobs]
+    if repeated := next((name for name, count in Counter(ids).items() if count > 1), None):
+        raise SpecError(f"run {repeated} is given for two jobs", "name each run once")
+    names = [runs[0].job_name for runs in jobs]
+    return names if len(set(names)) == len(names) else ids
+
+
+def _list_common_node_types(names: Sequence[str], considered: Sequence[_ConsideredConfigurations]) -> list[str]:
+    """Return the node types on which all jobs were measured; the type of a job that names none is empty.
+
+    Raises:
+        SpecError: there is none.
+    """
+    types = [sorted(set(of_job.candidates["type"])) for of_job in considered]
+    if common := sorted(set(types[0]).intersection(*types[1:])):
+        return common
+    described = [f"{name}: {', '.join(of_job) or 'none named'}" for name, of_job in zip(names, types, strict=True)]
+    raise SpecError(
+        f"the jobs have no node type in common ({'; '.join(described)})", "measure all of them on nodes of one type"
+    )
 
 
 def save_campaign(runs: Sequence[Run], plan: Campaign) -> None:

@@ -16,41 +16,64 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tula_cli.models.choice.campaign import Campaign
+    from tula_cli.models.choice.campaign_of_jobs import CampaignOfJobs
 
 _MINIMISED = {"time": "the shortest plan", "cost": "the plan of lowest cost", "energy": "the plan of lowest energy"}
 
 
-def render_campaign(plan: "Campaign") -> Iterator["RenderableType"]:
+def render_campaign(plan: "Campaign | CampaignOfJobs") -> Iterator["RenderableType"]:
     """Yield the duration and cost of the plan, the comparison with each training at its fastest, and the table."""
     from rich.text import Text
+
+    from tula_cli.models.choice.campaign import Campaign
 
     cost = describe_cost(plan.node_hours, plan.cost, plan.currency)
     energy = "" if plan.kwh is None else f", {format_number(plan.kwh)} kWh"
     interval = format_interval_of_hours(plan.hours_low, plan.hours_high)
+    trainings = f"{format_count(plan.trainings, 'training')} on at most {format_count(plan.max_nodes)}"
+    batch = f", batch {plan.batch}" if isinstance(plan, Campaign) else ""
     yield Text.assemble(
-        (
-            f"PLAN  {format_count(plan.trainings, 'training')} on at most {format_count(plan.max_nodes)}, batch {plan.batch}:"
-            f" {format_duration(3600 * plan.hours)}{interval}, {cost}{energy}",
-            "bold green",
-        )
+        (f"PLAN  {trainings}{batch}: {format_duration(3600 * plan.hours)}{interval}, {cost}{energy}", "bold green")
     )
-    yield _describe_choice(plan)
-    yield _compare_with_fastest(plan)
+    if isinstance(plan, Campaign):
+        yield _describe_choice(plan)
+        yield _compare_with_fastest(plan)
+    else:
+        yield _describe_choice_of_jobs(plan)
+        cost = describe_cost(plan.at_fastest.node_hours, plan.at_fastest.cost, plan.currency)
+        yield f"Each at its fastest: {format_duration(3600 * plan.at_fastest.hours)}, {cost}.{_describe_gain(plan)}"
     yield ""
     yield _make_waves_table(plan)
 
 
-def _describe_choice(plan: "Campaign") -> str:
+def _describe_limits(plan: "Campaign | CampaignOfJobs") -> str:
     limits = [] if plan.deadline_hours is None else [format_duration(3600 * plan.deadline_hours)]
     limits += [] if plan.budget is None else [f"a budget of {plan.budget:g} {plan.currency}"]
-    within = f" within {' and '.join(limits)}" if limits else ""
+    return f" within {' and '.join(limits)}" if limits else ""
+
+
+def _describe_choice(plan: "Campaign") -> str:
     batch = "" if plan.max_batch is None else f", at most {plan.max_batch}"
     node_type = plan.waves[0].node_type
     nodes = f" on {node_type} nodes" if node_type else ""
     bound = f"no plan with this batch{nodes} finishes before {format_duration(3600 * plan.bound_hours)}."
     return (
-        f"This is {_MINIMISED[plan.minimises]}{within}; all trainings have the same batch{batch}."
+        f"This is {_MINIMISED[plan.minimises]}{_describe_limits(plan)}; all trainings have the same batch{batch}."
         f" Within the limits, {bound}"
+    )
+
+
+def _describe_choice_of_jobs(plan: "CampaignOfJobs") -> str:
+    bounds = {
+        "time": f"takes less than {format_duration(3600 * plan.lower_bound)}",
+        "cost": f"costs less than {format_number(plan.lower_bound, 4)} {plan.currency}",
+        "energy": f"needs less than {format_number(plan.lower_bound, 4)} kWh",
+    }
+    nodes = f" on {plan.node_type} nodes" if plan.node_type else ""
+    is_best = "" if plan.is_optimal else f" that was found; none{nodes} {bounds[plan.minimises]}"
+    return (
+        f"This is {_MINIMISED[plan.minimises]}{_describe_limits(plan)}{is_best}."
+        " All trainings of a job have the same batch."
     )
 
 
@@ -64,7 +87,7 @@ def _compare_with_fastest(plan: "Campaign") -> str:
     )
 
 
-def _describe_gain(plan: "Campaign") -> str:
+def _describe_gain(plan: "Campaign | CampaignOfJobs") -> str:
     """Return the sentence on speed and node-hours compared with each at its fastest; empty if both are equal."""
     is_as_fast = f"{plan.speedup:.2f}" == "1.00"
     percent = f"{100 * plan.node_hours / plan.at_fastest.node_hours:.0f}"
@@ -76,17 +99,25 @@ def _describe_gain(plan: "Campaign") -> str:
     return f" The plan {speed} and needs {share}."
 
 
-def _make_waves_table(plan: "Campaign") -> "RenderableType":
+def _make_waves_table(plan: "Campaign | CampaignOfJobs") -> "RenderableType":
+    from tula_cli.models.choice.campaign import Campaign
+
     names = [wave.node_type + " spot" * (wave.market == "spot") for wave in plan.waves]
     divisor, unit = choose_time_unit(3600 * plan.hours)
+    jobs = [] if isinstance(plan, Campaign) else [[wave.job, str(wave.batch)] for wave in plan.waves]
     hours = [f"start\n({unit})", f"end\n({unit})"]
     each = [f"each\n({unit})", f"each\n({plan.currency})"]
     kinds = ["node\ntype"] if any(names) else []
-    table = make_table(["trainings", "side by\nside", "nodes\neach", *kinds, "local\nbatch", *each, *hours], left=())
-    for wave, name in zip(plan.waves, names, strict=True):
+    of_jobs = ["job", "batch"] if jobs else []
+    table = make_table(
+        [*of_jobs, "trainings", "side by\nside", "nodes\neach", *kinds, "local\nbatch", *each, *hours],
+        left=(0,) if jobs else (),
+    )
+    for index, (wave, name) in enumerate(zip(plan.waves, names, strict=True)):
         times = [wave.training_hours, wave.start, wave.end]
         each_time, start, end = (format_number(3600 * value / divisor) for value in times)
         table.add_row(
+            *(jobs[index] if jobs else []),
             str(wave.trainings), str(wave.side_by_side), str(wave.nodes), *([name] if kinds else []),
             str(wave.local_batch), each_time, format_number(wave.training_cost), start, end,
         )  # fmt: skip

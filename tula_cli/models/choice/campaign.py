@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -426,13 +426,7 @@ def describe_plan(
     rows = {row: candidates.prediction(row) for row in {start.option.row for start in starts}}
     used = [rows[start.option.row] for start in starts]
     hours, fastest = compute_makespan(starts), _compute_at_fastest(candidates, len(starts), nodes, one_at_a_time)
-    ratios = [
-        (row.hours_low / row.hours, row.hours_high / row.hours)
-        for row in rows.values()
-        if row.hours_low is not None and row.hours_high is not None
-    ]
-    is_bounded = len(ratios) == len(rows)
-    energies = [row.kwh for row in used if row.kwh is not None]
+    hours_low, hours_high = scale_interval(hours, rows.values())
     return Campaign(
         trainings=len(starts),
         max_nodes=nodes,
@@ -442,15 +436,15 @@ def describe_plan(
         deadline_hours=query.deadline_hours,
         budget=query.budget,
         hours=hours,
-        hours_low=hours * min(low for low, _ in ratios) if is_bounded else None,
-        hours_high=hours * max(high for _, high in ratios) if is_bounded else None,
+        hours_low=hours_low,
+        hours_high=hours_high,
         cost=sum(row.cost for row in used),
         node_hours=sum(row.all_node_hours for row in used),
-        kwh=sum(energies) if len(energies) == len(used) else None,
+        kwh=sum_energies(used),
         bound_hours=_compute_bound(
             candidates.select(batch=used[0].batch, type=used[0].type), trainings=len(starts), nodes=nodes
         ),
-        waves=tuple(_join_waves(starts, rows)),
+        waves=tuple(join_waves(starts, rows)),
         schedule=tuple(
             ScheduledTraining(start.hours, start.option.hours, row.nodes, row.cost, follows)
             for start, row, follows in zip(starts, used, find_predecessors(starts, nodes), strict=True)
@@ -462,7 +456,25 @@ def describe_plan(
     )
 
 
-def _join_waves(starts: Sequence[Start], rows: Mapping[int, Prediction]) -> list[Wave]:
+def scale_interval(hours: float, rows: Collection[Prediction]) -> tuple[float | None, float | None]:
+    """Return the 90 % interval of a plan's hours if all step times are off by as much; None if a row has no interval."""
+    ratios = [
+        (row.hours_low / row.hours, row.hours_high / row.hours)
+        for row in rows
+        if row.hours_low is not None and row.hours_high is not None
+    ]
+    if len(ratios) < len(rows):
+        return None, None
+    return hours * min(low for low, _ in ratios), hours * max(high for _, high in ratios)
+
+
+def sum_energies(trainings: Sequence[Prediction]) -> float | None:
+    """Return the energy of trainings in kWh, or None if that of one is unknown."""
+    energies = [row.kwh for row in trainings if row.kwh is not None]
+    return sum(energies) if len(energies) == len(trainings) else None
+
+
+def join_waves(starts: Sequence[Start], rows: Mapping[int, Prediction]) -> list[Wave]:
     """Return the trainings of a plan by configuration and time, in the order of their starts."""
     counts = Counter((float(f"{start.hours:.9g}"), start.option) for start in starts)
     waves: list[Wave] = []

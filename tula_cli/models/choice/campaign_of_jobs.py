@@ -1,0 +1,678 @@
+"""Trainings of several jobs on a limited number of nodes: the batch of each job, the nodes of each training, and its start.
+
+Moldable jobs on identical nodes; finding the shortest schedule is NP-hard. List schedules of many choices of nodes are
+improved one change at a time. A search through all schedules follows, with a limited number of steps: in small cases it
+finishes, so that the plan is optimal. Otherwise a lower bound says how far from the optimum the plan can be.
+"""
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+
+from tula_cli.diagnostics import Diagnostic
+from tula_cli.models.choice.campaign import (
+    Option,
+    Quantity,
+    ScheduledTraining,
+    Start,
+    Wave,
+    compute_makespan,
+    find_predecessors,
+    is_within,
+    join_waves,
+    scale_interval,
+    sum_costs,
+    sum_energies,
+)
+from tula_cli.models.choice.candidates import Candidates
+from tula_cli.models.choice.columns import Floats
+from tula_cli.query import Query
+from tula_cli.run.frames import make_frame
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_MAX_COMBINATIONS = 24
+"""Number of combinations of batches, one of each job, that are tried."""
+_MAX_SEARCHED = 30
+"""Number of trainings above which the search through all schedules, which cannot finish then, is left out."""
+_MAX_SEARCH_STEPS = 150_000
+"""Steps of the search through all schedules, of which a second has about 200,000."""
+_MAX_LIST_STEPS = 1_500_000
+"""Steps of list scheduling, of which a second has about a million."""
+_BISECTIONS = 5
+"""Number of deadlines that are tried for the shortest plan within a budget."""
+_KEPT_CHOICES = 4
+"""Number of choices of nodes from which improvements start, of each combination of batches."""
+_TOLERANCE = 1e-9
+"""Relative tolerance of comparisons between sums of durations or costs."""
+
+
+@dataclass(frozen=True)
+class JobTrainings:
+    """Equal trainings of one job: how many, and the options of each batch that all of them can have."""
+
+    trainings: int
+    batches: Sequence[Sequence[Option]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """The quantity of a plan that is minimised, and the limit of the other one."""
+
+    minimises: Literal["time", "cost"]
+    deadline: float = math.inf  # hours, for all trainings
+    budget: float = math.inf  # for all trainings
+
+    def rate_plan(self, starts: Sequence[Start]) -> "Rating":
+        """Return how good a plan is."""
+        return self.rate(compute_makespan(starts), sum_costs(starts))
+
+    def rate(self, makespan: float, cost: float) -> "Rating":
+        """Return how good a plan of this duration and cost is."""
+        if self.minimises == "time":
+            return Rating(_compute_excess(cost, self.budget), makespan, cost)
+        return Rating(_compute_excess(makespan, self.deadline), cost, makespan)
+
+
+class Rating(NamedTuple):
+    """How good a plan is: lower is better."""
+
+    excess: float  # over the limit, relative to it
+    value: float  # of the quantity that is minimised
+    other: float
+
+    def is_below(self, other: "Rating") -> bool:
+        """Return whether this is better, apart from rounding."""
+        for mine, others in zip(self, other, strict=True):
+            if abs(mine - others) > _TOLERANCE * max(abs(mine), abs(others)):
+                return mine < others
+        return False
+
+
+class JobOptions(NamedTuple):
+    """Equal trainings of one job with one batch: how many, and the options of each."""
+
+    trainings: int
+    options: tuple[Option, ...]
+
+
+def _compute_excess(value: float, limit: float) -> float:
+    return 0.0 if is_within(value, limit) else value / limit - 1 if limit else math.inf
+
+
+@dataclass(frozen=True)
+class JobsPlan:
+    """The best plan that was found, and what no plan within the limits is below."""
+
+    starts: Sequence[Start]
+    lower_bound: float  # of the quantity that is minimised
+
+
+def plan_jobs(jobs: Sequence[JobTrainings], nodes: int, target: Target) -> JobsPlan | None:
+    """Plan the trainings of several jobs, of shortest makespan or lowest cost.
+
+    Of the shortest plans that were found it is the cheapest. If all trainings can have the lowest cost within the
+    deadline, the plan of lowest cost is the shortest found in which they do.
+
+    Args:
+        jobs: the trainings of each job.
+        nodes: the number of nodes in use at a time.
+        target: what to minimise, and the limit of the other quantity.
+
+    Returns:
+        None if no plan within the limit was found.
+    """
+    fitting = [_select_options(job, lambda option: option.nodes <= nodes) for job in jobs]
+    if not all(job.batches for job in fitting):
+        return None
+    if target.minimises == "cost":
+        shortest = plan_jobs([_select_cheapest(job) for job in fitting], nodes, Target("time"))
+        if shortest is not None and is_within(compute_makespan(shortest.starts), target.deadline):
+            return JobsPlan(shortest.starts, sum_costs(shortest.starts))
+    bound = find_lower_bound(fitting, nodes, target)
+    if math.isinf(bound):
+        return None
+    combinations, are_all = _list_combinations(fitting, nodes, target)
+    lists = [_ListSchedules(options, nodes, _MAX_LIST_STEPS // len(combinations)) for options in combinations]
+    targets = [
+        target,
+        Target("cost" if target.minimises == "time" else "time"),
+    ]  # the other is within the limit if any is
+    starts = min((each.improve(goal) for goal in targets for each in lists), key=target.rate_plan)
+    if target.minimises == "time" and target.budget < math.inf:
+        starts = _shorten_within_budget(lists, starts, target, bound)
+    rating = target.rate_plan(starts)
+    is_proven = not rating.excess and is_within(rating.value, bound)
+    if not is_proven and len(starts) <= _MAX_SEARCHED:
+        search = _ScheduleSearch(nodes, target, starts)
+        for options in combinations:
+            search.search(options)
+        starts, rating = search.best, target.rate_plan(search.best)
+        if search.is_complete and are_all:
+            bound = rating.value
+    if rating.excess:
+        return None
+    if target.minimises == "time":
+        within = Target("cost", deadline=rating.value)
+        cheaper = [each.improve(within, starts) for each in lists if each.can_run(starts)]
+        starts = min([starts, *cheaper], key=within.rate_plan)
+    return JobsPlan(sorted(starts), bound)
+
+
+def _shorten_within_budget(
+    lists: Sequence["_ListSchedules"], starts: list[Start], target: Target, bound: float
+) -> list[Start]:
+    """Return a plan that is the cheapest found within some deadline, and within the budget, or the given plan.
+
+    Args:
+        lists: the schedules of each combination of batches.
+        starts: a plan.
+        target: the budget.
+        bound: the hours that no plan is below.
+    """
+    shortest, longest = bound, compute_makespan(starts)
+    for _ in range(_BISECTIONS):
+        within = Target("cost", deadline=(shortest + longest) / 2)
+        cheaper = min((each.improve(within) for each in lists), key=within.rate_plan)
+        if target.rate_plan(cheaper).is_below(target.rate_plan(starts)):
+            starts, longest = cheaper, compute_makespan(cheaper)
+        else:
+            shortest = within.deadline
+    return starts
+
+
+def find_lower_bound(jobs: Sequence[JobTrainings], nodes: int, target: Target) -> float:
+    """Return what no plan within the limit is below; inf if there is none.
+
+    The bound of a linear relaxation: fractions of a training may have different options, and trainings may be cut into
+    pieces that fill all nodes until the end.
+    """
+    hours = sorted({option.hours for job in jobs for batch in job.batches for option in batch})
+    if target.minimises == "cost":
+        return _relax(jobs, target.deadline, nodes * target.deadline, value="cost")
+    for least, following in itertools.pairwise([*hours, math.inf]):  # the options that are no longer than the makespan
+        bound = max(least, _relax(jobs, least, target.budget, value="node_hours") / nodes)
+        if bound < following:
+            return bound
+    return math.inf
+
+
+def _relax(
+    jobs: Sequence[JobTrainings], longest: float, limit: float, *, value: Literal["cost", "node_hours"]
+) -> float:
+    """Return the least sum of a value with the sum of the other one within a limit, by Lagrangian multipliers.
+
+    Only options that take at most `longest` hours are used. Returns inf if that is not possible.
+    """
+    totals: list[tuple[int, Floats, Floats]] = []
+    multipliers = [np.zeros(1)]
+    for job in jobs:
+        options = [option for batch in job.batches for option in batch if is_within(option.hours, longest)]
+        if not options:
+            return math.inf
+        points = np.array([(option.cost, option.nodes * option.hours) for option in options])
+        values, others = points.T if value == "cost" else points.T[::-1]
+        totals.append((job.trainings, values, others))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratios = (values[:, None] - values) / (others - others[:, None])
+        multipliers.append(ratios[np.isfinite(ratios) & (ratios > 0)])
+    if not is_within(sum(count * others.min() for count, _, others in totals), limit):
+        return math.inf
+    if math.isinf(limit):
+        return float(sum(count * values.min() for count, values, _ in totals))
+    weights = np.unique(np.concatenate(multipliers))[:, None]
+    sums = sum(
+        (count * (values + weights * others).min(axis=1) for count, values, others in totals), -weights[:, 0] * limit
+    )
+    return float(np.max(sums))
+
+
+def _select_options(job: JobTrainings, is_usable: Callable[[Option], bool]) -> JobTrainings:
+    """Return a job with the options that can be used, and without batches that are no better than another in any option."""
+    batches = [tuple(filter(is_usable, options)) for options in job.batches]
+    batches = [options for options in dict.fromkeys(batches) if options]
+    return JobTrainings(
+        job.trainings,
+        [options for options in batches if not any(_is_no_better(options, other) for other in batches)],
+    )
+
+
+def _is_no_better(options: Sequence[Option], others: Sequence[Option]) -> bool:
+    """Return whether each option has another one that is as good, and these differ in at least one value."""
+    points, other_points = ({(o.nodes, o.hours, o.cost) for o in each} for each in (options, others))
+    return points != other_points and all(
+        any(all(theirs <= mine for mine, theirs in zip(point, other, strict=True)) for other in other_points)
+        for point in points
+    )
+
+
+def _select_cheapest(job: JobTrainings) -> JobTrainings:
+    least = min(option.cost for options in job.batches for option in options)
+    return _select_options(job, lambda option: is_within(option.cost, least))
+
+
+def _list_combinations(jobs: Sequence[JobTrainings], nodes: int, target: Target) -> tuple[list[list[JobOptions]], bool]:
+    """Return combinations of one batch of each job, and whether these are all.
+
+    If there are too many, the batches whose lower bounds are the worst are left out.
+    """
+    ranked = [
+        sorted(
+            job.batches, key=lambda options: find_lower_bound([JobTrainings(job.trainings, [options])], nodes, target)
+        )
+        for job in jobs
+    ]
+    are_all = True
+    while math.prod(map(len, ranked)) > _MAX_COMBINATIONS:
+        max(ranked, key=len).pop()
+        are_all = False
+    counts = [job.trainings for job in jobs]
+    return [
+        [JobOptions(count, tuple(options)) for count, options in zip(counts, combination, strict=True)]
+        for combination in itertools.product(*ranked)
+    ], are_all
+
+
+# --- List schedules
+
+_Choice = tuple[tuple[int, ...], ...]
+"""For each job, how many of its trainings have each of its options."""
+
+
+class _ListSchedules:
+    """Schedules of one combination of batches that start trainings in some order, as soon as enough nodes are idle."""
+
+    def __init__(self, jobs: Sequence[JobOptions], nodes: int, steps: int) -> None:
+        self._jobs, self._nodes, self._steps = jobs, nodes, steps
+
+    def can_run(self, starts: Sequence[Start]) -> bool:
+        """Return whether the batches are those of a plan."""
+        options = {option for job in self._jobs for option in job.options}
+        return all(start.option in options for start in starts)
+
+    def improve(self, target: Target, starts: Sequence[Start] | None = None) -> list[Start]:
+        """Return the best plan that is found by changing options of some trainings, of several choices.
+
+        Args:
+            target: what to minimise.
+            starts: a plan whose options are a further choice to begin with.
+        """
+        choices = dict.fromkeys(self._list_choices(target))
+        rated = sorted((target.rate_plan(self._schedule(choice, target)), choice) for choice in choices)
+        first = [choice for _, choice in rated[:_KEPT_CHOICES]] + (
+            [] if starts is None else [self._read_choice(starts)]
+        )
+        steps_each = self._steps // len(first)
+        return min(
+            (self._schedule(self._descend(choice, target, steps_each), target) for choice in first),
+            key=target.rate_plan,
+        )
+
+    def _list_choices(self, target: Target) -> Iterator[_Choice]:
+        """Yield choices in which all trainings of a job have the same option: the best by a sum of cost and node-hours.
+
+        Each is for a number of hours that no training exceeds.
+        """
+        every = [option for job in self._jobs for option in job.options]
+        mean_cost = sum(option.cost for option in every) or 1.0
+        mean_size = sum(option.nodes * option.hours for option in every)
+        for longest, weight in itertools.product(sorted({option.hours for option in every}), _COST_WEIGHTS):
+            if longest > target.deadline and weight < 1:
+                continue
+
+            def compare(option: Option, longest: float = longest, weight: float = weight) -> tuple[float, float]:
+                size = option.nodes * option.hours / mean_size
+                return max(0.0, option.hours - longest), weight * option.cost / mean_cost + (1 - weight) * size
+
+            yield tuple(
+                tuple(trainings * (option == min(options, key=compare)) for option in options)
+                for trainings, options in self._jobs
+            )
+
+    def _read_choice(self, starts: Sequence[Start]) -> _Choice:
+        counts = Counter(start.option for start in starts)
+        return tuple(tuple(counts[option] for option in options) for _, options in self._jobs)
+
+    def _descend(self, choice: _Choice, target: Target, steps: int) -> _Choice:
+        """Return a choice that no change of the option of some trainings of a job improves, unless the steps run out."""
+        rating = target.rate_plan(self._schedule(choice, target))
+        steps_each = len(_ORDERS) * sum(map(sum, choice)) * sum(map(len, choice))
+        is_better = True
+        while is_better:
+            is_better = False
+            for job, before, after, count in self._list_changes(choice):
+                if steps < steps_each:
+                    return choice
+                if count > choice[job][before]:
+                    continue
+                steps -= steps_each
+                counts = list(choice[job])
+                counts[before], counts[after] = counts[before] - count, counts[after] + count
+                changed = (*choice[:job], tuple(counts), *choice[job + 1 :])
+                changed_rating = target.rate_plan(self._schedule(changed, target))
+                if changed_rating.is_below(rating):
+                    choice, rating, is_better = changed, changed_rating, True
+        return choice
+
+    @staticmethod
+    def _list_changes(choice: _Choice) -> Iterator[tuple[int, int, int, int]]:
+        """Yield job, option before, option after, and number of trainings: all that have the option, half of them ... 1."""
+        for job, counts in enumerate(choice):
+            for before, after in itertools.permutations(range(len(counts)), 2):
+                count = counts[before]
+                while count:
+                    yield job, before, after, count
+                    count //= 2
+
+    def _schedule(self, choice: _Choice, target: Target) -> list[Start]:
+        """Return the best list schedule of a choice."""
+        counted = [
+            (option, count)
+            for counts, (_, options) in zip(choice, self._jobs, strict=True)
+            for option, count in zip(options, counts, strict=True)
+            if count
+        ]
+        schedules = (
+            schedule_in_order(sorted(counted, key=lambda entry: order(entry[0])), self._nodes) for order in _ORDERS
+        )
+        return min(schedules, key=target.rate_plan)
+
+
+_COST_WEIGHTS = (0.0, 0.3, 0.6, 1.0)
+"""Weights of the cost of an option, against its node-hours, by which options are chosen to begin with."""
+_ORDERS: tuple[Callable[[Option], tuple[float, float]], ...] = (
+    lambda option: (-option.hours, -option.nodes),
+    lambda option: (-option.nodes, -option.hours),
+    lambda option: (-option.nodes * option.hours, -option.hours),
+)
+"""Orders in which trainings are started: the longest first, the widest first, and those of the most node-hours first."""
+
+
+def schedule_in_order(counted: Sequence[tuple[Option, int]], nodes: int) -> list[Start]:
+    """Start numbers of trainings as soon as enough nodes are idle; those that do not fit let later ones pass."""
+    waiting = [(option, count) for option, count in counted if count]
+    starts: list[Start] = []
+    running: list[tuple[float, int]] = []
+    now, idle = 0.0, nodes
+    while waiting:
+        still_waiting = []
+        for option, count in waiting:
+            started = min(count, idle // option.nodes)
+            idle -= started * option.nodes
+            for _ in range(started):
+                starts.append(Start(now, option))
+                heapq.heappush(running, (now + option.hours, option.nodes))
+            if count > started:
+                still_waiting.append((option, count - started))
+        waiting = still_waiting
+        if waiting:
+            now = running[0][0]
+            while running and running[0][0] <= now * (1 + _TOLERANCE):
+                idle += heapq.heappop(running)[1]
+    return starts
+
+
+# --- All schedules
+
+
+class _ScheduleSearch:
+    """Depth-first search through all schedules in which each training starts at 0 or when another finishes.
+
+    A later start never helps. Branches are cut whose least duration and cost are not below those of the best plan.
+    """
+
+    def __init__(self, nodes: int, target: Target, best: Sequence[Start]) -> None:
+        self.best = list(best)
+        self.is_complete = True
+        self._rating = target.rate_plan(best)
+        self._nodes, self._target, self._steps = nodes, target, _MAX_SEARCH_STEPS
+
+    def search(self, jobs: Sequence[JobOptions]) -> None:
+        """Search the schedules of one combination of batches."""
+        self._options = [(job, option) for job, (_, options) in enumerate(jobs) for option in reversed(options)]
+        self._least = [
+            (
+                min(option.hours for option in options),
+                min(option.nodes * option.hours for option in options),
+                min(option.cost for option in options),
+            )
+            for _, options in jobs
+        ]
+        self._known: dict[tuple[object, ...], float] = {}
+        self._path: list[Start] = []
+        self._visit(0.0, (), tuple(trainings for trainings, _ in jobs), 0, 0.0)
+
+    def _visit(
+        self, now: float, running: tuple[tuple[float, int], ...], rest: tuple[int, ...], first: int, cost: float
+    ) -> None:
+        """Visit all continuations of a partial schedule.
+
+        Args:
+            now: the hour at which the next trainings may start.
+            running: end and nodes of the trainings that run, by end.
+            rest: the trainings of each job that are not started.
+            first: the option from which on trainings may start now: their order does not matter.
+            cost: of the trainings that are started.
+        """
+        self._steps -= 1
+        if self._steps < 0:
+            self.is_complete = False
+            return
+        end = running[-1][0] if running else now
+        if not self._can_be_better(now, running, rest, end, cost):
+            return
+        if not any(rest):
+            self.best, self._rating = list(self._path), self._target.rate(end, cost)
+            return
+        idle = self._nodes - sum(width for _, width in running)
+        for index in range(first, len(self._options)):
+            job, option = self._options[index]
+            if rest[job] and option.nodes <= idle:
+                self._path.append(Start(now, option))
+                after = tuple(sorted((*running, (now + option.hours, option.nodes))))
+                fewer = (*rest[:job], rest[job] - 1, *rest[job + 1 :])
+                self._visit(now, after, fewer, index, cost + option.cost)
+                self._path.pop()
+        if running:
+            now = running[0][0]
+            running = tuple(entry for entry in running if entry[0] > now * (1 + _TOLERANCE))
+            state = (now, running, rest)
+            if cost < self._known.get(state, math.inf):
+                self._known[state] = cost
+                self._visit(now, running, rest, 0, cost)
+
+    def _can_be_better(
+        self, now: float, running: Sequence[tuple[float, int]], rest: Sequence[int], end: float, cost: float
+    ) -> bool:
+        """Return whether the least duration and cost of what remains are below those of the best plan."""
+        node_hours = sum((until - now) * width for until, width in running)
+        for count, (hours, size, price) in zip(rest, self._least, strict=True):
+            if count:
+                end = max(end, now + hours)
+                node_hours += count * size
+                cost += count * price
+        rating = self._target.rate(max(end, now + node_hours / self._nodes), cost)
+        return rating._replace(other=0.0).is_below(self._rating._replace(other=0.0))
+
+
+# --- The plan with its figures
+
+
+@dataclass(frozen=True)
+class JobWave(Wave):
+    """Equal trainings of one job that run side by side, and one after the other, without a pause."""
+
+    job: str
+    batch: int
+
+
+@dataclass(frozen=True)
+class JobTraining(ScheduledTraining):
+    """One training of a plan."""
+
+    job: str
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """The trainings of one job of a plan. Hours are from the first start of the plan."""
+
+    job: str
+    trainings: int
+    batch: int  # global, of each of them
+    max_batch: int | None  # of the batches considered: that of the knee, or the limit of the query
+    end: float  # when the last of them finishes
+    cost: float
+    node_hours: float
+
+
+@dataclass(frozen=True)
+class JobsAtFastest:
+    """The same trainings, each at the fastest configuration of its job: what the plan is compared with."""
+
+    hours: float
+    cost: float
+    node_hours: float
+
+
+@dataclass(frozen=True)
+class CampaignOfJobs:
+    """A plan for trainings of several jobs, the answer of `tula recommend --trainings` with runs of several jobs."""
+
+    trainings: int  # of all jobs
+    max_nodes: int  # in use at a time
+    node_type: str  # of all trainings; empty if the jobs name none
+    minimises: Quantity
+    deadline_hours: float | None  # for all trainings
+    budget: float | None  # for all trainings
+    hours: float  # until the last training finishes
+    hours_low: float | None  # 90 %, if all step times are off by as much; None if one has no interval
+    hours_high: float | None
+    cost: float
+    node_hours: float
+    kwh: float | None
+    lower_bound: float  # no plan within the limits is below this, in what is minimised: hours, cost or kWh
+    is_optimal: bool  # whether the plan reaches it
+    jobs: tuple[PlannedJob, ...]
+    waves: tuple[JobWave, ...]
+    schedule: tuple[JobTraining, ...]  # the same trainings one by one, by start
+    at_fastest: JobsAtFastest
+    speedup: float  # how many times as fast the plan is as each training at its fastest
+    currency: str
+    warnings: tuple[Diagnostic, ...]  # about the measurements
+
+    def frame(self) -> "pd.DataFrame":
+        """Return the waves as a table, one row each; its columns are the fields of `JobWave`."""
+        return make_frame([asdict(wave) for wave in self.waves])
+
+
+@dataclass(frozen=True)
+class CandidatesOfJob:
+    """The configurations of one job that were considered, and the number of its trainings."""
+
+    job: str
+    trainings: int
+    rows: range  # of the table of all jobs
+    max_batch: int | None
+
+
+def describe_plan_of_jobs(
+    plan: JobsPlan,
+    candidates: Candidates,
+    jobs: Sequence[CandidatesOfJob],
+    *,
+    query: Query,
+    minimises: Quantity,
+    nodes: int,
+    currency: str,
+    warnings: Sequence[Diagnostic],
+) -> CampaignOfJobs:
+    """Return a plan with its figures.
+
+    Args:
+        plan: the trainings.
+        candidates: the configurations of all jobs, with the rows of the options.
+        jobs: the jobs of the candidates.
+        query: objective and limits of the plan.
+        minimises: the quantity that the plan minimises.
+        nodes: number of nodes that may be in use at a time.
+        currency: of the costs.
+        warnings: about the measurements.
+    """
+    starts = plan.starts
+    rows = {row: candidates.prediction(row) for row in {start.option.row for start in starts}}
+    job_of_row = {row: job.job for job in jobs for row in job.rows if row in rows}
+    used = [rows[start.option.row] for start in starts]
+    names = [job_of_row[start.option.row] for start in starts]
+    hours = compute_makespan(starts)
+    hours_low, hours_high = scale_interval(hours, rows.values())
+    values = {"time": hours, "cost": sum_costs(starts), "energy": sum_costs(starts)}
+    waves = [
+        JobWave(**vars(wave), job=job.job, batch=batch)
+        for job in jobs
+        for part in [[start for start in starts if start.option.row in job.rows]]
+        for batch in [rows[part[0].option.row].batch]
+        for wave in join_waves(part, rows)
+    ]
+    at_fastest = _compute_at_fastest(candidates, jobs, used[0].type, nodes)
+    return CampaignOfJobs(
+        trainings=len(starts),
+        max_nodes=nodes,
+        node_type=used[0].type,
+        minimises=minimises,
+        deadline_hours=query.deadline_hours,
+        budget=query.budget,
+        hours=hours,
+        hours_low=hours_low,
+        hours_high=hours_high,
+        cost=sum(row.cost for row in used),
+        node_hours=sum(row.all_node_hours for row in used),
+        kwh=sum_energies(used),
+        lower_bound=plan.lower_bound,
+        is_optimal=is_within(values[minimises], plan.lower_bound),
+        jobs=tuple(
+            PlannedJob(
+                job=job.job,
+                trainings=job.trainings,
+                batch=next(row.batch for row, name in zip(used, names, strict=True) if name == job.job),
+                max_batch=job.max_batch,
+                end=max(start.end for start, name in zip(starts, names, strict=True) if name == job.job),
+                cost=sum(row.cost for row, name in zip(used, names, strict=True) if name == job.job),
+                node_hours=sum(row.all_node_hours for row, name in zip(used, names, strict=True) if name == job.job),
+            )
+            for job in jobs
+        ),
+        waves=tuple(sorted(waves, key=lambda wave: wave.start)),
+        schedule=tuple(
+            JobTraining(start.hours, start.option.hours, row.nodes, row.cost, follows, name)
+            for start, row, follows, name in zip(starts, used, find_predecessors(starts, nodes), names, strict=True)
+        ),
+        at_fastest=at_fastest,
+        speedup=at_fastest.hours / hours,
+        currency=currency,
+        warnings=tuple(warnings),
+    )
+
+
+def _compute_at_fastest(
+    candidates: Candidates, jobs: Sequence[CandidatesOfJob], node_type: str, nodes: int
+) -> JobsAtFastest:
+    fastest = []
+    for job in jobs:
+        table = candidates.take(job.rows).select(type=node_type)
+        fastest.append(table.take(table["nodes"] <= nodes).ordered().prediction(0))
+    counts = [job.trainings for job in jobs]
+    counted = [(Option(row.nodes, row.hours, row.cost), count) for row, count in zip(fastest, counts, strict=True)]
+    starts = schedule_in_order(sorted(counted, key=lambda entry: -entry[0].hours), nodes)
+    return JobsAtFastest(
+        hours=compute_makespan(starts),
+        cost=sum_costs(starts),
+        node_hours=sum(count * row.all_node_hours for row, count in zip(fastest, counts, strict=True)),
+    )

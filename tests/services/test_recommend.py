@@ -187,7 +187,7 @@ def test_the_table_has_every_candidate_and_every_result(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
-        ({"max_nodes": 1}, "at most 1 nodes; the closest is 2 nodes"),
+        ({"max_nodes": 1}, "at most 1 node; the closest is 2 nodes"),
         ({"max_batch": 16}, "a batch of at most 16; the closest is .*batch 32"),
         ({"deadline_hours": 0.001}, r"a deadline of 3.60 s; the closest is 16 nodes.*: [0-9.]+ s, "),
         ({"budget": 0.01}, "a budget of 0.01; the closest is 2 nodes"),
@@ -201,6 +201,13 @@ def test_the_limit_that_leaves_nothing_is_named_with_the_closest(
     with pytest.raises(Infeasible, match=words):
         ask(run, **limits)
     assert run.recommendation() is None
+
+
+def test_nodes_whose_step_time_is_unknown_are_to_be_profiled(tmp_path: Path) -> None:
+    run = run_with(tmp_path, probe_all(Truth(), {1: (16, 64, 256)}))
+    with pytest.raises(Infeasible, match="only one node was measured") as caught:
+        ask(run, nodes=4)
+    assert caught.value.hint == "measure more: tula profile --set search.nodes=[4]"
 
 
 def test_limits_are_kept(run: RunDir) -> None:

@@ -220,11 +220,11 @@ def test_the_same_progress_is_told_apart_from_the_epochs_of_the_spec():
     assert "same progress" not in printed(recommend.render_recommendation(result))
 
 
-@pytest.mark.parametrize(("share", "shown"), [(0.034, "of that 3.4 % for refreshing"), (0.009, ""), (0.0, "")])
+@pytest.mark.parametrize(("share", "shown"), [(0.034, "includes 3.4 % for updating"), (0.009, ""), (0.0, "")])
 def test_refreshing_the_factors_is_told_where_it_is_more_than_a_hundredth(share: float, shown: str) -> None:
     choice = make.prediction(2, 256, refresh_share=share)
     text = explained(make.recommendation(choice=choice))
-    assert shown in text and ("refreshing" in text) == bool(shown)
+    assert shown in text and ("scaling factors of AGS" in text) == bool(shown)
 
 
 def test_accuracy_time_has_a_table_of_its_own():
@@ -506,7 +506,9 @@ def test_the_status_and_the_plan_tell_the_stage_of_a_batch_that_grows(run):
         in printed(show_status.render_status(snapshot(run, {train: "running"})))
     )
     (task,) = run.tasks()
-    value = task.spec.model_copy(update={"train": task.spec.train.model_copy(update={"ramp": "auto"})})
+    value = task.spec.model_copy(
+        update={"train": task.spec.train.model_copy(update={"ramp": "auto", "reference_batch": 32})}
+    )
     stage = StageSteps(batch=32, steps=9, step_time=0.05, step_low=None, step_high=None)
     predicted = make.prediction(2, 128).model_copy(update={"stages": (stage,)})
     plan = {
@@ -524,6 +526,9 @@ def test_the_status_and_the_plan_tell_the_stage_of_a_batch_that_grows(run):
     ):
         grown = types.SimpleNamespace(task=task.model_copy(update={"spec": value}), prediction=known, **plan)
         assert message in printed(show_train.render_train_plan(grown))
+    reference = value.model_copy(update={"train": value.train.model_copy(update={"reference_batch": 128})})
+    constant = types.SimpleNamespace(task=task.model_copy(update={"spec": reference}), prediction=None, **plan)
+    assert "The batch grows" not in printed(show_train.render_train_plan(constant))
     stages = tuple(Stage(begin=640 * k, epoch=0.5 * k, batch=32 << k, noise=40.0 * (k + 1)) for k in range(3))
     grown.task = grown.task.model_copy(update={"stages": stages})
     assert "batch 64 from epoch 0.500: noise scale 80.0; batch 128 from epoch 1.00: noise scale 120" in printed(
@@ -595,8 +600,8 @@ def test_the_status_tells_the_story_of_attempts(run):
     run.write_attempt(make.attempt(f"{name}-1", end=START + 30, **fields))
     run.write_attempt(make.attempt(f"{name}-2", start=START + 35, samples=640, allocation="8.0", hosts="n[3-4]"))
     text = printed(show_status.render_status(snapshot(run, {name: "running"})))
-    assert re.search(rf"{name}-1 +1 +2023-11-14 [\d:]+ +30\.0 +7\.0 +n\[1-2\] +2 +128 +0 +time_limit", text)
-    assert re.search(rf"{name}-2 +1 +2023-11-14 [\d:]+ +25\.0 +8\.0 +n\[3-4\] +2 +128 +640 +running", text)
+    assert re.search(rf"{name}-1 +1 +2023-11-14 [\d:]+ +30\.0 +7\.0 +n\[1-2\] +128 +0 +time_limit", text)
+    assert re.search(rf"{name}-2 +1 +2023-11-14 [\d:]+ +25\.0 +8\.0 +n\[3-4\] +128 +640 +running", text)
     assert f"{name}-2 follows: {cause}\n" in text
     assert re.search(rf"{name}-2 .* 640 +lost", printed(show_status.render_status(snapshot(run))))
 
@@ -606,7 +611,7 @@ def test_attempts_on_this_machine_have_no_allocation(run):
     run.write_attempt(make.attempt(name, end=START + 20))
     text = printed(show_status.render_status(snapshot(run)))
     assert "allocation" not in text
-    assert re.search(rf"{name} +1 +2023-11-14 [\d:]+ +20\.0 +n1 +2 +- +- +done", text)
+    assert re.search(rf"{name} +1 +2023-11-14 [\d:]+ +20\.0 +n1 +2 +done", text)
 
 
 def test_a_queued_job_shows_its_reason_and_expected_start(run):
@@ -673,7 +678,10 @@ def test_a_script_is_shown_by_its_name_and_as_long_as_it_is(tmp_path, length, pl
     assert planned in text and "checkpoints: saves each epoch\n" in text
     assert "a test of at most 20 min on 1 node checks that the script can resume (--no-rehearse" in text
     assert now in show_status.describe_training(snapshot(value).training)
-    assert re.search(r"finetune\.py +- +0", printed(show_status.render_runs(run_list.list_runs(tmp_path), width=120)))
+    assert re.search(
+        r"finetune\.py +- +0",
+        printed(show_status.render_runs(run_list.list_runs(tmp_path), width=120, on_terminal=False)),
+    )
 
 
 def test_the_plan_of_a_finished_training_says_so_and_promises_nothing(run):
@@ -689,7 +697,7 @@ def test_the_plan_of_a_finished_training_says_so_and_promises_nothing(run):
 def test_a_running_probe_names_both_batches(run):
     name = make.add_probes(run, 2, (16, 32))
     text = printed([show_status.make_jobs_table(snapshot(run, {name: "running"}).jobs)])
-    assert re.search(r"probe-n002 +running +2 +0/2 +32 +16 ", text)
+    assert re.search(r"probe-n002 +running +2 +0/2 +32 \(16\) ", text)
 
 
 def test_the_schedulers_id_is_shown_where_there_is_a_scheduler(run):
@@ -703,9 +711,12 @@ def test_the_list_of_runs(run):
     make.add_measured(run, 1, 32)
     damaged = RunDir.create(run.path.parent, make.spec(name="other"))
     (damaged.path / "spec.yaml").write_text("[")
-    text = printed(show_status.render_runs(run_list.list_runs(run.path.parent), width=80))
+    runs = run_list.list_runs(run.path.parent)
+    text = printed(show_status.render_runs(runs, width=80, on_terminal=False))
     assert re.search(rf"{run.id} +2023-11-14 [\d:]+ +resnet18 +digits +1", text)
     assert f"{damaged.id} cannot be read" in text
+    narrow = printed(show_status.render_runs(runs, width=76, on_terminal=True)).splitlines()
+    assert "resnet18" not in narrow[3] and max(map(len, narrow[:4])) <= 76
 
 
 # --- live

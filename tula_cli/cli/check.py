@@ -107,7 +107,7 @@ def init(
         method, line = default["method"], get_training_method(default["method"]).describe(None, reason)
         screen.warn_all(made.warnings)
     write_atomic(output, with_schema(text if full else shorten_job(text), output), mode=MODE_FOR_ALL)
-    if kind == "slurm":
+    if kind == "slurm" and script is None:
         screen.note(show_check.describe_site(offered))
     screen.note(f"train.method is {method}: {get_training_method(method).summary.partition(';')[0]}.")
     screen.answer({"path": output, "kind": kind, "site": offered, "method_line": line, **data}, lines)

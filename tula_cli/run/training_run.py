@@ -128,6 +128,11 @@ class TrainingRun:
         best = self.path / "best"
         return best if best.exists() else None
 
+    def script_output(self) -> Path | None:
+        """Return the output folder of a script (`{out}`) that was written last; None without a script."""
+        folders = [path for path in self.path.glob("out*") if path.is_dir()]
+        return max(folders, key=lambda path: path.stat().st_mtime, default=None)
+
     def evaluations(self) -> list[EvaluationRecord]:
         """Return the results of `tula evaluate` on its weights, oldest first."""
         evaluations = [

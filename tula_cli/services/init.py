@@ -425,7 +425,7 @@ class _Request:
             written = self.options["ntasks"].written
             raise Unknown(
                 f"#SBATCH {written} does not specify the number of nodes",
-                "add a line #SBATCH --nodes=1, with the number",
+                "add a line #SBATCH --nodes=N with the number of nodes",
                 key=NODES,
                 question=f"number of nodes of the tasks (#SBATCH {written})?",
             )
@@ -590,7 +590,9 @@ def _list_setting_lines(
     yield TemplateLine(
         "cluster.slurm.exclusive",
         str(exclusive).lower(),
-        "whole nodes" if exclusive else "as in the script; true: whole nodes, whose times no neighbour spoils",
+        "whole nodes"
+        if exclusive
+        else "as in the script; true: whole nodes, so that other jobs do not change step times",
     )
     extra = _list_extra_options(request.options) | (
         {"gres": other_resources} if (other_resources := request.other_resources) else {}
@@ -611,7 +613,7 @@ def _list_measuring_settings(request: _Request, offered: Site | None) -> Iterato
         yield TemplateLine(
             "cluster.slurm.minutes", str(limit), f"time limit of a training job, --time {request.text('time')}"
         )
-    partition = next((p for p in offered.partitions if p.name == request.text("partition")), None) if offered else None
+    partition = offered.find_partition(request.text("partition")) if offered else None
     most = partition.usable if partition is not None and partition.usable else 2 * request.nodes
     nodes = sorted({max(1, request.nodes // 2), request.nodes, min(most, 2 * request.nodes)})
     minutes = max(1, min(_MINUTES, (limit or _MINUTES) - ROOM))

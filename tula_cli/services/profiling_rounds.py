@@ -279,7 +279,10 @@ class _Profiling:
             missing = [(run, plan) for run, plan in planned if plan.missing and run.name not in stopped]
             if not missing:
                 save_runs([run for run, _ in planned], self.file)
-                yield Note(_describe_nothing_missing(planned))
+                if not any(
+                    plan.certainty for _, plan in planned
+                ):  # the report says when a search in rounds is finished
+                    yield Note("every probe has a result already")
                 break
             jobs = yield from self._start(planned, missing)
             if not all(self.wait_policy.should_wait(submitted.run.spec) for submitted in jobs):
@@ -360,10 +363,6 @@ class _Profiling:
                 yield from wait_for_jobs(submitted.run, submitted.launcher, submitted.started, wait_policy)
         except KeyboardInterrupt:
             raise self._interruption(jobs) from None
-
-
-def _describe_nothing_missing(planned: Plans) -> str:
-    return next((plan.certainty for _, plan in planned if plan.certainty), "every probe has a result already")
 
 
 def _list_submitted_probes(planned: Plans, jobs: Sequence[_SubmittedRun]) -> Work[SubmittedProbes]:

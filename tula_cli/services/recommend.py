@@ -54,7 +54,7 @@ from tula_cli.services.wall_times import describe_chain, select_within_bins
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.spec.workload import get_workload
-from tula_cli.words import format_count, format_duration, is_too_wide
+from tula_cli.words import format_count, format_duration, is_too_wide, join_words
 
 if TYPE_CHECKING:
     from tula_cli.cluster.launcher import Launcher
@@ -272,14 +272,19 @@ def _select_candidates(all_measurements: Sequence[TypeMeasurements], query: Quer
 def _make_nothing_fits_error(estimator: Estimator, query: Query) -> Infeasible:
     """Return an error with the reason why the first candidate on the requested nodes cannot run, or is not known."""
     on = f" on {format_count(query.nodes)}" if query.nodes is not None else ""
-    tried = estimator.configurations(query.node_counts)
-    whys = (estimator.describe_why_not_startable(config) or estimator.describe_why_unknown(config) for config in tried)
-    why = next(filter(None, whys), "no batch divides among its GPUs")
-    hint = (
-        "tula recommend without --nodes shows those that are"
-        if on
-        else "tula check shows which configurations are searched"
-    )
+    tried = list(estimator.configurations(query.node_counts))
+    startable = [config for config in tried if not estimator.describe_why_not_startable(config)]
+    if startable:  # but not known
+        nodes = join_words(sorted({config.nodes for config in startable}))
+        why = next(filter(None, map(estimator.describe_why_unknown, startable)), "")
+        hint = f"measure more: tula profile --set search.nodes=[{nodes}]"
+    else:
+        why = next(filter(None, map(estimator.describe_why_not_startable, tried)), "no batch divides among its GPUs")
+        hint = (
+            "tula recommend without --nodes shows those that are"
+            if on
+            else "tula check shows which configurations are searched"
+        )
     return Infeasible(f"no configuration is feasible{on}: {why}", hint)
 
 
@@ -314,7 +319,7 @@ def _format_below(value: float, bound: float) -> str:
 def _describe_limit(limit: Limit, query: Query) -> str:
     progress = " to the same progress" if query.same_progress else ""
     if limit.option == "max_nodes":
-        return f"at most {limit.bound:g} nodes"
+        return f"at most {format_count(int(limit.bound))}"
     if limit.option == "max_batch":
         return f"a batch of at most {limit.bound:g}"
     if limit.option == "min_efficiency":

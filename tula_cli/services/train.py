@@ -99,7 +99,7 @@ def choose_run_to_train(runs: Sequence[Run], node_type: str | None) -> Run:
     if chosen is None:
         raise BadMeasurements(
             f"{runs[0].job_name} has no recommendation, and --type is not given",
-            "run tula recommend first, or name all: tula train --type NAME --nodes N --batch B",
+            "run tula recommend first, or give all three options: tula train --type NAME --nodes N --batch B",
         )
     return bill_run_by_site(chosen)
 

@@ -95,7 +95,7 @@ def _render_settled_plan(plan: "ProfilePlan") -> Iterator["RenderableType"]:
     if any(task.bounds for task in plan.tasks):
         yield "one job for all trials, each in new processes: what follows depends on the results"
     elif plan.reasons:
-        yield "one round of several: what follows depends on its results and stays within search.max_node_hours"
+        yield "This is one round of several. Later rounds depend on its results and stay within search.max_node_hours."
     yield describe_upper_bound(plan.minutes_at_most / 60, plan.node_hours_at_most, plan.price_at_most, plan.currency)
     yield f"price: {plan.price}"
 

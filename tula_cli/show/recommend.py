@@ -273,7 +273,7 @@ def _describe_refreshes(recommendation: "Recommendation") -> Iterator[str]:
     """Report the share of the choice's time spent on refreshing scaling factors, if it exceeds 1 %."""
     share = recommendation.choice.refresh_share
     if share is not None and share > 0.01:
-        yield f"of that {100 * share:.2g} % for refreshing the scaling factors (ags.refresh says how often)"
+        yield f"includes {100 * share:.2g} % for updating the scaling factors of AGS (see ags.refresh)"
 
 
 def render_same_progress(recommendation: "Recommendation") -> "Table":

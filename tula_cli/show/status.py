@@ -4,7 +4,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tula_cli.show.tables import describe_place, format_or_dash, make_table, render_by_type, render_long_table
+from tula_cli.show.tables import (
+    describe_place,
+    format_or_dash,
+    make_table,
+    make_table_of_columns,
+    measure_long_table,
+    render_by_type,
+    render_long_table,
+)
 from tula_cli.words import (
     choose_time_unit,
     describe_node_counts,
@@ -110,28 +118,23 @@ def make_attempts_table(now: "RunStatus") -> "Table":
     newest = {row.job: row.attempt for row in now.attempts}  # oldest first
     seconds = [_count_attempt_seconds(row.attempt, now.at if row.job in active else None) for row in now.attempts]
     divisor, unit = choose_time_unit(max(took or 0.0 for took in seconds))
-    allocated = any(row.attempt.allocation for row in now.attempts)
-    made = make_table(
-        ("task", "attempt", "started", f"duration\n({unit})", *(["allocation"] if allocated else []), "hosts", "nodes",
-         "batch", "first\nsample", "outcome"),
-        left=(0, 2, 4, 5, 9) if allocated else (0, 2, 4, 8),
-    )  # fmt: skip
-    for row, took in zip(now.attempts, seconds, strict=True):
-        attempt = row.attempt
-        state = attempt.outcome or _open(states.get(row.job), newest=newest[row.job] is attempt)
-        made.add_row(
-            attempt.task,
-            str(attempt.number),
-            format_moment(attempt.started_at),
-            "-" if took is None else format_number(took / divisor),
-            *([attempt.allocation] if allocated else []),
-            attempt.hosts or attempt.host,
-            str(row.nodes),
-            "-" if row.batch is None else str(row.batch),
-            "-" if attempt.samples is None else str(attempt.samples),
-            Text(state, STATE_STYLES.get(state, "bold red")),
-        )
-    return made
+    outcomes = [
+        row.attempt.outcome or _open(states.get(row.job), newest=newest[row.job] is row.attempt) for row in now.attempts
+    ]
+    has_resumed = any(row.attempt.samples for row in now.attempts)
+    columns: dict[str, Sequence[str | Text]] = {
+        "task": [row.attempt.task for row in now.attempts],
+        "at-\ntempt": [str(row.attempt.number) for row in now.attempts],
+        "started": [format_moment(row.attempt.started_at) for row in now.attempts],
+        f"time\n({unit})": ["-" if took is None else format_number(took / divisor) for took in seconds],
+        "allocation": [row.attempt.allocation or "-" for row in now.attempts],
+        "hosts": [row.attempt.hosts or row.attempt.host for row in now.attempts],
+        "nodes": ["-" if row.attempt.allocation else str(row.nodes) for row in now.attempts],  # the hosts show it
+        "batch": ["-" if row.batch is None else str(row.batch) for row in now.attempts],
+        "first\nsample": [str(row.attempt.samples or 0) if has_resumed else "-" for row in now.attempts],
+        "outcome": [Text(outcome, STATE_STYLES.get(outcome, "bold red")) for outcome in outcomes],
+    }
+    return make_table_of_columns(columns, left=("task", "started", "allocation", "hosts", "outcome"))
 
 
 def _open(job: "JobState | None", *, newest: bool) -> str:
@@ -164,25 +167,20 @@ def make_jobs_table(rows: Iterable["JobStatus"]) -> "Table":
 
     job_rows = list(rows)
     divisor, unit = choose_time_unit(max((job.elapsed or 0.0) + (job.left or 0.0) for job in job_rows))
-    ids = {job.scheduler_id for job in job_rows if job.scheduler != "local"}
-    columns = ["job", *(["scheduler's\nid"] if ids else []), "state", "nodes", "probes", "current\nbatch", "batch\n/GPU",
-               f"elapsed\n({unit})", f"remaining\n({unit})", "used\n(node-h)", "remaining\n(node-h)"]  # fmt: skip
-    made = make_table(columns, left=range(columns.index("state") + 1))
-    for job in job_rows:
-        made.add_row(
-            job.id,
-            *([job.scheduler_id] if ids else []),
-            Text(job.state, STATE_STYLES.get(job.state, "")),
-            str(job.nodes),
-            f"{job.done}/{job.total}" if job.kind == "probe" else "-",
-            "-" if job.now is None else str(job.now.batch),
-            "-" if job.now is None else str(job.now.local_batch),
-            "-" if job.elapsed is None else format_number(job.elapsed / divisor),
-            "-" if job.left is None else format_number(job.left / divisor),
-            format_number(job.node_hours),
-            format_number(job.node_hours_left),
-        )
-    return made
+    columns: dict[str, Sequence[str | Text]] = {
+        "job": [job.id for job in job_rows],
+        "scheduler\nid": ["-" if job.scheduler == "local" else job.scheduler_id for job in job_rows],
+        "state": [Text(job.state, STATE_STYLES.get(job.state, "")) for job in job_rows],
+        "nodes": [str(job.nodes) for job in job_rows],
+        "probes": [f"{job.done}/{job.total}" if job.kind == "probe" else "-" for job in job_rows],
+        "batch\n(/GPU)": ["-" if job.now is None else f"{job.now.batch} ({job.now.local_batch})" for job in job_rows],
+        f"elapsed\n({unit})": [
+            "-" if job.elapsed is None else format_number(job.elapsed / divisor) for job in job_rows
+        ],
+        f"remain-\ning ({unit})": ["-" if job.left is None else format_number(job.left / divisor) for job in job_rows],
+        "node-\nhours": [format_number(job.node_hours) for job in job_rows],
+    }
+    return make_table_of_columns(columns, left=("job", "scheduler\nid", "state"))
 
 
 def _describe_noise(row: Mapping[str, Any]) -> str:
@@ -315,10 +313,18 @@ def make_branches_table(branches: "Sequence[Branch]", chosen: str | None) -> "Ta
     return made
 
 
-def render_runs(run_summaries: "Sequence[RunSummary]", *, width: int) -> Iterator["RenderableType"]:
-    """Yield a table with one row per run, `width` columns wide, then runs and records that cannot be read."""
-    columns = ("run", "last change", "model", "dataset", "probes", "nodes", "batch", "trainings", "best result")
-    yield from render_long_table(columns, [_run(run) for run in run_summaries], left=range(4), width=width)
+def render_runs(run_summaries: "Sequence[RunSummary]", *, width: int, on_terminal: bool) -> Iterator["RenderableType"]:
+    """Yield a table with one row per run, then runs and records that cannot be read.
+
+    A terminal that is narrower than the table gets it without model and dataset.
+    """
+    columns = ["run", "last change", "model", "dataset", "probes", "chosen\nnodes", "chosen\nbatch", "train-\nings", "best result"]  # fmt: skip
+    rows = [_run(run) for run in run_summaries]
+    texts = 4
+    if on_terminal and measure_long_table(columns, rows) > width:
+        texts = 2
+        columns, *rows = ([*row[:2], *row[4:]] for row in (columns, *rows))
+    yield from render_long_table(columns, rows, left=range(texts), width=width)
     yield from (f"{run.id} cannot be read: {run.problem}" for run in run_summaries if run.problem)
     yield from (f"{run.id}: {words}, and left out" for run in run_summaries for words in run.damaged)
 

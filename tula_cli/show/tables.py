@@ -1,7 +1,7 @@
 """Tables and text lines that fit the screen."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tula_cli.words import (
@@ -18,6 +18,7 @@ from tula_cli.words import (
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
+    from rich.text import Text
 
     from tula_cli.run.records.recommendations import Prediction, Recommendation
 
@@ -39,6 +40,26 @@ def make_table(columns: Sequence[str], *, left: Iterable[int] = (0,)) -> "Table"
     for index, heading in enumerate(columns):
         made.add_column(heading, justify="left" if index in words else "right", no_wrap=True, vertical="bottom")
     return made
+
+
+def make_table_of_columns(columns: "Mapping[str, Sequence[str | Text]]", *, left: Collection[str]) -> "Table":
+    """Return a table of cells by heading; a column without a value (all `-`) is left out.
+
+    Columns whose heading is in `left` hold text, the others numbers.
+    """
+    known = {heading: cells for heading, cells in columns.items() if any(str(cell) != "-" for cell in cells)}
+    made = make_table(list(known), left=[index for index, heading in enumerate(known) if heading in left])
+    for cells in zip(*known.values(), strict=True):
+        made.add_row(*cells)
+    return made
+
+
+def measure_long_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """Return the width of a table of `render_long_table` with the smallest gap between its columns."""
+    from rich.cells import cell_len
+
+    cells = [[*heading.split("\n"), *column] for heading, *column in zip(columns, *rows, strict=True)]
+    return sum(max(map(cell_len, column)) for column in cells) + len(cells) - 1
 
 
 def render_long_table(
@@ -73,18 +94,32 @@ def render_long_table(
 
 
 def print_part(console: "Console", part: "RenderableType") -> None:
-    """Print a part; tables keep the width they need, and text is wrapped only on a terminal."""
+    """Print a part: on a terminal within its width; elsewhere rows of tables and sentences stay whole, for grep and awk."""
     from rich.table import Table
     from rich.text import Text
 
     if isinstance(part, Table):
-        width = console.width
-        console.width = max(width, fit(part, console))
+        width, needed = console.width, fit(part, console)
+        if needed > width and console.is_terminal:
+            needed -= _wrap_text_columns(part)
+        console.width = max(width, needed)
         console.print(part, crop=False)
         console.width = width
     else:
         keeps = isinstance(part, Text) and part.no_wrap  # a long table's lines
         console.print(part, soft_wrap=keeps or not console.is_terminal)
+
+
+def _wrap_text_columns(part: "Table") -> int:
+    """Let text continue on further lines of its cell, without cutting words; return by how much this may narrow it."""
+    saved = 0
+    for column in part.columns:
+        if column.justify == "left":
+            lines = [line for cell in (column.header, *column.cells) for line in str(cell).split("\n")]
+            longest_word = max((len(word) for line in lines for word in line.split()), default=0)
+            column.no_wrap, column.min_width = False, longest_word
+            saved += max(map(len, lines)) - longest_word
+    return saved
 
 
 def fit(part: "Table", console: "Console") -> int:

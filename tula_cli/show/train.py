@@ -124,7 +124,7 @@ def _describe_planned_stages(task: "TrainTask", predicted: "Prediction | None") 
         return
     if task.spec.train.stages == "decay" and task.stages:
         yield f"The batch grows in place of a decaying learning rate: {describe_stages(task.stages)}"
-    elif predicted is None or not predicted.stages:
+    elif (predicted is None or not predicted.stages) and task.batch > task.spec.train.reference_batch:
         yield "The batch grows over the first epochs (train.ramp); the log shows when."
     if predicted is None or not predicted.stages:
         return
@@ -272,10 +272,11 @@ def render_summary(
     summary: "Summary",
     *,
     weights: "Path | None" = None,
+    script_output: "Path | None" = None,
     charge: "SiteCharge | None" = None,
     gain: "Gain | None" = None,
 ) -> Iterator["RenderableType"]:
-    """Yield predicted and actual values, result metrics, the path of the best weights, and what was gained."""
+    """Yield predicted and actual values, result metrics, the path of the best weights or of a script's files, and what was gained."""
     changed = "" if summary.batch == summary.start_batch else f" (started with {summary.start_batch})"
     at = f", {_describe_best_epoch(summary)} at epoch {summary.best_epoch}" * bool(
         summary.best_epoch
@@ -310,6 +311,8 @@ def render_summary(
     yield from (f"warning: {text}" for text in summary.warnings)
     if weights is not None:
         yield f"best weights: {make_relative_path(weights)}"
+    if script_output is not None:
+        yield f"files of the script: {make_relative_path(script_output)}"
     if gain is not None:
         yield gain.text
 

@@ -125,7 +125,7 @@ class TrainingMethod:
             return (
                 ""
                 if self.orthogonalises
-                else "If its optimizer is AdamW or Adam, try train.method: ortho with tula compare"
+                else "If the script uses Adam or AdamW, try train.method: ortho with tula compare"
             )
         if optimizer == "Muon":
             return (
@@ -161,7 +161,7 @@ _METHODS = (
         is_arm=True,
         on_scripts=True,
         on_shares=True,
-        summary="the unchanged large batch; costs nothing",
+        summary="the large batch without changes",
     ),
     TrainingMethod(
         "lrs",
@@ -170,7 +170,7 @@ _METHODS = (
         lr_scaling="linear",
         warmup_epochs=5.0,
         refuses_lr_scaling={"none": "method lrs scales the learning rate; with lr_scaling: none, use method lbt"},
-        summary="the large batch with a scaled learning rate; costs nothing",
+        summary="the large batch with a scaled learning rate",
     ),
     TrainingMethod(
         "lars",
@@ -236,7 +236,7 @@ _METHODS = (
         is_arm=True,
         ramps=True,
         on_shares=True,
-        summary="batch and learning rate grow over the first epochs, with orthogonalised updates; costs smaller batches at first",
+        summary="batch and learning rate grow over the first epochs, with orthogonalised updates; the small batches at the start take more time",
     ),
     TrainingMethod(
         "schedule_free",

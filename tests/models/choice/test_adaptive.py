@@ -74,7 +74,7 @@ def test_ends_near_the_optimum_with_a_part_of_the_probes() -> None:
         return true[min(grid, key=lambda p: guess[p])] / min(true.values()) - 1
 
     assert lost(0) < 0.02 and lost(1) < 0.02
-    assert all("expected regret" in proposal.words for proposal in message)
+    assert all("Expected regret" in proposal.words for proposal in message)
 
 
 def test_never_proposes_what_was_probed_or_the_same_twice() -> None:
@@ -110,8 +110,8 @@ def test_a_short_training_is_worth_no_probe() -> None:
     probed = {(1, 64), (1, 1024), (8, 8)}
     short = [dataclasses.replace(c, steps=c.steps / 1e5) for c in candidates(places(), probed)]
     proposal = propose(fitted(probed), short, tolerance=0.01)
-    assert not proposal.picks and "every further probe would cost more" in proposal.words
-    assert "the training takes" in proposal.words
+    assert not proposal.picks and "a further probe would cost more" in proposal.words
+    assert "The training takes" in proposal.words
 
 
 def test_probing_lowers_the_expected_regret() -> None:

@@ -252,7 +252,11 @@ def test_one_seed_has_two_rounds_and_no_deviation(run: RunDir) -> None:
     launcher = Trains(short={"ags": 69.5})
     report = trained(run, launcher, grid(seeds=1))
     assert launcher.trained == {"ramp": ["s", "5"], "ags": ["s", "5"], "lrs": ["s"], "ortho": ["s"], "lbt": ["5"]}
-    assert report.complete and not any(row.dropped for row in report.rows) and "not distinguishable" in report.answer
+    assert (
+        report.complete
+        and not any(row.dropped for row in report.rows)
+        and "no method is best beyond the noise" in report.answer
+    )
 
 
 @pytest.mark.parametrize(
@@ -395,7 +399,7 @@ def test_dropped_rows_are_shown_apart_with_their_epochs_and_the_reason(run: RunD
     assert (report.finished, report.total, report.undecided) == (16, 16, 0)
     shown = [str(line) for line in show_compare.render_comparison(report, width=100, color=False)]
     assert "round 1: 4 of 16 epochs, one seed; not to be compared with full trainings" in shown
-    assert report.answer in shown and "not distinguishable: ramp has top1 90.00 ± 1.0" in report.answer
+    assert report.answer in shown and "noise of the seeds: ramp has top1 90.00 ± 1.0" in report.answer
 
 
 def test_a_row_that_is_far_behind_after_a_seed_keeps_its_line_and_is_no_equal(run: RunDir) -> None:
@@ -453,7 +457,8 @@ def test_rows_differ_beyond_the_noise_of_two_seeds(values: Any, differs: bool) -
 def test_differences_within_noise_are_said_not_to_be_distinguishable(run: RunDir) -> None:
     report = trained(run, Trains({**SCORES, "lbt": 90.0, "lrs": 89.5}))
     assert (
-        "not distinguishable: lbt has top1" in report.answer and "ramp 90.00 ± 1.0 and lrs 89.50 ± 1.0" in report.answer
+        "noise of the seeds: lbt has top1" in report.answer
+        and "ramp has 90.00 ± 1.0, lrs has 89.50 ± 1.0" in report.answer
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tula_cli.cluster.slurm.site import NodeKind, Partition, Site
 from tula_cli.errors import SpecError
 from tula_cli.services.init import FromCommand, make_job_from_sbatch
 from tula_cli.spec.job import JobSpec
@@ -49,6 +50,19 @@ def test_a_script_is_a_job(name: str) -> None:
     assert all(line in setup.splitlines() for line in row.get("setup", []))
     assert "not_setup" not in row or row["not_setup"] not in setup
     assert row.get("warning", "") in " ".join(job.warnings)
+
+
+def test_no_more_nodes_are_searched_than_the_default_partition_has() -> None:
+    partitions = (
+        Partition("main", True, True, 120, None, (NodeKind(2, 48, 256_000, ()),)),
+        Partition("large", False, True, 120, None, (NodeKind(64, 48, 256_000, ()),)),
+    )
+    script = "#!/bin/bash\n#SBATCH --nodes=2\n{}srun torchrun --nnodes 2 train.py --batch-size 64 --epochs 10\n"
+    searched = [
+        loaded(make_job_from_sbatch(script.format(line), "train.sbatch", Site(partitions, ()))).search.nodes
+        for line in ("", "#SBATCH --partition=large\n")
+    ]
+    assert [list(nodes) for nodes in searched] == [[1, 2], [1, 2, 4]]
 
 
 @pytest.mark.parametrize("name", [name for name, row in EXPECTED.items() if "refused" in row])

@@ -88,6 +88,10 @@ class Site:
         named = [partition for partition in self.partitions if partition.default]
         return named[0] if named else self.partitions[0] if len(self.partitions) == 1 else None
 
+    def find_partition(self, name: str) -> Partition | None:
+        """Return the partition of a job that requests `name`, the default one if it is empty; None if unknown."""
+        return next((each for each in self.partitions if each.name == name), None) if name else self.default
+
 
 # --- asking
 

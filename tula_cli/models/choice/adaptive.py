@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tula_cli.models.time.noise import Z90
 from tula_cli.models.time.steptime import DEFAULT_REPEAT_SD, StepTimeFit
-from tula_cli.words import describe_probe_place
+from tula_cli.words import describe_probe_place, format_percent
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -91,19 +91,25 @@ def propose(fit: StepTimeFit, candidates: Sequence[Candidate], *, tolerance: flo
     belief = _Belief.of(fit, candidates)
     problem = _Problem.of(candidates)
     regrets = problem.regrets(belief)
-    regret_words = ", ".join(f"{name} {regret:.1%}" for name, regret in regrets.items())
-    words = f"expected regret of deciding now: {regret_words}"
+    regret_words = ", ".join(f"{name} {_format_regret(regret)}" for name, regret in regrets.items())
+    words = f"Expected regret of choosing now: {regret_words}"
     open_ = np.array([candidate.measured is None for candidate in candidates])
     if max(regrets.values()) <= tolerance:
-        return Proposal((), regrets, f"{words}; settled")
+        return Proposal((), regrets, f"The search is finished: the choice is settled. {words}.")
     training = problem.node_seconds(belief.mean)
     picks = tuple(_round(problem, belief, open_, tolerance, training))
-    takes = f"the training takes {training / 3600:.2g} node-hours in its fastest configuration"
+    takes = f"The training takes {training / 3600:.2g} node-hours in its fastest configuration."
     return Proposal(
         picks,
         regrets,
-        words if picks else f"{words}; every further probe would cost more than it is expected to save: {takes}",
+        f"{words}."
+        if picks
+        else f"The search is finished: a further probe would cost more than it saves. {takes} {words}.",
     )
+
+
+def _format_regret(regret: float) -> str:
+    return "more than 100 %" if regret > 1 else f"{format_percent(regret)} %"
 
 
 @dataclass(frozen=True)

@@ -245,7 +245,7 @@ def _describe_time_change(time: Change, before: Prediction, after: Prediction | 
         is_after = after is not None and _compute_log_deviation(after) >= _compute_log_deviation(before)
         row, whose = (after, "") if after is not None and is_after else (before, " of today's")
         ends = (format_number(3600 * (hours or 0.0) / divisor) for hours in (row.hours_low, row.hours_high))
-        return f"time uncertain ({values}, 90 %{whose}: {' to '.join(ends)} {unit})"
+        return f"time uncertain ({values}; 90 % interval{whose}: {' to '.join(ends)} {unit})"
     factor = format_number(max(time.ratio, 1 / time.ratio), 2)
     return f"{factor}x {'faster' if time.ratio > 1 else 'slower'} ({values})"
 
@@ -323,7 +323,7 @@ def _describe_preference(
     best = better.prediction(int(np.argmin(better["cost"])))
     deviation = math.hypot(_compute_log_deviation(best), _compute_log_deviation(chosen))
     time = _compare(chosen.hours, best.hours, deviation)
-    noise = " within noise" if _is_about_equal(time) else " (uncertain)" * time.within_noise
+    noise = " (within noise)" if _is_about_equal(time) else " (uncertain)" * time.within_noise
     cheaper = 100 * (1 - best.cost / chosen.cost)
     saved = f"{format_number(100 * (1 - best.hours / chosen.hours), 2)} % faster{noise} and {cheaper:.0f} % cheaper"
     why = "a larger batch saves little more time" + " and may cost accuracy" * (best.batch > reference_batch)

@@ -442,10 +442,10 @@ def describe_best(report: CompareReport) -> str:
         if row is not first and not row.dropped and not differs_beyond_noise(first, row, report.metric)
     ]
     if alike:
-        alternatives = " and ".join(f"{row.method} {describe_spread(row.stat(report.metric))}" for row in alike)
+        alternatives = ", ".join(f"{row.method} has {describe_spread(row.stat(report.metric))}" for row in alike)
         return (
-            f"At batch {batch} the best methods are not distinguishable: {first.method} has {result}, and {alternatives}"
-            f"{progress}; compare more seeds (tula compare --seeds {max(5, 2 * first.seeds)})."
+            f"At batch {batch} no method is best beyond the noise of the seeds: {first.method} has {result}; {alternatives}"
+            f"{progress}. To tell them apart, train more seeds: tula compare --seeds {max(5, 2 * first.seeds)}."
         )
     if len(candidates) == 1:
         return f"At batch {batch}, only {first.method} has a result: {result}{progress}."
@@ -562,9 +562,9 @@ def _judge_accuracy(reference: "ComparisonRow", row: "ComparisonRow", metric: st
     error, percent = compute_standard_error(small, large), metric in ("top1", "top5")
     within = MAX_POINTS_LOST if percent else MAX_SHARE_LOST * abs(small.mean)
     keeps = row.gap + (Z90 * error if error is not None else 0.0) <= within
-    unit = " points of" if percent else " of"
-    spread = f" +- {format_number(error)}" if error is not None else ""
-    description = f"{format_number(abs(row.gap))}{spread}{unit} {metric} {'worse' if row.gap > 0 else 'better'} than batch {reference.batch}"
+    spread = f" ± {format_number(error)}" if error is not None else ""
+    amount = f"{format_number(abs(row.gap))}{spread}{' points' if percent else ''}"
+    description = f"{amount} {'worse' if row.gap > 0 else 'better'} in {metric} than batch {reference.batch}"
     seeds = min(small.n, large.n)
     outcome: Literal["keeps", "may lose"] = "keeps" if keeps else "may lose"
     return Accuracy(
@@ -575,5 +575,5 @@ def _judge_accuracy(reference: "ComparisonRow", row: "ComparisonRow", metric: st
         gap=row.gap,
         error=error,
         seeds=seeds,
-        words=f"{outcome} it: {row.method} at batch {row.batch} was {description} (tula compare, {format_count(seeds, 'seed')})",
+        words=f"{'kept' if keeps else 'may be lower'}: {row.method} at batch {row.batch} was {description} (tula compare, {format_count(seeds, 'seed')})",
     )

@@ -21,12 +21,6 @@ PROJECT_FILE = Path(__file__).parents[1] / "pyproject.toml"
 """The project file of a source tree; it does not exist beside an installed package."""
 
 
-def find_module_of_extra(name: str) -> str | None:
-    """Return the dotted name of an optional package, without importing it; None if no installed package provides it."""
-    entry = _find_entry_points().get(name)
-    return entry.module if entry else None
-
-
 def load_extra(name: str) -> Any:
     """Return the object that the entry point of an optional package names.
 

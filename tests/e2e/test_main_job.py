@@ -114,7 +114,7 @@ def test_the_main_job_from_profile_to_trained_model(tula, tmp_path: Path, open_u
 
 
 def test_out_of_memory_relaunches_at_the_next_smaller_batch_with_samples_and_schedule_right(tula) -> None:
-    shrink = ("--set", LIMIT, "--set", "train.oom_policy=shrink", "--set", "export=[{to: tensorboard, by: job}]")
+    shrink = ("--set", LIMIT, "--set", "train.oom_policy=shrink", "--set", "export=[{to: tensorboard}]")
     summary = tula("train", "job.yaml", "--nodes", "1", "--batch", "1024", *shrink)["data"]
     assert summary["start_batch"] == 1024
     assert summary["batch"] < 1024
@@ -133,7 +133,7 @@ def test_out_of_memory_relaunches_at_the_next_smaller_batch_with_samples_and_sch
     rates = {row["epoch"]: row["lr"] for row in rows if row["kind"] == "epoch"}
     assert rates == {1: 0.05, 2: 0.05, 3: 0.025}
     board = EventAccumulator(str(run.path / "exports" / "tensorboard" / run.id / f"train-{summary['signature']}"))
-    board.Reload()  # what the supervisor has had written beside the training
+    board.Reload()  # what the waiting command has written beside the training
     assert [result.step for result in board.Scalars("eval/top1")] == ends
     assert [outcome.value for outcome in board.Scalars("attempt")][-1] == len(starts)
     assert board.Scalars("summary/attempts")[-1].value == summary["attempts"]

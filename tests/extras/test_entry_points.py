@@ -13,7 +13,7 @@ import pytest
 from tula_cli import entry_points
 from tula_cli.cli import app
 from tula_cli.cli.options import ExtraCommand
-from tula_cli.entry_points import GROUP, find_extra, find_module_of_extra, load_extra
+from tula_cli.entry_points import GROUP, find_extra, load_extra
 from tula_cli.errors import SpecError
 from tula_cli.run.package import keep_package
 from tula_cli.show.screen import Screen
@@ -36,15 +36,17 @@ def test_every_optional_package_has_a_folder_an_entry_point_and_a_pip_extra() ->
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_an_entry_point_names_the_object_of_its_package(name: str) -> None:
-    assert find_module_of_extra(name) == f"tula_cli.extras.{name}"
     assert load_extra(name) is find_extra(name)
+    assert type(load_extra(name)).__module__ == f"tula_cli.extras.{name}"
 
 
 def test_a_source_tree_that_is_only_on_the_path_has_the_packages_of_its_project_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(metadata, "entry_points", lambda **_: ())
-    assert {name: find_module_of_extra(name) for name in PACKAGES} == {n: f"tula_cli.extras.{n}" for n in PACKAGES}
+    assert {name: type(find_extra(name)).__module__ for name in PACKAGES} == {
+        n: f"tula_cli.extras.{n}" for n in PACKAGES
+    }
 
 
 def test_an_installed_tree_has_the_packages_of_its_metadata(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -52,16 +54,16 @@ def test_an_installed_tree_has_the_packages_of_its_metadata(monkeypatch: pytest.
     entry = metadata.EntryPoint("report", "tula_cli.extras.report:package", GROUP)
     monkeypatch.setattr(metadata, "entry_points", lambda **_: (entry,))
     monkeypatch.setattr(entry_points, "PROJECT_FILE", tmp_path / "pyproject.toml")
-    assert find_module_of_extra("report") and find_module_of_extra("trackers") is None
+    assert find_extra("report") and find_extra("trackers") is None
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "other"\n')
-    assert find_module_of_extra("report") and find_module_of_extra("trackers") is None
+    assert find_extra("report") and find_extra("trackers") is None
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_extra() -> None:
     with pytest.raises(SpecError, match="optional package weather is not installed") as error:
         load_extra("weather")
     assert "pip install 'tula-cli[weather]'" in error.value.hint
-    assert find_extra("weather") is None and find_module_of_extra("weather") is None
+    assert find_extra("weather") is None
 
 
 @pytest.fixture
@@ -123,8 +125,8 @@ def test_a_job_finds_the_optional_packages_in_the_archive_of_its_run(tmp_path: P
     place = keep_package(tmp_path)
     program = (
         "import sys; sys.path = [path for path in sys.path if 'site-packages' not in path];"
-        "from tula_cli.entry_points import find_module_of_extra, load_extra;"
-        "print(find_module_of_extra('trackers'), load_extra('report').__module__)"
+        "from tula_cli.entry_points import load_extra;"
+        "print(load_extra('trackers').__module__, load_extra('report').__module__)"
     )
     environ = {**os.environ, "PYTHONPATH": str(place)}
     done = subprocess.run([sys.executable, "-c", program], env=environ, cwd=tmp_path, text=True, capture_output=True)

@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +46,6 @@ from tula_cli.cluster.relaunch import (
 from tula_cli.cluster.scheduler import DelaysJobs, Scheduler, exclude_nodes
 from tula_cli.cluster.scripts.resume_test import require_resumable
 from tula_cli.cluster.slurm import sbatch
-from tula_cli.entry_points import find_module_of_extra
 from tula_cli.errors import JobFailed, OtherFormat, TulaError
 from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, make_mark
 from tula_cli.host.machine_lock import TicketHolder
@@ -56,7 +54,7 @@ from tula_cli.host.processes import start_time
 from tula_cli.run import format as run_format
 from tula_cli.run import shortages
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import list_files, open_to_append, pin_run, read_content
+from tula_cli.run.files import list_files, pin_run, read_content
 from tula_cli.run.records.failures import Failure, Relaunch, Requeue, Stop
 from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
 from tula_cli.run.records.tasks import Task, TrainTask
@@ -99,58 +97,6 @@ def _list_later_jobs(run: Path, job_id: str) -> Sequence[str]:
     return ()
 
 
-# --- Export to trackers beside a training
-
-PATIENCE = 20.0
-"""Seconds for the last export, less than SLURM leaves between SIGTERM and SIGKILL."""
-
-
-@contextlib.contextmanager
-def export_in_background(run: RunDir, task_id: str, environ: Mapping[str, str], *, leader: bool) -> Iterator[None]:
-    """Export the run to trackers in a background process, if its training is so configured; errors go only to its log.
-
-    Args:
-        run: the run.
-        task_id: id of the supervised task.
-        environ: environment of the process, which gets no GPU.
-        leader: whether this supervisor is the leader; only the leader exports.
-    """
-    task = run.task(task_id) if leader else None
-    if not isinstance(task, TrainTask) or all(export.by != "job" for export in task.spec.export):
-        yield
-        return
-    environment = {
-        **{name: value for name, value in environ.items() if name != MARK_VARIABLE},
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    module = find_module_of_extra("trackers")
-    if module is None:
-        sys.stderr.write("tula: section export needs tula's optional package trackers, which is not installed here\n")
-        yield
-        return
-    command = [sys.executable, "-m", module, str(run.path.absolute())]
-    process = None
-    with contextlib.suppress(OSError, TulaError), open_to_append(run.path / "exports" / "job.log") as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            cwd=task.workdir,
-            env=environment,
-            start_new_session=True,
-        )
-    try:
-        yield
-    finally:
-        if process is not None and process.stdin is not None:
-            process.stdin.close()  # it looks once more
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(PATIENCE)
-            process.kill()
-            process.wait()
-
-
 # --- The supervisor
 
 FIRST_PAUSE, MAX_PAUSE = 5.0, 300.0
@@ -181,7 +127,6 @@ def supervise(
         with (
             write_supervisor_failure(supervisor.run, lambda error: supervisor.record_own_failure(error, task_id)),
             contextlib.closing(supervisor.spawner),
-            export_in_background(supervisor.run, task_id, environ, leader=allocation.is_leader),
         ):
             supervisor.supervise(task_id)
     except TulaError as error:  # a full disk above all: nothing can be written, so the scheduler's log has to tell

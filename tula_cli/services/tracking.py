@@ -90,7 +90,7 @@ def export_while_waiting(run: Run, jobs: Sequence[str] | None, waiting: Iterable
         jobs: ids of these jobs; None for trainings, of which some may not be submitted yet.
         waiting: events of waiting for the jobs.
     """
-    if all(section.by != "command" for section in run.spec.export):
+    if not run.spec.export:
         yield from waiting
         return
     try:

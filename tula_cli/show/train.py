@@ -245,7 +245,7 @@ def _describe_samples(test: bool) -> str:
 # --- the end of a training run
 
 
-def _describe_best_epoch(summary: "Summary") -> str:
+def describe_best_epoch(summary: "Summary") -> str:
     """Describe the result of the best epoch by the metric that judged it.
 
     The metric is train.best_checkpoint, top-1, or the loss (with the perplexity of a language model).
@@ -278,7 +278,7 @@ def render_summary(
 ) -> Iterator["RenderableType"]:
     """Yield predicted and actual values, result metrics, the path of the best weights or of a script's files, and what was gained."""
     changed = "" if summary.batch == summary.start_batch else f" (started with {summary.start_batch})"
-    at = f", {_describe_best_epoch(summary)} at epoch {summary.best_epoch}" * bool(
+    at = f", {describe_best_epoch(summary)} at epoch {summary.best_epoch}" * bool(
         summary.best_epoch
     )  # of a script nobody knows the epoch
     yield f"trained on {format_count(summary.nodes)} at batch {summary.batch}{changed}{at}"
@@ -323,7 +323,7 @@ def _make_predicted_against_actual(summary: "Summary", charge: "SiteCharge | Non
     to_unit = 3600 / divisor
     made.add_row("step time (ms)", *_compare_values(summary.predicted_step, summary.actual_step, 1000))
     made.add_row(f"time ({unit})", *_compare_values(summary.predicted_hours, summary.actual_hours, to_unit))
-    for name, predicted, actual in _list_time_parts(summary):
+    for name, predicted, actual in list_time_parts(summary):
         made.add_row(f"  {name}", *_compare_values(predicted, actual, 1 / divisor))
     made.add_row(f"cost ({summary.currency})", *_compare_values(summary.predicted_cost, summary.actual_cost, 1))
     if charge is not None:
@@ -342,7 +342,7 @@ def _describe_each_interruption(lost: Sequence[int]) -> str:
     return f"at each interruption {', '.join(map(str, lost))}" if len(lost) > 1 else "at one interruption"
 
 
-def _list_time_parts(summary: "Summary") -> Iterator[tuple[str, float | None, float]]:
+def list_time_parts(summary: "Summary") -> Iterator[tuple[str, float | None, float]]:
     """Yield the non-empty parts of the training time: name, predicted and actual seconds."""
     actual, predicted = summary.actual_parts, summary.predicted_parts
     if actual is None:

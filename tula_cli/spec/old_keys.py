@@ -45,8 +45,9 @@ REMOVED: Mapping[str, Removed] = {
     "auto.arms.decay_from": Removed((None,), _ARMS_ADVICE),
     "auto.arms.warmup_epochs": Removed((0,), _ARMS_ADVICE),
     "auto.holdout": Removed((0.1,), "a tenth of the training samples compares the arms, at most 10,000"),
+    "export.by": Removed(("command",), "a command that waits for jobs sends; without one, tula export --follow does"),
     "export.every": Removed(
-        (30,), "commands that wait and jobs send every 30 seconds; tula export --every sets another interval"
+        (30,), "commands that wait send every 30 seconds; tula export --every sets another interval"
     ),
     "pricing.date": Removed((None, ""), 'write it into source: "the provider\'s list, 2025-11-30"'),
     "schedule.peak": Removed((0.3,), "one-cycle reaches the full learning rate after 0.3 of the epochs"),
@@ -70,7 +71,7 @@ REMOVED: Mapping[str, Removed] = {
     "train.gradient_noise": Removed((None, False), "write diagnostics: [gradient_noise]; it has no settings any more"),
     "train.hessian": Removed((None, False), "write diagnostics: [hessian]; it has no settings any more"),
     "train.ramp.samples": Removed((None,), "give epochs; fractions count"),
-    "train.tensorboard": Removed((False,), "export: [{to: tensorboard, by: job}]"),
+    "train.tensorboard": Removed((False,), "export: [{to: tensorboard}]"),
 }
 
 _PARENTS = frozenset(

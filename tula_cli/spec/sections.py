@@ -597,16 +597,13 @@ def without_password(uri: str) -> str:
 
 
 class Export(Section):
-    """A tracker that receives results while jobs run. It reads the run's files; the training does not depend on it."""
+    """A tracker that receives results while a command waits for jobs. It reads the run's files; no training depends on it."""
 
     to: Line  # mlflow, wandb, tensorboard, or package.module:callable that returns an exporter
     # mlflow: tracking URI; null: $MLFLOW_TRACKING_URI, else a database in the run. tensorboard, wandb: a folder; null:
     # one in the run. wandb writes offline into a folder, and sends to a server given as https://...
     uri: Annotated[Line, AfterValidator(without_password)] | None = None
     project: Line | None = None  # Experiment of MLflow or project of W&B; null: the job's name
-    # command: a command that waits for jobs sends while it waits; job: the first node of a training sends, even if no
-    # command waits
-    by: Literal["command", "job"] = "command"
 
     @model_validator(mode="after")
     def _tracker_is_known(self) -> "Export":

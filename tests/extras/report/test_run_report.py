@@ -230,7 +230,10 @@ def test_a_training_under_way_is_told_as_status_has_it(tmp_path: Path) -> None:
     now = look.parts[0].now.training
     assert now is not None
     (text,) = section(build_document(look), "training").text
-    assert text.startswith("Training ab12cd34, on 2 nodes, batch 128: running, epoch 1.50 of 10, 1920 samples")
+    assert (
+        text.startswith("Training ab12cd34 on 2 nodes, batch 128, epoch 1.50 of 10, 1920 samples")
+        and ": running" in text
+    )
 
 
 def test_the_training_is_not_one_of_the_comparison(whole: RunDir, tmp_path: Path) -> None:
@@ -251,9 +254,8 @@ def test_the_density_of_factors_sums_up_to_one_each_epoch(told: Document) -> Non
     assert drawn.paper == "Figure 7"
 
 
-def test_the_change_of_gradients_stands_beside_the_accuracy_and_curvature_beside_the_norm(told: Document) -> None:
+def test_the_change_of_gradients_is_drawn_and_curvature_beside_the_norm(told: Document) -> None:
     assert figure(told, "gradient_change").series[0].y == pytest.approx((0.1, 0.2, 0.3))
-    assert figure(told, "change_accuracy").series[0].x == figure(told, "gradient_change").series[0].x
     assert [item.name for item in figure(told, "eigenvalue").series] == ["largest eigenvalue", "gradient norm"]
     (norm,) = figure(told, "gradient_norm").series
     assert (norm.low, norm.high) == ((1.0,) * 3, (3.0,) * 3)
@@ -272,7 +274,6 @@ def test_what_is_kept_of_every_step_is_drawn_in_place_of_medians(tmp_path: Path)
     spike = norm.x.index(700 * 32.0)
     assert (norm.y[spike], norm.low[spike], norm.high[spike]) == (3.0, 1.0, 5.0)  # type: ignore[index]
     assert figure(document, "gradient_change").paper == "Figure 6"
-    assert figure(document, "change_accuracy").series[0].y == (60.0, 70.0, 80.0)
 
 
 def test_table_one_has_means_gaps_and_what_is_recovered(told: Document) -> None:

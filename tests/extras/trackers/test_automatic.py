@@ -1,8 +1,5 @@
-"""What is sent without `tula export`: beside a command that waits, and beside a training."""
+"""What is sent without `tula export`: beside a command that waits."""
 
-import json
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +17,6 @@ from make_runs import (
 )
 from make_runs import spec as toy_spec
 
-from tula_cli.cluster.supervise import export_in_background
-from tula_cli.host.leftovers import MARK_VARIABLE
 from tula_cli.run.directory import RunDir
 from tula_cli.services.events import WarningEvent, follow
 from tula_cli.services.waiting import WaitPolicy, wait_for_jobs
@@ -96,36 +91,7 @@ def test_a_tracker_that_fails_is_a_warning_and_no_more(
     assert message.startswith(words) and "tula export sends what is missing" in message
 
 
-def test_nothing_is_started_where_nothing_is_asked_for(tmp_path: Path) -> None:
-    run = run_with(tmp_path, export=[{"to": "tensorboard", "by": "job"}])
+def test_nothing_is_written_where_nothing_is_asked_for(tmp_path: Path) -> None:
+    run = run_with(tmp_path)
     training(run)
     assert waited(run, JOB) == [] and not (run.path / "exports").exists()
-
-
-def test_a_training_sends_by_itself_where_that_is_asked_for(tmp_path: Path) -> None:
-    """No command waits, and the rows come while it is under way."""
-    run = run_with(tmp_path, export=[{"to": "tensorboard", "by": "job"}])
-    add_training(run, rows=metrics()[:2])
-    run.write_attempt(attempt(f"{JOB}-1"))
-    path = run.training("ab12cd34").metrics_path
-    with export_in_background(run, f"{JOB}-1", {**os.environ, MARK_VARIABLE: "x"}, leader=True):
-        deadline = time.monotonic() + 60
-        while JOB not in events(run) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        path.write_text("".join(json.dumps(row) + "\n" for row in metrics()))
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    result = EventAccumulator(str(run.path / "exports" / "tensorboard" / run.id / JOB))
-    result.Reload()
-    assert [item.step for item in result.Scalars("train/loss")] == [640, 1280], "and the newest one when it is over"
-    assert (run.path / "exports" / "job.log").read_text() == ""
-
-
-@pytest.mark.parametrize(("leader", "job"), [(False, f"{JOB}-1"), (True, "probe-n001"), (True, "nothing")])
-def test_followers_and_probes_send_nothing(tmp_path: Path, leader: bool, job: str) -> None:
-    run = run_with(tmp_path, export=[{"to": "tensorboard", "by": "job"}])
-    training(run)
-    add_probes(run, 1, (32,))
-    with export_in_background(run, job, os.environ, leader=leader):
-        pass
-    assert not (run.path / "exports").exists()

@@ -1,22 +1,13 @@
 """`tula export`: what is sent beside a run."""
 
 import inspect
-import sys
 
 import pytest
 from typer.testing import CliRunner
 
 import tula_cli as tula
 from tula_cli.cli import app
-from tula_cli.extras.trackers import command
 from tula_cli.options import ExportRequest, list_fields
-
-
-def test_a_page_is_drawn_where_matplotlib_works_and_left_out_where_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matplotlib that is there and cannot be imported, as one built for another numpy, is no reason to send nothing."""
-    assert callable(command._load_page_renderer())
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert command._load_page_renderer() is None
 
 
 def test_the_command_and_the_function_take_every_field_of_its_options(monkeypatch: pytest.MonkeyPatch) -> None:

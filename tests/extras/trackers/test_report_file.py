@@ -7,9 +7,8 @@ import pytest
 from make_runs import add_measured
 from make_runs import spec as toy_spec
 
-from tula_cli.extras.trackers.export import write_report_files
+from tula_cli.extras.trackers.export import write_report_file
 from tula_cli.run.directory import Run, RunDir
-from tula_cli.services.document import Document
 
 
 @pytest.fixture
@@ -18,27 +17,17 @@ def part(tmp_path: Path) -> Run:
 
 
 def test_a_run_without_results_has_no_report(part: Run) -> None:
-    assert write_report_files(part) == () and not (part.path / "exports").exists()
+    assert write_report_file(part) == () and not (part.path / "exports").exists()
 
 
 def test_a_report_is_written_anew_only_where_something_is_newer(part: Run) -> None:
     for nodes in (1, 2):
         for local in (32, 64, 128):
             add_measured(part, nodes, local)
-    (written,) = write_report_files(part)
+    (written,) = write_report_file(part)
     assert written.name == "report.md" and "measured" in written.read_text()
     os.utime(written, (at := written.stat().st_mtime + 60, at))
-    assert write_report_files(part) == (written,) and written.stat().st_mtime == at
+    assert write_report_file(part) == (written,) and written.stat().st_mtime == at
     os.utime(written, (1, 1))
-    write_report_files(part)
+    write_report_file(part)
     assert written.stat().st_mtime > 1
-
-
-def test_a_page_is_drawn_where_something_draws_it(part: Run) -> None:
-    add_measured(part, 1, 32)
-
-    def page(document: Document) -> str:
-        return f"<p>{document.title}</p>"
-
-    text, drawn = write_report_files(part, page=page)
-    assert (text.name, drawn.name) == ("report.md", "report.html") and drawn.read_text() == "<p>toy</p>"

@@ -32,8 +32,6 @@ from tula_cli.run import owner
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import read_text
 from tula_cli.run.job_runs import open_run
-from tula_cli.run.step_series import StepSeries
-from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.events import Event, WarningEvent
 from tula_cli.services.status import run_status
 from tula_cli.spec.job import JobSpec
@@ -176,27 +174,6 @@ def test_a_row_that_is_being_written_waits(run: RunDir, place: str) -> None:
     assert curve(place, "train/loss")[1920] == 1.7
 
 
-def test_what_is_kept_of_every_step_comes_between_the_points(
-    run: RunDir, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As far as the rows go: their points come in the order of their samples, each once."""
-    kept = StepSeries(samples=list(range(128, 2049, 128)), norm=[1.5] * 16, delta=[None, *[0.1] * 15])
-    kept.scaled.extend([0.0, 1.0] * 8)
-    kept.factor.extend([None, 1.25] * 8)
-    monkeypatch.setattr(TrainingRun, "steps", lambda _: kept)
-    trained(run, metrics())
-    send(run, place, active=True)
-    assert list(curve(place, "gradients/norm")) == list(range(128, 1281, 128))
-    send(run, place)
-    assert list(curve(place, "gradients/norm")) == list(range(128, 1921, 128))
-    assert list(curve(place, "ags/factor")) == list(range(256, 1921, 256)) and 128 not in curve(
-        place, "gradients/delta"
-    )
-    result = PLACES[place][KEY].curve
-    assert [point.samples for point in result] == [0, *range(128, 1921, 128)]
-    assert {point.samples: point.time for point in result}[768] == START + 40, "that of the row that tells of it"
-
-
 def resumed(samples: int, *, at: float) -> list[dict[str, Any]]:
     """Return the rows of a start from a checkpoint, and of two steps after it."""
     begin = {"kind": "start", "time": at, "samples": samples, "epoch": 0.5, "attempt": 2, "batch": 128, "nodes": 2}
@@ -247,7 +224,7 @@ def test_whatever_is_cut_and_when_one_looks_a_curve_is_that_of_the_file(run: Run
 def test_a_tracker_that_is_down_is_told_once_and_caught_up_with(run: RunDir, place: str) -> None:
     trained(run, metrics())
     DOWN.add(place)
-    looks = iter([True, True, True, False])
+    looks = iter([True, True, False, False])
     sleeps: list[float] = []
     trackers = [Export(to="fake_tracker:FakeTracker", uri=place)]
     work = export_run(
@@ -257,7 +234,6 @@ def test_a_tracker_that_is_down_is_told_once_and_caught_up_with(run: RunDir, pla
         every=1,
         active=lambda _: next(looks),
         sleep=sleeps.append,
-        stop=lambda: True,
     )
     answer = list(work)
     assert [event.text for event in answer if isinstance(event, WarningEvent)] == ["the tracker is down; wait"]
@@ -381,7 +357,7 @@ def test_a_run_that_cannot_be_written_is_told(run: RunDir, place: str, monkeypat
 
 
 def with_exports(**changes: Any) -> JobSpec:
-    return toy_spec(export=[{"to": "tensorboard"}, {"to": "mlflow", "by": "job"}], **changes)
+    return toy_spec(export=[{"to": "tensorboard"}, {"to": "mlflow"}], **changes)
 
 
 def test_trackers_are_those_named_else_those_of_the_job() -> None:
@@ -389,14 +365,10 @@ def test_trackers_are_those_named_else_those_of_the_job() -> None:
         "tensorboard",
         "mlflow",
     ]
-    assert [first.to for first in list_requested_trackers(with_exports(), [], uri=None, project=None, by="job")] == [
-        "mlflow"
-    ]
     assert [
         requested_tracker.to
         for requested_tracker in list_requested_trackers(with_exports(), ["wandb"], uri="x", project="p")
     ] == ["wandb"]
-    assert list_requested_trackers(toy_spec(), [], uri=None, project=None, by="command") == ()
 
 
 @pytest.mark.parametrize(

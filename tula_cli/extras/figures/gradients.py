@@ -63,8 +63,6 @@ def build_gradient_figures(curves: Sequence[GradientCurve], *, prefix: str = "")
     for quantity in OF_EPOCHS:
         drawn = of_steps.pop(f"{prefix}{quantity.key}", None)
         yield from _draw_quantity(quantity, curves, lambda curve: curve.epochs, prefix) if drawn is None else [drawn]
-        if quantity.key == "gradient_change":
-            yield from _build_accuracy_figure(curves, prefix, drawn=drawn is not None)
     yield from _build_eigenvalue_figure(curves, prefix)
     for quantity in OF_CURVATURE:
         yield from _draw_quantity(quantity, curves, lambda curve: curve.curvature, prefix)
@@ -73,14 +71,6 @@ def build_gradient_figures(curves: Sequence[GradientCurve], *, prefix: str = "")
     for name, curve in first_curves.items():
         suffix = f"_{re.sub(r'[^A-Za-z0-9]+', '_', name)}" if len(first_curves) > 1 else ""
         yield from _build_factor_density(curve, key=f"{prefix}factors{suffix}")
-
-
-def _build_accuracy_figure(curves: Sequence[GradientCurve], prefix: str, *, drawn: bool) -> Iterator[Figure]:
-    """Yield the accuracy against samples seen, if Delta(G) is drawn as well (`drawn`: from steps)."""
-    if not drawn and not any(make_mean_series(curves, lambda curve: curve.epochs, OF_EPOCHS[1].path)):
-        return
-    quantity = Quantity("change_accuracy", "top1", "Accuracy for comparison", "top-1 (%)", "On the evaluation set, over the same samples as Delta(G).", paper="Figure 6")  # fmt: skip
-    yield from _draw_quantity(quantity, curves, lambda curve: curve.epochs, prefix)
 
 
 def _draw_quantity(

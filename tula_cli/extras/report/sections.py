@@ -39,6 +39,8 @@ from tula_cli.run.records.results import Summary
 from tula_cli.services.comparison import accuracy
 from tula_cli.services.document import Annotation, Cell, Column, Fact, Figure, Section, Series, Style, Table
 from tula_cli.services.recommendation.measurements import TypeMeasurements
+from tula_cli.show.status import describe_evaluation, describe_training
+from tula_cli.show.train import describe_best_epoch, list_time_parts
 from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.words import (
     choose_time_unit,
@@ -622,28 +624,24 @@ def build_training_section(material: Material) -> Section:
 
 
 def _describe_training(training: TrainingMaterial) -> Iterator[str]:
-    task, end = training.task, training.summary
-    where = f"on {format_count(task.own_nodes)}{f' of type {training.part.name}' if training.part.name else ''}"
+    task, end, now = training.task, training.summary, training.part.now.training
     others_text = f", the newest of {training.count}" if training.count > 1 else ""
-    begin = f"Training {task.signature}{others_text}, {where}, batch"
+    where = f" on {format_count(task.own_nodes)}{f' of type {training.part.name}' if training.part.name else ''}"
     if end is None:
-        yield f"{begin} {task.batch}: {training.state}{_describe_progress(training)}."
+        known = now is not None and now.signature == task.signature
+        words = (
+            describe_training(now)
+            if now is not None and known
+            else f"training {task.signature}{where}, batch {task.batch}"
+        )
+        yield f"{start_sentence(words)}: {training.state}{others_text}."
         return
     changed = f" (started with {end.start_batch})" if end.batch != end.start_batch else ""
-    yield f"{begin} {end.batch}{changed}: done in {format_duration(3600 * end.actual_hours)}."
+    done = f"batch {end.batch}{changed}: done in {format_duration(3600 * end.actual_hours)}"
+    yield f"Training {task.signature}{others_text},{where}, {done}."
     if end.ended:
         yield f"It stopped early {end.ended} (train.early_stopping); predictions are for the epochs trained."
     yield from (f"Relaunched: {get_first_line(cause)}." for cause in end.causes)
-
-
-def _describe_progress(training: TrainingMaterial) -> str:
-    """Describe the progress of an unfinished training; empty if the part's status is about another training."""
-    now = training.part.now.training
-    if now is None or now.signature != training.task.signature:
-        return ""
-    epochs = f", epoch {now.epoch:.2f} of {now.epochs}" if now.epochs is not None else ""
-    remaining_text = f", {format_duration(now.eta)} left" if now.eta is not None else ""
-    return f"{epochs}, {now.samples} samples{remaining_text}"
 
 
 def _list_training_facts(training: TrainingMaterial) -> Iterator[Fact]:
@@ -654,17 +652,9 @@ def _list_training_facts(training: TrainingMaterial) -> Iterator[Fact]:
         yield Fact("samples", f"{result.samples} in {result.steps} steps")
     if end is not None:
         at = f" at epoch {end.best_epoch}" if end.best_epoch else ""
-        if end.best is not None:
-            yield Fact(f"best {end.best.metric}", f"{format_number(end.best.value, 4)}{at}")
-        elif "top1" in end.metrics:
-            yield Fact("best top-1", f"{format_number(end.best_top1, 4)} %{at}")
-        elif end.best_loss is not None:
-            yield Fact("least loss", f"{format_number(end.best_loss, 4)}{at}")
+        yield Fact("result", f"{describe_best_epoch(end)}{at}")
         yield from (Fact(METRIC_NAMES.get(name, name), format_number(value, 4)) for name, value in end.metrics.items())
-    for evaluation in training.files.evaluations():
-        values = ", ".join(f"{metric} {format_number(value, 4)}" for metric, value in evaluation.metrics.items())
-        samples = "test" if evaluation.test else "validation"
-        yield Fact(f"{evaluation.weights} weights", f"on the {samples} set: {values}")
+    yield from (Fact("weights", describe_evaluation(evaluation)) for evaluation in training.files.evaluations())
     warnings = dict.fromkeys(row["message"] for row in training.rows_of_kind("warning"))
     yield from (Fact("warning", text) for text in warnings)
 
@@ -679,23 +669,12 @@ def _build_training_tables(training: TrainingMaterial) -> Iterator[Table]:
 def _build_predicted_against_actual(training: TrainingMaterial, end: Summary) -> Table:
     """Build the table of predicted and actual values; errors are relative to the actual value."""
     divisor, unit = choose_time_unit(3600 * end.actual_hours)
-    parts = {
-        "steps": "steps",
-        "data": "data-loader wait, part of steps",
-        "evaluation": "evaluation",
-        "checkpoints": "checkpoints",
-        "branches": "branches of self-tuning",
-        "rest": "starting, stopping, repeated steps",
-    }
-    predicted_parts, actual_parts = end.predicted_parts, end.actual_parts
     lines: list[tuple[str, str, float | None, float | None]] = [
         ("step time", "ms", convert(end.predicted_step, 1000), convert(end.actual_step, 1000)),
         ("time", unit, convert(end.predicted_hours, 3600 / divisor), convert(end.actual_hours, 3600 / divisor)),
     ]
-    for field_name, name in parts.items() if actual_parts is not None else ():
-        predicted, actual = getattr(predicted_parts, field_name, None), getattr(actual_parts, field_name)
-        if actual or predicted:
-            lines.append((f"time: {name}", unit, convert(predicted, 1 / divisor), convert(actual, 1 / divisor)))
+    for name, predicted, actual in list_time_parts(end):
+        lines.append((f"time: {name.strip()}", unit, convert(predicted, 1 / divisor), convert(actual, 1 / divisor)))
     lines.append(("cost", end.currency, end.predicted_cost, end.actual_cost))
     lines.append(("energy", "kWh", end.predicted_kwh, end.actual_kwh))
     rows = tuple(

@@ -383,6 +383,7 @@ def _draw_figure(figure: Figure, looks: Mapping[str, int], *, dpi: int = 72) -> 
         axes.text(0.5, 0.5, "no values to draw", color=LIGHT["muted"], **where)
         return canvas
     axes.margins(0.0 if figure.density is not None else 0.06)
+    axes.use_sticky_edges = False  # the bottom of an empty bar would be one
     axes.set_xscale("linear" if _get_x_scale(figure) == "linear" else "log")
     axes.set_yscale("linear" if figure.y_scale == "linear" else "log")
     symbols = [] if figure.density is None else _draw_density(axes, figure.density)

@@ -1,19 +1,15 @@
 """`tula export`."""
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tula_cli.cli.runs import ExistingRun
 from tula_cli.cli.waiting import follow_work
-from tula_cli.entry_points import find_extra
-from tula_cli.errors import SpecError
 from tula_cli.options import ExportRequest, Trackers
 from tula_cli.show.screen import Screen
 from tula_cli.words import format_count
 
 if TYPE_CHECKING:
-    from tula_cli.services.document import Document, ReportPackage
     from tula_cli.services.tracking import ExportResult
 
 
@@ -29,28 +25,12 @@ def export(
     Sends parameters, probes, the recommendation and trainings; points of curves that were sent before are not sent again.
     """
     from tula_cli.extras.trackers import export as service
-    from tula_cli.extras.trackers.export import write_report_files
 
     runs = chosen.find(screen)
     trackers = service.list_requested_trackers(runs[0].spec, list(to), uri=request.uri, project=request.project)
-    reports = partial(write_report_files, page=_load_page_renderer())
-    results = follow_work(
-        screen, service.export_run(runs, trackers, follow=request.follow, every=request.every, reports=reports)
-    )
+    results = follow_work(screen, service.export_run(runs, trackers, follow=request.follow, every=request.every))
     screen.answer(results, describe_exports(results))
     service.require_sent(results)
-
-
-def _load_page_renderer() -> "Callable[[Document], str] | None":
-    """Return the renderer of a report's page; None if pages cannot be drawn, so that at most Markdown is sent."""
-    package: ReportPackage | None = find_extra("report")
-    if package is None:
-        return None
-    try:
-        package.require_page_library()
-    except SpecError:
-        return None
-    return package.render_page
 
 
 def describe_exports(results: "Sequence[ExportResult]") -> "Iterator[str]":

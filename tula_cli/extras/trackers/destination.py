@@ -14,8 +14,9 @@ from urllib.parse import unquote
 
 from tula_cli.errors import SpecError, TrackerError, TulaError
 from tula_cli.plugins import load
+from tula_cli.run.directory import Run
 from tula_cli.services.tracking import FOLDER
-from tula_cli.spec.sections import TRACKERS, without_password
+from tula_cli.spec.sections import TRACKERS, Export, without_password
 
 Scalar = str | int | float | bool
 State = Literal["running", "finished", "failed", "killed"]
@@ -165,28 +166,18 @@ class Destination:
             ) from error
 
 
-def resolve_destination(
-    to: str, *, uri: str | None, project: str | None, run: Path, job: str, environ: Mapping[str, str] = os.environ
-) -> Destination:
-    """Return the destination to send a run to.
-
-    Args:
-        to: mlflow, wandb, tensorboard, or an import string.
-        uri: address of the tracker; None for the default of the tracker, or else a folder or database in the run.
-        project: project at the tracker; None for the job's name.
-        run: the run directory.
-        job: the job's name.
-        environ: environment with the settings of the trackers.
+def resolve_destination(export: Export, run: Run, *, environ: Mapping[str, str] = os.environ) -> Destination:
+    """Return the destination to send a run to; by default a folder or database in the run, under the job's name.
 
     Raises:
         SpecError: the address contains a password.
     """
-    folder = run / FOLDER
+    folder = run.path.absolute() / FOLDER
     try:
-        place = without_password(uri) if uri else _get_default_place(to, folder, environ)
+        place = without_password(export.uri) if export.uri else _get_default_place(export.to, folder, environ)
     except ValueError as error:
         raise SpecError(f"--uri: {error}") from None
-    return Destination(to, _make_absolute(to, place), project or job, folder)
+    return Destination(export.to, _make_absolute(export.to, place), export.project or run.job_name, folder)
 
 
 def _get_default_place(to: str, folder: Path, environ: Mapping[str, str]) -> str:

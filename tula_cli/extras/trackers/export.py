@@ -4,8 +4,6 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -23,7 +21,6 @@ from tula_cli.extras.trackers.payload import (
     make_run_payload,
     make_training_payload,
     read_environment,
-    with_steps,
 )
 from tula_cli.run.directory import Run
 from tula_cli.run.files import list_files, make_folder, read_record, write_atomic, write_error, write_record
@@ -35,48 +32,38 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services import status
-from tula_cli.services.document import Document, ReportPackage
+from tula_cli.services.document import ReportPackage
 from tula_cli.services.events import Event, Note, WarningEvent, Work
 from tula_cli.services.tracking import FOLDER, ExportResult
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Export
 
-# --- The report as files
+# --- What is sent besides values
 
+FILES = ("recommended.yaml", "results.csv")
+"""Files of a run that are sent unchanged."""
 _REPORTED = ("recommendation.json", "results/*.json", "train/*/result.json", "train/*/summary.json", "comparison.json")
 
 
-def write_report_files(run: Run, *, page: Callable[[Document], str] | None = None) -> tuple[Path, ...]:
-    """Write the report if results of the run are newer than it, and return its files.
+def write_report_file(run: Run) -> tuple[Path, ...]:
+    """Write the report as Markdown if results of the run are newer than it, and return its file.
 
-    There are none for a run without results, and without the optional package that builds reports.
-
-    Args:
-        run: the run of one hardware.
-        page: renders the HTML page; None for Markdown only.
+    There is none for a run without results, and without the optional package that builds reports.
 
     Raises:
         TulaError: a record of the run cannot be read, or the report cannot be written.
     """
-    folder = run.path / FOLDER
-    wanted = [folder / "report.md", *([folder / "report.html"] if page else [])]
-    newest = max((path.stat().st_mtime for pattern in _REPORTED for path in run.path.glob(pattern)), default=None)
+    path = run.path / FOLDER / "report.md"
+    newest = max((file.stat().st_mtime for pattern in _REPORTED for file in run.path.glob(pattern)), default=None)
     package: ReportPackage | None = find_extra("report")
     if newest is None or package is None:
         return ()
-    if any(not path.is_file() or path.stat().st_mtime < newest for path in wanted):
-        document = package.build([run], now=time.time())
-        render_markdown = partial(package.render_text, form="markdown")
-        for path, form in zip(wanted, (render_markdown, page), strict=False):
-            if form is not None:
-                write_atomic(path, form(document))
-    return tuple(wanted)
+    if not path.is_file() or path.stat().st_mtime < newest:
+        write_atomic(path, package.render_text(package.build([run], now=time.time()), "markdown"))
+    return (path,)
 
 
 # --- One run of one hardware, to one tracker
-
-FILES = ("recommended.yaml", "results.csv")
-"""Files of a run that are sent unchanged."""
 
 
 class SentRun(Record):
@@ -111,40 +98,43 @@ def describe_problems(folder: Path) -> list[str]:
     ]
 
 
-@dataclass
-class SentCounts:
-    """The number of values sent."""
-
-    runs: int = 0  # that are new at the tracker
-    points: int = 0
-    files: int = 0
-
-
 class Session:
     """A run of one hardware that is sent to a tracker, one update after another.
 
     Args:
         run: the run.
-        name: name of the run at the tracker.
         destination: the tracker.
         reports: writes the report and returns its files, to send in addition to those of the run; called in updates
             while no job is running.
     """
 
-    def __init__(
-        self, run: Run, name: str, destination: Destination, reports: Callable[[Run], tuple[Path, ...]]
-    ) -> None:
-        self.run, self.name, self.destination, self.reports = run, name, destination, reports
+    def __init__(self, run: Run, destination: Destination, reports: Callable[[Run], tuple[Path, ...]]) -> None:
+        self.run, self.destination, self.reports = run, destination, reports
         self.path = run.path / FOLDER / destination.record_path.name
         self.sent = ExportRecord(to=destination.to, uri=destination.uri, project=destination.project)
-        self.counts = SentCounts()
+        self.problem = ""  # why the newest update has failed
+        self.new_runs = self.new_points = self.files = 0
         self._lock = SubmissionLock(self.path.with_suffix(".lock"))
         self._exporter: Exporter | None = None
         self._open: dict[str, TrackedRun] = {}
 
+    @property
+    def result(self) -> ExportResult:
+        return ExportResult(
+            to=self.destination.to,
+            uri=self.destination.uri,
+            project=self.destination.project,
+            runs=len(self.sent.runs),
+            new_runs=self.new_runs,
+            new_points=self.new_points,
+            files=self.files,
+            problem=self.problem,
+            offline=self.destination.offline,
+        )
+
     @contextlib.contextmanager
-    def lock(self) -> Iterator[str]:
-        """Lock the export of this run to the tracker; yield the owner if another process has the lock, else ""."""
+    def lock(self) -> Iterator[None]:
+        """Lock the export of this run to the tracker; if another process has the lock, that is the problem."""
         require_own(self.run.path)
         try:
             make_folder(self.path.parent)
@@ -152,47 +142,51 @@ class Session:
             raise write_error(self.path.parent, error) from error
         owner = self._lock.acquire() and self._lock.acquire()  # the first removes the lock of a process that has ended
         if owner:
-            yield owner
+            place = f"{self.destination.to} at {self.destination.uri}"
+            self.problem = f"{place}: another process is sending this run there ({owner})"
+            yield
             return
         try:
             if (known := read_record(self.path, _RECORD)) is not None:
                 self.sent = known.model_copy(update={"uri": self.destination.uri})
-            yield ""
+            yield
         finally:
             self._lock.release()
 
-    def update(self, *, active: bool) -> None:
-        """Send what is new.
+    def update(self, *, active: bool) -> Iterator[WarningEvent]:
+        """Send what is new. If the tracker fails, values sent until then are recorded, and the error is reported once.
 
         Args:
             active: whether a job of the run is queued or running; if not, everything is sent, including final states.
 
         Raises:
-            TrackerError: the tracker does not respond or refuses; values sent until then are recorded.
             TulaError: the run cannot be read or written.
         """
         self._lock.heartbeat()
+        problem = ""
         try:
             self._send(self.run.read(), active=active)
         except TrackerError as error:
             self._open, self._exporter = {}, None  # they may have no connection any more
-            self._record(problem=error.message)
-            raise
-        if self.sent.problem:
-            self._record(problem="")
+            problem = error.message
+            if problem != self.problem:
+                yield WarningEvent(f"{error.message}; {error.hint}")
+        self.problem = problem
+        if self.sent.problem != problem:
+            self._record(problem=problem)
 
     def _send(self, snapshot: Snapshot, *, active: bool) -> None:
         files = tuple(path for name in FILES if (path := snapshot.path / name).is_file())
         if not active:  # a report on running jobs would be another one at each update
             files += self.reports(self.run)
-        whole = make_run_payload(self.run, snapshot, self.name, active=active, artifacts=files)
+        whole = make_run_payload(self.run, snapshot, active=active, artifacts=files)
         self._send_values(whole)
         parent = self.sent.runs["run"].id
         for result in snapshot.results:
-            self._send_values(make_probe_payload(result, self.name, parent, at=whole.ended))
+            self._send_values(make_probe_payload(result, self.run.id, parent, at=whole.ended))
         for tasks in _list_trainings(snapshot):
             moving = active and _may_continue(snapshot, tasks)
-            payload = make_training_payload(snapshot, tasks, self.name, parent, active=moving)
+            payload = make_training_payload(snapshot, tasks, self.run.id, parent, active=moving)
             if payload.run.started:  # otherwise it waits for its nodes
                 self._send_points(snapshot.training(tasks[-1].signature), payload, batch=tasks[-1].batch)
                 self._send_values(payload)
@@ -200,8 +194,7 @@ class Session:
     def _send_values(self, payload: RunPayload) -> None:
         """Send parameters, tags, single numbers and files if any of them has changed, and close the run if it has ended."""
         key, digest = payload.run.key, payload.compute_digest()
-        sent = self.sent.runs.get(key)
-        if sent is not None and sent.digest == digest:
+        if key in self.sent.runs and self.sent.runs[key].digest == digest:
             return
         run = self._open_run(payload)
         sent = self.sent.runs[key]
@@ -214,14 +207,13 @@ class Session:
             if payload.state != "running":  # so that the tracker need not keep it open
                 self._open.pop(key).close(payload.state, at=payload.ended)
         self._record_run(key, sent.model_copy(update={"digest": digest}))
-        self.counts.runs += not sent.digest
-        self.counts.files += len(payload.artifacts)
+        self.new_runs += not sent.digest
+        self.files += len(payload.artifacts)
 
     def _send_points(self, training: TrainingRun, payload: RunPayload, *, batch: int) -> None:
         """Send the new points of a training."""
         key, ended = payload.run.key, payload.state != "running"
-        sent = self.sent.runs.get(key, SentRun(id=""))
-        rows = training.metrics()
+        sent, rows = self.sent.runs.get(key, SentRun(id="")), training.metrics()
         starts = [row for row in rows if row["kind"] == "start" and row["time"] > sent.started]
         newest = min([sent.samples, *(int(row["samples"]) for row in starts)])
         points = collect_points(rows, batch=batch)
@@ -236,8 +228,7 @@ class Session:
                     run.params(read_environment(row))
             if newest < sent.samples and not run.rewind(newest):
                 newest = sent.samples  # the tracker keeps its points, and gets those beyond them
-            # steps are read after the rows, which are written after them
-            points = with_steps([point for point in points if point.samples > newest], training.steps(), after=newest)
+            points = [point for point in points if point.samples > newest]
             run.points(points)
         changes = {
             "samples": points[-1].samples if points else newest,
@@ -245,7 +236,7 @@ class Session:
             **({"digest": ""} if ended and sent.digest else {}),  # its numbers and state are sent after these points
         }
         self._record_run(key, self.sent.runs[key].model_copy(update=changes))
-        self.counts.points += len(points)
+        self.new_points += len(points)
 
     def _open_run(self, payload: RunPayload) -> TrackedRun:
         key = payload.run.key
@@ -258,11 +249,16 @@ class Session:
                 self._record_run(key, SentRun(id=self._open[key].id))
         return self._open[key]
 
-    def close(self) -> None:
+    def close(self) -> Iterator[WarningEvent]:
         """Close the runs at the tracker that continue later."""
-        with self.destination.convert_errors():
-            while self._open:
-                self._open.popitem()[1].close("running", at=time.time())
+        try:
+            with self.destination.convert_errors():
+                while self._open:
+                    self._open.popitem()[1].close("running", at=time.time())
+        except TrackerError as error:
+            if not self.problem:
+                self.problem = error.message
+                yield WarningEvent(error.message)
 
     def _record_run(self, key: str, sent: SentRun) -> None:
         self.sent = self.sent.model_copy(update={"runs": {**self.sent.runs, key: sent}})
@@ -301,48 +297,6 @@ POLL_INTERVAL = 30.0
 """Seconds between two updates, unless `tula export --every` sets another interval."""
 
 
-@dataclass
-class _TrackerTarget:
-    """A tracker and the run that is sent there."""
-
-    destination: Destination
-    session: Session
-    problem: str = ""
-
-    def update(self, active: Callable[[Run], bool]) -> Iterator[WarningEvent]:
-        """Send what is new; an error is reported only once."""
-        try:
-            self.session.update(active=active(self.session.run))
-            self.problem = ""
-        except TrackerError as error:
-            if error.message != self.problem:
-                yield WarningEvent(f"{error.message}; {error.hint}")
-            self.problem = error.message
-
-    def close(self) -> Iterator[WarningEvent]:
-        try:
-            self.session.close()
-        except TrackerError as error:
-            if not self.problem:
-                self.problem = error.message
-                yield WarningEvent(error.message)
-
-    @property
-    def result(self) -> ExportResult:
-        counts = self.session.counts
-        return ExportResult(
-            to=self.destination.to,
-            uri=self.destination.uri,
-            project=self.destination.project,
-            runs=len(self.session.sent.runs),
-            new_runs=counts.runs,
-            new_points=counts.points,
-            files=counts.files,
-            problem=self.problem,
-            offline=self.destination.offline,
-        )
-
-
 def require_sent(results: Iterable[ExportResult]) -> None:
     """Raise TrackerError if something could not be sent to a tracker."""
     if failed := [result for result in results if result.problem]:
@@ -353,7 +307,7 @@ def require_sent(results: Iterable[ExportResult]) -> None:
 
 
 def list_requested_trackers(
-    spec: JobSpec, to: Sequence[str], *, uri: str | None, project: str | None, by: str | None = None
+    spec: JobSpec, to: Sequence[str], *, uri: str | None, project: str | None
 ) -> tuple[Export, ...]:
     """Return the requested trackers: those of the command line, or else those of the job file.
 
@@ -362,7 +316,6 @@ def list_requested_trackers(
         to: trackers or import strings, as named on the command line.
         uri: address of the named tracker.
         project: project at the named tracker.
-        by: only trackers that are sent to by commands, or only those sent to by jobs.
 
     Raises:
         SpecError: no tracker is named and the job has none, or the arguments are not compatible.
@@ -370,12 +323,11 @@ def list_requested_trackers(
     if not to:
         if uri is not None or project is not None:
             raise SpecError("--uri and --project need --to, because they are settings of one tracker")
-        sections = tuple(section for section in spec.export if by in (None, section.by))
-        if not sections and by is None:
+        if not spec.export:
             raise SpecError(
                 "no tracker was given", "add --to mlflow, wandb or tensorboard, or a section export to job.yaml"
             )
-        return sections
+        return tuple(spec.export)
     if len(to) > 1 and (uri is not None or project is not None):
         raise SpecError("--uri and --project are settings of one tracker, but --to names several")
     try:
@@ -386,14 +338,12 @@ def list_requested_trackers(
 
 
 @contextlib.contextmanager
-def _lock_targets(targets: Sequence[_TrackerTarget]) -> Iterator[list[_TrackerTarget]]:
-    """Lock the exports to all targets, and yield those that no other process sends to; the others get a problem."""
+def _lock_sessions(sessions: Sequence[Session]) -> Iterator[list[Session]]:
+    """Lock the exports of all sessions, and yield those that no other process sends to; the others get a problem."""
     with contextlib.ExitStack() as stack:
-        for target in targets:
-            if owner := stack.enter_context(target.session.lock()):
-                place = f"{target.destination.to} at {target.destination.uri}"
-                target.problem = f"{place}: another process is sending this run there ({owner})"
-        yield [target for target in targets if not target.problem]
+        for session in sessions:
+            stack.enter_context(session.lock())
+        yield [session for session in sessions if not session.problem]
 
 
 def export_run(
@@ -403,8 +353,7 @@ def export_run(
     follow: bool = False,
     every: float | None = None,
     active: Callable[[Run], bool] | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    reports: Callable[[Run], tuple[Path, ...]] = write_report_files,
+    reports: Callable[[Run], tuple[Path, ...]] = write_report_file,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Work[tuple[ExportResult, ...]]:
     """Send new values of the runs of a job to trackers.
@@ -415,7 +364,6 @@ def export_run(
         follow: continue while jobs of the run are queued or running.
         every: seconds between two updates; None for `POLL_INTERVAL`, and at least as long as the scheduler's interval.
         active: whether a job of a run is queued or running; None queries the scheduler.
-        stop: whether to send once more and stop.
         reports: writes a report on a run and returns its files, which are sent if they have changed; called once no
             job is running.
         sleep: waits for some seconds.
@@ -427,31 +375,31 @@ def export_run(
     runs = list_runs_with_data(runs)
     is_active = active or _has_active_jobs
     interval = max(every or POLL_INTERVAL, *(run.spec.cluster.backend.poll[0] for run in runs))
-    targets = [_make_target(run, tracker, reports) for tracker in trackers for run in runs]
-    with _lock_targets(targets) as free:
-        busy = [target for target in targets if target.problem]
+    sessions = [Session(run, resolve_destination(to, run), reports) for to in trackers for run in runs]
+    with _lock_sessions(sessions) as free:
+        busy = [session for session in sessions if session.problem]
         if busy and not free:
             raise TrackerError(busy[0].problem, "nothing is lost: the next export sends the new values")
-        yield from (WarningEvent(target.problem) for target in busy)
+        yield from (WarningEvent(session.problem) for session in busy)
         began, last_note = time.monotonic(), float("-inf")
         try:
             while True:
-                last = stop() or not follow or not any(map(is_active, runs))
-                for target in free:
-                    yield from target.update(is_active)
+                last = not follow or not any(map(is_active, runs))
+                for session in free:
+                    yield from session.update(active=is_active(session.run))
                 if last:
                     break
                 if (now := time.monotonic()) - last_note >= words.compute_log_pause(now - began):
                     last_note = now
                     yield Note("; ".join(map(_describe_count, free)))
-                _sleep_until(now + interval, stop, sleep)
+                sleep(interval)
             yield from (WarningEvent(damage) for run in runs for damage in run.read().training_warnings)
         except KeyboardInterrupt:
             raise Interruption("interrupted; the next export continues from there") from None
         finally:
-            for target in free:
-                yield from target.close()
-    return tuple(target.result for target in (*free, *busy))
+            for session in free:
+                yield from session.close()
+    return tuple(session.result for session in (*free, *busy))
 
 
 def export_while_waiting(run: Run, jobs: Sequence[str] | None, waiting: Iterable[Event]) -> Iterator[Event]:
@@ -464,14 +412,12 @@ def export_while_waiting(run: Run, jobs: Sequence[str] | None, waiting: Iterable
         jobs: ids of these jobs; None for trainings, of which some may not be submitted yet.
         waiting: events of waiting for the jobs.
     """
-    spec = run.spec
-    trackers = list_requested_trackers(spec, (), uri=None, project=None, by="command")
-    targets = [_make_target(run, tracker, write_report_files) for tracker in trackers]
     trains = jobs is None or any(task.job in jobs for task in run.read().train_tasks)
-    next_update = time.monotonic() if spec.cluster.backend.has_queue or trains else float("inf")
+    next_update = time.monotonic() if run.spec.cluster.backend.has_queue or trains else float("inf")
     with contextlib.ExitStack() as stack:
         try:
-            free = stack.enter_context(_lock_targets(targets))
+            sessions = [Session(run, resolve_destination(to, run), write_report_file) for to in run.spec.export]
+            free = stack.enter_context(_lock_sessions(sessions))
         except TulaError as error:
             yield _make_warning(error)
             free = []
@@ -481,15 +427,15 @@ def export_while_waiting(run: Run, jobs: Sequence[str] | None, waiting: Iterable
                 yield from _update_with_warnings(free, lambda _: True)
                 next_update = time.monotonic() + POLL_INTERVAL
         yield from _update_with_warnings(free, _has_active_jobs)
-        for target in free:
-            yield from target.close()
+        for session in free:
+            yield from session.close()
 
 
-def _update_with_warnings(targets: Sequence[_TrackerTarget], active: Callable[[Run], bool]) -> Iterator[WarningEvent]:
+def _update_with_warnings(sessions: Sequence[Session], active: Callable[[Run], bool]) -> Iterator[WarningEvent]:
     """Send what is new; all errors are warnings, since the jobs of the command do not depend on it."""
-    for target in targets:
+    for session in sessions:
         try:
-            for event in target.update(active):
+            for event in session.update(active=active(session.run)):
                 yield WarningEvent(f"export: {event.text}")
         except TulaError as error:
             yield _make_warning(error)
@@ -499,21 +445,9 @@ def _make_warning(error: TulaError) -> WarningEvent:
     return WarningEvent(f"export: {error.message}; tula export sends the missing values")
 
 
-def _sleep_until(moment: float, stop: Callable[[], bool], sleep: Callable[[float], None]) -> None:
-    while not stop() and (remaining := moment - time.monotonic()) > 0:
-        sleep(min(1.0, remaining))
-
-
-def _describe_count(target: _TrackerTarget) -> str:
-    verb = "written for" if target.destination.offline else "sent to"
-    return f"{words.format_count(target.session.counts.points, 'point')} {verb} {target.destination.to}"
-
-
-def _make_target(run: Run, export: Export, reports: Callable[[Run], tuple[Path, ...]]) -> _TrackerTarget:
-    destination = resolve_destination(
-        export.to, uri=export.uri, project=export.project, run=run.path.absolute(), job=run.job_name
-    )
-    return _TrackerTarget(destination, Session(run, run.id, destination, reports))
+def _describe_count(session: Session) -> str:
+    verb = "written for" if session.destination.offline else "sent to"
+    return f"{words.format_count(session.new_points, 'point')} {verb} {session.destination.to}"
 
 
 def _has_active_jobs(run: Run) -> bool:

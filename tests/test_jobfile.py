@@ -38,7 +38,7 @@ def config_drift(run: RunDir, *overrides: str) -> ConfigDrift | None:
     return job_runs.find_config_drift(Run(run.path, load_spec(run.path / "spec.yaml", overrides=overrides)), overrides)
 
 
-def test_an_edited_file_is_told_by_its_keys_and_both_values(job: Path) -> None:
+def test_an_edited_file_is_reported_by_its_keys_and_both_values(job: Path) -> None:
     run = run_of(job)
     write(job, optimizer={"lr": 0.002}, train={"epochs": 9})
     result = config_drift(run)

@@ -87,7 +87,7 @@ def test_nothing_starts_that_does_not_fit_the_budget_and_with_it_all_ends(tmp_pa
     assert results.entries["env"]["why"] == "takes some 15 s, 0 s of the budget are left"
 
 
-def test_all_packages_that_are_missing_are_told_at_once(tmp_path: Path) -> None:
+def test_all_packages_that_are_missing_are_reported_at_once(tmp_path: Path) -> None:
     code = "import importlib.util as u; find = u.find_spec; u.find_spec = lambda n: None if n in ('kneed', 'submitit') else find(n); import on_gpu"
     environment = {**os.environ, "PYTHONPATH": str(on_gpu.HERE)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
@@ -244,7 +244,7 @@ def test_wrong_input_is_answered_in_a_line(
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"env": 5}'])
-def test_results_that_cannot_be_read_are_told(tmp_path: Path, text: str) -> None:
+def test_results_that_cannot_be_read_are_reported(tmp_path: Path, text: str) -> None:
     (tmp_path / "results.json").write_text(text)
     with pytest.raises(SystemExit, match=r"holds no results.*--done"):
         Results.begin(tmp_path / "out.json", tmp_path / "results.json")
@@ -310,7 +310,9 @@ def test_on_the_cpu_each_batch_has_a_process_of_its_own(answering: Callable[...,
         assert not trial(11).fits and trial.process is None
 
 
-def test_a_trial_that_dies_of_memory_is_an_answer_and_another_death_is_told(answering: Callable[..., JobSpec]) -> None:
+def test_a_trial_that_dies_of_memory_is_an_answer_and_another_death_is_reported(
+    answering: Callable[..., JobSpec],
+) -> None:
     with Trials(answering("cuda"), capacity=7) as trial:
         died = trial(9)
         assert not died.fits and "out of memory" in died.text

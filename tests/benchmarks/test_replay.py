@@ -126,7 +126,7 @@ def test_even_what_was_measured_whole_is_judged_by_another_run(tmp_path: Path) -
     assert score(load(tmp_path / "t.csv")[0], "full", "tula").fastest is None
 
 
-def test_the_noise_floor_is_told_where_there_is_one(
+def test_the_noise_floor_is_reported_where_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two_days(tmp_path, day=(1.0, 1.1))

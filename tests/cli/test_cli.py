@@ -558,7 +558,7 @@ def test_the_same_question_renews_the_answer_and_save_keeps_another(cluster):
     assert "as recommended (knee; 20" in tula("train", "--dry-run").out
 
 
-def test_what_a_saved_answer_assumes_is_told_and_is_not_a_setting_of_the_job(cluster):
+def test_what_a_saved_answer_assumes_is_reported_and_is_not_a_setting_of_the_job(cluster):
     tula("profile", "job.yaml")
     spec = newest().read_spec()
     dear = ("recommend", "job.yaml", "--set", "pricing.price=1000")
@@ -621,7 +621,7 @@ def test_a_training_under_way_is_attached_to_whatever_became_of_the_job(cluster,
     assert again.code == 0 and "already running" in again.out and "train.epochs 9 (here 4)" in again.err
 
 
-def test_an_edited_price_is_told_and_trained_with(cluster, here):
+def test_an_edited_price_is_reported_and_trained_with(cluster, here):
     tula("profile", "job.yaml")
     edit(here, pricing={"price": 7.0})
     recommended = tula("recommend")
@@ -741,7 +741,7 @@ def test_2_a_job_that_cannot_be_used(cluster, command, content, words):
     assert "Traceback" not in refused.err
 
 
-def test_2_a_misspelt_run_is_told_with_the_nearest_of_the_runs_there_are(cluster):
+def test_2_a_misspelt_run_is_reported_with_the_nearest_of_the_runs_there_are(cluster):
     Path("tula-runs/digits-e7dc068f").mkdir(parents=True)
     Path("tula-runs/digits-e7dc068f/spec.yaml").touch()
     refused = tula("status", "--run", "digits-e7dc068e", "--json")
@@ -831,7 +831,7 @@ def test_warnings_come_below_the_answer(cluster):
     assert 0 < both.getvalue().index("probes in") < both.getvalue().index("warning: search.max_node_hours is not set")
 
 
-def test_a_folder_of_runs_that_is_not_there_is_told(cluster):
+def test_a_folder_of_runs_that_is_not_there_is_reported(cluster):
     failed = tula("list", "--run-dir", "nowhere")
     assert failed.code == 2 and "--run-dir nowhere: this folder does not exist" in failed.err
 
@@ -1381,7 +1381,7 @@ def test_what_a_stream_cannot_write_takes_as_many_columns(here):
     assert stream.buffer.getvalue() == b"| 1 ~ 2 - * ? x\xff y?"
 
 
-def test_a_folder_that_is_gone_is_told(here):
+def test_a_folder_that_is_gone_is_reported(here):
     folder = here / "gone"
     folder.mkdir()
     tula = shlex.join([sys.executable, "-m", "tula_cli"])

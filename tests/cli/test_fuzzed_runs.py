@@ -181,11 +181,11 @@ def damaged_once(root: Path, random_: random.Random) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_a_damaged_file_is_told_in_a_line(here: Path, seed: int) -> None:
+def test_a_damaged_file_is_reported_in_a_line(here: Path, seed: int) -> None:
     assert damaged_once(here, random.Random(seed)) == []
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("seed", range(1000, 1500))
-def test_a_damaged_file_is_told_in_a_line_at_length(here: Path, seed: int) -> None:
+def test_a_damaged_file_is_reported_in_a_line_at_length(here: Path, seed: int) -> None:
     assert damaged_once(here, random.Random(seed)) == []

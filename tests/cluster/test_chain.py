@@ -592,7 +592,7 @@ def test_the_signal_that_warns_of_a_time_limit_ends_neither_supervisor_nor_ranks
     assert chain.outcomes() == ["done"]
 
 
-def test_the_time_limit_is_told_to_the_ranks_with_room_to_save(
+def test_the_time_limit_is_reported_to_the_ranks_with_room_to_save(
     chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "find_end_time", lambda *_: allocation.time.time() + 600)
@@ -669,7 +669,7 @@ def test_an_out_of_memory_of_the_whole_allocation_goes_on_with_fewer_loader_proc
 
 
 @pytest.mark.parametrize("missing", ["wrapper", "workdir", "interface"])
-def test_what_is_missing_on_the_node_is_told_once_and_ends_the_chain(
+def test_what_is_missing_on_the_node_is_reported_once_and_ends_the_chain(
     chain: Chain, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     chain.script = "pass"
@@ -757,7 +757,7 @@ def test_a_rank_does_not_repeat_in_its_own_name_what_another_has_told(chain: Cha
     assert failures.find_root_cause(chain.run, chain.task, attempt, failure).rank == 5, "by a clock that runs ahead"
 
 
-def test_a_kill_for_memory_is_told_although_another_rank_failed_first(chain: Chain, tmp_path: Path) -> None:
+def test_a_kill_for_memory_is_reported_although_another_rank_failed_first(chain: Chain, tmp_path: Path) -> None:
     chain.run.write_failure(
         Failure(task="train-s-1", attempt=1, rank=5, host="other", pid=1, outcome="unknown", message="exit 1", detail="",
                 failed_at=1.0)
@@ -780,7 +780,7 @@ def test_a_kill_for_memory_is_told_although_another_rank_failed_first(chain: Cha
          "the end is near"),
     ],
 )  # fmt: skip
-def test_what_a_launcher_says_of_an_end_is_told(
+def test_what_a_launcher_says_of_an_end_is_reported(
     chain: Chain, tmp_path: Path, log: str, outcome: str, words: str
 ) -> None:
     exited = failures.RankExit(exit_code=1, oom_kill=False, words=log, rank=0)
@@ -788,7 +788,7 @@ def test_what_a_launcher_says_of_an_end_is_told(
     assert (failure.outcome, failure.message) == (outcome, words)
 
 
-def test_a_lost_rank_is_told_in_short_by_those_that_noticed(chain: Chain, tmp_path: Path) -> None:
+def test_a_lost_rank_is_reported_in_short_by_those_that_noticed(chain: Chain, tmp_path: Path) -> None:
     noticed = Failure(
         task="train-s-1", attempt=1, rank=1, host="other", pid=1, outcome="peer", message=f"RuntimeError: {GLOO}",
         detail="", failed_at=1.0,

@@ -154,7 +154,7 @@ def test_ranks_outlive_the_server_and_die_with_the_supervisor(tmp_path: Path) ->
     ],
     ids=["import", "death", "threads"],
 )
-def test_why_nothing_can_be_forked_is_told(tmp_path: Path, program: str, words: str) -> None:
+def test_why_nothing_can_be_forked_is_reported(tmp_path: Path, program: str, words: str) -> None:
     if "threads" in words:
         program = program.replace("input", "__import__('time').sleep, args=(300,)")
     server = Server(tmp_path, program)

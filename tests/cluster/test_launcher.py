@@ -244,7 +244,7 @@ def test_links_that_the_queue_has_no_room_for_are_left_out(slurm, run):
     assert len(slurm.calls("sbatch")) == 3, "no link behind one that is missing"
 
 
-def test_a_refusal_of_the_first_link_is_told_in_the_schedulers_words(slurm, run):
+def test_a_refusal_of_the_first_link_is_reported_in_the_schedulers_words(slurm, run):
     slurm.fault(sbatch=[LIMITS])
     with pytest.raises(SchedulerError, match="QOSMaxSubmitJobPerUserLimit") as caught:
         submitted(run, training(run))
@@ -667,7 +667,7 @@ def test_a_scheduler_that_answers_garbage_is_no_defect(slurm, tula):
 # --- what a job of which little is known says
 
 
-def test_a_job_whose_script_failed_is_told_in_its_own_words(slurm, run):
+def test_a_job_whose_script_failed_is_reported_in_its_own_words(slurm, run):
     job = submitted(run, probes(run))
     slurm.set(job.scheduler_id, "FAILED")
     log = run.submitit_dir / f"{job.scheduler_id}_0_log.err"
@@ -719,7 +719,7 @@ def test_what_a_job_says_nothing_of_stays_with_the_variables_of_the_site(slurm, 
     assert "SBATCH_GPUS" not in kept and "SBATCH_MEM_PER_CPU" in kept
 
 
-def test_a_scancel_that_fails_is_told_and_the_mark_stays(slurm, run):
+def test_a_scancel_that_fails_is_reported_and_the_mark_stays(slurm, run):
     job = submitted(run, probes(run))
     slurm.without("scancel")
     with pytest.raises(SchedulerError, match="scancel"):

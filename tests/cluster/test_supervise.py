@@ -233,7 +233,7 @@ def test_restarts_share_the_minutes_of_the_job(tmp_path: Path, ranks: Ranks) -> 
     assert len(ranks.starts) == 2, "the second start is ended 1.2 s after the first began"
 
 
-def test_a_full_disk_is_told_where_the_scheduler_keeps_its_log(
+def test_a_full_disk_is_reported_where_the_scheduler_keeps_its_log(
     run: RunDir, ranks: Ranks, training: TrainTask, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: object) -> None:
@@ -245,7 +245,7 @@ def test_a_full_disk_is_told_where_the_scheduler_keeps_its_log(
     assert "No space left on device" in capsys.readouterr().err
 
 
-def test_a_full_disk_under_the_ranks_is_told_with_the_folder_and_not_tried_again(
+def test_a_full_disk_under_the_ranks_is_reported_with_the_folder_and_not_tried_again(
     run: RunDir, ranks: Ranks, training: TrainTask
 ) -> None:
     ranks.will("raise OSError(28, 'No space left on device', '/dev/shm/gone/1.pt')", ranks.finish(training.signature))
@@ -306,7 +306,9 @@ def test_a_batch_after_one_that_a_device_refused_twice_is_tried_twice_too(
     assert outcomes(run, probe.id) == ["device_error", "user", "device_error", "done"]
 
 
-def test_a_killed_rank_is_told_from_the_peers_that_lost_it(run: RunDir, ranks: Ranks, probe: ProbeTask) -> None:
+def test_a_killed_rank_is_distinguished_from_the_peers_that_lost_it(
+    run: RunDir, ranks: Ranks, probe: ProbeTask
+) -> None:
     peer = textwrap.dedent(ranks.fail(probe.id, GLOO, "peer", rank=0)).replace("sys.exit(1)", "")
     ranks.will(f"{peer}\nprint({KILLED!r}); raise SystemExit(1)", ranks.measure(1, 32, 64, 128))
     cluster_supervise.supervise(run.path, probe.id)
@@ -629,7 +631,7 @@ def test_every_rank_of_a_job_here_is_started_by_its_supervisor(run: RunDir, prob
 @pytest.mark.promise(
     "a process", "several ranks fail, one because of another", "the rank that failed first is reported"
 )
-def test_of_several_ranks_the_killed_one_is_told_and_not_those_that_lost_it(
+def test_of_several_ranks_the_killed_one_is_reported_and_not_those_that_lost_it(
     run: RunDir, probe: ProbeTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = f"""

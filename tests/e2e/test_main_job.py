@@ -281,7 +281,7 @@ def test_killed_ranks_and_supervisors_change_no_bit_of_the_result(tula) -> None:
     "the model or the data raises an error",
     "the training ends with exit code 6 and shows that error; it is not started again",
 )
-def test_the_users_own_error_is_told_with_its_words(tula) -> None:
+def test_the_users_own_error_is_reported_with_its_words(tula) -> None:
     (tula.folder / "mine.py").write_text(
         "import torch\n"
         "class Net(torch.nn.Module):\n"
@@ -304,7 +304,7 @@ def test_the_users_own_error_is_told_with_its_words(tula) -> None:
     "a rank hangs and does not exit",
     "after 10 min (or 20 median steps) without a finished step, it writes the stacks of its threads to the log and exits; `tula status` shows rank, node and line, and new processes resume from the newest checkpoint",
 )
-def test_a_rank_that_hangs_is_told_with_its_stack_and_started_again(tula) -> None:
+def test_a_rank_that_hangs_is_reported_with_its_stack_and_started_again(tula) -> None:
     (tula.folder / "hanging.py").write_text(
         "import os, pathlib, time, torch\n"
         "from tula_cli.worker.train import hang_watch\n"

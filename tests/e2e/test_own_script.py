@@ -97,7 +97,7 @@ def test_gradient_scaling_goes_around_a_script_under_ddp(tmp_path: Path) -> None
 
 
 @pytest.mark.proof
-def test_a_script_that_cannot_load_its_own_checkpoint_is_found_out_by_a_rehearsal(tmp_path: Path) -> None:
+def test_a_script_that_cannot_load_its_own_checkpoint_is_detected_by_a_rehearsal(tmp_path: Path) -> None:
     options = RESUMING.replace("--epochs", "--keep-arguments --epochs").replace(", batch: any", "")
     tula = with_script(tmp_path, "reference.py", options)
     answer = tula("check", "job.yaml", "--rehearse", code=11)

@@ -64,7 +64,7 @@ def steps_told(tula: Any) -> int:
     return sum(row["kind"] == "step" for name in run.train_signatures() for row in run.training(name).metrics())
 
 
-def test_a_hog_is_told_when_it_comes_and_when_it_goes(tula: Any) -> None:
+def test_a_hog_is_reported_when_it_comes_and_when_it_goes(tula: Any) -> None:
     (tula.folder / "job.yaml").write_text(JOB)
     shutil.copy(HELPERS / "watched.py", tula.folder)
     process = tula.start("train", "job.yaml", "--nodes", "1", "--batch", "32")

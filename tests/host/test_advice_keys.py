@@ -160,7 +160,7 @@ def test_all_faults_of_devices_are_tried() -> None:
         ("device_error", "the script or a library"),
     ],
 )
-def test_an_end_of_a_script_is_told_as_the_scripts(outcome: OutcomeClass, words: str, tmp_path: Path) -> None:
+def test_an_end_of_a_script_is_reported_as_the_scripts(outcome: OutcomeClass, words: str, tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, spec_of("script", "slurm"))
     assert words in _end_of_training(run, outcome).hint
     assert words in _end_of_probes(run.read_spec(), outcome, tmp_path / "probes").hint

@@ -19,7 +19,7 @@ def site(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_package_is_told_by_its_metadata_and_its_files_without_an_import(site):
+def test_a_package_is_reported_by_its_metadata_and_its_files_without_an_import(site):
     [names, files] = read_installed_versions(["my_nets.big.wide"])["my_nets.big.wide"]
     assert names == ["My_Nets-0.1.dist-info"] and len(files) == 3 and "my_nets" not in sys.modules
 

@@ -36,7 +36,7 @@ def test_a_child_that_failed_by_itself_stays_the_users() -> None:
     assert find_user_exception(USERS + accelerate(-9)) == "ValueError: mine"
 
 
-def test_a_killed_rank_of_deepspeed_is_told_although_the_others_lost_it() -> None:
+def test_a_killed_rank_of_deepspeed_is_reported_although_the_others_lost_it() -> None:
     assert (classify_failure(DEEPSPEED, exit_code=247), find_kill_signal(f"{PEER}\n{DEEPSPEED}")) == (
         "signal",
         "SIGKILL",

@@ -40,7 +40,7 @@ def test_address_of_no_interface_here(address: str) -> None:
     assert network.find_interface(address) is None
 
 
-def test_unknown_interface_is_told_with_those_there_are() -> None:
+def test_unknown_interface_is_reported_with_those_there_are() -> None:
     with pytest.raises(JobFailed, match="no network interface 'ib77'") as caught:
         network.find_own_address("ib77")
     assert socket.gethostname() in caught.value.message
@@ -160,7 +160,7 @@ def test_machine_without_a_network_has_its_name() -> None:
 
 
 @pytest.mark.usefixtures("own_network")
-def test_interface_without_an_address_is_told_with_those_that_have_one() -> None:
+def test_interface_without_an_address_is_reported_with_those_that_have_one() -> None:
     text = tells("network.find_own_address('veth-eth5')")
     assert text.startswith("network interface 'veth-eth5' on made-here has no address")
     assert "eth5, six0" in text

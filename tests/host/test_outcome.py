@@ -165,7 +165,7 @@ def test_among_equals_the_earliest_is_the_root():
     assert find_root_failure([failure("user", 5.0, rank=0), failure("user", 4.0, rank=7)]).rank == 7
 
 
-def test_a_rank_that_was_told_to_end_is_not_the_root():
+def test_a_rank_that_was_reported_to_end_is_not_the_root():
     answer = failure("signal", 3.0, signal="SIGTERM")
     assert find_root_failure([answer, failure("peer", 2.0)]).outcome == "peer"
 

@@ -65,7 +65,7 @@ def test_claims_that_hold_are_not_told() -> None:
         ({"loader": loader(batches=41)}, ("epoch-steps-differ", 11, 21)),  # each rank reads the whole dataset
     ],
 )
-def test_a_claim_that_does_not_hold_is_told_with_both_figures(
+def test_a_claim_that_does_not_hold_is_reported_with_both_figures(
     more: dict[str, object], found: tuple[str, int, int]
 ) -> None:
     assert figures(list_mismatches(ranks(**more))) == [found]
@@ -79,7 +79,7 @@ def test_a_training_is_held_against_the_same_claims_once_all_its_ranks_have_told
     assert describe_broken_claims(ranks(), resumed=False) == "" == describe_broken_claims([], resumed=False)
 
 
-def test_ranks_that_train_alone_are_told_by_the_first_that_tells() -> None:
+def test_ranks_that_train_alone_are_reported_by_the_first_that_tells() -> None:
     alone = result(0, world=1, timed=(step(),) * 5)
     assert describe_broken_claims([alone], resumed=True) == messages.rank_count_differs(expected=2, observed=1).text
     assert describe_broken_claims([result(0, world=1, timed=())], resumed=True), "a training of a few steps"
@@ -135,7 +135,7 @@ def test_no_clean_step_is_an_error() -> None:
         clean_steps([result(timed=steps)])
 
 
-def test_probes_of_two_trainings_are_told_apart() -> None:
+def test_probes_of_two_trainings_are_reported_apart() -> None:
     assert find_differences([result(), result(), result()]) == []
     differences = find_differences([result(), result(), result(parameters=12, optimizer="torch.optim.adamw.AdamW")])
     assert differences == [

@@ -107,7 +107,7 @@ def test_a_node_hour_is_its_gpu_hours(hours: float, nodes: int, gpus: int) -> No
     assert at("gb_hour", 0.15) == pytest.approx(at("gpu_hour", 0.15 * 8))
 
 
-def test_a_price_is_told_with_unit_and_source() -> None:
+def test_a_price_is_reported_with_unit_and_source() -> None:
     pricing = Pricing(kind="gb_hour", price=0.15, currency="USD", source="list price 2025")
     assert describe_price(pricing) == "0.15 USD per hour and GB of reserved GPU memory (list price 2025)"
     dated = Pricing(price=2, source="a list, 2025-11-30", spot=Spot(discount=0.6, interruptions_per_day=0.5))

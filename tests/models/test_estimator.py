@@ -170,7 +170,7 @@ def test_different_hardware_within_a_probe_is_refused() -> None:
             Estimator.fit(spec(), [probe_on(*nodes)])
 
 
-def test_nodes_with_different_drivers_are_told() -> None:
+def test_nodes_with_different_drivers_are_reported() -> None:
     nodes = [Host(name=f"n{driver}", ranks=1, hardware=("A100",), driver=driver) for driver in ("550", "535")]
     assert "software-differs" not in codes(Estimator.fit(spec(), [probe_on(nodes[0])]).warnings)
     assert "software-differs" in codes(Estimator.fit(spec(), [probe_on(*nodes)]).warnings)
@@ -229,7 +229,7 @@ def test_clocks_that_were_held_down_are_named() -> None:
     ("chosen", "modelled", "told"),
     [("tree", "ring", True), ("ring", "tree", True), ("ring", "ring", False), ("nvls", "ring", False)],
 )
-def test_a_shape_that_nccl_did_not_choose_is_told(chosen: str, modelled: str, told: bool) -> None:
+def test_a_shape_that_nccl_did_not_choose_is_reported(chosen: str, modelled: str, told: bool) -> None:
     results = probe_all(Truth(), SWEEP)
     most = max(results, key=lambda probe: probe.nodes)
     requested = most.environment.model_copy(update={"allreduce": {8: "pat, ll", 2**25: f"{chosen}, simple"}})

@@ -23,7 +23,7 @@ def counted(probe: Measured, factor: float = 1.0) -> Measured:
     return probe.model_copy(update={"energy": factor * probe.nodes * probe.gpus_per_node * value})
 
 
-def test_what_is_drawn_while_waiting_and_for_a_sample_are_told_apart() -> None:
+def test_what_is_drawn_while_waiting_and_for_a_sample_are_reported_apart() -> None:
     truth = Truth(gpus_per_node=4)
     model = power.fit_power_model([counted(probe) for probe in probe_all(truth, SWEEP)])
     assert model is not None
@@ -56,7 +56,7 @@ def test_few_probes_tell_one_power_and_one_alone_no_interval() -> None:
     assert two.error is not None and two.error > 0.5, "they draw quite different powers"
 
 
-def test_where_step_time_and_batch_grow_alike_one_power_is_told() -> None:
+def test_where_step_time_and_batch_grow_alike_one_power_is_reported() -> None:
     proportional = Truth(fixed=0.0, sync=0.0)
     model = power.fit_power_model([counted(probe) for probe in probe_all(proportional, {1: (16, 32, 64, 128)})])
     assert model is not None

@@ -74,21 +74,21 @@ def test_what_the_machine_did_says_nothing_of_the_script() -> None:
     assert judge_resume_test([begin(), SAME, half], lr_ratio=None).verdict == "same"
 
 
-def test_a_script_that_begins_anew_is_told_from_one_that_repeats_a_part() -> None:
+def test_a_script_that_begins_anew_is_distinguished_from_one_that_repeats_a_part() -> None:
     anew = judge_resume_test([begin(), start("same", 32, 3840)], lr_ratio=None)
     assert anew.verdict == "none" and "starts from the beginning: all 3840 samples" in anew.faults[0]
     part = judge_resume_test([begin(640), start("same", 32, 3520), start("half", 16, 3200)], lr_ratio=None)
     assert part.verdict == "same" and "8.3 % too many" in part.faults[0]
 
 
-def test_samples_that_are_left_out_are_told() -> None:
+def test_samples_that_are_left_out_are_reported() -> None:
     result = judge_resume_test([begin(), SAME, start("half", 16, 1280)], lr_ratio=None)
     assert result.verdict == "same" and result.faults == (
         "at batch 16 it trains 2560 samples in total instead of 3840: 1280 too few",
     )
 
 
-def test_what_was_not_reached_is_told_and_not_assumed() -> None:
+def test_what_was_not_reached_is_reported_and_not_assumed() -> None:
     cut = start("half", 16, 800, ended="cut")
     result = judge_resume_test([begin(), SAME, cut], lr_ratio=None)
     assert result.verdict == "same" and not result.faults

@@ -323,7 +323,7 @@ def test_data_beside_a_module_is_found_by_its_own_path(here: Path, run: RunDir) 
     assert {path.name for path in home.iterdir()} == {"mine.py", "data"}
 
 
-def test_files_beside_the_code_that_are_too_many_to_link_are_told(
+def test_files_beside_the_code_that_are_too_many_to_link_are_reported(
     here: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(code_selection, "MAX_ENTRIES", 3)

@@ -167,7 +167,7 @@ def test_failures_of_an_older_format_are_read(older: RunDir) -> None:
 
 
 @pytest.mark.parametrize("told", ["", "\n", "2 tu", "x", "1 2 3", "-1", "9" * 40, "1 tula " + "v" * 99])
-def test_a_damaged_format_is_told(run: RunDir, told: str) -> None:
+def test_a_damaged_format_is_reported(run: RunDir, told: str) -> None:
     (run.path / "format").write_text(told)
     with pytest.raises(BadMeasurements, match="it contains no format") as caught:
         run.read_spec()
@@ -222,7 +222,7 @@ def test_a_link_that_meets_a_newer_format_changes_nothing_and_the_chain_is_held(
     assert files(run) == before
 
 
-def test_one_supervisor_of_a_job_holds_the_chain_and_that_it_cannot_be_held_is_told(
+def test_one_supervisor_of_a_job_holds_the_chain_and_that_it_cannot_be_held_is_reported(
     run: RunDir, chain: list[str], slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     newer(run)

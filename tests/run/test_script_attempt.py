@@ -33,7 +33,7 @@ def test_lines_of_the_end_begin_with_a_whole_one(tmp_path: Path) -> None:
     assert list(read_json_lines(path, last_bytes=1000)) == [{"a": 1}, {"a": 2}, {"a": 3}]
 
 
-def test_the_end_that_is_near_is_told_once(tmp_path: Path) -> None:
+def test_the_end_that_is_near_is_reported_once(tmp_path: Path) -> None:
     attempt = ScriptAttempt(tmp_path, "t", 1)
     before = file_changes.read_news_state(attempt.run)
     attempt.announce_end(1234.56)

@@ -62,7 +62,7 @@ def test_attempts_are_found_by_their_job_over_all_its_tasks(run):
 
 
 @pytest.mark.promise("the run directory", "a result is damaged", "its file is named, and the other results are shown")
-def test_a_damaged_result_is_told_beside_the_others(run):
+def test_a_damaged_result_is_reported_beside_the_others(run):
     make.add_measured(run, 1, 32)
     (run.path / "results" / "probe-n001-l000064.json").write_text("{")
     look = run.read()
@@ -88,7 +88,7 @@ def test_the_hint_of_a_damaged_file_names_the_command_that_writes_it(name, hint)
 @pytest.mark.promise(
     "the run directory", "the metrics of a training are damaged", "the file is named, and the readable part is shown"
 )
-def test_a_damaged_curve_is_told_and_one_that_a_kill_has_cut_off_is_not(run):
+def test_a_damaged_curve_is_reported_and_one_that_a_kill_has_cut_off_is_not(run):
     make.add_training(run, rows=make.metrics())
     path = run.training("ab12cd34").metrics_path
     rows = path.read_bytes()

@@ -49,7 +49,7 @@ print(json.dumps(told))
 """
 
 
-def test_a_file_system_that_is_really_full_is_told_and_has_room_for_an_ending(tmp_path: Path) -> None:
+def test_a_file_system_that_is_really_full_is_reported_and_has_room_for_an_ending(tmp_path: Path) -> None:
     if subprocess.run(["unshare", "--map-root-user", "--mount", "true"], capture_output=True).returncode:
         pytest.skip("no file system can be mounted here")
     mounted = f'mount -t tmpfs -o size=256k none "{tmp_path}" && exec "$@"'
@@ -120,7 +120,7 @@ def test_what_a_process_said_tells_the_folder() -> None:
     assert quota.quota and quota.description == "the disk quota for /dev/shm is used up"
 
 
-def test_a_file_system_without_files_left_is_told_so() -> None:
+def test_a_file_system_without_files_left_is_reported_so() -> None:
     shortage = Shortage(folder="/scratch", free=2**30, total=2**40, files_free=0)
     assert "no more files" in shortage.description
 

@@ -84,7 +84,7 @@ def spec(**sections) -> JobSpec:
 # --- check
 
 
-def test_a_scheduler_of_ones_own_that_is_not_there_is_told_before_the_model_is_built():
+def test_a_scheduler_of_ones_own_that_is_not_there_is_reported_before_the_model_is_built():
     def never(spec):
         raise AssertionError("built")
 
@@ -131,7 +131,7 @@ def test_what_is_expected_follows_from_the_nearest_probes_and_stays_below_the_mo
     assert expect_search(brief, jobs, run).hours == pytest.approx(2 * 0.01 / 60)
 
 
-def test_what_each_strategy_takes_beside_the_training_is_told_once_a_probe_is_known(found, tmp_path):
+def test_what_each_strategy_takes_beside_the_training_is_reported_once_a_probe_is_known(found, tmp_path):
     long, brief = (spec(search={"nodes": [1, 2]}, train={"epochs": epochs}) for epochs in (100_000, 1))
     run = RunDir.create(tmp_path, long)
     assert check(long, run=run).worth is None
@@ -369,7 +369,7 @@ def test_probes_of_the_job_correct_the_estimate(found):
     assert estimate(spec(), results=[]).correction == ""
 
 
-def test_how_far_the_corrected_model_is_off_is_told(found):
+def test_how_far_the_corrected_model_is_off_is_reported(found):
     report = estimate(spec(), results=[probe(16), probe(32), probe(64)])
     assert report.correction.endswith("(local batches 16 to 64; median error of the peaks 0.0%)")
 
@@ -594,7 +594,7 @@ def test_a_dataset_that_is_still_to_be_downloaded_is_a_warning(tmp_path, nodes):
 # --- its job
 
 
-def test_the_same_check_is_taken_up_until_its_end_was_told(nodes):
+def test_the_same_check_is_taken_up_until_its_end_was_reported(nodes):
     assert nodes.start().id == nodes.task.id == "check-n002-1"
     nodes.report()
     assert nodes.start().id == "check-n002-1", "ended, but nobody has seen it"
@@ -644,7 +644,7 @@ def test_a_check_that_was_refused_is_submitted_again(nodes, monkeypatch):
     assert nodes.start().id == "check-n002-2"
 
 
-def test_states_are_told_until_the_report_is_there(nodes):
+def test_states_are_reported_until_the_report_is_there(nodes):
     nodes.launcher.says[nodes.task.job] = "pending"
     states = watch_cluster(nodes.run, nodes.launcher, nodes.task, sleep=nodes.sleep)
     assert next(states).state == "pending"
@@ -652,7 +652,7 @@ def test_states_are_told_until_the_report_is_there(nodes):
     assert list(states) == []
 
 
-def test_an_expected_start_is_told_again_where_another_minute_is_shown(nodes, monkeypatch):
+def test_an_expected_start_is_reported_again_where_another_minute_is_shown(nodes, monkeypatch):
     starts = (None, 600.0, 601.0, 659.9, 660.0, 660.0)
     states = [scheduler.SchedulerState("pending", "Priority", at) for at in starts]
     monkeypatch.setattr(services_nodes, "watch_cluster", lambda *_, **__: iter(states))
@@ -704,7 +704,7 @@ def test_the_node_that_leaves_nothing_is_named_and_the_job_ended(nodes):
     assert nodes.launcher.cancelled == ["check-n002-1"]
 
 
-def test_nodes_are_told_by_number_where_nobody_knows_their_names(nodes, monkeypatch):
+def test_nodes_are_reported_by_number_where_nobody_knows_their_names(nodes, monkeypatch):
     monkeypatch.setattr(site, "list_allocated_hosts", lambda _: ())
     nodes.log(0)
     with pytest.raises(JobFailed, match="node 1 of the job wrote into it, node 2 of the job did not") as caught:
@@ -722,7 +722,7 @@ def test_a_node_has_as_many_tasks_as_its_launcher_starts(tmp_path, nodes, launch
     assert two.now == 0, "both nodes were heard of"
 
 
-def test_a_failure_is_told_with_its_cause(nodes):
+def test_a_failure_is_reported_with_its_cause(nodes):
     nodes.log(0, 1)
     nodes.ends(outcome="user", message="no network interface 'ib7'", rank=1)
     assert nodes.watch() == []
@@ -736,7 +736,7 @@ def test_a_port_that_was_taken_is_tried_again(nodes):
     assert nodes.watch() == ["ended"], "not over until the scheduler says so"
 
 
-def test_a_job_that_ends_before_its_ranks_is_told_by_its_log(nodes):
+def test_a_job_that_ends_before_its_ranks_is_reported_by_its_log(nodes):
     nodes.log(0, 1)
     job = nodes.run.job(nodes.task.job)
     (nodes.run.submitit_dir / f"{job.scheduler_id}_0_log.err").write_text("module: command not found\n")
@@ -790,7 +790,7 @@ def test_nodes_are_taken_as_wanted_where_nobody_knows_the_partition(monkeypatch)
     assert check_node_count(spec(cluster={**SLURM, "slurm": {"partition": "other"}}), 64) == 64
 
 
-def test_of_a_script_nothing_is_told_that_it_decides_by_itself():
+def test_of_a_script_nothing_is_reported_that_it_decides_by_itself():
     on_slurm = {"cluster": {"kind": "slurm", "slurm": {"minutes": 60, "cpus_per_task": 8}}}
     value = JobSpec.model_validate({**make.script_spec(epochs=1).model_dump(), **on_slurm})
     assert "tf32" in check(spec(**on_slurm), online=False).settings[0]
@@ -804,7 +804,7 @@ def own_job(command: str, **sections) -> JobSpec:
     return JobSpec.model_validate({**content, "script": {**content["script"], "command": command}, **sections})
 
 
-def test_a_program_that_is_missing_is_told_before_anything_starts():
+def test_a_program_that_is_missing_is_reported_before_anything_starts():
     with pytest.raises(SpecError, match="there is no program torchrunn on this machine"):
         check(own_job("torchrunn train.py -b {local_batch}"))
     on_slurm = {"cluster": {"kind": "slurm", "slurm": {"minutes": 60}}}
@@ -819,7 +819,7 @@ def test_a_program_that_is_missing_is_told_before_anything_starts():
 
 
 @pytest.mark.parametrize(("name", "fails"), [("python", True), ("python3.11", True), ("python3", False)])
-def test_a_python_without_torch_is_told_before_anything_starts(tmp_path, name, fails):
+def test_a_python_without_torch_is_reported_before_anything_starts(tmp_path, name, fails):
     other = tmp_path / name
     other.write_text(f"#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2\nexit {int(fails)}\n")
     other.chmod(0o755)
@@ -844,7 +844,7 @@ def test_gradients_of_one_gpu_cannot_be_scaled_in_a_script(nodes, gpus, method, 
     assert message == ([] if other_nodes is None else [expected])
 
 
-def test_what_an_interruption_of_a_script_costs_is_told(tmp_path):
+def test_what_an_interruption_of_a_script_costs_is_reported(tmp_path):
     value = own_job("train.py -b {local_batch}")
     run = RunDir.create(tmp_path, value)
     assert "the script cannot resume (no script.resume)" in check(value, run=run).interruption
@@ -853,7 +853,7 @@ def test_what_an_interruption_of_a_script_costs_is_told(tmp_path):
     assert "checkpoints: the script cannot resume" in text
 
 
-def test_the_figures_of_an_adaptive_search_are_told_to_be_those_of_its_first_round(found):
+def test_the_figures_of_an_adaptive_search_are_reported_to_be_those_of_its_first_round(found):
     assert "adaptive-first-round" not in codes(check(spec()).warnings)
     report = check(spec(search={"strategy": "adaptive"}))
     assert report.probes <= 4 and values(report.warnings, "adaptive-first-round") == {"chosen_by_auto": False}

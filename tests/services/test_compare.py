@@ -319,7 +319,7 @@ def test_a_seed_more_trains_only_that(run: RunDir) -> None:
     assert len(launcher.tasks) == 11
 
 
-def test_a_failure_is_told_and_does_not_end_the_grid(run: RunDir) -> None:
+def test_a_failure_is_reported_and_does_not_end_the_grid(run: RunDir) -> None:
     report = trained(run, Trains(fails=("lrs",)))
     failed = row(report, "lrs", 256)
     assert [cell.state for cell in failed.cells] == ["failed", "failed"]
@@ -586,7 +586,7 @@ def test_show_starts_nothing(here: Trains) -> None:
     assert "ags, batch 128, seed 5 failed" in err
 
 
-def test_failures_are_told_when_they_happen_and_diverged_ones_are_counted(here: Trains) -> None:
+def test_failures_are_reported_when_they_happen_and_diverged_ones_are_counted(here: Trains) -> None:
     here.fails, here.diverges = ("ags",), ("lbt-x4",)
     code, out, err = tula(*ASKED)
     assert code == JobFailed.exit_code and "6 of 24 trainings failed" in err
@@ -659,7 +659,7 @@ def test_post_local_sgd_alone_is_said_to_be_nothing(run: RunDir) -> None:
     assert "method-needs-several-gpus" not in codes(plan(run, two).warnings)
 
 
-def test_a_warm_up_that_never_ends_is_told_of_every_method(run: RunDir) -> None:
+def test_a_warm_up_that_never_ends_is_reported_of_every_method(run: RunDir) -> None:
     grid = Grid(methods=("polo", "lrs", "ags"), batches=(128,), seeds=1, nodes=2, controls=False)
     given = make.spec(**SPEC, schedule={"warmup_epochs": 5})
     assert plan(run, grid, given).warnings == tuple(
@@ -830,7 +830,7 @@ def compared_at(run: RunDir, *, seeds: int = 2) -> None:
         ("lbt", 256, "may lose", 10.0, 256),
     ],
 )
-def test_whether_a_batch_keeps_the_accuracy_is_told_by_the_trainings_of_the_job(
+def test_whether_a_batch_keeps_the_accuracy_is_reported_by_the_trainings_of_the_job(
     run: RunDir, method: str, batch: int, outcome: str, gap: float, of: int
 ) -> None:
     compared_at(run, seeds=1)

@@ -75,7 +75,7 @@ def test_other_jobs_tell_nothing(other: dict[str, Any], run: RunDir) -> None:
     assert predict_end(run, task(job()), code="") is None
 
 
-def test_other_code_a_job_without_an_end_and_one_without_a_prediction_are_told_nothing(run: RunDir) -> None:
+def test_other_code_a_job_without_an_end_and_one_without_a_prediction_are_reported_nothing(run: RunDir) -> None:
     trained(run, "a", 50, 71, spec=job())
     assert predict_end(run, task(job()), code="") is not None
     assert predict_end(run, task(job()), code="0ther") is None

@@ -51,7 +51,7 @@ def test_where_fewer_nodes_can_run_it_is_no_problem_that_more_ranks_of_this_mach
     assert not problems and warning.values["ranks"] == 2
 
 
-def test_of_several_jobs_the_first_batch_and_the_most_memory_are_told() -> None:
+def test_of_several_jobs_the_first_batch_and_the_most_memory_are_reported() -> None:
     _, (warning,) = told(NodeMemory(300 * MB, 64 * GB), {1: (16, 32, 64), 2: (64,)})
     assert warning == messages.shared_memory_may_fill(
         first_local_batch=32, free_bytes=300 * MB, needed_bytes=1280 * MB, local_batch=64, ranks=2, workers=2

@@ -290,7 +290,7 @@ def test_the_result_of_a_probe_is_reported_once_as_soon_as_it_is_there(tmp_path:
     assert list(statuses.list_events(now)) == []
 
 
-def test_why_a_probe_of_a_script_failed_is_told_once_with_what_to_do(tmp_path: Path) -> None:
+def test_why_a_probe_of_a_script_failed_is_reported_once_with_what_to_do(tmp_path: Path) -> None:
     value = make_runs.script_spec(samples=1000)
     run = RunDir.create(tmp_path, value)
     why = "the command was given a batch of 32 and a step trains on 8 samples"

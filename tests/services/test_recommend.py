@@ -95,14 +95,14 @@ def test_the_answer_is_stored(run: RunDir) -> None:
     assert answer.created_at == 1.0 and answer.curve == "cost"
 
 
-def test_how_sure_the_knee_is_is_told_in_shares_of_the_curves_that_may_be(run: RunDir) -> None:
+def test_how_sure_the_knee_is_is_reported_in_shares_of_the_curves_that_may_be(run: RunDir) -> None:
     answer = re.findall(r"within the uncertainty of the probes the knee is ([^;]*)", ask(run, "knee").reason)
     shares = {int(batch): int(share) for batch, share in re.findall(r"(\d+) in (\d+)%", answer[0])}
     assert 0 < sum(shares.values()) <= 101 and shares.keys() <= {row.batch for row in ask(run, "knee").rows}
     assert "within the uncertainty of the probes" not in ask(run, "time").reason
 
 
-def test_more_nodes_than_any_probe_had_are_told_to_be_extrapolated(run: RunDir) -> None:
+def test_more_nodes_than_any_probe_had_are_reported_to_be_extrapolated(run: RunDir) -> None:
     answer = ask(run, "time", nodes=32)
     assert answer.choice.further
     expected = {"nodes": 32, "probed_nodes": 16, "gpus_per_node": None}
@@ -634,7 +634,7 @@ def test_the_reference_batch_takes_the_epochs_of_the_spec(noisy: RunDir) -> None
         ({"steps": 100}, 26, "100 steps at batch 256", ", as set by script.length"),
     ],
 )
-def test_the_length_of_a_script_is_told_as_its_section_has_it(
+def test_the_length_of_a_script_is_reported_as_its_section_has_it(
     noisy: RunDir, length: dict[str, int], epochs: int, asked: str, advice: str
 ) -> None:
     measurements: Any = SimpleNamespace(
@@ -693,7 +693,7 @@ def test_the_other_market_is_that_of_the_chosen_type(tmp_path: Path) -> None:
     assert {row.market: (row.hours, row.cost) for row in same}["on_demand"] == (other.hours, other.cost)
 
 
-def test_a_second_opinion_that_sees_the_choice_quite_differently_is_told(tmp_path: Path) -> None:
+def test_a_second_opinion_that_sees_the_choice_quite_differently_is_reported(tmp_path: Path) -> None:
     run = run_with(tmp_path, probe_all(Truth(), {2: (16, 64, 256), 4: (8,), 8: (4,), 16: (2,)}))
     forecast = Estimator.fit(run.read_spec(), run.results())
     row = next(row for row in forecast.predictions() if not row.measured)
@@ -728,7 +728,7 @@ def test_a_script_is_recommended_by_its_steps_and_told_what_is_missing(script: R
     assert RunDir.open(script.path).recommendation() == result
 
 
-def test_the_cost_of_an_interruption_of_a_script_is_told(tmp_path: Path) -> None:
+def test_the_cost_of_an_interruption_of_a_script_is_reported(tmp_path: Path) -> None:
     resume = {"args": "--resume {checkpoint}", "checkpoint": "{out}/c.pt"}
     content = make.script_spec(epochs=10).model_dump(mode="json", exclude_unset=True)
     content["script"] |= {"resume": resume, "save": "SIGUSR1"}
@@ -805,7 +805,7 @@ def test_where_nothing_is_measured_at_the_smaller_micro_batch_the_fallback_names
     assert fallback is not None and fallback.basis == "from the fit at local batch 16"
 
 
-def test_a_damaged_job_is_told_and_left_out(run: RunDir) -> None:
+def test_a_damaged_job_is_reported_and_left_out(run: RunDir) -> None:
     (run.path / "jobs").mkdir()
     (run.path / "jobs/probe-n001.json").write_text("{")
     assert count_pending_probes(open_family(run), lambda _: make.FakeLauncher()) == {None: 0}

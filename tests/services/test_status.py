@@ -183,7 +183,7 @@ def test_probes_that_do_not_fit_are_done(run):
     assert job.elapsed == 40
 
 
-def test_a_diverged_training_is_told_with_its_place_and_what_to_do(run):
+def test_a_diverged_training_is_reported_with_its_place_and_what_to_do(run):
     name = make.add_training(run)
     run.write_attempt(
         make.attempt(f"{name}-1", end=START + 9, outcome="diverged", message="Diverged: the loss, step 4")
@@ -246,7 +246,7 @@ def test_an_attempt_of_an_earlier_submission_explains_nothing(run):
     assert only_job(run, now=START + 6000).state == "lost"
 
 
-def test_the_schedulers_verdict_is_told(run):
+def test_the_schedulers_verdict_is_reported(run):
     name = make.add_probes(run, 1, (32, 64))
     verdict = make.FakeLauncher({name: "ended"}, reason="TIMEOUT: its time limit was reached")
     assert (only_job(run, verdict).state, only_job(run, verdict).reason) == ("lost", verdict.reason)
@@ -327,7 +327,7 @@ def test_a_training_whose_submission_was_refused_is_not_submitted_and_has_its_ra
     assert show_status.describe_training(train) == f"{line}, not submitted"
 
 
-def test_the_beta2_of_the_newest_start_is_told(tmp_path):
+def test_the_beta2_of_the_newest_start_is_reported(tmp_path):
     value = RunDir.create(tmp_path, make.spec())
     rows = [
         {**row, "beta2": beta2} for row in make.metrics(START) if row["kind"] == "start" for beta2 in (0.5, 0.9921875)
@@ -432,7 +432,7 @@ def test_a_finished_training_run_says_at_which_batch_it_ended(run):
     assert now.jobs[0].state == "done"
 
 
-def test_the_energy_that_was_counted_so_far_is_told(run):
+def test_the_energy_that_was_counted_so_far_is_reported(run):
     make.add_training(run, rows=make.metrics())
     run.write_energy("ab12cd34", CountedEnergy(joules=9e6, seconds=100.0))
     now = services_status.run_status(run, make.FakeLauncher(), now=START + 999)
@@ -629,7 +629,7 @@ def test_other_jobs_are_not_waited_for(run):
     assert not seen[0].active()
 
 
-def test_who_waits_for_one_of_two_trainings_is_told_of_that_one(run):
+def test_who_waits_for_one_of_two_trainings_is_reported_of_that_one(run):
     value, other = (make.add_training(run, signature=signature) for signature in ("00000001", "00000002"))
     launcher = make.FakeLauncher({value: "running", other: "running"})
     for job in (value, other):
@@ -857,7 +857,7 @@ def test_a_type_whose_scheduler_is_not_there_keeps_none_of_the_others(two_types)
     assert launcher.cancelled == ["probe-n001", "probe-n002"]
 
 
-def test_one_job_that_is_not_cancelled_is_told_as_it_is(run):
+def test_one_job_that_is_not_cancelled_is_reported_as_it_is(run):
     name = make.add_probes(run, 1, (32,))
     launcher = Refusing({name: "running"})
     launcher.refused = (name,)

@@ -229,7 +229,7 @@ def ended(run: RunDir, outcome: str | None, message: str = "it ended") -> TrainT
         (None, Pending, "has not ended"),
     ],
 )
-def test_how_a_run_ended_is_told_by_its_class(
+def test_how_a_run_ended_is_reported_by_its_class(
     run: RunDir, outcome: str | None, error: type[Exception], words: str
 ) -> None:
     task = ended(run, outcome)
@@ -342,7 +342,7 @@ def test_after_a_fallback_the_prediction_is_that_of_smaller_micro_batches(tmp_pa
     assert task.model_copy(update={"splits": 3}).prediction is None
 
 
-def test_an_out_of_memory_is_told_with_the_batch_of_its_stage(run: RunDir) -> None:
+def test_an_out_of_memory_is_reported_with_the_batch_of_its_stage(run: RunDir) -> None:
     value = run.read_spec().model_copy(update={"train": run.read_spec().train.model_copy(update={"ramp": "auto"})})
     task = plan(run, value, nodes=2, batch=512).task
     known = MicroBatches(

@@ -65,7 +65,7 @@ class Loop:
 
     def around(self, ags: AgsSteps) -> "Loop":
         self.ags = ags
-        ags.made(self.base)
+        ags.register_optimizer(self.base)
         ags.declare(self.base, self.net)
         self.base.register_step_pre_hook(ags.before_step)
         self.base.register_step_post_hook(lambda optimizer, *_: ags.after_step(optimizer))
@@ -125,25 +125,25 @@ def test_what_a_checkpoint_of_the_optimizer_holds_goes_on_exactly(
     state = torch.load(tmp_path / "last.pt", weights_only=True)
     again = Loop()
     ags = around(resumed=True)
-    ags.made(again.base)
+    ags.register_optimizer(again.base)
     again.net.load_state_dict(state["model"])
     again.base.load_state_dict(state["optimizer"])  # before there is anything around it
     again.ags = None
     again.around(ags).train(range(3, 6))
     assert torch.equal(again.weights, first.train(range(3, 6)).weights)
-    assert list(ags.said()) == []
+    assert list(ags.take_notes()) == []
     plain = Loop()
     plain.base.load_state_dict(state["optimizer"])  # without tula, what is more is left out
     assert plain.base.state_dict().keys() == {"state", "param_groups"}
 
 
-def test_a_checkpoint_without_the_optimizer_is_told_and_another_batch_begins_anew(
+def test_a_checkpoint_without_the_optimizer_is_reported_and_another_batch_begins_anew(
     around: Callable[..., AgsSteps],
 ) -> None:
     first = Loop().around(around()).train(range(3))
     silent = around(resumed=True)
     Loop().around(silent)
-    assert ["factors start again at 1" in text for text in silent.said()] == [True]
+    assert ["factors start again at 1" in text for text in silent.take_notes()] == [True]
     smaller = around(b_large=4, available=4)
     again = Loop().around(smaller)
     again.base.load_state_dict(first.base.state_dict())
@@ -178,7 +178,7 @@ def told(folder: Path) -> str:
 
 def test_one_process_alone_is_refused_and_goes_on_being_so(around: Callable[..., AgsSteps], tmp_path: Path) -> None:
     loop, ags = Loop(), around("robust")
-    ags.made(loop.base)
+    ags.register_optimizer(loop.base)
     loop.base.register_step_pre_hook(ags.before_step)
     loop.base.register_step_post_hook(lambda optimizer, *_: ags.after_step(optimizer))
     with pytest.raises(CannotScaleError, match=r"there is no other gradient.*otherwise use train.method lbt"):
@@ -221,7 +221,7 @@ class SGDW(torch.optim.SGD):
     ("kind", "gradients"), [(torch.optim.SGD, True), (SGDW, True), (torch.optim.AdamW, False), (Prodigy, False)]
 )
 def test_gradients_are_scaled_where_that_is_known_to_act_else_updates(kind: Any, gradients: bool) -> None:
-    assert ags_module.takes_gradients(kind.__new__(kind), DIVIDING) is gradients
+    assert ags_module.scales_gradients(kind.__new__(kind), DIVIDING) is gradients
 
 
 def test_gradients_of_adam_are_refused(around: Callable[..., AgsSteps]) -> None:
@@ -269,7 +269,7 @@ def test_a_communication_hook_of_the_scripts_own_is_refused_by_name(around: Call
     ags.split.modules.append(weakref.ref(model))
     ags.split._hooked.add(id(model))
     ags.split.hook = "fp16_compress_hook"
-    ags.made(loop.base)
+    ags.register_optimizer(loop.base)
     with pytest.raises(CannotScaleError, match=r"own communication hook \(fp16_compress_hook\).*source: small_batch"):
         ags.seek()
 
@@ -278,7 +278,7 @@ def test_an_optimizer_of_other_parameters_is_refused(around: Callable[..., AgsSt
     loop, ags = Loop(), around()
     model = Ddp(nn.Linear(2, 2))
     ags.split.modules.append(weakref.ref(model))
-    ags.made(loop.base)
+    ags.register_optimizer(loop.base)
     ags.seek()
     with pytest.raises(CannotScaleError, match="no optimizer has the parameters"):
         for _ in range(ags_module.PATIENCE):
@@ -292,23 +292,23 @@ def test_of_several_the_largest_model_and_optimizer_are_meant(around: Callable[.
     ags.split.modules += [weakref.ref(model) for model in models]
     small = torch.optim.SGD(list(loop.net[0].parameters()), lr=0.1)  # type: ignore[arg-type]
     for optimizer in (torch.optim.SGD(other.parameters(), lr=0.1), small, loop.base):
-        ags.made(optimizer)
+        ags.register_optimizer(optimizer)
     ags.seek()
     assert ags.tula is not None and ags.tula.base is loop.base and ags.tula.setup.model is models[1]
-    assert not [text for text in ags.said() if "not scaled" in text], "its parameters are the same"
+    assert not [text for text in ags.take_notes() if "not scaled" in text], "its parameters are the same"
 
 
-def test_what_smaller_optimizers_of_the_model_train_is_told_to_be_unscaled(around: Callable[..., AgsSteps]) -> None:
+def test_what_smaller_optimizers_of_the_model_train_is_reported_to_be_unscaled(around: Callable[..., AgsSteps]) -> None:
     loop, ags = Loop(), around()
     ags.split.modules.append(weakref.ref(model := Ddp(loop.net)))
     head = torch.optim.AdamW(list(loop.net[2].parameters()), lr=0.1)  # type: ignore[arg-type]
     body = torch.optim.SGD(list(loop.net[0].parameters()), lr=0.1)  # type: ignore[arg-type]
     critic = torch.optim.RMSprop(torch.nn.Linear(2, 2).parameters(), lr=0.1)  # of a smaller model, as a GAN's
     for optimizer in (head, body, critic):
-        ags.made(optimizer)
+        ags.register_optimizer(optimizer)
     ags.seek()
     assert ags.tula is not None and (ags.tula.base, ags.tula.setup.model) == (body, model)
-    messages = [text for text in ags.said() if "not scaled" in text]
+    messages = [text for text in ags.take_notes() if "not scaled" in text]
     assert len(messages) == 1 and "SGD (56 numbers)" in messages[0] and "AdamW (27 numbers)" in messages[0]
     assert "RMSprop (6 numbers)" in messages[0] and "of the largest model (" in messages[0]
 
@@ -322,7 +322,7 @@ def test_gradients_that_are_reduced_twice_a_step_are_refused(around: Callable[..
     scaled = Loop().around(around())
     assert scaled.ags is not None
     scaled.ags.rounds = 1
-    scaled.ags.skipped()  # by a GradScaler: those of the skipped step do not count
+    scaled.ags.discard_skipped_step()  # by a GradScaler: those of the skipped step do not count
     scaled.train(range(1))
 
 

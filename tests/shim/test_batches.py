@@ -64,7 +64,7 @@ def test_a_batch_of_another_shape_is_looked_at_anew() -> None:
     assert delivered.take()[1][:2] == [8 + 4 + 8, 3]
 
 
-def test_the_dataset_of_most_steps_is_what_is_trained_on() -> None:
+def test_the_dataset_of_most_steps_is_what_is_find_trained_dataset() -> None:
     delivered = DeliveredBatches()
     delivered.add(2, IMAGES, waited=0.0, size=8)  # a check before the first step
     for _ in range(3):
@@ -80,8 +80,8 @@ def test_a_dataset_that_is_made_anew_for_each_epoch_is_trained_on_too() -> None:
         for _ in range(2):
             delivered.add(epoch, IMAGES, waited=0.0, size=8)
             taken.append(delivered.take())
-    assert [delivered.trained_on(counts) for counts in taken] == [1, 1, 2, 2, 3, 3]
-    assert delivered.trained_on({}) == 1 and delivered.samples() == 48
+    assert [delivered.find_trained_dataset(counts) for counts in taken] == [1, 1, 2, 2, 3, 3]
+    assert delivered.find_trained_dataset({}) == 1 and delivered.samples() == 48
 
 
 def test_what_cannot_be_counted_is_unknown_and_not_zero() -> None:
@@ -122,7 +122,7 @@ def play(events: str) -> list[list[float]]:
             iterators[event.lower()] = Iterator()
             delivered.begin_pass(1, iterators[event.lower()])
         elif event == "|":
-            delivered.trained()
+            delivered.count_backward()
         elif event == ".":
             steps.append(delivered.take().get(1, [0, 0])[0] / 8)
         else:
@@ -194,5 +194,5 @@ class Holding:
         (Holding(rank=0), Holding(rank=1), True),  # nothing to compare
     ],
 )
-def test_parts_of_a_dataset_are_told_apart(one: object, other: object, alike: bool) -> None:
+def test_parts_of_a_dataset_are_reported_apart(one: object, other: object, alike: bool) -> None:
     assert (compute_content_digest(one) == compute_content_digest(other)) is alike

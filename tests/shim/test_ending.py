@@ -12,7 +12,13 @@ from script_ranks import ScriptRanks
 
 from tula_cli.run.records.scripts import ShimPlan
 from tula_cli.shim.tula_shim import stopping
-from tula_cli.shim.tula_shim.failing import find_batch_norm, get_class_name, is_launcher_error, listen, write_failure
+from tula_cli.shim.tula_shim.failing import (
+    find_batch_norm,
+    get_class_name,
+    install_excepthook,
+    is_launcher_error,
+    write_failure,
+)
 from tula_cli.shim.tula_shim.plan import read_plan
 from tula_cli.shim.tula_shim.ranks import count_ranks, get_rank
 from tula_cli.shim.tula_shim.recorder import EVAL, Recorder
@@ -45,7 +51,7 @@ def test_a_process_without_rank_is_silent_beside_one_that_has_told(tmp_path: Pat
 
 
 @pytest.mark.torch
-def test_an_error_of_the_shim_s_own_in_a_probe_is_told_as_its_own(run: ScriptRanks, tmp_path: Path) -> None:
+def test_an_error_of_the_shim_s_own_in_a_probe_is_reported_as_its_own(run: ScriptRanks, tmp_path: Path) -> None:
     for rank in (0, 1):
         (tmp_path / f"heartbeat-{rank}.json").mkdir()  # heartbeats cannot be written
     ended = run("by_hand.py", 60, "--bare", plan=ShimPlan(task="probe", folder=str(tmp_path)), world=2)
@@ -63,7 +69,7 @@ def test_what_a_script_makes_of_an_error_of_the_shim_s_own_is_not_the_script_s(
     plan = read_plan(str(tmp_path / "plan.json"))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)
-    listen(plan, lambda: 7)
+    install_excepthook(plan, lambda: 7)
     failed, other = OSError("full"), RuntimeError("epoch 0 failed")
     write_failure(plan, failed, step=7, where="shim")
     other.__cause__ = failed
@@ -92,7 +98,9 @@ def test_classes_are_named_in_full() -> None:
         ({"RANK": ""}, None, 1),
     ],
 )
-def test_a_rank_without_a_group_is_told_by_variables(variables: dict[str, str], rank: int | None, ranks: int) -> None:
+def test_a_rank_without_a_group_is_reported_by_variables(
+    variables: dict[str, str], rank: int | None, ranks: int
+) -> None:
     assert get_rank(variables) == rank
     assert count_ranks(by_hand=True, environment=variables) == ranks
     assert count_ranks(environment=variables) == 1  # nothing joins them
@@ -145,14 +153,14 @@ def test_children_that_do_not_listen_and_their_children_are_ended() -> None:
     assert done.stdout.split() == ["2", "0"]
 
 
-def test_a_disk_that_is_full_is_told_at_the_next_step_and_not_within_the_script(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_is_reported_at_the_next_step_and_not_within_the_script(tmp_path: Path) -> None:
     plan = {"version": 1, "task": "t", "folder": str(tmp_path), "mode": "train", "heartbeat": 0.0}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     recorder = Recorder(read_plan(str(tmp_path / "plan.json")))
     recorder.after_step(lr=0.1)
     (tmp_path / "heartbeat-0.json").unlink()
     (tmp_path / "heartbeat-0.json").mkdir()  # cannot be replaced by a file
-    recorder.disturbed(EVAL)
+    recorder.record_disturbance(EVAL)
     with pytest.raises(IsADirectoryError):
         recorder.after_step(lr=0.1)
 

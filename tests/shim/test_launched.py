@@ -32,7 +32,7 @@ def launch(folder: Path, *command: object, **more: object) -> "subprocess.Comple
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
 
 
-def test_an_error_on_one_rank_is_told_by_that_rank_and_not_by_torchrun(tmp_path: Path) -> None:
+def test_an_error_on_one_rank_is_reported_by_that_rank_and_not_by_torchrun(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['HIDDEN'] = 'ran'\n")
     done = launch(tmp_path, *TORCHRUN, SCRIPTS / "plain_ddp.py", "--fail-on", 1, min_steps=30, max_steps=30)
     assert done.returncode == 1

@@ -50,7 +50,7 @@ def test_ranks_that_the_script_forks_itself_are_seen(run: ScriptRanks, tmp_path:
     assert (ended.codes, ended.left, ended.results()[0].why) == ([0], 0, "stopped"), ended.said
 
 
-def test_the_error_of_a_forked_rank_is_told_once(run: ScriptRanks, tmp_path: Path) -> None:
+def test_the_error_of_a_forked_rank_is_reported_once(run: ScriptRanks, tmp_path: Path) -> None:
     ended = run("forking.py", "break", plan=probe(tmp_path))
     (failure,) = tmp_path.glob("failure-*.json")
     assert ended.codes == [1] and "MemoryError: no room" in json.loads(failure.read_text())["text"]

@@ -86,7 +86,7 @@ def test_an_evaluation_of_rank_0_alone_disturbs_the_step_of_all(run: ScriptRanks
     assert [number for number, step in enumerate(join_steps(ranks)) if step.causes] == [4, 11]
 
 
-def test_a_wrong_launch_and_a_wrong_accumulation_are_told(run: ScriptRanks, tmp_path: Path) -> None:
+def test_a_wrong_launch_and_a_wrong_accumulation_are_reported(run: ScriptRanks, tmp_path: Path) -> None:
     plan = probe(tmp_path, expected=expecting(2, 16, accumulate=2))
     (rank,) = run("accumulating.py", plan=plan).results()
     alone = rank.model_copy(update={"expected": expecting(1, 16, accumulate=2)})
@@ -101,7 +101,7 @@ def reference(run: ScriptRanks, folder: Path, *arguments: object, **more: object
     return ended.results()[0]
 
 
-def test_a_script_that_scales_its_learning_rate_is_found_out(run: ScriptRanks, tmp_path: Path) -> None:
+def test_a_script_that_scales_its_learning_rate_is_detected(run: ScriptRanks, tmp_path: Path) -> None:
     rates = []
     for batch in (8, 16):
         seen = reference(run, tmp_path / str(batch), "-b", batch, "--scale-lr", expected=expecting(1, batch, lr=0.1))
@@ -116,7 +116,7 @@ def test_batches_as_lists_and_loader_workers(run: ScriptRanks, tmp_path: Path) -
     assert {step.samples for step in seen.timed} == {8} and list_mismatches([seen]) == []
 
 
-def test_a_batch_that_the_script_ignores_is_told_with_both_figures(run: ScriptRanks, tmp_path: Path) -> None:
+def test_a_batch_that_the_script_ignores_is_reported_with_both_figures(run: ScriptRanks, tmp_path: Path) -> None:
     (result,) = list_mismatches([reference(run, tmp_path, "-b", 8, expected=expecting(1, 32))])[:1]
     assert (result.code, result.values["expected"], result.values["observed"]) == ("batch-differs", 32, 8)
 

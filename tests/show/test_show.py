@@ -208,7 +208,7 @@ def with_progress(result):
     return result.model_copy(update={"rows": rows, "choice": beside(result.choice), "efficiency": words})
 
 
-def test_the_same_progress_is_told_apart_from_the_epochs_of_the_spec():
+def test_the_same_progress_is_distinguished_from_the_epochs_of_the_spec():
     result = with_progress(make.recommendation())
     text = explained(result)
     message = result.choice.same_progress
@@ -221,7 +221,7 @@ def test_the_same_progress_is_told_apart_from_the_epochs_of_the_spec():
 
 
 @pytest.mark.parametrize(("share", "shown"), [(0.034, "includes 3.4 % for updating"), (0.009, ""), (0.0, "")])
-def test_refreshing_the_factors_is_told_where_it_is_more_than_a_hundredth(share: float, shown: str) -> None:
+def test_refreshing_the_factors_is_reported_where_it_is_more_than_a_hundredth(share: float, shown: str) -> None:
     choice = make.prediction(2, 256, refresh_share=share)
     text = explained(make.recommendation(choice=choice))
     assert shown in text and ("scaling factors of AGS" in text) == bool(shown)
@@ -813,7 +813,7 @@ def test_the_summary_names_no_step_time_where_none_was_timed():
     )
 
 
-def test_what_gradient_scaling_did_is_told_by_status_and_summary(run):
+def test_what_gradient_scaling_did_is_reported_by_status_and_summary(run):
     did = ScalingSummary(steps=300, scaled=0.997, mean=1.3456, apply_to="update")
     text = printed(show_train.render_summary(make.summary(scaled=did)))
     assert "gradient scaling (of each update): factor 1.35 in 99.7 % of the steps" in text
@@ -894,7 +894,7 @@ def test_a_probe_of_a_script_has_dashes_for_what_it_does_not_tell():
     assert row == ["2", "32", "16", "43.0", "-", "-", "744", "432", "measured"]
 
 
-def test_what_probes_of_a_script_do_not_tell_is_told_once(run):
+def test_what_probes_of_a_script_do_not_tell_is_reported_once(run):
     seen = ScriptObservation(
         optimizer="SGD", parameters=9, lr=None, lr_given=None, notes=("no synchronisation: no DDP",)
     )
@@ -907,7 +907,7 @@ def test_what_probes_of_a_script_do_not_tell_is_told_once(run):
     assert "note: no synchronisation: no DDP (2 of 2 probes)\n" in printed(show_profile.render_profile_report(report))
 
 
-def test_samples_that_were_trained_again_are_told():
+def test_samples_that_were_trained_again_are_reported():
     text = printed(show_train.render_summary(make.summary(lost=(480, 0, 960))))
     assert "samples trained again after interruptions: 1440 samples in all, at each interruption 480, 0, 960" in text
     assert "trained again" not in printed(show_train.render_summary(make.summary(lost=())))
@@ -928,7 +928,7 @@ def test_a_plan_tells_what_it_may_cost_at_most(run):
     assert "all 6 probes have a result already" in printed(show_profile.render_plan(nothing))
 
 
-def test_a_language_model_is_told_by_loss_and_perplexity_and_tokens_a_second(run):
+def test_a_language_model_is_reported_by_loss_and_perplexity_and_tokens_a_second(run):
     metrics = {"eval_loss": 1.6, "perplexity": 4.953}
     summary = make.summary(metrics=metrics, best_top1=None, best_loss=1.5)
     text = printed(show_train.render_summary(summary))

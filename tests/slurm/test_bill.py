@@ -171,7 +171,7 @@ def measured(root: Path, outcome: JobSpec) -> RunDir:
     return run
 
 
-def test_a_training_beyond_the_balance_is_told_and_refused(on_site: SlurmCluster, tmp_path: Path) -> None:
+def test_a_training_beyond_the_balance_is_reported_and_refused(on_site: SlurmCluster, tmp_path: Path) -> None:
     result = job(partition="billed")
     run, message = measured(tmp_path, result), []
     for within in (False, True):

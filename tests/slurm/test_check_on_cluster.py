@@ -20,7 +20,7 @@ def jobs(*states: str) -> list[str]:
     ).stdout.split()
 
 
-def test_nodes_and_the_network_between_them_are_told(tula: Tula, on_slurm: SlurmCluster) -> None:
+def test_nodes_and_the_network_between_them_are_reported(tula: Tula, on_slurm: SlurmCluster) -> None:
     data = tula(*CHECK)["data"]
     nodes, report = data["report"]["nodes"], data["report"]
     assert data["problems"] == []
@@ -35,7 +35,7 @@ def test_nodes_and_the_network_between_them_are_told(tula: Tula, on_slurm: Slurm
 
 
 @pytest.mark.proof
-def test_a_folder_that_no_node_sees_is_told(tula: Tula, on_slurm: SlurmCluster) -> None:
+def test_a_folder_that_no_node_sees_is_reported(tula: Tula, on_slurm: SlurmCluster) -> None:
     error = tula_error(tula, *CHECK, "--run-dir", str(on_slurm.local / "runs"), code=6)
     assert str(on_slurm.local / "runs") in error["message"]
     assert f"{', '.join(on_slurm.names[:2])} reported nothing" in error["message"]
@@ -52,7 +52,7 @@ def test_the_node_that_does_not_see_the_folder_is_named(tula: Tula, on_slurm: Sl
     assert f"cluster.slurm.exclude={second}" in error["hint"]
 
 
-def test_a_partition_that_is_down_is_told_and_nothing_stays_in_the_queue(tula: Tula) -> None:
+def test_a_partition_that_is_down_is_reported_and_nothing_stays_in_the_queue(tula: Tula) -> None:
     error = tula_error(tula, *CHECK, "--set", "cluster.slurm.partition=closed", code=5)
     assert "PartitionDown" in error["message"]
     tula.until(lambda: not jobs())

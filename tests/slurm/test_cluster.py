@@ -181,7 +181,7 @@ def test_a_batch_job_runs_on_two_hosts(on_slurm: SlurmCluster, tmp_path: Path) -
     assert text == [[name, str(tmp_path), "0"] for name in on_slurm.names[:2]]
 
 
-def test_a_step_over_its_memory_is_told_as_such(on_slurm: SlurmCluster) -> None:
+def test_a_step_over_its_memory_is_reported_as_such(on_slurm: SlurmCluster) -> None:
     if not on_slurm.settings.cgroups:
         pytest.skip("no cgroups of version 1 here: memory is sampled, and the job just fails")
     job = submit(f"srun {sys.executable} -S -c 'bytearray(300 << 20)'", "--mem=60M")

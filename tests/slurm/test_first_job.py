@@ -56,7 +56,7 @@ def test_a_login_without_torch_takes_a_job_to_its_end(
     assert summary["attempts"] == 1
 
 
-def test_without_an_interpreter_of_its_own_the_missing_package_and_the_line_to_type_are_told(
+def test_without_an_interpreter_of_its_own_the_missing_package_and_the_line_to_type_are_reported(
     tula: Tula, on_slurm: SlurmCluster, without_torch: tuple[str, ...]
 ) -> None:
     answer = tula("profile", "job.yaml", "--wait", code=6)

@@ -119,7 +119,7 @@ def test_the_choice_follows_the_speed_of_the_links(over_links: Callable[[int], T
     "the network link of a node becomes slow",
     "`tula status` shows since when and how much later the training will end, and `tula recommend --from-training` shows where to continue; no sample is lost",
 )
-def test_a_link_that_slows_down_is_told_and_the_training_goes_on_elsewhere(
+def test_a_link_that_slows_down_is_reported_and_the_training_goes_on_elsewhere(
     on_slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     """A megabyte takes 0.04 s over the links at first, and 0.4 s then: two nodes are slower than one."""

@@ -51,7 +51,7 @@ def meet(cluster: SlurmCluster, folder: Path) -> list[list[str]]:
 
 
 @pytest.mark.proof
-def test_nodes_whose_name_stands_for_loopback_meet_and_an_interface_that_no_node_has_is_told(
+def test_nodes_whose_name_stands_for_loopback_meet_and_an_interface_that_no_node_has_is_reported(
     on_slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     for node, (refusal, hint, met) in zip(on_slurm.names, meet(on_slurm, tmp_path), strict=False):

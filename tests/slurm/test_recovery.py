@@ -213,7 +213,7 @@ def test_scancel_by_the_user_stays_and_the_same_command_goes_on(tula: Tula) -> N
     "this is reported as the cause; on CPUs the training continues in smaller micro-batches of the same batch",
 )
 @FEW_NODES
-def test_the_cgroup_out_of_memory_is_told_and_smaller_micro_batches_fit(tula: Tula, nodes: tuple[str, ...]) -> None:
+def test_the_cgroup_out_of_memory_is_reported_and_smaller_micro_batches_fit(tula: Tula, nodes: tuple[str, ...]) -> None:
     (tula.folder / "hungry.py").write_text(
         "import torch\n"
         "class Net(torch.nn.Module):\n"
@@ -265,7 +265,7 @@ def test_torchrun_starts_the_ranks_of_a_node_and_a_killed_one_is_relaunched(tula
 
 
 @pytest.mark.proof  # test_submission has the same without a command line
-def test_a_run_directory_that_the_nodes_do_not_see_is_told(tula: Tula, on_slurm: SlurmCluster) -> None:
+def test_a_run_directory_that_the_nodes_do_not_see_is_reported(tula: Tula, on_slurm: SlurmCluster) -> None:
     folder = on_slurm.local / "runs"
     submitted = tula("train", "job.yaml", *TWO, "--run-dir", str(folder))
     assert submitted["status"] == "pending"

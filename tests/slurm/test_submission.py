@@ -93,7 +93,7 @@ def test_a_chain_is_submitted_found_again_and_cancelled(run: RunDir, on_slurm: S
     "the nodes cannot see the run directory",
     "the job waits some minutes for it, and the error names the folder as the reason",
 )
-def test_a_folder_that_the_nodes_do_not_see_is_told(on_slurm: SlurmCluster) -> None:
+def test_a_folder_that_the_nodes_do_not_see_is_reported(on_slurm: SlurmCluster) -> None:
     hidden = RunDir.create(on_slurm.local / "tula-runs", make.spec(cluster=cluster("main")))
     launcher, job = SlurmLauncher(), submitted(hidden, "main")
     reason = until(lambda: (text := launcher.states(hidden.read(), [job])[job.id].reason) and "waits" in text and text)

@@ -145,7 +145,7 @@ def test_cancel_ends_the_allocation_and_stays_cancelled(tula: Tula) -> None:
         ("account", "Invalid account or account/partition combination specified"),
     ],
 )
-def test_a_refusal_is_told_in_the_schedulers_words(tula: Tula, setting: str, words: str) -> None:
+def test_a_refusal_is_reported_in_the_schedulers_words(tula: Tula, setting: str, words: str) -> None:
     wrong = ("--set", f"cluster.slurm.{setting}=nosuch")
     answer = tula("train", "job.yaml", "--nodes", "1", "--batch", "64", *wrong, code=5)
     assert words in answer["error"]["message"]

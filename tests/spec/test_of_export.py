@@ -26,7 +26,7 @@ def test_trackers_change_neither_measurements_nor_weights_and_stand_where_they_a
         ({"to": "mlflow", "when": "always"}, "when"),
     ],
 )
-def test_what_is_wrong_in_an_entry_is_told(entry: dict[str, Any], words: str) -> None:
+def test_what_is_wrong_in_an_entry_is_reported(entry: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError) as error:
         spec(export=[entry])
     assert words in str(error.value)

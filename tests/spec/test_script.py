@@ -50,7 +50,7 @@ def test_numbers_are_written_as_people_do(value: float, written: str) -> None:
         ("{}", "no placeholder {}"),
     ],
 )
-def test_what_is_no_placeholder_is_told(text: str, words: str) -> None:
+def test_what_is_no_placeholder_is_reported(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=r"placeholder|single") as error:
         find_placeholders(text)
     assert words in str(error.value)
@@ -123,7 +123,7 @@ def test_what_is_quoted_is_not_for_a_shell(end: str) -> None:
         ({"save": "file:{oot}/stop"}, "did you mean {out}"),
     ],
 )
-def test_what_cannot_work_is_told(changes: dict[str, object], words: str) -> None:
+def test_what_cannot_work_is_reported(changes: dict[str, object], words: str) -> None:
     with pytest.raises(ValidationError) as error:
         section(**changes)
     assert words in str(error.value)
@@ -191,7 +191,7 @@ def test_forms_of_options(line: str, command: str, batch: int) -> None:
     assert (result.command, result.reference.batch) == (command, batch)
 
 
-def test_accelerate_stays_and_is_told_of_the_nodes() -> None:
+def test_accelerate_stays_and_is_reported_of_the_nodes() -> None:
     result = recognise_line("accelerate launch --num_processes 8 --num_machines 2 --mixed_precision bf16 run.py -b 4")
     assert result.gpus_per_node == 4
     assert result.script["launch"] == "node"
@@ -239,7 +239,7 @@ def test_a_checkpoint_to_go_on_from_is_for_later() -> None:
         ("python train.py -b 4 --data $DATA", "'$DATA' needs a shell"),
     ],
 )
-def test_what_is_not_recognised_is_told(line: str, words: str) -> None:
+def test_what_is_not_recognised_is_reported(line: str, words: str) -> None:
     with pytest.raises(SpecError) as error:
         recognise_line(line)
     assert words in str(error.value)

@@ -533,7 +533,7 @@ def test_gpus_in_a_form_of_ones_own_need_tula_to_ask_for_none(write):
     assert slurm(write, "extra: {gres: 'nvme:1', gpus: 0}").extra["gres"] == "nvme:1"
 
 
-def test_all_that_slurm_cannot_be_asked_for_is_told_at_once(write):
+def test_all_that_slurm_cannot_be_asked_for_is_reported_at_once(write):
     text = "minutes: soon, extra: {time: 3, nodes: 2, nice: 1}, environment: {RANK: 1}"
     assert set(problems(write(ON_SLURM % text))) == {
         f"cluster.slurm.{path}" for path in ("minutes", "extra.time", "extra.nodes", "environment.RANK")
@@ -1150,7 +1150,7 @@ def test_a_type_that_is_none_is_refused_with_its_path(types, words):
     assert words in "; ".join(map(str, caught.value.problems))
 
 
-def test_problems_of_all_types_are_told_at_once():
+def test_problems_of_all_types_are_reported_at_once():
     with pytest.raises(SpecError) as caught:
         typed(a={"cluster": {"gpus_per_node": 0}}, b={"pricing": {"price": 0}})
     assert [problem.path for problem in caught.value.problems] == [

@@ -135,7 +135,7 @@ def test_a_folder_may_have_brackets_in_its_name(folder: Path) -> None:
     assert result.verdict == "any", result.told
 
 
-def test_a_checkpoint_that_the_script_cannot_read_is_told_in_its_own_words(folder: Path) -> None:
+def test_a_checkpoint_that_the_script_cannot_read_is_reported_in_its_own_words(folder: Path) -> None:
     within = "if again: raise KeyError('optimizer')"
     result = run_resume_test(folder, within=within)
     assert result.verdict == "none" and seen(result)[-1] == ("same", 16, "failed")
@@ -165,7 +165,7 @@ def test_a_script_that_saves_nothing_is_not_resumed(folder: Path) -> None:
     assert result.told == ("not tested: the script ended without a checkpoint that matches script.resume.checkpoint",)
 
 
-def test_no_checkpoint_within_the_time_is_told(folder: Path) -> None:
+def test_no_checkpoint_within_the_time_is_reported(folder: Path) -> None:
     script = {"command": "train.py -b {local_batch} --out {out}"}
     result = run_resume_test(folder, saves=NEVER, script=script, search={"max_minutes": 0.1})
     assert result.verdict is None and result.told[0].startswith("not tested: no checkpoint within"), result

@@ -154,7 +154,7 @@ def looked(run: RunDir, of: TrainTask, *, slower_from: int, looks: int = 70) -> 
 
 
 @pytest.mark.parametrize("size", [160, None])
-def test_a_change_of_its_pace_is_told_without_evaluations_and_its_end_where_that_is_known(
+def test_a_change_of_its_pace_is_reported_without_evaluations_and_its_end_where_that_is_known(
     tmp_path: Path, run: RunDir, size: int | None
 ) -> None:
     script = {**run.read_spec().model_dump(exclude_unset=True)["script"], "dataset_size": size or "auto"}
@@ -572,7 +572,7 @@ def test_an_epoch_is_what_the_loader_delivers(alone: RunDir, epoch: int | None, 
     assert not [row for row in rows if row["kind"] == "warning" and "ended after" in row["message"]], rows
 
 
-def test_steps_that_come_to_train_on_more_samples_are_told_with_both_figures(alone: RunDir) -> None:
+def test_steps_that_come_to_train_on_more_samples_are_reported_with_both_figures(alone: RunDir) -> None:
     training, command = ScriptTraining(alone, task(alone, "train-x-1", 16)), LeaderCommand(task="train-x-1", attempt=1)
     attempt, batch = ScriptAttempt(alone.path, "train-x-1", 1), 16.0
     for step, samples in ((10, 16.0), (20, 16.5), (30, None), (40, 64.0), (50, 64.0), (60, 16.0)):

@@ -172,7 +172,7 @@ def test_each_batch_is_a_start_of_the_command(folder: Path, nodes: int) -> None:
     assert ScriptAttempt(run.path, "probe", 2).output_folder.is_dir(), "a probe has a folder of its own"
 
 
-def test_a_script_that_ignores_its_batch_is_told_with_both_figures(folder: Path) -> None:
+def test_a_script_that_ignores_its_batch_is_reported_with_both_figures(folder: Path) -> None:
     run = probes(folder, job(folder, what_else="options.b = 3"))
     first, second = run.results()
     assert isinstance(first, Failed) and isinstance(second, Failed) and first.outcome == "user"
@@ -189,7 +189,7 @@ def test_a_script_that_ignores_its_batch_is_told_with_both_figures(folder: Path)
         ("raise KeyError('data/train')", "KeyError: 'data/train'"),
     ],
 )
-def test_what_is_no_measurement_is_told(folder: Path, what_else: str, words: str) -> None:
+def test_what_is_no_measurement_is_reported(folder: Path, what_else: str, words: str) -> None:
     (result,) = probes(folder, job(folder, what_else=what_else), sizes=(4,)).results()
     assert isinstance(result, Failed) and result.outcome == "user"
     assert words in result.message
@@ -244,7 +244,7 @@ def test_a_script_that_steps_no_more_is_ended(folder: Path, monkeypatch: pytest.
     assert isinstance(result, Failed) and "stopped because it hangs" in result.message
 
 
-def test_a_command_that_is_not_there_is_told(folder: Path) -> None:
+def test_a_command_that_is_not_there_is_reported(folder: Path) -> None:
     spec = job(folder, script={"command": "no-such-launcher {batch}"})
     (result,) = probes(folder, spec, sizes=(4,)).results()
     assert isinstance(result, Failed) and "cannot start no-such-launcher" in result.message
@@ -351,7 +351,7 @@ def test_after_an_out_of_memory_the_next_smaller_batch_goes_on_as_far_as_it_may(
     assert json.loads((run.training("x").path / place / "state.json").read_text())["samples"] > 1500
 
 
-def test_a_training_that_is_shorter_than_asked_for_is_told(folder: Path) -> None:
+def test_a_training_that_is_shorter_than_asked_for_is_reported(folder: Path) -> None:
     spec = job(folder, script={"command": "train.py -b {local_batch} --out {out} --steps 40"})
     _, attempts = ended(run := training(folder, spec))
     assert attempts == [("train-x-1", "done")]
@@ -359,7 +359,7 @@ def test_a_training_that_is_shorter_than_asked_for_is_told(folder: Path) -> None
     assert "ended after 640 samples instead of 1600" in warning
 
 
-def test_a_metric_that_is_nowhere_is_told(folder: Path) -> None:
+def test_a_metric_that_is_nowhere_is_reported(folder: Path) -> None:
     spec = job(folder, script={"command": COMMAND, "metric": {"wer": "WER ([0-9.]+)"}})
     result, _ = ended(run := training(folder, spec))
     assert result is not None and result.metrics == {}

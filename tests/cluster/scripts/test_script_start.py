@@ -136,7 +136,7 @@ def test_commands_of_two_nodes_on_this_machine_have_gpus_of_their_own(
     ]
 
 
-def test_a_checkpoint_is_told_and_a_probe_has_words_of_its_own(tmp_path: Path) -> None:
+def test_a_checkpoint_is_reported_and_a_probe_has_words_of_its_own(tmp_path: Path) -> None:
     script = {"resume": {"args": "--resume {checkpoint}", "checkpoint": "{out}/*"}, "probe": {"args": "--no-eval"}}
     assert commands(start(tmp_path, "a.py {batch}", script=script))[0] == "a.py 32 --no-eval"
     again = start(tmp_path, "a.py {batch}", train=True, script=script, checkpoint="/x y/1.pt")
@@ -176,7 +176,7 @@ def test_factors_of_an_epoch_need_its_length(tmp_path: Path) -> None:
         start(tmp_path, "a.py {batch}", train=True, script={"dataset_size": "auto"}, **paper).plan()
 
 
-def test_what_was_scaled_is_told_over_all_attempts() -> None:
+def test_what_was_scaled_is_reported_over_all_attempts() -> None:
     def row(steps: float, share: float, mean: float) -> dict[str, Any]:
         so_far = {"apply_to": "update", "steps": steps, "scaled": share, "mean": mean}
         return {"kind": "row", "ags": {"mean": 9.0, "so_far": so_far}}

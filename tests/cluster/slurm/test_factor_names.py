@@ -28,7 +28,7 @@ def job(kind="slurm", **factors):
     return make_runs.spec(cluster={"kind": kind}, pricing={"kind": "billing", "per_node": 64, **factors})
 
 
-def test_names_that_slurm_does_not_know_are_told_with_the_nearest():
+def test_names_that_slurm_does_not_know_are_reported_with_the_nearest():
     warnings = warn_unknown_factors(job(**FACTORS), ask=Site())
     assert set(codes(warnings)) == {"unknown-pricing-factor"}
     assert [tuple(warning.values.values()) for warning in warnings] == [

@@ -424,7 +424,7 @@ def test_names_stay_words(tmp_path, name):
     assert (spec.cluster.slurm.partition, spec.cluster.slurm.account) == (name, name)
 
 
-def test_a_partition_of_broken_nodes_is_told_as_such():
+def test_a_partition_of_broken_nodes_is_reported_as_such():
     text = fill_template(TEMPLATE, Site((partition(), partition(name="old", default=False, kinds=())), ()))
     assert "old: no node can run jobs" in text
 

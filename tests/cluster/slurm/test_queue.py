@@ -207,7 +207,7 @@ def test_states_by_their_first_word_and_an_unknown_one_is_not_over(slurm, words,
     assert ask_states([job])[job].state == state
 
 
-def test_a_reason_that_waiting_does_not_cure_is_told(versions):
+def test_a_reason_that_waiting_does_not_cure_is_reported(versions):
     job = versions.add("a", "PENDING", "PartitionDown")
     assert ask_states([job])[job].reason == "PartitionDown: will not start, the partition is down"
 
@@ -230,7 +230,7 @@ def test_a_reason_that_waiting_does_not_cure_is_told(versions):
         ("ReqNodeNotAvail, Reserved for maintenance", "ReqNodeNotAvail, Reserved for maintenance"),
     ],
 )
-def test_what_keeps_a_job_is_told_with_what_to_do_also_while_the_link_before_it_runs(versions, reason, words):
+def test_what_keeps_a_job_is_reported_with_what_to_do_also_while_the_link_before_it_runs(versions, reason, words):
     first, second, third = (
         versions.add("a", "RUNNING"),
         versions.add("b", "PENDING", reason),
@@ -522,7 +522,9 @@ def reservation(minutes, flags="MAINT,IGNORE_JOBS,SPEC_NODES,ALL_NODES"):
         ("Resources", [(30,)], ""),
     ],
 )
-def test_a_job_that_waits_for_a_maintenance_window_is_told_which_limit_would_start_it(monkeypatch, reason, rows, words):
+def test_a_job_that_waits_for_a_maintenance_window_is_reported_which_limit_would_start_it(
+    monkeypatch, reason, rows, words
+):
     answers = {
         "squeue": f"7|PENDING|{reason}|N/A|(null)",
         "scontrol": "\n".join(row if isinstance(row, str) else reservation(*row) for row in rows),

@@ -189,7 +189,7 @@ def test_other_resources_join_the_gpus_in_one_gres() -> None:
     assert asked(slurm)["gpus_per_node"] == "4"
 
 
-def test_srun_is_told_the_binding_that_it_does_not_find_behind_a_type() -> None:
+def test_srun_is_reported_the_binding_that_it_does_not_find_behind_a_type() -> None:
     typed = {"gpus": "gpus_per_task", "gpu_type": "a100"}
     assert asked(typed)["srun_args"][1:-2] == ["--gpu-bind=per_task:1"]
     assert asked({**typed, "srun_extra": {"gpu_bind": "closest"}})["srun_args"][1:-2] == ["--gpu-bind=closest"]

@@ -137,7 +137,7 @@ def test_each_table_and_figure_is_a_csv_with_whole_numbers() -> None:
     }  # fmt: skip
 
 
-def test_all_of_them_together_are_told_apart(whole: Document) -> None:
+def test_all_of_them_together_are_reported_apart(whole: Document) -> None:
     text, result = formats.render_csv(whole), formats.render_csv_files(whole)
     assert re.findall(r"^# (\w+): ", text, re.MULTILINE) == list(result)
     assert float(rows(result["table_strong_scaling"])[0]["samples/s"]) == table(whole, "strong_scaling").rows[0][7]

@@ -93,7 +93,7 @@ def test_the_table_of_configurations_has_the_rows_of_recommend(whole: RunDir, to
     assert front == [row for row in rows if row.pareto and row != chosen]
 
 
-def test_an_answer_that_would_be_another_now_is_told(tmp_path: Path) -> None:
+def test_an_answer_that_would_be_another_now_is_reported(tmp_path: Path) -> None:
     run = reports.answered(reports.probed(tmp_path))
     kept = run.recommendation()
     assert kept is not None
@@ -106,7 +106,7 @@ def test_an_answer_that_would_be_another_now_is_told(tmp_path: Path) -> None:
     assert "A new recommendation" not in " ".join(section(report(run), "choice").text)
 
 
-def test_without_an_answer_the_knee_is_told(tmp_path: Path) -> None:
+def test_without_an_answer_the_knee_is_reported(tmp_path: Path) -> None:
     run = reports.probed(tmp_path)
     document = report(run)
     now = recommending.recommend(open_family(run), Query(objective="knee"), now=1.0).recommendation
@@ -172,7 +172,7 @@ def test_the_parts_of_a_step_are_the_step_together(whole: RunDir, told: Document
     assert [first.name for first in drawn.series] == ["compute", "exposed communication", "data-loader wait"]
 
 
-def test_every_probe_is_told_also_one_that_did_not_fit(told: Document) -> None:
+def test_every_probe_is_reported_also_one_that_did_not_fit(told: Document) -> None:
     result = table(told, "probes")
     outcomes = dict(zip(zip(column(result, "nodes"), column(result, "batch/GPU"), strict=True), column(result, "outcome"), strict=True))  # fmt: skip
     assert outcomes[1, 512] == "out of memory"
@@ -222,7 +222,7 @@ def test_loss_metric_and_step_time_are_drawn_over_samples(told: Document) -> Non
     assert (predicted.low, predicted.high) == ((80.0,) * 3, (100.0,) * 3)
 
 
-def test_a_training_under_way_is_told_as_status_has_it(tmp_path: Path) -> None:
+def test_a_training_under_way_is_reported_as_status_has_it(tmp_path: Path) -> None:
     run = reports.answered(reports.probed(tmp_path))
     name = make.add_training(run, rows=make.metrics())
     run.write_attempt(make.attempt(f"{name}-1"))

@@ -159,7 +159,7 @@ def test_whatever_the_numbers_are_something_is_drawn(series: tuple[Series, ...])
             assert texts(root) == ["no values to draw"]
 
 
-def test_fifty_series_are_told_apart_below_the_axes() -> None:
+def test_fifty_series_are_reported_apart_below_the_axes() -> None:
     names = [f"method number {place} of them all" for place in range(50)]
     root = drawn(simple(*(Series(name, (0, 1), (place, place + 1.0)) for place, name in enumerate(names))))
     assert set(names) <= set(texts(root)) and not outside(root)

@@ -81,7 +81,7 @@ def test_the_upper_end_of_the_interval_is_held_to_it_too():
         (check_balance(job(account="hidden"), nodes=1, hours=0.01, billing=SITE), "account hidden is not shown"),
     ],
 )
-def test_what_cannot_be_known_is_told_and_not_promised(found, words):
+def test_what_cannot_be_known_is_reported_and_not_promised(found, words):
     assert found.lacking is None
     with pytest.raises(OverBudget, match=f"cannot be checked: .*{words}"):
         require_balance(found)
@@ -110,7 +110,7 @@ def test_own_charge_factors_are_not_in_the_balance_of_slurm():
     assert result.lacking is None and "billing-hours left" in result.words
 
 
-def test_probes_are_told_when_the_balance_may_not_carry_them():
+def test_probes_are_reported_when_the_balance_may_not_carry_them():
     (warning,) = warn_balance_for_probes(job(), 1.0, billing=SITE)
     assert warning.code == "balance-too-low" and "account big has 0.683 of 1.67 SU" in warning.values["available"]
     assert warn_balance_for_probes(job(), 0.05, billing=SITE) == []

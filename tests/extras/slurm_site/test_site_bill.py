@@ -70,7 +70,7 @@ def test_a_shared_node_gives_whole_cores_and_the_gpus_asked_for():
     assert site_bill.node == pytest.approx(4 + 1 + 50)
 
 
-def test_the_dearest_of_several_kinds_of_nodes_counts_and_is_told():
+def test_the_dearest_of_several_kinds_of_nodes_counts_and_is_reported():
     larger = NODE.replace("bl1", "bl3").replace("CPUEfctv=2", "CPUEfctv=8").replace("cpu=2", "cpu=8")
     ask = Slurm(get_user_name(), nodes=f"{NODE}\n{larger}")
     site_bill = find_site_bill(job(partition="half"), None, ask=ask)

@@ -221,7 +221,7 @@ def test_whatever_is_cut_and_when_one_looks_a_curve_is_that_of_the_file(run: Run
     assert max(curve(place, "train/loss"), default=0) >= max(newest, default=0)
 
 
-def test_a_tracker_that_is_down_is_told_once_and_caught_up_with(run: RunDir, place: str) -> None:
+def test_a_tracker_that_is_down_is_reported_once_and_caught_up_with(run: RunDir, place: str) -> None:
     trained(run, metrics())
     DOWN.add(place)
     looks = iter([True, True, False, False])
@@ -337,14 +337,14 @@ def test_it_is_written_in_the_run_what_was_sent_and_another_user_s_run_is_left_a
         send(run, place)
 
 
-def test_a_damaged_curve_is_told(run: RunDir, place: str) -> None:
+def test_a_damaged_curve_is_reported(run: RunDir, place: str) -> None:
     add_training(run, rows=metrics())
     run.training("ab12cd34").metrics_path.write_bytes(b"\x8f\xe1\n")
     _, message = send(run, place)
     assert ["cannot be read" in event.text for event in message if isinstance(event, WarningEvent)] == [True]
 
 
-def test_a_run_that_cannot_be_written_is_told(run: RunDir, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_be_written_is_reported(run: RunDir, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
@@ -388,7 +388,7 @@ def test_what_does_not_go_together_is_refused(to: list[str], uri: str | None, wo
         list_requested_trackers(toy_spec(), to, uri=uri, project=None)
 
 
-def test_an_exporter_of_one_s_own_that_is_not_there_is_told(run: RunDir) -> None:
+def test_an_exporter_of_one_s_own_that_is_not_there_is_reported(run: RunDir) -> None:
     with pytest.raises(SpecError, match="has no 'Nobody'"):
         list(service.export_run([open_run(run)], [Export(to="fake_tracker:Nobody")], active=lambda _: False))
 
@@ -401,6 +401,6 @@ def test_an_exporter_of_one_s_own_that_is_not_there_is_told(run: RunDir) -> None
         ("argparse:Namespace", "argparse:Namespace: AttributeError: .*no attribute 'open'"),
     ],
 )
-def test_an_exporter_of_one_s_own_that_is_none_is_told(run: RunDir, to: str, words: str) -> None:
+def test_an_exporter_of_one_s_own_that_is_none_is_reported(run: RunDir, to: str, words: str) -> None:
     (warning,) = export_run([open_run(run)], [Export(to=to)], active=lambda _: False)
     assert isinstance(warning, WarningEvent) and re.match(words, warning.text)

@@ -98,7 +98,7 @@ def test_mlflow_has_what_was_sent_in_a_database(run: RunDir, tmp_path: Path, mon
 
 
 @pytest.mark.proof
-def test_a_server_that_is_down_is_told_and_caught_up_with(run: RunDir, tmp_path: Path) -> None:
+def test_a_server_that_is_down_is_reported_and_caught_up_with(run: RunDir, tmp_path: Path) -> None:
     """The port is nobody's. What is sent elsewhere meanwhile has nothing to do with it."""
     assert send(run, "mlflow", "http://127.0.0.1:9").problem.startswith("mlflow: ")
     assert json.loads(next((run.path / "exports").glob("mlflow-*.json")).read_text())["problem"].startswith("mlflow: ")
@@ -181,14 +181,14 @@ def test_a_run_that_was_moved_goes_on_in_the_place_inside_it(run: RunDir, tmp_pa
     assert board(Path(result.uri) / run.id / KEY)("train/loss") == [(640, 2.1), (1280, 1.9), (1920, 1.7)]
 
 
-def test_a_folder_that_cannot_be_written_is_told(run: RunDir, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(run: RunDir, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     work = export_run([open_run(run)], [Export(to="tensorboard", uri=str(tmp_path / "file"))], active=lambda _: False)
     (message,) = list(work)
     assert "Not a directory" in message.text  # type: ignore[union-attr]
 
 
-def test_a_package_that_is_missing_is_told_with_what_to_do(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_missing_is_reported_with_what_to_do(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.delitem(sys.modules, "tula_cli.extras.trackers.wandb", raising=False)
     (warning,) = export_run([open_run(run)], [Export(to="wandb")], active=lambda _: False)

@@ -237,7 +237,7 @@ def test_an_uncertain_forecast_has_to_be_clearly_better_than_a_certain_one() -> 
     assert choice.prediction == clear and "uncertain" not in choice.reason
 
 
-def test_the_range_of_the_noise_is_told_by_its_two_ends_also_below_the_reference_batch() -> None:
+def test_the_range_of_the_noise_is_reported_by_its_two_ends_also_below_the_reference_batch() -> None:
     def told(result: Prediction, *, alike: float, lossy: float) -> Prediction:
         low, high = sorted((alike, lossy))
         same = SameProgress(

@@ -15,7 +15,7 @@ def taken(length: int, samples: float) -> float:
 SEEN = [(length, samples, taken(length, samples)) for length, samples in itertools.product((128, 512, 2048), (8, 64))]
 
 
-def test_the_square_is_told_from_the_line_and_from_what_is_fixed() -> None:
+def test_the_square_is_distinguished_from_the_line_and_from_what_is_fixed() -> None:
     length_growth = fit_length_growth(SEEN)
     assert length_growth is not None and length_growth.error == pytest.approx(0, abs=1e-6)
     assert (length_growth.fixed, length_growth.linear, length_growth.square) == pytest.approx(

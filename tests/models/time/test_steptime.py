@@ -66,7 +66,7 @@ def test_noise_within_the_probes_widens_the_interval() -> None:
     assert 1.1 * width(0.0) < width(0.3)
 
 
-def test_the_fit_is_told_in_one_line() -> None:
+def test_the_fit_is_reported_in_one_line() -> None:
     words = fit_step_time([overlapped(n, b) for n, b in GRID], collective="ring").words
     assert words.startswith("step = compute 2") and " at local batch 16 to " in words and " at local batch 256" in words
     assert (

@@ -28,7 +28,7 @@ def test_a_node_that_computes_slowly_in_most_of_its_probes_is_named() -> None:
     )
 
 
-def test_a_node_that_waits_for_its_data_is_told_from_one_that_computes_slowly() -> None:
+def test_a_node_that_waits_for_its_data_is_distinguished_from_one_that_computes_slowly() -> None:
     (straggler,) = find_stragglers([with_ranks(4, waits=0.1), with_ranks(4, waits=0.1)])
     assert straggler.waits and straggler.warning.values["waits_for_data"] is True
 

@@ -113,7 +113,7 @@ def test_a_command_may_run_nothing_of_ones_own(here: Path, command: str) -> None
         ("/nowhere/train.py", "/nowhere/train.py is not in"),
     ],
 )
-def test_a_file_that_is_not_there_is_told_with_what_to_do(here: Path, command: str, what: str) -> None:
+def test_a_file_that_is_not_there_is_reported_with_what_to_do(here: Path, command: str, what: str) -> None:
     with pytest.raises(SpecError) as error:
         found(command, here)
     assert error.value.message.startswith(f"script.command: {what}")

@@ -312,7 +312,7 @@ def test_a_script_elsewhere_without_git_comes_with_its_own_folder(here: Path, ru
     assert move_command_to_snapshot([name, "8"], here, home) == [str(home / "train.py"), "8"]
 
 
-def test_without_a_snapshot_a_command_stays_as_it_is_and_one_that_is_gone_is_told(here: Path, run: RunDir) -> None:
+def test_without_a_snapshot_a_command_stays_as_it_is_and_one_that_is_gone_is_reported(here: Path, run: RunDir) -> None:
     assert move_command_to_snapshot(["train.py"], here, None) == ["train.py"]
     assert list_snapshot_python_path(None) == []
     write(here, "train.py")
@@ -338,7 +338,9 @@ def test_a_module_whose_package_is_a_repository_or_a_link_is_found_from_the_work
         assert result is not None and {*result.modules} >= modules
 
 
-def test_git_that_lists_nothing_in_time_is_told(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_git_that_lists_nothing_in_time_is_reported(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(here, "train.py")
     commit(here)
     slow = tmp_path / "bin" / "git"
@@ -370,13 +372,13 @@ def test_a_job_without_code_of_ones_own_has_no_snapshot_and_says_why(
     assert not (run.path / "code").exists()
 
 
-def test_what_a_shell_script_names_is_told_to_be_outside_of_the_snapshot(here: Path) -> None:
+def test_what_a_shell_script_names_is_reported_to_be_outside_of_the_snapshot(here: Path) -> None:
     write(here, "train.py", {"run.sh": "python train.py"})
     (warning,) = code.choose_code(None, job("bash run.sh {batch}"), here, keep=True).warnings
     assert warning == messages.only_shell_script_copied(name="run.sh", folder=str(here))
 
 
-def test_a_script_that_is_missing_is_told_before_anything_is_submitted(here: Path) -> None:
+def test_a_script_that_is_missing_is_reported_before_anything_is_submitted(here: Path) -> None:
     for decide in (lambda: code.choose_code(None, job(), here, keep=False), lambda: make_runs_of_job(here, job())):
         with pytest.raises(SpecError, match=r"script\.command: train\.py is not in"):
             decide()

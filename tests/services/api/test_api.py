@@ -80,7 +80,7 @@ def test_an_import_brings_nothing_that_it_does_not_need(module: str, kept_out: s
     assert python(f"import sys, {module}; print([m for m in {kept_out.split()} if m in sys.modules])") == "[]"
 
 
-def test_names_are_told_before_they_are_looked_up() -> None:
+def test_names_are_reported_before_they_are_looked_up() -> None:
     assert {"profile", "recommend", "train", "Run", "__version__"} <= set(dir(tula))
     assert all(callable(getattr(tula, name)) for name in tula.__all__ if name != "__version__")
     assert tula.__version__ == python("from tula_cli.version import __version__ as v; print(v)")
@@ -125,7 +125,7 @@ def test_a_job_is_a_path_its_content_or_a_spec_and_a_run_its_folder(cluster: AtO
 
 
 @pytest.mark.parametrize("job", [3, None, ["job.yaml"]])
-def test_what_is_no_job_is_told(job: Any) -> None:
+def test_what_is_no_job_is_reported(job: Any) -> None:
     with pytest.raises(SpecError, match=re.escape(f"{job!r} is not a job")):
         tula.profile(job)
 
@@ -314,7 +314,7 @@ def test_a_comparison_that_is_refused_is_not_kept(cluster: AtOnce) -> None:
     assert run.directories[0].comparison() is None
 
 
-def test_work_returns_its_result_and_ends_where_it_is_told() -> None:
+def test_work_returns_its_result_and_ends_where_it_is_reported() -> None:
     def work() -> Work[str]:
         try:
             yield Note("one")

@@ -90,7 +90,7 @@ def test_what_is_no_row_is_refused(row: str, words: str) -> None:
         ("lbt:train.epochs=none", "train.epochs", "whole number"),
     ],
 )
-def test_a_setting_that_the_spec_does_not_take_is_told_as_it_tells_it(row: str, path: str, words: str) -> None:
+def test_a_setting_that_the_spec_does_not_take_is_reported_as_it_tells_it(row: str, path: str, words: str) -> None:
     with pytest.raises(SpecError) as error:
         make_job_of_cell(JOB, row, 5)
     (problem,) = error.value.problems

@@ -90,7 +90,7 @@ def test_a_file_is_evaluated_with_the_model_of_the_training(run: RunDir, tmp_pat
     assert ready(run, weights=str(tmp_path / "own.pt")).task.key != task.key
 
 
-def test_what_is_not_there_is_told(run: RunDir) -> None:
+def test_what_is_not_there_is_reported(run: RunDir) -> None:
     with pytest.raises(BadMeasurements, match="nothing was trained for toy yet"):
         ready(run)
     add_training(run, "aaaa")
@@ -215,7 +215,7 @@ def test_one_waits_for_the_result(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize(("outcome", "kind"), [("user", JobFailed), ("device_fault", DeviceFault)])
-def test_a_failure_is_told_with_its_words(outcome: str, kind: type[Exception], run: RunDir) -> None:
+def test_a_failure_is_reported_with_its_words(outcome: str, kind: type[Exception], run: RunDir) -> None:
     add_training(run, "aaaa", 100)
     with pytest.raises(kind, match=r"evaluation failed \(rank 1 on n1\): SpecError: no folder data/test"):
         waited(run, Ends(outcome, "SpecError: no folder data/test"))

@@ -34,7 +34,7 @@ def test_a_schema_is_renewed_and_nothing_else_is_replaced(tmp_path):
     assert job.read_text() == "name: mine\n"
 
 
-def test_what_cannot_be_written_is_told(tmp_path):
+def test_what_cannot_be_written_is_reported(tmp_path):
     (tmp_path / ".tula").write_text("a file")
     with pytest.raises((CannotWrite, SpecError)):
         with_schema("", tmp_path / "job.yaml")

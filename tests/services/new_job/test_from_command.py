@@ -156,7 +156,7 @@ def test_what_is_required_and_not_told_is_a_comment_that_check_asks_for(
 
 
 @pytest.mark.parametrize("name", ["dataset_size", "resume", "metric", "save"])
-def test_what_may_be_left_out_is_told_and_stands_in_the_file(name: str) -> None:
+def test_what_may_be_left_out_is_reported_and_stands_in_the_file(name: str) -> None:
     made = make_job_from_command(LINE, "local")
     assert f"script.{name}" in {key.key for key in made.missing}
     assert f"  # {name}: " in made.text

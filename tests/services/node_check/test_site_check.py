@@ -114,7 +114,7 @@ def test_settings_that_fit_the_site_are_found_sound(check):
         ("cluster:\n", "search: {max_minutes: 1500}\ncluster:\n", "search.max_minutes", "asks for 1502 minutes", "1438"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_told_with_what_to_do(check, monkeypatch, old, new, about, message, advice):
+def test_what_does_not_fit_is_reported_with_what_to_do(check, monkeypatch, old, new, about, message, advice):
     assert old in SITE
     if "setup" not in new:  # each start of a python takes its time
         monkeypatch.setattr("tula_cli.services.site_check.check_job_start", lambda *_, **__: ())
@@ -203,7 +203,7 @@ def test_a_line_that_fails_is_named_although_it_would_end_nothing(check):
 @pytest.mark.parametrize(
     ("line", "ends"), [("set -euo pipefail", 1), ("  set -o errexit", 1), ("set -u", 0), ("# set -e", 0)]
 )
-def test_a_set_up_that_goes_on_after_a_failure_is_told(check, line, ends):
+def test_a_set_up_that_goes_on_after_a_failure_is_reported(check, line, ends):
     result = check(SITE.replace("setup: []", f"setup: ['{line}', 'true']"))
     assert sum("begin with set -e" in line for line in told(result, "warning")) == 1 - ends
 
@@ -242,7 +242,7 @@ def test_the_files_that_jobs_read_are_found_and_told_apart(tmp_path, monkeypatch
         check_site(environ={"XDG_CONFIG_HOME": str(tmp_path / "nowhere")})
 
 
-def test_a_file_that_users_cannot_read_is_told(check, tmp_path):
+def test_a_file_that_users_cannot_read_is_reported(check, tmp_path):
     check(SITE)
     Path("site.yaml").chmod(0o600)
     result = check_site(tmp_path / "site.yaml", environ={}, ask=facts)

@@ -110,7 +110,7 @@ def test_a_script_has_no_lengths_of_its_own() -> None:
 # --- where it is kept
 
 
-def test_lengths_are_parts_inside_the_run_that_are_told_apart(run: RunDir) -> None:
+def test_lengths_are_parts_inside_the_run_that_are_reported_apart(run: RunDir) -> None:
     runs = open_family(run)
     assert [(part.name, part.length) for part in runs] == [
         (None, None),

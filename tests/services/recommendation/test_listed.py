@@ -109,7 +109,7 @@ def table(run: RunDir) -> dict[tuple[int, int], dict[str, str]]:
         return {(int(line["nodes"]), int(line["batch"])): line for line in csv.DictReader(file)}
 
 
-def test_reasons_beyond_some_are_told_together(run: RunDir) -> None:
+def test_reasons_beyond_some_are_reported_together(run: RunDir) -> None:
     far = MANY.model_copy(
         update={"search": MANY.search.model_copy(update={"nodes": (1, 1008, 1260, 1680, 2016, 2520, 3360, 5040)})}
     )
@@ -146,7 +146,7 @@ def said(*arguments: str) -> str:
     return screen.out.getvalue()
 
 
-def test_all_that_no_table_shows_are_told_as_json_and_written(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_no_table_shows_are_reported_as_json_and_written(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     count = len(ask(run).with_all_rows().rows)
     requested = ("--run", str(run.path), "--all")
     assert "configurations;" not in said(*requested), "a table of them all"

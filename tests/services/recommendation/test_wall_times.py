@@ -53,7 +53,7 @@ def test_nodes_that_no_bin_holds_are_not_recommended(tmp_path):
     assert "(cluster.slurm.limits)" not in asked(tmp_path / "free", []).reason
 
 
-def test_a_training_longer_than_its_bin_is_a_chain_that_is_told(tmp_path):
+def test_a_training_longer_than_its_bin_is_a_chain_that_is_reported(tmp_path):
     result = asked(tmp_path, [{"nodes": 8, "hours": 0.1}])
     whole = 60 * result.choice.hours
     assert whole > 6

@@ -219,7 +219,7 @@ def test_interrupted_anywhere_it_goes_on(run: RunDir, monkeypatch: pytest.Monkey
     assert names(folder) == ["300.dcp"]
 
 
-def test_a_folder_that_cannot_be_removed_is_told_and_the_others_go(
+def test_a_folder_that_cannot_be_removed_is_reported_and_the_others_go(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(run, 100, 200, 300, best=300, shares=True)

@@ -139,7 +139,7 @@ def test_prepare_refuses_what_cannot_be_downloaded():
     download_dataset(spec({"name": "ImageNet"}))
 
 
-def test_a_login_node_without_a_network_is_told_where_to_put_the_data(monkeypatch, tmp_path):
+def test_a_login_node_without_a_network_is_reported_where_to_put_the_data(monkeypatch, tmp_path):
     def offline(*args, **kwargs):
         raise urllib.error.URLError("Name or service not known")
 

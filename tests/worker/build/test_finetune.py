@@ -215,7 +215,7 @@ def flipped(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("harm", [cut, flipped])
-def test_a_damaged_file_is_told_without_what_the_unpickler_says(harm: Any, tmp_path: Path) -> None:
+def test_a_damaged_file_is_reported_without_what_the_unpickler_says(harm: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     torch.save({"weight": torch.ones(8)}, path)
     path.write_bytes(harm(path.read_bytes()))

@@ -116,7 +116,7 @@ def test_a_class_of_its_own_knows_its_configuration() -> None:
         ("pipeline", GPT2, "no model class"),
     ],
 )
-def test_what_no_model_can_be_built_from_is_told(model: str, args: dict[str, Any], problem: str) -> None:
+def test_what_no_model_can_be_built_from_is_reported(model: str, args: dict[str, Any], problem: str) -> None:
     with pytest.raises(SpecError) as caught:
         zoo.build_model(job(model=model, args=args), None)
     import re
@@ -124,7 +124,7 @@ def test_what_no_model_can_be_built_from_is_told(model: str, args: dict[str, Any
     assert re.search(problem, f"{caught.value.message} {caught.value.hint}")
 
 
-def test_without_transformers_the_line_to_type_is_told(monkeypatch) -> None:
+def test_without_transformers_the_line_to_type_is_reported(monkeypatch) -> None:
     def gone(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 

@@ -354,7 +354,7 @@ def test_libraries_grow_with_the_connections():
     assert of(16, 1) == two, "a ring and a tree have as many neighbours at any size"
 
 
-def test_footprints_are_told_up_to_the_dataset():
+def test_footprints_are_reported_up_to_the_dataset():
     footprints = estimate_footprints(
         build_fake_step(spec("vgg11"), (torch.zeros(3, 32, 32), 1), classes=10), largest=100
     )

@@ -50,7 +50,7 @@ def user_code(tmp_path, monkeypatch):
 # --- what it tells
 
 
-def test_dataset_model_and_memory_are_told():
+def test_dataset_model_and_memory_are_reported():
     result = inspect_job(spec())
     assert (result.dataset_size, result.eval_size, result.classes) == (20, 4, 10)
     assert result.sample_shape == (3, 8, 8)
@@ -125,7 +125,7 @@ def test_more_outputs_than_classes_are_a_warning():
     assert any("12 outputs for 10 classes" in warning for warning in result.warnings)
 
 
-def test_a_lightning_module_is_told_that_its_own_step_is_not_called(user_code):
+def test_a_lightning_module_is_reported_that_its_own_step_is_not_called(user_code):
     user_code(
         "lit",
         "class Lit(nn.Sequential):\n"
@@ -288,7 +288,7 @@ def test_launch_raises_the_error_of_the_inspection():
         inspect(spec(model={"name": "resnet51"}))
 
 
-def test_an_interpreter_that_cannot_run_here_is_told_apart_from_a_model_that_ends_the_process():
+def test_an_interpreter_that_cannot_run_here_is_distinguished_from_a_model_that_ends_the_process():
     elsewhere = {"kind": "slurm", "slurm": {"python": "/nosuch/python"}}
     with pytest.raises(NotInspectable, match=r"/nosuch/python cannot build .*No such file") as error:
         inspect(spec(cluster=elsewhere))
@@ -366,7 +366,7 @@ def test_other_ends_of_an_inspection_are_no_limit(said, monkeypatch):
         inspect(spec())
 
 
-def test_every_unknown_name_is_told_at_once():
+def test_every_unknown_name_is_reported_at_once():
     spec = JobSpec.model_validate(
         {
             "model": {"name": "resnt18"},

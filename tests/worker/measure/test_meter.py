@@ -97,7 +97,7 @@ def test_what_was_held_before_or_is_freed_does_not_count(two_ranks: Path) -> Non
         assert fact["within, again and again"] == fact["lifted"] == ""
 
 
-def test_an_unknown_field_of_the_process_is_told() -> None:
+def test_an_unknown_field_of_the_process_is_reported() -> None:
     assert read_process_memory("VmRSS") > MB
     with pytest.raises(AssertionError, match="VmNone"):
         read_process_memory("VmNone")
@@ -178,7 +178,7 @@ def test_only_listed_variables_are_recorded_and_no_secret() -> None:
     assert environment.select_recorded_variables({**secret, **kept}) == kept
 
 
-def test_more_ranks_than_cores_are_told(alone: Ranks) -> None:
+def test_more_ranks_than_cores_are_reported(alone: Ranks) -> None:
     cores = len(os.sched_getaffinity(0))
     assert not environment.is_oversubscribed(alone, ranks_here=cores)
     assert environment.is_oversubscribed(alone, ranks_here=cores + 1)

@@ -135,7 +135,7 @@ def test_ranks_of_a_node_that_share_a_gpu_are_named() -> None:
     assert node_report._make_node_report(0, [VIEW, VIEW], (0, 0)).shared_gpus == (), "without GPUs nothing is shared"
 
 
-def test_what_breaks_a_network_is_told_and_no_rank_waits_for_another(
+def test_what_breaks_a_network_is_reported_and_no_rank_waits_for_another(
     alone: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(members: object, *, backend: str) -> None:

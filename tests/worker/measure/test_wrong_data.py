@@ -89,7 +89,7 @@ def test_sound_data_is_no_alarm(kind: str, changes: dict[str, Any], cluster: dic
     assert not [message for message in (*answer.notes, *answer.warnings) if "real samples" in message]
 
 
-def test_a_step_that_was_not_run_is_told() -> None:
+def test_a_step_that_was_not_run_is_reported() -> None:
     notes = inspect_job(job("sound", model="Large")).notes
     assert (
         "no step of real samples was run here (the model has 40000015 parameters): only their shapes were checked"

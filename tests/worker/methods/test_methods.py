@@ -210,7 +210,7 @@ def test_adascales_gain_is_that_of_the_first_halves(alone: Ranks) -> None:
         ({"train": {"method": "static", "accumulate": 4}, "ags": {"b_small": 8, "factor": 2, "delta": "inf"}}, 16, ""),
     ],
 )
-def test_what_does_nothing_is_told(
+def test_what_does_nothing_is_reported(
     alone: Ranks, run: RunDir, sections: dict[str, Any], batch: int, message: str
 ) -> None:
     task = train_task(spec(**sections), batch=batch)
@@ -221,7 +221,7 @@ def test_what_does_nothing_is_told(
     json.dumps(warnings)
 
 
-def test_the_identity_is_told_by_the_training_alone(alone: Ranks, run: RunDir) -> None:
+def test_the_identity_is_reported_by_the_training_alone(alone: Ranks, run: RunDir) -> None:
     job = spec(train={"method": "ags"})
     task = train_task(job, batch=8)
     with python_warnings.catch_warnings():

@@ -144,7 +144,7 @@ def test_a_learning_rate_that_falls_is_refused(schedule: dict[str, Any]) -> None
     assert f"set schedule.kind: constant, not {schedule['kind']}" in str(error.value.problems or error.value)
 
 
-def test_a_missing_package_is_told_with_the_line_to_type(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_the_line_to_type(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "schedulefree", None)
     with pytest.raises(SpecError, match="needs the package schedulefree") as error:
         trainer(spec(train=FREE), alone)

@@ -272,7 +272,7 @@ def test_nothing_in_a_folder_is_run(shares: Path, tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "planted").exists()
 
 
-def test_a_torch_without_shares_on_the_cpu_is_told(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_shares_on_the_cpu_is_reported(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "Stream", object)
     with pytest.raises(SpecError, match="cannot run on the CPU under torch"):
         trainer(TRAIN.spec, alone)
@@ -300,7 +300,7 @@ def test_what_was_written_and_cannot_be_read_again_is_no_checkpoint(
     assert not sharded_checkpoint.is_complete(place, alone)
 
 
-def test_a_full_disk_in_the_middle_of_a_share_is_told(
+def test_a_full_disk_in_the_middle_of_a_share_is_reported(
     alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any, **__: Any) -> None:

@@ -71,7 +71,7 @@ def test_evaluation_knows_classes_in_a_dictionary(alone: Ranks) -> None:
     assert Evaluator(value).evaluate() == result
 
 
-def test_a_language_model_is_told_by_its_perplexity(alone: Ranks, run: RunDir) -> None:
+def test_a_language_model_is_reported_by_its_perplexity(alone: Ranks, run: RunDir) -> None:
     data = {"name": "python_source", "collate_fn": None, "args": {"length": 16, "size": 1024}}
     job = tokens(model={"name": "token_jobs:OfBytes"}, dataset=data)
     task = train_task(job, batch=8)
@@ -117,7 +117,7 @@ LABELS = torch.tensor([[5, 6, 7, -100], [-100, -100, -100, -100]])
         ((torch.ones(2, 3), torch.ones(2)), None),
     ],
 )
-def test_padding_is_told_from_tokens_by_mask_and_labels(batch: Any, found: tuple[float, float] | None) -> None:
+def test_padding_is_distinguished_from_tokens_by_mask_and_labels(batch: Any, found: tuple[float, float] | None) -> None:
     counter = TokenCounter()
     counter.add(batch)
     counter.add(batch)
@@ -165,7 +165,7 @@ def test_check_tells_samples_of_different_lengths_and_estimates_the_longest() ->
     assert inspect_job(tokens(**even("dict"))).warnings == ()
 
 
-def test_keys_that_the_model_does_not_take_are_told() -> None:
+def test_keys_that_the_model_does_not_take_are_reported() -> None:
     result = inspect_job(
         tokens(**even("dict", model={"name": "token_jobs:NextWord"}, loss={"name": "token_jobs:of_ids"}))
     )
@@ -185,7 +185,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "words"), REFUSED)
-def test_what_makes_no_batch_is_told_with_its_shapes(changes: dict[str, Any], words: str) -> None:
+def test_what_makes_no_batch_is_reported_with_its_shapes(changes: dict[str, Any], words: str) -> None:
     with pytest.raises((SpecError, JobFailed), match=words) as caught:
         inspect_job(tokens(**changes))
     assert "ToTensor" not in str(caught.value) + caught.value.hint

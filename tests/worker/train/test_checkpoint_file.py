@@ -50,7 +50,7 @@ def test_nothing_of_it_is_held_in_memory_a_second_time(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["1.pt"]
 
 
-def test_a_full_disk_is_told_and_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "1.pt"
     checkpoint.write_checkpoint(path, {"model": torch.zeros(3)})
     before = path.read_bytes()

@@ -37,7 +37,7 @@ def followed(subject: Trainer, *, bad: tuple[int, ...] = (), steps: int = 5) -> 
     return watch
 
 
-def test_the_first_step_whose_loss_is_no_number_is_told(alone: Ranks) -> None:
+def test_the_first_step_whose_loss_is_no_number_is_reported(alone: Ranks) -> None:
     watch = followed(trainer(spec(), alone), bad=(3, 5))
     assert watch.describe_divergence() == "the loss is not finite at epoch 0.48, step 3, 48 samples"
     assert watch.describe_divergence() == "", "told once, and the weights were never touched"

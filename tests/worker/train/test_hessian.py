@@ -116,13 +116,13 @@ def test_few_eigenvalues_end_the_iteration_early_and_a_tolerance_decides_otherwi
     assert far.converged and near.converged and near.largest == pytest.approx(1.0, rel=1e-6)
 
 
-def test_too_few_products_are_told() -> None:
+def test_too_few_products_are_reported() -> None:
     result = run_lanczos(times(symmetric(1.0, *[0.1 * k for k in range(30)])), start(31), most=8)
     assert not result.converged and result.iterations == 8
     assert result.error > TOLERANCE * result.magnitude
 
 
-def test_contending_signs_are_told_apart() -> None:
+def test_contending_signs_are_reported_apart() -> None:
     result = run_lanczos(times(symmetric(3.0, -3.0, 1.0)), start(3))
     assert result.converged and (result.largest, result.smallest) == (pytest.approx(3.0), pytest.approx(-3.0))
 

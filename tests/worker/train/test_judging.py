@@ -119,7 +119,7 @@ def test_check_tells_which_metrics_send_their_batches() -> None:
     assert inspect_job(spec(train={"metrics": metrics})).notes == ()
 
 
-def test_metrics_are_told_in_rows_and_result_and_by_the_best_epoch(alone: Ranks, run: RunDir) -> None:
+def test_metrics_are_reported_in_rows_and_result_and_by_the_best_epoch(alone: Ranks, run: RunDir) -> None:
     task = train(run, alone, epochs=4, metrics=OWN, best_checkpoint={"metric": "error", "mode": "min"})
     result = run.training(task.signature).result()
     epochs = list(rows(run, task, "epoch"))

@@ -138,7 +138,7 @@ def test_linear_falls_from_the_end_of_the_warm_up_to_the_minimum(epoch, lr):
 
 
 @pytest.mark.parametrize(("epoch", "lr"), [(2, 0.1), (14, 0.1), (17, 0.05), (20, 0), (21, 0)])
-def test_linear_is_constant_up_to_where_it_is_told_to_fall(epoch, lr):
+def test_linear_is_constant_up_to_where_it_is_reported_to_fall(epoch, lr):
     assert compute_learning_rate(spec(kind="linear", warmup_epochs=2, decay_from=0.7), epoch, 128) == pytest.approx(lr)
     assert compute_learning_rate(spec(kind="linear", warmup_epochs=17, decay_from=0.7), 17, 128) == pytest.approx(0.1)
 
@@ -200,7 +200,7 @@ def fails(epoch: float) -> float:
 @pytest.mark.parametrize(
     ("name", "why"), [("no_number", "returns nan at epoch 3"), ("fails", "at epoch 3: ZeroDivisionError: here")]
 )
-def test_a_schedule_that_gives_no_factor_is_told(name, why):
+def test_a_schedule_that_gives_no_factor_is_reported(name, why):
     with pytest.raises(JobFailed, match=why):
         compute_learning_rate(spec(kind=f"{__name__}:{name}"), 3, 128)
 

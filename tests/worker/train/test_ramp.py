@@ -284,7 +284,7 @@ def test_rows_know_the_stage_and_are_held_against_what_is_predicted_for_it(
     assert "batch 16 from epoch 0.4 on, sample 40: stage 2 of 3, lr 0.2" in capsys.readouterr().out
 
 
-def test_batch_norm_over_few_samples_is_told(alone: Ranks, run: RunDir) -> None:
+def test_batch_norm_over_few_samples_is_reported(alone: Ranks, run: RunDir) -> None:
     task = train_task(job(ramp=[{"epochs": 1, "batch": 4}], train={"epochs": 2}), batch=32)
     train(run, alone, task)
     (message,) = [row["message"] for row in rows(run, task, "warning")]

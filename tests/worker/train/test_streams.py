@@ -123,7 +123,7 @@ def test_a_dataset_that_shares_itself_out_is_read_as_it_is(monkeypatch: pytest.M
     assert sorted(seen) == list(range(12, 36))
 
 
-def test_a_stream_that_ends_early_is_told(alone: Ranks) -> None:
+def test_a_stream_that_ends_early_is_reported(alone: Ranks) -> None:
     with pytest.raises(SpecError, match="dataset Stream ends after 40 samples, not 60"):
         trained(stream(length=60), alone, batch=12)
 

@@ -91,7 +91,7 @@ def test_a_second_start_evaluates_nothing(alone: Ranks, run: RunDir) -> None:
     assert evaluated(run, alone, spec(), path) == result
 
 
-def test_a_checkpoint_that_is_gone_and_weights_of_another_model_are_told(
+def test_a_checkpoint_that_is_gone_and_weights_of_another_model_are_reported(
     alone: Ranks, run: RunDir, tmp_path: Path
 ) -> None:
     with pytest.raises(JobFailed, match=r"5\.pt no longer exists: the training has saved newer ones"):

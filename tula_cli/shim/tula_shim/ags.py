@@ -60,7 +60,7 @@ class AgsSteps:
         self.notes: list[str] = []  # not told yet
         self.rounds = 0  # reductions since the last step
         self.offered = False  # the loop offers small batches
-        self._made: list[weakref.ref[Any]] = []
+        self._optimizers: list[weakref.ref[Any]] = []
         self._loaded: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         self._target = ""  # "gradient" or "update"
         self._step: Any | None = None  # of AGS, while the script's optimizer takes its own
@@ -72,11 +72,11 @@ class AgsSteps:
 
     # --- finding
 
-    def made(self, optimizer: Any) -> None:
+    def register_optimizer(self, optimizer: Any) -> None:
         """Register a new optimizer, and hooks that save and load the AGS state with it."""
-        self._made.append(weakref.ref(optimizer))
+        self._optimizers.append(weakref.ref(optimizer))
         if hasattr(optimizer, "register_load_state_dict_pre_hook"):  # not before torch 2.1
-            optimizer.register_state_dict_post_hook(self._saved)
+            optimizer.register_state_dict_post_hook(self._add_state)
             optimizer.register_load_state_dict_pre_hook(self._load)
 
     def seek(self) -> None:
@@ -85,7 +85,7 @@ class AgsSteps:
         Raises:
             CannotScaleError: they cannot be scaled.
         """
-        if self.tula is None and (optimizer := self._found()) is not None:
+        if self.tula is None and (optimizer := self._find_target()) is not None:
             self.bind(*optimizer)
 
     def declare(self, optimizer: Any, model: Any) -> None:
@@ -99,30 +99,32 @@ class AgsSteps:
             return
         if not hasattr(optimizer, "register_step_post_hook"):
             self.fail(f"{get_full_name(optimizer)} is not a torch optimizer")
-        if count_ranks() > 1 and all(getattr(model, "_orig_mod", model) is not module for module in self.split.alive()):
+        if count_ranks() > 1 and all(
+            getattr(model, "_orig_mod", model) is not module for module in self.split.list_modules()
+        ):
             self.fail(
                 f"tula_hooks.wrap was given {get_full_name(model)} on {count_ranks()} ranks: give it the model as"
                 " DistributedDataParallel has wrapped it"
             )
         self.bind(optimizer, model)
 
-    def _found(self) -> tuple[Any, Any] | None:
-        modules = self.split.alive()
+    def _find_target(self) -> tuple[Any, Any] | None:
+        modules = self.split.list_modules()
         if not modules:
             return None
         model = max(modules, key=_count_elements)
         ids = {id(parameter) for parameter in model.parameters()}
         optimizers = [
             optimizer
-            for optimizer in self._alive()
+            for optimizer in self._list_optimizers()
             if any(id(parameter) in ids for parameter in list_parameters(optimizer))
         ]
         return (
             (max(optimizers, key=count_elements), model) if optimizers else None
         )  # the first of equals: the same on all ranks
 
-    def _alive(self) -> list[Any]:
-        return [optimizer for reference in self._made if (optimizer := reference()) is not None]
+    def _list_optimizers(self) -> list[Any]:
+        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
 
     def bind(self, base: Any, model: Any) -> None:
         """Wrap an optimizer in AGS.
@@ -134,18 +136,18 @@ class AgsSteps:
         Raises:
             CannotScaleError: they cannot be scaled.
         """
-        if why := explain_unsupported() or self._taken_hook(model):
+        if why := explain_unsupported() or self._describe_hook_conflict(model):
             self.fail(why)
         sys.path.append(self.settings["code"])  # not removed: parts of it are imported late
         dividing = importlib.import_module(f"{PACKAGE}.presets").DIVIDING
-        target = self.settings["apply_to"] or ("gradient" if takes_gradients(base, dividing) else "update")
+        target = self.settings["apply_to"] or ("gradient" if scales_gradients(base, dividing) else "update")
         try:
-            tula = self.tula = self._wrapped(base, model, target)
+            tula = self.tula = self._wrap(base, model, target)
         except ValueError as error:
             self.fail(str(error))
         self.split.hook = "default"  # that of AGS is none of the script's
         base._step_supports_amp_scaling = False  # a fused step would unscale only after the norms were taken
-        self._listen(model)
+        self._count_reductions(model)
         self._target = target
         if tula.identity is not None:
             self.notes.append(tula.identity)
@@ -162,7 +164,7 @@ class AgsSteps:
         scaled, module = {id(parameter) for parameter in list_parameters(base)}, getattr(model, "module", model)
         counts = [
             (optimizer, sum(int(p.numel()) for p in list_parameters(optimizer) if id(p) not in scaled))
-            for optimizer in self._alive()
+            for optimizer in self._list_optimizers()
         ]
         others = [f"{get_full_name(optimizer)} ({count} numbers)" for optimizer, count in counts if count]
         if others:
@@ -170,7 +172,7 @@ class AgsSteps:
             words = f"AGS scales the parameters of {get_full_name(base)} ({size} numbers), the largest optimizer of the largest model ({name})"
             self.notes.append(f"{words}; the parameters of {', '.join(others)} are not scaled")
 
-    def _taken_hook(self, model: Any) -> str:
+    def _describe_hook_conflict(self, model: Any) -> str:
         if self.settings["settings"]["source"] != "local_norms" or not self.split.has_hook(model):
             return ""
         return (
@@ -178,7 +180,7 @@ class AgsSteps:
             " ags.source: local_norms needs that hook: remove the script's, or set ags.source: small_batch"
         )
 
-    def _wrapped(self, base: Any, model: Any, target: str) -> Any:
+    def _wrap(self, base: Any, model: Any, target: str) -> Any:
         settings, library = self.settings, importlib.import_module(PACKAGE)
         if not self.plan.training:  # a probe's last steps reduce nothing
             warnings.filterwarnings("ignore", "an AGS refresh was due, but no gradient came through DDP")
@@ -193,16 +195,16 @@ class AgsSteps:
                 **{name: settings[name] for name in ("b_large", "b_small", "available", "steps_per_epoch", "seed")},
             )
 
-    def _listen(self, model: Any) -> None:
+    def _count_reductions(self, model: Any) -> None:
         """Count the reductions per step, if the method compares the gradients of the ranks."""
         assert self.tula is not None
         if self.tula.factors.reads_b_small:
             return
 
-        def reduces(bucket: Any) -> None:
+        def count_reduction(bucket: Any) -> None:
             self.rounds += bool(bucket.is_last())
 
-        importlib.import_module(f"{PACKAGE}.ddp_hook").add_listener(getattr(model, "_orig_mod", model), reduces)
+        importlib.import_module(f"{PACKAGE}.ddp_hook").add_listener(getattr(model, "_orig_mod", model), count_reduction)
 
     # --- steps
 
@@ -216,7 +218,7 @@ class AgsSteps:
         """
         if self.failed is not None:
             raise self.failed  # the script has caught it
-        base = self.tula.base if self.tula is not None else (self._found() or (None,))[0]
+        base = self.tula.base if self.tula is not None else (self._find_target() or (None,))[0]
         if optimizer is not base:
             return None
         from torch import no_grad
@@ -248,7 +250,7 @@ class AgsSteps:
             CannotScaleError: the script trains without AGS.
         """
         if self.tula is None or optimizer is not self.tula.base:
-            self._unscaled(optimizer)
+            self._unscale(optimizer)
             return
         if self._step is not None:
             from torch import no_grad
@@ -271,18 +273,18 @@ class AgsSteps:
         assert self.tula is not None
         return self.tula.identity is None and self.settings["settings"]["refresh"] == {"every": 1}
 
-    def _unscaled(self, optimizer: Any) -> None:
+    def _unscale(self, optimizer: Any) -> None:
         if self.tula is None:
             self._without += 1
             if self._without >= PATIENCE:
-                self.fail(self._missing())
+                self.fail(self._describe_missing_call())
         elif optimizer is not self.tula and count_elements(optimizer) >= count_elements(self.tula.base):
             self._without += 1
             if self._without > (MOST_WITHOUT if self._taken else COUNTED):
                 self.fail(f"the script trains with another optimizer, {get_full_name(optimizer)}")
 
-    def _missing(self) -> str:
-        if self.split.alive():
+    def _describe_missing_call(self) -> str:
+        if self.split.list_modules():
             return "no optimizer has the parameters of the script's DistributedDataParallel"
         ranks = count_ranks()
         if ranks == 1:
@@ -292,7 +294,7 @@ class AgsSteps:
             " reduction), so no rank has the whole gradient"
         )
 
-    def skipped(self) -> None:
+    def discard_skipped_step(self) -> None:
         """Discard the gradients of a step that a GradScaler has skipped."""
         self.rounds = 0
         if self.tula is not None:
@@ -319,7 +321,7 @@ class AgsSteps:
 
     # --- what is kept, and what is told
 
-    def _saved(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    def _add_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
         if self.tula is None or optimizer is not self.tula.base:
             return state
         return {**state, KEY: self.tula.ags_state_dict()}
@@ -341,7 +343,7 @@ class AgsSteps:
             self.fail(f"{error}: it was saved by another version of tula")
         self._refreshes = self.tula.factors.n_refresh
 
-    def said(self) -> Iterator[str]:
+    def take_notes(self) -> Iterator[str]:
         """Yield the pending notes, each once."""
         while self.notes:
             yield self.notes.pop(0)
@@ -388,7 +390,7 @@ def explain_unsupported(what: str = "AGS") -> str:
     return f"{what} needs Python {python} and torch {least} or newer, but the script runs Python {platform.python_version()} with torch {torch}"
 
 
-def takes_gradients(optimizer: Any, dividing: frozenset[str]) -> bool:
+def scales_gradients(optimizer: Any, dividing: frozenset[str]) -> bool:
     """Return whether a factor on the gradient scales the step, as in SGD; for other optimizers, updates are scaled."""
     names = {kind.__name__ for kind in type(optimizer).__mro__}
     return not names & dividing and any("SGD" in name for name in names)
@@ -429,7 +431,7 @@ def hook_steps(ags: Callable[[], AgsSteps]) -> None:
     @functools.wraps(init)
     def __init__(self: Any, *arguments: Any, **named: Any) -> None:
         init(self, *arguments, **named)
-        ags().made(self)
+        ags().register_optimizer(self)
 
     @functools.wraps(run)
     def backward(*arguments: Any, **named: Any) -> Any:
@@ -440,10 +442,10 @@ def hook_steps(ags: Callable[[], AgsSteps]) -> None:
     torch.autograd.backward = backward
     module.register_optimizer_step_pre_hook(lambda *step: ags().before_step(*step))
     module.register_optimizer_step_post_hook(lambda optimizer, *_: ags().after_step(optimizer))
-    _listen_to_skips(ags)
+    _hook_skipped_steps(ags)
 
 
-def _listen_to_skips(ags: Callable[[], AgsSteps]) -> None:
+def _hook_skipped_steps(ags: Callable[[], AgsSteps]) -> None:
     from torch.cuda.amp import GradScaler
 
     scaler = next(base for base in GradScaler.__mro__[::-1] if "step" in vars(base))
@@ -455,7 +457,7 @@ def _listen_to_skips(ags: Callable[[], AgsSteps]) -> None:
         before = mine._taken
         done = step(self, optimizer, *arguments, **named)
         if mine.tula is not None and optimizer is mine.tula.base and mine._taken == before:
-            mine.skipped()
+            mine.discard_skipped_step()
         return done
 
     scaler.step = stepping  # type: ignore[attr-defined]

@@ -52,18 +52,18 @@ class DeliveredBatches:
         if before is None:
             return
         if before.batches == 1:
-            self._give_back(key, before)
+            self._return_batches(key, before)
         if before.untrained[1] and not before.trained:
             self._change(key, before.untrained, -1)
             current.withheld, current.withheld_from = before.untrained, before
         before.withheld_from = None
 
-    def trained(self) -> None:
+    def count_backward(self) -> None:
         """Record a backward pass: the batches delivered so far count."""
         for newest in self._passes.values():
             newest.trained = newest.trained or newest.batches > 0
 
-    def _give_back(self, key: int, of: LoaderPass) -> None:
+    def _return_batches(self, key: int, of: LoaderPass) -> None:
         if of.withheld[1]:
             self._change(key, of.withheld, 1)
             of.withheld = [0, 0, 0.0]
@@ -81,7 +81,7 @@ class DeliveredBatches:
             return
         before = newest.withheld_from
         if before is not None and iterator is not None and before.is_of(iterator):
-            self._give_back(key, newest)  # both are read, in turn
+            self._return_batches(key, newest)  # both are read, in turn
         if newest.is_of(iterator):
             newest.batches += 1
             if not newest.trained:
@@ -117,7 +117,7 @@ class DeliveredBatches:
 
     def take(self) -> dict[int, list[float]]:
         """Return the batches delivered since the last call; they count even if no backward pass of torch was seen."""
-        self.trained()
+        self.count_backward()
         taken, self.pending = self.pending, {}
         for key, counts in taken.items():
             self.steps[key] = self.steps.get(key, 0) + 1
@@ -128,7 +128,7 @@ class DeliveredBatches:
                 self.alone[key] = self.alone.get(key, 0) + counts[0]
         return taken
 
-    def trained_on(self, counts: Mapping[int, list[float]]) -> int | None:
+    def find_trained_dataset(self, counts: Mapping[int, list[float]]) -> int | None:
         """Return the dataset of a step, given the batches delivered within it.
 
         If `training` has delivered nothing, this is the last dataset that has: some scripts make a dataset for each
@@ -192,7 +192,7 @@ def _get_at_path(batch: Any, path: tuple[Hashable, ...]) -> int | None:
         return None  # this batch is of another shape than the last: it is looked at anew
 
 
-def listen(delivered: Callable[[], DeliveredBatches | None], began: Callable[[], None]) -> None:
+def hook_loaders(delivered: Callable[[], DeliveredBatches | None], began: Callable[[], None]) -> None:
     """Hook torch's data loaders, so that they report the batches that they deliver.
 
     Args:

@@ -62,7 +62,7 @@ def asked() -> str:
 def saved(path: str) -> None:
     """Record that the request from `asked` is fulfilled, with the checkpoint's path; stop if requested."""
     mine = get_recorder()
-    mine.requests.saved(mine.step, mine.samples(), mine.rank, path=path)
+    mine.requests.report_saved(mine.step, mine.samples(), mine.rank, path=path)
     _stop_after_save(mine)
 
 

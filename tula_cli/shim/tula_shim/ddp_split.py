@@ -39,7 +39,7 @@ class DdpSplit:
         self._reduced: list[Any] = []
         self._rounds = 0
 
-    def alive(self) -> list[Any]:
+    def list_modules(self) -> list[Any]:
         return [module for reference in self.modules if (module := reference()) is not None]
 
     def has_hook(self, module: Any) -> bool:
@@ -55,7 +55,7 @@ class DdpSplit:
         def ready(_: object) -> None:
             self._last = mark()
 
-        for module in self.alive():
+        for module in self.list_modules():
             self._handles.append(module.register_forward_pre_hook(self._before_forward))
             self._handles += [p.register_hook(ready) for p in module.parameters() if p.requires_grad]
 
@@ -63,9 +63,9 @@ class DdpSplit:
         """Start recording the norms of each bucket before and after its reduction."""
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-        self._unhook()
+        self._remove_hooks()
         self._watching = "norms"
-        for module in self.alive():
+        for module in self.list_modules():
             if id(module) not in self._hooked:
                 try:
                     module.register_comm_hook(module.process_group, allreduce_hook)
@@ -76,14 +76,14 @@ class DdpSplit:
     def skip_sync(self) -> None:
         """Stop reducing gradients in backward passes, so that only the local work remains."""
         self._watching = "local"
-        self._handles = [module.register_forward_pre_hook(self._before_forward) for module in self.alive()]
+        self._handles = [module.register_forward_pre_hook(self._before_forward) for module in self.list_modules()]
 
     def watch_nothing(self) -> None:
         """End the measurements, and remove all hooks of modules and parameters."""
-        self._unhook()
+        self._remove_hooks()
         self._watching = ""
 
-    def _unhook(self) -> None:
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -116,7 +116,7 @@ class DdpSplit:
     def _close_norms(self) -> None:
         import torch
 
-        if self._rounds > len(self.alive()):
+        if self._rounds > len(self.list_modules()):
             self.note = "gradient norms not measured: gradients are reduced more than once per step"
             return
         scale = 1.0
@@ -127,7 +127,7 @@ class DdpSplit:
         local, reduced = (torch.stack(parts).sum() / scale**2 for parts in (self._own, self._reduced))
         self.norms.append((local, reduced))
 
-    def around(self, inner: Inner) -> Inner:
+    def wrap_hook(self, inner: Inner) -> Inner:
         """Return a communication hook that wraps `inner`, and records gradient norms while they are watched."""
         import torch
 
@@ -155,7 +155,7 @@ class DdpSplit:
         return hook
 
 
-def listen(split: Callable[[], DdpSplit]) -> None:
+def hook_ddp(split: Callable[[], DdpSplit]) -> None:
     """Hook DDP modules, their communication hooks and gradient scalers, so that they are registered."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -168,17 +168,17 @@ def listen(split: Callable[[], DdpSplit]) -> None:
 
     @functools.wraps(register)
     def register_comm_hook(self: Any, state: object, hook: Inner) -> Any:
-        done = register(self, state, split().around(hook))
+        done = register(self, state, split().wrap_hook(hook))
         split()._hooked.add(id(self))
         split().hook = getattr(hook, "__qualname__", type(hook).__qualname__)
         return done
 
     DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign]
     DistributedDataParallel.register_comm_hook = register_comm_hook  # type: ignore[method-assign]
-    _listen_to_scalers(split)
+    _hook_scalers(split)
 
 
-def _listen_to_scalers(split: Callable[[], DdpSplit]) -> None:
+def _hook_scalers(split: Callable[[], DdpSplit]) -> None:
     from torch.cuda.amp import grad_scaler
 
     scaler: Any = grad_scaler.GradScaler

@@ -22,7 +22,7 @@ TOLD = "told_by_tula"
 """Attribute that marks an exception as written. Keeping the exception itself would keep its frames."""
 
 
-def listen(plan: Plan, step: Callable[[], int]) -> None:
+def install_excepthook(plan: Plan, step: Callable[[], int]) -> None:
     """Install an excepthook that writes the failure, then calls the previous hook.
 
     Args:
@@ -32,7 +32,7 @@ def listen(plan: Plan, step: Callable[[], int]) -> None:
     before = sys.excepthook
 
     def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> Any:
-        unknown = issubclass(kind, Exception) and not (is_launcher_error(plan.folder, kind) or is_told(value))
+        unknown = issubclass(kind, Exception) and not (is_launcher_error(plan.folder, kind) or is_reported(value))
         if unknown and not plan.observing:
             write_failure(plan, value, step=step(), where="script")
         return before(kind, value, trace)
@@ -52,7 +52,7 @@ def is_launcher_error(folder: Path, kind: type[BaseException]) -> bool:
     return name in CHILDS_ERRORS or name.startswith(LAUNCHERS) or any(folder.glob("failure-*.json"))
 
 
-def is_told(error: BaseException | None) -> bool:
+def is_reported(error: BaseException | None) -> bool:
     """Return whether an error, or one of its causes or contexts, has already been written."""
     seen: set[int] = set()  # an error may be its own cause
     while error is not None and id(error) not in seen:

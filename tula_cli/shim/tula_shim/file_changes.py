@@ -42,31 +42,31 @@ class Files:
         self._here = threading.local()
         self._copied = 0  # bytes
         handlers: dict[str, Callable[..., None]] = {
-            "open": self._opened,
-            "os.rename": self._renamed,
-            "os.remove": lambda path, dir_fd=-1: self.changing(path, dir_fd),
-            "os.truncate": lambda path, *_: self.changing(path),
-            "os.link": lambda _, path, *__: self.changing(path),
-            "os.symlink": lambda _, path, *__: self.changing(path),
-            "os.mkdir": lambda path, _mode=0, dir_fd=-1: self.changing(path, dir_fd, folder=True),
-            "sqlite3.connect": lambda path, *_: self.changing(_find_database_file(path), resolve=True),
+            "open": self._record_open,
+            "os.rename": self._record_rename,
+            "os.remove": lambda path, dir_fd=-1: self.record_change(path, dir_fd),
+            "os.truncate": lambda path, *_: self.record_change(path),
+            "os.link": lambda _, path, *__: self.record_change(path),
+            "os.symlink": lambda _, path, *__: self.record_change(path),
+            "os.mkdir": lambda path, _mode=0, dir_fd=-1: self.record_change(path, dir_fd, folder=True),
+            "sqlite3.connect": lambda path, *_: self.record_change(_find_database_file(path), resolve=True),
         }
         self._handlers = handlers
 
-    def listen(self) -> None:
+    def record_writes(self) -> None:
         """Record all writes from now on until the process exits: audit hooks cannot be removed."""
         handlers = self._handlers
 
-        def heard(event: str, arguments: tuple[Any, ...]) -> None:
+        def handle_event(event: str, arguments: tuple[Any, ...]) -> None:
             if event in handlers and not getattr(self._here, "busy", False):
                 try:
                     handlers[event](*arguments)
                 except Exception:  # noqa: BLE001 - the script's own call would fail in its place
                     return
 
-        sys.addaudithook(heard)
+        sys.addaudithook(handle_event)
 
-    def first_step(self) -> None:
+    def mark_first_step(self) -> None:
         """Record that training has begun: files written from now on may contain its results."""
         self.stepped = True
         self._write(stepped=time.time())
@@ -77,27 +77,27 @@ class Files:
 
         @functools.wraps(serialize)
         def serializing(tensors: Any, filename: Any, *arguments: Any, **named: Any) -> Any:
-            self.changing(filename, resolve=True)
+            self.record_change(filename, resolve=True)
             return serialize(tensors, filename, *arguments, **named)
 
         module.serialize_file = serializing  # type: ignore[attr-defined]
 
-    def _opened(self, path: Any, _: object, flags: int) -> None:
+    def _record_open(self, path: Any, _: object, flags: int) -> None:
         if flags & WRITING and not os.path.isdir(path):  # noqa: PTH112 - tempfile opens the folder, and means a file within
-            self.changing(path, resolve=True)
+            self.record_change(path, resolve=True)
 
-    def _renamed(self, source: Any, target: Any, source_fd: int = -1, target_fd: int = -1) -> None:
+    def _record_rename(self, source: Any, target: Any, source_fd: int = -1, target_fd: int = -1) -> None:
         before, after = _make_absolute_path(source, source_fd), _make_absolute_path(target, target_fd)
         is_folder = os.path.isdir(before) and not os.path.islink(before)  # noqa: PTH112, PTH114
-        self.changing(before, folder=is_folder)
-        self.changing(after, folder=is_folder)
+        self.record_change(before, folder=is_folder)
+        self.record_change(after, folder=is_folder)
         for folder, folders, names in os.walk(before) if is_folder else ():
             moved = os.path.join(after, os.path.relpath(folder, before))  # noqa: PTH118
             for name in (*folders, *names):
-                self.changing(os.path.join(folder, name), folder=name in folders)  # noqa: PTH118
-                self.changing(os.path.join(moved, name), folder=name in folders)  # noqa: PTH118
+                self.record_change(os.path.join(folder, name), folder=name in folders)  # noqa: PTH118
+                self.record_change(os.path.join(moved, name), folder=name in folders)  # noqa: PTH118
 
-    def changing(self, path: Any, dir_fd: int | None = -1, *, folder: bool = False, resolve: bool = False) -> None:
+    def record_change(self, path: Any, dir_fd: int | None = -1, *, folder: bool = False, resolve: bool = False) -> None:
         """Record that a path is about to change, and copy the file if it is older than this probe.
 
         Args:

@@ -31,9 +31,9 @@ def get_recorder() -> Recorder:
     if not _recorders:
         made = Recorder(read_plan())
         _recorders.append(made)
-        failing.listen(made.plan, lambda: made.step)
+        failing.install_excepthook(made.plan, lambda: made.step)
         atexit.register(write_at_exit, made)
-        os.register_at_fork(after_in_child=made.forget)
+        os.register_at_fork(after_in_child=made.reset)
         # A forked child of multiprocessing leaves by os._exit: what atexit knows is not called.
         multiprocessing.util.register_after_fork(
             made, lambda its: multiprocessing.util.Finalize(None, write_at_exit, (its,), exitpriority=0)
@@ -60,16 +60,16 @@ def install() -> None:
         raise
     mine.hooked = True
     if mine.files is not None:
-        mine.files.listen()
+        mine.files.record_writes()
     if mine.ags is not None:
         _hook_ags(mine)
     if mine.ortho is not None:
-        mine.ortho.listen()
+        mine.ortho.hook_steps()
     _hook_optimizers(mine)
     _hook_backward(mine)
     _hook_gaps(mine)
-    batches.listen(_make_counter(mine), lambda: mine.disturbed(EPOCH))
-    ddp_split.listen(lambda: mine.split)
+    batches.hook_loaders(_make_counter(mine), lambda: mine.record_disturbance(EPOCH))
+    ddp_split.hook_ddp(lambda: mine.split)
 
 
 def _make_counter(mine: Recorder) -> Callable[[], DeliveredBatches | None]:
@@ -81,9 +81,9 @@ def _make_counter(mine: Recorder) -> Callable[[], DeliveredBatches | None]:
         if mine.over:
             return None
         if not is_grad_enabled():
-            mine.disturbed(EVAL)
+            mine.record_disturbance(EVAL)
             return None
-        mine.alive()
+        mine.record_activity()
         return mine.delivered
 
     return counts
@@ -104,7 +104,7 @@ def _hook_optimizers(mine: Recorder) -> None:
         if mine.over:
             enforce_stop(mine)
             return
-        clock = mine.optimizers.stepped(optimizer)
+        clock = mine.optimizers.record_step(optimizer)
         if mine.by_hand or clock is False:
             return
         if clock is None and mine.step <= mine.plan.warmup:
@@ -154,7 +154,7 @@ def _hook_backward(mine: Recorder) -> None:
     def backward(*arguments: Any, **named: Any) -> Any:
         done = run(*arguments, **named)
         mine.backwards += 1
-        mine.delivered.trained()
+        mine.delivered.count_backward()
         mine.split.after_backward(mine.mark)
         return done
 
@@ -170,15 +170,15 @@ def _hook_gaps(mine: Recorder) -> None:
     @functools.wraps(train)
     def switched(self: Any, mode: bool = True) -> Any:
         if not mode:
-            mine.disturbed(EVAL)
+            mine.record_disturbance(EVAL)
         return train(self, mode)
 
     @functools.wraps(save)
     def saving(*arguments: Any, **named: Any) -> Any:
-        mine.disturbed(SAVE)
-        mine.alive(at_once=True)  # what a checkpoint holds is to be known, whatever comes next
+        mine.record_disturbance(SAVE)
+        mine.record_activity(at_once=True)  # what a checkpoint holds is to be known, whatever comes next
         if mine.files is not None:
-            mine.files.changing(
+            mine.files.record_change(
                 named["f"] if "f" in named else arguments[1] if len(arguments) > 1 else None, resolve=True
             )
         return save(*arguments, **named)
@@ -187,7 +187,7 @@ def _hook_gaps(mine: Recorder) -> None:
 
     @functools.wraps(load)
     def loading(*arguments: Any, **named: Any) -> Any:
-        mine.loading(named["f"] if "f" in named else arguments[0] if arguments else None)
+        mine.record_load(named["f"] if "f" in named else arguments[0] if arguments else None)
         return load(*arguments, **named)
 
     torch.load = loading

@@ -23,7 +23,7 @@ class Optimizers:
         self._clock: weakref.ref[Any] | None = None
         self._largest = -1
 
-    def stepped(self, optimizer: Any) -> bool | None:
+    def record_step(self, optimizer: Any) -> bool | None:
         """Record a step; return whether it is a step of the clock, or None if the clock has just changed."""
         place = self._places.get(id(optimizer))
         if place is None:

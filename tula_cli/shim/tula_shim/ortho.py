@@ -52,7 +52,7 @@ class OrthoSteps:
         self._open: Any | None = None  # the optimizer whose step is being taken, and what orthogonalises it
         self._without = 0
 
-    def listen(self) -> None:
+    def hook_steps(self) -> None:
         """Hook the steps of torch's optimizers. Must be called before the hooks that count steps."""
         from torch.cuda.amp import GradScaler
         from torch.optim import optimizer as module
@@ -85,7 +85,7 @@ class OrthoSteps:
         if self._open is not None and self._open[0] is not optimizer:
             return None  # a step inside that of another optimizer
         self._close(RuntimeError("the step was broken off"))
-        ortho = self._ortho(optimizer)
+        ortho = self._get_ortho(optimizer)
         if ortho is None:
             return None
         from torch import no_grad
@@ -112,7 +112,7 @@ class OrthoSteps:
         with no_grad(), contextlib.suppress(*([] if error is None else [type(error)])):
             step.__exit__(error and type(error), error, None)
 
-    def _ortho(self, optimizer: Any) -> Any | None:
+    def _get_ortho(self, optimizer: Any) -> Any | None:
         """Return the Ortho of an optimizer, rebuilt if its number of parameters has changed; None if it cannot have
         one.
 
@@ -122,13 +122,13 @@ class OrthoSteps:
         count = sum(1 for _ in list_parameters(optimizer))
         known = self._wrapped.get(optimizer)
         if known is None or known[0] != count:
-            known = self._wrapped[optimizer] = (count, self._made(optimizer))
+            known = self._wrapped[optimizer] = (count, self._make_ortho(optimizer))
         self._without = 0 if known[1] is not None else self._without + 1
         if self._without > PATIENCE and all(ortho is None for _, ortho in self._wrapped.values()):
             self.fail("no optimizer of the script updates a matrix or a convolution that could be orthogonalised")
         return known[1]
 
-    def _made(self, optimizer: Any) -> Any | None:
+    def _make_ortho(self, optimizer: Any) -> Any | None:
         assert self.plan.ortho is not None
         if why := explain_unsupported("method ortho"):
             self.fail(why)
@@ -162,7 +162,7 @@ class OrthoSteps:
                 reference = group.setdefault(REFERENCE_BETA2, group["betas"][1])
                 group["betas"] = (group["betas"][0], reference ** self.plan.ortho["beta2_power"])
 
-    def said(self) -> Iterator[str]:
+    def take_notes(self) -> Iterator[str]:
         """Yield the pending notes, each once."""
         while self.notes:
             yield self.notes.pop(0)

@@ -85,7 +85,7 @@ def _check_plan(path: str, given: dict[str, Any]) -> Plan:
             raise PlanError(f"tula: {name} is {value!r} in the plan {path}, but must be a number of at least {least:g}")
         return value
 
-    def one_of(name: str, *values: str) -> str:
+    def read_choice(name: str, *values: str) -> str:
         value = given.get(name, values[0])
         if value not in values:
             raise PlanError(f"tula: {name} is {value!r} in the plan {path}, but must be one of {', '.join(values)}")
@@ -103,14 +103,14 @@ def _check_plan(path: str, given: dict[str, Any]) -> Plan:
         folder=Path(given["folder"]),
         task=given["task"],
         attempt=int(number("attempt", 1, 1)),
-        mode=one_of("mode", "probe", "train", "observe"),
+        mode=read_choice("mode", "probe", "train", "observe"),
         expected={name: (expected or {}).get(name) for name in ("world", "batch", "accumulate", "lr", "dataset")},
         warmup=int(number("warmup", 5, 1)),
         min_steps=low,
         max_steps=int(number("max_steps", max(low, steps), low)),
         seconds=number("seconds", 0.0, 0.0),
         split_steps=int(number("split_steps", 6, 0)),
-        stop=one_of("stop", "exit", "raise"),
+        stop=read_choice("stop", "exit", "raise"),
         heartbeat=number("heartbeat", 1.0, 0.0),
         row=number("row", 10.0, 0.0),
         save=bool(given.get("save", False)),

@@ -53,9 +53,9 @@ class Recorder:
         self.stopping = False  # the process was asked to end
         self.loads: dict[str, float] = {}  # path -> when it was written (Unix time)
         self.files = Files(plan.folder, plan.files) if plan.files is not None else None
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset all records, because this process was forked from the recorded one."""
         self.optimizers = Optimizers()
         self.delivered = DeliveredBatches()
@@ -81,7 +81,7 @@ class Recorder:
         self.peaks: dict[str, dict[str, int]] = {}
         self.intervals: dict[str, list[Interval]] = {}
         self.pulse = Pulse(self.plan)
-        self.pulse.more = self._row_extras
+        self.pulse.more = self._make_row_extras
         self.schedule = Schedule()
         self.killing = StepKiller(self.plan)
         self._told: float | None = None
@@ -93,20 +93,20 @@ class Recorder:
 
     # between steps
 
-    def disturbed(self, cause: int) -> None:
+    def record_disturbance(self, cause: int) -> None:
         """Record an event that makes the current step longer than others."""
         self.gap |= cause
-        self.alive()
+        self.record_activity()
 
-    def alive(self, *, at_once: bool = False) -> None:
+    def record_activity(self, *, at_once: bool = False) -> None:
         """Record that the process is not stuck; raises nothing, because the script's own calls may call it."""
         if self.step and not self.over:
             try:
-                self.pulse.write() if at_once else self.pulse.alive()
+                self.pulse.write() if at_once else self.pulse.record_activity()
             except OSError as error:
                 self._trouble = error
 
-    def loading(self, path: Any) -> None:
+    def record_load(self, path: Any) -> None:
         """Record a file that is loaded before the first step of a training: it may be one of its checkpoints."""
         if self.step or not self.plan.training or not isinstance(path, (str, os.PathLike)):
             return
@@ -144,16 +144,16 @@ class Recorder:
         if self._trouble is not None:
             raise self._trouble
         if self.step == 0:
-            self._first_step()
+            self._start_training()
         self.step += 1
         self._take_notes()
         counts = self.delivered.take()
         if samples is not None:
             self._told = (self._told or 0) + samples
-        self.pulse.beat(self.step, self.samples())
+        self.pulse.record_step(self.step, self.samples())
         if self.plan.training:
             causes = [name for cause, name in CAUSES.items() if self.gap & cause] if self.gap else []
-            self.pulse.row(causes, lr=lr, loss=loss)
+            self.pulse.write_row_if_due(causes, lr=lr, loss=loss)
             self.killing.after_step(self.step, self.pulse.before, self.rank, self.delivered.size())
             self.asked_to = self.requests.look(self.step, self.pulse, self.world)
             self._begin_training(counts, samples)
@@ -164,20 +164,20 @@ class Recorder:
             self._keep(counts, samples)
         self.split.after_step()
         self.gap, self.backwards = 0, 0
-        return self.plan.mode == "probe" and self._next_phase()
+        return self.plan.mode == "probe" and self._enter_next_phase()
 
-    def _row_extras(self) -> dict[str, Any]:
+    def _make_row_extras(self) -> dict[str, Any]:
         scaled = self.ags.report() if self.ags is not None else {}
         return {**scaled, **(self.schedule.report(self.optimizers.clock) if self.plan.schedule else {})}
 
-    def _first_step(self) -> None:
+    def _start_training(self) -> None:
         self.rank, self.world = get_rank() or 0, count_ranks(by_hand=self.by_hand)
         if self.plan.observing:
             self._name_folder()
         self.startup = compute_process_age()
         self._clock = make_clock()
         if self.files is not None:
-            self.files.first_step()
+            self.files.mark_first_step()
         self.pulse.rank = self.rank
         for path, written in self.loads.items():
             self.pulse.load(path, written)
@@ -188,7 +188,7 @@ class Recorder:
         self.plan = self.pulse.plan = dataclasses.replace(self.plan, folder=folder)
 
     def _take_notes(self) -> None:
-        notes = [text for steps in (self.ags, self.ortho) if steps is not None for text in steps.said()]
+        notes = [text for steps in (self.ags, self.ortho) if steps is not None for text in steps.take_notes()]
         for text in notes:
             if self.plan.training:
                 self.pulse.note(self.step, text)
@@ -216,18 +216,18 @@ class Recorder:
         timed = self.step - self.plan.warmup
         if self.phase == WARMUP and timed == 0:
             self.phase = TIMED
-        elif self.phase == TIMED and timed >= self.plan.min_steps and self._observed_long_enough(timed):
-            if self._splits():
+        elif self.phase == TIMED and timed >= self.plan.min_steps and self._has_observed_enough(timed):
+            if self._can_split():
                 self.phase = SYNC
                 self.split.watch_sync(self.mark)
             else:
                 self._end_observation()
-        elif self.phase == SYNC and self._enough():
+        elif self.phase == SYNC and self._has_enough_steps():
             self.split.watch_nothing()
             self._end_observation()
         self._begin = self.mark()
 
-    def _observed_long_enough(self, timed: int) -> bool:
+    def _has_observed_enough(self, timed: int) -> bool:
         return timed >= self.plan.max_steps or timed * self.pulse.median >= self.plan.seconds
 
     def _end_observation(self) -> None:
@@ -256,56 +256,56 @@ class Recorder:
             self.intervals.setdefault(self.phase, []).append(interval)
         self._begin = end
 
-    def _next_phase(self) -> bool:
+    def _enter_next_phase(self) -> bool:
         """Enter the next phase if the current one is over; return True if no phase is left."""
         done = self.step - self.plan.warmup
         if self.phase == WARMUP and done == 0:
             self.phase, self.peaks[WARMUP] = TIMED, read_peak_memory()
             reset_peak()
-        elif self.phase == TIMED and done == self._timed_steps(done):
+        elif self.phase == TIMED and done == self._agree_on_timed_steps(done):
             self.peaks[TIMED] = read_peak_memory()
             self.optimizers.count_bytes()
-            if not self._splits():
+            if not self._can_split():
                 return True
             self.phase = SYNC
             self.split.watch_sync(self.mark)
-        elif self.phase == SYNC and self._enough():
+        elif self.phase == SYNC and self._has_enough_steps():
             self.phase = NORMS
             self.split.watch_norms()
-        elif self.phase == NORMS and self._enough():
+        elif self.phase == NORMS and self._has_enough_steps():
             self.phase = LOCAL
             self.split.skip_sync()
         else:
-            return self.phase == LOCAL and self._enough()
+            return self.phase == LOCAL and self._has_enough_steps()
         self._begin = self.mark()  # what was done here is not part of the next step
         return False
 
-    def _enough(self) -> bool:
+    def _has_enough_steps(self) -> bool:
         return len(self.intervals.get(self.phase, ())) >= self.plan.split_steps
 
-    def _splits(self) -> bool:
+    def _can_split(self) -> bool:
         if self.world == 1 or self.plan.split_steps == 0:
             return False
-        if not self.split.alive():
+        if not self.split.list_modules():
             self.notes.append(
                 "no communication time, gradient norms or local compute time: the script does not use DistributedDataParallel"
             )
-        return bool(self.split.alive())
+        return bool(self.split.list_modules())
 
-    def _timed_steps(self, done: int) -> int:
+    def _agree_on_timed_steps(self, done: int) -> int:
         """Return the number of timed steps: decided by rank 0 after the minimum number, because clocks differ."""
         plan = self.plan
         if plan.min_steps == plan.max_steps:
             return plan.max_steps
         if self._timed is None and done >= plan.min_steps:
             try:
-                self._timed = int(share_decision("steps", self._fitting_steps, world=self.world))
+                self._timed = int(share_decision("steps", self._estimate_timed_steps, world=self.world))
             except NoStoreError as error:
                 self.notes.append(f"{plan.min_steps} steps were timed, the least: {error}")
                 self._timed = plan.min_steps
         return plan.min_steps if self._timed is None else self._timed
 
-    def _fitting_steps(self) -> str:
+    def _estimate_timed_steps(self) -> str:
         fitting = int(self.plan.seconds / max(self.pulse.median, 1e-9))
         return str(max(self.plan.min_steps, min(self.plan.max_steps, fitting)))
 
@@ -368,7 +368,7 @@ def _list_learning_rates(recorder: Recorder) -> dict[str, float | None] | None:
 
 def _make_interval_row(recorder: Recorder, interval: Interval) -> dict[str, Any]:
     delivered = recorder.delivered
-    dataset = delivered.trained_on(interval.counts)
+    dataset = delivered.find_trained_dataset(interval.counts)
     samples, batches, waited = interval.counts.get(dataset or 0, (0, 0, 0.0))
     counted = delivered.counts_samples(dataset)
     return {
@@ -387,7 +387,7 @@ def _split(recorder: Recorder) -> dict[str, Any] | None:
     if not split.exposed:
         return None
     return {
-        "modules": len(split.alive()),
+        "modules": len(split.list_modules()),
         "hook": split.hook,
         "sync": [sum(recorder.seconds(*pair) for pair in pairs) for pairs in split.exposed],
         "norms": [[float(local), float(reduced)] for local, reduced in split.norms],

@@ -46,7 +46,7 @@ class Pulse:
         """Return the median time of the last steps in seconds; 0.0 before the second step."""
         return statistics.median(self._recent) if self._recent else 0.0
 
-    def beat(self, step: int, samples: float | None) -> None:
+    def record_step(self, step: int, samples: float | None) -> None:
         """Record a step; `samples` is the total of all steps."""
         now = time.perf_counter()
         if self._began is not None:
@@ -58,7 +58,7 @@ class Pulse:
         self._stepped_at = time.time()
         self._write_if_due(now)
 
-    def alive(self) -> None:
+    def record_activity(self) -> None:
         """Record activity between two steps: a batch was delivered, or an evaluation started."""
         self._write_if_due(time.perf_counter())
 
@@ -83,8 +83,8 @@ class Pulse:
         }
         write_json(self.plan.folder / f"heartbeat-{self.rank}.json", content, durable=False)
 
-    def row(self, causes: list[str], *, lr: Any, loss: Any) -> None:
-        """Write a row if one is due, and a gap row for each step with further events. Called after `beat`."""
+    def write_row_if_due(self, causes: list[str], *, lr: Any, loss: Any) -> None:
+        """Write a row if one is due, and a gap row for each step with further events. Called after `record_step`."""
         self._newest = {"lr": lr, "loss": loss}
         if causes and self._recent:
             where = {"step": self.step, "samples": self.samples, "time": time.time()}
@@ -135,13 +135,13 @@ class Requests:
             if not self._every:
                 self._every = int(share_decision("every", lambda: str(_count_steps_between(pulse.median)), world=world))
                 return ""
-            return share_decision(f"asked/{step}", self._asked, world=world)
+            return share_decision(f"asked/{step}", self._read_request, world=world)
         except NoStoreError as error:
             self._off = True
             self.note = f"checkpoints cannot be requested: {error}"
             return ""
 
-    def _asked(self) -> str:
+    def _read_request(self) -> str:
         try:
             request = json.loads((self.plan.folder / "save.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -153,10 +153,10 @@ class Requests:
         if self.callback is None:
             return False
         self.callback(self.plan.checkpoint)
-        self.saved(step, samples, rank, path=self.plan.checkpoint)
+        self.report_saved(step, samples, rank, path=self.plan.checkpoint)
         return True
 
-    def saved(self, step: int, samples: float | None, rank: int, *, path: str) -> None:
+    def report_saved(self, step: int, samples: float | None, rank: int, *, path: str) -> None:
         """Report to the supervisor that a checkpoint has been written."""
         if rank == 0:
             record = {"step": step, "samples": samples, "path": path, "time": time.time()}
@@ -183,7 +183,7 @@ class StepKiller:
         self.plan = plan
         self.wanted: dict[str, Any] = plan.rehearsal or {}
         self._since = 0.0  # Unix time of the first step
-        self._found: dict[str, Any] | None = None
+        self._checkpoint: dict[str, Any] | None = None
         self._last = 0  # step after which it ends
         self._seen = _NewestCheckpoint()
 
@@ -197,13 +197,13 @@ class StepKiller:
             return
         self._since = self._since or time.time()
         if step == self.wanted.get("ask_at"):
-            self._ask(str(self.wanted.get("ask", "")), rank)
+            self._request_save(str(self.wanted.get("ask", "")), rank)
         if rank == 0:
-            self._look(step, before, dataset)
-            if self._found is not None and step >= self._last:
+            self._find_checkpoint(step, before, dataset)
+            if self._checkpoint is not None and step >= self._last:
                 self._kill()
 
-    def _ask(self, how: str, rank: int) -> None:
+    def _request_save(self, how: str, rank: int) -> None:
         if how.startswith("SIG"):
             os.kill(os.getpid(), getattr(signal, how))
         elif rank == 0 and how.startswith("file:"):
@@ -213,7 +213,7 @@ class StepKiller:
         elif rank == 0 and how == "hooks":
             write_json(self.plan.folder / "save.json", {"then": "go on"})
 
-    def _look(self, step: int, samples: float | None, dataset: int | None) -> None:
+    def _find_checkpoint(self, step: int, samples: float | None, dataset: int | None) -> None:
         """Record the newest checkpoint, taken to hold the previous step: a script may save at each step."""
         seen = _find_newest_checkpoint(str(self.wanted["checkpoint"]))
         if seen.changed < self._since:
@@ -221,25 +221,25 @@ class StepKiller:
         before, self._seen = self._seen, seen
         if not seen.replaces(before):
             return
-        if self._found is None:
+        if self._checkpoint is None:
             self._last = step - 1 + int(self.wanted["after"])
-        self._found = {"steps": step - 1, "samples": samples, "dataset": dataset, "killed": False}
+        self._checkpoint = {"steps": step - 1, "samples": samples, "dataset": dataset, "killed": False}
         self._write()
 
     def _kill(self) -> None:
         deadline, settled = time.time() + PATIENCE, float(self.wanted.get("settled", 2.0))
-        while time.time() - self._changed() < settled and time.time() < deadline:
+        while time.time() - self._get_write_time() < settled and time.time() < deadline:
             time.sleep(settled / 20)
-        assert self._found is not None
-        self._found["killed"] = True
+        assert self._checkpoint is not None
+        self._checkpoint["killed"] = True
         self._write()
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _write(self) -> None:
-        assert self._found is not None
-        write_json(self.plan.folder / "rehearsal.json", self._found)
+        assert self._checkpoint is not None
+        write_json(self.plan.folder / "rehearsal.json", self._checkpoint)
 
-    def _changed(self) -> float:
+    def _get_write_time(self) -> float:
         """Return the Unix time at which a checkpoint was last written; 0 if there is none."""
         return _find_newest_checkpoint(str(self.wanted["checkpoint"])).changed
 

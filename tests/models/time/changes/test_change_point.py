@@ -38,7 +38,7 @@ def test_no_alarm_in_ten_thousand_heavy_tailed_values() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.2, 1 / 1.2])
-def test_a_shift_of_a_fifth_is_told_soon_and_dated_rightly(factor: float) -> None:
+def test_a_shift_of_a_fifth_is_reported_soon_and_dated_rightly(factor: float) -> None:
     rng = np.random.default_rng(15)
     delays, errors = [], []
     for _ in range(20):

@@ -85,7 +85,7 @@ def test_slower_clocks_and_another_driver_are_the_answer(runs):
     )
 
 
-def test_a_slower_network_is_told_from_slower_nodes(runs):
+def test_a_slower_network_is_distinguished_from_slower_nodes(runs):
     first, other = runs("a"), runs("b")
     add(first)
     add(other, Truth(jitter=0.02, sync=0.09))
@@ -107,7 +107,7 @@ def test_faster_here_and_slower_there_is_no_one_number(runs):
     )
 
 
-def test_keys_of_the_job_are_told_with_defaults_filled_in(runs):
+def test_keys_of_the_job_are_reported_with_defaults_filled_in(runs):
     item = runs("a", make.spec(search={"nodes": [1, 2], "max_node_hours": 10}))
     other = runs("b", make.spec(search={"nodes": [1, 2], "max_node_hours": 10, "min_steps": 20}, pricing={"price": 3}))
     add(item)
@@ -145,7 +145,7 @@ def code(run: RunDir, files: dict[str, str], commit: str) -> None:
     )
 
 
-def test_files_of_the_code_are_told_with_their_lines(runs):
+def test_files_of_the_code_are_reported_with_their_lines(runs):
     first, other = runs("a"), runs("b")
     code(first, {"train.py": "a\nb\nc\n", "same.py": "x\n", "gone.py": "1\n2\n"}, "1111111111111111")
     code(other, {"train.py": "a\nB\nc\nd\n", "same.py": "x\n", "pkg/new.py": "1\n"}, "2222222222222222")
@@ -161,7 +161,7 @@ def test_files_of_the_code_are_told_with_their_lines(runs):
     assert "code: 3 files (+3 -3)" in shown(result)
 
 
-def test_what_fits_in_one_run_alone_is_told(runs):
+def test_what_fits_in_one_run_alone_is_reported(runs):
     first, other = runs("a"), runs("b")
     add(first, places=[(1, 64), (1, 128)])
     add(other, places=[(1, 64), (2, 64)])
@@ -210,7 +210,7 @@ def test_runs_without_a_measurement_are_compared_by_their_jobs(runs):
     assert compare_runs(open_family(runs("a")), open_family(other)).headline == (message,)
 
 
-def test_trainings_and_recommendations_are_told(runs):
+def test_trainings_and_recommendations_are_reported(runs):
     first, other = runs("a"), runs("b")
     for run in (first, other):
         add(run)

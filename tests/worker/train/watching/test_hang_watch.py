@@ -60,7 +60,7 @@ def stands_still(watched: Watched) -> None:
     watched.ended.wait(3.0)
 
 
-def test_a_step_without_end_is_told_with_its_place_and_all_stacks(
+def test_a_step_without_end_is_reported_with_its_place_and_all_stacks(
     watched: Watched, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert watched.follow(steps(watched, 3)) == 3
@@ -118,7 +118,7 @@ def test_a_training_alone_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.M
         ("mine", "forward", False),
     ],
 )
-def test_waiting_is_told_by_the_innermost_frame(module: str, function: str, waits: bool) -> None:
+def test_waiting_is_reported_by_the_innermost_frame(module: str, function: str, waits: bool) -> None:
     names: dict[str, Any] = {"__name__": module}
     exec(f"import sys\ndef {function}():\n    return sys._getframe()", names)
     assert is_waiting_for_peers(names[function]()) == waits

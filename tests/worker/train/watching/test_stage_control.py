@@ -62,7 +62,9 @@ def test_a_stage_waits_for_the_noise_and_those_after_it_move(
     assert len(list(rows(run, task, "noise"))) == 8, "as the job asks for"
 
 
-def test_every_rank_is_told_and_so_is_the_user(alone: Ranks, run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_rank_is_reported_and_so_is_the_user(
+    alone: Ranks, run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
     task = staged(epochs=3)
     train(run, alone, task)
     row, *_ = run.training(task.signature).stage_decisions()

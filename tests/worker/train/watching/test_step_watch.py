@@ -63,7 +63,7 @@ def hogged(alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Iterat
     yield SimpleNamespace(run=run, task=task)
 
 
-def test_a_hog_is_told_once_when_it_comes_and_once_when_it_goes(
+def test_a_hog_is_reported_once_when_it_comes_and_once_when_it_goes(
     hogged: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slower, faster = hogged.run.training(hogged.task.signature).changes()

@@ -17,11 +17,16 @@ ON_SLURM = {"cluster": {"kind": "slurm"}, "search": {"nodes": [1, 2, 4, 8, 16]}}
 
 
 def choose(
-    bounds: NodeRange, batch: int, *, options: tuple[str, ...] = (), truth: Truth | None = None, **changes: object
+    bounds: NodeRange,
+    batch: int,
+    *,
+    limits: dict[str, float] | None = None,
+    truth: Truth | None = None,
+    **changes: object,
 ) -> tuple[JobSize, ...]:
     job = spec(**{**ON_SLURM, **changes})
     estimator = None if truth is None else Estimator.fit(job, probe_all(truth, SWEEP))
-    recommendation = make_runs.recommendation(choice=make_runs.prediction(8, batch), options=options)
+    recommendation = make_runs.recommendation(choice=make_runs.prediction(8, batch), limits=limits or {})
     return choose_job_sizes(job, bounds, batch, estimator=estimator, recommendation=recommendation)
 
 
@@ -81,12 +86,12 @@ def test_open_bounds_follow_from_deadline_efficiency_and_the_recommended_nodes()
     every = choose(NodeRange(2, 16), 256, truth=truth)
     hours = {size.nodes: size.prediction.hours for size in every if size.prediction}
     efficiency = {size.nodes: size.prediction.scaling_efficiency for size in every if size.prediction}
-    assert nodes_of(choose(NodeRange(), 256, truth=truth, options=(f"--deadline {60 * hours[4] + 1:g}m",))) == [4, 8]
-    least = f"--min-efficiency {(efficiency[4] or 0) - 0.001}"
-    assert max(nodes_of(choose(NodeRange(2), 256, truth=truth, options=(least,)))) == 4
-    assert nodes_of(choose(NodeRange(2, 16), 256, truth=truth, options=("--deadline 0.001", least))) == [2, 4, 8, 16], (
-        "bounds that are given are taken as they are"
-    )
+    assert nodes_of(choose(NodeRange(), 256, truth=truth, limits={"deadline_hours": hours[4] + 0.01})) == [4, 8]
+    least = (efficiency[4] or 0) - 0.001
+    assert max(nodes_of(choose(NodeRange(2), 256, truth=truth, limits={"min_efficiency": least}))) == 4
+    assert nodes_of(
+        choose(NodeRange(2, 16), 256, truth=truth, limits={"deadline_hours": 0.001, "min_efficiency": least})
+    ) == [2, 4, 8, 16], "bounds that are given are taken as they are"
 
 
 @pytest.mark.parametrize(

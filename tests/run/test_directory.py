@@ -13,9 +13,11 @@ import make_runs as make
 import pytest
 
 from tula_cli.errors import BadMeasurements, CannotWrite, RunGone, SpecError, TulaError
+from tula_cli.query import Query
 from tula_cli.run import files
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import write_atomic
+from tula_cli.run.records.recommendations import QueryLimits
 from tula_cli.run.records.tasks import make_probe_id
 
 
@@ -246,6 +248,17 @@ def test_a_recommendation_of_an_older_version_is_read_without_what_was_removed(r
     older = {**written, **removed, "objective": "result-time", "choice": row}
     (run.path / "recommendation.json").write_text(json.dumps(older))
     assert run.recommendation() == make.recommendation(objective="time")
+
+
+def test_the_limits_of_a_recommendation_that_has_only_options_as_typed_are_read_from_these(run):
+    options = ("--max-nodes 4", "--deadline 90m", "--min-efficiency 0.5", "--budget 7.5", "--from-training")
+    written = make.recommendation(options=options).model_dump(mode="json")
+    del written["limits"]
+    (run.path / "recommendation.json").write_text(json.dumps(written))
+    expected = QueryLimits(max_nodes=4, deadline_hours=1.5, min_efficiency=0.5, budget=7.5)
+    assert run.recommendation().limits == expected
+    query = Query(max_nodes=4, deadline_hours=1.5, min_efficiency=0.5, budget=7.5)
+    assert QueryLimits.from_query(query) == expected
 
 
 def test_a_newer_record_is_read_by_an_older_tula(run):

@@ -13,9 +13,8 @@ from tula_cli.models.estimator import Estimator
 from tula_cli.models.out_of_memory import cannot_accumulate, list_splits
 from tula_cli.models.ramp.stage_nodes import compute_batch_divisor, list_nodes_named_by_stages
 from tula_cli.options import NodeRange
-from tula_cli.query import parse_hours
 from tula_cli.run.records.base import Market
-from tula_cli.run.records.recommendations import Prediction, Recommendation
+from tula_cli.run.records.recommendations import Prediction, QueryLimits, Recommendation
 from tula_cli.run.records.tasks import JobSize, Rung
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.slurm_options import Slurm
@@ -76,10 +75,10 @@ def choose_job_sizes(
         Infeasible: there is no such number of nodes.
     """
     require_moldable(spec)
-    limits = _read_limits(recommendation)
-    deadline = parse_hours(limits["--deadline"]) if "--deadline" in limits and bounds.least is None else None
-    efficiency = float(limits["--min-efficiency"]) if "--min-efficiency" in limits and bounds.most is None else None
-    most = bounds.most or _find_upper_bound(spec, recommendation, limits)
+    limits = QueryLimits() if recommendation is None else recommendation.limits
+    deadline = limits.deadline_hours if bounds.least is None else None
+    efficiency = limits.min_efficiency if bounds.most is None else None
+    most = bounds.most or _find_upper_bound(spec, recommendation)
     slurm = spec.cluster.slurm or Slurm()
     least = bounds.least or (1 if deadline is not None else math.ceil(LEAST_SHARE * most))
     counts = [
@@ -100,16 +99,11 @@ def choose_job_sizes(
     return tuple(sizes)
 
 
-def _read_limits(recommendation: Recommendation | None) -> dict[str, str]:
-    """Return the options of a recommendation that have a value, by their flags."""
-    options = recommendation.options if recommendation is not None else ()
-    return dict(option.split(maxsplit=1) for option in options if " " in option)
-
-
-def _find_upper_bound(spec: JobSpec, recommendation: Recommendation | None, limits: dict[str, str]) -> int:
+def _find_upper_bound(spec: JobSpec, recommendation: Recommendation | None) -> int:
     assert recommendation is not None, "without a recommendation the upper bound is given"
-    if "--min-efficiency" in limits:
-        return int(limits.get("--nodes") or limits.get("--max-nodes") or max(spec.search.nodes))
+    limits = recommendation.limits
+    if limits.min_efficiency is not None:
+        return limits.nodes or limits.max_nodes or max(spec.search.nodes)
     return recommendation.choice.nodes
 
 

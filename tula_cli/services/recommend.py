@@ -31,7 +31,7 @@ from tula_cli.run.directory import Run
 from tula_cli.run.format import require_current_format
 from tula_cli.run.job_runs import find_settings_origin, mark_chosen_run, save_runs, select_runs
 from tula_cli.run.owner import require_own
-from tula_cli.run.records.recommendations import Prediction, Recommendation, SequenceLength
+from tula_cli.run.records.recommendations import Prediction, QueryLimits, Recommendation, SequenceLength
 from tula_cli.services import messages
 from tula_cli.services.recommendation.alternatives import (
     describe_ramp,
@@ -376,6 +376,7 @@ def _build_answer(
         objective=query.objective,
         curve=query.curve,
         options=tuple(query.options),
+        limits=QueryLimits.from_query(query),
         overrides=tuple(overrides),
         headline=make_headline(
             choice, baseline, candidates, estimator, noise, objective=query.objective, accuracy=accuracy

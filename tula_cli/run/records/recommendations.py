@@ -1,11 +1,12 @@
 """A recommendation and its predictions."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from tula_cli.errors import SpecError
-from tula_cli.query import Curve, Objective
+from tula_cli.query import Curve, Objective, Query, parse_hours
 from tula_cli.run.frames import make_record_frame
 from tula_cli.run.records.base import Market, Record, RecordedText
 from tula_cli.words import (
@@ -459,6 +460,29 @@ def _format_interval(low: float | None, high: float | None, divisor: float) -> s
     return f"{ends} (too wide to decide by)" if is_too_wide(low, high) else ends
 
 
+class QueryLimits(Record):
+    """The limits of the query that a recommendation answers; None is no limit."""
+
+    nodes: int | None = None
+    max_nodes: int | None = None
+    max_batch: int | None = None
+    min_efficiency: float | None = None
+    deadline_hours: float | None = None
+    budget: float | None = None
+
+    @classmethod
+    def from_query(cls, query: Query) -> "QueryLimits":
+        """Return the limits of a query."""
+        return cls(**{name: getattr(query, name) for name in cls.model_fields})
+
+    @classmethod
+    def from_options(cls, options: Iterable[str]) -> "QueryLimits":
+        """Return the limits among options as typed, such as "--deadline 24", which older versions stored alone."""
+        typed = dict(option.split(maxsplit=1) for option in options if " " in option)
+        values: dict[str, Any] = {name: typed.get(f"--{name.replace('_', '-')}") for name in cls.model_fields}
+        return cls(**values | {"deadline_hours": parse_hours(typed["--deadline"]) if "--deadline" in typed else None})
+
+
 class Recommendation(Record):
     """The answer of `tula recommend`."""
 
@@ -496,8 +520,16 @@ class Recommendation(Record):
     trainings: tuple[TrainedSteps, ...] = ()  # whose steps count in the fit, of all node types
     trainings_left_out: tuple[str, ...] = ()  # which do not, and why
     options: tuple[str, ...] = ()  # what else was asked for, as typed: "--max-nodes 2"
+    limits: QueryLimits  # those among the options
     overrides: tuple[str, ...] = ()  # --set values that are not the job's own settings
     created_at: float
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_limits_of_older_version(cls, content: Any) -> Any:
+        if isinstance(content, dict) and "limits" not in content:
+            return content | {"limits": QueryLimits.from_options(content.get("options", ()))}
+        return content
 
     @field_validator("objective", mode="before")
     @classmethod

@@ -22,7 +22,7 @@ class ExportResult:
     to: str
     uri: str
     project: str
-    runs: int  # there by now: the run itself, its probes and its trainings
+    runs: int  # there by now: the run itself and its trainings
     new_runs: int
     new_points: int
     files: int  # sent in this call

@@ -69,7 +69,7 @@ def test_probes_on_this_machine_are_sent_when_they_are_over(tmp_path: Path, monk
 
     monkeypatch.setattr(FakeLauncher, "states", states)
     assert waited(run, job) == []
-    assert started[0] == [] and events(run) == ["probe-n001-l000032", "run"]
+    assert started[0] == [] and events(run) == ["run"]
 
 
 @pytest.mark.parametrize(

@@ -66,11 +66,12 @@ def mlflow_store(uri: str, run: RunDir) -> None:
     there = {
         search_run.data.tags["tula.key"]: search_run for search_run in client.search_runs([experiment.experiment_id])
     }
-    assert set(there) == {"run", "probe-n001-l000032", KEY}
-    whole, probe, training = there["run"], there["probe-n001-l000032"], there[KEY]
+    assert set(there) == {"run", KEY}
+    whole, training = there["run"], there[KEY]
     assert whole.data.params["optimizer.lr"] == "0.1" and whole.data.tags["recommendation.objective"] == "knee"
     assert [file.path for file in client.list_artifacts(whole.info.run_id)] == ["report.md", "results.csv"]
-    assert probe.data.tags["mlflow.parentRunId"] == whole.info.run_id and probe.data.metrics["step_time"] > 0
+    assert training.data.tags["mlflow.parentRunId"] == whole.info.run_id
+    assert whole.data.metrics["probes/n001-l000032/step_time"] > 0
     losses = client.get_metric_history(training.info.run_id, "train/loss")
     assert [(first.step, first.value) for first in sorted(losses, key=lambda item: item.step)] == [
         (640, 2.1),
@@ -102,7 +103,7 @@ def test_a_server_that_is_down_is_reported_and_caught_up_with(run: RunDir, tmp_p
     """The port is nobody's. What is sent elsewhere meanwhile has nothing to do with it."""
     assert send(run, "mlflow", "http://127.0.0.1:9").problem.startswith("mlflow: ")
     assert json.loads(next((run.path / "exports").glob("mlflow-*.json")).read_text())["problem"].startswith("mlflow: ")
-    assert send(run, "mlflow", f"file://{tmp_path / 'mlruns'}").new_runs == 3
+    assert send(run, "mlflow", f"file://{tmp_path / 'mlruns'}").new_runs == 2
 
 
 def records(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -130,7 +131,7 @@ def test_wandb_has_what_was_sent_in_its_offline_folder(run: RunDir, tmp_path: Pa
     assert send(run, "wandb", str(tmp_path / "offline")).new_points == 1
     results = [record for _, record in records(tmp_path / "offline")]
     begun = {record.run.display_name: record.run for record in results if record.WhichOneof("record_type") == "run"}
-    assert set(begun) == {run.id, f"{run.id}/probe-n001-l000032", f"{run.id}/{KEY}"}
+    assert set(begun) == {run.id, f"{run.id}/{KEY}"}
     training = begun[f"{run.id}/{KEY}"]
     assert training.run_group == run.id and training.project == "toy" and training.job_type == "training"
     rows = [
@@ -156,10 +157,10 @@ def board(folder: Path) -> Callable[[str], list[tuple[int, float]]]:
 
 def test_tensorboard_has_what_was_sent(run: RunDir) -> None:
     result = send(run, "tensorboard", active=True)
-    assert (result.runs, Path(result.uri)) == (3, run.path.absolute() / "exports" / "tensorboard")
+    assert (result.runs, Path(result.uri)) == (2, run.path.absolute() / "exports" / "tensorboard")
     folder = Path(result.uri) / run.id
     assert board(folder / KEY)("train/loss") == [(640, 2.1), (1280, 1.9)]
-    assert board(folder / "probe-n001-l000032")("summary/step_time")[0][1] > 0
+    assert board(folder / "run")("summary/probes/n001-l000032/step_time")[0][1] > 0
     go_back(run)
     assert send(run, "tensorboard").new_points == 2 and send(run, "tensorboard").new_points == 0
     assert board(folder / KEY)("train/loss") == [(640, 2.1), (1280, 1.28), (5120, 5.12)], "it was trained again"

@@ -1,7 +1,6 @@
 """The report of a run as one document: `tula report`, the page of `tula compare --html`, and the files of exports."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,10 +21,10 @@ class Report:
         return report
 
     def build(self, runs: "Sequence[Run]", *, now: float) -> "Document":
-        from tula_cli.cluster import launcher
-        from tula_cli.extras.report.run_report import build_run_report
+        from tula_cli.extras.report.material import gather_material
+        from tula_cli.extras.report.run_report import build_document
 
-        return build_run_report(runs, partial(launcher.make_launcher, submits=False), now=now)
+        return build_document(gather_material(runs, now=now))
 
     def build_comparison(
         self, run: "Run", comparison: "Comparison", report: "CompareReport", *, at: float
@@ -35,10 +34,9 @@ class Report:
         return build_document_of_comparison(run, comparison, report, at=at)
 
     def render_text(self, document: "Document", form: "TextForm") -> str:
-        from tula_cli.extras.report import formats
+        from tula_cli.extras.report.formats import RENDERERS
 
-        forms = {"markdown": formats.render_markdown, "latex": formats.render_latex, "csv": formats.render_csv}
-        return forms[form](document)
+        return RENDERERS[form](document)
 
     def require_page_library(self) -> None:
         from tula_cli.extras.report.svg import require_matplotlib

@@ -1,6 +1,5 @@
 """`tula report`."""
 
-import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +17,7 @@ from tula_cli.words import format_count
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tula_cli.services.document import Document, Section
+    from tula_cli.services.document import Document, Section, TextForm
 
 
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the report as Markdown.")]
@@ -52,19 +51,17 @@ def report(
     """
     import time
 
-    from tula_cli.cluster import launcher
-    from tula_cli.extras.report import run_report as service
+    from tula_cli.extras.report.formats import RENDERERS
     from tula_cli.extras.report.material import gather_material
+    from tula_cli.extras.report.run_report import build_document
 
-    to_stdout = _choose_form_for_stdout(csv, markdown=markdown, latex=latex)
+    form = _choose_form_for_stdout(csv, markdown=markdown, latex=latex)
     _check_places(html, svg, csv)
-    runs = chosen.find(screen)
-    looks = functools.partial(launcher.make_launcher, submits=False)
-    material = gather_material(runs, looks, now=time.time())
+    material = gather_material(chosen.find(screen), now=time.time())
     for part in material.parts:
         screen.warn_all(part.now.warnings)
-    document = service.build_document(material)
-    text = _render_text_for_stdout(document, to_stdout)
+    document = build_document(material)
+    text = None if form is None else RENDERERS[form](document)
     written = _write(document, html, svg, csv)
     if text is None:
         screen.answer({"report": document, "written": written}, render_overview(document, written=written))
@@ -77,16 +74,21 @@ def report(
         screen.note(f"wrote {path}")
 
 
-def _choose_form_for_stdout(csv: Path | None, *, markdown: bool, latex: bool) -> str | None:
+def _choose_form_for_stdout(csv: Path | None, *, markdown: bool, latex: bool) -> "TextForm | None":
     """Return the format to print on stdout, or None.
 
     Raises:
         SpecError: more than one format is requested.
     """
-    text_forms = {"--markdown": markdown, "--latex": latex, "--csv -": csv == Path("-")}
-    forms = [name for name, wanted in text_forms.items() if wanted]
+    options: dict[TextForm, tuple[str, bool]] = {
+        "markdown": ("--markdown", markdown),
+        "latex": ("--latex", latex),
+        "csv": ("--csv -", csv == Path("-")),
+    }
+    forms = [form for form, (_, is_requested) in options.items() if is_requested]
     if len(forms) > 1:
-        raise SpecError(f"{' and '.join(forms)} both print to stdout", "choose one of them")
+        names = " and ".join(options[form][0] for form in forms)
+        raise SpecError(f"{names} both print to stdout", "choose one of them")
     return forms[0] if forms else None
 
 
@@ -94,24 +96,12 @@ def _check_places(html: Path | None, svg: Path | None, csv: Path | None) -> None
     """Reject files that cannot be written, before anything is read for them."""
     check_page(html, "report.html")
     for option, path in (("--svg", svg), ("--csv", csv)):
-        if path is not None and path != Path("-") and not path.absolute().parent.is_dir():
-            raise SpecError(
-                f"{option} {path}: the folder {path.absolute().parent} does not exist",
-                "create it, or name another folder",
-            )
-    for option, path in (("--svg", svg), ("--csv", csv)):
-        if path is not None and path.is_file() and path.suffix != ".csv":
+        if path is None or path == Path("-"):
+            continue
+        if not (folder := path.absolute().parent).is_dir():
+            raise SpecError(f"{option} {path}: the folder {folder} does not exist", "create it, or name another folder")
+        if path.is_file() and path.suffix != ".csv":
             raise SpecError(f"{option} {path} is a file", "name a folder; --csv can also write a single .csv file")
-
-
-def _render_text_for_stdout(document: "Document", form: str | None) -> str | None:
-    from tula_cli.extras.report import formats
-
-    if form is None:
-        return None
-    return {"--markdown": formats.render_markdown, "--latex": formats.render_latex, "--csv -": formats.render_csv}[
-        form
-    ](document)
 
 
 def _write(document: "Document", html: Path | None, svg: Path | None, csv: Path | None) -> list[str]:
@@ -127,8 +117,8 @@ def _write(document: "Document", html: Path | None, svg: Path | None, csv: Path 
     if svg is not None:
         from tula_cli.extras.report.svg import render_svg
 
-        drawn = {figure.key: figure for section in document.sections for figure in section.figures}
-        texts |= {svg / f"{key}.svg": render_svg(figure) for key, figure in drawn.items()}
+        figures = (figure for section in document.sections for figure in section.figures)
+        texts |= {svg / f"{figure.key}.svg": render_svg(figure) for figure in figures}
     if csv is not None and csv.suffix == ".csv":
         texts[csv] = formats.render_csv(document)
     elif csv is not None and csv != Path("-"):

@@ -5,10 +5,10 @@ import io
 import re
 import textwrap
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from tula_cli.services.document import Cell, Column, Document, Fact, Figure, Table
+from tula_cli.services.document import Cell, Column, Document, Fact, Figure, Table, TextForm
 from tula_cli.words import escape_spreadsheet_cell, format_number
 
 # --- Cells as text
@@ -280,3 +280,10 @@ def _make_ascii(letter: str) -> str:
     return (
         letter if letter.isascii() else unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode() or "?"
     )
+
+
+RENDERERS: Mapping[TextForm, Callable[[Document], str]] = {
+    "markdown": render_markdown,
+    "latex": render_latex,
+    "csv": render_csv,
+}

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
+from tula_cli.cluster import launcher
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError
 from tula_cli.extras.report.values import Row, get_metric_value, is_placed
@@ -22,7 +23,7 @@ from tula_cli.services import recommend as recommending
 from tula_cli.services import status
 from tula_cli.services.recommend import Answer
 from tula_cli.services.recommendation.measurements import TypeMeasurements
-from tula_cli.services.status import ACTIVE, RunStatus
+from tula_cli.services.status import RunStatus
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.workload import get_workload
 
@@ -147,7 +148,15 @@ def get_configuration(row: Prediction) -> tuple[str, int, int, str]:
     return row.type, row.nodes, row.batch, row.market
 
 
-def gather_material(runs: Sequence[Run], launcher_for: Callable[[JobSpec], Launcher], *, now: float) -> Material:
+_make_launcher = partial(launcher.make_launcher, submits=False)
+
+
+def gather_material(
+    runs: Sequence[Run],
+    launcher_for: Callable[[JobSpec], Launcher] = _make_launcher,
+    *,
+    now: float,
+) -> Material:
     """Read the runs of a job and fit their models.
 
     Args:
@@ -163,27 +172,21 @@ def gather_material(runs: Sequence[Run], launcher_for: Callable[[JobSpec], Launc
         for run in list_runs_with_data(runs)
     ]
     stored = find_recommendation(runs)
-    answer, why = _recommend_now(parts, stored, now=now)
+    answer, why = _recommend_now([part.run for part in parts], stored, launcher_for, now=now)
     return Material(tuple(parts), stored, answer, why, now)
 
 
 def _recommend_now(
-    parts: Sequence[RunMaterial], stored: Recommendation | None, *, now: float
+    runs: Sequence[Run], stored: Recommendation | None, launcher_for: Callable[[JobSpec], Launcher], *, now: float
 ) -> tuple[Answer | None, str]:
     """Recommend from the current probes by the stored objective, else by the knee; return the answer or the reason."""
-    pending = {
-        run_material.run.type: sum(
-            job.total - job.done for job in run_material.now.jobs if job.kind == "probe" and job.state in ACTIVE
-        )
-        for run_material in parts
-        if run_material.run.length is None
-    }
+    pending = recommending.count_pending_probes(runs, launcher_for)
     objective, curve = (stored.objective, stored.curve) if stored is not None else ("knee", "time")
     why = ""
     for objective_tried in dict.fromkeys((objective, "knee")):
         try:
             query = Query(objective=objective_tried, curve=curve)
-            return recommending.recommend([part.run for part in parts], query, pending=pending, now=now), ""
+            return recommending.recommend(runs, query, pending=pending, now=now), ""
         except (Pending, BadMeasurements, Infeasible, SpecError) as error:
             why = f"{error.message}; {error.hint}" if error.hint else error.message
     return None, why

@@ -1,17 +1,15 @@
 """`tula report`: the results of a run as one document."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
-from tula_cli.cluster.launcher import Launcher
 from tula_cli.extras.report import sections
 from tula_cli.extras.report.comparison_document import describe_hardware, list_job_facts
-from tula_cli.extras.report.material import Material, gather_material, list_newest_trainings
+from tula_cli.extras.report.material import Material, list_newest_trainings
 from tula_cli.extras.report.values import describe_software, is_priced
 from tula_cli.models.cost import describe_price
-from tula_cli.run.directory import Run
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services.document import Document, Fact
-from tula_cli.spec.job import JobSpec, describe_train_length
+from tula_cli.spec.job import describe_train_length
 from tula_cli.spec.workload import get_workload
 from tula_cli.version import __version__
 from tula_cli.words import (
@@ -22,20 +20,6 @@ from tula_cli.words import (
     format_moment,
     format_number,
 )
-
-
-def build_run_report(runs: Sequence[Run], launcher_for: Callable[[JobSpec], Launcher], *, now: float) -> Document:
-    """Build the report of the runs of a job.
-
-    Args:
-        runs: the runs.
-        launcher_for: returns the launcher of a job, which knows whether jobs are active.
-        now: Unix time.
-
-    Raises:
-        TulaError: a record of the run cannot be read.
-    """
-    return build_document(gather_material(runs, launcher_for, now=now))
 
 
 def build_document(material: Material) -> Document:

@@ -123,6 +123,7 @@ def build_configurations_table(rows: Sequence[Prediction], choice: Prediction, c
     to_unit, unit = choose_hours_unit(row.hours for row in rows)
     to_size, size = choose_bytes_unit(row.peak_memory for row in rows)
     caveats, chosen, priced = Caveats(choice), get_configuration(choice), is_priced(rows, currency)
+    has_spot = any(row.market == "spot" for row in rows)
 
     def list_notes(row: Prediction) -> list[str]:
         return [*caveats.caveats_of(row), *["interval_unknown"] * (row.hours_low is None)]
@@ -146,7 +147,7 @@ def build_configurations_table(rows: Sequence[Prediction], choice: Prediction, c
             (Column("energy", "kWh", digits=3), lambda row: row.kwh),
             (Column("memory/GPU", size, digits=3), lambda row: convert(row.peak_memory, to_size)),
             (Column("free", "%", digits=3), lambda row: convert(row.headroom, 100)),
-            (Column("market", align="left"), lambda row: "spot" if row.market == "spot" else None),
+            (Column("market", align="left"), lambda row: row.market.replace("_", " ") if has_spot else None),
             (Column("source", align="left"), lambda row: row.source),
             (Column("note", align="left"), lambda row: describe_notes(list_notes(row))),
         ),

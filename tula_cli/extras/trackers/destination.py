@@ -24,10 +24,10 @@ State = Literal["running", "finished", "failed", "killed"]
 
 @dataclass(frozen=True)
 class TrackerRun:
-    """One run at a tracker: the whole run of tula, one of its probes, or one of its trainings."""
+    """One run at a tracker: the whole run of tula, or one of its trainings."""
 
-    key: str  # within tula's run: "run", "probe-n001-l000032", "train-ab12cd34"
-    kind: Literal["run", "probe", "training"]
+    key: str  # within tula's run: "run", "train-ab12cd34"
+    kind: Literal["run", "training"]
     group: str  # tula's run that it is of: its name
     started: float  # Unix time
     parent: str | None = None  # the tracker's id of the run that it is inside; None of the whole

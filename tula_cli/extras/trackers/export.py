@@ -17,7 +17,6 @@ from tula_cli.extras.trackers.destination import Destination, Exporter, TrackedR
 from tula_cli.extras.trackers.payload import (
     RunPayload,
     collect_points,
-    make_probe_payload,
     make_run_payload,
     make_training_payload,
     read_environment,
@@ -67,7 +66,7 @@ def write_report_file(run: Run) -> tuple[Path, ...]:
 
 
 class SentRun(Record):
-    """The data of a run, a probe or a training that a tracker has received, as one run of its own."""
+    """The data of a run or a training that a tracker has received, as one run of its own."""
 
     id: str  # the tracker's
     digest: str = ""  # of its settings, texts, single numbers, files and state
@@ -182,8 +181,6 @@ class Session:
         whole = make_run_payload(self.run, snapshot, active=active, artifacts=files)
         self._send_values(whole)
         parent = self.sent.runs["run"].id
-        for result in snapshot.results:
-            self._send_values(make_probe_payload(result, self.run.id, parent, at=whole.ended))
         for tasks in _list_trainings(snapshot):
             moving = active and _may_continue(snapshot, tasks)
             payload = make_training_payload(snapshot, tasks, self.run.id, parent, active=moving)

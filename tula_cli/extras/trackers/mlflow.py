@@ -1,4 +1,4 @@
-"""MLflow export: a run of tula with its probes and trainings as nested runs, by mlflow or mlflow-skinny."""
+"""MLflow export: a run of tula with its trainings as nested runs, by mlflow or mlflow-skinny."""
 
 import os
 import re

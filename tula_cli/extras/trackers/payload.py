@@ -18,12 +18,12 @@ from tula_cli.run.records.probes import Environment, Measured
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.secrets import may_be_secret, without_secrets
-from tula_cli.run.snapshot import Result, Snapshot
+from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.merge import flatten
 from tula_cli.words import describe_configuration, format_count, get_first_line
 
-# --- A run and its probes
+# --- A run
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _list_environment(environment: Environment) -> dict[str, Scalar]:
 
 
 def make_run_payload(run: Run, look: Snapshot, *, active: bool, artifacts: tuple[Path, ...]) -> RunPayload:
-    """Return the payload of a whole run: its settings, environment and recommendation.
+    """Return the payload of a whole run: its settings, environment, probes and recommendation.
 
     Args:
         run: the run of one hardware.
@@ -85,14 +85,15 @@ def make_run_payload(run: Run, look: Snapshot, *, active: bool, artifacts: tuple
     answer, measured = look.recommendation, [result for result in look.results if isinstance(result, Measured)]
     moments = [job.submitted_at for job in look.jobs] + [result.measured_at for result in measured]
     environment = _list_environment(measured[0].environment) if measured else {}
-    numbers = {"probes/measured": len(measured), "probes/in_all": len(look.results)}
+    counts = {"probes/measured": len(measured), "probes/in_all": len(look.results)}
+    answer_numbers = {} if answer is None else _list_answer_numbers(answer)
     return RunPayload(
         TrackerRun("run", "run", run.id, min(moments, default=0.0)),
         "running" if active else "finished",
         max([*moments, *([answer.created_at] if answer else [])], default=0.0),
         {**list_settings(run.spec.model_dump(mode="json", exclude={"export"})), **environment},
         {} if answer is None else _list_answer_words(answer),
-        select_finite_numbers({**numbers, **({} if answer is None else _list_answer_numbers(answer))}),
+        select_finite_numbers({**counts, **answer_numbers, **dict(_list_probe_numbers(measured))}),
         artifacts,
     )
 
@@ -125,35 +126,12 @@ def _list_answer_numbers(answer: Recommendation) -> dict[str, Any]:
     return {f"recommended/{name}": getattr(answer.choice, name) for name in names}
 
 
-def make_probe_payload(result: Result, group: str, parent: str, *, at: float) -> RunPayload:
-    """Return the payload of a probe: its configuration, and its measurements in seconds, bytes of one GPU and joules.
-
-    Args:
-        result: result of the probe.
-        group: name of the whole run.
-        parent: the tracker's id of the whole run.
-        at: Unix time for a probe that has no time of measurement.
-    """
-    nodes, gpus, local = result.nodes, result.gpus_per_node, result.local_batch
-    sizes = {"nodes": nodes, "gpus_per_node": gpus, "batch": nodes * gpus * local, "local_batch": local}
-    if not isinstance(result, Measured):
-        words = {"outcome": result.kind, "message": without_secrets(get_first_line(result.message))}
-        tags = {key: value for key, value in words.items() if value}
-        state: State = "failed" if result.kind == "failed" else "finished"
-        return RunPayload(TrackerRun(result.id, "probe", group, at, parent), state, at, sizes, tags)
-    step = compute_trimmed_mean(result.step_times)
-    names = ("sync_time", "compute_time", "data_wait", "capacity")
-    numbers = {
-        "step_time": step,
-        "samples_per_second": result.batch / step,
-        "peak_memory": result.memory.peak,
-        "joules_a_step": result.energy,
-        **{name: getattr(result, name) for name in names},
-    }
-    params = {**sizes, "accumulate": result.accumulate, **_list_environment(result.environment)}
-    run = TrackerRun(result.id, "probe", group, result.measured_at - sum(result.step_times), parent)
-    tags = {"outcome": result.kind}
-    return RunPayload(run, "finished", result.measured_at, params, tags, select_finite_numbers(numbers))
+def _list_probe_numbers(probes: Iterable[Measured]) -> Iterator[tuple[str, Any]]:
+    """Yield step time (seconds), samples per second and peak memory (bytes of one GPU) of each probe."""
+    for probe in probes:
+        place, step = f"probes/{probe.id.removeprefix('probe-')}", compute_trimmed_mean(probe.step_times)
+        yield from ((f"{place}/step_time", step), (f"{place}/samples_per_second", probe.batch / step))
+        yield f"{place}/peak_memory", probe.memory.peak
 
 
 # --- A training

@@ -86,7 +86,7 @@ def _render_cell(value: Scalar) -> str:
 
 
 class BoardExporter:
-    """A folder for `tensorboard --logdir`, with a subfolder per run of tula, and per probe and training of the run."""
+    """A folder for `tensorboard --logdir`, with a subfolder per run of tula, and per training of the run."""
 
     def __init__(self, *, uri: str, project: str) -> None:
         del project  # a folder has none

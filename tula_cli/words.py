@@ -170,8 +170,12 @@ def format_bytes(value: float) -> str:
     return f"{format_number(value / divisor)} {unit}"
 
 
-def format_moment(at: float | None) -> str:
-    return "-" if at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+def format_moment(at: float | None, form: str = "%Y-%m-%d %H:%M") -> str:
+    """Return a Unix time as local time; "-" if it is unknown, or no time of the calendar, as in a damaged record."""
+    try:
+        return "-" if at is None else time.strftime(form, time.localtime(at))
+    except (OverflowError, ValueError, OSError):
+        return "-"
 
 
 _STAMP = re.compile(

@@ -1787,3 +1787,23 @@ def test_what_fails_on_one_type_does_not_end_the_rounds_of_another(two_types):
     tula("profile", "job.yaml", *ADAPTIVE_SINGLE)
     assert len(parts()["single"].results()) > 3
     assert two_types.launchers[2].submitted == ["probe-n001", "probe-n002"], "that is not tried again in each round"
+
+
+@pytest.mark.parametrize("words", ["compare job.yaml --dry-run --html", "report --html", "diff a"])
+def test_a_path_that_cannot_be_used_is_one_error(here, words):
+    RunDir.create(here / "tula-runs", make.spec())
+    answer = tula(*words.split(), "x" * 300)
+    assert (answer.code, answer.err.count("error: "), "Traceback" in answer.err) == (SpecError.exit_code, 1, False)
+
+
+@pytest.mark.parametrize("words", [["status", ""], ["cancel", "--run", ""], ["clean", ""], ["list", ""], ["check", ""]])
+def test_an_empty_argument_is_not_the_current_folder(here, words):
+    run = RunDir.create(here / "tula-runs", make.spec())
+    os.chdir(run.path)
+    answer = tula(*words)
+    assert (answer.code, "an argument is empty" in answer.err) == (SpecError.exit_code, True)
+
+
+def test_an_argument_of_blanks_is_one_that_a_command_does_not_take(here):
+    answer = tula("list", " ")
+    assert answer.code == SpecError.exit_code and "tula list does not take the argument" in answer.err

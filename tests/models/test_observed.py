@@ -100,3 +100,11 @@ def test_missing_ranks_are_said(ranks: int) -> None:
     records = [make_rank(rank, world=4, gpus=4, seconds=0.1, sync=0.01) for rank in range(ranks)]
     with pytest.raises(BadMeasurements, match=r"not been measured yet|only 3 of 4 ranks"):
         MeasuredJob.from_records("train", "job", records, [], 0.0)
+
+
+def test_a_job_without_peak_and_totals_is_reported_without_memory_and_shares() -> None:
+    job = make_job(1, 2)
+    ranks = tuple(rank.model_copy(update={"peak": {}}) for rank in job.ranks)
+    beats = tuple(beat.model_copy(update={"totals": {"data": 1.0}}) for beat in job.heartbeats)
+    report = report_observed_job(dataclasses.replace(job, ranks=ranks, heartbeats=beats))
+    assert (report.peak_bytes, report.batch_growth, report.shares) == (0, None, {})

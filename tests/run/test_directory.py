@@ -19,6 +19,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.files import write_atomic
 from tula_cli.run.records.recommendations import QueryLimits
 from tula_cli.run.records.tasks import make_probe_id
+from tula_cli.run.snapshot import is_moved, is_of_another_run
 
 
 @pytest.fixture
@@ -401,3 +402,21 @@ def test_a_shared_folder_of_runs_keeps_its_permissions(tmp_path):
     (tmp_path / "shared").chmod(0o775)
     RunDir.create(tmp_path / "shared", make.spec())
     assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o775
+
+
+@pytest.mark.parametrize("energy", ["NaN", "-Infinity", "1e999", "1e300"])
+def test_a_number_that_no_measurement_has_is_damage(run, energy):
+    make.add_measured(run, 1, 32)
+    path = run.path / "results" / f"{make_probe_id(1, 32)}.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "energy": 0}).replace('"energy": 0', f'"energy": {energy}'))
+    with pytest.raises(BadMeasurements, match=r"is damaged: .* is not a number of a record"):
+        run.results()
+    path.write_text(json.dumps({**content, "extra": ": NaN, 1e999"}))  # a text, and a key of a newer version
+    assert len(run.results()) == 1
+
+
+def test_a_job_in_a_folder_that_cannot_be_looked_into_counts_as_moved(run):
+    long = "x" * 300
+    job = make.job(long).model_copy(update={"folder": f"/{long}"})
+    assert is_moved(job, run.path) and not is_of_another_run(job, run.path)

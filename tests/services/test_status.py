@@ -869,3 +869,34 @@ def test_cancels_a_job_the_scheduler_does_not_know(run):
     name = make.add_probes(run, 1, (32,))
     assert services_status.cancel_jobs(open_family(run), lambda _: make.FakeLauncher({name: "unknown"})) == [name]
     assert run.is_cancelled(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("jobs/probe-n001.json", "submitted_at", [1.0]),
+        ("results/probe-n001-l000032.json", "kind", 5),
+        ("results/probe-n001-l000032.json", "measured_at", "now"),
+        ("recommendation.json", "choice", "large"),
+    ],
+)
+def test_a_record_with_a_value_of_another_type_is_named_in_the_list(tmp_path, name, key, value):
+    run = RunDir.create(tmp_path, make.spec())
+    make.add_probes(run, 1, (32,))
+    make.add_measured(run, 1, 32)
+    run.write_recommendation(make.recommendation())
+    path = run.path / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    (row,) = run_list.list_runs(tmp_path)
+    (problem,) = row.damaged
+    assert problem == f"{path} is damaged: {key} is no valid value" and row.changed is not None
+
+
+def test_names_of_a_run_are_read_from_the_yaml_if_the_parsed_job_is_damaged(tmp_path):
+    run = RunDir.create(tmp_path, make.spec())
+    path = run.path / "spec.json"
+    content = json.loads(path.read_text())
+    del content["spec"]["model"]["name"]
+    path.write_text(json.dumps(content))
+    (row,) = run_list.list_runs(tmp_path)
+    assert (row.model, row.problem) == ("resnet18", "")

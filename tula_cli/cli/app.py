@@ -1,5 +1,6 @@
 """The command-line application: the error boundary around the commands, and the only place that exits."""
 
+import errno
 import functools
 import os
 import re
@@ -15,9 +16,11 @@ import typer
 from typer.core import TyperGroup
 
 from tula_cli.cli.options import COMMON, USAGE_ERROR, Command, ExtraCommand, Interrupted
-from tula_cli.errors import DiskFull, SpecError, TulaError
+from tula_cli.errors import DiskFull, SpecError, StorageFailed, TulaError
 from tula_cli.options import ROOT
-from tula_cli.run.disk_space import FULL_DISK_ERRNOS
+from tula_cli.run.disk_space import FULL_DISK_ERRNOS, IO_ERRNOS
+from tula_cli.run.files import NO_ANSWER
+from tula_cli.run.owner import ACCESS_ERRNOS
 from tula_cli.show.screen import Screen, replace_missing_letters
 from tula_cli.spec.old_keys import OldKeyWarning
 from tula_cli.version import __version__
@@ -190,6 +193,9 @@ def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
     screen.expect(arguments)
     if hint := REPLACED.get(screen.command):
         return _report_error(screen, SpecError(f"command {screen.command} was removed", hint))
+    if _has_empty_argument(screen.command, arguments):
+        hint = "set the variable of the shell that stands for it, or leave the argument out"
+        return _report_error(screen, SpecError("an argument is empty", hint))
     try:
         with _show_old_keys(screen):
             command = typer.main.get_command(app)
@@ -215,6 +221,11 @@ def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
         _discard_unwritable()
         return _report_error(screen, known)
     return code if isinstance(code, int) else 0
+
+
+def _has_empty_argument(command: str, arguments: Sequence[str]) -> bool:
+    """Return whether an argument is empty, which would mean the current folder; a user's command may have empty words."""
+    return command != "observe" and "" in arguments and "--from-command" not in arguments
 
 
 @contextmanager
@@ -246,14 +257,21 @@ def _report_error(screen: Screen, error: TulaError) -> int:
 
 
 def _describe_machine_error(error: OSError) -> TulaError | None:
-    """Return the error for a full disk or a removed working directory; None for other errors."""
+    """Return the error for a file or disk that cannot be used, or a removed working directory; None for other errors."""
     if error.errno in FULL_DISK_ERRNOS:
         hint = "free some disk space, and run the same command again"
         return DiskFull(f"cannot write {error.filename or 'the answer'}: {error.strerror}", hint)
     if isinstance(error, FileNotFoundError) and _has_lost_working_directory():
         hint = "change to an existing folder (cd) and run the same command again"
         return SpecError("the current folder was deleted", hint)
-    return None
+    if error.filename is None or _find_user_line(error.__traceback__):
+        return None
+    message = f"cannot use {error.filename}: {error.strerror}"
+    if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        return SpecError(message, "give another path")
+    if error.errno in ACCESS_ERRNOS:
+        return TulaError(message, "check the permissions of the file and of its folders")
+    return StorageFailed(message, NO_ANSWER) if error.errno in IO_ERRNOS else None
 
 
 def _has_lost_working_directory() -> bool:
@@ -310,7 +328,7 @@ def _convert_usage_error(error: Any, arguments: Sequence[str]) -> SpecError:
 
 def _make_extra_argument_error(words: str, arguments: Sequence[str], path: str) -> SpecError:
     """Return the error for arguments that a command does not have, often the value of --set after a space."""
-    value = words.split()[0]
+    value = next(iter(words.split()), words)
     before = list(arguments[: arguments.index(value)]) if value in arguments else []
     if before[-2:-1] == ["--set"] and "=" not in before[-1]:
         return SpecError(f"--set {before[-1]}: the value is missing", f"write --set {before[-1]}={value}")

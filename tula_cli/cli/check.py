@@ -80,6 +80,8 @@ def init(
     from tula_cli.spec.scripts.script import get_default_train
     from tula_cli.spec.yaml_text import parse_yaml
 
+    if output == Path("-"):
+        raise SpecError("tula init writes a file, and - is none", "give the name of a file with -o")
     if output.exists() and not force:
         raise SpecError(f"{output} exists already", "choose another name with -o, or overwrite it with --force")
     if script is not None:

@@ -206,7 +206,7 @@ def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) ->
     compute = None if sync is None else max(0.0, seconds - sync - (job.data_seconds or 0.0))
     peak, growth = _compute_memory(job)
     totals = [beat.totals for beat in job.heartbeats if beat.totals is not None]
-    training = max((total["training"] for total in totals), default=None)
+    training = max((total.get("training", 0.0) for total in totals), default=None)
     shares = {
         kind: max(total.get(kind, 0.0) for total in totals) / training
         for kind in ("data", "eval", "epoch", "save")
@@ -260,7 +260,7 @@ def _compute_memory(job: MeasuredJob) -> tuple[int, float | None]:
 
     Parameters, gradients and optimizer state stay as they are, and all other memory grows with the batch.
     """
-    peak = max(peak.allocated for rank in job.ranks for peak in rank.peak.values())
+    peak = max((peak.allocated for rank in job.ranks for peak in rank.peak.values()), default=0)
     capacities = [rank.capacity for rank in job.ranks if rank.capacity]
     states = [sum(rank.bytes.values()) for rank in job.ranks if rank.bytes]
     if not capacities or not states or peak <= max(states):

@@ -4,6 +4,7 @@ Each file has one writer and is replaced as a whole: a draft named after host an
 reader sees either the old file or the new one, never a partial one, on NFS and Lustre too.
 """
 
+import contextlib
 import copy
 import time
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from typing import BinaryIO
 
 from pydantic import TypeAdapter
 
+from tula_cli.errors import SpecError
 from tula_cli.run import parsed_spec
 from tula_cli.run.file_changes import is_listed, touch_news, write_with_news
 from tula_cli.run.files import (
@@ -209,8 +211,10 @@ class RunDir:
     def read_spec(self) -> JobSpec:
         """Return the stored job."""
         path, parsed = self.path / "spec.yaml", parsed_spec.read_spec(self.path)
-        content = read_yaml(path) if parsed is None else parsed.spec
-        return validate(without_removed_values(content), source=str(path))
+        if parsed is not None:
+            with contextlib.suppress(SpecError):  # damaged: the YAML counts
+                return validate(without_removed_values(parsed.spec), source=str(path))
+        return validate(without_removed_values(read_yaml(path)), source=str(path))
 
     def job_file(self) -> JobFile | None:
         return read_record(self.path / "job_file.json", TypeAdapter(JobFile))

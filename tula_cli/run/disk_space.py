@@ -12,7 +12,8 @@ FULL_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full file system and of an exhausted quota."""
 IO_ERRNOS = (
     *(errno.EIO, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN),
-    *(errno.ENXIO, errno.ENOLINK, errno.ECOMM, errno.EROFS),
+    *(errno.ENXIO, errno.ENOLINK, errno.ECOMM, errno.EROFS, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN),
+    *(errno.ENOKEY, errno.EKEYEXPIRED, errno.EKEYREVOKED),  # a Kerberos ticket has expired
 )
 """Error numbers of a file system that did not answer, lost a file or accepts no writes: NFS, Lustre, FUSE, a failing
 disk."""

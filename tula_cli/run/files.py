@@ -239,13 +239,34 @@ def read_record(path: Path, adapter: "TypeAdapter[T]") -> T | None:
     from pydantic import ValidationError  # what reads no record imports no pydantic
 
     try:
-        return adapter.validate_json(read_content(path))
+        content = read_content(path)
+        record = adapter.validate_json(content)
     except FileNotFoundError:
         return None
     except ValidationError as error:
         first_error = error.errors()[0]
         where = ".".join(str(key) for key in first_error["loc"]) or "the top"
         raise make_damaged_error(path, f"{first_error['msg']} at {where}") from None
+    if _EXCESSIVE.search(content):
+        try:
+            json.loads(content, parse_constant=_reject_number, parse_float=_reject_excessive_number)
+        except ValueError as error:
+            raise make_damaged_error(path, str(error)) from None
+    return record
+
+
+_EXCESSIVE = re.compile(rb"NaN|Infinity|\d[eE]\+?\d{3}")
+"""Bytes of a JSON text that may be an excessive number; inside strings they are harmless."""
+_MAX_NUMBER = 1e150
+"""Maximum of a record's numbers: their squares must be finite."""
+
+
+def _reject_number(text: str) -> float:
+    raise ValueError(f"{text} is not a number of a record")
+
+
+def _reject_excessive_number(text: str) -> float:
+    return number if abs(number := float(text)) < _MAX_NUMBER else _reject_number(text)
 
 
 COMMANDS_THAT_REWRITE = {"results": "tula profile", "recommendation.json": "tula recommend"}

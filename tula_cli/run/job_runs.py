@@ -4,6 +4,7 @@ Each is a run directory of its own. Those of one job know each other by name (`V
 given none of them reads all.
 """
 
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -329,7 +330,7 @@ def find_config_drift(run: Run, overrides: Sequence[str] = ()) -> ConfigDrift | 
         overrides: `a.b=c`, of this command.
     """
     file = find_settings_origin(run, None, overrides)
-    if file is None or not Path(file.path).is_file():
+    if file is None or not os.path.isfile(file.path):  # noqa: PTH113 - never raises: it may be in another user's folder
         return None
     try:
         job = load_spec(Path(file.path), overrides=file.overrides)

@@ -1,6 +1,7 @@
 """The state of a run directory at one moment; each file is read at most once."""
 
 import contextlib
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
@@ -35,7 +36,7 @@ def is_moved(job: Job, run_path: Path) -> bool:
         job: of the run.
         run_path: resolved path of the run.
     """
-    return bool(job.folder) and Path(job.folder) != run_path and not Path(job.folder).exists()
+    return bool(job.folder) and Path(job.folder) != run_path and not os.path.exists(job.folder)  # noqa: PTH110 - never raises
 
 
 def is_of_another_run(job: Job, run_path: Path) -> bool:
@@ -44,7 +45,8 @@ def is_of_another_run(job: Job, run_path: Path) -> bool:
     Args: as of `is_moved`.
     """
     job_folder = Path(job.folder)
-    if not job.folder or job_folder == run_path or not (job_folder / f"jobs/{job.id}.json").exists():
+    is_there = os.path.exists(job_folder / f"jobs/{job.id}.json")  # noqa: PTH110 - never raises: it may be another user's
+    if not job.folder or job_folder == run_path or not is_there:
         return False
     return not job_folder.samefile(run_path)
 

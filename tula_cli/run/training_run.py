@@ -52,6 +52,13 @@ written, one above the second value means that the file is a copy."""
 
 _PLACED = ("start", "step", "epoch")
 """Kinds of rows that record the progress of a training."""
+_REQUIRED: Mapping[str, tuple[str, ...]] = {"start": ("attempt",), "step": ("step",)}
+"""Numbers that every row of a kind has."""
+_MEASURED = (
+    "loss", "lr", "step_time", "plain_time", "data_wait", "compute", "sync", "count", "refreshed", "eta", "eval_loss", "top1",
+    "top5", "perplexity", "predicted_step", "step_low", "step_high", "eval_seconds", "tokens_per_second", "padding",
+)  # fmt: skip
+"""Names of measured values, which are numbers or null."""
 _MOST = 1e18
 _SAMPLED, _STEP = 2**20, b'{"kind": "step"'
 """Approximate bytes of step rows that represent a training well enough, and the prefix of a step row."""
@@ -404,8 +411,10 @@ def _is_whole(row: Mapping[str, Any]) -> bool:
     if kind not in _PLACED:
         return isinstance(kind, str)
     places = [row[name] for name in ("time", "epoch", "batch") if row.get(name) is not None]
-    numbers = [row[name] for name in ("loss", "lr", "step_time") if row.get(name) is not None]
-    placed = "epoch" in row and _are_numbers(row.get("samples"), *places)
+    numbers = [row[name] for name in _MEASURED if row.get(name) is not None]
+    placed = "epoch" in row and _are_numbers(
+        row.get("samples"), *places, *(row.get(name) for name in _REQUIRED.get(kind, ()))
+    )
     return placed and all(isinstance(value, int | float) for value in numbers)
 
 

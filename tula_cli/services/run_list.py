@@ -3,6 +3,7 @@
 Only the fields that a line shows are read, as plain JSON; records are not validated in full.
 """
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,15 +54,15 @@ def _summarize_run(run: Path) -> RunSummary:
     damaged: list[str] = []
     try:
         names = _read_job_names(run)
-        recommended = _read_sound_records([run / "recommendation.json"], damaged, "choice", "created_at")
-        results = _read_sound_records(files.list_files(run / "results"), damaged, "kind")
-        jobs = _read_sound_records(files.list_files(run / "jobs"), damaged, "submitted_at")
+        recommended = _read_sound_records([run / "recommendation.json"], damaged, _RECOMMENDATION)
+        results = _read_sound_records(files.list_files(run / "results"), damaged, _RESULT)
+        jobs = _read_sound_records(files.list_files(run / "jobs"), damaged, _JOB)
         trainings = [run / "train" / name / "result.json" for name in files.list_names(run / "train")]
-        finished = _read_sound_records(trainings, damaged, "finished_at", "best_top1")
+        finished = _read_sound_records(trainings, damaged, _TRAINED)
     except TulaError as error:
         return RunSummary(id=run.name, path=run, changed=None, problem=error.message)
     kinds = [result["kind"] for result in results]
-    moments = [result["measured_at"] for result in results if "measured_at" in result]
+    moments = [at for result in results if (at := result.get("measured_at")) is not None]
     moments += [job["submitted_at"] for job in jobs] + [result["finished_at"] for result in finished]
     moments += [record["created_at"] for record in recommended]
     top1, loss, perplexed = _find_best_result(finished)
@@ -96,13 +97,16 @@ def _read_job_names(run: Path) -> dict[str, str]:
     """Return the names of a run's model and dataset, or script."""
     known = parsed_spec.read_spec(run)
     if known is not None:
-        spec = known.spec
-    else:
-        from tula_cli.run.directory import (
-            RunDir,
-        )  # the job has been edited by hand: it is read as every command reads it
+        with contextlib.suppress(KeyError, TypeError, AttributeError):  # damaged: the YAML counts
+            return _select_names(known.spec)
+    from tula_cli.run.directory import (
+        RunDir,
+    )  # the job has been edited by hand: it is read as every command reads it
 
-        spec = RunDir(run).read_spec().model_dump()
+    return _select_names(RunDir(run).read_spec().model_dump())
+
+
+def _select_names(spec: Mapping[str, Any]) -> dict[str, str]:
     if script := spec.get("script"):
         return {"script": get_program_name(script["command"])}
     return {"model": spec["model"]["name"], "dataset": spec["dataset"]["name"]}
@@ -110,13 +114,26 @@ def _read_job_names(run: Path) -> dict[str, str]:
 
 # --- plain records
 
+_Types = Mapping[str, tuple[type, ...]]
+"""The types of a record's fields; a field that may be missing has NoneType among them."""
+_NUMBER, _OPTIONAL = (int, float), (int, float, type(None))
+_RECOMMENDATION: _Types = {"choice": (dict,), "created_at": _NUMBER}
+_RESULT: _Types = {"kind": (str,), "measured_at": _OPTIONAL}
+_JOB: _Types = {"submitted_at": _NUMBER}
+_TRAINED: _Types = {
+    "finished_at": _NUMBER,
+    "best_top1": _OPTIONAL,
+    "best_loss": _OPTIONAL,
+    "metrics": (dict, type(None)),
+}
 
-def _read_sound_records(paths: Iterable[Path], damaged: list[str], *needed: str) -> list[dict[str, Any]]:
+
+def _read_sound_records(paths: Iterable[Path], damaged: list[str], types: _Types) -> list[dict[str, Any]]:
     """Return the records that exist and are valid; the errors of damaged ones are appended to `damaged`."""
     records = []
     for path in paths:
         try:
-            record = _read_plain_record(path, *needed)
+            record = _read_plain_record(path, types)
         except BadMeasurements as error:
             damaged.append(error.message)
             continue
@@ -125,11 +142,11 @@ def _read_sound_records(paths: Iterable[Path], damaged: list[str], *needed: str)
     return records
 
 
-def _read_plain_record(path: Path, *needed: str) -> dict[str, Any] | None:
-    """Return a record that has at least the keys `needed`, or None if the file does not exist.
+def _read_plain_record(path: Path, types: _Types) -> dict[str, Any] | None:
+    """Return a record whose fields have the types, or None if the file does not exist.
 
     Raises:
-        BadMeasurements: the record is damaged or lacks a key.
+        BadMeasurements: the record is damaged, lacks a field, or has one of another type.
         TulaError: the file cannot be read.
     """
     try:
@@ -138,10 +155,10 @@ def _read_plain_record(path: Path, *needed: str) -> dict[str, Any] | None:
         return None
     except (ValueError, RecursionError) as error:
         raise files.make_damaged_error(path, str(error)) from None
-    if missing := _list_missing_keys(record, needed):
-        raise files.make_damaged_error(path, f"it has no {missing[0]}")
-    return dict(record)
-
-
-def _list_missing_keys(record: Any, needed: Iterable[str]) -> list[str]:
-    return [key for key in needed if not isinstance(record, dict) or key not in record]
+    fields = record if isinstance(record, dict) else {}
+    for key, allowed in types.items():
+        if not isinstance(fields.get(key), allowed):
+            raise files.make_damaged_error(
+                path, f"it has no {key}" if key not in fields else f"{key} is no valid value"
+            )
+    return fields

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +59,7 @@ from tula_cli.services.waiting import (
 from tula_cli.services.wall_times import require_allowed_nodes
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import compute_train_signature
-from tula_cli.words import format_count, make_relative_path
+from tula_cli.words import format_count, format_moment, make_relative_path
 
 if TYPE_CHECKING:
     from tula_cli.models.choice.baseline import Gain
@@ -204,7 +203,7 @@ def _describe_source(recommendation: Recommendation | None, given_names: Sequenc
     """Describe where nodes and batch come from: a recommendation, or the arguments in `given_names`."""
     if recommendation is None or len(given_names) == 2:
         return "as given"
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(recommendation.created_at))
+    when = format_moment(recommendation.created_at)
     recommended = f"as recommended ({recommendation.criteria}; {when})"
     return f"{given_names[0]} as given, otherwise {recommended}" if given_names else recommended
 

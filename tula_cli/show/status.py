@@ -330,7 +330,7 @@ def render_runs(run_summaries: "Sequence[RunSummary]", *, width: int, on_termina
 
 
 def _run(run: "RunSummary") -> list[str]:
-    choice = {"nodes": "-", "batch": "-"} if run.recommendation is None else run.recommendation["choice"]
+    choice = {"nodes": "-", "batch": "-", **(run.recommendation or {}).get("choice", {})}
     counts = [str(run.measured), str(choice["nodes"]), str(choice["batch"]), str(run.trained)]
     return [
         run.id,

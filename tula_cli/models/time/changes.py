@@ -2,7 +2,6 @@
 
 import math
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from tula_cli.run.records.recommendations import Prediction, StageSteps
 from tula_cli.run.records.results import StepChange, StepPart, StepParts
 from tula_cli.run.records.scripts import Heartbeat
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.words import format_duration, format_number
+from tula_cli.words import format_duration, format_moment, format_number
 
 # --- Change points
 
@@ -359,7 +358,7 @@ def describe_step_change(change: StepChange) -> str:
     """Describe a change in one line."""
     parts_before, after = change.before, change.after
     slower = after.step > parts_before.step
-    since = time.strftime("%H:%M:%S", time.localtime(change.began_at))
+    since = format_moment(change.began_at, "%H:%M:%S")
     causes = _SLOWER if slower else _FASTER
     named = {"compute": "computing", "sync": "synchronisation", "data": "waiting for data"}
     sentences = [

@@ -394,7 +394,7 @@ def test_the_second_command_says_that_it_started_nothing_and_what_differs(cluste
     again = tula("profile", "job.yaml", "--no-wait", "--set", "cluster.collective=reduce_scatter_allgather")
     assert "already running: probe-n001, probe-n002" in again.out
     assert "started" not in again.out
-    assert "submitted with another section cluster" in again.err
+    assert "submitted with other settings in section cluster" in again.err
 
 
 def test_slurm_is_not_waited_for_by_default(cluster):
@@ -1659,7 +1659,7 @@ def test_spot_is_shown_beside_on_demand_and_trained_at_its_price(cluster, here):
     shown = tula("recommend", "--objective", "cost").out
     assert "on spot, batch" in shown.splitlines()[0]
     assert re.search(r"^the same on demand: .*more expensive", shown, re.MULTILINE)
-    assert "cheaper" in shown and "spot 50% off, 1 interruptions per day and node" in shown
+    assert "cheaper" in shown and "spot 50 % off, 1 interruptions per day and node" in shown
     plan = tula("train", "--dry-run")
     assert "on spot nodes" in plan.out
     task = tula("train", "--dry-run", "--json").json["data"]["plan"]["task"]

@@ -192,7 +192,7 @@ def test_a_training_that_diverges_ends_with_its_own_exit_code(tula) -> None:
 @pytest.mark.promise(
     "the command line",
     "Ctrl-C is pressed while a command waits",
-    "the job continues, and the message says how to cancel it",
+    "the job continues, and the message shows how to cancel it",
 )
 @pytest.mark.promise(
     "the command line", "`tula cancel` ends a training", "the same command resumes it from its newest checkpoint"

@@ -112,7 +112,7 @@ def test_a_price_is_reported_with_unit_and_source() -> None:
     assert describe_price(pricing) == "0.15 USD per hour and GB of reserved GPU memory (list price 2025)"
     dated = Pricing(price=2, source="a list, 2025-11-30", spot=Spot(discount=0.6, interruptions_per_day=0.5))
     assert describe_price(dated) == (
-        "2 USD per node-hour (a list, 2025-11-30); spot 60% off, 0.5 interruptions per day and node"
+        "2 USD per node-hour (a list, 2025-11-30); spot 60 % off, 0.5 interruptions per day and node"
     )
     assert "pricing.price is not set" in describe_price(UNPRICED)
 

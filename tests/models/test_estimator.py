@@ -114,7 +114,7 @@ def test_memory_and_margin_mask_what_was_not_measured() -> None:
     for mib, largest in ((1100, 256), (1000, 128)):
         forecast = Estimator.fit(spec(), probe_all(Truth(capacity=mib * MIB), {2: (16, 32), 16: (2, 8)}))
         assert max(row.local_batch for row in forecast.predictions()) == largest, mib
-    assert "10%" in forecast.describe_why_infeasible(Config(2, 512))
+    assert "10 %" in forecast.describe_why_infeasible(Config(2, 512))
 
 
 def test_an_inspection_tells_capacity_and_growth_where_the_probes_do_not() -> None:

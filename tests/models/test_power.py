@@ -29,7 +29,7 @@ def test_what_is_drawn_while_waiting_and_for_a_sample_are_reported_apart() -> No
     assert model is not None
     assert (model.idle, model.per_sample) == pytest.approx((IDLE, PER_SAMPLE))
     assert model.predict(0.2, 512).watts == pytest.approx(joules(0.2, 512) / 0.2)
-    assert model.words == "90.0 W per GPU and 0.700 J per sample, from 9 of 9 probes; median error 0.0%"
+    assert model.words == "90.0 W per GPU and 0.700 J per sample, from 9 of 9 probes; median error 0.0 %"
 
 
 def test_the_interval_holds_what_it_says() -> None:

@@ -371,7 +371,7 @@ def test_probes_of_the_job_correct_the_estimate(found):
 
 def test_how_far_the_corrected_model_is_off_is_reported(found):
     report = estimate(spec(), results=[probe(16), probe(32), probe(64)])
-    assert report.correction.endswith("(local batches 16 to 64; median error of the peaks 0.0%)")
+    assert report.correction.endswith("(local batches 16 to 64; median error of the peaks 0.0 %)")
 
 
 def test_probes_stand_in_for_an_estimate_that_failed(found):

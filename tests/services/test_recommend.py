@@ -335,7 +335,7 @@ def test_energy_is_what_the_counters_say_over_the_time_of_training(counted: RunD
         assert row.kwh == pytest.approx(0.3 * row.nodes * row.hours, rel=1e-6)
         assert row.kwh_low is not None and row.kwh_high is not None and row.kwh is not None
         assert row.kwh_low < row.kwh < row.kwh_high
-    assert answer.power == "300 W per GPU at every batch, from 9 of 9 probes; median error 0.0%"
+    assert answer.power == "300 W per GPU at every batch, from 9 of 9 probes; median error 0.0 %"
     table = pd.read_csv(counted.path / "results.csv")
     assert table.energy_kwh.count() == len(answer.rows) == table.step_energy_joules.count()
     assert answer.frame().kwh.notna().all()
@@ -457,7 +457,7 @@ def test_spot_is_offered_beside_on_demand(run: RunDir) -> None:
     assert other.step_fitted == pytest.approx(row.step_fitted)  # one at a time, or all at once: up to rounding
     assert other.model_copy(update={"step_fitted": row.step_fitted}) == row
     assert on_spot(run, "time").choice.market == "on_demand"
-    assert "spot 60% off, 2 interruptions per day and node" in answer.price
+    assert "spot 60 % off, 2 interruptions per day and node" in answer.price
     table = pd.read_csv(run.path / "results.csv")
     assert table.spot_hours.notna().sum() == len(spot)
 

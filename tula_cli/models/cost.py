@@ -387,4 +387,4 @@ def describe_price(pricing: Pricing) -> str:
         return description
     spot = pricing.spot
     wait = f", {spot.wait_minutes:g} min to replace one" if spot.wait_minutes else ""
-    return f"{description}; spot {spot.discount:.0%} off, {spot.interruptions_per_day:g} interruptions per day and node{wait}"
+    return f"{description}; spot {100 * spot.discount:.0f} % off, {spot.interruptions_per_day:g} interruptions per day and node{wait}"

@@ -265,7 +265,7 @@ class Estimator:
             return f"a local batch of {oom} was out of memory"
         largest = self.largest_local_batch(config.nodes)
         if largest is not None and local_batch > largest:
-            return f"at most {largest} samples fit one GPU with {MEMORY_MARGIN:.0%} of its memory left free"
+            return f"at most {largest} samples fit one GPU with {100 * MEMORY_MARGIN:.0f} % of its memory left free"
         return ""
 
     def describe_why_unknown(self, config: Config) -> str:

@@ -132,7 +132,7 @@ def gpu_memory_unknown(*, largest_local_batch: int) -> str:
 
 @diagnostic
 def library_memory_not_measured(*, margin: float) -> str:
-    return f"The GPU memory of CUDA, cuBLAS and NCCL was not measured. It has to fit into the {margin:.0%} that is kept free."
+    return f"The GPU memory of CUDA, cuBLAS and NCCL was not measured. It has to fit into the {100 * margin:.0f} % that is kept free."
 
 
 @diagnostic
@@ -164,7 +164,7 @@ def waiting_for_data(*, share: float, where: str, loader_ms: float | None, step_
         else ""
     )
     return (
-        f"Steps wait for the data loader for more than {share:.0%} of their time ({where}).{rates}"
+        f"Steps wait for the data loader for more than {100 * share:.0f} % of their time ({where}).{rates}"
         " Faster GPUs or links do not help; more train.workers may."
     )
 
@@ -283,7 +283,7 @@ def fewer_nodes_are_cheaper(
     low: float,
     high: float,
 ) -> str:
-    now = "" if efficiency is None else f"{format_count(nodes)}: {efficiency:.0%} efficient. "
+    now = "" if efficiency is None else f"{format_count(nodes)}: {100 * efficiency:.0f} % efficient. "
     return (
         f"{now}{start_sentence(format_count(fewer))}: {time_ratio:.1f}x the time, {node_hours_ratio:.1f}x the node-hours"
         f" (90 %: {low:.1f} to {high:.1f})."
@@ -293,7 +293,9 @@ def fewer_nodes_are_cheaper(
 @diagnostic
 def data_waits_are_long(*, share: float, workers: int | None) -> str:
     now = "" if workers is None else f" (now {workers})"
-    return f"{share:.0%} of the training time waits for data. Use more data-loader workers{now} or faster storage."
+    return (
+        f"{100 * share:.0f} % of the training time waits for data. Use more data-loader workers{now} or faster storage."
+    )
 
 
 @diagnostic

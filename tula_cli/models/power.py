@@ -119,7 +119,7 @@ def _describe_power(
     idle: float, per_sample: float, residuals: Sequence[float] | Floats, *, probe_count: int, of: int
 ) -> str:
     per_sample_text = f" and {format_number(per_sample)} J per sample" if per_sample else " at every batch"
-    error = "" if probe_count < 2 else f"; median error {float(np.median(np.abs(residuals))):.1%}"
+    error = "" if probe_count < 2 else f"; median error {100 * float(np.median(np.abs(residuals))):.1f} %"
     return f"{format_number(idle)} W per GPU{per_sample_text}, from {probe_count} of {format_count(of, 'probe')}{error}"
 
 

@@ -70,7 +70,7 @@ def _summarize_step_time(model: StepModel) -> Iterator[RegressionSummary]:
         yield _summarize_overlap(
             member,
             f"step time, {name}",
-            f"; one of two fits, with weight {weight:.0%}, because {reason}",
+            f"; one of two fits, with weight {100 * weight:.0f} %, because {reason}",
         )
 
 

@@ -1482,13 +1482,13 @@ def advice(report: Mapping[str, float]) -> dict[str, str]:
     shut = report["jumps_up"] + report["jumps_down"]
     if shut > 1 - FEW_SCALED:
         sentences["scaled"] = (
-            f"AGS scaled only {report['scaled']:.0%} of {report['steps']:.0f} steps: in {shut:.0%} of them the gradient norm changed by more"
+            f"AGS scaled only {100 * report['scaled']:.0f} % of {report['steps']:.0f} steps: in {100 * shut:.0f} % of them the gradient norm changed by more"
             " than delta allows."
             ' Increase delta, or use the preset "robust", which has no such gate'
         )
     if report["at_floor"] > MANY_AT_FLOOR:
         sentences["at_floor"] = (
-            f"{report['at_floor']:.0%} of the AGS factors are at their lower bound s_min, so their weights hardly change:"
+            f"{100 * report['at_floor']:.0f} % of the AGS factors are at their lower bound s_min, so their weights hardly change:"
             ' the small batch has no gradient for them. Use one factor per tensor (granularity "tensor"), or a larger b_small'
         )
     return sentences

@@ -568,8 +568,8 @@ class RecommendArguments(Settings, Query):
     every: Every = False
     save: Annotated[
         bool | None,
-        "whether `train` takes this answer; None: where it is the first, or renews that to the same criteria, and can be"
-        " written.",
+        "whether `train` uses this answer; None: only if it is the first, or updates an answer to the same criteria, and can"
+        " be written.",
     ] = None
     observed: Observed = None
 

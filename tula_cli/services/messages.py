@@ -221,9 +221,9 @@ def length_left_out(*, length: int, problem: str) -> str:
 def expensive_search(
     *, share: float, batch: int, nodes: int, cheapest_strategy: str | None, cheapest_share: float
 ) -> str:
-    instead = f" search.strategy: {cheapest_strategy} takes {cheapest_share:.0%}." if cheapest_strategy else ""
+    instead = f" search.strategy: {cheapest_strategy} takes {100 * cheapest_share:.0f} %." if cheapest_strategy else ""
     return (
-        f"The search is expected to take {share:.0%} of the node-hours of the training (batch {batch},"
+        f"The search is expected to take {100 * share:.0f} % of the node-hours of the training (batch {batch},"
         f" {format_count(nodes)}).{instead} For so short a training, tula train --nodes N --batch B needs no search."
     )
 
@@ -345,7 +345,9 @@ def job_will_not_start(*, job: str, reason: str) -> str:
 
 @diagnostic
 def other_cluster_section(*, job: str) -> str:
-    return f"{job} was submitted with another section cluster. To use the present one, run tula cancel first."
+    return (
+        f"{job} was submitted with other settings in section cluster. To use the current ones, run tula cancel first."
+    )
 
 
 @diagnostic
@@ -566,7 +568,7 @@ def additive_fit_disagrees(*, additive_ms: float, predicted_ms: float) -> str:
 
 @diagnostic
 def little_memory_free(*, free_share: float, wanted_share: float) -> str:
-    return f"The choice ran in its probe, but leaves only {free_share:.0%} of the GPU memory free (wanted: {wanted_share:.0%})."
+    return f"The choice ran in its probe, but leaves only {100 * free_share:.0f} % of the GPU memory free (wanted: {100 * wanted_share:.0f} %)."
 
 
 @diagnostic

@@ -199,10 +199,10 @@ def _limit_round_to_cap(spec: JobSpec, round_: Round, *, spent: float) -> Round:
     if cap is None or not round_.probes or not round_.words or spent + at_most <= cap:
         return round_
     why = (
-        f"stopped: a further round may take {at_most:.3g} node-hours, and {spent:.2g} of {cap:g} are spent; raise the cap with"
-        " --set search.max_node_hours=... to go on"
+        f"Stopped: a further round may take {at_most:.3g} node-hours, and {spent:.2g} of {cap:g} are spent. To continue, raise"
+        " the cap with --set search.max_node_hours=..."
     )
-    return Round({}, (), f"{round_.words}; {why}")
+    return Round({}, (), f"{round_.words} {why}")
 
 
 def _is_settled(result: Measured | OutOfMemory | Failed | None) -> bool:

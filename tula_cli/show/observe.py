@@ -71,7 +71,7 @@ def _make_step_table(report: "ObservedReport") -> "Table":
     )
     for label, seconds in parts:
         share = None if seconds is None else seconds / report.step_seconds
-        table.add_row(label, _format_step(seconds), "-" if share is None else f"{share:.0%}")
+        table.add_row(label, _format_step(seconds), "-" if share is None else f"{100 * share:.0f} %")
     table.add_row("whole step", _format_step(report.step_seconds), "")
     return table
 
@@ -84,12 +84,12 @@ def _format_step(seconds: float | None) -> str:
 
 def _describe_whole_job(report: "ObservedReport") -> Iterator[str]:
     if report.efficiency is not None and report.nodes * report.gpus_per_node > 1:
-        yield f"scaling efficiency  {report.efficiency:.0%} of a step is not spent on exchanging gradients"
+        yield f"scaling efficiency  {100 * report.efficiency:.0f} % (share of a step not spent on exchanging gradients)"
     if report.samples_per_second is not None:
         yield f"speed               {report.samples_per_second:,.0f} samples/s"
     if report.training_seconds:
         shares = [
-            f"{share_label} {report.shares[kind]:.0%}"
+            f"{share_label} {100 * report.shares[kind]:.0f} %"
             for kind, share_label in _SHARE_LABELS.items()
             if report.shares.get(kind, 0.0) >= 0.005
         ]

@@ -124,7 +124,7 @@ def _render_largest_batch(largest: "LargestBatch") -> Iterator["RenderableType"]
     elif largest.local_batch == largest.limit:
         yield "no larger batch is possible: the dataset or search.max_batch ends here"
     if largest.local_batch_with_margin:
-        margin = f"{largest.margin:.0%} of the memory free, as tula recommend requires"
+        margin = f"{100 * largest.margin:.0f} % of the memory free, as tula recommend requires"
         yield f"up to {largest.local_batch_with_margin} per GPU leave {margin}"
     if not largest.finished:
         yield "the search is not finished; run tula profile --largest again"
@@ -135,7 +135,7 @@ def _render_largest_batch(largest: "LargestBatch") -> Iterator["RenderableType"]
 def _describe_headroom(largest: "LargestBatch") -> str:
     if largest.headroom is None or largest.capacity is None:
         return ""
-    return f"; {largest.headroom:.0%} of {format_bytes(largest.capacity)} per GPU stays free"
+    return f"; {100 * largest.headroom:.0f} % of {format_bytes(largest.capacity)} per GPU stays free"
 
 
 def render_profile_report(report: "ProfileReport") -> Iterator["RenderableType"]:

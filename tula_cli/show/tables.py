@@ -114,6 +114,7 @@ def _wrap_text_columns(part: "Table") -> int:
     """Let text continue on further lines of its cell, without cutting words; return by how much this may narrow it."""
     saved = 0
     for column in part.columns:
+        column.vertical = "top"
         if column.justify == "left":
             lines = [line for cell in (column.header, *column.cells) for line in str(cell).split("\n")]
             longest_word = max((len(word) for line in lines for word in line.split()), default=0)

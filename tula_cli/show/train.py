@@ -225,7 +225,7 @@ def render_evaluation_plan(task: "EvaluateTask") -> Iterator[str]:
 def render_evaluation(evaluated: "EvaluationRecord") -> Iterator[str]:
     """Yield the evaluation of weights on a set of samples."""
     at = "" if evaluated.samples is None else f" at {evaluated.samples} samples"
-    on = f"{_describe_samples(evaluated.test)}, {evaluated.size} samples of {evaluated.dataset}"
+    on = f"{_describe_samples(evaluated.test)}, {evaluated.size} samples ({evaluated.dataset})"
     yield f"{_describe_weights(evaluated.weights)} of training {evaluated.signature}{at} on {on}"
     yield ", ".join(
         f"{name} {format_number(value, 4)}{' %' * (name in PERCENT)}" for name, value in evaluated.metrics.items()

@@ -77,8 +77,8 @@ class TrainingMethod:
             return ""
         if self.scales:
             return (
-                f"ramp: decay scales the learning rate with the batch, and method {self.name} gradients by factors of its"
-                " own; use method ramp, ortho, lbt or lrs"
+                f"ramp: decay scales the learning rate with the batch, but method {self.name} scales gradients already;"
+                " use method ramp, ortho, lbt or lrs"
             )
         if self.constant_schedule:
             return (

@@ -98,7 +98,7 @@ def test_kneedle_finds_where_a_doubling_saves_less_than_half_of_ideal_scaling(ga
     if 0 < place < len(rows) - 1:
         assert choice.prediction == rows[place]
     else:
-        assert choice.reason.startswith("smallest batch within 10%")
+        assert choice.reason.startswith("smallest batch within 10 %")
 
 
 def test_the_noise_of_a_measured_one_does_not_move_the_knee() -> None:
@@ -116,7 +116,7 @@ def test_a_curve_that_halves_with_every_doubling_has_no_knee(count: int) -> None
     """Over linear time Kneedle sees one at the third batch, at many times the best time."""
     choice = choose(scaling([0.5] * (count - 1)), objective="knee")
     assert choice.prediction.batch == 32 * 2 ** (count - 1)
-    assert "time still falls by 50% at the largest batch" in choice.reason
+    assert "time still falls by 50 % at the largest batch" in choice.reason
 
 
 def test_the_knee_does_not_depend_on_where_the_curve_is_cut_off() -> None:
@@ -139,7 +139,7 @@ def test_a_batch_that_is_nearly_the_knee_is_named() -> None:
     assert "as well" not in choose(scaling([0.5, 0.5, 0.4, 0.1, 0.1]), objective="knee").reason
     falling = choose(scaling([0.5, 0.5, 0.5, 0.3]), objective="knee")
     assert falling.prediction.batch == 512
-    assert "still falls by 30% at the largest batch (the knee may also be at 256)" in falling.reason
+    assert "still falls by 30 % at the largest batch (the knee may also be at 256)" in falling.reason
 
 
 @pytest.mark.parametrize("bend", [2, 3, 4, 5])
@@ -168,7 +168,7 @@ def test_the_knee_of_the_cost_curve_is_another() -> None:
 def test_fewer_than_five_batches_fall_back_and_say_so() -> None:
     choice = choose(curve(lambda k: [9.0, 5.0, 4.2, 4.0][k], 4), objective="knee")
     assert choice.prediction.batch == 128  # 4.2 is within 10 % of 4.0, 5.0 is not
-    assert "only 4 batches" in choice.reason and "smallest batch within 10%" in choice.reason
+    assert "only 4 batches" in choice.reason and "smallest batch within 10 %" in choice.reason
 
 
 @pytest.mark.parametrize("time", [lambda k: 5.0, lambda k: 100.0 - 10 * k], ids=["flat", "straight"])
@@ -229,7 +229,7 @@ def test_an_uncertain_forecast_has_to_be_clearly_better_than_a_certain_one() -> 
     certain = between(2, 64, 1.0, 0.97, 1.03)
     choice = choose([between(4, 128, 0.9, 0.4, 2.0), certain], objective="time")
     assert choice.prediction == certain
-    assert "except for batch 128 on 4 nodes, which is predicted to be 10% below but too uncertain" in choice.reason
+    assert "except for batch 128 on 4 nodes, which is predicted to be 10 % below but too uncertain" in choice.reason
     sure = between(4, 128, 0.9, 0.85, 0.95)
     assert choose([sure, certain], objective="time").prediction == sure
     clear = between(4, 128, 0.5, 0.25, 1.0)

@@ -60,7 +60,7 @@ def test_of_a_small_model_both_are_fitted_where_its_compute_is_known(overlapped:
 def test_steps_in_which_nothing_is_hidden_are_recognised() -> None:
     fit = fitted(SWEEP, overlapped=False)
     assert isinstance(fit.model, Mixture) and fit.model.overlapped < 0.5
-    assert f"that compute hides synchronisation is {fit.model.overlapped:.0%} likely" in fit.words
+    assert f"that compute hides synchronisation is {100 * fit.model.overlapped:.0f} % likely" in fit.words
     nodes, batches = np.transpose(UNSEEN)
     points = fit.points(nodes, np.ones(len(UNSEEN)), batches)
     overlap_alone, together = (

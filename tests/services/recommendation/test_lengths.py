@@ -216,8 +216,8 @@ def test_each_length_tells_what_fits_and_its_tokens_a_second(run: RunDir) -> Non
         assert first.padding == pytest.approx(0.25)
         sample = step(length).sample_bytes
         assert first.largest_batch == pytest.approx((0.9 * 16 * 1024 * MIB - 400 * MIB) / sample, rel=0.05)
-    assert "33% grow with the square of the length at 256" in answer.growth
-    assert answer.growth.count("33%") == 2, "time and memory alike"
+    assert "33 % grow with the square of the length at 256" in answer.growth
+    assert answer.growth.count("33 %") == 2, "time and memory alike"
 
 
 def test_a_length_without_results_says_so_and_keeps_the_others(run: RunDir) -> None:

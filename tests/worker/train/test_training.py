@@ -199,7 +199,7 @@ def test_that_ags_hardly_acts_is_said_once(tmp_path: Path, alone: Ranks) -> None
     job = spec(train={"method": "ags", "epochs": 8}, ags={"delta": 0, "b_small": 4})
     run, task = RunDir.create(tmp_path / "run", job), train_task(job)
     train(run, alone, task)
-    (text,) = (row for row in rows(run, task, "warning") if row["message"].startswith("AGS scaled only 0% of"))
+    (text,) = (row for row in rows(run, task, "warning") if row["message"].startswith("AGS scaled only 0 % of"))
     assert text["epoch"] > 1 and "delta" in text["message"], "one epoch has six steps, too few to judge by"
 
 

@@ -302,6 +302,6 @@ def _count_node_seconds(candidate: Candidate, started: set[tuple[int, int]]) -> 
 def describe_pick(candidate: Candidate, belief: _Belief, index: int, worth: float) -> str:
     spread = math.expm1(Z90 * math.sqrt(belief.covariance[index, index]))
     return (
-        f"{describe_probe_place(candidate.nodes, candidate.local_batch)}: its step time is uncertain by {spread:.0%}; measuring it is expected to improve"
-        f" the decisions by {worth:.1%}"
+        f"{describe_probe_place(candidate.nodes, candidate.local_batch)}: its step time is uncertain by {100 * spread:.0f} %; measuring it is expected to improve"
+        f" the decisions by {100 * worth:.1f} %"
     )

@@ -234,7 +234,9 @@ def describe_open_knees(steps: StepTimeFit, line: Candidates, *, gpus_per_node: 
     line = line.take(find_best_few(line, curve, most=_MOST_DRAWN))
     drawn = steps.draws(line["nodes"], np.full(len(line), gpus_per_node), line["local_batch"])
     share_by_batch = count_knee_shares(line["batch"], drawn + np.log(line[_COLUMNS[curve]]) - np.log(line["step_time"]))
-    shares_in_words = ", ".join(f"{batch} in {share:.0%}" for batch, share in share_by_batch.items() if share >= _RARE)
+    shares_in_words = ", ".join(
+        f"{batch} in {100 * share:.0f} %" for batch, share in share_by_batch.items() if share >= _RARE
+    )
     return f"; within the uncertainty of the probes the knee is {shares_in_words}" if shares_in_words else ""
 
 
@@ -309,7 +311,7 @@ def _describe_passed_over(chosen: Prediction, rows: Candidates, curve: Quantity)
         return ""
     return (
         f", except for batch {least.batch} on {format_count(least.nodes)}, which is predicted to be"
-        f" {saved:.0%} below but too uncertain to rely on (measure it to be sure)"
+        f" {100 * saved:.0f} % below but too uncertain to rely on (measure it to be sure)"
     )
 
 
@@ -367,14 +369,14 @@ def _without_knee(line: Sequence[Prediction], curve: Curve) -> tuple[Prediction,
     chosen = next(row for row in line if _get_value_on_curve(row, curve) <= best * (1 + FALLBACK))
     few = f"there {'is' if len(line) == 1 else 'are'} only {format_count(len(line), 'batch')}"
     why = few if len(line) < FEWEST else _describe_shape(line, curve)
-    return chosen, f"smallest batch within {FALLBACK:.0%} of the best, because {curve} has no knee ({why})"
+    return chosen, f"smallest batch within {100 * FALLBACK:.0f} % of the best, because {curve} has no knee ({why})"
 
 
 def _describe_shape(line: Sequence[Prediction], curve: Curve) -> str:
     """Describe a curve without a knee."""
     first, before, last = (_get_value_on_curve(line[place], curve) for place in (0, -2, -1))
     if last <= before * (1 - KNEE_SAVES):
-        return f"{curve} still falls by {1 - last / before:.0%} at the largest batch{_describe_other_knees(line[-1], line, curve)}"
+        return f"{curve} still falls by {100 * (1 - last / before):.0f} % at the largest batch{_describe_other_knees(line[-1], line, curve)}"
     change = (last / first) ** (1 / (len(line) - 1)) - 1
     return f"{curve} changes steadily, by {change:+.0%} per doubling of the batch"
 

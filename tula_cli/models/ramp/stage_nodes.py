@@ -203,7 +203,7 @@ def _check_decay(spec: JobSpec, *, batch: int, ramp: Ramp) -> None:
         )
     if batch > reference * growth:
         raise SpecError(
-            f"train.ramp: decay never comes to batch {batch}: the schedule leaves 1/{format_number(growth)} of the learning rate by the"
+            f"train.ramp: decay never reaches batch {batch}: the schedule leaves 1/{format_number(growth)} of the learning rate by the"
             f" last 2 % of the training, so that train.reference_batch {reference} grows to {int(reference * growth)} at most",
             "train with a smaller batch (search.max_batch, or --batch), or with a schedule that ends lower",
         )

@@ -386,7 +386,7 @@ def _fit_warnings(observations: Sequence[Observation], seconds: Floats, residual
 
 def _warn_unsteady(observations: Sequence[Observation]) -> list[Diagnostic]:
     probes = (o for o in observations if o.doubt is None)
-    unsteady = [f"{o} by {o.noise:.0%}" for o in probes if o.noise is not None and o.noise > _MAX_STEADY_NOISE]
+    unsteady = [f"{o} by {100 * o.noise:.0f} %" for o in probes if o.noise is not None and o.noise > _MAX_STEADY_NOISE]
     return [messages.step_times_drift(probes=unsteady)] if unsteady else []
 
 
@@ -434,12 +434,12 @@ def _describe_fit(
         sync = model.parts(Points(counts, np.full(2, batches[0]), np.full(2, False), inside, most))[2]
         of = "" if most is None else f" of {round(most[0])} GPUs"
         ranges.append(_describe_range(sync, [f"{format_count(round(count), scope.noun)}{of}" for count in counts]))
-    quality = "exactly determined, no residual" if error is None else f"median residual {error:.1%}"
+    quality = "exactly determined, no residual" if error is None else f"median residual {100 * error:.1f} %"
     parts_text = ", overlapped with synchronisation ".join(ranges)
     alone = ""
     if isinstance(model, Mixture):
         by_steps = " by their whole steps alone, that" if model.whole_steps_alone else ", that"
-        alone = f"{by_steps} compute hides synchronisation is {model.overlapped:.0%} likely"
+        alone = f"{by_steps} compute hides synchronisation is {100 * model.overlapped:.0f} % likely"
     trained = sum(o.doubt is not None for o in observations)
     sources = format_count(len(points) - trained, "probe") + f" and {format_count(trained, 'training')}" * bool(trained)
     return f"step = compute {parts_text} ({sources}{alone}, {quality})"

@@ -118,11 +118,11 @@ def _list_memory_points(probes: Sequence[tuple[int, Measured]]) -> list[Point]:
 
 
 def _describe_length_growth(quantity: str, growth: LengthGrowth, longest: int) -> str:
-    off = "" if growth.error is None else f" (median error {growth.error:.1%})"
+    off = "" if growth.error is None else f" (median error {100 * growth.error:.1f} %)"
     square = growth.quadratic_share(longest)
     if square < 0.005:
         return f"the {quantity} per sample grows linearly with the length{off}"
     return (
-        f"of a sample's share of the {quantity} {square:.0%} grow with the square of the length at {longest}, as attention does"
+        f"of a sample's share of the {quantity} {100 * square:.0f} % grow with the square of the length at {longest}, as attention does"
         + off
     )

@@ -44,7 +44,7 @@ _LENGTHS = ("epochs", "steps")
 _COUNTS = {*BATCHES, *_LENGTHS, "some_batch", "accumulate"}
 """Meanings of options whose values must be positive integers: --max_steps -1 and --epochs 0.5 are left unchanged."""
 _BY_HAND = re.compile(r"(?<!\{)\{(\w+)(?:=([^{}\s]*))?\}(?!\})")
-_HOW_TO_SAY = "write {{local_batch={0}}} in place of its value if it is the batch of one process, {{batch={0}}} if it is that of all"
+_HOW_TO_SAY = "write {{local_batch={0}}} in place of its value if it is the batch of one process, {{batch={0}}} if it is the batch of all"
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class _Reader:
         if of_tokens := [*kinds.get("tokens", []), *of_tokens]:
             raise SpecError(
                 f"{of_tokens[0].written} may count tokens, but tula's batches are samples",
-                "give the script an option for samples (sequences) of a step, and that one in the command; where it counts"
+                "give the script an option for samples (sequences) per step, and use it in the command; if this one counts"
                 f" samples, {_HOW_TO_SAY.format(of_tokens[0].value.text)}",
             )
         if not chosen:
@@ -292,8 +292,8 @@ class _Reader:
             option,
             f"micro-batches of {option.label}",
             "the micro-batches of a step",
-            f"write {{accumulate={value}}} in place of its value where those are one process's, {{accumulate_total={value}}}"
-            f" where they are those of all, and {{micro_batch={batch.value.text}}} in place of that of {batch.label}",
+            f"replace its value by {{accumulate={value}}} if it counts for one process, or by {{accumulate_total={value}}} if it"
+            f" counts for all processes together, and the value of {batch.label} by {{micro_batch={batch.value.text}}}",
         )
         return "accumulate_total" if of_all else "accumulate"
 
@@ -357,9 +357,9 @@ def _make_no_batch_error(options: Sequence[Option], words: Sequence[ShellWord]) 
     example = maybe[0] if maybe else "--batch-size {local_batch}"
     message = f"no batch in {line!r}: {known_options}"
     hint = (
-        "write the placeholder in place of the batch's number, {local_batch} where it is one process's and {batch} where it"
-        f" is that of all, as in {example!r}, or {example.replace('}', '=64}')!r} with the number of today; where the script"
-        " reads its batch from a file, give it an option first"
+        "replace the number of the batch by a placeholder, {local_batch} for the batch of one process or {batch} for that of"
+        f" all processes, as in {example!r}, or with today's number, {example.replace('}', '=64}')!r}; if the script reads its"
+        " batch from a file, give it an option first"
     )
     if not numbers:
         return SpecError(message, hint)

@@ -96,8 +96,8 @@ def _describe_argument_problem(
     missing = _MISSING.search(str(error))
     if missing:
         return SpecError(f"{path}: {name} needs {missing[1]}", f"add it to {path}")
-    expected = ", ".join([*(["..."] if first else []), *given])
-    return SpecError(f"{name} cannot be called by tula: {error}", f"it is called with ({expected}, and args)")
+    expected = ", ".join([*(["..."] if first else []), *given, "**args"])
+    return SpecError(f"{name} cannot be called by tula: {error}", f"tula calls it as {name}({expected})")
 
 
 def _can_bind(target: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:

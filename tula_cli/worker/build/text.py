@@ -333,7 +333,7 @@ class FromConfig:
         for key in settings:
             if key not in (*known_keys, *_SETTINGS_OF_TULA) and not hasattr(default, key):
                 raise SpecError(
-                    f"model.args.{key}: {type(default).__name__}, the configuration of {self.name}, has no such setting",
+                    f"model.args.{key}: {type(default).__name__} (the configuration of {self.name}) has no such setting",
                     suggest_nearest(key, known_keys),
                 )
 

@@ -74,7 +74,7 @@ def can_merge_states(metric: Any) -> bool:
 def warn_gathered_metrics(section: Train) -> list[str]:
     """Return warnings about metrics for which the batches of all ranks must be gathered on rank 0."""
     return [
-        f"train.metrics.{name} has neither sync nor merge_state: so each batch of an evaluation is sent to the first GPU, with"
+        f"train.metrics.{name} has neither sync nor merge_state, so all batches of an evaluation are sent to the first GPU, with"
         f" {'its inputs' if takes_batch(metric.update) else 'scores and targets alone'}"
         for name, metric in build_metrics(section).items()
         if is_stateful(metric) and not has_own_synchronization(metric) and not can_merge_states(metric)

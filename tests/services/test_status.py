@@ -16,7 +16,7 @@ from tula_cli.run import files
 from tula_cli.run.directory import RunDir
 from tula_cli.run.job_runs import open_family
 from tula_cli.run.records.results import CountedEnergy
-from tula_cli.run.records.tasks import JobSize
+from tula_cli.run.records.tasks import JobSize, Rung
 from tula_cli.services import run_list, status
 from tula_cli.services import status as services_status
 from tula_cli.show import status as show_status
@@ -325,6 +325,41 @@ def test_a_training_whose_submission_was_refused_is_not_submitted_and_has_its_ra
     (value.path / "jobs" / f"{job}.json").unlink()
     train = services_status.run_status(value, make.FakeLauncher(), now=START).training
     assert show_status.describe_training(train) == f"{line}, not submitted"
+
+
+def test_time_and_cost_of_a_moldable_training_are_those_of_the_nodes_of_each_attempt(tmp_path):
+    value = RunDir.create(tmp_path, make.spec())
+    job = make.add_training(value)
+    (task,) = value.training("ab12cd34").tasks()
+    sizes = [
+        JobSize(
+            nodes=nodes,
+            micro_batch=128 // nodes,
+            splits=1,
+            ladder=(Rung(batch=128, prediction=make.prediction(nodes, 128, hours=hours, cost=nodes * hours)),),
+        )
+        for nodes, hours in ((2, 6.0), (8, 2.0))
+    ]
+    on_two = task.model_copy(update={"nodes": 2, "sizes": tuple(sizes), "ladder": sizes[0].ladder})
+    value.write_task(on_two)
+    on_eight = on_two.on_granted(8).model_copy(update={"id": f"{job}-2", "attempt": 2})
+    value.write_task(on_eight)
+    value.write_attempt(make.attempt(f"{job}-1", start=START, end=START + 3600))
+    value.write_attempt(make.attempt(f"{job}-2", start=START + 7200, idle_nodes=1))
+    price = on_two.spec.pricing.price
+    for state, hours, node_hours, rest in (
+        ("running", 1.5, 2 + 0.5 * 9, [(8, 2.0)]),
+        ("pending", 1.0, 2.0, [(2, 6.0), (8, 2.0)]),
+    ):
+        train = services_status.run_status(value, make.FakeLauncher({job: state}), now=START + 9000).training
+        spent = train.spent
+        assert (spent.hours, spent.node_hours) == (hours, node_hours)
+        assert spent.cost == pytest.approx(price * node_hours)
+        assert [(part.nodes, part.hours, part.cost) for part in spent.rest] == [(n, h, n * h) for n, h in rest]
+    line = show_status.describe_spent_and_rest(spent)
+    assert (
+        line.startswith("so far 60.0 min, 2.00 node-h") and " on 2 nodes or " in line and line.endswith(" on 8 nodes")
+    )
 
 
 def test_the_beta2_of_the_newest_start_is_reported(tmp_path):

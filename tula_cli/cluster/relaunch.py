@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from tula_cli.cluster.decisions import History
 from tula_cli.cluster.rank_programs import make_rank_program
 from tula_cli.models.choice.early_stopping import shorten_prediction
-from tula_cli.models.cost import compute_cost
+from tula_cli.models.cost import compute_attempt_cost
 from tula_cli.models.out_of_memory import cannot_accumulate, find_next_fallback
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.failures import Failure, Fallback, Recovery, Relaunch, Requeue, Resize, Stop
@@ -275,7 +275,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             actual_hours=hours,
             predicted_cost=prediction.cost if prediction else None,
             actual_cost=sum(
-                _compute_cost_of_attempt(tasks_by_id[attempt.task], attempt, prediction, now)
+                compute_attempt_cost(tasks_by_id[attempt.task], attempt, prediction, now)
                 for attempt in attempts
                 if attempt.task in tasks_by_id
             ),
@@ -331,16 +331,3 @@ def _measure_time_parts(training: TrainingRun, seconds: float) -> TimeParts:
 
 def _list_warnings_of_training(training: TrainingRun) -> tuple[str, ...]:
     return tuple(dict.fromkeys(row["message"] for row in training.metrics() if row["kind"] == "warning"))
-
-
-def _compute_cost_of_attempt(task: TrainTask, attempt: Attempt, prediction: Prediction | None, now: float) -> float:
-    cluster = task.spec.cluster
-    reserved = (prediction.peak_memory if prediction else None) or 0
-    return compute_cost(
-        task.spec.pricing,
-        hours=attempt.count_seconds(now) / 3600,
-        nodes=task.nodes + attempt.idle_nodes,
-        gpus_per_node=cluster.gpus_per_node,
-        reserved=reserved,
-        market=prediction.market if prediction else "on_demand",
-    )

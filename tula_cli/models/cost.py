@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tula_cli.models import halving, refresh
 from tula_cli.run.records.base import Market
+from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Overheads
+from tula_cli.run.records.recommendations import Prediction
+from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import UNPRICED, Pricing
 
@@ -326,6 +329,27 @@ def compute_cost(
     discount = pricing.spot.discount if pricing.spot is not None and market == "spot" else 0.0
     price: Hours = hours * pricing.price * (1 - discount) * units[pricing.kind]
     return price
+
+
+def compute_attempt_cost(task: TrainTask, attempt: Attempt, prediction: Prediction | None, now: float | None) -> float:
+    """Return the cost of an attempt of a training on its nodes, in the currency of the pricing.
+
+    Args:
+        task: the task of the attempt.
+        attempt: the attempt; an open one lasts until `now`, or is not counted.
+        prediction: the prediction for the training, with its memory and market; None if there is none.
+        now: Unix time.
+    """
+    cluster = task.spec.cluster
+    reserved = (prediction.peak_memory if prediction else None) or 0
+    return compute_cost(
+        task.spec.pricing,
+        hours=attempt.count_seconds(now) / 3600,
+        nodes=task.nodes + attempt.idle_nodes,
+        gpus_per_node=cluster.gpus_per_node,
+        reserved=reserved,
+        market=prediction.market if prediction else "on_demand",
+    )
 
 
 def compute_hourly_charge(pricing: Pricing, nodes: Number) -> Number:

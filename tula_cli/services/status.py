@@ -28,6 +28,8 @@ from tula_cli.errors import (
 )
 from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.models import halving
+from tula_cli.models.choice.early_stopping import compute_remaining_share
+from tula_cli.models.cost import compute_attempt_cost
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import list_names
 from tula_cli.run.owner import require_own
@@ -169,6 +171,28 @@ class TrainingStatus:
     submitted: bool = True  # False if its job was refused, or never submitted
     # the numbers of nodes of which its next job uses the one that it is granted; empty while a job runs, or for one number
     possible_nodes: tuple[int, ...] = ()
+
+    spent: "SpentAndRest | None" = None  # of a training whose jobs use the nodes that they are granted
+
+
+@dataclass(frozen=True)
+class RestOfTraining:
+    """Predicted time and cost of what remains of a training on a number of nodes."""
+
+    nodes: int
+    hours: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class SpentAndRest:
+    """Time and cost of a training so far, each attempt on its nodes, and of the rest; costs are in `currency`."""
+
+    hours: float
+    node_hours: float
+    cost: float
+    rest: tuple[RestOfTraining, ...]  # on the nodes of the job that runs, or else on each possible number of nodes
+    currency: str
 
 
 Results = dict[str, Measured | OutOfMemory | Failed]
@@ -536,7 +560,8 @@ def _get_training_status(
     script, stage = newest.spec.script, _get_stage_status(rows, result, files.stage_decisions(), nodes=newest.nodes)
     prediction = newest.prediction and newest.prediction.of_batch(stage.batch if stage else newest.batch)
     summary = files.summary() if result is not None else None
-    return TrainingStatus(
+    is_running = scheduler is not None and scheduler.state == "running"
+    status = TrainingStatus(
         signature=newest.signature,
         job=newest.job,
         finished=result is not None,
@@ -571,10 +596,47 @@ def _get_training_status(
         stage=stage,
         stages=newest.stages,
         submitted=newest.job in {job.id for job in files_snapshot.jobs} or bool(moving or result),
-        possible_nodes=()
-        if len(newest.node_counts) == 1 or result is not None or (scheduler and scheduler.state == "running")
-        else newest.node_counts,
+        possible_nodes=() if len(newest.node_counts) == 1 or result is not None or is_running else newest.node_counts,
     )
+    if not newest.sizes:
+        return status
+    return dataclasses.replace(status, spent=_compute_spent_and_rest(files_snapshot, newest, status, now=now))
+
+
+def _compute_spent_and_rest(
+    files_snapshot: Snapshot, newest: TrainTask, status: TrainingStatus, *, now: float
+) -> SpentAndRest:
+    """Return time and cost so far, and of the rest: by the pace of the running job, or else as predicted for each size."""
+    tasks = {task.id: task for task in files_snapshot.tasks_of(newest.job) if isinstance(task, TrainTask)}
+    attempts = [
+        attempt
+        for attempt in with_file_clock(files_snapshot, files_snapshot.attempts_of(newest.job))
+        if attempt.task in tasks
+    ]
+    end = None if status.finished or status.possible_nodes else now
+    seconds = [(tasks[attempt.task], attempt, attempt.count_seconds(end)) for attempt in attempts]
+    return SpentAndRest(
+        hours=sum(took for _, _, took in seconds) / 3600,
+        node_hours=sum((task.nodes + attempt.idle_nodes) * took for task, attempt, took in seconds) / 3600,
+        cost=sum(compute_attempt_cost(task, attempt, task.prediction, end) for task, attempt, _ in seconds),
+        rest=() if status.finished else tuple(_list_rests(newest, status)),
+        currency=newest.spec.pricing.currency,
+    )
+
+
+def _list_rests(task: TrainTask, status: TrainingStatus) -> Iterator[RestOfTraining]:
+    whole = status.epochs or status.samples_asked
+    done = status.epoch if status.epochs else status.samples
+    share = None if not whole else max(0.0, 1 - done / whole)
+    for size in task.sizes:
+        prediction = size.prediction
+        if size.nodes not in (status.possible_nodes or (task.nodes,)) or prediction is None or not prediction.hours:
+            continue
+        hours = None if share is None else compute_remaining_share(prediction, share) * prediction.hours
+        if status.eta is not None and not status.possible_nodes:
+            hours = status.eta / 3600
+        if hours is not None:
+            yield RestOfTraining(size.nodes, hours, hours / prediction.hours * prediction.cost)
 
 
 def _list_training_warnings(rows: Sequence[Mapping[str, Any]]) -> tuple[Diagnostic, ...]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tula_cli.show.tables import (
+    describe_cost,
     describe_place,
     format_or_dash,
     make_table,
@@ -34,7 +35,15 @@ if TYPE_CHECKING:
     from tula_cli.run.records.results import Branch, EvaluationRecord, StepChange
     from tula_cli.services.run_list import RunSummary
     from tula_cli.services.site_charges import SiteCharge
-    from tula_cli.services.status import JobState, JobStatus, RunStatus, StageStatus, TrainingStatus, TuningStatus
+    from tula_cli.services.status import (
+        JobState,
+        JobStatus,
+        RunStatus,
+        SpentAndRest,
+        StageStatus,
+        TrainingStatus,
+        TuningStatus,
+    )
 
 # --- status
 
@@ -63,6 +72,8 @@ def render_status(now: "RunStatus") -> Iterator["RenderableType"]:
     if now.training is not None:
         yield ""
         yield describe_training(now.training)
+        if now.training.spent is not None:
+            yield describe_spent_and_rest(now.training.spent)
         if now.training.tuning is not None and now.training.tuning.branches:
             yield ""
             yield make_branches_table(now.training.tuning.branches, now.training.tuning.chosen)
@@ -207,6 +218,17 @@ def describe_training(now: "TrainingStatus") -> str:
     elif now.eta is not None:
         parts.append(f"{format_duration(now.eta)} left")
     return ", ".join(parts)
+
+
+def describe_spent_and_rest(now: "SpentAndRest") -> str:
+    """Describe time and cost of a training so far, and as predicted for the rest."""
+    so_far = f"so far {format_duration(3600 * now.hours)}, {describe_cost(now.node_hours, now.cost, now.currency)}"
+    rests = [
+        f"{format_duration(3600 * rest.hours)}, {describe_cost(rest.nodes * rest.hours, rest.cost, now.currency)}"
+        f" on {format_count(rest.nodes)}"
+        for rest in now.rest
+    ]
+    return f"{so_far}; predicted for the rest: {' or '.join(rests)}" if rests else so_far
 
 
 def describe_progress_of_training(now: "TrainingStatus") -> str:

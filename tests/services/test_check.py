@@ -619,7 +619,7 @@ def test_the_logs_of_a_check_are_found(nodes):
 
 def test_checks_are_numbered_on_beyond_nine(nodes):
     for number in range(2, 13):
-        nodes.run.checks.mark_told(f"check-n002-{number - 1}")
+        nodes.run.checks.mark_reported(f"check-n002-{number - 1}")
         assert nodes.start().id == f"check-n002-{number}"
 
 
@@ -631,7 +631,7 @@ def test_a_check_with_other_settings_takes_the_place_of_one_that_waits(nodes):
 
 
 def test_a_check_that_was_refused_is_submitted_again(nodes, monkeypatch):
-    nodes.run.checks.mark_told(nodes.task.id)
+    nodes.run.checks.mark_reported(nodes.task.id)
     submit = nodes.launcher.submit
 
     def refuse(*_):

@@ -437,7 +437,7 @@ def test_the_parts_of_a_json_answer_are_never_made():
 def test_quiet_says_only_warnings():
     shown = screen(quiet=True)
     shown.note("note")
-    shown.aside(["aside"])
+    shown.print_aside(["aside"])
     shown.warn("twice")
     shown.warn("twice")
     assert shown.err.getvalue() == "warning: twice\n"

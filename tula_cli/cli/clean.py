@@ -71,7 +71,7 @@ def clean(
             else ["all runs have changed since then" if older else f"there are no runs in {root}"]
         )
         return screen.answer(show_clean.clean_data(run_spaces, None), shown)
-    screen.aside(show_clean.render_spaces(run_spaces, width=screen.width))
+    screen.print_aside(show_clean.render_spaces(run_spaces, width=screen.width))
     if not _confirm_deletion(screen, yes=yes):
         return screen.answer(show_clean.clean_data(run_spaces, None), ["nothing was deleted"])
     done = service.remove_files(run_spaces)

@@ -8,7 +8,7 @@ import typer
 
 from tula_cli import words
 from tula_cli.cli.options import CancelOnInterrupt, DryRun, Html, Yes, check_page
-from tula_cli.cli.runs import JobOrRun, confirm_unedited, say_type
+from tula_cli.cli.runs import JobOrRun, confirm_unedited, print_node_type
 from tula_cli.cli.waiting import follow_work, make_confirm, make_dependencies, make_inspector
 from tula_cli.errors import SpecError
 from tula_cli.options import ComparisonRequest, NodeType, Wait
@@ -88,7 +88,7 @@ def _show(
             "remove --show, or remove --methods, --batch and similar options",
         )
     run, comparison = session.load_comparison(runs, node_type=node_type)
-    say_type(screen, run)
+    print_node_type(screen, run)
     looks = launcher.make_launcher(run.spec, submits=False)
     _answer_with_table(screen, run, comparison, session.read_comparison_result(run, comparison, looks), html=html)
 

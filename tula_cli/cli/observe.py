@@ -84,4 +84,4 @@ def _show_report(screen: Screen, folder: Path, job: str, code: int) -> None:
     if screen.as_json:
         screen.answer({"exit_code": code, "jobs": reports}, ())
     elif reports:
-        screen.aside(["", *render_observations(reports)])
+        screen.print_aside(["", *render_observations(reports)])

@@ -154,7 +154,7 @@ def _render_answer(answer: "Answer", *, pareto: bool, every: bool, kept: bool) -
         answer.with_all_rows() if whole else answer.recommendation,
         pareto=pareto,
         every=whole,
-        more=show_recommend.describe_where_all_are(kept=kept) if every else show_recommend.MORE,
+        more=show_recommend.describe_saved_table(kept=kept) if every else show_recommend.MORE,
     )
 
 

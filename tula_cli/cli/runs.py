@@ -298,7 +298,7 @@ def _make_edited_error(screen: Screen, run: "RunDir", config_drift: "ConfigDrift
     )
 
 
-def say_type(screen: Screen, run: "Run") -> None:
+def print_node_type(screen: Screen, run: "Run") -> None:
     """Print the node type that a command is about, if the job has node types."""
     if run.type is not None:
         screen.note(f"node type {run.type}")

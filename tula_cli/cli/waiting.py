@@ -73,15 +73,15 @@ def _show_message(screen: Screen, event: "Note | WarningEvent | Planned | NodeCh
         case events.NodeCheckProgress(task, state):
             screen.note(show_check.describe_check_state(task, state))
         case events.ProfilePlanned(plans) | events.FirstJobPlanned(plans):
-            screen.aside(show_profile.render_plans(plans))
+            screen.print_aside(show_profile.render_plans(plans))
         case events.TrainPlanned(plan, links):
-            screen.aside(show_train.render_train_plan(plan, links=links))
+            screen.print_aside(show_train.render_train_plan(plan, links=links))
         case events.SeedsPlanned(campaign, missing):
-            screen.aside(show_train.render_seeds_plan(campaign, missing))
+            screen.print_aside(show_train.render_seeds_plan(campaign, missing))
         case events.EvaluationPlanned(task):
-            screen.aside(show_train.render_evaluation_plan(task))
+            screen.print_aside(show_train.render_evaluation_plan(task))
         case events.ComparePlanned(compared):
-            screen.aside(show_compare.render_compare_plan(compared))
+            screen.print_aside(show_compare.render_compare_plan(compared))
 
 
 def make_dependencies(inspect: "CachedInspection", confirm: "Callable[[Planned], bool]") -> "Dependencies":

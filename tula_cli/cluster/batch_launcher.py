@@ -85,7 +85,7 @@ class BatchLauncher:
             id=task.job,
             scheduler=self.kind,
             scheduler_id=ids[0],
-            nodes=task.own_nodes if isinstance(task, TrainTask) and task.sizes else task.nodes,
+            nodes=task.training_nodes if isinstance(task, TrainTask) and task.sizes else task.nodes,
             link_nodes=nodes if len(set(nodes)) > 1 else (),
             submitted_at=submitted_at,
             submissions=max(1, submissions) if queued else submissions + 1,

@@ -37,14 +37,16 @@ def list_chain_tasks(task: Task) -> Sequence[Task]:
         smallest = task.on_granted(task.sizes[0].nodes).prediction
         hours = None if smallest is None else smallest.hours
     links: list[Task] = []
-    for nodes in sorted({count for stage in task.stages if task.nodes <= (count := stage.nodes or 0) < task.own_nodes}):
+    for nodes in sorted(
+        {count for stage in task.stages if task.nodes <= (count := stage.nodes or 0) < task.training_nodes}
+    ):
         predicted_hours = None if predicted is None else predicted.hours_on(nodes)
         links += [task.model_copy(update={"nodes": nodes})] * _count_links_needed(
             task, predicted_hours, _get_time_limit_on_nodes(task, nodes), spare=1
         )
         hours = None if hours is None or predicted_hours is None else hours - predicted_hours
-    last_task = task.model_copy(update={"nodes": task.own_nodes})
-    limit = min(_get_time_limit_on_nodes(task, nodes) for nodes in {task.own_nodes, *task.node_counts})
+    last_task = task.model_copy(update={"nodes": task.training_nodes})
+    limit = min(_get_time_limit_on_nodes(task, nodes) for nodes in {task.training_nodes, *task.node_counts})
     needed = _count_links_needed(task, hours, limit, spare=SPARE_LINKS)
     links = links[: MAX_LINKS - 2] + [last_task] * min(max(2, needed), MAX_LINKS)
     return links[:MAX_LINKS]

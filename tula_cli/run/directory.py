@@ -108,11 +108,11 @@ class ClusterChecks:
     def report(self, task_id: str) -> ClusterReport | None:
         return read_record(self.path / f"{task_id}.json", TypeAdapter(ClusterReport))
 
-    def mark_told(self, task_id: str) -> None:
+    def mark_reported(self, task_id: str) -> None:
         """Record that the user has seen the outcome of a check, so that the next call starts a new one."""
         write_atomic(self.path / f"{task_id}.told", f"{time.time()}\n")
 
-    def is_told(self, task_id: str) -> bool:
+    def is_reported(self, task_id: str) -> bool:
         return (self.path / f"{task_id}.told").exists()
 
 
@@ -526,7 +526,7 @@ class Run(RunDir):
         run.spec = spec
         return run
 
-    def with_own_type(self) -> "Run":
+    def with_plain_type(self) -> "Run":
         """Return this run as it is called when no other run of the same type is compared with it."""
         run = copy.copy(self)
         run.type = self.part.type

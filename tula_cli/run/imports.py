@@ -103,7 +103,7 @@ def import_strings(spec: JobSpec) -> tuple[str, ...]:
     names = [
         spec.model.name,
         spec.dataset.name,
-        *spec.dataset.own_runs,
+        *spec.dataset.further_imports,
         spec.loss.name,
         spec.optimizer.name,
         spec.schedule.kind,

@@ -465,7 +465,7 @@ def _make_training_overview(run: RunDir, signature: str) -> TrainingOverview:
     return TrainingOverview(
         signature,
         ended=summary is not None,
-        nodes=summary.nodes if summary else task.own_nodes if task else None,
+        nodes=summary.nodes if summary else task.training_nodes if task else None,
         batch=summary.batch if summary else task.batch if task else None,
         attempts=len(attempts),
         hours=summary.actual_hours if summary else None,

@@ -305,7 +305,7 @@ def start_on_cluster(run: Run, launcher: Launcher, *, nodes: int) -> CheckTask:
 def _start_on_cluster(run: Run, launcher: Launcher, *, nodes: int) -> CheckTask:
     spec = run.spec
     tasks = sorted(run.check_tasks(), key=_check_number)
-    untold = [task for task in tasks if task.nodes == nodes and not run.checks.is_told(task.id)]
+    untold = [task for task in tasks if task.nodes == nodes and not run.checks.is_reported(task.id)]
     for task in [task for task in untold if task.spec != spec]:
         if (job := run.job(task.job)) is not None:
             _cancel_check(run, launcher, task, job)
@@ -394,7 +394,7 @@ def _cancel_hopeless(
 def _cancel_check(run: RunDir, launcher: Launcher, task: CheckTask, job: Job) -> None:
     run.cancel(job.id)
     launcher.cancel(run, job)
-    run.checks.mark_told(task.id)
+    run.checks.mark_reported(task.id)
 
 
 def _cancel_half_seen(run: RunDir, launcher: Launcher, task: CheckTask, job: Job) -> JobFailed:
@@ -417,7 +417,7 @@ def conclude_cluster(
     deadline = clock() + get_backend(job.scheduler).file_lag
     while not _has_all_reports(run, task, job) and clock() < deadline:
         sleep(POLL_INTERVALS[0])
-    run.checks.mark_told(task.id)
+    run.checks.mark_reported(task.id)
     report = run.checks.report(task.id)
     if report is None:
         failure, draft = _check_failure(run, task, job), run.checks.draft(task.id)

@@ -189,7 +189,7 @@ def check_balance_of_task(task: TrainTask, *, remaining_share: float) -> Balance
         task: the training, with its prediction.
         remaining_share: share of the training that remains.
     """
-    predicted, nodes = task.prediction, task.own_nodes
+    predicted, nodes = task.prediction, task.training_nodes
     if predicted is None:
         return check_balance(task.spec, nodes=nodes, hours=None)
     paid = remaining_share * predicted.all_node_hours / nodes

@@ -508,13 +508,15 @@ def continue_training(run: RunDir, task: TrainTask, recommendation: Recommendati
             f"the recommendation is based on training {continuation.signature}, which has other settings or code",
             "undo the change, or run tula recommend without --from-training",
         )
-    newest_task, target = tasks[-1], (task.own_nodes, task.batch)
+    newest_task, target = tasks[-1], (task.training_nodes, task.batch)
     update = {"job": newest_task.job, "signature": continuation.signature, "max_lr_factor": newest_task.max_lr_factor}
-    if any(later.attempt > continuation.attempt and (later.own_nodes, later.batch) == target for later in tasks):
+    if any(later.attempt > continuation.attempt and (later.training_nodes, later.batch) == target for later in tasks):
         return task.model_copy(update={**update, "id": newest_task.id, "attempt": newest_task.attempt})
     first_batch, *smaller = task.ladder
     rungs = (first_batch.model_copy(update={"prediction": recommendation.choice}), *smaller)
-    move = Move(nodes=task.own_nodes, batch=task.batch, nodes_before=newest_task.nodes, batch_before=newest_task.batch)
+    move = Move(
+        nodes=task.training_nodes, batch=task.batch, nodes_before=newest_task.nodes, batch_before=newest_task.batch
+    )
     return _as_next_attempt(newest_task, task.model_copy(update={**update, "ladder": rungs}), move)
 
 
@@ -529,7 +531,7 @@ def warn_interrupted_training(run: RunDir, task: TrainTask) -> list[Diagnostic]:
             newest is None
             or not samples
             or training.summary()
-            or (newest.own_nodes, newest.batch) != (task.own_nodes, task.batch)
+            or (newest.training_nodes, newest.batch) != (task.training_nodes, task.batch)
         ):
             continue
         keys = [key for key in compare_jobs(newest.spec, task.spec) if key.split(".")[0] not in _NOT_TRAINED_BY]

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tula_cli.show.tables import (
-    describe_learnt,
+    describe_measured_trainings,
     describe_place,
     get_configuration_key,
     get_offer_key,
@@ -151,7 +151,7 @@ def render_explanation(
         yield Text.from_ansi(plot)
     yield ""
     yield from (f"fit: {line}" for line in recommendation.fit.splitlines())
-    yield from describe_learnt(recommendation)
+    yield from describe_measured_trainings(recommendation)
     yield from (f"energy: {line}" for line in recommendation.power.splitlines())
     for kind, summaries in regressions.items():
         for each in summaries:
@@ -384,7 +384,7 @@ def _describe_left_out(recommendation: "Recommendation", more: str, *, pareto: b
     yield from [f"{shown} of {of} {what}; {more}"] if shown < of else ()
 
 
-def describe_where_all_are(*, kept: bool) -> str:
+def describe_saved_table(*, kept: bool) -> str:
     """Describe where to find configurations that no table shows; `kept` states whether results.csv was written."""
     return f"results.csv{'' if kept else ' (with --save)'} and --json contain all of them"
 

@@ -107,7 +107,7 @@ class Screen:
     def note(self, text: str) -> None:
         """Report progress on stderr, unless quiet."""
         if not self.quiet:
-            self._say(text)
+            self._print(text)
 
     def warn(self, warning: Diagnostic | str) -> None:
         """Print a warning unless it was printed before; the envelope contains it too."""
@@ -115,14 +115,14 @@ class Screen:
         if text not in self.warnings:
             self.warnings.append(text)
             self.diagnostics += [warning] if isinstance(warning, Diagnostic) else []
-            self._say(f"warning: {text}")
+            self._print(f"warning: {text}")
 
     def warn_all(self, warnings: Iterable[Diagnostic | str]) -> None:
         """Print warnings about an answer; to be called after it, because they would be overlooked above a long table."""
         for warning in warnings:
             self.warn(warning)
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         """Write to stderr; on a terminal, wrap at spaces and print above a live display."""
         text = without_controls(text)
         if self.drawn is not None:
@@ -164,7 +164,7 @@ class Screen:
             print_part(console, part)
         self.out.flush()  # warnings follow on stderr, which may be the same file
 
-    def aside(self, parts: Iterable["RenderableType"]) -> None:
+    def print_aside(self, parts: Iterable["RenderableType"]) -> None:
         """Show parts that do not belong to the answer on stderr."""
         if not self.quiet:
             console = self._console(self.err)

@@ -190,7 +190,7 @@ def format_or_dash(value: float | None) -> str:
     return "-" if value is None else format_number(value, 4)
 
 
-def describe_learnt(recommendation: "Recommendation") -> Iterator[str]:
+def describe_measured_trainings(recommendation: "Recommendation") -> Iterator[str]:
     """Describe the step times measured by trainings, and which trainings the fit leaves out."""
     for (nodes, batch), steps_here in itertools.groupby(
         recommendation.trainings, key=lambda steps: (steps.nodes, steps.batch)

@@ -89,8 +89,8 @@ def render_seeds(report: "SeedsReport") -> Iterator["RenderableType"]:
 def _describe_bins(task: "TrainTask") -> Iterator[str]:
     """Report if the site's limit for this node count is shorter than the job's time limit."""
     slurm = task.spec.cluster.slurm
-    if slurm is not None and (allowed := slurm.job_minutes(task.own_nodes)) < slurm.minutes:
-        on = format_count(task.own_nodes)
+    if slurm is not None and (allowed := slurm.job_minutes(task.training_nodes)) < slurm.minutes:
+        on = format_count(task.training_nodes)
         yield f"a job runs for at most {allowed} min: the limit of the site for {on} (cluster.slurm.limits)"
 
 
@@ -168,14 +168,14 @@ def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     from tula_cli.spec.scripts.placeholders import get_program_name
 
     task, predicted = plan.task, plan.prediction
-    local = task.batch // (task.own_nodes * task.spec.cluster.gpus_per_node)
+    local = task.batch // (task.training_nodes * task.spec.cluster.gpus_per_node)
     if len(task.sizes) > 1:
         counts = describe_node_counts(task.node_counts)
         yield f"train at batch {task.batch} on {counts}, as many as each job is granted, {plan.source}"
         yield from _describe_job_sizes(task)
     else:
         only = "the only usable number of nodes in the range, " * len(task.sizes)
-        yield f"train on {describe_configuration(task.own_nodes, task.batch, local)}, {only}{plan.source}"
+        yield f"train on {describe_configuration(task.training_nodes, task.batch, local)}, {only}{plan.source}"
     length = describe_train_length(task.spec)
     started = "" if task.spec.script is None else f" of {get_program_name(task.spec.script.command)}"
     yield f"{length}{started}, method {task.spec.train.method}, run train-{task.signature}"

@@ -217,7 +217,7 @@ class Dataset(Section):
         return self
 
     @property
-    def own_runs(self) -> tuple[str, ...]:
+    def further_imports(self) -> tuple[str, ...]:
         """The import strings of the dataset other than its name."""
         names = (import_string_of(getattr(self, key), key) for key in OWN_PARTS)
         return tuple(name for name in names if name)

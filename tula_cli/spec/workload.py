@@ -35,7 +35,7 @@ class Workload:
         return f"{self.spec.model.name} on {self.spec.dataset.name}"
 
     @property
-    def own_metrics(self) -> tuple[str, ...]:
+    def reported_metrics(self) -> tuple[str, ...]:
         """The metrics that it reports in place of tula's; the first one is compared."""
         return ()
 
@@ -82,7 +82,7 @@ class UserScript(Workload):
         return get_program_name(self.script.command)
 
     @property
-    def own_metrics(self) -> tuple[str, ...]:
+    def reported_metrics(self) -> tuple[str, ...]:
         return tuple(self.script.metric)
 
     @property

@@ -223,7 +223,7 @@ def test_a_training_begins_on_the_nodes_of_its_first_stage_by_what_was_predicted
     chosen = [stage.nodes or 8 for stage in subject.predict(Config(8, 256)).stages]
     assert [stage.nodes for stage in result.stages] == [*chosen, 8]
     assert [stage.begin for stage in result.stages] == [0, 6400, 12_800, 19_200]
-    assert (result.nodes, result.own_nodes) == (chosen[0], 8)
+    assert (result.nodes, result.training_nodes) == (chosen[0], 8)
     assert result.next_stage is not None and result.next_stage.nodes > result.nodes
     named = job(ramp=[{"epochs": 1, "batch": 32, "nodes": 2}, {"epochs": 1, "batch": 64}])
     expected_value = move_task_to_stage_nodes(task(named, None), samples=0)

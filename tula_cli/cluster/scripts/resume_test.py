@@ -218,7 +218,7 @@ class ResumeTest(ScriptProgram):
     def _first_length(self) -> Length:
         """Return the length of the first start: shortened if the command takes a length and saves early."""
         script = get_script(self.task.spec)
-        if not self._length_is_told:
+        if not self._is_length_known:
             return script.length
         if script.length.epochs is not None:
             return Length(epochs=min(EPOCHS, script.length.epochs))
@@ -230,7 +230,7 @@ class ResumeTest(ScriptProgram):
         )
 
     @property
-    def _length_is_told(self) -> bool:
+    def _is_length_known(self) -> bool:
         return bool({"epochs", "steps", "samples"} & set(find_placeholders(get_script(self.task.spec).command)))
 
     def _repeat_beginning(self, begins: Sequence[ObservedStart], remaining: float) -> tuple[Length, int] | None:
@@ -249,7 +249,7 @@ class ResumeTest(ScriptProgram):
     def _fitted_length(self, begin: ObservedStart) -> Length | None:
         """Return 1.5 times the length up to the first checkpoint if the whole is more than twice as long, or None."""
         saved = begin.saved_samples
-        if not (self._length_is_told and saved and begin.length.epochs is None and begin.whole):
+        if not (self._is_length_known and saved and begin.length.epochs is None and begin.whole):
             return None
         return Length(samples=math.ceil(1.5 * saved)) if begin.whole > 2 * saved else None
 

@@ -532,28 +532,30 @@ def ask_site_facts(ask: Call = call_slurm) -> SiteFacts:
     """
     silent: dict[str, str] = {}
 
-    def told(*command: str) -> str | None:
+    def run_command(*command: str) -> str | None:
         answer = ask(*command, patience=COMMAND_TIMEOUT)
         if not answer.ok:
             silent.setdefault(command[0], answer.complaint.splitlines()[-1] if answer.complaint else "it says nothing")
         return answer.text if answer.ok else None
 
-    told("sbatch", "--version")
-    told("squeue", "--noheader", f"--user={pwd.getpwuid(os.getuid()).pw_name}", "--format=%i")
-    told("sacct", "--noheader", "--parsable2", "--allocations", "--starttime=now", "--format=JobID")
-    partitions = ask_partitions(lambda *command: told(*command) or "")
+    run_command("sbatch", "--version")
+    run_command("squeue", "--noheader", f"--user={pwd.getpwuid(os.getuid()).pw_name}", "--format=%i")
+    run_command("sacct", "--noheader", "--parsable2", "--allocations", "--starttime=now", "--format=JobID")
+    partitions = ask_partitions(lambda *command: run_command(*command) or "")
     if not partitions:
         silent.setdefault("sinfo", "it lists no partition")
         return SiteFacts((), silent)
     return SiteFacts(
         partitions,
         silent,
-        qos=_parse_qos(told(*ALL_QOS)),
-        accounts=parse_first_fields(told("sacctmgr", "--noheader", "--parsable2", "show", "account", "format=Account")),
-        features=_parse_features(told("sinfo", "--noheader", "--exact", "--format=%P|%f") or ""),
-        reservations=_parse_reservations(reservations := told(*RESERVATIONS)),
+        qos=_parse_qos(run_command(*ALL_QOS)),
+        accounts=parse_first_fields(
+            run_command("sacctmgr", "--noheader", "--parsable2", "show", "account", "format=Account")
+        ),
+        features=_parse_features(run_command("sinfo", "--noheader", "--exact", "--format=%P|%f") or ""),
+        reservations=_parse_reservations(reservations := run_command(*RESERVATIONS)),
         maintenance=tuple(parse_maintenance_windows(reservations or "")),
-        all_partitions=parse_first_fields(told(*ALL_PARTITIONS)),
+        all_partitions=parse_first_fields(run_command(*ALL_PARTITIONS)),
     )
 
 

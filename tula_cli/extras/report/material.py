@@ -76,13 +76,13 @@ class Material:
         return self.parts[0].run.spec
 
     @property
-    def own_runs(self) -> list[RunMaterial]:
+    def trainable_runs(self) -> list[RunMaterial]:
         """The parts that can train: those at the job's own sequence length."""
         return [run_material for run_material in self.parts if run_material.run.length is None]
 
     @property
     def measured(self) -> list[Measured]:
-        return [probe for run_material in self.own_runs for probe in run_material.measured]
+        return [probe for run_material in self.trainable_runs for probe in run_material.measured]
 
     @cached_property
     def choice(self) -> Prediction | None:
@@ -237,14 +237,14 @@ class TrainingMaterial:
         Preferred are `train.best_checkpoint`, top1 and perplexity, in this order, or the metrics of a script.
         """
         requested_metric, epochs = self.task.spec.train.best_checkpoint.metric, self.rows_of_kind("epoch")
-        names = get_workload(self.task.spec).own_metrics or (requested_metric, "top1", "perplexity")
+        names = get_workload(self.task.spec).reported_metrics or (requested_metric, "top1", "perplexity")
         logged = (name for name in names if any(get_metric_value(row, name) is not None for row in epochs))
         return next(logged, "eval_loss")
 
 
 def list_newest_trainings(material: Material) -> list[TrainingMaterial]:
     """Return the newest training of each part; one that belongs to a comparison only if there is no other."""
-    return [training for run_material in material.own_runs for training in _find_newest_training(run_material)]
+    return [training for run_material in material.trainable_runs for training in _find_newest_training(run_material)]
 
 
 def _find_newest_training(run_material: RunMaterial) -> Iterator[TrainingMaterial]:

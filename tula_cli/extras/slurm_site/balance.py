@@ -190,7 +190,7 @@ def check_balance(
         return BalanceCheck(
             balance.account,
             balance.limits,
-            _describe_left(balance),
+            _describe_missing_limit(balance),
             unknown="the duration is unknown because nothing was measured",
         )
     if uncounted := sorted({limit.tres for limit in balance.limits} - {"billing"}) if not bill.tres else []:
@@ -200,7 +200,7 @@ def check_balance(
     most = compute_needed_minutes(bill, nodes=nodes, hours=max(hours, at_most or 0.0))
     tight = [limit for limit in balance.limits if most.get(limit.tres, 0.0) > 0]
     if not tight:
-        return BalanceCheck(balance.account, balance.limits, _describe_left(balance), unknown=balance.unseen)
+        return BalanceCheck(balance.account, balance.limits, _describe_missing_limit(balance), unknown=balance.unseen)
     worst = min(tight, key=lambda limit: limit.remaining / most[limit.tres])
     return BalanceCheck(
         account=balance.account,
@@ -212,7 +212,7 @@ def check_balance(
     )
 
 
-def _describe_left(balance: Balance) -> str:
+def _describe_missing_limit(balance: Balance) -> str:
     if balance.unseen:
         return f"unknown: {balance.unseen}"
     return f"account {balance.account} has no limit for this (GrpTRESMins)"

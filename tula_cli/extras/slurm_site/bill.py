@@ -477,7 +477,7 @@ def compare_with_prediction(billed: BilledJobs, task: TrainTask) -> SiteCharge:
         predicted=None if predicted is None else predicted.cost,
         jobs=billed.jobs,
         billing_hours=billed.billing_hours,
-        predicted_billing=compute_hourly_charge(pricing, task.own_nodes) / factors if factors else None,
+        predicted_billing=compute_hourly_charge(pricing, task.training_nodes) / factors if factors else None,
         billings=billed.billings,
         open=billed.open,
     )

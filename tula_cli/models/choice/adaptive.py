@@ -212,7 +212,7 @@ class _Problem:
         fastest = int(np.argmin(seconds))
         return float(seconds[fastest]) * self.candidates[fastest].size
 
-    def worth(self, belief: _Belief, choices: Sequence[int], index: int) -> float:
+    def compute_benefit(self, belief: _Belief, choices: Sequence[int], index: int) -> float:
         """Return the expected improvement of the decisions by a probe over `choices`, as a share of time or cost."""
         gain = belief.gain(index)
         outcomes = belief.mean + _OUTCOMES[:, None] * gain
@@ -280,16 +280,16 @@ def _round(
     remaining = [index for index in range(len(open_)) if open_[index]]
     choices = problem.choices(belief.mean)  # what comes out as expected changes none of them
     while remaining:
-        worths = np.array([problem.worth(belief, choices, index) for index in remaining])
+        benefits = np.array([problem.compute_benefit(belief, choices, index) for index in remaining])
         costs = np.array([_count_node_seconds(problem.candidates[index], started) for index in remaining])
-        pays = (worths >= tolerance * _LEAST) & (_REALISED * worths * training >= costs)
-        rates = np.where(pays, worths / costs, 0.0)
+        pays = (benefits >= tolerance * _LEAST) & (_REALISED * benefits * training >= costs)
+        rates = np.where(pays, benefits / costs, 0.0)
         best = int(np.argmax(rates))
         if rates[best] <= 0:
             return
         index = remaining.pop(best)
         candidate = problem.candidates[index]
-        yield ProbeChoice(candidate, describe_pick(candidate, belief, index, float(worths[best])))
+        yield ProbeChoice(candidate, describe_pick(candidate, belief, index, float(benefits[best])))
         started.add((candidate.nodes, candidate.gpus_per_node))
         belief = belief.after(index)
 

@@ -295,11 +295,11 @@ def _choose_least(rows: Candidates, curve: Quantity, among: str) -> Choice:
     what = _LEAST[curve]
     count = f"the only {among} configuration" if len(rows) == 1 else f"of {len(rows)} {among} configurations"
     reason = f"the {what} {count}{_describe_noise_range(rows, curve)}" if len(rows) > 1 else count
-    reason += _describe_passed_over(best, rows, curve) + _as_good(best, rows, curve)
+    reason += _describe_uncertain_alternative(best, rows, curve) + _as_good(best, rows, curve)
     return Choice(best, reason, tuple(others))
 
 
-def _describe_passed_over(chosen: Prediction, rows: Candidates, curve: Quantity) -> str:
+def _describe_uncertain_alternative(chosen: Prediction, rows: Candidates, curve: Quantity) -> str:
     """Describe the configuration that is forecast to be better than the chosen one but is too uncertain to rely on."""
     least = rows.prediction(int(np.lexsort((rows["batch"], rows["nodes"], rows[_COLUMNS[curve]]))[0]))
     saved = (

@@ -109,8 +109,8 @@ def list_allowed_stage_nodes(spec: JobSpec, batch: int, *, nodes: int) -> tuple[
     counts = sorted({count for count in spec.search.nodes if count < nodes})
     fewer = [count for count in counts if batch % compute_batch_divisor(spec, count) == 0]
     roomy = [count for count in fewer if batch // compute_batch_divisor(spec, count) >= MIN_NORMALISED]
-    own_nodes = [nodes] if batch % compute_batch_divisor(spec, nodes) == 0 else []
-    return (*(roomy or fewer[:1] * (not own_nodes)), *own_nodes)
+    training_nodes = [nodes] if batch % compute_batch_divisor(spec, nodes) == 0 else []
+    return (*(roomy or fewer[:1] * (not training_nodes)), *training_nodes)
 
 
 def compute_batch_divisor(spec: JobSpec, nodes: int) -> int:

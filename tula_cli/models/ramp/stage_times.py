@@ -156,17 +156,17 @@ class StageTimes:
         pairs = sorted({(count, stage_batch) for (_, stage_batch), counts_ in options.items() for count in counts_})
         known = self._predict_pairs(pairs)
         startup = self.startup(nodes, batch)
-        for row, own_nodes in enumerate(nodes.tolist()):
+        for row, training_nodes in enumerate(nodes.tolist()):
             present = np.flatnonzero(batches[row, :-1])
             choices = [
                 {
                     count: counts[row, column] * known.get((count, int(batches[row, column])), steps.seconds[row])
-                    for count in options[own_nodes, int(batches[row, column])]
+                    for count in options[training_nodes, int(batches[row, column])]
                 }
                 for column in present.tolist()
             ]
-            if any(len(choice) > 1 for choice in choices) or any(own_nodes not in choice for choice in choices):
-                own = {own_nodes: counts[row, -1] * steps.seconds[row]}
+            if any(len(choice) > 1 for choice in choices) or any(training_nodes not in choice for choice in choices):
+                own = {training_nodes: counts[row, -1] * steps.seconds[row]}
                 change = Change(float(startup[row]), self.queue)
                 stage_nodes[row, present] = choose_stage_nodes([*choices, own], change, by=self.by)[:-1]
         return stage_nodes
@@ -174,13 +174,14 @@ class StageTimes:
     def _list_options(self, nodes: Ints, batches: Ints) -> dict[tuple[int, int], Sequence[int]]:
         """Return the numbers of nodes on which a stage may run, by the nodes of its training and its batch."""
         pairs = {
-            (own_nodes, stage_batch)
-            for own_nodes, row in zip(nodes.tolist(), batches[:, :-1].tolist(), strict=True)
+            (training_nodes, stage_batch)
+            for training_nodes, row in zip(nodes.tolist(), batches[:, :-1].tolist(), strict=True)
             for stage_batch in row
             if stage_batch
         }
         return {
-            (own_nodes, stage_batch): self._nodes_of_stage(own_nodes, stage_batch) for own_nodes, stage_batch in pairs
+            (training_nodes, stage_batch): self._nodes_of_stage(training_nodes, stage_batch)
+            for training_nodes, stage_batch in pairs
         }
 
     def _nodes_of_stage(self, nodes: int, batch: int) -> Sequence[int]:

@@ -229,14 +229,14 @@ class TrainTask(BaseTask):
         return tuple(size.nodes for size in self.sizes) or (self.nodes,)
 
     @property
-    def own_nodes(self) -> int:
+    def training_nodes(self) -> int:
         """The nodes of the training: the most that it is granted, or those on which its last stage runs."""
         return (self.stages[-1].nodes if self.stages else None) or self.node_counts[-1]
 
     @property
     def signed_nodes(self) -> int | None:
         """The number of nodes that is part of the training's signature; None if it runs on what it is granted."""
-        return None if self.sizes else self.own_nodes
+        return None if self.sizes else self.training_nodes
 
     def on_granted(self, nodes: int) -> "TrainTask":
         """Return this task on the largest of its sizes for which `nodes` nodes suffice; unchanged if it has no sizes."""

@@ -95,7 +95,7 @@ def read_outcome(run: RunDir | Snapshot, cell: Cell, spec: JobSpec) -> Outcome |
     summary = training.summary()
     if summary is None:
         return None if training.diverged() is None else Outcome(cell, None)
-    of_script = next(iter(get_workload(spec).own_metrics), "")
+    of_script = next(iter(get_workload(spec).reported_metrics), "")
     metric = of_script or ("top1" if "top1" in summary.metrics else "loss")
     value = summary.metrics.get("eval_loss" if metric == "loss" and not of_script else metric)
     if value is None or (not of_script and "eval_loss" not in summary.metrics):  # the loss was not finite

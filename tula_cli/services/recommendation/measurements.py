@@ -66,7 +66,7 @@ class TypeMeasurements:
 
     def with_type_of_run(self) -> "TypeMeasurements":
         """Return these measurements under the node type that later commands give the run."""
-        return replace(self, run=self.run.with_own_type())
+        return replace(self, run=self.run.with_plain_type())
 
     @property
     def prefix(self) -> str:
@@ -449,10 +449,10 @@ def find_noise_near_tenth(trainings: Iterable[TrainingRun], *, reference: int, e
     """
     rows = [row for row in _list_noise_rows(trainings) if row["epoch"] > 0]
 
-    def off(row: dict[str, Any]) -> tuple[bool, float]:
+    def compute_distance(row: dict[str, Any]) -> tuple[bool, float]:
         return row["batch"] != reference, abs(math.log(row["epoch"] / (EARLY_SHARE * epochs)))
 
-    for row in sorted(rows, key=off):
+    for row in sorted(rows, key=compute_distance):
         noise = estimate_noise_scale([GradientStats.model_validate(row["stats"])])
         if noise is not None:
             return replace(noise, epoch=float(row["epoch"]))

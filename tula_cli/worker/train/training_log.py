@@ -97,7 +97,7 @@ class TrainingLog:
         self.add("environment", **self._environment())
         at = f"from sample {trainer.position.samples}" if trainer.position.samples else "from the beginning"
         beta2_text = f", beta2 {trainer.beta2s[0]:.6g}" if trainer.beta2s else ""
-        later = f" (of {task.own_nodes} later)" * (task.own_nodes != task.nodes and not task.sizes)
+        later = f" (of {task.training_nodes} later)" * (task.training_nodes != task.nodes and not task.sizes)
         self._print(
             f"training on {format_count(task.nodes)}{later}, batch {task.batch}{beta2_text}, {at}"
             + f": {cause}" * bool(cause)

@@ -33,6 +33,7 @@ from tula_cli.run.records.results import Comparison
 from tula_cli.services import compare as services_compare
 from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import trainings
+from tula_cli.services.comparison.accuracy import CompareReport
 from tula_cli.services.document import Document, Fact
 
 
@@ -125,9 +126,14 @@ def test_the_page_of_a_language_model_draws_loss_and_perplexity(run: RunDir) -> 
     assert f"<td>{plain.mean:.3f}</td>" in render_page(result)
 
 
+def make_document(report: CompareReport) -> Document:
+    sections = tuple(comparison_document.build_comparison_sections(report, []))
+    return Document("own: comparison", "", report.answer, "", (), sections)
+
+
 def test_a_script_is_compared_by_its_own_metric(tmp_path: Path) -> None:
     report = compared(tmp_path, TrainsScripts(), script_job(), methods=("lbt", "lrs", "sqrt"), seeds=2)
-    result = comparison_document.build_comparison_document(report, [], [], spec=script_job(), run_id="own", at=0.0)
+    result = make_document(report)
     columns = [column.title for column in result.sections[0].tables[0].columns]
     assert {"acc", "best acc"} <= set(columns) and "top-1" not in columns
     assert "<td>0.7050</td>" in render_page(result)
@@ -135,7 +141,7 @@ def test_a_script_is_compared_by_its_own_metric(tmp_path: Path) -> None:
 
 def test_a_metric_that_no_training_told_has_no_number(tmp_path: Path) -> None:
     report = compared(tmp_path, TrainsScripts(told=False), script_job(), methods=("lbt",), seeds=1, controls=False)
-    result = comparison_document.build_comparison_document(report, [], [], spec=script_job(), run_id="own", at=0.0)
+    result = make_document(report)
     assert "acc" not in [column.title for column in result.sections[0].tables[0].columns]
 
 

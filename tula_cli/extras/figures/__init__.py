@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 class Figures:
     """This package as reports use it: `PaperFigures`."""
 
-    def build_gradient_figures(self, curves: "Sequence[GradientCurve]", *, prefix: str = "") -> "Iterator[Figure]":
+    def build_gradient_figures(self, curves: "Sequence[GradientCurve]") -> "Iterator[Figure]":
         from tula_cli.extras.figures.gradients import build_gradient_figures
 
-        return build_gradient_figures(curves, prefix=prefix)
+        return build_gradient_figures(curves)
 
 
 package = Figures()

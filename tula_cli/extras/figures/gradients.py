@@ -51,37 +51,35 @@ OF_CURVATURE = (
 )  # fmt: skip
 
 
-def build_gradient_figures(curves: Sequence[GradientCurve], *, prefix: str = "") -> Iterator[Figure]:
-    """Yield a figure per logged quantity against samples seen; `prefix` is put before the figure keys.
+def build_gradient_figures(curves: Sequence[GradientCurve]) -> Iterator[Figure]:
+    """Yield a figure per logged quantity against samples seen.
 
     Recorded steps of a single training take the place of the medians of its epochs.
     """
     steps = curves[0].steps if len(curves) == 1 else None
-    of_steps = (
-        {} if steps is None else {figure.key: figure for figure in _build_step_figures(steps, curves[0].name, prefix)}
-    )
+    of_steps = {} if steps is None else {figure.key: figure for figure in _build_step_figures(steps, curves[0].name)}
     for quantity in OF_EPOCHS:
-        drawn = of_steps.pop(f"{prefix}{quantity.key}", None)
-        yield from _draw_quantity(quantity, curves, lambda curve: curve.epochs, prefix) if drawn is None else [drawn]
-    yield from _build_eigenvalue_figure(curves, prefix)
+        drawn = of_steps.pop(quantity.key, None)
+        yield from _draw_quantity(quantity, curves, lambda curve: curve.epochs) if drawn is None else [drawn]
+    yield from _build_eigenvalue_figure(curves)
     for quantity in OF_CURVATURE:
-        yield from _draw_quantity(quantity, curves, lambda curve: curve.curvature, prefix)
+        yield from _draw_quantity(quantity, curves, lambda curve: curve.curvature)
     yield from of_steps.values()
     first_curves = {curve.name: curve for curve in reversed(curves)}
     for name, curve in first_curves.items():
         suffix = f"_{re.sub(r'[^A-Za-z0-9]+', '_', name)}" if len(first_curves) > 1 else ""
-        yield from _build_factor_density(curve, key=f"{prefix}factors{suffix}")
+        yield from _build_factor_density(curve, key=f"factors{suffix}")
 
 
 def _draw_quantity(
-    quantity: Quantity, curves: Sequence[GradientCurve], rows: Callable[[GradientCurve], Sequence[Row]], prefix: str
+    quantity: Quantity, curves: Sequence[GradientCurve], rows: Callable[[GradientCurve], Sequence[Row]]
 ) -> Iterator[Figure]:
     series = list(make_mean_series(curves, rows, quantity.path))
     if quantity.ends is not None and len(curves) == 1 and series:
         series = [_with_spread(series[0], rows(curves[0]), quantity)]
     if series:
         scale = choose_scale((y for one_series in series for y in one_series.y), span=1) if quantity.log else "linear"
-        yield Figure(f"{prefix}{quantity.key}", quantity.title, quantity.caption, "samples seen", quantity.label, tuple(series), y_scale=scale, paper=quantity.paper)  # fmt: skip
+        yield Figure(quantity.key, quantity.title, quantity.caption, "samples seen", quantity.label, tuple(series), y_scale=scale, paper=quantity.paper)  # fmt: skip
 
 
 def _with_spread(series: Series, rows: Sequence[Row], quantity: Quantity) -> Series:
@@ -92,7 +90,7 @@ def _with_spread(series: Series, rows: Sequence[Row], quantity: Quantity) -> Ser
     return replace(series, low=low, high=high)
 
 
-def _build_eigenvalue_figure(curves: Sequence[GradientCurve], prefix: str) -> Iterator[Figure]:
+def _build_eigenvalue_figure(curves: Sequence[GradientCurve]) -> Iterator[Figure]:
     """Yield the largest eigenvalue of the Hessian together with the gradient norm on the same samples."""
     named = {"largest eigenvalue": "eigenvalue", "gradient norm": "gradient_norm"}
     several = len({curve.name for curve in curves}) > 1
@@ -105,7 +103,7 @@ def _build_eigenvalue_figure(curves: Sequence[GradientCurve], prefix: str) -> It
     if series:
         scale = choose_scale((y for one_series in series for y in one_series.y), span=1)
         yield Figure(
-            f"{prefix}eigenvalue", "Largest Hessian eigenvalue and gradient norm", "Both on the same training samples (train.diagnostics: hessian).",
+            "eigenvalue", "Largest Hessian eigenvalue and gradient norm", "Both on the same training samples (train.diagnostics: hessian).",
             "samples seen", "eigenvalue, norm", tuple(series), y_scale=scale, paper="Figure 5",
         )  # fmt: skip
 
@@ -166,7 +164,7 @@ CAPTION = (
 )
 
 
-def _build_step_figures(steps: StepSeries, name: str, prefix: str) -> Iterator[Figure]:
+def _build_step_figures(steps: StepSeries, name: str) -> Iterator[Figure]:
     """Yield figures of the recorded steps of a training against samples seen; nothing if no steps were recorded."""
     quantities = (
         ("gradient_norm", "Gradient norm", "norm of the gradient", "Figure 5", (steps.norm, steps.norm_low, steps.norm_high)),
@@ -180,7 +178,7 @@ def _build_step_figures(steps: StepSeries, name: str, prefix: str) -> Iterator[F
             if mean is not None and low is not None and high is not None
         ]
         if rows:
-            yield _build_step_figure(f"{prefix}{key}", title, label, paper, name, join_neighbours(rows))
+            yield _build_step_figure(key, title, label, paper, name, join_neighbours(rows))
 
 
 def join_neighbours(rows: Spreads) -> Spreads:

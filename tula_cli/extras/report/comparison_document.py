@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tula_cli.extras.report.values import (
@@ -36,7 +37,7 @@ Environment = Mapping[str, Any]
 
 
 def build_document_of_comparison(run: Run, comparison: Comparison, report: CompareReport, *, at: float) -> Document:
-    """Build the document of a comparison, including facts about the job, the seeds, the hardware and the software.
+    """Build the document of a comparison.
 
     Args:
         run: the run in which the comparison was trained.
@@ -44,34 +45,13 @@ def build_document_of_comparison(run: Run, comparison: Comparison, report: Compa
         report: table of the comparison.
         at: time shown as the creation time of the document, in Unix seconds.
     """
+    spec = run.spec
+    # Trainings may have run on several kinds of hardware.
     environments = [row for cell in comparison.cells for row in run.training(cell.signature).metrics("environment")]
-    curves = accuracy.read_training_curves(run, comparison)
-    return build_comparison_document(report, curves, environments, spec=run.spec, run_id=run.id, at=at)
-
-
-def build_comparison_document(
-    report: CompareReport,
-    curves: Sequence[TrainingCurve],
-    environments: Sequence[Environment],
-    *,
-    spec: JobSpec,
-    run_id: str,
-    at: float,
-) -> Document:
-    """Build the document of a comparison.
-
-    Args:
-        report: table of the comparison.
-        curves: what every training logged at the end of its epochs.
-        environments: where the trainings ran; it may have been on several kinds of hardware.
-        spec: the job.
-        run_id: name of the run.
-        at: time shown as the creation time of the document, in Unix seconds.
-    """
     methods = list(dict.fromkeys(row.method for row in report.rows if not row.reference))
     batches = sorted({row.batch for row in report.rows if not row.reference})
     sizes = f"{'batch' if len(batches) == 1 else 'batches'} {', '.join(map(str, batches))}"
-    seeds = sorted({cell.cell.seed for row in report.rows for cell in row.cells})
+    seeds = sorted({cell.seed for cell in comparison.cells})
     versions = dict.fromkeys(filter(None, map(describe_software, environments)))
     trained = f"{report.finished} of {format_count(report.total, 'training')}, on {format_count(report.nodes)}"
     facts = {
@@ -80,7 +60,7 @@ def build_comparison_document(
         "software": "; ".join(versions) or "not recorded yet",
         "trained": trained,
         "length": describe_train_length(spec),
-        "run": run_id,
+        "run": run.id,
     }
     return Document(
         f"{spec.name}: comparison",
@@ -89,7 +69,7 @@ def build_comparison_document(
         report.answer,
         f"{format_moment(at)}, tula {__version__}",
         (*list_job_facts(spec), *(Fact(name, value) for name, value in facts.items() if value)),
-        tuple(build_comparison_sections(report, curves)),
+        tuple(build_comparison_sections(report, accuracy.read_training_curves(run, comparison))),
     )
 
 
@@ -276,4 +256,5 @@ def _build_diagnostic_figures(curves: Sequence[TrainingCurve]) -> Iterator[Figur
     if (paper_figures := find_paper_figures()) is not None:
         batch = max((curve.cell.batch for curve in curves), default=0)
         shown = [curve for curve in curves if curve.cell.batch == batch or curve.cell.reference]
-        yield from paper_figures.build_gradient_figures(list(map(_make_gradient_curve, shown)), prefix="compare_")
+        for figure in paper_figures.build_gradient_figures(list(map(_make_gradient_curve, shown))):
+            yield replace(figure, key=f"compare_{figure.key}")

@@ -4,10 +4,12 @@ import html
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
+from operator import itemgetter
 
 from tula_cli.extras.report import formats, svg
 from tula_cli.extras.report.formats import list_figure_rows
 from tula_cli.extras.report.svg import remove_control_characters, render_svg, require_matplotlib
+from tula_cli.extras.report.values import build_table
 from tula_cli.services.document import Cell, Column, Document, Fact, Figure, Section, Table
 from tula_cli.words import format_count
 
@@ -214,17 +216,12 @@ def _render_figure(figure: Figure, number: int, looks: Mapping[str, int]) -> Ite
 def make_figure_numbers(figure: Figure) -> Table:
     """Return the data of a figure as a table, without empty columns."""
     head, *rows = list_figure_rows(figure)
-    shown = [place for place in range(len(head)) if any(row[place] not in (None, "") for row in rows)]
-    columns = [
-        Column(
-            str(head[place]),
-            align="left" if any(isinstance(row[place], str) for row in rows) else "right",
-            digits=_DIGITS,
-        )
-        for place in shown
+    is_text = [any(isinstance(row[place], str) for row in rows) for place in range(len(head))]
+    fields = [
+        (Column(str(title), align="left" if is_text[place] else "right", digits=_DIGITS), itemgetter(place))
+        for place, title in enumerate(head)
     ]
-    shown_rows = tuple(tuple(row[place] for place in shown) for row in rows)
-    return Table(f"{figure.key}-numbers", f"{figure.title}: numbers", tuple(columns), shown_rows)
+    return build_table(f"{figure.key}-numbers", f"{figure.title}: numbers", rows, fields)
 
 
 # --- tables

@@ -796,11 +796,9 @@ def build_gradients_section(material: Material) -> Section:
     if paper_figures is None:
         return replace(section, missing=WITHOUT_FIGURES)
     figures = tuple(
-        figure
+        replace(figure, key=training.part.name_key(figure.key))
         for training in trainings
-        for figure in paper_figures.build_gradient_figures(
-            [_make_gradient_curve(training)], prefix=_make_prefix(training)
-        )
+        for figure in paper_figures.build_gradient_figures([_make_gradient_curve(training)])
     )
     if figures:
         return replace(section, figures=figures)
@@ -818,10 +816,6 @@ def _make_gradient_curve(training: TrainingMaterial) -> GradientCurve:
         training.rows_of_kind("hessian"),
         training.files.steps(),
     )
-
-
-def _make_prefix(training: TrainingMaterial) -> str:
-    return f"{training.part.name}_" if training.part.name else ""
 
 
 # --- Methods compared

@@ -194,8 +194,8 @@ WITHOUT_FIGURES = "drawn by tula's optional package figures, which is not instal
 class PaperFigures(Protocol):
     """The figures that the optional package `figures` adds to a report."""
 
-    def build_gradient_figures(self, curves: Sequence[GradientCurve], *, prefix: str = "") -> Iterator[Figure]:
-        """Yield a figure per logged quantity against samples seen; `prefix` is put before the figure keys."""
+    def build_gradient_figures(self, curves: Sequence[GradientCurve]) -> Iterator[Figure]:
+        """Yield a figure per logged quantity against samples seen."""
         ...
 
 

@@ -179,7 +179,8 @@ def _cell(text: str) -> str:
 # --- the commands
 
 
-COMMANDS_HEAD = """Commands write their answer to stdout and progress to stderr. The six commands of the workflow come first, in the order of use:"""
+COMMANDS_HEAD = """Commands write their answer to stdout and progress to stderr. Tables and sentences fit the width of a terminal; through a
+pipe, each row and each sentence is one line. The six commands of the workflow come first, in the order of use:"""
 
 
 def commands() -> str:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import tula_cli as tula
 from tula_cli.cli import app
 from tula_cli.cli.options import register
+from tula_cli.errors import SpecError
 from tula_cli.options import (
     ComparisonRequest,
     EvaluationRequest,
@@ -19,7 +20,7 @@ from tula_cli.options import (
     list_fields,
     with_arguments,
 )
-from tula_cli.query import Query
+from tula_cli.query import Query, parse_hours
 from tula_cli.show.screen import Screen
 
 COMMANDS = app.COMMANDS
@@ -119,3 +120,17 @@ def test_every_argument_of_a_function_is_described(name: str) -> None:
     function = getattr(tula, name)
     for parameter in inspect.signature(function).parameters:
         assert f"{parameter}: " in function.__doc__ or f"{parameter} (" in function.__doc__
+
+
+@pytest.mark.parametrize(
+    ("text", "hours"),
+    [("36", 36), ("90m", 1.5), ("90min", 1.5), ("90 min", 1.5), ("3d", 72), ("2w", 336), ("1.5h", 1.5)],
+)
+def test_a_deadline_is_written_as_times_are_shown(text, hours):
+    assert parse_hours(text) == pytest.approx(hours)
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1", "3 months", "minutes"])
+def test_a_deadline_that_is_not_a_time_is_refused(text):
+    with pytest.raises(SpecError, match="not a time"):
+        parse_hours(text)

@@ -12,17 +12,17 @@ Curve = Literal["time", "cost"]
 
 
 def parse_hours(text: str) -> float:
-    """Return the hours of a duration such as 36, 90m, 36h, 3d or 2w.
+    """Return the hours of a duration such as 36, 90m, 90min, 36h, 3d or 2w.
 
     Raises:
         SpecError: the text is not a duration.
     """
-    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([mhdw]?)", text.strip())
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([mhdw]?|min)", text.strip())
     if match is None:
         raise SpecError(
             f"--deadline {text}: not a time", "a number of hours, or a number and its unit: 90m, 36h, 3d or 2w"
         )
-    return float(match[1]) * {"m": 1 / 60, "": 1.0, "h": 1.0, "d": 24.0, "w": 168.0}[match[2]]
+    return float(match[1]) * {"m": 1 / 60, "min": 1 / 60, "": 1.0, "h": 1.0, "d": 24.0, "w": 168.0}[match[2]]
 
 
 @dataclass(frozen=True, kw_only=True)

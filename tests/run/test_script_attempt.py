@@ -1,9 +1,11 @@
 """The folder of one start of a script."""
 
 import json
+import os
 from pathlib import Path
 
 from tula_cli.run import file_changes, script_attempt
+from tula_cli.run.directory import RunDir
 from tula_cli.run.files import read_json_lines
 from tula_cli.run.script_attempt import ScriptAttempt
 
@@ -12,6 +14,16 @@ def test_nothing_is_there_before_it_is_written(tmp_path: Path) -> None:
     attempt = ScriptAttempt(tmp_path, "p", 1)
     assert attempt.results() == attempt.failures() == attempt.rows(0) == []
     assert attempt.heartbeat(0) is None and attempt.ends_at() is None and attempt.newest_row(0) == {}
+
+
+def test_the_output_of_a_script_is_the_folder_that_was_written_last(tmp_path: Path) -> None:
+    training = RunDir(tmp_path).training("ab12cd34")
+    assert training.script_output() is None
+    for age, name in ((20, "out"), (10, "out-64")):
+        folder = training.path / name
+        folder.mkdir(parents=True)
+        os.utime(folder, (1e9 - age, 1e9 - age))
+        assert training.script_output() == folder
 
 
 def test_the_newest_row_is_found_at_the_end_of_a_long_file(tmp_path: Path) -> None:

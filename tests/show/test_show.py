@@ -264,6 +264,21 @@ def test_a_long_table_keeps_its_lines_at_any_width(monkeypatch, columns):
     assert below == ["─" * len(head), f"a run {'x' * 90}     12", f"b     {'y':90}      3"]
 
 
+def test_text_of_a_wide_table_continues_in_its_cell_on_a_terminal_and_stays_in_its_row_elsewhere(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    note = "dropped in round 1: number 3 of 3"
+
+    def wide_table():
+        made = tables.make_table(("method", "time", "note"), left=(0, 2))
+        made.add_row("lbt-x2", "12.5", note)
+        return made
+
+    wrapped = re.sub(r"\x1b\[[0-9;]*m", "", printed([wide_table()], out=Terminal())).splitlines()
+    assert max(map(len, wrapped)) <= 30 and len(wrapped) > 3
+    assert wrapped[2].startswith("lbt-x2") and all(any(word in line for line in wrapped) for word in note.split())
+    assert note in printed([wide_table()]).splitlines()[2]
+
+
 def test_the_table_fits_80_columns():
     for result in (make.recommendation(), make.recommendation(currency="EUR")):
         assert max(map(len, printed([recommend.make_predictions_table(result)]).splitlines())) <= 80
@@ -849,6 +864,8 @@ def test_a_summary_tells_where_the_time_went():
     )
     assert "branches" not in text
     where = Path.cwd() / "tula-runs/digits-1/train/ab12cd34/best"
+    output = printed(show_train.render_summary(summary, script_output=where.with_name("out")))
+    assert output.endswith("\nfiles of the script: tula-runs/digits-1/train/ab12cd34/out\n")
     assert printed(show_train.render_summary(summary, weights=where)).endswith(
         "\nbest weights: tula-runs/digits-1/train/ab12cd34/best\n"
     )

@@ -52,6 +52,16 @@ def test_a_script_is_a_job(name: str) -> None:
     assert row.get("warning", "") in " ".join(job.warnings)
 
 
+def test_what_tula_sets_itself_is_left_out_with_the_reason() -> None:
+    script = (
+        "#!/bin/bash\n#SBATCH --nodes=2\nexport MASTER_ADDR=$(hostname)\n"
+        "srun torchrun --nnodes 2 train.py --batch-size 64 --epochs 10\n"
+    )
+    assert make_job_from_sbatch(script, "train.sbatch").recognised.left_out == (
+        "export MASTER_ADDR=$(hostname): tula sets it",
+    )
+
+
 def test_no_more_nodes_are_searched_than_the_default_partition_has() -> None:
     partitions = (
         Partition("main", True, True, 120, None, (NodeKind(2, 48, 256_000, ()),)),

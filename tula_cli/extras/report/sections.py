@@ -90,7 +90,7 @@ def _describe_choice(material: Material, recommendation: Recommendation, choice:
         yield f"After an out-of-memory error the training continues with {batch}: {total}."
     now = None if material.answer is None else material.answer.recommendation
     if (found_accuracy := (now and now.accuracy) or recommendation.accuracy) is not None:
-        yield f"Accuracy: it {found_accuracy.words}."
+        yield f"Accuracy {found_accuracy.words}."
     if abs(choice.hours / recommendation.choice.hours - 1) > MIN_RELATIVE_CHANGE:
         time = format_duration(3600 * choice.hours) + format_interval_of_hours(choice.hours_low, choice.hours_high)
         yield f"With all measurements and trainings so far, the predicted time is {time}; tables and figures use it."

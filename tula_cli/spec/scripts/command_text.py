@@ -88,7 +88,7 @@ class _Reader:
         self._check_alone(training)
         for name, word in training[0].assignments:
             if name in RANK_VARIABLES:
-                self.left_out.append(f"{name}={word.text}")
+                self.left_out.append(f"{name}={word.text}: tula sets it")
             elif word.unknown and self.keeps_setup:
                 self.setup.append(f"export {word.raw}")
             else:
@@ -155,7 +155,7 @@ class _Reader:
             self.left_out.append(raw)
         elif not name and self._is_rendezvous(first, raw):
             self.rendezvous += [variable for variable, _ in first.assignments]
-            self.left_out.append(raw)
+            self.left_out.append(f"{raw}: tula sets it")
         elif not name and not self.keeps_setup:
             for variable, word in first.assignments if first.exported else ():
                 refuse_unknown(word)

@@ -6,7 +6,6 @@ import re
 import textwrap
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 from tula_cli.services.document import Cell, Column, Document, Fact, Figure, Table, TextForm
 from tula_cli.words import escape_spreadsheet_cell, format_number
@@ -130,27 +129,7 @@ def _render_csv_rows(rows: Iterable[Sequence[Cell]]) -> str:
 # --- Text
 
 
-class Markup(Protocol):
-    """A text format; each method returns a block of it."""
-
-    def escape(self, text: str) -> str: ...
-
-    def begin(self, document: Document) -> str:
-        """Return title, question and answer."""
-        ...
-
-    def heading(self, title: str) -> str: ...
-
-    def emphasise(self, text: str) -> str: ...
-
-    def list_facts(self, facts: Sequence[Fact]) -> str: ...
-
-    def tabulate(self, table: Table) -> str: ...
-
-    def name_figure(self, figure: Figure) -> str: ...
-
-
-def _render_text(document: Document, markup: Markup, *, end: str) -> str:
+def _render_text(document: Document, markup: "Markdown | Latex", *, end: str) -> str:
     blocks = [markup.begin(document), markup.list_facts(document.facts)]
     for section in document.sections:
         blocks += [markup.heading(section.title), *map(markup.escape, section.text)]

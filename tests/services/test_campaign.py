@@ -126,6 +126,17 @@ def test_of_the_batches_whose_plan_is_within_the_budget_the_one_of_lowest_energy
     assert within.cost <= 0.95 * lowest.cost and within.kwh >= lowest.kwh and within.batch != lowest.batch
 
 
+def test_within_a_budget_the_plan_of_lowest_energy_takes_cheaper_configurations_of_a_batch(tmp_path: Path) -> None:
+    pricing = {"price": 1.0, "source": "a test", "spot": {"discount": 0.6, "interruptions_per_day": 2}}
+    run = RunDir.create(tmp_path, spec(search={"max_batch": 4096}, pricing=pricing))
+    for result in probe_all(Truth(noise=0.01, watts=300.0), {2: (16, 32, 64, 128, 256), 4: (8,), 16: (2, 256)}):
+        run.write_result(result)
+    lowest = plan(run, 4, objective="energy", max_batch=64)
+    assert {wave.market for wave in lowest.waves} == {"on_demand"}
+    within = plan(run, 4, objective="energy", max_batch=64, budget=0.6 * lowest.cost)
+    assert {wave.market for wave in within.waves} == {"spot"} and within.cost <= 0.6 * lowest.cost
+
+
 def test_more_nodes_than_were_measured_run_more_trainings_side_by_side(run: RunDir) -> None:
     wide = plan(run, 30, max_nodes=64, nodes=2)
     assert {wave.nodes for wave in wide.waves} == {2} and max(wave.side_by_side for wave in wide.waves) == 30

@@ -109,9 +109,14 @@ def test_on_a_cluster_each_waits_for_the_trainings_whose_nodes_it_takes_over(run
     report, _ = train(run, launcher, 9, job)
     names = [task.job for task in launcher.tasks]
     assert [task.nodes for task in launcher.tasks] == [scheduled.nodes for scheduled in plan.schedule]
+    follows = [scheduled.follows for scheduled in plan.schedule]
+    before = [{*indices, *(other for index in indices for other in follows[index])} for indices in follows]
     assert [task.follows for task in launcher.tasks] == [
-        tuple(names[index] for index in scheduled.follows) for scheduled in plan.schedule
+        tuple(names[index] for index in sorted(all_)) for all_ in before
     ]
+    assert any(len(all_) > len(indices) for all_, indices in zip(before, follows, strict=True)), (
+        "and for those before them, in case one of these is cancelled"
+    )
     assert any(task.follows for task in launcher.tasks) and not any(row.is_over for row in report.trainings)
     launcher.tasks.clear()
     train(run, launcher, 9, job)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -103,17 +104,18 @@ class _ConsideredConfigurations:
     warnings: Sequence[Diagnostic]
 
     def list_options(
-        self, node_type: str | None, quantity: Quantity, all_nodes: int | None = None
+        self, node_type: str | None, quantity: Quantity, *, all_nodes: int | None = None, max_cost: float = math.inf
     ) -> list[list[Option]]:
-        """Return the options of each batch on each node type, or on one of them."""
-        types = self.candidates["type"]
-        return [
-            list_options(
-                self.candidates, np.asarray(rows), cost="kwh" if quantity == "energy" else "cost", all_nodes=all_nodes
-            )
+        """Return the options of each batch on each node type, or on one of them, that cost at most `max_cost`."""
+        types, prices = self.candidates["type"], self.candidates["cost"]
+        groups = [
+            affordable
             for rows in self.candidates.frame.groupby(["type", "batch"]).indices.values()
             if node_type in (None, types[rows[0]])
+            and len(affordable := np.asarray([row for row in rows if is_within(prices[row], max_cost)], dtype=int))
         ]
+        cost: Literal["cost", "kwh"] = "kwh" if quantity == "energy" else "cost"
+        return [list_options(self.candidates, rows, cost=cost, all_nodes=all_nodes) for rows in groups]
 
 
 def _find_configurations(
@@ -181,7 +183,10 @@ def plan_campaign(
     nodes, quantity = _find_max_nodes(runs, query), _choose_quantity(query)
     considered = _find_configurations(runs, query, nodes, overrides)
     candidates, max_batch, currency = considered.candidates, considered.max_batch, considered.currency
-    groups = considered.list_options(None, quantity, nodes if one_at_a_time else None)
+    all_nodes = nodes if one_at_a_time else None
+    groups = considered.list_options(None, quantity, all_nodes=all_nodes)
+    if quantity == "energy" and query.budget is not None:  # each batch also with what all trainings together can afford
+        groups += considered.list_options(None, quantity, all_nodes=all_nodes, max_cost=query.budget / trainings)
     subject = f"{format_count(trainings, 'training')} on at most {format_count(nodes)}"
     if max_batch is not None:
         subject += f" with batches of at most {max_batch}"

@@ -94,8 +94,9 @@ def _find_training(runs: Sequence[Run], request: EvaluationRequest) -> tuple[Run
         trainings += [(submitted.get(task.job, 0.0), number, run, task) for task in snapshot.train_tasks]
     signatures = list(dict.fromkeys(task.signature for *_, task in trainings))
     if not signatures:
+        paths = words.join_words(words.make_relative_path(run.path) for run in runs)
         raise BadMeasurements(
-            f"nothing was trained for {runs[0].job_name} yet ({words.make_relative_path(runs[0].path)})",
+            f"nothing was trained for {runs[0].job_name} yet ({paths})",
             "run tula train first",
         )
     if request.training is not None and request.training not in signatures:

@@ -296,12 +296,18 @@ def _test_resume(prepared: PreparedSeeds, launcher: Launcher, wait_policy: WaitP
 def _submit_all(
     prepared: PreparedSeeds, launcher: Launcher, wait_policy: WaitPolicy, under_way: Sequence[str]
 ) -> Work[None]:
-    """Submit the missing trainings, each behind those whose nodes it takes over."""
+    """Submit the missing trainings, each behind those whose nodes it takes over.
+
+    It also waits for those that these wait for: if one that waits is cancelled, the next does not start before its nodes
+    are idle.
+    """
     run, unfinished = prepared.run, set(under_way)
     after = yield from _test_resume(prepared, launcher, wait_policy)
     for training, scheduled in zip(prepared.trainings, prepared.plan.schedule, strict=True):
         if training.summary is None and training.job not in unfinished:
-            follows = [job for index in scheduled.follows if (job := prepared.trainings[index].job) in unfinished]
+            before = [number for index in scheduled.follows for number in prepared.plan.schedule[index].follows]
+            names = [prepared.trainings[index].job for index in sorted({*scheduled.follows, *before})]
+            follows = [job for job in names if job in unfinished]
             submit_training(run, prepared.plan_training(training), launcher, after=after, follows=follows)
             unfinished.add(training.job)
     jobs = [training.job for training in prepared.missing]

@@ -93,6 +93,9 @@ def test_a_file_is_evaluated_with_the_model_of_the_training(run: RunDir, tmp_pat
 def test_what_is_not_there_is_reported(run: RunDir) -> None:
     with pytest.raises(BadMeasurements, match="nothing was trained for toy yet"):
         ready(run)
+    other = run.path.with_name("toy-of-b")
+    with pytest.raises(BadMeasurements, match=rf"yet \(.*{run.id}, .*toy-of-b\)"):
+        prepare_evaluation([Run(path, run.read_spec()) for path in (run.path, other)], EvaluationRequest())
     add_training(run, "aaaa")
     with pytest.raises(BadMeasurements, match="training aaaa has saved no weights yet"):
         ready(run)

@@ -320,7 +320,10 @@ def test_a_training_ends_with_what_it_gained(tmp_path: Path) -> None:
     assert gain is not None and gain.cost is not None and gain.time.ratio == pytest.approx(2) and gain.cost.within_noise
     assert "2.0x faster" in gain.text and "predicted -> measured" in gain.text
     (*_, last) = render_summary(summary, gain=gain)
-    assert last == gain.text
+    assert last == gain.text and "of type" not in gain.text
+    of_type = line.model_copy(update={"baseline": line.baseline.model_copy(update={"type": "a100"})})
+    gain_of_type = compute_gain(of_type, summary)
+    assert gain_of_type is not None and f"today's {line.nodes} nodes of type a100, batch" in gain_of_type.text
     assert compute_gain(line, summary.model_copy(update={"ended": "after 3 epochs"})) is None
     assert compute_gain(None, summary) is None
     same = summary.model_copy(update={"nodes": line.nodes, "start_batch": line.batch})

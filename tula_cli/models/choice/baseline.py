@@ -52,6 +52,9 @@ class Baseline:
 
     @property
     def place(self) -> str:
+        """Nodes, with their type if there are several, and batch."""
+        if self.prediction is not None:
+            return _describe_place(self.prediction)
         return f"{format_count(self.config.nodes)}, batch {self.config.batch}"
 
 
@@ -361,8 +364,5 @@ def compute_gain(headline: Headline | None, summary: Summary) -> Gain | None:
         _describe_time_change(time, baseline, None),
         *([_describe_cost_change(cost, summary.currency)] if cost else []),
     ]
-    text = (
-        f"Compared with today's {format_count(headline.nodes)}, batch {headline.batch}: {', '.join(changes)};"
-        " predicted -> measured."
-    )
+    text = f"Compared with today's {_describe_place(baseline)}: {', '.join(changes)}; predicted -> measured."
     return Gain(headline.nodes, headline.batch, time, cost, text)

@@ -87,7 +87,16 @@ HEAD = """All measured results that these pages mention. Everything ran on one o
 
 def make_page() -> str:
     """Return the page of results."""
-    sections = (accuracy(), reduced_table(), step_times(), observed_jobs(), same_progress(), reality(), scripts())
+    sections = (
+        accuracy(),
+        reduced_table(),
+        step_times(),
+        observed_jobs(),
+        same_progress(),
+        learning_rates(),
+        reality(),
+        scripts(),
+    )
     return "\n\n".join([NOTE, "# Results", HEAD, *sections]) + "\n"
 
 
@@ -394,6 +403,38 @@ applications each time. `python benchmarks/replay/efficiency.py TABLE.csv --json
         for name, words in NOISES.items()
     ]
     return "\n\n".join(["## The same progress", head, table(["gradient noise", "median error", "p90"], rows)])
+
+
+# --- learning rates
+
+SEARCHED_JOBS = {
+    "perceptron": "perceptron, digits",
+    "cifar": "small CNN, part of CIFAR-10",
+    "gpt2": "small GPT-2, Python source",
+}
+
+
+def learning_rates() -> str:
+    """Return the section of searches for the learning rate of a large batch."""
+    data = json.loads((RESULTS / "learning_rates.json").read_text(encoding="utf-8"))
+    head = """The learning rate that `tula compare --learning-rates` chooses, compared with a full grid: 1, sqrt(k) and k times the rate of the
+reference batch at k = 4, 8 or 16 times that batch, 2 or 3 seeds, SGD and AdamW with rates that are too low, right and too
+high for the reference batch (`lrs`, on the CPU). Right is a choice whose mean is within the noise of the seeds of the best one.
+"Lowest" is the rate with the lowest loss in the branches. The cost is a share of a training. `python
+benchmarks/learning_rates/learning_rates.py OUT.jsonl --json` measures it."""
+    names = {**{name: words for name, words in SEARCHED_JOBS.items() if name in data}, "all": "all"}
+    rows = [
+        [
+            words,
+            f"{data[name]['settings']}, {data[name]['searches']}",
+            *(percent(data[name][key], 0) for key in ("right", "lowest_right")),
+            *(percent(data[name]["always"][rule], 0) for rule in ("none", "sqrt", "linear")),
+            f"{percent(data[name]['cost'])}, {percent(data[name]['max_cost'])}",
+        ]
+        for name, words in names.items()
+    ]
+    columns = ["job", "settings, searches", "choice right", "lowest right", "always 1", "always sqrt(k)", "always k"]
+    return "\n\n".join(["## Learning rates", head, table([*columns, "cost: median, most"], rows)])
 
 
 # --- predictions and reality

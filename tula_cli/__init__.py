@@ -38,6 +38,7 @@ __all__ = [
     "evaluate",
     "export",
     "find_largest_batch",
+    "find_learning_rate",
     "observed_jobs",
     "plan_trainings",
     "profile",

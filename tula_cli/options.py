@@ -113,6 +113,12 @@ NodeType = Annotated[
 Largest = Annotated[
     bool, Option("Find only the largest batch that fits the GPUs, on the fewest nodes of search.nodes.")
 ]
+LearningRates = Annotated[
+    bool, Option("Find only the learning rate for the batch, by short branches: about 8 % of a training.")
+]
+NearBatches = Annotated[
+    bool, Option("Find the learning rate for the batch, and try it at half and twice the batch too.", "--batches")
+]
 Fresh = Annotated[bool, Option("Build the model and the dataset again, even if nothing has changed.", advanced=True)]
 Wait = Annotated[
     bool | None,

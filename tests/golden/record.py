@@ -80,6 +80,10 @@ def largest(folder: Folder) -> None:
     folder.tula("profile largest.yaml --largest --yes")
 
 
+def rates(folder: Folder) -> None:
+    folder.tula("compare trained.yaml --batches --batch 32 --yes --set train.epochs=60")
+
+
 def failed(folder: Folder) -> None:
     folder.tula("profile failed.yaml --yes", code=6)
     folder.tula("train --nodes 1 --batch 16 --yes", code=6)
@@ -155,7 +159,7 @@ def chain(folder: Folder) -> None:
 
 
 RECORDINGS: tuple[Callable[[Folder], None], ...] = (
-    measured, trained, memory, largest, failed, types, script, observed, comparison, ramped, pending, chain,
+    measured, trained, memory, largest, rates, failed, types, script, observed, comparison, ramped, pending, chain,
 )  # fmt: skip
 
 

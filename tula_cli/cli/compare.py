@@ -1,6 +1,7 @@
 """`tula compare`."""
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,9 +10,16 @@ import typer
 from tula_cli import words
 from tula_cli.cli.options import CancelOnInterrupt, DryRun, Html, Yes, check_page
 from tula_cli.cli.runs import JobOrRun, confirm_unedited, print_node_type
-from tula_cli.cli.waiting import follow_work, make_confirm, make_dependencies, make_inspector
+from tula_cli.cli.waiting import (
+    answer_detached,
+    follow_work,
+    make_confirm,
+    make_dependencies,
+    make_inspector,
+    refuse,
+)
 from tula_cli.errors import SpecError
-from tula_cli.options import ComparisonRequest, NodeType, Wait
+from tula_cli.options import ComparisonRequest, LearningRates, NearBatches, NodeType, Wait
 from tula_cli.show import compare as show_compare
 from tula_cli.show.screen import Screen
 
@@ -21,13 +29,15 @@ if TYPE_CHECKING:
     from tula_cli.run.directory import Run
     from tula_cli.run.records.results import Comparison
     from tula_cli.services.comparison.session import ComparisonResult, PreparedComparison
-    from tula_cli.services.waiting import Dependencies
+    from tula_cli.services.waiting import Dependencies, WaitPolicy
 
 
 def compare(
     screen: Screen,
     chosen: JobOrRun,
     request: ComparisonRequest,
+    learning_rates: LearningRates = False,
+    near_batches: NearBatches = False,
     only_show: Annotated[
         bool, typer.Option("--show", help="Show the results so far, without starting anything.")
     ] = False,
@@ -44,12 +54,19 @@ def compare(
     all of them are trained for a quarter of the epochs, and then the best two, lbt and the job's method for all epochs.
     Run the same command again to follow trainings that are running and to start missing ones; without --methods and
     --batch it continues the last comparison.
+
+    With --learning-rates it only finds the learning rate of one batch: short branches from one checkpoint try 1, sqrt(k)
+    and k times the learning rate at k times train.reference_batch.
     """
     from tula_cli.services.comparison import session
     from tula_cli.services.waiting import WaitPolicy
 
     _check_page(html)
     runs = chosen.open(screen)
+    if learning_rates or near_batches:
+        refuse(html is not None, "--html", "writes a page of whole trainings; remove it")
+        options = _SearchOptions(request, node_type, near_batches, only_show=only_show, yes=yes, dry_run=dry_run)
+        return _search_learning_rate(screen, chosen, runs, options, WaitPolicy(wait, None, cancel_on_interrupt))
     if only_show:
         return _show(screen, runs, request, node_type=node_type, html=html)
     own_dependencies = make_dependencies(
@@ -68,6 +85,77 @@ def compare(
     )
     _answer_with_table(screen, prepared.run, prepared.plan.comparison, comparison, html=html)
     return comparison.require_none_failed()
+
+
+@dataclass(frozen=True)
+class _SearchOptions:
+    """The options of a search for a learning rate."""
+
+    request: ComparisonRequest
+    node_type: str | None
+    near_batches: bool
+    only_show: bool
+    yes: bool
+    dry_run: bool
+
+    @property
+    def batch(self) -> int | None:
+        """The batch to search for; None for the recommended one.
+
+        Raises:
+            SpecError: there are several, or options that only concern whole trainings.
+        """
+        batches = self.request.batches or ()
+        if self.request != ComparisonRequest(batches=self.request.batches, nodes=self.request.nodes):
+            raise SpecError(
+                "--methods, --seeds and --controls concern whole trainings",
+                "remove them, or --learning-rates and --batches",
+            )
+        if len(batches) > 1:
+            raise SpecError("--learning-rates and --batches take one batch", f"--batch {max(batches)}")
+        return batches[0] if batches else None
+
+
+def _search_learning_rate(
+    screen: Screen, chosen: JobOrRun, runs: "Sequence[Run]", options: _SearchOptions, wait_policy: "WaitPolicy"
+) -> None:
+    """Find the learning rate of a batch, show the plan, or show what was found."""
+    from tula_cli.services.comparison import learning_rates
+    from tula_cli.services.waiting import DetachedJobs
+
+    own_dependencies = make_dependencies(
+        make_inspector(screen, runs[0].path.parent, keep=not options.dry_run),
+        confirm_unedited(screen, runs, chosen, then=make_confirm(screen, runs[0].spec, yes=options.yes)),
+    )
+    search = follow_work(
+        screen,
+        learning_rates.prepare_search(
+            runs,
+            own_dependencies,
+            batch=options.batch,
+            nodes=options.request.nodes,
+            node_type=options.node_type,
+            near_batches=options.near_batches,
+        ),
+    )
+    file = chosen.find_settings_origin([search.run])
+    if options.only_show:
+        report = learning_rates.read_report(search, file)
+        return screen.answer(report, show_compare.render_learning_rates(report))
+    if options.dry_run:
+        scripts = [own_dependencies.launcher_for(search.run.spec).script(search.run, search.task)]
+        data = {
+            "plan": search.plan,
+            "share": search.plan.share,
+            "arms": search.arms,
+            "hours": search.hours,
+            "scripts": scripts,
+        }
+        return screen.answer(data, show_compare.render_search_plan(search, scripts=scripts))
+    result = follow_work(screen, learning_rates.run_search(search, own_dependencies, wait_policy, file=file))
+    if isinstance(result, DetachedJobs):
+        return answer_detached(screen, [search.run], result, {"plan": search.plan})
+    return screen.answer(result, show_compare.render_learning_rates(result))
 
 
 def _show(

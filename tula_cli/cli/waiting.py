@@ -80,6 +80,8 @@ def _show_message(screen: Screen, event: "Note | WarningEvent | Planned | NodeCh
             screen.print_aside(show_train.render_seeds_plan(campaign, missing))
         case events.EvaluationPlanned(task):
             screen.print_aside(show_train.render_evaluation_plan(task))
+        case events.RateSearchPlanned(search):
+            screen.print_aside(show_compare.render_search_plan(search))
         case events.ComparePlanned(compared):
             screen.print_aside(show_compare.render_compare_plan(compared))
 

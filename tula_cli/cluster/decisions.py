@@ -13,7 +13,15 @@ from tula_cli.host.failures import advise
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure, Fallback, Relaunch, Requeue, Stop
 from tula_cli.run.records.jobs import Attempt
-from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, ResumeTestTask, Task, TrainTask
+from tula_cli.run.records.tasks import (
+    CheckTask,
+    EvaluateTask,
+    ProbeTask,
+    RateSearchTask,
+    ResumeTestTask,
+    Task,
+    TrainTask,
+)
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import FEWEST_WORKERS
 
@@ -216,7 +224,7 @@ EVALUATION: tuple[Rule, ...] = (
     *_RESTARTS,
     ("any", "always", "the end"),
 )
-"""An evaluation of a training's weights."""
+"""An evaluation of a training's weights, or a search for a learning rate."""
 
 CHECK: tuple[Rule, ...] = (
     ("none", "always", "the end"),
@@ -255,7 +263,7 @@ def get_rules(task: Task) -> tuple[Rule, ...]:
             return PROBE
         case ResumeTestTask():
             return RESUME_TEST
-        case EvaluateTask():
+        case EvaluateTask() | RateSearchTask():
             return EVALUATION
         case CheckTask():
             return CHECK

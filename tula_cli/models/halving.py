@@ -95,7 +95,7 @@ def make_job_of_arm(spec: JobSpec, arm: Arm) -> JobSpec:
     The learning-rate scaling of a method is switched off, except for a ramp, whose learning rate follows the batch in
     use: the arm sets the factor, and all arms start equal.
     """
-    scaling = "auto" if METHODS[arm.method].ramps else "none"
+    scaling = spec.train.lr_scaling if METHODS[arm.method].ramps else "none"
     train = spec.train.model_copy(update={"method": arm.method, "lr_scaling": scaling, "ramp": "auto"})
     schedule = spec.schedule.model_copy(update={"warmup_epochs": spec.schedule.warmup_epochs or 0.0})
     optimizer = _with_decay(spec.optimizer, arm.decay_factor)

@@ -37,6 +37,7 @@ from tula_cli.run.records.results import (
     Comparison,
     CountedEnergy,
     JobFile,
+    RateSearch,
     Save,
     Summary,
     TrainResult,
@@ -50,6 +51,7 @@ from tula_cli.run.records.tasks import (
     EvaluateTask,
     JobTask,
     ProbeTask,
+    RateSearchTask,
     ResumeTestTask,
     Task,
     TrainTask,
@@ -375,6 +377,9 @@ class RunDir:
                 return resume_test is not None and resume_test.over_at is not None
             case EvaluateTask():
                 return self.training(task.signature).evaluation(task.key) is not None
+            case RateSearchTask():
+                search = self.rate_search(task.key)
+                return search is not None and search.finished
             case CheckTask():
                 return self.checks.report(task.id) is not None
 
@@ -416,6 +421,13 @@ class RunDir:
 
     def write_energy(self, train_signature: str, energy: CountedEnergy) -> None:
         write_record(self.path / f"train/{train_signature}/energy.json", energy)
+
+    def write_rate_search(self, search: RateSearch) -> None:
+        write_record(self.path / f"rates/{search.key}.json", search)
+
+    def rate_search(self, key: str) -> RateSearch | None:
+        """Return the state of a search for a learning rate; None before its first measurement."""
+        return read_record(self.path / f"rates/{key}.json", TypeAdapter(RateSearch))
 
     def write_comparison(self, comparison: Comparison) -> None:
         write_record(self.path / "comparison.json", comparison)

@@ -18,7 +18,7 @@ from tula_cli.run.files import list_files, list_names, read_record, read_text
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import RESULT, Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
-from tula_cli.run.records.results import Comparison
+from tula_cli.run.records.results import Comparison, RateSearch
 from tula_cli.run.records.scripts import ResumeTestResult
 from tula_cli.run.records.tasks import TASK, CheckTask, JobTask, ProbeTask, Task, TrainTask
 from tula_cli.run.training_run import TrainingRun
@@ -26,7 +26,11 @@ from tula_cli.run.training_run import TrainingRun
 Result = Measured | OutOfMemory | Failed
 T = TypeVar("T")
 _ATTEMPT, _JOB, _RECOMMENDATION = TypeAdapter(Attempt), TypeAdapter(Job), TypeAdapter(Recommendation)
-_RESUME_TEST, _COMPARISON = TypeAdapter(ResumeTestResult), TypeAdapter(Comparison)
+_RESUME_TEST, _COMPARISON, _RATE_SEARCH = (
+    TypeAdapter(ResumeTestResult),
+    TypeAdapter(Comparison),
+    TypeAdapter(RateSearch),
+)
 
 
 def is_moved(job: Job, run_path: Path) -> bool:
@@ -208,6 +212,10 @@ class Snapshot:
     def training(self, train_signature: str) -> TrainingRun:
         """Return one training with all its relaunches; its records are read through this snapshot, once each."""
         return TrainingRun(self.path, train_signature, read=self._read)
+
+    def rate_search(self, key: str) -> RateSearch | None:
+        """Return the state of a search for a learning rate; None before its first measurement."""
+        return self._read(self.path / f"rates/{key}.json", _RATE_SEARCH)
 
     @cached_property
     def record_warnings(self) -> list[Diagnostic]:

@@ -74,8 +74,9 @@ from tula_cli.services import recommend as recommending
 from tula_cli.services import status as status_service
 from tula_cli.services import train as training
 from tula_cli.services.check import CheckResult
-from tula_cli.services.comparison import session
+from tula_cli.services.comparison import learning_rates, session
 from tula_cli.services.comparison.accuracy import CompareReport
+from tula_cli.services.comparison.learning_rates import LearningRateReport
 from tula_cli.services.diff import RunDifference, compare_runs
 from tula_cli.services.document import Document, TextForm, load_report_package
 from tula_cli.services.estimate import EstimateReport
@@ -894,6 +895,57 @@ def compare(arguments: CompareArguments) -> CompareReport:
         session.run_comparison(ready, submission.dependencies, submission.wait_policy, file=call.file),
         submission.report_event,
     ).report
+
+
+@dataclass(frozen=True)
+class LearningRateArguments(SubmitArguments):
+    """Arguments of `find_learning_rate`."""
+
+    job: RunArgument
+    _: KW_ONLY
+    batch: Annotated[int | None, "global batch size (default: as recommended)."] = None
+    nodes: Annotated[int | None, "number of nodes (default: as recommended, otherwise the fewest in search.nodes)."] = (
+        None
+    )
+    near_batches: Annotated[bool, "whether half and twice the batch are tried too."] = False
+    node_type: NodeType = None
+    timeout: Timeout = None
+
+
+@with_arguments(LearningRateArguments)
+def find_learning_rate(arguments: LearningRateArguments) -> LearningRateReport | None:
+    """Find the learning rate of a large batch by short branches from one checkpoint: `tula compare --learning-rates`.
+
+    A repeated call trains only what is missing.
+
+    Returns:
+        The learning rate, and how to train with it; `report.frame()` is a table of the branches. None if the job is not
+        waited for.
+
+    Raises:
+        SpecError: the job has a script, or the batch or the method cannot be searched.
+        BadMeasurements: no batch is given or recommended.
+        Diverged: every learning rate diverges.
+        OverBudget, Pending, OutOfMemoryAtMinimum, DeviceFault, JobFailed, SchedulerError, KeyboardInterrupt: as of `train`.
+
+    Example:
+        >>> tula.find_learning_rate("job.yaml", batch=1024).answer
+    """
+    submission = Submission.from_arguments(arguments.job, arguments, timeout=arguments.timeout)
+    call, dependencies = submission.call, submission.dependencies
+    work = learning_rates.prepare_search(
+        call.runs,
+        dependencies,
+        batch=arguments.batch,
+        nodes=arguments.nodes,
+        node_type=arguments.node_type,
+        near_batches=arguments.near_batches,
+    )
+    search = follow(work, submission.report_event)
+    result = follow(
+        learning_rates.run_search(search, dependencies, submission.wait_policy, file=call.file), submission.report_event
+    )
+    return None if isinstance(result, DetachedJobs) else result
 
 
 def diff(before: str | Path | Run, after: str | Path | Run, *, root: str | Path = ROOT) -> RunDifference:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission
-from tula_cli.errors import BadMeasurements, JobFailed, SpecError, require_positive
+from tula_cli.errors import BadMeasurements, JobFailed, SpecError, TulaError, require_positive
 from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.options import EvaluationRequest
 from tula_cli.plugins import is_import_string
@@ -16,7 +16,7 @@ from tula_cli.run.files import is_regular
 from tula_cli.run.format import require_current_format
 from tula_cli.run.job_runs import select_runs
 from tula_cli.run.records.results import EvaluationRecord
-from tula_cli.run.records.tasks import EvaluateTask, TrainTask
+from tula_cli.run.records.tasks import EvaluateTask, RateSearchTask, TrainTask
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.events import EvaluationPlanned, Note, Work
 from tula_cli.services.status import compute_micro_batch
@@ -213,12 +213,17 @@ def read_evaluation_result(run: RunDir, task: EvaluateTask) -> EvaluationRecord:
     evaluation = run.training(task.signature).evaluation(task.key)
     if evaluation is not None:
         return evaluation
+    raise make_error_of_job(run, task, "evaluation")
+
+
+def make_error_of_job(run: RunDir, task: EvaluateTask | RateSearchTask, subject: str) -> TulaError:
+    """Return the error of a job that has ended without its result: of the class of its last failure."""
     attempts = run.attempts(task.id)
     last_attempt = attempts[-1] if attempts else None
     if last_attempt is None or last_attempt.failure is None or run.is_cancelled(task.job):
-        raise JobFailed(
+        return JobFailed(
             f"{task.id} ended without a result", "tula logs shows its output; run the same command to start it again"
         )
     where = f" (rank {last_attempt.rank} on {last_attempt.host})" if last_attempt.rank is not None else ""
     hint = advise(last_attempt.failure, task.spec)
-    raise FAILURE_KINDS[last_attempt.failure.outcome].error(f"evaluation failed{where}: {last_attempt.message}", hint)
+    return FAILURE_KINDS[last_attempt.failure.outcome].error(f"{subject} failed{where}: {last_attempt.message}", hint)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
     from tula_cli.run.records.tasks import CheckTask, EvaluateTask
     from tula_cli.services.compare import ComparePlan
+    from tula_cli.services.comparison.learning_rates import PreparedSearch
     from tula_cli.services.comparison.trainings import Progress
     from tula_cli.services.profile import ProfilePlan, UpperBoundPlan
     from tula_cli.services.status import RunStatus
@@ -116,7 +117,27 @@ class EvaluationPlanned:
         return
 
 
-Planned = ProfilePlanned | FirstJobPlanned | TrainPlanned | ComparePlanned | SeedsPlanned | EvaluationPlanned
+@dataclass(frozen=True)
+class RateSearchPlanned:
+    """The search for a learning rate that is about to be submitted."""
+
+    search: "PreparedSearch"
+
+    @property
+    def node_hours(self) -> float | None:
+        """Expected node-hours of the search; None if nothing was measured."""
+        return self.search.node_hours
+
+
+Planned = (
+    ProfilePlanned
+    | FirstJobPlanned
+    | TrainPlanned
+    | ComparePlanned
+    | SeedsPlanned
+    | EvaluationPlanned
+    | RateSearchPlanned
+)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,17 @@ from tula_cli.words import (
     start_sentence,
 )
 
+# --- The search for a learning rate
+
+
+@diagnostic
+def expensive_rate_search(*, share: float, samples: int, steps: int) -> str:
+    return (
+        f"The search trains {share:.0%} of the samples of a training, because the training is short: each branch takes at"
+        f" least {steps} steps ({samples} samples)."
+    )
+
+
 # --- Settings of a job that are unlikely together
 
 

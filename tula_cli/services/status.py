@@ -47,7 +47,15 @@ from tula_cli.run.records.results import (
     Tuning,
 )
 from tula_cli.run.records.scripts import ResumeTestResult
-from tula_cli.run.records.tasks import EvaluateTask, JobTask, ProbeTask, ResumeTestTask, TrainTask, make_probe_id
+from tula_cli.run.records.tasks import (
+    EvaluateTask,
+    JobTask,
+    ProbeTask,
+    RateSearchTask,
+    ResumeTestTask,
+    TrainTask,
+    make_probe_id,
+)
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.training_run import A_COPY, CLOCKS_AGREE
 from tula_cli.services import messages
@@ -90,7 +98,7 @@ class JobStatus:
     """
 
     id: str
-    kind: Literal["probe", "train", "rehearse", "evaluate"]
+    kind: Literal["probe", "train", "rehearse", "evaluate", "rates"]
     scheduler: str  # "local", "slurm", or the import string of another
     scheduler_id: str
     nodes: int
@@ -301,6 +309,9 @@ def get_job_progress(snapshot: Snapshot, tasks: list[JobTask], results: Results)
     if isinstance(newest, EvaluateTask):
         resume_test = snapshot.training(newest.signature).evaluation(newest.key)
         return _Progress(total=1, done=int(resume_test is not None), now=None)
+    if isinstance(newest, RateSearchTask):
+        search = snapshot.rate_search(newest.key)
+        return _Progress(total=1, done=int(search is not None and search.finished), now=None)
     if isinstance(newest, ResumeTestTask):
         over = any(
             resume_test.task == newest.id and resume_test.over_at is not None for resume_test in snapshot.rehearsals

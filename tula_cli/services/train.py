@@ -156,7 +156,7 @@ def plan_training(
     task = continue_training(run, task, recommendation if as_chosen else None, code=code.identity)
     newest = run.training(task.signature).newest_task()
     if newest is None or task.attempt > newest.attempt:
-        task = _with_stages(run, task, newest, recommendation if as_chosen else None, _find_dataset_size(run, inspect))
+        task = _with_stages(run, task, newest, recommendation if as_chosen else None, find_dataset_size(run, inspect))
     prediction = task.prediction
     warnings: list[Diagnostic] = []
     if newest is not None and newest.attempt >= task.attempt:
@@ -164,7 +164,7 @@ def plan_training(
         prediction = task.sizes[-1].prediction if task.sizes else prediction
         warnings = _warn_unusable_sizes(task, sizes)
     elif sizes:
-        warnings = _warn_shortened_ramp(run, task, _find_dataset_size(run, inspect))
+        warnings = _warn_shortened_ramp(run, task, find_dataset_size(run, inspect))
     if sizes and not task.sizes:
         raise Infeasible(
             "no number of nodes of the range can be used: the batches of train.ramp do not divide among their GPUs",
@@ -273,7 +273,8 @@ def _choose_code_to_train(run: Run, nodes: int | None, batch: int) -> Source:
     return code
 
 
-def _find_dataset_size(run: Run, inspect: Callable[[JobSpec], Inspection]) -> int:
+def find_dataset_size(run: Run, inspect: Callable[[JobSpec], Inspection]) -> int:
+    """Return the number of training samples: as a probe has recorded it, else as the inspection of the job finds it."""
     measured = (result.dataset_size for result in run.results() if isinstance(result, Measured))
     return next(measured, None) or first_job.inspect_with_stored(inspect, run)(run.spec).dataset_size
 
@@ -409,7 +410,7 @@ def prepare_training(
     ends = predict_end(run, plan_found.task, code=plan_found.code.digest)
     remaining_share = 1.0
     if plan_found.resumes is not None:
-        remaining_share -= plan_found.resumes / (_find_dataset_size(run, inspect) * run.spec.train.epochs_at_most)
+        remaining_share -= plan_found.resumes / (find_dataset_size(run, inspect) * run.spec.train.epochs_at_most)
     balance = (
         None
         if plan_found.finished

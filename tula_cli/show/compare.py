@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from tula_cli.services.compare import ComparePlan
     from tula_cli.services.comparison.accuracy import CompareReport, ComparisonRow, SeedStatistics
+    from tula_cli.services.comparison.learning_rates import LearningRateReport, PreparedSearch
 
 
 def render_compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
@@ -192,3 +193,64 @@ def format_spread(value: "SeedStatistics | None", digits: int) -> str:
     if value is None:
         return "-"
     return f"{value.mean:.{digits}f}" + ("" if value.sd is None else f" ± {value.sd:.{digits}f}")
+
+
+# --- the learning rate of a batch
+
+
+def render_search_plan(search: "PreparedSearch", *, scripts: Sequence[str] = ()) -> Iterator[str]:
+    """Describe the branches of a search for a learning rate, and their cost."""
+    spec, plan = search.task.spec, search.plan
+    batch, *others = search.task.batches
+    rates = ", ".join(format_number(arm.factor * spec.optimizer.lr) for arm in search.arms)
+    yield f"batch {batch} on {format_count(search.task.nodes)}: branches with learning rates {rates}"
+    if others:
+        yield f"then with the chosen rule at batch {' and '.join(map(str, others))}"
+    yield (
+        f"each trains {plan.length} samples, from a checkpoint after {plan.start} samples at batch"
+        f" {spec.train.reference_batch}"
+    )
+    share = f"in all {plan.samples} samples: {100 * plan.share:.1f} % of a training"
+    if search.hours is None or search.training_hours is None or search.node_hours is None:
+        yield f"{share}; no estimate of time and cost: nothing was measured yet"
+    else:
+        whole = format_duration(3600 * search.training_hours)
+        yield f"{share}, about {format_duration(3600 * search.hours)} of {whole}, {format_number(search.node_hours)} node-h"
+        yield f"price: {search.price}"
+    for script in scripts:
+        yield ""
+        yield script
+
+
+def render_learning_rates(report: "LearningRateReport") -> Iterator["RenderableType"]:
+    """Yield the branches of a search, the learning rate to use, and how to train with it."""
+    from tula_cli.services.comparison.learning_rates import describe_critical_batch
+
+    classes = any(branch.top1 is not None for branch in report.branches)
+    made = make_table(
+        ("batch", "rule", "times", "learning\nrate", "loss", *(["top-1 (%)"] if classes else []), "note"),
+        left=(1, 5 + classes),
+    )
+    for branch in report.branches:
+        top1 = [format_number(branch.top1, 4)] if classes else []
+        note = "diverged" if branch.diverged else "chosen" if branch == report.chosen else ""
+        made.add_row(
+            str(branch.batch),
+            branch.rule,
+            f"{branch.factor:.3g}",
+            format_number(branch.lr),
+            format_number(branch.loss, 4),
+            *top1,
+            note,
+        )
+    yield made
+    if report.too_large is not None:
+        yield f"batch {report.too_large} does not fit the GPUs"
+    yield ""
+    yield f"{report.answer} It is the highest one whose loss is close to the best."
+    if report.best_batch is not None:
+        yield f"the largest batch with a loss close to the best after the same samples: {report.best_batch}"
+    yield describe_critical_batch(report)
+    yield f"cost: {100 * report.share:.1f} % of the samples of a training; loss and top-1 are on held-out training samples"
+    yield ""
+    yield f"next: {report.command}"

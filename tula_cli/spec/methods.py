@@ -31,6 +31,8 @@ class TrainingMethod:
     max_grad_norm: float | None = None  # with a cross-entropy and SGD, where the spec gives none
     late_decay: bool = False  # of the learning rate of Adam and its like, where the spec gives no schedule
     refuses_lr_scaling: Mapping[str, str] = field(default_factory=dict)  # value of train.lr_scaling -> why
+    with_rule: str = ""  # the same method with a rule of the learning rate, where that has another name
+    without_rule: str = ""  # the same method without one, likewise
     warmup_epochs: float = 0.0  # at most, where the spec gives none
     replaces: tuple[str, ...] = ()  # optimizers whose place it takes, and whose settings it takes over; empty: none
     needs_sgd: bool = False
@@ -161,6 +163,7 @@ _METHODS = (
         is_arm=True,
         on_scripts=True,
         on_shares=True,
+        with_rule="lrs",
         summary="the large batch without changes",
     ),
     TrainingMethod(
@@ -168,6 +171,7 @@ _METHODS = (
         on_scripts=True,
         on_shares=True,
         lr_scaling="linear",
+        without_rule="lbt",
         warmup_epochs=5.0,
         refuses_lr_scaling={"none": "method lrs scales the learning rate; with lr_scaling: none, use method lbt"},
         summary="the large batch with a scaled learning rate",

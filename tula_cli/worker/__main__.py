@@ -22,7 +22,15 @@ from tula_cli.host.processes import die_with_parent, tag_lines
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import pin_run
 from tula_cli.run.records.failures import Failure
-from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, ResumeTestTask, Task, TrainTask
+from tula_cli.run.records.tasks import (
+    CheckTask,
+    EvaluateTask,
+    ProbeTask,
+    RateSearchTask,
+    ResumeTestTask,
+    Task,
+    TrainTask,
+)
 from tula_cli.run.shortages import get_shortage
 
 
@@ -101,6 +109,10 @@ def run_task(task: Task, run: RunDir, attempt: int) -> None:
                 run_training(task, run, ranks, datasets, attempt=attempt)
             case EvaluateTask():
                 evaluate_checkpoint(task, run, ranks, datasets)
+            case RateSearchTask():
+                from tula_cli.worker.train.rate_search import run_rate_search  # here: other tasks train no branches
+
+                run_rate_search(task, run, ranks, datasets)
 
 
 def exit_with_failure(error: Exception, task: Task, run: RunDir, attempt: int) -> None:
@@ -171,6 +183,8 @@ def _find_current_local_batch(task: Task, run: RunDir) -> int | None:
         return task.batch // task.ranks
     if isinstance(task, EvaluateTask):
         return task.local_batch
+    if isinstance(task, RateSearchTask):
+        return task.batches[0] // task.ranks
     return run.current_probe(task) or task.local_batches[-1]
 
 

@@ -120,6 +120,37 @@ class Tuning(Record):
         return sum(branch.samples for branch in self.branches) + self.beginning + self.lost
 
 
+LearningRateRule = Literal["none", "sqrt", "linear"]
+"""A value of `train.lr_scaling` that says how the learning rate follows the batch."""
+
+
+class RateBranch(Branch):
+    """A branch with one batch and learning rate (`tula compare --learning-rates`)."""
+
+    batch: int  # global
+    rule: LearningRateRule
+    factor: float  # of optimizer.lr
+    lr: float  # at full height: the schedule and the branch itself lower it
+
+
+class RateSearch(Record):
+    """A search for the learning rate of a large batch; written by rank 0 after each branch."""
+
+    key: str
+    nodes: int
+    batches: tuple[int, ...]  # the batch whose learning rate is searched, then others to compare with it
+    reference_batch: int
+    samples: int  # trained, without those of interrupted attempts
+    total: int  # samples of a training
+    start_epoch: float  # at which the branches start
+    start_loss: float | None  # there, on the held-out samples
+    noise: tuple[float, float, float | None] | None = (
+        None  # gradient noise scale there with its 90 % interval; an upper end of None is open
+    )
+    branches: tuple[RateBranch, ...] = ()
+    finished: bool = False
+
+
 class ScalingSummary(Record):
     """The effect of adaptive gradient scaling in a training by a script."""
 

@@ -305,6 +305,17 @@ class EvaluateTask(BaseTask):
     local_batch: int  # one GPU's
 
 
+class RateSearchTask(BaseTask):
+    """A job that trains short branches from one checkpoint with several learning rates: `tula compare --learning-rates`.
+
+    Its id is rates-<key>.
+    """
+
+    kind: Literal["rates"] = "rates"
+    key: str
+    batches: tuple[int, ...]  # the batch whose learning rate is searched, then others to compare with it
+
+
 class CheckTask(BaseTask):
     """A short job that examines the nodes of a site: `tula check --on-cluster`."""
 
@@ -348,7 +359,7 @@ class CodeSnapshot(Record):
 
 LoopTask = ProbeTask | TrainTask | EvaluateTask
 """Tasks that build a model and its trainer."""
-JobTask = ProbeTask | TrainTask | ResumeTestTask | EvaluateTask
+JobTask = ProbeTask | TrainTask | ResumeTestTask | EvaluateTask | RateSearchTask
 """Tasks that a user sees as jobs of a run; a check is not one of them."""
 Task = JobTask | CheckTask
 TASK: TypeAdapter[Task] = TypeAdapter(Annotated[Task, Field(discriminator="kind")])

@@ -104,6 +104,9 @@ def make_task_of_arm(task: TrainTask, arm: Arm, stages: Stages) -> TrainTask:
     return task.model_copy(update={"spec": halving.make_job_of_arm(task.spec, arm), "stages": stages})
 
 
+CONTROL = Arm(name=halving.CONTROL_ARM)
+
+
 @dataclass(frozen=True)
 class BranchContext:
     """The state that every branch starts from."""
@@ -111,19 +114,20 @@ class BranchContext:
     task: TrainTask
     ranks: Ranks
     datasets: Datasets  # without the held-out part, which is the evaluation set
-    epoch: float
-    preemption: PreemptionHandler
+    beginning: int  # samples that the checkpoint is trained on, at the reference batch
+    epoch: float  # at which the arms branch
+    preemption: PreemptionHandler | None  # None: a branch that is interrupted is lost
+    control: Arm = CONTROL
 
     @functools.cached_property
     def start(self) -> dict[str, Any]:
         """Return the checkpoint at which the arms branch, trained without the held-out samples."""
-        control = Choice(Arm(name=halving.CONTROL_ARM), 0.0)
-        trainer = _build_arm_trainer(self, control.task(self.task, size=self.size))
-        trainer.until = self.task.spec.auto.after
+        stages = plan_stages_of_branch(
+            self.task.spec, self.control, batch=self.task.batch, start=self.beginning, length=0
+        )
+        trainer = _build_arm_trainer(self, make_task_of_arm(self.task, self.control, stages))
         finetune.load_weights(self.task.spec.model, trainer.parallel.module, first=self.ranks.is_first)
-        with contextlib.closing(worker_train_loop.run_steps(trainer)) as stream:
-            for _ in stream:
-                self.check()
+        self.train(trainer, self.beginning)
         return copy.deepcopy(checkpoint.make_checkpoint_state(trainer, best={}))
 
     @property
@@ -132,7 +136,72 @@ class BranchContext:
         return len(self.datasets.train)
 
     def check(self) -> None:
-        self.preemption.check(reserve=0.0)  # there is nothing to save
+        """Leave if the ranks have to stop; called between steps, on every rank at the same time."""
+        if self.preemption is not None:
+            self.preemption.check(reserve=0.0)  # there is nothing to save
+
+    def build_branch_trainer(self, task: TrainTask, arm: Arm, length: int) -> Trainer:
+        """Return a new trainer at the point where the arms branch, for a branch of `length` samples at the batch of `task`."""
+        position, size = Position(**self.start["position"]), self.size
+        passed = position.epoch * size + position.done
+        stages = plan_stages_of_branch(task.spec, arm, batch=task.batch, start=passed, length=length)
+        trainer = _build_arm_trainer(self, make_task_of_arm(task, arm, stages))
+        checkpoint.restore_checkpoint(
+            trainer, copy.deepcopy(self.start)
+        )  # an optimizer takes the tensors over as they are
+        begin = trainer.epoch
+        trainer.lr_factor = lambda epoch: (
+            halving.compute_lr_factor(arm, epoch, start=begin)
+            * halving.compute_cooldown_factor(epoch, start=begin, length=length / size)
+        )
+        return trainer
+
+    def train(self, trainer: Trainer, length: int) -> bool:
+        """Train for `length` samples; return False, early, as soon as a loss is found that is not finite, else True."""
+        begin = trainer.samples_passed
+        with contextlib.closing(worker_train_loop.run_steps(trainer)) as stream:
+            for count, step in enumerate(stream, 1):
+                self.check()
+                is_finished = halving.has_ended(trainer.samples_passed - begin, length, trainer.batch)
+                if count % STEPS_BETWEEN_CHECKS == 0 or is_finished:
+                    finite = math.isfinite(float(step.loss))
+                    if self.ranks.max(float(not finite)):
+                        return False
+                if is_finished:
+                    break
+        return True
+
+    def evaluate(self, trainer: Trainer) -> Evaluation:
+        """Evaluate a trainer's weights on the held-out samples."""
+        # The running statistics trail the weights by some ten steps, which is most of a short branch.
+        evaluation.recompute_batch_norm_statistics(trainer, batches=SETTLING_STEPS, between=self.check)
+        return evaluation.Evaluator(trainer).evaluate(between=self.check)
+
+    def train_branch(self, task: TrainTask, arm: Arm, length: int, *, rung: int, control: float | None) -> Branch:
+        """Train one branch and evaluate it.
+
+        Args:
+            task: with the batch of the branch.
+            arm: how it is trained.
+            length: samples.
+            rung: its number.
+            control: loss of the control at the same length; None if it is not known.
+        """
+        began = time.monotonic()
+        trainer = self.build_branch_trainer(task, arm, length)
+        start = trainer.position.samples
+        result = self.evaluate(trainer) if self.train(trainer, length) else None
+        samples = trainer.position.samples - start
+        return Branch(
+            arm=arm.name,
+            rung=rung,
+            epochs=samples / self.size,
+            samples=samples,
+            loss=_replace_infinite(result.loss) if result else None,
+            top1=_replace_infinite(result.top1) if result else None,
+            diverged=result is None or has_diverged(result, self.datasets.classes, control),
+            seconds=time.monotonic() - began,
+        )
 
 
 def load_choice(task: TrainTask, run: RunDir, ranks: Ranks) -> Choice | None:
@@ -209,6 +278,7 @@ def run_tuning(
         task=task,
         ranks=ranks,
         datasets=datasets,
+        beginning=task.spec.auto.after * len(datasets.train),
         epoch=position.epoch + position.done / (len(datasets.train) + len(datasets.eval)),
         preemption=preemption,
     )
@@ -299,42 +369,11 @@ def _find_control_branch(tuning: Tuning, turn: BranchRequest) -> Branch | None:
 
 
 def _train_branch(context: BranchContext, arm: Arm, turn: BranchRequest, *, control: Branch | None) -> Branch:
-    """Train one branch and evaluate it."""
-    began = time.monotonic()
+    """Train the branch of an arm in a rung and evaluate it."""
     count = len(halving.list_arms_of_training(context.task.spec, context.task.batch))
     length = halving.count_branch_samples(context.task.spec, turn.rung, count, context.size)
-    trainer = _build_branch_trainer(context, arm, length)
-    start = trainer.position.samples
-    finite = _train_samples(context, trainer, length)
-    if finite:
-        # The running ones trail the weights by some ten steps, which is most of a short branch: they would judge it by them.
-        evaluation.recompute_batch_norm_statistics(trainer, batches=SETTLING_STEPS, between=context.check)
-    result = evaluation.Evaluator(trainer).evaluate(between=context.check) if finite else None
-    samples = trainer.position.samples - start
-    return Branch(
-        arm=arm.name,
-        rung=turn.rung,
-        epochs=samples / len(context.datasets.train),
-        samples=samples,
-        loss=_replace_infinite(result.loss) if result else None,
-        top1=_replace_infinite(result.top1) if result else None,
-        diverged=result is None or _has_diverged(result, context.datasets.classes, control),
-        seconds=time.monotonic() - began,
-    )
-
-
-def _build_branch_trainer(context: BranchContext, arm: Arm, length: int) -> Trainer:
-    """Return a new trainer at the point where the arms branch, for a branch of `length` samples."""
-    start, choice, size = context.start, Choice(arm, context.epoch), context.size
-    position, batch = Position(**start["position"]), context.task.batch
-    passed = position.epoch * size + position.done
-    stages = plan_stages_of_branch(context.task.spec, arm, batch=batch, start=passed, length=length)
-    trainer = _build_arm_trainer(context, make_task_of_arm(context.task, arm, stages))
-    checkpoint.restore_checkpoint(trainer, copy.deepcopy(start))  # an optimizer takes the tensors over as they are
-    trainer.lr_factor = lambda epoch: (
-        choice.lr_factor(epoch) * halving.compute_cooldown_factor(epoch, start=context.epoch, length=length / size)
-    )
-    return trainer
+    control_loss = control.loss if control is not None else None
+    return context.train_branch(context.task, arm, length, rung=turn.rung, control=control_loss)
 
 
 def _build_arm_trainer(context: BranchContext, task: TrainTask) -> Trainer:
@@ -345,29 +384,13 @@ def _build_arm_trainer(context: BranchContext, task: TrainTask) -> Trainer:
     )
 
 
-def _train_samples(context: BranchContext, trainer: Trainer, length: int) -> bool:
-    """Train for `length` samples; return False, early, as soon as a loss is found that is not finite, else True."""
-    begin = trainer.samples_passed
-    with contextlib.closing(worker_train_loop.run_steps(trainer)) as stream:
-        for count, step in enumerate(stream, 1):
-            context.check()
-            is_finished = halving.has_ended(trainer.samples_passed - begin, length, trainer.batch)
-            if count % STEPS_BETWEEN_CHECKS == 0 or is_finished:
-                finite = math.isfinite(float(step.loss))
-                if context.ranks.max(float(not finite)):
-                    return False
-            if is_finished:
-                break
-    return True
-
-
-def _has_diverged(result: Evaluation, classes: int | None, control: Branch | None) -> bool:
+def has_diverged(result: Evaluation, classes: int | None, control: float | None) -> bool:
     """Return whether a branch is no better than guessing, and worse than the control (which may be early itself)."""
     if not math.isfinite(result.loss):
         return True
-    if classes is None or math.isnan(result.top1) or control is None or control.loss is None:
+    if classes is None or math.isnan(result.top1) or control is None:
         return False
-    return result.loss > max(math.log(classes), control.loss)
+    return result.loss > max(math.log(classes), control)
 
 
 def _replace_infinite(value: float) -> float | None:

@@ -1,0 +1,215 @@
+"""`tula compare --learning-rates` as a service: the plan, the job, and the report."""
+
+from pathlib import Path
+from typing import Any
+
+import make_runs as make
+import pytest
+from make_results import inspected
+from make_runs import FakeLauncher
+
+from tula_cli.errors import BadMeasurements, Diverged, JobFailed, OverBudget, SpecError
+from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.records.failures import Failure
+from tula_cli.run.records.results import JobFile, RateBranch, RateSearch
+from tula_cli.run.records.tasks import RateSearchTask
+from tula_cli.services.comparison import learning_rates
+from tula_cli.services.comparison.learning_rates import LearningRateReport, PreparedSearch
+from tula_cli.services.events import Note, RateSearchPlanned, WarningEvent, follow
+from tula_cli.services.waiting import Dependencies, DetachedJobs, WaitPolicy
+from tula_cli.spec.job import JobSpec
+
+FILE = JobFile(path=str(Path("job.yaml").absolute()))
+JOB = make.spec(train={"epochs": 100, "method": "lrs", "reference_batch": 16})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path, JOB)
+
+
+def dependencies(launcher: FakeLauncher, *, confirm: bool = True) -> Dependencies:
+    return Dependencies(lambda _: launcher, lambda _: inspected(), lambda _: confirm)
+
+
+def prepare(run: RunDir, job: JobSpec = JOB, **request: Any) -> tuple[PreparedSearch, list[Any]]:
+    events: list[Any] = []
+    request = {"batch": 64, "nodes": 1, **request}
+    work = learning_rates.prepare_search([Run(run.path, job)], dependencies(FakeLauncher()), **request)
+    return follow(work, events.append), events
+
+
+def record(task: RateSearchTask, *losses: float | None, finished: bool = True) -> RateSearch:
+    """Return what a search found: a loss for each learning rate in turn, then for each other batch; None: diverged."""
+    places = [(64, "none", 1.0), (64, "sqrt", 2.0), (64, "linear", 4.0), (32, "sqrt", 2.0**0.5), (128, "sqrt", 8**0.5)]
+    branches = [
+        RateBranch(
+            arm="a",
+            rung=1,
+            epochs=0.1,
+            samples=100,
+            loss=loss,
+            top1=90.0,
+            diverged=loss is None,
+            seconds=1.0,
+            batch=batch,
+            rule=rule,
+            factor=factor,
+            lr=0.1 * factor,
+        )
+        for loss, (batch, rule, factor) in zip(losses, places, strict=False)
+    ]
+    return RateSearch(
+        key=task.key, nodes=1, batches=task.batches, reference_batch=16, samples=800, total=10_000, start_epoch=2.0,
+        start_loss=1.0, noise=(300.0, 250.0, None), branches=tuple(branches), finished=finished,
+    )  # fmt: skip
+
+
+class Ends(FakeLauncher):
+    """A launcher whose job has ended when it is submitted: with losses, and a failure if it did not finish."""
+
+    def __init__(self, *losses: float | None, outcome: str = "") -> None:
+        super().__init__()
+        self.losses, self.outcome = losses, outcome
+
+    def submit(self, run: RunDir, task: RateSearchTask) -> Any:  # type: ignore[override]
+        job = super().submit(run, task)  # type: ignore[arg-type]
+        self.says[task.job] = "ended"
+        failure = {"failure": Failure(outcome=self.outcome, message="no memory left")} if self.outcome else {}  # type: ignore[arg-type]
+        run.write_attempt(make.attempt(task.id, end=make.START + 9, outcome=self.outcome or "done", **failure))
+        if self.losses:
+            run.write_rate_search(record(task, *self.losses, finished=not self.outcome))
+        return job
+
+
+def search(run: RunDir, launcher: FakeLauncher, *, wait: bool = True, confirm: bool = True, **request: Any) -> Any:
+    """Return the result of a search and its events."""
+    events: list[Any] = []
+    prepared, _ = prepare(run, **request)
+    work = learning_rates.run_search(
+        prepared, dependencies(launcher, confirm=confirm), WaitPolicy(wait=wait), file=FILE
+    )
+    return follow(work, events.append), events
+
+
+def report(run: RunDir, launcher: FakeLauncher, **request: Any) -> LearningRateReport:
+    result, _ = search(run, launcher, **request)
+    assert isinstance(result, LearningRateReport)
+    return result
+
+
+# --- the plan
+
+
+def test_the_plan_has_the_cost_as_a_share_of_a_training(run: RunDir) -> None:
+    prepared, events = prepare(run)
+    assert [arm.factor for arm in prepared.arms] == [1.0, 2.0, 4.0]
+    assert prepared.task.batches == (64,)
+    assert 0 < prepared.plan.share < 0.1
+    assert prepared.node_hours is None, "nothing was measured"
+    assert events == []
+    assert prepare(run, near_batches=True)[0].task.batches == (64, 32, 128)
+
+
+def test_after_measurements_the_plan_has_hours(run: RunDir) -> None:
+    for local in (16, 32, 64, 128):
+        make.add_measured(run, 1, local)
+    prepared, _ = prepare(run)
+    assert prepared.training_hours is not None
+    assert prepared.hours == prepared.node_hours == prepared.plan.share * prepared.training_hours
+
+
+def test_an_expensive_search_of_a_short_training_is_warned_of(run: RunDir) -> None:
+    job = make.spec(train={"epochs": 1, "method": "lrs", "reference_batch": 16})
+    prepared, (warning,) = prepare(run, job, batch=1024)
+    assert isinstance(warning, WarningEvent)
+    assert not isinstance(warning.warning, str)
+    assert warning.warning.code == "expensive-rate-search"
+    assert warning.warning.values["share"] == prepared.plan.share
+
+
+def test_the_search_is_the_same_whatever_the_job_s_rule(run: RunDir) -> None:
+    with_rule = make.spec(train={"epochs": 100, "method": "lrs", "reference_batch": 16, "lr_scaling": "sqrt"})
+    assert prepare(run, with_rule)[0].task.key == prepare(run)[0].task.key
+    assert prepare(run, batch=128)[0].task.key != prepare(run)[0].task.key
+
+
+def test_a_script_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
+    job = make.script_spec(epochs=4)
+    with pytest.raises(SpecError, match="cannot branch a script") as error:
+        prepare(RunDir.create(tmp_path, job), job)
+    assert "tula compare --methods lbt,sqrt,lrs" in error.value.hint
+
+
+# --- the job
+
+
+def test_the_search_is_confirmed_submitted_and_reported(run: RunDir) -> None:
+    launcher = Ends(0.5, 0.3, 0.32)
+    result, events = search(run, launcher)
+    assert isinstance(events[0], RateSearchPlanned)
+    assert sum(isinstance(event, Note) for event in events) == 3, "one per branch"
+    assert (result.chosen.rule, result.overrides) == ("linear", ("train.lr_scaling=linear",))
+    assert result.command == "tula train job.yaml --nodes 1 --batch 64 --set train.lr_scaling=linear"
+    assert (result.share, result.critical_batch, result.best_batch) == (0.08, (300.0, 250.0, None), None)
+    assert list(result.frame()["loss"]) == [0.5, 0.3, 0.32]
+    earlier = FILE.model_copy(update={"overrides": ("train.epochs=60", "train.lr_scaling=sqrt")})
+    command = learning_rates.read_report(prepare(run)[0], earlier).command
+    assert command.endswith(" --set train.epochs=60 --set train.lr_scaling=linear"), "with the settings of the search"
+    again, events = search(run, launcher)
+    assert again == result
+    assert [type(event) for event in events] == [Note]
+    assert len(launcher.submitted) == 1
+
+
+def test_nothing_is_submitted_unless_confirmed(run: RunDir) -> None:
+    launcher = Ends(0.5, 0.3, 0.32)
+    with pytest.raises(OverBudget):
+        search(run, launcher, confirm=False)
+    assert not launcher.submitted
+
+
+def test_a_job_that_runs_is_attached_to(run: RunDir) -> None:
+    launcher = FakeLauncher()
+    first, _ = search(run, launcher, wait=False)
+    second, _ = search(run, launcher, wait=False)
+    assert isinstance(first, DetachedJobs)
+    assert second.under_way == first.jobs
+    assert len(launcher.submitted) == 1
+
+
+# --- the report
+
+
+def test_at_the_reference_learning_rate_the_method_without_a_rule_is_named(run: RunDir) -> None:
+    result = report(run, Ends(0.3, None, None))
+    assert result.overrides == ("train.method=lbt",)
+    assert result.answer == "Use the learning rate of batch 16 at batch 64: 0.100."
+
+
+def test_the_largest_batch_with_a_close_loss_is_reported(run: RunDir) -> None:
+    assert report(run, Ends(0.5, 0.3, 0.9, 0.28, 0.33), near_batches=True).best_batch == 128
+    assert report(run, Ends(0.5, 0.3, 0.9, 0.28, 0.33), near_batches=True).too_large is None
+
+
+def test_a_batch_that_does_not_fit_after_the_one_in_question_is_reported_and_not_tried_again(run: RunDir) -> None:
+    launcher = Ends(0.5, 0.3, 0.9, 0.28, outcome="device_oom")
+    assert report(run, launcher, near_batches=True).too_large == 128
+    assert report(run, launcher, near_batches=True).best_batch == 64
+    assert len(launcher.submitted) == 1
+
+
+def test_where_every_learning_rate_diverges_the_search_fails_as_a_training_would(run: RunDir) -> None:
+    with pytest.raises(Diverged, match="every learning rate diverges at batch 64"):
+        search(run, Ends(None, None, None))
+
+
+def test_a_failed_job_is_an_error_and_the_same_command_goes_on(run: RunDir) -> None:
+    with pytest.raises(JobFailed, match="no memory left"):
+        search(run, Ends(0.5, outcome="user"))
+    assert report(run, Ends(0.5, 0.3, 0.32)).chosen.rule == "linear"
+
+
+def test_without_a_search_there_is_nothing_to_show(run: RunDir) -> None:
+    with pytest.raises(BadMeasurements, match="no learning rate was searched for batch 64"):
+        learning_rates.read_report(prepare(run)[0])

@@ -1,0 +1,183 @@
+"""The search for the learning rate of a large batch by short branches from one checkpoint (`tula compare --learning-rates`).
+
+The checkpoint is trained on a few per cent of a training's samples at the reference batch. From it, each branch trains
+the large batch with another rule of `train.lr_scaling`, and is evaluated on held-out training samples. Short branches
+favour low learning rates (Wu et al. 2018), so the highest rate wins whose loss is close to the best. The critical batch
+is the gradient noise scale at the checkpoint (McCandlish et al. 2018).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tula_cli.errors import SpecError
+from tula_cli.models import halving
+from tula_cli.run.records.results import LearningRateRule, RateBranch
+from tula_cli.spec.job import JobSpec, compute_lr_scale
+from tula_cli.spec.methods import METHODS, TrainingMethod
+from tula_cli.spec.sections import NOISE_BATCHES
+
+RULES: tuple[LearningRateRule, ...] = ("none", "sqrt", "linear")
+"""Values of `train.lr_scaling`, by their learning rate: 1, sqrt(k) and k times `optimizer.lr` at k times the batch."""
+
+START_SHARE = 0.02
+"""Share of a training's samples after which the branches start."""
+
+BRANCH_SHARE = 0.02
+"""Largest share of a training's samples in a branch."""
+
+BRANCHES_SHARE = 0.07
+"""Largest share of a training's samples in all branches together, unless they would be shorter than `MIN_STEPS`."""
+
+MIN_STEPS = 5
+"""Minimum optimizer steps of a branch."""
+
+NOISE_SHARE, MIN_NOISE_BATCHES = 0.01, 8
+"""Largest share of a training's samples from which the gradient noise is measured; and its minimum micro-batches per rank."""
+
+LOSS_MARGIN = 0.25
+"""Share by which the loss of a branch may exceed the lowest one for its higher learning rate to be chosen."""
+
+
+@dataclass(frozen=True)
+class RateArm:
+    """A batch and a rule for its learning rate, to be tried in a branch."""
+
+    batch: int
+    rule: LearningRateRule
+    factor: float  # of optimizer.lr
+
+
+@dataclass(frozen=True)
+class SearchPlan:
+    """The samples that a search trains on."""
+
+    start: int  # up to the checkpoint from which the branches start
+    length: int  # of a branch
+    branches: int
+    noise_batches: int  # micro-batches of the reference batch per rank, for the gradient noise
+    samples: int  # of all together
+    total: int  # of a training
+
+    @property
+    def share(self) -> float:
+        """The cost of the search as a share of a training, in samples."""
+        return self.samples / self.total
+
+
+def require_searchable(spec: JobSpec, batch: int) -> None:
+    """Check that a learning rate can be searched for a job's batch.
+
+    Raises:
+        SpecError: the batch is not above the reference batch, or the method, a sharded model, or train.ramp: decay does
+            not allow a search.
+    """
+    train, reference = spec.train, spec.train.reference_batch
+    if batch <= reference:
+        raise SpecError(
+            f"batch {batch} is not above train.reference_batch {reference}, whose learning rate is optimizer.lr",
+            "name a larger batch with --batch, or set train.reference_batch to the batch that optimizer.lr was tuned for",
+        )
+    if not _is_searchable(train.training_method):
+        searchable = ", ".join(name for name, method in METHODS.items() if _is_searchable(method))
+        raise SpecError(
+            f"train.method {train.method} sets the learning rate of a large batch by a rule of its own",
+            f"search with one of {searchable}: --set train.method=lrs",
+        )
+    if train.stages == "decay":
+        raise SpecError("train.ramp: decay sets the learning rate of each batch itself", "--set train.ramp=auto")
+    if train.sharded:
+        raise SpecError(
+            "train.parallel: fsdp divides the state that branches start from among the GPUs",
+            "search with a smaller model and --set train.parallel=ddp, or compare short trainings: tula compare --methods lbt,sqrt,lrs",
+        )
+
+
+def _is_searchable(method: TrainingMethod) -> bool:
+    return method.is_arm or bool(method.without_rule)
+
+
+def make_job_of_rule(spec: JobSpec, rule: LearningRateRule) -> JobSpec:
+    """Return the job with a rule of `train.lr_scaling`, and the method that has it."""
+    method = spec.train.training_method
+    name = (method.without_rule if rule == "none" else method.with_rule) or method.name
+    train = spec.train.model_copy(update={"method": name, "lr_scaling": rule})
+    return spec.model_copy(update={"train": train})
+
+
+def list_overrides(spec: JobSpec, rule: LearningRateRule) -> list[str]:
+    """Return what `--set` has to change in a job so that it trains with a rule."""
+    train = make_job_of_rule(spec, rule).train
+    method = [] if train.method == spec.train.method else [f"train.method={train.method}"]
+    lr_scaling = "auto" if train.training_method.with_rule else rule
+    return [*method, *([] if spec.train.lr_scaling == lr_scaling else [f"train.lr_scaling={lr_scaling}"])]
+
+
+def list_arms(spec: JobSpec, batch: int) -> list[RateArm]:
+    """Return the learning rates to try at a batch, ascending; rules with equal factors (train.max_lr_factor) are one."""
+    arms = {
+        (factor := compute_lr_scale(make_job_of_rule(spec, rule), batch)): RateArm(batch, rule, factor)
+        for rule in reversed(RULES)
+    }
+    return sorted(arms.values(), key=lambda arm: arm.factor)
+
+
+def plan_search(spec: JobSpec, batches: Sequence[int], *, dataset_size: int) -> SearchPlan:
+    """Count the samples of a search.
+
+    Args:
+        spec: the job.
+        batches: the batch whose learning rate is searched, and others to compare with it, global.
+        dataset_size: training samples.
+    """
+    total, reference = spec.train.epochs * dataset_size, spec.train.reference_batch
+    branches = len(list_arms(spec, batches[0])) + len(batches) - 1
+    start = max(reference * MIN_STEPS, round(START_SHARE * total))
+    length = max(MIN_STEPS * max(batches), round(min(BRANCH_SHARE, BRANCHES_SHARE / branches) * total))
+    noise_batches = max(MIN_NOISE_BATCHES, min(NOISE_BATCHES, round(NOISE_SHARE * total / reference)))
+    samples = start + branches * length + noise_batches * reference
+    return SearchPlan(start, length, branches, noise_batches, samples, total)
+
+
+def list_other_batches(spec: JobSpec, batch: int, *, divisor: int, dataset_size: int) -> tuple[int, ...]:
+    """Return half and double the batch, as far as they divide among the GPUs and fit into the dataset."""
+    most = dataset_size - halving.count_holdout_samples(dataset_size)
+    return tuple(
+        other
+        for other in (batch // 2, 2 * batch)
+        if spec.train.reference_batch <= other <= most and other % divisor == 0 and (other > batch or batch % 2 == 0)
+    )
+
+
+def find_next_arm(spec: JobSpec, batches: Sequence[int], branches: Sequence[RateBranch]) -> RateArm | None:
+    """Return the next branch to train; None after the last.
+
+    First all learning rates at the first batch, then the other batches with the rule that was chosen there.
+    """
+    trained = {(branch.batch, branch.rule) for branch in branches}
+    arms = list_arms(spec, batches[0])
+    chosen = choose_rate([branch for branch in branches if branch.batch == batches[0]])
+    if chosen is not None and len(trained) >= len(arms):
+        arms += [
+            RateArm(batch, chosen.rule, compute_lr_scale(make_job_of_rule(spec, chosen.rule), batch))
+            for batch in batches[1:]
+        ]
+    return next((arm for arm in arms if (arm.batch, arm.rule) not in trained), None)
+
+
+def list_close_branches(branches: Sequence[RateBranch]) -> list[RateBranch]:
+    """Return the branches whose held-out loss is close to the lowest one, without those that diverged."""
+    losses = {branch: branch.loss for branch in branches if not branch.diverged and branch.loss is not None}
+    if not losses:
+        return []
+    lowest = min(losses.values())
+    return [branch for branch, loss in losses.items() if loss <= lowest + LOSS_MARGIN * abs(lowest)]
+
+
+def choose_rate(branches: Sequence[RateBranch]) -> RateBranch | None:
+    """Return the branch with the highest learning rate among those close to the lowest loss; None if all diverged."""
+    return max(list_close_branches(branches), key=lambda branch: branch.factor, default=None)
+
+
+def choose_batch(branches: Sequence[RateBranch]) -> RateBranch | None:
+    """Return the branch with the largest batch among those close to the lowest loss; None if all diverged."""
+    return max(list_close_branches(branches), key=lambda branch: branch.batch, default=None)

@@ -1,0 +1,324 @@
+"""`tula compare --learning-rates` and `--batches`: the learning rate of a large batch, by short branches from one checkpoint."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission
+from tula_cli.errors import BadMeasurements, Diverged, SpecError
+from tula_cli.models import rate_search
+from tula_cli.models.ramp.stage_nodes import compute_batch_divisor
+from tula_cli.models.rate_search import MIN_STEPS, RateArm, SearchPlan
+from tula_cli.run.code import take_snapshot
+from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.format import require_current_format
+from tula_cli.run.frames import make_frame
+from tula_cli.run.html_table import render_html
+from tula_cli.run.imports import Source
+from tula_cli.run.job_runs import save_runs
+from tula_cli.run.records.results import JobFile, RateBranch
+from tula_cli.run.records.tasks import RateSearchTask
+from tula_cli.services import compare, messages, train
+from tula_cli.services.evaluate import make_error_of_job
+from tula_cli.services.events import Note, RateSearchPlanned, WarningEvent, Work
+from tula_cli.services.waiting import (
+    Dependencies,
+    DetachedJobs,
+    WaitPolicy,
+    make_interruption_of_jobs,
+    require_confirmed,
+    wait_for_jobs,
+    warn_new_jobs,
+)
+from tula_cli.spec.signature import compute_digest, compute_train_signature
+from tula_cli.words import format_number, make_relative_path
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+EXPENSIVE_SHARE = 0.12
+"""Share of a training's samples above which a search is reported as expensive."""
+
+
+@dataclass(frozen=True)
+class PreparedSearch:
+    """A search for a learning rate before anything is submitted."""
+
+    run: Run
+    task: RateSearchTask
+    plan: SearchPlan
+    arms: tuple[RateArm, ...]  # at the batch, by learning rate
+    code: Source
+    training_hours: float | None  # predicted for a training with this batch; None if nothing was measured
+    price: str
+
+    @property
+    def hours(self) -> float | None:
+        """Expected hours of the search, if its samples take as long as those of the training."""
+        return None if self.training_hours is None else self.plan.share * self.training_hours
+
+    @property
+    def node_hours(self) -> float | None:
+        return None if self.hours is None else self.hours * self.task.nodes
+
+
+@dataclass(frozen=True)
+class LearningRateReport:
+    """The learning rate of a large batch, and what it was chosen from."""
+
+    nodes: int
+    batch: int
+    reference_batch: int
+    chosen: RateBranch
+    overrides: tuple[str, ...]  # of the job, with which it trains at this learning rate
+    command: str  # that trains with it
+    branches: tuple[RateBranch, ...]
+    best_batch: int | None  # largest batch whose loss is close to the best; None if only one batch was tried
+    too_large: int | None  # batch that ran out of memory
+    critical_batch: (
+        tuple[float, float, float | None] | None
+    )  # gradient noise scale with its 90 % interval, as in the record
+    epoch: float  # at which it was measured and the branches started
+    samples: int
+    share: float  # of the samples of a training
+    answer: str
+
+    def frame(self) -> "pd.DataFrame":
+        """Return one row per branch: batch, rule, factor, learning rate, loss, top-1, whether it diverged."""
+        columns = ("batch", "rule", "factor", "lr", "loss", "top1", "diverged", "samples", "seconds")
+        return make_frame([{name: getattr(branch, name) for name in columns} for branch in self.branches])
+
+    def _repr_html_(self) -> str:
+        """Return the answer and a row per branch, for a notebook."""
+        rows = [
+            (
+                str(branch.batch),
+                branch.rule,
+                format_number(branch.lr),
+                "diverged" if branch.diverged else format_number(branch.loss, 4),
+            )
+            for branch in self.branches
+        ]
+        return render_html(self.answer, ["batch", "rule", "learning rate", "loss"], rows, notes=[self.command])
+
+
+def prepare_search(
+    runs: Sequence[Run],
+    dependencies: Dependencies,
+    *,
+    batch: int | None,
+    nodes: int | None,
+    node_type: str | None = None,
+    near_batches: bool = False,
+) -> Work[PreparedSearch]:
+    """Plan a search; nothing is written.
+
+    Args:
+        runs: the runs of a job.
+        dependencies: provides the inspection of the dataset's size if no probe has recorded it.
+        batch: global batch; None for the recommended one.
+        nodes: number of nodes; None for the recommended one, or the fewest in search.nodes.
+        node_type: the node type; None for the recommended one.
+        near_batches: whether half and twice the batch are tried too.
+
+    Raises:
+        OtherFormat: the run has an older format.
+        BadMeasurements: no batch or node type is given, known or recommended.
+        SpecError: the job has a training script, or its learning rate or batch cannot be searched.
+    """
+    run = train.choose_run_to_train(runs, node_type)
+    require_current_format(run.path)
+    spec = run.spec
+    if spec.script is not None:
+        raise SpecError(
+            "tula cannot branch a script from its checkpoint, because only the script can evaluate it on samples that it"
+            " has not trained on",
+            "compare short trainings instead: tula compare --methods lbt,sqrt,lrs trains them for a quarter of the epochs",
+        )
+    nodes = compare.choose_default_nodes(run) if nodes is None else nodes
+    (batch,) = compare.list_default_batches(run) if batch is None else (batch,)
+    rate_search.require_searchable(spec, batch)
+    training = train.plan_training(run, nodes=nodes, batch=batch, inspect=dependencies.inspect)
+    yield from map(WarningEvent, training.code.warnings)
+    size = train.find_dataset_size(run, dependencies.inspect)
+    divisor = compute_batch_divisor(spec, nodes)
+    others = rate_search.list_other_batches(spec, batch, divisor=divisor, dataset_size=size) if near_batches else ()
+    plan = rate_search.plan_search(spec, (batch, *others), dataset_size=size)
+    if plan.share > EXPENSIVE_SHARE:
+        yield WarningEvent(messages.expensive_rate_search(share=plan.share, samples=plan.length, steps=MIN_STEPS))
+    key = compute_digest({"training": _sign(run, nodes, batch, training.code), "batches": others})
+    task = RateSearchTask(
+        id=f"rates-{key}",
+        job=f"rates-{key}",
+        spec=spec,
+        workdir=training.task.workdir,
+        nodes=nodes,
+        key=key,
+        batches=(batch, *others),
+    )
+    hours = training.prediction.hours if training.prediction is not None else None
+    arms = tuple(rate_search.list_arms(spec, batch))
+    return PreparedSearch(run, task, plan, arms, training.code, hours, training.price)
+
+
+def _sign(run: Run, nodes: int, batch: int, code: Source) -> str:
+    """Return a signature that is the same for all rules of the learning rate."""
+    return compute_train_signature(
+        rate_search.make_job_of_rule(run.spec, "linear"), nodes=nodes, batch=batch, code=code.identity
+    )
+
+
+def run_search(
+    search: PreparedSearch, dependencies: Dependencies, wait_policy: WaitPolicy, *, file: JobFile | None = None
+) -> Work[LearningRateReport | DetachedJobs]:
+    """Train the missing branches, or attach to the job if it is running, and return the report.
+
+    Args:
+        search: the result of `prepare_search`.
+        dependencies: launcher, and the confirmation that is requested before the job is submitted.
+        wait_policy: whether and how long to wait.
+        file: the file that the settings come from.
+
+    Raises:
+        OverBudget: the search was not confirmed.
+        Pending: the timeout has passed.
+        Interruption: Ctrl-C; the job continues to run, unless it is to be cancelled.
+        Diverged: every learning rate diverged.
+        TulaError: the job failed, as classified by the table of exit reasons.
+        SchedulerError: the scheduler refused the job.
+    """
+    run, task = search.run, search.task
+    if _is_complete(run, task):
+        yield Note("this search has already finished")
+        return read_report(search, file)
+    launcher = dependencies.launcher_for(run.spec)
+    going_on = list_unfinished_jobs(run, launcher, [task.job])
+    if not going_on:
+        planned = RateSearchPlanned(search)
+        yield planned
+        require_confirmed(dependencies.confirm, planned)
+    save_runs([run], file)
+    try:
+        _start_job(search, launcher)
+        if not wait_policy.should_wait(run.spec):
+            yield from warn_new_jobs(run, launcher, [task.job], going_on, run.spec)
+            return DetachedJobs((task.job,), tuple(going_on))
+        yield from _wait_for_branches(search, launcher, wait_policy)
+    except KeyboardInterrupt:
+        raise make_interruption_of_jobs([(run, launcher)], wait_policy) from None
+    return read_report(search, file)
+
+
+def _start_job(search: PreparedSearch, launcher: Launcher) -> None:
+    """Submit the job with a copy of the user's code, unless it is already waiting or running."""
+    run, task = search.run, search.task
+    with lock_submission(run):
+        if list_unfinished_jobs(run, launcher, [task.job]):
+            return
+        run.uncancel(task.job)
+        task = task.model_copy(update={"code": take_snapshot(run, task.spec, search.code)})
+        run.write_task(task)
+        run.write_job(launcher.submit(run, task))
+
+
+def _wait_for_branches(search: PreparedSearch, launcher: Launcher, wait_policy: WaitPolicy) -> Work[None]:
+    """Wait for the job, and report each branch when it has ended."""
+    run, task = search.run, search.task
+    reported = 0
+    for event in wait_for_jobs(run, launcher, [task.job], wait_policy):
+        record = run.rate_search(task.key)
+        branches = () if record is None else record.branches
+        for number, branch in enumerate(branches[reported:], reported + 1):
+            yield Note(f"branch {number} of {search.plan.branches}: {describe_branch(branch)}")
+        reported = len(branches)
+        yield event
+
+
+def describe_branch(branch: RateBranch) -> str:
+    """Describe a branch and its result in one line."""
+    result = "diverged" if branch.diverged else f"loss {format_number(branch.loss, 4)}"
+    return f"batch {branch.batch}, learning rate {format_number(branch.lr)}: {result}"
+
+
+# --- the result
+
+
+def _find_batch_too_large(run: RunDir, task: RateSearchTask) -> int | None:
+    """Return the batch at which the search ran out of memory after the batch in question was tried; None if none did."""
+    record, attempts = run.rate_search(task.key), run.attempts(task.id)
+    failure = attempts[-1].failure if attempts else None
+    if record is None or record.finished or failure is None or failure.outcome != "device_oom":
+        return None
+    arm = rate_search.find_next_arm(task.spec, task.batches, record.branches)
+    return arm.batch if arm is not None and arm.batch > task.batches[0] else None
+
+
+def _is_complete(run: RunDir, task: RateSearchTask) -> bool:
+    """Return whether nothing is left to train."""
+    record = run.rate_search(task.key)
+    return record is not None and (record.finished or _find_batch_too_large(run, task) is not None)
+
+
+def read_report(search: PreparedSearch, file: JobFile | None = None) -> LearningRateReport:
+    """Return the result of a search.
+
+    Raises:
+        BadMeasurements: it was not started.
+        Diverged: every learning rate diverged.
+        TulaError: the job failed, as classified by the table of exit reasons.
+    """
+    run, task = search.run, search.task
+    record = run.rate_search(task.key)
+    if record is None and not run.attempts(task.id):
+        raise BadMeasurements(
+            f"no learning rate was searched for batch {task.batches[0]} on {task.nodes} nodes yet", "remove --show"
+        )
+    if record is None or not _is_complete(run, task):
+        raise make_error_of_job(run, task, "the search for a learning rate")
+    batch, reference = task.batches[0], record.reference_batch
+    chosen = rate_search.choose_rate([branch for branch in record.branches if branch.batch == batch])
+    if chosen is None:
+        raise Diverged(
+            f"every learning rate diverges at batch {batch}, even that of batch {reference}",
+            "lower optimizer.lr, or use a smaller batch",
+        )
+    overrides = tuple(rate_search.list_overrides(run.spec, chosen.rule))
+    alike = [branch for branch in record.branches if branch.rule == chosen.rule]
+    largest = rate_search.choose_batch(alike) if len(task.batches) > 1 else None
+    times = "the learning rate" if chosen.factor == 1 else f"{chosen.factor:.3g} times the learning rate"
+    return LearningRateReport(
+        nodes=task.nodes,
+        batch=batch,
+        reference_batch=reference,
+        chosen=chosen,
+        overrides=overrides,
+        command=_make_train_command(run, task, overrides, file),
+        branches=record.branches,
+        best_batch=None if largest is None else largest.batch,
+        too_large=_find_batch_too_large(run, task),
+        critical_batch=record.noise,
+        epoch=record.start_epoch,
+        samples=record.samples,
+        share=record.samples / record.total,
+        answer=f"Use {times} of batch {reference} at batch {batch}: {format_number(chosen.lr)}.",
+    )
+
+
+def _make_train_command(run: RunDir, task: RateSearchTask, overrides: Sequence[str], file: JobFile | None) -> str:
+    """Return the command that trains with the settings of the search and `overrides`."""
+    keys = {override.partition("=")[0] for override in overrides}
+    earlier = [] if file is None else [text for text in file.overrides if text.partition("=")[0] not in keys]
+    where = f"--run {make_relative_path(run.path)}" if file is None else make_relative_path(Path(file.path))
+    settings = "".join(f" --set {shlex.quote(override)}" for override in (*earlier, *overrides))
+    return f"tula train {where} --nodes {task.nodes} --batch {task.batches[0]}{settings}"
+
+
+def describe_critical_batch(report: LearningRateReport) -> str:
+    """Describe the gradient noise scale at the checkpoint."""
+    if report.critical_batch is None:
+        return f"critical batch (gradient noise scale) at epoch {report.epoch:.2g}: unknown"
+    scale, low, high = report.critical_batch
+    interval = f"at least {low:.3g}" if high is None else f"{low:.3g} to {high:.3g}"
+    return f"critical batch (gradient noise scale) at epoch {report.epoch:.2g}: {scale:.3g} (90 % interval: {interval})"

@@ -54,7 +54,7 @@ def load(name: str, builtins: Mapping[str, Any], *, kind: str) -> Any:
             raise
         raise SpecError(
             f"{kind} {name!r}: there is no module {error.name!r}",
-            "run tula in the folder that holds the module, or install the package",
+            "run tula in the folder that contains the module, or install the package",
         ) from error
     try:
         target: Any = module

@@ -317,7 +317,10 @@ def test_a_run_is_found_by_flag_variable_and_name(cluster, monkeypatch):
     assert tula("status", "--run", first.id, "--json").json["run_id"] == first.id
     for named in (["--run", str(first.path)], [first.id], [str(first.path)]):
         shown = tula("status", *named)
-        assert shown.err == f"run {make_relative_path(first.path)} with --set name=first of an earlier command\n"
+        assert (
+            shown.err
+            == f"run {make_relative_path(first.path)} with --set name=first of an earlier command (to drop it, name the job file)\n"
+        )
         assert tula("status", *named, "--json").json["overrides"] == ["name=first"]
     assert "did you mean first" in tula("logs", first.id.replace("first", "frst")).err
     assert tula("cancel", "first", "--json").json["run_id"] == first.id, "by the job's name"

@@ -151,7 +151,11 @@ def _find_run_directories(
     screen.overrides = (*earlier_overrides, *overrides)
     if why or earlier_overrides:
         made_with = [f"--set {shlex.quote(text)}" for text in earlier_overrides]
-        earlier = f"{why and ','} with {' '.join(made_with)} of an earlier command" if made_with else ""
+        earlier = (
+            f"{why and ','} with {' '.join(made_with)} of an earlier command (to drop it, name the job file)"
+            if made_with
+            else ""
+        )
         paths = ", ".join(words.make_relative_path(run.path) for run in runs)
         screen.note(f"{'run' if len(runs) == 1 else 'runs'} {paths}{why and f' {why}'}{earlier}")
     return runs

@@ -93,7 +93,7 @@ def _render_settled_plan(plan: "ProfilePlan") -> Iterator["RenderableType"]:
     yield from plan.reasons
     yield from _render_certainty(plan.certainty)
     if any(task.bounds for task in plan.tasks):
-        yield "one job for all trials, each in new processes: what follows depends on the results"
+        yield "All trials run in one job, each in new processes. The result of a trial decides on the next."
     elif plan.reasons:
         yield "This is one round of several. Later rounds depend on its results and stay within search.max_node_hours."
     yield describe_upper_bound(plan.minutes_at_most / 60, plan.node_hours_at_most, plan.price_at_most, plan.currency)
@@ -122,7 +122,7 @@ def _render_largest_batch(largest: "LargestBatch") -> Iterator["RenderableType"]
     if largest.too_large is not None:
         yield f"local batch {largest.too_large} does not fit"
     elif largest.local_batch == largest.limit:
-        yield "no larger batch is possible: the dataset or search.max_batch ends here"
+        yield "no larger batch is possible: it is limited by search.max_batch or the size of the dataset"
     if largest.local_batch_with_margin:
         margin = f"{100 * largest.margin:.0f} % of the memory free, as tula recommend requires"
         yield f"up to {largest.local_batch_with_margin} per GPU leave {margin}"

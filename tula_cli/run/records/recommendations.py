@@ -99,7 +99,7 @@ class Prediction(Record):
     peak_memory: int | None = Field(description="reserved memory of one GPU, bytes")
     headroom: float | None = Field(description="share of a GPU's memory that remains free")
     measured: bool = Field(description="whether a probe or training measured the step time")
-    further: bool = Field(default=False, description="whether on more nodes than any probe")
+    further: bool = Field(default=False, description="whether its nodes are more than those of any probe")
     step_fitted: float | None = Field(default=None, description="seconds per step by the fit, if step_time is measured")
     scaling_efficiency: float | None = Field(
         default=None,

@@ -203,7 +203,7 @@ def _find_inner_command(words: Sequence[ShellWord]) -> list[ShellWord] | None:
     commands = split_commands(words[-1].text)
     if len(commands) != 1 or commands[0].inside or commands[0].assignments or commands[0].redirections:
         raise SpecError(
-            f"{words[0].text} -c holds more than one command: {words[-1].text!r}",
+            f"{words[0].text} -c contains more than one command: {words[-1].text!r}",
             "give only the command that starts the training",
         )
     return list(commands[0].program)

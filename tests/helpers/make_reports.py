@@ -66,7 +66,7 @@ def epochs(*, scaled: bool = True) -> list[dict[str, Any]]:
             "factors": {"edges": [0.5, 1.0, 2.0, 4.0], "counts": counts},
         }  # fmt: skip
         rows += [
-            {"kind": "step", **at, "epoch": epoch - 0.5, "loss": 2.0 / epoch, "lr": 0.1, "batch": 128, "step_time": 0.1},
+            {"kind": "step", **at, "epoch": epoch - 0.5, "step": 10 * epoch, "loss": 2.0 / epoch, "lr": 0.1, "batch": 128, "step_time": 0.1},
             {"kind": "noise", **at, "epoch": epoch, "batch": 128, "scale": 100.0 * epoch, "low": 50.0, "high": float("inf")},
             {"kind": "hessian", **at, "epoch": epoch, "eigenvalue": 4.0 * epoch, "gradient_norm": 0.5, "lr_bound": 0.2},
             {"kind": "epoch", **at, "epoch": epoch, "loss": 2.0 / epoch, "lr": 0.1, "batch": 128, "eval_loss": 1.0 / epoch,

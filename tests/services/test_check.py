@@ -560,6 +560,14 @@ def test_what_the_nodes_told_before_the_network_ended_the_ranks_is_not_lost(node
     assert "SIGABRT" in values(result.problems, "ranks-cannot-communicate")["reason"]
 
 
+def test_ranks_on_cpus_that_the_kernel_killed_for_memory_are_to_request_more(nodes):
+    nodes.run.checks.write_draft(make.cluster_report(nodes.run, nodes.task, {"gpus": ()}, {"gpus": ()}))
+    nodes.ends(outcome="device_oom", message="the kernel killed a process because the memory was used up")
+    nodes.log(0, 1)
+    reason = values(nodes.conclude().problems, "ranks-cannot-communicate")["reason"]
+    assert reason.endswith(f"was used up; {nodes.task.spec.cluster.backend.more_memory}")
+
+
 @pytest.mark.parametrize(
     ("second", "expected"),
     [

@@ -16,7 +16,16 @@ from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import site
 from tula_cli.cluster.slurm.site import Site
 from tula_cli.diagnostics import Diagnostic
-from tula_cli.errors import Interruption, JobFailed, Pending, SchedulerError, SpecError, TulaError, require_positive
+from tula_cli.errors import (
+    Interruption,
+    JobFailed,
+    OutOfMemoryAtMinimum,
+    Pending,
+    SchedulerError,
+    SpecError,
+    TulaError,
+    require_positive,
+)
 from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.job_runs import get_only_run, save_runs
@@ -423,7 +432,10 @@ def conclude_cluster(
         failure, draft = _check_failure(run, task, job), run.checks.draft(task.id)
         if draft is None or run.is_cancelled(task.job):
             raise failure
-        report = draft.model_copy(update={"network_error": failure.message})
+        reason = failure.message
+        if isinstance(failure, OutOfMemoryAtMinimum) and not any(node.gpus for node in draft.nodes):
+            reason += f"; {task.spec.cluster.backend.more_memory}"
+        report = draft.model_copy(update={"network_error": reason})
     return ClusterCheck(report, tuple(list_node_problems(run, task, report)), tuple(list_node_warnings(task, report)))
 
 

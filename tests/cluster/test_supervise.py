@@ -248,12 +248,12 @@ def test_a_full_disk_is_reported_where_the_scheduler_keeps_its_log(
 def test_a_full_disk_under_the_ranks_is_reported_with_the_folder_and_not_tried_again(
     run: RunDir, ranks: Ranks, training: TrainTask
 ) -> None:
-    ranks.will("raise OSError(28, 'No space left on device', '/dev/shm/gone/1.pt')", ranks.finish(training.signature))
+    ranks.will("raise OSError(28, 'No space left on device', '/scratch/gone/1.pt')", ranks.finish(training.signature))
     cluster_supervise.supervise(run.path, training.id)
     (attempt,) = run.attempts(training.id)
     assert attempt.outcome == "disk" and attempt.host
-    assert attempt.shortage is not None and attempt.shortage.folder == "/dev/shm/gone"
-    assert "free on the disk of /dev/shm/gone" in attempt.message
+    assert attempt.shortage is not None and attempt.shortage.folder == "/scratch/gone"
+    assert "free on the disk of /scratch/gone" in attempt.message
     assert len(ranks.starts) == 1 and not (run.path / shortages.RESERVE_NAME).exists(), "it was given back"
     error = make_error_of_training(training, [attempt], saved_samples=0)
     assert (error.exit_code, error.code) == (13, "disk")

@@ -57,8 +57,7 @@ def recommend(
         typer.Option(
             min=1,
             metavar="N",
-            help="Plan this many trainings on --max-nodes in all: nodes per training, and how many at a time."
-            " With --run of several jobs, once for each job.",
+            help="Plan this many trainings on --max-nodes in all; for several jobs, give --run and this once per job.",
         ),
     ] = None,
     observed: Observed = None,

@@ -78,7 +78,7 @@ def test_the_next_answer_has_learnt_from_a_training(run: RunDir) -> None:
     assert Recommendation.model_validate_json(after.model_dump_json()) == after
     row = next(row for row in after.rows if (row.nodes, row.batch) == (2, 128))
     assert row.measured and row.trained == "ab12cd34" and row.source == "training"
-    (line,) = tables.describe_from_training(after)
+    (line,) = tables.describe_measured_trainings(after)
     assert line.startswith("measured by training ab12cd34: 2 nodes, batch 128, ")
 
 
@@ -94,7 +94,7 @@ def test_where_a_probe_was_too_both_count_and_the_table_says_so(run: RunDir) -> 
     train(run, slow)
     after = ask(run)
     assert probed < step_time(after, 2, 128) < slow
-    (line,) = tables.describe_from_training(after)
+    (line,) = tables.describe_measured_trainings(after)
     assert "84.7 ms per step (combined with its probe, 77.0), up to " in line
 
 
@@ -107,7 +107,7 @@ def test_the_newest_trainings_of_a_configuration_count(run: RunDir) -> None:
     assert [training.signature for training in after.trainings] == [
         f"ab12cd3{number}" for number in range(2, MAX_TRAININGS + 2)
     ]
-    (line,) = tables.describe_from_training(after)
+    (line,) = tables.describe_measured_trainings(after)
     assert line.startswith(
         "measured by trainings ab12cd32, ab12cd33, ab12cd34, ab12cd35, ab12cd36: 2 nodes, batch 128, "
     )
@@ -151,7 +151,7 @@ def test_one_that_ran_elsewhere_is_left_out_and_that_is_said(run: RunDir, where:
     train(run, 0.5, **where)
     after = ask(run)
     assert after.rows == before.rows and after.trainings_left_out == (f"training ab12cd34: {why}",)
-    assert list(tables.describe_from_training(after)) == [f"not used in the fit: training ab12cd34: {why}"]
+    assert list(tables.describe_measured_trainings(after)) == [f"not used in the fit: training ab12cd34: {why}"]
 
 
 def test_oversubscribed_as_the_probes_were_it_counts(run: RunDir) -> None:

@@ -41,11 +41,13 @@ def test_rules_that_a_limit_makes_equal_are_tried_once() -> None:
 @pytest.mark.parametrize(
     ("losses", "chosen"),
     [
-        ([0.40, 0.30, 0.37], "linear"),  # within a quarter of 0.30
-        ([0.40, 0.30, 0.38], "sqrt"),
+        ([0.14, 0.10, 0.12], "linear"),  # within a quarter of 0.10
+        ([0.14, 0.10, 0.13], "sqrt"),
+        ([3.03, 2.96, 3.00], "linear"),  # within 0.05
+        ([3.03, 2.96, 3.02], "sqrt"),
         ([0.30, 0.29, None], "sqrt"),  # the highest one diverged
         ([0.30, None, None], "none"),
-        ([-1.0, -2.0, -1.6], "linear"),  # a loss may be negative
+        ([-1.0, -2.0, -1.96], "linear"),  # a loss may be negative
         ([None, None, None], None),
     ],
 )

@@ -34,8 +34,12 @@ MIN_STEPS = 5
 NOISE_SHARE, MIN_NOISE_BATCHES = 0.01, 8
 """Largest share of a training's samples from which the gradient noise is measured; and its minimum micro-batches per rank."""
 
-LOSS_MARGIN = 0.25
-"""Share by which the loss of a branch may exceed the lowest one for its higher learning rate to be chosen."""
+LOSS_MARGIN, MAX_LOSS_MARGIN = 0.25, 0.05
+"""Share of the lowest loss, and the most, by which the loss of a branch may exceed it for its higher learning rate to be chosen.
+
+A cross-entropy 0.05 higher is a likelihood 5 % lower: a quarter of the large loss of a language model would be too much
+(`benchmarks/learning_rates`).
+"""
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,8 @@ def list_close_branches(branches: Sequence[RateBranch]) -> list[RateBranch]:
     if not losses:
         return []
     lowest = min(losses.values())
-    return [branch for branch, loss in losses.items() if loss <= lowest + LOSS_MARGIN * abs(lowest)]
+    highest = lowest + min(LOSS_MARGIN * abs(lowest), MAX_LOSS_MARGIN)
+    return [branch for branch, loss in losses.items() if loss <= highest]
 
 
 def choose_rate(branches: Sequence[RateBranch]) -> RateBranch | None:

@@ -19,6 +19,7 @@ from tula_cli.services.events import Note, RateSearchPlanned, WarningEvent, foll
 from tula_cli.services.waiting import Dependencies, DetachedJobs, WaitPolicy
 from tula_cli.spec.job import JobSpec
 
+DETACHED = WaitPolicy(wait=False)
 FILE = JobFile(path=str(Path("job.yaml").absolute()))
 JOB = make.spec(train={"epochs": 100, "method": "lrs", "reference_batch": 16})
 
@@ -117,6 +118,13 @@ def test_after_measurements_the_plan_has_hours(run: RunDir) -> None:
     prepared, _ = prepare(run)
     assert prepared.training_hours is not None
     assert prepared.hours == prepared.node_hours == prepared.plan.share * prepared.training_hours
+    section = {"nodes": [1, 2], "max_node_hours": prepared.node_hours / 2}
+    capped = make.spec(train={"epochs": 100, "method": "lrs", "reference_batch": 16}, search=section)
+    launcher = FakeLauncher()
+    work = learning_rates.run_search(prepare(run, capped)[0], dependencies(launcher), DETACHED)
+    with pytest.raises(OverBudget, match="search for a learning rate may take"):
+        follow(work, lambda _: None)
+    assert not launcher.submitted
 
 
 def test_an_expensive_search_of_a_short_training_is_warned_of(run: RunDir) -> None:
@@ -148,7 +156,6 @@ def test_the_search_is_confirmed_submitted_and_reported(run: RunDir) -> None:
     launcher = Ends(0.5, 0.3, 0.32)
     result, events = search(run, launcher)
     assert isinstance(events[0], RateSearchPlanned)
-    assert sum(isinstance(event, Note) for event in events) == 3, "one per branch"
     assert (result.chosen.rule, result.overrides) == ("linear", ("train.lr_scaling=linear",))
     assert result.command == "tula train job.yaml --nodes 1 --batch 64 --set train.lr_scaling=linear"
     assert (result.share, result.critical_batch, result.best_batch) == (0.08, (300.0, 250.0, None), None)
@@ -188,8 +195,8 @@ def test_at_the_reference_learning_rate_the_method_without_a_rule_is_named(run: 
 
 
 def test_the_largest_batch_with_a_close_loss_is_reported(run: RunDir) -> None:
-    assert report(run, Ends(0.5, 0.3, 0.9, 0.28, 0.33), near_batches=True).best_batch == 128
-    assert report(run, Ends(0.5, 0.3, 0.9, 0.28, 0.33), near_batches=True).too_large is None
+    assert report(run, Ends(0.5, 0.3, 0.9, 0.28, 0.32), near_batches=True).best_batch == 128
+    assert report(run, Ends(0.5, 0.3, 0.9, 0.28, 0.32), near_batches=True).too_large is None
 
 
 def test_a_batch_that_does_not_fit_after_the_one_in_question_is_reported_and_not_tried_again(run: RunDir) -> None:
@@ -208,6 +215,35 @@ def test_a_failed_job_is_an_error_and_the_same_command_goes_on(run: RunDir) -> N
     with pytest.raises(JobFailed, match="no memory left"):
         search(run, Ends(0.5, outcome="user"))
     assert report(run, Ends(0.5, 0.3, 0.32)).chosen.rule == "linear"
+
+
+def test_each_branch_is_reported_once_when_it_ends_and_known_ones_with_the_plan(run: RunDir) -> None:
+    class Trains(FakeLauncher):
+        """A launcher whose job ends a branch at every look."""
+
+        def submit(self, run: RunDir, task: RateSearchTask) -> Any:  # type: ignore[override]
+            self.task = task
+            return super().submit(run, task)  # type: ignore[arg-type]
+
+        def states(self, look: Any, jobs: Any) -> Any:
+            if self.submitted:
+                known = run.rate_search(self.task.key)
+                losses = (0.5, 0.4, 0.3)[: len(known.branches) + 1 if known else 1]
+                run.write_rate_search(record(self.task, *losses, finished=len(losses) == 3))
+                self.says[self.task.job] = "ended" if len(losses) == 3 else "running"
+                if len(losses) == 3:
+                    run.write_attempt(make.attempt(self.task.id, end=make.START + 9))
+            return super().states(look, jobs)
+
+    prepared, _ = prepare(run)
+    run.write_rate_search(record(prepared.task, 0.5, finished=False))
+    _, events = search(run, Trains())
+    notes = [event.text for event in events if isinstance(event, Note)]
+    assert [note.partition(":")[0] for note in notes] == [
+        "1 of 3 branches are trained already",
+        "branch 2 of 3",
+        "branch 3 of 3",
+    ]
 
 
 def test_without_a_search_there_is_nothing_to_show(run: RunDir) -> None:

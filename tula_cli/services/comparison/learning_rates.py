@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission
-from tula_cli.errors import BadMeasurements, Diverged, SpecError
+from tula_cli.errors import BadMeasurements, Diverged, OverBudget, SpecError
 from tula_cli.models import rate_search
 from tula_cli.models.ramp.stage_nodes import compute_batch_divisor
 from tula_cli.models.rate_search import MIN_STEPS, RateArm, SearchPlan
@@ -27,6 +27,7 @@ from tula_cli.services.waiting import (
     Dependencies,
     DetachedJobs,
     WaitPolicy,
+    describe_beyond_cap,
     make_interruption_of_jobs,
     require_confirmed,
     wait_for_jobs,
@@ -182,7 +183,7 @@ def run_search(
         file: the file that the settings come from.
 
     Raises:
-        OverBudget: the search was not confirmed.
+        OverBudget: the search was not confirmed, or is expected to use more than search.max_node_hours.
         Pending: the timeout has passed.
         Interruption: Ctrl-C; the job continues to run, unless it is to be cancelled.
         Diverged: every learning rate diverged.
@@ -198,6 +199,11 @@ def run_search(
     if not going_on:
         planned = RateSearchPlanned(search)
         yield planned
+        cap = run.spec.search.max_node_hours
+        if problem := describe_beyond_cap("the search for a learning rate", planned.node_hours or 0.0, cap):
+            raise OverBudget(problem, "raise it with --set search.max_node_hours=...")
+        if known := len(_list_branches(run, task)):
+            yield Note(f"{known} of {search.plan.branches} branches are trained already")
         require_confirmed(dependencies.confirm, planned)
     save_runs([run], file)
     try:
@@ -223,13 +229,18 @@ def _start_job(search: PreparedSearch, launcher: Launcher) -> None:
         run.write_job(launcher.submit(run, task))
 
 
+def _list_branches(run: RunDir, task: RateSearchTask) -> tuple[RateBranch, ...]:
+    """Return the branches that have ended."""
+    record = run.rate_search(task.key)
+    return () if record is None else record.branches
+
+
 def _wait_for_branches(search: PreparedSearch, launcher: Launcher, wait_policy: WaitPolicy) -> Work[None]:
     """Wait for the job, and report each branch when it has ended."""
     run, task = search.run, search.task
-    reported = 0
+    reported = len(_list_branches(run, task))
     for event in wait_for_jobs(run, launcher, [task.job], wait_policy):
-        record = run.rate_search(task.key)
-        branches = () if record is None else record.branches
+        branches = _list_branches(run, task)
         for number, branch in enumerate(branches[reported:], reported + 1):
             yield Note(f"branch {number} of {search.plan.branches}: {describe_branch(branch)}")
         reported = len(branches)

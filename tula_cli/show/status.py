@@ -72,7 +72,7 @@ def render_status(now: "RunStatus") -> Iterator["RenderableType"]:
     if now.training is not None:
         yield ""
         yield describe_training(now.training)
-        if now.training.spent is not None:
+        if now.training.spent is not None and not now.training.finished:
             yield describe_spent_and_rest(now.training.spent)
         if now.training.tuning is not None and now.training.tuning.branches:
             yield ""

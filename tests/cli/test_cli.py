@@ -1365,7 +1365,7 @@ def test_a_terminal_without_letters_to_draw_with_shows_others(here, encoding):
     RunDir.create(here / "tula-runs", make.spec())
     shown = ended("list", cwd=here, **encoding)
     assert shown.code == 0, shown.err
-    head, rule, _ = shown.out.splitlines()
+    *_, head, rule, _ = shown.out.splitlines()
     assert rule == "-" * len(head)
 
 

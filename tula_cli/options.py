@@ -16,6 +16,11 @@ from typing import Annotated, Any, ParamSpec, TypeVar, get_args
 from tula_cli.errors import SpecError
 from tula_cli.words import split_outside_brackets
 
+MAX_COUNT = 2**31 - 1
+"""Maximum of whole numbers on the command line, such as nodes, samples and lines."""
+MAX_SEEDS = 1000
+"""Maximum number of seeds in one request; each training is planned by itself."""
+
 P = ParamSpec("P")
 A = TypeVar("A")
 R = TypeVar("R")
@@ -30,6 +35,7 @@ class Option:
     short: str = ""  # a second flag, of one letter
     metavar: str | None = None
     minimum: float | None = None
+    maximum: float | None = None
     type: Any = None  # on the command line, if it differs from the type in Python
     parse: Callable[[str], object] | None = None  # makes the field's value from the text on the command line
     advanced: bool = False  # shown under "Advanced" in --help
@@ -216,6 +222,7 @@ class TrainRequest:
             "Train this many times with different seeds, as planned by tula recommend --trainings N --save.",
             metavar="N",
             minimum=1,
+            maximum=MAX_SEEDS,
         ),
     ] = None
     node_type: NodeType = None
@@ -307,7 +314,11 @@ class ComparisonRequest:
     ] = None
     seeds: Annotated[
         int | None,
-        Option("Number of seeds, starting at train.seed (default: 3, or 1 if a script takes no seed).", minimum=1),
+        Option(
+            "Number of seeds, starting at train.seed (default: 3, or 1 if a script takes no seed).",
+            minimum=1,
+            maximum=MAX_SEEDS,
+        ),
     ] = None
     nodes: Annotated[
         int | None,

@@ -1810,3 +1810,12 @@ def test_an_empty_argument_is_not_the_current_folder(here, words):
 def test_an_argument_of_blanks_is_one_that_a_command_does_not_take(here):
     answer = tula("list", " ")
     assert answer.code == SpecError.exit_code and "tula list does not take the argument" in answer.err
+
+
+@pytest.mark.parametrize(
+    "words", ["logs --lines", "logs --rank", "compare job.yaml --seeds", "train --seeds", "recommend --max-batch"]
+)
+def test_a_number_that_no_job_has_is_refused_at_once(here, words):
+    RunDir.create(here / "tula-runs", make.spec())
+    answer = tula(*words.split(), 10**20)
+    assert answer.code == SpecError.exit_code and "must be at most" in answer.err

@@ -420,3 +420,14 @@ def test_a_job_in_a_folder_that_cannot_be_looked_into_counts_as_moved(run):
     long = "x" * 300
     job = make.job(long).model_copy(update={"folder": f"/{long}"})
     assert is_moved(job, run.path) and not is_of_another_run(job, run.path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("step_times", []), ("step_times", [0.1, 0.0]), ("capacity", 0), ("nodes", 0), ("batch", -8)]
+)
+def test_a_probe_without_steps_nodes_or_memory_is_damaged(run, key, value):
+    make.add_measured(run, 1, 32)
+    path = run.path / "results" / f"{make_probe_id(1, 32)}.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(BadMeasurements, match="is damaged"):
+        run.results()

@@ -1240,3 +1240,16 @@ def test_a_usual_name_leads_to_the_key_that_is_meant(write, key, hint):
     with pytest.raises(SpecError) as caught:
         load_spec(write(MINIMAL), overrides=[f"{key}=1"], site_files=[], environ={})
     assert any(hint in problem.hint for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    "override", ["train.epochs=true", "optimizer.lr=true", "search.nodes=[true,2]", "pricing.price=true"]
+)
+def test_true_is_not_the_number_one(write, override):
+    (problem,) = problems(write(MINIMAL), override).values()
+    assert "must be a number, got true" in problem
+
+
+def test_sections_that_a_script_does_not_take_are_named_together(write):
+    text = "script: {command: python t.py}\nmodel: {name: x}\ndataset: {name: y}\n"
+    assert "model, dataset have no effect" in str(problems(write(text)))

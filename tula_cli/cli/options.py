@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from tula_cli.errors import Interruption, SpecError, TulaError
-from tula_cli.options import Option, find_option, list_fields
+from tula_cli.options import MAX_COUNT, Option, find_option, list_fields
 from tula_cli.show.screen import Screen
 
 USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
@@ -167,6 +167,9 @@ def _convert(field: inspect.Parameter, option: Option | None, value: Any) -> Any
     """Return the value of a field for a value of the command line, where None means that the option is not given."""
     if value is None:
         return field.default
+    if isinstance(value, int) and value > MAX_COUNT:  # not typer's `max`, which every line of --help would show
+        flag = option.make_flag(field.name) if option else f"--{field.name.replace('_', '-')}"
+        raise SpecError(f"{flag}: must be at most {MAX_COUNT}", "give a number that a job can have")
     return option.parse(value) if option and option.parse else value
 
 
@@ -179,10 +182,16 @@ def _make_typer_parameter(field: inspect.Parameter, option: Option | None) -> in
     flags = [flag for flag in (option.make_flag(field.name), option.short) if flag]
     panel = ADVANCED if option.advanced else None
     metavar = option.metavar or (None if option.minimum is None else "N")
-    info = typer.Option(
-        *flags, help=option.help, metavar=metavar, min=option.minimum, readable=False, rich_help_panel=panel
-    )
     kind = option.type or get_args(field.annotation)[0]
+    info = typer.Option(
+        *flags,
+        help=option.help,
+        metavar=metavar,
+        min=option.minimum,
+        max=option.maximum,
+        readable=False,
+        rich_help_panel=panel,
+    )
     default = None if field.default == () else field.default
     return field.replace(annotation=Annotated[kind, info], default=default)
 

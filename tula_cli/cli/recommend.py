@@ -44,7 +44,7 @@ def recommend(
         bool,
         typer.Option(
             "--explain",
-            help="Also show the reason, intervals, memory, plots, and the fitted models with their regressions.",
+            help="Also show the reason, intervals, memory, plots and the fitted models.",
         ),
     ] = False,
     save: Annotated[bool, typer.Option("--save", help="Store this recommendation for tula train.")] = False,

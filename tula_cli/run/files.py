@@ -4,12 +4,14 @@ import contextlib
 import errno
 import fnmatch
 import json
+import math
 import os
 import re
 import shutil
 import socket
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
@@ -249,7 +251,8 @@ def read_record(path: Path, adapter: "TypeAdapter[T]") -> T | None:
         raise make_damaged_error(path, f"{first_error['msg']} at {where}") from None
     if _EXCESSIVE.search(content):
         try:
-            json.loads(content, parse_constant=_reject_number, parse_float=_reject_excessive_number)
+            limit = _MAX_MEASURED if path.parent.name == "results" else math.inf
+            json.loads(content, parse_constant=_reject_number, parse_float=partial(_check_number, limit))
         except ValueError as error:
             raise make_damaged_error(path, str(error)) from None
     return record
@@ -257,16 +260,16 @@ def read_record(path: Path, adapter: "TypeAdapter[T]") -> T | None:
 
 _EXCESSIVE = re.compile(rb"NaN|Infinity|\d[eE]\+?\d{3}")
 """Bytes of a JSON text that may be an excessive number; inside strings they are harmless."""
-_MAX_NUMBER = 1e150
-"""Maximum of a record's numbers: their squares must be finite."""
+_MAX_MEASURED = 1e150
+"""Maximum of measured numbers: their squares must be finite."""
 
 
 def _reject_number(text: str) -> float:
     raise ValueError(f"{text} is not a number of a record")
 
 
-def _reject_excessive_number(text: str) -> float:
-    return number if abs(number := float(text)) < _MAX_NUMBER else _reject_number(text)
+def _check_number(limit: float, text: str) -> float:
+    return number if abs(number := float(text)) < limit else _reject_number(text)
 
 
 COMMANDS_THAT_REWRITE = {"results": "tula profile", "recommendation.json": "tula recommend"}

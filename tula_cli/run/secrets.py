@@ -36,7 +36,7 @@ _SECRET_NAME = (
     r"TOKEN(?!I)|SECRET|PASSW|PASSPHRASE|(?:API|ACCESS|ACCOUNT|PRIVATE|AUTH|SIGNING|SHARED)[ _-]?KEY|SHAREDACCESS|CREDENTIAL"
     r"|JWT|COOKIE"
 )
-_SHORT_NAME = r"(?:[A-Z0-9_-]*[_-])?(?:AUTH|AUTHORIZATION|PWD|PASS|DSN|SAS|SIG)|[A-Z0-9_-]+[_-]KEY"
+_SHORT_NAME = r"(?:[A-Z0-9_.-]*[_.-])?(?:AUTH|AUTHORIZATION|PWD|PASS|DSN|SAS|SIG)|[A-Z0-9_-]+[_-]KEY|(?:[A-Z0-9_.-]*\.)?(?:WANDB|COMET|NEPTUNE|OPENAI|HUB)\.KEY"
 _NAMED = re.compile(
     rf"{_SECRET_NAME}|(?:^|[_-])(?:AUTH|AUTHORIZATION|PWD|PASS|DSN|SAS|SIG)(?=$|[_-])|[_-]KEY(?=$|[_-])", re.IGNORECASE
 )
@@ -65,7 +65,8 @@ _LOGIN = re.compile(
 )
 """Text before an unnamed secret: a login, or a URL that anyone who knows it may post to."""
 _TOKEN = re.compile(
-    r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox[abps]-|AKIA|ASIA|AIza|eyJ|npm_|pypi-|dop_v1_|rpa_|SG\.)[A-Za-z0-9_.-]{16,}"  # of known services
+    r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox[abps]-|AKIA|ASIA|AIza|eyJ|npm_|pypi-|dop_v1_|rpa_|SG\.|ya29\.|dckr_pat_"
+    r"|r8_|lin_api_|nvapi-|gsk_|tskey-|xapp-|hvs\.|[rs]k_live_|shpat_|AGE-SECRET-KEY-|dapi(?=[0-9a-f]{32}\b))[A-Za-z0-9_.-]{16,}"
 )
 _IN_WORDS = re.compile(
     rf"""([^\s=]*(?:{_SECRET_NAME})(?:[^\s=:]*\s*(?:=\s*|:\s+)|(?:ORDS?|DS?|S)?["']?\s*:)|--?[^\s=]*(?:{_SECRET_NAME})[^\s=:]*\s+){_VALUE}""",

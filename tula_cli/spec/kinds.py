@@ -171,11 +171,16 @@ def require_shell_words(value: str) -> str:
     return value
 
 
+_MAX_PRICE = 1e12
+
+
 def check_price(value: object) -> object:
     if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
         raise ValueError(
             f"a price must be above 0, got {value:g}; if nothing is paid, remove section pricing: costs are then in node-hours"
         )
+    if isinstance(value, int | float) and value > _MAX_PRICE:
+        raise ValueError(f"a price must be at most {_MAX_PRICE:g}, got {value:g}")
     return value
 
 
@@ -203,17 +208,27 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-def _with_typed_text(schema: Any) -> Any:
-    """Return a pydantic schema in which `as_typed` runs before each check for text."""
+def _reject_boolean(value: object) -> object:
+    """Reject true and false for a number: Python takes them for 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number, got {str(value).lower()}")
+    return value
+
+
+_CHECKS_BY_TYPE = {"str": as_typed, "int": _reject_boolean, "float": _reject_boolean}
+
+
+def _with_checks(schema: Any) -> Any:
+    """Return a pydantic schema in which the value of each text and number is checked before its type."""
     if isinstance(schema, list | tuple):
-        return type(schema)(_with_typed_text(part) for part in schema)
+        return type(schema)(_with_checks(part) for part in schema)
     if not isinstance(schema, dict):
         return schema
-    if schema.get("type") == "str":
-        return no_info_before_validator_function(as_typed, cast("CoreSchema", schema))
-    if schema.get("type") == "function-before" and schema["function"]["function"] is as_typed:
+    if check := _CHECKS_BY_TYPE.get(schema.get("type", "")):
+        return no_info_before_validator_function(check, cast("CoreSchema", schema))
+    if schema.get("type") == "function-before" and schema["function"]["function"] in _CHECKS_BY_TYPE.values():
         return schema
-    return {key: part if key == "metadata" else _with_typed_text(part) for key, part in schema.items()}
+    return {key: part if key == "metadata" else _with_checks(part) for key, part in schema.items()}
 
 
 class Section(BaseModel):
@@ -223,8 +238,8 @@ class Section(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Accept a number, as typed in the file, for every key whose value is text."""
-        schema: CoreSchema = _with_typed_text(handler(source))
+        """Accept a number, as typed in the file, for every key whose value is text; and no boolean for a number."""
+        schema: CoreSchema = _with_checks(handler(source))
         return schema
 
 

@@ -21,11 +21,11 @@ from tula_shim import file_changes
 if len(sys.argv) > 4:
     file_changes.MAX_COPY = int(sys.argv[4])
 recorder = file_changes.Files(Path(sys.argv[2]), [])
-recorder.listen()
+recorder.record_writes()
 os.chdir(sys.argv[3])
 def step():
     time.sleep(0.02)
-    recorder.first_step()
+    recorder.mark_first_step()
     time.sleep(0.02)
 """
 RUN = "step(); "

@@ -38,6 +38,13 @@ Count = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """A whole number that fits 64 bits, as in arrays: a record with a larger one is damaged."""
 
 
+Positive = Annotated[int, Field(ge=1, lt=2**63)]
+"""A whole number from 1 on."""
+
+Seconds = Annotated[float, Field(gt=0)]
+"""A duration that is never 0, such as that of a step."""
+
+
 RecordedText = Annotated[str, AfterValidator(without_secrets), PlainSerializer(without_secrets)]
 """Text that another program may have written, from which possible secrets (tokens, URLs with passwords) are removed.
 

@@ -5,7 +5,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, computed_field, model_validator
 
 from tula_cli import words
-from tula_cli.run.records.base import Components, Count, OutcomeClass, PeakMemory, Record, RecordedText
+from tula_cli.run.records.base import (
+    Components,
+    Count,
+    OutcomeClass,
+    PeakMemory,
+    Positive,
+    Record,
+    RecordedText,
+    Seconds,
+)
 from tula_cli.run.records.failures import Failure, lift_failure
 from tula_cli.run.records.scripts import LearningRates
 
@@ -119,12 +128,14 @@ class Measured(Record):
 
     kind: Literal["measured"] = "measured"
     id: str
-    nodes: Count
-    gpus_per_node: Count
-    local_batch: Count
-    batch: Count
-    accumulate: Count
-    step_times: tuple[float, ...]  # wall time between optimizer steps, slowest rank's view on rank 0, after warm-up
+    nodes: Positive
+    gpus_per_node: Positive
+    local_batch: Positive
+    batch: Positive
+    accumulate: Positive
+    step_times: Annotated[
+        tuple[Seconds, ...], Field(min_length=1)
+    ]  # wall time between optimizer steps, slowest rank's view on rank 0, after warm-up
     warmup_times: tuple[float, ...]
     sync_time: float | None  # exposed synchronisation: from the last local gradient to the end of the reduction; median
     compute_time: float | None  # a whole step without synchronisation; median
@@ -134,7 +145,7 @@ class Measured(Record):
     loader_time: float | None = None  # that the data loader takes for the data of a step while nothing else is done
     tokens: Tokens | None = None  # None where batches are not known to be text
     memory: Components | PeakMemory
-    capacity: Count | None  # bytes that there are for one rank; None where nothing bounds it, or nothing tells
+    capacity: Positive | None  # bytes that there are for one rank; None where nothing bounds it, or nothing tells
     gradients: GradientStats | None
     overheads: Overheads
     environment: Environment
@@ -163,9 +174,9 @@ class OutOfMemory(Record):
 
     kind: Literal["out_of_memory"] = "out_of_memory"
     id: str
-    nodes: Count
-    gpus_per_node: Count
-    local_batch: Count
+    nodes: Positive
+    gpus_per_node: Positive
+    local_batch: Positive
     assumed: bool  # not run, because a smaller one did not fit
     message: RecordedText
 
@@ -175,9 +186,9 @@ class Failed(Record):
 
     kind: Literal["failed"] = "failed"
     id: str
-    nodes: Count
-    gpus_per_node: Count
-    local_batch: Count
+    nodes: Positive
+    gpus_per_node: Positive
+    local_batch: Positive
     failure: Failure
 
     @model_validator(mode="before")

@@ -243,7 +243,9 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: the content has a setting that would not reach the script.
     """
     if foreign := [name for name in OWN_LOOP if content.get(name) is not None]:
-        raise ValueError(f"{' and '.join(foreign)} has no effect with section script, which builds its own; remove it")
+        rest = "have no effect with section script, which builds its own; remove them"
+        rest = rest if foreign[1:] else "has no effect with section script, which builds its own; remove it"
+        raise ValueError(f"{', '.join(foreign)} {rest}")
     train = {key: value for key, value in (content.get("train") or {}).items() if value is not None}
     if unknown := sorted(key for key in train.keys() - TRAIN if not advise_key(f"train.{key}")):
         raise ValueError(

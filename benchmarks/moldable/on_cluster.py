@@ -1,0 +1,171 @@
+"""How long a training takes that uses the nodes that it is granted, on a real SLURM cluster that fills and empties:
+
+    python benchmarks/moldable/on_cluster.py [--runs 20] [--seed 0] [--json FILE]
+
+Needs root and Debian's SLURM packages (make slurm-packages). In each run the same jobs come at the same random moments,
+and the same training is submitted among them: once with a range of nodes, and once with each fixed number. A forward pass
+takes a time for each sample and no core, so that the ranks of all nodes fit on one machine. Turnaround: from `tula train` to
+the training's summary.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[2] / "tests"
+NODES = 4
+BATCH = 64
+EPOCHS = 4
+LOAD = 0.6  # share of the nodes that the other jobs occupy, on average
+SIZES = (1, 1, 2, 3)  # nodes of the other jobs, of which each is as likely
+SECONDS = (10.0, 60.0)  # that they take, uniform
+BEFORE = 20.0  # seconds from the first of them to the training
+LAST = 400.0  # seconds after which none comes
+RANGE = f"1-{NODES}"
+FIXED = tuple(str(nodes) for nodes in (1, 2, 4))
+MODEL = """
+import os
+import time
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self, num_classes=10):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, num_classes, bias=False)
+
+    def forward(self, x):
+        if self.training and "RANK" in os.environ:
+            time.sleep(0.012 * len(x))
+        return self.layer(x.flatten(1))
+"""
+JOB = f"""
+name: moldable
+model: {{name: "slow:Net"}}
+dataset: {{name: digits}}
+optimizer: {{name: SGD, lr: 0.05, momentum: 0.9}}
+train: {{method: lbt, epochs: {EPOCHS}, reference_batch: 32, workers: 0}}
+search: {{nodes: [{NODES}], max_node_hours: 100}}
+cluster: {{kind: slurm, device: cpu, slurm: {{minutes: 15, partition: main, memory: 1000M}}}}
+"""
+
+
+@dataclass(frozen=True)
+class OtherJob:
+    """A job of the cluster: seconds from the first one to its submission, nodes and duration."""
+
+    at: float
+    nodes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ClusterRun:
+    """Turnaround in seconds of the training with a range of nodes, and with each fixed number of nodes."""
+
+    seed: int
+    moldable: float
+    nodes_granted: int  # most nodes of an attempt of the moldable training
+    fixed: Mapping[str, float]
+
+    @property
+    def ratio(self) -> float:
+        """Turnaround compared with the best fixed number of nodes in hindsight."""
+        return self.moldable / min(self.fixed.values())
+
+
+def draw_jobs(random_: random.Random) -> list[OtherJob]:
+    """Return random jobs that occupy the cluster by `LOAD`."""
+    gap = statistics.mean(SIZES) * statistics.mean(SECONDS) / (LOAD * NODES)
+    jobs, at = [], 0.0
+    while at < LAST:
+        jobs.append(OtherJob(at, random_.choice(SIZES), random_.uniform(*SECONDS)))
+        at += random_.expovariate(1 / gap)
+    return jobs
+
+
+def submit_jobs(jobs: Sequence[OtherJob], over: threading.Event) -> None:
+    """Submit jobs at their moments until `over` is set."""
+    start = time.monotonic()
+    for job in jobs:
+        if over.wait(max(0.0, start + job.at - time.monotonic())):
+            return
+        command = ["sbatch", "--job-name=other", "--partition=main", "--exclusive", "--output=/dev/null", "--time=5"]
+        subprocess.run(
+            [*command, f"--nodes={job.nodes}", f"--wrap=sleep {job.seconds}"], check=True, capture_output=True
+        )
+
+
+def measure(cluster: Any, folder: Path, jobs: Sequence[OtherJob], nodes: str) -> tuple[float, int]:
+    """Return the turnaround of one training among other jobs, in seconds, and the most nodes of an attempt.
+
+    Args:
+        cluster: the SlurmCluster of tests/slurm.
+        folder: of the job; it is made.
+        jobs: the other jobs.
+        nodes: number of nodes, or a range of them.
+    """
+    folder.mkdir()
+    (folder / "slow.py").write_text(MODEL)
+    tula, over = import_module("driver").Tula(folder, JOB, **cluster.env), threading.Event()
+    others = threading.Thread(target=submit_jobs, args=(jobs, over))
+    others.start()
+    try:
+        time.sleep(BEFORE)
+        start = time.time()
+        tula("train", "job.yaml", "--nodes", nodes, "--batch", str(BATCH), "--no-wait")
+        training = tula.run().training(tula.run().train_signatures()[0])
+        tula.until(training.summary, seconds=1200)
+    finally:
+        over.set()
+        others.join()
+        subprocess.run(["scancel", "--name=other"], check=True)
+    attempts, sizes = training.attempts(), {task.id: task.nodes for task in training.tasks()}
+    end = max(attempt.ended_at or time.time() for attempt in attempts)
+    return end - start, max(sizes[attempt.task] for attempt in attempts)
+
+
+def run_once(cluster: Any, folder: Path, seed: int) -> ClusterRun:
+    """Return the turnarounds of one run."""
+    jobs = draw_jobs(random.Random(seed))
+    moldable, granted = measure(cluster, folder / f"{seed}-{RANGE}", jobs, RANGE)
+    fixed = {nodes: measure(cluster, folder / f"{seed}-{nodes}", jobs, nodes)[0] for nodes in FIXED}
+    return ClusterRun(seed, moldable, granted, fixed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="file to which the results are written after each run")
+    arguments = parser.parse_args()
+    runs: list[ClusterRun] = []
+    sys.path += [str(TESTS / "slurm"), str(TESTS / "helpers")]
+    with (
+        import_module("cluster").SlurmCluster(NODES, prefix=f"m{arguments.seed}n") as cluster,
+        tempfile.TemporaryDirectory(prefix="tula-moldable-") as folder,
+    ):
+        os.environ.update(cluster.env)
+        for seed in range(arguments.seed, arguments.seed + arguments.runs):
+            runs.append(run_once(cluster, Path(folder), seed))
+            print(f"{runs[-1]}: {runs[-1].ratio:.2f} times the best fixed number", flush=True)
+            if arguments.json is not None:
+                ratio = statistics.median(run.ratio for run in runs)
+                result = {"median_ratio": ratio, "runs": [asdict(run) for run in runs]}
+                arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

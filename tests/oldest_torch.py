@@ -24,7 +24,7 @@ script:
   command: {python} plain_ddp.py --local-batch {{local_batch}} --lr {{lr}} --epochs {{epochs}}
   length: {{epochs: 5}}
   reference: {{batch: 16, lr: 0.1}}
-search: {{nodes: [1, 2], min_batch: 32, max_batch: 32, strategy: full, min_steps: 5, min_seconds: 0, warmup_steps: 3}}
+search: {{nodes: [1, 2], min_batch: 32, max_batch: 32, strategy: full, min_steps: 5, min_seconds: 0}}
 cluster: {{device: cpu}}
 """
 

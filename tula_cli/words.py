@@ -296,10 +296,8 @@ def describe_probe_place(nodes: int, local_batch: int) -> str:
 
 
 def describe_part(name: str) -> str:
-    """Describe the partition of a job that a name stands for: a node type, a text length, or both."""
-    kind, at, length = f"-{name}".rpartition("-length-")
-    words = [f"node type {kind[1:] if at else name}"] if kind[1:] or not at else []
-    return ", ".join(words + [f"length {length}"] * bool(at))
+    """Describe the part of a job that a name stands for."""
+    return f"node type {name}"
 
 
 # --- texts in a list

@@ -24,7 +24,7 @@ from tula_cli.worker.train.loop import Step, Trainer
 
 NEVER = 10**9
 """Steps until AGS refreshes by itself."""
-SHORT = {"min_steps": 5, "min_seconds": 0, "max_seconds": 1e-6, "warmup_steps": 2}
+SHORT = {"min_steps": 5, "min_seconds": 0, "max_seconds": 1e-6}
 """Settings of section search for probes whose times nobody looks at."""
 CARD_MODELS = {
     "resnet50": 224,

@@ -52,7 +52,7 @@ MODELS = ("resnet50", "vgg11", "alexnet", "mobilenet_v3_large", "gpt2")
 TEXT = 128  # bytes of a transformer's samples
 IMAGES = 2**18
 """Of the dataset, which makes an image when it is asked for one: more than any batch has."""
-BRIEF = {"min_seconds": 0, "max_seconds": 10, "warmup_steps": 3}
+BRIEF = {"min_seconds": 0, "max_seconds": 10}
 """Settings of section search: step times are no more than a by-product."""
 SETTINGS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **LEFT_FREE}
 

@@ -1,5 +1,6 @@
 """How long a training takes on the nodes and with the time limit that the bounds choose, compared with the best in hindsight."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
@@ -9,8 +10,6 @@ from easy_backfilling import Cluster
 from lublin_feitelson import ModelJob
 from size_classes import PastWait, WaitBound, wait_bound
 from workload_format import LoggedJob
-
-from tula_cli.services.wall_times import count_chain_links
 
 NODES = (1, 2, 4, 8, 16, 32, 64)
 MINUTES = (60, 240, 720, 1440)
@@ -118,7 +117,7 @@ def _asks(runs: dict[int, float]) -> list[Ask]:
     asks = []
     for nodes, seconds in runs.items():
         for minutes in MINUTES:
-            links = count_chain_links(seconds / 60, minutes)
+            links = max(1, math.ceil(seconds / 60 / minutes))
             asks.append(Ask(nodes, minutes, links))
             if links == 1:
                 break

@@ -54,7 +54,7 @@ script:
   reference: {batch: 32}
   resume: {checkpoint: "{out}/last.pt", batch: epoch}
 """
-SEARCH = "max_node_hours: 5, max_minutes: 10, warmup_steps: 3, min_seconds: 0"
+SEARCH = "max_node_hours: 5, max_minutes: 10, min_seconds: 0"
 LOCAL = "{kind: local, device: cpu}"
 ON_LINKS = "{kind: slurm, device: cpu, slurm: {minutes: 20, memory: 1500M, extra: {licenses: 'machine:1'}}}"
 

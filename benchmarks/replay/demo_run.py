@@ -49,7 +49,7 @@ JOB: dict[str, Any] = {
         "kind": "gpu_hour",
         "price": 0.978,
         "currency": "USD",
-        "source": "a quarter of AWS's list price of g4dn.12xlarge, on demand, us-east-1",
+        # a quarter of AWS's list price of g4dn.12xlarge, on demand, us-east-1
     },
 }
 

@@ -8,7 +8,7 @@ from script_cases import data
 
 IMAGE, SEARCH = (
     32,
-    "strategy: full, min_steps: 8, min_seconds: 0, max_seconds: 4, warmup_steps: 3, max_minutes: 8, max_node_hours: 20",
+    "strategy: full, min_steps: 8, min_seconds: 0, max_seconds: 4, max_minutes: 8, max_node_hours: 20",
 )
 
 

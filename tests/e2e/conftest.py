@@ -17,7 +17,7 @@ dataset: {name: digits}
 optimizer: {name: SGD, lr: 0.05, momentum: 0.9, weight_decay: 5e-4}
 schedule: {kind: multistep, milestones: [2], gamma: 0.5}
 train: {epochs: 3, reference_batch: 32, workers: 0, method: ags}
-search: {nodes: [1, 2], min_batch: 64, max_batch: 256, strategy: sweep, min_steps: 5, min_seconds: 0, max_seconds: 0.001, warmup_steps: 2,
+search: {nodes: [1, 2], min_batch: 64, max_batch: 256, strategy: sweep, min_steps: 5, min_seconds: 0, max_seconds: 0.001,
          max_node_hours: 5}
 """
 

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.torch]
 TYPES = """
 node_types:
   single: {pricing: {price: 1.0}}
-  pair: {cluster: {gpus_per_node: 2}, pricing: {price: 1000.0, source: "a test, 2025-11-30"}}
+  pair: {cluster: {gpus_per_node: 2}, pricing: {price: 1000.0}}
 """
 
 

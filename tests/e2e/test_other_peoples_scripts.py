@@ -21,7 +21,7 @@ script:
   reference: {batch: 32, lr: 0.01}
   RESUME
 train: {method: lbt}
-search: {nodes: [1], strategy: full, min_batch: 32, max_batch: 32, min_steps: 8, min_seconds: 0, warmup_steps: 2}
+search: {nodes: [1], strategy: full, min_batch: 32, max_batch: 32, min_steps: 8, min_seconds: 0}
 cluster: {device: cpu}
 """
 RESUME = 'resume: {args: "--resume {checkpoint}", checkpoint: "{out}/ck.pt"}'

@@ -24,7 +24,7 @@ JOB: dict[str, Any] = {
     "train": {"epochs": 6, "method": "ags", "reference_batch": 16, "workers": 0},
     "search": {
         "nodes": [1], "min_batch": 16, "max_batch": 32, "min_steps": 5, "min_seconds": 0, "max_seconds": 0.001,
-        "warmup_steps": 2, "max_node_hours": 5,
+ "max_node_hours": 5,
     },
     "cluster": {"device": "cpu"},
 }  # fmt: skip
@@ -85,24 +85,6 @@ def test_sentences_of_different_lengths_from_check_to_a_trained_model(tula) -> N
     result = tula.run().training(summary["signature"]).result()
     assert result is not None and result.samples == 6 * 256
     assert result.best_top1 > 60, "three classes"
-
-
-@pytest.mark.proof
-def test_lengths_of_text_are_measured_and_told_beside_the_choice(tula) -> None:
-    sequence = {"lengths": [8, 16], "lengths_map_to": ["dataset.args.length", "model.args.n_positions"]}
-    write(tula, **KINDS["transformer"], search={**JOB["search"], "sequence": sequence})
-    data = tula("profile", "job.yaml")["data"]
-    assert [probe["local_batch"] for probe in data["measured"]] == [16, 32] and set(data["lengths"]) == {"length-8"}
-    answer = tula("recommend")["data"]
-    assert [(item["length"], item["own"], item["tokens"]) for item in answer["lengths"]] == [
-        (8, False, 8),
-        (16, True, 16),
-    ]
-    assert all([row["batch"] for row in first["rows"]] == [16, 32] for first in answer["lengths"])
-    status = tula("status")["data"]
-    assert len(status["jobs"]) == len(status["lengths"]["length-8"]["jobs"]) == 1
-    peaks = [max(row["peak_memory"] for row in entry["rows"]) for entry in answer["lengths"]]
-    assert peaks[0] > 0 and answer["choice"]["batch"] in (16, 32)
 
 
 @pytest.mark.proof

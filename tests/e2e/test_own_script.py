@@ -20,7 +20,7 @@ script:
   length: {epochs: 30}
   reference: {batch: 16, lr: 0.1}
 train: {method: lrs}
-search: {nodes: [1, 2], min_batch: 32, max_batch: 32, strategy: full, min_steps: 5, min_seconds: 0, warmup_steps: 3}
+search: {nodes: [1, 2], min_batch: 32, max_batch: 32, strategy: full, min_steps: 5, min_seconds: 0}
 cluster: {device: cpu}
 """
 RESUMING = """

@@ -24,7 +24,7 @@ model: {name: pack.net:Net}
 dataset: {name: digits}
 optimizer: {name: SGD, lr: 0.05}
 train: {epochs: 1, reference_batch: 64, workers: 0}
-search: {nodes: [1], min_batch: 64, max_batch: 64, min_steps: 5, min_seconds: 0, max_seconds: 0.01, warmup_steps: 2}
+search: {nodes: [1], min_batch: 64, max_batch: 64, min_steps: 5, min_seconds: 0, max_seconds: 0.01}
 cluster: {device: cpu}
 """
 SCRIPT = JOB.replace("model: {name: pack.net:Net}\ndataset: {name: digits}\noptimizer: {name: SGD, lr: 0.05}\n", """

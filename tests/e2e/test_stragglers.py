@@ -20,7 +20,7 @@ def job(**slow: str) -> dict[str, Any]:
         "train": {"epochs": 2, "reference_batch": 16, "workers": 0, "method": "lbt"},
         "search": {
             "nodes": [2], "min_batch": 16, "max_batch": 64, "strategy": "full", "min_steps": 5, "min_seconds": 0,
-            "max_seconds": 2, "warmup_steps": 2, "max_node_hours": 5,
+            "max_seconds": 2, "max_node_hours": 5,
         },
         "cluster": {"device": "cpu"},
     }  # fmt: skip

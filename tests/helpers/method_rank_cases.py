@@ -10,6 +10,7 @@ import warnings
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -128,9 +129,10 @@ def layouts(folder: Path, ranks: Ranks) -> dict[str, Any]:
 
 
 def _with_layout(sections: dict[str, Any], ranks: Ranks, *, channels_last: bool) -> worker_train_loop.Trainer:
-    train = {"epochs": 2, **sections["train"], "channels_last": channels_last}
+    train = {"epochs": 2, **sections["train"]}
     job = spec(**{**sections, "model": {"name": "worker_jobs:convolutions"}, "train": train})
-    subject = trainer(job, ranks)
+    with mock.patch.object(worker_train_loop, "should_use_channels_last", return_value=channels_last):
+        subject = trainer(job, ranks)
     list(worker_train_loop.run_steps(subject))
     return subject
 

@@ -35,7 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer": {"name": "AdamW", "momentum": None, "weight_decay": 0.1, "lr": 0.01}},
     "ags": {
         "train": {"method": "ags", "max_grad_norm": 5.0},
-        "ags": {"granularity": "tensor", "delta": "inf", "b_small": 12, "exclude": ["biases"]},
+        "ags": {"granularity": "tensor", "delta": "inf", "b_small": 12, "parameters": ["*", "!biases"]},
     },
     "grown": {
         "train": {"method": "ags", "lr_scaling": "linear", "ramp": [{"epochs": 0.5, "batch": 8}]},

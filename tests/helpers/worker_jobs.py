@@ -18,7 +18,7 @@ from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 
-SHORTEST = {"min_steps": 5, "min_seconds": 0, "max_seconds": 1e-6, "warmup_steps": 2}
+SHORTEST = {"min_steps": 5, "min_seconds": 0, "max_seconds": 1e-6}
 """A search whose probes take 7 steps before 5 timed ones, whatever the clock says."""
 
 SPEC: dict[str, Any] = {
@@ -248,7 +248,7 @@ def staged(
     ends_after: int | None = None,
 ) -> TrainTask:
     """Return a training of batch 32 whose stages of 16 and 32 are put off: its gradients have little noise at first."""
-    requested = {"ramp_noise": 0.4, "diagnostics": ["gradient_noise"] if measured else []} if ramp == "noise" else {}
+    requested = {"diagnostics": ["gradient_noise"] if measured else []} if ramp == "noise" else {}
     settings = {"method": method, "ramp": ramp, "epochs": epochs, "checkpoint_every": 1e-9, **requested}
     model, dataset = {"args": {"norm": True, "dropout": 0.1}}, {"args": {"ends_after": ends_after}}
     begins = {8: 0, 16: 150, 32: 450}

@@ -107,13 +107,11 @@ def test_a_node_hour_is_its_gpu_hours(hours: float, nodes: int, gpus: int) -> No
     assert at("gb_hour", 0.15) == pytest.approx(at("gpu_hour", 0.15 * 8))
 
 
-def test_a_price_is_reported_with_unit_and_source() -> None:
-    pricing = Pricing(kind="gb_hour", price=0.15, currency="USD", source="list price 2025")
-    assert describe_price(pricing) == "0.15 USD per hour and GB of reserved GPU memory (list price 2025)"
-    dated = Pricing(price=2, source="a list, 2025-11-30", spot=Spot(discount=0.6, interruptions_per_day=0.5))
-    assert describe_price(dated) == (
-        "2 USD per node-hour (a list, 2025-11-30); spot 60 % off, 0.5 interruptions per day and node"
-    )
+def test_a_price_is_reported_with_its_unit() -> None:
+    pricing = Pricing(kind="gb_hour", price=0.15, currency="USD")
+    assert describe_price(pricing) == "0.15 USD per hour and GB of reserved GPU memory"
+    on_spot = Pricing(price=2, spot=Spot(discount=0.6, interruptions_per_day=0.5))
+    assert describe_price(on_spot) == "2 USD per node-hour; spot 60 % off, 0.5 interruptions per day and node"
     assert "pricing.price is not set" in describe_price(UNPRICED)
 
 
@@ -134,7 +132,7 @@ TODO = WorkCount(epochs=3, steps=1000, eval_batches=10, refreshes=3)
 OVERHEADS = Overheads(startup=60, eval_batch=1.5, eval_batch_size=64, checkpoint=8, refresh=20)
 
 
-def simulated(rng: random.Random, *, every: float, rate: float, wait: float) -> float:
+def simulated(rng: random.Random, *, every: float, rate: float) -> float:
     """Return the seconds of one training whose nodes are taken away after exponential times."""
     stepping = TODO.steps * 2.0 + OVERHEADS.refresh
     within = [every * number for number in range(1, int(stepping / every) + 1)]
@@ -148,32 +146,26 @@ def simulated(rng: random.Random, *, every: float, rate: float, wait: float) -> 
             if up := end <= lost_at:
                 now, saved = end, goal
             else:
-                now = lost_at + wait
+                now = lost_at
                 lost_at = now + rng.expovariate(rate)
     return now
 
 
-@pytest.mark.parametrize(
-    ("rate", "wait", "every"), [(1 / 20_000, 0.0, 900.0), (1 / 3_000, 300.0, 300.0), (1 / 500, 30.0, 150.0)]
-)
-def test_expected_time_is_that_of_a_simulation(rate: float, wait: float, every: float) -> None:
+@pytest.mark.parametrize(("rate", "every"), [(1 / 20_000, 900.0), (1 / 3_000, 300.0), (1 / 500, 150.0)])
+def test_expected_time_is_that_of_a_simulation(rate: float, every: float) -> None:
     rng = random.Random(7)
-    runs = [simulated(rng, every=every, rate=rate, wait=wait) for _ in range(6000)]
-    expected = compute_training_seconds(
-        TODO, step_time=2.0, overheads=OVERHEADS, checkpoint_every=every, rate=rate, wait=wait
-    )
+    runs = [simulated(rng, every=every, rate=rate) for _ in range(6000)]
+    expected = compute_training_seconds(TODO, step_time=2.0, overheads=OVERHEADS, checkpoint_every=every, rate=rate)
     assert expected == pytest.approx(sum(runs) / len(runs), rel=0.02)
     undisturbed = compute_training_seconds(TODO, step_time=2.0, overheads=OVERHEADS, checkpoint_every=every)
     assert expected > 1.02 * undisturbed
 
 
-@given(st.floats(0.01, 5), st.floats(0, 1000))
-def test_without_interruptions_spot_takes_what_on_demand_takes(step: float, wait: float) -> None:
-    expected = compute_training_seconds(TODO, step_time=step, overheads=OVERHEADS, rate=0.0, wait=wait)
+@given(st.floats(0.01, 5))
+def test_without_interruptions_spot_takes_what_on_demand_takes(step: float) -> None:
+    expected = compute_training_seconds(TODO, step_time=step, overheads=OVERHEADS, rate=0.0)
     assert expected == compute_training_seconds(TODO, step_time=step, overheads=OVERHEADS)
-    almost = compute_training_seconds(
-        TODO, step_time=step, overheads=OVERHEADS, checkpoint_every=600, rate=1e-12, wait=wait
-    )
+    almost = compute_training_seconds(TODO, step_time=step, overheads=OVERHEADS, checkpoint_every=600, rate=1e-12)
     assert almost == pytest.approx(
         compute_training_seconds(TODO, step_time=step, overheads=OVERHEADS, checkpoint_every=600)
     )
@@ -206,8 +198,8 @@ def test_checkpoints_are_closer_where_nodes_are_taken_away() -> None:
 def test_a_start_that_is_interrupted_begins_again() -> None:
     starting = Overheads(startup=1000, eval_batch=0, eval_batch_size=64, checkpoint=0, refresh=0)
     nothing = WorkCount(epochs=1, steps=0, eval_batches=0, refreshes=0)
-    expected = compute_training_seconds(nothing, step_time=1.0, overheads=starting, rate=1 / 1000, wait=500)
-    assert expected == pytest.approx(1500 * (math.e - 1))
+    expected = compute_training_seconds(nothing, step_time=1.0, overheads=starting, rate=1 / 1000)
+    assert expected == pytest.approx(1000 * (math.e - 1))
 
 
 def test_what_was_not_measured_is_left_out() -> None:

@@ -16,7 +16,7 @@ from tula_cli.run.records.recommendations import Prediction
 from tula_cli.spec.job import JobSpec
 
 PLAN = {2: (24, 48, 96, 384), 4: (12,), 8: (6,), 16: (3, 192)}
-SPOT = {"pricing": {"price": 2.0, "spot": {"discount": 0.6, "interruptions_per_day": 9.0, "wait_minutes": 10}}}
+SPOT = {"pricing": {"price": 2.0, "spot": {"discount": 0.6, "interruptions_per_day": 9.0}}}
 TWO_GPUS = {"cluster": {"gpus_per_node": 2, "memory_per_gpu": "1200MiB"}}
 JOBS: dict[str, dict[str, Any]] = {
     "plain": {"train": {"method": "lbt"}},
@@ -91,22 +91,17 @@ def one_by_one(result: Estimator, job: JobSpec, row: Prediction) -> tuple[float,
     if every == "auto":
         every = cost.compute_checkpoint_interval(overheads.checkpoint, rate=rate)
 
-    def takes(wait: float) -> float:
-        value = {"rate": rate, "wait": wait} if spot else {}
-        return (
-            cost.compute_training_seconds(
-                work, step_time=row.step_time, overheads=overheads, checkpoint_every=every, **value
-            )
-            / 3600
-        )
-
+    value = {"rate": rate} if spot else {}
+    seconds = cost.compute_training_seconds(
+        work, step_time=row.step_time, overheads=overheads, checkpoint_every=every, **value
+    )
     own_memory = result.memory.for_ranks(row.nodes * gpus).reserved(row.local_batch)
     reserved = row.peak_memory if row.measured else own_memory
     assert reserved == row.peak_memory
     paid = cost.compute_cost(
-        job.pricing, hours=takes(0.0), nodes=row.nodes, gpus_per_node=gpus, reserved=reserved, market=row.market
+        job.pricing, hours=seconds / 3600, nodes=row.nodes, gpus_per_node=gpus, reserved=reserved, market=row.market
     )
-    return takes(60 * job.pricing.spot.wait_minutes if job.pricing.spot else 0.0), paid
+    return seconds / 3600, paid
 
 
 @pytest.mark.parametrize("name", ["plain", "shares"])

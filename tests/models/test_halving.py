@@ -348,7 +348,6 @@ def test_the_predicted_time_has_the_branches_in_it() -> None:
     [
         ({"arms": [{"name": "a"}, {"name": "a", "lr_factor": 2}]}, "distinct names"),
         ({"arms": [{"name": "lbt", "lr_factor": 2}]}, "the unchanged large batch"),
-        ({"after": 20}, "so nothing would be trained"),
         ({"branch_epochs": 0}, "branch_epochs"),
     ],
 )
@@ -358,6 +357,12 @@ def test_what_cannot_be_meant_is_refused(auto: dict[str, Any], words: str) -> No
     assert words in " ".join(f"{p.path} {p.message}" for p in caught.value.problems)
 
 
+def test_a_training_that_ends_before_its_branches_is_refused() -> None:
+    with pytest.raises(SpecError) as caught:
+        job(train={"epochs": 1})
+    assert "so nothing would be trained" in caught.value.problems[0].message
+
+
 def test_arms_scale_the_learning_rate_alone() -> None:
     with pytest.raises(SpecError) as caught:
         job(train={"lr_scaling": "linear"})
@@ -365,8 +370,10 @@ def test_arms_scale_the_learning_rate_alone() -> None:
 
 
 def test_the_signature_depends_on_the_arms_only_with_method_auto() -> None:
-    def signed(method: str, after: int) -> str:
-        return compute_train_signature(job(train={"method": method}, auto={"after": after}), nodes=1, batch=256)
+    def signed(method: str, epochs: int) -> str:
+        return compute_train_signature(
+            job(train={"method": method}, auto={"branch_epochs": epochs}), nodes=1, batch=256
+        )
 
     assert signed("auto", 1) != signed("auto", 2)
     assert signed("ags", 1) == signed("ags", 2)

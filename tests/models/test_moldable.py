@@ -61,11 +61,6 @@ def test_a_range_without_such_a_number_is_refused() -> None:
         choose(NodeRange(3, 3), 32)
 
 
-def test_the_site_allows_no_job_on_more_nodes_than_its_bins() -> None:
-    slurm = {"kind": "slurm", "slurm": {"limits": [{"nodes": 4, "hours": 2}]}}
-    assert nodes_of(choose(NodeRange(1, 8), 32, cluster=slurm)) == [1, 2, 4]
-
-
 def test_a_batch_that_does_not_fit_few_nodes_is_computed_there_in_parts() -> None:
     truth = Truth(capacity=800 * MIB)  # 400 MiB and 2 MiB a sample: at most some 180 with the margin
     sizes = choose(NodeRange(2, 8), 512, truth=truth)

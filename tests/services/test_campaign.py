@@ -116,7 +116,7 @@ def test_a_plan_of_lowest_energy_above_the_budget_is_refused(tmp_path: Path) -> 
 
 
 def test_of_the_batches_whose_plan_is_within_the_budget_the_one_of_lowest_energy_is_chosen(tmp_path: Path) -> None:
-    pricing = {"kind": "gb_hour", "price": 1.0, "source": "a test"}
+    pricing = {"kind": "gb_hour", "price": 1.0}
     run = RunDir.create(tmp_path, spec(search={"max_batch": 4096}, pricing=pricing))
     for result in probe_all(Truth(noise=0.01, watts=300.0), {2: (16, 32, 64, 128, 256), 4: (8,), 16: (2, 256)}):
         run.write_result(result)

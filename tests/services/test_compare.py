@@ -130,7 +130,7 @@ def test_a_row_may_keep_the_half_life_of_the_second_moment_which_a_script_has_fo
 
 
 def test_robust_keeps_of_the_jobs_own_scaling_what_optimizer_and_ranks_need(run: RunDir) -> None:
-    kept = {"apply_to": "update", "exclude": ["norms"]}
+    kept = {"apply_to": "update", "parameters": ["*", "!norms"]}
     spec = make.spec(**SPEC, ags={"delta": 0.2, **kept})
     job = services_compare.make_job_of_cell(spec, "robust", 5)
     assert job.train.method == "ags" and job.ags.resolved() != spec.ags.resolved()

@@ -10,7 +10,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.files import write_atomic
 from tula_cli.run.imports import Source
 from tula_cli.run.records.tasks import Rung, TrainTask
-from tula_cli.services.planned_lengths import predict_end
+from tula_cli.services.expected_end import predict_end
 from tula_cli.services.train import TrainPlan
 from tula_cli.show.train import render_train_plan
 from tula_cli.spec.job import JobSpec

@@ -476,14 +476,6 @@ def test_spot_without_interruptions_is_on_demand_for_less(run: RunDir) -> None:
         assert row.cost == pytest.approx(0.4 * here[key].cost)
 
 
-def test_waiting_for_nodes_takes_time_and_no_money(run: RunDir) -> None:
-    _, at_once = by_market(on_spot(run, interruptions_per_day=20.0))
-    _, later = by_market(on_spot(run, interruptions_per_day=20.0, wait_minutes=30.0))
-    for key, row in later.items():
-        assert row.hours > at_once[key].hours
-        assert row.cost == pytest.approx(at_once[key].cost)
-
-
 def test_a_deadline_holds_for_the_expected_time(run: RunDir) -> None:
     free = on_spot(run, interruptions_per_day=20.0)
     here = by_market(free)[0][free.choice.nodes, free.choice.batch]

@@ -38,15 +38,6 @@ def test_sweep_measures_the_fewest_nodes_the_smallest_batches_and_two_far_ones()
     assert plan("sweep") == {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 32, 256)}
 
 
-def test_another_length_takes_the_ends_of_the_fewest_nodes_and_one_that_surely_fits() -> None:
-    job = spec(
-        dataset={"name": "python_source", "args": {"length": 128}},
-        search={"strategy": "full", "sequence": {"lengths": [64, 128]}},
-    ).by_length()[64]
-    assert choose_probes(job, dataset_size=50_000, max_local_batch=256) == {2: (16, 128, 256)}
-    assert choose_probes(job, dataset_size=50_000, max_local_batch=16) == {2: (16,)}
-
-
 @pytest.mark.parametrize("strategy", ["auto", "adaptive", "partial", "sweep"])
 def test_fewer_gpus_take_two_batches_on_the_fewest_nodes(strategy: str) -> None:
     search = {"strategy": strategy, "gpus_per_node": [1, 2]}

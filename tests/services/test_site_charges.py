@@ -32,11 +32,9 @@ def test_a_price_that_only_the_site_knows_names_the_extra_to_install() -> None:
     assert "pip install 'tula-cli[slurm_site]'" in error.value.hint
 
 
-def test_prices_of_the_job_file_need_no_package() -> None:
+def test_a_price_of_the_job_file_needs_no_package() -> None:
     by_hour = job(price=2.0)
     assert with_site_billing(by_hour, None) == by_hour
-    own_bill = with_site_billing(job(kind="billing", per_node=64, qos_factors={"dear": 3}), None).pricing.slurm_billing
-    assert own_bill is not None and (own_bill.node, own_bill.charge_factor, own_bill.qos) == (64, 3, "dear")
 
 
 CHARGE = SiteCharge(
@@ -59,7 +57,7 @@ class Accounting:
 
 
 def billed() -> JobSpec:
-    value = job(kind="billing", per_node=64)
+    value = job(kind="billing")
     return value.model_copy(update={"pricing": value.pricing.model_copy(update={"slurm_billing": SiteBill(node=1)})})
 
 
@@ -72,7 +70,7 @@ def test_a_balance_is_checked_by_the_package_alone() -> None:
 def test_the_charge_of_a_training_is_unknown_without_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = RunDir.create(tmp_path / "tula-runs", job(kind="billing", per_node=64))
+    run = RunDir.create(tmp_path / "tula-runs", job(kind="billing"))
     name = add_training(run)
     (task,) = run.training("ab12cd34").tasks()
     run.write_task(task.model_copy(update={"spec": billed()}))

@@ -89,7 +89,7 @@ def test_a_batch_larger_than_the_dataset_is_refused(run: RunDir) -> None:
 
 
 def test_a_batch_larger_than_what_tuning_leaves_of_the_dataset_is_refused(run: RunDir) -> None:
-    spec = make_runs.spec(train={"epochs": 4, "method": "auto"}, auto={"after": 2})
+    spec = make_runs.spec(train={"epochs": 4, "method": "auto"})
     assert plan(run, spec, nodes=1, batch=1800).task.batch == 1800
     with pytest.raises(
         SpecError, match="compares settings on 1800 of 2000 training samples, fewer than the batch of 1801"

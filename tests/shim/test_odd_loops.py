@@ -56,12 +56,6 @@ def test_the_error_of_a_forked_rank_is_reported_once(run: ScriptRanks, tmp_path:
     assert ended.codes == [1] and "MemoryError: no room" in json.loads(failure.read_text())["text"]
 
 
-def test_a_script_that_goes_on_after_it_was_asked_to_exit_is_ended(run: ScriptRanks, tmp_path: Path) -> None:
-    ended = run("odd_steps.py", "catching", plan=probe(tmp_path, stop="raise"))
-    assert (ended.codes, ended.results()[0].steps) == ([0], 7)
-    assert "asked to exit" in ended.said[0] and "FINISHED" not in ended.said[0]
-
-
 def test_parameters_that_are_sharded_give_totals(run: ScriptRanks, tmp_path: Path) -> None:
     ranks = run("sharded.py", plan=probe(tmp_path, expected=ExpectedValues(world=2, batch=8)), world=2).results()
     assert list_mismatches(ranks) == []

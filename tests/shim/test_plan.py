@@ -51,7 +51,6 @@ def test_steps_are_both_bounds(tmp_path: Path) -> None:
         ([1], "does not have version 1"),
         ({"version": 1, "task": "probe"}, "lacks folder"),
         (GIVEN | {"mode": "watch"}, "mode is 'watch'"),
-        (GIVEN | {"stop": "kill"}, "one of exit, raise"),
         (GIVEN | {"warmup": 0}, "warmup is 0"),
         (GIVEN | {"warmup": True}, "warmup is True"),
         (GIVEN | {"min_steps": 9, "max_steps": 8}, "max_steps is 8"),

@@ -29,7 +29,7 @@ model: {name: "emulated:Sleeping"}
 dataset: {name: "emulated:samples"}
 optimizer: {name: SGD, lr: 0.01}
 train: {epochs: 200, workers: 0, method: lbt}   # so many that starting, which depends on the load, decides nothing
-search: {nodes: [1, 2, 4], min_batch: 64, max_batch: 256, strategy: sweep, min_steps: 5, min_seconds: 0, max_seconds: 0.001, warmup_steps: 2, max_minutes: 4,
+search: {nodes: [1, 2, 4], min_batch: 64, max_batch: 256, strategy: sweep, min_steps: 5, min_seconds: 0, max_seconds: 0.001, max_minutes: 4,
          max_node_hours: 5}
 cluster: {kind: slurm, device: cpu, slurm: {minutes: 10, memory: 1500M}}
 """
@@ -39,7 +39,7 @@ model: {name: "watched:Loaded", args: {sleep: 0.002}}   # 0.064 s on each of two
 dataset: {name: "watched:samples"}
 optimizer: {name: SGD, lr: 0.01}
 train: {epochs: 1000, workers: 0, method: lbt}
-search: {nodes: [1, 2], min_batch: 64, max_batch: 64, min_steps: 5, min_seconds: 0, max_seconds: 0.001, warmup_steps: 2, max_minutes: 4,
+search: {nodes: [1, 2], min_batch: 64, max_batch: 64, min_steps: 5, min_seconds: 0, max_seconds: 0.001, max_minutes: 4,
          max_node_hours: 5}
 cluster: {kind: slurm, device: cpu, slurm: {minutes: 10, memory: 1500M}}
 """

@@ -30,7 +30,7 @@ script:
   launch: node
   length: {{epochs: 5}}
   reference: {{batch: 32}}
-search: {{nodes: [2], min_batch: 32, max_batch: 32, min_steps: 5, min_seconds: 0, warmup_steps: 3, max_node_hours: 5}}
+search: {{nodes: [2], min_batch: 32, max_batch: 32, min_steps: 5, min_seconds: 0, max_node_hours: 5}}
 {CLUSTER}
 """
 BY_HAND = f"""
@@ -170,7 +170,7 @@ def test_a_script_of_sbatch_becomes_a_job_that_profiles(tmp_path: Path, on_slurm
     tula = on_cluster(tmp_path, "", ROOT / "tests" / "scripts" / "plain_ddp.py")
     summary = tula("init", "--from-sbatch", "train.sbatch", "--force")["data"]["understood"]["summary"]
     assert summary == "2 nodes, 1 process per node, 16 samples per process: global batch 32; 50 epochs"
-    short = ("nodes=[2]", "min_batch=32", "max_batch=32", "min_steps=5", "min_seconds=0", "warmup_steps=3")
+    short = ("nodes=[2]", "min_batch=32", "max_batch=32", "min_steps=5", "min_seconds=0")
     settings = [f"--set=search.{text}" for text in short]
     tula("profile", "job.yaml", "--wait", "--yes", "--set=cluster.device=cpu", *settings)
     (result,) = tula.run().results()

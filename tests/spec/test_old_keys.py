@@ -48,8 +48,6 @@ def test_jobs_of_older_runs_are_read_without_a_word_and_have_other_names_in_this
 def test_what_older_runs_say_is_kept_under_the_new_names() -> None:
     train = validate(without_removed_values(OLD["judged"]["spec"]), source="").train
     assert (train.oom_policy, train.best_checkpoint.metric, train.early_stopping and train.early_stopping.patience) == ("shrink", "loss", 5)  # fmt: skip
-    script = validate(OLD["script"]["spec"], source="").script
-    assert script and script.resume and script.resume.checkpoint_interval == "epoch"
 
 
 def test_a_renamed_key_is_read_and_reported_wherever_a_user_writes_it(tmp_path: Path) -> None:
@@ -134,20 +132,48 @@ def test_old_keys_of_a_node_type_with_a_dot_in_its_name_have_advice() -> None:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
+        ("pricing.source", "a price list"), ("pricing.unit", "core-hours"), ("pricing.date", "2025-11-30"), ("search.warmup_steps", 3),
+    ],
+)  # fmt: skip
+def test_a_removed_key_that_changed_no_answer_is_left_out_with_a_warning(tmp_path: Path, path: str, value: Any) -> None:
+    billing = "pricing: {kind: billing}\n"
+    with pytest.warns(OldKeyWarning, match=f"--set: {path} was removed: "):
+        assert loaded(tmp_path, JOB + billing, f"{path}={json.dumps(value)}") == loaded(tmp_path, JOB + billing)
+    section, key = path.split(".")
+    validate(
+        {
+            **CONTENT,
+            "train": {"epochs": 3},
+            section: {"price": 1, key: value} if section == "pricing" else {key: value},
+        },
+        source="a run",
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("ags.exclude", ["norms"]), ("auto.after", 2), ("cluster.slurm.limits", [{"nodes": 2, "hours": 1}]),
+        ("cluster.slurm.reservation", "course"), ("pricing.per_node", 64), ("pricing.spot.wait_minutes", 5),
+        ("schedule.args", {"half": 10}), ("search.sequence", {"lengths": [64]}), ("train.channels_last", True),
+        ("train.fsdp_blocks", ["Block"]), ("train.ramp_noise", 2), ("train.tf32", False),
         ("auto.holdout", 0.2), ("schedule.peak", 0.2), ("search.packing", "single"), ("train.cudnn_benchmark", False),
         ("train.ghost_batch", 32), ("train.ramp", [{"samples": 500, "batch": 64}]),
-        ("train.hessian", True), ("train.gradient_noise", {"every": 2}), ("pricing.date", "2025-11-30"),
+        ("train.hessian", True), ("train.gradient_noise", {"every": 2}),
         ("train.early_stopping", {"at_least": 0.7}), ("train.early_stopping", {"target": 0.7, "metric": "top1"}),
     ],
 )  # fmt: skip
 def test_a_removed_key_with_another_value_is_refused_with_advice_and_left_out_of_stored_jobs(
     path: str, value: Any
 ) -> None:
-    section, _, key = path.partition(".")
-    content = {**CONTENT, "train": {"epochs": 3, "method": "auto" if section == "auto" else "lbt"}}
-    content[section] = {**content.get(section, {}), key: value}
-    if section == "pricing":
-        content[section]["price"] = 2
+    section, *_, key = path.split(".")
+    spot = {"discount": 0.5, "interruptions_per_day": 1}
+    content: dict[str, Any] = {**CONTENT, "train": {"epochs": 3, "method": "auto" if section == "auto" else "lbt"}}
+    content |= {"pricing": {"price": 2, "spot": spot}, "cluster": {"kind": "slurm", "slurm": {}}}
+    place: Any = content
+    for part in path.split(".")[:-1]:
+        place = place.setdefault(part, {})
+    place[key] = value
     with pytest.raises(SpecError) as caught:
         load_job(content)
     assert "this key was removed" in str(caught.value.problems)

@@ -136,9 +136,10 @@ def test_a_wrong_pattern_is_one_problem() -> None:
     assert "Rows" not in str(caught.value.problems)
 
 
-def test_a_metric_is_a_pattern_or_a_key_of_rows() -> None:
-    result = section(metric={"top1": "Acc@1 ([0-9.]+)", "loss": {"jsonl": "{out}/log.jsonl", "key": "loss"}})
-    assert len(result.metric) == 2
+def test_a_metric_is_a_pattern_of_the_output_and_no_file() -> None:
+    assert section(metric={"top1": "Acc@1 ([0-9.]+)"}).metric == {"top1": "Acc@1 ([0-9.]+)"}
+    with pytest.raises(ValidationError, match="files with JSON lines are not read any more"):
+        section(metric={"loss": {"jsonl": "{out}/log.jsonl", "key": "loss"}})
 
 
 # --- recognised

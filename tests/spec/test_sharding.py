@@ -24,8 +24,6 @@ def test_factors_are_of_tensors_unless_it_is_said_otherwise() -> None:
     assert job().ags.granularity == "tensor"
     assert job({"parallel": "ddp"}).ags.granularity is None
     assert job({"method": "lbt"}).ags.granularity is None
-    assert job().train.fsdp_blocks == "auto"
-    assert job({"fsdp_blocks": ["BasicBlock"]}).train.fsdp_blocks == ["BasicBlock"]
     again = validate(job().model_dump(mode="json", exclude_unset=True), source="test")
     assert again == job(), "a job that was written is read as itself"
 
@@ -41,11 +39,9 @@ def test_factors_are_of_tensors_unless_it_is_said_otherwise() -> None:
         ({"method": "auto", "epochs": 5}, {}, "method auto needs whole"),
         ({"precision": "fp16"}, {}, "set bf16"),
         ({"compile": True}, {}, "train.compile"),
-        ({"channels_last": True}, {}, "train.channels_last"),
         ({"diagnostics": ["hessian"]}, {}, "train.diagnostics: hessian"),
         ({}, {"ags": {"granularity": "element"}}, "set ags.granularity: tensor"),
         ({}, {"ags": {"preset": "robust"}}, "set ags.source: small_batch"),
-        ({"parallel": "ddp", "fsdp_blocks": ["BasicBlock"]}, {}, "has no effect without train.parallel: fsdp"),
     ],
 )
 def test_what_needs_the_whole_is_refused(train: dict[str, Any], sections: dict[str, Any], why: str) -> None:

@@ -133,7 +133,6 @@ def in_force() -> tuple[bool, ...]:
     ("asked", "expected"),
     [
         ({}, (True, True, True, False, False)),
-        ({"tf32": False}, (False, False, True, False, False)),
         ({"deterministic": True}, (True, True, False, True, True)),
     ],
 )
@@ -160,24 +159,20 @@ def test_on_amd_algorithms_are_not_timed(settings: None, monkeypatch: pytest.Mon
 
 def test_on_the_processor_only_determinism_changes_anything(settings: None) -> None:
     before = in_force()
-    device.configure_device(Train(epochs=1, tf32=False), CPU)
+    device.configure_device(Train(epochs=1), CPU)
     assert in_force() == before
     device.configure_device(Train(epochs=1, deterministic=True), CPU)
     assert in_force() == (*before[:-1], True)
 
 
-@pytest.mark.parametrize("tf32", [True, False])
 def test_tf32_is_set_without_a_warning_and_both_of_torchs_names_tell_the_same(
-    settings: None, tf32: bool, recwarn: pytest.WarningsRecorder
+    settings: None, recwarn: pytest.WarningsRecorder
 ) -> None:
-    device.configure_device(Train(epochs=1, tf32=tf32), GPU)
+    device.configure_device(Train(epochs=1), GPU)
     assert not recwarn.list
-    assert torch.backends.cuda.matmul.allow_tf32 is tf32, (
-        "torch.compile reads it; it raises where only the newer is set"
-    )
+    assert torch.backends.cuda.matmul.allow_tf32, "torch.compile reads it; it raises where only the newer is set"
     if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        assert (torch.backends.cuda.matmul.fp32_precision == "tf32") is tf32
-        assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is tf32
+        assert torch.backends.cuda.matmul.fp32_precision == torch.backends.cudnn.conv.fp32_precision == "tf32"
 
 
 def test_a_rank_is_configured_before_anything_of_the_users_is_built(

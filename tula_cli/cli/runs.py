@@ -199,7 +199,7 @@ def _suggest_runs(named: Path, root: Path) -> str:
     variants = [
         run.id
         for run in runs
-        if (part := run.variant()) is not None and run.id.rpartition("-")[0] == f"{named.name}-{part.name}"
+        if (part := run.variant()) is not None and run.id.rpartition("-")[0] == f"{named.name}-{part.type}"
     ]
     if variants:
         return f"the runs of job {named.name} are {', '.join(sorted(variants))}"

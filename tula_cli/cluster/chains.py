@@ -41,27 +41,19 @@ def list_chain_tasks(task: Task) -> Sequence[Task]:
         {count for stage in task.stages if task.nodes <= (count := stage.nodes or 0) < task.training_nodes}
     ):
         predicted_hours = None if predicted is None else predicted.hours_on(nodes)
-        links += [task.model_copy(update={"nodes": nodes})] * _count_links_needed(
-            task, predicted_hours, _get_time_limit_on_nodes(task, nodes), spare=1
-        )
+        links += [task.model_copy(update={"nodes": nodes})] * _count_links_needed(task, predicted_hours, spare=1)
         hours = None if hours is None or predicted_hours is None else hours - predicted_hours
     last_task = task.model_copy(update={"nodes": task.training_nodes})
-    limit = min(_get_time_limit_on_nodes(task, nodes) for nodes in {task.training_nodes, *task.node_counts})
-    needed = _count_links_needed(task, hours, limit, spare=SPARE_LINKS)
+    needed = _count_links_needed(task, hours, spare=SPARE_LINKS)
     links = links[: MAX_LINKS - 2] + [last_task] * min(max(2, needed), MAX_LINKS)
     return links[:MAX_LINKS]
 
 
-def _get_time_limit_on_nodes(task: TrainTask, nodes: int) -> int:
-    """Return the time limit (minutes) of a job on `nodes` nodes, within the site's limits (cluster.slurm.limits)."""
-    slurm = task.spec.cluster.slurm
-    return task.spec.cluster.minutes if slurm is None else max(1, slurm.job_minutes(nodes))
-
-
-def _count_links_needed(task: TrainTask, hours: float | None, limit: int, *, spare: int) -> int:
-    """Return how many jobs of `limit` minutes a training of `hours` needs; train.max_attempts if hours is None."""
+def _count_links_needed(task: TrainTask, hours: float | None, *, spare: int) -> int:
+    """Return how many jobs a training of `hours` needs; train.max_attempts if hours is None."""
     if hours is None:
         return task.spec.train.max_attempts
+    limit = task.time_limit
     return spare + (1 if 60 * hours < limit / 2 else math.ceil(1.5 * 60 * hours / limit))
 
 

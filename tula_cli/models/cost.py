@@ -24,7 +24,7 @@ from tula_cli.run.records.probes import Overheads
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.resources import UNPRICED, Pricing
+from tula_cli.spec.resources import BILLING_UNIT, UNPRICED, Pricing
 
 if TYPE_CHECKING:
     from tula_cli.models.choice.columns import Floats
@@ -146,7 +146,6 @@ def compute_training_seconds(
     overheads: "Overheads | OverheadColumns",
     checkpoint_every: Number | None = None,
     rate: Number = 0.0,
-    wait: float = 0.0,
 ) -> Number:
     """Return the wall-clock time of a whole training run: Eq. 4a and the overheads in addition to the steps.
 
@@ -157,7 +156,6 @@ def compute_training_seconds(
         checkpoint_every: seconds between checkpoints within an epoch, which always ends with one; None for
             `compute_checkpoint_interval`.
         rate: interruptions per second; if above 0 the result is the expected time.
-        wait: seconds until an interrupted job has nodes again.
 
     Returns:
         Seconds; infinite if interruptions are so frequent that the training never ends.
@@ -177,12 +175,12 @@ def compute_training_seconds(
     within = np.floor(stepping / interval)
     segment = np.where(within > 0, interval, 0.0)
     uninterrupted = stepping - within * segment + work.eval_batches * eval_batch
-    epoch = _compute_expected_time(uninterrupted + save, restart=restart, rate=rate, wait=wait)
-    epoch = epoch + _multiply(within, _compute_expected_time(segment + save, restart=restart, rate=rate, wait=wait))
+    epoch = _compute_expected_time(uninterrupted + save, restart=restart, rate=rate)
+    epoch = epoch + _multiply(within, _compute_expected_time(segment + save, restart=restart, rate=rate))
     # Each branch begins anew after an interruption.
     branch = work.branch_steps / np.maximum(1, work.branches) * step_time + work.branch_evals * eval_batch
-    tuning = _multiply(work.branches, _compute_expected_time(branch, restart=restart, rate=rate, wait=wait))
-    starts = (1 + work.changes) * _compute_expected_time(restart, restart=0.0, rate=rate, wait=wait)
+    tuning = _multiply(work.branches, _compute_expected_time(branch, restart=restart, rate=rate))
+    starts = (1 + work.changes) * _compute_expected_time(restart, restart=0.0, rate=rate)
     return starts + work.queued + work.epochs * epoch + tuning
 
 
@@ -214,7 +212,6 @@ class TrainingTime:
     overheads: "Overheads | OverheadColumns"
     checkpoint_every: Number  # seconds
     rate: Number = 0.0  # interruptions a second
-    wait: float = 0.0  # seconds
 
     def hours(self, step_time: Number) -> Number:
         """Return the hours at a step time (seconds); infinite if interruptions prevent the training from ending."""
@@ -224,7 +221,6 @@ class TrainingTime:
             overheads=self.overheads,
             checkpoint_every=self.checkpoint_every,
             rate=self.rate,
-            wait=self.wait,
         )
         return seconds / 3600
 
@@ -257,7 +253,6 @@ def compute_script_seconds(
     overheads: "Overheads | OverheadColumns",
     interval: Number,
     rate: Number = 0.0,
-    wait: float = 0.0,
 ) -> Number:
     """Return the expected wall-clock time of a whole training by a script, which resumes only from its own checkpoints.
 
@@ -266,7 +261,6 @@ def compute_script_seconds(
         overheads: only the start-up time is used.
         interval: seconds of steps between two checkpoints; infinite if the script cannot resume from one.
         rate: interruptions per second.
-        wait: seconds until an interrupted job has nodes again.
 
     Returns:
         Seconds; infinite if interruptions are so frequent that the training never ends.
@@ -275,21 +269,21 @@ def compute_script_seconds(
 
     segment, restart = np.minimum(interval, stepping), overheads.startup
     whole_segments = np.where(segment > 0, np.floor(stepping / np.where(segment > 0, segment, 1.0)), 0.0)
-    steps = _compute_expected_time(stepping - whole_segments * segment, restart=restart, rate=rate, wait=wait)
-    steps = steps + _multiply(whole_segments, _compute_expected_time(segment, restart=restart, rate=rate, wait=wait))
-    return _compute_expected_time(restart, restart=0.0, rate=rate, wait=wait) + steps
+    steps = _compute_expected_time(stepping - whole_segments * segment, restart=restart, rate=rate)
+    steps = steps + _multiply(whole_segments, _compute_expected_time(segment, restart=restart, rate=rate))
+    return _compute_expected_time(restart, restart=0.0, rate=rate) + steps
 
 
-def _compute_expected_time(seconds: Number, *, restart: Number, rate: Number, wait: float) -> Number:
-    """Return the expected time of a segment that starts again at every interruption, after a wait and a restart.
+def _compute_expected_time(seconds: Number, *, restart: Number, rate: Number) -> Number:
+    """Return the expected time of a segment that starts again at every interruption, after a restart.
 
-    e^(rate x restart) (1/rate + wait) (e^(rate x seconds) - 1), exact for a Poisson process with no interruptions
-    during the wait (Bougeret et al. 2011, proposition 1; without the wait it is Daly's complete model).
+    e^(rate x restart) / rate (e^(rate x seconds) - 1), exact for a Poisson process: Daly's complete model (Bougeret et
+    al. 2011, proposition 1, without a wait for nodes).
     """
     import numpy as np
 
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        lasts = np.exp(rate * restart) * (np.divide(1.0, rate) + wait) * np.expm1(rate * seconds)
+        lasts = np.exp(rate * restart) * np.divide(1.0, rate) * np.expm1(rate * seconds)
         return np.where(rate == 0, seconds, np.where(rate * (seconds + restart) > _MAX_EXPONENT, np.inf, lasts))
 
 
@@ -393,22 +387,17 @@ def compute_max_price(spec: JobSpec, node_hours: float, capacity: int | None) ->
 
 
 def describe_price(pricing: Pricing) -> str:
-    """Return the price with its unit and its source."""
+    """Return the price with its unit."""
     if pricing == UNPRICED:
         return "pricing.price is not set, so costs are in node-hours"
-    unit = pricing.unit if pricing.kind == "billing" else _UNITS[pricing.kind]
-    description = f"{pricing.price:g} {pricing.currency} per {unit}" + (
-        f" ({pricing.source})" if pricing.source else ""
-    )
+    unit = BILLING_UNIT if pricing.kind == "billing" else _UNITS[pricing.kind]
+    description = f"{pricing.price:g} {pricing.currency} per {unit}"
     if pricing.kind == "billing" and (pricing.price, pricing.currency) == (1.0, unit):
-        description = f"{unit} (billing-hours as SLURM counts them)" + (
-            f" ({pricing.source})" if pricing.source else ""
-        )
+        description = f"{unit} (billing-hours as SLURM counts them)"
     if (bill := pricing.slurm_billing) is not None:
         times = "" if bill.charge_factor == 1 else f", charge factor {bill.charge_factor:g}"
         description += f"; a node is billed {bill.node:g} ({bill.words}){times}"
     if pricing.spot is None:
         return description
     spot = pricing.spot
-    wait = f", {spot.wait_minutes:g} min to replace one" if spot.wait_minutes else ""
-    return f"{description}; spot {100 * spot.discount:.0f} % off, {spot.interruptions_per_day:g} interruptions per day and node{wait}"
+    return f"{description}; spot {100 * spot.discount:.0f} % off, {spot.interruptions_per_day:g} interruptions per day and node"

@@ -544,12 +544,11 @@ class Estimator:
         pricing = self.spec.pricing
         if pricing.spot is None or (self.saving is not None and not self.saving.is_known):
             return on_demand.take([])
-        nodes, batch, step_time = on_demand["nodes"], on_demand["batch"], on_demand["step_time"]
+        nodes, batch = on_demand["nodes"], on_demand["batch"]
         stages = on_demand.stages.take(on_demand["stages"])
         training = self._training(nodes, batch, stages, pricing.spot)
         hours, low, high = (training(on_demand[name]) for name in ("step_time", "step_low", "step_high"))
-        running = self._training(nodes, batch, stages, pricing.spot.model_copy(update={"wait_minutes": 0.0}))(step_time)
-        share = running / on_demand["hours"]
+        share = hours / on_demand["hours"]
         spot = on_demand.with_columns(
             {
                 "hours": hours,
@@ -557,7 +556,7 @@ class Estimator:
                 "hours_high": np.where(np.isfinite(high), high, np.nan),
                 "cost": cost.compute_cost(
                     pricing,
-                    hours=running * on_demand["node_hours"] / (nodes * on_demand["hours"]),
+                    hours=hours * on_demand["node_hours"] / (nodes * on_demand["hours"]),
                     nodes=nodes,
                     gpus_per_node=self.spec.cluster.gpus_per_node,
                     reserved=np.nan_to_num(on_demand["peak_memory"]),
@@ -593,7 +592,7 @@ class Estimator:
         interval = cost.compute_checkpoint_interval(overheads.checkpoint, rate=rate) if every == "auto" else every
         if spot is None:
             return cost.TrainingTime(work, overheads, interval)
-        return cost.TrainingTime(work, overheads, interval, rate, 60 * spot.wait_minutes)
+        return cost.TrainingTime(work, overheads, interval, rate)
 
     def describe_interruption(self, row: Prediction) -> str:
         """Describe the cost of an interruption of a script at a configuration; empty for tula's own loop."""

@@ -14,7 +14,7 @@ from tula_cli.errors import SpecError
 from tula_cli.models.ramp import stages
 from tula_cli.models.ramp.stages import Ramp
 from tula_cli.run.records.results import Branch
-from tula_cli.spec.ags import Ags, Arm
+from tula_cli.spec.ags import BRANCHING_EPOCH, Ags, Arm
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.sections import Optimizer
@@ -190,13 +190,13 @@ def compute_branch_epochs(spec: JobSpec, rung: int, count: int) -> float:
         count: arms of the first rung.
     """
     first_epochs = _compute_first_epochs(spec, count) if spec.auto.branch_epochs == "auto" else spec.auto.branch_epochs
-    return min(first_epochs * 2.0 ** (rung - 1), float(spec.train.epochs - spec.auto.after))
+    return min(first_epochs * 2.0 ** (rung - 1), float(spec.train.epochs - BRANCHING_EPOCH))
 
 
 def _compute_first_epochs(spec: JobSpec, count: int) -> float:
     """Return the epochs of a first-rung branch with which all branches use `TRAINING_SHARE` of the training."""
     epochs_in_all = sum(number * 2.0**rung for rung, number in enumerate(list_rung_sizes(count)))
-    return max(0.0, TRAINING_SHARE * spec.train.epochs / (1 - HOLDOUT_SHARE) - spec.auto.after) / max(
+    return max(0.0, TRAINING_SHARE * spec.train.epochs / (1 - HOLDOUT_SHARE) - BRANCHING_EPOCH) / max(
         1.0, epochs_in_all
     )
 
@@ -254,7 +254,7 @@ def plan_tuning(spec: JobSpec, *, batch: int, dataset_size: int) -> TuningPlan:
     rungs, holdout = list_rung_sizes(len(arms)), count_holdout_samples(dataset_size)
     if not rungs:
         return TuningPlan(0, 0, holdout)
-    size, after = dataset_size - holdout, spec.auto.after
+    size, after = dataset_size - holdout, BRANCHING_EPOCH
     beginning = Ramp(stages.plan_stages_of_training(spec, arms[0], batch=batch, size=size)).remaining_steps(
         size=size, epochs=after
     )
@@ -270,10 +270,10 @@ def count_trained_samples(spec: JobSpec, arm: Arm, *, batch: int, rung: int, siz
 
     Args: as of `plan_tuning`; arm: of the branch; size: training samples without the held-out ones.
     """
-    start = spec.auto.after * size
+    start = BRANCHING_EPOCH * size
     length = count_branch_samples(spec, rung, len(list_arms_of_training(spec, batch)), size)
     ramp = Ramp(stages.plan_stages_of_branch(spec, arm, batch=batch, start=start, length=length))
-    epoch, samples_done, trained = spec.auto.after, 0, 0
+    epoch, samples_done, trained = BRANCHING_EPOCH, 0, 0
     while True:
         steps = next(ramp.steps_of_epoch(epoch, samples_done=samples_done, size=size), None)
         if steps is None:

@@ -39,8 +39,7 @@ class CheckpointSchedule:
         if interval is None:
             return math.inf
         stepping, overheads = work.epochs * work.steps * step_time, training.overheads
-        wait, rate = training.wait, training.rate
-        return compute_script_seconds(stepping, overheads=overheads, interval=interval, rate=rate, wait=wait) / 3600
+        return compute_script_seconds(stepping, overheads=overheads, interval=interval, rate=training.rate) / 3600
 
     def interval(self, step_time: Any, *, epoch_steps: Any) -> Any | None:
         """Return the seconds between two checkpoints; infinite if the script cannot resume, None if unknown.
@@ -65,7 +64,7 @@ class CheckpointSchedule:
         if not self.resumes:
             return "the script cannot resume (no script.resume): an interruption loses all progress"
         if not self.is_known:
-            return f"the checkpoint interval is unknown until the script trains (or set script.resume.checkpoint_interval){self._setting_text}"
+            return f"the checkpoint interval is unknown until the script trains{self._setting_text}"
         interval_text = self._interval_text
         timed = None if step_time is None or epoch_steps is None else self.interval(step_time, epoch_steps=epoch_steps)
         seconds = self.seconds if timed is None else timed
@@ -97,7 +96,7 @@ def find_checkpoint_schedule_of_job(
 
 
 def find_checkpoint_schedule(script: Script, saves: Iterable[Save], *, dataset_size: int | None) -> CheckpointSchedule:
-    """Return how often a script saves: as observed in its trainings, else as set in its section.
+    """Return how often a script saves, as observed in its trainings.
 
     Args:
         script: section of the job.
@@ -108,9 +107,7 @@ def find_checkpoint_schedule(script: Script, saves: Iterable[Save], *, dataset_s
     if resume is None and not observed_saves:  # there are some of a script that was seen to resume by itself
         return CheckpointSchedule(resumes=False, asked=script.save)
     if not observed_saves:
-        interval = resume.checkpoint_interval if resume is not None else None
-        in_steps = interval if isinstance(interval, int) else None
-        return CheckpointSchedule(True, script.save, epochs=1 if interval == "epoch" else None, steps=in_steps)
+        return CheckpointSchedule(True, script.save)
     if epochs := _find_whole_epochs(observed_saves, dataset_size):
         return CheckpointSchedule(True, script.save, epochs=epochs)
     steps = [save.steps for save in observed_saves]

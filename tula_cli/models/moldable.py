@@ -79,13 +79,8 @@ def choose_job_sizes(
     deadline = limits.deadline_hours if bounds.least is None else None
     efficiency = limits.min_efficiency if bounds.most is None else None
     most = bounds.most or _find_upper_bound(spec, recommendation)
-    slurm = spec.cluster.slurm or Slurm()
     least = bounds.least or (1 if deadline is not None else math.ceil(LEAST_SHARE * most))
-    counts = [
-        nodes
-        for nodes in range(least, most + 1)
-        if batch % compute_batch_divisor(spec, nodes) == 0 and slurm.longest(nodes)
-    ]
+    counts = [nodes for nodes in range(least, most + 1) if batch % compute_batch_divisor(spec, nodes) == 0]
     sizes = [size for nodes in counts for size in _list_size(spec, Config(nodes, batch), estimator, market)]
     if estimator is not None and (bounds.least is None or bounds.most is None):
         sizes = [size for size in sizes if _is_within(size.prediction, deadline=deadline, efficiency=efficiency)]

@@ -515,13 +515,12 @@ class Run(RunDir):
         super().__init__(path)
         self.spec, self.part = spec, part
         self.type = part.type  # the name of the directory while runs of the same type are compared
-        self.length = part.length
         self.family: tuple[Run, ...] = (self,)  # the runs of all variants of the job
 
     @property
     def name(self) -> str | None:
         """Name among the variants of the job, or None if it has no others."""
-        return self.part.make_name(self.type)
+        return self.type
 
     @property
     def job_name(self) -> str:
@@ -530,7 +529,7 @@ class Run(RunDir):
 
     def read_job(self) -> JobSpec:
         """Return the stored job on this hardware, to which no overrides of the current command apply."""
-        return self.read_spec().with_addition(self.part.in_addition)
+        return self.read_spec().with_fewer_gpus(self.part.in_addition == "gpus")
 
     def with_spec(self, spec: JobSpec) -> "Run":
         """Return this run with other settings."""
@@ -552,12 +551,5 @@ class Run(RunDir):
     def sizes(self) -> tuple["Run", ...]:
         """The runs with other numbers of GPUs on the same nodes, which inform a fit too."""
         here = self.part.node_type
-        runs = (run for run in self.family if run.length is None and run.part.node_type == here)
+        runs = (run for run in self.family if run.part.node_type == here)
         return tuple(run for run in runs if run.part.gpus != self.part.gpus)
-
-    @property
-    def lengths(self) -> tuple["Run", ...]:
-        """The runs at other text lengths (search.sequence) on the same hardware."""
-        here = self.part.node_type, self.part.gpus
-        runs = (run for run in self.family if run.length is not None)
-        return tuple(run for run in runs if (run.part.node_type, run.part.gpus) == here)

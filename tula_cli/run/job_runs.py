@@ -1,4 +1,4 @@
-"""The runs of a job: one for each node type, number of GPUs per node and text length that it names; and its job file.
+"""The runs of a job: one for each node type and number of GPUs per node that it names; and its job file.
 
 Each is a run directory of its own. Those of one job know each other by name (`Variant.runs`), so that a command that is
 given none of them reads all.
@@ -8,7 +8,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tula_cli.errors import SpecError, require_list
 from tula_cli.run.directory import Run, RunDir
@@ -26,16 +26,12 @@ _HARDWARE = ("name", "cluster", "pricing", "search", "baseline", "export")
 
 
 def list_variants(spec: JobSpec) -> list[tuple[Variant, JobSpec]]:
-    """Return what is measured of a job, each with its job: every node type, followed by its other text lengths."""
+    """Return what is measured of a job, each with its job: every node type with each number of its GPUs."""
     variants: list[tuple[Variant, JobSpec]] = []
     for name, job in spec.by_type().items():
         node_type, gpus = (None, None) if name is None else spec.kinds[name]
-        variant = Variant(node_type=node_type, gpus=gpus, in_addition=job.measured_in_addition)
-        variants.append((variant, job))
-        variants += [
-            (variant.model_copy(update={"length": length, "in_addition": "length"}), job_of_length)
-            for length, job_of_length in job.by_length().items()
-        ]
+        in_addition: Literal["gpus"] | None = "gpus" if job.measured_with_fewer_gpus else None
+        variants.append((Variant(node_type=node_type, gpus=gpus, in_addition=in_addition), job))
     return variants
 
 
@@ -55,10 +51,13 @@ def make_runs(root: Path, spec: JobSpec, *, code: str = "") -> tuple[Run, ...]:
 def list_siblings(run: RunDir) -> list[RunDir]:
     """Return all existing runs of the job that a run is of, the run itself included."""
     variant = run.variant()
-    siblings = [RunDir(run.path.parent / name) for name in (() if variant is None else variant.runs)]
+    if variant is None or variant.in_addition == "length":  # of another text length, which earlier versions measured
+        return [run]
+    siblings = [RunDir(run.path.parent / name) for name in variant.runs]
     if run.path not in [sibling.path for sibling in siblings]:  # it has no siblings, or was copied under another name
         return [run]
-    return [sibling for sibling in siblings if sibling.exists]
+    variants = [(sibling, sibling.variant()) for sibling in siblings if sibling.exists]
+    return [sibling for sibling, other in variants if other is None or other.in_addition != "length"]
 
 
 def open_family(run: RunDir, overrides: Sequence[str] = ()) -> tuple[Run, ...]:
@@ -118,7 +117,7 @@ def _open_each(runs: Sequence[RunDir], overrides: Sequence[str]) -> list[Run]:
 
 
 def _open(run: RunDir, part: Variant, overrides: Sequence[str]) -> Run:
-    return Run(run.path, load_with_overrides(run, overrides).with_addition(part.in_addition), part)
+    return Run(run.path, load_with_overrides(run, overrides).with_fewer_gpus(part.in_addition == "gpus"), part)
 
 
 def _select_overrides(overrides: Sequence[str], part: Variant, node_types: Collection[str]) -> list[str]:
@@ -161,19 +160,14 @@ def list_runs_with_data(runs: Sequence[Run]) -> list[Run]:
 
 
 def select_runs(runs: Sequence[Run], node_type: str | None) -> tuple[Run, ...]:
-    """Return the runs that can be trained, those at the job's text length, or only that of a node type.
+    """Return the runs, or only that of a node type.
 
     Raises:
-        SpecError: there is no such node type, or the runs are at other text lengths.
+        SpecError: there is no such node type.
     """
-    trainable = tuple(run for run in runs if run.length is None)
-    if not trainable:
-        raise SpecError(
-            f"{runs[0].id} measures text length {runs[0].length}, which the job does not train", "name the job file"
-        )
-    selected = trainable if node_type is None else tuple(run for run in trainable if run.type == node_type)
+    selected = tuple(run for run in runs if node_type is None or run.type == node_type)
     if not selected:
-        types = ", ".join(run.type for run in trainable if run.type)
+        types = ", ".join(run.type for run in runs if run.type)
         hint = f"there are: {types}" if types else "the job has neither section node_types nor search.gpus_per_node"
         raise SpecError(f"no node type {node_type!r}", hint)
     return selected
@@ -198,8 +192,7 @@ def get_only_run(runs: Sequence[Run], node_type: str | None, *, purpose: str) ->
 
 
 def find_chosen_run(runs: Sequence[Run]) -> Run | None:
-    """Return the only run that can be trained, or that of the job's stored recommendation; None if neither is known."""
-    runs = [run for run in runs if run.length is None]
+    """Return the only run, or that of the job's stored recommendation; None if neither is known."""
     if len(runs) == 1:
         return runs[0]
     names = {variant.chosen for run in runs if (variant := run.variant()) is not None}
@@ -217,8 +210,8 @@ def mark_chosen_run(run: Run, compared: Sequence[Run]) -> None:
 
     Nothing is recorded if only some of the job's runs were compared: the choice among them is not that of the job.
     """
-    trainable = {sibling.path for sibling in run.family if sibling.exists and sibling.length is None}
-    if len(compared) == 1 or not trainable <= {other.path for other in compared}:
+    existing = {sibling.path for sibling in run.family if sibling.exists}
+    if len(compared) == 1 or not existing <= {other.path for other in compared}:
         return
     for sibling in run.family:
         if (variant := sibling.variant()) is not None:
@@ -337,8 +330,8 @@ def find_config_drift(run: Run, overrides: Sequence[str] = ()) -> ConfigDrift | 
     except SpecError as error:
         problems = [str(problem) for problem in error.problems]
         return ConfigDrift(file, {}, problem="; ".join([error.message, *problems]))
-    spec, part = run.spec, (run.part.node_type, run.part.gpus, run.length)
-    jobs = {(variant.node_type, variant.gpus, variant.length): job for variant, job in list_variants(job)}
+    spec, part = run.spec, (run.part.node_type, run.part.gpus)
+    jobs = {(variant.node_type, variant.gpus): job for variant, job in list_variants(job)}
     current = jobs.get(part)
     if current is None:
         return ConfigDrift(file, {}, problem=f"it no longer names {describe_part(run.name or 'its hardware')}")

@@ -196,8 +196,7 @@ class Run:
         return list_runs_with_data(self.directories)
 
     def probes(self) -> dict[str | None, list[Result]]:
-        """Return what was measured, as typed records by the name of a part: a type of node, `length-128` of other
-        lengths of text (search.sequence), None of a job without types at its own length.
+        """Return what was measured, as typed records by node type; None of a job without types.
 
         Raises:
             BadMeasurements: a result is damaged.

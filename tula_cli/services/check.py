@@ -25,13 +25,6 @@ from tula_cli.services.job_warnings import (
     warn_ags_on_one_rank,
     warn_unlikely_settings,
 )
-from tula_cli.services.planned_lengths import (
-    PlannedLength,
-    count_lengths_node_hours,
-    list_measured_other_lengths,
-    plan_lengths,
-    warn_lengths_left_out,
-)
 from tula_cli.services.profile import UpperBoundPlan, compute_max_node_hours, plan_upper_bound
 from tula_cli.services.resume_test import describe_interruption_cost
 from tula_cli.services.search import ON_ALL_NODES, choose_probes, find_largest_local_batch
@@ -39,7 +32,6 @@ from tula_cli.services.search_cost import Expectation, SearchCost, choose_strate
 from tula_cli.services.site_charges import with_site_billing
 from tula_cli.services.status import count_notes
 from tula_cli.services.waiting import require_within_cap
-from tula_cli.services.wall_times import list_allowed_nodes, warn_too_short
 from tula_cli.spec.job import JobSpec, describe_training_method
 from tula_cli.words import format_count, format_number, join_words
 
@@ -71,9 +63,7 @@ class CheckReport:
     settings: tuple[str, ...] = ()  # how it computes, in words
     method_line: str = ""  # how the large batch is trained, and why
     interruption: str = ""  # what one costs a script, in words
-    lengths: tuple[PlannedLength, ...] = ()  # of text, ascending; empty where search.sequence asks for no other
-    # of the jobs, as if steps took as long at every length; None where there are none, or their batches are not known
-    expected: Expectation | None = None
+    expected: Expectation | None = None  # of the jobs; None where there are none, or their batches are not known
     worth: SearchCost | None = None  # what the search takes beside the training; None before the first probe
 
     def __repr__(self) -> str:
@@ -236,11 +226,8 @@ def check(
     if inspection:
         spec = choose_strategy(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
     jobs, problems = _plan_jobs(spec, inspection, largest=largest)
-    fewest = jobs[0].local_batches if jobs else ()
-    lengths = plan_lengths(spec, inspection, fewest, (inspector or inspect) if online else None)
     node_hours = compute_max_node_hours(spec, [job.nodes for job in jobs])
-    node_hours += count_lengths_node_hours(spec, lengths)
-    one_by_one = (len(jobs) + len(list_measured_other_lengths(lengths))) * spec.measuring_minutes() / 60
+    one_by_one = len(jobs) * spec.measuring_minutes() / 60
     if later is not None:
         node_hours = later.node_hours_at_most
     sizes = {job.nodes: job.local_batches for job in jobs}
@@ -264,14 +251,13 @@ def check(
         price=describe_price(spec.pricing),
         problems=(
             *problems,
-            *_check_any_configuration(spec, inspection, jobs),
+            *_check_gpus(spec, inspection),
+            *_check_stages(spec, inspection)[0],
             *impossible,
             *_check_cap(spec, node_hours, later),
         ),
-        lengths=lengths,
         warnings=(
             *_warn_unknown(later),
-            *warn_lengths_left_out(lengths),
             *_list_warnings(spec, inspection, jobs, chosen_by_auto=chosen_by_auto),
             *tight,
             *expensive,
@@ -281,11 +267,7 @@ def check(
         settings=describe_computing(spec, inspection),
         method_line=describe_training_method(spec),
         interruption=describe_interruption_cost(run, spec),
-        expected=expect_search(
-            spec, [*_list_configurations(jobs), *_list_configurations(list_measured_other_lengths(lengths))], run
-        )
-        if jobs
-        else None,
+        expected=expect_search(spec, [(job.nodes, job.local_batches) for job in jobs], run) if jobs else None,
         worth=search_worth,
     )
 
@@ -294,10 +276,6 @@ def _list_notes_on_scaling(run: RunDir | None) -> list[Diagnostic]:
     """Return the notes that a script's probes recorded on the model and the optimizer that AGS scales."""
     measured = [] if run is None else [result for result in run.read().results if isinstance(result, Measured)]
     return [messages.recorded_note(text=note) for note in count_notes(measured) if note.startswith("AGS scales")]
-
-
-def _list_configurations(jobs: Sequence[PlannedJob | PlannedLength]) -> list[tuple[int, tuple[int, ...]]]:
-    return [(job.nodes, job.local_batches) for job in jobs]
 
 
 def _inspect(spec: JobSpec, inspector: Inspect) -> tuple[Inspection | None, UpperBoundPlan | None]:
@@ -352,14 +330,6 @@ def _check_cap(spec: JobSpec, node_hours: float, later: UpperBoundPlan | None) -
         yield messages.first_job_exceeds_cap(node_hours=later.first_job_node_hours, cap=cap, remedy=later.remedy)
 
 
-def _check_any_configuration(
-    spec: JobSpec, inspection: Inspection | None, jobs: Sequence[PlannedJob]
-) -> tuple[Diagnostic, ...]:
-    """Return the reasons why the job can be trained, or measured, on none of its numbers of nodes."""
-    short = warn_too_short(spec, [job.nodes for job in jobs])
-    return (*_check_gpus(spec, inspection), *_check_stages(spec, inspection)[0], *short)
-
-
 def _check_stages(spec: JobSpec, inspection: Inspection | None) -> tuple[list[Diagnostic], list[Diagnostic]]:
     if spec.train.stages is None:
         return [], []
@@ -399,10 +369,8 @@ def _list_warnings(
         *_check_stages(spec, inspection)[1],
     ]
     warnings += warn_ags_on_one_rank(spec)
-    allowed, node_warnings = list_allowed_nodes(spec)
-    warnings += node_warnings
-    left_out = sorted(set(allowed) - {job.nodes for job in jobs}) if jobs else []
-    if left_out and spec.search.strategy in ON_ALL_NODES and spec.measured_in_addition is None:
+    left_out = sorted(set(spec.search.nodes) - {job.nodes for job in jobs}) if jobs else []
+    if left_out and spec.search.strategy in ON_ALL_NODES and not spec.measured_with_fewer_gpus:
         warnings.append(messages.nodes_without_batch(nodes=left_out))
     ranks = max(spec.search.nodes) * spec.cluster.gpus_per_node
     if inspection and spec.cluster.kind == "local" and inspection.device == "cpu" and ranks > inspection.cpus:

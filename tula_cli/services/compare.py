@@ -110,7 +110,6 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
         train.pop("lr_scaling", None)  # it was chosen for the job's own method: others scale as they do, lbt does not
     if not variant.training_method.ramps:
         train.pop("ramp", None)  # what a row is held against is trained at one batch
-        train.pop("ramp_noise", None)
     content["train"] = {**train, "method": variant.method, "seed": seed, **variant.train}
     if spec.script is not None and not variant.training_method.reads("ags"):
         content.pop("ags", None)  # a script is not told what means nothing to it
@@ -128,7 +127,7 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
     elif variant.lr != 1.0:
         content["script"] = scale_lr_of_script(content["script"], spec.script, factor=variant.lr)
     if variant.preset:
-        retained_ags = spec.ags.model_dump(include={"apply_to", "parameters", "exclude"})
+        retained_ags = spec.ags.model_dump(include={"apply_to", "parameters"})
         content["ags"] = {"preset": variant.preset, **retained_ags}
     return validate(variant.content(content), source=f"the job with method {method}")
 

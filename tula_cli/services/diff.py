@@ -544,7 +544,7 @@ class RunDifference:
     steps: StepComparison
     chosen: tuple[RecommendedConfiguration | None, RecommendedConfiguration | None]
     trainings: tuple[TrainingPair, ...]
-    only: tuple[tuple[str, ...], tuple[str, ...]]  # parts that A alone has, and B alone: types of node, lengths of text
+    only: tuple[tuple[str, ...], tuple[str, ...]]  # node types that A alone has, and B alone
     headline: tuple[str, ...] = ()
     warnings: tuple[Diagnostic, ...] = ()
     test: str = TEST  # how noise is told from a difference
@@ -599,7 +599,6 @@ def compare_runs(before: Sequence[Run], after: Sequence[Run]) -> RunDifference:
         for name, part_before, part_after in measured
         for difference in list_environment_differences(part_before, part_after, part=name)
     ]
-    trained = [(name, part_before, part_after) for name, part_before, part_after in pairs if part_before.length is None]
     difference = RunDifference(
         before=_run_overview(before),
         after=_run_overview(after),
@@ -615,7 +614,7 @@ def compare_runs(before: Sequence[Run], after: Sequence[Run]) -> RunDifference:
         ),
         trainings=tuple(
             pair
-            for name, part_before, part_after in trained
+            for name, part_before, part_after in pairs
             for pair in match_trainings(part_before, part_after, part=name)
         ),
         only=only,

@@ -378,7 +378,7 @@ def _describe_processes(count: int) -> str:
 # --- From a script of sbatch
 
 _SETTINGS = {"partition": "partition", "account": "account", "qos": "qos", "constraint": "constraint",
-             "reservation": "reservation", "exclude": "exclude", "mem": "memory"}  # fmt: skip
+             "exclude": "exclude", "mem": "memory"}  # fmt: skip
 """Options of sbatch that are settings of cluster.slurm, with the same values."""
 _SIZES = {"nodes", "ntasks", "ntasks_per_node", "gres", "gpus", "gpus_per_node", "gpus_per_task", "cpus_per_task",
           "cpus_per_gpu", "time", "job_name", "exclusive", "chdir"}  # fmt: skip

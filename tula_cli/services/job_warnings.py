@@ -85,12 +85,8 @@ def _may_run_on_gpu(spec: JobSpec, inspection: Inspection | None) -> bool:
 def _describe_gpu_settings(spec: JobSpec, inspection: Inspection | None) -> Iterator[str]:
     train = spec.train
     convolutional = inspection is None or inspection.convolutional
-    tensor_cores = train.tf32 or train.precision != "fp32"
-    if train.tf32:
-        yield "tf32 (float32 products and convolutions with a mantissa of 10 bits)"
-    if train.channels_last is True:
-        yield "channels_last"
-    elif train.channels_last == "auto" and tensor_cores and convolutional:
+    yield "tf32 (float32 products and convolutions with a mantissa of 10 bits)"
+    if convolutional:
         yield "channels_last (2-d convolutions on NVIDIA tensor cores)"
     if train.compile:
         yield "compile" if train.compile is True else f"compile ({train.compile})"

@@ -208,27 +208,6 @@ def no_cap_on_node_hours() -> str:
 
 
 @diagnostic
-def nodes_beyond_site_limit(*, nodes: Sequence[int], limits: str) -> str:
-    return (
-        f"search.nodes {list(nodes)} is left out: the site allows no job that large (cluster.slurm.limits: {limits})."
-    )
-
-
-@diagnostic
-def time_limit_too_short(*, nodes: int, needed_minutes: float, margin: float, allowed_minutes: float) -> str:
-    return (
-        f"A profiling job may take {format_number(needed_minutes)} min (search.max_minutes and {margin:g} min to end it),"
-        f" but the site allows {format_number(allowed_minutes)} min on {format_count(nodes)} (cluster.slurm.limits)."
-        " Lower search.max_minutes."
-    )
-
-
-@diagnostic
-def length_left_out(*, length: int, problem: str) -> str:
-    return f"Sequence length {length} is not measured: {problem}."
-
-
-@diagnostic
 def expensive_search(
     *, share: float, batch: int, nodes: int, cheapest_strategy: str | None, cheapest_share: float
 ) -> str:
@@ -590,10 +569,7 @@ def may_miss_deadline(*, high_hours: float, deadline_hours: float) -> str:
 
 @diagnostic
 def no_spot_saves_unknown(*, nodes: int) -> str:
-    return (
-        f"Spot nodes are not considered for {format_count(nodes)}: how often the script saves is unknown until it trains."
-        " Set script.resume.checkpoint_interval."
-    )
+    return f"Spot nodes are not considered for {format_count(nodes)}: how often the script saves is unknown until it trains."
 
 
 @diagnostic

@@ -9,7 +9,7 @@ from typing import Any
 from tula_cli.cluster.inspection import NotInspectable
 from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission
 from tula_cli.cluster.slurm import first_job
-from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum, SchedulerError
+from tula_cli.errors import BadMeasurements, JobFailed, OutOfMemoryAtMinimum, SchedulerError
 from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.models.cost import compute_max_price, describe_price
 from tula_cli.run.code import choose_code, take_snapshot
@@ -28,7 +28,6 @@ from tula_cli.services.search import (
 )
 from tula_cli.services.search_cost import choose_strategy
 from tula_cli.services.status import count_notes
-from tula_cli.services.wall_times import warn_too_short
 from tula_cli.spec.job import JobSpec
 
 MAX_EXIT_SECONDS = 60.0
@@ -106,8 +105,6 @@ def plan_probes(run: Run, inspection: Inspection, *, elsewhere: float = 0.0, aga
         ]
         if missing:
             tasks.append(_make_probe_task(spec, nodes, missing, workdir=source.workdir))
-    if short := warn_too_short(spec, [task.nodes for task in tasks]):
-        raise Infeasible(" ".join(map(str, short)))
     in_rounds = spec.search.strategy == "adaptive"
     choice = ("search.strategy: auto chose adaptive",) if chosen_by_auto and in_rounds else ()
     total = sum(len(local_batches) for local_batches in wanted_batches.values())

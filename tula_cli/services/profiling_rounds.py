@@ -10,7 +10,7 @@ from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, Infeasible, Interruption, JobFailed, OutOfMemoryAtMinimum, TulaError
 from tula_cli.run.directory import Run
 from tula_cli.run.format import require_current_format
-from tula_cli.run.job_runs import save_runs, select_runs
+from tula_cli.run.job_runs import save_runs
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import JobFile
 from tula_cli.services import largest_batch, messages, profile
@@ -35,7 +35,7 @@ Plans = Sequence[tuple[Run, ProfilePlan]]
 
 @dataclass(frozen=True)
 class ProfileResult:
-    """The measurements of each variant (node type, sequence length); the key is None for a job without variants."""
+    """The measurements of each variant (node type); the key is None for a job without variants."""
 
     reports: Mapping[str | None, ProfileReport | LargestBatch]
     partial: bool  # a probe failed or has no result, or a type has none at all
@@ -92,7 +92,7 @@ def plan_variants(
             planned.append((run, plan))
         except Infeasible as error:
             errors.append((run.name, error))
-    if all(run.length is not None for run, _ in planned):
+    if not planned:
         raise errors[0][1]
     for name, infeasible in errors:
         if name is not None:
@@ -137,7 +137,7 @@ def make_dry_run(
     Raises:
         Infeasible: no configuration is feasible.
     """
-    variants = _prepare_runs(runs, largest=largest)
+    variants = _prepare_runs(runs)
     inspections = {variant.name: inspect_variant(variant, dependencies) for variant in variants}
     settled = {
         name: inspection for name, inspection in inspections.items() if not isinstance(inspection, NotInspectable)
@@ -158,12 +158,8 @@ def make_dry_run(
     return dry_runs
 
 
-def _prepare_runs(runs: Sequence[Run], *, largest: bool) -> list[Run]:
-    """Return the runs to measure, with the billing of their site, after checking that jobs may be submitted in them.
-
-    The largest batch is that of the job's own text length.
-    """
-    runs = select_runs(runs, None) if largest else runs
+def _prepare_runs(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs to measure, with the billing of their site, after checking that jobs may be submitted in them."""
     for run in runs:
         require_current_format(run.path)
     return [bill_run_by_site(run) for run in runs]
@@ -195,7 +191,7 @@ def run_profile(
         JobFailed, OutOfMemoryAtMinimum, BadMeasurements: nothing was measured.
         SchedulerError: the scheduler refused a job.
     """
-    runs = _prepare_runs(runs, largest=largest)
+    runs = _prepare_runs(runs)
     return (yield from _Profiling(runs, dependencies, wait_policy, file, largest).work())
 
 
@@ -314,7 +310,7 @@ class _Profiling:
                 errors.append(error)
                 if run.name is not None:
                     yield WarningEvent(messages.part_failed(part=describe_part(run.name), reason=error.message))
-        if all(run.length is not None for run, _ in planned if run.name in reports):
+        if not reports:
             raise errors[0]
         return ProfileResult(reports, bool(errors) or any(not report.is_complete for report in reports.values()))
 

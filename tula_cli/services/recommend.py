@@ -31,7 +31,7 @@ from tula_cli.run.directory import Run
 from tula_cli.run.format import require_current_format
 from tula_cli.run.job_runs import find_settings_origin, mark_chosen_run, save_runs, select_runs
 from tula_cli.run.owner import require_own
-from tula_cli.run.records.recommendations import Prediction, QueryLimits, Recommendation, SequenceLength
+from tula_cli.run.records.recommendations import Prediction, QueryLimits, Recommendation
 from tula_cli.services import messages
 from tula_cli.services.recommendation.alternatives import (
     describe_ramp,
@@ -50,7 +50,6 @@ from tula_cli.services.recommendation.measurements import (
     require_energy,
     warn_no_gradients,
 )
-from tula_cli.services.wall_times import describe_chain, select_within_bins
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.spec.workload import get_workload
@@ -262,7 +261,6 @@ def _select_candidates(all_measurements: Sequence[TypeMeasurements], query: Quer
     candidates = Candidates.concatenate(tables)
     if not len(candidates):
         raise _make_nothing_fits_error(all_measurements[0].estimator, query)
-    candidates = select_within_bins(candidates, all_measurements)
     satisfying = candidates.satisfying(query)
     if not len(satisfying):
         raise _make_binding_limit_error(candidates, query, all_measurements[0].run.spec.pricing.currency)
@@ -356,12 +354,7 @@ def _build_answer(
     )
     alternatives = predict_ramp_alternatives(estimator, prediction)
     baseline = predict_baseline(estimator, noise, node_type=prediction.type)
-    lengths: tuple[SequenceLength, ...] = ()
-    growth, accuracy = "", None
-    if run.spec.length is not None:
-        from tula_cli.services.recommendation.lengths import predict_lengths
-
-        lengths, growth = predict_lengths(measurements)
+    accuracy = None
     if run.comparison() is not None:
         from tula_cli.services.comparison.accuracy import find_accuracy_evidence
 
@@ -382,7 +375,7 @@ def _build_answer(
             choice, baseline, candidates, estimator, noise, objective=query.objective, accuracy=accuracy
         ),
         choice=prediction,
-        reason=f"{choice.reason}{knees}; {epochs}{describe_chain(prediction, run.spec, measurements.results)}",
+        reason=f"{choice.reason}{knees}; {epochs}",
         rows=candidates.take(select_rows(candidates, choice, quantity)).predictions(),
         candidates=int(candidates.number_configurations().max()) + 1,
         beaten_by_none=int(candidates["pareto"].sum()),
@@ -398,8 +391,6 @@ def _build_answer(
         efficiency="" if noise is None else describe_noise_basis(noise, measurements),
         interruption=estimator.describe_interruption(prediction),
         fallback=predict_first_fallback(estimator, prediction),
-        lengths=lengths,
-        growth=growth,
         stages=stages,
         ramp=describe_ramp(run.spec, prediction, stages, alternatives) if stages else "",
         beside=alternatives,

@@ -19,7 +19,6 @@ from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, TrainedSteps
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MEMORY_MARGIN
-from tula_cli.spec.slurm_options import Slurm
 from tula_cli.words import describe_probe_place
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def choose_probes(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -
     """Return the probes of the spec's strategy: a map from number of nodes to ascending local batches.
 
     For `adaptive` they are the first round, for `auto` a sweep (`search_cost.choose_strategy` decides between them). A
-    job that is measured in addition to another one (`JobSpec.measured_in_addition`) takes two or three batches on the
+    job that is measured in addition to another one (`JobSpec.measured_with_fewer_gpus`) takes two batches on the
     fewest nodes. Numbers of nodes without a feasible batch are left out.
 
     Args:
@@ -54,9 +53,7 @@ def choose_probes(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -
     candidates = list_feasible_candidates(spec, dataset_size=dataset_size, max_local_batch=max_local_batch)
     by_nodes = _group_candidates_by_nodes(spec, candidates)
     strategy = "sweep" if spec.search.strategy == "auto" else spec.search.strategy
-    if spec.measured_in_addition == "length":
-        chosen = choose_smallest_and_two_largest(by_nodes)
-    elif spec.measured_in_addition == "gpus":
+    if spec.measured_with_fewer_gpus:
         chosen = choose_smallest_and_middle(by_nodes)
     elif strategy == "adaptive":
         chosen = _choose_adaptive_start(by_nodes, whole_steps=_has_whole_steps_only(spec, ()))
@@ -249,9 +246,8 @@ def list_feasible_candidates(spec: JobSpec, *, dataset_size: int, max_local_batc
 
 
 def _list_candidates(spec: JobSpec, *, max_batch: int, max_local_batch: Limit) -> list[Config]:
-    slurm = spec.cluster.slurm or Slurm()
     return list_candidates(
-        [nodes for nodes in spec.search.nodes if slurm.longest(nodes)],
+        spec.search.nodes,
         gpus_per_node=spec.cluster.gpus_per_node,
         min_batch=spec.search.min_batch,
         max_batch=max_batch,
@@ -261,14 +257,8 @@ def _list_candidates(spec: JobSpec, *, max_batch: int, max_local_batch: Limit) -
 
 
 def _make_infeasible_error(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> Infeasible:
-    """Return an error that names the bound that excludes every batch: site, dataset, divisibility or memory."""
-    search, slurm = spec.search, spec.cluster.slurm or Slurm()
-    if not any(map(slurm.longest, search.nodes)):
-        return Infeasible(
-            f"all of search.nodes {list(search.nodes)} are more than the site allows: at most"
-            f" {slurm.limits[-1].nodes} (cluster.slurm.limits)",
-            "search fewer nodes",
-        )
+    """Return an error that names the bound that excludes every batch: dataset, divisibility or memory."""
+    search = spec.search
     if search.min_batch > dataset_size:
         return Infeasible(
             f"the smallest batch, {search.min_batch}, is larger than the dataset ({dataset_size} training samples)",
@@ -317,12 +307,6 @@ def _choose_sweep_search(by_nodes: ByNodes) -> dict[int, set[int]]:
 def _find_middle_batch(local_batches: Sequence[int]) -> int:
     """Return the median by rank; the larger one of two."""
     return local_batches[len(local_batches) // 2]
-
-
-def choose_smallest_and_two_largest(by_nodes: ByNodes) -> dict[int, set[int]]:
-    """Return three batches on the fewest nodes: two large ones, because the largest may not fit into memory."""
-    local_batches = by_nodes[min(by_nodes)]
-    return {min(by_nodes): {local_batches[0], *local_batches[-2:]}}
 
 
 def choose_smallest_and_middle(by_nodes: ByNodes) -> dict[int, set[int]]:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from tula_cli.cluster.slurm.sbatch import with_environment_defaults
-from tula_cli.cluster.slurm.site_factors import compute_charge_factor
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.entry_points import find_extra, load_extra
 from tula_cli.errors import OverBudget, SpecError
@@ -14,8 +13,10 @@ from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import SiteBill
-from tula_cli.spec.slurm_options import Slurm
 from tula_cli.words import format_count, format_number
+
+NODE_HOUR_ADVICE = "set pricing.kind: node_hour, with the billing of a whole node as its price and currency: SU"
+"""What to set if the billing of SLURM is unknown."""
 
 
 @dataclass(frozen=True)
@@ -138,16 +139,12 @@ def bill_run_by_site(run: Run) -> Run:
 
 
 def _find_bill(spec: JobSpec, root: Path | None, billing: SiteBilling | None) -> SiteBill:
-    """Return the billing that the job file gives for a node, or else SLURM's."""
+    """Return SLURM's billing of a node."""
     spec = with_environment_defaults(spec)
-    if spec.pricing.per_node is not None:
-        slurm = spec.cluster.slurm or Slurm()
-        factor = compute_charge_factor(spec, qos=slurm.qos or "", partition=slurm.partition or "")
-        return SiteBill(node=spec.pricing.per_node, charge_factor=factor, qos=slurm.qos or "", words="pricing.per_node")
     if spec.cluster.kind != "slurm":
         raise SpecError(
             f"pricing.kind billing: the billing is queried from SLURM, but cluster.kind is {spec.cluster.kind}",
-            "set pricing.per_node to the billing of a whole node",
+            NODE_HOUR_ADVICE,
         )
     return (billing or _load_site_billing()).find_bill(spec, root)
 

@@ -364,7 +364,7 @@ _NEEDED_COMMANDS = ("sinfo", "squeue", "sbatch")
 _WITHOUT = {
     "sacct": "tula works without accounting, but may mistake a scancel for a lost allocation",
     "sacctmgr": "accounts and QOS are not checked",
-    "scontrol": "reservations are not checked, and faulty nodes of waiting jobs cannot be excluded",
+    "scontrol": "maintenance windows are not seen, and faulty nodes of waiting jobs cannot be excluded",
 }
 _SECTION = "cluster.slurm"
 
@@ -419,14 +419,6 @@ def _check_node_type(spec: JobSpec, facts: SiteFacts) -> Iterator[SiteFinding]:
     yield from _check_constraint(slurm, facts, partitions)
     for unknown in list_unknown_factors(spec.pricing, qos=facts.qos, partitions=facts.all_partitions):
         yield make_warning_finding(unknown.key, unknown.message, unknown.advice, "scheduler")
-    if slurm.reservation and facts.reservations is not None and slurm.reservation not in facts.reservations:
-        reservations = ", ".join(facts.reservations) or "none"
-        yield make_problem_finding(
-            f"{_SECTION}.reservation",
-            f"no reservation {slurm.reservation!r}",
-            f"there are: {reservations}",
-            "scheduler",
-        )
 
 
 def _check_partitions(slurm: Slurm, facts: SiteFacts) -> Generator[SiteFinding, None, list[Partition]]:

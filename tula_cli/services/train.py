@@ -39,7 +39,7 @@ from tula_cli.run.records.results import JobFile, Summary
 from tula_cli.run.records.tasks import JobSize, Rung, TrainTask
 from tula_cli.services import messages, resume_test
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
-from tula_cli.services.planned_lengths import ExpectedEnd, predict_end
+from tula_cli.services.expected_end import ExpectedEnd, predict_end
 from tula_cli.services.recommendation.measurements import (
     fit_estimator_of_recommendation,
     plan_stages,
@@ -56,7 +56,6 @@ from tula_cli.services.waiting import (
     wait_for_jobs,
     warn_new_jobs,
 )
-from tula_cli.services.wall_times import require_allowed_nodes
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import compute_train_signature
 from tula_cli.words import format_count, format_moment, make_relative_path
@@ -148,7 +147,6 @@ def plan_training(
         )
         nodes = sizes[-1].nodes
     check_divides(batch, compute_batch_divisor(spec, nodes))
-    require_allowed_nodes(spec, nodes)
     code = _choose_code_to_train(run, None if sizes else nodes, batch)
     as_chosen = choice is not None and (choice.nodes, choice.batch) == (nodes, batch) and not sizes
     rungs = sizes[-1].ladder if sizes else _list_fallback_rungs(estimator, spec, nodes, batch, market)

@@ -91,7 +91,7 @@ def require_within_cap(node_hours: Sequence[float], cap: float | None, *, first_
     Raises:
         OverBudget: the total may exceed the cap.
     """
-    types = f" of all {len(node_hours)} variants (node types, lengths)" if len(node_hours) > 1 else ""
+    types = f" of all {len(node_hours)} node types" if len(node_hours) > 1 else ""
     subjects = [*([f"the probes{types}"] if node_hours else []), *([FIRST_JOB] if first_jobs else [])]
     if problem := describe_beyond_cap(" and ".join(subjects), sum(node_hours) + first_jobs, cap):
         hint = "raise it with --set search.max_node_hours=..., lower search.max_minutes, or search fewer nodes"

@@ -23,8 +23,6 @@ The plan (optional keys with their defaults):
     warmup       steps that are not timed (5)
     steps        timed steps (15); or min_steps, max_steps and seconds: as many as fit in that time
     split_steps  steps each for synchronisation, gradient norms and local work (6; 0: skip these measurements)
-    stop         "exit": os._exit(0) once all ranks have written (default); "raise": SystemExit(0), which runs the
-                 script's own `finally` and atexit
     heartbeat    minimum seconds between two heartbeats (1.0);  row: between two rows of a training (10.0)
     rehearsal    mode train, a resume test: {"checkpoint": pattern, absolute; "after": steps; "ask": "", a signal's
                  name, "file:PATH" or "hooks"; "ask_at": the step at whose end a checkpoint is requested; "settled":

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from tula_cli.services.estimate import EstimateReport
     from tula_cli.services.init import FromCommand
     from tula_cli.services.nodes import ClusterCheck
-    from tula_cli.services.planned_lengths import PlannedLength
     from tula_cli.services.resume_test import ResumeFinding
     from tula_cli.services.search_cost import Expectation, SearchCost
     from tula_cli.services.site_check import SiteCheck
@@ -78,8 +77,7 @@ def render_check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterat
         yield from render_unsettled_plan(report.unsettled)
     elif report.jobs:
         if report.expected is not None:
-            alike = ", as if steps took as long at every length" * bool(report.lengths)
-            yield describe_expectation(report.expected, local=report.machine_hours_at_most is not None) + alike
+            yield describe_expectation(report.expected, local=report.machine_hours_at_most is not None)
         if report.worth is not None:
             yield describe_search_cost(report.worth)
         yield describe_upper_bound(
@@ -116,31 +114,6 @@ def _render_jobs(report: "CheckReport") -> Iterator["RenderableType"]:
     yield made
     yield ""
     yield f"{format_count(report.probes, 'probe')} in {format_count(len(report.jobs), 'job')}"
-    if report.lengths:
-        yield ""
-        yield _make_lengths_table(report.lengths)
-        yield ""
-        others = [len(length.batches) for length in report.lengths if length.batches and not length.own]
-        yield f"{format_count(sum(others), 'probe')} in {format_count(len(others), 'job')} more, for the other lengths"
-
-
-def _make_lengths_table(planned_lengths: "Sequence[PlannedLength]") -> "Table":
-    """Build a table with one row per sequence length: batches to measure and estimated memory."""
-    byte, unit = choose_size_unit(max((max(length.memory, default=0) for length in planned_lengths), default=None))
-    columns = [
-        f"length\non {format_count(planned_lengths[0].nodes)}",
-        "global batches",
-        "largest\nbatch in\nmemory",
-        f"memory there\n({unit}/GPU)",
-    ]
-    made = make_table(columns, left=(1, 3))
-    for length in planned_lengths:
-        memory = " ".join(format_size(value, byte) for value in length.memory) or "-"
-        largest = "-" if length.largest_batch is None else str(length.largest_batch)
-        made.add_row(
-            f"{length.length}{' (own)' if length.own else ''}", list_numbers(length.batches) or "-", largest, memory
-        )
-    return made
 
 
 def render_inspection(inspection: "Inspection") -> Iterator["RenderableType"]:

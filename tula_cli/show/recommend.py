@@ -68,11 +68,6 @@ def render_recommendation(
     if recommendation.objective == "accuracy-time":
         yield from _render_with_signs(render_same_progress(recommendation))
         yield ""
-    if recommendation.lengths:
-        yield make_lengths_table(recommendation)
-        yield from (f"length {length.length}: {length.note}" for length in recommendation.lengths if length.note)
-        yield from [f"lengths: {recommendation.growth}"] if recommendation.growth else ()
-        yield ""
     marks = ["* chosen", *(["2, 3 ... runners-up"] if recommendation.runners_up else [])]
     better = _describe_better(recommendation.rows)
     if pareto and not recommendation.choice.pareto:
@@ -517,37 +512,6 @@ def make_details_table(recommendation: "Recommendation") -> "Table":
             format_size(row.peak_memory, byte),
             format_percent(row.headroom),
             style="bold green" if mark == "*" else None,
-        )
-    return made
-
-
-def make_lengths_table(recommendation: "Recommendation") -> "Table":
-    """Build a table with one row per sequence length: the largest batch that fits, and the batch with most tokens/s."""
-    fastest = [row for length in recommendation.lengths if (row := length.fastest) is not None]
-    divisor, unit = choose_time_unit(3600 * max((row.hours for row in fastest), default=0.0))
-    byte, memory = choose_size_unit(max((row.peak_memory or 0 for row in fastest), default=None))
-    padded = any(length.padding > 0 for length in recommendation.lengths)
-    nodes = format_count(recommendation.lengths[0].nodes)
-    columns = [f"length\non {nodes}", "largest\nbatch in\nmemory", "most\ntokens/s", *(["padding\n(%)"] if padded else []),
-               "at\nbatch", "step\n(ms)", f"memory\n({memory}/GPU)", "free\n(%)", f"time\n({unit})", f"cost\n({recommendation.currency})",
-               "basis"]  # fmt: skip
-    made = make_table(columns, left=(len(columns) - 1,))
-    for length in recommendation.lengths:
-        row = length.fastest
-        cells = ["-"] * 6 + ["nothing measured"]
-        if row is not None:
-            cells = [
-                str(row.batch), format_number(1000 * row.step_time), format_size(row.peak_memory, byte), format_percent(row.headroom),
-                format_number(3600 * row.hours / divisor), format_number(row.cost), row.source,
-            ]  # fmt: skip
-        rate = "-" if row is None else format_number(length.tokens_per_second(row))
-        largest = "-" if length.largest_batch is None else str(length.largest_batch)
-        made.add_row(
-            f"{length.length}{' (own)' if length.own else ''}",
-            largest,
-            rate,
-            *([format_percent(length.padding)] if padded else []),
-            *cells,
         )
     return made
 

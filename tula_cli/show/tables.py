@@ -161,7 +161,7 @@ def describe_upper_bound(hours: float | None, node_hours: float, price: float | 
 def render_by_type(
     parts_by_name: Mapping[str | None, T], describe: Callable[[T], Iterator["RenderableType"]]
 ) -> Iterator["RenderableType"]:
-    """Yield the output of each part of a job (node type or sequence length), with headings if parts have names."""
+    """Yield the output of each part of a job (node type), with headings if parts have names."""
     for index, (name, part) in enumerate(parts_by_name.items()):
         if name is not None:
             yield from () if index == 0 else ("",)
@@ -170,14 +170,8 @@ def render_by_type(
 
 
 def list_data_by_type(parts_by_name: Mapping[str | None, T], **whole: Any) -> Any:
-    """Return the data of each part for the envelope, or of a job without node types, with that of the `whole` job.
-
-    Data of other sequence lengths is added to that of the job's own length, under `lengths`.
-    """
-    if None not in parts_by_name:
-        return {"types": dict(parts_by_name), **whole}
-    lengths = {name: part for name, part in parts_by_name.items() if name is not None}
-    return {**vars(parts_by_name[None]), "lengths": lengths} if lengths else parts_by_name[None]
+    """Return the data of each part for the envelope with that of the `whole` job, or of a job without node types."""
+    return {"types": dict(parts_by_name), **whole} if None not in parts_by_name else parts_by_name[None]
 
 
 def describe_place(row: "Prediction") -> str:

@@ -49,7 +49,6 @@ def render_train_plan(
         yield f"a chain of {of}, each of which waits for the previous one (afterany); jobs that are not needed exit at once"
     if plan.balance is not None:
         yield f"balance: {plan.balance.words}"
-    yield from _describe_bins(plan.task)
     for script in scripts:
         yield ""
         yield script
@@ -86,17 +85,10 @@ def render_seeds(report: "SeedsReport") -> Iterator["RenderableType"]:
     )
 
 
-def _describe_bins(task: "TrainTask") -> Iterator[str]:
-    """Report if the site's limit for this node count is shorter than the job's time limit."""
-    slurm = task.spec.cluster.slurm
-    if slurm is not None and (allowed := slurm.job_minutes(task.training_nodes)) < slurm.minutes:
-        on = format_count(task.training_nodes)
-        yield f"a job runs for at most {allowed} min: the limit of the site for {on} (cluster.slurm.limits)"
-
-
 def _describe_planned_branches(task: "TrainTask") -> Iterator[str]:
     """Describe the branches that a self-tuning training trains in addition."""
     from tula_cli.models import halving
+    from tula_cli.spec.ags import BRANCHING_EPOCH
 
     if not task.spec.train.training_method.tunes:
         return
@@ -108,7 +100,7 @@ def _describe_planned_branches(task: "TrainTask") -> Iterator[str]:
         count * halving.compute_branch_epochs(task.spec, rung, rungs[0]) for rung, count in enumerate(rungs, 1)
     )
     branches = f"{sum(rungs)} branches of {format_number(epochs)} epochs in all"
-    yield f"tunes itself after epoch {task.spec.auto.after}: {rungs[0]} arms, {branches} in addition to the training"
+    yield f"tunes itself after epoch {BRANCHING_EPOCH}: {rungs[0]} arms, {branches} in addition to the training"
 
 
 def _describe_planned_stages(task: "TrainTask", predicted: "Prediction | None") -> Iterator[str]:

@@ -51,10 +51,8 @@ class Ags(Section):
     # normalise the gradient (Adam, Muon ...), otherwise from the preset.
     apply_to: Literal["gradient", "update"] | None = None
     # Which parameters are scaled. all: every one, as in the paper; auto: all but embeddings, because a small batch
-    # contains few of their rows
-    parameters: Literal["auto", "all"] = "auto"
-    # Further parameters that are not scaled: patterns of parameter or module names, or norms, biases, embeddings
-    exclude: tuple[str, ...] = ()
+    # contains few of their rows; or patterns as in model.frozen, for example ["*", "!embeddings", "!norms"]
+    parameters: Literal["auto", "all"] | Annotated[tuple[str, ...], Field(min_length=1)] = "auto"
     factor: Literal["auto"] | PositiveFloat = "auto"  # Method static: the factor; auto: sqrt(batch / b_small)
 
     def resolved(self) -> "ResolvedAgs":
@@ -103,6 +101,10 @@ class ResolvedAgs(Ags):
         return isinstance(self.refresh, Every) and self.refresh.every == 1
 
 
+BRANCHING_EPOCH = 1
+"""Epochs at train.reference_batch before the arms of a self-tuning training branch off."""
+
+
 class GivenArm(Section):
     """An arm: settings that a self-tuning training tries in a branch. It uses the job's section `ags`."""
 
@@ -123,7 +125,6 @@ class Arm(GivenArm):
 class Auto(Section):
     """Self-tuning (train.method: auto): short branches with different settings, compared on held-out training samples."""
 
-    after: Positive = 1  # Epochs at train.reference_batch before the arms branch off
     # Epochs of a branch in the first round; each later round doubles them. auto: the branches and the epochs before
     # them together train a quarter of the samples of the training.
     branch_epochs: Literal["auto"] | PositiveFloat = "auto"
@@ -149,8 +150,6 @@ def divide_section(ags: Ags, train: "Train") -> Ags:
         ValueError: the job has a setting that needs the whole model.
     """
     if not train.sharded:
-        if train.fsdp_blocks != "auto":
-            raise ValueError("train.fsdp_blocks has no effect without train.parallel: fsdp")
         return ags
     for why in (_describe_why_not_on_shares(train), _needs_the_whole(train)):
         if why:
@@ -178,7 +177,6 @@ def _needs_the_whole(train: "Train") -> str:
     refused = {
         "train.precision: fp16 scales the loss by each GPU's part of the gradient; set bf16": train.precision == "fp16",
         "train.compile needs the whole model; remove it": bool(train.compile),
-        "train.channels_last needs whole weights; remove it": train.channels_last is True,
         "train.diagnostics: hessian needs whole weights; remove it": "hessian" in train.diagnostics,
     }
     return next((why for why, is_refused in refused.items() if is_refused), "")

@@ -16,7 +16,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from tula_cli.plugins import is_import_string
 from tula_cli.presets import DIVIDING
-from tula_cli.spec.ags import Ags, Auto, divide_section
+from tula_cli.spec.ags import BRANCHING_EPOCH, Ags, Auto, divide_section
 from tula_cli.spec.kinds import Positive, Section
 from tula_cli.spec.merge import merge
 from tula_cli.spec.methods import DEFAULT_METHOD, REASON
@@ -34,7 +34,6 @@ from tula_cli.spec.sections import (
     Optimizer,
     Schedule,
     Search,
-    SequenceLengths,
     Train,
     Transforms,
 )
@@ -86,7 +85,7 @@ class JobSpec(Section):
     # Types of nodes by name; each is measured separately, and tula recommend chooses among all
     node_types: dict[TypeName, NodeType] = {}
     export: list[Export] = []  # Trackers to which a run is sent while jobs run; tula export sends on request
-    _measured_in_addition: Literal["gpus", "length"] | None = PrivateAttr(default=None)
+    _measured_with_fewer_gpus: bool = PrivateAttr(default=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -139,9 +138,9 @@ class JobSpec(Section):
 
     @model_validator(mode="after")
     def _names_of_parameters_are_known(self) -> "JobSpec":
-        if self.script is not None and self.ags.exclude:
+        if self.script is not None and isinstance(self.ags.parameters, tuple):
             raise ValueError(
-                "ags.exclude only applies to tula's own loop; in a script, exclude parameters where you wrap the optimizer"
+                "patterns in ags.parameters only apply to tula's own loop; in a script, exclude parameters where you wrap the optimizer"
             )
         return self
 
@@ -149,9 +148,9 @@ class JobSpec(Section):
     def _tuning_fits(self) -> "JobSpec":
         if not self.train.training_method.tunes:
             return self
-        if self.auto.after >= self.train.epochs:
+        if self.train.epochs <= BRANCHING_EPOCH:
             raise ValueError(
-                f"auto.after {self.auto.after} is not less than train.epochs {self.train.epochs}, so nothing would be trained with the chosen settings"
+                f"method auto branches after epoch {BRANCHING_EPOCH}, and train.epochs is {self.train.epochs}, so nothing would be trained with the chosen settings"
             )
         if self.train.lr_scaling in ("linear", "sqrt"):
             raise ValueError(
@@ -231,25 +230,6 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
-    def _lengths_are_those_of_text(self) -> "JobSpec":
-        sequence = self.search.sequence
-        if sequence is None:
-            return self
-        if self.script is not None:
-            raise ValueError("search.sequence only applies to tula's own loop; profile a script once per length")
-        if self.length is None:
-            raise ValueError(
-                f"search.sequence needs the length of the job: set {sequence.lengths_map_to[0]}, or name the integer argument that holds it (dataset.args.X or model.args.X) in search.sequence.lengths_map_to"
-            )
-        longest = max(sequence.lengths)
-        for key, value in self.model.longest_text.items():
-            if value < longest and f"model.args.{key}" not in sequence.lengths_map_to:
-                raise ValueError(
-                    f"search.sequence: the model has at most {value} positions (model.args.{key}), but length {longest} is to be measured; raise it, or add model.args.{key} to search.sequence.lengths_map_to"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _nodes_have_the_gpus_that_are_searched(self) -> "JobSpec":
         there, searched = self.cluster.gpus_per_node, self.search.gpus_per_node or []
         if not self.node_types and max(searched, default=0) > there:
@@ -277,12 +257,9 @@ class JobSpec(Section):
         return self
 
     @property
-    def measured_in_addition(self) -> Literal["gpus", "length"] | None:
-        """Why this job is measured in addition to another one and with fewer probes.
-
-        "gpus": with fewer GPUs per node; "length": at another sequence length; None: it is measured by itself.
-        """
-        return self._measured_in_addition
+    def measured_with_fewer_gpus(self) -> bool:
+        """Whether this job has fewer GPUs per node than another one, in addition to which it is measured with few probes."""
+        return self._measured_with_fewer_gpus
 
     @property
     def task_per_node(self) -> bool:
@@ -336,7 +313,7 @@ class JobSpec(Section):
         base = spec_of_type.model_dump(mode="json", exclude_unset=True)
         cluster = {**base.get("cluster", {}), "gpus_per_node": count}
         job = JobSpec.model_validate({**base, "name": own_name, "cluster": cluster, "search": search})
-        return job.with_addition("gpus" if fewer else None)
+        return job.with_fewer_gpus(fewer)
 
     def of_node_type(self, name: str) -> "JobSpec":
         """Return the job on one of `node_types`."""
@@ -353,44 +330,11 @@ class JobSpec(Section):
         pricing = self.pricing.model_copy(update={"slurm_billing": None})
         return self.model_copy(update={"pricing": pricing})
 
-    def with_addition(self, kind: Literal["gpus", "length"] | None) -> "JobSpec":
-        """Return the job with `measured_in_addition`, which is not part of its text."""
+    def with_fewer_gpus(self, fewer: bool) -> "JobSpec":
+        """Return the job with `measured_with_fewer_gpus`, which is not part of its text."""
         job = self.model_copy()
-        job._measured_in_addition = kind
+        job._measured_with_fewer_gpus = fewer
         return job
-
-    @property
-    def length(self) -> int | None:
-        """Sequence length of the job; None if search.sequence does not define where the length is set."""
-        sequence = self.search.sequence
-        if sequence is None:
-            return None
-        section, _, key = sequence.lengths_map_to[0].split(".")
-        length = (self.dataset.args if section == "dataset" else self.model.args).get(key)
-        return length if isinstance(length, int) and not isinstance(length, bool) and length > 0 else None
-
-    def by_length(self) -> dict[int, "JobSpec"]:
-        """Return the job at each other length of search.sequence, ascending, as it is measured there.
-
-        A few batches on the fewest nodes determine memory and speed; scaling to more nodes follows from the job's own
-        length.
-        """
-        sequence = self.search.sequence
-        if sequence is None:
-            return {}
-        return {
-            length: self._of_length(length, sequence) for length in sorted(sequence.lengths) if length != self.length
-        }
-
-    def _of_length(self, length: int, sequence: SequenceLengths) -> "JobSpec":
-        base = self.model_dump(mode="json", exclude_unset=True)
-        for option in sequence.lengths_map_to:
-            section, _, key = option.split(".")
-            base[section].setdefault("args", {})[key] = length
-        search = {"nodes": [min(self.search.nodes)], "strategy": "sweep", "sequence": None}
-        name = f"{self.name}-length-{length}"
-        job = JobSpec.model_validate({**base, "name": name, "search": {**base["search"], **search}})
-        return job.with_addition("length")
 
 
 def _with_defaults(section: SectionType, defaults: Mapping[str, Any]) -> SectionType:

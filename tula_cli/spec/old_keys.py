@@ -12,8 +12,6 @@ from typing import Any
 RENAMED: Mapping[str, str] = {
     "auto.epochs": "branch_epochs",
     "pricing.told": "slurm_billing",
-    "script.resume.every": "checkpoint_interval",
-    "search.sequence.options": "lengths_map_to",
     "train.best": "best_checkpoint",
     "train.oom": "oom_policy",
     "train.until": "early_stopping",
@@ -30,10 +28,47 @@ class Removed:
 
     accepted: tuple[Any, ...]  # such values, the one that says what tula does last
     advice: str
+    is_note: bool = False  # it changed nothing, so that any value is accepted, and reported where a user writes it
 
 
 _ARMS_ADVICE = "an arm has a name, a method and lr_factor; train other settings as a separate job"
 REMOVED: Mapping[str, Removed] = {
+    "ags.exclude": Removed(([],), 'give patterns in parameters, for example ["*", "!embeddings", "!norms"]'),
+    "auto.after": Removed((1,), "the arms branch off after one epoch at train.reference_batch"),
+    "cluster.slurm.limits": Removed(
+        (None, []),
+        "set cluster.slurm.minutes to the limit of such a job, and search.nodes to numbers of nodes that have it",
+    ),
+    "cluster.slurm.reservation": Removed((None, ""), "write cluster.slurm.extra: {reservation: NAME}"),
+    "pricing.date": Removed((None, ""), "write it as a comment", is_note=True),
+    "pricing.per_node": Removed(
+        (None,),
+        "if SLURM cannot be queried, set kind: node_hour, with the billing of a whole node as price and currency: SU",
+    ),
+    "pricing.source": Removed((None, ""), "write it as a comment", is_note=True),
+    "pricing.spot.wait_minutes": Removed((None, 0), "the time until a reclaimed node is replaced is not predicted"),
+    "pricing.unit": Removed(("SU",), "a billing-hour is called SU", is_note=True),
+    "schedule.args": Removed(({},), "give the callable its arguments in its module, for example by functools.partial"),
+    "script.probe.environment": Removed(
+        ({"WANDB_MODE": "disabled"},),
+        "probes set WANDB_MODE=disabled; pass other settings of probes as script.probe.args",
+    ),
+    "script.probe.stop": Removed(("exit",), "a probe exits at once after its last step"),
+    "script.resume.checkpoint_interval": Removed(
+        (None,), "how often a script saves is learned from its trainings", is_note=True
+    ),
+    "script.resume.every": Removed((None,), "how often a script saves is learned from its trainings", is_note=True),
+    "search.warmup_steps": Removed(
+        (10,), "search.min_steps is the minimum number of steps of the warm-up too", is_note=True
+    ),
+    "train.channels_last": Removed(
+        ("auto",), "channels-last is used for models with 2-d convolutions on NVIDIA GPUs with tensor cores"
+    ),
+    "train.fsdp_blocks": Removed(
+        ("auto",), "the members of every nn.ModuleList and nn.Sequential are gathered one at a time"
+    ),
+    "train.ramp_noise": Removed((None, 1), "with ramp: noise the batch grows up to the noise scale"),
+    "train.tf32": Removed((True,), "set the variable NVIDIA_TF32_OVERRIDE=0 for computing without TF32"),
     "ags.consensus": Removed(("broadcast",), "rank 0's norm decides for all ranks"),
     "ags.eps": Removed((None, 1e-8), "both presets have 1e-8"),
     "ags.norm_ewma": Removed((None, 0), "both presets have 0, no average"),
@@ -49,10 +84,14 @@ REMOVED: Mapping[str, Removed] = {
     "export.every": Removed(
         (30,), "commands that wait send every 30 seconds; tula export --every sets another interval"
     ),
-    "pricing.date": Removed((None, ""), 'write it into source: "the provider\'s list, 2025-11-30"'),
     "schedule.peak": Removed((0.3,), "one-cycle reaches the full learning rate after 0.3 of the epochs"),
     "search.memory_margin": Removed((0.1,), "a tenth is kept free; cluster.memory_per_gpu limits the memory of a rank"),
     "search.packing": Removed(("jobs",), "each number of nodes is measured in a separate job"),
+    "search.sequence": Removed(
+        (None,),
+        "profile the job at another text length as a job of its own, for example --set name=job-512 --set"
+        " dataset.args.length=512",
+    ),
     "search.steps": Removed((), "use min_steps (10), min_seconds (2) and max_seconds (60), which end a probe"),
     "search.tolerance": Removed(
         (0.01,), "adaptive stops if the expected regret is below 1 %; search.max_node_hours limits its cost"
@@ -112,7 +151,9 @@ def _replace_in_section(content: Any, prefix: str, table_prefix: str, source: st
     replaced = {}
     for key, value in content.items():
         removed = REMOVED.get(f"{table_prefix}{key}")
-        if removed is not None and _is_accepted(value, removed):
+        if removed is not None and (removed.is_note or _is_accepted(value, removed)):
+            if removed.is_note and source is not None and not _is_accepted(value, removed):
+                warnings.warn(f"{source}: {prefix}{key} was removed: {removed.advice}", OldKeyWarning, stacklevel=2)
             continue
         name = RENAMED.get(f"{table_prefix}{key}", key)
         if name != key and name in content:  # both are given: validation refuses the old one
@@ -134,7 +175,7 @@ def _replace_in_section(content: Any, prefix: str, table_prefix: str, source: st
 
 def _is_accepted(value: Any, removed: Removed) -> bool:
     """Return whether a removed key may have a value; true is not 1 here."""
-    if not isinstance(value, str | int | float | None):
+    if not isinstance(value, str | int | float | list | dict | None):
         return False
     return any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in removed.accepted)
 

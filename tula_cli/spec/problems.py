@@ -174,9 +174,7 @@ def merge_unions(problems: list[Problem]) -> tuple[Problem, ...]:
     )
 
 
-_UNION_BRANCHES = re.compile(
-    r"^(literal\[|constrained-|function-|float|int$|str$|bool$|dict\[|list\[|\[key\]$|Every$|Rows$)"
-)
+_UNION_BRANCHES = re.compile(r"^(literal\[|constrained-|function-|float|int$|str$|bool$|dict\[|list\[|\[key\]$|Every$)")
 
 
 def _format_path(location: tuple[Any, ...]) -> str:

@@ -103,7 +103,6 @@ class Spot(Section):
 
     discount: Annotated[float, Field(ge=0, lt=1)]  # Share of the price that is saved, for example 0.6
     interruptions_per_day: NonNegativeFloat  # Interruptions per day of one node
-    wait_minutes: NonNegativeFloat = 0.0  # Minutes until a reclaimed node is replaced; waiting is not paid
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,9 @@ class SiteBill:
     words: str = ""  # explanation of the values
 
 
-_NO_MONEY = ("node-h", "SU")
+BILLING_UNIT = "SU"
+"""A billing-hour, as SLURM counts it."""
+_NO_MONEY = ("node-h", BILLING_UNIT)
 """Units of costs if no price is given."""
 
 
@@ -132,13 +133,9 @@ class Pricing(Section):
     kind: Literal["node_hour", "gpu_hour", "gb_hour", "billing"] = "node_hour"
     # Price per unit, in currency; may be omitted only with kind: billing
     price: Annotated[PositiveFloat, BeforeValidator(no_free_price)] = 1.0
-    # Shown with every cost; with kind: billing and no price, costs are in unit instead
+    # Shown with every cost; with kind: billing and no price, costs are in SU instead
     currency: Annotated[Line, Field(min_length=1)] = "USD"
-    source: Line = ""  # Origin and date of the price, shown beside it
     spot: Spot | None = None  # Discount and interruptions of spot nodes; null: on demand only
-    # kind: billing: the site's name of a billing-hour, for example core-hours
-    unit: Annotated[Line, Field(min_length=1)] = "SU"
-    per_node: PositiveFloat | None = None  # kind: billing: billing of a whole node; null: queried from SLURM
     # kind: billing: the site's charge factors by QOS, which SLURM does not know
     qos_factors: dict[str, NonNegativeFloat] = {}
     # kind: billing: the site's charge factors by partition, which SLURM does not know
@@ -151,16 +148,16 @@ class Pricing(Section):
         if self.kind == "billing":
             # A run writes all that its job has down: what stands for no price there is none here either.
             if "price" not in self.model_fields_set or (self.price == 1.0 and self.currency in _NO_MONEY):
-                if self.currency not in ("USD", self.unit, *_NO_MONEY):
+                if self.currency not in ("USD", *_NO_MONEY):
                     raise ValueError(
-                        f"currency {self.currency} needs a price per {self.unit}; without a price, costs are in {self.unit}"
+                        f"currency {self.currency} needs a price per billing-hour; without a price, costs are in {BILLING_UNIT}"
                     )
-                object.__setattr__(self, "currency", self.unit)  # it is frozen
+                object.__setattr__(self, "currency", BILLING_UNIT)  # it is frozen
             return self
         if "price" not in self.model_fields_set:
             details = InitErrorDetails(type="missing", loc=("price",), input={})
             raise ValidationError.from_exception_data("Pricing", [details])
-        of_billing = ("unit", "per_node", "qos_factors", "partition_factors", "slurm_billing")
+        of_billing = ("qos_factors", "partition_factors", "slurm_billing")
         given = [name for name in of_billing if getattr(self, name) != type(self).model_fields[name].default]
         if given:
             raise ValueError(f"{', '.join(given)}: only valid with kind: billing, but kind is {self.kind}")

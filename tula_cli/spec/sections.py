@@ -100,10 +100,6 @@ class EarlyStopping(Section):
 
 # --- Sections
 
-LengthOption = Annotated[str, Field(pattern=r"^(dataset|model)\.args\.[A-Za-z_][A-Za-z0-9_]*$")]
-_POSITIONS = ("n_positions", "max_position_embeddings")
-"""Settings of transformers' models that limit the sequence length."""
-
 
 class Model(Section):
     """A torchvision or tula model, `transformers:CLASS`, or `package.module:callable` that returns a torch.nn.Module."""
@@ -120,33 +116,10 @@ class Model(Section):
     # model). A pattern after ! is excluded: ["*", "!head"] trains only the head.
     frozen: list[str] = []
 
-    @property
-    def longest_text(self) -> dict[str, int]:
-        """The given model arguments that are known to limit the sequence length."""
-        limits = {key: self.args.get(key) for key in _POSITIONS if self.name.startswith("transformers:")}
-        return {key: value for key, value in limits.items() if isinstance(value, int)}
-
     @model_validator(mode="after")
     def _strict_is_about_weights(self) -> "Model":
         if not self.strict and self.weights is None:
             raise ValueError("strict has no effect without weights")
-        return self
-
-
-class SequenceLengths(Section):
-    """Further sequence lengths at which memory and time are measured, in addition to the job's own length."""
-
-    # Sequence lengths, for example [128, 256, 512]; the job's own length is always measured
-    lengths: Annotated[list[Positive], Field(min_length=1)]
-    # Arguments that are set to each length: dataset.args.X or model.args.X. The first one holds the job's own length;
-    # add model.args.n_positions or the like if the model limits the length.
-    lengths_map_to: Annotated[list[LengthOption], Field(min_length=1)] = ["dataset.args.length"]
-
-    @model_validator(mode="after")
-    def _each_is_named_once(self) -> "SequenceLengths":
-        for key, values in (("lengths", self.lengths), ("lengths_map_to", self.lengths_map_to)):
-            if len(set(values)) < len(values):
-                raise ValueError(f"{key} contains a value twice: {values}")
         return self
 
 
@@ -290,7 +263,8 @@ class Schedule(Section):
     """Learning-rate schedule over (fractional) epochs: a linear warm-up, then one of the kinds."""
 
     # Shape after the warm-up: constant, multistep, cosine, linear, one-cycle, or package.module:callable that maps
-    # (fractional) epochs done to a factor of the learning rate. If not set, method ramp with Adam-like optimizers uses
+    # (fractional) epochs done to a factor of the learning rate; it also receives epochs (train.epochs) if it has such a
+    # parameter. If not set, method ramp with Adam-like optimizers uses
     # linear with decay_from 0.7.
     kind: str = "constant"
     milestones: list[NonNegativeFloat] = []  # multistep: epochs at which the learning rate is multiplied by gamma
@@ -301,8 +275,6 @@ class Schedule(Section):
     min_lr: NonNegativeFloat = 0.0  # cosine, linear, one-cycle: final learning rate
     # linear: share of train.epochs after which the rate falls; from the warm-up until then it is constant
     decay_from: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    # Arguments of an import string; it also receives epochs (train.epochs) if it has such a parameter
-    args: Arguments = {}
 
     @model_validator(mode="after")
     def _settings_belong_to_the_kind(self) -> "Schedule":
@@ -322,8 +294,6 @@ class Schedule(Section):
             raise ValueError("one-cycle has its own warm-up; remove warmup_epochs")
         if self.kind != "linear" and self.decay_from:
             raise ValueError(f"decay_from has no effect {kind}; use kind: linear")
-        if self.args and not is_import_string(self.kind):
-            raise ValueError(f"args has no effect {kind}; only an import string has arguments")
         return self
 
 
@@ -351,20 +321,15 @@ class Train(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # Seed of weights, data order and augmentation
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # Precision of forward and backward pass; parameters stay fp32
     workers: Workers = "auto"  # Data-loader processes per GPU; auto: the CPU cores of the rank minus one, from 2 to 8
-    tf32: bool = True  # Use TF32 (10-bit mantissa) for float32 products and convolutions on NVIDIA GPUs
-    # Channels-last memory format of images; auto: for models with 2-d convolutions on NVIDIA GPUs that use tensor cores
-    channels_last: Literal["auto"] | bool = "auto"
     # Compile with torch.compile: true, or one of its modes
     compile: bool | Literal["default", "max-autotune-no-cudagraphs"] = False
     # Use only bitwise reproducible operations; an operation without such a form is an error. false: cuDNN selects the
     # fastest algorithms (NVIDIA GPUs).
     deterministic: bool = False
     # ddp: each GPU holds a copy of the model (DistributedDataParallel). fsdp: parameters, gradients and optimizer
-    # states are sharded over the GPUs (FSDP2); needs less memory, and 1.5 times the network traffic.
+    # states are sharded over the GPUs (FSDP2); needs less memory, and 1.5 times the network traffic. The members of every
+    # nn.ModuleList and nn.Sequential are gathered one at a time.
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    # fsdp: class names of the modules that are gathered one at a time; auto: the members of every nn.ModuleList and
-    # nn.Sequential
-    fsdp_blocks: Literal["auto"] | Annotated[list[str], Field(min_length=1)] = "auto"
     accumulate: Positive = 1  # Micro-batches per optimizer step
     # Norm to which gradients are clipped; null: no clipping. If not set, 1 with methods ramp and auto, SGD and a
     # cross-entropy; otherwise no clipping.
@@ -387,7 +352,6 @@ class Train(Section):
     # by sqrt(2), or not at all with SGD; or a list of stages such as [{epochs: 1, batch: 128}, {epochs: 0.5, batch:
     # 256}]. null: auto with method ramp, else a constant batch.
     ramp: Stages | None = None
-    ramp_noise: PositiveFloat | None = None  # ramp: noise: largest batch as a multiple of the noise scale; null: 1
     # Number of nodes of the ramp's stages. same: that of the training; auto (the default of ramp: decay): chosen per
     # stage from search.nodes, based on the measurements
     ramp_nodes: Literal["same", "auto"] = "same"
@@ -457,8 +421,6 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _batch_grows(self) -> "Train":
-        if self.ramp_noise is not None and self.ramp != "noise":
-            raise ValueError("ramp_noise has no effect without ramp: noise")
         if self.ramp is None:
             return self
         if why := self.training_method.describe_ramp_conflict(self.ramp, self.lr_scaling):
@@ -524,17 +486,13 @@ class Search(Section):
     # largest batch); sweep: all batches on the fewest nodes, the smallest on all others, also the middle and the
     # largest on the most; adaptive: chosen in rounds from earlier results; auto: adaptive, or sweep for a long training
     strategy: Literal["auto", "sweep", "partial", "full", "adaptive"] = "auto"
-    # Further sequence lengths to measure, with a few batches each on the fewest nodes; null: none
-    sequence: SequenceLengths | None = None
-    # Minimum number of timed steps per probe. A probe stops timing after min_steps and min_seconds, once the standard
-    # error of the mean step time is below 1 %.
+    # Minimum number of steps of a probe's warm-up, which lasts until step times are stable, and of its timing, which
+    # ends after min_steps and min_seconds, once the standard error of the mean step time is below 1 %.
     min_steps: Annotated[int, Field(ge=5)] = 10
     # Minimum duration of the timed steps in seconds, so that clocks and power settle
     min_seconds: NonNegativeFloat = 2.0
     # Maximum duration of the timed steps in seconds (at least 5 steps are timed), and of the warm-up
     max_seconds: PositiveFloat = 60.0
-    # Minimum number of steps before timing; the warm-up lasts until step times are stable
-    warmup_steps: Annotated[int, Field(ge=2)] = 10
     # Maximum node-hours of all probes, and of the resume tests of a script, together; null: no limit
     max_node_hours: PositiveFloat | None = None
     # Maximum duration of one profiling job in minutes. Schedulers are asked for 2 more minutes, which prices include,
@@ -573,7 +531,7 @@ class Search(Section):
             step_time: seconds per step.
         """
         looks = LOOKS * LEAST_STEPS + self.split_steps  # steady steps are looked at for as few as tell anything
-        return (self.warmup_steps + self.timed_steps(step_time) + looks) * step_time
+        return (self.min_steps + self.timed_steps(step_time) + looks) * step_time
 
 
 # --- Exports

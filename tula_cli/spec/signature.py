@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tula_cli.spec.ags import Ags
+from tula_cli.spec.ags import BRANCHING_EPOCH, Ags
 from tula_cli.spec.job import JobSpec, find_effective_lr_limit, get_default_beta1, get_warmup_epochs
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.scripts.script import Script
@@ -13,8 +13,14 @@ from tula_cli.spec.sections import BestCheckpoint, EarlyStopping
 from tula_cli.spec.slurm_options import Slurm
 from tula_cli.version import RUN_FORMAT
 
-COMPUTING = {"tf32", "channels_last", "compile", "deterministic"}
+COMPUTING = {"compile", "deterministic"}
 """Settings of section train that only change the duration of a step or its rounding."""
+_REMOVED: Mapping[str, dict[str, Any]] = {
+    "train": {"tf32": True, "channels_last": "auto", "fsdp_blocks": "auto"},
+    "trained": {"tf32": True, "ramp_noise": None},
+    "probe": {"stop": "exit", "environment": {"WANDB_MODE": "disabled"}},
+}
+"""Values of keys that were removed: signatures contain them, so that earlier runs and trainings keep their names."""
 
 
 def compute_measurement_signature(spec: JobSpec, code: str = "") -> str:
@@ -41,10 +47,10 @@ def _list_loop_fields(spec: JobSpec) -> dict[str, Any]:
         "transforms": spec.transforms.model_dump(),
         "loss": spec.loss.model_dump(),
         "optimizer": spec.optimizer.model_dump(exclude={"lr", "weight_decay", "beta2_half_life"}),
-        "train": spec.train.model_dump(
+        "train": _REMOVED["train"] | spec.train.model_dump(
             include={
                 "precision", "workers", "accumulate", "max_grad_norm", "activation_checkpointing", "reference_batch", "method",
-                "parallel", "fsdp_blocks", *COMPUTING,
+                "parallel", *COMPUTING,
             }
         ),
         "ags": _list_measured_ags_fields(spec),
@@ -54,6 +60,7 @@ def _list_loop_fields(spec: JobSpec) -> dict[str, Any]:
 def _list_script_fields(spec: JobSpec, script: Script) -> dict[str, Any]:
     """Return the settings on which a step of a script depends, which exclude the learning rate and the length."""
     settings = script.model_dump(include={"command", "launch", "samples", "probe"})
+    settings["probe"] |= _REMOVED["probe"]
     parts = {"script": settings, "train": spec.train.model_dump(include={"accumulate", "workers"})}
     return {**parts, "ags": _list_measured_ags_fields(spec)} if spec.train.training_method.scales else parts
 
@@ -76,15 +83,15 @@ def compute_train_signature(spec: JobSpec, *, nodes: int | None, batch: int, cod
         parts["optimizer"]["beta1"] = beta1
     parts["schedule"]["warmup_epochs"] = get_warmup_epochs(spec)
     acts = spec.ags if spec.train.training_method.reads("ags") else Ags()  # to others the section means nothing
-    parts["ags"] = acts.resolved().model_dump(exclude={"preset"})
-    parts["train"] = spec.train.model_dump(
+    parts["ags"] = {"exclude": (), **acts.resolved().model_dump(exclude={"preset"})}
+    parts["schedule"]["args"] = {}
+    parts["train"] = _REMOVED["trained"] | spec.train.model_dump(
         exclude={
             *("workers", "checkpoint_every", "oom_policy", "max_attempts", "diagnostics"),
             *("metrics", "best_checkpoint"),  # they tell of the weights and change none
             *("early_stopping", "max_lr_factor"),
-            "fsdp_blocks",
             *(() if spec.train.sharded else ("parallel",)),
-            *(COMPUTING - {"tf32"}),  # they change what is learned no more than another GPU does
+            *COMPUTING,  # they change what is learned no more than another GPU does
         }
     )
     parts["train"]["max_lr_factor"] = _get_lr_limit(spec, batch)
@@ -92,7 +99,7 @@ def compute_train_signature(spec: JobSpec, *, nodes: int | None, batch: int, cod
         parts["train"]["early_stopping"] = _list_stopping_fields(stopping, spec.train.best_checkpoint)
     parts["gpus_per_node"] = spec.cluster.gpus_per_node
     if spec.train.training_method.tunes:
-        parts["auto"] = spec.auto.model_dump()
+        parts["auto"] = {"after": BRANCHING_EPOCH, **spec.auto.model_dump()}
     if code:
         parts["code"] = code
     return compute_digest({**parts, "nodes": nodes, "batch": batch})
@@ -109,7 +116,7 @@ def _compute_script_signature(spec: JobSpec, script: Script, where: Mapping[str,
     settings = script.model_dump(exclude={"probe", "metric", "save", "samples", "resume"})
     train = spec.train.model_dump(include={"method", "lr_scaling", "accumulate", "seed"})
     train["max_lr_factor"] = _get_lr_limit(spec, where["batch"])
-    ags = {"ags": spec.ags.model_dump(exclude={"exclude"})} if spec.train.training_method.scales else {}
+    ags = {"ags": spec.ags.model_dump()} if spec.train.training_method.scales else {}
     return compute_digest(
         {"script": settings, "train": train, **ags, "gpus_per_node": spec.cluster.gpus_per_node, **where}
     )
@@ -149,13 +156,19 @@ def compute_cluster_signature(cluster: Cluster) -> str:
 
     Time limits and excluded nodes are left out, because they do not change the kind of nodes.
     """
-    options = (cluster.slurm or Slurm()).model_dump(mode="json", exclude={"minutes", "exclude", "limits"})
+    options = (cluster.slurm or Slurm()).model_dump(mode="json", exclude={"minutes", "exclude"})
     scheduler = (
         {}
         if cluster.scheduler is None
         else {"scheduler": cluster.scheduler.model_dump(mode="json", exclude={"minutes"})}
     )
-    return compute_digest({**cluster.model_dump(mode="json", exclude={"scheduler"}), "slurm": options, **scheduler})
+    return compute_digest(
+        {
+            **cluster.model_dump(mode="json", exclude={"scheduler"}),
+            "slurm": {**options, "reservation": None},  # a removed key, so that nodes keep their signature
+            **scheduler,
+        }
+    )
 
 
 def _get_lr_limit(spec: JobSpec, batch: int) -> float | None:

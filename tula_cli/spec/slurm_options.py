@@ -1,6 +1,5 @@
 """Section `cluster.slurm`, and the options of sbatch and srun that it rejects."""
 
-import math
 import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -13,7 +12,6 @@ from tula_cli.spec.kinds import (
     Line,
     Minutes,
     Positive,
-    PositiveFloat,
     Section,
     as_typed,
     check_word,
@@ -32,7 +30,6 @@ _SBATCH_SETTINGS = {
     "account": "cluster.slurm.account",
     "qos": "cluster.slurm.qos",
     "constraint": "cluster.slurm.constraint",
-    "reservation": "cluster.slurm.reservation",
     "exclude": "cluster.slurm.exclude",
     "exclusive": "cluster.slurm.exclusive",
     "mem": "cluster.slurm.memory",
@@ -136,20 +133,6 @@ SPARE_LINKS = 2
 """Jobs of a chain beyond the predicted number, for preemptions, lost nodes and slow hardware."""
 
 
-class WallTime(Section):
-    """Wall-time limit of a site for jobs with at most `nodes` nodes, and more than the next smaller entry."""
-
-    nodes: Positive  # Maximum number of nodes of such a job
-    hours: PositiveFloat  # Maximum duration of such a job in hours
-
-
-def _sort_bins(bins: list[WallTime]) -> list[WallTime]:
-    nodes = [each.nodes for each in bins]
-    if len(set(nodes)) < len(nodes):
-        raise ValueError(f"two limits have the same number of nodes: {nodes}")
-    return sorted(bins, key=lambda each: each.nodes)
-
-
 class Slurm(Section):
     """Options of sbatch and srun; an option that is null is not passed."""
 
@@ -159,7 +142,6 @@ class Slurm(Section):
     account: Line | None = None  # sbatch --account
     qos: Line | None = None  # sbatch --qos
     constraint: Line | None = None  # sbatch --constraint
-    reservation: Line | None = None  # sbatch --reservation
     exclude: Line | None = None  # sbatch --exclude
     minutes: Minutes = 120  # Time limit of a training job
     # Memory per node, as in sbatch --mem; 0: all memory of the node
@@ -170,9 +152,6 @@ class Slurm(Section):
     # Type of GPU to request, as the site names it, for example a100
     gpu_type: Annotated[Line, AfterValidator(_check_gpu_type)] | None = None
     exclusive: bool = True  # Request whole nodes; on shared nodes other jobs distort the step times
-    # Wall-time limits of the site by job size, normally in site.yaml, as [{nodes: 91, hours: 2}, {nodes: 183, hours:
-    # 6}]; empty: none
-    limits: Annotated[list[WallTime], AfterValidator(_sort_bins)] = []
     # Any other options of sbatch by long name; true: an option without a value; false: omitted
     extra: dict[Annotated[str, AfterValidator(_check_sbatch_option)], OptionValue] = {}
     # Any other options of srun, in the same form
@@ -186,16 +165,6 @@ class Slurm(Section):
     # Words put before the command of every rank, or the path of a script that runs it; null: slurm-wrapper.sh of the
     # user or the site
     wrapper: list[Annotated[Line, AfterValidator(check_word)]] | Line | None = None
-
-    def longest(self, nodes: int) -> float:
-        """Return the longest duration in minutes of a job on `nodes` nodes at this site; 0 if it allows none."""
-        if not self.limits:
-            return math.inf
-        return next((60 * each.hours for each in self.limits if nodes <= each.nodes), 0.0)
-
-    def job_minutes(self, nodes: int) -> int:
-        """Return the time limit in minutes of a training job on `nodes` nodes: `minutes`, or the site's if shorter."""
-        return math.floor(min(self.longest(nodes), self.minutes))
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> "Slurm":

@@ -102,7 +102,7 @@ def seed_gpu(device: torch.device, seed: int) -> None:
 
 
 def configure_device(train: Train, device: torch.device) -> None:
-    """Apply the job's settings for determinism, cuDNN and TF32; must be called before any computation."""
+    """Apply the job's settings for determinism and cuDNN, and allow TF32; must be called before any computation."""
     if train.deterministic:
         # cuBLAS reads it when its first handle is made, and torch asks for it at the first product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -112,11 +112,11 @@ def configure_device(train: Train, device: torch.device) -> None:
     torch.backends.cudnn.deterministic = train.deterministic
     # MIOpen would search for minutes.
     torch.backends.cudnn.benchmark = not train.deterministic and torch.version.hip is None
-    _set_tf32(enabled=train.tf32)
+    _allow_tf32()
 
 
-def _set_tf32(*, enabled: bool) -> None:
-    """Allow or forbid TF32 in matrix products and convolutions.
+def _allow_tf32() -> None:
+    """Allow TF32 in matrix products and convolutions; the variable NVIDIA_TF32_OVERRIDE=0 forbids it nevertheless.
 
     This uses the older settings: if the newer `fp32_precision` is set, reading an older setting raises RuntimeError,
     and torch.compile reads one (pytorch#166387). After these calls the older and newer settings agree. The warnings of
@@ -124,8 +124,8 @@ def _set_tf32(*, enabled: bool) -> None:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*TF32")
-        torch.set_float32_matmul_precision("high" if enabled else "highest")
-        torch.backends.cudnn.allow_tf32 = enabled
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True
 
 
 def should_use_channels_last(train: Train, model: nn.Module, device: torch.device) -> bool:
@@ -134,13 +134,9 @@ def should_use_channels_last(train: Train, model: nn.Module, device: torch.devic
     Tensor cores use this format and would otherwise convert at each call. On other devices it is slower as often as
     faster, and MIOpen does not use it by default.
     """
-    if train.channels_last != "auto":
-        return train.channels_last
     if train.sharded:  # shares are cut from weights that lie as usual
         return False
     if device.type != "cuda" or torch.version.hip is not None or not has_convolutions(model):
-        return False
-    if train.precision == "fp32" and not train.tf32:
         return False
     since = (7, 0) if train.precision == "fp16" else (8, 0)
     return torch.cuda.get_device_capability(device) >= since

@@ -484,10 +484,8 @@ def test_what_other_ranks_of_its_node_say_is_no_metric_of_a_script(tmp_path: Pat
     assert script is not None
     (tmp_path / "log").write_text("acc 10\n[rank1]: acc 99\n[rank0]: acc 20\n")
     logs = (tmp_path / "log", tmp_path / "none")
-    assert read_metrics(script, {}, logs, first_rank_only=True, workdir=tmp_path) == {"acc": [10.0, 20.0]}
-    assert read_metrics(script, {}, logs, workdir=tmp_path) == {"acc": [10.0, 99.0, 20.0]}, (
-        "one file of all ranks, unmarked"
-    )
+    assert read_metrics(script, logs, first_rank_only=True) == {"acc": [10.0, 20.0]}
+    assert read_metrics(script, logs) == {"acc": [10.0, 99.0, 20.0]}, "one file of all ranks, unmarked"
 
 
 @pytest.fixture

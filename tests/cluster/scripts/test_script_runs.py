@@ -92,7 +92,6 @@ def job(folder: Path, *, what_else: str = "", within: str = "pass", **changes: A
                 "nodes": [1, 2],
                 "min_steps": 5,
                 "min_seconds": 0,
-                "warmup_steps": 2,
                 **changes.pop("search", {}),
             },
             "cluster": {"device": "cpu"},
@@ -239,7 +238,7 @@ def test_a_rank_that_fails_takes_the_others_along(folder: Path) -> None:
 
 def test_a_script_that_steps_no_more_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScriptProbe, "silence", 0.5)
-    stuck = job(folder, within="if number == 4: time.sleep(600)", search={"warmup_steps": 8})
+    stuck = job(folder, within="if number == 4: time.sleep(600)", search={"min_steps": 8})
     (result,) = probes(folder, stuck, sizes=(4,)).results()
     assert isinstance(result, Failed) and "stopped because it hangs" in result.message
 

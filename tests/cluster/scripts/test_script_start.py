@@ -42,7 +42,7 @@ def start(
     spec = validate(
         {
             "script": script | job.pop("script", {}),
-            "search": {"nodes": [2], "warmup_steps": 4},
+            "search": {"nodes": [2]},
             "train": {"method": "lbt", **(how or {})},
             **job,
         },
@@ -146,7 +146,7 @@ def test_a_checkpoint_is_reported_and_a_probe_has_words_of_its_own(tmp_path: Pat
 
 def test_the_plan_says_what_was_claimed(tmp_path: Path) -> None:
     answer = start(tmp_path, "a.py {micro_batch} {accumulate} {lr}").plan()
-    assert (answer.mode, answer.warmup, answer.expected.world, answer.expected.batch) == ("probe", 4, 2, 32)
+    assert (answer.mode, answer.warmup, answer.expected.world, answer.expected.batch) == ("probe", 10, 2, 32)
     assert (answer.expected.accumulate, answer.expected.lr) == (1, 0.1)
     silent = start(tmp_path, "a.py {batch}").plan()
     assert (silent.expected.accumulate, silent.expected.lr) == (None, None)

@@ -32,7 +32,6 @@ SET = (
     "search.min_steps=5",
     "search.min_seconds=0",
     "search.max_seconds=0.001",
-    "search.warmup_steps=2",
     "model.args.width=8",
     "train.workers=0",
 )

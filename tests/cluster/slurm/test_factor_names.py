@@ -25,7 +25,7 @@ class Site:
 
 
 def job(kind="slurm", **factors):
-    return make_runs.spec(cluster={"kind": kind}, pricing={"kind": "billing", "per_node": 64, **factors})
+    return make_runs.spec(cluster={"kind": kind}, pricing={"kind": "billing", **factors})
 
 
 def test_names_that_slurm_does_not_know_are_reported_with_the_nearest():

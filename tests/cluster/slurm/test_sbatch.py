@@ -84,9 +84,9 @@ def whole_setup(slurm: dict[str, Any], workdir: Path = Path("/")) -> list[str]:
 # --- whole scripts
 
 EVERYTHING = {
-    "partition": "gpu", "account": 4711, "qos": "normal", "constraint": "a100&ib", "reservation": "maintenance",
+    "partition": "gpu", "account": 4711, "qos": "normal", "constraint": "a100&ib",
     "exclude": "node[7-8]", "minutes": "1-00:00:00", "memory": "0", "cpus_per_task": 8, "gpus": "gres",
-    "gpu_type": "a100", "extra": {"mail-type": ["END", "FAIL"], "nice": 100, "gres": "nvme:1", "hold": False},
+    "gpu_type": "a100", "extra": {"reservation": "maintenance", "mail-type": ["END", "FAIL"], "nice": 100, "gres": "nvme:1", "hold": False},
     "srun_extra": {"cpu-bind": "none", "label": True}, "setup": ["module load cuda"],
     "environment": {"NCCL_DEBUG": "WARN", "NOTE": "it's fine"}, "python": "apptainer exec --nv image.sif python",
     "wrapper": str(assets.find_asset("templates/slurm-wrapper.sh")),
@@ -149,8 +149,11 @@ def test_nothing_is_asked_for_that_the_spec_does_not_name() -> None:
 
 
 def test_empty_settings_ask_for_nothing() -> None:
-    empty = {"partition": "", "qos": None, "memory": "", "reservation": "", "setup": [], "wrapper": []}
-    assert asked({**empty, "extra": {"comment": "", "nice": None, "hold": False, "mail-type": []}}) == asked()
+    empty = {"partition": "", "qos": None, "memory": "", "setup": [], "wrapper": []}
+    assert (
+        asked({**empty, "extra": {"comment": "", "reservation": "", "nice": None, "hold": False, "mail-type": []}})
+        == asked()
+    )
 
 
 def test_zero_is_something() -> None:

@@ -8,7 +8,7 @@ import make_reports as reports
 import make_runs as make
 import pytest
 from make_reports import column, figure, report, section, series, table
-from make_results import MIB, Truth, measured
+from make_results import MIB, Truth
 
 from tula_cli.errors import SpecError
 from tula_cli.extras.report.run_report import build_document
@@ -343,26 +343,6 @@ def test_a_choice_on_hardware_without_measurements_is_reported(tmp_path: Path) -
     document = report(run)
     assert "of type sold" in document.answer
     assert missing(document)["scaling"] == "scaling is unknown: node type sold has no measurements"
-
-
-def test_each_length_of_text_has_its_probes(tmp_path: Path) -> None:
-    job = make.validate(
-        {
-            "name": "text",
-            "model": {"name": "transformers:GPT2LMHeadModel", "args": {"n_positions": 256}},
-            "dataset": {"name": "python_source", "args": {"length": 128, "size": 100_000}},
-            "optimizer": {"name": "AdamW", "lr": 0.001},
-            "train": {"epochs": 2, "method": "lbt"},
-            "search": {"nodes": [2, 1], "min_batch": 32, "max_batch": 256, "sequence": {"lengths": [64, 128]}},
-        },
-        source="test",
-    )
-    runs = make.create_runs(tmp_path, job)
-    for part in runs:
-        for nodes, local in ((1, 32), (1, 128), (1, 256), *(((2, 16), (2, 128)) if part.length is None else ())):
-            part.write_result(measured(Truth(slope=0.001, dataset_size=1000), nodes, local))
-    document = report(reports.answered(runs[0]))
-    assert {item.key for item in section(document, "measured").tables} == {"probes", "probes_length-64"}
 
 
 def test_a_damaged_result_leaves_what_does_not_rest_on_it(tmp_path: Path) -> None:

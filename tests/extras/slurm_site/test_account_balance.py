@@ -24,15 +24,6 @@ def job(*, pricing=None, **slurm):
     return with_site_billing(spec(cluster=cluster, pricing={"kind": "billing", **(pricing or {})}), None, billing=SITE)
 
 
-def test_a_bill_of_the_users_own_does_not_tell_whether_other_limits_hold():
-    requested = spec(cluster={"kind": "slurm", "slurm": {"account": "big"}}, pricing={"kind": "billing", "per_node": 1})
-    requested = requested.model_copy(
-        update={"pricing": requested.pricing.model_copy(update={"slurm_billing": SiteBill(node=1)})}
-    )
-    result = check_balance(requested, nodes=1, hours=0.1, billing=SlurmSite(Slurm(get_user_name())))
-    assert "there are limits on cpu" in result.unknown
-
-
 def test_a_job_takes_minutes_of_each_tres_times_its_usage_factor():
     site_bill = SiteBill(node=2.4, usage_factor=2.0, tres={"cpu": 8.0, "mem": 1024.0})
     assert compute_needed_minutes(site_bill, nodes=3, hours=0.5) == {

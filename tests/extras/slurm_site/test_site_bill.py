@@ -134,8 +134,8 @@ def test_a_usage_factor_that_is_not_told_is_said_and_not_kept(tmp_path):
 def test_names_are_read_as_slurm_reads_them():
     pricing = billed(job(partition="billed", qos="Dear", pricing={"qos_factors": {"DEAR": 3.0}}))
     assert (pricing.slurm_billing.usage_factor, pricing.slurm_billing.charge_factor) == (2, 3)
-    settings = {"per_node": 64, "partition_factors": {"gpu": 2, "debug": 0.5}}
-    assert compute_hourly_charge(billed(job(partition="debug,gpu", pricing=settings)), 1) == 128
+    settings = {"partition_factors": {"billed": 2, "debug": 0.5}}
+    assert compute_hourly_charge(billed(job(partition="billed", pricing=settings)), 1) == 10
 
 
 def test_variables_of_sbatch_count_where_the_job_says_nothing(monkeypatch):
@@ -149,13 +149,13 @@ def test_the_default_qos_of_the_association_counts():
 
 
 def test_what_it_costs_in_units_and_in_money():
-    units = billed(job(partition="billed", pricing={"unit": "core-hours"}))
-    assert units.currency == "core-hours"
+    units = billed(job(partition="billed"))
+    assert units.currency == "SU"
     assert compute_cost(units, hours=2.0, nodes=2, gpus_per_node=1, reserved=0) == 20.0
-    assert describe_price(units).startswith("core-hours (billing-hours as SLURM counts them); a node is billed 5")
-    money = billed(job(partition="billed", pricing={"price": 0.02, "currency": "EUR", "unit": "core-hours"}))
+    assert describe_price(units).startswith("SU (billing-hours as SLURM counts them); a node is billed 5")
+    money = billed(job(partition="billed", pricing={"price": 0.02, "currency": "EUR"}))
     assert compute_cost(money, hours=2.0, nodes=2, gpus_per_node=1, reserved=0) == pytest.approx(0.4)
-    assert describe_price(money).startswith("0.02 EUR per core-hours")
+    assert describe_price(money).startswith("0.02 EUR per SU")
 
 
 def test_an_upper_bound_of_node_hours_is_no_lower_than_any_job():
@@ -184,14 +184,12 @@ def test_an_answer_is_kept_for_a_day_and_goes_on_where_slurm_does_not_answer(tmp
     assert "SLURM does not answer" in stale.words
 
 
-def test_a_number_of_the_users_own_asks_nobody():
+def test_a_job_on_this_machine_asks_nobody():
     silent = Slurm(get_user_name(), without=["scontrol", "sacctmgr"])
-    settings = {"per_node": 64, "qos_factors": {"premium": 2}}
-    assert compute_hourly_charge(billed(job(qos="premium", pricing=settings), silent), 3) == 384
-    assert not silent.asked
     local = spec(pricing={"kind": "billing"})
     with pytest.raises(SpecError, match=r"cluster\.kind is local"):
         billed(local, silent)
+    assert not silent.asked
 
 
 def test_a_record_whose_values_have_words_and_equals_signs():

@@ -40,8 +40,8 @@ def path(*points: tuple[float, float], reference: int = 128) -> NoisePath:
     return result
 
 
-def stages(subject: NoisePath, *, batch: int = 2048, factor: float = 1.0) -> tuple[Stage, ...]:
-    return plan_stages_by_noise(subject, batch=batch, factor=factor, size=SIZE, epochs=EPOCHS)
+def stages(subject: NoisePath, *, batch: int = 2048) -> tuple[Stage, ...]:
+    return plan_stages_by_noise(subject, batch=batch, size=SIZE, epochs=EPOCHS)
 
 
 # --- the noise over a training
@@ -97,8 +97,6 @@ def test_a_batch_begins_where_the_noise_scale_has_come_to_it() -> None:
     for stage in result[1:4]:
         assert subject.noise_at(stage.begin / SIZE) == pytest.approx(stage.batch, rel=1e-3) and stage.noise is not None
         assert subject.noise_at((stage.begin - 2) / SIZE) < stage.batch
-    late = stages(subject, factor=0.5)
-    assert all(mine.begin > value.begin for mine, value in zip(late[1:], result[1:4], strict=False))
 
 
 def test_it_starts_at_the_doubling_that_the_noise_at_the_start_allows() -> None:
@@ -115,14 +113,14 @@ def test_a_batch_that_the_noise_never_comes_to_begins_at_the_end() -> None:
     assert steps[2048] == 0 and sum(steps.values()) > 0
 
 
-@given(points=POINTS, batch=st.integers(1, 10_000), factor=st.floats(0.1, 10), epochs=st.integers(1, 100))
+@given(points=POINTS, batch=st.integers(1, 10_000), epochs=st.integers(1, 100))
 @settings(max_examples=200)
 def test_stages_only_double_last_their_share_and_never_go_down(
-    points: dict[float, float], batch: int, factor: float, epochs: int
+    points: dict[float, float], batch: int, epochs: int
 ) -> None:
     size, reference = 5000, 128
     subject = path(*points.items(), reference=reference)
-    result = plan_stages_by_noise(subject, batch=batch, factor=factor, size=size, epochs=epochs)
+    result = plan_stages_by_noise(subject, batch=batch, size=size, epochs=epochs)
     assert result[0].begin == 0 and result[-1].batch == batch
     for before, stage in pairwise(result):
         assert stage.batch > before.batch
@@ -130,7 +128,7 @@ def test_stages_only_double_last_their_share_and_never_go_down(
     for stage in result[:-1]:
         assert stage.batch in {reference << k for k in range(20)}
     for stage in result:
-        allowed = stage.noise is None or stage.batch <= factor * stage.noise * (1 + 1e-3) + 1
+        allowed = stage.noise is None or stage.batch <= stage.noise * (1 + 1e-3) + 1
         assert allowed or stage is result[0]
 
 
@@ -190,7 +188,7 @@ def test_a_forecast_knows_the_stages_and_what_they_lack() -> None:
 # --- while it trains
 
 PLANNED = (Stage(begin=0, batch=128), Stage(begin=20_000, batch=256), Stage(begin=50_000, batch=512))
-DECIDE = {"factor": 1.0, "reference": 128, "size": SIZE, "total": SIZE * EPOCHS}
+DECIDE = {"reference": 128, "size": SIZE, "total": SIZE * EPOCHS}
 
 
 def decision(batch: int, begin: int) -> StageDecision:

@@ -188,7 +188,6 @@ def test_a_warm_up_stays() -> None:
         ({}, {"method": "schedule_free"}, "method schedule_free has none"),
         (COSINE, {"method": "auto"}, "method auto needs a constant batch"),
         (COSINE, {"lr_scaling": "none"}, "remove lr_scaling: none"),
-        (COSINE, {"ramp_noise": 2}, "ramp_noise has no effect without ramp: noise"),
         (COSINE, {"ramp": "decy"}, "did you mean decay"),
     ],
 )  # fmt: skip

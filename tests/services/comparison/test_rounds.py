@@ -479,7 +479,6 @@ LONG = {"epochs": 40}
         ({"train": {"early_stopping": {"patience": 6}}}, "train.early_stopping.patience", 2),
         ({"train": {"ramp": [{"epochs": 8, "batch": 64}, {"epochs": 4, "batch": 128}]}}, "train.ramp", [(2.0, 64), (1.0, 128)]),
         ({"train": {"ramp": "auto"}}, "train.ramp", "auto"),
-        ({"train": {"method": "auto"}, "auto": {"after": 6}}, "auto.after", 2),
         ({"train": {"method": "auto"}, "auto": {"branch_epochs": 4.0}}, "auto.branch_epochs", 1.0),
         ({"train": {"seed": 8}}, "train.seed", 8),
     ],

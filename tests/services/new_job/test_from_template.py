@@ -41,7 +41,7 @@ def test_templates_name_the_ramp_and_a_job_without_a_method_has_it_too(kind):
     assert "ags" not in content, "what means nothing to the ramp"
 
 
-OF_BILLING = {"unit", "per_node", "qos_factors", "partition_factors", "slurm_billing"}
+OF_BILLING = {"qos_factors", "partition_factors", "slurm_billing"}
 """Of section pricing: what SLURM bills, which there is none of on this machine; the last is what SLURM reported."""
 
 

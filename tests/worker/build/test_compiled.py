@@ -125,7 +125,7 @@ def test_nothing_is_compiled_in_what_a_probe_times(
     monkeypatch.setattr(MemoryMeter, "restart_after_warmup", after_the_warm_up)
     requested = {
         "ags": {"delta": "inf", "b_small": 4},
-        "search": {"warmup_steps": 3},
+        "search": {"min_steps": 5},
         "dataset": {"args": {"eval_size": 40}},
     }
     subject = job(compile=True, **{**AGS, **requested})

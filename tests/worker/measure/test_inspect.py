@@ -137,13 +137,10 @@ def test_a_lightning_module_is_reported_that_its_own_step_is_not_called(user_cod
     assert not any("Lightning" in text for text in inspect_job(spec()).warnings)
 
 
-def test_channels_last_without_a_convolution_is_a_warning(user_code):
+def test_an_inspection_tells_whether_a_network_has_convolutions(user_code):
     user_code("flat", "def net(num_classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes))\n")
-    requested = {"train": {"epochs": 1, "method": "lbt", "channels_last": True}}
-    result = inspect_job(spec(**requested, model={"name": "flat:net"}))
-    assert not result.convolutional
-    assert any("does nothing" in warning for warning in result.warnings)
-    result = inspect_job(spec(**requested))
+    assert not inspect_job(spec(model={"name": "flat:net"})).convolutional
+    result = inspect_job(spec())
     assert result.convolutional
     assert result.warnings == ()
 

@@ -30,9 +30,9 @@ def probe(run: RunDir, ranks: Ranks, *local_batches: int, **changes: dict[str, A
 
 
 def test_a_probe_measures_what_there_is(alone: Ranks, run: RunDir) -> None:
-    (result,) = probe(run, alone, 32, **DEEP, search={"warmup_steps": 3})
+    (result,) = probe(run, alone, 32, **DEEP, search={"min_steps": 5})
     assert (result.batch, result.local_batch, result.nodes, result.accumulate) == (32, 32, 1, 1)
-    assert (len(result.step_times), len(result.warmup_times)) == (5, 3)
+    assert (len(result.step_times), len(result.warmup_times)) == (5, 5)
     assert all(0 < seconds < 60 for seconds in result.step_times)
     assert 0 < result.compute_time < 60
     assert 0 < result.data_wait < max(result.step_times)
@@ -71,8 +71,8 @@ def test_the_energy_is_that_of_the_timed_steps(alone: Ranks, run: RunDir, monkey
     assert probe(run, alone, 16)[0].energy is None
     job, before = 2, len(made)  # steps that the job takes before its first probe
     monkeypatch.setattr(worker_measure_probe, "EnergyMeter", Meter)
-    (result,) = probe(run, alone, 32, search={"warmup_steps": 3})
-    assert result.energy == before + job + 3 + 2  # the middle one of the five
+    (result,) = probe(run, alone, 32, search={"min_steps": 5})
+    assert result.energy == before + job + 5 + 2  # the middle one of the five
 
 
 def test_one_rank_has_nothing_to_synchronise(alone: Ranks, run: RunDir) -> None:
@@ -104,7 +104,7 @@ def test_steps_are_timed_with_factors_also_where_the_first_ones_overflow(
     monkeypatch.setattr(torch.amp, "GradScaler", lambda device, **kw: scaler(device, init_scale=2.0**30, **kw))
     job = spec(
         train={"method": "ags", "precision": "fp16", "reference_batch": 16},
-        search={"warmup_steps": 24, "max_seconds": 60},
+        search={"min_steps": 24, "max_seconds": 60},
     )
     trainer = worker_measure_probe._build_trainer(probe_task(job, 64), alone, build_datasets(job), local_batch=64)
     worker_measure_probe._run_warm_up(trainer, worker_measure_probe.repeat_steps(trainer))
@@ -113,7 +113,7 @@ def test_steps_are_timed_with_factors_also_where_the_first_ones_overflow(
 
 def test_a_training_that_diverges_in_its_first_steps_is_not_measured(alone: Ranks, run: RunDir) -> None:
     with pytest.raises(
-        Diverged, match=r"the weights are not finite at epoch \d\.\d\d, step 7, 112 samples, because a gradient was not"
+        Diverged, match=r"the weights are not finite at epoch \d\.\d\d, step 5, 80 samples, because a gradient was not"
     ):
         probe(run, alone, 16, optimizer={"lr": 1e30})
     assert run.result("probe-n001-l000016") is None

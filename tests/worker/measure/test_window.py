@@ -90,7 +90,7 @@ def test_a_look_at_a_time_takes_as_few_steps_as_the_timed_ones_are_steady(spread
 
 def test_a_warm_up_lasts_until_steps_are_alike() -> None:
     assert len(taken(count_warm_up_steps, itertools.repeat(0.1))) == 8  # with the first two as many as the setting
-    assert len(taken(count_warm_up_steps, itertools.repeat(0.1), warmup_steps=30)) == 28
+    assert len(taken(count_warm_up_steps, itertools.repeat(0.1), min_steps=30)) == 28
     autotuning = itertools.chain([0.5] * 6, itertools.repeat(0.1))
     assert 13 <= len(taken(count_warm_up_steps, autotuning)) <= 18
 
@@ -149,7 +149,7 @@ def test_a_timed_step_is_the_trainings_own(
     monkeypatch.setattr(worker_train_loop, "_train_step", step)
     task = probe_task(spec(train={"method": method}, search={"nodes": nodes}), 16)
     run_probes(task, run, alone, build_datasets(task.spec), started_at=0.0)
-    before = 2 + 7  # the job's first steps, and the warm-up
+    before = 2 + 5  # the job's first steps, and the warm-up
     timed, counts[:] = counts[before : before + 5], []
     list(worker_train_loop.run_steps(trainer(task.spec, alone)))
     of_training = {count for count, _, refreshed in counts[2:] if not refreshed}

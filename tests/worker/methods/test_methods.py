@@ -256,10 +256,10 @@ def test_ags_leaves_out_embeddings_unless_the_job_says_all() -> None:
         return {names[parameter] for parameter in list_excluded_parameters(model, Ags(**ags))}
 
     embeddings = {"words.weight", "inner.0.weight"}
-    assert left_out() == left_out(exclude=["embeddings"]) == embeddings
-    assert left_out(exclude=["norms"]) == embeddings | {"inner.2.weight", "inner.2.bias"}
-    assert left_out(parameters="all") == left_out(parameters="all", exclude=[]) == set()
-    assert left_out(parameters="all", exclude=["norms"]) == {"inner.2.weight", "inner.2.bias"}
+    assert left_out() == left_out(parameters=["*", "!embeddings"]) == embeddings
+    assert left_out(parameters=["*", "!embeddings", "!norms"]) == embeddings | {"inner.2.weight", "inner.2.bias"}
+    assert left_out(parameters="all") == left_out(parameters=["*"]) == set()
+    assert left_out(parameters=["*", "!norms"]) == {"inner.2.weight", "inner.2.bias"}
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     for given, expected in (({}, embeddings), ({"exclude": ()}, set())):
         subject = TulaOptimizer(base, model=model, b_large=32, b_small=8, **given)
@@ -270,11 +270,11 @@ def test_ags_leaves_out_embeddings_unless_the_job_says_all() -> None:
 
 
 def test_ags_leaves_out_what_the_job_names(alone: Ranks) -> None:
-    sections = job("static", ags={"exclude": ["norms", "biases"]})
+    sections = job("static", ags={"parameters": ["*", "!norms", "!biases"]})
     subject = trainer(spec(**sections), alone)
     assert subject.ags is not None
     names = {p: name for name, p in subject.parallel.module.named_parameters()}
     remaining = {names[p] for p in names if p not in subject.ags.setup.excluded}
     assert remaining and all(name.endswith("weight") for name in remaining)
-    with pytest.raises(SpecError, match=r"ags\.exclude"):
-        trainer(spec(**job("static", ags={"exclude": ["nothing.*"]})), alone)
+    with pytest.raises(SpecError, match=r"ags\.parameters"):
+        trainer(spec(**job("static", ags={"parameters": ["nothing.*"]})), alone)

@@ -172,33 +172,24 @@ def test_the_noise_of_shares_is_that_of_all_ranks_batches_together(shares: Path)
     assert divided.norm_sqr < copies.norm_sqr < copies.local_norm_sqr
 
 
-def test_blocks_are_found_named_or_refused() -> None:
+def test_blocks_are_found() -> None:
     model = blocks()
-    assert [type(block).__name__ for block in list_fsdp_blocks(model, "auto")] == ["Sequential", "Sequential"]
-    assert list_fsdp_blocks(model, ["Linear"]) == [
-        m for m in reversed(list(model.modules())) if isinstance(m, nn.Linear)
-    ]
+    assert [type(block).__name__ for block in list_fsdp_blocks(model)] == ["Sequential", "Sequential"]
     model[1][0][0].weight = model[2].weight  # tied to what is outside
-    assert list_fsdp_blocks(model, "auto") == [model[1][1]]
-    with pytest.raises(SpecError, match="no module of class Layer"):
-        list_fsdp_blocks(model, ["Layer"])
-    with pytest.raises(SpecError, match="no module of class ModuleList"):  # it has no forward pass
-        list_fsdp_blocks(nn.Sequential(nn.ModuleList([nn.Linear(2, 2)])), ["ModuleList"])
+    assert list_fsdp_blocks(model) == [model[1][1]]
 
 
 def test_a_parameter_that_cannot_be_divided_is_named_before_anything_runs() -> None:
     model = blocks()
     model.register_parameter("temperature", nn.Parameter(torch.tensor(1.0)))
     with pytest.raises(SpecError, match="without a dimension: temperature"):
-        list_fsdp_blocks(model, "auto")
+        list_fsdp_blocks(model)
 
 
 def test_a_block_inside_another_is_counted_once() -> None:
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Sequential(nn.Linear(16, 8, bias=False)))
-    train = spec(train={"parallel": "fsdp", "fsdp_blocks": ["Linear", "Block"]}).train
-    model[1].__class__ = type("Block", (nn.Sequential,), {})
-    gathering = inspect.describe_gathering(model, train)
-    assert "3 blocks of at most 0.000488 MiB" in gathering and "and 0 MiB that stay" in gathering
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Sequential(nn.Sequential(nn.Linear(16, 8, bias=False))))
+    gathering = inspect.describe_gathering(model)
+    assert "2 blocks of at most 0.000488 MiB" in gathering and "and 0.000244 MiB that stay" in gathering
 
 
 def test_factors_of_elements_are_refused_on_shares(alone: Ranks) -> None:

@@ -159,23 +159,23 @@ def test_one_cycle_has_a_warm_up_of_its_own():
     assert compute_learning_rate(spec(kind="one-cycle", method="lrs"), 6, 256) == pytest.approx(0.2)
 
 
-def halves(epoch: float, every: float = 1.0) -> float:
-    return 0.5 ** (epoch / every)
+def halves(epoch: float) -> float:
+    return 0.5 ** (epoch / 2)
 
 
 class Falls:
-    def __init__(self, epochs: int, to: float) -> None:
-        self.epochs, self.to = epochs, to
+    def __init__(self, epochs: int) -> None:
+        self.epochs, self.to = epochs, 0.5
 
     def __call__(self, epoch: float) -> float:
         return 1 - (1 - self.to) * epoch / self.epochs
 
 
 def test_a_schedule_of_the_users_own_is_a_factor_under_warm_up_and_scaling():
-    job = spec(kind=f"{__name__}:halves", args={"every": 2}, warmup_epochs=1, lr_scaling="linear")
+    job = spec(kind=f"{__name__}:halves", warmup_epochs=1, lr_scaling="linear")
     assert compute_learning_rate(job, 4, 256) == pytest.approx(0.2 / 4)
     assert compute_learning_rate(job, 0, 128) == pytest.approx(0.1 * WARMUP_START)
-    assert compute_learning_rate(spec(kind=f"{__name__}:Falls", args={"to": 0.5}), 10, 128) == pytest.approx(0.075)
+    assert compute_learning_rate(spec(kind=f"{__name__}:Falls"), 10, 128) == pytest.approx(0.075)
 
 
 def test_a_schedule_of_the_users_own_follows_torchs_lambda_lr():
@@ -211,7 +211,6 @@ def test_a_schedule_that_gives_no_factor_is_reported(name, why):
         ({"kind": "cosin"}, "did you mean cosine"),
         ({"kind": "zzz"}, "use constant, multistep, cosine, linear, one-cycle"),
         ({"kind": "one-cycle", "warmup_epochs": 2}, "one-cycle has its own warm-up"),
-        ({"kind": "linear", "args": {"a": 1}}, "args has no effect"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(schedule, why):

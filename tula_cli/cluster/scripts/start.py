@@ -133,8 +133,8 @@ class ScriptProgram(RankProgram):
 
     @property
     def probe_environment(self) -> Mapping[str, str]:
-        """Variables that only measuring starts get."""
-        return self.script.probe.environment
+        """Variables that only measuring starts get: W&B publishes none of them."""
+        return {"WANDB_MODE": "disabled"}
 
     def count_steps_per_epoch(self, batch: int) -> int:
         """Return the steps after which AGS refreshes its factors once more."""
@@ -227,12 +227,11 @@ class ScriptStart:
             folder=str(attempt.path),
             mode=program.mode,
             expected=expected,
-            warmup=search.warmup_steps,
+            warmup=search.min_steps,
             min_steps=search.min_steps,
             max_steps=max(search.min_steps, MAX_PROBE_STEPS),
             seconds=search.min_seconds,
             split_steps=search.split_steps,
-            stop=script.probe.stop,
             row=ROW_SECONDS if start is None else 0.0,  # a row a step
             save=script.save == "hooks",
             checkpoint=program.hook_save_path(self.command, self._values(self.processes()[0])),

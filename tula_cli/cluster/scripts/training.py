@@ -32,8 +32,6 @@ from tula_cli.run.files import (
     append_json_line,
     is_regular,
     open_file,
-    parse_json_object,
-    read_lines,
 )
 from tula_cli.run.records.base import MicroBatches, Splits
 from tula_cli.run.records.failures import Failure
@@ -46,7 +44,7 @@ from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
 from tula_cli.run.secrets import remove_secrets
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.scripts.placeholders import fill
-from tula_cli.spec.scripts.script import Resume, Rows, Script, count_script_samples
+from tula_cli.spec.scripts.script import Resume, Script, count_script_samples
 from tula_cli.spec.signature import compute_resume_test_signature
 from tula_cli.words import parse_rank
 
@@ -78,7 +76,6 @@ def find_newest_checkpoint(
     Args:
         resume: section with the pattern of the checkpoints.
         values: values of the placeholders in the pattern.
-        workdir: folder to which a relative path refers.
         since: Unix time; older checkpoints belong to another training.
         left_out: path and time (Unix time) of an unusable checkpoint, which is ignored unless it was changed since.
     """
@@ -172,32 +169,19 @@ _LESS_IS_BETTER = re.compile(
 _BLOCK = 2**22  # bytes of a log that are searched at a time
 
 
-def read_metrics(
-    script: Script,
-    values: Mapping[str, str | float],
-    logs: Iterable[Path],
-    *,
-    first_rank_only: bool = False,
-    workdir: Path,
-) -> dict[str, list[float]]:
+def read_metrics(script: Script, logs: Iterable[Path], *, first_rank_only: bool = False) -> dict[str, list[float]]:
     """Return the values of each metric in order, including nan and infinity; an empty list if a metric is not found.
 
     Args:
         script: script whose section `metric` is used.
-        values: values of the placeholders in file names.
         logs: logs of all attempts, oldest first.
         first_rank_only: use only lines of rank 0, in logs in which lines of other ranks begin with their rank.
-        workdir: folder to which a relative path refers.
     """
-    patterns = {name: source for name, source in script.metric.items() if not isinstance(source, Rows)}
     values_by_metric: dict[str, list[object]] = {name: [] for name in script.metric}
-    for text in (text for log in logs if patterns for text in _read_blocks(log)):
+    for text in (text for log in logs if script.metric for text in _read_blocks(log)):
         counted = _list_lines_of_rank_0(text) if first_rank_only else text
-        for name, pattern in patterns.items():
+        for name, pattern in script.metric.items():
             values_by_metric[name] += re.findall(pattern, counted, re.MULTILINE)
-    for name, source in script.metric.items():
-        if isinstance(source, Rows):
-            values_by_metric[name] += _read_json_values(workdir / fill(source.jsonl, values), source.key)
     return {
         name: [number for value in values if (number := _as_number(value)) is not None]
         for name, values in values_by_metric.items()
@@ -225,16 +209,6 @@ def is_lower_better(name: str) -> bool:
 def find_best_value(name: str, values: Iterable[float]) -> float:
     """Return the best of a metric's values: the minimum or maximum, depending on its name."""
     return (min if is_lower_better(name) else max)(values)
-
-
-def _read_json_values(path: Path, key: str) -> Iterator[object]:
-    if not path.exists():
-        return
-    with open_file(path) as file:
-        for line in read_lines(file):
-            row = parse_json_object(line)
-            if row is not None and key in row:
-                yield row[key]
 
 
 def find_last_and_best(values_by_metric: Mapping[str, Iterable[float]]) -> dict[str, float]:
@@ -901,9 +875,7 @@ class ScriptTraining(ScriptProgram):
         script, task = get_script(self.task.spec), self.task
         attempts = self.training.attempts()
         logs = [self.run.log_path(attempt.task, attempt.number) for attempt in attempts]
-        rows = read_metrics(
-            script, self.placeholder_values, logs, first_rank_only=has_tagged_lines(task), workdir=Path(task.workdir)
-        )
+        rows = read_metrics(script, logs, first_rank_only=has_tagged_lines(task))
         for name, values in rows.items():
             if not values:
                 self._add(

@@ -175,8 +175,6 @@ def _list_extra_options(task: Task, slurm: Slurm) -> dict[str, Any]:
     """Return the options of sbatch that submitit has no name for."""
     # SLURM's own requeue would start what tula starts itself.
     options: dict[str, Any] = {"no-requeue": True}
-    if slurm.reservation:
-        options["reservation"] = slurm.reservation
     if slurm.memory:
         options["mem"] = slurm.memory
     if len(task.node_counts) > 1:

@@ -52,7 +52,7 @@ HINTS = {
     "account": "set cluster.slurm.account; sacctmgr show user $USER withassoc lists yours",
     "partition": "set cluster.slurm.partition; sinfo lists them",
     "qos": "set cluster.slurm.qos; sacctmgr show qos lists them",
-    "reservation": "set cluster.slurm.reservation; scontrol show reservation lists them",
+    "reservation": "set reservation in cluster.slurm.extra; scontrol show reservation lists them",
     "feature": "set cluster.slurm.constraint; sinfo -o '%f' lists the features",
     "node count": "search fewer nodes, or another partition",
     "time limit": "lower search.max_minutes or cluster.slurm.minutes",

@@ -1,4 +1,4 @@
-"""The partitions, accounts, QOS, node features and reservations of a SLURM site, and settings of a job file for it."""
+"""The partitions, accounts, QOS, node features and maintenance windows of a SLURM site, and settings of a job file for it."""
 
 import json
 import math
@@ -496,7 +496,7 @@ def list_partitions_with_gpus(partitions: Iterable[Partition]) -> list[Partition
     return [partition for partition in partitions if partition.up and any(kind.gpus for kind in partition.kinds)]
 
 
-# --- QOS, features and reservations
+# --- QOS, features and maintenance windows
 
 Call = Callable[..., CommandResult]
 ALL_QOS = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,MaxWall")
@@ -507,14 +507,13 @@ ALL_PARTITIONS = ("sinfo", "--all", "--noheader", "--format=%R")
 
 @dataclass(frozen=True)
 class SiteFacts:
-    """The QOS, features and reservations of a site; None if unknown."""
+    """The QOS, features and maintenance windows of a site; None if unknown."""
 
     partitions: tuple[Partition, ...]
     silent: Mapping[str, str]  # command -> what it complains of: it is not there, hangs, or fails
     qos: Mapping[str, int | None] | None = None  # name -> the longest job, minutes; None: as long as one likes
     accounts: tuple[str, ...] | None = None  # all of the site's
     features: Mapping[str, frozenset[str]] = field(default_factory=dict)  # of the nodes, by partition
-    reservations: tuple[str, ...] | None = None
     maintenance: tuple[tuple[float, float], ...] = ()  # begin and end (Unix times) of the windows, the first one first
     all_partitions: tuple[str, ...] | None = None  # by name, also those that are hidden, or not for this user
 
@@ -553,8 +552,7 @@ def ask_site_facts(ask: Call = call_slurm) -> SiteFacts:
             run_command("sacctmgr", "--noheader", "--parsable2", "show", "account", "format=Account")
         ),
         features=_parse_features(run_command("sinfo", "--noheader", "--exact", "--format=%P|%f") or ""),
-        reservations=_parse_reservations(reservations := run_command(*RESERVATIONS)),
-        maintenance=tuple(parse_maintenance_windows(reservations or "")),
+        maintenance=tuple(parse_maintenance_windows(run_command(*RESERVATIONS) or "")),
         all_partitions=parse_first_fields(run_command(*ALL_PARTITIONS)),
     )
 
@@ -580,10 +578,3 @@ def _parse_features(text: str) -> dict[str, frozenset[str]]:
         )
         features_by_partition[name.rstrip("*")] = features_by_partition.get(name.rstrip("*"), frozenset()) | features
     return features_by_partition
-
-
-def _parse_reservations(text: str | None) -> tuple[str, ...] | None:
-    if text is None:
-        return None
-    fields = [field for line in text.splitlines() for field in line.split()]
-    return tuple(field.removeprefix("ReservationName=") for field in fields if field.startswith("ReservationName="))

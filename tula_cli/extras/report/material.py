@@ -30,7 +30,7 @@ from tula_cli.spec.workload import get_workload
 
 @dataclass(frozen=True)
 class RunMaterial:
-    """The records and status of one run: one node type or one sequence length."""
+    """The records and status of one run: one node type."""
 
     run: Run
     look: Snapshot
@@ -38,7 +38,7 @@ class RunMaterial:
 
     @property
     def name(self) -> str:
-        """Node type or sequence length of the part; empty if the job names neither."""
+        """Node type of the part; empty if the job names none."""
         return self.run.name or ""
 
     @property
@@ -76,13 +76,8 @@ class Material:
         return self.parts[0].run.spec
 
     @property
-    def trainable_runs(self) -> list[RunMaterial]:
-        """The parts that can train: those at the job's own sequence length."""
-        return [run_material for run_material in self.parts if run_material.run.length is None]
-
-    @property
     def measured(self) -> list[Measured]:
-        return [probe for run_material in self.trainable_runs for probe in run_material.measured]
+        return [probe for run_material in self.parts for probe in run_material.measured]
 
     @cached_property
     def choice(self) -> Prediction | None:
@@ -244,7 +239,7 @@ class TrainingMaterial:
 
 def list_newest_trainings(material: Material) -> list[TrainingMaterial]:
     """Return the newest training of each part; one that belongs to a comparison only if there is no other."""
-    return [training for run_material in material.trainable_runs for training in _find_newest_training(run_material)]
+    return [training for run_material in material.parts for training in _find_newest_training(run_material)]
 
 
 def _find_newest_training(run_material: RunMaterial) -> Iterator[TrainingMaterial]:

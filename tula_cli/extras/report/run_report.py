@@ -47,11 +47,9 @@ def build_document(material: Material) -> Document:
 def _describe_question(material: Material) -> str:
     """Return the question that the run answers, in one line."""
     spec, recommendation = material.spec, material.shown_recommendation
-    nodes = sorted({count for run_material in material.trainable_runs for count in run_material.run.spec.search.nodes})
+    nodes = sorted({count for run_material in material.parts for count in run_material.run.spec.search.nodes})
     counts = ", ".join(map(str, nodes)) if len(nodes) <= 8 else f"{nodes[0]} to {nodes[-1]}"
-    types = sorted(
-        {run_material.run.type for run_material in material.trainable_runs if run_material.run.type is not None}
-    )
+    types = sorted({run_material.run.type for run_material in material.parts if run_material.run.type is not None})
     of_types = f" of types {', '.join(types)}" if types else ""
     asked_at = "" if material.kept is None else f", {format_moment(material.kept.created_at)}"
     by = "" if recommendation is None else f" (objective {recommendation.criteria}{asked_at})"
@@ -92,7 +90,7 @@ def _list_facts(material: Material) -> Iterator[Fact]:
     yield from list_job_facts(spec)
     yield Fact("method", spec.train.method)
     yield Fact("length", describe_train_length(spec))
-    for run_material in material.trainable_runs:
+    for run_material in material.parts:
         prefix = f"{run_material.name}: " if run_material.name else ""
         probes = run_material.measured
         environments = [probe.environment.model_dump() for probe in probes]
@@ -105,12 +103,12 @@ def _list_facts(material: Material) -> Iterator[Fact]:
             yield Fact(f"{prefix}measured", f"{days}, {format_count(len(probes), 'probe')}")
         yield Fact(f"{prefix}price", describe_price(run_material.run.spec.pricing))
     yield from _list_code_facts(material)
-    yield Fact("run", ", ".join(run_material.run.id for run_material in material.trainable_runs))
+    yield Fact("run", ", ".join(run_material.run.id for run_material in material.parts))
 
 
 def _list_code_facts(material: Material) -> Iterator[Fact]:
     """Yield the commit of the user's code; nothing if no code was recorded or it has no git commit."""
-    names = [(part.run, task.code) for part in material.trainable_runs for task in part.look.tasks if task.code]
+    names = [(part.run, task.code) for part in material.parts for task in part.look.tasks if task.code]
     snapshot = names[-1][0].code(names[-1][1]) if names else None
     if snapshot is not None and snapshot.commit:
         yield Fact("code", f"commit {snapshot.commit[:12]}{', with changes' if snapshot.dirty else ''}")

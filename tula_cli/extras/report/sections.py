@@ -419,7 +419,7 @@ def build_measured_section(material: Material) -> Section:
     jobs = [job for part in material.parts for job in part.now.jobs if job.kind == "probe"]
     remaining = sum(job.total - job.done for job in jobs)
     waiting = f", {remaining} still to come (tula profile)" if remaining else ""
-    figures = tuple(figure for part in material.trainable_runs for figure in _build_parts_figure(part))
+    figures = tuple(figure for part in material.parts for figure in _build_parts_figure(part))
     text = [f"{format_count(len(material.measured), 'probe')} measured{waiting}."]
     if material.measured and not figures:
         text.append(
@@ -826,7 +826,7 @@ HOW_TO_COMPARE = "no comparison. tula compare trains the job with several method
 def build_comparison_sections_of_parts(material: Material) -> Iterator[Section]:
     """Yield the sections of each part's comparison, or a single empty one if nothing was compared."""
     compared_parts = [
-        (part, comparison) for part in material.trainable_runs if (comparison := part.run.comparison()) is not None
+        (part, comparison) for part in material.parts if (comparison := part.run.comparison()) is not None
     ]
     if not compared_parts:
         yield Section("comparison", "Methods and batches", missing=HOW_TO_COMPARE)

@@ -6,7 +6,7 @@ without the QOS. Counts are minutes of each TRES (of memory MB-minutes).
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tula_cli.cluster.slurm.sbatch import with_environment_defaults
 from tula_cli.diagnostics import Diagnostic
@@ -16,7 +16,7 @@ from tula_cli.extras.slurm_site.tres import parse_tres, truncate_billing
 from tula_cli.services import messages
 from tula_cli.services.site_charges import BalanceCheck, TresLimit
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.resources import SiteBill
+from tula_cli.spec.resources import BILLING_UNIT, SiteBill
 from tula_cli.words import format_number
 
 _MAX_PARENT_ACCOUNTS = 20  # accounts above each other
@@ -193,9 +193,6 @@ def check_balance(
             _describe_missing_limit(balance),
             unknown="the duration is unknown because nothing was measured",
         )
-    if uncounted := sorted({limit.tres for limit in balance.limits} - {"billing"}) if not bill.tres else []:
-        note = f"pricing.per_node covers only the billing, but there are limits on {', '.join(uncounted)}"
-        balance = replace(balance, unseen=balance.unseen or note)
     need = compute_needed_minutes(bill, nodes=nodes, hours=hours)
     most = compute_needed_minutes(bill, nodes=nodes, hours=max(hours, at_most or 0.0))
     tight = [limit for limit in balance.limits if most.get(limit.tres, 0.0) > 0]
@@ -242,5 +239,5 @@ def _get_unit_name(tres: str, spec: JobSpec) -> str:
     """Return the name of an hour of a TRES; for billing, the site's unit unless a charge factor is applied to it."""
     bill = spec.pricing.slurm_billing
     if tres == "billing" and bill is not None and bill.charge_factor == 1:
-        return spec.pricing.unit
+        return BILLING_UNIT
     return {"mem": "GB-hours of memory"}.get(tres, f"{tres}-hours")

@@ -21,7 +21,7 @@ from tula_cli.models.cost import compute_hourly_charge
 from tula_cli.run.files import make_folder, read_record, write_record
 from tula_cli.run.records.base import Record
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.services.site_charges import SiteCharge
+from tula_cli.services.site_charges import NODE_HOUR_ADVICE, SiteCharge
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import Pricing, SiteBill
 from tula_cli.spec.signature import compute_digest
@@ -203,7 +203,7 @@ def find_site_bill(spec: JobSpec, root: Path | None, *, ask: Ask) -> SiteBill:
         if stored is None:
             raise SpecError(
                 f"pricing.kind billing: SLURM does not report its billing ({error.message})",
-                "run tula on a login node, or set pricing.per_node to the billing of a whole node",
+                f"run tula on a login node, or {NODE_HOUR_ADVICE}",
             ) from None
         return _load_stored_bill(stored, "SLURM does not answer")
     if unsure:  # not kept: nothing would ask again for a day
@@ -286,7 +286,7 @@ def ask_bill(spec: JobSpec, ask: Ask) -> tuple[SiteBill, str]:
         where = f"partition {slurm.partition}" if slurm.partition else "the default partition"
         raise SpecError(
             f"pricing.kind billing: no node of {where} has the resources that the job requests",
-            "compare Partitions, AvailableFeatures and Gres in scontrol show node, or set pricing.per_node",
+            f"compare Partitions, AvailableFeatures and Gres in scontrol show node, or {NODE_HOUR_ADVICE}",
         )
     qos, factor, unsure = find_usage_factor(spec, ask, config)
     times = {offer.partition: compute_charge_factor(spec, qos=qos, partition=offer.partition) for offer in offers}

@@ -1,4 +1,4 @@
-"""Stages from the gradient noise scale (`train.ramp: noise`): B(t) = min(B, c B_noise(t)).
+"""Stages from the gradient noise scale (`train.ramp: noise`): B(t) = min(B, B_noise(t)).
 
 B(t) grows in doublings of the reference batch.
 
@@ -85,25 +85,22 @@ class NoisePath:
         return max(0.0, math.exp(y) - self.reference)
 
 
-def plan_stages_by_noise(path: NoisePath, *, batch: int, factor: float, size: int, epochs: int) -> tuple[Stage, ...]:
+def plan_stages_by_noise(path: NoisePath, *, batch: int, size: int, epochs: int) -> tuple[Stage, ...]:
     """Return the stages of a training, its own batch last; if the noise never reaches it, it starts at the end.
 
     Args:
         path: the noise scale.
         batch: the training's own, global.
-        factor: c, the maximum batch in noise scales.
         size: samples per epoch.
         epochs: of the whole training.
     """
     total = size * epochs
     doubled = [path.reference << k for k in range(batch.bit_length()) if path.reference << k < batch]
     batches = [*doubled, batch]
-    start = max(0, sum(stage_batch <= factor * path.noise_at(0.0) for stage_batch in batches) - 1)
+    start = max(0, sum(stage_batch <= path.noise_at(0.0) for stage_batch in batches) - 1)
     stages = [Stage(begin=0, batch=batches[start], noise=path.noise_at(0.0))]
     for following in batches[start + 1 :]:
-        begin = math.ceil(
-            max(stages[-1].begin + MIN_STAGE_SHARE * total, path.first_epoch_with(following / factor) * size)
-        )
+        begin = math.ceil(max(stages[-1].begin + MIN_STAGE_SHARE * total, path.first_epoch_with(following) * size))
         if begin > (1 - MIN_STAGE_SHARE) * total:
             return (*stages, Stage(begin=total, batch=batch))
         stages.append(Stage(begin=begin, batch=following, noise=path.noise_at(begin / size)))
@@ -175,7 +172,6 @@ def decide_stage(
     stage: Stage,
     *,
     noise: Mapping[str, float],
-    factor: float,
     reference: int,
     passed: int,
     size: int,
@@ -188,7 +184,6 @@ def decide_stage(
     Args:
         stage: the next stage.
         noise: `scale` and `high`, in samples, of the current measurement; empty if it did not determine them.
-        factor: c.
         reference: batch.
         passed: samples passed.
         size: samples per epoch.
@@ -202,7 +197,7 @@ def decide_stage(
             passed=passed, batch=stage.batch, begin=begin, measured_at=passed / size, epoch=begin / size, verdict=verdict, **finite
         )  # fmt: skip
 
-    if high is None or factor * high.noise_at(stage.begin / size) >= stage.batch:
+    if high is None or high.noise_at(stage.begin / size) >= stage.batch:
         return row("begins", stage.begin)
     # Beyond the next measurement, an epoch from now, which then looks at it again.
     begin = max(stage.begin, passed + size + 1)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from tula_cli.errors import SpecError
 from tula_cli.models.ramp.by_noise import NoisePath, plan_stages_by_noise
 from tula_cli.run.records.recommendations import Stage
-from tula_cli.spec.ags import Arm
+from tula_cli.spec.ags import BRANCHING_EPOCH, Arm
 from tula_cli.spec.job import JobSpec, get_warmup_epochs
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.schedules import ROUNDING, compute_decayed_share
@@ -199,9 +199,7 @@ def plan_stages_before_fitting(
     if spec.train.stages == "decay":
         return plan_stages_by_decay(spec, batch=batch, size=dataset_size)
     if noise is not None and spec.train.stages == "noise":
-        return plan_stages_by_noise(
-            noise, batch=batch, factor=get_noise_factor(spec), size=dataset_size, epochs=spec.train.epochs
-        )
+        return plan_stages_by_noise(noise, batch=batch, size=dataset_size, epochs=spec.train.epochs)
     return [Stage(begin=0, batch=stage_batch) for stage_batch in [*_list_doubled_batches(spec, batch), batch]]
 
 
@@ -272,11 +270,6 @@ def _count_samples_until_decay(share: float, schedule: str, lr: float, *, warmup
         return remaining_share <= share * (1 + ROUNDING)
 
     return bisect_left(range(epochs * size), True, key=has_decayed)
-
-
-def get_noise_factor(spec: JobSpec) -> float:
-    """Return the maximum batch as a multiple of the gradient noise scale (`train.ramp_noise`)."""
-    return 1.0 if spec.train.ramp_noise is None else spec.train.ramp_noise
 
 
 def list_stages_below(stages: Sequence[Stage], batch: int) -> Iterator[Stage]:
@@ -379,7 +372,7 @@ def plan_stages_of_training(spec: JobSpec, arm: Arm, *, batch: int, size: int) -
         batch: of the training, global.
         size: samples per epoch.
     """
-    parting = spec.auto.after * size
+    parting = BRANCHING_EPOCH * size
     doubled = _list_batches_between(spec, arm, batch)
     length = min(EPOCH_SHARE, MAX_SHARE / (1 + len(doubled))) * spec.train.epochs * size
     begins = [max(parting, round(number * length)) for number in range(1, len(doubled) + 2)]

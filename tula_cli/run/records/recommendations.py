@@ -256,30 +256,6 @@ class Fallback(Record):
     basis: str  # what the two rest on, in words
 
 
-class SequenceLength(Record):
-    """Predictions for a job at one length of text (search.sequence), on the fewest nodes."""
-
-    length: int
-    own: bool  # the job's, at which the choice is made
-    nodes: int
-    tokens: float = 0.0  # of a sample, on average, without padding
-    padding: float = 0.0  # share of a sample's places
-    largest_batch: int | None = (
-        None  # global, that memory holds with its margin; None where it sets no bound, or unknown
-    )
-    rows: tuple[Prediction, ...] = ()  # every candidate that fits, ascending by batch
-    note: str = ""  # why there are no rows
-
-    def tokens_per_second(self, row: Prediction) -> float:
-        """Return the tokens per second of all GPUs for one of the rows, without padding."""
-        return self.tokens * row.batch / row.step_time
-
-    @property
-    def fastest(self) -> Prediction | None:
-        """The row with the most tokens per second; None if there are no rows."""
-        return max(self.rows, key=self.tokens_per_second, default=None)
-
-
 class StartEstimate(Record):
     """The scheduler's own estimate of when the first job of a training would start (`sbatch --test-only`)."""
 
@@ -508,8 +484,6 @@ class Recommendation(Record):
     fallback: Fallback | None = None  # of the choice; None where there is none, or nothing tells what it takes
     start_estimate: StartEstimate | None = None  # of the choice; None where SLURM was not asked
     continuation: Continuation | None = None  # of a training under way, by whose steps this was asked
-    lengths: tuple[SequenceLength, ...] = ()  # of text, ascending; empty where search.sequence asks for no other
-    growth: str = ""  # how time and memory grow with the length, in words
     stages: tuple[Stage, ...] = ()  # of the choice, that of its own batch last; empty where its batch does not grow
     ramp: str = ""  # these, in words
     beside: tuple[

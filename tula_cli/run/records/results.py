@@ -19,15 +19,15 @@ class JobFile(Record):
 
 
 class Variant(Record):
-    """The part of a job that a run measures, if the job names several node types, GPU counts or text lengths.
+    """The part of a job that a run measures, if the job names several node types or GPU counts.
 
     Each is a run of its own. A run of a job without variants has no such record.
     """
 
     node_type: str | None = None  # None if the job names none
     gpus: int | None = None  # per node, of search.gpus_per_node; None for all of a node
-    length: int | None = None  # of search.sequence, measured and not trained; None for the job's length
-    in_addition: Literal["gpus", "length"] | None = None  # as of JobSpec.measured_in_addition
+    # "gpus": as of JobSpec.measured_with_fewer_gpus; "length": measured by an earlier version at another text length
+    in_addition: Literal["gpus", "length"] | None = None
     runs: tuple[str, ...] = ()  # names of the runs of all variants of the job
     chosen: str = ""  # name of the run that the job's recommendation is to train; empty without a recommendation
 
@@ -35,15 +35,6 @@ class Variant(Record):
     def type(self) -> str | None:
         """The node type with its number of GPUs, as in `JobSpec.types`; None if the job names neither."""
         return "-".join(filter(None, (self.node_type, f"gpus-{self.gpus}" if self.gpus else ""))) or None
-
-    @property
-    def name(self) -> str | None:
-        """Name among the variants of the job, a part of the run's name; None if it has no others."""
-        return self.make_name(self.type)
-
-    def make_name(self, type_: str | None) -> str | None:
-        """Return the name if the run is called by another type."""
-        return "-".join(filter(None, (type_, f"length-{self.length}" if self.length else ""))) or None
 
 
 class StageDecision(Record):

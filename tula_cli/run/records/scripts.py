@@ -141,7 +141,6 @@ class ShimPlan(Record):
     max_steps: Positive = 15
     seconds: float = 0.0  # that the timed steps may take between the two
     split_steps: Annotated[int, Field(ge=0)] = 6
-    stop: Literal["exit", "raise"] = "exit"
     heartbeat: float = 1.0
     row: float = 10.0
     save: bool = False

@@ -109,13 +109,7 @@ class BaseTask(Record):
 
     @property
     def time_limit(self) -> int:
-        """Time limit of its job in minutes, within the site's limit for its nodes (cluster.slurm.limits)."""
-        needed, slurm = self._minutes_needed, self.spec.cluster.slurm
-        longest = math.inf if slurm is None else min(map(slurm.longest, self.node_counts))
-        return max(1, math.floor(min(needed, longest or needed)))
-
-    @property
-    def _minutes_needed(self) -> int:
+        """Time limit of its job in minutes."""
         return self.spec.cluster.minutes
 
     @property
@@ -132,7 +126,7 @@ class MeasuringTask(BaseTask):
         return 60 * self.spec.search.max_minutes
 
     @property
-    def _minutes_needed(self) -> int:
+    def time_limit(self) -> int:
         return math.ceil(self.spec.measuring_minutes())
 
 
@@ -336,7 +330,7 @@ class CheckTask(BaseTask):
         return f"stopped after {self.MINUTES:g} minutes"
 
     @property
-    def _minutes_needed(self) -> int:
+    def time_limit(self) -> int:
         return math.ceil(self.MINUTES) + ROOM
 
 

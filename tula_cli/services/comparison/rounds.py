@@ -29,7 +29,7 @@ SHORT_EPOCH_DIVISOR = 4
 FULL_ROWS = 2
 """Number of rows per batch that advance from the first to the second round, in addition to those that always do."""
 MAX_DEVIATIONS = 3.0
-EPOCH_KEYS = ("epochs", "branch_epochs", "warmup_epochs", "milestones", "after", "patience")
+EPOCH_KEYS = ("epochs", "branch_epochs", "warmup_epochs", "milestones", "patience")
 """Keys of a job that count epochs and are scaled with the length of the training."""
 
 

@@ -132,7 +132,7 @@ VARIANTS: dict[str, Variant] = {
 def make_row_of_job(spec: JobSpec) -> str:
     """Return the row that trains the job unchanged: its method, and settings that other rows of the method drop."""
     train = spec.train
-    retained = train.model_dump(mode="json", include={"ramp", "ramp_noise"}, exclude_none=True)
+    retained = train.model_dump(mode="json", include={"ramp"}, exclude_none=True)
     settings = {} if train.training_method.ramps else retained
     if train.method == REFERENCE and train.lr_scaling != "auto":
         settings = {"lr_scaling": train.lr_scaling, **settings}

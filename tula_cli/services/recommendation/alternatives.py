@@ -38,7 +38,6 @@ def predict_ramp_alternatives(estimator: Estimator, choice: Prediction) -> tuple
         estimator,
         ramp=None,
         ramp_nodes="same",
-        ramp_noise=None,
         **({"method": "lrs"} if spec.train.training_method.ramps else {}),
     )
     predictions["a fixed batch"] = fixed.predict_if_known(configuration, choice.market)

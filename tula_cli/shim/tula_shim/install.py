@@ -16,7 +16,7 @@ from .batches import DeliveredBatches
 from .optimizers import get_learning_rate
 from .plan import OBSERVE_FILE, VARIABLE, PlanError, read_plan
 from .recorder import EPOCH, EVAL, SAVE, Recorder
-from .stopping import enforce_stop, stop, write_begun, write_result
+from .stopping import stop, write_begun, write_result
 
 _recorders: list[Recorder] = []
 """The recorder of this process, once it has been created."""
@@ -102,7 +102,6 @@ def _hook_optimizers(mine: Recorder) -> None:
 
     def stepped(optimizer: Any, *_: object) -> None:
         if mine.over:
-            enforce_stop(mine)
             return
         clock = mine.optimizers.record_step(optimizer)
         if mine.by_hand or clock is False:

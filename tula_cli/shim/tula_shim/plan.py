@@ -40,7 +40,6 @@ class Plan:
     max_steps: int
     seconds: float
     split_steps: int
-    stop: str
     heartbeat: float
     row: float
     save: bool
@@ -110,7 +109,6 @@ def _check_plan(path: str, given: dict[str, Any]) -> Plan:
         max_steps=int(number("max_steps", max(low, steps), low)),
         seconds=number("seconds", 0.0, 0.0),
         split_steps=int(number("split_steps", 6, 0)),
-        stop=read_choice("stop", "exit", "raise"),
         heartbeat=number("heartbeat", 1.0, 0.0),
         row=number("row", 10.0, 0.0),
         save=bool(given.get("save", False)),

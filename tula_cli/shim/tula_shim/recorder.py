@@ -50,7 +50,6 @@ class Recorder:
         self.root = plan.folder  # of an observed job, whose own folder is named at its first step
         self.hooked = False  # into torch
         self.over = False  # nothing more is recorded
-        self.stopping = False  # the process was asked to end
         self.loads: dict[str, float] = {}  # path -> when it was written (Unix time)
         self.files = Files(plan.folder, plan.files) if plan.files is not None else None
         self.reset()

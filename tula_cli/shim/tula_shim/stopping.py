@@ -44,26 +44,9 @@ def write_result(recorder: Recorder, why: str) -> None:
 
 
 def stop(recorder: Recorder, why: str) -> None:
-    """Exit this process as the plan says, with exit code 0; never returns.
-
-    Raises:
-        SystemExit: the plan says "raise".
-    """
-    recorder.stopping = True
+    """Exit this process once all ranks have written, with exit code 0; never returns."""
     write_result(recorder, why)
     wait_for_ranks(recorder.plan.folder, recorder.world)
-    if recorder.plan.stop == "raise":
-        raise SystemExit(0)
-    _exit_process()
-
-
-def enforce_stop(recorder: Recorder) -> None:
-    """Exit if the process continues to step although it was to stop: its script has caught SystemExit."""
-    if recorder.stopping:
-        _exit_process()
-
-
-def _exit_process() -> None:
     end_children()
     with contextlib.suppress(OSError, ValueError):  # a pipe that nobody reads any more
         sys.stdout.flush()

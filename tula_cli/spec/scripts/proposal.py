@@ -85,12 +85,11 @@ def write_sections(recognised: RecognisedCommand) -> str:
         _render_dataset_size(script),
         *_render_reference(recognised),
         *_resume(script),
-        "  # metric: {top1: 'Acc@1 ([0-9.]+)'} # a pattern in its output, or {jsonl: FILE, key: NAME}; the last and the best value are kept",
+        "  # metric: {top1: 'Acc@1 ([0-9.]+)'} # a pattern in its output; the last and the best value are kept",
         '  # save: none # how tula requests a checkpoint: SIGUSR1, SIGUSR2, SIGTERM, "file:{out}/save", or hooks (tula_hooks.py)',
         "  # code: snapshot # jobs run a copy made at submission; none: the files as they are when the job starts",
         "  # probe: # settings for probes, not for trainings",
         '  #   args: "" # appended to the command, for example --no-eval',
-        "  #   environment: {WANDB_MODE: disabled} # keeps W&B from publishing probes",
         "  #   stop: exit # how a probe ends after its last step; raise: by SystemExit in the loop, so that the script can clean up",
         "",
         "train:",
@@ -164,7 +163,6 @@ def _resume(script: dict[str, Any]) -> Iterator[str]:
         yield f"    args: {format_yaml_word(args)} # appended to the command if there is a checkpoint"
         yield '    checkpoint: "{out}/*" # the newest match is used; narrow the pattern down to the checkpoints of the script'
         yield "    # batch: rehearse # batch with which it can resume: same, epoch (another one, from the end of an epoch), any"
-        yield "    # checkpoint_interval: epoch # how often it saves: epoch, or a number of steps; used until a training has shown it"
     else:
         yield f'  # resume: {{args: {format_yaml_word(args, flow=True)}, checkpoint: "{{out}}/checkpoint*.pth"}} # without it, it starts again'
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from tula_cli.spec.kinds import Line, Positive, PositiveFloat, Section, require_shell_words
 from tula_cli.spec.methods import METHODS
@@ -35,6 +35,13 @@ def _require_no_shell(text: str) -> str:
     return text
 
 
+def _refuse_file(value: object) -> object:
+    """Refuse {jsonl: file, key: name}, which earlier versions read."""
+    if isinstance(value, Mapping):
+        raise ValueError("is a pattern for the output; files with JSON lines are not read any more, so print the value")
+    return value
+
+
 def _require_pattern(text: str) -> str:
     try:
         groups = re.compile(text).groups
@@ -56,7 +63,7 @@ def _require_save_request(text: str) -> str:
 
 
 Filled = Annotated[Line, AfterValidator(_require_known_placeholders)]
-Pattern = Annotated[str, AfterValidator(_require_pattern)]
+Pattern = Annotated[str, BeforeValidator(_refuse_file), AfterValidator(_require_pattern)]
 
 
 class Length(Section):
@@ -91,26 +98,12 @@ class Resume(Section):
     # Batch with which the script can resume: same; epoch: another one, from the end of an epoch; any; rehearse: as
     # found by the resume test
     batch: Literal["rehearse", "same", "epoch", "any"] = "rehearse"
-    # How often the script saves: epoch, or a number of steps; used until a training has shown it
-    checkpoint_interval: Literal["epoch"] | Positive | None = None
-
-
-class Rows(Section):
-    """A metric in a file with one JSON object per line."""
-
-    jsonl: Filled  # Path of the file
-    key: str  # Key of the number in each object
 
 
 class ProbeScript(Section):
     """Settings of the script in probes, which measure it; trainings do not use them."""
 
     args: Filled = ""  # Arguments appended to the command in probes, for example --epochs 1
-    # How a probe ends after its last step. exit: at once; raise: by SystemExit in the loop, so that the script can
-    # clean up.
-    stop: Literal["exit", "raise"] = "exit"
-    # Environment variables set in probes; the default keeps W&B from publishing them
-    environment: dict[str, str] = {"WANDB_MODE": "disabled"}
 
 
 class Script(Section):
@@ -135,9 +128,9 @@ class Script(Section):
     resume: Resume | None = None
     # How tula requests a checkpoint before a job has to stop: none, hooks, SIGUSR1, SIGUSR2, SIGTERM or file:PATH
     save: Annotated[str, AfterValidator(_require_save_request)] = "none"
-    # Metrics by name: a regular expression for the output, with one group around the number, or {jsonl: file, key:
-    # name}. The last and the best value are kept.
-    metric: dict[str, Pattern | Rows] = {}
+    # Metrics by name: a regular expression for the output, with one group around the number. The last and the best
+    # value are kept.
+    metric: dict[str, Pattern] = {}
     probe: ProbeScript = ProbeScript()
 
     @property

@@ -27,7 +27,6 @@ from tula_cli.plugins import is_import_string
 from tula_cli.run.records.base import Components, Footprint
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.sections import Train
 from tula_cli.words import format_bytes, format_count
 from tula_cli.worker.build import finetune, zoo
 from tula_cli.worker.build.batches import (
@@ -88,38 +87,38 @@ def estimate_footprints(fake_step: FakeStep, *, largest: int = MICRO_BATCHES[-1]
     below = [size for size in MICRO_BATCHES if size < largest]
     sizes = (*below, MICRO_BATCHES[min(len(below), len(MICRO_BATCHES) - 1)])
     accumulate, room = fake_step.spec.train.accumulate, fake_step.allocator_margin()
-    gathered = _count_gathered_bytes(fake_step.model, fake_step.spec.train) if fake_step.spec.train.sharded else 0
+    gathered = _count_gathered_bytes(fake_step.model) if fake_step.spec.train.sharded else 0
     components = {size * accumulate: _add_extra(fake_step.measure(size), gathered) for size in sizes}
     return tuple(
         Footprint(local_batch=b, memory=memory, room=round(room * memory.peak)) for b, memory in components.items()
     )
 
 
-def _count_gathered_bytes(model: nn.Module, train: Train) -> int:
+def _count_gathered_bytes(model: nn.Module) -> int:
     """Return the bytes gathered besides a rank's shard of a model at the peak of a step (`train.parallel: fsdp`).
 
     Parameters outside all blocks stay gathered throughout. At the peak, the largest block accounts for its parameters,
     those of the next block, which is prefetched, its gradient, and the gradient of the block before, which is being
     reduced.
     """
-    blocks, outside_blocks = _list_block_sizes(model, train)
+    blocks, outside_blocks = _list_block_sizes(model)
     return outside_blocks + 4 * max(blocks, default=0)
 
 
-def _list_block_sizes(model: nn.Module, train: Train) -> tuple[list[int], int]:
+def _list_block_sizes(model: nn.Module) -> tuple[list[int], int]:
     """Return the bytes of each block's parameters, without nested blocks, and of the parameters outside all blocks."""
     counted: set[nn.Parameter] = set()
     blocks = []
-    for block in list_fsdp_blocks(model, train.fsdp_blocks):  # the inner ones come first
+    for block in list_fsdp_blocks(model):  # the inner ones come first
         parameters = set(block.parameters()) - counted
         blocks.append(count_tensor_bytes(parameters))
         counted |= parameters
     return blocks, count_tensor_bytes(model.parameters()) - sum(blocks)
 
 
-def describe_gathering(model: nn.Module, train: Train) -> str:
+def describe_gathering(model: nn.Module) -> str:
     """Describe which part of a model is gathered at a time (`train.parallel: fsdp`)."""
-    blocks, outside_blocks = _list_block_sizes(model, train)
+    blocks, outside_blocks = _list_block_sizes(model)
     if not blocks:
         return f"sharding: the model has no blocks, so all of its {format_bytes(outside_blocks)} are gathered at once"
     return (
@@ -183,7 +182,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
     if is_import_string(spec.dataset.name) and _is_class_target(call.target_of(first_samples.batch)):
         _check_output(spec, find_scores(output), find_class_numbers(datasets), datasets.classes)
     get_method(spec).check(spec, model, optimizer)
-    warnings += [*_warn_unused_entries(spec, call, first_samples.batch), *_warn_ineffective_settings(spec, model)]
+    warnings += [*_warn_unused_entries(spec, call, first_samples.batch), *_warn_ineffective_methods(model)]
     return Inspection(
         dataset_size=len(datasets.train),
         eval_size=len(datasets.eval),
@@ -226,7 +225,7 @@ def _describe_initial_state(spec: JobSpec, model: nn.Module, optimizer: torch.op
         finetune.describe_frozen(model, section.frozen),
         *finetune.describe_groups(spec.optimizer, model),
         zoo.describe_beta2(spec, optimizer),
-        describe_gathering(model, spec.train) if spec.train.sharded else "",
+        describe_gathering(model) if spec.train.sharded else "",
     )
     return tuple(note for note in descriptions if note)
 
@@ -255,17 +254,14 @@ def _warn_unused_entries(spec: JobSpec, call: ModelCall, batch: Any) -> list[str
     return [warning] if unused else []
 
 
-def _warn_ineffective_settings(spec: JobSpec, model: torch.nn.Module) -> list[str]:
-    """Return warnings about settings and methods of the model that have no effect."""
-    warnings = []
-    if spec.train.channels_last is True and not has_convolutions(model):
-        warnings.append("train.channels_last: true does nothing: the model has no 2-d convolution")
+def _warn_ineffective_methods(model: torch.nn.Module) -> list[str]:
+    """Return a warning if the model has methods that are not called."""
     if all(callable(getattr(model, name, None)) for name in ("training_step", "configure_optimizers")):
-        warnings.append(
+        return [
             "the model has a training_step and configure_optimizers, as a LightningModule has: here they are not called, but its"
             " forward, the loss and the optimizer of the job; to train as Lightning does, give your script (section script)"
-        )
-    return warnings
+        ]
+    return []
 
 
 def _check_names(spec: JobSpec) -> None:

@@ -71,7 +71,7 @@ def count_warm_up_steps(times: Sequence[float], search: Search, *, prefetched: i
         prefetched: steps whose data the loader may have made while the first steps compiled; only later ones wait for
             it.
     """
-    missing = max(search.warmup_steps - UNTIMED_STEPS, prefetched and prefetched + LEAST_STEPS) - len(times)
+    missing = max(search.min_steps - UNTIMED_STEPS, prefetched and prefetched + LEAST_STEPS) - len(times)
     if sum(times) >= search.max_seconds:
         return 0
     if missing > 0:

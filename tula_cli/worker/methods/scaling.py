@@ -29,13 +29,15 @@ def get_small_batch_limit(configuration: Configuration) -> int:
 
 
 def list_excluded_parameters(model: nn.Module, ags: Ags) -> Iterable[nn.Parameter]:
-    """Return the unscaled parameters: embeddings, unless `ags.parameters` is all, and matches of `ags.exclude`.
+    """Return the parameters that `ags.parameters` leaves unscaled.
 
     Raises:
         SpecError: a pattern matches no parameter of the model.
     """
-    by_name = find_parameters(model, ags.exclude, path="ags.exclude").values() if ags.exclude else ()
-    return {*(find_embeddings(model) if ags.parameters == "auto" else ()), *by_name}
+    if isinstance(ags.parameters, str):
+        return find_embeddings(model) if ags.parameters == "auto" else ()
+    scaled = find_parameters(model, ags.parameters, path="ags.parameters")
+    return {parameter for name, parameter in model.named_parameters(remove_duplicate=False) if name not in scaled}
 
 
 class Scaling(Plain):

@@ -7,7 +7,7 @@ reduce-scatter.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -60,15 +60,13 @@ class Sharded(nn.Module):
 
     Args:
         model: on the CPU or the device, the same on all ranks except for its values, which become rank 0's.
-        blocks: class names of the blocks that are gathered one at a time; "auto": the composite members of every
-            Sequential and ModuleList, as in activation checkpointing. The rest forms one more block.
         device: of this rank. The model is moved to it block by block, so that the whole need not fit.
 
     Raises:
-        SpecError: the model has no block of a given name, or this torch does not support sharding on the device.
+        SpecError: this torch does not support sharding on the device, or it cannot divide a parameter.
     """
 
-    def __init__(self, model: nn.Module, *, blocks: Literal["auto"] | Sequence[str], device: torch.device) -> None:
+    def __init__(self, model: nn.Module, *, device: torch.device) -> None:
         # here: DDP alone imports nothing of it
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -78,7 +76,7 @@ class Sharded(nn.Module):
         _check_average(device)
         _broadcast_tensors([*model.parameters(), *model.buffers()], device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        self.parts: list[Any] = [*list_fsdp_blocks(model, blocks), model]
+        self.parts: list[Any] = [*list_fsdp_blocks(model), model]
         for block in self.parts:
             fully_shard(block, mesh=mesh)
         self.module = model
@@ -174,44 +172,24 @@ def _check_average(device: torch.device) -> None:
         )
 
 
-def list_fsdp_blocks(model: nn.Module, names: Literal["auto"] | Sequence[str]) -> list[nn.Module]:
+def list_fsdp_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model that are gathered one at a time, in the order of its modules.
 
     A module that shares a parameter with the rest of the model (tied embeddings) is not a block: the rest holds it.
 
     Raises:
-        SpecError: no module has a class of a given name, or only ones without a forward pass; or FSDP2 cannot divide a
-            parameter.
+        SpecError: FSDP2 cannot divide a parameter.
     """
     if undivided := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
         raise SpecError(
             f"train.parallel: fsdp cannot divide parameters without a dimension: {', '.join(undivided)}",
             "make each a tensor of shape (1,): nn.Parameter(torch.ones(1)); or use train.parallel: ddp",
         )
-    blocks = list_blocks(model) if names == "auto" else _list_modules_of_classes(model, names)
     return [
         block
-        for block in blocks
+        for block in list_blocks(model)
         if block is not model and any(True for _ in block.parameters()) and _has_no_shared_parameter(block, model)
     ]
-
-
-def _list_modules_of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """Return the modules of the given classes, inner ones before those that contain them.
-
-    Raises:
-        SpecError: there is no module of a given class.
-    """
-    # a list of modules has no forward pass that a block could be gathered for
-    modules = [module for module in model.modules() if not isinstance(module, nn.ModuleList | nn.ModuleDict)]
-    for name in names:
-        if not any(type(module).__name__ == name for module in modules):
-            class_names = sorted({type(module).__name__ for module in modules if any(True for _ in module.children())})
-            raise SpecError(
-                f"train.fsdp_blocks: {type(model).__name__} has no module of class {name}",
-                f"it has {', '.join(class_names)}" if class_names else "remove it, if the model is one block",
-            )
-    return [module for module in reversed(modules) if type(module).__name__ in names]
 
 
 def _has_no_shared_parameter(block: nn.Module, model: nn.Module) -> bool:
@@ -245,13 +223,13 @@ def wrap_model(model: nn.Module, train: Train, device: torch.device) -> Parallel
 
     Args:
         model: the same on all ranks except for its values, which become rank 0's; on the device under ddp.
-        train: selects ddp or fsdp, and the blocks.
+        train: selects ddp or fsdp.
         device: of this rank.
 
     Raises:
-        SpecError: the model has none of the blocks that `train.fsdp_blocks` names.
+        SpecError: as of `Sharded`.
     """
     if train.sharded:
-        return Sharded(model, blocks=train.fsdp_blocks, device=device)
+        return Sharded(model, device=device)
     ids = [device] if device.type == "cuda" else None
     return Replicated(model, device_ids=ids, gradient_as_bucket_view=True)

@@ -27,7 +27,7 @@ from tula_cli.models.ramp.stages import Stages, plan_stages_of_branch, plan_stag
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Branch, Tuning
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.spec.ags import Arm
+from tula_cli.spec.ags import BRANCHING_EPOCH, Arm
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker import messages
 from tula_cli.worker.build import finetune
@@ -278,7 +278,7 @@ def run_tuning(
         task=task,
         ranks=ranks,
         datasets=datasets,
-        beginning=task.spec.auto.after * len(datasets.train),
+        beginning=BRANCHING_EPOCH * len(datasets.train),
         epoch=position.epoch + position.done / (len(datasets.train) + len(datasets.eval)),
         preemption=preemption,
     )
@@ -350,7 +350,7 @@ def _count_samples_of_beginning(context: BranchContext) -> int:
     """Return the number of samples of the training from which all branches start."""
     control = Choice(Arm(name=halving.CONTROL_ARM), 0.0).task(context.task, size=context.size)
     sizes = compute_batch_sizes(control, batch=control.batch, world=context.ranks.world, dataset_size=context.size)
-    steps = sizes.ramp.remaining_steps(size=context.size, epochs=context.task.spec.auto.after)
+    steps = sizes.ramp.remaining_steps(size=context.size, epochs=BRANCHING_EPOCH)
     return sum(batch * count for batch, count in steps.items())
 
 
@@ -440,7 +440,7 @@ def _choose(task: TrainTask, context: TrainContext) -> Choice:
     split = hold_out_samples(task.spec, datasets, batch=task.batch)
     control = Choice(Arm(name=halving.CONTROL_ARM), 0.0).task(task, size=len(datasets.train))
     branch_steps = halving.plan_tuning(task.spec, batch=task.batch, dataset_size=len(datasets.train)).steps
-    Training(control, context, until=task.spec.auto.after, ahead=branch_steps).train()
+    Training(control, context, until=BRANCHING_EPOCH, ahead=branch_steps).train()
     with MetricsFile(
         run, task, is_first=ranks.is_first, samples=run.training(task.signature).newest_samples()
     ) as metrics:

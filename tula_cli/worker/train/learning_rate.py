@@ -1,7 +1,6 @@
 """The learning rate as a function of fractional epochs, so that schedules depend on samples, whatever the batch."""
 
 import functools
-import json
 import math
 from collections.abc import Callable
 
@@ -38,7 +37,7 @@ def load_user_schedule(spec: JobSpec) -> Callable[[float], float]:
         SpecError: it cannot be imported or built. JobFailed, when it is called: it fails, or returns no number from 0
             on.
     """
-    return _load_user_schedule(spec.schedule.kind, json.dumps(spec.schedule.args), spec.train.epochs)
+    return _load_user_schedule(spec.schedule.kind, spec.train.epochs)
 
 
 def check_user_schedule(spec: JobSpec) -> None:
@@ -49,13 +48,12 @@ def check_user_schedule(spec: JobSpec) -> None:
 
 
 @functools.lru_cache(maxsize=8)
-def _load_user_schedule(name: str, args: str, epochs: int) -> Callable[[float], float]:
-    target, arguments = load(name, {}, kind="schedule"), json.loads(args)
-    if "epochs" not in arguments and accepts_argument(target, "epochs"):
-        arguments["epochs"] = epochs
+def _load_user_schedule(name: str, epochs: int) -> Callable[[float], float]:
+    target = load(name, {}, kind="schedule")
+    arguments = {"epochs": epochs} if accepts_argument(target, "epochs") else {}
     is_class = isinstance(target, type)
     schedule = (
-        call_with_arguments(target, arguments, path="schedule.args", name=name)
+        call_with_arguments(target, arguments, path="schedule.kind", name=name)
         if is_class
         else functools.partial(target, **arguments)
     )

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tula_cli.models.ramp.by_noise import apply_decisions, decide_stage, find_next_stage
-from tula_cli.models.ramp.stages import get_noise_factor
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import StageDecision
@@ -128,7 +127,6 @@ class StageControl:
         row = decide_stage(
             stage,
             noise={name: noise[name] for name in ("scale", "low", "high") if name in noise},
-            factor=get_noise_factor(self.task.spec),
             reference=self.task.spec.train.reference_batch,
             passed=passed,
             size=self._size,

@@ -58,27 +58,33 @@ def test_the_highest_learning_rate_close_to_the_lowest_loss_is_chosen(
         branch(loss, arm.rule, factor=arm.factor, diverged=loss is None)
         for loss, arm in zip(losses, rate_search.list_arms(job(), 512), strict=True)
     ]
-    choice = rate_search.choose_rate(branches)
+    choice = rate_search.choose_rate(branches, 3.5)
     assert (choice and choice.rule) == chosen
+
+
+def test_where_branches_gain_little_the_margin_is_half_of_the_gain() -> None:
+    branches = [branch(2.02, "none"), branch(2.03, "sqrt", factor=2.0), branch(2.05, "linear", factor=4.0)]
+    assert [close.rule for close in rate_search.list_close_branches(branches, 2.04)] == ["none", "sqrt"]
+    assert [close.rule for close in rate_search.list_close_branches(branches, 2.01)] == ["none"]
 
 
 def test_other_batches_are_tried_with_the_rule_that_was_chosen() -> None:
     spec, batches = job(), (512, 256, 1024)
     branches: list[RateBranch] = []
-    while (arm := rate_search.find_next_arm(spec, batches, branches)) is not None:
+    while (arm := rate_search.find_next_arm(spec, batches, branches, 1.0)) is not None:
         loss = 0.3 if arm.rule == "sqrt" else 0.9
         branches.append(branch(loss, arm.rule, batch=arm.batch, factor=arm.factor))
     assert [(tried.batch, tried.rule) for tried in branches] == [
         (512, "none"), (512, "sqrt"), (512, "linear"), (256, "sqrt"), (1024, "sqrt"),
     ]  # fmt: skip
     assert branches[-1].factor == 4.0
-    assert (largest := rate_search.choose_batch(branches[3:])) is not None
+    assert (largest := rate_search.choose_batch(branches[3:], 1.0)) is not None
     assert largest.batch == 1024
 
 
 def test_where_every_learning_rate_diverges_no_other_batch_is_tried() -> None:
     lost = [branch(None, rule, diverged=True) for rule in rate_search.RULES]
-    assert rate_search.find_next_arm(job(), (512, 256, 1024), lost) is None
+    assert rate_search.find_next_arm(job(), (512, 256, 1024), lost, 1.0) is None
 
 
 @pytest.mark.parametrize("others", [(), (256, 1024)])

@@ -34,11 +34,12 @@ MIN_STEPS = 5
 NOISE_SHARE, MIN_NOISE_BATCHES = 0.01, 8
 """Largest share of a training's samples from which the gradient noise is measured; and its minimum micro-batches per rank."""
 
-LOSS_MARGIN, MAX_LOSS_MARGIN = 0.25, 0.05
-"""Share of the lowest loss, and the most, by which the loss of a branch may exceed it for its higher learning rate to be chosen.
+LOSS_MARGIN, MAX_LOSS_MARGIN, PROGRESS_MARGIN = 0.25, 0.05, 0.5
+"""How far the loss of a branch may exceed the lowest one for its higher learning rate to be chosen: at most this share of it,
+this value, and this share of what the best branch has gained.
 
-A cross-entropy 0.05 higher is a likelihood 5 % lower: a quarter of the large loss of a language model would be too much
-(`benchmarks/learning_rates`).
+A cross-entropy 0.05 higher is a likelihood 5 % lower: a quarter of the large loss of a language model would be too much, and
+where branches gain little, so would 0.05 (`benchmarks/learning_rates`).
 """
 
 
@@ -152,14 +153,16 @@ def list_other_batches(spec: JobSpec, batch: int, *, divisor: int, dataset_size:
     )
 
 
-def find_next_arm(spec: JobSpec, batches: Sequence[int], branches: Sequence[RateBranch]) -> RateArm | None:
+def find_next_arm(
+    spec: JobSpec, batches: Sequence[int], branches: Sequence[RateBranch], start_loss: float
+) -> RateArm | None:
     """Return the next branch to train; None after the last.
 
     First all learning rates at the first batch, then the other batches with the rule that was chosen there.
     """
     trained = {(branch.batch, branch.rule) for branch in branches}
     arms = list_arms(spec, batches[0])
-    chosen = choose_rate([branch for branch in branches if branch.batch == batches[0]])
+    chosen = choose_rate([branch for branch in branches if branch.batch == batches[0]], start_loss)
     if chosen is not None and len(trained) >= len(arms):
         arms += [
             RateArm(batch, chosen.rule, compute_lr_scale(make_job_of_rule(spec, chosen.rule), batch))
@@ -168,21 +171,27 @@ def find_next_arm(spec: JobSpec, batches: Sequence[int], branches: Sequence[Rate
     return next((arm for arm in arms if (arm.batch, arm.rule) not in trained), None)
 
 
-def list_close_branches(branches: Sequence[RateBranch]) -> list[RateBranch]:
-    """Return the branches whose held-out loss is close to the lowest one, without those that diverged."""
+def list_close_branches(branches: Sequence[RateBranch], start_loss: float) -> list[RateBranch]:
+    """Return the branches whose held-out loss is close to the lowest one, without those that diverged.
+
+    Args:
+        branches: with equal numbers of samples.
+        start_loss: held-out loss where they start.
+    """
     losses = {branch: branch.loss for branch in branches if not branch.diverged and branch.loss is not None}
     if not losses:
         return []
     lowest = min(losses.values())
-    highest = lowest + min(LOSS_MARGIN * abs(lowest), MAX_LOSS_MARGIN)
+    gain = max(0.0, start_loss - lowest)
+    highest = lowest + min(LOSS_MARGIN * abs(lowest), MAX_LOSS_MARGIN, PROGRESS_MARGIN * gain)
     return [branch for branch, loss in losses.items() if loss <= highest]
 
 
-def choose_rate(branches: Sequence[RateBranch]) -> RateBranch | None:
+def choose_rate(branches: Sequence[RateBranch], start_loss: float) -> RateBranch | None:
     """Return the branch with the highest learning rate among those close to the lowest loss; None if all diverged."""
-    return max(list_close_branches(branches), key=lambda branch: branch.factor, default=None)
+    return max(list_close_branches(branches, start_loss), key=lambda branch: branch.factor, default=None)
 
 
-def choose_batch(branches: Sequence[RateBranch]) -> RateBranch | None:
+def choose_batch(branches: Sequence[RateBranch], start_loss: float) -> RateBranch | None:
     """Return the branch with the largest batch among those close to the lowest loss; None if all diverged."""
-    return max(list_close_branches(branches), key=lambda branch: branch.batch, default=None)
+    return max(list_close_branches(branches, start_loss), key=lambda branch: branch.batch, default=None)

@@ -134,7 +134,7 @@ class RateSearch(Record):
     samples: int  # trained, without those of interrupted attempts
     total: int  # samples of a training
     start_epoch: float  # at which the branches start
-    start_loss: float | None  # there, on the held-out samples
+    start_loss: float  # there, on the held-out samples
     noise: tuple[float, float, float | None] | None = (
         None  # gradient noise scale there with its 90 % interval; an upper end of None is open
     )

@@ -262,7 +262,7 @@ def _find_batch_too_large(run: RunDir, task: RateSearchTask) -> int | None:
     failure = attempts[-1].failure if attempts else None
     if record is None or record.finished or failure is None or failure.outcome != "device_oom":
         return None
-    arm = rate_search.find_next_arm(task.spec, task.batches, record.branches)
+    arm = rate_search.find_next_arm(task.spec, task.batches, record.branches, record.start_loss)
     return arm.batch if arm is not None and arm.batch > task.batches[0] else None
 
 
@@ -289,7 +289,7 @@ def read_report(search: PreparedSearch, file: JobFile | None = None) -> Learning
     if record is None or not _is_complete(run, task):
         raise make_error_of_job(run, task, "the search for a learning rate")
     batch, reference = task.batches[0], record.reference_batch
-    chosen = rate_search.choose_rate([branch for branch in record.branches if branch.batch == batch])
+    chosen = rate_search.choose_rate([branch for branch in record.branches if branch.batch == batch], record.start_loss)
     if chosen is None:
         raise Diverged(
             f"every learning rate diverges at batch {batch}, even that of batch {reference}",
@@ -297,7 +297,7 @@ def read_report(search: PreparedSearch, file: JobFile | None = None) -> Learning
         )
     overrides = tuple(rate_search.list_overrides(run.spec, chosen.rule))
     alike = [branch for branch in record.branches if branch.rule == chosen.rule]
-    largest = rate_search.choose_batch(alike) if len(task.batches) > 1 else None
+    largest = rate_search.choose_batch(alike, record.start_loss) if len(task.batches) > 1 else None
     times = "the learning rate" if chosen.factor == 1 else f"{chosen.factor:.3g} times the learning rate"
     return LearningRateReport(
         nodes=task.nodes,

@@ -43,7 +43,7 @@ def run_rate_search(task: RateSearchTask, run: RunDir, ranks: Ranks, datasets: D
     context = _make_context(task, plan, ranks, datasets)
     if search is None:
         search = _measure_start(context, task, plan)
-    while (arm := rate_search.find_next_arm(task.spec, task.batches, search.branches)) is not None:
+    while (arm := rate_search.find_next_arm(task.spec, task.batches, search.branches, search.start_loss)) is not None:
         if ranks.is_first:
             run.write_rate_search(search)
         branch = _train_branch(context, task, plan, arm, search.branches)

@@ -2,7 +2,29 @@
 
 from tula_cli.presets import AGS_PRESETS as PRESETS
 
-from .ags import Gate, LocalNorms, SmallBatch, Static, TulaOptimizer, advice, configured
+from .ags import (
+    Gate,
+    IdentityWarning,
+    LocalNorms,
+    MissedRefreshWarning,
+    SmallBatch,
+    Static,
+    TulaOptimizer,
+    advice,
+    configured,
+)
 from .orthogonal import Ortho
 
-__all__ = ["PRESETS", "Gate", "LocalNorms", "Ortho", "SmallBatch", "Static", "TulaOptimizer", "advice", "configured"]
+__all__ = [
+    "PRESETS",
+    "Gate",
+    "IdentityWarning",
+    "LocalNorms",
+    "MissedRefreshWarning",
+    "Ortho",
+    "SmallBatch",
+    "Static",
+    "TulaOptimizer",
+    "advice",
+    "configured",
+]

@@ -59,6 +59,17 @@ from .wrapper import (
     require_whole_numbers,
 )
 
+# --- Warnings, as classes so that a caller can filter them
+
+
+class IdentityWarning(UserWarning):
+    """Every step equals the base optimizer's; see `TulaOptimizer.identity`."""
+
+
+class MissedRefreshWarning(UserWarning):
+    """The factors were due to be refreshed, but the small batch's gradient is missing."""
+
+
 # --- The gate (line 5): is this step scaled?
 
 Consensus = Literal["broadcast", "check", "off"]
@@ -943,7 +954,9 @@ class SmallBatch(Factors):
         if self.due and not self._small_batch_taken and not self._warned:
             self._warned = True
             warnings.warn(
-                f"an AGS refresh was due, but {self._missing_input}: the factors stay as they are", stacklevel=2
+                f"an AGS refresh was due, but {self._missing_input}: the factors stay as they are",
+                MissedRefreshWarning,
+                stacklevel=2,
             )
         factors = self._next_factors
         if factors is not None:
@@ -1211,7 +1224,7 @@ class TulaOptimizer(Wrapper):
         self._n_steps = 0
         self._warned = False
         if self.identity is not None:
-            warnings.warn(self.identity, stacklevel=2)
+            warnings.warn(self.identity, IdentityWarning, stacklevel=2)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base optimizer; its parameters have the factor 1 until the next refresh."""

@@ -183,10 +183,10 @@ class AgsSteps:
     def _wrap(self, base: Any, model: Any, target: str) -> Any:
         settings, library = self.settings, importlib.import_module(PACKAGE)
         if not self.plan.training:  # a probe's last steps reduce nothing
-            warnings.filterwarnings("ignore", "an AGS refresh was due, but no gradient came through DDP")
+            warnings.simplefilter("ignore", library.MissedRefreshWarning)
         made = library.configured({**settings["settings"], "apply_to": target})
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "AGS does not change the gradients")  # it is a note
+            warnings.simplefilter("ignore", library.IdentityWarning)  # it is a note
             return library.TulaOptimizer(
                 base,
                 model=model,

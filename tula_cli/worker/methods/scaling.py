@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tula_cli.errors import SpecError
 from tula_cli.models.refresh import compute_small_batch_size
 from tula_cli.optim import TulaOptimizer, configured
-from tula_cli.optim.ags import Configured, count_samples_per_rank, find_embeddings
+from tula_cli.optim.ags import Configured, IdentityWarning, count_samples_per_rank, find_embeddings
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.finetune import find_parameters
@@ -55,7 +55,7 @@ class Scaling(Plain):
         by_itself = configuration.refresh or spec.ags.resolved().each_step
         arguments = self.settings(spec.ags, **({} if by_itself else {"refresh": "epoch"}))
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "AGS does not change the gradients")  # `remarks` tells it
+            warnings.simplefilter("ignore", IdentityWarning)  # `remarks` has it
             return TulaOptimizer(
                 base,
                 model=parallel,

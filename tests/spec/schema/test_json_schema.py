@@ -11,7 +11,8 @@ import pytest
 
 from tula_cli.errors import SpecError
 from tula_cli.services.init import make_job_from_command
-from tula_cli.spec.json_schema import make_json_schema
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.json_schema import make_json_schema, walk_sections
 from tula_cli.spec.load import dump_yaml, validate
 from tula_cli.spec.yaml_text import parse_yaml
 
@@ -222,3 +223,16 @@ def test_nothing_is_refused_that_the_loader_takes():
                 continue
             refused_alone.append((key, value))
     assert refused_alone == []
+
+
+def test_a_job_file_has_at_most_150_keys() -> None:
+    """A key that opens a section is not counted, nor are the sections that a node type repeats."""
+    sections = [("", JobSpec), *walk_sections(JobSpec)]
+    opened = {path.removesuffix(".NAME") for path, _ in sections}
+    keys = {
+        f"{path}.{name}".lstrip(".")
+        for path, section in sections
+        if not path.startswith("node_types")
+        for name in section.model_fields
+    }
+    assert len(keys - opened) <= 150, len(keys - opened)

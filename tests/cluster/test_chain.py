@@ -1309,6 +1309,7 @@ def after_progress(chain: Chain, samples: int, end: str) -> str:
     row = {
         "kind": "step",
         "time": 4e9,
+        "step": 1,
         "samples": samples,
         "epoch": 0.5,
         "batch": 64,

@@ -23,6 +23,7 @@ from worker_jobs import (
     Interrupted,
     final_weights,
     gradient,
+    less_noise,
     otherwise_laid,
     rows,
     same,
@@ -216,9 +217,10 @@ def grown_by_noise(folder: Path, ranks: Ranks) -> dict[str, Any]:
     task, ends = staged(), []
     for name, breaks in (("noise", (130, 500)), ("noise-unbroken", ())):
         run = RunDir(folder / name)
-        for after in breaks:
-            _ended(task.model_copy(update={"spec": staged(ends_after=after // ranks.world).spec}), run, ranks)
-        _train(task, run, ranks)
+        with less_noise():
+            for after in breaks:
+                _ended(task.model_copy(update={"spec": staged(ends_after=after // ranks.world).spec}), run, ranks)
+            _train(task, run, ranks)
         decided = [row.model_dump() for row in run.training(task.signature).stage_decisions()]
         ends.append((final_weights(run, task), decided, [row["batch"] for row in rows(run, task, "epoch")]))
     (first, *message), (whole, *without) = ends

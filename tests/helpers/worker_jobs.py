@@ -1,11 +1,14 @@
 """Small jobs for the worker: a data set and models that train in milliseconds, and tasks made of them."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
+from tula_cli.models.ramp.by_noise import NoisePath
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import Prediction, Stage
 from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
@@ -237,6 +240,14 @@ def train_task(
         ladder=(Rung(batch=batch, prediction=prediction),),
         workers=job.train.workers,
     )
+
+
+@contextmanager
+def less_noise(share: float = 0.4) -> Iterator[None]:
+    """Let decisions on stages see this share of the measured gradient noise, so that stages are put off."""
+    measured = NoisePath.noise_at
+    with mock.patch.object(NoisePath, "noise_at", lambda path, epoch: share * measured(path, epoch)):
+        yield
 
 
 def staged(

@@ -97,7 +97,7 @@ def test_the_answer_is_stored(run: RunDir) -> None:
 
 def test_how_sure_the_knee_is_is_reported_in_shares_of_the_curves_that_may_be(run: RunDir) -> None:
     answer = re.findall(r"within the uncertainty of the probes the knee is ([^;]*)", ask(run, "knee").reason)
-    shares = {int(batch): int(share) for batch, share in re.findall(r"(\d+) in (\d+)%", answer[0])}
+    shares = {int(batch): int(share) for batch, share in re.findall(r"(\d+) in (\d+) %", answer[0])}
     assert 0 < sum(shares.values()) <= 101 and shares.keys() <= {row.batch for row in ask(run, "knee").rows}
     assert "within the uncertainty of the probes" not in ask(run, "time").reason
 

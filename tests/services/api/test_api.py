@@ -94,7 +94,7 @@ def test_a_run_is_sent_to_a_tracker_and_nothing_twice(tmp_path: Path) -> None:
     make.add_probes(run, 1, (32,))
     run.write_result(measured(Truth(), 1, 32))
     (first,) = tula.export(run.path, "tensorboard")
-    assert (first.to, first.runs, first.new_runs, first.problem) == ("tensorboard", 2, 2, "")
+    assert (first.to, first.runs, first.new_runs, first.problem) == ("tensorboard", 1, 1, "")
     (again,) = tula.export(run.path, ["tensorboard"], uri=str(run.path / "exports" / "tensorboard"))
     assert (again.new_runs, again.new_points) == (0, 0)
     with pytest.raises(SpecError, match="no tracker was given"):

@@ -243,8 +243,8 @@ def test_times_that_no_step_takes_are_not_compared(runs, times):
     add(first)
     add(other)
     other.write_result(measured(BEFORE, 1, 64, step_times=times))
-    (row, *others) = compare_runs(open_family(first), open_family(other)).steps.rows
-    assert (row.ratio, row.step.after, len(others)) == (None, None, 5)
+    result = compare_runs(open_family(first), open_family(other))
+    assert len(result.steps.rows) == 5 and "probe-n001-l000064" in result.warnings[0].text
 
 
 def test_python_takes_names_folders_and_runs(runs, tmp_path):

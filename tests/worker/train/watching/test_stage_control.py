@@ -2,11 +2,12 @@
 
 import contextlib
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from worker_jobs import Interrupted, LeavesAt, final_weights, rows, same, spec, staged, train_task
+from worker_jobs import Interrupted, LeavesAt, final_weights, less_noise, rows, same, spec, staged, train_task
 
 from tula_cli.models.ramp.by_noise import describe_decision
 from tula_cli.run.directory import RunDir
@@ -34,6 +35,12 @@ def content(run: RunDir, task: TrainTask) -> bytes:
 
 DECIDED = [(100, 16, "put off", 201), (200, 16, "put off", 301), (300, 16, "begins", 301), (600, 32, "begins", 601)]
 """Of epochs of 100 samples: at 150 a batch of 16 was planned, which was to last for 300."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_noise() -> Iterator[None]:
+    with less_noise():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -63,8 +63,9 @@ def test_the_answer_is_the_one_that_recommend_has_kept(whole: RunDir, told: Docu
     kept = whole.recommendation()
     assert kept is not None
     choice = kept.choice
-    assert told.answer.startswith(f"{choice.nodes} nodes, batch {choice.batch} (local {choice.local_batch}): ")
+    assert kept.headline is not None and told.answer.startswith(kept.headline.text)
     for value in (
+        f"{choice.nodes} nodes, batch {choice.batch} (local {choice.local_batch}): ",
         format_duration(3600 * choice.hours),
         format_number(choice.cost),
         f"{format_number(choice.all_node_hours)} node-hours",
@@ -110,7 +111,7 @@ def test_without_an_answer_the_knee_is_reported(tmp_path: Path) -> None:
     run = reports.probed(tmp_path)
     document = report(run)
     now = recommending.recommend(open_family(run), Query(objective="knee"), now=1.0).recommendation
-    assert document.answer.startswith(f"{now.choice.nodes} nodes, batch {now.choice.batch} ") or now.choice.nodes == 1
+    assert f"{now.choice.nodes} nodes, batch {now.choice.batch} (" in document.answer or now.choice.nodes == 1
     assert run.recommendation() is None, "a report keeps no answer"
     assert section(document, "training").missing == "nothing was trained yet. Run tula train."
 

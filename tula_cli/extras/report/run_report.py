@@ -58,11 +58,14 @@ def _describe_question(material: Material) -> str:
 
 
 def _describe_answer(material: Material) -> Iterator[str]:
-    """Yield the choice with its time and cost, and the state or result of each part's newest training."""
+    """Yield the comparison with today's configuration, the choice, and the state or result of each part's newest training."""
     recommendation = material.shown_recommendation
     if recommendation is None:
         yield f"No recommendation yet: {material.unanswered}."
     else:
+        headline = recommendation.headline
+        if headline is not None:
+            yield f"{headline.text.rstrip('.')}. {headline.comparison}"
         yield f"{_describe_choice(recommendation.choice, recommendation.currency)}."
     for training in list_newest_trainings(material):
         end = training.summary

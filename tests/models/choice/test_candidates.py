@@ -54,6 +54,15 @@ def test_rows_are_taken_and_joined_with_all_that_they_hold() -> None:
     assert table.select(type="fast", market="on_demand").prediction(0) == rows()[0]
 
 
+def test_tables_of_a_constant_and_of_a_growing_batch_are_joined_in_any_order() -> None:
+    growing, constant = rows(), [make.prediction(nodes, 64) for nodes in (1, 2, 4, 8, 16)]
+    tables = [Candidates.from_predictions(growing), Candidates.from_predictions(constant).take([4, 1])]
+    records = [[*growing], [constant[4], constant[1]]]
+    for first, second in ((0, 1), (1, 0)):
+        joined = Candidates.concatenate([tables[first], tables[second]])
+        assert list(joined.predictions()) == [*records[first], *records[second]]
+
+
 def test_a_configuration_is_one_on_both_markets_and_another_on_other_nodes() -> None:
     first, spot, other, slower = Candidates.from_predictions(rows()).number_configurations()
     assert first == spot and len({first, other, slower}) == 3

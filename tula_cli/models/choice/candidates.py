@@ -1,6 +1,5 @@
 """The table of candidates: what can be chosen, and the forecast of a training with each."""
 
-import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -94,8 +93,13 @@ class StageTable:
         )
 
 
-_EMPTY: Any = np.zeros((0, 0))
-NO_STAGES = StageTable(*[_EMPTY] * len(fields(StageTable)))
+def _make_rows_without_stages(count: int) -> StageTable:
+    dtypes = (np.int64 if field.name in ("nodes", "batch") else np.float64 for field in fields(StageTable))
+    columns: list[Any] = [np.zeros((count, 0), dtype=dtype) for dtype in dtypes]
+    return StageTable(*columns)
+
+
+NO_STAGES = _make_rows_without_stages(0)
 """The stages of trainings whose batch is constant."""
 
 
@@ -135,12 +139,17 @@ class Candidates:
         import pandas as pd
 
         stages = tables[0].stages
-        frames = [table.frame for table in tables]
+        frame = pd.concat([table.frame for table in tables], ignore_index=True)
         if any(table.stages is not stages for table in tables):
-            starts = itertools.accumulate((len(table.stages.batch) for table in tables), initial=0)
-            frames = [frame.assign(stages=frame["stages"] + at) for frame, at in zip(frames, starts, strict=False)]
-            stages = StageTable.concatenate([table.stages for table in tables])
-        return cls(pd.concat(frames, ignore_index=True), stages) if len(tables) > 1 else tables[0]
+            stages = StageTable.concatenate([table._take_stages() for table in tables])
+            frame = frame.assign(stages=np.arange(len(frame)))
+        return cls(frame, stages)
+
+    def _take_stages(self) -> StageTable:
+        """Return the stages with a row for each configuration, also for those whose batch is constant."""
+        if self.stages is NO_STAGES:
+            return _make_rows_without_stages(len(self))
+        return self.stages.take(self["stages"])
 
     def __len__(self) -> int:
         return len(self.frame)

@@ -50,6 +50,20 @@ def test_what_older_runs_say_is_kept_under_the_new_names() -> None:
     assert (train.oom_policy, train.best_checkpoint.metric, train.early_stopping and train.early_stopping.patience) == ("shrink", "loss", 5)  # fmt: skip
 
 
+def test_a_problem_of_a_site_file_or_variable_names_it(tmp_path: Path) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text("cluster: {kind: slurm, slurm: {reservation: maintenance}}\nexport: [{to: tensorboard, by: job}]\n")
+    with pytest.raises(SpecError) as caught:
+        loaded(tmp_path, JOB, "search.packing=one", environ={f"{ENV_PREFIX}TRAIN__TF32": "false"}, site_files=[site])
+    problems = {problem.path: problem.message for problem in caught.value.problems}
+    assert problems == {
+        "cluster.slurm.reservation": f"this key was removed; it is set by {site}",
+        "export[0].by": f"this key was removed; it is set by {site}",
+        "search.packing": "this key was removed",
+        "train.tf32": f"this key was removed; it is set by {ENV_PREFIX}TRAIN__TF32",
+    }
+
+
 def test_a_renamed_key_is_read_and_reported_wherever_a_user_writes_it(tmp_path: Path) -> None:
     text = JOB.replace("epochs: 10", "epochs: 10, until: {patience: 3}")
     site = tmp_path / "site.yaml"

@@ -501,6 +501,6 @@ def list_default_batches(run: RunDir) -> tuple[int, ...]:
     if recommendation is None:
         raise BadMeasurements(
             f"{run.id} has no recommendation, and --batch is not given",
-            "give the large batches: tula compare job.yaml --batch 1024,4096",
+            "give the large batch, for example tula compare job.yaml --batch 1024",
         )
     return (recommendation.choice.batch,)

@@ -20,7 +20,7 @@ from tula_cli.words import (
 @diagnostic
 def expensive_rate_search(*, share: float, samples: int, steps: int) -> str:
     return (
-        f"The search trains {share:.0%} of the samples of a training, because the training is short: each branch takes at"
+        f"The search trains {100 * share:.0f} % of the samples of a training, because the training is short: each branch takes at"
         f" least {steps} steps ({samples} samples)."
     )
 

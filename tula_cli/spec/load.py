@@ -7,13 +7,14 @@ all problems at once, each with its path and the nearest valid name. Units are i
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
 from pydantic import BeforeValidator, ValidationError
 
-from tula_cli.errors import SpecError
+from tula_cli.errors import Problem, SpecError
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.merge import merge_sources
 from tula_cli.spec.old_keys import remove_old_keys, replace_old_keys
@@ -37,11 +38,25 @@ def load_spec(
         site_files: YAML files of site-wide values, weaker than the spec; None: those of the site and the user.
 
     Raises:
-        SpecError: with all problems at once.
+        SpecError: with all problems at once; keys that a site file or a variable sets are reported with it.
     """
     overrides = overrides if isinstance(overrides, str) else tuple(overrides)  # a text is refused where they are merged
-    merged, _ = merge_sources(path, overrides=overrides, environ=environ, site_files=site_files)
-    return validate(merged, source=" --set ".join((str(path), *overrides)))
+    merged, origins = merge_sources(path, overrides=overrides, environ=environ, site_files=site_files)
+    source = " --set ".join((str(path), *overrides))
+    other_origins = {key: origin for key, origin in origins.items() if origin not in (str(path), "--set")}
+    try:
+        return validate(merged, source=source)
+    except SpecError as error:
+        problems = tuple(_name_origin(problem, other_origins) for problem in error.problems)
+        raise SpecError(error.message, error.hint, problems=problems) from None
+
+
+def _name_origin(problem: Problem, origins: Mapping[str, str]) -> Problem:
+    """Return the problem with the source of its key, or of the list or section with the key, if `origins` has it."""
+    key = problem.path.partition("[")[0]
+    while key and key not in origins:
+        key = key.rpartition(".")[0]
+    return replace(problem, message=f"{problem.message}; it is set by {origins[key]}") if key else problem
 
 
 def validate(content: Mapping[str, Any], *, source: str) -> JobSpec:

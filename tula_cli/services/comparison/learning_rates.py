@@ -34,7 +34,7 @@ from tula_cli.services.waiting import (
     warn_new_jobs,
 )
 from tula_cli.spec.signature import compute_digest, compute_train_signature
-from tula_cli.words import format_number, make_relative_path
+from tula_cli.words import format_count, format_number, join_words, make_relative_path
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -283,8 +283,11 @@ def read_report(search: PreparedSearch, file: JobFile | None = None) -> Learning
     run, task = search.run, search.task
     record = run.rate_search(task.key)
     if record is None and not run.attempts(task.id):
+        first, *others = task.batches
+        with_others = f" and compared with batches {join_words(others)}" if others else ""
         raise BadMeasurements(
-            f"no learning rate was searched for batch {task.batches[0]} on {task.nodes} nodes yet", "remove --show"
+            f"no learning rate was searched for batch {first}{with_others} on {format_count(task.nodes)} yet",
+            f"remove --show, or show the search {'without' if others else 'with'} --batches if there was one",
         )
     if record is None or not _is_complete(run, task):
         raise make_error_of_job(run, task, "the search for a learning rate")

@@ -751,6 +751,14 @@ def test_2_a_misspelt_run_is_reported_with_the_nearest_of_the_runs_there_are(clu
     assert refused.code == 2 and refused.json["error"]["hint"] == "did you mean digits-e7dc068f?"
 
 
+def test_the_newest_run_is_also_called_latest(cluster, here):
+    tula("profile", "job.yaml")
+    newest = tula("status", "--json").json["run_id"]
+    for words in (("latest",), ("tula-runs/latest",), ("--run", "latest"), ("--run", "tula-runs/latest")):
+        assert tula("status", *words, "--json").json["run_id"] == newest
+    assert tula("recommend", "latest", "--json").json["run_id"] == newest
+
+
 def test_2_all_problems_of_a_spec_one_a_line(cluster):
     Path("bad.yaml").write_text("{optimizer: {lr: -1}, trian: {}, model: {name: x}}")
     refused = tula("profile", "bad.yaml", "--json")

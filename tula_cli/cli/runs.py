@@ -169,6 +169,8 @@ def find_named_runs(named: Path, root: Path) -> "list[RunDir]":
     """
     from tula_cli.run.directory import RunDir
 
+    if (folder := _find_folder_of_newest(named, root)) is not None:
+        return [RunDir.newest(folder)]
     # os.path's, which raise nothing where another user's folder is in the way.
     if os.path.isfile(named):  # noqa: PTH113
         return _find_runs_of_job(named, root)
@@ -188,6 +190,15 @@ def find_named_runs(named: Path, root: Path) -> "list[RunDir]":
         f"there is no run {named} (neither {named.absolute()} nor {words.make_relative_path(root / named.name)} is a folder)",
         _suggest_runs(named, root) or "tula list shows all runs",
     )
+
+
+def _find_folder_of_newest(named: Path, root: Path) -> Path | None:
+    """Return the folder of runs of which `latest`, or the path of that file, names the newest; None for other names."""
+    from tula_cli.run.directory import LATEST
+
+    folder = named.absolute().parent if os.path.exists(named) else root  # noqa: PTH110
+    is_file = named.name == LATEST and os.path.isfile(folder / LATEST)  # noqa: PTH113
+    return folder if is_file and (len(named.parts) == 1 or os.path.exists(named)) else None  # noqa: PTH110
 
 
 def _suggest_runs(named: Path, root: Path) -> str:
@@ -246,6 +257,8 @@ def resolve_job_or_run(job: Path | None, named: Sequence[Path], root: Path) -> t
         return None, named
     if named:
         raise _make_two_runs_error(job, named)
+    if _find_folder_of_newest(job, root) is not None:
+        return None, [job]
     if os.path.exists(job):  # noqa: PTH110
         is_run = os.path.isfile(job / "spec.yaml")  # noqa: PTH113
         return (None, [job]) if is_run else (job, [])

@@ -144,7 +144,7 @@ PARTS = (
     Part("installed-under-python-3.13", 1.0, ("tests/installed.py", "3.13", *LIGHT)),
     Part("script-under-torch-2.0", 5.0, ("tests/oldest_torch.py", "2.0.1")),
     soak(1, nodes=16, kills=2, epochs=20, minutes=2.0),
-    soak(1, nodes=4, least=1, kills=8, epochs=200, minutes=4.0),
+    soak(1, nodes=4, least=1, kills=8, epochs=200, minutes=4.2),
 )
 
 

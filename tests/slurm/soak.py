@@ -73,8 +73,14 @@ class Soak:
         kinds: list[tuple[Callable[[], bool], int]] = [
             (self.kill_rank, 12), (self.kill_supervisor, 4), (self.power_off, 2), (self.preempt, 2),
         ]  # fmt: skip
-        if self.least is not None:
-            kinds.append((self.occupy, 12))
+        if self.least is not None:  # mostly what ends an allocation, so that the next one may have other nodes
+            kinds = [
+                (self.kill_rank, 4),
+                (self.kill_supervisor, 2),
+                (self.power_off, 2),
+                (self.preempt, 8),
+                (self.occupy, 12),
+            ]
             self.occupy()
         self.tula("train", "job.yaml", "--nodes", nodes, "--batch", str(BATCH))
         moved, at = -1, time.monotonic()

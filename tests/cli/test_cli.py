@@ -754,8 +754,8 @@ def test_2_a_misspelt_run_is_reported_with_the_nearest_of_the_runs_there_are(clu
 def test_the_newest_run_is_also_called_latest(cluster, here):
     tula("profile", "job.yaml")
     newest = tula("status", "--json").json["run_id"]
-    for words in (("latest",), ("tula-runs/latest",), ("--run", "latest"), ("--run", "tula-runs/latest")):
-        assert tula("status", *words, "--json").json["run_id"] == newest
+    for named in (("latest",), ("tula-runs/latest",), ("--run", "latest"), ("--run", "tula-runs/latest")):
+        assert tula("status", *named, "--json").json["run_id"] == newest
     assert tula("recommend", "latest", "--json").json["run_id"] == newest
 
 

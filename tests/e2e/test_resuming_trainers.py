@@ -43,7 +43,7 @@ cluster: {device: cpu}
 
 
 def run_resume_test(folder: Path, script: str, job: str) -> dict[str, Any]:
-    """Rehearse a script and return what was found."""
+    """Test how a script resumes, and return the result."""
     shutil.copy(SCRIPTS / script, folder)
     data: dict[str, Any] = Tula(folder, job)("check", "job.yaml", "--rehearse")["data"]
     assert data["resumes"] == data["rehearsal"]["verdict"]

@@ -114,6 +114,17 @@ def list_unfinished_jobs(run: RunDir, launcher: Launcher, job_ids: Iterable[str]
     return [job.id for job in jobs if states[job.id].state in ("pending", "running")]
 
 
+def submit_task(run: RunDir, launcher: Launcher, task: Task) -> None:
+    """Store a task and submit its job, under `lock_submission`; an earlier cancellation of the job no longer applies.
+
+    Raises:
+        SchedulerError: the scheduler refused the job.
+    """
+    run.uncancel(task.job)
+    run.write_task(task)
+    run.write_job(launcher.submit(run, task))
+
+
 @contextlib.contextmanager
 def hold_interrupts() -> Iterator[None]:
     """Delay Ctrl-C until the end of the block; a second Ctrl-C takes effect at once.

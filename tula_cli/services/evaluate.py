@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli import words
-from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission
+from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission, submit_task
 from tula_cli.errors import BadMeasurements, JobFailed, SpecError, TulaError, require_positive
 from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.options import EvaluationRequest
@@ -198,9 +198,7 @@ def _start_job(run: RunDir, task: EvaluateTask, launcher: Launcher) -> None:
         if list_unfinished_jobs(run, launcher, [task.job]):
             return
         run.training(task.signature).drop_evaluation(task.key)
-        run.uncancel(task.job)
-        run.write_task(task)
-        run.write_job(launcher.submit(run, task))
+        submit_task(run, launcher, task)
 
 
 def read_evaluation_result(run: RunDir, task: EvaluateTask) -> EvaluationRecord:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.cluster.inspection import NotInspectable
-from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission
+from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission, submit_task
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, JobFailed, OutOfMemoryAtMinimum, SchedulerError
 from tula_cli.host.failures import FAILURE_KINDS, advise
@@ -244,9 +244,7 @@ def submit_probes(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[s
                 if run.is_cancelled(id_):
                     raise SchedulerError(f"{id_} is still being cancelled", "run the same command again in a minute")
                 continue
-            run.uncancel(id_)
-            run.write_task(task.model_copy(update={"code": code}))
-            run.write_job(launcher.submit(run, task))
+            submit_task(run, launcher, task.model_copy(update={"code": code}))
     return tuple(jobs)
 
 

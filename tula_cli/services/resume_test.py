@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from tula_cli import words
-from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission
+from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission, submit_task
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import CannotResume, JobFailed, OverBudget, ResumeUntested, SpecError
 from tula_cli.models.interruptions import find_checkpoint_schedule
@@ -193,8 +193,7 @@ def submit_resume_test(run: Run, launcher: Launcher, code: Source, *, batch: int
             id=name, job=name, spec=spec, workdir=str(code.workdir), nodes=1, key=key,
             batch=batch or resume_test_batch(run), code=take_snapshot(run, spec, code),
         )  # fmt: skip
-        run.write_task(task)
-        run.write_job(launcher.submit(run, task))
+        submit_task(run, launcher, task)
     return task
 
 

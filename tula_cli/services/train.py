@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tula_cli.cluster.chains import list_nodes_of_links
 from tula_cli.cluster.full_disk import release_held_jobs
-from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission
+from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission, submit_task
 from tula_cli.cluster.slurm import first_job
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible, SchedulerError, SpecError, require_positive
@@ -350,11 +350,9 @@ def submit_training(
                 raise SchedulerError(f"{task.job} is still being cancelled", "run the same command again in a minute")
             require_stopped(run, task)
         else:
-            run.uncancel(task.job)
             code = take_snapshot(run, task.spec, plan.code)
-            task = task.model_copy(update={"code": code, "after": after, "follows": tuple(follows)})
-            run.write_task(task)
-            run.write_job(launcher.submit(run, task))
+            update = {"code": code, "after": after, "follows": tuple(follows)}
+            submit_task(run, launcher, task.model_copy(update=update))
     return task.job
 
 

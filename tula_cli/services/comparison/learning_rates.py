@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission
+from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission, submit_task
 from tula_cli.errors import BadMeasurements, Diverged, OverBudget, SpecError
 from tula_cli.models import rate_search
 from tula_cli.models.ramp.stage_nodes import compute_batch_divisor
@@ -223,10 +223,8 @@ def _start_job(search: PreparedSearch, launcher: Launcher) -> None:
     with lock_submission(run):
         if list_unfinished_jobs(run, launcher, [task.job]):
             return
-        run.uncancel(task.job)
-        task = task.model_copy(update={"code": take_snapshot(run, task.spec, search.code)})
-        run.write_task(task)
-        run.write_job(launcher.submit(run, task))
+        code = take_snapshot(run, task.spec, search.code)
+        submit_task(run, launcher, task.model_copy(update={"code": code}))
 
 
 def _list_branches(run: RunDir, task: RateSearchTask) -> tuple[RateBranch, ...]:

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -356,26 +356,30 @@ class ScheduledTraining:
     follows: tuple[int, ...]  # the trainings, by their index in the schedule, whose nodes it takes over
 
 
-@dataclass(frozen=True)
-class AtFastest:
+@dataclass(frozen=True, kw_only=True)
+class PlanAtFastest:
     """The same trainings, each at the fastest configuration: what the plan is compared with."""
 
-    nodes: int  # of each training
-    batch: int
-    side_by_side: int
     hours: float
     cost: float
     node_hours: float
 
 
-@dataclass(frozen=True)
-class Campaign:
-    """A plan for equal trainings, the answer of `tula recommend --trainings`; costs are in `currency`."""
+@dataclass(frozen=True, kw_only=True)
+class AtFastest(PlanAtFastest):
+    """Equal trainings, each at the fastest configuration."""
 
-    trainings: int
+    nodes: int  # of each training
+    batch: int
+    side_by_side: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFigures:
+    """The figures of a plan for many trainings; costs are in `currency`."""
+
+    trainings: int  # of all jobs
     max_nodes: int  # in use at a time
-    batch: int  # global, of every training
-    max_batch: int | None  # of the batches considered: that of the knee, or the limit of the query
     minimises: Quantity
     deadline_hours: float | None  # for all trainings
     budget: float | None  # for all trainings
@@ -385,13 +389,21 @@ class Campaign:
     cost: float
     node_hours: float
     kwh: float | None
+    speedup: float  # how many times as fast the plan is as each training at its fastest
+    currency: str
+    warnings: tuple[Diagnostic, ...]  # about the measurements
+
+
+@dataclass(frozen=True, kw_only=True)
+class Campaign(PlanFigures):
+    """A plan for equal trainings, the answer of `tula recommend --trainings`."""
+
+    batch: int  # global, of every training
+    max_batch: int | None  # of the batches considered: that of the knee, or the limit of the query
     bound_hours: float  # no schedule within the limits with this batch and node type finishes sooner
     waves: tuple[Wave, ...]
     schedule: tuple[ScheduledTraining, ...]  # the same trainings one by one, by start
     at_fastest: AtFastest
-    speedup: float  # how many times as fast the plan is as each training at its fastest
-    currency: str
-    warnings: tuple[Diagnostic, ...]  # about the measurements
 
     def frame(self) -> "pd.DataFrame":
         """Return the waves as a table, one row each; its columns are the fields of `Wave`."""
@@ -425,22 +437,21 @@ def describe_plan(
     """
     rows = {row: candidates.prediction(row) for row in {start.option.row for start in starts}}
     used = [rows[start.option.row] for start in starts]
-    hours, fastest = compute_makespan(starts), _compute_at_fastest(candidates, len(starts), nodes, one_at_a_time)
-    hours_low, hours_high = scale_interval(hours, rows.values())
+    at_fastest = _compute_at_fastest(candidates, len(starts), nodes, one_at_a_time)
+    figures = compute_figures(
+        starts,
+        used,
+        at_fastest,
+        query=query,
+        minimises=minimises,
+        nodes=nodes,
+        currency=currency,
+        warnings=warnings,
+    )
     return Campaign(
-        trainings=len(starts),
-        max_nodes=nodes,
+        **vars(figures),
         batch=used[0].batch,
         max_batch=max_batch,
-        minimises=minimises,
-        deadline_hours=query.deadline_hours,
-        budget=query.budget,
-        hours=hours,
-        hours_low=hours_low,
-        hours_high=hours_high,
-        cost=sum(row.cost for row in used),
-        node_hours=sum(row.all_node_hours for row in used),
-        kwh=sum_energies(used),
         bound_hours=_compute_bound(
             candidates.select(batch=used[0].batch, type=used[0].type), trainings=len(starts), nodes=nodes
         ),
@@ -449,14 +460,50 @@ def describe_plan(
             ScheduledTraining(start.hours, start.option.hours, row.nodes, row.cost, follows)
             for start, row, follows in zip(starts, used, find_predecessors(starts, nodes), strict=True)
         ),
-        at_fastest=fastest,
-        speedup=fastest.hours / hours,
+        at_fastest=at_fastest,
+    )
+
+
+def compute_figures(
+    starts: Sequence[Start],
+    trainings: Sequence[Prediction],
+    at_fastest: PlanAtFastest,
+    *,
+    query: Query,
+    minimises: Quantity,
+    nodes: int,
+    currency: str,
+    warnings: Sequence[Diagnostic],
+) -> PlanFigures:
+    """Return the figures of a plan that do not depend on whether its trainings are equal.
+
+    Args:
+        starts: the trainings, at least one.
+        trainings: the predictions for them, in the same order.
+        at_fastest: what the plan is compared with.
+        query, minimises, nodes, currency, warnings: as of `describe_plan`.
+    """
+    hours = compute_makespan(starts)
+    hours_low, hours_high = _scale_interval(hours, trainings)
+    return PlanFigures(
+        trainings=len(starts),
+        max_nodes=nodes,
+        minimises=minimises,
+        deadline_hours=query.deadline_hours,
+        budget=query.budget,
+        hours=hours,
+        hours_low=hours_low,
+        hours_high=hours_high,
+        cost=sum(row.cost for row in trainings),
+        node_hours=sum(row.all_node_hours for row in trainings),
+        kwh=_sum_energies(trainings),
+        speedup=at_fastest.hours / hours,
         currency=currency,
         warnings=tuple(warnings),
     )
 
 
-def scale_interval(hours: float, rows: Collection[Prediction]) -> tuple[float | None, float | None]:
+def _scale_interval(hours: float, rows: Sequence[Prediction]) -> tuple[float | None, float | None]:
     """Return the 90 % interval of a plan's hours if all step times are off by as much; None if a row has no interval."""
     ratios = [
         (row.hours_low / row.hours, row.hours_high / row.hours)
@@ -468,7 +515,7 @@ def scale_interval(hours: float, rows: Collection[Prediction]) -> tuple[float | 
     return hours * min(low for low, _ in ratios), hours * max(high for _, high in ratios)
 
 
-def sum_energies(trainings: Sequence[Prediction]) -> float | None:
+def _sum_energies(trainings: Sequence[Prediction]) -> float | None:
     """Return the energy of trainings in kWh, or None if that of one is unknown."""
     energies = [row.kwh for row in trainings if row.kwh is not None]
     return sum(energies) if len(energies) == len(trainings) else None

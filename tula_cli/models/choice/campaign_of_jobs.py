@@ -18,17 +18,18 @@ import numpy as np
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.models.choice.campaign import (
     Option,
+    PlanAtFastest,
+    PlanFigures,
     Quantity,
     ScheduledTraining,
     Start,
     Wave,
+    compute_figures,
     compute_makespan,
     find_predecessors,
     is_within,
     join_waves,
-    scale_interval,
     sum_costs,
-    sum_energies,
 )
 from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.choice.columns import Floats
@@ -533,40 +534,17 @@ class PlannedJob:
     node_hours: float
 
 
-@dataclass(frozen=True)
-class JobsAtFastest:
-    """The same trainings, each at the fastest configuration of its job: what the plan is compared with."""
-
-    hours: float
-    cost: float
-    node_hours: float
-
-
-@dataclass(frozen=True)
-class CampaignOfJobs:
+@dataclass(frozen=True, kw_only=True)
+class CampaignOfJobs(PlanFigures):
     """A plan for trainings of several jobs, the answer of `tula recommend --trainings` with runs of several jobs."""
 
-    trainings: int  # of all jobs
-    max_nodes: int  # in use at a time
     node_type: str  # of all trainings; empty if the jobs name none
-    minimises: Quantity
-    deadline_hours: float | None  # for all trainings
-    budget: float | None  # for all trainings
-    hours: float  # until the last training finishes
-    hours_low: float | None  # 90 %, if all step times are off by as much; None if one has no interval
-    hours_high: float | None
-    cost: float
-    node_hours: float
-    kwh: float | None
     lower_bound: float  # no plan within the limits is below this, in what is minimised: hours, cost or kWh
     is_optimal: bool  # whether the plan reaches it
     jobs: tuple[PlannedJob, ...]
     waves: tuple[JobWave, ...]
     schedule: tuple[JobTraining, ...]  # the same trainings one by one, by start
-    at_fastest: JobsAtFastest
-    speedup: float  # how many times as fast the plan is as each training at its fastest
-    currency: str
-    warnings: tuple[Diagnostic, ...]  # about the measurements
+    at_fastest: PlanAtFastest  # each at the fastest configuration of its job
 
     def frame(self) -> "pd.DataFrame":
         """Return the waves as a table, one row each; its columns are the fields of `JobWave`."""
@@ -608,62 +586,54 @@ def describe_plan_of_jobs(
     """
     starts = plan.starts
     rows = {row: candidates.prediction(row) for row in {start.option.row for start in starts}}
-    job_of_row = {row: job.job for job in jobs for row in job.rows if row in rows}
     used = [rows[start.option.row] for start in starts]
-    names = [job_of_row[start.option.row] for start in starts]
-    hours = compute_makespan(starts)
-    hours_low, hours_high = scale_interval(hours, rows.values())
-    values = {"time": hours, "cost": sum_costs(starts), "energy": sum_costs(starts)}
-    waves = [
-        JobWave(**vars(wave), job=job.job, batch=batch)
-        for job in jobs
-        for part in [[start for start in starts if start.option.row in job.rows]]
-        for batch in [rows[part[0].option.row].batch]
-        for wave in join_waves(part, rows)
-    ]
+    names = [next(job.job for job in jobs if start.option.row in job.rows) for start in starts]
     at_fastest = _compute_at_fastest(candidates, jobs, used[0].type, nodes)
-    return CampaignOfJobs(
-        trainings=len(starts),
-        max_nodes=nodes,
-        node_type=used[0].type,
+    figures = compute_figures(
+        starts,
+        used,
+        at_fastest,
+        query=query,
         minimises=minimises,
-        deadline_hours=query.deadline_hours,
-        budget=query.budget,
-        hours=hours,
-        hours_low=hours_low,
-        hours_high=hours_high,
-        cost=sum(row.cost for row in used),
-        node_hours=sum(row.all_node_hours for row in used),
-        kwh=sum_energies(used),
-        lower_bound=plan.lower_bound,
-        is_optimal=is_within(values[minimises], plan.lower_bound),
-        jobs=tuple(
+        nodes=nodes,
+        currency=currency,
+        warnings=warnings,
+    )
+    planned_jobs, waves = [], []
+    for job in jobs:
+        of_job = [start for start in starts if start.option.row in job.rows]
+        trainings = [rows[start.option.row] for start in of_job]
+        batch = trainings[0].batch
+        waves += [JobWave(**vars(wave), job=job.job, batch=batch) for wave in join_waves(of_job, rows)]
+        planned_jobs.append(
             PlannedJob(
                 job=job.job,
                 trainings=job.trainings,
-                batch=next(row.batch for row, name in zip(used, names, strict=True) if name == job.job),
+                batch=batch,
                 max_batch=job.max_batch,
-                end=max(start.end for start, name in zip(starts, names, strict=True) if name == job.job),
-                cost=sum(row.cost for row, name in zip(used, names, strict=True) if name == job.job),
-                node_hours=sum(row.all_node_hours for row, name in zip(used, names, strict=True) if name == job.job),
+                end=compute_makespan(of_job),
+                cost=sum(row.cost for row in trainings),
+                node_hours=sum(row.all_node_hours for row in trainings),
             )
-            for job in jobs
-        ),
+        )
+    return CampaignOfJobs(
+        **vars(figures),
+        node_type=used[0].type,
+        lower_bound=plan.lower_bound,
+        is_optimal=is_within(figures.hours if minimises == "time" else sum_costs(starts), plan.lower_bound),
+        jobs=tuple(planned_jobs),
         waves=tuple(sorted(waves, key=lambda wave: wave.start)),
         schedule=tuple(
             JobTraining(start.hours, start.option.hours, row.nodes, row.cost, follows, name)
             for start, row, follows, name in zip(starts, used, find_predecessors(starts, nodes), names, strict=True)
         ),
         at_fastest=at_fastest,
-        speedup=at_fastest.hours / hours,
-        currency=currency,
-        warnings=tuple(warnings),
     )
 
 
 def _compute_at_fastest(
     candidates: Candidates, jobs: Sequence[CandidatesOfJob], node_type: str, nodes: int
-) -> JobsAtFastest:
+) -> PlanAtFastest:
     fastest = []
     for job in jobs:
         table = candidates.take(job.rows).select(type=node_type)
@@ -671,7 +641,7 @@ def _compute_at_fastest(
     counts = [job.trainings for job in jobs]
     counted = [(Option(row.nodes, row.hours, row.cost), count) for row, count in zip(fastest, counts, strict=True)]
     starts = schedule_in_order(sorted(counted, key=lambda entry: -entry[0].hours), nodes)
-    return JobsAtFastest(
+    return PlanAtFastest(
         hours=compute_makespan(starts),
         cost=sum_costs(starts),
         node_hours=sum(count * row.all_node_hours for row, count in zip(fastest, counts, strict=True)),

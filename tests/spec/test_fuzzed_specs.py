@@ -1,6 +1,7 @@
 """Job specs of random values, tags and nesting: each is refused in one line, or is the same after it was kept and read again."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -47,23 +48,40 @@ def changed(text: str, random_: random.Random) -> dict[str, Any]:
     """Return a spec with one to four keys set to any value, as --set does it."""
     spec: dict[str, Any] = parse_yaml(text, source="base")
     for _ in range(random_.choice((1, 1, 2, 4))):
-        *sections, key = random_.choice(PLACES)
-        place = spec
-        for section in sections:
-            inner = place.get(section)
-            place[section] = place = inner if isinstance(inner, dict) else {}
-        place[key] = parse_yaml(random_.choice(VALUES), source="value")
+        set_value(spec, random_.choice(PLACES), random_.choice(VALUES))
     return spec
 
 
-def check(seed: int) -> None:
+def set_value(spec: dict[str, Any], place: tuple[str, ...], value: str) -> dict[str, Any]:
+    *sections, key = place
+    section = spec
+    for name in sections:
+        inner = section.get(name)
+        section[name] = section = inner if isinstance(inner, dict) else {}
+    section[key] = parse_yaml(value, source="value")
+    return spec
+
+
+def check_spec(make_content: Callable[[], dict[str, Any]]) -> None:
     try:
-        spec = validate(changed(BASE, random.Random(seed)), source="fuzzed")
+        spec = validate(make_content(), source="fuzzed")
     except SpecError as error:
         assert len(error.message.splitlines()) == 1 and all(len(str(problem)) < 2000 for problem in error.problems)
         return
     assert validate(parse_yaml(dump_yaml(spec), source="kept"), source="kept") == spec
     assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+def check(seed: int) -> None:
+    check_spec(lambda: changed(BASE, random.Random(seed)))
+
+
+@pytest.mark.parametrize(
+    "value", ["9" * 400, "-" + "9" * 400, "9" * 5000, "1e308", "1e400", "-1e-300", ".nan", "[]", "!!binary x"]
+)
+def test_every_key_refuses_or_keeps_a_number_out_of_range(value: str) -> None:
+    for place in PLACES:
+        check_spec(lambda place=place: set_value(parse_yaml(BASE, source="base"), place, value))
 
 
 @pytest.mark.parametrize("part", range(5))

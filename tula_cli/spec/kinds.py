@@ -177,10 +177,10 @@ _MAX_PRICE = 1e12
 def check_price(value: object) -> object:
     if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
         raise ValueError(
-            f"a price must be above 0, got {value:g}; if nothing is paid, remove section pricing: costs are then in node-hours"
+            f"a price must be above 0, got {_shorten_value(value)}; if nothing is paid, remove section pricing: costs are then in node-hours"
         )
     if isinstance(value, int | float) and value > _MAX_PRICE:
-        raise ValueError(f"a price must be at most {_MAX_PRICE:g}, got {value:g}")
+        raise ValueError(f"a price must be at most {_MAX_PRICE:g}, got {_shorten_value(value)}")
     return value
 
 

@@ -804,3 +804,12 @@ def test_a_chain_that_ended_on_faulty_nodes_says_which(slurm, run):
     shown = services_status.run_status(run, SlurmLauncher(), now=now).jobs[0]
     assert shown.state == "failed"
     assert shown.reason.startswith("CUDA error: uncorrectable ECC error encountered on gpu7; the memory of a GPU")
+
+
+def test_a_job_that_is_still_being_cancelled_is_not_attached_to(tmp_path: Path) -> None:
+    run, fake = RunDir.create(tmp_path, make.spec()), make.FakeLauncher(says={"evaluate-1": "running"})
+    run.write_job(make.job("evaluate-1"))
+    assert cluster_launcher.list_attachable_jobs(run, fake, ["evaluate-1"]) == ["evaluate-1"]
+    run.cancel("evaluate-1")
+    with pytest.raises(SchedulerError, match="evaluate-1 is still being cancelled"):
+        cluster_launcher.list_attachable_jobs(run, fake, ["evaluate-1"])

@@ -114,6 +114,19 @@ def list_unfinished_jobs(run: RunDir, launcher: Launcher, job_ids: Iterable[str]
     return [job.id for job in jobs if states[job.id].state in ("pending", "running")]
 
 
+def list_attachable_jobs(run: RunDir, launcher: Launcher, job_ids: Iterable[str]) -> list[str]:
+    """Return those of the jobs that are pending or running and that a command may wait for, under `lock_submission`.
+
+    Raises:
+        SchedulerError: the scheduler does not answer, or one of them is still being cancelled: it will have no result.
+    """
+    unfinished = list_unfinished_jobs(run, launcher, job_ids)
+    for id_ in unfinished:
+        if run.is_cancelled(id_):
+            raise SchedulerError(f"{id_} is still being cancelled", "run the same command again in a minute")
+    return unfinished
+
+
 def submit_task(run: RunDir, launcher: Launcher, task: Task) -> None:
     """Store a task and submit its job, under `lock_submission`; an earlier cancellation of the job no longer applies.
 

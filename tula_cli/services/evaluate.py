@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli import words
-from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission, submit_task
+from tula_cli.cluster.launcher import Launcher, list_attachable_jobs, list_unfinished_jobs, lock_submission, submit_task
 from tula_cli.errors import BadMeasurements, JobFailed, SpecError, TulaError, require_positive
 from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.options import EvaluationRequest
@@ -195,7 +195,7 @@ def run_evaluation(
 def _start_job(run: RunDir, task: EvaluateTask, launcher: Launcher) -> None:
     """Submit the job, unless it is already waiting or running."""
     with lock_submission(run):
-        if list_unfinished_jobs(run, launcher, [task.job]):
+        if list_attachable_jobs(run, launcher, [task.job]):
             return
         run.training(task.signature).drop_evaluation(task.key)
         submit_task(run, launcher, task)

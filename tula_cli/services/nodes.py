@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tula_cli import words
-from tula_cli.cluster.launcher import Launcher, lock_submission
+from tula_cli.cluster.launcher import Launcher, lock_submission, submit_task
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.cluster.schedulers import make_scheduler
 from tula_cli.cluster.slurm import queue as scheduler
@@ -322,9 +322,8 @@ def _start_on_cluster(run: Run, launcher: Launcher, *, nodes: int) -> CheckTask:
     fresh = CheckTask(id=name, job=name, spec=spec, workdir=str(Path.cwd()), nodes=nodes)
     task = next((task for task in reversed(untold) if task.spec == spec), fresh)
     if run.job(task.job) is None:
-        run.write_task(task)
         run.checks.write_token(task.id, secrets.token_hex(8))
-        run.write_job(launcher.submit(run, task))
+        submit_task(run, launcher, task)
     return task
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.cluster.inspection import NotInspectable
-from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission, submit_task
+from tula_cli.cluster.launcher import Launcher, list_attachable_jobs, list_unfinished_jobs, lock_submission, submit_task
 from tula_cli.cluster.slurm import first_job
-from tula_cli.errors import BadMeasurements, JobFailed, OutOfMemoryAtMinimum, SchedulerError
+from tula_cli.errors import BadMeasurements, JobFailed, OutOfMemoryAtMinimum
 from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.models.cost import compute_max_price, describe_price
 from tula_cli.run.code import choose_code, take_snapshot
@@ -237,14 +237,11 @@ def submit_probes(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[s
     """
     jobs = plan.jobs
     with lock_submission(run):
-        alive = list_unfinished_jobs(run, launcher, jobs)
+        alive = list_attachable_jobs(run, launcher, jobs)
         code = take_snapshot(run, plan.tasks[0].spec, plan.code) if jobs.keys() - alive else ""
         for id_, task in jobs.items():
-            if id_ in alive:
-                if run.is_cancelled(id_):
-                    raise SchedulerError(f"{id_} is still being cancelled", "run the same command again in a minute")
-                continue
-            submit_task(run, launcher, task.model_copy(update={"code": code}))
+            if id_ not in alive:
+                submit_task(run, launcher, task.model_copy(update={"code": code}))
     return tuple(jobs)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from tula_cli import words
-from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission, submit_task
+from tula_cli.cluster.launcher import Launcher, list_attachable_jobs, lock_submission, submit_task
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import CannotResume, JobFailed, OverBudget, ResumeUntested, SpecError
 from tula_cli.models.interruptions import find_checkpoint_schedule
@@ -185,7 +185,7 @@ def submit_resume_test(run: Run, launcher: Launcher, code: Source, *, batch: int
     key = compute_resume_test_signature(spec, code.digest)
     with lock_submission(run):
         earlier = [task for task in run.tasks() if isinstance(task, ResumeTestTask) and task.key == key]
-        going_on = list_unfinished_jobs(run, launcher, [task.job for task in earlier])
+        going_on = list_attachable_jobs(run, launcher, [task.job for task in earlier])
         if (task := next((task for task in earlier if task.job in going_on), None)) is not None:
             return task
         name = f"rehearse-{key}-{len(earlier) + 1}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tula_cli.cluster.chains import list_nodes_of_links
 from tula_cli.cluster.full_disk import release_held_jobs
-from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission, submit_task
+from tula_cli.cluster.launcher import Launcher, list_attachable_jobs, list_unfinished_jobs, lock_submission, submit_task
 from tula_cli.cluster.slurm import first_job
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible, SchedulerError, SpecError, require_positive
@@ -345,9 +345,7 @@ def submit_training(
     task = plan.task
     with lock_submission(run):
         release_held_jobs(run, task)
-        if list_unfinished_jobs(run, launcher, [task.job]):
-            if run.is_cancelled(task.job):
-                raise SchedulerError(f"{task.job} is still being cancelled", "run the same command again in a minute")
+        if list_attachable_jobs(run, launcher, [task.job]):
             require_stopped(run, task)
         else:
             code = take_snapshot(run, task.spec, plan.code)

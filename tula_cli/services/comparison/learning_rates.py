@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission, submit_task
+from tula_cli.cluster.launcher import Launcher, list_attachable_jobs, list_unfinished_jobs, lock_submission, submit_task
 from tula_cli.errors import BadMeasurements, Diverged, OverBudget, SpecError
 from tula_cli.models import rate_search
 from tula_cli.models.ramp.stage_nodes import compute_batch_divisor
@@ -221,7 +221,7 @@ def _start_job(search: PreparedSearch, launcher: Launcher) -> None:
     """Submit the job with a copy of the user's code, unless it is already waiting or running."""
     run, task = search.run, search.task
     with lock_submission(run):
-        if list_unfinished_jobs(run, launcher, [task.job]):
+        if list_attachable_jobs(run, launcher, [task.job]):
             return
         code = take_snapshot(run, task.spec, search.code)
         submit_task(run, launcher, task.model_copy(update={"code": code}))

@@ -40,8 +40,7 @@ def group_of(nodeid: str) -> str:
 
 @pytest.fixture(autouse=True)
 def session_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep from the next test what commands have heard of a scheduler, and from all others who measures on this machine."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache-{uuid.uuid4().hex}"))
+    """Keep from other tests and from this user who measures on this machine."""
     runtime = tmp_path_factory.getbasetemp() / f"runtime-{uuid.uuid4().hex}"
     runtime.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))

@@ -87,7 +87,7 @@ class Cluster:
         self.held = [id_ for id_ in self.held if id_ not in ids]
         return self.complaint
 
-    def ask(self, ids: Sequence[str], *, patient: bool = False) -> dict[str, SchedulerState]:
+    def ask(self, ids: Sequence[str]) -> dict[str, SchedulerState]:
         reason = "JobHeldUser: will not start, you hold it: scontrol release"
         return {
             id_: SchedulerState("pending", reason if id_ in self.held else "", held=id_ in self.held) for id_ in ids

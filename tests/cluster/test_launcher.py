@@ -25,9 +25,9 @@ from tula_cli.cluster import launcher as cluster_launcher
 from tula_cli.cluster import local as cluster_local
 from tula_cli.cluster.rank_processes import RankStart
 from tula_cli.cluster.slurm import command as slurm_command
-from tula_cli.cluster.slurm import queue, site
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import scheduler as slurm_scheduler
+from tula_cli.cluster.slurm import site
 from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.cluster.supervise import supervise
 from tula_cli.errors import CannotWrite, SchedulerError
@@ -429,65 +429,6 @@ def test_all_jobs_of_a_run_are_asked_for_at_once(slurm, run):
     states = SlurmLauncher().states(run.read(), jobs)
     assert [states[job.id].state for job in jobs] == ["running", "pending"]
     assert len(slurm.calls("squeue")) == before + 1
-
-
-def test_commands_that_wait_ask_squeue_once_a_minute_together(slurm, run, monkeypatch):
-    jobs = [submitted(run, probes(run, nodes=1)), submitted(run, training(run, hours=0.1))]
-    before = len(slurm.calls("squeue"))
-    for job in jobs * 5:  # a launcher a command; what a process keeps by itself is of no help here
-        scheduler._wanted_since.clear()
-        assert SlurmLauncher().patient().states(run.read(), [job])[job.id].state == "pending"
-    assert len(slurm.calls("squeue")) == before + 1
-    slurm.set(jobs[0].scheduler_id, "RUNNING")
-    assert state(run, jobs[0]).state == "running", "who asks once is told what is so now"
-    monkeypatch.setattr(queue, "MAX_AGE", 0.0)
-    assert SlurmLauncher().patient().states(run.read(), jobs)[jobs[0].id].state == "running"
-
-
-def test_waiting_commands_that_begin_at_once_ask_once(slurm, run):
-    job = submitted(run, probes(run, nodes=1))
-    before = len(slurm.calls("squeue"))
-    with ThreadPoolExecutor(8) as threads:
-        requested = threads.map(lambda _: SlurmLauncher().patient().states(run.read(), [job]), range(8))
-    assert {result[job.id].state for result in requested} == {"pending"}
-    assert len(slurm.calls("squeue")) == before + 1
-
-
-def test_a_job_newer_than_the_shared_answer_is_not_taken_for_forgotten(slurm, run):
-    first = submitted(run, probes(run, nodes=1))
-    SlurmLauncher().patient().states(run.read(), [first])
-    later = submitted(run, training(run, hours=0.1)).model_copy(update={"submitted_at": 0.0})
-    slurm.fault(sacct="disabled")
-    message = SlurmLauncher().patient().states(run.read(), [later])[later.id]
-    assert (message.state, message.reason) == ("unknown", "squeue is queried again within a minute")
-
-
-def test_a_planted_answer_is_not_taken(slurm, run, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    job = submitted(run, probes(run, nodes=1))
-    SlurmLauncher().patient().states(run.read(), [job])
-    (kept,) = (tmp_path / "cache" / "tula").glob("squeue-*.json")
-    elsewhere = tmp_path / "elsewhere.json"
-    for plant in (
-        lambda: (elsewhere.write_bytes(kept.read_bytes()), kept.unlink(), kept.symlink_to(elsewhere)),
-        lambda: (kept.unlink(), os.mkfifo(kept)),
-        lambda: (kept.unlink(), kept.write_text('{"asked_at": "now", "text": 3, "complaint": []}')),
-        lambda: kept.write_bytes(b"[" * 100_000),
-    ):
-        plant()
-        before = len(slurm.calls("squeue"))
-        assert SlurmLauncher().patient().states(run.read(), [job])[job.id].state == "pending"
-        assert len(slurm.calls("squeue")) == before + 1
-
-
-def test_where_nothing_can_be_kept_each_asks_for_itself(slurm, run, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    job = submitted(run, probes(run, nodes=1))
-    before = len(slurm.calls("squeue"))
-    for _ in range(2):
-        assert SlurmLauncher().patient().states(run.read(), [job])[job.id].state == "pending"
-    assert len(slurm.calls("squeue")) == before + 2
 
 
 def test_a_chain_waits_as_its_first_link_does(slurm, run):

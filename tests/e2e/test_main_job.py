@@ -105,7 +105,6 @@ def test_the_main_job_from_profile_to_trained_model(tula, tmp_path: Path, open_u
     assert (run.path / "exports" / "tensorboard").is_dir() and (run.path / "exports").stat().st_mode & 0o777 == 0o700
     stores = (
         tula.folder / "tula-runs",
-        Path(tula.environment["XDG_CACHE_HOME"]),
         Path(tula.environment["XDG_RUNTIME_DIR"]),
     )
     assert {str(store.name): open_to_others(store) for store in stores} == {store.name: set() for store in stores}

@@ -80,9 +80,6 @@ class FakeLauncher:
         self.says.setdefault(task.job, "running")
         return job(task.job, nodes=task.nodes, scheduler=self.scheduler)
 
-    def patient(self) -> "FakeLauncher":
-        return self
-
     def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
         self.asked += 1
         text = {job.id: self.says.get(job.id, "ended") for job in jobs}

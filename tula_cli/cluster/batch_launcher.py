@@ -94,10 +94,6 @@ class BatchLauncher:
             tula=__version__,
         )
 
-    def patient(self) -> "BatchLauncher":
-        """Return this launcher: its queries are not shared among waiting commands."""
-        return self
-
     def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
         """Query the states of all jobs at once. An unknown job has ended, unless it was submitted only seconds ago."""
         states = self.scheduler.ask([id_ for job in jobs for id_ in job.ids])

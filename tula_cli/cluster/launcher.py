@@ -43,10 +43,6 @@ class Launcher(Protocol):
         """Return the states of jobs by their ids in one query; `look` is a snapshot of their run."""
         ...
 
-    def patient(self) -> "Launcher":
-        """Return a launcher for a waiting command: it queries less often and sees changes up to a minute later."""
-        ...
-
     def cancel(self, run: RunDir, job: Job) -> None:
         """Cancel a job and everything that it started."""
         ...

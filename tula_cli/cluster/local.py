@@ -80,10 +80,6 @@ class LocalLauncher:
             tula=__version__,
         )
 
-    def patient(self) -> "LocalLauncher":
-        """Return this launcher: polling it costs no scheduler anything."""
-        return self
-
     def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
         """Return the states of jobs: a job runs while the kernel lists its process with the recorded start time."""
         return {job.id: self._state(look, job) for job in jobs}

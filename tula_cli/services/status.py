@@ -759,7 +759,6 @@ def watch_jobs(
         SchedulerError: none of the remaining jobs will ever start.
     """
     waiting_for, started, lost_since = set(job_ids), clock(), dict[str, float]()
-    launcher = launcher.patient()
     pause, longest = max(
         (get_backend(job.scheduler).poll for job in run.jobs() if job.id in waiting_for),
         default=get_backend("local").poll,

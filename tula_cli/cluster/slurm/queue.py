@@ -4,112 +4,17 @@ Only output that is the same in all versions from 20.11 on is read: named fields
 command that is missing, hangs, fails or prints unknown output gives an unknown state, and raises no error.
 """
 
-import contextlib
-import fcntl
-import hashlib
-import json
 import os
 import re
-import socket
-import stat
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from tula_cli.cluster.scheduler import Queued, SchedulerState
-from tula_cli.cluster.slurm.command import COMMAND_TIMEOUT, call_slurm, parse_record
-from tula_cli.errors import SchedulerError, StorageFailed, TulaError
-from tula_cli.run.files import write_atomic
+from tula_cli.cluster.slurm.command import call_slurm, parse_record
+from tula_cli.errors import SchedulerError, StorageFailed
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.words import format_moment as time_of_day
-
-# --- A shared answer of squeue
-
-MAX_AGE = 60.0
-"""Seconds for which a shared answer is valid."""
-_MAX_BYTES = 2**24  # bytes of a kept answer
-_CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf", "/etc/slurm-llnl/slurm.conf")
-
-
-@dataclass(frozen=True)
-class StoredAnswer:
-    """The answer of squeue about all jobs of a user, or its error, and the time of the query (Unix time)."""
-
-    asked_at: float
-    text: str
-    complaint: str
-
-
-def ask_shared(ask: Callable[[], StoredAnswer], environ: Mapping[str, str] = os.environ) -> StoredAnswer:
-    """Return the stored answer of the last minute, or call `ask` once for all commands that wait for an answer now.
-
-    If no answer can be stored, each command calls `ask`.
-    """
-    path = _get_answer_path(environ)
-    with contextlib.ExitStack() as stack:
-        lock, deadline = _open_lock(path.with_suffix(".lock")), time.monotonic() + COMMAND_TIMEOUT
-        if lock is not None:
-            stack.callback(os.close, lock)
-        while (answer := _read_fresh(path)) is None and not _acquire_lock(lock) and time.monotonic() < deadline:
-            time.sleep(0.1)  # another one is asking; one that was stopped (Ctrl-Z) meanwhile is not waited for
-        answer = answer or _read_fresh(path)  # it may have been told in between
-        if answer is None:
-            answer = ask()
-            with contextlib.suppress(TulaError):
-                write_atomic(path, json.dumps(asdict(answer)))
-        return answer
-
-
-def _get_answer_path(environ: Mapping[str, str]) -> Path:
-    """Return the file of the shared answer of this user and cluster."""
-    home = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "/nonexistent")) / ".cache"
-    return Path(home) / "tula" / f"squeue-{_make_cluster_key(environ)}.json"
-
-
-def _make_cluster_key(environ: Mapping[str, str]) -> str:
-    """Return a key that distinguishes clusters with a shared home: hash of slurm.conf, or else of the host name."""
-    for path in (environ.get("SLURM_CONF"), *_CONFIGURATIONS):
-        with contextlib.suppress(OSError):
-            if path:
-                return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
-    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12]
-
-
-def _read_fresh(path: Path) -> StoredAnswer | None:
-    """Return the stored answer, if it is from the last minute and the file belongs to this user."""
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-                return None
-            stored = StoredAnswer(**json.loads(file.read(_MAX_BYTES)))
-        fresh = 0 <= time.time() - stored.asked_at < MAX_AGE and isinstance(stored.text + stored.complaint, str)
-    except (OSError, ValueError, TypeError, RecursionError):
-        return None
-    return stored if fresh else None
-
-
-def _open_lock(path: Path) -> int | None:
-    """Return a file descriptor to lock while querying; None if it cannot be opened, so that every command may query."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError:
-        return None
-
-
-def _acquire_lock(lock: int | None) -> bool:
-    """Return whether this command may query now: it has got the lock, or files cannot be locked."""
-    try:
-        if lock is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # files cannot be locked here
-        pass
-    return True
-
 
 # --- The states of jobs
 
@@ -226,22 +131,16 @@ STORAGE_FAILED = f"{StorageFailed.exit_code}:0"
 
 
 _FORM = ("squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%S|%k")
-_wanted_since: dict[str, float] = {}
-"""Unix time at which this command first queried a job; older answers that lack the job say nothing about it."""
 
 
-def ask_states(ids: Sequence[str], *, patient: bool = False) -> dict[str, SchedulerState]:
+def ask_states(ids: Sequence[str]) -> dict[str, SchedulerState]:
     """Return the states of jobs as reported by SLURM; unknown jobs are missing from the result.
 
     squeue is queried once for all jobs, and sacct for those that squeue has forgotten. squeue takes precedence, as
     sacct reports a requeued job as ended while it runs again.
-
-    Args:
-        ids: ids of the jobs.
-        patient: use the answer of squeue that waiting commands of this user share for a minute.
     """
     wanted = list(dict.fromkeys(ids))
-    queue, silence = (_ask_shared_squeue(wanted) if patient else _ask_squeue(wanted)) if wanted else ({}, "")
+    queue, silence = _ask_squeue(wanted) if wanted else ({}, "")
     states = {id_: row for id_ in wanted if (row := queue.get(id_))}
     for id_, state_name in _ask_sacct(id_ for id_ in wanted if id_ not in states).items():
         state = _parse_state(state_name)
@@ -304,23 +203,6 @@ def _ask_squeue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
     if not answer.ok:
         return {}, f"{NO_ANSWER}: {answer.complaint}"
     return _parse_rows(answer.text), ""
-
-
-def _ask_shared_squeue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
-    """Return the same as `_ask_squeue`, from the answer that all waiting commands of this user share."""
-    now = time.time()
-    stored = ask_shared(_ask_all_jobs)
-    if stored.complaint:
-        return {}, f"{NO_ANSWER}: {stored.complaint}"
-    rows = _parse_rows(stored.text)
-    too_new = {id_ for id_ in ids if id_ not in rows and stored.asked_at <= _wanted_since.setdefault(id_, now)}
-    return {**rows, **dict.fromkeys(too_new, SchedulerState("unknown", "squeue is queried again within a minute"))}, ""
-
-
-def _ask_all_jobs() -> StoredAnswer:
-    asked_at = time.time()
-    answer = call_slurm(*_FORM, f"--user={os.getuid()}")
-    return StoredAnswer(asked_at, answer.text if answer.ok else "", "" if answer.ok else answer.complaint)
 
 
 def _parse_rows(text: str) -> dict[str, SchedulerState]:

@@ -97,7 +97,6 @@ class SlurmScheduler:
     def __init__(self, **options: Any) -> None:
         """Create the scheduler; `options` are further submitit parameters of scripts, e.g. `partition`, `account`."""
         self._options = options
-        self.patient = False  # takes what squeue told another command that waits
 
     # --- where jobs are submitted
 
@@ -127,7 +126,7 @@ class SlurmScheduler:
         return queue.list_live_jobs(names)
 
     def ask(self, ids: Sequence[str]) -> Mapping[str, SchedulerState]:
-        return queue.ask_states(ids, patient=self.patient)
+        return queue.ask_states(ids)
 
     def cancel(self, ids: Sequence[str]) -> str:
         return queue.cancel_jobs(ids)

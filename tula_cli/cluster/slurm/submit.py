@@ -26,18 +26,10 @@ class SlurmLauncher(BatchLauncher):
 
     Each job also starts minutes after the start of the previous one (`after:ID+MINUTES`), unless the supervisor of that
     job removed the delay: if SLURM cannot start a job, tula does not run, and the chain would fail within seconds.
-
-    Args:
-        waits: use the answer of squeue that waiting commands of this user share.
     """
 
-    def __init__(self, *, waits: bool = False) -> None:
-        scheduler = SlurmScheduler()
-        scheduler.patient = waits
-        super().__init__(scheduler, "slurm")
-
-    def patient(self) -> "SlurmLauncher":
-        return SlurmLauncher(waits=True)
+    def __init__(self) -> None:
+        super().__init__(SlurmScheduler(), "slurm")
 
     def request(self, run: RunDir, task: Task, name: str, after: Sequence[str] = ()) -> JobRequest:
         """Return a request with the name of the script; other options come from `sbatch.make_submitit_parameters`."""

@@ -50,9 +50,9 @@ _IN_QUERY = re.compile(
 )
 _VALUE = r"""(?!\*\*\*)("[^"]*"|'[^']*'|[^\s,;&"']+)"""
 _ASSIGNED = re.compile(
-    rf"""((?<![\w-])(?:{_SHORT_NAME})(?:=|["']:\s*|(?<=[A-Z]):\s*)|--?(?i:{_SHORT_NAME})(?:=|\s+)){_VALUE}"""
-    rf"""|((?<![\w-])(?i:{_SHORT_NAME})(?:=|["']:\s*)){_VALUE}"""
-)  # in small letters a colon alone is no proof: "forward pass: 3 ms"
+    rf"""((?<![\w-])(?!PWD=["']?/)(?:{_SHORT_NAME})(?:=|["']:\s*|(?<=[A-Z]):\s*)|--?(?i:{_SHORT_NAME})(?:=|\s+)){_VALUE}"""
+    rf"""|((?<![\w-])(?!PWD=["']?/)(?i:{_SHORT_NAME})(?:=|["']:\s*)){_VALUE}"""
+)  # in small letters a colon alone is no proof: "forward pass: 3 ms"; PWD with a path is the shell's current directory
 _BEARER = re.compile(
     r"(\b(?:(?:Proxy-)?Authorization:\s*(?:[A-Za-z]+\s+)?|(?:Bearer|Basic|Set-Cookie:|Cookie:)\s+))(?!(?:Bearer|Basic)\s)[^\s'\",]{6,}",
     re.IGNORECASE,
@@ -60,6 +60,8 @@ _BEARER = re.compile(
 _PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(?=-----END|\Z)", re.DOTALL)
 _LOGIN = re.compile(
     r"""(\bcurl\b[^\n|;]*?\s(?:-u|--user)[ =]?["']?[^\s:'"]+:|\bsshpass\s+-p\s*"""
+    r"""|\b(?:mysql|mariadb)[\w-]*\b[^\n|;]*?\s-p["']?(?=[^\s"'])"""
+    r"""|\b(?:mongo\w*|redis-cli|(?:docker|podman|helm registry) login)\b[^\n|;]*?\s-[ap][ =]?["']?"""
     r"""|\bwandb login(?: +--\S+)* +(?=\w{20})|\bwandb\.login\([^)\n]*?key\s*=\s*["']"""
     r"""|https://(?:hooks\.slack\.com/services|(?:\w+\.)?discord(?:app)?\.com/api/webhooks)/)[^\s'"]+"""
 )

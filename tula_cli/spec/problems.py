@@ -80,9 +80,8 @@ def describe_problem(item: Any, *, of_script: bool = False) -> Problem:
     if item["type"] == "literal_error":
         expected = item["ctx"]["expected"].replace(" or ", ", ")
         close = difflib.get_close_matches(str(item["input"]).lower(), re.findall(r"'([^']+)'", expected), n=1)
-        return Problem(
-            path, f"{item['input']!r} must be one of {expected}", f"did you mean {close[0]}?" if close else ""
-        )
+        choice = f"one of {expected}" if "," in expected else expected
+        return Problem(path, f"{item['input']!r} must be {choice}", f"did you mean {close[0]}?" if close else "")
     if item["type"] == "string_pattern_mismatch":
         return Problem(
             path,
@@ -153,14 +152,16 @@ def _describe_expected(item: Any) -> str:
 
 
 def merge_unions(problems: list[Problem]) -> tuple[Problem, ...]:
-    """Merge the problems that pydantic reports for the branches of a union into one per path."""
+    """Merge the problems that pydantic reports for the branches of a union into one per path.
+
+    Problems inside a value tell which branch was meant, so those of the value itself are not shown beside them.
+    """
     by_path: dict[str, list[Problem]] = {}
     for problem in problems:
-        by_path.setdefault(problem.path, []).append(problem)
-    for (
-        path,
-        problems_here,
-    ) in by_path.items():  # that it is no section says nothing beside what is wrong with the text it is
+        if not any(other.path.startswith((f"{problem.path}.", f"{problem.path}[")) for other in problems):
+            by_path.setdefault(problem.path, []).append(problem)
+    for path, problems_here in by_path.items():
+        # "must be a section" helps nobody who wrote a text with another problem
         by_path[path] = [p for p in problems_here if not p.message.startswith(_SECTION)] or problems_here
     return tuple(
         problems_here[0]
@@ -174,7 +175,9 @@ def merge_unions(problems: list[Problem]) -> tuple[Problem, ...]:
     )
 
 
-_UNION_BRANCHES = re.compile(r"^(literal\[|constrained-|function-|float|int$|str$|bool$|dict\[|list\[|\[key\]$|Every$)")
+_UNION_BRANCHES = re.compile(
+    r"^(literal\[|constrained-|function-|float|int$|str$|bool$|dict\[|list\[|tuple\[|\[key\]$|Every$)"
+)
 
 
 def _format_path(location: tuple[Any, ...]) -> str:

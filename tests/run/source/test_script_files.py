@@ -464,6 +464,7 @@ SECRET = "s3cr3tXYZ9"
         f"Authorization: Bearer {SECRET}", f"--auth-token {SECRET}", f"psycopg2 postgresql://u:{SECRET}@db/x failed",
         f"{{'password': '{SECRET}'}}", f'{{"api_key": "{SECRET}"}}', f"redis://:{SECRET}@h:6379", f"--db.password {SECRET}",
         f"X-Auth-Token: {SECRET}", f"s3://b/k?X-Amz-Signature={SECRET}&a=1", f"sshpass -p {SECRET} ssh h",
+        f"mysql -u me -p{SECRET} db", f"mysqldump -p'{SECRET}' db", f"redis-cli -h x -a {SECRET} ping", f"docker login -u me -p {SECRET}",
         f"curl -u user:{SECRET} https://h", f'--secret "{SECRET} and more"', f"AccountKey={SECRET}==;EndpointSuffix=x",
         f"SharedAccessSignature={SECRET}", f"MYSQL_PWD={SECRET}", f"DB_PASS: {SECRET}", f"invalid token {SECRET}",
         f"https://oauth2:{SECRET}@gitlab.com/x.git", f"--token\n{SECRET}",
@@ -489,7 +490,7 @@ def test_secrets_in_text_are_hidden_once_and_for_all(text: str) -> None:
         "Tokenizer: special token not found", "pass 1 of 3", "forward pass: nan", "SLURM_JOB_ID=12", "--author me",
         "--use_auth_token true", "--max-tokens 1e6", "num_tokens=1e9", "special_tokens=[PAD]", "pad_token=[PAD]", "eos_token='</s>'",
         "--pad_token '<pad>'", "mask_token: [MASK]", "eos_token=<|endoftext|>", "token=None", "wandb: use `wandb login --relogin` to force relogin",
-        "python -u -m torch.distributed.run train.py", "CUDA out of memory. Tried to allocate 2.00 GiB",
+        "PWD=/home/me/project", "docker run -p 8080:80 x", "mysql -P 3306 -u me db", "python -u -m torch.distributed.run train.py", "CUDA out of memory. Tried to allocate 2.00 GiB",
     ],
 )  # fmt: skip
 def test_text_without_secrets_is_left_as_it_is(text: str) -> None:

@@ -170,7 +170,8 @@ def _resume(script: dict[str, Any]) -> Iterator[str]:
 def _render_train(recognised: RecognisedCommand) -> Iterator[str]:
     values, placeholders = recognised.values, set(find_placeholders(recognised.script["command"]))
     chosen, reason = get_default_train(recognised.script["command"])
-    yield f"  method: {chosen['method']} # {reason}; or lbt, lrs, ags, ortho"
+    others = [name for name in ("lbt", "lrs", "ags", "ortho") if name != chosen["method"]]
+    yield f"  method: {chosen['method']} # {reason}; or {', '.join(others)}"
     if "lr_scaling" in chosen:
         yield "  lr_scaling: sqrt # {lr} is reference.lr times sqrt(batch / reference.batch); linear: times batch / reference.batch"
     if values.keys() & {"accumulate", "accumulate_total"}:

@@ -221,7 +221,7 @@ def get_default_train(command: object) -> tuple[dict[str, str], str]:
         takes_rate = False
     if takes_rate:
         return {"method": "lrs", "lr_scaling": "sqrt"}, reason
-    return {"method": "lbt"}, f"{reason}, but its command has no learning rate"
+    return {"method": "lbt"}, f"{reason}, and its command has no learning rate to scale"
 
 
 def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:

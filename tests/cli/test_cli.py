@@ -1096,7 +1096,7 @@ def test_check_estimates_the_memory(cluster):
     refused = tula("check", "job.yaml", "--memory", "much")
     assert refused.code == 2
     assert "--memory: 'much' is not a size" in refused.err
-    for other in ("--offline", "--show-origin", "--on-cluster", "--rehearse", "--site"):
+    for other in ("--offline", "--show-origin", "--on-cluster", "--rehearse"):
         refused = tula("check", "job.yaml", "--memory", "1GiB", other)
         assert refused.code == 2 and "Traceback" not in refused.err, refused.err
 

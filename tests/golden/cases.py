@@ -160,7 +160,6 @@ CASES = (
     Case("check-bad-set", words="check trained.yaml --json --offline --set train.epochs=many"),
     Case("check-no-such-model", words="check job.yaml --json", edit=with_job(model={"name": "tiny:nett"}), slow=True),
     Case("check-model-fails", words="check job.yaml --json", edit=with_job(model={"name": "tiny:net", "args": {"width": 3}}), slow=True),
-    Case("check-site", words="check site.yaml --site --json", edit=written("site.yaml", "cluster: {slurm: {partition: main, acount: lab}}\n")),
     Case("profile-dry-run", words="profile trained.yaml --dry-run --json"),
     Case("profile-over-budget", words="profile trained.yaml --yes --json --set search.max_node_hours=0.0001"),
     Case("profile-not-confirmed", words="profile trained.yaml --json"),

@@ -85,24 +85,6 @@ def test_init_asks_the_scheduler_and_sbatch_takes_what_it_writes(tula: Tula, on_
     assert "torch sees no GPU" in error["message"]  # the cluster's are stand-ins: the job ran, and told
 
 
-def test_a_site_file_is_held_against_what_the_scheduler_tells(tula: Tula, on_slurm: SlurmCluster) -> None:
-    site = tula.folder / "site.yaml"
-    pricing = "pricing: {kind: billing, partition_factors: {main: 1, mian: 2}, qos_factors: {Normal: 1, norml: 2}}\n"
-    site.write_text("cluster: {kind: slurm, device: cpu, slurm: {partition: main, minutes: 10}}\n" + pricing)
-    sound = tula("check", "--site", "site.yaml")["data"]["findings"]
-    assert [first["about"] for first in sound if first["verdict"] == "problem"] == []
-    assert any(item["about"] == "cluster.slurm.partition" and "main: 4 nodes" in item["message"] for item in sound)
-    unknown = [(entry["about"], entry["advice"]) for entry in sound if "has no effect" in entry["message"]]
-    assert unknown == [
-        ("pricing.qos_factors", "did you mean normal?"),
-        ("pricing.partition_factors", "did you mean main?"),
-    ]
-    site.write_text("cluster: {kind: slurm, device: cpu, slurm: {partition: closed, constraint: nope}}\n")
-    error = tula_error(tula, "check", "--site", "site.yaml", code=5)
-    assert "2 problems (cluster.slurm.partition, cluster.slurm.constraint)" in error["message"]
-    assert not jobs(), "nothing was submitted"
-
-
 # --- helpers
 
 

@@ -1242,3 +1242,23 @@ def test_true_is_not_the_number_one(write, override):
 def test_sections_that_a_script_does_not_take_are_named_together(write):
     text = "script: {command: python t.py}\nmodel: {name: x}\ndataset: {name: y}\n"
     assert "model, dataset have no effect" in str(problems(write(text)))
+
+
+EXAMPLES = ROOT / "examples"
+SITE_FILES = [EXAMPLES / "slurm_site" / "site.yaml", *sorted((EXAMPLES / "sites").glob("*.yaml"))]
+
+
+@pytest.mark.parametrize("path", SITE_FILES, ids=lambda path: path.parent.name)
+def test_a_job_loads_with_the_site_files_that_come_with_tula(path, tmp_path):
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        "model: {name: small_cnn}\ndataset: {name: digits}\noptimizer: {lr: 0.1}\ntrain: {epochs: 1}\npricing: {price: 1}\n"
+    )
+    assert load_spec(job, environ={}, site_files=[path]).cluster.slurm.partition
+
+
+@pytest.mark.parametrize("path", SITE_FILES[1:], ids=lambda path: path.name)
+def test_a_site_file_from_documentation_says_so_and_from_which_and_when(path):
+    head = path.read_text().partition("\ncluster:")[0]
+    assert "FROM PUBLIC DOCUMENTATION, NOT RUN THERE" in head
+    assert re.search(r"pages \".*\" and \".*\"", head) and re.search(r"on \d+ \w+ 20\d\d", head)

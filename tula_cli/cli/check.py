@@ -170,7 +170,7 @@ class CheckOptions:
         Path | None,
         typer.Argument(
             metavar="JOB_OR_RUN",
-            help="A job file (tula init writes one), or the name or folder of a run. With --site: a site.yaml.",
+            help="A job file (tula init writes one), or the name or folder of a run.",
         ),
     ] = None
     overrides: Overrides = ()
@@ -196,22 +196,6 @@ class CheckOptions:
             help="Estimate which batch sizes fit into a GPU with this memory, for example 16GiB; needs no GPU.",
         ),
     ] = None
-    site: Annotated[
-        bool,
-        typer.Option(
-            "--site",
-            help="Check a site.yaml, which has settings for all jobs (default: the files that jobs here read).",
-            rich_help_panel=ADVANCED,
-        ),
-    ] = False
-    run_setup: Annotated[
-        bool,
-        typer.Option(
-            "--run-setup",
-            help="With --site: also run the setup lines of jobs, on this machine.",
-            rich_help_panel=ADVANCED,
-        ),
-    ] = False
     nodes: CheckedNodes = None
     root: Root = ROOT
     fresh: Fresh = False
@@ -226,17 +210,9 @@ def check(screen: Screen, options: CheckOptions) -> None:
     """
     foreign = {"--show-origin": options.show_origin, "--offline": options.offline}
     elsewhere = {"--nodes": options.nodes is not None, "--timeout": options.timeout is not None}
-    modes = {"--on-cluster": options.on_cluster, "--rehearse": options.rehearse, "--memory": options.memory is not None}
-    if options.site:
-        other = {**modes, "--set": bool(options.overrides), "--fresh": options.fresh}
-        _refuse_all({**other, **foreign, **elsewhere, "--type": options.node_type is not None}, to="--site")
-        return _check_site(screen, options.job, run_setup=options.run_setup)
-    refuse(options.run_setup, "--run-setup", "needs --site")
     job = options.job
     if job is None:
-        raise SpecError(
-            "no job file was given", "for example tula check job.yaml; tula check --site checks the settings of a site"
-        )
+        raise SpecError("no job file was given", "for example tula check job.yaml")
     if options.memory is not None:
         _refuse_all(
             {"--on-cluster": options.on_cluster, "--rehearse": options.rehearse, **foreign, **elsewhere}, to="--memory"
@@ -288,15 +264,6 @@ def _load_job_or_run(screen: Screen, job: Path, options: CheckOptions) -> "tuple
 def _refuse_all(given: dict[str, bool], *, to: str) -> None:
     for option, was in given.items():
         refuse(was, option, f"has no effect with {to}")
-
-
-def _check_site(screen: Screen, file: Path | None, *, run_setup: bool) -> None:
-    from tula_cli.services.site_check import check_site
-    from tula_cli.show.check import render_site_check
-
-    site_check = check_site(file, run_setup=run_setup)
-    screen.answer(site_check, render_site_check(site_check))
-    site_check.require_sound()
 
 
 def _check_on_cluster(screen: Screen, job: Path, options: CheckOptions) -> None:

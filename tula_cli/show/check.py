@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tula_cli.show.profile import render_unsettled_plan
 from tula_cli.show.screen import Origin
-from tula_cli.show.tables import describe_upper_bound, list_numbers, make_table, render_by_type, style_text
+from tula_cli.show.tables import describe_upper_bound, list_numbers, make_table, render_by_type
 from tula_cli.words import (
     choose_size_unit,
     format_bytes,
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from tula_cli.services.nodes import ClusterCheck
     from tula_cli.services.resume_test import ResumeFinding
     from tula_cli.services.search_cost import Expectation, SearchCost
-    from tula_cli.services.site_check import SiteCheck
 
 _MAX_CHANGES_SHOWN = 6  # of an edited job, that are spelled out
 
@@ -403,17 +402,3 @@ def _describe_excluded_memory(report: "EstimateReport") -> Iterator[str]:
                 "the heap and workspaces take more than the tensors: half as much more is kept free until a probe has measured"
                 " them; very small jobs take two to three times the estimate"
             )
-
-
-# --- Findings on a site file
-
-_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
-_WIDEST = max(map(len, _STYLES))
-
-
-def render_site_check(site_check: "SiteCheck") -> Iterator["RenderableType"]:
-    """Yield one line per finding: verdict, subject, message and advice."""
-    for finding in site_check.findings:
-        advice = f" ({finding.advice})" if finding.advice else ""
-        line = f"{finding.verdict.ljust(_WIDEST)}  {finding.about}: {finding.message}{advice}"
-        yield style_text(line, _STYLES[finding.verdict], until=len(finding.verdict))

@@ -1,4 +1,4 @@
-"""The partitions, accounts, QOS, node features and maintenance windows of a SLURM site, and settings of a job file for it."""
+"""The partitions and accounts of a SLURM site, and settings of a job file for it."""
 
 import json
 import math
@@ -6,12 +6,11 @@ import os
 import pwd
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from tula_cli.cluster.slurm.command import CommandResult, call_slurm, parse_record
-from tula_cli.cluster.slurm.queue import RESERVATIONS, parse_maintenance_windows
+from tula_cli.cluster.slurm.command import call_slurm, parse_record
 from tula_cli.spec.sections import FEWEST_WORKERS
 from tula_cli.spec.slurm_options import ROOM
 from tula_cli.words import format_count
@@ -494,87 +493,3 @@ def quote_word(text: str) -> str:
 def list_partitions_with_gpus(partitions: Iterable[Partition]) -> list[Partition]:
     """Return the partitions that are up and have nodes with GPUs."""
     return [partition for partition in partitions if partition.up and any(kind.gpus for kind in partition.kinds)]
-
-
-# --- QOS, features and maintenance windows
-
-Call = Callable[..., CommandResult]
-ALL_QOS = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,MaxWall")
-"""The command that lists the QOS of a site, one per line, the name first."""
-ALL_PARTITIONS = ("sinfo", "--all", "--noheader", "--format=%R")
-"""The command that lists all partitions, including those hidden from or closed to this user."""
-
-
-@dataclass(frozen=True)
-class SiteFacts:
-    """The QOS, features and maintenance windows of a site; None if unknown."""
-
-    partitions: tuple[Partition, ...]
-    silent: Mapping[str, str]  # command -> what it complains of: it is not there, hangs, or fails
-    qos: Mapping[str, int | None] | None = None  # name -> the longest job, minutes; None: as long as one likes
-    accounts: tuple[str, ...] | None = None  # all of the site's
-    features: Mapping[str, frozenset[str]] = field(default_factory=dict)  # of the nodes, by partition
-    maintenance: tuple[tuple[float, float], ...] = ()  # begin and end (Unix times) of the windows, the first one first
-    all_partitions: tuple[str, ...] | None = None  # by name, also those that are hidden, or not for this user
-
-    @property
-    def answers(self) -> bool:
-        """Whether the controller answers."""
-        return bool(self.partitions)
-
-
-def ask_site_facts(ask: Call = call_slurm) -> SiteFacts:
-    """Run every command of SLURM that tula uses, each with a short timeout; nothing is submitted.
-
-    Args:
-        ask: function that runs a command; replaced in tests.
-    """
-    silent: dict[str, str] = {}
-
-    def run_command(*command: str) -> str | None:
-        answer = ask(*command, patience=COMMAND_TIMEOUT)
-        if not answer.ok:
-            silent.setdefault(command[0], answer.complaint.splitlines()[-1] if answer.complaint else "it says nothing")
-        return answer.text if answer.ok else None
-
-    run_command("sbatch", "--version")
-    run_command("squeue", "--noheader", f"--user={pwd.getpwuid(os.getuid()).pw_name}", "--format=%i")
-    run_command("sacct", "--noheader", "--parsable2", "--allocations", "--starttime=now", "--format=JobID")
-    partitions = ask_partitions(lambda *command: run_command(*command) or "")
-    if not partitions:
-        silent.setdefault("sinfo", "it lists no partition")
-        return SiteFacts((), silent)
-    return SiteFacts(
-        partitions,
-        silent,
-        qos=_parse_qos(run_command(*ALL_QOS)),
-        accounts=parse_first_fields(
-            run_command("sacctmgr", "--noheader", "--parsable2", "show", "account", "format=Account")
-        ),
-        features=_parse_features(run_command("sinfo", "--noheader", "--exact", "--format=%P|%f") or ""),
-        maintenance=tuple(parse_maintenance_windows(run_command(*RESERVATIONS) or "")),
-        all_partitions=parse_first_fields(run_command(*ALL_PARTITIONS)),
-    )
-
-
-def _parse_qos(text: str | None) -> dict[str, int | None] | None:
-    rows = [line.split("|") for line in (text or "").splitlines() if "|" in line]
-    return {name: parse_minutes(limit) for name, limit, *_ in rows if name} or None
-
-
-def parse_first_fields(text: str | None) -> tuple[str, ...] | None:
-    """Return the distinct first fields of the lines, separated by "|"; None if there are none."""
-    return (
-        tuple(dict.fromkeys(name for line in (text or "").splitlines() if (name := line.split("|")[0].strip()))) or None
-    )
-
-
-def _parse_features(text: str) -> dict[str, frozenset[str]]:
-    features_by_partition: dict[str, frozenset[str]] = {}
-    for line in text.splitlines():
-        name, _, feature_text = line.strip().partition("|")
-        features = frozenset(
-            feature.strip() for feature in feature_text.split(",") if feature.strip() not in ("", "(null)")
-        )
-        features_by_partition[name.rstrip("*")] = features_by_partition.get(name.rstrip("*"), frozenset()) | features
-    return features_by_partition

@@ -1,4 +1,4 @@
-"""A tracker that remembers what it was sent, by place; one that keeps every point, one that can take points away, one that is down."""
+"""A tracker that remembers what it was sent, by place; some places are down."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,6 @@ from tula_cli.extras.trackers.destination import Point, Scalar, State, TrackerRu
 class FakeRun:
     id: str
     described: TrackerRun
-    rewinds: bool = False
     fails_after: list[int] = field(default_factory=list)  # calls of `points` that go well before one fails half way
     given: dict[str, Scalar] = field(default_factory=dict)
     words: dict[str, str] = field(default_factory=dict)
@@ -40,11 +39,6 @@ class FakeRun:
     def summary(self, values: Mapping[str, float], *, samples: int) -> None:
         self.numbers |= values
 
-    def rewind(self, samples: int) -> bool:
-        if self.rewinds:
-            self.curve = [point for point in self.curve if point.samples <= samples]
-        return self.rewinds
-
     def artifact(self, path: Path) -> None:
         self.files.append(path.name)
 
@@ -67,6 +61,6 @@ class FakeTracker:
     def open(self, run: TrackerRun, *, known: str | None) -> FakeRun:
         there = PLACES[self.uri]
         assert (known is None) == (run.key not in there), "a run is begun once"
-        result = there.setdefault(run.key, FakeRun(f"id-{len(there)}", run, rewinds=self.uri.startswith("rewinds")))
+        result = there.setdefault(run.key, FakeRun(f"id-{len(there)}", run))
         result.opened.append({"known": known})
         return result

@@ -162,8 +162,8 @@ def test_tensorboard_has_what_was_sent(run: RunDir) -> None:
     assert board(folder / KEY)("train/loss") == [(640, 2.1), (1280, 1.9)]
     assert board(folder / "run")("summary/probes/n001-l000032/step_time")[0][1] > 0
     go_back(run)
-    assert send(run, "tensorboard").new_points == 2 and send(run, "tensorboard").new_points == 0
-    assert board(folder / KEY)("train/loss") == [(640, 2.1), (1280, 1.28), (5120, 5.12)], "it was trained again"
+    assert send(run, "tensorboard").new_points == 1 and send(run, "tensorboard").new_points == 0
+    assert board(folder / KEY)("train/loss") == [(640, 2.1), (1280, 1.9), (5120, 5.12)]
     assert board(folder / KEY)("summary/actual/hours") == [(5120, 0.1)]
 
 

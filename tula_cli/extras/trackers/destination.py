@@ -64,15 +64,11 @@ class TrackedRun(Protocol):
         ...
 
     def points(self, points: Sequence[Point]) -> None:
-        """Log points of curves, ascending by samples."""
+        """Log points of curves, ascending by samples. Positions that a resumed training repeats are not logged again."""
         ...
 
     def summary(self, values: Mapping[str, float], *, samples: int) -> None:
         """Log single finite numbers of the whole run, which has trained `samples`; later values replace earlier ones."""
-        ...
-
-    def rewind(self, samples: int) -> bool:
-        """Remove the points beyond `samples`, which are trained again; return False if the tracker keeps them."""
         ...
 
     def artifact(self, path: Path) -> None:

@@ -1,6 +1,5 @@
 """Send a run to trackers: once, while its jobs run, or while a command waits for them."""
 
-import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,22 +13,14 @@ from tula_cli.cluster.decisions import resumes_elsewhere
 from tula_cli.entry_points import find_extra
 from tula_cli.errors import Interruption, SpecError, TrackerError, TulaError
 from tula_cli.extras.trackers.destination import Destination, Exporter, TrackedRun, resolve_destination
-from tula_cli.extras.trackers.payload import (
-    RunPayload,
-    collect_points,
-    make_run_payload,
-    make_training_payload,
-    read_environment,
-)
+from tula_cli.extras.trackers.payload import RunPayload, make_run_payload, make_training_payload
 from tula_cli.run.directory import Run
-from tula_cli.run.files import list_files, make_folder, read_record, write_atomic, write_error, write_record
+from tula_cli.run.files import list_files, read_record, write_atomic, write_record
 from tula_cli.run.job_runs import list_runs_with_data
-from tula_cli.run.lock import SubmissionLock
 from tula_cli.run.owner import require_own
 from tula_cli.run.records.base import Record
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.snapshot import Snapshot
-from tula_cli.run.training_run import TrainingRun
 from tula_cli.services import status
 from tula_cli.services.document import ReportPackage
 from tula_cli.services.events import Event, Note, WarningEvent, Work
@@ -71,7 +62,6 @@ class SentRun(Record):
     id: str  # the tracker's
     digest: str = ""  # of its settings, texts, single numbers, files and state
     samples: int = -1  # of the newest point
-    started: float = 0.0  # time of the newest row of kind "start"
 
 
 class ExportRecord(Record):
@@ -105,15 +95,25 @@ class Session:
         destination: the tracker.
         reports: writes the report and returns its files, to send in addition to those of the run; called in updates
             while no job is running.
+
+    Raises:
+        NotYours: the run belongs to another user.
     """
 
     def __init__(self, run: Run, destination: Destination, reports: Callable[[Run], tuple[Path, ...]]) -> None:
+        require_own(run.path)
         self.run, self.destination, self.reports = run, destination, reports
         self.path = run.path / FOLDER / destination.record_path.name
-        self.sent = ExportRecord(to=destination.to, uri=destination.uri, project=destination.project)
+        known = read_record(self.path, _RECORD)
+        self.sent = ExportRecord(
+            to=destination.to,
+            uri=destination.uri,
+            project=destination.project,
+            runs={} if known is None else known.runs,
+            problem="" if known is None else known.problem,
+        )
         self.problem = ""  # why the newest update has failed
         self.new_runs = self.new_points = self.files = 0
-        self._lock = SubmissionLock(self.path.with_suffix(".lock"))
         self._exporter: Exporter | None = None
         self._open: dict[str, TrackedRun] = {}
 
@@ -131,27 +131,6 @@ class Session:
             offline=self.destination.offline,
         )
 
-    @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """Lock the export of this run to the tracker; if another process has the lock, that is the problem."""
-        require_own(self.run.path)
-        try:
-            make_folder(self.path.parent)
-        except OSError as error:
-            raise write_error(self.path.parent, error) from error
-        owner = self._lock.acquire() and self._lock.acquire()  # the first removes the lock of a process that has ended
-        if owner:
-            place = f"{self.destination.to} at {self.destination.uri}"
-            self.problem = f"{place}: another process is sending this run there ({owner})"
-            yield
-            return
-        try:
-            if (known := read_record(self.path, _RECORD)) is not None:
-                self.sent = known.model_copy(update={"uri": self.destination.uri})
-            yield
-        finally:
-            self._lock.release()
-
     def update(self, *, active: bool) -> Iterator[WarningEvent]:
         """Send what is new. If the tracker fails, values sent until then are recorded, and the error is reported once.
 
@@ -161,7 +140,6 @@ class Session:
         Raises:
             TulaError: the run cannot be read or written.
         """
-        self._lock.heartbeat()
         problem = ""
         try:
             self._send(self.run.read(), active=active)
@@ -178,73 +156,42 @@ class Session:
         files = tuple(path for name in FILES if (path := snapshot.path / name).is_file())
         if not active:  # a report on running jobs would be another one at each update
             files += self.reports(self.run)
-        whole = make_run_payload(self.run, snapshot, active=active, artifacts=files)
-        self._send_values(whole)
+        self._send_run(make_run_payload(self.run, snapshot, active=active, artifacts=files))
         parent = self.sent.runs["run"].id
         for tasks in _list_trainings(snapshot):
             moving = active and _may_continue(snapshot, tasks)
             payload = make_training_payload(snapshot, tasks, self.run.id, parent, active=moving)
             if payload.run.started:  # otherwise it waits for its nodes
-                self._send_points(snapshot.training(tasks[-1].signature), payload, batch=tasks[-1].batch)
-                self._send_values(payload)
+                self._send_run(payload)
 
-    def _send_values(self, payload: RunPayload) -> None:
-        """Send parameters, tags, single numbers and files if any of them has changed, and close the run if it has ended."""
+    def _send_run(self, payload: RunPayload) -> None:
+        """Send new points, and all other values if one of them has changed; close the run if it has ended."""
         key, digest = payload.run.key, payload.compute_digest()
-        if key in self.sent.runs and self.sent.runs[key].digest == digest:
+        known = self.sent.runs.get(key, SentRun(id=""))
+        points = [point for point in payload.points if point.samples > known.samples]
+        changed = digest != known.digest
+        if not changed and not points:
             return
-        run = self._open_run(payload)
-        sent = self.sent.runs[key]
-        with self.destination.convert_errors():
-            run.params(payload.params)
-            run.tags(payload.tags)
-            run.summary(payload.numbers, samples=max(sent.samples, 0))
-            for path in payload.artifacts:
-                run.artifact(path)
-            if payload.state != "running":  # so that the tracker need not keep it open
-                self._open.pop(key).close(payload.state, at=payload.ended)
-        self._record_run(key, sent.model_copy(update={"digest": digest}))
-        self.new_runs += not sent.digest
-        self.files += len(payload.artifacts)
-
-    def _send_points(self, training: TrainingRun, payload: RunPayload, *, batch: int) -> None:
-        """Send the new points of a training."""
-        key, ended = payload.run.key, payload.state != "running"
-        sent, rows = self.sent.runs.get(key, SentRun(id="")), training.metrics()
-        starts = [row for row in rows if row["kind"] == "start" and row["time"] > sent.started]
-        newest = min([sent.samples, *(int(row["samples"]) for row in starts)])
-        points = collect_points(rows, batch=batch)
-        if not ended:  # further rows of the newest position may follow, which belong to the same point
-            points = points[:-1]
-        if newest == sent.samples and not any(point.samples > newest for point in points):
-            return
-        run = self._open_run(payload)
-        with self.destination.convert_errors():
-            for row in rows:
-                if row["kind"] == "environment":
-                    run.params(read_environment(row))
-            if newest < sent.samples and not run.rewind(newest):
-                newest = sent.samples  # the tracker keeps its points, and gets those beyond them
-            points = [point for point in points if point.samples > newest]
-            run.points(points)
-        changes = {
-            "samples": points[-1].samples if points else newest,
-            "started": max([sent.started, *(row["time"] for row in starts)]),
-            **({"digest": ""} if ended and sent.digest else {}),  # its numbers and state are sent after these points
-        }
-        self._record_run(key, self.sent.runs[key].model_copy(update=changes))
-        self.new_points += len(points)
-
-    def _open_run(self, payload: RunPayload) -> TrackedRun:
-        key = payload.run.key
-        known = self.sent.runs.get(key)
         if key not in self._open:
             self._exporter = self._exporter or self.destination.make_exporter()
             with self.destination.convert_errors():
-                self._open[key] = self._exporter.open(payload.run, known=None if known is None else known.id)
-            if known is None:
-                self._record_run(key, SentRun(id=self._open[key].id))
-        return self._open[key]
+                self._open[key] = self._exporter.open(payload.run, known=known.id or None)
+            self._record_run(key, known := known.model_copy(update={"id": self._open[key].id}))
+        run, newest = self._open[key], points[-1].samples if points else known.samples
+        with self.destination.convert_errors():
+            run.points(points)
+            if changed:
+                run.params(payload.params)
+                run.tags(payload.tags)
+                run.summary(payload.numbers, samples=max(newest, 0))
+                for path in payload.artifacts:
+                    run.artifact(path)
+            if payload.state != "running":  # so that the tracker need not keep it open
+                self._open.pop(key).close(payload.state, at=payload.ended)
+        self._record_run(key, known.model_copy(update={"digest": digest, "samples": newest}))
+        self.new_runs += not known.digest
+        self.new_points += len(points)
+        self.files += len(payload.artifacts) if changed else 0
 
     def close(self) -> Iterator[WarningEvent]:
         """Close the runs at the tracker that continue later."""
@@ -334,15 +281,6 @@ def list_requested_trackers(
         raise SpecError(f"--to or --uri: {reason.removeprefix('to: ')}") from None
 
 
-@contextlib.contextmanager
-def _lock_sessions(sessions: Sequence[Session]) -> Iterator[list[Session]]:
-    """Lock the exports of all sessions, and yield those that no other process sends to; the others get a problem."""
-    with contextlib.ExitStack() as stack:
-        for session in sessions:
-            stack.enter_context(session.lock())
-        yield [session for session in sessions if not session.problem]
-
-
 def export_run(
     runs: Sequence[Run],
     trackers: Iterable[Export],
@@ -366,37 +304,32 @@ def export_run(
         sleep: waits for some seconds.
 
     Raises:
-        TulaError: the run cannot be read or written, or another process sends it to the same trackers.
+        TulaError: the run cannot be read or written.
         Interruption: Ctrl-C while following.
     """
     runs = list_runs_with_data(runs)
     is_active = active or _has_active_jobs
     interval = max(every or POLL_INTERVAL, *(run.spec.cluster.backend.poll[0] for run in runs))
     sessions = [Session(run, resolve_destination(to, run), reports) for to in trackers for run in runs]
-    with _lock_sessions(sessions) as free:
-        busy = [session for session in sessions if session.problem]
-        if busy and not free:
-            raise TrackerError(busy[0].problem, "nothing is lost: the next export sends the new values")
-        yield from (WarningEvent(session.problem) for session in busy)
-        began, last_note = time.monotonic(), float("-inf")
-        try:
-            while True:
-                last = not follow or not any(map(is_active, runs))
-                for session in free:
-                    yield from session.update(active=is_active(session.run))
-                if last:
-                    break
-                if (now := time.monotonic()) - last_note >= words.compute_log_pause(now - began):
-                    last_note = now
-                    yield Note("; ".join(map(_describe_count, free)))
-                sleep(interval)
-            yield from (WarningEvent(damage) for run in runs for damage in run.read().training_warnings)
-        except KeyboardInterrupt:
-            raise Interruption("interrupted; the next export continues from there") from None
-        finally:
-            for session in free:
-                yield from session.close()
-    return tuple(session.result for session in (*free, *busy))
+    began, last_note = time.monotonic(), float("-inf")
+    try:
+        while True:
+            last = not follow or not any(map(is_active, runs))
+            for session in sessions:
+                yield from session.update(active=is_active(session.run))
+            if last:
+                break
+            if (now := time.monotonic()) - last_note >= words.compute_log_pause(now - began):
+                last_note = now
+                yield Note("; ".join(map(_describe_count, sessions)))
+            sleep(interval)
+        yield from (WarningEvent(damage) for run in runs for damage in run.read().training_warnings)
+    except KeyboardInterrupt:
+        raise Interruption("interrupted; the next export continues from there") from None
+    finally:
+        for session in sessions:
+            yield from session.close()
+    return tuple(session.result for session in sessions)
 
 
 def export_while_waiting(run: Run, jobs: Sequence[str] | None, waiting: Iterable[Event]) -> Iterator[Event]:
@@ -411,21 +344,19 @@ def export_while_waiting(run: Run, jobs: Sequence[str] | None, waiting: Iterable
     """
     trains = jobs is None or any(task.job in jobs for task in run.read().train_tasks)
     next_update = time.monotonic() if run.spec.cluster.backend.has_queue or trains else float("inf")
-    with contextlib.ExitStack() as stack:
-        try:
-            sessions = [Session(run, resolve_destination(to, run), write_report_file) for to in run.spec.export]
-            free = stack.enter_context(_lock_sessions(sessions))
-        except TulaError as error:
-            yield _make_warning(error)
-            free = []
-        for event in waiting:
-            yield event
-            if time.monotonic() >= next_update:
-                yield from _update_with_warnings(free, lambda _: True)
-                next_update = time.monotonic() + POLL_INTERVAL
-        yield from _update_with_warnings(free, _has_active_jobs)
-        for session in free:
-            yield from session.close()
+    try:
+        sessions = [Session(run, resolve_destination(to, run), write_report_file) for to in run.spec.export]
+    except TulaError as error:
+        yield _make_warning(error)
+        sessions = []
+    for event in waiting:
+        yield event
+        if time.monotonic() >= next_update:
+            yield from _update_with_warnings(sessions, lambda _: True)
+            next_update = time.monotonic() + POLL_INTERVAL
+    yield from _update_with_warnings(sessions, _has_active_jobs)
+    for session in sessions:
+        yield from session.close()
 
 
 def _update_with_warnings(sessions: Sequence[Session], active: Callable[[Run], bool]) -> Iterator[WarningEvent]:

@@ -33,7 +33,7 @@ _STATES = {"running": "RUNNING", "finished": "FINISHED", "failed": "FAILED", "ki
 
 
 class MlflowRun:
-    """A run of MLflow; logged points cannot be removed, so steps that are trained again are not sent again."""
+    """A run of MLflow."""
 
     def __init__(self, client: MlflowClient, run_id: str) -> None:
         self.client, self.id = client, run_id
@@ -66,10 +66,6 @@ class MlflowRun:
     def _log_metrics(self, metrics: Sequence[Metric]) -> None:
         for some in _split_into_chunks(metrics, _METRICS):
             self.client.log_batch(self.id, metrics=some)
-
-    def rewind(self, samples: int) -> bool:
-        del samples
-        return False
 
     def artifact(self, path: Path) -> None:
         self.client.log_artifact(self.id, str(path))

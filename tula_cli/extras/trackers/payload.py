@@ -28,7 +28,7 @@ from tula_cli.words import describe_configuration, format_count, get_first_line
 
 @dataclass(frozen=True)
 class RunPayload:
-    """The values of one run that are sent to a tracker, without its curves."""
+    """The values of one run that are sent to a tracker."""
 
     run: TrackerRun
     state: State
@@ -37,9 +37,10 @@ class RunPayload:
     tags: Mapping[str, str] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
     artifacts: tuple[Path, ...] = ()
+    points: Sequence[Point] = ()  # of its curves
 
     def compute_digest(self) -> str:
-        """Return a digest of all values and files, to compare it with that of what was sent before."""
+        """Return a digest of all values and files but the curves, to compare it with that of what was sent before."""
         files = {path.name: compute_digest(path.read_bytes()) for path in self.artifacts}
         return compute_digest([dict(self.params), dict(self.tags), dict(self.numbers), self.state, files])
 
@@ -60,7 +61,7 @@ def _format_setting(key: str, value: Any) -> Scalar | None:
     return None if may_be_secret(name, str(value)) else str(value)
 
 
-def read_environment(row: Mapping[str, Any]) -> dict[str, Scalar]:
+def _read_environment(row: Mapping[str, Any]) -> dict[str, Scalar]:
     """Return hardware, software and variables of a training, from a row of metrics.jsonl; empty if the row is damaged."""
     try:
         return _list_environment(Environment.model_validate(row))
@@ -140,7 +141,7 @@ def _list_probe_numbers(probes: Iterable[Measured]) -> Iterator[tuple[str, Any]]
 def make_training_payload(
     look: Snapshot, tasks: Sequence[TrainTask], group: str, parent: str, *, active: bool
 ) -> RunPayload:
-    """Return the payload of a training, without its curves.
+    """Return the payload of a training. The newest point of a running one waits: more rows of its position may follow.
 
     Args:
         look: snapshot of the run.
@@ -153,6 +154,10 @@ def make_training_payload(
     training = look.training(task.signature)
     attempts, summary = training.attempts(), training.summary()
     began = min((attempt.started_at for attempt in attempts), default=0.0)
+    state = _get_training_state(training, attempts, active=active, cancelled=bool(look.cancelled_by(task.job)))
+    rows = training.metrics()
+    environment = [_read_environment(row) for row in rows if row["kind"] == "environment"]
+    points = collect_points(rows, batch=task.batch)
     settings = first.spec.model_dump(mode="json", exclude={"export"})
     sizes = {"nodes": first.nodes, "batch": first.batch, "gpus_per_node": first.spec.cluster.gpus_per_node}
     texts = (
@@ -162,11 +167,17 @@ def make_training_payload(
     )
     return RunPayload(
         TrackerRun(task.job, "training", group, began, parent),
-        _get_training_state(training, attempts, active=active, cancelled=bool(look.cancelled_by(task.job))),
+        state,
         max([began, *(attempt.ended_at or attempt.started_at for attempt in attempts)]),
-        {**list_settings(settings), **sizes, **_list_predicted_values(first)},
+        {
+            **list_settings(settings),
+            **sizes,
+            **_list_predicted_values(first),
+            **(environment[-1] if environment else {}),
+        },
         {**_list_attempt_words(attempts, tasks), **{key: without_secrets(text) for key, text in texts.items() if text}},
         select_finite_numbers(dict(_list_end_numbers(training))),
+        points=points[:-1] if state == "running" else points,
     )
 
 

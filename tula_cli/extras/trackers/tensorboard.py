@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams import summary_v2 as hparams
 from tensorboard.plugins.text import metadata as text
@@ -19,7 +19,7 @@ _TABLED = 40
 
 
 class BoardRun:
-    """A folder of event files; points that are trained again are removed by TensorBoard's restart mark."""
+    """A folder of event files."""
 
     def __init__(self, folder: Path, run: TrackerRun) -> None:
         self.id, self.started = folder.name, run.started
@@ -43,12 +43,6 @@ class BoardRun:
     def summary(self, values: Mapping[str, float], *, samples: int) -> None:
         summary_values = [Summary.Value(tag=f"summary/{name}", simple_value=value) for name, value in values.items()]
         self._summary(Summary(value=summary_values), at=samples)
-
-    def rewind(self, samples: int) -> bool:
-        """Make TensorBoard discard all points beyond `samples`, in this and earlier files."""
-        mark = SessionLog(status=SessionLog.START)
-        self.writer.add_event(Event(wall_time=time.time(), step=samples + 1, session_log=mark))
-        return True
 
     def artifact(self, path: Path) -> None:
         """Record a text file as text; other files are left out, because TensorBoard does not show files."""

@@ -13,7 +13,7 @@ import wandb
 
 
 class WandbRun:
-    """A run of W&B; its steps only grow, so steps that are trained again are not sent again."""
+    """A run of W&B, whose steps only grow."""
 
     def __init__(self, run: Any) -> None:
         self.run, self.id = run, str(run.id)
@@ -31,10 +31,6 @@ class WandbRun:
     def summary(self, values: Mapping[str, float], *, samples: int) -> None:
         del samples
         self.run.summary.update({f"summary/{name}": value for name, value in values.items()})
-
-    def rewind(self, samples: int) -> bool:
-        del samples
-        return False
 
     def artifact(self, path: Path) -> None:
         self.run.save(str(path), base_path=str(path.parent), policy="now")

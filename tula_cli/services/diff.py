@@ -1,9 +1,9 @@
 """`tula diff`: list the differences between two runs, and name their likely cause.
 
-Compared are the job, the code, the environment, the steps and the trainings.
+Job, environment, code, recommendation and trainings are compared key by key, step times by their noise.
 """
 
-import difflib
+import hashlib
 import math
 import statistics
 from collections import Counter
@@ -19,13 +19,17 @@ from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.frames import make_frame
 from tula_cli.run.job_runs import compare_jobs, find_recommendation, list_runs_with_data
-from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.probes import Environment, Failed, GpuState, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import JobFile, StepPart, StepParts
-from tula_cli.run.records.tasks import CodeSnapshot
-from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.training_run import TrainingRun
-from tula_cli.words import format_bytes, format_count, format_duration, format_number, shorten_pair
+from tula_cli.words import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_number,
+    shorten_pair,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,23 +45,28 @@ class FieldDifference:
     about: str
     before: Any
     after: Any
-    part: str = ""  # of the run: a type of node, another length of text; empty where there is one
+    part: str = ""  # of the run: a type of node, or a training; empty where there is one
 
 
 def compare_mappings(
     before: Mapping[str, Any], after: Mapping[str, Any], *, part: str = ""
 ) -> tuple[FieldDifference, ...]:
     """Return the keys whose values differ between two mappings, in the order of the keys."""
-    keys = dict.fromkeys([*before, *after])
-    pairs = ((key, before.get(key), after.get(key)) for key in keys)
     return tuple(
-        FieldDifference(key, value_before, value_after, part)
-        for key, value_before, value_after in pairs
-        if value_before != value_after
+        FieldDifference(key, before.get(key), after.get(key), part)
+        for key in dict.fromkeys([*before, *after])
+        if before.get(key) != after.get(key)
     )
 
 
-def join_distinct(values: Iterable[object]) -> str | None:
+def format_value(value: object, missing: str = "none") -> str:
+    """Return a compared value as text."""
+    if value is None or isinstance(value, bool):
+        return missing if value is None else str(value).lower()
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _join_distinct(values: Iterable[object]) -> str | None:
     """Return the distinct values as a comma-separated text in their order; None if there are none."""
     distinct = dict.fromkeys(str(value) for value in values if value not in (None, "", ()))
     return ", ".join(distinct) or None
@@ -65,89 +74,23 @@ def join_distinct(values: Iterable[object]) -> str | None:
 
 # --- Code
 
-_MAX_BYTES = 200_000
-"""Maximum size in bytes of a file whose changed lines are counted.
 
-With 400 kB and every third line changed, the count took 5 s; it grows faster than the file.
-"""
-
-
-@dataclass(frozen=True)
-class ChangedFile:
-    """A code file that differs; added and removed lines as git counts them, None if they were not counted."""
-
-    name: str
-    state: str  # "changed", "only in A", "only in B"
-    added: int | None = None
-    removed: int | None = None
-
-
-@dataclass(frozen=True)
-class CodeDifference:
-    """The difference between the code of two runs; empty if there is none, or if neither run has code."""
-
-    files: tuple[ChangedFile, ...] = ()
-    commits: tuple[str, str] = ("", "")  # of git, and whether files differ from it; empty where there is no repository
-    digests: tuple[str, str] = ("", "")
-
-    @property
-    def same(self) -> bool:
-        return not self.files and self.digests[0] == self.digests[1] and self.commits[0] == self.commits[1]
-
-
-def compare_code(before: RunDir, after: RunDir) -> CodeDifference:
-    """Compare the code snapshots that the newest jobs of two runs were submitted with.
-
-    Args:
-        before: a run, or one of its parts.
-        after: the other run or part.
-    """
-    snapshot_before, snapshot_after = find_snapshot(before), find_snapshot(after)
-    digests = snapshot_before.digest if snapshot_before else "", snapshot_after.digest if snapshot_after else ""
-    files = (
-        tuple(_list_changed_files(before, snapshot_before, after, snapshot_after))
-        if snapshot_before or snapshot_after
-        else ()
-    )
-    return CodeDifference(files, (_describe_commit(snapshot_before), _describe_commit(snapshot_after)), digests)
-
-
-def find_snapshot(run: RunDir) -> CodeSnapshot | None:
-    """Return the newest code snapshot of a run's tasks, or None if there is none."""
-    tasks = run.read()
-    names = [task.code for task in (*tasks.probe_tasks, *tasks.tasks) if task.code]
-    snapshots = [snapshot for name in dict.fromkeys(names) if (snapshot := run.code(name)) is not None]
-    return max(snapshots, key=lambda snapshot: snapshot.taken_at, default=None)
-
-
-def _describe_commit(snapshot: CodeSnapshot | None) -> str:
-    if snapshot is None or not snapshot.commit:
-        return ""
-    return snapshot.commit[:12] + " and changes" * snapshot.dirty
-
-
-def _list_changed_files(
-    before: RunDir, snapshot_before: CodeSnapshot | None, after: RunDir, snapshot_after: CodeSnapshot | None
-) -> Iterator[ChangedFile]:
-    names = sorted(
-        {*(snapshot_before.files if snapshot_before else ()), *(snapshot_after.files if snapshot_after else ())}
-    )
-    for name in names:
-        old = (
-            _read_file(before.code_dir(snapshot_before.name) / name)
-            if snapshot_before and name in snapshot_before.files
-            else None
-        )
-        new = (
-            _read_file(after.code_dir(snapshot_after.name) / name)
-            if snapshot_after and name in snapshot_after.files
-            else None
-        )
-        if old == new:
-            continue
-        state = "only in B" if old is None else "only in A" if new is None else "changed"
-        counted = _count_changed_lines(old, new)
-        yield ChangedFile(name, state, *counted)
+def _describe_code(runs: Iterable[RunDir]) -> dict[str, str]:
+    """Return commit and files of the newest code snapshot of a job's runs; a file by a digest of its content."""
+    snapshots = [
+        (snapshot, run)
+        for run in runs
+        for name in dict.fromkeys(task.code for task in (*run.read().probe_tasks, *run.read().tasks) if task.code)
+        if (snapshot := run.code(name)) is not None
+    ]
+    if not snapshots:
+        return {}
+    snapshot, run = max(snapshots, key=lambda pair: pair[0].taken_at)
+    commit = {"commit": snapshot.commit[:12] + " and changes" * snapshot.dirty} if snapshot.commit else {}
+    contents = {name: _read_file(run.code_dir(snapshot.name) / name) for name in sorted(snapshot.files)}
+    return commit | {
+        name: hashlib.sha256(content).hexdigest()[:8] for name, content in contents.items() if content is not None
+    }
 
 
 def _read_file(path: Path) -> bytes | None:
@@ -158,100 +101,80 @@ def _read_file(path: Path) -> bytes | None:
         return None
 
 
-def _count_changed_lines(old: bytes | None, new: bytes | None) -> tuple[int | None, int | None]:
-    """Return the numbers of added and removed lines; None for files that are binary or too long."""
-    texts = [content or b"" for content in (old, new)]
-    if any(b"\0" in text or len(text) > _MAX_BYTES for text in texts):
-        return None, None
-    lines_before, after = (text.decode(errors="replace").splitlines() for text in texts)
-    diff_lines = list(difflib.unified_diff(lines_before, after, n=0, lineterm=""))[2:]
-    return sum(line.startswith("+") for line in diff_lines), sum(line.startswith("-") for line in diff_lines)
-
-
 # --- Environments
 
+_SOFTWARE = {
+    "hardware": "hardware",
+    "device": "device",
+    "GPU driver": "driver",
+    "torch": "torch",
+    "torchvision": "torchvision",
+    "CUDA": "cuda",
+    "NCCL": "nccl",
+    "backend": "backend",
+    "Python": "python",
+    "tula": "tula",
+    "system": "system",
+    "data-loader processes": "workers",
+}
+"""Names of compared fields of `Environment`."""
 _MIN_CLOCK_DIFFERENCE = 0.03
 _MIN_WATT_DIFFERENCE = 0.1
 """Relative differences below which a GPU's clock and power count as equal: they are never exactly the same."""
 
 
-def list_environment_differences(
-    before: Sequence[Measured], after: Sequence[Measured], *, part: str = ""
+def _compare_environments(
+    before: Sequence[Measured], after: Sequence[Measured], *, part: str
 ) -> tuple[FieldDifference, ...]:
-    """Return the differences between the environments of two sets of probes; empty if either set is empty.
-
-    Args:
-        before: probes of one run, on one node type.
-        after: probes of the other run.
-        part: the node type.
-    """
+    """Return the differences between the environments of two sets of probes; empty if either set is empty."""
     if not before or not after:
         return ()
-    differences = compare_mappings(_describe_software(before), _describe_software(after), part=part)
-    return (*differences, *_compare_gpu_states(before, after, part), *_compare_variables(before, after, part))
+    differences = compare_mappings(_describe_environment(before), _describe_environment(after), part=part)
+    return (*differences, *_compare_gpu_states(before, after, part))
 
 
-def _describe_software(probes: Sequence[Measured]) -> dict[str, str | None]:
-    """Return the software and hardware that the probes recorded; each value is a text with the distinct values."""
-    environments = [probe.environment for probe in probes]
+def _describe_environment(probes: Sequence[Measured]) -> dict[str, str | None]:
+    """Return what the probes recorded of software, hardware and variables; each value is a text with the distinct values."""
+    environments: list[Environment] = [probe.environment for probe in probes]
     scripts = [probe.script for probe in probes if probe.script is not None]
-    reserved = [probe.capacity for probe in probes if probe.capacity is not None]
+    names = dict.fromkeys(name for environment in environments for name in environment.variables)
     return {
-        "hardware": join_distinct(environment.hardware for environment in environments),
-        "device": join_distinct(environment.device for environment in environments),
-        "GPU driver": join_distinct(environment.driver for environment in environments),
-        "torch": join_distinct(environment.torch for environment in environments),
-        "torchvision": join_distinct(environment.torchvision for environment in environments),
-        "CUDA": join_distinct(environment.cuda for environment in environments),
-        "NCCL": join_distinct(environment.nccl for environment in environments),
-        "backend": join_distinct(environment.backend for environment in environments),
-        "all-reduce": join_distinct(how for environment in environments for how in environment.allreduce.values()),
-        "Python": join_distinct(environment.python for environment in environments),
-        "tula": join_distinct(environment.tula for environment in environments),
-        "system": join_distinct(environment.system for environment in environments),
-        "data-loader processes": join_distinct(environment.workers for environment in environments),
-        "memory for a rank": join_distinct(map(format_bytes, reserved)),
-        "samples of the dataset": join_distinct(probe.dataset_size for probe in probes),
-        "optimizer of the script": join_distinct(environment.optimizer for environment in scripts),
-        "parameters of the script": join_distinct(environment.parameters for environment in scripts),
-        "hosts": join_distinct(sorted({host for environment in environments for host in environment.hosts})),
+        **{
+            label: _join_distinct(getattr(environment, field) for environment in environments)
+            for label, field in _SOFTWARE.items()
+        },
+        "all-reduce": _join_distinct(how for environment in environments for how in environment.allreduce.values()),
+        "memory for a rank": _join_distinct(
+            format_bytes(probe.capacity) for probe in probes if probe.capacity is not None
+        ),
+        "samples of the dataset": _join_distinct(probe.dataset_size for probe in probes),
+        "optimizer of the script": _join_distinct(script.optimizer for script in scripts),
+        "parameters of the script": _join_distinct(script.parameters for script in scripts),
+        "hosts": _join_distinct(sorted({host for environment in environments for host in environment.hosts})),
+        **{
+            f"variable {name}": _join_distinct(environment.variables.get(name) for environment in environments)
+            for name in names
+        },
     }
 
 
-def _compare_gpu_states(
-    before: Sequence[Measured], after: Sequence[Measured], part: str
-) -> tuple[FieldDifference, ...]:
-    """Return the differences in clocks, power and throttle reasons, by NVML at the end of the probes' timed steps."""
-    states_before, states_after = ([probe.gpus[1] for probe in probes if probe.gpus] for probes in (before, after))
-    if not states_before or not states_after:
-        return ()
-    differences = []
-    clocks = [statistics.median(state.sm_mhz for state in states) for states in (states_before, states_after)]
-    if clocks[0] and abs(clocks[1] / clocks[0] - 1) > _MIN_CLOCK_DIFFERENCE:
-        differences.append(FieldDifference("GPU clocks (MHz)", round(clocks[0]), round(clocks[1]), part))
-    watts = [statistics.median(state.watts for state in states) for states in (states_before, states_after)]
-    if watts[0] and abs(watts[1] / watts[0] - 1) > _MIN_WATT_DIFFERENCE:
-        differences.append(FieldDifference("GPU power (W)", round(watts[0]), round(watts[1]), part))
-    limits = [
-        join_distinct(sorted({why for state in states for why in state.held_down}))
-        for states in (states_before, states_after)
-    ]
-    if limits[0] != limits[1]:
-        differences.append(FieldDifference("clocks throttled by", limits[0], limits[1], part))
-    return tuple(differences)
-
-
-def _compare_variables(before: Sequence[Measured], after: Sequence[Measured], part: str) -> tuple[FieldDifference, ...]:
-    variables_before, variables_after = (_merge_variables(probes) for probes in (before, after))
-    return tuple(
-        FieldDifference(f"variable {difference.about}", difference.before, difference.after, part)
-        for difference in compare_mappings(variables_before, variables_after, part=part)
+def _compare_gpu_states(before: Sequence[Measured], after: Sequence[Measured], part: str) -> Iterator[FieldDifference]:
+    """Yield the differences in clocks, power and throttle reasons, by NVML at the end of the probes' timed steps."""
+    states: list[list[GpuState]] = [[probe.gpus[1] for probe in probes if probe.gpus] for probes in (before, after)]
+    if not all(states):
+        return
+    for about, field, least in (
+        ("GPU clocks (MHz)", "sm_mhz", _MIN_CLOCK_DIFFERENCE),
+        ("GPU power (W)", "watts", _MIN_WATT_DIFFERENCE),
+    ):
+        first, second = (statistics.median(getattr(state, field) for state in of_run) for of_run in states)
+        if first and abs(second / first - 1) > least:
+            yield FieldDifference(about, round(first), round(second), part)
+    reasons, reasons_after = (
+        _join_distinct(sorted({why for state in of_run for why in state.held_down})) for of_run in states
     )
-
-
-def _merge_variables(probes: Sequence[Measured]) -> Mapping[str, Any]:
-    names = dict.fromkeys(name for probe in probes for name in probe.environment.variables)
-    return {name: join_distinct(probe.environment.variables.get(name) for probe in probes) for name in names}
+    if reasons != reasons_after:
+        yield FieldDifference("clocks throttled by", reasons, reasons_after, part)
 
 
 # --- Steps
@@ -399,124 +322,77 @@ def _list_step_parts(probe: Measured | None) -> StepParts | None:
     )
 
 
-# --- Trainings
+# --- The recommendation and the trainings
 
 
-@dataclass(frozen=True)
-class TrainingOverview:
-    """The outcome of a training; None for values that it has not reported."""
-
-    signature: str
-    ended: bool
-    nodes: int | None
-    batch: int | None  # global, at the end
-    attempts: int
-    hours: float | None
-    cost: float | None
-    currency: str
-    step_time: float | None  # seconds
-    best: float | None
-    best_of: str  # the metric; empty where there is none
-    best_epoch: int | None
-    causes: tuple[str, ...]  # of relaunches, and why it ended before its last epoch
-    hosts: tuple[str, ...]  # of its attempts, as the scheduler writes them
-    tula: tuple[str, ...]  # versions that ran them
+def _describe_recommendation(recommendation: Recommendation | None) -> dict[str, object]:
+    if recommendation is None:
+        return {}
+    choice = recommendation.choice
+    return {
+        "objective": recommendation.objective,
+        "nodes": choice.nodes,
+        "batch": choice.batch,
+        "local_batch": choice.local_batch,
+        "node type": choice.type or None,
+        "market": choice.market,
+        "hours": choice.hours,
+        f"cost ({recommendation.currency})": choice.cost,
+    }
 
 
-@dataclass(frozen=True)
-class TrainingPair:
-    """Two trainings to compare: those with the same signature, else the newest training of each run."""
+def _describe_training(training: TrainingRun | None) -> dict[str, object]:
+    """Return the configuration and the outcome of a training."""
+    if training is None:
+        return {}
+    summary, task = training.summary(), training.newest_task()
+    if summary is None:
+        configuration = {"nodes": task.training_nodes, "batch": task.batch} if task else {}
+        return {**configuration, "attempts": len(training.attempts()), "ended": "not yet"}
+    best = (
+        (summary.best.metric, summary.best.value) if summary.best is not None
+        else ("top-1 (%)", summary.best_top1) if summary.best_top1 is not None
+        else ("loss", summary.best_loss)
+    )  # fmt: skip
+    return {
+        "nodes": summary.nodes,
+        "batch": summary.batch,
+        "seconds per step": summary.actual_step,
+        "hours": summary.actual_hours,
+        f"cost ({summary.currency})": summary.actual_cost,
+        "attempts": len(training.attempts()),
+        "relaunched": "; ".join(summary.causes) or None,
+        f"best {best[0]}": best[1],
+        "best epoch": summary.best_epoch,
+        "ended": summary.ended or "after the last epoch",
+    }
 
-    part: str  # type of node; empty where the job names none
-    before: TrainingOverview | None
-    after: TrainingOverview | None
-    same_signature: bool
 
-
-def match_trainings(before: RunDir, after: RunDir, *, part: str = "") -> tuple[TrainingPair, ...]:
-    """Return pairs of trainings of two runs; empty if neither run has any.
-
-    Args:
-        before: a run, or its part for one node type.
-        after: the other run or part.
-        part: the node type.
-    """
+def _match_trainings(before: RunDir, after: RunDir) -> Iterator[tuple[str, TrainingRun | None, TrainingRun | None]]:
+    """Yield pairs of trainings with a name: those of the same signature, else the newest one of each run, if any."""
     signatures_before, signatures_after = before.train_signatures(), after.train_signatures()
     common = [name for name in signatures_before if name in signatures_after]
-    if common:
-        return tuple(
-            TrainingPair(part, _make_training_overview(before, name), _make_training_overview(after, name), True)
-            for name in common
+    for name in common:
+        yield f"training {name}", before.training(name), after.training(name)
+    if not common:
+        newest, newest_after = (
+            run.training(signatures[0]) if signatures else None
+            for run, signatures in ((before, signatures_before), (after, signatures_after))
         )
-    if not signatures_before and not signatures_after:
-        return ()
-    newest = [
-        _make_training_overview(run, names[0]) if names else None
-        for run, names in ((before, signatures_before), (after, signatures_after))
+        yield "the newest training", newest, newest_after
+
+
+def _describe_durations(name: str, before: TrainingRun | None, after: TrainingRun | None) -> Iterator[str]:
+    """Yield a sentence if the durations of two trainings differ by more than `MIN_DIFFERENCE`.
+
+    A training has one duration only, so noise cannot be estimated and small changes are left out.
+    """
+    hours = [
+        summary.actual_hours for training in (before, after) if training and (summary := training.summary()) is not None
     ]
-    return (TrainingPair(part, newest[0], newest[1], False),)
-
-
-def _make_training_overview(run: RunDir, signature: str) -> TrainingOverview:
-    training = run.training(signature)
-    summary, task, attempts = training.summary(), training.newest_task(), training.attempts()
-    best, metric, epoch = _find_best_metric(training)
-    causes = (*summary.causes, *filter(None, [summary.ended])) if summary else ()
-    return TrainingOverview(
-        signature,
-        ended=summary is not None,
-        nodes=summary.nodes if summary else task.training_nodes if task else None,
-        batch=summary.batch if summary else task.batch if task else None,
-        attempts=len(attempts),
-        hours=summary.actual_hours if summary else None,
-        cost=summary.actual_cost if summary else None,
-        currency=summary.currency if summary else "",
-        step_time=summary.actual_step if summary else None,
-        best=best,
-        best_of=metric,
-        best_epoch=epoch,
-        causes=causes,
-        hosts=tuple(
-            dict.fromkeys(attempt.hosts or attempt.host for attempt in attempts if attempt.hosts or attempt.host)
-        ),
-        tula=tuple(dict.fromkeys(attempt.tula for attempt in attempts if attempt.tula)),
-    )
-
-
-def _find_best_metric(training: TrainingRun) -> tuple[float | None, str, int | None]:
-    summary = training.summary()
-    if summary is None:
-        return None, "", None
-    if summary.best is not None:
-        return summary.best.value, summary.best.metric, summary.best_epoch
-    if summary.best_top1 is not None:
-        return summary.best_top1, "top-1 (%)", summary.best_epoch
-    return summary.best_loss, "loss" if summary.best_loss is not None else "", summary.best_epoch
-
-
-@dataclass(frozen=True)
-class RecommendedConfiguration:
-    """The configuration that a run recommends."""
-
-    objective: str
-    nodes: int
-    batch: int
-    local_batch: int
-    type: str
-    market: str
-    hours: float
-    cost: float
-    currency: str
-
-    @classmethod
-    def from_recommendation(cls, recommendation: Recommendation | None) -> "RecommendedConfiguration | None":
-        """Return the choice of a recommendation; None if there is no recommendation."""
-        if recommendation is None:
-            return None
-        row = recommendation.choice
-        return cls(
-            recommendation.objective, row.nodes, row.batch, row.local_batch, row.type, row.market, row.hours, row.cost, recommendation.currency
-        )  # fmt: skip
+    if len(hours) == 2 and all(hours) and abs(math.log(hours[1] / hours[0])) > math.log1p(MIN_DIFFERENCE):
+        times = " -> ".join(format_duration(3600 * value) for value in hours)
+        yield f"{name} took {format_number(hours[1] / hours[0])} x as long ({times})"
 
 
 # --- The difference
@@ -540,10 +416,10 @@ class RunDifference:
     after: RunOverview  # B
     job: tuple[FieldDifference, ...]  # keys of the resolved jobs, defaults filled in
     environment: tuple[FieldDifference, ...]
-    code: CodeDifference
+    code: tuple[FieldDifference, ...]  # the commit, and files by digests of their content
     steps: StepComparison
-    chosen: tuple[RecommendedConfiguration | None, RecommendedConfiguration | None]
-    trainings: tuple[TrainingPair, ...]
+    recommendation: tuple[FieldDifference, ...]
+    trainings: tuple[FieldDifference, ...]  # of pairs of trainings, named in `part`
     only: tuple[tuple[str, ...], tuple[str, ...]]  # node types that A alone has, and B alone
     headline: tuple[str, ...] = ()
     warnings: tuple[Diagnostic, ...] = ()
@@ -552,7 +428,7 @@ class RunDifference:
     @property
     def same(self) -> bool:
         """Whether nothing differs: job, code, environment, and step times beyond noise."""
-        return not (self.job or self.environment or not self.code.same or self.steps.changed or any(self.only))
+        return not (self.job or self.environment or self.code or self.steps.changed or any(self.only))
 
     def frame(self) -> "pd.DataFrame":
         """Return one row per configuration tried in both runs; times in seconds, memory in bytes of one GPU."""
@@ -589,65 +465,51 @@ def compare_runs(before: Sequence[Run], after: Sequence[Run]) -> RunDifference:
     if before[0].path.resolve() == after[0].path.resolve():
         raise SpecError(f"A and B are the same run: {before[0].path.resolve()}", "name two runs, or a run and its copy")
     pairs, only = _match_parts(before, after)
-    snapshots_by_part = [(name, part_before.read(), part_after.read()) for name, part_before, part_after in pairs]
-    measured = [
-        (name, _select_measured_probes(part_before.results), _select_measured_probes(part_after.results))
-        for name, part_before, part_after in snapshots_by_part
-    ]
-    environment = [
-        difference
-        for name, part_before, part_after in measured
-        for difference in list_environment_differences(part_before, part_after, part=name)
+    snapshots = [(name, run_before.read(), run_after.read()) for name, run_before, run_after in pairs]
+    trainings = [
+        (training_name + f" ({name})" * bool(name), training, training_after)
+        for name, run_before, run_after in pairs
+        for training_name, training, training_after in _match_trainings(run_before, run_after)
     ]
     difference = RunDifference(
-        before=_run_overview(before),
-        after=_run_overview(after),
+        before=_make_overview(before),
+        after=_make_overview(after),
         job=tuple(FieldDifference(key, *values) for key, values in compare_jobs(before[0].spec, after[0].spec).items()),
-        environment=tuple(environment),
-        code=_compare_code_of_parts((part_before, part_after) for _, part_before, part_after in pairs),
-        steps=compare_steps(
-            (name, part_before.results, part_after.results) for name, part_before, part_after in snapshots_by_part
+        environment=tuple(
+            field
+            for name, first, second in snapshots
+            for field in _compare_environments(
+                _select_measured(first.results), _select_measured(second.results), part=name
+            )
         ),
-        chosen=(
-            RecommendedConfiguration.from_recommendation(find_recommendation(before)),
-            RecommendedConfiguration.from_recommendation(find_recommendation(after)),
+        code=compare_mappings(_describe_code(before), _describe_code(after)),
+        steps=compare_steps((name, first.results, second.results) for name, first, second in snapshots),
+        recommendation=compare_mappings(
+            *(_describe_recommendation(find_recommendation(runs)) for runs in (before, after))
         ),
         trainings=tuple(
-            pair
-            for name, part_before, part_after in pairs
-            for pair in match_trainings(part_before, part_after, part=name)
+            field
+            for name, training, training_after in trainings
+            for field in compare_mappings(_describe_training(training), _describe_training(training_after), part=name)
         ),
         only=only,
         warnings=tuple(
             warning
-            for _, *snapshots in snapshots_by_part
-            for snapshot in snapshots
-            for warning in _list_damage_warnings(snapshot)
+            for _, *both in snapshots
+            for each in both
+            for warning in (*each.record_warnings, *each.training_warnings)
         ),
     )
-    return replace(difference, headline=write_headline(difference))
+    durations = [sentence for matched in trainings for sentence in _describe_durations(*matched)]
+    return replace(difference, headline=_write_headline(difference, durations))
 
 
-def _compare_code_of_parts(pairs: Iterable[tuple[RunDir, RunDir]]) -> CodeDifference:
-    """Return the code difference of the first parts that have a snapshot: all parts of a job run the same code."""
-    differences = (
-        compare_code(part_before, part_after)
-        for part_before, part_after in pairs
-        if find_snapshot(part_before) or find_snapshot(part_after)
-    )
-    return next(differences, CodeDifference())
-
-
-def _list_damage_warnings(snapshot: Snapshot) -> list[Diagnostic]:
-    return [*snapshot.record_warnings, *snapshot.training_warnings]
-
-
-def _select_measured_probes(results: Iterable[Result]) -> list[Measured]:
+def _select_measured(results: Iterable[Result]) -> list[Measured]:
     return [result for result in results if isinstance(result, Measured)]
 
 
-def _run_overview(runs: Sequence[Run]) -> RunOverview:
-    moments = [probe.measured_at for run in runs for probe in _select_measured_probes(run.read().results)]
+def _make_overview(runs: Sequence[Run]) -> RunOverview:
+    moments = [probe.measured_at for run in runs for probe in _select_measured(run.read().results)]
     first = runs[0]
     return RunOverview(first.id, first.path, (min(moments), max(moments)) if moments else None, first.job_file())
 
@@ -679,17 +541,13 @@ _LIKELY_CAUSES = ("hardware", "GPU driver", "GPU clocks (MHz)", "clocks throttle
 _MAX_VALUE_LENGTH = 40  # characters of a value
 
 
-def write_headline(difference: "RunDifference") -> tuple[str, ...]:
+def _write_headline(difference: RunDifference, durations: Sequence[str]) -> tuple[str, ...]:
     """Return the summary of the differences, one line per item."""
-    pace, causes, trained = (
-        _describe_pace(difference),
-        list(_list_differences(difference)),
-        tuple(_describe_trainings(difference)),
-    )
+    pace, causes = _describe_pace(difference.steps), list(_list_causes(difference))
     if not causes and not difference.steps.changed:
-        alike = "the same job, code and environment" if difference.steps.timed else "the same job and code"
-        return (f"nothing differs: {alike}; {pace or 'neither run has measurements'}", *trained)
-    lines = [*filter(None, [pace]), *trained]
+        equal = "the same job, code and environment" if difference.steps.timed else "the same job and code"
+        return (f"nothing differs: {equal}; {pace or 'neither run has measurements'}", *durations)
+    lines = [*filter(None, [pace]), *durations]
     if causes:
         more_text = f", and {len(causes) - _MAX_CAUSES} more" if len(causes) > _MAX_CAUSES else ""
         lines.append(f"what differs: {', '.join(causes[:_MAX_CAUSES])}{more_text}")
@@ -701,11 +559,10 @@ def write_headline(difference: "RunDifference") -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _describe_pace(difference: "RunDifference") -> str:
-    steps = difference.steps
+def _describe_pace(steps: StepComparison) -> str:
     if not steps.timed:
         return "no configuration was measured in both" * bool(steps.rows or any(steps.only))
-    of = f"{len(steps.timed)} {'configuration' if len(steps.timed) == 1 else 'configurations'}"
+    of = format_count(len(steps.timed), "configuration")
     if not steps.changed or steps.ratio is None:
         return f"step times are equal within noise at all of {of}"
     slower = sum((row.ratio or 1) > 1 for row in steps.changed)
@@ -713,68 +570,38 @@ def _describe_pace(difference: "RunDifference") -> str:
     if slower and faster:
         ratios = sorted(row.ratio or 1 for row in steps.changed)
         return (
-            f"B is slower at {slower} and faster at {faster} of {of} ({format_number(ratios[0])} to {format_number(ratios[-1])} x the step"
-            f" time of A)"
+            f"B is slower at {slower} and faster at {faster} of {of} ({format_number(ratios[0])} to"
+            f" {format_number(ratios[-1])} x the step time of A)"
         )
     how = f"{format_number(steps.ratio)} x as slow" if slower else f"{format_number(1 / steps.ratio)} x as fast"
-    return f"B is {how} at {len(steps.changed)} of {of}{_describe_causes(steps.causes)}"
+    other_parts = [part for part in _PARTS if part not in steps.causes]
+    causes = f" ({' and '.join(steps.causes)}{', not ' + ' or '.join(other_parts) if other_parts else ''})"
+    return f"B is {how} at {len(steps.changed)} of {of}{causes if steps.causes else ''}"
 
 
-def _describe_trainings(difference: "RunDifference") -> Iterator[str]:
-    """Yield a sentence for each pair of trainings whose durations differ by more than `MIN_DIFFERENCE`.
-
-    A training has one duration only, so noise cannot be estimated and small changes are left out.
-    """
-    for pair in difference.trainings:
-        if pair.before is None or pair.after is None or not pair.before.hours or not pair.after.hours:
-            continue
-        ratio = pair.after.hours / pair.before.hours
-        if abs(math.log(ratio)) <= math.log1p(MIN_DIFFERENCE):
-            continue
-        training_name = f"training {pair.before.signature}" if pair.same_signature else "the newest training"
-        where = f" ({pair.part})" * bool(pair.part)
-        times = f"{format_duration(3600 * pair.before.hours)} -> {format_duration(3600 * pair.after.hours)}"
-        yield f"{training_name}{where} took {format_number(ratio)} x as long ({times})"
-
-
-def _describe_causes(causes: tuple[StepPart, ...]) -> str:
-    if not causes:
-        return ""
-    other_parts = [part for part in _PARTS if part not in causes]
-    return f" ({' and '.join(causes)}{', not ' + ' or '.join(other_parts) if other_parts else ''})"
-
-
-def _list_differences(difference: "RunDifference") -> Iterator[str]:
+def _list_causes(difference: RunDifference) -> Iterator[str]:
     """Yield descriptions of the other differences, those most likely to affect step times first."""
-    environment = sorted(
-        difference.environment, key=lambda entry: (entry.about not in _LIKELY_CAUSES, entry.about == "hosts")
-    )
-    likely = [entry for entry in environment if entry.about in _LIKELY_CAUSES]
-    yield from map(_describe_change, likely)
-    if not difference.code.same:
-        yield _describe_code(difference)
-    yield from map(_describe_change, [entry for entry in environment if entry not in likely and entry.about != "hosts"])
+    likely, others, hosts = list[str](), list[str](), list[str]()
+    for field in difference.environment:
+        kind = likely if field.about in _LIKELY_CAUSES else hosts if field.about == "hosts" else others
+        kind.append(_describe_change(field))
+    yield from likely
+    files = [field for field in difference.code if field.about != "commit"]
+    if files:
+        yield f"code ({format_count(len(files), 'file')})"
+    yield from (_describe_change(field) for field in difference.code if field.about == "commit" and not files)
+    yield from others
     yield from map(_describe_change, difference.job)
-    yield from map(_describe_change, [entry for entry in environment if entry.about == "hosts"])
+    yield from hosts
     yield from (
-        f"only {where} has {name}" for where, names in zip("AB", difference.only, strict=True) for name in names
+        f"only {letter} has {name}" for letter, names in zip("AB", difference.only, strict=True) for name in names
     )
-
-
-def _describe_code(difference: "RunDifference") -> str:
-    if difference.code.files:
-        return f"code ({format_count(len(difference.code.files), 'file')})"
-    if difference.code.commits[0] != difference.code.commits[1]:
-        return f"commit {difference.code.commits[0] or 'none'} -> {difference.code.commits[1] or 'none'}"
-    return "code"
 
 
 def _describe_change(difference: FieldDifference) -> str:
     kind, unit = [*difference.about.removesuffix(")").split(" ("), ""][:2]
     where = f" ({difference.part})" * bool(difference.part)
-    text_before, after = shorten_pair(_as_text(difference.before), _as_text(difference.after), _MAX_VALUE_LENGTH)
+    text_before, after = shorten_pair(
+        format_value(difference.before), format_value(difference.after), _MAX_VALUE_LENGTH
+    )
     return f"{kind}{where} {text_before} -> {after}{f' {unit}' * bool(unit)}"
-
-
-def _as_text(value: object) -> str:
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -3,13 +3,12 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from tula_cli.services.diff import format_value
 from tula_cli.show.tables import make_table, style_text
 from tula_cli.words import (
     choose_size_unit,
-    describe_configuration,
     describe_part,
     format_count,
-    format_duration,
     format_moment,
     format_number,
     format_size,
@@ -20,19 +19,9 @@ from tula_cli.words import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tula_cli.services.diff import (
-        FieldDifference,
-        RecommendedConfiguration,
-        RunDifference,
-        RunOverview,
-        StepDifference,
-        TrainingOverview,
-        TrainingPair,
-        ValuePair,
-    )
+    from tula_cli.services.diff import FieldDifference, RunDifference, RunOverview, StepDifference, ValuePair
 
 _WIDEST = 48  # characters of a value in a table
-_MAX_FILES_SHOWN = 20
 
 
 def render_difference(run_difference: "RunDifference") -> Iterator["RenderableType"]:
@@ -45,10 +34,10 @@ def render_difference(run_difference: "RunDifference") -> Iterator["RenderableTy
     yield from _render_values("job", run_difference.job)
     yield from _render_files(run_difference)
     yield from _render_values("environment", run_difference.environment)
-    yield from _render_code(run_difference)
+    yield from _render_values("code", run_difference.code)
     yield from _render_steps(run_difference)
-    yield from _render_recommendations(run_difference)
-    yield from _render_trainings([pair for pair in run_difference.trainings if pair.before != pair.after])
+    yield from _render_values("recommended", run_difference.recommendation)
+    yield from _render_values("trainings", run_difference.trainings)
 
 
 def _describe_run(run_overview: "RunOverview") -> str:
@@ -63,17 +52,13 @@ def _render_values(heading: str, differences: Sequence["FieldDifference"]) -> It
         return
     made = make_table((heading, "A", "B"), left=range(3))
     for difference in differences:
-        where = f" ({describe_part(difference.part)})" if difference.part else ""
+        where = f" ({difference.part})" * bool(difference.part)
         made.add_row(
             f"{difference.about}{where}",
-            *shorten_pair(_format_value(difference.before), _format_value(difference.after), _WIDEST),
+            *shorten_pair(format_value(difference.before, "-"), format_value(difference.after, "-"), _WIDEST),
         )
     yield ""
     yield made
-
-
-def _format_value(value: object) -> str:
-    return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _render_files(run_difference: "RunDifference") -> Iterator["RenderableType"]:
@@ -84,25 +69,6 @@ def _render_files(run_difference: "RunDifference") -> Iterator["RenderableType"]
         yield f"job file: {before.path} -> {other.path}"
     if before.overrides != other.overrides:
         yield f"--set: {' '.join(before.overrides) or 'none'} -> {' '.join(other.overrides) or 'none'}"
-
-
-def _render_code(run_difference: "RunDifference") -> Iterator["RenderableType"]:
-    code = run_difference.code
-    if code.same:
-        return
-    yield ""
-    if code.commits[0] != code.commits[1]:
-        yield f"commit: {code.commits[0] or 'none'} -> {code.commits[1] or 'none'}"
-    if not code.files:
-        yield "code: other digests, but no file that was copied differs"
-        return
-    added, removed = (sum(getattr(file, name) or 0 for file in code.files) for name in ("added", "removed"))
-    yield f"code: {format_count(len(code.files), 'file')} (+{added} -{removed})"
-    for file in code.files[:_MAX_FILES_SHOWN]:
-        counted = "not text or too long" if file.added is None else f"+{file.added} -{file.removed}"
-        yield f"  {file.name}  {counted}{f', {file.state}' * (file.state != 'changed')}"
-    if len(code.files) > _MAX_FILES_SHOWN:
-        yield f"  and {len(code.files) - _MAX_FILES_SHOWN} more (--json has all)"
 
 
 def _render_steps(run_difference: "RunDifference") -> Iterator["RenderableType"]:
@@ -159,51 +125,3 @@ def _describe_step(row: "StepDifference") -> str:
         return "within noise"
     causes = f": {', '.join(row.causes)}" if row.causes else ""
     return ("slower" if row.ratio > 1 else "faster") + causes
-
-
-def _render_recommendations(run_difference: "RunDifference") -> Iterator["RenderableType"]:
-    before, other = run_difference.chosen
-    if before == other:
-        return
-    yield ""
-    yield "recommended:"
-    yield from (f"  {letter}  {_describe_choice(choice)}" for letter, choice in (("A", before), ("B", other)))
-
-
-def _describe_choice(choice: "RecommendedConfiguration | None") -> str:
-    if choice is None:
-        return "nothing yet"
-    kind = f" of type {choice.type}" * bool(choice.type) + " on spot" * (choice.market == "spot")
-    place = describe_configuration(choice.nodes, choice.batch, choice.local_batch)
-    return f"{choice.objective}: {place}{kind}: {format_duration(3600 * choice.hours)}, {format_number(choice.cost)} {choice.currency}"
-
-
-def _render_trainings(pairs: Sequence["TrainingPair"]) -> Iterator["RenderableType"]:
-    if not pairs:
-        return
-    heads = ("training", "", "nodes", "batch", "step (ms)", "time", "cost", "attempts", "best", "ended")
-    made = make_table(heads, left=(0, 1, 8, 9))
-    for pair in pairs:
-        for letter, training in (("A", pair.before), ("B", pair.after)):
-            made.add_row(*(_make_training_row(letter, pair.part, training) if training else ("-", letter, *["-"] * 8)))
-    yield ""
-    yield made
-
-
-def _make_training_row(letter: str, part: str, training_overview: "TrainingOverview") -> tuple[str, ...]:
-    best = (
-        f"{training_overview.best_of} {format_number(training_overview.best, 4)}"
-        if training_overview.best_of and training_overview.best is not None
-        else "-"
-    )
-    epoch = (
-        f" at epoch {training_overview.best_epoch}"
-        if training_overview.best_epoch is not None and training_overview.best_of
-        else ""
-    )
-    why = f": {'; '.join(training_overview.causes)}" if training_overview.causes else ""
-    return (
-        f"{training_overview.signature}{f' ({describe_part(part)})' * bool(part)}", letter, *(("-" if n is None else str(n)) for n in (training_overview.nodes, training_overview.batch)), _format_ms(training_overview.step_time),
-        "-" if training_overview.hours is None else format_duration(3600 * training_overview.hours), "-" if training_overview.cost is None else f"{format_number(training_overview.cost)} {training_overview.currency}", str(training_overview.attempts), best + epoch,
-        ("yes" if training_overview.ended else "not yet") + why,
-    )  # fmt: skip

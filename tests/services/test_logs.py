@@ -147,16 +147,15 @@ def test_rank_0_is_shown_although_another_wrote_last(slurm):
         list(logs.read_logs(slurm, LogQuery(rank=2)))
 
 
-def test_nodes_of_several_ranks_have_a_log_each(tmp_path):
-    """A supervisor a rank, which write into one log; scripts as well, whose own lines are of no rank elsewhere."""
+def test_each_rank_on_slurm_has_a_log_of_its_own(tmp_path):
     cluster = {"kind": "slurm", "gpus_per_node": 2, "slurm": {"account": "a"}}
     for spec in (make.spec(cluster=cluster), make.script_spec(cluster, epochs=2)):
         run = RunDir.create(tmp_path / "tula-runs", spec)
         make.add_probes(run, 2, (16,))
-        write_log(run, "probe-n002", 1, "zero\n[rank1]: one\n")
-        write_log(run, "probe-n002", 1, "two\n[rank3]: three\n", index=2)
+        for rank, text in enumerate(("zero", "[rank1]: one", "two without a tag", "[rank3]: three")):
+            write_log(run, "probe-n002", 1, f"{text}\n", index=rank)
         results = [texts(logs.read_logs(run, LogQuery(rank=rank))) for rank in range(4)]
-        assert results == [["zero"], ["[rank1]: one"], ["two"], ["[rank3]: three"]]
+        assert results == [["zero"], ["[rank1]: one"], ["two without a tag"], ["[rank3]: three"]]
         assert texts(logs.read_logs(run)) == ["zero"], "of rank 0, where no rank is asked for"
         with pytest.raises(SpecError, match="--rank 4: no log of this rank"):
             list(logs.read_logs(run, LogQuery(rank=4)))

@@ -86,7 +86,7 @@ def test_a_training_goes_on_drained_suspended_and_with_a_waiting_link_cancelled(
         f"{first}_submitted.pkl",
     ], "a few files a job, however many supervisors it has"
     logs = sorted(path.name.partition(".")[2] for path in (run / "logs").glob("train-*"))
-    assert logs == ["001.0002.log", "001.log"], "one a node and attempt"
+    assert logs == ["001.0001.log", "001.0002.log", "001.0003.log", "001.log"], "one a rank and attempt"
 
 
 @pytest.mark.proof

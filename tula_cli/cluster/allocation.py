@@ -72,7 +72,6 @@ class Allocation:
     termination: TerminationSignal = field(default_factory=TerminationSignal)
 
     cpus: int | None = None  # of a supervisor; None where nobody tells
-    neighbours: tuple[int, ...] = ()  # supervisors of this node, itself too; () where nobody tells
     scheduler: Scheduler = field(default_factory=SlurmScheduler)  # that a job with an id is one of
 
     @classmethod
@@ -102,7 +101,6 @@ class Allocation:
             nodes=job_place.nodes or None,
             environ=environ,
             cpus=job_place.cpus,
-            neighbours=job_place.neighbours,
             scheduler=job_scheduler,
         )
 
@@ -115,11 +113,6 @@ class Allocation:
     def is_leader(self) -> bool:
         """Whether this supervisor is the leader, which decides what the other supervisors (followers) do."""
         return self.index == 0
-
-    @property
-    def is_alone_on_node(self) -> bool:
-        """Whether no other supervisor is on this node, as far as the scheduler reports."""
-        return self.nodes is None or self.count <= self.nodes
 
     @property
     def id(self) -> str:

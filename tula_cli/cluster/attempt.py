@@ -2,17 +2,19 @@
 
 import contextlib
 import os
+import re
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import BinaryIO
 
 from tula_cli.cluster import failures
 from tula_cli.cluster.allocation import POLL, TERMINATED_MESSAGES, Allocation
 from tula_cli.cluster.directory_watcher import ChangeWatcher
 from tula_cli.cluster.failures import RankExit, find_failure_of_supervisors
-from tula_cli.cluster.node_log import cap_log, get_log_path
 from tula_cli.cluster.rank_processes import (
     RankCommand,
     RankGroup,
@@ -29,7 +31,7 @@ from tula_cli.host.failures import has_cause
 from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, kill_leftovers
 from tula_cli.host.network import get_node_name
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import is_run_gone
+from tula_cli.run.files import is_run_gone, read_end
 from tula_cli.run.package import describe_upgrade
 from tula_cli.run.records.failures import Failure, Relaunch, Requeue, Stop
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
@@ -118,12 +120,10 @@ class RunningAttempt:
         log = self._log
         kills = failures.count_oom_kills()
         try:
-            starts = self._program.start(self.allocation, self.command).rank_commands(
-                None if self.spawner.output.shared else log
-            )
+            starts = self._program.start(self.allocation, self.command).rank_commands(log)
         except JobFailed as error:  # of a script: no such network interface here
             return self._report_not_started(f"{error.message}; {error.hint}")
-        with self.spawner.output.write_into(self.run, log) as output:
+        with self.run.open_log(log) as output:
             messages = filter(None, [describe_upgrade(self.run.job(self.task.job), __version__)])
             output.write(
                 "".join(f"tula: {line}\n" for line in (*messages, *self._clean_up_earlier_attempts(starts))).encode()
@@ -141,14 +141,13 @@ class RunningAttempt:
         if stopped is not None:
             return stopped
         child, code = group.first_failure() or (0, 0)
-        output_text = self.spawner.output.end_of_output(log)
         return self._judge_exit(
-            RankExit(code, failures.count_oom_kills() > kills, output_text, self._first_rank + child)
+            RankExit(code, failures.count_oom_kills() > kills, read_end(log, LOG_TAIL), self._first_rank + child)
         )
 
     @cached_property
     def _log(self) -> Path:
-        return get_log_path(self.run, self.allocation, self.task.id, self.attempt.number)
+        return self.run.log_path(self.task.id, self.attempt.number, self.allocation.index).resolve()
 
     @cached_property
     def _program(self) -> RankProgram:
@@ -256,12 +255,13 @@ class RunningAttempt:
                 os.utime(self.run.log_path(self.task.id, self.attempt.number))
 
     def _cap_log(self) -> None:
-        """Limit the size of the ranks' log; of supervisors that share a log, only the first of the node does so."""
+        """Limit the size of the ranks' log, such that all logs of a node together have at most MAX_LOG bytes."""
         pause = max(LOG_PAUSE, self.allocation.count / 10)  # all of a job look ten times a second, at most
-        if time.monotonic() < self._log_capped + pause or (self.spawner.output.shared and self.allocation.local_index):
+        if time.monotonic() < self._log_capped + pause:
             return
         self._log_capped = time.monotonic()
-        cap_log(self._log, keep=self._program.log_patterns)
+        most = MAX_LOG * (self.allocation.nodes or 1) // self.allocation.count
+        cap_log(self._log, most=most, keep=self._program.log_patterns)
 
     @cached_property
     def _leave_at(self) -> float | None:
@@ -354,3 +354,59 @@ class RunningAttempt:
 
     def _root_cause(self, failure: Failure) -> Failure:
         return failures.find_root_cause(self.run, self.task, self.attempt, failure)
+
+
+# --- The size of a log
+
+LOG_TAIL = 20_000
+"""Bytes at the end of a log from which the failure of ranks that wrote no record is found."""
+MAX_LOG = 128 * 2**20
+"""Maximum bytes of the logs of a node in one attempt; the middle of a longer log is dropped."""
+_MAX_LINE = 65_536  # bytes of a line that is not cut
+_BLOCK = 2**22  # bytes of a log that are searched at a time
+_DROPPED_LINE = b"tula: %d bytes of this log were dropped here: it had grown beyond %d MiB\n"
+_DROPPED = re.compile(rb"^tula: ([0-9]+) bytes of this log were dropped here: .*\n", re.MULTILINE)
+
+
+def cap_log(log: Path, *, most: int = MAX_LOG, keep: Sequence[str] = ()) -> None:
+    """Drop the middle of a log that is too large, so that endless output does not fill the disk.
+
+    Ranks open the log in append mode and can write while it is cut. A line in its place reports how much was dropped.
+
+    Args:
+        log: the file, which may not exist.
+        most: maximum size in bytes; about an eighth of it is kept from the start and a quarter from the end of the log.
+        keep: patterns of lines to keep from the middle too; the newest of them, up to a quarter of `most`.
+    """
+    try:
+        if log.stat().st_size <= most:
+            return
+        with open(
+            os.open(log, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "r+b", 0
+        ) as file:
+            size = os.fstat(file.fileno()).st_size
+            beginning = os.pread(file.fileno(), most // 8 + 256, 0)
+            earlier = _DROPPED.search(beginning)
+            head = earlier.start() if earlier else beginning.rfind(b"\n", 0, most // 8) + 1
+            until = max(head, size - most // 4)
+            until += os.pread(file.fileno(), _MAX_LINE, until).find(b"\n") + 1
+            retained = b"".join(_find_matching_lines(file, head, until, keep)) if keep else b""
+            retained = retained if len(retained) <= most // 4 else retained[retained.find(b"\n", -most // 4) + 1 :]
+            file.seek(until)
+            end = file.read() or b""
+            dropped = until - head - len(retained) + (int(earlier[1]) - len(earlier[0]) if earlier else 0)
+            file.truncate(head)
+            file.write(_DROPPED_LINE % (dropped, most >> 20) + retained + end)
+    except OSError as error:
+        sys.stderr.write(f"tula: {log} has grown beyond {most >> 20} MiB and cannot be cut: {error.strerror}\n")
+
+
+def _find_matching_lines(file: BinaryIO, begin: int, end: int, patterns: Sequence[str]) -> Iterator[bytes]:
+    """Yield the lines between two offsets of a file that match any of the patterns."""
+    compiled, incomplete = [re.compile(pattern, re.MULTILINE) for pattern in patterns], b""
+    for at in range(begin, end, _BLOCK):
+        *lines, incomplete = (incomplete + os.pread(file.fileno(), min(_BLOCK, end - at), at)).splitlines(keepends=True)
+        lines += [incomplete] if at + _BLOCK >= end else []
+        yield from (
+            line for line in lines if any(expression.search(line.decode(errors="replace")) for expression in compiled)
+        )

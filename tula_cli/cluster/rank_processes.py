@@ -9,12 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Union
 
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.node_log import RankOutput
 from tula_cli.host import network
 from tula_cli.host.processes import adopt_orphans, become_child
 from tula_cli.run.directory import RunDir
@@ -45,7 +44,7 @@ class RankCommand:
     command: tuple[str, ...]
     environment: dict[str, str]
     folder: str
-    log: str  # absolute; empty where a rank goes on writing where the process that it is forked from does
+    log: str  # absolute path
 
     @property
     def is_forkable(self) -> bool:
@@ -182,16 +181,6 @@ def count_ranks_of_supervisor(task: Task) -> int:
     return task.spec.cluster.gpus_per_node if task.spec.task_per_node else 1
 
 
-def has_tagged_lines(task: Task) -> bool:
-    """Return whether log lines start with their rank (except the lowest): those of the worker and in shared logs."""
-    return task.script is None or has_shared_node_log(task)
-
-
-def has_shared_node_log(task: Task) -> bool:
-    """Return whether a scheduler starts one supervisor per rank, and those of a node write into one log."""
-    return task.spec.cluster.kind != "local" and not task.spec.task_per_node
-
-
 def find_rendezvous_address(task: Task) -> str:
     """Return an address (host:port) of this node at which the ranks of a task can meet.
 
@@ -229,14 +218,11 @@ class RankStart:
     task: Task
     command: LeaderCommand
 
-    def rank_commands(self, log: Path | None) -> list[RankCommand]:
-        """Return the processes that this supervisor starts: torchrun, its single rank, or all ranks of this machine.
-
-        Args:
-            log: log that the ranks open; None if they inherit their standard output.
-        """
+    def rank_commands(self, log: Path) -> list[RankCommand]:
+        """Return the processes that this supervisor starts, which write to `log`: torchrun, its single rank, or all ranks
+        of this machine."""
         argv, folder = tuple(self.argv()), self._python_folder()
-        return [RankCommand(argv, environment, folder, str(log or "")) for environment in self.environments()]
+        return [RankCommand(argv, environment, folder, str(log)) for environment in self.environments()]
 
     def argv(self) -> list[str]:
         """Return the command line of a rank, or of torchrun, which starts the ranks of a node."""
@@ -334,14 +320,13 @@ class RankGroup:
 
 @dataclass
 class RankSpawner:
-    """Starts the ranks of a supervisor, and keeps their output and their fork server for the next attempt.
+    """Starts the ranks of a supervisor, and keeps their fork server for the next attempt.
 
     A supervisor that starts all ranks of a machine imports torch once for all of them. Under srun there is one
     supervisor per rank, because a rank must stay in the cgroup, CPU binding and GPUs of its task, which only a child of
     that task inherits; there only relaunches save the import. torchrun starts its ranks itself.
     """
 
-    output: RankOutput = field(default_factory=RankOutput)
     server: ForkServer | None = None
     executes: bool = False  # for good: forking has failed once
 
@@ -369,14 +354,14 @@ class RankSpawner:
         if self.executes or not start.is_forkable:
             return None
         if self.server is not None and not self.server.can_fork(start):
-            self._stop_server()
+            self.close()
         try:
             self.server = self.server or ForkServer(start, output)
             return self.server.fork(start, give_up=give_up)
         except ForkUnavailable as error:  # whatever is wrong, a rank that imports everything itself meets and tells it
             sys.stderr.write(f"tula: ranks are not forked but executed, each with its own import of torch: {error}\n")
             self.executes = True
-            self._stop_server()
+            self.close()
             return None
 
     def surviving_processes(self) -> list[int]:
@@ -384,11 +369,7 @@ class RankSpawner:
         return [self.server.process.pid] if self.server is not None else []
 
     def close(self) -> None:
-        """Stop the fork server and close the output."""
-        self._stop_server()
-        self.output.close()
-
-    def _stop_server(self) -> None:
+        """Stop the fork server."""
         if self.server is not None:
             self.server.close()
         self.server = None

@@ -68,8 +68,8 @@ class RankMonitor:
 class StartsRanks(Protocol):
     """How one supervisor starts its ranks of one attempt."""
 
-    def rank_commands(self, log: Path | None) -> list[RankCommand]:
-        """Return the processes that this supervisor starts; `log` is the file they open, None if they inherit one."""
+    def rank_commands(self, log: Path) -> list[RankCommand]:
+        """Return the processes that this supervisor starts, which write to `log`."""
         ...
 
 

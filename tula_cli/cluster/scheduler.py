@@ -179,7 +179,6 @@ class Place:
     hosts: str = ""  # as the scheduler writes them
     restarts: int = 0  # how often the scheduler itself has started the job again
     cpus: int | None = None  # of a task; None where nobody tells
-    neighbours: tuple[int, ...] = ()  # tasks of its node, itself too; () where they follow each other, or nobody tells
 
 
 class Scheduler(Protocol):

@@ -29,7 +29,6 @@ from tula_cli.cluster.failures import (
 )
 from tula_cli.cluster.full_disk import require_disk_space
 from tula_cli.cluster.local import draw_machine_ticket
-from tula_cli.cluster.node_log import RankOutput
 from tula_cli.cluster.rank_processes import (
     RankSpawner,
     get_first_rank,
@@ -146,7 +145,7 @@ class Supervisor:
     run: RunDir
     allocation: Allocation
     since: float = field(default_factory=time.time)
-    spawner: RankSpawner = field(init=False)
+    spawner: RankSpawner = field(default_factory=RankSpawner)
     memory: GpuMemory = field(default_factory=GpuMemory)
     lookout: ChangeWatcher = field(init=False)
     _numbers: Iterator[int] = field(default_factory=itertools.count)  # of the leader's commands
@@ -156,7 +155,6 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self.lookout = ChangeWatcher(self.run.path, self.allocation)
-        self.spawner = RankSpawner(RankOutput.of_allocation(self.allocation))
 
     def supervise(self, task_id: str) -> None:
         """Run a task and its relaunches until the job is over, as leader or follower.

@@ -445,7 +445,7 @@ class RunDir:
         return self.path / "submitit"
 
     def log_path(self, task_id: str, attempt: int, index: int = 0) -> Path:
-        """Return the log of one attempt: of all ranks of the node whose first supervisor has this index."""
+        """Return the log of one attempt: of the ranks that the supervisor with this index starts."""
         return self.path / "logs" / f"{task_id}.{attempt:03d}{f'.{index:04d}' if index else ''}.log"
 
     def open_log(self, path: Path) -> BinaryIO:

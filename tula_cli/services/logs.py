@@ -10,11 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tula_cli import words
-from tula_cli.cluster.rank_processes import (
-    count_ranks_of_supervisor,
-    has_shared_node_log,
-    has_tagged_lines,
-)
+from tula_cli.cluster.rank_processes import count_ranks_of_supervisor
 from tula_cli.errors import SpecError
 from tula_cli.host.failures import find_root_failure
 from tula_cli.plugins import suggest_nearest
@@ -80,7 +76,6 @@ class _AttemptLog:
     changed: float  # Unix time
     first: int = 0  # the lowest rank in it
     tagged: bool = True  # lines of ranks but the lowest begin with the rank
-    shared: bool = False  # by supervisors with a rank each: the lowest rank's lines are shown where none is asked for
 
     def line(self, raw: bytes) -> LogLine:
         # A progress bar writes over itself: its last state is what a terminal shows. A lost node leaves blocks of zeros.
@@ -186,8 +181,10 @@ class _LogReader:
         task = self._task(logs[0])
         if task is None:
             return list(logs)
-        ranks_each, tagged, shared = count_ranks_of_supervisor(task), has_tagged_lines(task), has_shared_node_log(task)
-        return [replace(log, first=log.first * ranks_each, tagged=tagged, shared=shared) for log in logs]
+        ranks_each = count_ranks_of_supervisor(task)
+        has_one_rank = task.spec.cluster.backend.has_queue and ranks_each == 1
+        tagged = task.script is None or has_one_rank
+        return [replace(log, first=log.first * ranks_each, tagged=tagged) for log in logs]
 
     def _rank_count(self, log: _AttemptLog) -> int:
         task = self._task(log)
@@ -225,7 +222,7 @@ class _LogReader:
                     written_at = words.parse_line_time(line.text) if since is not None else None
                     if since is not None and written_at is not None and written_at < since:
                         return
-                    if self._is_of_rank(line, log) and not _HARMLESS.search(raw):
+                    if self._is_of_rank(line) and not _HARMLESS.search(raw):
                         untimed.append(line)
                     if since is None or written_at is not None or len(untimed) > _MAX_UNTIMED:
                         yield from untimed
@@ -263,14 +260,13 @@ class _LogReader:
                         return
                     self._offsets[log.file] += len(raw)
                     line = log.line(raw)
-                    if self._is_new(line) and self._is_of_rank(line, log) and not _HARMLESS.search(raw):
+                    if self._is_new(line) and self._is_of_rank(line) and not _HARMLESS.search(raw):
                         yield line
         except OSError as error:
             raise read_error(log.file, error) from error
 
-    def _is_of_rank(self, line: LogLine, log: _AttemptLog) -> bool:
-        requested_rank = log.first if self.wanted.rank is None and log.shared else self.wanted.rank
-        return None in (requested_rank, line.rank) or line.rank == requested_rank
+    def _is_of_rank(self, line: LogLine) -> bool:
+        return None in (self.wanted.rank, line.rank) or line.rank == self.wanted.rank
 
     def _is_new(self, line: LogLine) -> bool:
         """Return whether a line is new enough for the request; a line without a time has that of the line before it."""

@@ -199,11 +199,10 @@ def _apply_request(request: Request) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
-    if request["log"]:
-        log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        for stream in (1, 2):
-            os.dup2(log, stream)
-        os.close(log)
+    log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()

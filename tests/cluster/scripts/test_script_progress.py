@@ -471,7 +471,7 @@ def test_a_training_whose_shim_gave_up_before_a_step_goes_on(run: RunDir) -> Non
     assert watched.find_reason_to_kill() is None
 
 
-def test_what_other_ranks_of_its_node_say_is_no_metric_of_a_script(tmp_path: Path) -> None:
+def test_metrics_of_a_script_are_read_from_the_logs_that_exist(tmp_path: Path) -> None:
     content = {
         "command": "python train.py -b {local_batch}",
         "length": {"epochs": 1},
@@ -482,10 +482,8 @@ def test_what_other_ranks_of_its_node_say_is_no_metric_of_a_script(tmp_path: Pat
         {"name": "own", "script": content, "search": {"nodes": [2], "max_node_hours": 1}}, source="test"
     ).script
     assert script is not None
-    (tmp_path / "log").write_text("acc 10\n[rank1]: acc 99\n[rank0]: acc 20\n")
-    logs = (tmp_path / "log", tmp_path / "none")
-    assert read_metrics(script, logs, first_rank_only=True) == {"acc": [10.0, 20.0]}
-    assert read_metrics(script, logs) == {"acc": [10.0, 99.0, 20.0]}, "one file of all ranks, unmarked"
+    (tmp_path / "log").write_text("acc 10\nacc nothing\nacc 20\n")
+    assert read_metrics(script, (tmp_path / "log", tmp_path / "none")) == {"acc": [10.0, 20.0]}
 
 
 @pytest.fixture

@@ -78,8 +78,7 @@ def test_a_job_of_512_ranks_makes_few_calls_and_ends_the_peers_of_a_dead_rank_in
     of_job = (traced() - before) / SECONDS * NODES / HERE
     print(f"{of_job:.1f} calls a second at {NODES * PER_NODE} ranks")
     assert 0 < of_job <= CALLS_A_SECOND
-    logs = sorted(path.name for path in (tmp_path / "runs").glob("*/logs/*"))
-    assert logs == ["train-s-1.001.0008.log", "train-s-1.001.log"], "one a node"
+    assert len(list((tmp_path / "runs").glob("*/logs/train-s-1.001*.log"))) == HERE * PER_NODE, "one a rank"
     ranks = pids()
     os.kill(ranks[3], signal.SIGKILL)
     took = until(lambda: not any(map(lives, ranks)))

@@ -177,7 +177,7 @@ class ScriptStart:
     def attempt(self) -> ScriptAttempt:
         return self.program.attempt(self.command)
 
-    def rank_commands(self, log: Path | None) -> list[RankCommand]:
+    def rank_commands(self, log: Path) -> list[RankCommand]:
         """Return the processes that this supervisor starts; creates the output folder, the copied shim and the plan.
 
         Raises:
@@ -193,7 +193,7 @@ class ScriptStart:
         if self.allocation.is_leader:
             self.attempt.write_plan(self.plan())
         return [
-            RankCommand(self.argv(process), self._environment(process, shim), self.task.workdir, str(log or ""))
+            RankCommand(self.argv(process), self._environment(process, shim), self.task.workdir, str(log))
             for process in self.processes()
         ]
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from tula_cli import words
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.rank_processes import has_tagged_lines
 from tula_cli.cluster.scripts.methods import NEVER_STEPS, summarize_scaling
 from tula_cli.cluster.scripts.placeholders import ScriptProcess, get_learning_rate, get_script, list_placeholder_values
 from tula_cli.cluster.scripts.start import ScriptProgram
@@ -46,7 +45,6 @@ from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.scripts.placeholders import fill
 from tula_cli.spec.scripts.script import Resume, Script, count_script_samples
 from tula_cli.spec.signature import compute_resume_test_signature
-from tula_cli.words import parse_rank
 
 if TYPE_CHECKING:
     from tula_cli.models.time.changes import ScriptLevelDetector
@@ -169,27 +167,21 @@ _LESS_IS_BETTER = re.compile(
 _BLOCK = 2**22  # bytes of a log that are searched at a time
 
 
-def read_metrics(script: Script, logs: Iterable[Path], *, first_rank_only: bool = False) -> dict[str, list[float]]:
+def read_metrics(script: Script, logs: Iterable[Path]) -> dict[str, list[float]]:
     """Return the values of each metric in order, including nan and infinity; an empty list if a metric is not found.
 
     Args:
         script: script whose section `metric` is used.
         logs: logs of all attempts, oldest first.
-        first_rank_only: use only lines of rank 0, in logs in which lines of other ranks begin with their rank.
     """
     values_by_metric: dict[str, list[object]] = {name: [] for name in script.metric}
     for text in (text for log in logs if script.metric for text in _read_blocks(log)):
-        counted = _list_lines_of_rank_0(text) if first_rank_only else text
         for name, pattern in script.metric.items():
-            values_by_metric[name] += re.findall(pattern, counted, re.MULTILINE)
+            values_by_metric[name] += re.findall(pattern, text, re.MULTILINE)
     return {
         name: [number for value in values if (number := _as_number(value)) is not None]
         for name, values in values_by_metric.items()
     }
-
-
-def _list_lines_of_rank_0(text: str) -> str:
-    return "\n".join(line for line in text.split("\n") if parse_rank(line) in (None, 0))
 
 
 def _read_blocks(log: Path) -> Iterator[str]:
@@ -875,7 +867,7 @@ class ScriptTraining(ScriptProgram):
         script, task = get_script(self.task.spec), self.task
         attempts = self.training.attempts()
         logs = [self.run.log_path(attempt.task, attempt.number) for attempt in attempts]
-        rows = read_metrics(script, logs, first_rank_only=has_tagged_lines(task))
+        rows = read_metrics(script, logs)
         for name, values in rows.items():
             if not values:
                 self._add(

@@ -169,7 +169,6 @@ class SlurmScheduler:
             hosts=environ.get("SLURM_JOB_NODELIST", ""),
             restarts=int(environ.get("SLURM_RESTART_COUNT", "0")),
             cpus=None if cpus is None else int(cpus),
-            neighbours=_parse_indices(environ.get("SLURM_GTIDS", "")),
         )
 
     def ends_at(self, job_id: str, environ: Mapping[str, str]) -> float | None:
@@ -262,9 +261,3 @@ def _find_accepted_job(script: Path, name: str, message: str) -> str:
                 "the controller is busy or unreachable; run the same command again later, it never submits a job twice",
             )
         time.sleep(ACCEPTANCE_LAG / 10)
-
-
-def _parse_indices(text: str) -> tuple[int, ...]:
-    """Return the task indices in a list such as "0,2"; empty for any other format."""
-    names = text.split(",")
-    return tuple(map(int, names)) if all(name.isdecimal() for name in names) else ()

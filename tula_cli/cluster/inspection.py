@@ -2,19 +2,21 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
+import platform
 import re
 import resource
-import secrets
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,11 @@ from pydantic import TypeAdapter
 from tula_cli import words
 from tula_cli.cluster.local import make_environment_with_package
 from tula_cli.errors import JobFailed, Problem, SpecError, TulaError
-from tula_cli.host import devices, installed
+from tula_cli.host import devices
 from tula_cli.host.machine import read_machine_memory, read_processor_name
 from tula_cli.host.processes import run_command
 from tula_cli.run.code import compute_code_digest
-from tula_cli.run.files import list_files, list_names, make_folder, read_record, write_record
-from tula_cli.run.imports import list_installed_packages
+from tula_cli.run.files import make_folder, read_record, write_record
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec, get_beta2_half_life
 from tula_cli.spec.scripts.script import Script
@@ -271,12 +272,7 @@ def _describe_limits(limit: ResourceLimit) -> str:
 
 def get_interpreter_command(spec: JobSpec) -> str:
     """Return the shell command that starts the Python of the jobs."""
-    return get_other_interpreter(spec) or shlex.quote(sys.executable)
-
-
-def get_other_interpreter(spec: JobSpec) -> str | None:
-    """Return the shell command of the Python of the jobs if it is configured, or None if it is the one running tula."""
-    return spec.cluster.python
+    return spec.cluster.python or shlex.quote(sys.executable)
 
 
 def make_interpreter_error(python: str, stderr: str, *, elsewhere: str = "") -> NotInspectable:
@@ -319,14 +315,10 @@ def parse_inspection(stdout: str, stderr: str) -> Inspection:
 BUILDING = "building the model and the dataset"
 FOLDER = ".inspections"
 MAX_ENTRIES_KEPT = 50
-MAX_DAYS = 30.0
 MAX_FILES_SEEN = 5_000
 """Maximum files and folders of a dataset whose modification times are read."""
-MAX_DEPTH = 1
-"""Depth of listed folders below a dataset's root: root/split; root/split/class counts by its modification time."""
 DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Environment variables that select which of the machine's GPUs are visible."""
-VERSIONS_TIMEOUT = 60.0  # seconds that another interpreter has to tell its versions
 
 Facts = dict[str, Any]
 
@@ -383,10 +375,9 @@ class CachedInspection:
         # A folder that cannot be written costs the next command some seconds, not this one its answer.
         with contextlib.suppress(TulaError, OSError):
             make_folder(path.parent)
-            path.parent.chmod(0o700)  # as the runs beside it: an older tula made it by the umask
             write_record(path, inspection)
-        with contextlib.suppress(TulaError):
-            _remove_old(path.parent)
+            for old in sorted(path.parent.glob("*.json"), key=_get_change_time)[:-MAX_ENTRIES_KEPT]:
+                old.unlink(missing_ok=True)  # another command may sweep at the same time
 
 
 def _read(path: Path) -> Inspection | None:
@@ -394,16 +385,6 @@ def _read(path: Path) -> Inspection | None:
         return read_record(path, TypeAdapter(Inspection))
     except TulaError:  # damaged: it is built anew and replaced
         return None
-
-
-def _remove_old(folder: Path) -> None:
-    """Remove entries older than MAX_DAYS, and all but the newest MAX_ENTRIES_KEPT."""
-    # Another command may sweep at the same time: what is gone has changed at 0.
-    entries = [(changed, entry) for entry in list_files(folder) if (changed := _get_change_time(entry) / 1e9)]
-    for number, (changed, path) in enumerate(sorted(entries, reverse=True)):
-        if number >= MAX_ENTRIES_KEPT or time.time() - changed > MAX_DAYS * 86400:
-            with contextlib.suppress(OSError):
-                path.unlink()
 
 
 # --- what an inspection depends on
@@ -419,8 +400,10 @@ def describe_inspection_dependencies(spec: JobSpec) -> Facts:
         "signature": compute_measurement_signature(spec),
         "others": list_unmeasured_settings(spec),
         "code": compute_code_digest(spec, Path.cwd()),
-        "hardware": _describe_hardware(),
-        "packages": _read_package_versions(spec),
+        "machine": [platform.node(), read_machine_memory(), sorted(os.sched_getaffinity(0))],
+        "gpus": {name: os.environ.get(name) for name in DEVICES},
+        "python": spec.cluster.python,
+        "torch": {name: _find_version(name) for name in ("torch", "torchvision")},
         "tula": max(_get_change_time(path) for path in Path(__file__).parents[1].rglob("*.py")),
         "dataset": [
             find_newest_change(Path(place))
@@ -446,71 +429,28 @@ def list_unmeasured_settings(spec: JobSpec) -> Facts:
     }
 
 
-def _read_package_versions(spec: JobSpec) -> Facts:
-    """Return the versions of Python, torch and the job's packages in the interpreter of the jobs."""
-    modules = ("torch", "torchvision", *list_installed_packages(spec, Path.cwd()))
-    other_python = get_other_interpreter(spec)
-    if other_python is None:
-        return installed.read_installed_versions(modules)
-    command = ["bash", "-c", f"{other_python} -m {installed.PROGRAM} {shlex.join(modules)}"]
+def _find_version(package: str) -> str:
     try:
-        completed = run_command(command, timeout=VERSIONS_TIMEOUT, environ=make_environment_with_package())
-        return dict(json.loads(completed.stdout.strip().splitlines()[-1]))
-    except (subprocess.TimeoutExpired, ValueError, TypeError, IndexError):
-        return {"unknown": secrets.token_hex()}  # it cannot run here, or says nothing: nothing kept is known to hold
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def find_newest_change(root: Path) -> list[int]:
     """Return the newest change in a folder (ns of Unix time) and the number of entries examined; empty if missing.
 
-    A file that is rewritten in place more than `MAX_DEPTH` folders down is not detected.
+    A file that is rewritten in place, or is added more than two folders down, is not detected.
     """
     if not _get_change_time(root):
         return []
-    changes = [_get_change_time(root)]
-    for change in _list_changes(root, MAX_DEPTH):
-        changes.append(change)
-        if len(changes) > MAX_FILES_SEEN:
-            break
+    paths = itertools.islice(itertools.chain([root], root.glob("*"), root.glob("*/*")), MAX_FILES_SEEN)
+    changes = [_get_change_time(path) for path in paths]
     return [max(changes), len(changes)]
-
-
-def _list_changes(folder: Path, depth: int) -> Iterator[int]:
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:
-        return
-    for entry in entries:
-        yield _get_change_time(Path(entry.path))
-        if depth and entry.is_dir():
-            yield from _list_changes(Path(entry.path), depth - 1)
-
-
-def _describe_hardware() -> Mapping[str, object]:
-    """Return a description of the hardware as the kernel and the drivers report it."""
-    gpus = [path.read_text(errors="replace") for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
-    return {
-        "cpu": read_processor_name(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "memory": os.sysconf("SC_PHYS_PAGES"),
-        "limit": _read_text(Path("/sys/fs/cgroup/memory.max")),
-        "driver": _read_text(Path("/proc/driver/nvidia/version")),
-        "gpus": gpus,
-        "devices": [name for name in list_names(Path("/dev")) if name.startswith(("nvidia", "kfd"))],
-        "visible": {name: os.environ.get(name) for name in DEVICES},
-    }
 
 
 def _list_path_candidates(values: Iterable[object]) -> list[str]:
     """Return those arguments of a dataset that may be paths."""
     return [value for value in values if isinstance(value, str) and 0 < len(value) < 4096]
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def _get_change_time(path: Path) -> int:

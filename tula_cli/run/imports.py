@@ -114,19 +114,6 @@ def import_strings(spec: JobSpec) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if is_import_string(name)))
 
 
-def list_installed_packages(spec: JobSpec, workdir: Path, *, path: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return the modules of import strings that are installed, not found in the user's code under `workdir`.
-
-    Args:
-        spec: the job.
-        workdir: the folder where tula was called.
-        path: module search path; sys.path by default.
-    """
-    roots = import_roots(workdir, sys.path if path is None else path)
-    modules = dict.fromkeys(name.partition(":")[0] for name in import_strings(spec))
-    return tuple(module for module in modules if not resolve_module(module, roots))
-
-
 def list_files_of_imports(spec: JobSpec, workdir: Path, *, path: Sequence[str] | None = None) -> tuple[Path, ...]:
     """Return the user's files that the spec's import strings refer to, directly or through import statements.
 

@@ -44,6 +44,21 @@ class Option:
         """Return the option of the command line for the field `name`."""
         return self.flag or f"--{name.replace('_', '-')}"
 
+    def check_value(self, label: str, value: object) -> None:
+        """Check that the numbers of a value are within its bounds, and that none exceeds `MAX_COUNT`.
+
+        Raises:
+            SpecError: a number is out of bounds.
+        """
+        for number in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
+            if not isinstance(number, int | float) or isinstance(number, bool):
+                continue
+            if self.minimum is not None and not number >= self.minimum:
+                raise SpecError(f"{label} {max(number, -MAX_COUNT):.12g}: must be {self.minimum:g} or more")
+            maximum = MAX_COUNT if self.maximum is None and isinstance(number, int) else self.maximum
+            if maximum is not None and not number <= maximum:
+                raise SpecError(f"{label}: must be at most {maximum}", "give a number that a job can have")
+
 
 def find_option(parameter: inspect.Parameter) -> Option | None:
     """Return the Option in a parameter's annotation, or None."""
@@ -69,7 +84,11 @@ def with_arguments(arguments: Callable[P, A]) -> Callable[[Callable[[A], R]], Ca
     def decorate(function: Callable[[A], R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            return function(arguments(*args, **kwargs))
+            checked = arguments(*args, **kwargs)
+            for parameter, option in list_fields(arguments):
+                if option is not None:
+                    option.check_value(parameter.name, getattr(checked, parameter.name))
+            return function(checked)
 
         plain = [field.replace(annotation=get_args(field.annotation)[0]) for field, _ in list_fields(arguments)]
         signature = inspect.signature(function).replace(parameters=plain)

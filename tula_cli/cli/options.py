@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from tula_cli.errors import Interruption, SpecError, TulaError
-from tula_cli.options import MAX_COUNT, Option, find_option, list_fields
+from tula_cli.options import Option, find_option, list_fields
 from tula_cli.show.screen import Screen
 
 USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
@@ -167,10 +167,12 @@ def _convert(field: inspect.Parameter, option: Option | None, value: Any) -> Any
     """Return the value of a field for a value of the command line, where None means that the option is not given."""
     if value is None:
         return field.default
-    if isinstance(value, int) and value > MAX_COUNT:  # not typer's `max`, which every line of --help would show
-        flag = option.make_flag(field.name) if option else f"--{field.name.replace('_', '-')}"
-        raise SpecError(f"{flag}: must be at most {MAX_COUNT}", "give a number that a job can have")
-    return option.parse(value) if option and option.parse else value
+    option = option or Option("")
+    parsed = option.parse(value) if option.parse else value
+    option.check_value(
+        option.make_flag(field.name), parsed
+    )  # not typer's `max`, because every line of --help would show MAX_COUNT
+    return parsed
 
 
 def _make_typer_parameter(field: inspect.Parameter, option: Option | None) -> inspect.Parameter:

@@ -1,0 +1,25 @@
+"""Numbers that no job can have are refused by name, on the command line and in Python."""
+
+from typing import Any
+
+import pytest
+
+import tula_cli as tula
+from tula_cli.errors import SpecError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"batch": 0}, "batch 0: must be 1 or more"), ({"batch": 10**400}, "batch: must be at most 2147483647"),
+        ({"seeds": 5000}, "seeds: must be at most 1000"), ({"batch": -(10**400)}, "batch -2147483647: must be 1 or more"),
+    ],
+)  # fmt: skip
+def test_a_number_out_of_bounds_is_refused_before_a_job_is_read(arguments: dict[str, Any], problem: str) -> None:
+    with pytest.raises(SpecError, match=problem):
+        tula.train("no such job.yaml", **arguments)
+
+
+def test_each_number_of_a_list_is_checked() -> None:
+    with pytest.raises(SpecError, match="batches: must be at most"):
+        tula.compare("no such job.yaml", batches=(64, 10**400))

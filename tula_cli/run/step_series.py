@@ -8,7 +8,7 @@ no file has more than `MOST_ROWS` rows.
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -16,27 +16,34 @@ MOST_ROWS = 50_000
 """Maximum rows before neighbours are joined: 2 MB if a row is one step, 5 MB for the longest training."""
 
 _COLUMNS = ("lr", "norm", "norm_low", "norm_high", "delta", "delta_low", "delta_high", "scaled", "factor", "last")
+_SAME_IN_ONE_STEP = {
+    "norm_low": "norm",
+    "norm_high": "norm",
+    "delta_low": "delta",
+    "delta_high": "delta",
+    "last": "norm",
+}
+"""Columns that equal another one if a row is one step, and are then not stored."""
 _DIGITS = {"lr": 6, "norm": 9, "delta": 4, "scaled": 4, "factor": 5, "last": 9}
 """Significant digits. Norms are single precision, which 9 digits represent exactly."""
 
 
-class StepSpread(NamedTuple):
-    """Mean, minimum and maximum of a value over the steps of a row that have one."""
-
-    mean: float
-    low: float
-    high: float
-
-
 class StepRow(NamedTuple):
-    """One step, or neighbouring steps of a long training."""
+    """One step, or neighbouring steps of a long training; None where no step has a finite value.
+
+    In a row of one step, mean, low and high are the same number.
+    """
 
     samples: int  # seen at the end of its last step
     steps: int
     batch: int  # global
     lr: float  # of its last step
-    norm: StepSpread | None = None  # |G|
-    delta: StepSpread | None = None  # Delta(G)
+    norm: float | None = None  # mean |G|
+    norm_low: float | None = None
+    norm_high: float | None = None
+    delta: float | None = None  # mean Delta(G)
+    delta_low: float | None = None
+    delta_high: float | None = None
     scaled: float | None = None  # share of its steps
     factor: float | None = None  # mean over those
     last: float | None = None  # |G| of its last step: what the next one's change is of
@@ -54,18 +61,11 @@ class StepRow(NamedTuple):
         factor: float | None = None,
     ) -> "StepRow":
         """Return the row of one step; a number that is not finite becomes None."""
-        size = round_value("norm", norm)
-        return cls(
-            samples=samples,
-            steps=1,
-            batch=batch,
-            lr=round_value("lr", lr) or 0.0,
-            norm=_make_constant_spread(size),
-            delta=_make_constant_spread(round_value("delta", delta)),
-            scaled=None if scaled is None else float(scaled),
-            factor=round_value("factor", factor) if scaled else None,
-            last=size,
-        )
+        size, change = round_value("norm", norm), round_value("delta", delta)
+        share = None if scaled is None else float(scaled)
+        mean_factor = round_value("factor", factor) if scaled else None
+        rate = round_value("lr", lr) or 0.0
+        return cls(samples, 1, batch, rate, size, size, size, change, change, change, share, mean_factor, size)
 
     def follows(self, previous: "StepRow") -> bool:
         """Return whether this row directly follows another one with the same batch."""
@@ -77,16 +77,12 @@ class StepRow(NamedTuple):
         scaled = (self.steps * own_scaled + later.steps * other_scaled) / (self.steps + later.steps)
         has_scaled = self.scaled is not None or later.scaled is not None
         weights = (self.steps * own_scaled, later.steps * other_scaled)
-        return StepRow(
-            samples=later.samples,
+        return later._replace(
             steps=self.steps + later.steps,
-            batch=later.batch,
-            lr=later.lr,
-            norm=_join_spreads("norm", self.norm, later.norm, (self.steps, later.steps)),
-            delta=_join_spreads("delta", self.delta, later.delta, (self.steps, later.steps)),
             scaled=round_value("scaled", scaled) if has_scaled else None,
             factor=round_value("factor", _compute_weighted_mean((self.factor, later.factor), weights)),
-            last=later.last,
+            **_join_spreads("norm", self, later),
+            **_join_spreads("delta", self, later),
         )
 
 
@@ -116,21 +112,9 @@ class StepSeries:
     factor: list[float | None] = field(default_factory=list)  # mean factor of those that were scaled
 
 
-def to_columns(rows: Iterable[StepRow]) -> StepSeries:
+def to_columns(rows: Sequence[StepRow]) -> StepSeries:
     """Convert rows to columns."""
-    series = StepSeries()
-    for row in rows:
-        series.samples.append(row.samples)
-        series.steps.append(row.steps)
-        series.batch.append(row.batch)
-        series.lr.append(row.lr)
-        for name in ("norm", "delta"):
-            value: StepSpread | None = getattr(row, name)
-            for at, column in enumerate((name, f"{name}_low", f"{name}_high")):
-                getattr(series, column).append(None if value is None else value[at])
-        series.scaled.append(row.scaled)
-        series.factor.append(row.factor)
-    return series
+    return StepSeries(**{field.name: [getattr(row, field.name) for row in rows] for field in fields(StepSeries)})
 
 
 def join_neighbours(
@@ -159,7 +143,7 @@ def join_neighbours(
 
 def format_rows(rows: Iterable[StepRow]) -> str:
     """Format rows as lines of steps.jsonl."""
-    return "".join(json.dumps(_parse_line(group), separators=(",", ":")) + "\n" for group in _group_alike_rows(rows))
+    return "".join(json.dumps(_make_line(group), separators=(",", ":")) + "\n" for group in _group_alike_rows(rows))
 
 
 def parse_rows(lines: Iterable[Mapping[str, Any]]) -> list[StepRow]:
@@ -181,7 +165,8 @@ def _group_alike_rows(rows: Iterable[StepRow]) -> Iterator[list[StepRow]]:
         yield list(group)
 
 
-def _parse_line(rows: Sequence[StepRow]) -> dict[str, Any]:
+def _make_line(rows: Sequence[StepRow]) -> dict[str, Any]:
+    """Return the line of rows; columns that all readers know are left out."""
     first_row = rows[0]
     line: dict[str, Any] = {
         "samples": first_row.samples,
@@ -189,16 +174,12 @@ def _parse_line(rows: Sequence[StepRow]) -> dict[str, Any]:
         "steps": first_row.steps,
         "rows": len(rows),
     }
-    line["lr"] = _compact_column([row.lr for row in rows])
-    for name in ("norm", "delta"):
-        values: list[StepSpread | None] = [getattr(row, name) for row in rows]
-        for at, column in enumerate((name, f"{name}_low", f"{name}_high")[: 1 if first_row.steps == 1 else 3]):
-            line[column] = _compact_column([None if value is None else value[at] for value in values])
-    for name in ("scaled", "factor"):
-        if any(getattr(row, name) is not None for row in rows):
-            line[name] = _compact_column([getattr(row, name) for row in rows])
-    if first_row.steps > 1:
-        line["last"] = _compact_column([row.last for row in rows])
+    for name in _COLUMNS:
+        values = [getattr(row, name) for row in rows]
+        is_repeated = first_row.steps == 1 and name in _SAME_IN_ONE_STEP
+        is_unused = name in ("scaled", "factor") and all(value is None for value in values)
+        if not (is_repeated or is_unused):
+            line[name] = _compact_column(values)
     return line
 
 
@@ -231,21 +212,11 @@ def _parse_rows_of_line(line: Mapping[str, Any]) -> Iterator[StepRow]:
         return
     (samples, batch, steps, count), columns = line_parts
     samples_at_ends = range(samples, samples + count * steps * batch, steps * batch)
-    for at, row in zip(samples_at_ends, zip(*columns, strict=True), strict=True):
-        lr, norm, low, high, delta, least, most, scaled, factor, last_norm = row
-        yield StepRow(
-            samples=at,
-            steps=steps,
-            batch=batch,
-            lr=lr or 0.0,
-            norm=_make_constant_spread(norm) if low is None or high is None else StepSpread(norm or 0.0, low, high),
-            delta=_make_constant_spread(delta)
-            if least is None or most is None
-            else StepSpread(delta or 0.0, least, most),
-            scaled=scaled,
-            factor=factor,
-            last=norm if steps == 1 else last_norm,
-        )
+    for at, values in zip(samples_at_ends, zip(*columns, strict=True), strict=True):
+        row = StepRow(at, steps, batch, values[0] or 0.0, *values[1:])
+        if steps == 1:
+            row = row._replace(**{name: getattr(row, other) for name, other in _SAME_IN_ONE_STEP.items()})
+        yield row
 
 
 def _read_column(content: Any, count: int) -> list[float | None] | None:
@@ -264,22 +235,20 @@ def round_value(name: str, value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.{_DIGITS[name]}g}")
 
 
-def _make_constant_spread(value: float | None) -> StepSpread | None:
-    return None if value is None else StepSpread(value, value, value)
-
-
-def _join_spreads(
-    name: str, first: StepSpread | None, second: StepSpread | None, weights: tuple[float, float]
-) -> StepSpread | None:
-    if first is None or second is None:
-        return first or second
-    mean = round_value(name, _compute_weighted_mean((first.mean, second.mean), weights))
+def _join_spreads(name: str, first: StepRow, second: StepRow) -> dict[str, float | None]:
+    """Return mean, low and high of a value over the steps of two rows."""
+    columns = (name, f"{name}_low", f"{name}_high")
+    known_rows = [row for row in (first, second) if getattr(row, name) is not None]
+    if len(known_rows) < 2:
+        return {column: getattr((*known_rows, first)[0], column) for column in columns}
+    means, lows, highs = ([getattr(row, column) for row in known_rows] for column in columns)
+    mean = round_value(name, _compute_weighted_mean(means, (first.steps, second.steps)))
+    low, high = min(lows), max(highs)
     assert mean is not None
-    low, high = min(first.low, second.low), max(first.high, second.high)
-    return StepSpread(min(max(mean, low), high), low, high)
+    return dict(zip(columns, (min(max(mean, low), high), low, high), strict=True))
 
 
-def _compute_weighted_mean(values: tuple[float | None, float | None], weights: tuple[float, float]) -> float | None:
+def _compute_weighted_mean(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
     """Return the weighted mean of the values that are known and have a weight; None if there are none."""
     known_values = [
         (value, weight) for value, weight in zip(values, weights, strict=True) if value is not None and weight

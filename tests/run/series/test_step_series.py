@@ -45,12 +45,11 @@ def test_a_row_of_one_step_takes_some_30_bytes() -> None:
 def test_a_joined_row_has_mean_least_and_largest_of_its_steps() -> None:
     rows = steps(4, scaled=True)
     (row,) = join_neighbours(rows, most=4, must_stay_apart=lambda *_: False)
-    norms = [part.norm.mean for part in rows if part.norm]
-    deltas = [part.delta.mean for part in rows if part.delta]
+    norms = [part.norm for part in rows if part.norm is not None]
+    deltas = [part.delta for part in rows if part.delta is not None]
     assert (row.samples, row.steps, row.batch, row.lr, row.last) == (32, 4, 8, rows[-1].lr, rows[-1].last)
-    assert row.norm is not None and row.delta is not None
-    assert row.norm == (pytest.approx(sum(norms) / 4), min(norms), max(norms))
-    assert (row.delta.low, row.delta.high) == (min(deltas), max(deltas))  # the first step has none
+    assert (row.norm, row.norm_low, row.norm_high) == (pytest.approx(sum(norms) / 4), min(norms), max(norms))
+    assert (row.delta_low, row.delta_high) == (min(deltas), max(deltas))  # the first step has none
     assert (row.scaled, row.factor) == (0.5, 1.5)
 
 

@@ -134,7 +134,7 @@ class Diagnostics:
             self.rows.append(row)
             if square is not None:
                 self.norms.append(math.nan if norm is None else norm)
-                self.changes += [] if row.delta is None else [row.delta.mean]
+                self.changes += [] if row.delta is None else [row.delta]
             if norm is not None:
                 self.newest = row
 

@@ -6,7 +6,6 @@ A key's words are its comment in the source of its section: beside it, or on lin
 """
 
 import inspect
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType, UnionType
@@ -58,8 +57,8 @@ WRITTEN = {
 
 # --- the job file
 
-OLD_KEYS_HEAD = """tula still reads a renamed key under its old name, with a warning. It accepts a removed key with the value that tula now always
-uses, as in runs of older versions; any other value is an error. In runs of older versions removed keys are ignored."""
+OLD_KEYS_HEAD = """tula still reads a renamed key under its old name, with a warning. A removed key is an error that says what to write instead.
+In runs of older versions removed keys are ignored."""
 
 
 def job_spec() -> str:
@@ -87,13 +86,10 @@ def _old_keys() -> str:
     """Return the tables of renamed and removed keys."""
     current = {old: f"{old.rpartition('.')[0]}.{new}" for old, new in RENAMED.items()}
     renamed = [f"| `{old}` | `{new}` |" for old, new in sorted(current.items())]
-    removed = [
-        f"| `{key}` | {f'`{json.dumps(entry.accepted[-1])}`' if entry.accepted else ''} | {entry.advice} |"
-        for key, entry in REMOVED.items()
-    ]
+    removed = [f"| `{key}` | {advice} |" for key, advice in REMOVED.items()]
     tables = (
         ["| old name | name |", "| --- | --- |", *renamed],
-        ["| removed | always | instead |", "| --- | --- | --- |", *removed],
+        ["| removed | instead |", "| --- | --- |", *removed],
     )
     return "\n\n".join("\n".join(table) for table in tables)
 

@@ -9,7 +9,8 @@ import pytest
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.job_runs import load_with_overrides
-from tula_cli.spec.load import load_spec, validate, without_removed_values
+from tula_cli.spec.load import load_spec, validate
+from tula_cli.spec.old_keys import without_removed_values
 
 
 @pytest.fixture

@@ -61,7 +61,8 @@ from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.run.snapshot import Result, Snapshot, is_of_another_run
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import dump_yaml, validate, without_removed_values
+from tula_cli.spec.load import dump_yaml, validate
+from tula_cli.spec.old_keys import without_removed_values
 from tula_cli.spec.signature import compute_measurement_signature
 from tula_cli.spec.yaml_text import read_yaml
 

@@ -15,8 +15,9 @@ from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import JobFile, Variant
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import load_spec, validate, without_removed_values
+from tula_cli.spec.load import load_spec, validate
 from tula_cli.spec.merge import apply_overrides, flatten
+from tula_cli.spec.old_keys import without_removed_values
 from tula_cli.spec.signature import compute_measurement_signature
 from tula_cli.spec.yaml_text import read_yaml
 from tula_cli.words import describe_part, make_relative_path

@@ -9,9 +9,8 @@ from typing import Any, get_args, get_origin
 from tula_cli.errors import Problem
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.kinds import Section
-from tula_cli.spec.old_keys import advise_key
+from tula_cli.spec.old_keys import REMOVED_STRATEGIES, advise_key
 from tula_cli.spec.resources import NodeType
-from tula_cli.spec.sections import REMOVED_STRATEGIES
 from tula_cli.words import describe_expected_value
 
 _BATCH = (

@@ -466,13 +466,6 @@ LEAST_STEPS = 5
 LOOKS = 3
 """Additional timings of a probe with separate steps: on available data, of synchronisation, and of local work."""
 
-REMOVED_STRATEGIES: Mapping[str, str] = {
-    "five": "use adaptive (equally cheap, better choices), or partial (the four corners)",
-    "few": "use partial (the four corners)",
-    "two": "use partial (the four corners)",
-}
-"""Values of `strategy` that were removed, and what to use instead."""
-
 
 class Search(Section):
     """Which configurations are measured, and how."""

@@ -90,7 +90,6 @@ def write_sections(recognised: RecognisedCommand) -> str:
         "  # code: snapshot # jobs run a copy made at submission; none: the files as they are when the job starts",
         "  # probe: # settings for probes, not for trainings",
         '  #   args: "" # appended to the command, for example --no-eval',
-        "  #   stop: exit # how a probe ends after its last step; raise: by SystemExit in the loop, so that the script can clean up",
         "",
         "train:",
         *_render_train(recognised),

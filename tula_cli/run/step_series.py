@@ -77,12 +77,18 @@ class StepRow(NamedTuple):
         scaled = (self.steps * own_scaled + later.steps * other_scaled) / (self.steps + later.steps)
         has_scaled = self.scaled is not None or later.scaled is not None
         weights = (self.steps * own_scaled, later.steps * other_scaled)
+        norm, norm_low, norm_high = _join_spreads("norm", self, later)
+        delta, delta_low, delta_high = _join_spreads("delta", self, later)
         return later._replace(
             steps=self.steps + later.steps,
+            norm=norm,
+            norm_low=norm_low,
+            norm_high=norm_high,
+            delta=delta,
+            delta_low=delta_low,
+            delta_high=delta_high,
             scaled=round_value("scaled", scaled) if has_scaled else None,
             factor=round_value("factor", _compute_weighted_mean((self.factor, later.factor), weights)),
-            **_join_spreads("norm", self, later),
-            **_join_spreads("delta", self, later),
         )
 
 
@@ -235,17 +241,17 @@ def round_value(name: str, value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.{_DIGITS[name]}g}")
 
 
-def _join_spreads(name: str, first: StepRow, second: StepRow) -> dict[str, float | None]:
+def _join_spreads(name: str, first: StepRow, second: StepRow) -> list[float | None]:
     """Return mean, low and high of a value over the steps of two rows."""
     columns = (name, f"{name}_low", f"{name}_high")
     known_rows = [row for row in (first, second) if getattr(row, name) is not None]
     if len(known_rows) < 2:
-        return {column: getattr((*known_rows, first)[0], column) for column in columns}
+        return [getattr((*known_rows, first)[0], column) for column in columns]
     means, lows, highs = ([getattr(row, column) for row in known_rows] for column in columns)
     mean = round_value(name, _compute_weighted_mean(means, (first.steps, second.steps)))
     low, high = min(lows), max(highs)
     assert mean is not None
-    return dict(zip(columns, (min(max(mean, low), high), low, high), strict=True))
+    return [min(max(mean, low), high), low, high]
 
 
 def _compute_weighted_mean(values: Sequence[float | None], weights: Sequence[float]) -> float | None:

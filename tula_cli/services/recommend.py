@@ -79,6 +79,7 @@ class Answer:
     by_type: Mapping[str, Recommendation]  # of each node type alone, under the type of its run, if there are several
     all_measurements: Sequence[TypeMeasurements]
     candidates: Candidates  # every feasible configuration on each market, fastest first
+    forecasts: Candidates  # the same and those beyond the limits of the query
 
     @property
     def chosen_run(self) -> Run:
@@ -197,11 +198,12 @@ def recommend(
     if query.objective == "energy":
         all_measurements, warnings = require_energy(all_measurements, warnings)
     noise = find_gradient_noise_of_job(all_measurements, needed=query.objective == "accuracy-time")
-    candidates, no_gradients = _select_candidates(all_measurements, query, noise), warn_no_gradients(all_measurements)
+    forecasts, no_gradients = _predict_candidates(all_measurements, query, noise), warn_no_gradients(all_measurements)
+    candidates = _select_candidates(forecasts, all_measurements, query)
     by_type = {
         measurements.type: _build_answer(
             [measurements.with_type_of_run()],
-            _select_run(candidates, measurements),
+            _select_run(candidates, measurements).with_pareto_front(),
             query,
             no_gradients,
             noise,
@@ -220,13 +222,13 @@ def recommend(
         of_rest = {"continuation": continuation, "headline": None}
         by_type = {name: of_type.model_copy(update=of_rest) for name, of_type in by_type.items()}
         answer = replace(answer, recommendation=answer.recommendation.model_copy(update=of_rest))
-    return replace(answer, by_type=by_type)
+    return replace(answer, by_type=by_type, forecasts=forecasts)
 
 
 def _select_run(candidates: Candidates, measurements: TypeMeasurements) -> Candidates:
-    """Return the candidates of one run under its node type, with their Pareto front marked."""
+    """Return the candidates of one run under its node type."""
     of_run = candidates.select(type=measurements.type)
-    return of_run.with_columns({"type": measurements.run.part.type or ""}).with_pareto_front()
+    return of_run.with_columns({"type": measurements.run.part.type or ""})
 
 
 def with_site_bill(run: Run) -> Run:
@@ -241,24 +243,30 @@ def with_site_bill(run: Run) -> Run:
 # --- Candidates
 
 
-def _select_candidates(all_measurements: Sequence[TypeMeasurements], query: Query, noise: Noise | None) -> Candidates:
-    """Return the candidates of all node types that are within the limits and can be trained there, fastest first.
-
-    Raises:
-        Infeasible: there is none; the message names the first limit that excludes all, and the configuration closest to
-            it.
-    """
+def _predict_candidates(all_measurements: Sequence[TypeMeasurements], query: Query, noise: Noise | None) -> Candidates:
+    """Return the forecasts of the configurations of all node types, and of those on the number of nodes of a query."""
     tables = []
     for measurements in all_measurements:
         estimator, spec = measurements.estimator, measurements.run.spec
-        table = estimator.candidates(query.node_counts).with_columns({"type": measurements.type})
+        counts = None if query.nodes is None else sorted({*spec.search.nodes, query.nodes})
+        table = estimator.candidates(counts).with_columns({"type": measurements.type})
         if noise is not None:
             epochs = get_workload(spec).count_epochs(estimator.dataset_size)
             table = efficiency.with_same_progress(
                 table, epochs=epochs, reference=spec.train.reference_batch, noise=noise
             )
         tables.append(table)
-    candidates = Candidates.concatenate(tables)
+    return Candidates.concatenate(tables)
+
+
+def _select_candidates(forecasts: Candidates, all_measurements: Sequence[TypeMeasurements], query: Query) -> Candidates:
+    """Return the forecasts that are within the limits of a query, fastest first.
+
+    Raises:
+        Infeasible: there is none; the message names the first limit that excludes all, and the configuration closest to
+            it.
+    """
+    candidates = forecasts if query.nodes is None else forecasts.select(nodes=query.nodes)
     if not len(candidates):
         raise _make_nothing_fits_error(all_measurements[0].estimator, query)
     satisfying = candidates.satisfying(query)
@@ -400,7 +408,7 @@ def _build_answer(
         trainings_left_out=tuple(f"{of_type.prefix}{why}" for of_type in all_measurements for why in of_type.left_out),
         created_at=now,
     )
-    return Answer(recommendation, all_warnings, {}, all_measurements, candidates)
+    return Answer(recommendation, all_warnings, {}, all_measurements, candidates, candidates)
 
 
 def _select_choosable(candidates: Candidates, all_measurements: Sequence[TypeMeasurements]) -> Candidates:
@@ -569,11 +577,11 @@ def save_answer(
     for run in sorted(stored, key=lambda run: run.path == chosen.path):  # the last one is the newest run
         of_run = measured.get(run.path)
         if run.path == chosen.path and chosen.type == chosen.part.type:
-            candidates = answer.candidates if every else None
-            write_answer(run, answer.all_measurements, answer.recommendation, candidates)
+            tables = answer.candidates, answer.forecasts
+            write_answer(run, answer.all_measurements, answer.recommendation, *tables, every=every)
         elif of_run is not None and of_run.type in answer.by_type:
-            candidates = _select_run(answer.candidates, of_run) if every else None
-            write_answer(run, [of_run.with_type_of_run()], answer.by_type[of_run.type], candidates)
+            tables = _select_run(answer.candidates, of_run), _select_run(answer.forecasts, of_run)
+            write_answer(run, [of_run.with_type_of_run()], answer.by_type[of_run.type], *tables, every=every)
         file = find_settings_origin(run, None, ()) if assumed else find_settings_origin(run, job, overrides)
         save_runs([run], file)
     mark_chosen_run(chosen, runs)

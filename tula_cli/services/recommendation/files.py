@@ -1,16 +1,15 @@
 """The output files of `tula recommend`: the recommended job, the command that trains it, the table of results."""
 
-import csv
-import io
-import itertools
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from tula_cli.models.choice.candidates import Candidates
-from tula_cli.models.choice.columns import to_columns
 from tula_cli.models.choice.grid import Config
 from tula_cli.run.directory import Run
+from tula_cli.run.frames import make_frame
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.tasks import ProbeTask
@@ -19,8 +18,6 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml
 from tula_cli.words import escape_spreadsheet_cell, format_count, format_duration
 
-_BLOCK = 1000
-"""Number of rows that are created at a time."""
 MAX_ROWS_LISTED = 40
 """Maximum number of configurations that are all listed by default."""
 
@@ -49,7 +46,10 @@ def write_answer(
     run: Run,
     all_measurements: Sequence[TypeMeasurements],
     recommendation: Recommendation,
-    every: Candidates | None = None,
+    candidates: Candidates,
+    forecasts: Candidates,
+    *,
+    every: bool,
 ) -> None:
     """Write the files of an answer; recommendation.json is written last, so that if it exists, the others do too.
 
@@ -57,10 +57,13 @@ def write_answer(
         run: the run to write to, with the job to train.
         all_measurements: the measurements of each node type.
         recommendation: the recommendation.
-        every: all feasible configurations, for a table of all candidates; None for a table of the listed and measured
-            ones.
+        candidates: the configurations within the limits.
+        forecasts: the same and those beyond the limits.
+        every: whether results.csv lists all configurations, not only the listed and measured ones.
     """
-    run.write_text("results.csv", _make_results_table(all_measurements, recommendation, every))
+    run.write_text(
+        "results.csv", _make_results_table(all_measurements, recommendation, candidates, forecasts, every=every)
+    )
     train = make_training_command(run, recommendation.choice)
     run.write_text("recommended.yaml", _render_recommended_yaml(run.spec, recommendation, train=train))
     run.write_text("cmd.txt", f"{train}\n")
@@ -82,162 +85,127 @@ def _render_recommended_yaml(spec: JobSpec, recommendation: Recommendation, *, t
     )
 
 
+_KEYS = ["type", "nodes", "batch"]
+"""Columns that identify a configuration."""
+_FORECAST_COLUMNS = {
+    "step_time": "step_time_s",
+    "step_low": "step_time_low_s",
+    "step_high": "step_time_high_s",
+    "trained": "training",
+    "hours": "training_hours",
+    "hours_low": "training_hours_low",
+    "hours_high": "training_hours_high",
+    "cost": "cost_{currency}",
+    "same_progress_epochs": "same_progress_epochs",
+    "same_progress_hours": "same_progress_hours",
+    "same_progress_hours_low": "same_progress_hours_low",
+    "same_progress_hours_high": "same_progress_hours_high",
+    "same_progress_cost": "same_progress_cost_{currency}",
+    "energy": "step_energy_joules",
+    "kwh": "energy_kwh",
+    "kwh_low": "energy_kwh_low",
+    "kwh_high": "energy_kwh_high",
+    "spot_hours": "spot_hours",
+    "spot_cost": "spot_cost_{currency}",
+    "peak_memory": "peak_memory_bytes",
+    "headroom": "memory_headroom_share",
+}
+"""Columns of candidates on demand, and of those on spot nodes, with their names in results.csv."""
+_MEASURED_COLUMNS = {
+    "sync_time": "sync_time_s",
+    "compute_time": "compute_time_s",
+    "data_wait": "data_wait_s",
+    "cached_time": "cached_time_s",
+    "loader_time": "loader_time_s",
+}
+"""Fields of a probe's result, with their names in results.csv."""
+
+
 def _make_results_table(
-    all_measurements: Sequence[TypeMeasurements], recommendation: Recommendation, every: Candidates | None
+    all_measurements: Sequence[TypeMeasurements],
+    recommendation: Recommendation,
+    candidates: Candidates,
+    forecasts: Candidates,
+    *,
+    every: bool,
 ) -> str:
-    """Return candidates and every result as CSV, ordered by node type, nodes and local batch.
-
-    All candidates are included if there are few or `every` is given, else those that the recommendation lists.
-    """
-    rows = recommendation.rows if every is None else every
-    within: dict[tuple[str, Config], list[int]] = {}
-    for index, (kind, config) in enumerate(_list_row_keys(rows)):
-        within.setdefault((kind, config), []).append(index)
-    lines = (
-        line
-        for measurements in all_measurements
-        for line in _list_table_lines(measurements, recommendation, rows, within)
+    """Return configurations and every result as CSV, ordered by node type, nodes and batch. Args: as of `write_answer`."""
+    by_market = {market: frame.set_index(_KEYS) for market, frame in forecasts.frame.groupby("market")}
+    on_demand, spot = by_market["on_demand"], by_market.get("spot")
+    on_demand = on_demand.assign(
+        **{f"spot_{name}": np.nan if spot is None else spot[name] for name in ("hours", "cost")}
     )
-    text, first_line = io.StringIO(), next(lines)
-    table = csv.DictWriter(text, first_line, lineterminator="\n")
-    table.writeheader()
-    for line in itertools.chain([first_line], lines):
-        table.writerow({name: escape_spreadsheet_cell(value) for name, value in line.items()})
-    return text.getvalue()
+    known = set(on_demand.index)
+    rows = [
+        row for measurements in all_measurements for row in _list_rows(measurements, recommendation, known, every=every)
+    ]
+    table = make_frame(rows).set_index(_KEYS).join(on_demand[list(_FORECAST_COLUMNS)])
+    is_on_front = candidates.frame.groupby(_KEYS)["pareto"].any()
+    choice = recommendation.choice
+    table = table.assign(
+        chosen=table.index == (choice.type, choice.nodes, choice.batch),
+        within_limits=table.index.isin(is_on_front.index),
+        pareto=table.index.isin(is_on_front[is_on_front].index),
+        peak_memory=table["peak_memory"].astype("Int64"),
+    )
+    names = {old: new.format(currency=recommendation.currency) for old, new in _FORECAST_COLUMNS.items()}
+    table = table.reset_index().rename(columns={"type": "node_type", **names, **_MEASURED_COLUMNS})
+    for name in ("node_type", "training", "note"):
+        table[name] = table[name].map(escape_spreadsheet_cell)
+    step, training = list(names.values())[:4], list(names.values())[4:]
+    head = [
+        "node_type",
+        "nodes",
+        "gpus_per_node",
+        "batch",
+        "local_batch",
+        "outcome",
+        "chosen",
+        "within_limits",
+        "pareto",
+    ]
+    columns = [*head, *step, *_MEASURED_COLUMNS.values(), *training, "note"]
+    return str(table[columns].to_csv(index=False, lineterminator="\n"))
 
 
-def _list_row_keys(rows: Sequence[Prediction] | Candidates) -> Iterator[tuple[str, Config]]:
-    """Yield the node type and the configuration of each forecast."""
-    if isinstance(rows, Candidates):
-        columns = zip(rows["type"].tolist(), rows["nodes"].tolist(), rows["batch"].tolist(), strict=True)
-        yield from ((kind, Config(nodes, batch)) for kind, nodes, batch in columns)
-    else:
-        yield from ((row.type, Config(row.nodes, row.batch)) for row in rows)
-
-
-def _take_rows(rows: Sequence[Prediction] | Candidates, indices: Sequence[int]) -> Sequence[Prediction]:
-    return rows.take(indices).predictions() if isinstance(rows, Candidates) else [rows[index] for index in indices]
-
-
-def _list_table_lines(
+def _list_rows(
     measurements: TypeMeasurements,
     recommendation: Recommendation,
-    rows: Sequence[Prediction] | Candidates,
-    within: Mapping[tuple[str, Config], Sequence[int]],
+    known: Collection[tuple[str, int, int]],
+    *,
+    every: bool,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a node type, created in blocks: 100,000 records would take more than a gigabyte.
-
-    `rows` are the forecasts within the limits; `within` maps a configuration to the indices of its forecasts.
-    """
-    estimator = measurements.estimator
-    listed = [config for kind, config in within if kind == measurements.type]
-    configs = _select_listed_configs(measurements, listed, every=isinstance(rows, Candidates))
-    names = list(configs)
-    for at in range(0, len(names), _BLOCK):
-        block = names[at : at + _BLOCK]
-        whys = {
-            config: estimator.describe_why_not_startable(config) or estimator.describe_why_unknown(config)
-            for config in block
-        }
-        candidates = estimator.estimate(*to_columns([config for config, why in whys.items() if not why]))
-        on_demand, on_spot = (
-            {Config(row.nodes, row.batch): row for row in forecasts.predictions()}
-            for forecasts in (candidates, estimator.on_spot(candidates))
-        )
-        indices = [within.get((measurements.type, config), ()) for config in block]
-        records = iter(_take_rows(rows, list(itertools.chain.from_iterable(indices))))
-        for config, indices_here in zip(block, indices, strict=True):
-            result, records_here = configs[config], list(itertools.islice(records, len(indices_here)))
-            cells = _make_table_row(
-                measurements, config, result, recommendation, on_demand.get(config), on_spot.get(config), records_here
-            )
-            cells["note"] = result.message if isinstance(result, OutOfMemory | Failed) else whys[config]
-            yield {name: None if cell != cell else cell for name, cell in cells.items()}  # nan is written as nothing
-
-
-def _select_listed_configs(
-    measurements: TypeMeasurements, listed: Collection[Config], *, every: bool
-) -> dict[Config, Measured | OutOfMemory | Failed | None]:
-    """Return the configurations of a node type in the table, each with the result of its probe.
+    """Yield the configurations of a node type that results.csv lists, with what their probes measured.
 
     These are the probes and the listed configurations, and all candidates if there are few or `every` is set.
+
+    Args:
+        measurements: of the node type.
+        recommendation: with the listed configurations.
+        known: node type, nodes and batch of the configurations with a forecast.
+        every: whether all are listed.
     """
-    gpus = measurements.run.spec.cluster.gpus_per_node
+    gpus, estimator = measurements.run.spec.cluster.gpus_per_node, measurements.estimator
     probes = {Config(result.nodes, result.local_batch * result.nodes * gpus): result for result in measurements.results}
-    estimator = measurements.estimator
-    configurations = {
-        *probes,
-        *listed,
-        *(estimator.configurations() if every or estimator.count <= MAX_ROWS_LISTED else ()),
-    }
-    return {config: probes.get(config) for config in sorted(configurations)}
-
-
-def _make_table_row(
-    measurements: TypeMeasurements,
-    config: Config,
-    result: Measured | OutOfMemory | Failed | None,
-    recommendation: Recommendation,
-    row: Prediction | None,
-    spot: Prediction | None,
-    within: Sequence[Prediction],
-) -> dict[str, Any]:
-    """Return one line of results.csv except its note; every line has the same columns.
-
-    `within` are the forecasts of the configuration within the limits; `row` and `spot` are its forecasts on either
-    market, whether within the limits or not.
-    """
-    probe = result if isinstance(result, Measured) else None
-    gpus = measurements.estimator.spec.cluster.gpus_per_node
-    return {
-        "node_type": measurements.type,
-        "nodes": config.nodes,
-        "gpus_per_node": gpus,
-        "batch": config.batch,
-        "local_batch": config.local_batch(gpus),
-        "outcome": _describe_outcome(result, predicted=row is not None),
-        "chosen": recommendation.choice in within,
-        "within_limits": bool(within),
-        "pareto": any(offer.pareto for offer in within),
-        "step_time_s": row and row.step_time,
-        "step_time_low_s": row and row.step_low,
-        "step_time_high_s": row and row.step_high,
-        "training": row and row.trained,
-        **_list_measured_cells(probe),
-        "training_hours": row and row.hours,
-        "training_hours_low": row and row.hours_low,
-        "training_hours_high": row and row.hours_high,
-        f"cost_{recommendation.currency}": row and row.cost,
-        **_list_progress_cells(within, recommendation.currency),
-        "step_energy_joules": row and row.energy,
-        "energy_kwh": row and row.kwh,
-        "energy_kwh_low": row and row.kwh_low,
-        "energy_kwh_high": row and row.kwh_high,
-        "spot_hours": spot and spot.hours,
-        f"spot_cost_{recommendation.currency}": spot and spot.cost,
-        "peak_memory_bytes": row and row.peak_memory,
-        "memory_headroom_share": row and row.headroom,
-    }
-
-
-def _list_measured_cells(probe: Measured | None) -> dict[str, Any]:
-    return {
-        "sync_time_s": probe and probe.sync_time,
-        "compute_time_s": probe and probe.compute_time,
-        "data_wait_s": probe and probe.data_wait,
-        "cached_time_s": probe and probe.cached_time,
-        "loader_time_s": probe and probe.loader_time,
-    }
-
-
-def _list_progress_cells(within: Sequence[Prediction], currency: str) -> dict[str, float | None]:
-    """Return the columns for the same progress, from the first forecast within the limits."""
-    progress = within[0].same_progress if within else None
-    names = {name: name for name in ("epochs", "hours", "hours_low", "hours_high")} | {"cost": f"cost_{currency}"}
-    return {
-        f"same_progress_{column}": None if progress is None else getattr(progress, name)
-        for name, column in names.items()
-    }
+    listed = [Config(row.nodes, row.batch) for row in recommendation.rows if row.type == measurements.type]
+    many = estimator.configurations() if every or estimator.count <= MAX_ROWS_LISTED else ()
+    for config in sorted({*probes, *listed, *many}):
+        result, is_predicted = probes.get(config), (measurements.type, config.nodes, config.batch) in known
+        note = ""
+        if isinstance(result, OutOfMemory | Failed):
+            note = result.message
+        elif not is_predicted:
+            note = estimator.describe_why_not_startable(config) or estimator.describe_why_unknown(config)
+        yield {
+            "type": measurements.type,
+            "nodes": config.nodes,
+            "batch": config.batch,
+            "gpus_per_node": gpus,
+            "local_batch": config.local_batch(gpus),
+            "outcome": _describe_outcome(result, predicted=is_predicted),
+            "note": note,
+            **{field: getattr(result, field, None) for field in _MEASURED_COLUMNS},
+        }
 
 
 def _describe_outcome(result: Measured | OutOfMemory | Failed | None, *, predicted: bool) -> str:

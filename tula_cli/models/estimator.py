@@ -21,11 +21,10 @@ from tula_cli.models.choice.columns import (
     Floats,
     Ints,
     compute_by_value,
-    convert_to_columns,
     to_columns,
     to_configs,
 )
-from tula_cli.models.choice.grid import Config, list_places
+from tula_cli.models.choice.grid import Config, list_candidates
 from tula_cli.models.interruptions import CheckpointSchedule
 from tula_cli.models.memory import memory
 from tula_cli.models.memory.memory import MemoryModel
@@ -187,14 +186,14 @@ class Estimator:
         if nodes is None:
             return self._grid_of_spec
         search = self.spec.search
-        grid = list_places(
+        grid = list_candidates(
             nodes,
             gpus_per_node=self.spec.cluster.gpus_per_node,
             min_batch=search.min_batch,
             max_batch=min(self.dataset_size, search.max_batch or self.dataset_size),
             accumulate=self.spec.train.accumulate,
         )
-        return convert_to_columns(grid)
+        return to_columns(grid)
 
     def feasible(self, nodes: Iterable[int] | None = None) -> list[Config]:
         """Return the configurations that fit."""
@@ -322,7 +321,7 @@ class Estimator:
 
     def predict_on_spot(self, on_demand: Prediction) -> Prediction | None:
         """Return the prediction for spot nodes, or None if `on_spot` leaves it out."""
-        nodes, batch = convert_to_columns([(on_demand.nodes, on_demand.batch)])
+        nodes, batch = to_columns([Config(on_demand.nodes, on_demand.batch)])
         # A record does not have the steps at its own batch.
         stages = self.stages.tabulate(nodes, batch, self._step_times(nodes, batch))
         on_spot = self.on_spot(Candidates(Candidates.from_predictions([on_demand]).frame, stages))

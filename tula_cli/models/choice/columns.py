@@ -14,19 +14,14 @@ Flags = NDArray[np.bool_]
 
 
 def to_columns(configs: Sequence[Config]) -> tuple[Ints, Ints]:
-    """Convert configurations to arrays of nodes and batches."""
-    return convert_to_columns([(config.nodes, config.batch) for config in configs])
+    """Convert configurations to arrays of nodes and batches, shape (n,)."""
+    pairs = np.array(configs, dtype=np.int64).reshape(-1, 2)
+    return pairs[:, 0], pairs[:, 1]
 
 
 def to_configs(nodes: Ints, batch: Ints) -> list[Config]:
     """Convert arrays of nodes and batches, shape (n,), to configurations."""
     return [Config(*place) for place in zip(nodes.tolist(), batch.tolist(), strict=True)]
-
-
-def convert_to_columns(pairs: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
-    """Convert pairs of nodes and batch to arrays."""
-    pairs_array = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-    return pairs_array[:, 0], pairs_array[:, 1]
 
 
 def compute_ratios(known: Sequence[int], at: Ints | Floats) -> Floats:

@@ -1,8 +1,7 @@
 """The grid of configurations: nodes and batches, with limits on both."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from tula_cli.errors import SpecError
 
@@ -23,8 +22,7 @@ def get_highest_limit(limit: Limit) -> int | None:
     return max(bounds) if len(bounds) == len(limit) else None
 
 
-@dataclass(frozen=True, order=True)
-class Config:
+class Config(NamedTuple):
     """A number of nodes and a global batch (samples per optimizer step over all GPUs)."""
 
     nodes: int
@@ -57,12 +55,7 @@ def check_divides(batch: int, parts: int) -> None:
         )
 
 
-def list_candidates(nodes: Iterable[int], **bounds: Any) -> list[Config]:
-    """Return every feasible configuration, ordered by nodes, then batch; `bounds` as for `list_places`."""
-    return [Config(*place) for place in list_places(nodes, **bounds)]
-
-
-def list_places(
+def list_candidates(
     nodes: Iterable[int],
     *,
     gpus_per_node: int,
@@ -70,8 +63,8 @@ def list_places(
     max_batch: int,
     max_local_batch: Limit = None,
     accumulate: int = 1,
-) -> list[tuple[int, int]]:
-    """Return nodes and batch of every feasible configuration, ordered by nodes, then batch.
+) -> list[Config]:
+    """Return every feasible configuration, ordered by nodes, then batch.
 
     Args:
         nodes: cluster sizes.
@@ -89,5 +82,5 @@ def list_places(
                 continue
             if most is not None and batch // world > most:
                 continue
-            feasible.append((count, batch))
+            feasible.append(Config(count, batch))
     return feasible

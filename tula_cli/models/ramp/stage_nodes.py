@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.models import messages
-from tula_cli.models.choice.grid import list_places
+from tula_cli.models.choice.grid import list_candidates
 from tula_cli.models.out_of_memory import MIN_NORMALISED
 from tula_cli.models.ramp.by_noise import NoisePath
 from tula_cli.models.ramp.stages import Ramp, build_ramp
@@ -222,7 +222,7 @@ def describe_unusable_stages(spec: JobSpec, *, dataset_size: int | None) -> tupl
     size, most = dataset_size or sys.maxsize, spec.search.max_batch
     if not (_list_stages_naming_nodes(spec) or spec.train.stages == "decay") or (dataset_size is None and most is None):
         return [], []
-    grid = list_places(
+    grid = list_candidates(
         spec.search.nodes,
         gpus_per_node=spec.cluster.gpus_per_node,
         min_batch=spec.search.min_batch,

@@ -127,7 +127,7 @@ def test_of_the_batches_whose_plan_is_within_the_budget_the_one_of_lowest_energy
 
 
 def test_within_a_budget_the_plan_of_lowest_energy_takes_cheaper_configurations_of_a_batch(tmp_path: Path) -> None:
-    pricing = {"price": 1.0, "source": "a test", "spot": {"discount": 0.6, "interruptions_per_day": 2}}
+    pricing = {"price": 1.0, "spot": {"discount": 0.6, "interruptions_per_day": 2}}
     run = RunDir.create(tmp_path, spec(search={"max_batch": 4096}, pricing=pricing))
     for result in probe_all(Truth(noise=0.01, watts=300.0), {2: (16, 32, 64, 128, 256), 4: (8,), 16: (2, 256)}):
         run.write_result(result)

@@ -14,7 +14,7 @@ functions that need it, so that commands which only show a price start without i
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tula_cli.models import halving, refresh
@@ -121,11 +121,7 @@ def count_work(
             return 0
         return np.where(eval_batch_size > 0, -(-samples // np.maximum(1, world * eval_batch_size)), 0)[()]
 
-    tuning = functools.cache(
-        lambda global_batch: halving.plan_tuning(spec, batch=global_batch, dataset_size=dataset_size)
-    )
-    holdout = halving.count_holdout_samples(dataset_size) if spec.train.training_method.tunes else 0
-    return WorkCount(
+    work = WorkCount(
         epochs=spec.train.epochs_at_most,
         steps=dataset_size // batch,
         eval_batches=evals(eval_size),
@@ -133,9 +129,17 @@ def count_work(
             lambda global_batch: refresh.count_refreshes(spec, batch=global_batch, steps=dataset_size // global_batch),
             batch,
         ),
+    )
+    if not spec.train.training_method.tunes:
+        return work
+    tuning = functools.cache(
+        lambda global_batch: halving.plan_tuning(spec, batch=global_batch, dataset_size=dataset_size)
+    )
+    return replace(
+        work,
         branches=compute_by_value(lambda global_batch: tuning(global_batch).branches, batch),
         branch_steps=compute_by_value(lambda global_batch: tuning(global_batch).steps, batch),
-        branch_evals=evals(holdout) if holdout else 0,
+        branch_evals=evals(halving.count_holdout_samples(dataset_size)),
     )
 
 

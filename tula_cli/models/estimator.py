@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible
-from tula_cli.models import cost, interruptions, power
+from tula_cli.models import cost, power
 from tula_cli.models.choice.candidates import Candidates, StageTable
 from tula_cli.models.choice.columns import (
     Flags,
@@ -25,7 +25,7 @@ from tula_cli.models.choice.columns import (
     to_configs,
 )
 from tula_cli.models.choice.grid import Config, list_candidates
-from tula_cli.models.interruptions import CheckpointSchedule
+from tula_cli.models.interruptions import CheckpointSchedule, find_checkpoint_schedule
 from tula_cli.models.memory import memory
 from tula_cli.models.memory.memory import MemoryModel
 from tula_cli.models.observations import (
@@ -142,7 +142,9 @@ class Estimator:
             dataset_size=measured[0].dataset_size,
             eval_size=next((probe.eval_size for probe in measured if probe.eval_size is not None), None),
             shutdown=compute_median_shutdown(attempts, measured),
-            saving=interruptions.find_checkpoint_schedule_of_job(spec, saves, dataset_size=measured[0].dataset_size),
+            saving=None
+            if spec.script is None
+            else find_checkpoint_schedule(spec.script, saves, dataset_size=measured[0].dataset_size),
             warnings=(
                 *list_measurement_warnings(measured),
                 *steps.warnings,

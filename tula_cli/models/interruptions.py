@@ -8,7 +8,6 @@ from typing import Any
 
 from tula_cli.models.cost import TrainingTime, compute_script_seconds
 from tula_cli.run.records.results import Save
-from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.script import Script
 from tula_cli.words import format_count, format_duration
 
@@ -86,13 +85,6 @@ class CheckpointSchedule:
         if self.asked == "none":
             return "; tula cannot request a checkpoint before a time limit (script.save: none)"
         return f"; before a time limit, tula requests a checkpoint ({self.asked})"
-
-
-def find_checkpoint_schedule_of_job(
-    spec: JobSpec, saves: Iterable[Save], *, dataset_size: int | None
-) -> CheckpointSchedule | None:
-    """Return the checkpoint schedule of a job's script (see `find_checkpoint_schedule`); None for tula's own loop."""
-    return None if spec.script is None else find_checkpoint_schedule(spec.script, saves, dataset_size=dataset_size)
 
 
 def find_checkpoint_schedule(script: Script, saves: Iterable[Save], *, dataset_size: int | None) -> CheckpointSchedule:

@@ -35,7 +35,6 @@ def test_every_column_is_described_and_its_values_are_those_of_the_records() -> 
     assert all(column.description for column in columns)
     assert {"parts_data", "same_progress_epochs", "step_time"} <= set(table.frame.columns)
     assert table["same_progress_epochs"][0] == 4.0 and np.isnan(table["same_progress_epochs"][1])
-    assert not table.has_same_progress and table.take([0, 3]).has_same_progress
 
 
 def test_numbers_that_a_model_does_not_give_are_unknown() -> None:

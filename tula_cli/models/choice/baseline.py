@@ -131,7 +131,7 @@ def make_headline(
     assert here is not None
     currency = spec.pricing.currency
     has_price = not is_cost_in_node_hours(chosen.cost, chosen.all_node_hours, currency)
-    is_baseline = (chosen.nodes, chosen.batch, chosen.market) == (*_get_place(baseline.config), "on_demand")
+    is_baseline = Config(chosen.nodes, chosen.batch) == baseline.config and chosen.market == "on_demand"
     time = cost = energy = None
     if there is not None and not is_baseline:
         deviation = math.hypot(_compute_log_deviation(here), _compute_log_deviation(there))
@@ -173,10 +173,6 @@ def make_headline(
         risk=risk,
         risk_basis=basis,
     )
-
-
-def _get_place(config: Config) -> tuple[int, int]:
-    return config.nodes, config.batch
 
 
 def _convert_to_same_progress(row: Prediction | None, objective: Objective) -> Prediction | None:

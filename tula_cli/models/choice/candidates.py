@@ -190,11 +190,6 @@ class Candidates:
             within &= limit.admits(self)
         return self.take(within)
 
-    @property
-    def has_same_progress(self) -> bool:
-        """Whether the gradient noise, and with it time and cost to the same progress, is known."""
-        return len(self) > 0 and not np.isnan(self["same_progress_epochs"]).any()
-
     def prediction(self, index: int) -> Prediction:
         """Return one row as a record."""
         return self.take([index]).predictions()[0]

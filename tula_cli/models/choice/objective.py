@@ -326,12 +326,6 @@ def _describe_noise_range(rows: Candidates, curve: Quantity) -> str:
     return f" (the best batch is {min(lossy, alike)} to {max(lossy, alike)} over the range of the gradient noise)"
 
 
-def find_knee_batch(rows: Candidates, curve: Curve) -> int | None:
-    """Return the batch at the knee of a curve, as `choose` selects it for objective knee; None if there is no knee."""
-    best = rows.take(find_best_of_each_batch(rows, curve))
-    return find_knee(best["batch"].tolist(), _fit_envelope(rows, best, curve)) if len(rows) else None
-
-
 def _choose_knee(rows: Candidates, curve: Curve) -> Choice:
     best = rows.take(find_best_of_each_batch(rows, curve))
     line, values = best.predictions(), _fit_envelope(rows, best, curve)

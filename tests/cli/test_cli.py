@@ -1800,7 +1800,7 @@ def test_what_fails_on_one_type_does_not_end_the_rounds_of_another(two_types):
     assert two_types.launchers[2].submitted == ["probe-n001", "probe-n002"], "that is not tried again in each round"
 
 
-@pytest.mark.parametrize("words", ["compare job.yaml --dry-run --html", "report --html", "diff a"])
+@pytest.mark.parametrize("words", ["report --html", "diff a"])
 def test_a_path_that_cannot_be_used_is_one_error(here, words):
     RunDir.create(here / "tula-runs", make.spec())
     answer = tula(*words.split(), "x" * 300)

@@ -609,8 +609,6 @@ def test_without_a_batch_the_recommended_one_is_compared(here: Trains, run: RunD
         ("--batch", "12a"),
         ("--batch", "128", "--methods", "lbtt"),
         ("--batch", "128", "--no-wait"),
-        ("--batch", "128", "--html", "."),
-        ("--batch", "128", "--html", "no/such/page.html"),
     ],
 )
 def test_what_the_user_gets_wrong_is_said(here: Trains, words: tuple[str, ...]) -> None:
@@ -686,7 +684,7 @@ def test_methods_of_a_script_are_compared_by_its_own_metric(tmp_path: Path) -> N
     assert (plain.gap, sqrt.gap, linear.gap) == pytest.approx((0.2, 0.1, 0.0))
     assert (sqrt.recovered, linear.recovered) == pytest.approx((0.5, 1.0))
     assert plain.metrics["best_loss"].mean == pytest.approx(0.9 - 0.705) and plain.seeds == 2
-    shown = list(show_compare.render_comparison(report, width=80, color=False))
+    shown = list(show_compare.render_comparison(report))
     assert any("acc lost against lbt at batch 32" in str(line) for line in shown)
     assert list(report.frame()["acc_mean"]) == pytest.approx([result.metrics["acc"].mean for result in report.rows])
 

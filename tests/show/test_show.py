@@ -26,8 +26,8 @@ from tula_cli.services import profile, run_list
 from tula_cli.services import status as services_status
 from tula_cli.services.events import ProbeFinished
 from tula_cli.show import live as show_live
-from tula_cli.show import plots, recommend, tables
 from tula_cli.show import profile as show_profile
+from tula_cli.show import recommend, tables
 from tula_cli.show import status as show_status
 from tula_cli.show import train as show_train
 from tula_cli.show.screen import Lines, Screen
@@ -89,7 +89,7 @@ def test_times_name_their_unit(seconds, text):
 
 
 def explained(result):
-    return printed(recommend.render_explanation(result, {}, drawn=result, width=80, color=False))
+    return printed(recommend.render_explanation(result, {}))
 
 
 def spot_rows():
@@ -290,32 +290,6 @@ def test_what_is_not_known_is_a_dash():
     assert text.splitlines()[-1].split() == ["*", "1", "32", "32", "30.0", "0.700", "measured"]
     details = printed([recommend.make_details_table(make.recommendation(choice=row, rows=(row,), runners_up=()))])
     assert details.splitlines()[-1].split() == ["*", "1", "32", "30.0", "-", "100", "-", "-"]
-
-
-# --- the plot
-
-
-def test_the_plot_keeps_the_width_and_names_every_curve():
-    for width in (60, 80, 100):
-        lines = "\n".join(plots.render_plots(make.recommendation(), width=width, color=False)).splitlines()
-        assert max(map(len, lines)) <= width
-    assert lines[-1] == "o 1 node   x 2 nodes   O chosen"
-    assert "\x1b" not in "".join(lines)
-    text = "\n".join(lines)
-    assert "time (min)" in text
-    assert "cost (USD)" in text
-    for batch in ("32", "64", "128", "256", "512"):
-        assert batch in text
-
-
-def test_the_plot_is_coloured_only_when_asked():
-    assert "\x1b[" in "".join(plots.render_plots(make.recommendation(), width=80, color=True))
-
-
-def test_one_batch_is_no_curve():
-    row = make.prediction(1, 32)
-    result = make.recommendation(choice=row, rows=(row,), runners_up=())
-    assert list(plots.render_plots(result, width=80, color=False)) == []
 
 
 # --- colour

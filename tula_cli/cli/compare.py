@@ -1,14 +1,11 @@
 """`tula compare`."""
 
-import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tula_cli import words
-from tula_cli.cli.options import CancelOnInterrupt, DryRun, Html, Yes, check_page
+from tula_cli.cli.options import CancelOnInterrupt, DryRun, Yes
 from tula_cli.cli.runs import JobOrRun, confirm_unedited, print_node_type
 from tula_cli.cli.waiting import (
     answer_detached,
@@ -16,7 +13,6 @@ from tula_cli.cli.waiting import (
     make_confirm,
     make_dependencies,
     make_inspector,
-    refuse,
 )
 from tula_cli.errors import SpecError
 from tula_cli.options import ComparisonRequest, LearningRates, NearBatches, NodeType, Wait
@@ -27,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tula_cli.run.directory import Run
-    from tula_cli.run.records.results import Comparison
     from tula_cli.services.comparison.session import ComparisonResult, PreparedComparison
     from tula_cli.services.waiting import Dependencies, WaitPolicy
 
@@ -41,7 +36,6 @@ def compare(
     only_show: Annotated[
         bool, typer.Option("--show", help="Show the results so far, without starting anything.")
     ] = False,
-    html: Html = None,
     node_type: NodeType = None,
     yes: Yes = False,
     dry_run: DryRun = False,
@@ -61,14 +55,12 @@ def compare(
     from tula_cli.services.comparison import session
     from tula_cli.services.waiting import WaitPolicy
 
-    _check_page(html)
     runs = chosen.open(screen)
     if learning_rates or near_batches:
-        refuse(html is not None, "--html", "writes a page of whole trainings; remove it")
         options = _SearchOptions(request, node_type, near_batches, only_show=only_show, yes=yes, dry_run=dry_run)
         return _search_learning_rate(screen, chosen, runs, options, WaitPolicy(wait, None, cancel_on_interrupt))
     if only_show:
-        return _show(screen, runs, request, node_type=node_type, html=html)
+        return _show(screen, runs, request, node_type=node_type)
     own_dependencies = make_dependencies(
         make_inspector(screen, runs[0].path.parent, keep=not dry_run),
         confirm_unedited(screen, runs, chosen, then=make_confirm(screen, runs[0].spec, yes=yes)),
@@ -83,7 +75,7 @@ def compare(
             prepared, own_dependencies, wait_policy, file=chosen.find_settings_origin([prepared.run])
         ),
     )
-    _answer_with_table(screen, prepared.run, prepared.plan.comparison, comparison, html=html)
+    _answer_with_table(screen, comparison)
     return comparison.require_none_failed()
 
 
@@ -158,14 +150,7 @@ def _search_learning_rate(
     return screen.answer(result, show_compare.render_learning_rates(result))
 
 
-def _show(
-    screen: Screen,
-    runs: "Sequence[Run]",
-    request: ComparisonRequest,
-    *,
-    node_type: str | None,
-    html: Path | None,
-) -> None:
+def _show(screen: Screen, runs: "Sequence[Run]", request: ComparisonRequest, *, node_type: str | None) -> None:
     """Show the current comparison without starting anything."""
     from tula_cli.cluster import launcher
     from tula_cli.services.comparison import session
@@ -178,7 +163,7 @@ def _show(
     run, comparison = session.load_comparison(runs, node_type=node_type)
     print_node_type(screen, run)
     looks = launcher.make_launcher(run.spec, submits=False)
-    _answer_with_table(screen, run, comparison, session.read_comparison_result(run, comparison, looks), html=html)
+    _answer_with_table(screen, session.read_comparison_result(run, comparison, looks))
 
 
 def _show_dry_run(screen: Screen, prepared: "PreparedComparison", dependencies: "Dependencies") -> None:
@@ -195,28 +180,8 @@ def _show_dry_run(screen: Screen, prepared: "PreparedComparison", dependencies: 
     screen.answer(data, show_compare.render_compare_plan(plan, scripts=scripts))
 
 
-def _check_page(html: Path | None) -> None:
-    """Reject a page that cannot be written, before anything is trained for it."""
-    check_page(html, "compare.html")
-    if html is not None:
-        from tula_cli.services.document import load_report_package
-
-        load_report_package().require_page_library()
-
-
-def _answer_with_table(
-    screen: Screen, run: "Run", comparison: "Comparison", comparison_result: "ComparisonResult", *, html: Path | None
-) -> None:
-    """Show the comparison table, and write the page if requested."""
+def _answer_with_table(screen: Screen, comparison_result: "ComparisonResult") -> None:
     report = comparison_result.report
     screen.status = "done" if report.complete else "pending" if comparison_result.active else "partial"
-    screen.answer(report, show_compare.render_comparison(report, width=screen.width, color=screen.colored))
+    screen.answer(report, show_compare.render_comparison(report))
     screen.warn_all(report.warnings)
-    if html is not None:
-        from tula_cli.run.files import MODE_FOR_ALL, write_atomic
-        from tula_cli.services.document import load_report_package
-
-        package = load_report_package()
-        document = package.build_comparison(run, comparison, report, at=time.time())
-        write_atomic(html, package.render_page(document), mode=MODE_FOR_ALL)
-        screen.note(f"wrote {words.make_relative_path(html)}")

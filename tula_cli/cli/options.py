@@ -5,7 +5,6 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
 import typer
@@ -53,7 +52,6 @@ class CommandWithPanels(TyperCommand):
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be submitted, without submitting it.")]
-Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page with tables and figures.")]
 CancelOnInterrupt = Annotated[
     bool, typer.Option("--cancel-on-interrupt", help="Cancel the jobs on Ctrl-C.", rich_help_panel=ADVANCED)
 ]
@@ -79,32 +77,6 @@ COMMON: dict[str, Any] = {
         bool, typer.Option("--no-color", help="Print without colours (as with NO_COLOR=1).", rich_help_panel=OUTPUT)
     ],
 }
-
-
-def check_page(html: Path | None, example: str) -> None:
-    """Reject a page that cannot be written, before any work is done for it.
-
-    A page replaces the file at its path, so the path must not be a device (such as /dev/stdout).
-
-    Args:
-        html: path of the page; None for no page.
-        example: example of a file name.
-
-    Raises:
-        SpecError: the path is a folder or not a regular file, or its folder does not exist.
-    """
-    if html is None:
-        return
-    if html.is_dir():
-        raise SpecError(f"--html {html} is a folder", f"name a file, for example --html {html / example}")
-    if not html.absolute().parent.is_dir():
-        raise SpecError(
-            f"--html {html}: the folder {html.absolute().parent} does not exist", "create it, or name another folder"
-        )
-    if html == Path("-") or html.absolute().parent == Path("/dev") or (html.exists() and not html.is_file()):
-        raise SpecError(
-            f"--html {html}: the page can only be written to a regular file", f"for example --html {example}"
-        )
 
 
 def register(app: typer.Typer, function: Callable[..., None], *, example: str) -> None:

@@ -44,7 +44,7 @@ def recommend(
         bool,
         typer.Option(
             "--explain",
-            help="Also show the reason, intervals, memory, plots and the fitted models.",
+            help="Also show the reason, intervals, memory and the fitted models.",
         ),
     ] = False,
     save: Annotated[bool, typer.Option("--save", help="Store this recommendation for tula train.")] = False,
@@ -109,13 +109,7 @@ def recommend(
     shown = _render_answer(answer, pareto=pareto, every=every, kept=saved)
     details: Iterable[RenderableType] = [show_recommend.EXPLAIN]
     if explain:
-        details = show_recommend.render_explanation(
-            recommendation,
-            explained,
-            drawn=answer.with_drawn_rows(),
-            width=screen.width,
-            color=screen.colored,
-        )
+        details = show_recommend.render_explanation(recommendation, explained)
     first, last = show_recommend.render_demo_lines() if demo else ((), ())
     screen.answer(data, itertools.chain(first, shown, [line], show_recommend.render_validation(judged), details, last))
     screen.warn_all(answer.warnings)

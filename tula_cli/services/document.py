@@ -7,8 +7,6 @@ from typing import Any, Literal, Protocol, cast
 from tula_cli.entry_points import load_extra
 from tula_cli.run.directory import Run
 from tula_cli.run.records.recommendations import Recommendation, TradeOff
-from tula_cli.run.records.results import Comparison
-from tula_cli.services.comparison.accuracy import CompareReport
 
 Cell = str | float | int | None
 """A cell of a table; None if the value is unknown."""
@@ -147,20 +145,8 @@ class ReportPackage(Protocol):
         """
         ...
 
-    def build_comparison(self, run: Run, comparison: Comparison, report: CompareReport, *, at: float) -> Document:
-        """Build the document of a comparison of methods; `at` is the Unix time shown as its creation time."""
-        ...
-
     def render_text(self, document: Document, form: TextForm) -> str:
         """Return a document as text."""
-        ...
-
-    def require_page_library(self) -> None:
-        """Check that the library that draws the figures of pages is installed.
-
-        Raises:
-            SpecError: it is not installed.
-        """
         ...
 
     def render_page(self, document: Document) -> str:

@@ -65,7 +65,7 @@ _MAX_DISAGREEMENT = 0.15
 _BLOCK = 1000
 """Number of rows that are created at a time."""
 _MAX_ROWS_DRAWN = 400
-"""Maximum number of candidates that are all drawn in plots."""
+"""Maximum number of candidates that are all drawn in figures."""
 _MAX_FRONT_ROWS = 200
 """Maximum number of rows of the Pareto front that are listed if there are many candidates."""
 
@@ -100,7 +100,7 @@ class Answer:
             yield from (_convert_row_to_json(row, self.recommendation) for row in block.predictions())
 
     def with_drawn_rows(self) -> Recommendation:
-        """Return the recommendation with the rows of its plots: all if there are few, else the listed ones."""
+        """Return the recommendation with the rows of its figures: all if there are few, else the listed ones."""
         return self.with_all_rows() if len(self.candidates) <= _MAX_ROWS_DRAWN else self.recommendation
 
 

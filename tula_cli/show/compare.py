@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.show.plots import draw_comparison_plot
 from tula_cli.show.tables import make_table
 from tula_cli.words import choose_time_unit, describe_method_label, format_count, format_duration, format_number
 
@@ -85,8 +84,8 @@ def _describe_costs(plan: "ComparePlan") -> Iterator[str]:
     yield f"price: {plan.price}"
 
 
-def render_comparison(compare_report: "CompareReport", *, width: int, color: bool) -> Iterator["RenderableType"]:
-    """Yield Table I of the paper for the user's job, and a plot of accuracy (or loss) against the batch size."""
+def render_comparison(compare_report: "CompareReport") -> Iterator["RenderableType"]:
+    """Yield Table I of the paper for the user's job."""
     if compare_report.first_round and compare_report.epochs is not None:
         yield f"round 1: {compare_report.epochs[0]} of {compare_report.epochs[1]} epochs, one seed; not to be compared with full trainings"
         yield make_comparison_table(compare_report, compare_report.first_round)
@@ -107,12 +106,6 @@ def render_comparison(compare_report: "CompareReport", *, width: int, color: boo
         f" {compare_report.reference_batch}, over the seeds of both; recovered: share of lbt's gap at the same batch, - if the gap"
         " is within the noise or unknown (one seed, no lbt)"
     )
-    drawn = draw_comparison_plot(compare_report, width=width, color=color)
-    if drawn:
-        from rich.text import Text
-
-        yield ""
-        yield Text.from_ansi(drawn)
 
 
 def list_column_headings(compare_report: "CompareReport") -> tuple[str, ...]:

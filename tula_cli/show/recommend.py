@@ -109,30 +109,13 @@ def _render_headline(recommendation: "Recommendation") -> Iterator["RenderableTy
     yield from [f"accuracy: {recommendation.accuracy.words}"] if recommendation.accuracy is not None else ()
 
 
-EXPLAIN = "--explain shows why, intervals, memory, plots and the fit"
+EXPLAIN = "--explain shows why, intervals, memory and the fit"
 
 
 def render_explanation(
-    recommendation: "Recommendation",
-    regressions: Mapping[str, Sequence["RegressionSummary"]],
-    *,
-    drawn: "Recommendation",
-    width: int,
-    color: bool,
+    recommendation: "Recommendation", regressions: Mapping[str, Sequence["RegressionSummary"]]
 ) -> Iterator["RenderableType"]:
-    """Yield the reason of the choice, intervals and memory, plots, the fit, and its regressions by node type.
-
-    Args:
-        recommendation: the recommendation.
-        regressions: summaries of the regressions by node type.
-        drawn: recommendation with the rows of the plots.
-        width: columns of the screen.
-        color: whether the plots have colours.
-    """
-    from rich.text import Text
-
-    from tula_cli.show.plots import render_plots
-
+    """Yield the reason of the choice, intervals and memory, the fit, and its regressions by node type."""
     yield ""
     yield f"choice: {recommendation.reason}"
     yield from () if recommendation.objective == "accuracy-time" else _describe_same_progress(recommendation)
@@ -141,9 +124,6 @@ def render_explanation(
     yield from _describe_fallback(recommendation)
     yield ""
     yield from _render_with_signs(make_details_table(recommendation))
-    for plot in render_plots(drawn, width=width, color=color):
-        yield ""
-        yield Text.from_ansi(plot)
     yield ""
     yield from (f"fit: {line}" for line in recommendation.fit.splitlines())
     yield from describe_measured_trainings(recommendation)

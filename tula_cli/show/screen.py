@@ -22,8 +22,8 @@ from tula_cli.words import without_controls
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-_ASCII = str.maketrans("┌┐└┘┬┤│─━·•●◆★…–—−×±µ≤≥→", "++++++|--.**o*.---x~u<>>")
-"""ASCII replacements of the characters of tables and plots, one for one to keep columns aligned."""
+_ASCII = str.maketrans("─━·•●◆★…–—−×±µ≤≥→", "--.**o*.---x~u<>>")
+"""ASCII replacements of the characters of tables, one for one to keep columns aligned."""
 
 
 def replace_missing_letters(stream: TextIO) -> None:

@@ -1,8 +1,8 @@
-"""The page of `tula compare`, and the document behind it."""
+"""The sections of a comparison in a report."""
 
 import dataclasses
 import re
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import make_runs as make
@@ -25,16 +25,16 @@ from make_comparisons import (
 )
 from quiet import poll_quickly, quiet
 
-from tula_cli.errors import SpecError
 from tula_cli.extras.report import comparison_document
+from tula_cli.extras.report.material import gather_material
 from tula_cli.extras.report.page import render_page
+from tula_cli.extras.report.run_report import build_document
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.results import Comparison
-from tula_cli.services import compare as services_compare
 from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import trainings
-from tula_cli.services.comparison.accuracy import CompareReport
-from tula_cli.services.document import Document, Fact
+from tula_cli.services.comparison.accuracy import CompareReport, TrainingCurve, read_training_curves
+from tula_cli.services.document import Document
 
 
 @pytest.fixture(autouse=True)
@@ -55,18 +55,17 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trains:
 
 def test_the_page_names_the_job_and_draws_every_method(here: Trains, tmp_path: Path) -> None:
     here.diverges = ("lbt-x4",)
-    code, _, err = tula(*ASKED, "--html", "page.html")
+    assert tula(*ASKED)[0] == 0
+    code, out, _ = tula("report", "--html", "page.html")
     content = (tmp_path / "page.html").read_text()
-    assert code == 0 and "wrote page.html" in err
+    assert code == 0 and "page.html" in out
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", content))
-    assert facts["model"].startswith("resnet18") and facts["data"] == "digits" and facts["seeds"] == "5, 6"
-    assert facts["hardware"] == "NVIDIA A100; 1 GPU per node"
-    assert facts["software"] == "torch 2.6.0, CUDA 12.4, driver 550.54, Python 3.11.7, tula 0.1.0"
+    assert facts["model"].startswith("resnet18") and facts["data"] == "digits"
     assert "lbt (reference)" in content and ">91.00</td>" in content and "1 diverged" in content
     # Of the four that have numbers: by batch, and during training at two batches.
     titles = re.findall(r"<figure [^>]*><h3>(.*?)</h3>", content)
-    assert titles[:3] == [
-        "top-1 (%) by batch",
+    by_batch = titles.index("top-1 (%) by batch")
+    assert titles[by_batch + 1 : by_batch + 3] == [
         "top-1 (%) during training, batch 128",
         "top-1 (%) during training, batch 256",
     ]
@@ -74,19 +73,12 @@ def test_the_page_names_the_job_and_draws_every_method(here: Trains, tmp_path: P
     assert content.count("<svg") == len(titles)
 
 
-def test_what_no_training_tells_of_its_machine_is_said_to_be_unknown(run: RunDir) -> None:
-    result = document(run, plan(run).comparison)
-    facts = {fact.name: fact.value for fact in result.facts}
-    assert facts["software"] == "not recorded yet"
-    assert facts["hardware"] == "not recorded yet; 1 GPU per node"
-
-
-def test_a_page_shows_no_text_of_arguments(run: RunDir) -> None:
+def test_a_page_shows_no_text_of_arguments_and_says_what_is_not_recorded(run: RunDir) -> None:
     spec = make.spec(**{**SPEC, "model": {"name": "resnet18", "args": {"width": 8, "token": "hf_planted"}}})
-    result = comparison_document.build_document_of_comparison(
-        Run(run.path, spec), plan(run).comparison, table(run, plan(run).comparison), at=0.0
-    )
-    assert Fact("model", "resnet18 (width 8)") in result.facts and "hf_planted" not in render_page(result)
+    result = build_document(gather_material([Run(run.path, spec)], now=0.0))
+    facts = {fact.name: fact.value for fact in result.facts}
+    assert facts["model"] == "resnet18 (width 8)" and "hf_planted" not in render_page(result)
+    assert facts["hardware"] == "not recorded yet; 1 GPU per node"
 
 
 def test_a_comparison_answers_at_the_largest_batch_that_is_trained(run: RunDir) -> None:
@@ -101,16 +93,9 @@ def test_a_comparison_answers_at_the_largest_batch_that_is_trained(run: RunDir) 
     )
 
 
-def test_without_matplotlib_nothing_is_trained_for_a_page(here: Trains, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    code, _, err = tula(*ASKED, "--html", "page.html")
-    assert code == SpecError.exit_code and "pip install 'tula-cli[report]'" in err
-    assert not here.submitted and not Path("page.html").exists()
-
-
 def document(run: RunDir, comparison: Comparison) -> Document:
-    part = Run(run.path, make.spec(**SPEC))
-    return comparison_document.build_document_of_comparison(part, comparison, table(run, comparison), at=0.0)
+    curves = read_training_curves(Run(run.path, make.spec(**SPEC)), comparison)
+    return make_document(table(run, comparison), curves)
 
 
 def test_the_page_of_a_language_model_draws_loss_and_perplexity(run: RunDir) -> None:
@@ -126,8 +111,8 @@ def test_the_page_of_a_language_model_draws_loss_and_perplexity(run: RunDir) -> 
     assert f"<td>{plain.mean:.3f}</td>" in render_page(result)
 
 
-def make_document(report: CompareReport) -> Document:
-    sections = tuple(comparison_document.build_comparison_sections(report, []))
+def make_document(report: CompareReport, curves: Sequence[TrainingCurve] = ()) -> Document:
+    sections = tuple(comparison_document.build_comparison_sections(report, curves))
     return Document("own: comparison", "", report.answer, "", (), sections)
 
 
@@ -148,9 +133,5 @@ def test_a_metric_that_no_training_told_has_no_number(tmp_path: Path) -> None:
 def test_a_comparison_in_rounds_has_a_table_of_the_first_round(run: RunDir) -> None:
     grid = Grid(("lbt", "lrs", "ags", "ortho"), (512,), 2, nodes=1, controls=False, halving=True)
     report = trained(run, Trains(), grid)
-    part = Run(run.path, run.read_spec())
-    comparison = services_compare.plan_comparison(
-        Run(run.path, run.read_spec()), grid, inspect=inspect, now=1.0
-    ).comparison
-    content = render_page(comparison_document.build_document_of_comparison(part, comparison, report, at=0.0))
+    content = render_page(make_document(report))
     assert "First round: 1 of 4 epochs" in content and "dropped in round 1: number 3 of 3" in content

@@ -397,7 +397,7 @@ def test_dropped_rows_are_shown_apart_with_their_epochs_and_the_reason(run: RunD
     }  # fmt: skip
     assert next(row for row in report.first_round if row.method == "ags").top1 == accuracy.SeedStatistics(60.0, None, 1)
     assert (report.finished, report.total, report.undecided) == (16, 16, 0)
-    shown = [str(line) for line in show_compare.render_comparison(report, width=100, color=False)]
+    shown = [str(line) for line in show_compare.render_comparison(report)]
     assert "round 1: 4 of 16 epochs, one seed; not to be compared with full trainings" in shown
     assert report.answer in shown and "noise of the seeds: ramp has top1 90.00 ± 1.0" in report.answer
 

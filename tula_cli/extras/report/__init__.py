@@ -1,4 +1,4 @@
-"""The report of a run as one document: `tula report`, the page of `tula compare --html`, and the files of exports."""
+"""The report of a run as one document: `tula report`, and the files of exports."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tula_cli.run.directory import Run
     from tula_cli.run.records.recommendations import Recommendation, TradeOff
-    from tula_cli.run.records.results import Comparison
-    from tula_cli.services.comparison.accuracy import CompareReport
     from tula_cli.services.document import Document, TextForm
 
 
@@ -26,22 +24,10 @@ class Report:
 
         return build_document(gather_material(runs, now=now))
 
-    def build_comparison(
-        self, run: "Run", comparison: "Comparison", report: "CompareReport", *, at: float
-    ) -> "Document":
-        from tula_cli.extras.report.comparison_document import build_document_of_comparison
-
-        return build_document_of_comparison(run, comparison, report, at=at)
-
     def render_text(self, document: "Document", form: "TextForm") -> str:
         from tula_cli.extras.report.formats import RENDERERS
 
         return RENDERERS[form](document)
-
-    def require_page_library(self) -> None:
-        from tula_cli.extras.report.svg import require_matplotlib
-
-        require_matplotlib()
 
     def render_page(self, document: "Document") -> str:
         from tula_cli.extras.report.page import render_page

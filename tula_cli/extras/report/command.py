@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tula_cli import words
-from tula_cli.cli.options import Html, check_page
 from tula_cli.cli.runs import ExistingRun
 from tula_cli.errors import SpecError
 from tula_cli.show.screen import Screen
@@ -38,7 +37,9 @@ Svg = Annotated[Path | None, typer.Option("--svg", metavar="FOLDER", readable=Fa
 def report(
     screen: Screen,
     chosen: ExistingRun,
-    html: Html = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write an HTML page with tables and figures.")
+    ] = None,
     svg: Svg = None,
     csv: Csv = None,
     markdown: Markdown = False,
@@ -94,7 +95,7 @@ def _choose_form_for_stdout(csv: Path | None, *, markdown: bool, latex: bool) ->
 
 def _check_places(html: Path | None, svg: Path | None, csv: Path | None) -> None:
     """Reject files that cannot be written, before anything is read for them."""
-    check_page(html, "report.html")
+    _check_page(html)
     for option, path in (("--svg", svg), ("--csv", csv)):
         if path is None or path == Path("-"):
             continue
@@ -156,3 +157,28 @@ def render_overview(document: "Document", *, written: Sequence[str]) -> Iterator
 def _count_sections(sections: Sequence["Section"]) -> str:
     tables, figures = (sum(len(getattr(section, name)) for section in sections) for name in ("tables", "figures"))
     return f"{format_count(tables, 'table')} and {format_count(figures, 'figure')}"
+
+
+def _check_page(html: Path | None) -> None:
+    """Reject a page that cannot be written, before any work is done for it.
+
+    A page replaces the file at its path, so the path must not be a device (such as /dev/stdout).
+
+    Args:
+        html: path of the page; None for no page.
+
+    Raises:
+        SpecError: the path is a folder or not a regular file, or its folder does not exist.
+    """
+    if html is None:
+        return
+    if html.is_dir():
+        raise SpecError(f"--html {html} is a folder", f"name a file, for example --html {html / 'report.html'}")
+    if not html.absolute().parent.is_dir():
+        raise SpecError(
+            f"--html {html}: the folder {html.absolute().parent} does not exist", "create it, or name another folder"
+        )
+    if html == Path("-") or html.absolute().parent == Path("/dev") or (html.exists() and not html.is_file()):
+        raise SpecError(
+            f"--html {html}: the page can only be written to a regular file", "for example --html report.html"
+        )

@@ -1,23 +1,17 @@
-"""The document of a method comparison: Table I, accuracy by batch and over training, and facts about its trainings."""
+"""The sections of a method comparison: Table I, and accuracy by batch and over training."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from tula_cli.extras.report.values import (
     GradientCurve,
     build_table,
     choose_hours_unit,
     convert,
-    describe_software,
     find_paper_figures,
     make_mean_series,
 )
-from tula_cli.run.directory import Run
-from tula_cli.run.records.results import Comparison
-from tula_cli.run.secrets import without_secrets
-from tula_cli.services.comparison import accuracy
 from tula_cli.services.comparison.accuracy import (
     CompareReport,
     ComparisonRow,
@@ -26,85 +20,8 @@ from tula_cli.services.comparison.accuracy import (
     differs_beyond_noise,
     find_best_row,
 )
-from tula_cli.services.document import Cell, Column, Document, Fact, Figure, Section, Series, Table
-from tula_cli.spec.job import JobSpec, describe_train_length
-from tula_cli.spec.workload import get_workload
-from tula_cli.version import __version__
-from tula_cli.words import describe_method_label, format_count, format_moment
-
-Environment = Mapping[str, Any]
-"""Device, hardware and versions, as a training's log or a probe has them."""
-
-
-def build_document_of_comparison(run: Run, comparison: Comparison, report: CompareReport, *, at: float) -> Document:
-    """Build the document of a comparison.
-
-    Args:
-        run: the run in which the comparison was trained.
-        comparison: trainings of the comparison.
-        report: table of the comparison.
-        at: time shown as the creation time of the document, in Unix seconds.
-    """
-    spec = run.spec
-    # Trainings may have run on several kinds of hardware.
-    environments = [row for cell in comparison.cells for row in run.training(cell.signature).metrics("environment")]
-    methods = list(dict.fromkeys(row.method for row in report.rows if not row.reference))
-    batches = sorted({row.batch for row in report.rows if not row.reference})
-    sizes = f"{'batch' if len(batches) == 1 else 'batches'} {', '.join(map(str, batches))}"
-    seeds = sorted({cell.seed for cell in comparison.cells})
-    versions = dict.fromkeys(filter(None, map(describe_software, environments)))
-    trained = f"{report.finished} of {format_count(report.total, 'training')}, on {format_count(report.nodes)}"
-    facts = {
-        "seeds": ", ".join(map(str, seeds)),
-        "hardware": describe_hardware(environments, spec),
-        "software": "; ".join(versions) or "not recorded yet",
-        "trained": trained,
-        "length": describe_train_length(spec),
-        "run": run.id,
-    }
-    return Document(
-        f"{spec.name}: comparison",
-        f"Does the accuracy of {get_workload(spec).title} survive {sizes} with {', '.join(methods)}, compared with batch"
-        f" {report.reference_batch}?",
-        report.answer,
-        f"{format_moment(at)}, tula {__version__}",
-        (*list_job_facts(spec), *(Fact(name, value) for name, value in facts.items() if value)),
-        tuple(build_comparison_sections(report, accuracy.read_training_curves(run, comparison))),
-    )
-
-
-def list_job_facts(spec: JobSpec) -> Iterator[Fact]:
-    """Yield the script, or the model, the data and the optimizer of a job."""
-    if spec.script is not None:
-        command = spec.script.command
-        yield Fact("script", without_secrets(command if isinstance(command, str) else " ".join(command)))
-        return
-    yield Fact("model", _format_name_with_arguments(spec.model.name, spec.model.args))
-    yield Fact("data", _format_name_with_arguments(spec.dataset.name, spec.dataset.args))
-    rule = f", {spec.schedule.kind} schedule" if spec.schedule.kind != "constant" else ""
-    lr = f"{spec.optimizer.name}, learning rate {spec.optimizer.lr:g} at batch {spec.train.reference_batch}{rule}"
-    yield Fact("optimizer", lr)
-
-
-def _format_name_with_arguments(name: str, args: Mapping[str, Any]) -> str:
-    """Format a name with its numeric arguments.
-
-    Text arguments are left out, because reports are shared and a text could be a path or a key.
-    """
-    arguments = ", ".join(f"{key} {value}" for key, value in args.items() if isinstance(value, int | float))
-    return f"{name} ({arguments})" if arguments else name
-
-
-def describe_hardware(environments: Sequence[Environment], spec: JobSpec) -> str:
-    """Describe the kinds of hardware that a job has run on, and the GPUs or processes per node."""
-    devices = {str(environment.get("device")) for environment in environments} or {spec.cluster.device}
-    gpus = spec.cluster.gpus_per_node
-    per_node = format_count(gpus, "GPU") if devices != {"cpu"} else "1 process" if gpus == 1 else f"{gpus} processes"
-    names = dict.fromkeys(str(environment.get("hardware", "")) for environment in environments)
-    return f"{'; '.join(filter(None, names)) or 'not recorded yet'}; {per_node} per node"
-
-
-# --- Sections
+from tula_cli.services.document import Cell, Column, Fact, Figure, Section, Series, Table
+from tula_cli.words import describe_method_label, format_count
 
 
 def build_comparison_sections(report: CompareReport, curves: Sequence[TrainingCurve]) -> Iterator[Section]:

@@ -1,15 +1,16 @@
 """`tula report`: the results of a run as one document."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from tula_cli.extras.report import sections
-from tula_cli.extras.report.comparison_document import describe_hardware, list_job_facts
 from tula_cli.extras.report.material import Material, list_newest_trainings
 from tula_cli.extras.report.values import describe_software, is_priced
 from tula_cli.models.cost import describe_price
 from tula_cli.run.records.recommendations import Prediction
+from tula_cli.run.secrets import without_secrets
 from tula_cli.services.document import Document, Fact
-from tula_cli.spec.job import describe_train_length
+from tula_cli.spec.job import JobSpec, describe_train_length
 from tula_cli.spec.workload import get_workload
 from tula_cli.version import __version__
 from tula_cli.words import (
@@ -90,14 +91,14 @@ def _describe_choice(choice: Prediction, currency: str) -> str:
 
 def _list_facts(material: Material) -> Iterator[Fact]:
     spec = material.spec
-    yield from list_job_facts(spec)
+    yield from _list_job_facts(spec)
     yield Fact("method", spec.train.method)
     yield Fact("length", describe_train_length(spec))
     for run_material in material.parts:
         prefix = f"{run_material.name}: " if run_material.name else ""
         probes = run_material.measured
         environments = [probe.environment.model_dump() for probe in probes]
-        yield Fact(f"{prefix}hardware", describe_hardware(environments, run_material.run.spec))
+        yield Fact(f"{prefix}hardware", _describe_hardware(environments, run_material.run.spec))
         if probes:
             yield Fact(f"{prefix}software", describe_software(environments[-1]))
             yield Fact(f"{prefix}data set", f"{probes[0].dataset_size} training samples")
@@ -115,3 +116,34 @@ def _list_code_facts(material: Material) -> Iterator[Fact]:
     snapshot = names[-1][0].code(names[-1][1]) if names else None
     if snapshot is not None and snapshot.commit:
         yield Fact("code", f"commit {snapshot.commit[:12]}{', with changes' if snapshot.dirty else ''}")
+
+
+def _list_job_facts(spec: JobSpec) -> Iterator[Fact]:
+    """Yield the script, or the model, the data and the optimizer of a job."""
+    if spec.script is not None:
+        command = spec.script.command
+        yield Fact("script", without_secrets(command if isinstance(command, str) else " ".join(command)))
+        return
+    yield Fact("model", _format_name_with_arguments(spec.model.name, spec.model.args))
+    yield Fact("data", _format_name_with_arguments(spec.dataset.name, spec.dataset.args))
+    rule = f", {spec.schedule.kind} schedule" if spec.schedule.kind != "constant" else ""
+    lr = f"{spec.optimizer.name}, learning rate {spec.optimizer.lr:g} at batch {spec.train.reference_batch}{rule}"
+    yield Fact("optimizer", lr)
+
+
+def _format_name_with_arguments(name: str, args: Mapping[str, Any]) -> str:
+    """Format a name with its numeric arguments.
+
+    Text arguments are left out, because reports are shared and a text could be a path or a key.
+    """
+    arguments = ", ".join(f"{key} {value}" for key, value in args.items() if isinstance(value, int | float))
+    return f"{name} ({arguments})" if arguments else name
+
+
+def _describe_hardware(environments: Sequence[Mapping[str, Any]], spec: JobSpec) -> str:
+    """Describe the kinds of hardware that a job has run on, and the GPUs or processes per node."""
+    devices = {str(environment.get("device")) for environment in environments} or {spec.cluster.device}
+    gpus = spec.cluster.gpus_per_node
+    per_node = format_count(gpus, "GPU") if devices != {"cpu"} else "1 process" if gpus == 1 else f"{gpus} processes"
+    names = dict.fromkeys(str(environment.get("hardware", "")) for environment in environments)
+    return f"{'; '.join(filter(None, names)) or 'not recorded yet'}; {per_node} per node"

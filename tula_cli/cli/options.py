@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast, get_args
 import typer
 from typer.core import TyperCommand
 
-from tula_cli.errors import Interruption, SpecError, TulaError
+from tula_cli.errors import Interruption, TulaError
 from tula_cli.options import Option, find_option, list_fields
 from tula_cli.show.screen import Screen
 

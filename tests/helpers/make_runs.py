@@ -296,3 +296,21 @@ def cluster_report(run: RunDir, task: CheckTask, *changes: dict[str, Any]) -> Cl
         id=task.id, job=task.job, backend="nccl", ranks=len(nodes), nodes=nodes, transfers=sizes[: 2 * (len(nodes) > 1)],
         latency=1e-4,
     )  # fmt: skip
+
+
+OLD_FAILURE = {"outcome": "user", "message": "KeyError: 'label'", "rank": 0, "host": "n1"}
+
+
+def make_older(run: RunDir) -> None:
+    """Fill a run as the first format had it: probes, one of which failed, and a training that an attempt of has failed."""
+    for nodes in (1, 2):
+        add_probes(run, nodes, (32, 64, 128, 256))
+        for local_batch in (32, 64, 128):
+            add_measured(run, nodes, local_batch)
+    failed = {"kind": "failed", "id": "probe-n002-l000256", "nodes": 2, "gpus_per_node": 1, "local_batch": 256}
+    (run.path / "results/probe-n002-l000256.json").write_text(json.dumps(failed | OLD_FAILURE))
+    name = add_training(run)
+    (run.path / "attempts").mkdir(exist_ok=True)
+    attempt = {"task": f"{name}-1", "number": 1, "started_at": START, "ended_at": START + 9}
+    (run.path / f"attempts/{name}-1.001.json").write_text(json.dumps(attempt | OLD_FAILURE))
+    (run.path / "format").write_text("1 tula 0.0.9\n")

@@ -37,7 +37,11 @@ def kill_file_system(cluster: SlurmCluster, runs: Path) -> None:
 
 
 def make_read_only(cluster: SlurmCluster, runs: Path) -> None:
-    in_mounts_of(cluster, f"mount --bind '{runs}' '{runs}'; mount -o remount,ro,bind '{runs}'")
+    # the mount is busy while the job has a file open for writing
+    remount = (
+        f"for try in $(seq 200); do mount -o remount,ro,bind '{runs}' 2>/dev/null && exit; sleep .05; done; exit 1"
+    )
+    in_mounts_of(cluster, f"mount --bind '{runs}' '{runs}'; {remount}")
 
 
 @pytest.mark.promise(

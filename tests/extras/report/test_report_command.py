@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import make_reports as reports
+import make_runs as make
 import pytest
 from quiet import quiet
 
@@ -153,3 +154,14 @@ def test_a_report_without_figures_loads_neither_matplotlib_nor_statsmodels(folde
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
     assert done.stderr.splitlines()[-1] == "exit 0", done.stderr
+
+
+def test_a_run_of_an_older_format_is_reported_and_not_changed(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, make.spec())
+    make.make_older(run)
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    code, out, err = tula(str(run.path), "--json")
+    assert code == 0, err
+    assert json.loads(out)["command"] == "report"
+    after = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    assert {path: content for path, content in after.items() if path.name != "report.html"} == before

@@ -248,8 +248,8 @@ class TrainRequest:
     rehearse: Annotated[
         bool,
         Option(
-            "For a script that trains for more than an hour: first test once that it resumes from its checkpoint"
-            " (default: yes).",
+            "For a script that trains for more than an hour, or on a range of nodes: first test once that it resumes from"
+            " its checkpoint (default: yes).",
             "--rehearse/--no-rehearse",
             advanced=True,
         ),

@@ -11,6 +11,7 @@ from tula_cli.options import NodeRange, parse_nodes
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.tasks import JobSize, TrainTask
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import validate
 
 SWEEP = {2: (16, 32, 64, 128), 4: (8, 64), 8: (4, 32), 16: (2, 16)}
 ON_SLURM = {"cluster": {"kind": "slurm"}, "search": {"nodes": [1, 2, 4, 8, 16]}}
@@ -70,6 +71,21 @@ def test_a_batch_that_does_not_fit_few_nodes_is_computed_there_in_parts() -> Non
     assert slower is not None and faster is not None and slower.hours > faster.hours
     shrinking = {"epochs": 10, "method": "ags", "oom_policy": "shrink"}
     assert nodes_of(choose(NodeRange(2, 8), 512, truth=truth, train=shrinking)) == [4, 8]
+
+
+def script_job(arguments: str) -> JobSpec:
+    script = {"command": f"train.py {arguments}", "length": {"samples": 5120}, "reference": {"batch": 64}}
+    return validate({"script": script, "cluster": {"kind": "slurm", "device": "cpu"}}, source="test")
+
+
+def test_of_a_script_only_one_that_accumulates_is_given_smaller_micro_batches_after_an_out_of_memory() -> None:
+    whole, divided = (
+        moldable_task(job, choose_job_sizes(job, NodeRange(2, 8), 512, estimator=None, recommendation=None))
+        for job in (script_job("-b {local_batch}"), script_job("-b {micro_batch} -a {accumulate}"))
+    )
+    assert whole.node_counts == divided.node_counts == (2, 4, 8)
+    shrunk = [task.model_copy(update={"max_micro_batch": 64}).on_granted(2) for task in (whole, divided)]
+    assert [(task.nodes, task.batch, task.splits) for task in shrunk] == [(2, 512, 1), (2, 512, 4)]
 
 
 def test_open_bounds_follow_from_deadline_efficiency_and_the_recommended_nodes() -> None:

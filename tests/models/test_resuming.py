@@ -60,6 +60,31 @@ def test_what_a_dropped_last_batch_leaves_out_is_no_fault() -> None:
     assert judge_resume_test(less, lr_ratio=1.0).verdict == "epoch"
 
 
+@pytest.mark.parametrize(
+    ("saved", "more", "other_nodes", "words"),
+    [
+        (1280, {}, True, "at batch 32 on 2 nodes instead of 1 it resumes from its checkpoint, up to 3840 of 3840 samples"),
+        (1280, {"samples": 1280}, False, "2 nodes instead of 1 it trains 2560 samples in total instead of 3840: 1280 too few"),
+        (1280, {"first_lr": 0.2}, False, "on 2 nodes instead of 1 its learning rate is 0.2000 after the checkpoint"),
+        (1280, {"rates": ((32, 0.1), (2560, 0.2))}, False, "learning rate is 0.2000 after 2560 samples instead of 0.1000"),
+        (1280, {"ended": "failed", "outcome": "user", "why": "no rng-1.pt"}, False, "its own checkpoint: no rng-1.pt"),
+        (1280, {"ended": "failed", "outcome": "device_oom", "why": "no memory"}, None, "instead of 1: no memory"),
+        (1280, {"ended": "cut", "samples": 800}, None, "it trains, but did not finish"),
+        (1280, {"whole": None}, None, "were not compared"),
+        (64, {"samples": 3776}, None, "only 64 samples, too few to notice samples counted per rank"),
+    ],
+)  # fmt: skip
+def test_a_script_resumes_on_other_nodes_if_samples_and_learning_rates_are_those_of_the_same(
+    saved: int, more: dict[str, Any], other_nodes: bool | None, words: str
+) -> None:
+    same = start("same", 32, 3840 - saved, first_lr=0.1, rates=((32, 0.1), (2560, 0.1)))
+    on_two = start("more", 32, 2560, nodes=2).model_copy(update=more)
+    result = judge_resume_test([begin(saved, next_lr=0.1), same, on_two, start("half", 16, 2560)], lr_ratio=1.0)
+    assert result.other_nodes is other_nodes and words in result.reasons[-1], result
+    assert (result.reasons[-1] in result.faults) == (other_nodes is False)
+    assert saved < 1280 or result.verdict == "epoch", "of which batches it resumes at, other nodes tell nothing"
+
+
 def test_a_checkpoint_that_cannot_be_loaded_is_of_no_use() -> None:
     failed = start("same", 32, 0, ended="failed", outcome="user", why="UnpicklingError: no")
     result = judge_resume_test([begin(), failed], lr_ratio=None)

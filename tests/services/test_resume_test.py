@@ -17,7 +17,7 @@ from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.job_runs import open_run
 from tula_cli.run.records.scripts import ObservedStart, ResumeTestResult
-from tula_cli.run.records.tasks import ResumeTestTask, Rung, TrainTask
+from tula_cli.run.records.tasks import JobSize, ResumeTestTask, Rung, TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.services import messages, resume_test, status
 from tula_cli.services.events import Event, Note, WarningEvent, follow
@@ -55,12 +55,14 @@ def code() -> Source:
     return Source(Path("/"), "")
 
 
-def keep(run: RunDir, verdict: Any, job: JobSpec | None = None, *, number: int = 1, why: str = "KeyError: 'a'") -> None:
+def keep(
+    run: RunDir, verdict: Any, job: JobSpec | None = None, *, number: int = 1, why: str = "KeyError: 'a'", **found: Any
+) -> None:
     """Store the result of a resume test of the job."""
     key = compute_resume_test_signature(job or run.read_spec(), "")
     rehearsal = ResumeTestResult(
         task=f"rehearse-{key}-{number}", key=key, began_at=float(number), over_at=number + 1.0, verdict=verdict, told=(why,),
-        faults=(why,) if verdict == "none" else (),
+        faults=(why,) if verdict == "none" or found.get("other_nodes") is False else (), **found,
     )  # fmt: skip
     ResumeTestRecords(run.path).write(rehearsal)
 
@@ -75,6 +77,17 @@ def train_task(job: JobSpec, **changes: Any) -> TrainTask:
 def training(run: RunDir, job: JobSpec, *, hours: float | None = 2.0, wanted: bool = True) -> resume_test.TrainingStart:
     predicted = None if hours is None else make_runs.prediction(2, 64, hours=hours)
     return resume_test.TrainingStart(Run(run.path, job), train_task(job), code(), predicted, wanted)
+
+
+SIZES = tuple(JobSize(nodes=nodes, micro_batch=32 // nodes, splits=1, ladder=(Rung(batch=64),)) for nodes in (1, 2))
+
+
+def on_granted_nodes(
+    run: RunDir, job: JobSpec, *, wanted: bool = True, over_cap: str = ""
+) -> resume_test.TrainingStart:
+    """Return a short training whose jobs may be granted one node or two."""
+    task = train_task(job, sizes=SIZES)
+    return resume_test.TrainingStart(Run(run.path, job), task, code(), None, wanted, over_cap)
 
 
 def prepared(result: resume_test.TrainingStart, launcher: FakeLauncher | None = None) -> tuple[str, list[Event]]:
@@ -103,6 +116,9 @@ def test_a_batch_has_a_half_and_is_that_of_the_recommendation_or_of_the_script(r
     assert resume_test.resume_test_batch(Run(run.path, spec())) == 100
     assert resume_test.resume_test_batch(Run(run.path, spec(reference={"batch": 3}))) == 4
     assert resume_test.resume_test_batch(Run(run.path, spec()), local_batch=24) == 48
+    on_other_nodes = [(25, 2, 48), (25, 4, 96), (1, 2, 4)]  # that of a rank is halved on twice the nodes
+    for local_batch, nodes, batch in on_other_nodes:
+        assert resume_test.resume_test_batch(Run(run.path, spec()), local_batch=local_batch, nodes=nodes) == batch
     run.write_recommendation(make_runs.recommendation(choice=make_runs.prediction(2, 128)))
     assert resume_test.resume_test_batch(Run(run.path, spec())) == 128
 
@@ -179,6 +195,7 @@ def test_a_rehearsal_counts_to_the_cap_on_node_hours(run: RunDir) -> None:
     job = capped(run, hours=0.6)
     with pytest.raises(OverBudget, match=r"so far \(0.500 node-hours\) and a resume test may take 0.833"):
         follow(resume_test.run_resume_test([Run(run.path, job)], lambda _: FakeLauncher(), fresh=True), lambda _: None)
+    assert "a resume test may take 1.17" in resume_test.describe_cap_exceeded([Run(run.path, job)], nodes=2)
     enough = job.model_copy(update={"search": job.search.model_copy(update={"max_node_hours": 9.0})})
     assert resume_test.describe_cap_exceeded([Run(run.path, enough)]) == ""
 
@@ -230,6 +247,47 @@ def test_a_long_training_by_a_script_that_cannot_resume_is_refused_until_that_is
     for result in (training(run, run.read_spec(), wanted=False), training(run, run.read_spec(), hours=0.5)):
         job, text = prepared(result)
         assert job == "" and isinstance(text[0], WarningEvent) and text[0].warning.code == "script-cannot-resume"
+
+
+def test_a_training_on_nodes_that_it_is_granted_is_submitted_behind_a_test_on_twice_the_ranks(run: RunDir) -> None:
+    launcher, job = FakeLauncher(), run.read_spec()
+    keep(run, "any")  # on one node, which is not enough
+    start = on_granted_nodes(run, job)
+    start.require_other_nodes()
+    name, _ = prepared(start, launcher)
+    task = run.task(name)
+    assert isinstance(task, ResumeTestTask) and launcher.submitted == [name]
+    assert (task.nodes, task.first_nodes, task.batch) == (2, 1, 32)
+
+
+def test_a_training_on_nodes_that_it_is_granted_needs_a_script_that_resumes_there(run: RunDir) -> None:
+    job = run.read_spec()
+    keep(run, "any", other_nodes=True)
+    assert not on_granted_nodes(run, job).is_test_due and prepared(on_granted_nodes(run, job)) == ("", [])
+    on_granted_nodes(run, job).require_other_nodes()
+    on_granted_nodes(run, job, wanted=False).require_other_nodes()
+    keep(run, "any", other_nodes=False, number=2)
+    with pytest.raises(CannotResume, match="KeyError: 'a'"):
+        on_granted_nodes(run, job).require_other_nodes()
+    unknown = ResumeTestResult(task="t", key="k", began_at=0.0, verdict="any", told=("not tested: no memory",))
+    with pytest.raises(ResumeUntested, match="no memory"):
+        resume_test.ResumeFinding(unknown, "same", kept=False).require_other_nodes()
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "words"),
+    [
+        ({"resume": None}, {}, "which needs script.resume"),
+        ({}, {"wanted": False}, "but --no-rehearse prevents that"),
+        ({}, {"over_cap": "a resume test may take too much"}, "a resume test may take too much"),
+    ],
+)
+def test_a_range_of_nodes_is_refused_if_the_script_cannot_be_tested(
+    run: RunDir, script: dict[str, Any], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(SpecError, match=words) as error:
+        on_granted_nodes(run, spec(**script), **options).require_other_nodes()
+    assert error.value.hint.endswith("or give one number: --nodes 4")
 
 
 @pytest.mark.parametrize(

@@ -327,8 +327,9 @@ def test_a_training_whose_submission_was_refused_is_not_submitted_and_has_its_ra
     assert show_status.describe_training(train) == f"{line}, not submitted"
 
 
-def test_time_and_cost_of_a_moldable_training_are_those_of_the_nodes_of_each_attempt(tmp_path):
-    value = RunDir.create(tmp_path, make.spec())
+@pytest.mark.parametrize("job_of", [make.spec, lambda: make.script_spec(epochs=2)])
+def test_time_and_cost_of_a_moldable_training_are_those_of_the_nodes_of_each_attempt(tmp_path, job_of):
+    value = RunDir.create(tmp_path, job_of())
     job = make.add_training(value)
     (task,) = value.training("ab12cd34").tasks()
     sizes = [

@@ -22,6 +22,7 @@ from tula_cli.run.records.failures import Failure, Recovery, Requeue
 from tula_cli.run.records.probes import ScriptObservation
 from tula_cli.run.records.recommendations import Stage, StageSteps, StartEstimate, TimeParts
 from tula_cli.run.records.results import ScalingSummary, StageDecision
+from tula_cli.run.records.tasks import JobSize
 from tula_cli.services import profile, run_list
 from tula_cli.services import status as services_status
 from tula_cli.services.events import ProbeFinished
@@ -666,6 +667,10 @@ def test_a_script_is_shown_by_its_name_and_as_long_as_it_is(tmp_path, length, pl
     text = printed(show_train.render_train_plan(plan))
     assert planned in text and "checkpoints: saves each epoch\n" in text
     assert "a test of at most 20 min on 1 node checks that the script can resume (--no-rehearse" in text
+    sizes = tuple(JobSize(nodes=nodes, micro_batch=8, splits=1, ladder=plan.task.ladder) for nodes in (1, 2))
+    plan.task = plan.task.model_copy(update={"sizes": sizes})
+    text = printed(show_train.render_train_plan(plan))
+    assert "a test of at most 20 min on 2 nodes checks that the script can resume, also on other nodes\n" in text
     assert now in show_status.describe_training(snapshot(value).training)
     assert re.search(
         r"finetune\.py +- +0",

@@ -207,6 +207,7 @@ class Supervisor:
     def _running_attempt(self, task: Task, attempt: Attempt, command: LeaderCommand, ends: float) -> RunningAttempt:
         if command.rehearsal is not None:
             ends = min(ends, time.monotonic() + command.rehearsal.seconds)
+            task = task.model_copy(update={"nodes": command.rehearsal.nodes})
         return RunningAttempt(
             self.run, self.allocation, self.spawner, self.memory, task, attempt, command, ends, self.lookout
         )

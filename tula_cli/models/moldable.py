@@ -33,8 +33,6 @@ def require_moldable(spec: JobSpec) -> None:
     method, slurm = spec.train.training_method, spec.cluster.slurm or Slurm()
     if spec.cluster.kind != "slurm":
         why = f"only SLURM grants a number of nodes within a range, and cluster.kind is {spec.cluster.kind}"
-    elif spec.script is not None:
-        why = "a script is trained on one number of nodes"
     elif list_nodes_named_by_stages(spec) or (spec.train.stages is not None and spec.train.ramp_nodes == "auto"):
         why = "the stages of train.ramp have their own numbers of nodes (train.ramp_nodes)"
     elif method.tunes or method.on_one_gpu:

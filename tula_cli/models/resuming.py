@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tula_cli.run.records.scripts import ObservedStart, Phase, Verdict
-from tula_cli.words import format_duration, format_number, format_percent
+from tula_cli.words import format_count, format_duration, format_number, format_percent
 
 LR_TOLERANCE = 0.01
 """Relative tolerance of a learning rate, in addition to the change that its schedule makes in two steps."""
@@ -24,12 +24,14 @@ NO_STEP_SEEN = (
 class ResumeJudgement:
     """Verdict of a resume test; `verdict` is None if there is none.
 
-    `reasons` holds all findings, `faults` those that describe faults.
+    `reasons` holds all findings, `faults` those that describe faults. `other_nodes` is whether the script resumes at the
+    same batch on other nodes; None if that is not known.
     """
 
     verdict: Verdict | None
     reasons: tuple[str, ...]
     faults: tuple[str, ...] = ()
+    other_nodes: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,25 @@ def judge_resume_test(starts: Sequence[ObservedStart], *, lr_ratio: float | None
         lr_ratio: learning rate that the command line sets at half the batch, relative to the full batch; None if the
             script sets its own.
     """
+    judgement = _judge_batches(starts, lr_ratio=lr_ratio)
+    begin, same, more = (_find_last_of_phase(starts, phase) for phase in ("begin", "same", "more"))
+    if begin is None or same is None or more is None or judgement.verdict in (None, "none"):
+        return judgement
+    if more.ended == "failed" and more.outcome != "user":
+        return replace(
+            judgement, reasons=(*judgement.reasons, f"not tested {_describe_start(begin, more)}: {more.why}")
+        )
+    resumed = _judge_resumed(begin, more, lr_ratio=1.0)
+    faults = resumed.faults or _describe_other_rate(begin, same, more)
+    return replace(
+        judgement,
+        reasons=(*judgement.reasons, *(faults or resumed.reasons)),
+        faults=(*judgement.faults, *faults),
+        other_nodes=False if faults else resumed.exact or None,
+    )
+
+
+def _judge_batches(starts: Sequence[ObservedStart], *, lr_ratio: float | None) -> ResumeJudgement:
     begin, same, half = (_find_last_of_phase(starts, phase) for phase in ("begin", "same", "half"))
     if begin is None or same is None or begin.saved_samples is None:
         return ResumeJudgement(None, (_explain_no_checkpoint(begin),))
@@ -73,6 +94,21 @@ def judge_resume_test(starts: Sequence[ObservedStart], *, lr_ratio: float | None
 
 def _find_last_of_phase(starts: Sequence[ObservedStart], phase: Phase) -> ObservedStart | None:
     return next((start for start in reversed(starts) if start.phase == phase), None)
+
+
+def _describe_start(begin: ObservedStart, start: ObservedStart) -> str:
+    nodes = f" on {format_count(start.nodes)} instead of {begin.nodes}" if start.nodes != begin.nodes else ""
+    return f"at batch {start.batch}{nodes}"
+
+
+def _describe_other_rate(begin: ObservedStart, same: ObservedStart, more: ObservedStart) -> tuple[str, ...]:
+    """Describe where the learning rate on other nodes first differs from that on the same; empty if it does not."""
+    different = _find_first_difference(begin, same, more, 1.0) if same.rates else None
+    if different is None:
+        return ()
+    samples, observed, expected = different
+    figures = f"{format_number(observed, 4)} after {samples} samples instead of {format_number(expected, 4)}"
+    return (f"{_describe_start(begin, more)} its learning rate is {figures}",)
 
 
 def _explain_no_checkpoint(begin: ObservedStart | None) -> str:
@@ -109,7 +145,7 @@ def _is_at_epoch_end(begin: ObservedStart) -> bool:
 
 
 def _judge_resumed(begin: ObservedStart, start: ObservedStart, *, lr_ratio: float | None) -> _ResumedStart:
-    at = f"at batch {start.batch}"
+    at = _describe_start(begin, start)
     if start.ended == "failed":
         message = f"{at} it cannot resume from its own checkpoint: {start.why}"
         return _ResumedStart(lost_progress=True, reasons=(message,), faults=(message,))
@@ -126,7 +162,7 @@ def _judge_resumed(begin: ObservedStart, start: ObservedStart, *, lr_ratio: floa
 
 def _judge_samples(begin: ObservedStart, start: ObservedStart) -> _ResumedStart:
     """Compare the samples trained after a start from the checkpoint with those that remained."""
-    at, saved, total = f"at batch {start.batch}", begin.saved_samples or 0, start.whole
+    at, saved, total = _describe_start(begin, start), begin.saved_samples or 0, start.whole
     if total is None:
         return _ResumedStart(
             reasons=(
@@ -150,8 +186,10 @@ def _judge_samples(begin: ObservedStart, start: ObservedStart) -> _ResumedStart:
     if beyond < -tolerance:
         message = f"{at} it trains {saved + start.samples} samples in total instead of {total}: {-beyond} too few"
         return _ResumedStart(reasons=(message,), faults=(message,))
-    if start.batch < begin.batch and saved * (1 - start.batch / begin.batch) <= tolerance:
-        early = f"its checkpoint contains only {saved} samples, too few to notice steps counted at the other batch"
+    miscounted = saved * abs(1 - start.batch * start.nodes / (begin.batch * begin.nodes))
+    if 0 < miscounted <= tolerance:
+        other = "steps counted at the other batch" if start.nodes == begin.nodes else "samples counted per rank"
+        early = f"its checkpoint contains only {saved} samples, too few to notice {other}"
         return _ResumedStart(reasons=(f"{at} it resumes, but {early}",))
     return _ResumedStart(
         exact=True, reasons=(f"{at} it resumes from its checkpoint, up to {saved + start.samples} of {total} samples",)
@@ -181,7 +219,7 @@ def _judge_learning_rate(begin: ObservedStart, start: ObservedStart, ratio: floa
         if ratios[0] == 1.0
         else f"should be {format_number(expected, 4)}"
     )
-    return f"at batch {start.batch} its learning rate is {format_number(start.first_lr, 4)} after the checkpoint, but {expected_text}"
+    return f"{_describe_start(begin, start)} its learning rate is {format_number(start.first_lr, 4)} after the checkpoint, but {expected_text}"
 
 
 def _list_allowed_ratios(ratio: float | None) -> list[float]:
@@ -200,9 +238,7 @@ def _find_lost_schedule(begin: ObservedStart, same: ObservedStart) -> str:
     schedule_before, after = begin.schedule, same.schedule
     if schedule_before is None or after is None or after.moves is False or abs(schedule_before.at - after.at) <= 1:
         return ""
-    return (
-        f"at batch {same.batch} its schedule ({after.name}) resumes at step {after.at} instead of {schedule_before.at}"
-    )
+    return f"{_describe_start(begin, same)} its schedule ({after.name}) resumes at step {after.at} instead of {schedule_before.at}"
 
 
 def _find_schedule_fault(begin: ObservedStart, same: ObservedStart, half: ObservedStart, ratio: float | None) -> str:

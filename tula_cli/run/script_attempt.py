@@ -154,3 +154,7 @@ class ResumeTestRecords:
     def newest_verdict(self, key: str) -> ResumeTestResult | None:
         """Return the newest resume test with a verdict, or None if there is none."""
         return next((record for record in reversed(self.records_of(key)) if record.verdict is not None), None)
+
+    def newest_on_other_nodes(self, key: str) -> ResumeTestResult | None:
+        """Return the newest resume test that found whether the script resumes on other nodes, or None."""
+        return next((record for record in reversed(self.records_of(key)) if record.other_nodes is not None), None)

@@ -100,6 +100,24 @@ class ResumeFinding:
         if self.rehearsal.verdict == "none":
             raise CannotResume(f"{name} cannot resume after an interruption: {self.why}", hint)
 
+    def require_other_nodes(self) -> None:
+        """Raise an error unless the test found that the script resumes at the same batch on another number of nodes.
+
+        Raises:
+            CannotResume: it found that the script does not.
+            ResumeUntested: it did not find out.
+        """
+        if self.rehearsal.other_nodes is None:
+            raise ResumeUntested(
+                f"--nodes cannot be a range: whether the script resumes on another number of nodes is unknown: {self.why}",
+                "remove that cause and run the same command again, which tests it again; or give one number: --nodes 4",
+            )
+        if not self.rehearsal.other_nodes:
+            raise CannotResume(
+                f"--nodes cannot be a range: the script does not resume on another number of nodes: {self.why}",
+                "correct how the script resumes, or give one number: --nodes 4",
+            )
+
 
 def run_resume_test(
     runs: Sequence[Run],
@@ -144,7 +162,7 @@ def run_resume_test(
 
 
 def submit_and_wait(
-    run: Run, launcher: Launcher, code: Source, policy: WaitPolicy, *, batch: int | None
+    run: Run, launcher: Launcher, code: Source, policy: WaitPolicy, *, batch: int | None, nodes: int = 1
 ) -> Work[ResumeFinding]:
     """Submit a resume test, or attach to the one that is already running, and return its finding.
 
@@ -153,17 +171,16 @@ def submit_and_wait(
         launcher: submits the job.
         code: the user code that the test runs.
         policy: how long to wait.
-        batch: global batch on one node; None chooses one.
+        batch: global batch of the first start; None chooses one.
+        nodes: of the job: one, or twice those of the first start.
 
     Raises:
         Pending, Interruption, SchedulerError, JobFailed: as in `run_resume_test`.
     """
     try:
-        task = submit_resume_test(run, launcher, code, batch=batch)
-        minutes = f"{run.spec.measuring_minutes():g} min"
-        yield Note(
-            f"testing on 1 node whether the script can resume, at batch {task.batch}, at most {minutes}: {task.id}"
-        )
+        task = submit_resume_test(run, launcher, code, batch=batch, nodes=nodes)
+        at_most = f"at batch {task.batch}, at most {run.spec.measuring_minutes():g} min"
+        yield Note(f"testing on {words.format_count(task.nodes)} whether the script can resume, {at_most}: {task.id}")
         yield from wait_for_jobs(run, launcher, [task.job], policy)
     except KeyboardInterrupt:
         raise make_interruption_of_jobs([(run, launcher)], policy) from None
@@ -175,7 +192,9 @@ def submit_and_wait(
     return ResumeFinding(record, resume_settings(run.spec).batch, kept=False)
 
 
-def submit_resume_test(run: Run, launcher: Launcher, code: Source, *, batch: int | None) -> ResumeTestTask:
+def submit_resume_test(
+    run: Run, launcher: Launcher, code: Source, *, batch: int | None, nodes: int = 1
+) -> ResumeTestTask:
     """Submit a resume test and return its task; one that is waiting or running is left alone.
 
     Raises:
@@ -190,15 +209,15 @@ def submit_resume_test(run: Run, launcher: Launcher, code: Source, *, batch: int
             return task
         name = f"rehearse-{key}-{len(earlier) + 1}"
         task = ResumeTestTask(
-            id=name, job=name, spec=spec, workdir=str(code.workdir), nodes=1, key=key,
+            id=name, job=name, spec=spec, workdir=str(code.workdir), nodes=nodes, key=key,
             batch=batch or resume_test_batch(run), code=take_snapshot(run, spec, code),
         )  # fmt: skip
         submit_task(run, launcher, task)
     return task
 
 
-def describe_cap_exceeded(runs: Sequence[Run]) -> str:
-    """Return a message if a resume test of a job may exceed the remaining node-hours of the cap; else an empty string."""
+def describe_cap_exceeded(runs: Sequence[Run], *, nodes: int = 1) -> str:
+    """Return a message if a resume test on `nodes` nodes may exceed the remaining node-hours of the cap, or empty."""
     spec = runs[0].spec
     used_hours = sum(count_measured_node_hours(run) for run in runs if run.exists)
     subject = (
@@ -206,7 +225,7 @@ def describe_cap_exceeded(runs: Sequence[Run]) -> str:
         if used_hours
         else "a resume test"
     )
-    return describe_beyond_cap(subject, used_hours + spec.measuring_minutes() / 60, spec.search.max_node_hours)
+    return describe_beyond_cap(subject, used_hours + nodes * spec.measuring_minutes() / 60, spec.search.max_node_hours)
 
 
 def load_finding(run: Run, code: Source) -> ResumeFinding | None:
@@ -239,13 +258,14 @@ def resume_settings(spec: JobSpec) -> Resume:
     return spec.script.resume
 
 
-def resume_test_batch(run: Run, *, local_batch: int | None = None) -> int:
-    """Return the global batch of a resume test on one node.
+def resume_test_batch(run: Run, *, local_batch: int | None = None, nodes: int = 1) -> int:
+    """Return the global batch of a resume test.
 
     Args:
         run: the run, with its recommendation if there is one.
         local_batch: local batch; None for the recommended one, or else one at most as large as the reference batch that
             can be halved.
+        nodes: of the job; if there are several, the test starts on half of them, with a local batch that can be halved.
     """
     spec = run.spec
     assert spec.script is not None
@@ -253,6 +273,9 @@ def resume_test_batch(run: Run, *, local_batch: int | None = None) -> int:
     if local_batch is None and recommendation is not None:
         local_batch = recommendation.choice.local_batch
     gpus = spec.cluster.gpus_per_node
+    if local_batch is not None and nodes > 1:
+        parts = 2 * spec.train.accumulate
+        return max(1, local_batch // parts) * parts * gpus * (nodes // 2)
     if local_batch is not None:
         return local_batch * gpus
     divisor = 2 * gpus * spec.train.accumulate
@@ -285,6 +308,16 @@ class TrainingStart:
         return self.prediction is not None and self.prediction.hours > LONG_TRAINING_HOURS
 
     @property
+    def _key(self) -> str:
+        """Signature of the script and its code, under which resume tests are recorded."""
+        return compute_resume_test_signature(self.run.spec, self.code.digest)
+
+    @property
+    def changes_nodes(self) -> bool:
+        """Whether its script has to resume on other nodes, as the jobs use what they are granted."""
+        return self.run.spec.script is not None and len(self.task.sizes) > 1
+
+    @property
     def is_test_due(self) -> bool:
         """Whether a resume test comes first and is within the cap."""
         return self.needs_test and not self.over_cap
@@ -293,16 +326,39 @@ class TrainingStart:
     def needs_test(self) -> bool:
         """Whether a resume test should come first: the training is long, has not started, and no test has finished yet.
 
-        The duration of an unmeasured training is not known; use `tula check --rehearse` for it.
+        The duration of an unmeasured training is not known; use `tula check --rehearse` for it. A training that may be
+        granted other nodes needs a test that found whether its script resumes there.
         """
-        run, spec = self.run, self.run.spec
-        if (
-            not (self.rehearse and self.is_long and can_test_resume(spec))
-            or run.training(self.task.signature).attempts()
-        ):
+        records = ResumeTestRecords(self.run.path)
+        if not self.rehearse or not can_test_resume(self.run.spec):
             return False
-        earlier = ResumeTestRecords(run.path).records_of(compute_resume_test_signature(spec, self.code.digest))
-        return not any(record.over_at is not None for record in earlier)
+        if self.changes_nodes:
+            return records.newest_on_other_nodes(self._key) is None
+        if not self.is_long or self.run.training(self.task.signature).attempts():
+            return False
+        return not any(record.over_at is not None for record in records.records_of(self._key))
+
+    def require_other_nodes(self) -> None:
+        """Check that the script of a training that may be granted other nodes resumes there, or is tested first.
+
+        Raises:
+            SpecError: it cannot be tested, or --no-rehearse or the cap on node-hours prevents that.
+            CannotResume: a test found that the script does not.
+        """
+        if not self.changes_nodes or self.is_test_due:
+            return
+        spec, record = self.run.spec, ResumeTestRecords(self.run.path).newest_on_other_nodes(self._key)
+        if record is not None:
+            ResumeFinding(record, resume_settings(spec).batch, kept=True).require_other_nodes()
+            return
+        untested = "--nodes cannot be a range: the script must first be tested on another number of nodes"
+        if not can_test_resume(spec):
+            why, hint = "which needs script.resume, with its checkpoint in {out}", "add it"
+        elif self.rehearse:
+            why, hint = self.over_cap, "raise search.max_node_hours"
+        else:
+            why, hint = "but --no-rehearse prevents that", "remove it"
+        raise SpecError(f"{untested}, {why}", f"{hint}, or give one number: --nodes 4")
 
 
 def can_test_resume(spec: JobSpec) -> bool:
@@ -320,20 +376,22 @@ def run_resume_test_if_due(training: TrainingStart, launcher: Launcher, policy: 
         The job that the training has to wait for; empty for none.
 
     Raises:
-        CannotResume: the training is long, and its script cannot resume from its checkpoint.
+        CannotResume: the training is long, and its script cannot resume from its checkpoint; or not on other nodes that
+            it may be granted.
+        ResumeUntested: the test did not find out whether it does so on other nodes.
         Pending, Interruption, SchedulerError, JobFailed: raised by the resume test.
     """
     run, task, code = training.run, training.task, training.code
     if not can_test_resume(run.spec):
         return ""
     if training.is_test_due:
-        local_batch = task.batch // (task.nodes * run.spec.cluster.gpus_per_node)
-        batch = resume_test_batch(run, local_batch=local_batch)
+        local_batch, nodes = task.batch // (task.nodes * run.spec.cluster.gpus_per_node), task.resume_test_nodes
+        batch = resume_test_batch(run, local_batch=local_batch, nodes=nodes)
         if not policy.should_wait(run.spec):
-            job = submit_resume_test(run, launcher, code, batch=batch).job
+            job = submit_resume_test(run, launcher, code, batch=batch, nodes=nodes).job
             yield Note(f"the training starts after {job}, if the script can resume from its checkpoint")
             return job
-        finding = yield from submit_and_wait(run, launcher, code, policy, batch=batch)
+        finding = yield from submit_and_wait(run, launcher, code, policy, batch=batch, nodes=nodes)
     else:
         if training.needs_test:
             yield WarningEvent(messages.resume_untested(reason=training.over_cap))
@@ -344,6 +402,8 @@ def run_resume_test_if_due(training: TrainingStart, launcher: Launcher, policy: 
     yield from _list_finding_events(finding)
     if training.rehearse and training.is_long:
         finding.require_resumable(run.spec.name, WITHOUT_RESUME_TEST)
+    if training.changes_nodes and not finding.kept:
+        finding.require_other_nodes()
     return ""
 
 

@@ -370,7 +370,9 @@ class PreparedTraining:
     def by_script(self) -> resume_test.TrainingStart:
         """The arguments of a resume test of the training's script."""
         plan = self.plan
-        over = describe_cap_exceeded(self.runs) if self.run.spec.script is not None else ""
+        over = ""
+        if self.run.spec.script is not None:
+            over = describe_cap_exceeded(self.runs, nodes=plan.task.resume_test_nodes)
         return resume_test.TrainingStart(self.run, plan.task, plan.code, plan.prediction, self.request.rehearse, over)
 
 
@@ -389,6 +391,7 @@ def prepare_training(
     Raises:
         OtherFormat: the run has an older format.
         BadMeasurements, SpecError: as in `choose_run_to_train` and `plan_training`.
+        SpecError, CannotResume: as in `TrainingStart.require_other_nodes`.
     """
     run = choose_run_to_train(runs, request.node_type)
     require_current_format(run.path)
@@ -401,6 +404,7 @@ def prepare_training(
     if run.spec.cluster.collective == "parameter_server":
         yield WarningEvent(messages.parameter_server_collective())
     ready = PreparedTraining(runs, run, plan_found, request)
+    ready.by_script.require_other_nodes()
     ends = predict_end(run, plan_found.task, code=plan_found.code.digest)
     remaining_share = 1.0
     if plan_found.resumes is not None:
@@ -431,7 +435,7 @@ def run_training(
         OverBudget: the training was not confirmed, or exceeds the balance.
         Pending: the timeout has passed.
         Interruption: Ctrl-C; the training continues to run, unless it is to be cancelled.
-        CannotResume: the training is long, and its script cannot resume from its checkpoint.
+        CannotResume, ResumeUntested: as in `run_resume_test_if_due`.
         OutOfMemoryAtMinimum, Diverged, DeviceFault, JobFailed: the training failed for that reason.
         SchedulerError: the scheduler refused the job.
     """

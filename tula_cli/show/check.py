@@ -264,7 +264,7 @@ def _render_network(report: "ClusterReport", names: Sequence[str]) -> Iterator["
         yield f"an all-reduce of one number over {format_count(report.ranks, 'rank')} takes {format_number(1e6 * report.latency)} µs"
 
 
-_PHASES = {"begin": "from the start", "same": "resumed", "half": "resumed at half"}
+_PHASES = {"begin": "from the start", "same": "resumed", "more": "on more nodes", "half": "resumed at half"}
 _RESUMES = {
     "none": "it cannot resume from its own checkpoint: after an interruption it would start from the beginning",
     "same": "it resumes from its checkpoint at the same batch",

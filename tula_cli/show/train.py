@@ -181,8 +181,9 @@ def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     if plan.resumes is not None:
         yield f"resumes from the checkpoint at {plan.resumes} samples"
     if plan.rehearses:
-        minutes = f"{task.spec.measuring_minutes():g} min"
-        yield f"first, a test of at most {minutes} on 1 node checks that the script can resume (--no-rehearse skips it)"
+        minutes, nodes = f"{task.spec.measuring_minutes():g} min", task.resume_test_nodes
+        purpose = "can resume (--no-rehearse skips it)" if nodes == 1 else "can resume, also on other nodes"
+        yield f"first, a test of at most {minutes} on {format_count(nodes)} checks that the script {purpose}"
     if len(task.ladder) > 1:
         first = "" if cannot_accumulate(task.spec) else "in smaller micro-batches, then "
         smaller = ", ".join(str(rung.batch) for rung in task.ladder[1:])

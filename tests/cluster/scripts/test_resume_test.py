@@ -17,7 +17,7 @@ from tula_cli.host.processes import start_time
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.scripts import ResumeTestResult, Verdict
-from tula_cli.run.records.tasks import ResumeTestTask, Rung, TrainTask
+from tula_cli.run.records.tasks import JobSize, ResumeTestTask, Rung, TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.show import train as show_train
 from tula_cli.spec.job import JobSpec
@@ -100,13 +100,14 @@ def run_resume_test(
     within: str = "pass",
     saves: str = "number == 10",
     script: Any = (),
+    nodes: int = 1,
     **changes: Any,
 ) -> ResumeTestResult:
     """Rehearse a script, to the end."""
     spec = job(folder, what_else=what_else, within=within, saves=saves, script=dict(script), **changes)
     run = RunDir.create(folder / "tula-runs", spec)
     task = ResumeTestTask(
-        id="rehearse-k-1", job="rehearse-k-1", spec=spec, workdir=str(folder), nodes=1, key="k", batch=16
+        id="rehearse-k-1", job="rehearse-k-1", spec=spec, workdir=str(folder), nodes=nodes, key="k", batch=16
     )
     run.write_task(task)
     supervise(run.path, task.id, environ=os.environ)
@@ -128,6 +129,22 @@ def test_a_script_that_counts_samples_may_go_on_at_any_batch(folder: Path) -> No
     begin, same, half = result.starts[-3:]
     assert begin.saved_samples is not None and begin.ended == "killed"
     assert (same.samples, half.samples) == (same.whole - begin.saved_samples,) * 2  # type: ignore[operator]
+
+
+def test_on_two_nodes_it_also_resumes_at_the_same_batch_on_twice_the_ranks(folder: Path) -> None:
+    result = run_resume_test(folder, nodes=2)
+    last = [(start.phase, start.nodes, start.batch, start.ended) for start in result.starts[-3:]]
+    assert last == [("same", 1, 16, "ended"), ("more", 2, 16, "ended"), ("half", 1, 8, "ended")]
+    begin, same, more, _ = result.starts[-4:]
+    assert begin.nodes == 1 and more.samples == same.samples > 0
+    assert (result.verdict, result.other_nodes, result.faults) == ("any", True, ())
+
+
+def test_samples_that_a_checkpoint_counts_per_rank_are_wrong_on_other_nodes(folder: Path) -> None:
+    result = run_resume_test(folder, nodes=2, what_else="samples = samples * world")
+    assert (result.verdict, result.other_nodes) == ("any", False), result
+    (fault,) = result.faults
+    assert fault.startswith("at batch 16 on 2 nodes instead of 1 it trains") and fault.endswith("too few")
 
 
 def test_a_folder_may_have_brackets_in_its_name(folder: Path) -> None:
@@ -218,13 +235,13 @@ def test_each_rank_may_have_a_supervisor_of_its_own(folder: Path) -> None:
 # --- a training that comes after its rehearsal
 
 
-def training_after(folder: Path, verdict: Verdict) -> RunDir:
+def training_after(folder: Path, verdict: Verdict, *, sizes: tuple[JobSize, ...] = ()) -> RunDir:
     """Start a training behind a resume test that takes another half second, and then finds so."""
     spec = job(folder, what_else="", within="pass", saves="number == 10", script={})
     run = RunDir.create(folder / "tula-runs", spec)
     task = TrainTask(
         id="train-x-1", job="train-x", spec=spec, workdir=str(folder), nodes=1, signature="x", attempt=1,
-        ladder=(Rung(batch=16),), workers=0, after="rehearse-k-1",
+        ladder=(Rung(batch=16),), workers=0, after="rehearse-k-1", sizes=sizes,
     )  # fmt: skip
     run.write_task(task)
     rehearsal = ResumeTestResult(
@@ -256,6 +273,12 @@ def test_a_training_that_its_rehearsal_forbids_does_not_start(folder: Path) -> N
     (attempt,) = run.training("x").attempts()
     assert attempt.outcome == "user" and "cannot resume after an interruption: KeyError: 'a'" in attempt.message
     assert not (run.path / "logs").exists()
+
+
+def test_a_training_does_not_start_on_nodes_that_it_is_granted_if_the_test_tried_no_others(folder: Path) -> None:
+    sizes = tuple(JobSize(nodes=nodes, micro_batch=8, splits=1, ladder=(Rung(batch=16),)) for nodes in (1, 2))
+    (attempt,) = training_after(folder, "any", sizes=sizes).training("x").attempts()
+    assert attempt.outcome == "user" and "not known to resume on another number of nodes" in attempt.message
 
 
 def test_where_the_checkpoint_is_of_no_use_a_relaunch_begins_anew_and_the_summary_says_so(folder: Path) -> None:

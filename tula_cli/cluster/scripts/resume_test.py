@@ -113,7 +113,7 @@ STEPS_BEFORE_KILL = 24
 """Step at which a script is asked for a checkpoint, if it can be; late enough for half of the steps to be many."""
 STEPS_AFTER_SAVE = 5
 """Steps between checkpoint and kill of the first start; their learning rates are compared with resumed ones."""
-TIME_SHARES: Mapping[Phase, float] = {"begin": 0.6, "same": 0.5, "half": 1.0}
+TIME_SHARES: Mapping[Phase, float] = {"begin": 0.6, "same": 0.5, "more": 0.5, "half": 1.0}
 """Fraction of the remaining time that a start may take."""
 MIN_SECONDS = 5.0
 ENDLESS_RATIO = 2.0
@@ -131,7 +131,8 @@ class ResumeTest(ScriptProgram):
 
     def make_command(self, *, attempt: int, meeting: str) -> LeaderCommand:
         command, start = super().make_command(attempt=attempt, meeting=meeting), self.first_start()
-        update = {"batch": start.batch, "checkpoint": start.checkpoint, "rehearsal": start}
+        ranks = start.nodes * self.task.spec.cluster.gpus_per_node
+        update = {"ranks": ranks, "batch": start.batch, "checkpoint": start.checkpoint, "rehearsal": start}
         return command.model_copy(update=update)
 
     def monitor(self, allocation: Allocation, command: LeaderCommand) -> ScriptMonitor:
@@ -187,22 +188,31 @@ class ResumeTest(ScriptProgram):
                 if _is_usable(last_start)
                 else None
             )
-        can_halve = last_start.phase == "same" and last_start.ended == "ended" and last_start.steps
-        half = last_start.batch // 2
-        if not can_halve or last_start.batch % 2 or half % (self.task.ranks * self.task.spec.train.accumulate):
+        same = next((start for start in record.starts if start.phase == "same"), last_start)
+        if same.ended != "ended" or not same.steps or last_start.phase == "half":
             return None
-        return self._resuming_start("half", begins[-1], half, remaining)
+        if self.task.nodes > 1 and last_start.phase == "same" and self._divides(same.batch, self.task.nodes):
+            return self._resuming_start("more", begins[-1], same.batch, remaining)
+        if same.batch % 2 or not self._divides(same.batch // 2, self.task.first_nodes):
+            return None
+        return self._resuming_start("half", begins[-1], same.batch // 2, remaining)
+
+    def _divides(self, batch: int, nodes: int) -> bool:
+        return batch % (nodes * self.task.spec.cluster.gpus_per_node * self.task.spec.train.accumulate) == 0
 
     def _initial_start(self, record: ResumeTestResult, length: Length, batch: int, remaining: float) -> PlannedStart:
         out = self.files.folder(self.task.id) / f"begin-{len(record.starts) + 1}"
         seconds = max(MIN_SECONDS, TIME_SHARES["begin"] * remaining)
-        return PlannedStart(phase="begin", batch=batch, length=length, out=str(out), seconds=seconds)
+        return PlannedStart(
+            phase="begin", nodes=self.task.first_nodes, batch=batch, length=length, out=str(out), seconds=seconds
+        )
 
     def _resuming_start(self, phase: Phase, begin: ObservedStart, batch: int, remaining: float) -> PlannedStart | None:
         """Return a start that resumes from the phase's copy of the checkpoint; None if there is no checkpoint."""
         out = self.files.folder(self.task.id) / phase
         start = PlannedStart(
             phase=phase,
+            nodes=self.task.nodes if phase == "more" else self.task.first_nodes,
             batch=batch,
             length=begin.length,
             out=str(out),
@@ -237,8 +247,8 @@ class ResumeTest(ScriptProgram):
         """Return length and batch of another first start (shorter, longer, or with less memory), or None."""
         last_begin, full_length = begins[-1], get_script(self.task.spec).length
         if last_begin.ended == "failed":
-            half, micro_batches = last_begin.batch // 2, self.task.ranks * self.task.spec.train.accumulate
-            fits = last_begin.outcome == "device_oom" and half >= micro_batches and half % micro_batches == 0
+            half = last_begin.batch // 2
+            fits = last_begin.outcome == "device_oom" and half > 0 and self._divides(half, self.task.first_nodes)
             return (last_begin.length, half) if fits else None
         if last_begin.ended == "ended" and not _is_usable(last_begin) and last_begin.length != full_length:
             return full_length, last_begin.batch
@@ -256,7 +266,7 @@ class ResumeTest(ScriptProgram):
     def placeholder_values(self, start: PlannedStart) -> dict[str, str | float]:
         """Return the values of the placeholders in paths for a start."""
         return list_placeholder_values(
-            self.task.spec, ScriptProcess(self.task.nodes, 0, "", 0), batch=start.batch, out=Path(start.out),
+            self.task.spec, ScriptProcess(start.nodes, 0, "", 0), batch=start.batch, out=Path(start.out),
             run=self.run.path.absolute(), workers=0,
         )  # fmt: skip
 
@@ -291,7 +301,7 @@ class ResumeTest(ScriptProgram):
         is_retried = failure is not None and failure.outcome in RETRIED_OUTCOMES and has_time
         if is_retried or self.run.is_cancelled(self.task.job):
             return failure
-        outcome = self._observe_start(start, command.attempt, failure)
+        outcome = self._observe_start(start, command, failure)
         record = record.model_copy(update={"starts": (*record.starts, outcome)})
         self._copy_checkpoints(start, outcome)
         if self._next_start(record, self._remaining_seconds(record)) is None:
@@ -299,8 +309,8 @@ class ResumeTest(ScriptProgram):
         self.files.write(record)
         return failure if outcome.ended == "failed" else None
 
-    def _observe_start(self, start: PlannedStart, number: int, failure: Failure | None) -> ObservedStart:
-        attempt = ScriptAttempt(self.run.path, self.task.id, number)
+    def _observe_start(self, start: PlannedStart, command: LeaderCommand, failure: Failure | None) -> ObservedStart:
+        attempt, world = self.attempt(command), command.ranks
         killed, rows = attempt.killed(), [row for row in attempt.rows(0) if row["kind"] == "row"]
         size = (
             get_script(self.task.spec).known_dataset_size if get_script(self.task.spec).dataset_size != "auto" else None
@@ -308,10 +318,9 @@ class ResumeTest(ScriptProgram):
         size = size or (killed.dataset if killed is not None else None) or self._measured_size
         if start.phase != "begin":
             size = self.record.starts[-1].dataset_size
-        steps, samples = count_trained(rows, start.batch // self.task.ranks)
-        world = self.task.ranks
+        steps, samples = count_trained(rows, start.batch // world)
         observation = ObservedStart(
-            phase=start.phase, batch=start.batch, length=start.length, whole=_count_samples_of_length(self.task, start.length, size),
+            phase=start.phase, nodes=start.nodes, batch=start.batch, length=start.length, whole=_count_samples_of_length(self.task, start.length, size),
             ended="ended", seconds=time.time() - attempt.plan_path.stat().st_mtime, steps=steps, samples=samples * world,
             first_lr=rows[0].get("lr") if rows else None, dataset_size=size,
             rates=read_learning_rate_curve(rows, start.batch),
@@ -325,7 +334,7 @@ class ResumeTest(ScriptProgram):
             )
         ending = _describe_ending(attempt, failure, killed=killed is not None and killed.killed)
         if not steps and "why" not in ending:
-            ending["why"] = find_last_script_line(self.run.log_path(self.task.id, number))
+            ending["why"] = find_last_script_line(self.run.log_path(self.task.id, command.attempt))
         return observation.model_copy(update=ending)
 
     @property
@@ -334,13 +343,14 @@ class ResumeTest(ScriptProgram):
         return next(measured, None)
 
     def _copy_checkpoints(self, start: PlannedStart, observation: ObservedStart) -> None:
-        """Give each of the resuming starts a folder: that of the killed start, and a copy of it."""
+        """Give each of the resuming starts a folder: that of the killed start, and copies of it."""
         if start.phase != "begin" or not _is_usable(observation):
             return
         folder = self.files.folder(self.task.id)
-        for phase in ("same", "half"):
+        for phase in ("same", "more", "half"):
             shutil.rmtree(folder / phase, ignore_errors=True)
-        shutil.copytree(start.out, folder / "half", ignore_dangling_symlinks=True)
+        for phase in ("more", "half") if self.task.nodes > 1 else ("half",):
+            shutil.copytree(start.out, folder / phase, ignore_dangling_symlinks=True)
         Path(start.out).rename(folder / "same")
 
     def _with_verdict(self, record: ResumeTestResult) -> ResumeTestResult:
@@ -354,6 +364,7 @@ class ResumeTest(ScriptProgram):
         return record.model_copy(
             update={
                 "verdict": judgement.verdict,
+                "other_nodes": judgement.other_nodes,
                 "told": judgement.reasons,
                 "faults": judgement.faults,
                 "over_at": time.time(),
@@ -414,10 +425,10 @@ def _describe_ending(attempt: ScriptAttempt, failure: Failure | None, *, killed:
 
 
 def require_resumable(run: RunDir, task: Task) -> None:
-    """Check that the resume test that a training waited for did not find its script unable to resume.
+    """Check that the resume test that a training waited for did not find its script unable to resume as it has to.
 
     Raises:
-        JobFailed: the script cannot resume from its checkpoint.
+        JobFailed: the script cannot resume from its checkpoint, or is not known to do so on the nodes that it is granted.
     """
     if not task.predecessor:
         return
@@ -426,4 +437,10 @@ def require_resumable(run: RunDir, task: Task) -> None:
         raise JobFailed(
             f"not started: its script cannot resume after an interruption: {'; '.join(resume_test.faults)}",
             "correct how it resumes; or use tula train --no-rehearse, which starts again after each interruption",
+        )
+    if len(task.node_counts) > 1 and (resume_test is None or not resume_test.other_nodes):
+        why = "; ".join(resume_test.faults or resume_test.told) if resume_test is not None else "the test did not run"
+        raise JobFailed(
+            f"not started: its script is not known to resume on another number of nodes: {why}",
+            "correct how it resumes, or give one number of nodes: tula train --nodes 4",
         )

@@ -9,9 +9,9 @@ from tula_cli.spec.scripts.script import Length
 
 # --- The resume test
 
-Phase = Literal["begin", "same", "half"]
-"""A start without a checkpoint, killed after its first checkpoint; a resume at the same batch; and one at half of
-it."""
+Phase = Literal["begin", "same", "more", "half"]
+"""A start without a checkpoint, killed after its first checkpoint; a resume at the same batch; one at the same batch on
+twice as many nodes; and one at half of the batch."""
 Verdict = Literal["same", "epoch", "any", "none"]
 """The batches with which a script can resume, as `script.resume.batch`; none: it cannot use its checkpoint with any
 batch."""
@@ -21,6 +21,7 @@ class PlannedStart(Record):
     """One start of a resume test, before it runs."""
 
     phase: Phase
+    nodes: int
     batch: int  # global
     length: Length  # that the command line is given, in place of the job's
     out: str  # the script's own folder
@@ -41,6 +42,7 @@ class ObservedStart(Record):
     """The observations of one start of a resume test. Samples are those of all ranks."""
 
     phase: Phase
+    nodes: int = 1
     batch: int
     length: Length
     whole: int | None  # samples of that length; None where nobody knows the size of an epoch
@@ -76,6 +78,7 @@ class ResumeTestResult(Record):
     starts: tuple[ObservedStart, ...] = ()
     over_at: float | None = None
     verdict: Verdict | None = None
+    other_nodes: bool | None = None  # whether it resumes at the same batch on other nodes; None: not tested
     told: tuple[str, ...] = ()  # sentences: what was found, and what was not reached
     faults: tuple[str, ...] = ()  # those of them that tell of what is wrong
 

@@ -12,6 +12,7 @@ from tula_cli.spec.load import StoredSpec
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.sections import Workers
 from tula_cli.spec.slurm_options import ROOM
+from tula_cli.spec.workload import get_workload
 
 FOLDER_PATIENCE = 30
 """Seconds for which a job waits for a folder that is unavailable."""
@@ -245,6 +246,8 @@ class TrainTask(BaseTask):
         if not ladder or ladder[0].batch != self.batch:
             ladder = (Rung(batch=self.batch), *ladder)
         resized = self.model_copy(update={"nodes": size.nodes, "ladder": ladder})
+        if get_workload(self.spec).describe_accumulation_conflict():
+            return resized
         whole, most = resized.micro_batch, min(size.micro_batch, self.max_micro_batch or size.micro_batch)
         splits = next(n for n in range(1, whole + 1) if whole % n == 0 and whole // n <= most)
         return resized.model_copy(update={"splits": splits})
@@ -262,6 +265,16 @@ class TrainTask(BaseTask):
         return self.batch // (self.ranks * self.spec.train.accumulate)
 
     @property
+    def resume_test_nodes(self) -> int:
+        """Nodes of a resume test before it: one; if its jobs may be granted others, twice those on which the test starts.
+
+        A training that never has a single rank is not tested with one either, as a script may then save other files.
+        """
+        if len(self.sizes) < 2:
+            return 1
+        return 4 if self.spec.cluster.gpus_per_node == 1 and self.sizes[0].nodes > 1 else 2
+
+    @property
     def next_stage(self) -> Stage | None:
         """The first stage with more nodes than this attempt; None if this attempt trains to the end."""
         return next((stage for stage in self.stages if (stage.nodes or 0) > self.nodes), None)
@@ -275,12 +288,17 @@ class TrainTask(BaseTask):
 class ResumeTestTask(MeasuringTask):
     """A job that tests how a script resumes: steps, a save, kill -9, then resumes at this batch and at half of it.
 
-    Its id is rehearse-<key>-<number>.
+    With several nodes, it starts on half of them, and resumes once on all. Its id is rehearse-<key>-<number>.
     """
 
     kind: Literal["rehearse"] = "rehearse"
     key: str  # resume_test_signature
     batch: int
+
+    @property
+    def first_nodes(self) -> int:
+        """The nodes on which it starts."""
+        return max(1, self.nodes // 2)
 
 
 class EvaluateTask(BaseTask):

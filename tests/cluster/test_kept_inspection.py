@@ -110,6 +110,16 @@ def test_another_version_of_torch_builds_anew(built, monkeypatch):
     assert built.count == 2
 
 
+def test_another_version_of_a_package_that_the_job_names_builds_anew(built, monkeypatch):
+    spec = make.spec(model={"name": "timm.models:create_model"})
+    built.inspect(spec)
+    monkeypatch.setattr(kept_inspection.metadata, "version", lambda name: "99.0" if name == "timm" else "1.0")
+    first = describe_inspection_dependencies(spec)["packages"]
+    assert first["timm"] == "99.0" and first["torch"] == "1.0"
+    built.inspect(spec)
+    assert built.count == 2
+
+
 def test_a_change_of_the_users_code_builds_anew(built, monkeypatch):
     monkeypatch.syspath_prepend(Path.cwd())
     Path("nets.py").write_text("class Net: pass\n")

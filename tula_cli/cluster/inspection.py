@@ -30,6 +30,7 @@ from tula_cli.host.machine import read_machine_memory, read_processor_name
 from tula_cli.host.processes import run_command
 from tula_cli.run.code import compute_code_digest
 from tula_cli.run.files import make_folder, read_record, write_record
+from tula_cli.run.imports import import_strings
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec, get_beta2_half_life
 from tula_cli.spec.scripts.script import Script
@@ -403,7 +404,7 @@ def describe_inspection_dependencies(spec: JobSpec) -> Facts:
         "machine": [platform.node(), read_machine_memory(), sorted(os.sched_getaffinity(0))],
         "gpus": {name: os.environ.get(name) for name in DEVICES},
         "python": spec.cluster.python,
-        "torch": {name: _find_version(name) for name in ("torch", "torchvision")},
+        "packages": {name: _find_version(name) for name in ("torch", "torchvision", *_list_named_packages(spec))},
         "tula": max(_get_change_time(path) for path in Path(__file__).parents[1].rglob("*.py")),
         "dataset": [
             find_newest_change(Path(place))
@@ -427,6 +428,11 @@ def list_unmeasured_settings(spec: JobSpec) -> Facts:
         "metrics": train.metrics,
         "arms": spec.auto.model_dump(mode="json") if train.training_method.tunes else None,
     }
+
+
+def _list_named_packages(spec: JobSpec) -> list[str]:
+    """Return the packages that a job's import strings name, such as `timm` of `timm.models:create_model`."""
+    return sorted({re.split(r"[.:]", name)[0] for name in import_strings(spec)})
 
 
 def _find_version(package: str) -> str:

@@ -7,16 +7,6 @@ from tula_cli import words
 from tula_cli.host.processes import tag_lines
 
 
-def test_a_time_before_a_line_is_read_again():
-    assert (
-        words.parse_line_time("2026-11-24 00:14:54+0100 so")
-        == words.parse_line_time("2026-11-23T23:14:54.123Z so")
-        == 1795475694
-    )
-    for line in ("so", "2026-13-41 00:14:54+0000 so", "on 2026-11-24 00:14:54"):
-        assert words.parse_line_time(line) is None
-
-
 def test_progress_leaves_out_what_is_not_known():
     record = {"samples": 640, "batch": 64, "step_time": 0.5}
     assert words.describe_progress(**record, epoch=2.5, of=4, loss=0.25, left=30.0) == (

@@ -4,7 +4,6 @@ import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 
 # --- numbers and words
@@ -178,29 +177,12 @@ def format_moment(at: float | None, form: str = "%Y-%m-%d %H:%M") -> str:
         return "-"
 
 
-_STAMP = re.compile(
-    r"([0-9]{4}-[0-9]{2}-[0-9]{2})[ T]([0-9]{2}:[0-9]{2}:[0-9]{2})(?:[.,][0-9]+)?([+-][0-9]{2}:?[0-9]{2}|Z)?"
-)
-
-
 _TAG = re.compile(r"\[rank([0-9]+)\]: ?")
 
 
 def stamp_line(line: str) -> str:
     """Return a log line with the current time in front."""
     return f"{time.strftime('%Y-%m-%d %H:%M:%S%z')} {line}"
-
-
-def parse_line_time(line: str) -> float | None:
-    """Return the Unix time at the start of a log line (local time if it has no zone), or None if it has no time."""
-    match = _STAMP.match(line)
-    if match is None:
-        return None
-    zone = (match[3] or "").replace("Z", "+0000")
-    try:
-        return datetime.strptime(f"{match[1]} {match[2]}{zone}", f"%Y-%m-%d %H:%M:%S{'%z' * bool(zone)}").timestamp()
-    except (ValueError, OverflowError):
-        return None
 
 
 def format_number_ranges(numbers: Iterable[int]) -> str:

@@ -899,10 +899,7 @@ def test_logs(cluster):
     assert tula("logs", "--job", "probe-n2").code == 2
     assert [(row["task"], row["attempt"], row["rank"]) for row in rows] == [("probe-n002", 1, 0)] * 2
     assert tula("logs", "--rank", "7").code == 2
-    assert tula("logs", "--since", "1h").out == shown.out and tula("logs", "--all").out == shown.out
-    assert tula("logs", "--since", "2100-01-01").err.endswith("the jobs have not written such lines yet\n")
-    refused = tula("logs", "--since", "soon")
-    assert refused.code == 2 and "--since soon: not a time" in refused.err
+    assert tula("logs", "--all").out == shown.out
 
 
 def test_cancel(cluster):
@@ -1472,7 +1469,6 @@ def test_no_command_imports_what_it_does_not_need(here, words, allowed):
     ("words", "imported"),
     [
         ("recommend", set()),
-        ("recommend --validate", set()),
         ("recommend --objective cost --json", set()),
         ("recommend --explain", {"statsmodels"}),
         ("status --json", set()),
@@ -1691,15 +1687,6 @@ def test_a_choice_by_energy_is_refused_where_no_probe_tells_it(cluster):
     refused = tula("recommend", "--objective", "energy")
     assert refused.code == 4 and "measured the energy of its steps" in refused.err and "Traceback" not in refused.err
     assert {row["kwh"] for row in tula("recommend", "--json").json["data"]["rows"]} == {None}
-
-
-def test_a_run_judges_the_strategies_by_its_own_probes(cluster):
-    tula("profile", "job.yaml", "--set", "search.strategy=full")
-    answer = tula("recommend", "--validate")
-    assert "foreseen of this run's own probes" in answer.out and "(leave-one-out)" in answer.out
-    rows = tula("recommend", "--validate", "--json").json["data"]["validation"][""]
-    assert [row["strategy"] for row in rows][-1] == "full" and all(0 <= row["median"] <= row["p90"] for row in rows)
-    assert "validation" not in tula("recommend", "--json").json["data"]
 
 
 def test_explain_shows_how_the_fit_was_made_and_the_summaries_of_its_regressions(cluster):

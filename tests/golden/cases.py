@@ -206,7 +206,6 @@ CASES = (
     Case("recommend-nodes", "measured", "recommend --json --nodes 4 --pareto"),
     Case("recommend-impossible", "measured", "recommend --json --deadline 0.000001"),
     Case("recommend-bad-objective", "measured", "recommend --json --objective fastest"),
-    Case("recommend-validate", "measured", "recommend --json --validate"),
     Case("recommend-spot", "measured", "recommend --json --objective cost --set pricing.spot.discount=0.6 --set pricing.spot.interruptions_per_day=2"),
     Case("recommend-lbt", "measured", "recommend --json --set train.method=lbt"),
     Case("recommend-table", "measured", "recommend"),

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tula_cli.cli.options import ADVANCED
 from tula_cli.cli.runs import JobOrRun
 from tula_cli.errors import BadMeasurements, CannotWrite, NotYours, OtherFormat, SpecError
 from tula_cli.options import Every, Observed
@@ -32,14 +31,6 @@ def recommend(
         typer.Option("--pareto", help="Show only configurations that no other beats in time, cost and energy."),
     ] = False,
     every: Every = False,
-    validate: Annotated[
-        bool,
-        typer.Option(
-            "--validate",
-            help="Also show how well the probes of each search strategy predict the other probes.",
-            rich_help_panel=ADVANCED,
-        ),
-    ] = False,
     explain: Annotated[
         bool,
         typer.Option(
@@ -71,7 +62,7 @@ def recommend(
     from tula_cli.services import recommend as service
     from tula_cli.spec.job import describe_training_method
 
-    flags = {"--pareto": pareto, "--all": every, "--validate": validate, "--explain": explain}
+    flags = {"--pareto": pareto, "--all": every, "--explain": explain}
     if trainings and (unused := [name for name, given in flags.items() if given]):
         raise SpecError(
             f"{', '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect with --trainings", "remove it"
@@ -96,14 +87,10 @@ def recommend(
         and (save or _replaces_kept_answer(screen, runs, recommendation))
         and _save_answer(screen, runs, answer, chosen, is_required=save, every=every)
     )
-    judged = service.cross_validate(answer) if validate else {}
     rows = {"rows": Lines(answer.rows_as_json(every=every))}
     explained = service.explain_fits(answer) if explain else {}
     line = describe_training_method(runs[0].spec)
-    details_as_json = {
-        **({"validation": judged} if validate else {}),
-        **({"explanation": explained} if explain else {}),
-    }
+    details_as_json = {"explanation": explained} if explain else {}
     source = {"demo": show_recommend.DEMO} if demo else {}
     data = {**dict(recommendation), **rows, "saved": saved, "method_line": line, **details_as_json, **source}
     shown = _render_answer(answer, pareto=pareto, every=every, kept=saved)
@@ -111,7 +98,7 @@ def recommend(
     if explain:
         details = show_recommend.render_explanation(recommendation, explained)
     first, last = show_recommend.render_demo_lines() if demo else ((), ())
-    screen.answer(data, itertools.chain(first, shown, [line], show_recommend.render_validation(judged), details, last))
+    screen.answer(data, itertools.chain(first, shown, [line], details, last))
     screen.warn_all(answer.warnings)
 
 

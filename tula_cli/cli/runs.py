@@ -331,16 +331,3 @@ def parse_age(text: str, option: str) -> float:
     if match is None:
         raise SpecError(f"{option} {text}: not a time", "a number and its unit: 90s, 30m, 2h, 30d or 4w")
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[match[2]]
-
-
-def parse_since(text: str, *, now: float) -> float:
-    """Return the Unix time of --since: an age before `now`, or a local date with or without a time of day.
-
-    Raises:
-        SpecError: the text is neither.
-    """
-    day = text.strip()
-    missing = " 00:00:00"[len(day) - 10 :] if 10 <= len(day) < 19 else ""  # 2026-11-24, 2026-11-24 09:30
-    if (moment_told := words.parse_line_time(day + missing)) is not None:
-        return moment_told
-    return now - parse_age(text, "--since")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from tula_cli.cli.options import ADVANCED
-from tula_cli.cli.runs import ExistingRun, parse_since
+from tula_cli.cli.runs import ExistingRun
 from tula_cli.errors import SpecError
 from tula_cli.options import ROOT, NodeType, Root
 from tula_cli.show import status as show_status
@@ -77,12 +77,6 @@ def logs(
     ] = None,
     rank: Annotated[int | None, typer.Option(metavar="N", min=0, help="Only this rank (default: rank 0).")] = None,
     every: Annotated[bool, typer.Option("--all", help="All attempts, not only the newest.")] = False,
-    since: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME", help="Only lines written since then (30m, 2h, '2026-01-31 09:30'), of all attempts."
-        ),
-    ] = None,
     last: Annotated[
         int | None, typer.Option("--lines", "-n", metavar="N", min=0, help="Only the last N lines.")
     ] = None,
@@ -114,8 +108,7 @@ def logs(
         )
 
     pause = run.spec.cluster.backend.poll[0] if follow else 0.0
-    moment = None if since is None else parse_since(since, now=time.time())
-    wanted = services_logs.LogQuery(job=job, rank=rank, since=moment, every=every, last=last)
+    wanted = services_logs.LogQuery(job=job, rank=rank, every=every, last=last)
     place = None
     for line in services_logs.read_logs(
         run, wanted, follow=follow, active=services_logs.limit_rate(active, pause=pause)
@@ -125,9 +118,8 @@ def logs(
             screen.note(f"==> {services_logs.describe_place(run, line)}")
         screen.line(line.text, line)
     if place is None and last != 0:
-        asked = (moment, rank) != (None, None)
         subject = f"job {job} has" if job else "the jobs have"
-        screen.note(f"{subject} not written {'such lines' if asked else 'a log'} yet")
+        screen.note(f"{subject} not written {'a log' if rank is None else 'such lines'} yet")
 
 
 def cancel(

@@ -24,8 +24,6 @@ _NAME = re.compile(r"(?P<task>.+?)\.(?P<attempt>[0-9]{3,})(?:\.(?P<index>[0-9]{4
 """File names of `RunDir.log_path`."""
 _MAX_LINE = 2**16
 """Maximum bytes of a line that is shown whole; longer lines are shown in pieces."""
-_MAX_UNTIMED = 100_000
-"""Maximum number of lines without a time that are held until a line with a time decides whether they are shown."""
 _HARMLESS = re.compile(rb"\[c10d\] The hostname of the client socket cannot be retrieved")
 """torch prints this for each connection if a node's address has no name, and then continues."""
 
@@ -54,14 +52,12 @@ class LogQuery:
     Args:
         job: only logs of this job; None for the job that wrote last.
         rank: only lines of this rank; None for the whole log that contains rank 0.
-        since: only lines written since then (Unix time), from all attempts; None for all lines of the newest attempt.
         every: logs of every attempt.
         last: only the last so many existing lines.
     """
 
     job: str | None = None
     rank: int | None = None
-    since: float | None = None
     every: bool = False
     last: int | None = None
 
@@ -109,7 +105,7 @@ def read_logs(
     """
     reader = _LogReader(run, query)
     logs = reader.attempt_logs()
-    shown = logs if query.every or query.since is not None else logs[-1:]
+    shown = logs if query.every else logs[-1:]
     reader.skip_to_end(log for log in logs if log not in shown)
     for log in shown:
         yield from reader.first_failure(log)
@@ -154,17 +150,16 @@ class _LogReader:
     wanted: LogQuery
     _offsets: defaultdict[Path, int] = field(default_factory=lambda: defaultdict(int))
     _inodes: dict[Path, int] = field(default_factory=dict)  # of the files that the offsets are in
-    _at: dict[Path, float] = field(default_factory=dict)  # the last time that a log's lines have told
     _told: set[tuple[str, int]] = field(default_factory=set)  # attempts whose failure was shown
     _tasks: dict[str, Task | None] = field(default_factory=dict)
 
     def attempt_logs(self) -> list[_AttemptLog]:
         """Return the log of each attempt that contains the rank, the last written last."""
-        since, attempts = self.wanted.since, _group_logs_by_attempt(_list_log_files(self.run, self.wanted.job))
+        attempts = _group_logs_by_attempt(_list_log_files(self.run, self.wanted.job))
         selected = [log for logs in attempts if (log := self._with_rank(logs)) is not None]
         if attempts and not selected:
             raise SpecError(f"--rank {self.wanted.rank}: no log of this rank in {self.run.path}")
-        return selected if since is None else [log for log in selected if log.changed >= since]
+        return selected
 
     def _with_rank(self, logs: Sequence[_AttemptLog]) -> _AttemptLog | None:
         """Return the log of an attempt that contains the rank's lines; None if there is none."""
@@ -213,24 +208,15 @@ class _LogReader:
         return lines
 
     def _read_backwards(self, log: _AttemptLog) -> Iterator[LogLine]:
-        """Yield the requested lines of a log, last first; a line without a time has that of the line before it."""
-        since, untimed = self.wanted.since, list[LogLine]()
+        """Yield the requested lines of a log, last first."""
         try:
             with open_file(log.file) as file:
                 for raw in read_lines_back(file, end=self._offsets[log.file], block=_MAX_LINE):
                     line = log.line(raw)
-                    written_at = words.parse_line_time(line.text) if since is not None else None
-                    if since is not None and written_at is not None and written_at < since:
-                        return
                     if self._is_of_rank(line) and not _HARMLESS.search(raw):
-                        untimed.append(line)
-                    if since is None or written_at is not None or len(untimed) > _MAX_UNTIMED:
-                        yield from untimed
-                        untimed.clear()
+                        yield line
         except OSError as error:
             raise read_error(log.file, error) from error
-        if since is None or self._attempt_start(log) >= since:
-            yield from untimed
 
     def first_failure(self, log: _AttemptLog) -> Iterator[LogLine]:
         """Yield, once per attempt, the output of the first failing rank, or of the requested rank if it failed."""
@@ -260,30 +246,13 @@ class _LogReader:
                         return
                     self._offsets[log.file] += len(raw)
                     line = log.line(raw)
-                    if self._is_new(line) and self._is_of_rank(line) and not _HARMLESS.search(raw):
+                    if self._is_of_rank(line) and not _HARMLESS.search(raw):
                         yield line
         except OSError as error:
             raise read_error(log.file, error) from error
 
     def _is_of_rank(self, line: LogLine) -> bool:
         return None in (self.wanted.rank, line.rank) or line.rank == self.wanted.rank
-
-    def _is_new(self, line: LogLine) -> bool:
-        """Return whether a line is new enough for the request; a line without a time has that of the line before it."""
-        since = self.wanted.since
-        if since is None:
-            return True
-        line_time = words.parse_line_time(line.text)
-        if line_time is not None:
-            self._at[line.file] = line_time
-        if line.file not in self._at:
-            self._at[line.file] = self._attempt_start(line)
-        return self._at[line.file] >= since
-
-    def _attempt_start(self, of: _AttemptLog | LogLine) -> float:
-        """Return the start of an attempt (Unix time); for an unknown attempt, the requested time."""
-        attempt = self.run.attempt(of.task, of.attempt) if of.task else None
-        return attempt.started_at if attempt is not None else self.wanted.since or 0.0
 
 
 def limit_rate(

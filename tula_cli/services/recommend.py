@@ -58,7 +58,6 @@ from tula_cli.words import format_count, format_duration, is_too_wide, join_word
 if TYPE_CHECKING:
     from tula_cli.cluster.launcher import Launcher
     from tula_cli.models.summaries import RegressionSummary
-    from tula_cli.services.recommendation.validation import Validation
 
 _MAX_DISAGREEMENT = 0.15
 """Largest relative difference from the additive fit that is not reported."""
@@ -501,17 +500,6 @@ def warn_additive_fit(estimator: Estimator, chosen: Prediction) -> list[Diagnost
 
 
 # --- The basis of an answer, on request
-
-
-def cross_validate(answer: Answer) -> "dict[str, tuple[Validation, ...]]":
-    """Return how well each search strategy would have predicted the probes, by node type ("" if the job names none).
-
-    Raises:
-        BadMeasurements: there are too few probes.
-    """
-    from tula_cli.services.recommendation.validation import cross_validate_measurements
-
-    return {measurements.type: cross_validate_measurements(measurements) for measurements in answer.all_measurements}
 
 
 def explain_fits(answer: Answer) -> "dict[str, tuple[RegressionSummary, ...]]":

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from tula_cli.models.summaries import RegressionSummary
     from tula_cli.run.records.recommendations import Caveats, Prediction, Recommendation
-    from tula_cli.services.recommendation.validation import Validation
 
 
 MOST = 1000
@@ -151,23 +150,6 @@ def _describe_sources(recommendation: "Recommendation") -> Iterator[str]:
         "checkpoints": recommendation.interruption,
     }
     yield from (f"{name}: {words}" for name, words in words_by_name.items() if words)
-
-
-def render_validation(judged: Mapping[str, Sequence["Validation"]]) -> Iterator["RenderableType"]:
-    """Yield the prediction errors of each strategy on the probes that it does not use, one table per node type."""
-    for kind, rows in judged.items():
-        made = make_table(
-            ["strategy", "probes", "unseen", "median\nerror (%)", "p90\nerror (%)", "inside 90 %\ninterval (%)"],
-            left=(0,),
-        )
-        for row in rows:
-            made.add_row(
-                row.strategy, str(row.probes), f"{row.unseen}{' (leave-one-out)' * row.left_out_once}",
-                format_number(100 * row.median), format_number(100 * row.p90), format_percent(row.held),
-            )  # fmt: skip
-        yield ""
-        yield f"{f'{kind}: ' * bool(kind)}foreseen of this run's own probes and trainings by a fit to the probes that each strategy takes"
-        yield made
 
 
 def _start(recommendation: "Recommendation") -> Iterator[str]:

@@ -80,7 +80,7 @@ PARTS = (
     cases("paper-jobs", 1.0, "tests/worker/measure/test_paper_jobs.py"),
     cases("inspected-paper-jobs", 0.25, "tests/worker/measure/test_inspect.py"),
     cases("step-files", 0.2, "tests/worker/train/test_step_files.py"),
-    cases("stages-by-noise", 0.2, "tests/worker/train/watching/test_stage_control.py"),
+    cases("stages-by-noise", 0.2, "tests/worker/train/watching/test_measured_noise.py"),
     cases("golden-commands", 1.0, "tests/golden/test_golden_commands.py"),
     cases("golden-commands-of-extras", 0.3, "tests/extras/test_golden_commands_of_extras.py"),
     cases("golden-trainings", 1.8, "tests/golden/test_golden_trainings.py"),

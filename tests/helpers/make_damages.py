@@ -260,12 +260,6 @@ DAMAGES: dict[str, Damage] = {
     "state of tuning cut": Damage(half(f"{TRAINING}/tuning.json"), f"{TRAINING}/tuning.json", ("arms",)),
     "energy zeroed": Damage(zeroed(f"{TRAINING}/energy.json", 0, 9), f"{TRAINING}/energy.json", ("energy",)),
     "saves of a script cut": Damage(half(f"{TRAINING}/saves.json"), f"{TRAINING}/saves.json", ("lost",)),
-    "stages cut": Damage(
-        content(f"{TRAINING}/stages.jsonl", b'{"passed": 640, "batch\n'), f"{TRAINING}/stages.jsonl", ("line 1",)
-    ),
-    "stages of wrong type": Damage(
-        content(f"{TRAINING}/stages.jsonl", b'{"passed": "many"}\n'), f"{TRAINING}/stages.jsonl", ("line 1",)
-    ),
     "recommendation cut": Damage(half("recommendation.json"), "recommendation.json", ("tula recommend",)),
     "comparison cut": Damage(half("comparison.json"), "comparison.json", ("compar",), ("compare --show",)),
     "task cut": Damage(half(f"tasks/train-{SIGNATURE}-1.json"), f"tasks/train-{SIGNATURE}-1.json", ("is damaged",)),

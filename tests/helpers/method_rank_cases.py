@@ -23,7 +23,6 @@ from worker_jobs import (
     Interrupted,
     final_weights,
     gradient,
-    less_noise,
     otherwise_laid,
     rows,
     same,
@@ -213,19 +212,17 @@ def grown(folder: Path, ranks: Ranks) -> dict[str, Any]:
 
 
 def grown_by_noise(folder: Path, ranks: Ranks) -> dict[str, Any]:
-    """Break a training off that puts its stages off, go on, and return what was decided and how far it is from one without a break."""
+    """Break a training with stages by noise off, go on, and return its batches and how far it is from one without a break."""
     task, ends = staged(), []
     for name, breaks in (("noise", (130, 500)), ("noise-unbroken", ())):
         run = RunDir(folder / name)
-        with less_noise():
-            for after in breaks:
-                _ended(task.model_copy(update={"spec": staged(ends_after=after // ranks.world).spec}), run, ranks)
-            _train(task, run, ranks)
-        decided = [row.model_dump() for row in run.training(task.signature).stage_decisions()]
-        ends.append((final_weights(run, task), decided, [row["batch"] for row in rows(run, task, "epoch")]))
-    (first, *message), (whole, *without) = ends
+        for after in breaks:
+            _ended(task.model_copy(update={"spec": staged(ends_after=after // ranks.world).spec}), run, ranks)
+        _train(task, run, ranks)
+        ends.append((final_weights(run, task), [row["batch"] for row in rows(run, task, "epoch")]))
+    (first, batches), (whole, without) = ends
     off = max(float((first[key] - whole[key]).abs().max()) for key in whole)
-    return {"off": off, "same": message == without, "decided": message[0], "batches": message[1]}
+    return {"off": off, "same": batches == without, "batches": batches}
 
 
 def drift(folder: Path, ranks: Ranks) -> dict[str, list[bool]]:

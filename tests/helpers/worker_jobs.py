@@ -1,14 +1,11 @@
 """Small jobs for the worker: a data set and models that train in milliseconds, and tasks made of them."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 
-from tula_cli.models.ramp.by_noise import NoisePath
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import Prediction, Stage
 from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
@@ -242,25 +239,16 @@ def train_task(
     )
 
 
-@contextmanager
-def less_noise(share: float = 0.4) -> Iterator[None]:
-    """Let decisions on stages see this share of the measured gradient noise, so that stages are put off."""
-    measured = NoisePath.noise_at
-    with mock.patch.object(NoisePath, "noise_at", lambda path, epoch: share * measured(path, epoch)):
-        yield
-
-
 def staged(
     *,
     method: str = "lrs",
-    ramp: str = "noise",
     epochs: int = 8,
     measured: bool = True,
     ends_after: int | None = None,
 ) -> TrainTask:
-    """Return a training of batch 32 whose stages of 16 and 32 are put off: its gradients have little noise at first."""
-    requested = {"diagnostics": ["gradient_noise"] if measured else []} if ramp == "noise" else {}
-    settings = {"method": method, "ramp": ramp, "epochs": epochs, "checkpoint_every": 1e-9, **requested}
+    """Return a training of batch 32, in epochs of 100 samples, with stages planned by the gradient noise."""
+    requested = {"diagnostics": ["gradient_noise"] if measured else []}
+    settings = {"method": method, "ramp": "noise", "epochs": epochs, "checkpoint_every": 1e-9, **requested}
     model, dataset = {"args": {"norm": True, "dropout": 0.1}}, {"args": {"ends_after": ends_after}}
     begins = {8: 0, 16: 150, 32: 450}
     stages = [Stage(begin=begin, batch=batch, noise=2.5 * batch) for batch, begin in begins.items()]

@@ -21,7 +21,7 @@ from tula_cli.run.imports import Source
 from tula_cli.run.records.failures import Failure, Recovery, Requeue
 from tula_cli.run.records.probes import ScriptObservation
 from tula_cli.run.records.recommendations import Stage, StageSteps, StartEstimate, TimeParts
-from tula_cli.run.records.results import ScalingSummary, StageDecision
+from tula_cli.run.records.results import ScalingSummary
 from tula_cli.run.records.tasks import JobSize
 from tula_cli.services import profile, run_list
 from tula_cli.services import status as services_status
@@ -487,14 +487,6 @@ def test_the_status_and_the_plan_tell_the_stage_of_a_batch_that_grows(run):
     text = printed(show_status.render_status(snapshot(run, {train: "running"})))
     assert "batch 128 (now 32, stage 2 of 4)" in text and "beta2 0.998" in text
     assert "(predicted" not in text, "that is of steps at batch 128"
-    files = run.training(run.tasks()[0].signature)
-    decision = {"passed": 640, "measured_at": 0.5, "scale": 40.0, "high": 60.0}
-    early = StageDecision(batch=32, begin=640, epoch=0.5, verdict="begins", **decision)
-    files.write_stage_decisions([early, StageDecision(batch=64, begin=1281, epoch=1.0, verdict="put off", **decision)])
-    assert (
-        "(now 32, stage 2 of 4; batch 64 is delayed to epoch 1.00: gradient noise scale 40.0 (at most 60.0) at epoch 0.500)"
-        in printed(show_status.render_status(snapshot(run, {train: "running"})))
-    )
     (task,) = run.tasks()
     value = task.spec.model_copy(
         update={"train": task.spec.train.model_copy(update={"ramp": "auto", "reference_batch": 32})}
@@ -524,9 +516,6 @@ def test_the_status_and_the_plan_tell_the_stage_of_a_batch_that_grows(run):
     assert "batch 64 from epoch 0.500: noise scale 80.0; batch 128 from epoch 1.00: noise scale 120" in printed(
         show_train.render_train_plan(grown)
     )
-    noisy = value.model_copy(update={"train": value.train.model_copy(update={"ramp": "noise"})})
-    grown.task = grown.task.model_copy(update={"spec": noisy})
-    assert "No stage can be delayed" in printed(show_train.render_train_plan(grown))
 
 
 def test_a_change_of_the_pace_is_shown_once_in_status_and_below_the_table_at_the_end(run):

@@ -30,14 +30,6 @@ def noise_not_measured() -> str:
 
 
 @diagnostic
-def stages_not_delayed() -> str:
-    return (
-        "The stages of train.ramp: noise cannot be delayed in a training of one epoch,"
-        " because the noise is measured at the end of each epoch."
-    )
-
-
-@diagnostic
 def noise_only_at_start() -> str:
     return (
         "The stages of train.ramp: noise are based on the noise at the start of training, which may not be typical."

@@ -59,7 +59,6 @@ def list_curve_warnings(training: TrainingRun) -> Iterator[Diagnostic]:
     for path, lines, lost in (
         (training.metrics_path, training.damaged_rows(), "predictions, charts and exports do not include"),
         (training.steps_path, training.damaged_steps(), "charts and exports of every step do not include"),
-        (training.stages_path, training.damaged_stages(), "the growth of the batch is shown without"),
     ):  # fmt: skip
         if lines:
             yield messages.damaged_lines(

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from tula_cli.run.files import (
     read_lines,
     read_record,
     remove_path,
-    write_atomic,
     write_record,
 )
 from tula_cli.run.records.base import MicroBatches
@@ -31,7 +30,6 @@ from tula_cli.run.records.results import (
     EvaluationRecord,
     ScriptProgress,
     ScriptSaves,
-    StageDecision,
     StepChange,
     Summary,
     TrainResult,
@@ -213,22 +211,6 @@ class TrainingRun:
             if name in records:
                 records[name]()
 
-    @property
-    def stages_path(self) -> Path:
-        return self.path / "stages.jsonl"
-
-    def stage_decisions(self) -> list[StageDecision]:
-        """Return the decisions about stages of a growing batch, oldest first; damaged rows are left out."""
-        return [
-            decision
-            for row in read_json_lines(self.stages_path)
-            if (decision := _parse_stage_decision(row)) is not None
-        ]
-
-    def write_stage_decisions(self, decisions: Iterable[StageDecision]) -> None:
-        """Replace the content of stages.jsonl."""
-        write_atomic(self.stages_path, "".join(f"{row.model_dump_json()}\n" for row in decisions))
-
     # --- checkpoints and metrics
 
     def checkpoint_path(self, samples: int, *, shares: bool = False) -> Path:
@@ -318,12 +300,6 @@ class TrainingRun:
             self.steps_path, lambda line: is_step_line(parse_json_object(line) or {}) or _is_begun(line)
         )
 
-    def damaged_stages(self) -> list[int]:
-        """Return the line numbers (from 1) of stages.jsonl that are damaged."""
-        return _list_damaged_lines(
-            self.stages_path, lambda line: _parse_stage_decision(parse_json_object(line) or {}) is not None
-        )
-
     def _version(self) -> tuple[int, int] | None:
         """Return the modification time (ns) and size of metrics.jsonl; None if it does not exist."""
         try:
@@ -388,13 +364,6 @@ def is_row(line: bytes) -> bool:
 def _is_begun(line: bytes) -> bool:
     """Return whether a line may be the start of one that is still being written: ASCII text without a line end."""
     return not line.endswith(b"\n") and line.isascii()
-
-
-def _parse_stage_decision(row: Mapping[str, Any]) -> StageDecision | None:
-    try:
-        return StageDecision.model_validate(row)
-    except ValidationError:
-        return None
 
 
 def _is_whole(row: Mapping[str, Any]) -> bool:

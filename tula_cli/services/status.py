@@ -40,7 +40,6 @@ from tula_cli.run.records.recommendations import Recommendation, Stage
 from tula_cli.run.records.results import (
     Branch,
     EvaluationRecord,
-    StageDecision,
     StepChange,
     Summary,
     TrainResult,
@@ -136,7 +135,6 @@ class StageStatus:
     number: int  # of the stage, from 1
     count: int  # stages
     noise: float | None = None  # the scale (samples) by which it was planned; None where another rule was asked
-    coming: StageDecision | None = None  # the newest one of a stage that is to come
     nodes: int = 1  # that it has now
 
 
@@ -568,7 +566,7 @@ def _get_training_status(
     last_step, last_epoch = steps[-1] if steps else {}, epochs[-1] if epochs else {}
     latest = max((row for row in (last_step, last_epoch) if row), key=lambda row: row["samples"], default={})
     row = _find_newest_row_with_eta(rows)
-    script, stage = newest.spec.script, _get_stage_status(rows, result, files.stage_decisions(), nodes=newest.nodes)
+    script, stage = newest.spec.script, _get_stage_status(rows, result, nodes=newest.nodes)
     prediction = newest.prediction and newest.prediction.of_batch(stage.batch if stage else newest.batch)
     summary = files.summary() if result is not None else None
     is_running = scheduler is not None and scheduler.state == "running"
@@ -667,14 +665,13 @@ def _find_newest_scaling(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]
 
 
 def _get_stage_status(
-    rows: Sequence[Mapping[str, Any]], result: TrainResult | None, decisions: Sequence[StageDecision], *, nodes: int
+    rows: Sequence[Mapping[str, Any]], result: TrainResult | None, *, nodes: int
 ) -> StageStatus | None:
     """Return the current ramp stage of a training; None if it has finished or its batch does not grow."""
     newest = next((row for row in reversed(rows) if row["kind"] == "stage"), None)
     if newest is None or result is not None:
         return None
-    coming = next((decision for decision in reversed(decisions) if decision.batch > newest["batch"]), None)
-    return StageStatus(newest["batch"], newest["stage"], newest["stages"], newest.get("noise"), coming, nodes)
+    return StageStatus(newest["batch"], newest["stage"], newest["stages"], newest.get("noise"), nodes)
 
 
 def _count_epochs_of_training(spec: JobSpec, moving: Sequence[Mapping[str, Any]]) -> int | None:

@@ -17,7 +17,7 @@ from tula_cli.models import halving, moldable
 from tula_cli.models.choice.grid import check_divides, list_batches
 from tula_cli.models.cost import describe_price
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.ramp.by_noise import apply_decisions, continue_stages
+from tula_cli.models.ramp.by_noise import continue_stages
 from tula_cli.models.ramp.stage_nodes import (
     check_stages,
     choose_stage_objective_of,
@@ -190,11 +190,9 @@ def _with_stages(
     spec, nodes, batch = task.spec, task.nodes, task.batch
     _require_size(spec, nodes, batch, size)
     stages = plan_stages(run.with_spec(spec), nodes, batch, size, recommended=recommended)
-    stages, training = continue_stages(newest.stages if newest else (), stages), run.training(task.signature)
-    if decisions := training.stage_decisions():  # of a training that goes on elsewhere
-        stages = apply_decisions(stages, decisions, total=size * spec.train.epochs, size=size)
+    stages = continue_stages(newest.stages if newest else (), stages)
     task = task.model_copy(update={"stages": stages}).with_usable_sizes()
-    return move_task_to_stage_nodes(task, samples=training.newest_samples())
+    return move_task_to_stage_nodes(task, samples=run.training(task.signature).newest_samples())
 
 
 def _describe_source(recommendation: Recommendation | None, given_names: Sequence[str]) -> str:

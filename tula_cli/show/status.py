@@ -261,11 +261,8 @@ def _describe_stage(now: "StageStatus | None") -> str:
     """Describe the current stage of a growing batch."""
     if now is None:
         return ""
-    from tula_cli.models.ramp.by_noise import describe_decision
-
-    text = f"now {now.batch}, stage {now.number} of {now.count}"
-    text += "" if now.noise is None else f": noise scale {format_number(now.noise)}"
-    return f" ({text}{'' if now.coming is None else f'; {describe_decision(now.coming)}'})"
+    noise = "" if now.noise is None else f": noise scale {format_number(now.noise)}"
+    return f" (now {now.batch}, stage {now.number} of {now.count}{noise})"
 
 
 def _describe_nodes_to_come(now: "TrainingStatus") -> str:

@@ -105,14 +105,12 @@ def _describe_planned_branches(task: "TrainTask") -> Iterator[str]:
 
 def _describe_planned_stages(task: "TrainTask", predicted: "Prediction | None") -> Iterator[str]:
     """Describe how the batch grows, as far as known before the start."""
-    from tula_cli.models.ramp.by_noise import describe_stages, start_before_measurement
+    from tula_cli.models.ramp.by_noise import describe_stages
 
     if task.spec.train.stages is None:
         return
     if any(stage.noise is not None for stage in task.stages):
         yield f"The batch grows: {describe_stages(task.stages)}"
-        if task.spec.train.measures_noise and start_before_measurement(task.stages):
-            yield "No stage can be delayed: all start before the gradient noise is first measured, after epoch 1."
         return
     if task.spec.train.stages == "decay" and task.stages:
         yield f"The batch grows in place of a decaying learning rate: {describe_stages(task.stages)}"

@@ -441,11 +441,6 @@ class Train(Section):
         """How the batch grows; None if it does not."""
         return "auto" if self.ramp is None and self.training_method.ramps else self.ramp
 
-    @property
-    def measures_noise(self) -> bool:
-        """Whether the training measures its gradient noise, because the job requests it or its stages depend on it."""
-        return "gradient_noise" in self.diagnostics or self.stages == "noise"
-
     def loaders(self, cores: float) -> int:
         """Return the number of data-loader processes of a rank with `cores` CPU cores."""
         if self.workers != "auto":

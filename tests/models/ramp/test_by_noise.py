@@ -15,19 +15,13 @@ from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp.by_noise import (
     GROWTH,
     NoisePath,
-    apply_decisions,
     continue_stages,
-    decide_stage,
-    describe_decision,
     describe_stages,
-    find_next_stage,
     plan_stages_by_noise,
-    start_before_measurement,
     with_epochs,
 )
 from tula_cli.models.ramp.stages import Ramp, build_ramp
 from tula_cli.run.records.recommendations import Stage
-from tula_cli.run.records.results import StageDecision
 from tula_cli.spec.load import validate
 from tula_cli.spec.sections import MIN_STAGE_SHARE
 
@@ -178,90 +172,23 @@ def test_a_forecast_knows_the_stages_and_what_they_lack() -> None:
     assert not {"noise-only-at-start", "noise-not-measured"} & set(codes(known.warnings))
     start = Estimator.fit(spec, results, noise=path((0, 20), reference=32))
     assert "noise-only-at-start" in codes(start.warnings)
-    short = spec.model_copy(update={"train": spec.train.model_copy(update={"epochs": 1})})
-    messages = [Estimator.fit(item, results, noise=path((0, 20), reference=32)).warnings for item in (spec, short)]
-    assert ["stages-not-delayed" in codes(warnings) for warnings in messages] == [False, True]
     untold = Estimator.fit(spec, results)
     assert "noise-not-measured" in codes(untold.warnings)
-
-
-# --- while it trains
-
-PLANNED = (Stage(begin=0, batch=128), Stage(begin=20_000, batch=256), Stage(begin=50_000, batch=512))
-DECIDE = {"reference": 128, "size": SIZE, "total": SIZE * EPOCHS}
-
-
-def decision(batch: int, begin: int) -> StageDecision:
-    return StageDecision(passed=0, batch=batch, begin=begin, measured_at=0, epoch=begin / SIZE, verdict="put off")
-
-
-def test_a_stage_put_off_moves_those_after_it_and_each_lasts_as_planned() -> None:
-    result = apply_decisions(PLANNED, [decision(256, 30_001)], total=200_000, size=SIZE)
-    assert [stage.begin for stage in result] == [0, 30_001, 60_001]
-    assert apply_decisions(result, [], total=200_000, size=SIZE) == result
-    assert apply_decisions(PLANNED, [], total=200_000, size=SIZE) == with_epochs(PLANNED, SIZE)
-    twice = [decision(256, 40_001), decision(256, 30_001), decision(1024, 7)]
-    assert [stage.begin for stage in apply_decisions(PLANNED, twice, total=200_000, size=SIZE)] == [0, 40_001, 70_001]
-
-
-def test_what_would_not_last_never_begins() -> None:
-    assert [stage.begin for stage in apply_decisions(PLANNED, [decision(256, 170_000)], total=200_000, size=SIZE)] == [
-        0,
-        170_000,
-        200_000,
-    ]
-
-
-@given(rows=st.lists(st.tuples(st.sampled_from([128, 256, 512]), st.integers(0, 250_000)), max_size=6))
-@settings(max_examples=100)
-def test_decisions_only_lengthen(rows: list[tuple[int, int]]) -> None:
-    result = apply_decisions(PLANNED, [decision(*row) for row in rows], total=200_000, size=SIZE)
-    assert [stage.batch for stage in result] == [stage.batch for stage in PLANNED]
-    assert all(mine.begin >= value.begin for mine, value in zip(result, PLANNED, strict=True))
-    assert all(after.begin >= before.begin for before, after in pairwise(result))
-
-
-def test_the_upper_end_of_the_noise_decides_and_the_next_measurement_looks_again() -> None:
-    stage = PLANNED[1]
-    enough = decide_stage(stage, noise={"scale": 200.0, "low": 150.0, "high": 260.0}, passed=10_000, **DECIDE)
-    assert (enough.verdict, enough.begin) == ("begins", 20_000)
-    few = decide_stage(stage, noise={"scale": 40.0, "low": 30.0, "high": 60.0}, passed=10_000, **DECIDE)
-    assert (few.verdict, few.begin, few.high) == ("put off", 20_001, 60.0)
-    assert find_next_stage(
-        apply_decisions(PLANNED, [few], total=200_000, size=SIZE), passed=20_000, end=30_000
-    ) == Stage(begin=20_001, batch=256, epoch=2.0001)
-    again = {"scale": 40.0, "low": 30.0, "high": 60.0}
-    assert decide_stage(stage, noise=again, passed=190_000, **DECIDE).verdict == "stopped"
-    open_ = decide_stage(stage, noise={"scale": 9.0, "low": 5.0, "high": math.inf}, passed=10_000, **DECIDE)
-    assert (open_.verdict, open_.high) == ("begins", None)
-    assert decide_stage(stage, noise={}, passed=10_000, **DECIDE).verdict == "begins"
-    assert find_next_stage(PLANNED, passed=20_000, end=30_000) is None, "one that has begun is not looked at"
 
 
 # --- words
 
 
-def test_stages_that_begin_before_the_noise_is_measured_are_said_to_stay() -> None:
-    early = (Stage(begin=0, batch=32, noise=40.0), Stage(begin=SIZE, batch=64, noise=64.0))
-    late = (*early, Stage(begin=SIZE + 1, batch=128, noise=128.0))
-    never = (*early, Stage(begin=9 * SIZE, batch=128))
-    undelayed = [start_before_measurement(with_epochs(those, SIZE)) for those in (early, late, never, early[:1])]
-    assert undelayed == [True, False, True, False]
-
-
-def test_stages_and_decisions_in_words() -> None:
+def test_stages_in_words() -> None:
+    planned = (Stage(begin=0, batch=128), Stage(begin=20_000, batch=256), Stage(begin=50_000, batch=512))
     answer = describe_stages(with_epochs(stages(path((0, 60), (2, 400))), SIZE))
     assert answer.startswith(
         "batch 128 from epoch 0: noise scale 60.0; batch 256 from epoch 1.14: noise scale 256; batch 512"
     )
     assert (
-        describe_stages(with_epochs(PLANNED, SIZE))
+        describe_stages(with_epochs(planned, SIZE))
         == "batch 128 from epoch 0; batch 256 from epoch 2.00; batch 512 from epoch 5.00"
     )
     assert describe_stages(with_epochs(stages(path((0, 10), (2, 100))), SIZE)).endswith(
         "batch 2048: never, because the noise scale remains below it"
-    )
-    few = decide_stage(PLANNED[1], noise={"scale": 40.0, "low": 30.0, "high": 60.0}, passed=10_000, **DECIDE)
-    assert describe_decision(few) == (
-        "batch 256 is delayed to epoch 2.00: gradient noise scale 40.0 (at most 60.0) at epoch 1.00"
     )

@@ -15,7 +15,6 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.files import read_json_lines
 from tula_cli.run.job_runs import open_family, open_run
 from tula_cli.run.records.probes import GradientStats
-from tula_cli.run.records.results import StageDecision
 from tula_cli.services import recommend, train
 from tula_cli.services.recommendation.measurements import (
     find_noise_near_tenth,
@@ -158,14 +157,3 @@ def test_a_recommendation_tells_the_stages_of_its_choice(tmp_path: Path) -> None
         stage.batch for stage in recommendation.stages[:-1]
     ]
     assert f"stages: {recommendation.ramp}" in list(_describe_sources(recommendation))
-
-
-def test_a_training_that_goes_on_elsewhere_keeps_what_was_put_off(tmp_path: Path) -> None:
-    run = noisy_run(tmp_path)
-    trained(run, "b" * 8, batch=64)
-    task = plan(run, nodes=2, batch=512).task
-    later = task.stages[1].begin + 1000
-    decision = StageDecision(passed=0, batch=128, begin=later, measured_at=0, epoch=0, verdict="put off")
-    run.training(task.signature).write_stage_decisions([decision])
-    moved = train._with_stages(run, task.model_copy(update={"attempt": 2}), task, None, inspected().dataset_size)
-    assert moved.stages[1].begin == later and moved.stages[2].begin >= task.stages[2].begin + 1000

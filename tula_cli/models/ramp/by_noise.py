@@ -3,21 +3,17 @@
 B(t) grows in doublings of the reference batch.
 
 A batch up to the noise scale loses little of the information in its samples (McCandlish et al. 2018); the scale grows
-during training. The stages are fixed before the training starts, from the measurements until then. A measurement during
-training may delay a change, or cancel the remaining ones, but never brings one forward, so that a submitted job is
-never too small for a later stage.
+during training. The stages are fixed before the training starts, from the measurements until then.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Literal
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.models import messages
 from tula_cli.run.records.recommendations import Stage
-from tula_cli.run.records.results import StageDecision
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MIN_STAGE_SHARE
 from tula_cli.words import format_number
@@ -134,74 +130,7 @@ def warn_missing_noise(spec: JobSpec, noise: NoisePath | None) -> list[Diagnosti
         return []
     if noise is None:
         return [messages.noise_not_measured()]
-    settled = [messages.stages_not_delayed()] if spec.train.epochs == 1 else []
-    return settled if noise.measured_at else [*settled, messages.noise_only_at_start()]
-
-
-# --- while it trains
-
-
-def apply_decisions(
-    planned: Sequence[Stage], decisions: Iterable[StageDecision], *, total: int, size: int
-) -> tuple[Stage, ...]:
-    """Return the stages after decisions: each lasts at least as long as planned, and none starts earlier.
-
-    Args:
-        planned: before the training started.
-        decisions: in any order; those about unknown stages and duplicates have no effect.
-        total: samples of the whole training; a delayed stage that would be too short never starts.
-        size: samples per epoch.
-    """
-    earliest: dict[int, int] = {}
-    for decision in decisions:
-        earliest[decision.batch] = max(earliest.get(decision.batch, 0), decision.begin)
-    stages = [planned[0]]
-    for previous, stage in pairwise(planned):
-        begin = max(earliest.get(stage.batch, 0), stages[-1].begin + stage.begin - previous.begin)
-        late = begin > stage.begin and begin > (1 - MIN_STAGE_SHARE) * total
-        stages.append(stage.model_copy(update={"begin": total if late else begin}))
-    return with_epochs(stages, size)
-
-
-def find_next_stage(stages: Sequence[Stage], *, passed: int, end: int) -> Stage | None:
-    """Return the first stage that starts after `passed` and up to `end` samples, or None."""
-    return next((stage for stage in stages if passed < stage.begin <= end), None)
-
-
-def decide_stage(
-    stage: Stage,
-    *,
-    noise: Mapping[str, float],
-    reference: int,
-    passed: int,
-    size: int,
-    total: int,
-) -> StageDecision:
-    """Decide whether a stage starts as planned, is delayed to the next measurement, or never starts.
-
-    It is delayed if even the upper end of the noise's interval, extrapolated to the planned start, is below its batch.
-
-    Args:
-        stage: the next stage.
-        noise: `scale` and `high`, in samples, of the current measurement; empty if it did not determine them.
-        reference: batch.
-        passed: samples passed.
-        size: samples per epoch.
-        total: samples of the whole training.
-    """
-    high = NoisePath.from_measurements({passed / size: noise["high"]}, reference=reference) if noise else None
-    finite = {name: value for name, value in noise.items() if math.isfinite(value)}
-
-    def row(verdict: Literal["begins", "put off", "stopped"], begin: int) -> StageDecision:
-        return StageDecision(
-            passed=passed, batch=stage.batch, begin=begin, measured_at=passed / size, epoch=begin / size, verdict=verdict, **finite
-        )  # fmt: skip
-
-    if high is None or high.noise_at(stage.begin / size) >= stage.batch:
-        return row("begins", stage.begin)
-    # Beyond the next measurement, an epoch from now, which then looks at it again.
-    begin = max(stage.begin, passed + size + 1)
-    return row("stopped", total) if begin > (1 - MIN_STAGE_SHARE) * total else row("put off", begin)
+    return [] if noise.measured_at else [messages.noise_only_at_start()]
 
 
 # --- in words
@@ -223,21 +152,3 @@ def _describe_stage(stage: Stage, *, by_noise: bool) -> str:
         never = f"batch {stage.batch}: never, because the noise scale remains below it"
         return never if by_noise else f"batch {stage.batch} from epoch {format_number(stage.epoch)}"
     return f"batch {stage.batch} from epoch {format_number(stage.epoch)}: noise scale {format_number(stage.noise)}"
-
-
-def start_before_measurement(stages: Sequence[Stage]) -> bool:
-    """Return whether all stages (with epochs) start before the noise is first measured, so that none is delayed."""
-    coming = [stage.epoch or 0.0 for stage in stages[1:] if stage.noise is not None]
-    return bool(coming) and coming[-1] <= 1
-
-
-def describe_decision(decision: StageDecision) -> str:
-    """Describe a decision about a stage and the measurement it is based on."""
-    bound = "" if decision.high is None else f" (at most {format_number(decision.high)})"
-    noise = "not told" if decision.scale is None else f"scale {format_number(decision.scale)}{bound}"
-    end = {
-        "begins": f"starts at epoch {format_number(decision.epoch)} as planned",
-        "put off": f"is delayed to epoch {format_number(decision.epoch)}",
-        "stopped": "never begins",
-    }
-    return f"batch {decision.batch} {end[decision.verdict]}: gradient noise {noise} at epoch {format_number(decision.measured_at)}"

@@ -37,20 +37,6 @@ class Variant(Record):
         return "-".join(filter(None, (self.node_type, f"gpus-{self.gpus}" if self.gpus else ""))) or None
 
 
-class StageDecision(Record):
-    """A decision about the next stage from a measurement of the gradient noise: a row of stages.jsonl."""
-
-    passed: int  # samples, when it was measured
-    batch: int  # of the stage
-    begin: int  # samples passed, where that stage begins now
-    measured_at: float  # epochs: the same as passed
-    epoch: float  # the same as begin
-    verdict: Literal["begins", "put off", "stopped"]
-    scale: float | None = None  # the noise, samples; None where the measurement did not tell it
-    low: float | None = None
-    high: float | None = None  # likewise, and where it is open upwards
-
-
 class StepParts(Record):
     """Breakdown of the step time; seconds, of the slowest rank."""
 

@@ -425,7 +425,11 @@ def read_measurements_of_other_sizes(sizes: Sequence[Run], trainings: CachedTrai
 def list_trainings_with_noise(run: RunDir) -> list[TrainingRun]:
     """Return the trainings of a run that measure their gradient noise."""
     trainings = [run.training(signature) for signature in run.train_signatures()]
-    return [training for training in trainings if (task := training.newest_task()) and task.spec.train.measures_noise]
+    return [
+        training
+        for training in trainings
+        if (task := training.newest_task()) and "gradient_noise" in task.spec.train.diagnostics
+    ]
 
 
 def read_noise_from_trainings(runs: Iterable[RunDir], spec: JobSpec) -> Noise | None:

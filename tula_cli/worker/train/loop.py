@@ -7,7 +7,7 @@ evaluates and saves when an epoch ends. There is no other training loop.
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -110,11 +110,6 @@ class Trainer:
         if self.batch != previous_batch:
             self.method.change_batch(self)
 
-    def use_ramp(self, ramp: Ramp) -> None:
-        """Use other stages from here on; the current batch must be the same in both."""
-        previous_batch, self.sizes = self.batch, replace(self.sizes, ramp=ramp)
-        assert self.batch == previous_batch
-
     @property
     def local_batch(self) -> int:
         return self.batch // self.ranks.world
@@ -216,11 +211,9 @@ def run_steps(trainer: Trainer) -> Generator[Step, None, None]:
     """
     size = len(trainer.datasets.train)
     epochs = trainer.spec.train.epochs if trainer.until is None else trainer.until
-    stream, ramp = load_micro_batches(trainer, epochs), trainer.sizes.ramp
+    stream = load_micro_batches(trainer, epochs)
     trainer.parallel.train()
     while (position := trainer.position).epoch < epochs:
-        if trainer.sizes.ramp is not ramp:  # what was read ahead is of other batches
-            stream, ramp = load_micro_batches(trainer, epochs), trainer.sizes.ramp
         stages = list(trainer.sizes.ramp.steps_of_epoch(position.epoch, samples_done=position.done, size=size))
         remaining = sum(count for _, count in stages)
         for _, count in stages:

@@ -15,14 +15,14 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import BestValue, TrainResult
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import compute_lr_scale
-from tula_cli.spec.sections import HESSIAN_SAMPLES
+from tula_cli.spec.sections import HESSIAN_SAMPLES, NOISE_BATCHES
 from tula_cli.worker import messages
 from tula_cli.worker.build import finetune
-from tula_cli.worker.build.data import Datasets, Position
+from tula_cli.worker.build.data import Datasets
 from tula_cli.worker.energy import TrainingEnergy
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.train import checkpoint, evaluation, hessian
+from tula_cli.worker.train import checkpoint, evaluation, gradient_noise, hessian
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.batch_partition import list_possible_splits
 from tula_cli.worker.train.divergence import DivergenceDetector
@@ -30,7 +30,6 @@ from tula_cli.worker.train.evaluation import Evaluation
 from tula_cli.worker.train.hang_watch import HangWatch
 from tula_cli.worker.train.loop import Step
 from tula_cli.worker.train.metrics import MetricsFile, compute_mean_step_time
-from tula_cli.worker.train.stage_control import StageControl
 from tula_cli.worker.train.step_watch import StepWatch
 from tula_cli.worker.train.training_log import TrainingLog
 
@@ -82,7 +81,6 @@ class Training:
         self.damaged: list[str] = []  # words on checkpoints that were set aside
         self.unfit = ""  # what the file of first weights and the model do not share
         self.ended = ""  # why before the last epoch
-        self.stages = StageControl(self.run, task, self.trainer)
         self.owed = False  # the epoch that has ended is not evaluated yet
         self._resume()
         samples = self.trainer.position.samples
@@ -116,7 +114,6 @@ class Training:
             self.run.training(self.task.signature).drop_drafts()
         content = checkpoint.load_for_all(self.run, self.task.signature, self.context.ranks, self.damaged.append)
         if content is not None:
-            self.stages.resume(Position(**content["position"]), needs_evaluation=bool(content.get("owed")))
             self.best, self.owed = checkpoint.restore_checkpoint(self.trainer, content), bool(content.get("owed"))
             self.ended = content.get("ended", "")  # what is left is the result
             return
@@ -318,7 +315,7 @@ class Training:
         result = self.evaluator.evaluate(between=self._check)
         self.eval_time = time.monotonic() - began
         self._measure_curvature()
-        self.stages.measure_and_decide(self.log, between=self._check)
+        self._measure_noise()
         self.owed = False
         # The mean loss of the last step over all ranks; every rank takes part.
         (loss_sum,) = self.trainer.ranks.sum([float(step.loss) if step else math.nan])
@@ -370,6 +367,12 @@ class Training:
             self.log.add(
                 "hessian", **asdict(curvature), **hessian.compute_lemma_1_terms(self.trainer, curvature.smoothness)
             )
+
+    def _measure_noise(self) -> None:
+        """Write a row with the gradient noise scale, if the job requests it; every rank must call this."""
+        if "gradient_noise" in self.task.spec.train.diagnostics:
+            noise = gradient_noise.measure_gradient_noise(self.trainer, batches=NOISE_BATCHES, between=self._check)
+            self.log.add("noise", batch=self.trainer.batch, **noise)
 
     def _write_result(self, result: Evaluation) -> None:
         trainer, signature = self.trainer, self.task.signature

@@ -10,12 +10,11 @@ from typing import Any
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.models.out_of_memory import MIN_NORMALISED
-from tula_cli.models.ramp.by_noise import describe_decision
 from tula_cli.models.time.changes import Level, StepTimeDrift, describe_level_change, describe_step_change
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.optim import advice
 from tula_cli.run.records.recommendations import Prediction, StageSteps
-from tula_cli.run.records.results import StageDecision, StepParts
+from tula_cli.run.records.results import StepParts
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import get_warmup_epochs
 from tula_cli.words import (
@@ -130,11 +129,6 @@ class TrainingLog:
             f"batch {self.batch} from epoch {trainer.epoch:.3g} on, sample {trainer.position.samples}: stage {stage_number + 1} of"
             f" {len(stages)}, lr {format_number(trainer.lr)}{noise_text}"
         )
-
-    def log_stage_decision(self, decision: StageDecision | None) -> None:
-        """Print the decision on the coming stage by the gradient noise; nothing if it is None."""
-        if decision is not None:
-            self._print(f"stages: {describe_decision(decision)}")
 
     def record_step(self, step: Step) -> None:
         """Record the step that has just been made."""

@@ -32,6 +32,7 @@ from tula_cli.show import recommend, tables
 from tula_cli.show import status as show_status
 from tula_cli.show import train as show_train
 from tula_cli.show.screen import Lines, Screen
+from tula_cli.spec.sections import EarlyStopping
 from tula_cli.words import without_controls
 
 START = make.START
@@ -511,6 +512,11 @@ def test_the_status_and_the_plan_tell_the_stage_of_a_batch_that_grows(run):
     reference = value.model_copy(update={"train": value.train.model_copy(update={"reference_batch": 128})})
     constant = types.SimpleNamespace(task=task.model_copy(update={"spec": reference}), prediction=None, **plan)
     assert "The batch grows" not in printed(show_train.render_train_plan(constant))
+    early = value.model_copy(
+        update={"train": value.train.model_copy(update={"early_stopping": EarlyStopping(patience=2)})}
+    )
+    ending = types.SimpleNamespace(task=task.model_copy(update={"spec": early}), prediction=predicted, **plan)
+    assert "train.early_stopping may end it earlier" in printed(show_train.render_train_plan(ending))
     stages = tuple(Stage(begin=640 * k, epoch=0.5 * k, batch=32 << k, noise=40.0 * (k + 1)) for k in range(3))
     grown.task = grown.task.model_copy(update={"stages": stages})
     assert "batch 64 from epoch 0.500: noise scale 80.0; batch 128 from epoch 1.00: noise scale 120" in printed(

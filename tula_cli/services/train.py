@@ -39,7 +39,6 @@ from tula_cli.run.records.results import JobFile, Summary
 from tula_cli.run.records.tasks import JobSize, Rung, TrainTask
 from tula_cli.services import messages, resume_test
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
-from tula_cli.services.expected_end import ExpectedEnd, predict_end
 from tula_cli.services.recommendation.measurements import (
     fit_estimator_of_recommendation,
     plan_stages,
@@ -79,7 +78,6 @@ class TrainPlan:
     rehearses: bool = False  # a test of the script's resume comes first
     balance: BalanceCheck | None = None  # of the account that pays; None where the price is not what SLURM bills
     warnings: tuple[Diagnostic, ...] = ()  # of its range of nodes
-    ends: ExpectedEnd | None = None  # where train.early_stopping is expected to end it; None where nothing tells
 
 
 def choose_run_to_train(runs: Sequence[Run], node_type: str | None) -> Run:
@@ -403,7 +401,6 @@ def prepare_training(
         yield WarningEvent(messages.parameter_server_collective())
     ready = PreparedTraining(runs, run, plan_found, request)
     ready.by_script.require_other_nodes()
-    ends = predict_end(run, plan_found.task, code=plan_found.code.digest)
     remaining_share = 1.0
     if plan_found.resumes is not None:
         remaining_share -= plan_found.resumes / (find_dataset_size(run, inspect) * run.spec.train.epochs_at_most)
@@ -414,7 +411,7 @@ def prepare_training(
     )
     if balance is not None and balance.lacking and not request.within_balance:
         yield WarningEvent(balance.lacking)
-    plan = dataclasses.replace(plan_found, rehearses=ready.by_script.is_test_due, ends=ends, balance=balance)
+    plan = dataclasses.replace(plan_found, rehearses=ready.by_script.is_test_due, balance=balance)
     return dataclasses.replace(ready, plan=plan)
 
 

@@ -141,17 +141,6 @@ def _describe_job_sizes(task: "TrainTask") -> Iterator[str]:
         yield f"  {format_count(size.nodes)}: {parts}"
 
 
-def _describe_early_end(plan: "TrainPlan") -> str:
-    """Describe when train.early_stopping is expected to end a training, or that this is unknown."""
-    if plan.ends is None:
-        return "train.early_stopping may end it earlier; times and costs are for all epochs"
-    predicted, epochs = plan.ends.prediction, plan.task.spec.train.epochs_at_most
-    text = (
-        f"{format_duration(3600 * predicted.hours)}, {format_number(predicted.cost)} {plan.task.spec.pricing.currency}"
-    )
-    return f"{plan.ends.description}: up to epoch {plan.ends.epoch} of {epochs} it takes {text}; the times and costs below are for all epochs"
-
-
 def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     from tula_cli.models.out_of_memory import cannot_accumulate
     from tula_cli.spec.job import describe_train_length, describe_training_method
@@ -192,7 +181,7 @@ def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
         yield "no prediction of time and cost: this configuration has no measurements"
         return
     if task.spec.train.early_stopping is not None and task.spec.train.early_stopping.by_metric:
-        yield _describe_early_end(plan)
+        yield "train.early_stopping may end it earlier; times and costs are for all epochs"
     currency = task.spec.pricing.currency
     at_most = predicted.hours_high
     wide = ", too wide to decide by" * is_too_wide(predicted.hours_low, at_most)

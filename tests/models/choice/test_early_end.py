@@ -1,22 +1,14 @@
-"""Where earlier trainings would have ended, and what is predicted up to there."""
+"""Where early stopping ends a training, and what is predicted up to there."""
 
+import math
 from typing import Any
 
 import make_runs as make
 import pytest
 
-from tula_cli.models.choice.early_stopping import find_end_epoch, has_metrics, shorten_prediction
+from tula_cli.models.choice.early_stopping import describe_stop, is_better, remember_best, shorten_prediction
 from tula_cli.run.records.recommendations import TimeParts
 from tula_cli.spec.sections import Train
-
-
-def rows(*top1: float, **more: list[float]) -> list[dict[str, Any]]:
-    """Return an epoch's row for each top-1."""
-    return [
-        {"epoch": float(epoch), "top1": value, "top5": None, "eval_loss": 1 / epoch, "perplexity": None}
-        | ({"metrics": {name: values[epoch - 1] for name, values in more.items()}} if more else {})
-        for epoch, value in enumerate(top1, 1)
-    ]
 
 
 def train(metric: str = "auto", **stopping: Any) -> Train:
@@ -26,24 +18,26 @@ def train(metric: str = "auto", **stopping: Any) -> Train:
 
 
 @pytest.mark.parametrize(
-    ("until", "found", "epoch"),
+    ("until", "evaluations", "end"),
     [
-        ({"metric": "top1", "target": 0.7}, rows(50, 69, 71, 80), 3),
-        ({"metric": "top1", "target": 0.9}, rows(50, 69, 71, 80), None),
-        ({"metric": "loss", "target": 0.5}, rows(50, 69, 71, 80), 2),
-        ({"patience": 2}, rows(50, 69, 60, 61, 80), 4),
-        ({"metric": "f1", "target": 0.3}, rows(0, 0, 0, f1=[0.1, 0.2, 0.4]), 3),
+        ({"metric": "top1", "target": 0.7}, [{"top1": 50.0}, {"top1": 69.0}, {"top1": 71.0}, {"top1": 80.0}], 3),
+        ({"metric": "top1", "target": 0.9}, [{"top1": 50.0}, {"top1": 69.0}, {"top1": 71.0}, {"top1": 80.0}], None),
+        ({"metric": "loss", "target": 0.5}, [{"loss": 1.0}, {"loss": 0.5}, {"loss": 0.3}], 2),
+        ({"patience": 2}, [{"top1": 50.0}, {"top1": 69.0}, {"top1": 60.0}, {"top1": 61.0}], 4),
+        ({"metric": "f1", "target": 0.3}, [{"f1": 0.1}, {"f1": 0.2}, {"f1": 0.4}], 3),
+        ({"epochs": 2}, [{"top1": 50.0}, {"top1": 69.0}, {"top1": 80.0}], 2),
     ],
 )
-def test_the_rows_of_a_training_tell_where_it_would_have_ended(until: Any, found: Any, epoch: int | None) -> None:
-    assert has_metrics(found, train(**until))
-    assert find_end_epoch(found, train(**until)) == epoch
-
-
-def test_rows_without_the_metric_tell_nothing() -> None:
-    requested = train(metric="f1", target=0.3)
-    assert not has_metrics(rows(50, 60), requested) and not has_metrics([], requested)
-    assert not has_metrics([{**row, "top1": None} for row in rows(50, 60)], train(metric="top1", target=0.7))
+def test_a_training_ends_at_its_target_after_some_epochs_or_without_a_better_one(
+    until: dict[str, Any], evaluations: list[dict[str, float]], end: int | None
+) -> None:
+    section, best, ends = train(**until), dict[str, float](), list[int]()
+    for epoch, evaluation in enumerate(evaluations, 1):
+        values = {"top1": math.nan, "loss": 1.0, **evaluation}
+        if is_better(values, best, section.best_checkpoint):
+            best = remember_best(values, section.best_checkpoint, epoch=epoch)
+        ends += [epoch] if describe_stop(values, best, section, epoch=epoch) else []
+    assert next(iter(ends), None) == end
 
 
 def test_the_prediction_of_some_epochs_keeps_starts_and_ends_whole() -> None:

@@ -1,8 +1,7 @@
 """Early stopping: whether a metric has reached its target or stopped improving, and the expected saving."""
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.spec.sections import BestCheckpoint, Train
@@ -67,35 +66,7 @@ def convert_to_unit(metric: str, bound: float) -> float:
     return 100 * bound if metric in PERCENT and bound <= 1 else bound
 
 
-# --- Expected end
-
-
-def find_end_epoch(rows: Iterable[Mapping[str, Any]], train: Train) -> int | None:
-    """Return the epoch after which a training with these rows would have stopped; None if it would have continued.
-
-    Args:
-        rows: of its epochs, in the format of metrics.jsonl, first epoch first.
-        train: the section, with `early_stopping`.
-    """
-    kept: dict[str, float] = {}
-    for row in rows:
-        values, epoch = _read_metric_values(row), int(row["epoch"])
-        if is_better(values, kept, train.best_checkpoint):
-            kept = remember_best(values, train.best_checkpoint, epoch=epoch)
-        if describe_stop(values, kept, train, epoch=epoch):
-            return epoch
-    return None
-
-
-def has_metrics(rows: Iterable[Mapping[str, Any]], train: Train) -> bool:
-    """Return whether any of the rows has the metric that `best_checkpoint` names; it may have been added later."""
-    metric = train.best_checkpoint.metric
-    return metric == "auto" or any(not math.isnan(_read_metric_values(row).get(metric, math.nan)) for row in rows)
-
-
-def _read_metric_values(row: Mapping[str, Any]) -> dict[str, float]:
-    known = {"loss": row["eval_loss"], **{name: row.get(name) for name in ("top1", "top5", "perplexity")}}
-    return {name: math.nan if value is None else value for name, value in {**known, **row.get("metrics", {})}.items()}
+# --- The prediction of some epochs
 
 
 def shorten_prediction(prediction: Prediction, *, epochs: int, of: int) -> Prediction:

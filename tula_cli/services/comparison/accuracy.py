@@ -452,10 +452,6 @@ def describe_best(report: CompareReport) -> str:
     return f"At batch {batch} {first.method} is best: {result}{progress}."
 
 
-_T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""Quantiles of Student's t for a two-sided 95 % interval, from 1 degree of freedom on."""
-
-
 def differs_beyond_noise(a: ComparisonRow, b: ComparisonRow, metric: str) -> bool:
     """Return whether the means of two rows differ beyond noise, by Welch's t-test; False if either has one seed."""
     first_stat, second = a.stat(metric), b.stat(metric)
@@ -464,17 +460,10 @@ def differs_beyond_noise(a: ComparisonRow, b: ComparisonRow, metric: str) -> boo
     u, v = first_stat.sd**2 / first_stat.n, second.sd**2 / second.n
     if u + v == 0:
         return first_stat.mean != second.mean
-    freedom = max(1.0, (u + v) ** 2 / (u**2 / (first_stat.n - 1) + v**2 / (second.n - 1)))
-    return abs(first_stat.mean - second.mean) > _interpolate_t_95(freedom) * math.sqrt(u + v)
+    from scipy.special import stdtrit  # what compares nothing does not import it
 
-
-def _interpolate_t_95(freedom: float) -> float:
-    """Return the quantile at fractional degrees of freedom, interpolated in their reciprocals."""
-    whole_degrees = int(freedom)
-    if whole_degrees >= len(_T_95):
-        return _T_95[-1] if whole_degrees == len(_T_95) else 2.1
-    weight = (1 / freedom - 1 / (whole_degrees + 1)) / (1 / whole_degrees - 1 / (whole_degrees + 1))
-    return weight * _T_95[whole_degrees - 1] + (1 - weight) * _T_95[whole_degrees]
+    freedom = (u + v) ** 2 / (u**2 / (first_stat.n - 1) + v**2 / (second.n - 1))
+    return abs(first_stat.mean - second.mean) > float(stdtrit(freedom, 0.975)) * math.sqrt(u + v)
 
 
 def find_best_row(rows: Sequence[ComparisonRow], report: CompareReport) -> ComparisonRow:

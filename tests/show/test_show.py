@@ -109,8 +109,8 @@ def test_spot_stands_beside_on_demand_and_says_which_is_cheaper():
     text = printed(recommend.render_recommendation(result))
     assert text.splitlines()[1] == "the same on spot: 75.0 min expected, 1.00 USD (75 % cheaper, 25 % longer)"
     rows = [line.split() for line in text.splitlines() if line.rstrip().endswith("measured")]
-    assert rows[0] == ["*", "2", "128", "1.00", "4.00", "~1.25", "1.00", "measured"]
-    assert rows[1] == ["P", "1", "64", "-", "-", "3.00", "~5.00", "measured"]
+    assert rows[0] == ["*", "2", "128", "60.0", "4.00", "~75.0", "1.00", "measured"]
+    assert rows[1] == ["P", "1", "64", "-", "-", "180", "~5.00", "measured"]
     assert max(map(len, text.splitlines()[2:])) <= 80, "so there is no batch/GPU"
     swapped = make.recommendation(choice=there, rows=(here, there), runners_up=(), other_market=here)
     text = printed(recommend.render_recommendation(swapped))

@@ -239,7 +239,7 @@ def render_same_progress(recommendation: "Recommendation") -> "Table":
 
     rows = [(row, row.same_progress) for row in find_envelope(recommendation.rows, curve="accuracy-time")]
     caveats = recommendation.caveats
-    divisor, unit = choose_time_unit(3600 * max(row.hours for row in recommendation.rows))
+    divisor, unit = choose_time_unit(3600 * recommendation.choice.hours)
     columns = ["", "batch", "nodes", "epochs", "range", f"time to\nsame\nprogress\n({unit})", f"range\n({unit})",
                f"cost\n({recommendation.currency})", f"time for\nspec's\nepochs\n({unit})"]  # fmt: skip
     made = make_table(columns)
@@ -380,7 +380,7 @@ class _ColumnFormat:
     def __init__(self, recommendation: "Recommendation") -> None:
         rows = recommendation.rows
         self.recommendation, self.caveats = recommendation, recommendation.caveats
-        self.divisor, self.unit = choose_time_unit(3600 * max(row.hours for row in rows))
+        self.divisor, self.unit = choose_time_unit(3600 * recommendation.choice.hours)  # as in the headline
         self.has_types = any(row.type for row in rows)
         self.has_local_batch = not any(row.market == "spot" for row in rows)  # with spot's columns 80 would not do
         self.has_energy = any(row.kwh is not None for row in rows)
@@ -452,7 +452,7 @@ class _ColumnFormat:
 
 def make_details_table(recommendation: "Recommendation") -> "Table":
     """Build the table of intervals, step times and memory of the configurations listed."""
-    divisor, unit = choose_time_unit(3600 * max(row.hours for row in recommendation.rows))
+    divisor, unit = choose_time_unit(3600 * recommendation.choice.hours)
     byte, memory = choose_size_unit(max((row.peak_memory or 0 for row in recommendation.rows), default=None))
     typed = any(row.type for row in recommendation.rows)
     columns = ["", *(["type"] if typed else []), "nodes", "batch", f"time\n({unit})", f"90 % interval\n({unit})",

@@ -19,7 +19,6 @@ from read_diagnostics import codes, values
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError
-from tula_cli.models.estimator import Estimator
 from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.job_runs import make_runs, open_family, open_run
@@ -29,7 +28,7 @@ from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.results import Save, ScriptSaves
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services import api, messages
-from tula_cli.services.recommend import count_pending_probes, recommend, save_answer, should_replace, warn_additive_fit
+from tula_cli.services.recommend import count_pending_probes, recommend, save_answer, should_replace
 from tula_cli.services.recommendation.measurements import describe_epochs
 from tula_cli.show import recommend as show_recommend
 from tula_cli.spec.job import JobSpec
@@ -683,22 +682,6 @@ def test_the_other_market_is_that_of_the_chosen_type(tmp_path: Path) -> None:
     assert (answer.choice.type, answer.choice.market) == ("slow", "spot") and other is not None
     same = [row for row in answer.rows if (row.type, row.nodes, row.batch) == ("slow", other.nodes, other.batch)]
     assert {row.market: (row.hours, row.cost) for row in same}["on_demand"] == (other.hours, other.cost)
-
-
-def test_a_second_opinion_that_sees_the_choice_quite_differently_is_reported(tmp_path: Path) -> None:
-    run = run_with(tmp_path, probe_all(Truth(), {2: (16, 64, 256), 4: (8,), 8: (4,), 16: (2,)}))
-    forecast = Estimator.fit(run.read_spec(), run.results())
-    row = next(row for row in forecast.predictions() if not row.measured)
-    gpus = run.read_spec().cluster.gpus_per_node
-    other = forecast.steps.second_opinion(row.nodes, gpus, row.local_batch)
-    assert other is not None
-    far = row.model_copy(update={"step_time": 2 * other, "step_low": 1.9 * other, "step_high": 2.1 * other})
-    disagreement = values(warn_additive_fit(forecast, far), "additive-fit-disagrees")
-    assert disagreement == pytest.approx({"additive_ms": 1e3 * other, "predicted_ms": 2e3 * other})
-    wide = far.model_copy(update={"step_low": 0.9 * other})
-    near = far.model_copy(update={"step_time": 1.1 * other, "step_low": 1.05 * other, "step_high": 1.15 * other})
-    measured = far.model_copy(update={"measured": True})
-    assert not any(warn_additive_fit(forecast, row) for row in (wide, near, measured))
 
 
 # --- a script of the user's own, which does not tell everything

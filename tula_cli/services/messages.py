@@ -549,14 +549,6 @@ def beyond_probed_nodes(*, nodes: int, probed_nodes: int, gpus_per_node: int | N
 
 
 @diagnostic
-def additive_fit_disagrees(*, additive_ms: float, predicted_ms: float) -> str:
-    return (
-        f"An additive fit to the same probes predicts a step time of {additive_ms:.3g} ms for the choice instead of"
-        f" {predicted_ms:.3g} ms. Measure the choice (search.strategy: full or adaptive) before relying on it."
-    )
-
-
-@diagnostic
 def little_memory_free(*, free_share: float, wanted_share: float) -> str:
     return f"The choice ran in its probe, but leaves only {100 * free_share:.0f} % of the GPU memory free (wanted: {100 * wanted_share:.0f} %)."
 

@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from tula_cli.cluster.launcher import Launcher
     from tula_cli.models.summaries import RegressionSummary
 
-_MAX_DISAGREEMENT = 0.15
-"""Largest relative difference from the additive fit that is not reported."""
 _BLOCK = 1000
 """Number of rows that are created at a time."""
 _MAX_ROWS_DRAWN = 400
@@ -470,7 +468,6 @@ def list_choice_warnings(estimator: Estimator, choice: Choice, query: Query) -> 
             probed_nodes=max(nodes for nodes, _ in estimator.probes),
             gpus_per_node=estimator.spec.cluster.gpus_per_node if estimator.steps.levels else None,
         )
-    yield from warn_additive_fit(estimator, chosen)
     if chosen.headroom is not None and chosen.headroom < MEMORY_MARGIN:
         yield messages.little_memory_free(free_share=chosen.headroom, wanted_share=MEMORY_MARGIN)
     timed = chosen.same_progress if query.same_progress and chosen.same_progress else chosen
@@ -485,18 +482,6 @@ def list_choice_warnings(estimator: Estimator, choice: Choice, query: Query) -> 
             yield messages.no_spot_saves_unknown(nodes=chosen.nodes)
         else:
             yield messages.no_spot_too_many_interruptions(nodes=chosen.nodes)
-
-
-def warn_additive_fit(estimator: Estimator, chosen: Prediction) -> list[Diagnostic]:
-    """Warn if a fit without overlap, which is accurate if little is overlapped, predicts a very different step time."""
-    gpus = estimator.spec.cluster.gpus_per_node
-    seconds = None if chosen.measured else estimator.steps.second_opinion(chosen.nodes, gpus, chosen.local_batch)
-    if seconds is None or chosen.step_low is None or chosen.step_high is None:
-        return []
-    is_near = abs(seconds / chosen.step_time - 1) < _MAX_DISAGREEMENT
-    if is_near or chosen.step_low <= seconds <= chosen.step_high:
-        return []
-    return [messages.additive_fit_disagrees(additive_ms=1e3 * seconds, predicted_ms=1e3 * chosen.step_time)]
 
 
 # --- The basis of an answer, on request

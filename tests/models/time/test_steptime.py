@@ -118,16 +118,6 @@ def test_equal_probes_are_one_point_between_them() -> None:
     assert step_time.refusal(4, 1, 128)
 
 
-def test_the_second_opinion_is_additive_and_needs_probes_to_spare() -> None:
-    def seconds(nodes: int, batch: int) -> float:
-        return 0.05 + 0.001 * batch + 0.1 * (1 - 1 / nodes)
-
-    step_time = fit_step_time([observation(n, b, seconds(n, b)) for n, b in GRID], collective="ring")
-    assert step_time.second_opinion(6, 1, 100) == pytest.approx(seconds(6, 100), rel=1e-3)
-    few = fit_step_time([observation(n, b, seconds(n, b)) for n, b in GRID[:5]], collective="ring")
-    assert few.second_opinion(2, 1, 32) is None
-
-
 def test_no_probe_or_a_time_that_is_none_is_refused() -> None:
     with pytest.raises(BadMeasurements, match="no probe"):
         fit_step_time([], collective="ring")
@@ -167,7 +157,7 @@ def two_level(nodes: int, gpus: int, batch: int) -> Observation:
 def test_nodes_of_several_gpus_follow_from_one_node_and_nodes_of_one_gpu() -> None:
     apart = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (4, 1)]
     step_time = fit_step_time([two_level(n, g, b) for n, g in apart for b in (16, 64, 256)], collective="ring")
-    assert "at 1 node of 8 GPUs to" in step_time.words and step_time.second_opinion(4, 8, 64) is None
+    assert "at 1 node of 8 GPUs to" in step_time.words
     for nodes, gpus, batch in [(2, 8, 16), (4, 8, 64), (4, 4, 16), (4, 2, 128), (4, 6, 32)]:
         estimate, truth = step_time.predict(nodes, gpus, batch), two_level(nodes, gpus, batch).seconds
         assert estimate.low is not None and estimate.high is not None and estimate.low < truth < estimate.high

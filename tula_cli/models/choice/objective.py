@@ -158,7 +158,6 @@ Quantity = Literal["time", "cost", "accuracy-time", "energy"]
 """A quantity to minimise."""
 
 FALLBACK = 0.1  # without a knee: the smallest batch within this share of the best value
-NEARLY = 0.05  # a knee this near may come out instead: the ratio of two step times that vary by 2 % stays within it
 _RUNNERS_UP = 3
 _RARE = 0.01  # a knee in fewer of the curves is not told
 _MOST_DRAWN = 64
@@ -335,7 +334,7 @@ def _choose_knee(rows: Candidates, curve: Curve) -> Choice:
         chosen, reason = _without_knee(line, curve)
     else:
         chosen = next(row for row in line if row.batch == batch)
-        reason = f"the knee of {curve} against batch{_describe_gain(chosen, line, curve)}{_describe_other_knees(chosen, line, curve)}"
+        reason = f"the knee of {curve} against batch{_describe_gain(chosen, line, curve)}"
         other = run_kneedle(batches, values)
         reason += f"; Kneedle on the searched part of the curve finds {other}" if other not in (None, batch) else ""
     worth = np.argsort(_sort_rows(best, curve))
@@ -370,7 +369,7 @@ def _describe_shape(line: Sequence[Prediction], curve: Curve) -> str:
     """Describe a curve without a knee."""
     first, before, last = (_get_value_on_curve(line[place], curve) for place in (0, -2, -1))
     if last <= before * (1 - KNEE_SAVES):
-        return f"{curve} still falls by {100 * (1 - last / before):.0f} % at the largest batch{_describe_other_knees(line[-1], line, curve)}"
+        return f"{curve} still falls by {100 * (1 - last / before):.0f} % at the largest batch"
     change = (last / first) ** (1 / (len(line) - 1)) - 1
     return f"{curve} changes steadily, by {change:+.0%} per doubling of the batch"
 
@@ -384,18 +383,6 @@ def _describe_gain(chosen: Prediction, line: Sequence[Prediction], curve: Curve)
     return (
         f": {curve} {before / here - 1:+.0%} at the next smaller batch, {after / here - 1:+.0%} at the next larger one"
     )
-
-
-def _describe_other_knees(chosen: Prediction, line: Sequence[Prediction], curve: Curve) -> str:
-    """Name the neighbouring batches that would be the knee with slightly different step times."""
-
-    def below_chord(row: Prediction) -> float:
-        return float(_get_value_on_curve(row, curve)) * math.sqrt(row.batch)
-
-    place = line.index(chosen)
-    around = [line[i] for i in (place - 1, place + 1) if 0 <= i < len(line)]
-    close = [row for row in around if below_chord(row) <= below_chord(chosen) * (1 + NEARLY)]
-    return f" (the knee may also be at {' or '.join(str(row.batch) for row in close)})" if close else ""
 
 
 def _as_good(chosen: Prediction, rows: Candidates, curve: Quantity) -> str:

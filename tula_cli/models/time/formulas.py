@@ -1,7 +1,7 @@
 """The formulas of the step-time model, with their derivatives by the whitened coordinates that are fitted."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -227,8 +227,6 @@ def _compute_local_covariance(residual: LocalResidual, batch: Floats, replicas: 
 
 # --- Formulas
 
-_ADDITIVE_TERMS = 5
-
 
 @dataclass(frozen=True)
 class Points:
@@ -392,18 +390,3 @@ def evaluate(z: Floats, at: FeaturePoints) -> ModelValues:
     of_step[:, :parameter_count] *= priors.sds
     of_compute[:, :parameter_count] *= priors.sds
     return ModelValues(log_step, log_compute, sync, of_step, of_compute, by_compute, by_sync, by_across)
-
-
-def fit_additive(replicas: Floats, local_batch: Floats, seconds: Floats) -> Floats | None:
-    """Fit a plain sum of terms with relative weights, as a second opinion; None with too few probes."""
-    if len(seconds) <= _ADDITIVE_TERMS:
-        return None
-    from scipy.optimize import nnls
-
-    coefficients, _ = nnls(make_additive_design(replicas, local_batch) / seconds[:, None], np.ones_like(seconds))
-    return np.asarray(coefficients)
-
-
-def make_additive_design(replicas: Sequence[int] | Floats, local_batch: Sequence[int] | Floats) -> Floats:
-    count, size = np.asarray(replicas, dtype=float), np.asarray(local_batch, dtype=float)
-    return np.column_stack([np.ones_like(count), size, 1 - 1 / count, count, np.log2(count)])

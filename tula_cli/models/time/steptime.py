@@ -13,7 +13,7 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements
 from tula_cli.models import messages
 from tula_cli.models.time import mixture
-from tula_cli.models.time.formulas import PRIORS, Points, Priors, fit_additive, make_additive_design
+from tula_cli.models.time.formulas import PRIORS, Points, Priors
 from tula_cli.models.time.mixture import Mixture, StepModel
 from tula_cli.models.time.noise import BLOCKS, Z90, compute_block_deviation, compute_trimmed_mean
 from tula_cli.words import describe_probe_place, format_count
@@ -274,21 +274,6 @@ class StepTimeFit:
         drawn = np.random.default_rng(0).standard_normal((count, len(mean)))
         samples: Floats = mean + drawn @ (vectors * np.sqrt(np.maximum(values, 0.0))).T
         return samples
-
-    def second_opinion(self, nodes: int, gpus_per_node: int, local_batch: int) -> float | None:
-        """Return the prediction of a plain additive model: non-negative terms of b, 1 - 1/R, R and log2 R. Seconds.
-
-        It has no overlap and no priors from other clusters, and is right if little is overlapped. None if there are too
-        few probes, or nodes with several numbers of GPUs were measured.
-        """
-        if self._scope.levels:
-            return None
-        measured, seconds = self.measured_points()
-        coefficients = fit_additive(measured.replicas, measured.local_batch, seconds)
-        replicas = nodes if self._scope.across else gpus_per_node
-        return (
-            None if coefficients is None else float((make_additive_design([replicas], [local_batch]) @ coefficients)[0])
-        )
 
 
 def make_prediction_error(configuration: str, why: str) -> BadMeasurements:

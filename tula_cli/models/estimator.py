@@ -34,10 +34,10 @@ from tula_cli.models.observations import (
     Probe,
     T,
     find_capacity,
+    list_limits_of_forecast,
     list_measurement_warnings,
     require_measurements,
     require_one_hardware,
-    warn_limits,
 )
 from tula_cli.models.out_of_memory import cannot_accumulate, find_smallest_ruled_out, is_ruled_out_by, list_splits
 from tula_cli.models.overheads import OverheadModel, compute_median_shutdown
@@ -150,7 +150,7 @@ class Estimator:
                 *steps.warnings,
                 *held_up,
                 *filter(None, [memory_model.warning]),
-                *warn_limits(spec, measured, noise),
+                *list_limits_of_forecast(spec, measured, noise),
             ),
             noise=noise,
             queue=queue,

@@ -1,7 +1,7 @@
 """Convert probe results to observations for the fits, and warn about measurements that make the fits doubtful."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -57,55 +57,22 @@ def as_observation(probe: Measured) -> Observation:
     )
 
 
-def warn_limits(spec: JobSpec, measured: Sequence[Measured], noise: NoisePath | None) -> list[Diagnostic]:
-    """Return warnings about upper bounds and omissions of the forecast, and about probes that contradict the job."""
-    return [
-        *warn_upper_bounds(spec, measured),
-        *warn_other_algorithm(spec, measured),
-        *claims.warn_inconsistent_probes(measured),
-        *warn_not_measured(spec, measured),
-        *warn_missing_noise(spec, noise),
-    ]
-
-
-def warn_upper_bounds(spec: JobSpec, measured: Iterable[Measured]) -> list[Diagnostic]:
-    """Return the warning of a method whose forecast time is known to be an upper bound."""
-    if not spec.train.training_method.probes_overestimate or not any(
-        probe.nodes * probe.gpus_per_node > 1 for probe in measured
-    ):
-        return []
-    return [messages.times_are_upper_bounds(method=spec.train.method)]
-
-
-def warn_other_algorithm(spec: JobSpec, measured: Iterable[Measured]) -> list[Diagnostic]:
-    """Warn if NCCL's algorithm for its largest all-reduce on the most nodes (ring or tree) is not the modelled one."""
-    probes = [probe for probe in measured if probe.environment.allreduce]
-    if not probes:
-        return []
-    probe = max(probes, key=lambda probe: probe.nodes)
-    chosen = probe.environment.allreduce[max(probe.environment.allreduce)].partition(",")[0]
-    modelled = spec.cluster.collective
-    if {chosen, modelled} != {"ring", "tree"}:
-        return []
-    return [messages.other_collective(chosen=chosen, modelled=modelled, nodes=probe.nodes)]
-
-
-def warn_not_measured(spec: JobSpec, measured: Sequence[Measured]) -> list[Diagnostic]:
-    """Return warnings about what the forecast leaves out because the probes did not measure it."""
-    return [
-        *_warn_left_out(spec, measured),
-        *_warn_unknown_memory(spec, measured),
-        *_warn_unknown_stages(spec, measured),
-    ]
-
-
-def _warn_unknown_stages(spec: JobSpec, measured: Sequence[Measured]) -> list[Diagnostic]:
-    if not spec.train.stages or len({probe.local_batch for probe in measured}) > 1:
-        return []
-    return [messages.stage_times_not_measured()]
-
-
-def _warn_left_out(spec: JobSpec, measured: Sequence[Measured]) -> list[Diagnostic]:
+def list_limits_of_forecast(
+    spec: JobSpec, measured: Sequence[Measured], noise: NoisePath | None
+) -> Iterator[Diagnostic]:
+    """Yield warnings about upper bounds and omissions of the forecast, and about probes that contradict the job."""
+    if spec.train.training_method.probes_overestimate and any(p.nodes * p.gpus_per_node > 1 for p in measured):
+        yield messages.times_are_upper_bounds(method=spec.train.method)
+    if timed := [
+        probe for probe in measured if probe.environment.allreduce
+    ]:  # NCCL's choice for its largest all-reduce
+        widest = max(timed, key=lambda probe: probe.nodes)
+        algorithms = widest.environment.allreduce
+        chosen, modelled = algorithms[max(algorithms)].partition(",")[0], spec.cluster.collective
+        if {chosen, modelled} == {"ring", "tree"}:
+            yield messages.other_collective(chosen=chosen, modelled=modelled, nodes=widest.nodes)
+    if spec.script is not None:
+        yield from claims.warn_inconsistent_probes(measured)
     overheads = [probe.overheads for probe in measured]
     no_eval = all(overhead.eval_batch is None or overhead.eval_batch_size is None for overhead in overheads)
     no_saves = all(overhead.checkpoint is None for overhead in overheads)
@@ -114,23 +81,19 @@ def _warn_left_out(spec: JobSpec, measured: Sequence[Measured]) -> list[Diagnost
         *(["checkpoints"] if no_saves else []),
         *(["updates of the scaling factors"] if refresh.is_refresh_time_unknown(spec, measured) else []),
     ]
-    if not missing:
-        return []
-    unsaved = spec.script is None and spec.train.checkpoint_every == "auto"
-    lost = no_saves and spec.pricing.spot is not None and unsaved
-    return [messages.times_exclude(missing=missing, epochs_lost_on_spot=lost)]
-
-
-def _warn_unknown_memory(spec: JobSpec, measured: Sequence[Measured]) -> list[Diagnostic]:
-    on_gpu = [probe for probe in measured if probe.environment.device == "cuda"]
-    if not on_gpu:
-        return []
-    if find_capacity(spec, measured, None) is None:
-        largest = max(probe.local_batch for probe in on_gpu)
-        return [messages.gpu_memory_unknown(largest_local_batch=largest)]
-    if all(probe.memory.libraries is not None for probe in on_gpu):
-        return []
-    return [messages.library_memory_not_measured(margin=MEMORY_MARGIN)]
+    if missing:
+        unsaved = spec.script is None and spec.train.checkpoint_every == "auto"
+        lost = no_saves and spec.pricing.spot is not None and unsaved
+        yield messages.times_exclude(missing=missing, epochs_lost_on_spot=lost)
+    if on_gpu := [probe for probe in measured if probe.environment.device == "cuda"]:
+        if find_capacity(spec, measured, None) is None:
+            yield messages.gpu_memory_unknown(largest_local_batch=max(probe.local_batch for probe in on_gpu))
+        elif any(probe.memory.libraries is None for probe in on_gpu):
+            yield messages.library_memory_not_measured(margin=MEMORY_MARGIN)
+    if spec.train.stages and len({probe.local_batch for probe in measured}) == 1:
+        yield messages.stage_times_not_measured()
+    if spec.train.stages == "noise":
+        yield from warn_missing_noise(spec, noise)
 
 
 def require_measurements(
@@ -187,59 +150,38 @@ def find_capacity(spec: JobSpec, measured: Sequence[Measured], inspection: Inspe
     return (inspection.capacity if inspection else None) or spec.cluster.memory_per_gpu
 
 
-def list_measurement_warnings(measured: Sequence[Measured]) -> list[Diagnostic]:
-    """Return warnings about measurements that may not be representative."""
-    return [
-        *_warn_oversubscribed(measured),
-        *_warn_software(measured),
-        *_warn_thrashing(measured),
-        *_warn_waiting_for_data(measured),
-        *_warn_throttled(measured),
-    ]
-
-
-def _warn_oversubscribed(measured: Sequence[Measured]) -> list[Diagnostic]:
-    nodes = sorted({probe.nodes for probe in measured if probe.oversubscribed})
-    if not nodes:
-        return []
-    shared = "GPUs" if any(probe.environment.device == "cuda" for probe in measured) else "cores"
-    return [messages.oversubscribed(nodes=nodes, shared=shared)]
-
-
-def _warn_software(measured: Sequence[Measured]) -> list[Diagnostic]:
+def list_measurement_warnings(measured: Sequence[Measured]) -> Iterator[Diagnostic]:
+    """Yield warnings about measurements that may not be representative."""
+    if crowded := sorted({probe.nodes for probe in measured if probe.oversubscribed}):
+        on_gpus = any(probe.environment.device == "cuda" for probe in measured)
+        yield messages.oversubscribed(nodes=crowded, shared="GPUs" if on_gpus else "cores")
     versions = sorted({f"torch {probe.environment.torch}, driver {probe.environment.driver}" for probe in measured})
-    differing = [probe for probe in measured if len({node.driver for node in probe.environment.nodes}) > 1]
-    if len(versions) < 2 and not differing:
-        return []
-    return [messages.software_differs(versions=versions)]
+    if len(versions) > 1 or any(len({node.driver for node in p.environment.nodes}) > 1 for p in measured):
+        yield messages.software_differs(versions=versions)
+    for probe in measured:
+        if probe.allocator_retries:
+            where = describe_probe_place(probe.nodes, probe.local_batch)
+            yield messages.allocator_thrashed(where=where, retries=probe.allocator_retries)
+    if waits := [probe for probe in measured if _is_waiting_for_data(probe)]:
+        yield _warn_waiting_for_data(waits)
+    if throttled := [(probe, state) for probe in measured for state in probe.gpus or () if state.held_down]:
+        slowest = min((state for _, state in throttled), key=lambda state: state.sm_mhz)
+        reasons = sorted({reason for _, state in throttled for reason in state.held_down})
+        where = _describe_configurations(list({probe.id: probe for probe, _ in throttled}.values()))
+        yield messages.gpus_throttled(reasons=reasons, where=where, megahertz=slowest.sm_mhz, watts=slowest.watts)
 
 
-def _warn_thrashing(measured: Sequence[Measured]) -> list[Diagnostic]:
-    return [
-        messages.allocator_thrashed(
-            where=describe_probe_place(probe.nodes, probe.local_batch), retries=probe.allocator_retries
-        )
-        for probe in measured
-        if probe.allocator_retries
-    ]
-
-
-def _warn_waiting_for_data(measured: Sequence[Measured]) -> list[Diagnostic]:
+def _warn_waiting_for_data(waits: Sequence[Measured]) -> Diagnostic:
     """Warn about steps limited by the data loader. Each rank has its own loader, so more nodes bring more loaders."""
-    waits = [probe for probe in measured if _is_waiting_for_data(probe)]
-    if not waits:
-        return []
     timed = [probe for probe in waits if probe.loader_time is not None and probe.cached_time]
     slowest = max(timed, key=lambda probe: (probe.loader_time or 0.0) / (probe.cached_time or 1.0), default=None)
-    return [
-        messages.waiting_for_data(
-            share=_WAITING,
-            where=_describe_configurations(waits),
-            loader_ms=None if slowest is None else 1000 * (slowest.loader_time or 0.0),
-            step_ms=None if slowest is None else 1000 * (slowest.cached_time or 0.0),
-            slowest="" if slowest is None else describe_probe_place(slowest.nodes, slowest.local_batch),
-        )
-    ]
+    return messages.waiting_for_data(
+        share=_WAITING,
+        where=_describe_configurations(waits),
+        loader_ms=None if slowest is None else 1000 * (slowest.loader_time or 0.0),
+        step_ms=None if slowest is None else 1000 * (slowest.cached_time or 0.0),
+        slowest="" if slowest is None else describe_probe_place(slowest.nodes, slowest.local_batch),
+    )
 
 
 def _is_waiting_for_data(probe: Measured) -> bool:
@@ -251,17 +193,6 @@ def _is_waiting_for_data(probe: Measured) -> bool:
         return True
     alone, cached = probe.loader_time, probe.cached_time
     return alone is not None and cached is not None and cached < (1 - _WAITING) * alone
-
-
-def _warn_throttled(measured: Sequence[Measured]) -> list[Diagnostic]:
-    """Warn if GPUs ran below their normal clocks during the timed steps."""
-    throttled = [(probe, state) for probe in measured for state in probe.gpus or () if state.held_down]
-    if not throttled:
-        return []
-    slowest = min((state for _, state in throttled), key=lambda state: state.sm_mhz)
-    reasons = sorted({reason for _, state in throttled for reason in state.held_down})
-    where = _describe_configurations(list({probe.id: probe for probe, _ in throttled}.values()))
-    return [messages.gpus_throttled(reasons=reasons, where=where, megahertz=slowest.sm_mhz, watts=slowest.watts)]
 
 
 def _describe_configurations(probes: Iterable[Measured]) -> str:

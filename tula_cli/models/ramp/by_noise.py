@@ -125,9 +125,7 @@ def continue_stages(earlier: Sequence[Stage], anew: Sequence[Stage]) -> tuple[St
 
 
 def warn_missing_noise(spec: JobSpec, noise: NoisePath | None) -> list[Diagnostic]:
-    """Return warnings about missing or limited noise measurements for `ramp: noise`."""
-    if spec.train.stages != "noise":
-        return []
+    """Return warnings about missing or limited noise measurements for a job with `ramp: noise`."""
     if noise is None:
         return [messages.noise_not_measured()]
     return [] if noise.measured_at else [messages.noise_only_at_start()]

@@ -14,16 +14,16 @@ import pytest
 import tiny_queue
 from fake_slurm import FakeSlurm, local
 
-from tula_cli.cluster import schedulers
 from tula_cli.cluster.batch_launcher import submit_script
 from tula_cli.cluster.launcher import make_launcher
-from tula_cli.cluster.scheduler import AvoidsNodes, JobRequest, LocalScheduler, Scheduler, exclude_nodes
+from tula_cli.cluster.scheduler import AvoidsNodes, JobRequest, LocalScheduler, Scheduler, exclude_nodes, load_scheduler
 from tula_cli.cluster.slurm import command as slurm_command
 from tula_cli.cluster.slurm import queue as slurm_queue
 from tula_cli.cluster.slurm.scheduler import SlurmScheduler
 from tula_cli.errors import SchedulerError, SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import Rung, TrainTask
+from tula_cli.spec.backend import BACKENDS
 
 PATIENCE = 60.0  # seconds; a loaded machine starts processes slowly
 OWN = "tiny_queue:TinyQueue"
@@ -75,7 +75,7 @@ def own_queue(folder: Path) -> Iterator[Site]:
     home = folder / "queue"
     home.mkdir()
     (home / "settings.json").write_text(json.dumps({"nodes": 2, "minute": 3.0, "grace": 1.0, "jobs": 6}))
-    scheduler = schedulers.load_scheduler(OWN, {"home": str(home)})
+    scheduler = load_scheduler(OWN, {"home": str(home)})
     assert isinstance(scheduler, tiny_queue.TinyQueue)
     yield Site(scheduler, folder)
     jobs = scheduler._jobs() or {}
@@ -356,7 +356,7 @@ def test_a_training_on_it_is_a_chain_that_is_found_again_and_cancelled(tmp_path:
 
 
 def test_names_are_those_of_the_table_or_import_strings() -> None:
-    assert set(schedulers.SCHEDULERS) == {"local", "slurm"}
+    assert [type(load_scheduler(kind)).__name__ for kind in BACKENDS] == ["LocalScheduler", "SlurmScheduler"]
     assert make.spec(cluster={"kind": "slurm"}).cluster.kind == "slurm"
     with pytest.raises(SpecError) as error:
         make.spec(cluster={"kind": "slrum"})
@@ -383,7 +383,7 @@ def test_names_are_those_of_the_table_or_import_strings() -> None:
 )
 def test_what_is_no_scheduler_is_refused_with_what_it_lacks(kind: str, options: dict[str, str], words: str) -> None:
     with pytest.raises(SpecError) as error:
-        schedulers.load_scheduler(kind, options)
+        load_scheduler(kind, options)
     assert words in f"{error.value.message}; {error.value.hint}"
 
 

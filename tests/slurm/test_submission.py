@@ -11,8 +11,7 @@ import pytest
 from cluster import SlurmCluster
 
 from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.cluster.slurm.start_estimate import estimate_start
-from tula_cli.cluster.slurm.submit import SlurmLauncher
+from tula_cli.cluster.slurm.submit import SlurmLauncher, estimate_start
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Rung, TrainTask

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tula_cli.cluster.schedulers import make_scheduler
+from tula_cli.cluster.scheduler import make_scheduler
 from tula_cli.errors import DiskFull, SchedulerError
 from tula_cli.host.failures import advise
 from tula_cli.run.directory import RunDir

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from tula_cli.cluster.schedulers import load_scheduler
+from tula_cli.cluster.scheduler import load_scheduler
 from tula_cli.cluster.supervise import supervise
 from tula_cli.errors import TulaError
 

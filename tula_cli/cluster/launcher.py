@@ -10,8 +10,7 @@ from typing import Protocol
 
 from tula_cli.cluster.batch_launcher import BatchLauncher
 from tula_cli.cluster.local import LocalLauncher
-from tula_cli.cluster.scheduler import SchedulerState
-from tula_cli.cluster.schedulers import make_scheduler
+from tula_cli.cluster.scheduler import SchedulerState, make_scheduler
 from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.errors import SchedulerError
 from tula_cli.run.directory import RunDir

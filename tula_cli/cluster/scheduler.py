@@ -5,6 +5,7 @@ does not answer, the state is unknown; only `submit` and `queued` raise an error
 """
 
 import contextlib
+import importlib
 import os
 import shlex
 import signal
@@ -12,11 +13,14 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from tula_cli.errors import SchedulerError
+from tula_cli import plugins
+from tula_cli.errors import SchedulerError, SpecError
 from tula_cli.host.processes import start_time
 from tula_cli.run.records.base import OutcomeClass
+from tula_cli.spec.backend import BACKENDS
+from tula_cli.spec.resources import Cluster
 
 # --- The log of a job
 #
@@ -375,3 +379,46 @@ def _is_same_process(id_: str) -> bool:
 
 def _reap_children() -> None:
     _children[:] = [child for child in _children if child.poll() is None]
+
+
+# --- The scheduler of a job
+
+PROTOCOL_MEMBERS = (*sorted(name for name in vars(Scheduler) if not name.startswith("_")), *Scheduler.__annotations__)
+"""Members that a user-defined scheduler must have."""
+
+
+def load_scheduler(kind: str, options: Mapping[str, Any] | None = None) -> Scheduler:
+    """Return a scheduler.
+
+    Args:
+        kind: `cluster.kind`.
+        options: `cluster.scheduler.options`, the arguments of the scheduler.
+
+    Raises:
+        SpecError: the name is unknown, its import fails, it rejects the options, or it lacks a member of the protocol.
+    """
+    if kind in BACKENDS:
+        module, _, name = BACKENDS[kind].scheduler.partition(":")
+        cls = getattr(importlib.import_module(module), name)
+    else:
+        cls = plugins.load(kind, {}, kind="scheduler")
+    try:
+        scheduler = cls(**(options or {}))
+    except TypeError as error:
+        raise SpecError(f"scheduler {kind!r}: {error}", "cluster.scheduler.options are its arguments") from error
+    if missing := [name for name in PROTOCOL_MEMBERS if not hasattr(scheduler, name)]:
+        raise SpecError(
+            f"scheduler {kind!r} has no {', '.join(missing)}",
+            "the page 'Use another scheduler' of the documentation lists what the class needs",
+        )
+    return scheduler  # type: ignore[no-any-return]
+
+
+def make_scheduler(cluster: Cluster) -> Scheduler:
+    """Return the scheduler of a job.
+
+    Raises:
+        SpecError: as in `load_scheduler`.
+    """
+    section = cluster.own_scheduler
+    return load_scheduler(cluster.kind, section.options if section else None)

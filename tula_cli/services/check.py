@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tula_cli.cluster.inspection import Inspect, NotInspectable, inspect
-from tula_cli.cluster.schedulers import make_scheduler
+from tula_cli.cluster.scheduler import make_scheduler
 from tula_cli.cluster.slurm.first_job import inspect_with_stored
 from tula_cli.cluster.slurm.sbatch import warn_too_few_cpus
 from tula_cli.cluster.slurm.site_factors import warn_unknown_factors

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tula_cli.cluster.local import LocalLauncher
-from tula_cli.cluster.scheduler import SchedulerState
-from tula_cli.cluster.schedulers import make_scheduler
+from tula_cli.cluster.scheduler import SchedulerState, make_scheduler
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.errors import TulaError
 from tula_cli.host import machine_lock

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher, lock_submission, submit_task
-from tula_cli.cluster.scheduler import SchedulerState
-from tula_cli.cluster.schedulers import make_scheduler
+from tula_cli.cluster.scheduler import SchedulerState, make_scheduler
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import site
 from tula_cli.cluster.slurm.site import Site

@@ -126,7 +126,7 @@ def answer_query(
     choice, run = answer.recommendation.choice, answer.chosen_run
     if not estimates_start or run.spec.cluster.kind != "slurm":
         return answer
-    from tula_cli.cluster.slurm.start_estimate import estimate_start  # submitit, which only jobs of SLURM need
+    from tula_cli.cluster.slurm.submit import estimate_start  # here: only jobs of SLURM need it
 
     estimate = estimate_start(run, nodes=choice.nodes, batch=choice.batch, now=now)
     return replace(answer, recommendation=answer.recommendation.model_copy(update={"start_estimate": estimate}))

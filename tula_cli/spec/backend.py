@@ -1,6 +1,6 @@
 """Where jobs run, as plans, messages and waiting commands depend on it: this machine, SLURM, or a user's scheduler.
 
-The `Scheduler` of the same name (`cluster/schedulers.py`) submits, watches and cancels the jobs.
+Its `Scheduler` (`cluster/scheduler.py`) submits, watches and cancels the jobs.
 """
 
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ class Backend:
     poll: tuple[float, float] = (10.0, 60.0)
     has_queue: bool = True  # jobs wait for nodes, cost node-hours, and are chained
     default_interface: str | None = None  # network interface of the ranks if the job names none; None: detected
+    scheduler: str = ""  # module and class of the `Scheduler`; empty: `cluster.kind` names the user's
 
     def count_ranks_per_machine(self, ranks: int, *, gpus_per_node: int) -> int:
         """Return how many of a job's ranks share a machine."""
@@ -63,8 +64,14 @@ BACKENDS: dict[str, Backend] = {
         poll=(0.5, 2.0),
         has_queue=False,
         default_interface="lo",
+        scheduler="tula_cli.cluster.scheduler:LocalScheduler",
     ),
-    "slurm": Backend("SLURM", "cluster.slurm.minutes", "cluster.slurm.memory"),
+    "slurm": Backend(
+        "SLURM",
+        "cluster.slurm.minutes",
+        "cluster.slurm.memory",
+        scheduler="tula_cli.cluster.slurm.scheduler:SlurmScheduler",
+    ),
 }
 """The included backends by `cluster.kind`."""
 

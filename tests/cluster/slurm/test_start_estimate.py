@@ -10,7 +10,7 @@ from make_results import Truth, probe_all, spec
 import tula_cli as tula
 from tula_cli.cli import app
 from tula_cli.cluster.slurm.scheduler import make_sbatch_environment
-from tula_cli.cluster.slurm.start_estimate import estimate_start
+from tula_cli.cluster.slurm.submit import estimate_start
 from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.job_runs import open_family
@@ -49,7 +49,7 @@ def test_the_scheduler_is_asked_with_the_script_of_the_training_and_nothing_is_s
         scripts.append(script.read_text())
         return make_sbatch_environment(script)
 
-    monkeypatch.setattr("tula_cli.cluster.slurm.start_estimate.make_sbatch_environment", environment)
+    monkeypatch.setattr("tula_cli.cluster.slurm.submit.make_sbatch_environment", environment)
     slurm.fault(starts=local(NOW + 1800))
     before = files(run)
     estimate = estimate_start(Run(run.path, run.read_spec()), nodes=2, batch=512, now=NOW)

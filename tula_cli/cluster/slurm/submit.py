@@ -2,7 +2,9 @@
 
 import hashlib
 import os
+import re
 import socket
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,10 +12,14 @@ from tula_cli.cluster.batch_launcher import BatchLauncher
 from tula_cli.cluster.chains import count_links, start_delay
 from tula_cli.cluster.local import run_supervisor
 from tula_cli.cluster.scheduler import JobRequest, Queued
+from tula_cli.cluster.slurm.command import call_slurm
+from tula_cli.cluster.slurm.queue import parse_time
 from tula_cli.cluster.slurm.sbatch import get_job_python, make_submitit_parameters
-from tula_cli.cluster.slurm.scheduler import SlurmScheduler, require_plain_path
-from tula_cli.run.directory import RunDir
-from tula_cli.run.records.tasks import Task
+from tula_cli.cluster.slurm.scheduler import SlurmScheduler, make_sbatch_environment, require_plain_path
+from tula_cli.errors import TulaError
+from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.records.recommendations import StartEstimate
+from tula_cli.run.records.tasks import Rung, Task, TrainTask
 
 
 class SlurmLauncher(BatchLauncher):
@@ -91,3 +97,58 @@ def _write_call(run: RunDir, task: Task, id_: str) -> None:
         draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
         call.dump(draft)
         draft.replace(path)
+
+
+# --- SLURM's estimate of when a training would start, by `sbatch --test-only`
+
+_ESTIMATE_PATIENCE = 10.0
+"""Timeout of sbatch in seconds; short, as the estimate is only a hint."""
+_ESTIMATE_JOB = "start-estimate"
+
+
+def estimate_start(run: Run, *, nodes: int, batch: int, now: float) -> StartEstimate | None:
+    """Return SLURM's estimate of when the first job of a training would start; nothing is submitted.
+
+    SLURM is given the script that would be submitted, and considers running jobs and their time limits. Jobs of higher
+    priority may come first, so the estimated wait is a lower bound.
+
+    Args:
+        run: the run that the training would belong to; nothing is written there.
+        nodes: number of nodes of the training.
+        batch: global batch of the training.
+        now: Unix time.
+
+    Returns:
+        The estimate, without a wait but with a reason if SLURM gives none; None if this machine has no sbatch.
+    """
+    task = TrainTask(
+        id=_ESTIMATE_JOB, job=_ESTIMATE_JOB, spec=run.spec, workdir=str(Path.cwd()), nodes=nodes, signature=_ESTIMATE_JOB, attempt=1,
+        ladder=(Rung(batch=batch),), workers=run.spec.train.workers,
+    )  # fmt: skip
+    minutes = task.time_limit
+    try:
+        script_text = render_job_script(run, task)
+        with tempfile.TemporaryDirectory(prefix="tula-") as folder:
+            script = Path(folder) / "job.sh"
+            script.write_text(script_text, encoding="utf-8")
+            answer = call_slurm(
+                "sbatch",
+                "--test-only",
+                str(script),
+                environ=make_sbatch_environment(script),
+                patience=_ESTIMATE_PATIENCE,
+            )
+    except (TulaError, OSError) as error:
+        reason = error.message if isinstance(error, TulaError) else str(error)
+        return StartEstimate(nodes=nodes, minutes=minutes, asked_at=now, wait=None, reason=reason)
+    if answer.end == "missing":
+        return None
+    match = re.search(r"to start at (\S+)", f"{answer.text}\n{answer.complaint}")
+    start = parse_time(match.group(1)) if match and answer.ok else None
+    if start is None:
+        reason = (
+            answer.complaint.strip().rpartition("\n")[2].removeprefix("sbatch: error: ")
+            or "sbatch reported no start time"
+        )
+        return StartEstimate(nodes=nodes, minutes=minutes, asked_at=now, wait=None, reason=reason)
+    return StartEstimate(nodes=nodes, minutes=minutes, asked_at=now, wait=max(0.0, start - now))

@@ -93,7 +93,7 @@ def list_limits_of_forecast(
     if spec.train.stages and len({probe.local_batch for probe in measured}) == 1:
         yield messages.stage_times_not_measured()
     if spec.train.stages == "noise":
-        yield from warn_missing_noise(spec, noise)
+        yield from warn_missing_noise(noise)
 
 
 def require_measurements(

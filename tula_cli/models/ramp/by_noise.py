@@ -14,7 +14,6 @@ from itertools import accumulate, pairwise
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.models import messages
 from tula_cli.run.records.recommendations import Stage
-from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import MIN_STAGE_SHARE
 from tula_cli.words import format_number
 
@@ -124,7 +123,7 @@ def continue_stages(earlier: Sequence[Stage], anew: Sequence[Stage]) -> tuple[St
     return tuple(stages)
 
 
-def warn_missing_noise(spec: JobSpec, noise: NoisePath | None) -> list[Diagnostic]:
+def warn_missing_noise(noise: NoisePath | None) -> list[Diagnostic]:
     """Return warnings about missing or limited noise measurements for a job with `ramp: noise`."""
     if noise is None:
         return [messages.noise_not_measured()]

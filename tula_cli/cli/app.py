@@ -119,6 +119,16 @@ REMOVED_OPTIONS: Mapping[tuple[str, str], str] = {
         (("tula report", "--for"), ("tula report", "--runs")),
         "tula report --markdown, --latex and --csv write the scaling tables",
     ),
+    **dict.fromkeys(
+        (("tula check", "--site"), ("tula check", "--run-setup")),
+        "tula check job.yaml names the site file of a wrong key; --on-cluster tries the settings in a job",
+    ),
+    (
+        "tula recommend",
+        "--validate",
+    ): "tula recommend --explain shows the fit, and tula train predicted and actual values",
+    ("tula logs", "--since"): "tula logs --all shows all attempts, and -n the last lines",
+    ("tula compare", "--html"): "tula report --html writes a page with the comparison",
     ("tula recommend", "--with-run"): "set search.gpus_per_node in the job, and run tula profile",
     ("tula recommend", "--what-if"): "run tula profile on that hardware, and tula recommend on its run",
     ("tula list", "--accuracy"): "tula status and tula report show the trainings of a run, predicted against actual",

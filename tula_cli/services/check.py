@@ -19,9 +19,9 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Measured
 from tula_cli.services import messages
 from tula_cli.services.job_warnings import (
-    NodeMemory,
-    check_memory,
+    check_shared_memory,
     describe_computing,
+    find_free_shared_memory,
     warn_ags_on_one_rank,
     warn_unlikely_settings,
 )
@@ -202,7 +202,6 @@ def check(
     online: bool = True,
     inspector: Inspect | None = None,
     run: RunDir | None = None,
-    room: NodeMemory | None = None,
 ) -> CheckReport:
     """Check a job on one node type.
 
@@ -212,9 +211,7 @@ def check(
             only if `search.max_batch` bounds it.
         inspector: inspects the model and the dataset, or returns a stored inspection; None builds them.
         run: the run of the job. Its trainings show how often a script saves checkpoints, its probes how long a step
-            takes, and its node checks how much memory the nodes have.
-        room: memory of a node that is available for data; None uses this machine's, or what is known of the SLURM
-            nodes.
+            takes, and its node checks how much shared memory the nodes have.
 
     Raises:
         SpecError: the job cannot be built.
@@ -237,7 +234,6 @@ def check(
         else None
     )
     expensive = search_worth.warn_if_expensive(spec.search.strategy) if search_worth else []
-    impossible, tight = check_memory(spec, inspection, sizes, room or NodeMemory.of_nodes(spec, run))
     return CheckReport(
         inspection=inspection,
         jobs=jobs,
@@ -253,13 +249,12 @@ def check(
             *problems,
             *_check_gpus(spec, inspection),
             *_check_stages(spec, inspection)[0],
-            *impossible,
+            *check_shared_memory(spec, inspection, sizes, free=find_free_shared_memory(spec, run)),
             *_check_cap(spec, node_hours, later),
         ),
         warnings=(
             *_warn_unknown(later),
             *_list_warnings(spec, inspection, jobs, chosen_by_auto=chosen_by_auto),
-            *tight,
             *expensive,
             *_list_notes_on_scaling(run),
         ),

@@ -1,19 +1,15 @@
-"""Warnings before a job runs: unlikely combinations of settings, precision on GPUs, and memory of data loaders."""
+"""Warnings before a job runs: unlikely combinations of settings, precision on GPUs, and shared memory of data loaders."""
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
 from tula_cli.diagnostics import Diagnostic
-from tula_cli.host.machine import read_machine_memory, read_shared_memory
-from tula_cli.models.memory.host_memory import DataMemory, estimate_data_memory
+from tula_cli.host.machine import read_shared_memory
 from tula_cli.presets import DIVIDING
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.inspections import ClusterReport, Inspection
+from tula_cli.run.records.inspections import Inspection
 from tula_cli.services import messages
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import FEWEST_WORKERS, MOST_WORKERS
-from tula_cli.spec.slurm_options import Slurm, normalize_option_name
 from tula_cli.spec.workload import get_workload
 from tula_cli.words import format_count
 
@@ -127,161 +123,39 @@ def warn_ags_on_one_rank(spec: JobSpec) -> list[Diagnostic]:
     return [messages.ags_on_one_rank(nodes=alone, other_nodes=[n for n in spec.search.nodes if n not in alone])]
 
 
-# --- Memory of data loaders
+# --- Shared memory of data loaders
 
 
-@dataclass(frozen=True)
-class NodeMemory:
-    """The memory of a node that is available for the ranks' data. Bytes; None if unknown."""
-
-    shared: int | None  # of /dev/shm
-    memory: int | None
-    source: str = "this machine has"  # of `memory`, in words
-
-    @classmethod
-    def of_nodes(cls, spec: JobSpec, run: RunDir | None) -> "NodeMemory":
-        """Return the memory of this machine; on a cluster, the requested memory and that of the newest node check."""
-        if spec.cluster.kind == "local":
-            return cls(read_shared_memory(), read_machine_memory())
-        report = None if run is None else _find_newest_check(run)
-        shared = min((node.shared for node in report.nodes if node.shared), default=None) if report else None
-        if (requested := _get_requested_memory(spec)) is not None:
-            return cls(shared, requested, "cluster.slurm requests")
-        return cls(shared, min(node.memory for node in report.nodes) if report else None, "a node has")
-
-
-def _find_newest_check(run: RunDir) -> ClusterReport | None:
-    reports = [(run.checks.report(task.id), int(task.id.rpartition("-")[2])) for task in run.check_tasks()]
-    return max(((number, report) for report, number in reports if report), key=lambda pair: pair[0], default=(0, None))[
-        1
-    ]
-
-
-def _get_requested_memory(spec: JobSpec) -> int | None:
-    """Return the bytes per node that the job requests from SLURM; None if it requests all memory, or no amount."""
-    slurm, ranks = spec.cluster.slurm or Slurm(), spec.cluster.gpus_per_node
-    extra = {normalize_option_name(name): str(value) for name, value in slurm.extra.items()}
-    forms = (
-        (slurm.memory, 1),
-        (extra.get("mem-per-gpu"), ranks),
-        (extra.get("mem-per-cpu"), (slurm.cpus_per_task or 0) * ranks),
-    )
-    return next((size * count for text, count in forms if count and (size := _parse_memory(text)) is not None), None)
-
-
-def _parse_memory(text: str | None) -> int | None:
-    """Return the bytes of a value of sbatch's --mem; None for all memory of a node, or if it is no such value."""
-    match = re.fullmatch(r"(\d+)([KMGT]?)B?", (text or "").upper())
-    if match is None or int(match[1]) == 0:
-        return None
-    factor: int = 1024 ** (1 + "KMGT".index(match[2] or "M"))
-    return int(match[1]) * factor
-
-
-@dataclass(frozen=True)
-class _JobMemory:
-    """The memory on a node that the data of one profiling job needs. Bytes."""
-
-    ranks: int  # of a node
-    workers: int  # of a rank, at most
-    processes: int  # what the ranks hold before they have any data
-    data: dict[int, DataMemory]  # by local batch, ascending
-
-    def total(self, data: DataMemory) -> int:
-        return self.processes + data.total
-
-
-def check_memory(
-    spec: JobSpec, inspection: Inspection | None, jobs: Mapping[int, Sequence[int]], room: NodeMemory
-) -> tuple[tuple[Diagnostic, ...], tuple[Diagnostic, ...]]:
-    """Return messages about what a search cannot run for lack of node memory, and about what it may not be able to run.
+def check_shared_memory(
+    spec: JobSpec, inspection: Inspection | None, jobs: Mapping[int, Sequence[int]], *, free: int | None
+) -> tuple[Diagnostic, ...]:
+    """Return a problem if in no job one batch of each rank fits in /dev/shm: processes that write it are killed (SIGBUS).
 
     Args:
         spec: the job.
         inspection: provides the size of a sample; without it, or with a script's data loader, nothing is checked.
         jobs: map from number of nodes to ascending local batches.
-        room: available memory of a node.
+        free: free bytes of /dev/shm on a node; None if unknown.
     """
-    if inspection is None or not inspection.sample_bytes or not jobs:
-        return (), ()
-    planned = [_make_measuring_job(spec, inspection, nodes, sizes) for nodes, sizes in jobs.items()]
-    impossible = tuple(_list_impossible_problems(planned, room.shared))
-    return impossible, () if impossible else (
-        *_list_shared_memory_warnings(planned, room.shared),
-        *_list_total_memory_warnings(planned, room),
-    )
+    if inspection is None or not inspection.sample_bytes or free is None:
+        return ()
+    needs = []
+    for nodes, local_batches in jobs.items():
+        gpus = spec.cluster.gpus_per_node
+        ranks = spec.cluster.backend.count_ranks_per_machine(nodes * gpus, gpus_per_node=gpus)
+        if count_loader_processes(spec, inspection, ranks=ranks)[1]:
+            size = local_batches[0]
+            needs.append((ranks * (size // spec.train.accumulate) * inspection.sample_bytes, ranks, size))
+    needed, ranks, size = min(needs, default=(0, 0, 0))
+    if needed <= free:
+        return ()
+    return (messages.shared_memory_too_small(free_bytes=free, ranks=ranks, needed_bytes=needed, local_batch=size),)
 
 
-def _make_measuring_job(spec: JobSpec, inspection: Inspection, nodes: int, local_batches: Sequence[int]) -> _JobMemory:
-    cluster = spec.cluster
-    ranks = cluster.backend.count_ranks_per_machine(nodes * cluster.gpus_per_node, gpus_per_node=cluster.gpus_per_node)
-    workers = count_loader_processes(spec, inspection, ranks=ranks)[1]
-    on_gpu = _may_run_on_gpu(spec, inspection)
-    sizes = [size // spec.train.accumulate for size in local_batches]
-    data = {
-        size: estimate_data_memory(
-            sizes[:end], sample=inspection.sample_bytes, ranks=ranks, workers=workers, on_gpu=on_gpu
-        )
-        for end, size in enumerate(local_batches, 1)
-    }
-    return _JobMemory(ranks, workers, ranks * inspection.process, data)
-
-
-def _list_impossible_problems(jobs: Sequence[_JobMemory], room: int | None) -> Iterator[Diagnostic]:
-    """Yield a problem if one batch per rank does not fit in any job: processes that write it are killed (SIGBUS)."""
-    job = min(jobs, key=lambda job: min(data.batches for data in job.data.values()))
-    size, least = min(job.data.items())
-    if room is not None and job.workers and least.batches > room:
-        yield messages.shared_memory_too_small(
-            free_bytes=room, ranks=job.ranks, needed_bytes=least.batches, local_batch=size
-        )
-
-
-def _list_shared_memory_warnings(jobs: Sequence[_JobMemory], room: int | None) -> Iterator[Diagnostic]:
-    excess = _find_excess(jobs, lambda _, data: data.shared, room)
-    if excess is not None and room is not None:
-        yield messages.shared_memory_may_fill(
-            first_local_batch=excess.first,
-            free_bytes=room,
-            needed_bytes=excess.most.shared,
-            local_batch=excess.size,
-            ranks=excess.job.ranks,
-            workers=excess.job.workers,
-        )
-
-
-def _list_total_memory_warnings(jobs: Sequence[_JobMemory], room: NodeMemory) -> Iterator[Diagnostic]:
-    excess = _find_excess(jobs, _JobMemory.total, room.memory)
-    if excess is not None and room.memory is not None:
-        yield messages.memory_may_run_out(
-            first_local_batch=excess.first,
-            available_bytes=room.memory,
-            source=room.source,
-            needed_bytes=excess.job.total(excess.most),
-            local_batch=excess.size,
-            ranks=excess.job.ranks,
-            workers=excess.job.workers,
-            shared_bytes=excess.most.shared,
-            pinned_bytes=excess.most.pinned,
-        )
-
-
-@dataclass(frozen=True)
-class _MemoryExcess:
-    """The jobs and batches that need more memory than there is."""
-
-    first: int  # the smallest local batch at which it is
-    job: _JobMemory  # that needs most
-    size: int  # the local batch at which it does
-    most: DataMemory
-
-
-def _find_excess(
-    jobs: Sequence[_JobMemory], need: Callable[[_JobMemory, DataMemory], int], room: int | None
-) -> _MemoryExcess | None:
-    needs = [(need(job, data), size, job, data) for job in jobs for size, data in job.data.items()]
-    beyond = [entry for entry in needs if room is not None and entry[0] > room]
-    if not beyond:
-        return None
-    _, size, job, most = max(beyond, key=lambda entry: entry[0])
-    return _MemoryExcess(min(entry[1] for entry in beyond), job, size, most)
+def find_free_shared_memory(spec: JobSpec, run: RunDir | None) -> int | None:
+    """Return the free bytes of /dev/shm of this machine; on a cluster, as the newest check of its nodes found; else None."""
+    if spec.cluster.kind == "local":
+        return read_shared_memory()
+    tasks = [] if run is None else sorted(run.check_tasks(), key=lambda task: int(task.id.rpartition("-")[2]))
+    reports = [report for task in tasks if run is not None and (report := run.checks.report(task.id)) is not None]
+    return min((node.shared for node in reports[-1].nodes if node.shared), default=None) if reports else None

@@ -69,10 +69,9 @@ def batch_not_scaled(*, b_small: int, batches: Sequence[int], method: str) -> st
     )
 
 
-# --- Memory of data loaders
+# --- Shared memory of data loaders
 
 _SHARED_MEMORY_ADVICE = "In a container, raise --shm-size or use --ipc=host."
-_LESS_MEMORY_ADVICE = "Use fewer train.workers or more train.accumulate."
 
 
 @diagnostic
@@ -82,42 +81,6 @@ def shared_memory_too_small(*, free_bytes: int, ranks: int, needed_bytes: int, l
         f" {format_bytes(needed_bytes)} at local batch {local_batch}. {_SHARED_MEMORY_ADVICE}"
         " With train.workers: 0 none is needed."
     )
-
-
-@diagnostic
-def shared_memory_may_fill(
-    *, first_local_batch: int, free_bytes: int, needed_bytes: int, local_batch: int, ranks: int, workers: int
-) -> str:
-    return (
-        f"From local batch {first_local_batch} the data loaders may fill /dev/shm: they need up to"
-        f" {format_bytes(needed_bytes)} at local batch {local_batch} ({_describe_loaders(ranks, workers)}), and"
-        f" {format_bytes(free_bytes)} are free. {_LESS_MEMORY_ADVICE} {_SHARED_MEMORY_ADVICE}"
-    )
-
-
-@diagnostic
-def memory_may_run_out(
-    *,
-    first_local_batch: int,
-    available_bytes: int,
-    source: str,
-    needed_bytes: int,
-    local_batch: int,
-    ranks: int,
-    workers: int,
-    shared_bytes: int,
-    pinned_bytes: int,
-) -> str:
-    pinned = f", {format_bytes(pinned_bytes)} pinned" if pinned_bytes else ""
-    return (
-        f"From local batch {first_local_batch} the data of the ranks may need more than the {format_bytes(available_bytes)}"
-        f" that {source}: up to {format_bytes(needed_bytes)} at local batch {local_batch} without the model"
-        f" ({_describe_loaders(ranks, workers)}; {format_bytes(shared_bytes)} in /dev/shm{pinned}). {_LESS_MEMORY_ADVICE}"
-    )
-
-
-def _describe_loaders(ranks: int, workers: int) -> str:
-    return f"{format_count(ranks, 'rank')} with {format_count(workers, 'loader process')}"
 
 
 # --- The search that `tula check` plans

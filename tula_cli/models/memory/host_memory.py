@@ -23,10 +23,6 @@ class DataMemory:
     pinned: int  # copies that GPUs take them from
     samples: int  # that make no batch yet
 
-    @property
-    def total(self) -> int:
-        return self.shared + self.pinned + self.samples
-
 
 def count_max_ready_batches(workers: int) -> int:
     """Return the maximum batches of a rank that are ready or in use: those prepared ahead, and one per loader."""

@@ -532,6 +532,7 @@ def test_the_removed_objective_of_recommend_names_its_replacement(cluster):
     [
         (("--what-if", "compute=2.1x"), "run tula profile on that hardware"),
         (("--with-run", "tula-runs/other"), "set search.gpus_per_node in the job"),
+        (("--validate",), "tula recommend --explain shows the fit"),
     ],
 )
 def test_a_removed_option_of_recommend_names_its_replacement(cluster, option, replacement):

@@ -15,7 +15,7 @@ from run_cases import Commands
 HERE = Path(__file__).parent
 PUBLIC = {
     "Run", "TulaError", "__version__", "check", "check_nodes", "compare", "diff", "evaluate", "export", "observed_jobs",
-    "find_largest_batch", "find_learning_rate", "plan_trainings", "profile", "profile_events", "recommend", "rehearse", "report", "report_text", "status", "train",
+    "find_largest_batch", "find_learning_rate", "plan_trainings", "profile", "recommend", "rehearse", "report", "report_text", "status", "train",
 }  # fmt: skip
 
 

@@ -2,12 +2,12 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 from tula_cli.cluster import inspection, launcher
 from tula_cli.cluster.inspection import CachedInspection
@@ -68,8 +68,8 @@ from tula_cli.run.step_series import StepSeries
 from tula_cli.services import campaign as campaigns
 from tula_cli.services import check as checking
 from tula_cli.services import estimate as estimating
-from tula_cli.services import events, profiling_rounds
 from tula_cli.services import nodes as node_checking
+from tula_cli.services import profiling_rounds
 from tula_cli.services import recommend as recommending
 from tula_cli.services import status as status_service
 from tula_cli.services import train as training
@@ -101,6 +101,8 @@ from tula_cli.words import format_bytes, format_count, format_number
 if TYPE_CHECKING:
     import pandas as pd
 
+
+T = TypeVar("T")
 
 # --- Runs
 
@@ -344,9 +346,9 @@ class JobArguments(Settings):
     def __post_init__(self) -> None:
         require_callable(on_event=self.on_event)
 
-    def report_event(self, event: Event) -> None:
-        """Give an event to the caller's function, or else make a Python warning of what deserves one."""
-        (self.on_event or warn_of_event)(event)
+    def follow(self, work: Work[T]) -> T:
+        """Run work and return its result; its events go to the caller's function, or else become Python warnings."""
+        return follow(work, self.on_event or warn_of_event)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,7 +408,11 @@ class Submission:
     call: Call
     dependencies: Dependencies
     wait_policy: WaitPolicy
-    report_event: OnEvent
+    arguments: JobArguments
+
+    def follow(self, work: Work[T]) -> T:
+        """Run work and return its result, as of `JobArguments`."""
+        return self.arguments.follow(work)
 
     @classmethod
     def from_arguments(
@@ -420,10 +426,10 @@ class Submission:
         require_number(timeout=timeout)
         require_callable(confirm=arguments.confirm)
         call = arguments.resolve(target)
-        inspect = make_inspector(call.runs[0].path.parent, fresh=fresh, report_event=arguments.report_event)
+        inspect = make_inspector(call.runs[0].path.parent, fresh=fresh, report_event=arguments.on_event)
         asks = _make_confirm(call.runs[0].spec, arguments.confirm)
         dependencies = Dependencies(launcher.make_launcher, inspect, asks)
-        return cls(call, dependencies, WaitPolicy(arguments.wait, timeout), arguments.report_event)
+        return cls(call, dependencies, WaitPolicy(arguments.wait, timeout), arguments)
 
 
 def load_job(job: Job, overrides: Sequence[str] = ()) -> JobSpec:
@@ -660,13 +666,6 @@ def status(run: Target, *, root: str | Path = ROOT) -> Status:
 
 
 @dataclass(frozen=True)
-class Finished:
-    """The last event of `profile_events`."""
-
-    run: Run
-
-
-@dataclass(frozen=True)
 class NodeCheckArguments(JobArguments):
     """Arguments of `check_nodes`; there is nothing to confirm, and it always waits."""
 
@@ -701,7 +700,7 @@ def check_nodes(arguments: NodeCheckArguments) -> ClusterCheck:
         timeout=arguments.timeout,
         file=call.file,
     )
-    return follow(work, arguments.report_event)
+    return arguments.follow(work)
 
 
 @dataclass(frozen=True)
@@ -744,29 +743,8 @@ def profile(arguments: ProfileArguments) -> Run:
         >>> run.results()[["nodes", "batch", "step_time_s"]]
     """
     submission = arguments.prepare()
-    follow(_run_profile_work(submission), submission.report_event)
+    submission.follow(_run_profile_work(submission))
     return Run.of(submission.call.runs)
-
-
-@with_arguments(ProfileArguments)
-def profile_events(arguments: ProfileArguments) -> Iterator[Event | Finished]:
-    """Do the same as `profile`, and yield its events; the last one, Finished, has the run.
-
-    The work goes on while one iterates: who stops iterating leaves the jobs that are submitted as they are.
-
-    Raises:
-        TypeError: there is on_event.
-        TulaError: as of `profile`.
-
-    Example:
-        >>> for event in tula.profile_events("job.yaml"):
-        ...     print(event)
-    """
-    if arguments.on_event is not None:
-        raise TypeError("profile_events() has no argument on_event: it yields the events")
-    submission = arguments.prepare()
-    yield from _run_profile_work(submission)
-    yield Finished(Run.of(submission.call.runs))
 
 
 def _run_profile_work(
@@ -801,7 +779,7 @@ def find_largest_batch(arguments: ProfileArguments) -> LargestBatch | None:
         raise SpecError(
             f"find_largest_batch works on one node type, and the job has {len(runs)}", "use tula profile --largest"
         )
-    profiled = follow(_run_profile_work(submission, largest=True), submission.report_event)
+    profiled = submission.follow(_run_profile_work(submission, largest=True))
     if isinstance(profiled, DetachedJobs):
         return None
     (largest_batch,) = profiled.reports.values()
@@ -846,15 +824,12 @@ def train(arguments: TrainArguments) -> TrainingSummary | SeedsReport | None:
     submission = Submission.from_arguments(arguments.run, arguments, timeout=arguments.timeout)
     call, inspect = submission.call, submission.dependencies.inspect
     if arguments.seeds is not None:
-        seeds = follow(prepare_seeds(call.runs, arguments, inspect), submission.report_event)
-        return follow(
-            run_seeds(seeds, submission.dependencies, submission.wait_policy, file=call.file), submission.report_event
-        )
+        seeds = submission.follow(prepare_seeds(call.runs, arguments, inspect))
+        return submission.follow(run_seeds(seeds, submission.dependencies, submission.wait_policy, file=call.file))
     work = training.prepare_training(call.runs, arguments, inspect)
-    prepared = follow(work, submission.report_event)
-    summary = follow(
-        training.run_training(prepared, submission.dependencies, submission.wait_policy, file=call.file),
-        submission.report_event,
+    prepared = submission.follow(work)
+    summary = submission.follow(
+        training.run_training(prepared, submission.dependencies, submission.wait_policy, file=call.file)
     )
     if isinstance(summary, DetachedJobs):
         return None
@@ -886,13 +861,11 @@ def compare(arguments: CompareArguments) -> CompareReport:
     """
     submission = Submission.from_arguments(arguments.run, arguments)
     call = submission.call
-    ready = follow(
-        session.prepare(call.runs, arguments, submission.dependencies, node_type=arguments.node_type),
-        submission.report_event,
+    ready = submission.follow(
+        session.prepare(call.runs, arguments, submission.dependencies, node_type=arguments.node_type)
     )
-    return follow(
-        session.run_comparison(ready, submission.dependencies, submission.wait_policy, file=call.file),
-        submission.report_event,
+    return submission.follow(
+        session.run_comparison(ready, submission.dependencies, submission.wait_policy, file=call.file)
     ).report
 
 
@@ -940,10 +913,8 @@ def find_learning_rate(arguments: LearningRateArguments) -> LearningRateReport |
         node_type=arguments.node_type,
         near_batches=arguments.near_batches,
     )
-    search = follow(work, submission.report_event)
-    result = follow(
-        learning_rates.run_search(search, dependencies, submission.wait_policy, file=call.file), submission.report_event
-    )
+    search = submission.follow(work)
+    result = submission.follow(learning_rates.run_search(search, dependencies, submission.wait_policy, file=call.file))
     return None if isinstance(result, DetachedJobs) else result
 
 
@@ -1007,9 +978,7 @@ def evaluate(arguments: EvaluateArguments) -> EvaluationRecord | None:
     """
     submission = Submission.from_arguments(arguments.run, arguments, timeout=arguments.timeout)
     prepared = prepare_evaluation(submission.call.runs, arguments)
-    evaluation = follow(
-        run_evaluation(prepared, submission.dependencies, submission.wait_policy), submission.report_event
-    )
+    evaluation = submission.follow(run_evaluation(prepared, submission.dependencies, submission.wait_policy))
     return None if isinstance(evaluation, DetachedJobs) else evaluation
 
 
@@ -1054,7 +1023,7 @@ def export(arguments: ExportArguments) -> tuple[ExportResult, ...]:
         follow=arguments.follow,
         every=arguments.every,
     )
-    return events.follow(work, arguments.on_event or warn_of_event)
+    return follow(work, arguments.on_event or warn_of_event)
 
 
 @dataclass(frozen=True)
@@ -1094,7 +1063,7 @@ def rehearse(arguments: TestResumeArguments) -> ResumeFinding:
         fresh=arguments.fresh,
         file=call.file,
     )
-    return follow(work, arguments.report_event)
+    return arguments.follow(work)
 
 
 def observed_jobs(root: str | Path = OBSERVED, name: str | None = None) -> list[ObservedReport]:

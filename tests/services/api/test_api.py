@@ -163,11 +163,11 @@ def test_spending_is_capped_or_confirmed(cluster: AtOnce) -> None:
     assert cluster.submitted
 
 
-def test_events_come_by_iterating_or_to_a_function(cluster: AtOnce) -> None:
-    message: list[Any] = []
-    *events, finished = tula.profile_events(make.SPEC)
-    assert finished.run == tula.profile(make.SPEC, on_event=message.append)  # type: ignore[union-attr]
-    assert {ProfilePlanned, JobsProgress} <= set(map(type, events)) and Note in map(type, message)
+def test_events_come_to_a_function(cluster: AtOnce) -> None:
+    events: list[Any] = []
+    run = tula.profile(make.SPEC, on_event=events.append)
+    assert {ProfilePlanned, JobsProgress} <= set(map(type, events))
+    assert tula.profile(make.SPEC, on_event=events.append) == run and isinstance(events[-1], Note)
 
 
 def test_what_is_not_there_is_one_error(cluster: AtOnce, tmp_path: Path) -> None:
@@ -374,7 +374,6 @@ def test_a_keyword_that_is_none_is_refused(cluster: AtOnce) -> None:
         (tula.profile, {"wiat": True}),
         (tula.check_nodes, {"confirm": bool}),
         (tula.rehearse, {"wait": True}),
-        (lambda job, **given: list(tula.profile_events(job, **given)), {"on_event": print}),
     ]
     for function, given in refused:
         with pytest.raises(TypeError, match=next(iter(given))):

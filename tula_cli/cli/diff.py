@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tula_cli.cli.runs import find_runs, list_ids
+from tula_cli.cli.runs import find_runs
 from tula_cli.options import ROOT, Root
 from tula_cli.show.screen import Screen
 
@@ -25,11 +25,11 @@ def diff(
     Compares job, code, environment, step times and trainings; differences of step times within the measurement noise
     are not shown. The exit code is 0 even if the runs differ.
     """
-    from tula_cli.services.diff import compare_runs
+    from tula_cli.services.diff import choose_run, compare_runs
     from tula_cli.show.diff import render_difference
 
-    before, after = find_runs(screen, [a], root), find_runs(screen, [b], root)
-    screen.run_id = list_ids(before)
+    before, after = (choose_run(find_runs(screen, [named], root)) for named in (a, b))
+    screen.run_id = before.id
     run_difference = compare_runs(before, after)
     screen.answer(run_difference, render_difference(run_difference))
     screen.warn_all(run_difference.warnings)

@@ -77,7 +77,7 @@ from tula_cli.services.check import CheckResult
 from tula_cli.services.comparison import learning_rates, session
 from tula_cli.services.comparison.accuracy import CompareReport
 from tula_cli.services.comparison.learning_rates import LearningRateReport
-from tula_cli.services.diff import RunDifference, compare_runs
+from tula_cli.services.diff import RunDifference, choose_run, compare_runs
 from tula_cli.services.document import Document, TextForm, load_report_package
 from tula_cli.services.estimate import EstimateReport
 from tula_cli.services.evaluate import prepare_evaluation, run_evaluation
@@ -930,13 +930,13 @@ def diff(before: str | Path | Run, after: str | Path | Run, *, root: str | Path 
         `.headline` is the answer in a line or two, `.same` whether nothing differs, `.frame()` a table of step times.
 
     Raises:
-        SpecError: there is no such run, or both are the same one.
+        SpecError: there is no such run, both are the same one, or the job has a run for each of several node types.
         BadMeasurements: a record of theirs is damaged.
 
     Example:
         >>> print(*tula.diff("digits-1f0c5b7e", "digits-9a4e02cd").headline, sep="\\n")
     """
-    return compare_runs(_find_directories(before, Path(root)), _find_directories(after, Path(root)))
+    return compare_runs(*(choose_run(_find_directories(named, Path(root))) for named in (before, after)))
 
 
 def _find_directories(named: str | Path | Run, root: Path) -> tuple[HardwareRun, ...]:

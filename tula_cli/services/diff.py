@@ -18,7 +18,7 @@ from tula_cli.models.time.changes import MIN_DIFFERENCE, TEST, StepRatio, compar
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.frames import make_frame
-from tula_cli.run.job_runs import compare_jobs, find_recommendation, list_runs_with_data
+from tula_cli.run.job_runs import compare_jobs, list_runs_with_data
 from tula_cli.run.records.probes import Environment, Failed, GpuState, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import JobFile, StepPart, StepParts
@@ -45,7 +45,7 @@ class FieldDifference:
     about: str
     before: Any
     after: Any
-    part: str = ""  # of the run: a type of node, or a training; empty where there is one
+    part: str = ""  # of the run: a training; empty for the run itself
 
 
 def compare_mappings(
@@ -75,17 +75,14 @@ def _join_distinct(values: Iterable[object]) -> str | None:
 # --- Code
 
 
-def _describe_code(runs: Iterable[RunDir]) -> dict[str, str]:
-    """Return commit and files of the newest code snapshot of a job's runs; a file by a digest of its content."""
-    snapshots = [
-        (snapshot, run)
-        for run in runs
-        for name in dict.fromkeys(task.code for task in (*run.read().probe_tasks, *run.read().tasks) if task.code)
-        if (snapshot := run.code(name)) is not None
-    ]
-    if not snapshots:
+def _describe_code(run: RunDir) -> dict[str, str]:
+    """Return commit and files of a run's newest code snapshot; a file by a digest of its content."""
+    tasks = run.read()
+    names = dict.fromkeys(task.code for task in (*tasks.probe_tasks, *tasks.tasks) if task.code)
+    snapshots = [snapshot for name in names if (snapshot := run.code(name)) is not None]
+    snapshot = max(snapshots, key=lambda snapshot: snapshot.taken_at, default=None)
+    if snapshot is None:
         return {}
-    snapshot, run = max(snapshots, key=lambda pair: pair[0].taken_at)
     commit = {"commit": snapshot.commit[:12] + " and changes" * snapshot.dirty} if snapshot.commit else {}
     contents = {name: _read_file(run.code_dir(snapshot.name) / name) for name in sorted(snapshot.files)}
     return commit | {
@@ -123,14 +120,12 @@ _MIN_WATT_DIFFERENCE = 0.1
 """Relative differences below which a GPU's clock and power count as equal: they are never exactly the same."""
 
 
-def _compare_environments(
-    before: Sequence[Measured], after: Sequence[Measured], *, part: str
-) -> tuple[FieldDifference, ...]:
+def _compare_environments(before: Sequence[Measured], after: Sequence[Measured]) -> tuple[FieldDifference, ...]:
     """Return the differences between the environments of two sets of probes; empty if either set is empty."""
     if not before or not after:
         return ()
-    differences = compare_mappings(_describe_environment(before), _describe_environment(after), part=part)
-    return (*differences, *_compare_gpu_states(before, after, part))
+    differences = compare_mappings(_describe_environment(before), _describe_environment(after))
+    return (*differences, *_compare_gpu_states(before, after))
 
 
 def _describe_environment(probes: Sequence[Measured]) -> dict[str, str | None]:
@@ -158,7 +153,7 @@ def _describe_environment(probes: Sequence[Measured]) -> dict[str, str | None]:
     }
 
 
-def _compare_gpu_states(before: Sequence[Measured], after: Sequence[Measured], part: str) -> Iterator[FieldDifference]:
+def _compare_gpu_states(before: Sequence[Measured], after: Sequence[Measured]) -> Iterator[FieldDifference]:
     """Yield the differences in clocks, power and throttle reasons, by NVML at the end of the probes' timed steps."""
     states: list[list[GpuState]] = [[probe.gpus[1] for probe in probes if probe.gpus] for probes in (before, after)]
     if not all(states):
@@ -169,12 +164,12 @@ def _compare_gpu_states(before: Sequence[Measured], after: Sequence[Measured], p
     ):
         first, second = (statistics.median(getattr(state, field) for state in of_run) for of_run in states)
         if first and abs(second / first - 1) > least:
-            yield FieldDifference(about, round(first), round(second), part)
+            yield FieldDifference(about, round(first), round(second))
     reasons, reasons_after = (
         _join_distinct(sorted({why for state in of_run for why in state.held_down})) for of_run in states
     )
     if reasons != reasons_after:
-        yield FieldDifference("clocks throttled by", reasons, reasons_after, part)
+        yield FieldDifference("clocks throttled by", reasons, reasons_after)
 
 
 # --- Steps
@@ -198,7 +193,6 @@ class ValuePair:
 class StepDifference:
     """One configuration in both runs. Times in seconds, memory in bytes of one GPU."""
 
-    part: str  # type of node, or length of text; empty where the job names none
     nodes: int
     gpus_per_node: int
     batch: int
@@ -244,33 +238,21 @@ class StepComparison:
         return tuple(part for part, count in counted.most_common() if 2 * count > with_causes)
 
 
-def compare_steps(pairs: Iterable[tuple[str, Sequence[Result], Sequence[Result]]]) -> StepComparison:
-    """Compare the results of two runs.
-
-    Args:
-        pairs: for each part of the runs, its name and the results of both runs.
-    """
-    rows: list[StepDifference] = []
-    alone = [0, 0]
-    for part, before, after in pairs:
-        results_before, results_after = (
-            {_get_configuration(result): result for result in results} for results in (before, after)
-        )
-        common = [configuration for configuration in results_before if configuration in results_after]
-        rows += [
-            _compare_results(part, results_before[configuration], results_after[configuration])
-            for configuration in common
-        ]
-        alone[0] += len(results_before) - len(common)
-        alone[1] += len(results_after) - len(common)
-    return StepComparison(tuple(rows), (alone[0], alone[1]))
+def compare_steps(before: Sequence[Result], after: Sequence[Result]) -> StepComparison:
+    """Compare the results of two runs."""
+    results_before, results_after = (
+        {_get_configuration(result): result for result in results} for results in (before, after)
+    )
+    common = [configuration for configuration in results_before if configuration in results_after]
+    rows = [_compare_results(results_before[configuration], results_after[configuration]) for configuration in common]
+    return StepComparison(tuple(rows), (len(results_before) - len(common), len(results_after) - len(common)))
 
 
 def _get_configuration(result: Result) -> tuple[int, int, int]:
     return result.nodes, result.gpus_per_node, result.local_batch
 
 
-def _compare_results(part: str, before: Result, after: Result) -> StepDifference:
+def _compare_results(before: Result, after: Result) -> StepDifference:
     probe_before, probe_after = (result if isinstance(result, Measured) else None for result in (before, after))
     steps = _compare_steps(probe_before, probe_after)
     step_parts = [_list_step_parts(probe) for probe in (probe_before, probe_after)]
@@ -282,7 +264,6 @@ def _compare_results(part: str, before: Result, after: Result) -> StepDifference
         return ValuePair(values[0], values[1])
 
     return StepDifference(
-        part,
         *_get_configuration(before)[:2],
         batch=before.nodes * before.gpus_per_node * before.local_batch,
         local_batch=before.local_batch,
@@ -420,7 +401,6 @@ class RunDifference:
     steps: StepComparison
     recommendation: tuple[FieldDifference, ...]
     trainings: tuple[FieldDifference, ...]  # of pairs of trainings, named in `part`
-    only: tuple[tuple[str, ...], tuple[str, ...]]  # node types that A alone has, and B alone
     headline: tuple[str, ...] = ()
     warnings: tuple[Diagnostic, ...] = ()
     test: str = TEST  # how noise is told from a difference
@@ -428,7 +408,7 @@ class RunDifference:
     @property
     def same(self) -> bool:
         """Whether nothing differs: job, code, environment, and step times beyond noise."""
-        return not (self.job or self.environment or self.code or self.steps.changed or any(self.only))
+        return not (self.job or self.environment or self.code or self.steps.changed)
 
     def frame(self) -> "pd.DataFrame":
         """Return one row per configuration tried in both runs; times in seconds, memory in bytes of one GPU."""
@@ -436,7 +416,6 @@ class RunDifference:
         return make_frame(
             [
                 {
-                    "node_type": row.part,
                     "nodes": row.nodes,
                     "gpus_per_node": row.gpus_per_node,
                     "batch": row.batch,
@@ -451,8 +430,24 @@ class RunDifference:
         )
 
 
-def compare_runs(before: Sequence[Run], after: Sequence[Run]) -> RunDifference:
-    """Compare two runs, or the runs of two jobs; nothing is written, and the scheduler is not queried.
+def choose_run(runs: Sequence[Run]) -> Run:
+    """Return the run to compare of those of a job.
+
+    Raises:
+        SpecError: there are several, one for each node type, or none yet.
+    """
+    existing = list_runs_with_data(runs)
+    if len(existing) != 1:
+        ids = ", ".join(run.id for run in existing)
+        raise SpecError(
+            f"job {runs[0].job_name} has {len(existing)} runs, one for each node type",
+            f"name one: {ids}" if existing else "run tula profile first",
+        )
+    return existing[0]
+
+
+def compare_runs(before: Run, after: Run) -> RunDifference:
+    """Compare two runs; nothing is written, and the scheduler is not queried.
 
     Args:
         before: A, the baseline of the comparison.
@@ -462,73 +457,33 @@ def compare_runs(before: Sequence[Run], after: Sequence[Run]) -> RunDifference:
         SpecError: both are the same run.
         BadMeasurements: a record is damaged.
     """
-    if before[0].path.resolve() == after[0].path.resolve():
-        raise SpecError(f"A and B are the same run: {before[0].path.resolve()}", "name two runs, or a run and its copy")
-    pairs, only = _match_parts(before, after)
-    snapshots = [(name, run_before.read(), run_after.read()) for name, run_before, run_after in pairs]
-    trainings = [
-        (training_name + f" ({name})" * bool(name), training, training_after)
-        for name, run_before, run_after in pairs
-        for training_name, training, training_after in _match_trainings(run_before, run_after)
-    ]
+    if before.path.resolve() == after.path.resolve():
+        raise SpecError(f"A and B are the same run: {before.path.resolve()}", "name two runs, or a run and its copy")
+    snapshots = before.read(), after.read()
+    measured = [[result for result in each.results if isinstance(result, Measured)] for each in snapshots]
+    trainings = list(_match_trainings(before, after))
     difference = RunDifference(
-        before=_make_overview(before),
-        after=_make_overview(after),
-        job=tuple(FieldDifference(key, *values) for key, values in compare_jobs(before[0].spec, after[0].spec).items()),
-        environment=tuple(
-            field
-            for name, first, second in snapshots
-            for field in _compare_environments(
-                _select_measured(first.results), _select_measured(second.results), part=name
-            )
-        ),
+        before=_make_overview(before, measured[0]),
+        after=_make_overview(after, measured[1]),
+        job=tuple(FieldDifference(key, *values) for key, values in compare_jobs(before.spec, after.spec).items()),
+        environment=_compare_environments(*measured),
         code=compare_mappings(_describe_code(before), _describe_code(after)),
-        steps=compare_steps((name, first.results, second.results) for name, first, second in snapshots),
-        recommendation=compare_mappings(
-            *(_describe_recommendation(find_recommendation(runs)) for runs in (before, after))
-        ),
+        steps=compare_steps(*(each.results for each in snapshots)),
+        recommendation=compare_mappings(*(_describe_recommendation(run.recommendation()) for run in (before, after))),
         trainings=tuple(
             field
             for name, training, training_after in trainings
             for field in compare_mappings(_describe_training(training), _describe_training(training_after), part=name)
         ),
-        only=only,
-        warnings=tuple(
-            warning
-            for _, *both in snapshots
-            for each in both
-            for warning in (*each.record_warnings, *each.training_warnings)
-        ),
+        warnings=tuple(warning for each in snapshots for warning in (*each.record_warnings, *each.training_warnings)),
     )
     durations = [sentence for matched in trainings for sentence in _describe_durations(*matched)]
     return replace(difference, headline=_write_headline(difference, durations))
 
 
-def _select_measured(results: Iterable[Result]) -> list[Measured]:
-    return [result for result in results if isinstance(result, Measured)]
-
-
-def _make_overview(runs: Sequence[Run]) -> RunOverview:
-    moments = [probe.measured_at for run in runs for probe in _select_measured(run.read().results)]
-    first = runs[0]
-    return RunOverview(first.id, first.path, (min(moments), max(moments)) if moments else None, first.job_file())
-
-
-def _match_parts(
-    before: Sequence[Run], after: Sequence[Run]
-) -> tuple[list[tuple[str, Run, Run]], tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Return pairs of parts with the same name, or the only part of each run; and the names of the unmatched parts."""
-    parts_before = {run.name or "": run for run in list_runs_with_data(before)}
-    right = {run.name or "": run for run in list_runs_with_data(after)}
-    if len(parts_before) == len(right) == 1:
-        (name, part_before), (_, part_after) = *parts_before.items(), *right.items()
-        return [(name, part_before, part_after)], ((), ())
-    pairs = [(name, parts_before[name], right[name]) for name in parts_before if name in right]
-    alone = tuple(
-        tuple(name or "the job's own" for name in own_runs if name not in other_runs)
-        for own_runs, other_runs in ((parts_before, right), (right, parts_before))
-    )
-    return pairs, (alone[0], alone[1])
+def _make_overview(run: Run, probes: Sequence[Measured]) -> RunOverview:
+    moments = [probe.measured_at for probe in probes]
+    return RunOverview(run.id, run.path, (min(moments), max(moments)) if moments else None, run.job_file())
 
 
 # --- The headline
@@ -593,15 +548,11 @@ def _list_causes(difference: RunDifference) -> Iterator[str]:
     yield from others
     yield from map(_describe_change, difference.job)
     yield from hosts
-    yield from (
-        f"only {letter} has {name}" for letter, names in zip("AB", difference.only, strict=True) for name in names
-    )
 
 
 def _describe_change(difference: FieldDifference) -> str:
     kind, unit = [*difference.about.removesuffix(")").split(" ("), ""][:2]
-    where = f" ({difference.part})" * bool(difference.part)
     text_before, after = shorten_pair(
         format_value(difference.before), format_value(difference.after), _MAX_VALUE_LENGTH
     )
-    return f"{kind}{where} {text_before} -> {after}{f' {unit}' * bool(unit)}"
+    return f"{kind} {text_before} -> {after}{f' {unit}' * bool(unit)}"

@@ -7,7 +7,6 @@ from tula_cli.services.diff import format_value
 from tula_cli.show.tables import make_table, style_text
 from tula_cli.words import (
     choose_size_unit,
-    describe_part,
     format_count,
     format_moment,
     format_number,
@@ -74,27 +73,23 @@ def _render_files(run_difference: "RunDifference") -> Iterator["RenderableType"]
 def _render_steps(run_difference: "RunDifference") -> Iterator["RenderableType"]:
     steps = run_difference.steps
     if steps.rows:
-        parts = any(row.part for row in steps.rows)
         several = len({row.gpus_per_node for row in steps.rows}) > 1
         heads = ["nodes", *["GPUs a\nnode"] * several, "batch", "local\nbatch", "step A\n(ms)", "step B\n(ms)", "B / A"]
         unit = choose_size_unit(max((row.memory.before or 0 for row in steps.rows), default=0))
         heads += ["compute\n(ms)", "sync\n(ms)", "data wait\n(ms)", f"memory\n({unit[1]})", ""]
-        made = make_table([*["part"] * parts, *heads], left=[*[0] * parts, len(heads) + parts - 1])
+        made = make_table(heads, left=[len(heads) - 1])
         for row in steps.rows:
-            made.add_row(*_make_step_row(row, parts=parts, several=several, divisor=unit[0]))
+            made.add_row(*_make_step_row(row, several=several, divisor=unit[0]))
         yield ""
         yield made
         yield run_difference.test
     for letter, count in zip("AB", steps.only, strict=True):
         if count:
             yield f"{format_count(count, 'configuration')} in {letter} alone"
-    for letter, names in zip("AB", run_difference.only, strict=True):
-        yield from (f"in {letter} alone: {describe_part(name)}" for name in names)
 
 
-def _make_step_row(row: "StepDifference", *, parts: bool, several: bool, divisor: float) -> list[str]:
+def _make_step_row(row: "StepDifference", *, several: bool, divisor: float) -> list[str]:
     cells = [
-        *[row.part] * parts,
         str(row.nodes),
         *[str(row.gpus_per_node)] * several,
         str(row.batch),

@@ -13,11 +13,11 @@ from make_results import Truth, measured, of_a_script
 import tula_cli as tula
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.job_runs import open_family
+from tula_cli.run.job_runs import open_run
 from tula_cli.run.records.probes import GpuState
 from tula_cli.run.records.results import BestValue
 from tula_cli.run.records.tasks import CodeSnapshot, ProbeTask
-from tula_cli.services.diff import RunDifference, compare_runs
+from tula_cli.services.diff import RunDifference, choose_run, compare_runs
 from tula_cli.show.diff import render_difference
 from tula_cli.show.screen import to_plain_data
 from tula_cli.spec.job import JobSpec
@@ -56,7 +56,7 @@ def test_a_copy_differs_in_nothing(runs, tmp_path):
     item = runs("a")
     add(item)
     copy = shutil.copytree(item.path, tmp_path / "copy")
-    result = compare_runs(open_family(item), open_family(RunDir.open(copy)))
+    result = compare_runs(open_run(item), open_run(RunDir.open(copy)))
     assert result.same
     message = "nothing differs: the same job, code and environment; step times are equal within noise at all of 6 configurations"
     assert result.headline == (message,)
@@ -67,7 +67,7 @@ def test_noise_alone_is_no_difference(runs):
     first, other = runs("a"), runs("b")
     add(first, seed=1)
     add(other, seed=2)
-    result = compare_runs(open_family(first), open_family(other))
+    result = compare_runs(open_run(first), open_run(other))
     assert result.same and {row.ratio for row in result.steps.rows} != {1.0}
 
 
@@ -76,7 +76,7 @@ def test_slower_clocks_and_another_driver_are_the_answer(runs):
     add(first, driver="550.54")
     slow = Truth(jitter=0.02, fixed=BEFORE.fixed * 1.4, slope=BEFORE.slope * 1.4)
     add(other, slow, driver="560.35", clock=1410)
-    result = compare_runs(open_family(first), open_family(other))
+    result = compare_runs(open_run(first), open_run(other))
     pace, what = result.headline
     assert pace.endswith("x as slow at 6 of 6 configurations (compute, not network or input)")
     assert float(pace.split()[2]) == pytest.approx(1.32, abs=0.08)
@@ -89,11 +89,11 @@ def test_a_slower_network_is_distinguished_from_slower_nodes(runs):
     first, other = runs("a"), runs("b")
     add(first)
     add(other, Truth(jitter=0.02, sync=0.09))
-    result = compare_runs(open_family(first), open_family(other))
+    result = compare_runs(open_run(first), open_run(other))
     assert result.headline[0].endswith("at 4 of 6 configurations (network, not compute or input)")
     assert [row.nodes for row in result.steps.changed] == [2, 2, 4, 4]
     assert "no recorded property differs" in result.headline[1]
-    assert compare_runs(open_family(other), open_family(first)).headline[0].partition(" at ")[0].endswith("x as fast")
+    assert compare_runs(open_run(other), open_run(first)).headline[0].partition(" at ")[0].endswith("x as fast")
 
 
 def test_faster_here_and_slower_there_is_no_one_number(runs):
@@ -101,7 +101,7 @@ def test_faster_here_and_slower_there_is_no_one_number(runs):
     add(first)
     add(other, Truth(jitter=0.02, fixed=0.005, sync=0.09))
     assert (
-        compare_runs(open_family(first), open_family(other))
+        compare_runs(open_run(first), open_run(other))
         .headline[0]
         .startswith("B is slower at 4 and faster at 2 of 6 configurations (")
     )
@@ -112,7 +112,7 @@ def test_keys_of_the_job_are_reported_with_defaults_filled_in(runs):
     other = runs("b", make.spec(search={"nodes": [1, 2], "max_node_hours": 10, "min_steps": 20}, pricing={"price": 3}))
     add(item)
     add(other)
-    result = compare_runs(open_family(item), open_family(other))
+    result = compare_runs(open_run(item), open_run(other))
     assert {key.about: (key.before, key.after) for key in result.job} == {
         "search.min_steps": (10, 20),
         "pricing.price": (1.0, 3.0),
@@ -149,7 +149,7 @@ def test_files_of_the_code_and_its_commit_are_reported(runs):
     first, other = runs("a"), runs("b")
     code(first, {"train.py": "a\nb\nc\n", "same.py": "x\n", "gone.py": "1\n2\n"}, "1111111111111111")
     code(other, {"train.py": "a\nB\nc\nd\n", "same.py": "x\n", "pkg/new.py": "1\n"}, "2222222222222222")
-    result = compare_runs(open_family(first), open_family(other))
+    result = compare_runs(open_run(first), open_run(other))
     assert {file.about: (bool(file.before), bool(file.after)) for file in result.code} == {
         "commit": (True, True),
         "gone.py": (True, False),
@@ -165,7 +165,7 @@ def test_what_fits_in_one_run_alone_is_reported(runs):
     add(first, places=[(1, 64), (1, 128)])
     add(other, places=[(1, 64), (2, 64)])
     make.add_out_of_memory(other, 1, 128)
-    result = compare_runs(open_family(first), open_family(other))
+    result = compare_runs(open_run(first), open_run(other))
     assert [row.outcomes for row in result.steps.rows] == [("measured", "measured"), ("measured", "out_of_memory")]
     assert result.steps.only == (0, 1)
     assert "1 configuration in B alone" in shown(result)
@@ -176,37 +176,29 @@ def test_a_script_tells_whole_steps(runs):
     first, other = runs("a", spec), runs("b", spec)
     add(first, script=True)
     add(other, Truth(jitter=0.02, fixed=0.08), script=True, torch="2.8")
-    result = compare_runs(open_family(first), open_family(other))
+    result = compare_runs(open_run(first), open_run(other))
     assert result.headline[0].endswith("x as slow at 6 of 6 configurations")
     assert result.headline[1] == "what differs: torch 2.6 -> 2.8"
 
 
-def test_types_of_nodes_are_held_against_their_own(tmp_path):
-    both = {"node_types": {"large": {"pricing": {"price": 3}}, "small": {"pricing": {"price": 1}}}}
-    other_types = {"large": both["node_types"]["large"], "tiny": {"pricing": {"price": 2}}}
-    item = make.create_runs(tmp_path / "a", make.spec(**both))
-    other = make.create_runs(tmp_path / "b", make.spec(node_types=other_types))
-    for parts, names in ((item, ("large", "small")), (other, ("large", "tiny"))):
-        for part in parts:
-            add(part, hardware=f"GPU of {part.name}" if part.name != "large" or parts is item else "another GPU")
-        assert {part.name for part in parts} == set(names)
-    result = compare_runs(item, other)
-    assert [(message.about, message.part) for message in result.environment] == [("hardware", "large")]
-    assert result.only == (("small",), ("tiny",))
-    for parts, text in ((item, "a\n"), (other, "b\n")):
-        code(parts[0], {"train.py": text}, "")
-    assert [file.about for file in compare_runs(item, other).code] == ["train.py"]
-    assert {row.part for row in result.steps.rows} == {"large"}
-    assert "in A alone: node type small" in shown(result)
+def test_of_a_job_with_several_node_types_one_run_is_named(tmp_path):
+    types = {"large": {"pricing": {"price": 3}}, "small": {"pricing": {"price": 1}}}
+    runs = make.create_runs(tmp_path, make.spec(node_types=types))
+    for run in runs:
+        add(run)
+    with pytest.raises(SpecError, match="2 runs, one for each node type") as caught:
+        choose_run(runs)
+    assert caught.value.hint == f"name one: {runs[0].id}, {runs[1].id}"
+    assert choose_run(runs[:1]).id == runs[0].id
 
 
 def test_runs_without_a_measurement_are_compared_by_their_jobs(runs):
-    result = compare_runs(open_family(runs("a")), open_family(runs("b")))
+    result = compare_runs(open_run(runs("a")), open_run(runs("b")))
     assert result.headline == ("nothing differs: the same job and code; neither run has measurements",)
     other = runs("c")
     add(other)
     message = "nothing differs: the same job and code; no configuration was measured in both"
-    assert compare_runs(open_family(runs("a")), open_family(other)).headline == (message,)
+    assert compare_runs(open_run(runs("a")), open_run(other)).headline == (message,)
 
 
 def test_trainings_and_recommendations_are_reported(runs):
@@ -217,7 +209,7 @@ def test_trainings_and_recommendations_are_reported(runs):
     first.write_summary(make.summary(attempts=1, causes=()))
     other.write_summary(make.summary(actual_hours=0.2, best=BestValue(metric="f1", value=0.5)))
     other.write_recommendation(make.recommendation())
-    result = compare_runs(open_family(first), open_family(other))
+    result = compare_runs(open_run(first), open_run(other))
     assert {field.part for field in result.trainings} == {"training ab12cd34"}
     trainings = {field.about: (field.before, field.after) for field in result.trainings}
     assert (trainings["hours"], trainings["best f1"]) == ((0.1, 0.2), (None, 0.5))
@@ -231,7 +223,7 @@ def test_a_damaged_result_is_left_out_and_told(runs):
     add(first)
     add(other)
     (other.path / "results" / "probe-n001-l000064.json").write_text("{")
-    result = compare_runs(open_family(first), open_family(other))
+    result = compare_runs(open_run(first), open_run(other))
     assert len(result.steps.rows) == 5 and "probe-n001-l000064" in result.warnings[0].text
 
 
@@ -241,7 +233,7 @@ def test_times_that_no_step_takes_are_not_compared(runs, times):
     add(first)
     add(other)
     other.write_result(measured(BEFORE, 1, 64, step_times=times))
-    result = compare_runs(open_family(first), open_family(other))
+    result = compare_runs(open_run(first), open_run(other))
     assert len(result.steps.rows) == 5 and "probe-n001-l000064" in result.warnings[0].text
 
 

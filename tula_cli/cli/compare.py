@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tula_cli.run.directory import Run
+    from tula_cli.services.comparison.learning_rates import LearningRateReport
     from tula_cli.services.comparison.session import ComparisonResult, PreparedComparison
     from tula_cli.services.waiting import Dependencies, WaitPolicy
 
@@ -44,8 +45,8 @@ def compare(
 ) -> None:
     """Compare the accuracy of several methods and batch sizes.
 
-    The small batch (train.reference_batch with method lbt) is always included. If there are more than two other rows,
-    all of them are trained for a quarter of the epochs, and then the best two, lbt and the job's method for all epochs.
+    The small batch (train.reference_batch with method lbt) is always included. If that cannot cost more, all other rows
+    are trained for a quarter of the epochs, and then the best two, lbt and the job's method for all epochs.
     Run the same command again to follow trainings that are running and to start missing ones; without --methods and
     --batch it continues the last comparison.
 
@@ -133,7 +134,7 @@ def _search_learning_rate(
     file = chosen.find_settings_origin([search.run])
     if options.only_show:
         report = learning_rates.read_report(search, file)
-        return screen.answer(report, show_compare.render_learning_rates(report))
+        return _answer_with_learning_rate(screen, report)
     if options.dry_run:
         scripts = [own_dependencies.launcher_for(search.run.spec).script(search.run, search.task)]
         data = {
@@ -147,7 +148,12 @@ def _search_learning_rate(
     result = follow_work(screen, learning_rates.run_search(search, own_dependencies, wait_policy, file=file))
     if isinstance(result, DetachedJobs):
         return answer_detached(screen, [search.run], result, {"plan": search.plan})
-    return screen.answer(result, show_compare.render_learning_rates(result))
+    return _answer_with_learning_rate(screen, result)
+
+
+def _answer_with_learning_rate(screen: Screen, report: "LearningRateReport") -> None:
+    screen.answer(report, show_compare.render_learning_rates(report))
+    screen.warn_all(report.warnings)
 
 
 def _show(screen: Screen, runs: "Sequence[Run]", request: ComparisonRequest, *, node_type: str | None) -> None:

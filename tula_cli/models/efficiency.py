@@ -22,6 +22,7 @@ from tula_cli.models.choice.candidates import NO_STAGES, Candidates
 from tula_cli.models.ramp.by_noise import GROWTH
 from tula_cli.models.time.noise import Z90
 from tula_cli.run.records.probes import GradientStats
+from tula_cli.words import format_number
 
 Number = Any
 """A number, or an array of them."""
@@ -261,11 +262,15 @@ def _count_epochs_over_stages(rows: Candidates, epochs_at: Callable[[Number], Nu
 def describe_noise(noise: Noise, *, reference: int, epochs: int) -> str:
     """Describe the measured noise scale and the assumptions about it in a sentence or two."""
     probes = "1 probe" if noise.probes == 1 else f"{noise.probes} probes"
-    bounds = f"at least {noise.low:.3g}" if math.isinf(noise.high) else f"{noise.low:.3g} to {noise.high:.3g}"
+    is_bounded = math.isfinite(noise.high)
+    scale = noise.scale if is_bounded else noise.low
+    mean = compute_equivalent_constant_noise(scale, reference=reference, epochs=epochs, measured_at=noise.epoch)
+    value = f"{noise.scale:.3g} samples" if is_bounded else f"at least {noise.low:.3g} samples"
+    bounds = f"{noise.low:.3g} to {noise.high:.3g}, " if is_bounded else ""
     at = f"after {noise.epoch:g} of {epochs} epochs" if noise.epoch else "at the start of training"
     source = "a training" if noise.epoch else probes
     return (
-        f"gradient noise scale {noise.scale:.3g} samples {at} ({bounds}, {source}), assumed to grow with"
+        f"gradient noise scale {value} {at} ({bounds}{source}), {format_number(mean)} on average over the training if it grows with"
         f" epochs^{GROWTH:g}; epochs for the same progress as {epochs} at batch {reference}, if the learning rate suits each batch"
         " as plain SGD with a scaled learning rate does: an assumption, not a measurement, for other methods"
     )

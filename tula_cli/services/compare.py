@@ -345,7 +345,7 @@ def _build_comparison(run: Run, grid: Grid, *, now: float) -> tuple[Comparison, 
 
 
 def _make_short_cells(run: Run, cells: Sequence[Cell], job_row: str, sign: Callable[[JobSpec, int], str]) -> list[Cell]:
-    """Return the short trainings of the first round for one batch, or an empty list if they save nothing.
+    """Return the short trainings of the first round for one batch, or an empty list if rounds may cost more.
 
     Args:
         run: the run; a row that has full trainings and no short one takes part in the second round in any case.
@@ -365,8 +365,9 @@ def _make_short_cells(run: Run, cells: Sequence[Cell], job_row: str, sign: Calla
         in_full = any(is_cell_ended(run, full_cell) for full_cell in cells if full_cell.method == cell.method)
         if cell.method == job_row or not in_full or is_cell_ended(run, short):
             short_cells.append(short)
-    saved = (len(short_cells) - rounds.FULL_ROWS) * len({cell.seed for cell in cells}) * spec.train.epochs
-    return short_cells if saved > len(short_cells) * epochs else []
+    rivals = [cell for cell in short_cells if cell.method != job_row]
+    saved = (len(rivals) - rounds.FULL_ROWS) * len({cell.seed for cell in cells}) * spec.train.epochs
+    return short_cells if saved >= len(short_cells) * epochs else []
 
 
 def _list_rows_of_grid(spec: JobSpec, grid: Grid) -> list[tuple[str, int]]:

@@ -25,6 +25,14 @@ def expensive_rate_search(*, share: float, samples: int, steps: int) -> str:
     )
 
 
+@diagnostic
+def branches_learned_little(*, start: float, lowest: float) -> str:
+    return (
+        f"The branches hardly learned: the lowest loss is {lowest:.4g} after {start:.4g} at their start. Their losses cannot tell"
+        " learning rates apart; compare short trainings with tula compare --methods lbt,sqrt,lrs instead."
+    )
+
+
 # --- Settings of a job that are unlikely together
 
 

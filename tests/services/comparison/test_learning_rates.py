@@ -214,7 +214,12 @@ def test_where_every_learning_rate_diverges_the_search_fails_as_a_training_would
 def test_a_failed_job_is_an_error_and_the_same_command_goes_on(run: RunDir) -> None:
     with pytest.raises(JobFailed, match="no memory left"):
         search(run, Ends(0.5, outcome="user"))
-    assert report(run, Ends(0.5, 0.3, 0.32)).chosen.rule == "linear"
+    result = report(run, Ends(0.5, 0.3, 0.32))
+    assert result.chosen.rule == "linear" and not result.warnings
+
+
+def test_branches_that_hardly_learn_give_a_warning(run: RunDir) -> None:
+    assert [warning.code for warning in report(run, Ends(0.999, 0.995, 0.997)).warnings] == ["branches-learned-little"]
 
 
 def test_each_branch_is_reported_once_when_it_ends_and_known_ones_with_the_plan(run: RunDir) -> None:

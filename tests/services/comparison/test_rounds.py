@@ -219,7 +219,8 @@ def test_short_trainings_come_first_then_a_seed_of_every_row(run: RunDir) -> Non
         (grid(("lbt", "ramp", "ags")), 16),  # two rows beside lbt: both are in full anyway
         (grid(("lbt",)), 16),
         (grid(), 1),  # one epoch has no quarter
-        (grid(("lbt", "ramp", "ags", "lrs"), seeds=1), 2),  # three halves of a training cost more than one less saves
+        (grid(seeds=1), 2),  # four halves of a training cost more than one less saves
+        (grid(("lbt", "ramp"), controls=True), 16),  # with the job's row and both controls, all may be in full
         (Grid(METHODS, (512,), 3, nodes=1), 16),  # a caller that wants no rounds
     ],
 )  # fmt: skip
@@ -294,7 +295,10 @@ def test_the_plan_says_how_many_trainings_and_node_hours_it_takes_at_most(run: R
     assert (len(planned.missing), len(planned.standing.undecided)) == (4 + 3 * 3, 2 * 3)
     text = "\n".join(str(line) for line in show_compare.render_compare_plan(planned))
     assert "at most 19 trainings to do, 0 of 19 done" in text
-    assert "round 1: all rows but lbt for 4 of 16 epochs" in text and "at most 16.0 full trainings, not 18" in text
+    assert (
+        "round 1: all rows but lbt for 4 of 16 epochs" in text
+        and "at most as much as 16.0 full trainings, without rounds 18" in text
+    )
     launcher = Trains()
     trained(run, launcher, most=4)
     after = plan(run)

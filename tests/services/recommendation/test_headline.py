@@ -258,7 +258,7 @@ def test_a_comparison_decides_the_risk_of_the_batches_that_it_covers() -> None:
     keeps = accuracy(batch=512, outcome="keeps")
     assert [basis(None).assess(batch, keeps).level for batch in (256, 512, 1024)] == ["low", "low", "unknown"]
     loses = accuracy(batch=512, outcome="may lose")
-    assert [basis(1e6).assess(batch, loses).level for batch in (256, 512, 1024)] == ["low", "high", "high"]
+    assert [basis(1e6).assess(batch, loses).level for batch in (256, 512, 1024)] == ["medium", "high", "high"]
 
 
 def test_the_risk_names_its_values_or_what_to_run(tmp_path: Path) -> None:

@@ -369,6 +369,9 @@ class RiskBasis(Record):
         reason = f"batch is {'at most ' * self.is_lower_bound}{times} the noise scale"
         if by_steps > by_noise:
             reason = f"a constant batch of {multiple:.3g} times the reference batch"
+        may_lose = accuracy is not None and accuracy.outcome == "may lose"
+        if may_lose and not max(by_noise, by_steps):
+            by_noise, reason = 1, "a larger batch lost accuracy in tula compare"
         levels: tuple[RiskLevel, ...] = ("low", "medium", "high")
         return AccuracyRisk(level=levels[max(by_noise, by_steps)], reason=reason, batch_over_noise_scale=ratio)
 

@@ -1,12 +1,13 @@
 """`tula compare --learning-rates` and `--batches`: the learning rate of a large batch, by short branches from one checkpoint."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_cli.cluster.launcher import Launcher, list_attachable_jobs, list_unfinished_jobs, lock_submission, submit_task
+from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Diverged, OverBudget, SpecError
 from tula_cli.models import rate_search
 from tula_cli.models.ramp.stage_nodes import compute_batch_divisor
@@ -18,7 +19,7 @@ from tula_cli.run.frames import make_frame
 from tula_cli.run.html_table import render_html
 from tula_cli.run.imports import Source
 from tula_cli.run.job_runs import save_runs
-from tula_cli.run.records.results import JobFile, RateBranch
+from tula_cli.run.records.results import JobFile, RateBranch, RateSearch
 from tula_cli.run.records.tasks import RateSearchTask
 from tula_cli.services import compare, messages, train
 from tula_cli.services.evaluate import make_error_of_job
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 EXPENSIVE_SHARE = 0.12
 """Share of a training's samples above which a search is reported as expensive."""
+MIN_GAIN = 0.01
+"""Share of the loss that the best branch has to gain for its losses to tell learning rates apart."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class LearningRateReport:
     samples: int
     share: float  # of the samples of a training
     answer: str
+    warnings: tuple[Diagnostic, ...] = ()
 
     def frame(self) -> "pd.DataFrame":
         """Return one row per branch: batch, rule, factor, learning rate, loss, top-1, whether it diverged."""
@@ -102,7 +106,12 @@ class LearningRateReport:
             )
             for branch in self.branches
         ]
-        return render_html(self.answer, ["batch", "rule", "learning rate", "loss"], rows, notes=[self.command])
+        return render_html(
+            self.answer,
+            ["batch", "rule", "learning rate", "loss"],
+            rows,
+            notes=[*(w.text for w in self.warnings), self.command],
+        )
 
 
 def prepare_search(
@@ -315,7 +324,14 @@ def read_report(search: PreparedSearch, file: JobFile | None = None) -> Learning
         samples=record.samples,
         share=record.samples / record.total,
         answer=f"Use {times} of batch {reference} at batch {batch}: {format_number(chosen.lr)}.",
+        warnings=tuple(_warn_little_learned(record)),
     )
+
+
+def _warn_little_learned(record: RateSearch) -> Iterator[Diagnostic]:
+    lowest = min(branch.loss for branch in record.branches if branch.loss is not None)
+    if record.start_loss - lowest < MIN_GAIN * abs(record.start_loss):
+        yield messages.branches_learned_little(start=record.start_loss, lowest=lowest)
 
 
 def _make_train_command(run: RunDir, task: RateSearchTask, overrides: Sequence[str], file: JobFile | None) -> str:

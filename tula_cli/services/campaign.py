@@ -187,6 +187,7 @@ def plan_campaign(
     groups = considered.list_options(None, quantity, all_nodes=all_nodes)
     if quantity == "energy" and query.budget is not None:  # each batch also with what all trainings together can afford
         groups += considered.list_options(None, quantity, all_nodes=all_nodes, max_cost=query.budget / trainings)
+    nodes = min(nodes, trainings * max(option.nodes for group in groups for option in group))  # more would stay idle
     subject = f"{format_count(trainings, 'training')} on at most {format_count(nodes)}"
     if max_batch is not None:
         subject += f" with batches of at most {max_batch}"
@@ -234,6 +235,10 @@ def _plan_campaign_of_jobs(
     considered = [_find_configurations(runs, query, nodes, overrides) for runs in jobs]
     ends = list(itertools.accumulate(len(of_job.candidates) for of_job in considered))
     candidates = Candidates.concatenate([of_job.candidates for of_job in considered])
+    side_by_side = [
+        number * int(of_job.candidates["nodes"].max()) for number, of_job in zip(trainings, considered, strict=True)
+    ]
+    nodes = min(nodes, sum(side_by_side))  # more would stay idle
     target = Target(
         "time" if quantity == "time" else "cost",
         deadline=math.inf if quantity == "time" else _get_limit(query.deadline_hours),

@@ -226,3 +226,12 @@ def test_trainings_that_wait_for_their_predecessors_never_need_more_nodes_whatev
         spans.append((begin, begin + start.option.hours * rng.uniform(0.3, 3.0), start.option.nodes))
     for moment, _, _ in spans:
         assert sum(width for begin, end, width in spans if begin <= moment < end) <= nodes
+
+
+def test_nodes_for_all_trainings_at_once_need_no_division_of_the_nodes() -> None:
+    options = [Option(1, 4.0, 4.0, 0), Option(2, 2.0, 4.0, 1), Option(8, 1.0, 8.0, 2)]
+    many = {"trainings": 500, "nodes": 10**9}  # dividing so many nodes would take hours
+    assert find_shortest_makespan(options, **many) == 1.0
+    assert plan_cheapest(options, **many) == [Start(0.0, options[1])] * 500, "the shortest of the cheapest"
+    assert plan_cheapest(options, deadline=1.5, **many) == [Start(0.0, options[2])] * 500
+    assert plan_cheapest(options, deadline=0.5, **many) is None

@@ -12,7 +12,7 @@ import numpy as np
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible
 from tula_cli.models import cost, efficiency
-from tula_cli.models.choice.baseline import make_headline, predict_baseline
+from tula_cli.models.choice.baseline import keep_baseline, make_headline, predict_baseline
 from tula_cli.models.choice.candidates import Candidates, Limit, list_limits
 from tula_cli.models.choice.columns import Flags
 from tula_cli.models.choice.grid import Config
@@ -349,16 +349,18 @@ def _build_answer(
     choosable = _select_choosable(candidates, all_measurements)
     among = "feasible" if choosable is candidates else "measured"
     choice = choose(choosable, objective=query.objective, curve=query.curve, among=among)
-    prediction = choice.prediction
-    measurements = get_measurements_of_type(all_measurements, prediction.type)
+    measurements = get_measurements_of_type(all_measurements, choice.prediction.type)
     run, estimator = measurements.run, measurements.estimator
+    baseline = predict_baseline(estimator, noise, node_type=measurements.type)
+    if query.objective == "knee":
+        choice = keep_baseline(choice, baseline, choosable)
+    prediction = choice.prediction
     knees = _describe_knees(measurements, candidates, query) if query.objective == "knee" else ""
     epochs = describe_epochs(prediction, measurements, query.objective)
     stages = with_epochs(
         estimator.stages.stage_positions(Config(prediction.nodes, prediction.batch)), estimator.dataset_size
     )
     alternatives = predict_ramp_alternatives(estimator, prediction)
-    baseline = predict_baseline(estimator, noise, node_type=prediction.type)
     accuracy = None
     if run.comparison() is not None:
         from tula_cli.services.comparison.accuracy import find_accuracy_evidence

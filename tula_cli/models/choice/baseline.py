@@ -13,7 +13,7 @@ from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.models import efficiency
 from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.choice.objective import ALIKE, INTERVAL, Choice
+from tula_cli.models.choice.objective import ALIKE, INTERVAL, KNEE_SAVES, Choice
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp.by_noise import MAX_NOISE
@@ -152,9 +152,6 @@ def make_headline(
         text = f"{place}: today's configuration is the choice ({values})"
     else:
         text = ", ".join([f"{place}: {', '.join(changes) or values}", risk.text])
-        if objective == "knee" and there is not None and _is_as_good(there, here, candidates):
-            text = f"keep today's {baseline.place}, which is at least as good as {text}"
-            comparison += f" tula train --nodes {there.nodes} --batch {there.batch} keeps it."
     return Headline(
         text=text,
         comparison=comparison,
@@ -197,17 +194,23 @@ def _compute_log_deviation(row: Prediction) -> float:
     return math.log(row.hours_high / row.hours_low) / INTERVAL if row.hours_low > 0 else math.inf
 
 
-def _is_as_good(baseline: Prediction, chosen: Prediction, candidates: Candidates) -> bool:
-    """Return whether today's configuration is a candidate that is neither slower nor more expensive than the choice."""
-    is_baseline = (candidates["nodes"] == baseline.nodes) & (candidates["batch"] == baseline.batch)
-    if not np.any(is_baseline & (candidates["type"] == baseline.type)):
-        return False
-    deviation = math.hypot(_compute_log_deviation(baseline), _compute_log_deviation(chosen))
-    changes = (
-        _compare(baseline.hours, chosen.hours, deviation),
-        _compare(baseline.cost, chosen.cost, deviation),
-    )
-    return all(change.ratio <= 1 or _is_about_equal(change) for change in changes)
+def keep_baseline(choice: Choice, baseline: Baseline, candidates: Candidates) -> Choice:
+    """Return today's configuration as the choice if it is at least as good as the knee, else the choice unchanged.
+
+    It is as good if it is a candidate that is neither slower nor more expensive, or by less than noise and 10 %.
+    """
+    today, knee = baseline.prediction, choice.prediction
+    if today is None or Config(knee.nodes, knee.batch) == baseline.config:
+        return choice
+    same = candidates.select(type=today.type, market="on_demand", nodes=today.nodes, batch=today.batch)
+    deviation = math.hypot(_compute_log_deviation(today), _compute_log_deviation(knee))
+    changes = _compare(today.hours, knee.hours, deviation), _compare(today.cost, knee.cost, deviation)
+    if not len(same) or not all(change.ratio <= 1 or _is_about_equal(change) for change in changes):
+        return choice
+    kept = same.prediction(0)
+    runners_up = [knee, *(row for row in choice.runners_up if row != kept)][: max(1, len(choice.runners_up))]
+    reason = f"today's configuration is at least as good as {_describe_place(knee)}, {choice.reason}"
+    return Choice(kept, reason, tuple(runners_up))
 
 
 def _compare(before: float, after: float, deviation: float) -> Change:
@@ -325,8 +328,10 @@ def _describe_preference(
     noise = " (within noise)" if _is_about_equal(time) else " (uncertain)" * time.within_noise
     cheaper = 100 * (1 - best.cost / chosen.cost)
     saved = f"{format_number(100 * (1 - best.hours / chosen.hours), 2)} % faster{noise} and {cheaper:.0f} % cheaper"
-    why = "a larger batch saves little more time" + " and may cost accuracy" * (best.batch > reference_batch)
-    if best.batch <= chosen.batch:
+    per_doubling = 1 - (best.hours / chosen.hours) ** (1 / max(1.0, math.log2(best.batch / chosen.batch)))
+    why = f"each doubling of the batch saves {100 * per_doubling:.0f} % of the time (a knee: {100 * KNEE_SAVES:.0f} %)"
+    why += " and may cost accuracy" * (best.batch > reference_batch)
+    if best.batch <= chosen.batch or per_doubling >= KNEE_SAVES:
         why = "the knee is based on the fit, not on single measurements"
     return f"{_describe_place(best)} is {saved}; objective knee prefers {_describe_place(chosen)}, because {why}."
 

@@ -60,8 +60,8 @@ class CommandLine:
 
 def test_a_field_is_an_option_of_the_command_line_and_an_argument_of_python() -> None:
     command_line = CommandLine()
-    command_line.run("--min-nodes", "2", "--deadline", "3.5", "--type", "fast", "--from-training", "--json")
-    python = ask(min_nodes=2, deadline_hours=3.5, node_type="fast", from_training=True)
+    command_line.run("--min-nodes", "2", "--deadline", "3.5", "--type", "fast", "--json")
+    python = ask(min_nodes=2, deadline_hours=3.5, node_type="fast")
     assert command_line.asked == [python] and python.min_nodes == 2
 
 
@@ -85,7 +85,7 @@ def test_options_that_are_not_given_take_the_defaults_of_the_class() -> None:
     [
         WithNewOption(),
         WithNewOption(curve="cost", nodes=4, max_batch=1024),
-        WithNewOption(max_nodes=8, deadline_hours=24.0, budget=1.5, node_type="gpus-4", from_training=True),
+        WithNewOption(max_nodes=8, deadline_hours=24.0, budget=1.5, node_type="gpus-4"),
     ],
 )
 def test_the_options_of_a_query_are_what_asks_it_again(query: WithNewOption) -> None:

@@ -67,9 +67,6 @@ class Query:
         float | None, Option("Maximum cost of the training, in the job's currency.", metavar="PRICE", minimum=0)
     ] = None
     node_type: NodeType = None
-    from_training: Annotated[
-        bool, Option("Use the current step times of the running training, not those of the probes.", advanced=True)
-    ] = False
 
     def __post_init__(self) -> None:
         for name, value, allowed in (("objective", self.objective, Objective), ("curve", self.curve, Curve)):

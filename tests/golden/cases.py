@@ -225,7 +225,6 @@ CASES = (
     # --- trained
     Case("status-trained", "trained", "status --json"),
     Case("status-trained-table", "trained", "status"),
-    Case("recommend-from-training", "trained", "recommend --json --from-training"),
     Case("train-finished", "trained", "train --json --yes"),
     Case("evaluate-known", "trained", "evaluate --json"),
     Case("evaluate-last-dry-run", "trained", "evaluate --dry-run --json --weights last --fresh"),

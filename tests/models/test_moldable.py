@@ -132,7 +132,7 @@ def moldable_task(job: JobSpec, sizes: tuple[JobSize, ...]) -> TrainTask:
 def test_a_task_takes_the_largest_size_that_it_is_granted_and_keeps_its_batch() -> None:
     job = spec(**ON_SLURM)
     task = moldable_task(job, choose(NodeRange(2, 8), 512, truth=Truth(capacity=800 * MIB)))
-    assert (task.node_counts, task.training_nodes, task.signed_nodes) == ((2, 4, 8), 8, None)
+    assert (task.node_counts, task.training_nodes) == ((2, 4, 8), 8)
     for granted, nodes, splits in ((8, 8, 1), (7, 4, 1), (3, 2, 2), (2, 2, 2)):
         resized = task.on_granted(granted)
         assert (resized.nodes, resized.batch, resized.splits) == (nodes, 512, splits)

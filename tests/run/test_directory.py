@@ -252,7 +252,7 @@ def test_a_recommendation_of_an_older_version_is_read_without_what_was_removed(r
 
 
 def test_the_limits_of_a_recommendation_that_has_only_options_as_typed_are_read_from_these(run):
-    options = ("--max-nodes 4", "--deadline 90m", "--min-efficiency 0.5", "--budget 7.5", "--from-training")
+    options = ("--max-nodes 4", "--deadline 90m", "--min-efficiency 0.5", "--budget 7.5")
     written = make.recommendation(options=options).model_dump(mode="json")
     del written["limits"]
     (run.path / "recommendation.json").write_text(json.dumps(written))

@@ -148,8 +148,6 @@ def test_a_number_of_trainings_that_cannot_be_planned_is_refused(run: RunDir) ->
     for trainings in (0, MAX_TRAININGS + 1):
         with pytest.raises(SpecError, match="trainings"):
             plan(run, trainings)
-    with pytest.raises(SpecError, match="--from-training"):
-        plan(run, 2, from_training=True)
 
 
 def test_a_plan_has_the_warnings_of_the_answer_with_their_codes(

@@ -9,7 +9,15 @@ from make_results import inspected
 from make_runs import FakeLauncher
 
 from tula_cli.cluster import relaunch
-from tula_cli.errors import BadMeasurements, Diverged, JobFailed, OutOfMemoryAtMinimum, Pending, SpecError
+from tula_cli.errors import (
+    BadMeasurements,
+    Diverged,
+    JobFailed,
+    OutOfMemoryAtMinimum,
+    Pending,
+    SchedulerError,
+    SpecError,
+)
 from tula_cli.models.out_of_memory import list_splits
 from tula_cli.options import NodeRange, TrainRequest
 from tula_cli.run.directory import Run, RunDir
@@ -152,6 +160,11 @@ def test_another_range_moves_a_training_to_the_most_nodes_that_it_allows(run: Ru
     assert (moved.id, moved.nodes, moved.node_counts) == (f"{task.job}-2", 4, (4,)), "attempt 1 was on 8 nodes"
     assert moved.cause == "continues on 4 nodes instead of 8, because --nodes has changed"
     assert plan(run, spec, nodes=NodeRange(2, 8), batch=64).task.id == task.id
+    launcher = FakeLauncher()
+    run.write_job(launcher.submit(run, task))
+    with pytest.raises(SchedulerError, match="is running on 8 nodes at batch 64") as caught:
+        train.submit_training(run, plan(run, spec, nodes=NodeRange(3, 5), batch=64), launcher)
+    assert "tula cancel" in caught.value.hint and launcher.submitted == [task.job]
 
 
 def test_a_wider_range_has_only_nodes_among_which_the_batches_divide_that_the_training_has_come_to(

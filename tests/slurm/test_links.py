@@ -44,7 +44,6 @@ search: {nodes: [1, 2], min_batch: 64, max_batch: 64, min_steps: 5, min_seconds:
 cluster: {kind: slurm, device: cpu, slurm: {minutes: 10, memory: 1500M}}
 """
 SETTLED = 30  # rows of steps, a look or two each, after which their level is known
-TOLD = 6  # rows since a change, by which another configuration can be chosen
 GRADIENTS = 4 * emulated.FEATURES * emulated.CLASSES  # bytes
 WITHIN = 0.3
 
@@ -117,7 +116,7 @@ def test_the_choice_follows_the_speed_of_the_links(over_links: Callable[[int], T
 @pytest.mark.promise(
     "a node",
     "the network link of a node becomes slow",
-    "`tula status` shows since when and how much later the training will end, and `tula recommend --from-training` shows where to continue; no sample is lost",
+    "`tula status` shows since when and how much later the training will end; no sample is lost, also if it resumes on other nodes",
 )
 def test_a_link_that_slows_down_is_reported_and_the_training_goes_on_elsewhere(
     on_slurm: SlurmCluster, tmp_path: Path
@@ -127,7 +126,7 @@ def test_a_link_that_slows_down_is_reported_and_the_training_goes_on_elsewhere(
     tula = Tula(tmp_path, MOVES)
     tula("profile", "job.yaml")
     tula.until(lambda: len(tula.run().results()) == 2)
-    begun = tula("train", "--nodes", "2", "--batch", "64")["data"]["plan"]["task"]
+    begun = tula("train", "--nodes", "1-2", "--batch", "64")["data"]["plan"]["task"]
     training = tula.run().training(begun["signature"])
     tula.until(lambda: sum(row["kind"] == "step" for row in training.metrics()) >= SETTLED)
     for node in on_slurm.names:
@@ -137,18 +136,12 @@ def test_a_link_that_slows_down_is_reported_and_the_training_goes_on_elsewhere(
     assert change.before.sync is not None and change.after.sync is not None
     assert change.after.sync > 2 * change.before.sync and change.seconds_left > change.seconds_left_before
 
-    def told() -> bool:
-        return sum(row["kind"] == "step" and row["time"] >= change.began_at for row in training.metrics()) >= TOLD
-
-    tula.until(told)
-    rest = tula("recommend", "--from-training", "--objective", "time", "--save")["data"]["continuation"]
-    assert rest["moves"] and (rest["nodes"], rest["hours"] < rest["hours_as_it_is"]) == (2, True)
     tula("cancel")
     tula.until(
         lambda: not queue()
     )  # a loaded machine may not have saved in SLURM's few seconds: it goes on all the same
     saved = training.newest_samples()
-    tula("train")
+    tula("train", "--nodes", "1-1", "--batch", "64")
     later = tula.until(lambda: [row for row in training.metrics() if row["kind"] == "epoch" and row["samples"] > saved])
 
     rows = training.metrics()

@@ -157,9 +157,6 @@ def _save_answer(
             raise
         screen.warn(f"the recommendation could not be stored for tula train: {error.message}")
         return False
-    rest = answer.recommendation.continuation
-    if rest is not None and rest.is_worse:
-        screen.warn("stored as requested: tula train will move the training, although that saves neither time nor cost")
     return True
 
 
@@ -170,7 +167,7 @@ def _replaces_kept_answer(screen: Screen, runs: "Sequence[Run]", recommendation:
 
     stored = find_recommendation(runs)
     if not services_recommend.should_replace(recommendation, stored):
-        screen.note(show_recommend.describe_unsaved_answer(recommendation, stored))
+        screen.note(show_recommend.describe_unsaved_answer(stored))
         return False
     return True
 

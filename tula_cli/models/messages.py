@@ -219,32 +219,6 @@ def unexplained_waits(*, nodes: int, milliseconds: float, small_batch: int, larg
 
 
 @diagnostic
-def training_pace(*, where: str, factor: float, compute: float | None, sync: float | None, added_sync_ms: float) -> str:
-    if compute is None:
-        parts = "; compute and synchronisation are assumed to have changed equally"
-    elif sync is None:
-        parts = f" (compute {compute:.2f} times)"
-    elif added_sync_ms:
-        parts = f" (compute {compute:.2f} times; {added_sync_ms:.3g} ms of new synchronisation)"
-    else:
-        parts = f" (compute {compute:.2f} times, synchronisation {sync:.2f} times)"
-    return f"In the training on {where}, a step takes {factor:.2f} times as long as in the probes{parts}."
-
-
-@diagnostic
-def training_waits_for_data(*, milliseconds: float) -> str:
-    return f"The training is limited by its data: {milliseconds:.3g} ms per sample and GPU."
-
-
-@diagnostic
-def other_configurations_assumed(*, where: str) -> str:
-    return (
-        f"All other configurations are assumed to have changed as {where} did."
-        " This does not hold if a single node or link has become slow."
-    )
-
-
-@diagnostic
 def step_time_not_as_predicted(
     *, epoch: int, step_ms: float, predicted_ms: float, low_ms: float, high_ms: float
 ) -> str:

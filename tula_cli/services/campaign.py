@@ -124,11 +124,8 @@ def _find_configurations(
     """Return the configurations of a job that are within the limits of one training.
 
     Raises:
-        SpecError: the query is about a training under way.
         Pending, BadMeasurements, Infeasible: as in `plan_campaign`.
     """
-    if query.from_training:
-        raise SpecError("--from-training has no effect on a plan for many trainings", "remove it")
     for_one = replace(query, deadline_hours=None, budget=None)  # these are for all trainings together
     answer = answer_query(runs, for_one, overrides=overrides, estimates_start=False)
     candidates = answer.candidates
@@ -175,7 +172,7 @@ def plan_campaign(
         one_at_a_time: whether no two trainings may run side by side, as on this machine.
 
     Raises:
-        SpecError: the number of trainings is below 1 or too large, or the query is about a training under way.
+        SpecError: the number of trainings is below 1 or too large.
         Pending, BadMeasurements: as in `answer_query`.
         Infeasible: no configuration or no plan is within the limits.
     """

@@ -180,18 +180,7 @@ def recommend(
     """
     runs = [with_site_bill(run) for run in select_runs(runs, query.node_type)]
     waiting = pending if isinstance(pending, Mapping) else {run.type: pending for run in runs}
-    training = None
-    warnings: list[Diagnostic] = []
-    if query.from_training:
-        from tula_cli.services.recommendation import from_training
-
-        training = from_training.find_unfinished_training(runs)
-        results, paces = from_training.scale_results_now(training)
-        warnings += paces
-        all_measurements, left_out = gather_measurements([training.run], query, waiting, results)
-    else:
-        all_measurements, left_out = gather_measurements(runs, query, waiting)
-    warnings += left_out
+    all_measurements, warnings = gather_measurements(runs, query, waiting)
     if query.objective == "energy":
         all_measurements, warnings = require_energy(all_measurements, warnings)
     noise = find_gradient_noise_of_job(all_measurements, needed=query.objective == "accuracy-time")
@@ -214,11 +203,6 @@ def recommend(
     answer = _build_answer(
         all_measurements, candidates, query, [*warnings, *no_gradients], noise, overrides=overrides, now=now
     )
-    if training is not None:
-        continuation = from_training.predict_continuation(training, answer.recommendation.choice, candidates)
-        of_rest = {"continuation": continuation, "headline": None}
-        by_type = {name: of_type.model_copy(update=of_rest) for name, of_type in by_type.items()}
-        answer = replace(answer, recommendation=answer.recommendation.model_copy(update=of_rest))
     return replace(answer, by_type=by_type, forecasts=forecasts)
 
 
@@ -511,8 +495,6 @@ def should_replace(recommendation: Recommendation, stored: Recommendation | None
         recommendation: the new answer.
         stored: the answer that the run has stored; None if there is none.
     """
-    if recommendation.continuation is not None:  # it moves a training
-        return False
     return not recommendation.overrides if stored is None else recommendation.criteria == stored.criteria
 
 

@@ -17,7 +17,6 @@ from tula_cli.models import halving, moldable
 from tula_cli.models.choice.grid import check_divides, list_batches
 from tula_cli.models.cost import describe_price
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.ramp.by_noise import continue_stages
 from tula_cli.models.ramp.stage_nodes import (
     check_stages,
     choose_stage_objective_of,
@@ -31,7 +30,7 @@ from tula_cli.run.format import require_current_format
 from tula_cli.run.imports import Source, with_weights
 from tula_cli.run.job_runs import compare_jobs, find_chosen_run, save_runs, select_runs
 from tula_cli.run.records.base import Market
-from tula_cli.run.records.failures import Move, Recovery, Resize
+from tula_cli.run.records.failures import Recovery, Resize
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction, Recommendation
@@ -149,13 +148,12 @@ def plan_training(
     as_chosen = choice is not None and (choice.nodes, choice.batch) == (nodes, batch) and not sizes
     rungs = sizes[-1].ladder if sizes else _list_fallback_rungs(estimator, spec, nodes, batch, market)
     task = _make_train_task(spec, nodes, batch, code, rungs, sizes=sizes)
-    task = continue_training(run, task, recommendation if as_chosen else None, code=code.identity)
     newest = run.training(task.signature).newest_task()
-    if newest is None or task.attempt > newest.attempt:
-        task = _with_stages(run, task, newest, recommendation if as_chosen else None, find_dataset_size(run, inspect))
+    if newest is None:
+        task = _with_stages(run, task, recommendation if as_chosen else None, find_dataset_size(run, inspect))
     prediction = task.prediction
     warnings: list[Diagnostic] = []
-    if newest is not None and newest.attempt >= task.attempt:
+    if newest is not None:
         task = _resume_task(run, newest, task)
         prediction = task.sizes[-1].prediction if task.sizes else prediction
         warnings = _warn_unusable_sizes(task, sizes)
@@ -181,14 +179,11 @@ def plan_training(
     )
 
 
-def _with_stages(
-    run: Run, task: TrainTask, newest: TrainTask | None, recommended: Recommendation | None, size: int
-) -> TrainTask:
-    """Return a new or moved task with its ramp stages, after checking that its batch fits `size` training samples."""
+def _with_stages(run: Run, task: TrainTask, recommended: Recommendation | None, size: int) -> TrainTask:
+    """Return a new task with its ramp stages, after checking that its batch fits `size` training samples."""
     spec, nodes, batch = task.spec, task.nodes, task.batch
     _require_size(spec, nodes, batch, size)
     stages = plan_stages(run.with_spec(spec), nodes, batch, size, recommended=recommended)
-    stages = continue_stages(newest.stages if newest else (), stages)
     task = task.model_copy(update={"stages": stages}).with_usable_sizes()
     return move_task_to_stage_nodes(task, samples=run.training(task.signature).newest_samples())
 
@@ -218,7 +213,9 @@ def _resume_task(run: RunDir, newest: TrainTask, requested: TrainTask) -> TrainT
     resumed = resumed.on_size(size)
     if resumed.nodes == newest.nodes or all(attempt.task != newest.id for attempt in run.attempts_of(newest)):
         return resumed
-    return _as_next_attempt(newest, resumed, Resize(nodes=resumed.nodes, nodes_before=newest.nodes, granted=None))
+    attempt, resize = newest.attempt + 1, Resize(nodes=resumed.nodes, nodes_before=newest.nodes, granted=None)
+    changes = {"id": f"{newest.job}-{attempt}", "attempt": attempt, "recovery": Recovery(decision=resize)}
+    return resumed.model_copy(update=changes)
 
 
 def _warn_unusable_sizes(task: TrainTask, sizes: Sequence[JobSize]) -> list[Diagnostic]:
@@ -242,13 +239,6 @@ def _warn_shortened_ramp(run: Run, task: TrainTask, size: int) -> list[Diagnosti
             batches=batches, nodes=task.sizes[-1].nodes, batches_on_least=on_least, least=least
         )
     ]
-
-
-def _as_next_attempt(newest: TrainTask, task: TrainTask, decision: Move | Resize) -> TrainTask:
-    """Return a task as the attempt after the newest one of its training."""
-    attempt = newest.attempt + 1
-    update = {"id": f"{newest.job}-{attempt}", "attempt": attempt, "recovery": Recovery(decision=decision)}
-    return task.model_copy(update=update)
 
 
 def _choose_code_to_train(run: Run, nodes: int | None, batch: int) -> Source:
@@ -470,48 +460,7 @@ def find_gain(run: Run, summary: Summary) -> "Gain | None":
     return None if recommendation is None else compute_gain(recommendation.headline, summary)
 
 
-# --- A training that resumes at another configuration, or with other settings
-
-
-def continue_training(run: RunDir, task: TrainTask, recommendation: Recommendation | None, *, code: str) -> TrainTask:
-    """Return the task at the recommended configuration as the next attempt of the training behind the recommendation.
-
-    Progress is counted in samples, so the newest checkpoint can be resumed at any nodes and batch, as after an
-    out-of-memory error. The task is returned unchanged if the recommendation is not based on a training, or that
-    training has ended.
-
-    Args:
-        run: the run.
-        task: a separate training at the recommended nodes and batch.
-        recommendation: the recommendation.
-        code: digest of the current code.
-
-    Raises:
-        SpecError: settings or code differ from those of that training.
-    """
-    continuation = recommendation.continuation if recommendation is not None else None
-    training = run.training(continuation.signature) if continuation is not None else None
-    tasks = training.tasks() if training is not None and training.result() is None else []
-    if recommendation is None or continuation is None or not tasks:
-        return task
-    if (
-        compute_train_signature(task.spec, nodes=tasks[0].signed_nodes, batch=tasks[0].batch, code=code)
-        != continuation.signature
-    ):
-        raise SpecError(
-            f"the recommendation is based on training {continuation.signature}, which has other settings or code",
-            "undo the change, or run tula recommend without --from-training",
-        )
-    newest_task, target = tasks[-1], (task.training_nodes, task.batch)
-    update = {"job": newest_task.job, "signature": continuation.signature, "max_lr_factor": newest_task.max_lr_factor}
-    if any(later.attempt > continuation.attempt and (later.training_nodes, later.batch) == target for later in tasks):
-        return task.model_copy(update={**update, "id": newest_task.id, "attempt": newest_task.attempt})
-    first_batch, *smaller = task.ladder
-    rungs = (first_batch.model_copy(update={"prediction": recommendation.choice}), *smaller)
-    move = Move(
-        nodes=task.training_nodes, batch=task.batch, nodes_before=newest_task.nodes, batch_before=newest_task.batch
-    )
-    return _as_next_attempt(newest_task, task.model_copy(update={**update, "ladder": rungs}), move)
+# --- A training with other settings
 
 
 def warn_interrupted_training(run: RunDir, task: TrainTask) -> list[Diagnostic]:

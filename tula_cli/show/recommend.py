@@ -54,7 +54,6 @@ def render_recommendation(
     """
     yield from _render_headline(recommendation)
     yield from _start(recommendation)
-    yield from _describe_continuation(recommendation)
     yield from _describe_other_market(recommendation)
     if recommendation.objective == "accuracy-time":
         yield from _describe_same_progress(recommendation)
@@ -167,27 +166,6 @@ def _start(recommendation: "Recommendation") -> Iterator[str]:
     )
 
 
-def _describe_continuation(recommendation: "Recommendation") -> Iterator[str]:
-    """Describe the rest of the active training: its duration and cost as it is, and as recommended."""
-    rest = recommendation.continuation
-    if rest is None:
-        return
-    stands = f"training {rest.signature} at {rest.samples} samples, {format_percent(rest.left)} % left"
-    here = "its configuration is not a candidate"
-    if rest.hours_as_it_is is not None and rest.cost_as_it_is is not None:
-        takes = f"{format_duration(3600 * rest.hours_as_it_is)}, {format_number(rest.cost_as_it_is)} {recommendation.currency} to the end"
-        here = f"on {format_count(rest.nodes)}, batch {rest.batch}, {takes}"
-    if not rest.moves:
-        yield f"{stands}: {here}; this is also the choice, so it continues unchanged"
-        return
-    there = f"{format_duration(3600 * rest.hours)}, {format_number(rest.cost)} {recommendation.currency} including the restart"
-    gain = "" if not rest.hours_as_it_is else f" ({100 * (rest.hours / rest.hours_as_it_is - 1):+.0f} % time)"
-    yield (
-        f"{stands}: {here}; as chosen {there}{gain}"
-        + ", neither faster nor cheaper: keep the current configuration" * rest.is_worse
-    )
-
-
 def _describe_fallback(recommendation: "Recommendation") -> Iterator[str]:
     """Describe the out-of-memory fallback of the choice and its duration."""
     fallback, choice = recommendation.fallback, recommendation.choice
@@ -206,10 +184,8 @@ def _describe_better(rows: Iterable["Prediction"]) -> str:
     return "both faster and cheaper"
 
 
-def describe_unsaved_answer(recommendation: "Recommendation", known: "Recommendation | None") -> str:
+def describe_unsaved_answer(known: "Recommendation | None") -> str:
     """Explain that an answer is not saved, and what `tula train` uses instead: the saved answer `known`, if any."""
-    if recommendation.continuation is not None:
-        return "only shown: the training continues unchanged. To move it: --save, then tula cancel and tula train"
     if known is None:
         return "only shown, because of --set; --save stores it for tula train"
     kept = f"{describe_place(known.choice)} ({known.criteria}; {format_moment(known.created_at)})"

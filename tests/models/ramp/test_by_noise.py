@@ -15,7 +15,6 @@ from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp.by_noise import (
     GROWTH,
     NoisePath,
-    continue_stages,
     describe_stages,
     plan_stages_by_noise,
     with_epochs,
@@ -148,14 +147,6 @@ def test_stages_divide_among_parts_and_what_was_decided_stays() -> None:
 def test_without_a_measurement_stages_are_those_of_auto() -> None:
     value = {"batch": 2048, "divisor": 1, "dataset_size": SIZE}
     assert build_ramp(job(), **value) == build_ramp(job(ramp="auto"), **value)  # type: ignore[arg-type]
-
-
-def test_a_training_that_goes_on_at_another_batch_keeps_the_stages_it_has_had() -> None:
-    before = (Stage(begin=0, batch=128), Stage(begin=100, batch=256), Stage(begin=300, batch=512))
-    anew = (Stage(begin=0, batch=512), Stage(begin=250, batch=1024), Stage(begin=900, batch=2048))
-    assert continue_stages((), anew) == anew
-    assert continue_stages(before, anew) == (*before, Stage(begin=300, batch=1024), Stage(begin=900, batch=2048))
-    assert continue_stages(before, (Stage(begin=0, batch=300),)) == (*before[:2], Stage(begin=300, batch=300))
 
 
 # --- the forecast

@@ -159,12 +159,3 @@ def test_oversubscribed_as_the_probes_were_it_counts(run: RunDir) -> None:
         run.write_result(probe.model_copy(update={"oversubscribed": True}))
     train(run, 0.08, oversubscribed=True)
     assert len(ask(run).trainings) == 1
-
-
-def test_asked_by_a_training_under_way_its_steps_count_once(run: RunDir) -> None:
-    train(run, 0.09)
-    rows = [json.loads(line) for line in run.training("ab12cd34").metrics_path.read_text().splitlines()]
-    text = "".join(json.dumps({"epoch": 1.0, **row}) + "\n" for row in rows)
-    run.training("ab12cd34").metrics_path.write_text(text)
-    recommendation = recommend(open_family(run), Query(objective="time", from_training=True), now=1.0).recommendation
-    assert not recommendation.trainings and "training" not in recommendation.fit

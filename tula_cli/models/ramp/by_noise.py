@@ -102,27 +102,6 @@ def plan_stages_by_noise(path: NoisePath, *, batch: int, size: int, epochs: int)
     return tuple(stages)
 
 
-def continue_stages(earlier: Sequence[Stage], anew: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Return the stages of a training that continues at another batch.
-
-    Earlier stages are kept; those above the former batch are taken from `anew`.
-
-    Args:
-        earlier: the stages at the start of the training.
-        anew: the stages planned for the new batch.
-    """
-    if not earlier or not anew:
-        return tuple(anew)
-    last_stage, stages = anew[-1], [stage for stage in earlier if stage.batch < anew[-1].batch]
-    if last_stage.batch <= earlier[-1].batch:
-        at = next(stage for stage in earlier if stage.batch >= last_stage.batch)
-        return (*stages, at.model_copy(update={"batch": last_stage.batch}))
-    for stage in anew:
-        if stage.batch > earlier[-1].batch:
-            stages.append(stage.model_copy(update={"begin": max(stage.begin, stages[-1].begin)}))
-    return tuple(stages)
-
-
 def warn_missing_noise(noise: NoisePath | None) -> list[Diagnostic]:
     """Return warnings about missing or limited noise measurements for a job with `ramp: noise`."""
     if noise is None:

@@ -238,22 +238,6 @@ Decision = Annotated[Relaunch | Requeue | Stop, Field(discriminator="kind")]
 """The decision after an attempt."""
 
 
-class Move(Record):
-    """The user continues a training on another configuration, which was recommended by its own steps."""
-
-    kind: Literal["move"] = "move"
-    nodes: int
-    batch: int
-    nodes_before: int
-    batch_before: int
-
-    @property
-    def description(self) -> str:
-        """From where to where."""
-        before = f"{format_count(self.nodes_before)} at {self.batch_before}"
-        return f"continues on {format_count(self.nodes)} at batch {self.batch} instead of {before}, as recommended from its step times"
-
-
 class Resize(Record):
     """A job of the training has another number of nodes, because it uses those that the scheduler grants."""
 
@@ -276,13 +260,13 @@ class Resize(Record):
 class Recovery(Record):
     """Why a task follows another one: the failure of an attempt, and what was decided."""
 
-    failure: Failure | None = None  # None of a move or another number of nodes
-    decision: Relaunch | Requeue | Move | Resize | None = Field(default=None, discriminator="kind")
+    failure: Failure | None = None  # None of another number of nodes
+    decision: Relaunch | Requeue | Resize | None = Field(default=None, discriminator="kind")
 
     @property
     def description(self) -> str:
         """One sentence."""
-        if isinstance(self.decision, Move | Resize):
+        if isinstance(self.decision, Resize):
             return self.decision.description
         if self.failure is None or self.decision is None:
             return ""

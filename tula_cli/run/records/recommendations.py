@@ -266,29 +266,6 @@ class StartEstimate(Record):
     reason: RecordedText = ""  # why it gave none
 
 
-class Continuation(Record):
-    """Time and cost of the rest of a training at the recommended configuration, and at its current one."""
-
-    signature: str  # of the training
-    attempt: int  # that it was at
-    nodes: int  # that it had then
-    batch: int
-    samples: int  # trained
-    left: float  # share of the training that is still to come
-    moves: bool  # the recommended configuration is another
-    hours: float  # of the rest as recommended, a new start included
-    cost: float
-    hours_as_it_is: float | None  # of the rest as it goes; None where its configuration is no candidate
-    cost_as_it_is: float | None
-
-    @property
-    def is_worse(self) -> bool:
-        """Whether the move is known to save neither time nor cost."""
-        if not self.moves or self.hours_as_it_is is None or self.cost_as_it_is is None:
-            return False
-        return self.hours >= self.hours_as_it_is and self.cost >= self.cost_as_it_is
-
-
 class RampAlternative(Record):
     """Hours, cost (in the pricing's currency) and node-hours of a training with a batch-size ramp, or of an alternative without it."""
 
@@ -467,7 +444,7 @@ class Recommendation(Record):
 
     objective: Objective
     curve: Curve
-    headline: Headline | None = None  # None for the rest of a training under way, and of an older tula
+    headline: Headline | None = None  # None of an older tula
     choice: Prediction
     reason: str
     rows: tuple[
@@ -486,7 +463,6 @@ class Recommendation(Record):
     interruption: str = ""  # what one costs a script, in words; empty for tula's own loop
     fallback: Fallback | None = None  # of the choice; None where there is none, or nothing tells what it takes
     start_estimate: StartEstimate | None = None  # of the choice; None where SLURM was not asked
-    continuation: Continuation | None = None  # of a training under way, by whose steps this was asked
     stages: tuple[Stage, ...] = ()  # of the choice, that of its own batch last; empty where its batch does not grow
     ramp: str = ""  # these, in words
     beside: tuple[

@@ -228,11 +228,6 @@ class TrainTask(BaseTask):
         """The nodes of the training: the most that it is granted, or those on which its last stage runs."""
         return (self.stages[-1].nodes if self.stages else None) or self.node_counts[-1]
 
-    @property
-    def signed_nodes(self) -> int | None:
-        """The number of nodes that is part of the training's signature; None if it runs on what it is granted."""
-        return None if self.sizes else self.training_nodes
-
     def on_granted(self, nodes: int) -> "TrainTask":
         """Return this task on the largest of its sizes for which `nodes` nodes suffice; unchanged if it has no sizes."""
         size = next((size for size in reversed(self.sizes) if size.nodes <= nodes), None)

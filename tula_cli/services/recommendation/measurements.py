@@ -110,7 +110,6 @@ def gather_measurements(
     runs: Sequence[Run],
     query: Query,
     pending: Mapping[str | None, int],
-    paced_results: Results | None = None,
 ) -> tuple[list[TypeMeasurements], list[Diagnostic]]:
     """Return the measurements of each node type, and warnings about types that are left out.
 
@@ -118,22 +117,18 @@ def gather_measurements(
         runs: the run of each node type of the job.
         query: objective and limits of the user.
         pending: number of queued or running probes by node type.
-        paced_results: results scaled to the pace of a training, of the only run; no trainings are used in addition
-            then. None for the results of the probes.
 
     Raises:
         Pending, BadMeasurements, Infeasible: no node type is left.
     """
     all_measurements, errors = [], []
-    results_of = {run.type: run.results() if paced_results is None else paced_results for run in runs}
+    results_of = {run.type: run.results() for run in runs}
     all_results = [result for results in results_of.values() for result in results]
     noise = make_noise_path(runs, runs[0].spec, all_results)
     trainings, stage_objective = CachedTrainings(), choose_stage_objective(query.objective, query.curve)
     for run in runs:
         results, pending_here = results_of[run.type], pending.get(run.type, 0)
-        observations, sizes = TrainingObservations(), NO_OTHER_SIZES
-        if paced_results is None:
-            observations, sizes = trainings(run), read_measurements_of_other_sizes(run.sizes, trainings)
+        observations, sizes = trainings(run), read_measurements_of_other_sizes(run.sizes, trainings)
         try:
             estimator = Estimator.fit(
                 run.spec,

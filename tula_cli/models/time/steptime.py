@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -317,7 +317,7 @@ def fit_step_time(observations: Iterable[Observation], *, collective: str, prior
     error = float(np.median(np.abs(residuals))) if has_residuals else None
     return StepTimeFit(
         words=_describe_fit(model, points, scope, error, sorted_observations),
-        warnings=tuple(_fit_warnings(sorted_observations, seconds, residuals)),
+        warnings=tuple(_list_fit_warnings(sorted_observations, seconds, residuals)),
         error=error,
         model=model,
         priors=priors,
@@ -360,42 +360,29 @@ def _count_parameters(observations: Sequence[Observation], scope: _Scope) -> int
     return min(len(batches), 2) + min(len(synchronising), 2)
 
 
-def _fit_warnings(observations: Sequence[Observation], seconds: Floats, residuals: Floats) -> list[Diagnostic]:
-    """Return warnings about the reliability of the fit."""
-    return [
-        *_warn_unsteady(observations),
-        *_warn_falling(observations, seconds),
-        *_warn_missed(observations, seconds, residuals),
-    ]
-
-
-def _warn_unsteady(observations: Sequence[Observation]) -> list[Diagnostic]:
+def _list_fit_warnings(observations: Sequence[Observation], seconds: Floats, residuals: Floats) -> Iterator[Diagnostic]:
+    """Yield warnings about the reliability of the fit."""
     probes = (o for o in observations if o.doubt is None)
     unsteady = [f"{o} by {100 * o.noise:.0f} %" for o in probes if o.noise is not None and o.noise > _MAX_STEADY_NOISE]
-    return [messages.step_times_drift(probes=unsteady)] if unsteady else []
-
-
-def _warn_falling(observations: Sequence[Observation], seconds: Floats) -> list[Diagnostic]:
-    """Warn if a larger local batch has a clearly shorter step: another algorithm, clock change or disturbed probe."""
-    pairs = [
+    if unsteady:
+        yield messages.step_times_drift(probes=unsteady)
+    # A larger local batch with a clearly shorter step: another algorithm, a change of clocks, or a disturbed probe.
+    falling = [
         f"at {larger} than at local batch {smaller.local_batch}"
         for (smaller, time_before), (larger, after) in itertools.pairwise(zip(observations, seconds, strict=True))
         if (smaller.nodes, smaller.gpus_per_node) == (larger.nodes, larger.gpus_per_node)
         and smaller.local_batch < larger.local_batch
         and after < time_before * (1 - _MAX_STEADY_NOISE)
     ]
-    return [messages.step_time_falls_with_batch(pairs=pairs)] if pairs else []
-
-
-def _warn_missed(observations: Sequence[Observation], seconds: Floats, residuals: Floats) -> list[Diagnostic]:
-    descriptions_by_kind: dict[str, list[str]] = {}
+    if falling:
+        yield messages.step_time_falls_with_batch(pairs=falling)
+    misses: dict[str, list[str]] = {}
     for o, measured, off in zip(observations, seconds, residuals, strict=True):
         if abs(off) > _MAX_RELATIVE_MISS:
-            description = (
-                f"{o} ({_format_duration(measured)} measured, {_format_duration(measured * (1 + off))} fitted)"
-            )
-            descriptions_by_kind.setdefault("probe" if o.doubt is None else "training", []).append(description)
-    return [messages.fit_misses(kind=kind, where=descriptions) for kind, descriptions in descriptions_by_kind.items()]
+            times = f"{_format_duration(measured)} measured, {_format_duration(measured * (1 + off))} fitted"
+            misses.setdefault("probe" if o.doubt is None else "training", []).append(f"{o} ({times})")
+    for kind, where in misses.items():
+        yield messages.fit_misses(kind=kind, where=where)
 
 
 def _describe_fit(

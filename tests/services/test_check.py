@@ -803,7 +803,7 @@ def test_nodes_are_taken_as_wanted_where_nobody_knows_the_partition(monkeypatch)
 def test_of_a_script_nothing_is_reported_that_it_decides_by_itself():
     on_slurm = {"cluster": {"kind": "slurm", "slurm": {"minutes": 60, "cpus_per_task": 8}}}
     value = JobSpec.model_validate({**make.script_spec(epochs=1).model_dump(), **on_slurm})
-    assert "tf32" in check(spec(**on_slurm), online=False).settings[0]
+    assert "data loader" in check(spec(**on_slurm), online=False).settings[0]
     assert check(value, online=False).settings == ()
     with pytest.raises(SpecError, match="tula cannot build its model"):
         estimate(value, inspector=lambda _: pytest.fail("built something"))
@@ -884,35 +884,6 @@ def test_auto_is_a_sweep_where_it_takes_little_of_the_training_and_else_adaptive
 
 
 @pytest.mark.parametrize(
-    ("train", "told"),
-    [
-        ({}, ["tf32 (float32", "channels_last (2-d", "fastest cuDNN algorithms (NVIDIA)"]),
-        ({"deterministic": True}, ["tf32", "channels_last", "deterministic"]),
-    ],
-)
-def test_a_check_tells_how_a_gpu_computes(found, train, told):
-    found(device="cuda", gpus=2, convolutional=True)
-    (line,) = check(spec(train={"epochs": 1, "workers": 0, **train})).settings
-    words = line.removeprefix("GPU settings: ").removesuffix(" (section train)").split(", ")
-    assert [word.startswith(start) for word, start in zip(words, told, strict=True)] == [True] * len(told)
-
-
-def test_a_check_promises_no_channels_last_to_a_network_without_convolutions(found):
-    found(device="cuda", gpus=2)
-    assert "channels_last" not in check(spec()).settings[0]
-
-
-def test_a_check_tells_of_gpus_only_where_there_may_be_some(found):
-    def of_gpus(**sections):
-        lines = check(spec(**sections), online=False).settings
-        return any(line.startswith("GPU settings") for line in lines)
-
-    assert not of_gpus()
-    assert of_gpus(cluster={"kind": "slurm"})
-    assert not of_gpus(cluster={"kind": "slurm", "device": "cpu"})
-
-
-@pytest.mark.parametrize(
     ("sections", "told"),
     [
         ({}, "data loader: 7 to 8 processes per rank, from its share of 16 cores"),
@@ -927,7 +898,7 @@ def test_a_check_tells_of_gpus_only_where_there_may_be_some(found):
 )
 def test_a_check_tells_the_loader_processes_that_follow_from_the_cores(found, sections, told):
     found(cpus=16)
-    (line,) = (line for line in check(spec(**sections)).settings if not line.startswith("GPU settings"))
+    (line,) = check(spec(**sections)).settings
     assert line.startswith(told) and line.endswith("(train.workers: auto)")
 
 

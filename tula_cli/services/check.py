@@ -16,7 +16,6 @@ from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.html_table import render_html
 from tula_cli.run.job_runs import select_runs
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.run.records.probes import Measured
 from tula_cli.services import messages
 from tula_cli.services.job_warnings import (
     check_shared_memory,
@@ -30,7 +29,6 @@ from tula_cli.services.resume_test import describe_interruption_cost
 from tula_cli.services.search import ON_ALL_NODES, choose_probes, find_largest_local_batch
 from tula_cli.services.search_cost import Expectation, SearchCost, choose_strategy, estimate_search_cost, expect_search
 from tula_cli.services.site_charges import with_site_billing
-from tula_cli.services.status import count_notes
 from tula_cli.services.waiting import require_within_cap
 from tula_cli.spec.job import JobSpec, describe_training_method
 from tula_cli.words import format_count, format_number, join_words
@@ -256,7 +254,6 @@ def check(
             *_warn_unknown(later),
             *_list_warnings(spec, inspection, jobs, chosen_by_auto=chosen_by_auto),
             *expensive,
-            *_list_notes_on_scaling(run),
         ),
         unsettled=later,
         settings=describe_computing(spec, inspection),
@@ -265,12 +262,6 @@ def check(
         expected=expect_search(spec, [(job.nodes, job.local_batches) for job in jobs], run) if jobs else None,
         worth=search_worth,
     )
-
-
-def _list_notes_on_scaling(run: RunDir | None) -> list[Diagnostic]:
-    """Return the notes that a script's probes recorded on the model and the optimizer that AGS scales."""
-    measured = [] if run is None else [result for result in run.read().results if isinstance(result, Measured)]
-    return [messages.recorded_note(text=note) for note in count_notes(measured) if note.startswith("AGS scales")]
 
 
 def _inspect(spec: JobSpec, inspector: Inspect) -> tuple[Inspection | None, UpperBoundPlan | None]:

@@ -1,4 +1,4 @@
-"""Warnings before a job runs: unlikely combinations of settings, precision on GPUs, and shared memory of data loaders."""
+"""Warnings before a job runs: unlikely combinations of settings, and shared memory of data loaders."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -13,11 +13,11 @@ from tula_cli.spec.sections import FEWEST_WORKERS, MOST_WORKERS
 from tula_cli.spec.workload import get_workload
 from tula_cli.words import format_count
 
-# --- Computation on a GPU
+# --- What the job leaves to tula
 
 
 def describe_computing(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
-    """Return one line per aspect of how the job computes; GPU settings only if the job may run on a GPU.
+    """Return a line on the data loader and one on gradient scaling, if the job leaves them to tula.
 
     Args:
         spec: the job.
@@ -25,11 +25,7 @@ def describe_computing(spec: JobSpec, inspection: Inspection | None) -> tuple[st
     """
     if spec.script is not None:  # how it computes is its own, and its loader's processes too without {workers}
         return tuple(_describe_loader(spec, inspection)) if get_workload(spec).takes_workers else ()
-    loader = (*_describe_loader(spec, inspection), *_describe_scaling(spec))
-    if not _may_run_on_gpu(spec, inspection):
-        return loader
-    description = ", ".join(_describe_gpu_settings(spec, inspection))
-    return (f"GPU settings: {description} (section train)", *loader)
+    return (*_describe_loader(spec, inspection), *_describe_scaling(spec))
 
 
 def _describe_loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[str]:
@@ -70,26 +66,6 @@ def count_loader_processes(spec: JobSpec, inspection: Inspection | None, *, rank
         return (train.loaders(inspection.cpus / ranks),) * 2 if inspection else (FEWEST_WORKERS, MOST_WORKERS)
     cpus_per_task = slurm.cpus_per_task if slurm is not None else None
     return (train.loaders(cpus_per_task),) * 2 if cpus_per_task else (FEWEST_WORKERS, MOST_WORKERS)
-
-
-def _may_run_on_gpu(spec: JobSpec, inspection: Inspection | None) -> bool:
-    """Return whether the jobs may run on GPUs; the memory estimate assumes the same."""
-    here = None if inspection is None else inspection.device
-    return spec.cluster.backend.may_have_gpu(spec.cluster.device, here=here)
-
-
-def _describe_gpu_settings(spec: JobSpec, inspection: Inspection | None) -> Iterator[str]:
-    train = spec.train
-    convolutional = inspection is None or inspection.convolutional
-    yield "tf32 (float32 products and convolutions with a mantissa of 10 bits)"
-    if convolutional:
-        yield "channels_last (2-d convolutions on NVIDIA tensor cores)"
-    if train.compile:
-        yield "compile" if train.compile is True else f"compile ({train.compile})"
-    if train.deterministic:
-        yield "deterministic"
-    else:
-        yield "fastest cuDNN algorithms (NVIDIA)"
 
 
 # --- Settings that are unlikely together

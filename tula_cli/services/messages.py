@@ -190,11 +190,6 @@ def expensive_search(
 
 
 @diagnostic
-def recorded_note(*, text: str) -> str:
-    return text
-
-
-@diagnostic
 def parameter_server_collective() -> str:
     return (
         "cluster.collective: parameter_server only affects the time model (Eq. 2c). Probes and training use all-reduce, so"

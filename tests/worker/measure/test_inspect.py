@@ -137,12 +137,8 @@ def test_a_lightning_module_is_reported_that_its_own_step_is_not_called(user_cod
     assert not any("Lightning" in text for text in inspect_job(spec()).warnings)
 
 
-def test_an_inspection_tells_whether_a_network_has_convolutions(user_code):
-    user_code("flat", "def net(num_classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes))\n")
-    assert not inspect_job(spec(model={"name": "flat:net"})).convolutional
-    result = inspect_job(spec())
-    assert result.convolutional
-    assert result.warnings == ()
+def test_an_ordinary_network_has_no_warning():
+    assert inspect_job(spec()).warnings == ()
 
 
 def test_micro_batches_of_one_sample_are_a_warning_where_batch_norm_cannot():

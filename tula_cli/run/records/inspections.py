@@ -21,7 +21,6 @@ class Inspection(Record):
     hardware: str
     capacity: int | None  # bytes for one rank: memory_per_gpu, else this machine's where the cluster is local
     cpus: int
-    convolutional: bool = False  # whether the model has 2-d convolutions
     gpus: int = 0  # that torch sees here, where a local run would use them
     process: int = 0  # bytes that a process holds that has loaded the libraries and the dataset
     notes: tuple[RecordedText, ...] = ()  # of the model: the weights it starts from, frozen layers, groups

@@ -52,7 +52,6 @@ from tula_cli.worker.device import (
     count_tensor_bytes,
     get_gpu_memory,
     get_gpu_name,
-    has_convolutions,
     read_process_memory,
 )
 from tula_cli.worker.measure import fake_tensor_step
@@ -195,7 +194,6 @@ def inspect_job(spec: JobSpec) -> Inspection:
         estimate_error=estimate_error,
         device=device,
         notes=(*_describe_initial_state(spec, model, optimizer), *notes, *_inspect_evaluation(spec, datasets)),
-        convolutional=has_convolutions(model),
         warnings=tuple(warnings),
         **_describe_machine(spec, device),
     )

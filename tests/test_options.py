@@ -20,7 +20,7 @@ from tula_cli.options import (
     list_fields,
     with_arguments,
 )
-from tula_cli.query import Query, parse_hours
+from tula_cli.query import Query, parse_budget, parse_hours, parse_share
 from tula_cli.show.screen import Screen
 
 COMMANDS = app.COMMANDS
@@ -124,10 +124,28 @@ def test_every_argument_of_a_function_is_described(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "hours"),
-    [("36", 36), ("90m", 1.5), ("90min", 1.5), ("90 min", 1.5), ("3d", 72), ("2w", 336), ("1.5h", 1.5)],
+    [("36", 36), ("90s", 0.025), ("90m", 1.5), ("90min", 1.5), ("90 min", 1.5), ("3d", 72), ("2w", 336), ("1.5h", 1.5)],
 )
 def test_a_deadline_is_written_as_times_are_shown(text, hours):
     assert parse_hours(text) == pytest.approx(hours)
+
+
+def test_a_share_may_be_in_percent():
+    assert parse_share("0.6") == parse_share("60 %") == 0.6
+    with pytest.raises(SpecError, match="--min-efficiency 60: must be between 0 and 1"):
+        parse_share("60")
+    with pytest.raises(SpecError, match="--budget 5 USD: not a number"):
+        parse_budget("5 USD")
+
+
+def test_a_curve_without_a_knee_is_refused():
+    with pytest.raises(SpecError, match="curve cost has no effect with objective time"):
+        Query(objective="time", curve="cost")
+
+
+def test_an_unknown_argument_is_an_error_of_the_function_that_was_called():
+    with pytest.raises(TypeError, match=r"^check\(\) got an unexpected keyword argument 'memory'"):
+        tula.check("job.yaml", memory="16GiB")
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-1", "3 months", "minutes"])

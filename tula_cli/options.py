@@ -84,6 +84,10 @@ def with_arguments(arguments: Callable[P, A]) -> Callable[[Callable[[A], R]], Ca
     def decorate(function: Callable[[A], R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                call.__signature__.bind(*args, **kwargs)  # type: ignore[attr-defined]
+            except TypeError as error:  # names the function, not the class of its arguments
+                raise TypeError(f"{function.__name__}() {error}") from None
             checked = arguments(*args, **kwargs)
             for parameter, option in list_fields(arguments):
                 if option is not None:
@@ -221,6 +225,11 @@ def parse_nodes(text: str) -> int | NodeRange:
     return int(match[1]) if match[1] else NodeRange(least, most)
 
 
+def _check_nodes(text: str) -> str:
+    parse_nodes(text)
+    return text
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
     """The training to run: `tula train` and `tula.train`."""
@@ -232,6 +241,7 @@ class TrainRequest:
             " missing bounds follow from the recommendation (default: as recommended).",
             metavar="N|MIN-MAX|auto",
             type=str | None,
+            parse=_check_nodes,
         ),
     ] = None
     batch: Annotated[int | None, Option("Global batch size (default: as recommended).", minimum=1)] = None

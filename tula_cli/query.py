@@ -12,17 +12,49 @@ Curve = Literal["time", "cost"]
 
 
 def parse_hours(text: str) -> float:
-    """Return the hours of a duration such as 36, 90m, 90min, 36h, 3d or 2w.
+    """Return the hours of a duration such as 36, 30s, 90m, 90min, 36h, 3d or 2w.
 
     Raises:
         SpecError: the text is not a duration.
     """
-    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([mhdw]?|min)", text.strip())
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([smhdw]?|min)", text.strip())
     if match is None:
         raise SpecError(
-            f"--deadline {text}: not a time", "a number of hours, or a number and its unit: 90m, 36h, 3d or 2w"
+            f"--deadline {text}: not a time", "a number of hours, or a number and its unit: 30s, 90m, 36h, 3d or 2w"
         )
-    return float(match[1]) * {"m": 1 / 60, "min": 1 / 60, "": 1.0, "h": 1.0, "d": 24.0, "w": 168.0}[match[2]]
+    return (
+        float(match[1])
+        * {"s": 1 / 3600, "m": 1 / 60, "min": 1 / 60, "": 1.0, "h": 1.0, "d": 24.0, "w": 168.0}[match[2]]
+    )
+
+
+def parse_share(text: str) -> float:
+    """Return the share of a text such as 0.6 or 60%.
+
+    Raises:
+        SpecError: the text is not a share between 0 and 1.
+    """
+    share = _parse_number("--min-efficiency", text.strip().removesuffix("%"), "for example 0.6 or 60%")
+    share = share / 100 if text.strip().endswith("%") else share
+    if not 0 <= share <= 1:
+        raise SpecError(f"--min-efficiency {text}: must be between 0 and 1", "for example 0.6 or 60%")
+    return share
+
+
+def parse_budget(text: str) -> float:
+    """Return a budget.
+
+    Raises:
+        SpecError: the text is not a number.
+    """
+    return _parse_number("--budget", text, "give the number alone, in pricing.currency of the job")
+
+
+def _parse_number(option: str, text: str, hint: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise SpecError(f"{option} {text}: not a number", hint) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +65,7 @@ class Query:
     the currency of the pricing, and on spot nodes deadline and budget are compared with the expected time and cost.
 
     Raises:
-        SpecError: there is no such objective or curve, or a limit is not a number, below 1, or an efficiency above 1.
+        SpecError: there is no such objective or curve, the objective has no curve, or a limit is not a number, below 1, or an efficiency above 1.
     """
 
     objective: Annotated[
@@ -51,7 +83,9 @@ class Query:
     max_batch: Annotated[int | None, Option("Maximum global batch size.", minimum=1)] = None
     min_efficiency: Annotated[
         float | None,
-        Option("Minimum scaling efficiency, such as 0.6.", metavar="SHARE", minimum=0),
+        Option(
+            "Minimum scaling efficiency, such as 0.6.", metavar="SHARE", minimum=0, type=str | None, parse=parse_share
+        ),
     ] = None
     deadline_hours: Annotated[
         float | None,
@@ -64,7 +98,14 @@ class Query:
         ),
     ] = None
     budget: Annotated[
-        float | None, Option("Maximum cost of the training, in the job's currency.", metavar="PRICE", minimum=0)
+        float | None,
+        Option(
+            "Maximum cost of the training, in the job's currency.",
+            metavar="PRICE",
+            minimum=0,
+            type=str | None,
+            parse=parse_budget,
+        ),
     ] = None
     node_type: NodeType = None
 
@@ -77,6 +118,8 @@ class Query:
                     f"unknown {name} {value!r}; use one of {', '.join(get_args(allowed))}",
                     suggest_nearest(str(value), get_args(allowed)),
                 )
+        if self.curve != "time" and self.objective != "knee":
+            raise SpecError(f"curve {self.curve} has no effect with objective {self.objective}", "use objective knee")
         require_positive(nodes=self.nodes, max_nodes=self.max_nodes, max_batch=self.max_batch)
         require_number(min_efficiency=self.min_efficiency, deadline_hours=self.deadline_hours, budget=self.budget)
         if self.min_efficiency is not None and self.min_efficiency > 1:

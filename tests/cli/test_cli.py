@@ -1339,6 +1339,18 @@ def test_an_error_keeps_its_exit_code_where_it_cannot_be_written(here):
             started.stderr.close()
 
 
+def test_a_usage_error_shows_what_to_type(here):
+    observed = tula("observe", "python", "train.py", "--batch-size", "64")
+    assert observed.code == 2 and "HINT: put -- before the command: tula observe -- python" in observed.err
+    assert "HINT: tula diff [OPTIONS] RUN_A RUN_B" in tula("diff", "a").err
+    assert "--nodes -1: must be 1 or more" in tula("train", "--nodes", "-1").err
+
+
+def test_a_missing_script_is_named_before_its_options(here):
+    answer = tula("init", "-o", "new.yaml", "--from-command", "python nothere.py --lr 0.1")
+    assert answer.code == 2 and "nothere.py does not exist in " in answer.err
+
+
 def test_an_error_keeps_its_exit_code_when_its_reader_leaves(here):
     started = process("recommend", "nothing", "--json", cwd=here)
     started.stdout.close()

@@ -142,8 +142,9 @@ def test_rank_0_is_shown_although_another_wrote_last(slurm):
     assert texts(logs.read_logs(slurm)) == ["one"]
     (line,) = logs.read_logs(slurm, LogQuery(rank=1))
     assert (line.text, line.file, line.task, line.attempt, line.rank) == ("two", other, "probe-n002", 1, 1)
-    with pytest.raises(SpecError, match="--rank 2: no log of this rank"):
+    with pytest.raises(SpecError, match="--rank 2: no log of this rank") as refused:
         list(logs.read_logs(slurm, LogQuery(rank=2)))
+    assert refused.value.hint == "ranks are 0 to 1"
 
 
 def test_each_rank_on_slurm_has_a_log_of_its_own(tmp_path):

@@ -287,6 +287,10 @@ def test_missing_file_names_the_way_to_one(tmp_path):
         load(tmp_path / "none.yaml")
     assert "no such file" in caught.value.message
     assert "tula init" in caught.value.hint
+    (tmp_path / "none.yaml").symlink_to("nowhere.yaml")
+    with pytest.raises(SpecError, match=r"none\.yaml is a link to a missing file") as caught:
+        load(tmp_path / "none.yaml")
+    assert "did you mean" not in caught.value.hint
 
 
 def test_folder_and_binary_file_are_refused(tmp_path):

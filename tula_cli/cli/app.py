@@ -328,11 +328,15 @@ def _convert_usage_error(error: Any, arguments: Sequence[str]) -> SpecError:
     if option is not None and message.startswith("No such option"):
         nearest = " or ".join(getattr(error, "possibilities", None) or ())
         message, help_hint = f"{path} has no option {option}", f"{path} --help lists its options"
+        if path == "tula observe":
+            nearest, help_hint = "", "put -- before the command: tula observe -- python train.py --epochs 3"
         return SpecError(message, f"did you mean {nearest}?" if nearest else help_hint)
     if match := re.fullmatch(r"Got unexpected extra arguments? ?(?:\(s\))? \((.*)\)", message):
         return _make_extra_argument_error(match[1], arguments, path)
     if match := re.fullmatch(r"Invalid value for '([^']*)': (.*)", message):
         message = f"{match[1]}: {match[2]}"
+    if message.startswith("Missing argument") and context is not None:
+        return SpecError(message.rstrip("."), re.sub(r"Usage: |[{}]", "", context.get_usage()))
     return SpecError(message, f"{path} --help lists arguments and options")
 
 

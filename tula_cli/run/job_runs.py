@@ -233,7 +233,8 @@ def combine_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
             raise SpecError(
                 f"{make_relative_path(first.path)} and {make_relative_path(other.path)} are runs of different jobs:"
                 f" {', '.join(keys)} {'differs' if len(keys) == 1 else 'differ'}",
-                f"name runs that differ in {', '.join(_HARDWARE)} alone",
+                f"name runs that differ in {', '.join(_HARDWARE)} alone; several jobs are planned together by tula recommend"
+                " with --trainings N for each",
             )
     if len({run.name for run in runs}) < len(runs):
         ids_differ = len({run.id for run in runs}) == len(runs)

@@ -115,6 +115,11 @@ def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str
         path = Path(requested).expanduser().absolute()
         if not path.exists():  # that of a model in shares is a folder
             raise SpecError(f"--weights {requested}: this file does not exist", "or name best or last")
+        if path.is_file() and not _is_file_of_weights(path):
+            raise SpecError(
+                f"--weights {requested}: not a file of weights",
+                "give a file of torch.save or .safetensors, or best or last",
+            )
         return str(path), path
     best, newest = files.weights(), files.checkpoints()
     if not newest:
@@ -130,6 +135,12 @@ def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str
             "--weights last uses the newest ones",
         )
     return LAST, newest[0].absolute()
+
+
+def _is_file_of_weights(path: Path) -> bool:
+    """Return whether a file begins as those of torch.save do (zip or pickle), or has the name of a file of safetensors."""
+    with path.open("rb") as file:
+        return path.suffix == ".safetensors" or file.read(2) in (b"PK", b"\x80\x02")
 
 
 def _compute_code_digest(job: JobSpec, workdir: Path) -> str:

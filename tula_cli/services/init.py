@@ -486,7 +486,12 @@ def make_job_from_sbatch(
         written, [*_list_setting_lines(request, recognised, offered), *list_shell_settings(recognised)]
     )
     left_out = [
-        f"{option.written}: tula sets it for each of its jobs"
+        f"{option.written}: "
+        + (
+            "for several trainings, see tula recommend --trainings"
+            if name == "array"
+            else "tula sets it for each of its jobs"
+        )
         for name, option in request.options.items()
         if name in _LEFT_OUT and name != "clusters"
     ]

@@ -158,7 +158,10 @@ class _LogReader:
         attempts = _group_logs_by_attempt(_list_log_files(self.run, self.wanted.job))
         selected = [log for logs in attempts if (log := self._with_rank(logs)) is not None]
         if attempts and not selected:
-            raise SpecError(f"--rank {self.wanted.rank}: no log of this rank in {self.run.path}")
+            ranks = max(self._rank_count(logs[0]) for logs in attempts)
+            raise SpecError(
+                f"--rank {self.wanted.rank}: no log of this rank in {self.run.path}", f"ranks are 0 to {ranks - 1}"
+            )
         return selected
 
     def _with_rank(self, logs: Sequence[_AttemptLog]) -> _AttemptLog | None:

@@ -125,9 +125,10 @@ def plan_training(
     recommendation, spec = run.recommendation(), run.spec
     choice = recommendation.choice if recommendation is not None else None
     if choice is None and (bounds.most is None or batch is None):
+        first = "tula recommend" if any(run.results()) else "tula profile and tula recommend"
         raise BadMeasurements(
             f"{run.id} has no recommendation, and {'--batch is' if bounds.most else '--nodes and --batch are'} not given",
-            "run tula recommend, or name both: tula train --nodes N --batch B",
+            f"run {first}, or name both: tula train --nodes N --batch B",
         )
     source = _describe_source(recommendation, [name for name, value in (("nodes", nodes), ("batch", batch)) if value])
     if choice is not None:

@@ -234,7 +234,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
             raise SpecError(f"{path} is larger than {_LARGEST >> 20} MiB; a job file has about a page of text")
         text = content.decode()
     except FileNotFoundError:
-        raise SpecError(f"no such file: {path}", _suggest_file(path) or "tula init writes a job file") from None
+        missing = f"{path} is a link to a missing file" if path.is_symlink() else f"no such file: {path}"
+        raise SpecError(missing, _suggest_file(path) or "tula init writes a job file") from None
     except IsADirectoryError:
         raise SpecError(
             f"{path} is a folder, not a job file", _suggest_file(path / "job.yaml") or "name a file in it, or a run"
@@ -255,7 +256,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def _suggest_file(path: Path) -> str:
     """Return "did you mean ...?" with the YAML files in the folder of `path` whose names are similar, or an empty string."""
     with contextlib.suppress(OSError):
-        names = [entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml")]
+        names = [entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml") and entry.exists()]
         nearest = difflib.get_close_matches(path.name, names, n=2)
         return f"did you mean {' or '.join(str(path.with_name(name)) for name in nearest)}?" if nearest else ""
     return ""

@@ -452,7 +452,7 @@ def test_weights_are_evaluated_and_what_they_come_to_is_returned(cluster: AtOnce
     run = tula.Run.open(next(Path("tula-runs").glob("toy-*")))
     path = run.directories[0].training(summary.signature).checkpoint_path(64)
     path.parent.mkdir(parents=True)
-    path.write_bytes(b"")
+    path.write_bytes(b"PK")
     result = tula.evaluate(run, weights="last", nodes=2)
     assert result is not None
     assert (result.metrics["top1"], result.samples, result.nodes) == (91.5, 64, 2)

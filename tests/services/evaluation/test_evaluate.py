@@ -83,10 +83,10 @@ def test_the_best_weights_of_the_training_that_was_started_last_are_evaluated(ru
 
 def test_a_file_is_evaluated_with_the_model_of_the_training(run: RunDir, tmp_path: Path) -> None:
     add_training(run, "aaaa", 100)
-    (tmp_path / "own.pt").write_bytes(b"one")
+    (tmp_path / "own.pt").write_bytes(b"PK one")
     task = ready(run, weights=str(tmp_path / "own.pt")).task
     assert (task.weights, task.path, task.samples) == (str(tmp_path / "own.pt"), str(tmp_path / "own.pt"), None)
-    (tmp_path / "own.pt").write_bytes(b"another")
+    (tmp_path / "own.pt").write_bytes(b"PK another")
     assert ready(run, weights=str(tmp_path / "own.pt")).task.key != task.key
 
 
@@ -107,6 +107,8 @@ def test_what_is_not_there_is_reported(run: RunDir) -> None:
     assert caught.value.hint == "there are aaaa, bbbb"
     with pytest.raises(SpecError, match="--weights bst: this file does not exist"):
         ready(run, weights="bst")
+    with pytest.raises(SpecError, match=f"--weights {__file__}: not a file of weights"):
+        ready(run, weights=__file__)
     with pytest.raises(SpecError, match="nodes 0: must be 1 or more"):
         ready(run, nodes=0)
     with pytest.raises(SpecError, match="this job has section script"):

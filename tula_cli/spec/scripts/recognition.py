@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from tula_cli.errors import SpecError
@@ -355,6 +356,9 @@ def _make_no_batch_error(options: Sequence[Option], words: Sequence[ShellWord]) 
     numbers = [option for option in options if _fits("batch", option.value.text) and not _find_option_meaning(option)]
     maybe = [f"{option.flag}{{local_batch}}" for option in numbers if MAY_BE_BATCH.search(option.flag)]
     example = maybe[0] if maybe else "--batch-size {local_batch}"
+    script = next((word.text for word in words if word.text.endswith(".py")), "")
+    if script and not Path(script).exists():
+        return SpecError(f"{script} does not exist in {Path.cwd()}", "run tula in the folder in which the command runs")
     message = f"no batch in {line!r}: {known_options}"
     hint = (
         "replace the number of the batch by a placeholder, {local_batch} for the batch of one process or {batch} for that of"

@@ -132,25 +132,6 @@ def test_what_is_expected_follows_from_the_nearest_probes_and_stays_below_the_mo
     assert expect_search(brief, jobs, run).hours == pytest.approx(2 * 0.01 / 60)
 
 
-def test_what_each_strategy_takes_beside_the_training_is_reported_once_a_probe_is_known(found, tmp_path):
-    long, brief = (spec(search={"nodes": [1, 2]}, train={"epochs": epochs}) for epochs in (100_000, 1))
-    run = RunDir.create(tmp_path, long)
-    assert check(long, run=run).worth is None
-    make.add_measured(run, 1, 32)
-    worth = check(long, run=run).worth
-    step = statistics.median(run.result("probe-n001-l000032").step_times)
-    assert (worth.nodes, worth.batch) == (1, 512)
-    assert worth.node_hours == pytest.approx(100_000 * (1000 // 512) * step / 3600)
-    assert worth.shares["sweep"] == pytest.approx(check(long, run=run).expected.node_hours / worth.node_hours)
-    assert (
-        list(worth.shares.values()) == sorted(worth.shares.values()) and worth.shares["partial"] < worth.shares["full"]
-    )
-    shown = "\n".join(str(line) for line in show_check.render_check(check(long, run=run), {}))
-    assert "batch 512 on 1 node" in shown
-    assert "expensive-search" not in codes(check(long, run=run).warnings)
-    assert values(check(brief, run=run).warnings, "expensive-search")["cheapest_strategy"] == "adaptive"
-
-
 def test_a_check_tells_what_is_expected_beside_what_is_at_most(found):
     report = check(spec())
     shown = "\n".join(str(line) for line in show_check.render_check(report, {}))

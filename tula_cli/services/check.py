@@ -27,7 +27,7 @@ from tula_cli.services.job_warnings import (
 from tula_cli.services.profile import UpperBoundPlan, compute_max_node_hours, plan_upper_bound
 from tula_cli.services.resume_test import describe_interruption_cost
 from tula_cli.services.search import ON_ALL_NODES, choose_probes, find_largest_local_batch
-from tula_cli.services.search_cost import Expectation, SearchCost, choose_strategy, estimate_search_cost, expect_search
+from tula_cli.services.search_cost import Expectation, choose_strategy, expect_search
 from tula_cli.services.site_charges import with_site_billing
 from tula_cli.services.waiting import require_within_cap
 from tula_cli.spec.job import JobSpec, describe_training_method
@@ -62,7 +62,6 @@ class CheckReport:
     method_line: str = ""  # how the large batch is trained, and why
     interruption: str = ""  # what one costs a script, in words
     expected: Expectation | None = None  # of the jobs; None where there are none, or their batches are not known
-    worth: SearchCost | None = None  # what the search takes beside the training; None before the first probe
 
     def __repr__(self) -> str:
         return f"<CheckReport: {self.summary}>"
@@ -226,12 +225,6 @@ def check(
     if later is not None:
         node_hours = later.node_hours_at_most
     sizes = {job.nodes: job.local_batches for job in jobs}
-    search_worth = (
-        estimate_search_cost(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
-        if inspection and jobs
-        else None
-    )
-    expensive = search_worth.warn_if_expensive(spec.search.strategy) if search_worth else []
     return CheckReport(
         inspection=inspection,
         jobs=jobs,
@@ -253,14 +246,12 @@ def check(
         warnings=(
             *_warn_unknown(later),
             *_list_warnings(spec, inspection, jobs, chosen_by_auto=chosen_by_auto),
-            *expensive,
         ),
         unsettled=later,
         settings=describe_computing(spec, inspection),
         method_line=describe_training_method(spec),
         interruption=describe_interruption_cost(run, spec),
         expected=expect_search(spec, [(job.nodes, job.local_batches) for job in jobs], run) if jobs else None,
-        worth=search_worth,
     )
 
 

@@ -179,17 +179,6 @@ def no_cap_on_node_hours() -> str:
 
 
 @diagnostic
-def expensive_search(
-    *, share: float, batch: int, nodes: int, cheapest_strategy: str | None, cheapest_share: float
-) -> str:
-    instead = f" search.strategy: {cheapest_strategy} takes {100 * cheapest_share:.0f} %." if cheapest_strategy else ""
-    return (
-        f"The search is expected to take {100 * share:.0f} % of the node-hours of the training (batch {batch},"
-        f" {format_count(nodes)}).{instead} For so short a training, tula train --nodes N --batch B needs no search."
-    )
-
-
-@diagnostic
 def parameter_server_collective() -> str:
     return (
         "cluster.collective: parameter_server only affects the time model (Eq. 2c). Probes and training use all-reduce, so"

@@ -1,16 +1,14 @@
-"""The cost of a search: the expected duration of profiling, and the cost of each strategy relative to the training."""
+"""The cost of a search: the expected duration of profiling, and the strategy that it suggests."""
 
 import statistics
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible
 from tula_cli.models.choice.grid import Limit
 from tula_cli.models.cost import count_work
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
-from tula_cli.services import messages
 from tula_cli.services.search import choose_probes
 from tula_cli.spec.job import JobSpec
 
@@ -87,63 +85,14 @@ def _find_nearest_probe(probes: Sequence[Measured], local_batch: int) -> Measure
     return min(probes, key=lambda probe: max(probe.local_batch, local_batch) / min(probe.local_batch, local_batch))
 
 
-# --- Cost compared with the training
+# --- The strategy of a search
 
-COMPARED_STRATEGIES = ("partial", "sweep", "full", "adaptive")
-"""The strategies that are always compared with each other, whichever one the job uses."""
-MAX_COST_SHARE = 0.5
-"""Share of the training's node-hours above which a search is advised against."""
-MIN_COST_SHARE = 0.01
+MAX_SWEEP_SHARE = 0.01
 """Share of the training's node-hours up to which `search.strategy: auto` is a sweep.
 
 A sweep takes about this share of a training of ten hours. Its cost hardly matters then, it waits in the queue only
 once, and it chooses better under a bound on the batch (benchmarks/replay/replay_worth.py).
 """
-
-
-@dataclass(frozen=True)
-class SearchCost:
-    """The cost of each strategy, as a share of the node-hours of one training."""
-
-    nodes: int  # of that training: the fewest
-    batch: int  # and the largest that is feasible there
-    node_hours: float  # that it takes, its steps alone
-    shares: Mapping[str, float]  # of it, by strategy, least first; of `adaptive` the first round
-
-    def warn_if_expensive(self, strategy: str) -> list[Diagnostic]:
-        """Return a warning if the search takes a large share of the training's node-hours, else an empty list."""
-        share, cheapest = self.shares[strategy], next(iter(self.shares))
-        if share <= MAX_COST_SHARE:
-            return []
-        is_cheaper = self.shares[cheapest] < 0.9 * share
-        return [
-            messages.expensive_search(
-                share=share,
-                batch=self.batch,
-                nodes=self.nodes,
-                cheapest_strategy=cheapest if is_cheaper else None,
-                cheapest_share=self.shares[cheapest],
-            )
-        ]
-
-
-def estimate_search_cost(spec: JobSpec, *, dataset_size: int, largest: Limit, run: RunDir | None) -> SearchCost | None:
-    """Return the cost of a search relative to the training.
-
-    None if nothing can be searched, or if no probe has measured the time of a step.
-
-    Args:
-        spec: the job.
-        dataset_size: training samples.
-        largest: the largest local batch that fits one GPU.
-        run: the run of the job, whose probes measure the time of a step.
-    """
-    probes = list_measured_probes(run)
-    return (
-        _estimate_cost_by_strategy(spec, {*COMPARED_STRATEGIES, spec.search.strategy}, probes, dataset_size, largest)
-        if probes
-        else None
-    )
 
 
 def choose_strategy(spec: JobSpec, *, dataset_size: int, largest: Limit, run: RunDir | None) -> JobSpec:
@@ -165,39 +114,37 @@ def choose_strategy(spec: JobSpec, *, dataset_size: int, largest: Limit, run: Ru
     begun_strategies = [name for name in begun_strategies if name in ("sweep", "adaptive")]
     if begun_strategies:
         return _with_search_strategy(spec, begun_strategies[-1])
-    expected = _estimate_cost_by_strategy(spec, {"full", "sweep"}, list_measured_probes(run), dataset_size, largest)
-    return _with_search_strategy(
-        spec, "sweep" if expected is None or expected.shares["sweep"] <= MIN_COST_SHARE else "adaptive"
-    )
+    share = _estimate_sweep_share(spec, list_measured_probes(run), dataset_size, largest)
+    return _with_search_strategy(spec, "sweep" if share is None or share <= MAX_SWEEP_SHARE else "adaptive")
 
 
-def _estimate_cost_by_strategy(
-    spec: JobSpec, strategies: Set[str], probes: Sequence[Measured], dataset_size: int, largest: Limit
-) -> SearchCost | None:
-    """Return the cost of strategies (with `full`) relative to the training; without probes, for `ASSUMED_STEP`."""
+def _estimate_sweep_share(spec: JobSpec, probes: Sequence[Measured], dataset_size: int, largest: Limit) -> float | None:
+    """Return the node-hours of a sweep as a share of those of a training's steps; None if nothing can be searched.
+
+    The training has the fewest nodes, and the largest batch that is feasible there.
+    """
     try:
-        planned = {
-            name: choose_probes(_with_search_strategy(spec, name), dataset_size=dataset_size, max_local_batch=largest)
-            for name in strategies
-        }
+        full, sweep = (
+            choose_probes(_with_search_strategy(spec, name), dataset_size=dataset_size, max_local_batch=largest)
+            for name in ("full", "sweep")
+        )
     except Infeasible:
         return None
-    fewest = min(planned["full"])
-    local_batch, gpus = planned["full"][fewest][-1], spec.cluster.gpus_per_node
-    batch = local_batch * fewest * gpus
+    fewest, gpus = min(full), spec.cluster.gpus_per_node
+    local_batch = full[fewest][-1]
     todo = count_work(
-        spec, batch=batch, world=fewest * gpus, dataset_size=dataset_size, eval_size=None, eval_batch_size=None
+        spec,
+        batch=local_batch * fewest * gpus,
+        world=fewest * gpus,
+        dataset_size=dataset_size,
+        eval_size=None,
+        eval_batch_size=None,
     )
-    step = find_nearest_step_time(probes, local_batch) or ASSUMED_STEP
     if not todo.steps:
         return None
+    step = find_nearest_step_time(probes, local_batch) or ASSUMED_STEP
     node_hours = fewest * todo.epochs * todo.steps * step / 3600
-    shares = {
-        name: expect_from_probes(spec, list(jobs.items()), probes).node_hours / node_hours
-        for name, jobs in planned.items()
-    }
-    ordered = {name: shares[name] for name in sorted(shares, key=lambda name: (shares[name], name))}
-    return SearchCost(fewest, batch, node_hours, ordered)
+    return float(expect_from_probes(spec, list(sweep.items()), probes).node_hours / node_hours)
 
 
 def _with_search_strategy(spec: JobSpec, strategy: str) -> JobSpec:

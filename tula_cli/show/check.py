@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tula_cli.services.init import FromCommand
     from tula_cli.services.nodes import ClusterCheck
     from tula_cli.services.resume_test import ResumeFinding
-    from tula_cli.services.search_cost import Expectation, SearchCost
+    from tula_cli.services.search_cost import Expectation
 
 _MAX_CHANGES_SHOWN = 6  # of an edited job, that are spelled out
 
@@ -77,8 +77,6 @@ def render_check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterat
     elif report.jobs:
         if report.expected is not None:
             yield describe_expectation(report.expected, local=report.machine_hours_at_most is not None)
-        if report.worth is not None:
-            yield describe_search_cost(report.worth)
         yield describe_upper_bound(
             report.machine_hours_at_most, report.node_hours_at_most, report.price_at_most, report.currency
         )
@@ -89,19 +87,6 @@ def describe_expectation(expectation: "Expectation", *, local: bool) -> str:
     """Describe the expected time and node-hours of the probes."""
     time = f"{format_duration(3600 * expectation.hours)} with one job at a time, " if local else ""
     return f"expected {time}{format_number(expectation.node_hours)} node-h {expectation.basis}"
-
-
-def describe_search_cost(search_cost: "SearchCost") -> str:
-    """Describe the cost of each search strategy as a share of the training's node-hours."""
-    shares = ", ".join(f"{name} {_format_share(share)}" for name, share in search_cost.shares.items())
-    return (
-        f"cost of the search relative to the training (batch {search_cost.batch} on {format_count(search_cost.nodes)},"
-        f" {format_number(search_cost.node_hours)} node-h): {shares}"
-    )
-
-
-def _format_share(value: float) -> str:
-    return f"{format_number(100 * value)} %" if value < 10 else f"{format_number(value)} times"
 
 
 def _render_jobs(report: "CheckReport") -> Iterator["RenderableType"]:

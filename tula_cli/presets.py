@@ -13,7 +13,6 @@ _PAPER: dict[str, Any] = {
     "s_min": 1e-3,
     "eps": 1e-8,
     "source": "small_batch",
-    "norm_ewma": 0.0,
     "scale_ema": 0.0,
     "apply_to": "gradient",
 }

@@ -122,12 +122,6 @@ def smoothed_factors_equal_the_reference(package: Any) -> None:
 
 
 @check
-def smoothed_norms_equal_the_reference(package: Any) -> None:
-    branches = run_beside_the_reference(package, delta=0.05, norm_ewma=0.7)
-    assert {*branches[STEPS:]} == {True, False}
-
-
-@check
 def a_scaled_update_equals_the_reference(package: Any) -> None:
     branches = run_beside_the_reference(package, delta=0.3, apply_to="update", bn=True)
     assert {*branches[STEPS:]} == {True, False}
@@ -161,15 +155,6 @@ def an_undefined_change_is_not_scaled(package: Any) -> None:
             hand.step(grads)
             result.append(hand.scaled)
         assert result == [0, 0, 0, 1]
-
-
-@check
-def an_average_of_norms_forgets_what_is_not_finite(package: Any) -> None:
-    hand, result = Hand(package, delta=math.inf, norm_ewma=0.5, granularity="static"), []
-    for first in (1.0, math.nan, 1.0, 1.0):
-        hand.step([first] * 4)
-        result.append(hand.scaled)
-    assert result == [0, 0, 0, 1]
 
 
 @check
@@ -379,7 +364,7 @@ def grad_scaler_changes_nothing(package: Any) -> None:
 
 @check
 def resume_is_bitwise(package: Any) -> None:
-    ways: list[dict[str, Any]] = [{}, {"granularity": "tensor", "scale_ema": 0.5, "norm_ewma": 0.5, "refresh": 1}]
+    ways: list[dict[str, Any]] = [{}, {"granularity": "tensor", "scale_ema": 0.5, "refresh": 1}]
     for way in ways:
         runs = []
         for stop in (3 * STEPS, STEPS + 2):
@@ -402,7 +387,7 @@ def what_factors_meant_otherwise_is_void(package: Any) -> None:
     opt = tula(model, package=package)
     train(model, opt, STEPS + 2)
     changes: list[dict[str, Any]] = [
-        *({"b_large": 8}, {"b_small": 2}, {"granularity": "tensor"}, {"apply_to": "update"}, {"norm_ewma": 0.5}),
+        *({"b_large": 8}, {"b_small": 2}, {"granularity": "tensor"}, {"apply_to": "update"}),
         *({"scale_ema": 0.5}, {"granularity": "tensor", "source": "local_norms"}, {"available": 2}),
     ]
     for other in changes:
@@ -479,7 +464,7 @@ def local_norms_equal_the_reference(package: Any) -> None:
         model=nn.ParameterList(params),
         b_large=3,
         b_small=1,
-        **made_of(package, **package.PRESETS["robust"], consensus="off"),
+        **made_of(package, **package.PRESETS["robust"]),
     )
     listener = as_one_of_several(package, opt, 3)
     expected = [reference.local_factor([grads[k].numpy() for grads in value], 1e-3) for k in range(2)]
@@ -515,7 +500,7 @@ def the_presets_are_the_documented_ones(package: Any) -> None:
     paper, robust = (one_line(package, **given) for given in ({}, {"preset": "robust"}))
     assert (paper.factors.kind, paper.factors.per, paper.factors.refresh) == ("small_batch", "element", "epoch")
     assert (paper.factors.s_min, paper.factors.eps, paper.factors.ema) == (1e-3, 1e-8, 0.0)
-    assert (paper.gate.delta, paper.gate.ewma, paper.apply_to) == (0.5, 0.0, "gradient")
+    assert (paper.gate.delta, paper.apply_to) == (0.5, "gradient")
     assert (robust.factors.kind, robust.factors.per, robust.factors.refresh) == ("local_norms", "tensor", 1)
     assert (robust.factors.s_min, robust.factors.ema, robust.gate.delta) == (1e-3, 0.9, math.inf)
     assert robust.wants_small_batch  # in one process

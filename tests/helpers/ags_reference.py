@@ -33,7 +33,6 @@ class Setting:
     momentum: float = 0.0
     decay: float = 0.0
     factor: float = 1.0  # of granularity "static"
-    norm_ewma: float = 0.0
     scale_ema: float = 0.0
     apply_to: str = "gradient"
 
@@ -58,7 +57,7 @@ def run(weights: Arrays, gradient: Gradient, steps: int, refreshes: Collection[i
     trace = Trace()
     for i in range(steps):  # lines 1 and 2
         large = gradient(weights, i, False)  # line 3
-        now = averaged(square(large), before, setting.norm_ewma)
+        now = square(large)
         scaled = change(now, before) < setting.delta  # lines 4 and 5
         before, has_factors = now, refreshed or setting.granularity == "static"
         old, used = weights, large
@@ -108,14 +107,10 @@ def change(now: float, before: float | None) -> float:
     return abs((now - before) / before)
 
 
-def averaged(now: float, before: float | None, keep: float) -> float:
-    return now if before is None else keep * before + (1 - keep) * now
-
-
 def mixed(new: NDArray[np.float64], old: NDArray[np.float64], keep: float) -> NDArray[np.float64]:
     result = np.empty_like(new)
     for k in indices(new):
-        result[k] = averaged(float(new[k]), float(old[k]), keep)
+        result[k] = keep * float(old[k]) + (1 - keep) * float(new[k])
     return result
 
 

@@ -25,7 +25,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "tensor": {"granularity": "tensor"},
     "static": {"granularity": "static", "factor": 3.0},
     "update": {"apply_to": "update"},
-    "smoothed": {"norm_ewma": 0.5, "scale_ema": 0.5, "refresh": 1},
+    "smoothed": {"scale_ema": 0.5, "refresh": 1},
     "clipped": {"max_grad_norm": 1.0},
 }
 
@@ -75,7 +75,7 @@ def test_a_step_on_the_host_would_wait() -> None:
 def test_factors_from_local_norms_do_not_wait() -> None:
     model = mlp()
     params: list[Tensor] = list(model.parameters())
-    opt = tula(model, consensus="off", **PRESETS["robust"])
+    opt = tula(model, **PRESETS["robust"])
     listener = as_one_of_several(optim, opt, 2)
     opt.bounds.rounded(torch.float64)  # once, on the host
     for step in range(4):

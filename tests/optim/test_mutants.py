@@ -43,13 +43,13 @@ MUTANTS = {
     "NaN counts as calm": ("ags", "calm = change < self.delta", "calm = ~(change >= self.delta)"),
     "the previous norm is kept after scaled steps only": (
         "ags",
-        "self.square, self.level, self.change = square, level, change",
-        "self.square, self.level, self.change = square, level if calm else self.level, change",
+        "self.square, self.change = square, change",
+        "self.square, self.change = square if calm else self.square, change",
     ),
     "the norm is of the scaled gradient": (
         "ags",
         "        if self.max_grad_norm is not None and grads:",
-        "        self.gate.level = sum(g.square().sum() for g in grads.values()) if calm is not None else None\n"
+        "        self.gate.square = sum(g.square().sum() for g in grads.values()) if calm is not None else None\n"
         "        if self.max_grad_norm is not None and grads:",
     ),
     "clipping comes first": (
@@ -58,16 +58,6 @@ MUTANTS = {
         "        if self.max_grad_norm is not None and grads:\n"
         "            clip_(list(grads.values()), self.max_grad_norm)\n"
         "        calm = self._decide_and_refresh(grads, due) if grads and self.identity is None else None",
-    ),
-    "the average of norms forgets the wrong share": (
-        "gradient_stats",
-        "torch.lerp(before, now, 1 - keep)",
-        "torch.lerp(before, now, keep)",
-    ),
-    "a norm that is not finite stays in the average": (
-        "gradient_stats",
-        "torch.where(before.isfinite(), ",
-        "torch.where(now == now, ",
     ),
     # the factors: lines 10 to 18
     "new factors act at once": (
@@ -180,7 +170,7 @@ MUTANTS = {
         'self._factor = {params[i]: _match_layout(s, params[i]) for i, s in state["scale"].items()}',
         "pass",
     ),
-    "the previous norm is not restored": ("ags", "else level.to(device)", "else None"),
+    "the previous norm is not restored": ("ags", "else square.to(device)", "else None"),
     "the place in the epoch is not restored": ("ags", 'self.schedule.load_state_dict(state["schedule"])', "pass"),
     "factors of another batch are used": ("ags", 'void = ags["meaning"] != self._get_state_settings()', "void = False"),
     "factors of another cap are used": (
@@ -189,7 +179,6 @@ MUTANTS = {
         'return {"kind": self.kind}',
     ),
     "factors of another target are used": ("ags", '            "apply_to": self.apply_to,\n', ""),
-    "norms of another average are used": ("ags", 'return {"ewma": self.ewma}', "return {}"),
     "factors of another average are used": ("ags", ', "ema": self.ema}', "}"),
     # the ranks' own gradients
     "the sum over the ranks": ("ddp_hook", "local_squares / dist.get_world_size()", "local_squares"),

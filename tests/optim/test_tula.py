@@ -735,7 +735,6 @@ def test_wrong_arguments_are_named(wrong: dict[str, Any]) -> None:
     ("kind", "wrong"),
     [
         *((Gate, {"delta": delta}) for delta in (-1.0, math.nan, "0.5", None)),
-        *((Gate, wrong) for wrong in ({"ewma": 1.0}, {"ewma": "0.9"}, {"consensus": "vote"})),
         *((SmallBatch, wrong) for wrong in ({"eps": -1.0}, {"eps": "tiny"}, {"per": "layer"}, {"ema": -0.1})),
         *((SmallBatch, {"s_min": s_min}) for s_min in (2.0, -0.1, True)),
         *((SmallBatch, {"refresh": refresh}) for refresh in (0, "step", 2.5, True)),

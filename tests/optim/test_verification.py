@@ -113,7 +113,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "robust": optim.PRESETS["robust"],
     "tensor": {"granularity": "tensor"},
     "static": {"granularity": "static", "factor": 3.0},
-    "smoothed": {"scale_ema": 0.7, "norm_ewma": 0.5},
+    "smoothed": {"scale_ema": 0.7},
     "update": {"apply_to": "update"},
     "robust update": optim.PRESETS["robust"] | {"apply_to": "update"},
 }
@@ -125,7 +125,7 @@ class Twin:
     def __init__(self, model: nn.Module, way: dict[str, Any], delta: float) -> None:
         self.model, self.way, self.delta = copy.deepcopy(model), way, delta
         self.base = sgd(self.model)
-        self.level: Tensor | None = None
+        self.square: Tensor | None = None
 
     def step(self, x: Tensor, y: Tensor, factors: dict[int, Tensor]) -> bool:
         """One step with these factors; returns whether the gate let them act."""
@@ -149,10 +149,9 @@ class Twin:
         return scaled
 
     def _is_calm(self) -> bool:
-        now, keep = gradient_stats.squared_norm(self.raw), self.way.get("norm_ewma", 0.0)
-        level = now if self.level is None else torch.lerp(self.level, now, 1 - keep)
-        change = gradient_stats.compute_gradient_change(level, self.level).abs()
-        self.level = level
+        now = gradient_stats.squared_norm(self.raw)
+        change = gradient_stats.compute_gradient_change(now, self.square).abs()
+        self.square = now
         return bool(change < self.delta)
 
 
@@ -185,7 +184,7 @@ def test_every_step_is_the_base_on_what_the_factors_make_of_it(
         now = ags(opt)
         assert now["n_scaled"] - before["n_scaled"] == (scaled and (name == "static" or bool(before["scale"])))
         assert same(list(model.parameters()), list(twin.model.parameters()))
-        assert same(now["prev_sq"], twin.level)
+        assert same(now["prev_sq"], twin.square)
         if now["n_refresh"] > before["n_refresh"]:
             assert_factors(now["scale"], before["scale"], small, twin.raw, way)
 

@@ -44,7 +44,6 @@ from .gradient_stats import (
     select_,
     smooth_factors,
     squared_norm,
-    update_moving_average,
 )
 from .sharding import compute_sharded_gradients, get_local_shard
 from .wrapper import (
@@ -72,41 +71,31 @@ class MissedRefreshWarning(UserWarning):
 
 # --- The gate (line 5): is this step scaled?
 
-Consensus = Literal["broadcast", "check", "off"]
-
 
 class Gate:
     """Decides per step whether gradients are scaled: only if the squared gradient norm changed by less than `delta` (Eq. 5).
 
-    A gate belongs to one TulaOptimizer.
+    A gate belongs to one TulaOptimizer. All ranks make the same decision, by rank 0's norm.
 
     Args:
         delta: threshold on the relative change; 0 never scales, inf scales at any finite change.
-        ewma: weight of the past in a moving average of the squared norm, whose change is compared with `delta`; 0: no
-            average. The average moves slowly: at 0.9 the same `delta` allows a tenfold change of a single norm.
-        consensus: how all ranks make the same decision: "broadcast" sends rank 0's norm at each step, "check" compares
-            the ranks at each refresh, "off" does neither.
 
     Attributes:
         square: |G|^2 of the newest step before scaling, 0-dim, on the device; None before the first step.
-        level: the value that the next step is compared with: `square` or its moving average.
-        change: Delta(G) of the newest step, 0-dim, on the device; infinite in the first step, None before it.
-        scaled: whether the newest step was scaled, 0-dim, bool, on the device; None before the first step.
+        change: Delta(G) of the newest step, 0-dim, on the device; infinite in the first step, None before it and after a
+            load.
+        scaled: whether the newest step was scaled, 0-dim, bool, on the device; None likewise.
 
     Raises:
-        ValueError: an argument has the wrong type or is out of range.
+        ValueError: `delta` has the wrong type or is out of range.
     """
 
-    def __init__(self, delta: float = 0.5, *, ewma: float = 0.0, consensus: Consensus = "broadcast") -> None:
-        require_real_numbers(delta=delta, ewma=ewma)
+    def __init__(self, delta: float = 0.5) -> None:
+        require_real_numbers(delta=delta)
         if not delta >= 0:
             raise ValueError(f"delta must not be negative or NaN, got {delta}")
-        if not 0 <= ewma < 1:
-            raise ValueError(f"ewma must be at least 0 and below 1, got {ewma}")
-        require_one_of("consensus", consensus, ("broadcast", "check", "off"))
-        self.delta, self.ewma, self.consensus = delta, ewma, consensus
+        self.delta = delta
         self.square: Tensor | None = None
-        self.level: Tensor | None = None
         self.change: Tensor | None = None
         self.scaled: Tensor | None = None
         self._world: int | None = None
@@ -123,37 +112,26 @@ class Gate:
             raise ValueError("this Gate belongs to another TulaOptimizer; create one for each")
         self._world = world
 
-    def decide(self, square: Tensor, *, has_factors: bool, refreshes: bool) -> Tensor:
+    def decide(self, square: Tensor, *, has_factors: bool) -> Tensor:
         """Return whether this step is scaled (line 5), 0-dim, bool, on the device.
 
         Args:
             square: |G|^2 of the raw gradients, 0-dim.
             has_factors: whether factors exist; without them no step counts as scaled.
-            refreshes: whether this step refreshes the factors.
-
-        Raises:
-            RuntimeError: consensus is "check" and the ranks differ.
         """
-        square = self._agree_on_norm(square, refreshes)
-        level = update_moving_average(square, self.level, self.ewma)
-        rise = compute_gradient_change(level, self.level)
+        assert self._world is not None, "bind the gate to an optimizer before it decides"
+        if self._world > 1:
+            dist.broadcast(square, 0)
+        rise = compute_gradient_change(square, self.square)
         change = rise.abs()
         calm = change < self.delta
         self.scaled = calm if has_factors else torch.zeros_like(calm)
         self._count(rise, self.scaled)
-        self.square, self.level, self.change = square, level, change
+        self.square, self.change = square, change
         return calm
 
-    def _agree_on_norm(self, square: Tensor, refreshes: bool) -> Tensor:
-        assert self._world is not None, "bind the gate to an optimizer before it decides"
-        if self._world > 1 and self.consensus == "broadcast":
-            dist.broadcast(square, 0)
-        elif self._world > 1 and self.consensus == "check" and refreshes:
-            _assert_equal(torch.stack([square.double(), self._counts[0].to(square.device).double()]))
-        return square
-
     def _count(self, rise: Tensor, scaled: Tensor) -> None:
-        if self.level is None:  # the first step has no predecessor
+        if self.square is None:  # the first step has no predecessor
             up = down = torch.zeros_like(scaled)
         else:
             least = max(self.delta, torch.finfo(rise.dtype).tiny)  # an unchanged norm is neither rise nor fall
@@ -174,14 +152,10 @@ class Gate:
 
     def reset(self) -> None:
         """Forget the norms so far, since those of another batch size are not comparable."""
-        self.square = self.level = self.change = self.scaled = None
-
-    def get_state_settings(self) -> dict[str, Any]:
-        """Return the settings that a stored norm depends on."""
-        return {"ewma": self.ewma}
+        self.square = self.change = self.scaled = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"n_scaled": int(self._counts[0]), "prev_sq": self.level}
+        return {"n_scaled": int(self._counts[0]), "prev_sq": self.square}
 
     def load_state_dict(self, state: Mapping[str, Any], *, steps: int, device: torch.device | None) -> None:
         """Restore the state of a `state_dict()`.
@@ -192,21 +166,9 @@ class Gate:
         """
         self._counts = torch.tensor([state["n_scaled"], 0, 0])
         self._mark = (steps, state["n_scaled"], 0, 0)
-        level = state["prev_sq"]
-        self.square = self.change = self.scaled = None
-        self.level = None if device is None or level is None else level.to(device)
-
-
-def _assert_equal(local_bits: Tensor) -> None:
-    """Raise a RuntimeError unless all ranks hold the same bits, so that NaN equals NaN."""
-    gathered = [torch.empty_like(local_bits) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, local_bits)
-    if any(not torch.equal(bits.view(torch.int64), local_bits.view(torch.int64)) for bits in gathered):
-        bits_by_rank = [tuple(bits.tolist()) for bits in gathered]
-        raise RuntimeError(
-            f"the ranks disagree on (squared gradient norm, steps scaled): {bits_by_rank}; their weights may have drifted"
-            ' apart. Train with consensus="broadcast"'
-        )
+        square = state["prev_sq"]
+        self.change = self.scaled = None
+        self.square = None if device is None or square is None else square.to(device)
 
 
 # --- When the factors are refreshed (line 10): at the last step of each epoch, or every k steps
@@ -1113,7 +1075,7 @@ def configured(settings: Mapping[str, Any]) -> Configured:
     """Return new factors and a new gate: `TulaOptimizer(base, model=ddp, b_large=1024, **configured(AGS_PRESETS["robust"]))`.
 
     Args:
-        settings: all settings of a preset (`tula_cli/presets.py`), and `consensus` if it is not "broadcast".
+        settings: all settings of a preset (`tula_cli/presets.py`).
 
     Raises:
         ValueError: a value has the wrong type or is out of range.
@@ -1128,10 +1090,9 @@ def configured(settings: Mapping[str, Any]) -> Configured:
     local = settings["source"] == "local_norms"
     if local and settings["granularity"] != "tensor":
         raise ValueError("source local_norms has one norm per tensor: use granularity tensor")
-    gate = Gate(float(settings["delta"]), ewma=settings["norm_ewma"], consensus=settings.get("consensus", "broadcast"))
     return {
         "factors": LocalNorms(**common) if local else SmallBatch(settings["granularity"], **common),
-        "gate": gate,
+        "gate": Gate(float(settings["delta"])),
         "apply_to": settings["apply_to"],
     }
 
@@ -1359,9 +1320,7 @@ class TulaOptimizer(Wrapper):
 
     def _decide_and_refresh(self, grads: dict[Tensor, Tensor], due: bool) -> Tensor:
         """Return whether to scale this step (line 5), and compute the factors of the next if due (line 10)."""
-        calm = self.gate.decide(
-            self.setup.squared_norm(list(grads.values())), has_factors=self.factors.ready, refreshes=due
-        )
+        calm = self.gate.decide(self.setup.squared_norm(list(grads.values())), has_factors=self.factors.ready)
         if due:
             self.factors.refresh_factors(self._select_scaled(grads))
         return calm
@@ -1439,7 +1398,7 @@ class TulaOptimizer(Wrapper):
             "b_large": self.setup.b_large,
             "b_small": self.setup.b_small,
             "apply_to": self.apply_to,
-            "gate": self.gate.get_state_settings(),
+            "gate": {"ewma": 0.0},  # as in checkpoints of versions that could average norms
             "factors": self.factors.get_state_settings(),
         }
 

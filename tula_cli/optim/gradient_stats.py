@@ -204,13 +204,6 @@ def select_(new: Sequence[Tensor], old: Sequence[Tensor], flag: Tensor) -> list[
     return result
 
 
-def update_moving_average(now: Tensor, before: Tensor | None, keep: float) -> Tensor:
-    """Return keep * before + (1 - keep) * now, 0-dim; `now` if `before` is None or not finite."""
-    if before is None or not keep:
-        return now
-    return torch.where(before.isfinite(), torch.lerp(before, now, 1 - keep), now)
-
-
 def clip_(grads: Sequence[Tensor], max_norm: float, *, square: Tensor | None = None) -> None:
     """Scale the gradients, dense or sparse, in place so that their joint l2 norm is at most `max_norm`.
 

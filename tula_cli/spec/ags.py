@@ -90,8 +90,6 @@ class ResolvedAgs(Ags):
     s_min: float  # smallest factor
     eps: float  # added to the denominator of a factor
     source: Literal["small_batch", "local_norms"]
-    # weight of the past in the moving average of the norm that is compared with delta; 0: no averaging
-    norm_ewma: float
     scale_ema: float  # weight of the past in the moving average of the factors over refreshes; 0: no averaging
     apply_to: Literal["gradient", "update"]
 

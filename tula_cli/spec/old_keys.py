@@ -54,7 +54,7 @@ REMOVED: Mapping[str, str] = {
     "train.tf32": "set the variable NVIDIA_TF32_OVERRIDE=0 for computing without TF32",
     "ags.consensus": "rank 0's norm decides for all ranks",
     "ags.eps": "both presets have 1e-8",
-    "ags.norm_ewma": "both presets have 0, no average",
+    "ags.norm_ewma": "the gate compares the norms themselves",
     "ags.s_min": "both presets have 0.001",
     "ags.scale_ema": "the preset sets it: paper 0, robust 0.9",
     "auto.arms.ags": "arms of method ags use the job's section ags",

@@ -95,10 +95,10 @@ class Diagnostics:
         elif (ags := _find_scaling_optimizer(trainer)) is not None:
             gate = ags.gate
             # The gate of a step that GradScaler skipped has no values, or still those of the step before.
-            has_new_values = gate.square is not None and gate.square is not self.last
+            has_new_values = gate.change is not None and gate.change is not self.last
             gate_values = (gate.square, gate.change, gate.scaled) if has_new_values else (None, None, None)
             self.waiting.append(_UnreadStep(samples, batch, lr, *gate_values, self.factor))
-            self.last = gate.square
+            self.last = gate.change
             self._update_factor_mean(ags)
 
     def _update_factor_mean(self, ags: TulaOptimizer) -> None:

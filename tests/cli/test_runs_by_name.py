@@ -16,3 +16,16 @@ def test_the_name_of_a_job_with_variants_suggests_its_runs(tmp_path: Path) -> No
     with pytest.raises(SpecError, match="there is no run toy ") as caught:
         find_named_runs(Path("toy"), tmp_path)
     assert caught.value.hint == f"the runs of job toy are {', '.join(run.id for run in runs)}"
+
+
+def test_a_name_is_that_of_a_run_before_that_of_a_folder_that_is_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (run,) = make.create_runs(tmp_path / "runs", make.spec())
+    for folder in ("toy", run.id):
+        (tmp_path / folder).mkdir()
+        assert find_named_runs(Path(folder), tmp_path / "runs")[0].path == run.path
+    (tmp_path / "other").mkdir()
+    with pytest.raises(SpecError, match="other is not a run"):
+        find_named_runs(Path("other"), tmp_path / "runs")

@@ -174,10 +174,10 @@ def find_named_runs(named: Path, root: Path) -> "list[RunDir]":
     # os.path's, which raise nothing where another user's folder is in the way.
     if os.path.isfile(named):  # noqa: PTH113
         return _find_runs_of_job(named, root)
-    if os.path.exists(named):  # noqa: PTH110
-        return [RunDir.open(named.absolute())]
-    if os.path.isdir(root / named):  # noqa: PTH112
-        return [RunDir.open(root / named)]
+    folders = (named.absolute(), root / named)
+    for folder in folders:
+        if os.path.isfile(folder / "spec.yaml"):  # noqa: PTH113
+            return [RunDir.open(folder)]
     ids = _find_ids_of_name(named, root)
     if len(ids) == 1:
         return [RunDir.open(root / ids[0])]
@@ -186,6 +186,9 @@ def find_named_runs(named: Path, root: Path) -> "list[RunDir]":
             f"{words.format_count(len(ids), 'run')} have the name {named}",
             f"name one of them in full: {', '.join(ids)}",
         )
+    for folder in folders:
+        if os.path.exists(folder):  # noqa: PTH110
+            return [RunDir.open(folder)]  # raises why it is not a run
     raise SpecError(
         f"there is no run {named} (neither {named.absolute()} nor {words.make_relative_path(root / named.name)} is a folder)",
         _suggest_runs(named, root) or "tula list shows all runs",

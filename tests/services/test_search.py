@@ -1,3 +1,4 @@
+import make_runs as make
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,8 +7,9 @@ from make_results import Truth, probe_all, spec
 from tula_cli.errors import Infeasible
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.observations import OtherSizes
+from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.run.records.probes import Measured, OutOfMemory
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.run.records.tasks import make_probe_id
 from tula_cli.services.search import STRATEGIES, choose_next_round, choose_probes, list_feasible_candidates
@@ -206,3 +208,14 @@ def test_trainings_and_other_sizes_count_in_the_rounds_and_what_they_measured_is
     others = OtherSizes(tuple(probe_all(Truth(gpus_per_node=2), {1: (16, 256), 2: (16,)})))
     answer = choose_next_round(ADAPTIVE, seen, inspection=inspected(Truth()), others=others)
     assert answer.words != first.words
+
+
+def test_a_number_of_nodes_on_which_the_script_fails_is_not_measured_again() -> None:
+    alone = probe_all(Truth(), {2: (16, 256, 2048)})
+    failure = Failure(outcome="user", message="2 ranks should have started")
+    failed = Failed(**make.probe_identity(16, 2), failure=failure)
+    for results, fails in ((alone, False), ([*alone, failed], True)):
+        following = choose_next_round(ADAPTIVE, results, inspection=inspected(Truth()))
+        assert (16 in following.probes) != fails
+    broken = failed.model_copy(update={"failure": failure.model_copy(update={"outcome": "peer"})})
+    assert 16 in choose_next_round(ADAPTIVE, [*alone, broken], inspection=inspected(Truth())).probes

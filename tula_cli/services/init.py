@@ -160,18 +160,48 @@ def make_job_from_command(
     recognised = with_length(
         recognise_line(line, KnownFacts(answers or {}, gpus=gpus_available), keeps_setup=kind == "slurm"), answers
     )
+    one_process = recognised.gpus_per_node is None and _trains_in_one_process(recognised.script["command"])
     if kind == "local":
         text = _fit_to_machine(
-            write_job_around(line, recognised, kind), per_node=recognised.gpus_per_node or 1, gpus=gpus
+            write_job_around(line, recognised, kind),
+            per_node=recognised.gpus_per_node or 1,
+            gpus=1 if one_process else gpus,
         )
     else:
         text = write_job_around(line, recognised, kind)
         if offered is not None:
             text = _adapt_site_settings(site.fill_template(text, offered), recognised, offered)
         text = site.write_settings(text, list_shell_settings(recognised))
+    if one_process:
+        text = _set_key(
+            text, "nodes", "[1]", "more need a script that joins a process group: torch.distributed, a trainer"
+        )
     text = with_batches(text, recognised)
     warnings = [*recognised.warnings, *_list_machine_warnings(recognised, offered, gpus=gpus if kind == "local" else 0)]
     return FromCommand(text, recognised, list_missing(recognised), tuple(warnings))
+
+
+_SEVERAL_PROCESSES = re.compile(
+    r"distributed|world_size|local_rank|fully_shard|trainer|accelerat|deepspeed|lightning|horovod|composer|colossalai"
+    r"|mmengine|ignite|torchtnt|fairscale|megatron|ultralytics|detectron2|fastai|\bray\b",
+    re.IGNORECASE,
+)
+"""Words in a script that may train in several processes, itself or by a library."""
+_IMPORTED = re.compile(r"^[ \t]*(?:from|import)[ \t]+(\w+)", re.MULTILINE)
+
+
+def _trains_in_one_process(command: str) -> bool:
+    """Return whether neither the script of a command nor the modules of its folder mention several processes."""
+    scripts = [Path(word) for word in shlex.split(command) if word.endswith(".py")]
+    files = [path for path in scripts[:1] if path.is_file()]
+    for file in files:  # grows
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if _SEVERAL_PROCESSES.search(text):
+            return False
+        for module in map(scripts[0].parent.joinpath, _IMPORTED.findall(text)):
+            imported = [module.with_suffix(".py"), *sorted(module.rglob("*.py"))]
+            files += [path for path in imported if path.is_file() and path not in files]
+    return bool(files)
 
 
 def with_length(recognised: RecognisedCommand, answers: Mapping[str, str] | None) -> RecognisedCommand:

@@ -90,7 +90,8 @@ def choose_next_round(
 
     Args:
         spec: the job.
-        results: results of the probes so far; failed probes are proposed again only if no other configuration is left.
+        results: results of the probes so far; failed probes, and numbers of nodes on which the user's code only failed,
+            are proposed again only if no other configuration is left.
         inspection: dataset size and memory estimate.
         attempts: attempts of the jobs so far, which show the cost of starting a job.
         trained: steps of the run's trainings, which are fitted in addition to the probes.
@@ -116,7 +117,12 @@ def choose_next_round(
         c for c in candidates if not find_smallest_ruled_out(ooms, c.nodes, c.local_batch(gpus), sharded=sharded)
     }
     failed = {(r.nodes, r.local_batch) for r in results if isinstance(r, Failed)}
-    fitting = {c for c in fitting if (c.nodes, c.local_batch(gpus)) not in failed} or fitting
+    # The user's code that fails on a number of nodes fails there at the other batches too.
+    failing_nodes = {r.nodes for r in results if isinstance(r, Failed) and r.outcome == "user"}
+    failing_nodes -= {nodes for nodes, _ in results_by_config}
+    fitting = {
+        c for c in fitting if c.nodes not in failing_nodes and (c.nodes, c.local_batch(gpus)) not in failed
+    } or fitting
     measured = [result for result in results if isinstance(result, Measured)]
     whole_steps = _has_whole_steps_only(spec, measured) or may_hide_nothing(choose_priors_of_job(spec, measured))
     start = adaptive.choose_first_probes(

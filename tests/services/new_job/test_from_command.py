@@ -190,3 +190,22 @@ def test_values_that_yaml_would_read_otherwise_are_quoted(tmp_path: Path) -> Non
     spec = loaded(make_job_from_command("t.py -b 4 --epochs 1 --tag 'a: b' --note '#x'", "local"), tmp_path)
     assert spec.script is not None
     assert spec.script.command == "t.py -b {local_batch} --epochs {epochs} --tag 'a: b' --note '#x'"
+
+
+def test_a_script_that_trains_in_one_process_is_searched_on_one_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script, module = tmp_path / "t.py", tmp_path / "lib" / "steps.py"
+    module.parent.mkdir()
+    script.write_text("import torch\nfrom lib.steps import train\n")
+    module.write_text("import torch\n")
+
+    def nodes_for(line: str, *, gpus: int = 0) -> list[int]:
+        return loaded(make_job_from_command(line, "local", gpus=gpus), tmp_path).search.nodes
+
+    line = "python t.py -b 8 --epochs 1"
+    assert nodes_for(line) == nodes_for(line, gpus=4) == [1]
+    assert nodes_for("torchrun --nproc-per-node 1 t.py -b 8 --epochs 1") == [1, 2], "its launcher starts several"
+    module.write_text("import torch.distributed as dist\n")
+    assert nodes_for(line, gpus=4) == [1, 2, 4]

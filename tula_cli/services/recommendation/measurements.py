@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -529,12 +529,13 @@ _MAX_REASONS = 5
 """Maximum number of reasons for leaving out configurations that are reported one by one."""
 
 
-def warn_failed_probes(results: Results) -> list[Diagnostic]:
-    """Return a warning for each failed probe."""
+def warn_failed_probes(results: Results, nodes: Container[int]) -> list[Diagnostic]:
+    """Return a warning for the first failed probe of each reason on the numbers of nodes that are searched."""
+    failed = [result for result in results if isinstance(result, Failed) and result.nodes in nodes]
+    first_by_reason = {result.message: result for result in reversed(failed)}
     return [
-        messages.probe_failed(nodes=result.nodes, local_batch=result.local_batch, reason=result.message)
-        for result in results
-        if isinstance(result, Failed)
+        messages.probe_failed(nodes=result.nodes, local_batch=result.local_batch, reason=reason)
+        for reason, result in reversed(first_by_reason.items())
     ]
 
 
@@ -542,7 +543,7 @@ def list_measurement_warnings(measurements: TypeMeasurements) -> Iterator[Diagno
     """Yield warnings on missing, failed and disturbed probes, on the fits, and on damaged files, of a node type."""
     if measurements.pending:
         yield messages.probes_pending(probes=measurements.pending)
-    yield from warn_failed_probes(measurements.results)
+    yield from warn_failed_probes(measurements.results, measurements.run.spec.search.nodes)
     unknown = measurements.unknown
     for group in unknown[:_MAX_REASONS]:
         yield messages.configurations_left_out(configurations=group.count, nodes=group.nodes, reason=group.why)

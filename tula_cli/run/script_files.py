@@ -65,13 +65,6 @@ def split_command(command: str) -> list[str]:
     return ["" if find_placeholders(word) else fill(word, {}) for word in shlex.split(command)]
 
 
-def describe_command(command: str) -> str:
-    """Return the word of a command that best identifies what it runs."""
-    words = split_command(command)
-    named = [word for word in words if word.endswith(SCRIPT_SUFFIXES)]
-    return next(iter(named or list_module_names(words)[-1:]), words[0]) or command
-
-
 def list_module_names(words: Sequence[str]) -> list[str]:
     """Return the modules that a command runs with -m."""
     return [words[position] for position, role in _classify_words(words) if role is _Role.MODULE]

@@ -1,6 +1,7 @@
 """Command lines with placeholders for the values that tula chooses: `train.py -b {local_batch} --lr {lr}`."""
 
 import difflib
+import itertools
 import re
 import shlex
 from collections.abc import Mapping
@@ -105,8 +106,8 @@ def get_program_name(command: str) -> str:
     """Return the displayed name of a command: the file name of its script, else its module or program."""
     words = shlex.split(command)
     files = [word for word in words if PurePath(word).suffix in SCRIPTS]
-    if not files and "-m" in words[:-1]:
-        return words[words.index("-m") + 1]
+    if not files and "-m" in words[:-1]:  # the last one: a launcher may precede it
+        return next(name for flag, name in reversed([*itertools.pairwise(words)]) if flag == "-m")
     return PurePath((files or words)[0]).name
 
 

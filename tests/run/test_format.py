@@ -20,7 +20,6 @@ from tula_cli.errors import BadMeasurements, OtherFormat
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Failed
 from tula_cli.run.records.tasks import ProbeTask
-from tula_cli.services import status as services_status
 from tula_cli.show.screen import Screen
 from tula_cli.version import RUN_FORMAT, __version__
 
@@ -219,25 +218,6 @@ def test_one_supervisor_of_a_job_holds_the_chain_and_that_it_cannot_be_held_is_r
     with pytest.raises(OtherFormat):
         require_current_format(run.path, Allocation.from_environment(environ(chain[0])))
     assert "could not be held" in capsys.readouterr().err
-
-
-# --- an upgrade under a job
-
-
-def test_a_job_that_another_tula_runs_says_so(run: RunDir) -> None:
-    name = make.add_probes(run, 1, (32,))
-    run.write_job(make.job(name).model_copy(update={"tula": "0.1.0"}))
-    run.write_attempt(make.attempt(name, tula="0.1.0"))
-
-    def notes() -> tuple[str, ...]:
-        return services_status.run_status(run, make.FakeLauncher({name: "running"}), now=make.START + 9).notes
-
-    assert notes() == ()
-    run.write_attempt(make.attempt(name, number=2, start=make.START + 5, tula="0.2.0"))
-    (note,) = notes()
-    assert note.startswith(f"{name} was submitted with tula 0.1.0, and continues with tula 0.2.0")
-    run.write_job(make.job(name))  # of a tula that did not write it down
-    assert notes() == ()
 
 
 # --- a job of another machine

@@ -32,7 +32,6 @@ from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, kill_leftovers
 from tula_cli.host.network import get_node_name
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import is_run_gone, read_end
-from tula_cli.run.package import describe_upgrade
 from tula_cli.run.records.failures import Failure, Relaunch, Requeue, Stop
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.tasks import Task, TrainTask
@@ -124,10 +123,7 @@ class RunningAttempt:
         except JobFailed as error:  # of a script: no such network interface here
             return self._report_not_started(f"{error.message}; {error.hint}")
         with self.run.open_log(log) as output:
-            messages = filter(None, [describe_upgrade(self.run.job(self.task.job), __version__)])
-            output.write(
-                "".join(f"tula: {line}\n" for line in (*messages, *self._clean_up_earlier_attempts(starts))).encode()
-            )
+            output.write("".join(f"tula: {line}\n" for line in self._clean_up_earlier_attempts(starts)).encode())
             output.flush()
             try:
                 group = self.spawner.spawn(starts, output, give_up=self._should_not_start)

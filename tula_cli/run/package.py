@@ -1,4 +1,4 @@
-"""The copy of this package that the jobs of a run use, and the version with which they were submitted."""
+"""The copy of this package that the jobs of a run use."""
 
 import functools
 import hashlib
@@ -11,8 +11,6 @@ from typing import BinaryIO
 
 from tula_cli.entry_points import make_metadata_files
 from tula_cli.run.files import write_atomic
-from tula_cli.run.records.jobs import Attempt, Job
-from tula_cli.run.snapshot import Snapshot
 from tula_cli.version import __version__
 
 _PACKAGE = Path(__file__).parents[1]
@@ -75,24 +73,3 @@ def make_shell_lines(run: Path) -> list[str]:
     if place is None:
         return []
     return [f'export PYTHONPATH={shlex.quote(str(place))}"${{PYTHONPATH:+:$PYTHONPATH}}"']
-
-
-def describe_upgrade(job: Job | None, ran_with: str) -> str:
-    """Describe that a job runs with another version of tula than it was submitted with; empty if not, or unknown.
-
-    Args:
-        job: as it was submitted.
-        ran_with: the version that runs it; empty if it was not recorded.
-    """
-    if job is None or not job.tula or not ran_with or job.tula == ran_with:
-        return ""
-    return (
-        f"{job.id} was submitted with tula {job.tula}, and continues with tula {ran_with}, which uses the same format"
-    )
-
-
-def list_upgrades(look: Snapshot) -> tuple[str, ...]:
-    """Return the descriptions of `describe_upgrade` for the jobs of a run, each by its newest attempt."""
-    newest: dict[str, Attempt] = {job.id: attempts[-1] for job in look.jobs if (attempts := look.attempts_of(job.id))}
-    messages = (describe_upgrade(job, newest[job.id].tula) for job in look.jobs if job.id in newest)
-    return tuple(filter(None, messages))

@@ -33,7 +33,6 @@ from tula_cli.models.cost import compute_attempt_cost
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import list_names
 from tula_cli.run.owner import require_own
-from tula_cli.run.package import list_upgrades
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation, Stage
@@ -516,10 +515,7 @@ def run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | 
             *(files_snapshot.training_warnings if only is None else ()),
             *(messages.tracker_problem(text=text) for text in (describe_export_problems(run) if only is None else ())),
         ),
-        notes=(
-            *list_upgrades(files_snapshot),
-            *count_notes(result for result in files_snapshot.results if isinstance(result, Measured)),
-        ),
+        notes=(*count_notes(result for result in files_snapshot.results if isinstance(result, Measured)),),
         rehearsal=files_snapshot.rehearsals[-1] if files_snapshot.rehearsals and only is None else None,
         evaluations=tuple(files_snapshot.training(training.signature).evaluations()) if training is not None else (),
         between_rounds=not moving and _is_between_rounds(files_snapshot),

@@ -98,6 +98,16 @@ def test_where_a_probe_was_too_both_count_and_the_table_says_so(run: RunDir) -> 
     assert "84.7 ms per step (combined with its probe, 77.0), up to " in line
 
 
+@pytest.mark.parametrize("factor", [0.4, 10.0])
+def test_a_training_that_no_drift_explains_does_not_replace_a_probe(run: RunDir, factor: float) -> None:
+    run.write_result(measured(TRUTH, 2, 64))
+    before = ask(run)
+    train(run, factor * TRUTH.step_time(2, 64))
+    after = ask(run)
+    assert after.rows == before.rows and not after.trainings
+    assert [why.partition(":")[0] for why in after.trainings_left_out] == ["training ab12cd34"]
+
+
 def test_the_newest_trainings_of_a_configuration_count(run: RunDir) -> None:
     for number in range(MAX_TRAININGS + 2):
         train(run, 0.08, name=f"ab12cd3{number}")

@@ -33,7 +33,7 @@ from tula_cli.services import messages
 from tula_cli.spec.job import JobSpec, describe_train_length
 from tula_cli.spec.signature import compute_measurement_signature
 from tula_cli.spec.workload import get_workload
-from tula_cli.words import describe_pending_probes, start_sentence
+from tula_cli.words import describe_pending_probes, format_number, start_sentence
 
 Results = Sequence[Measured | OutOfMemory | Failed]
 
@@ -319,6 +319,9 @@ def _require_enough(estimator: Estimator, unknown: Sequence[UnknownConfiguration
 
 MAX_TRAININGS = 5
 """Maximum number of trainings of one configuration that are used; older ones would add next to nothing."""
+MAX_RATIO_TO_PROBE = 2.0
+"""Largest ratio of the step times of a training and the probe of its configuration. No drift of a machine explains more:
+one of the two shared it with other programs, as a probe, which waits for the machine, rarely does."""
 
 
 def list_observations_from_trainings(
@@ -352,8 +355,11 @@ def list_observations_from_trainings(
         training_observations = stretches.list_observations_from_training(
             steps_here, run.training(name).sampled_metrics(), functools.partial(_describe_why_not_counted, measured)
         )
-        observations += training_observations.found
-        left_out += [f"training {name}: {why}" for why in training_observations.left_out]
+        disagreements = {
+            steps: why for steps in training_observations.found if (why := _describe_disagreement(steps, measured))
+        }
+        observations += [steps for steps in training_observations.found if steps not in disagreements]
+        left_out += [f"training {name}: {why}" for why in (*training_observations.left_out, *disagreements.values())]
     newest = [
         steps
         for steps_here in stretches.group_trainings_by_configuration(observations).values()
@@ -362,6 +368,19 @@ def list_observations_from_trainings(
     return TrainingObservations(
         tuple(sorted(newest, key=lambda steps: (steps.nodes, steps.batch, steps.until))), tuple(left_out)
     )
+
+
+def _describe_disagreement(steps: TrainedSteps, measured: Sequence[Measured]) -> str:
+    """Return why steps of a training contradict the probe of their configuration; empty if they do not."""
+    for probe in measured:
+        if (probe.nodes, probe.local_batch) == (steps.nodes, steps.local_batch):
+            seconds = compute_trimmed_mean(probe.step_times)
+            if abs(math.log(steps.step_time / seconds)) > math.log(MAX_RATIO_TO_PROBE):
+                return (
+                    f"a step took {format_number(1000 * steps.step_time)} ms, in the probe {format_number(1000 * seconds)}"
+                    " ms; the probe counts"
+                )
+    return ""
 
 
 def _runs_same_steps_as_probes(run: RunDir, task: TrainTask, probed_job: JobSpec, *, code: str) -> bool:

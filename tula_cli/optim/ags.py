@@ -320,11 +320,11 @@ def compute_small_batch_gradients(
             the others need its shards.
     """
     if sharded:
-        with _restore_buffers(model), _seed_generators(params, seed):
+        with restore_buffers(model), _seed_generators(params, seed):
             return _compute_sharded_gradients(loss, counts, rank, model, params, scaler)
     grads: list[Tensor | None] = [None] * len(params)
     if params and counts[rank]:
-        with _restore_buffers(model), _seed_generators(params, seed):
+        with restore_buffers(model), _seed_generators(params, seed):
             grads = _compute_gradients(loss, counts[rank], params, scaler)
     return grads if len(counts) == 1 else _average_over_ranks(grads, params, counts, rank)
 
@@ -335,7 +335,7 @@ def are_finite(grads: Sequence[Tensor]) -> Tensor:
 
 
 @contextmanager
-def _restore_buffers(model: nn.Module) -> Iterator[None]:
+def restore_buffers(model: nn.Module) -> Iterator[None]:
     """Restore every buffer at the end, including one that the forward pass replaced by another tensor."""
     kept = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())

@@ -9,14 +9,13 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from tula_cli.models.efficiency import Pair, estimate_noise_scale, summarise
 from tula_cli.optim import sharding
+from tula_cli.optim.ags import restore_buffers
 from tula_cli.worker.build.compiled import without_compilation
 from tula_cli.worker.build.data import count_remaining_steps
 from tula_cli.worker.parallel.sharding import Sharded
@@ -57,7 +56,7 @@ def measure_gradient_noise(
     count = min(batches, _count_upcoming(trainer))
     size = max(2, min(BATCHES_PER_GROUP, count // MIN_GROUPS))
     with (
-        _restore_buffers(trainer.parallel.module),
+        restore_buffers(trainer.parallel.module),
         contextlib.closing(worker_train_loop.list_upcoming_micro_batches(trainer)) as stream,
     ):
         trainer.parallel.train()
@@ -95,18 +94,6 @@ def _measure_group(trainer: Trainer, batches: Iterator[Any], between: Callable[[
         between()
     mean = {parameter: gradient_sum / len(squares) for parameter, gradient_sum in total.items()}
     return sum(squares) / len(squares), compute_squared_norm(trainer, mean)
-
-
-@contextmanager
-def _restore_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers (BatchNorm) on exit."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, copy in buffers:
-                buffer.copy_(copy)
 
 
 # --- gradients of single batches

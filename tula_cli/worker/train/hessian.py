@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
 from tula_cli.errors import SpecError
+from tula_cli.optim.ags import restore_buffers
 from tula_cli.worker.build.batches import ModelCall
 from tula_cli.worker.build.compiled import without_compilation
 from tula_cli.worker.build.data import StreamedDataset, build_fixed_loader, make_epoch_permutation
@@ -350,18 +351,14 @@ def _make_no_second_derivative_error(why: str) -> SpecError:
 def _restore_afterwards(model: nn.Module) -> Iterator[None]:
     """Use evaluation mode inside the context; restore modes, buffers and random states on exit."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     model.eval()
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), restore_buffers(model):
             yield
     finally:
         for module, training in modes:
             module.training = training
-        with torch.no_grad():
-            for buffer, copy in buffers:
-                buffer.copy_(copy)
 
 
 @contextmanager

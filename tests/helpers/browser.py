@@ -75,7 +75,7 @@ def start(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
 
 
-def look(page: Path, *, width: int, dark: bool = False) -> dict[str, Any]:
+def look(page: Path, *, width: int) -> dict[str, Any]:
     """Open a page in a frame of a width, for a window is never narrower than 500 pixels, and return what is wrong with it: what is too wide, clipped, on each other, and the tables that are `cut` (wider than their box).
 
     `console` are the lines of the browser's console, `requests` what the page has loaded beside itself.
@@ -83,9 +83,8 @@ def look(page: Path, *, width: int, dark: bool = False) -> dict[str, Any]:
     copy = page.with_name(f"{page.stem}-looked-at.html")
     inner = html.escape(page.read_text().replace("</body>", f"{_LOOK}</body>"))
     frame = f'<iframe style="width:{width}px;height:900px;border:0" srcdoc="{inner}"></iframe>'
-    copy.write_text(f'<!doctype html><html style="color-scheme:light dark"><body>{frame}</body></html>')
-    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
-    done = start("--window-size=1600,1000", scheme, "--dump-dom", copy.absolute().as_uri())
+    copy.write_text(f"<!doctype html><html><body>{frame}</body></html>")
+    done = start("--window-size=1600,1000", "--dump-dom", copy.absolute().as_uri())
     answer = re.search(r'id="told">(.*?)</script>', done.stdout, re.DOTALL)
     assert answer, done.stderr
     return {**json.loads(answer[1]), "console": [line for line in done.stderr.splitlines() if "CONSOLE" in line]}

@@ -15,7 +15,7 @@ from matplotlib.textpath import TextToPath
 
 from tula_cli.errors import SpecError
 from tula_cli.extras.report import svg
-from tula_cli.extras.report.svg import DARK, LIGHT
+from tula_cli.extras.report.svg import COLORS
 from tula_cli.services.document import Annotation, Density, Figure, Series
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -92,33 +92,25 @@ def test_the_names_in_a_figure_are_those_of_no_other_figure_of_the_page() -> Non
     assert "recovered (%) against method: batch 1024, batch 4096" in root.findtext(f"{SVG}desc")
 
 
-def test_a_dark_page_has_a_rule_for_each_colour_of_a_figure() -> None:
-    rules = svg.make_css_rules()
-    for figure in ALL:
-        for name, color in re.findall("(fill|stroke): (#[0-9a-f]{6})", svg.render_svg(figure)):
-            assert f'[style*="{name}: {color}"]{{{name}:var(' in rules
-
-
 def test_colours_can_be_told_from_the_page() -> None:
     def luminance(color: str) -> float:
         parts = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
         red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
-    for colors in (LIGHT, DARK):
-        for role, color in colors.items():
-            pair = sorted((luminance(color), luminance(colors["paper"])), reverse=True)
-            contrast = (pair[0] + 0.05) / (pair[1] + 0.05)
-            assert contrast >= {"ink": 7, "muted": 4.5, "paper": 1, "grid": 1}.get(role, 3), (role, color, contrast)
+    for role, color in COLORS.items():
+        pair = sorted((luminance(color), luminance(COLORS["paper"])), reverse=True)
+        contrast = (pair[0] + 0.05) / (pair[1] + 0.05)
+        assert contrast >= {"ink": 7, "muted": 4.5, "paper": 1, "grid": 1}.get(role, 3), (role, color, contrast)
 
 
 def test_filled_is_measured_and_open_is_predicted() -> None:
     series = Series("a", (64, 128, 256), (3.0, 2.0, 1.0), measured=(True, False, False))
     root = drawn(simple(series, x_scale="log2"))
-    message = f"stroke: {LIGHT['s0']}"
+    message = f"stroke: {COLORS['s0']}"
     markers = [use.get("style").split("; ")[0] for use in root.iter(f"{SVG}use") if message in use.get("style", "")]
-    assert markers.count(f"fill: {LIGHT['s0']}") == 1 + 1, "one point, and the legend"
-    assert markers.count(f"fill: {LIGHT['paper']}") == 2
+    assert markers.count(f"fill: {COLORS['s0']}") == 1 + 1, "one point, and the legend"
+    assert markers.count(f"fill: {COLORS['paper']}") == 2
     assert {"measured (filled)", "predicted (open)"} <= set(texts(root))
     assert "predicted (open)" not in texts(drawn(simple(dataclasses.replace(series, measured=(True,) * 3))))
 
@@ -213,7 +205,7 @@ def test_events_have_the_numbers_of_their_texts() -> None:
 def test_a_density_lies_at_its_edges() -> None:
     density = Density((0, 100, 200), (0.5, 1, 2, 4), ((0.5, 0.5, 0), (0, 0, 1)))
     root = drawn(simple(density=density, y_scale="log2"))
-    blue = f"fill: {LIGHT['s0']}"
+    blue = f"fill: {COLORS['s0']}"
     paths = [path for path in root.iter(f"{SVG}path") if blue in path.get("style", "") and path.get("clip-path")]
     cells = [re.findall(r"[ML] ([\d.]+) ([\d.]+)", path.get("d")) for path in paths]
     corners = [[(float(x), float(y)) for x, y in cell] for cell in cells]

@@ -93,16 +93,9 @@ a{color:inherit;text-decoration:none}
 }
 """
 # The shade at an edge of a table tells that it goes on there.
-_LIGHT_PAGE = {"link": "#0a58a8", "chosen": "#eaf3fb", "shade": "#1b1f2440"}
-_DARK_PAGE = {"link": "#7cbcf5", "chosen": "#1f3245", "shade": "#e6eaef40"}
-
-
-def make_page_style() -> str:
-    """Return the style sheet of the page; print always uses the light colours."""
-    light = svg.make_css_variables({**svg.LIGHT, **_LIGHT_PAGE})
-    dark = svg.make_css_variables({**svg.DARK, **_DARK_PAGE})
-    colors = f":root{{color-scheme:light dark;{light}}}@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}"
-    return colors + svg.make_css_rules() + _SCREEN + _PRINT
+_COLORS = {**svg.COLORS, "link": "#0a58a8", "chosen": "#eaf3fb", "shade": "#1b1f2440"}
+_VARIABLES = "".join(f"--{role}:{color};" for role, color in _COLORS.items())
+_STYLE = f":root{{{_VARIABLES}}}{_SCREEN}{_PRINT}"
 
 
 # --- The page
@@ -134,9 +127,9 @@ def render_page(document: Document) -> str:
     ]
     meta = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
-        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+        '<link rel="icon" href="data:,">'
     )
-    head = f"<head>{meta}<title>{title}</title><style>{make_page_style()}</style></head>"
+    head = f"<head>{meta}<title>{title}</title><style>{_STYLE}</style></head>"
     body = "\n".join(parts)
     return f'<!doctype html>\n<html lang="en">{head}\n<body><div class="page">\n{body}\n</div></body></html>\n'
 

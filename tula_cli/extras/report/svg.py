@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 # --- Colours
 #
-# The curves' colours are after Okabe and Ito (2008), darkened to a contrast of 3 and more with white, and lightened for a dark
-# page; each curve has a marker of its own too, and from the seventh on another dash.
+# The curves' colours are after Okabe and Ito (2008), darkened to a contrast of 3 and more with white; each curve has a marker
+# of its own too, and from the seventh on another dash.
 
-LIGHT = {
+COLORS = {
     "paper": "#ffffff",
     "ink": "#1b1f24",
     "muted": "#57606a",
@@ -42,36 +42,10 @@ LIGHT = {
     "s4": "#8a6a00",
     "s5": "#6b6f76",
 }
-"""Colours by role; no two roles share a colour, so that a style sheet finds the elements of a role by their colour."""
-DARK = {
-    "paper": "#14181d",
-    "ink": "#e6eaef",
-    "muted": "#9aa5b1",
-    "grid": "#2d343c",
-    "s0": "#58b4ec",
-    "s1": "#ff8f4d",
-    "s2": "#3fcfa0",
-    "s3": "#e78cc6",
-    "s4": "#dcb63f",
-    "s5": "#b4bac2",
-}
-SERIES = tuple(role for role in LIGHT if role[0] == "s")
+"""Colours by role."""
+SERIES = tuple(role for role in COLORS if role[0] == "s")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours: the looks of 168 series differ
 DASHES = ("-", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 1.5, 1.5, 1.5)))
-
-
-def make_css_variables(colors: dict[str, str]) -> str:
-    """Return the colours as CSS variables."""
-    return "".join(f"--{role}:{value};" for role, value in colors.items())
-
-
-def make_css_rules() -> str:
-    """Return the CSS rules that give the elements of a drawing the page's colours, so that it follows a dark theme."""
-    return "".join(
-        f'svg.figure [style*="{name}: {color}"]{{{name}:var(--{role})!important}}'
-        for role, color in LIGHT.items()
-        for name in ("fill", "stroke")
-    )
 
 
 # --- Text and numbers
@@ -138,7 +112,7 @@ def _draw_curve(axes: "Axes", figure: Figure, series: Series, look: int, *, shif
     x, y = _clean(series.x, _get_x_scale(figure))[order] + shift, _clean(series.y, figure.y_scale)[order]
     known = ~np.isnan(x + y)
     measured = np.ones(len(x), dtype=bool) if series.measured is None else np.array(series.measured)[order]
-    color, style = LIGHT[SERIES[look % len(SERIES)]], series.style
+    color, style = COLORS[SERIES[look % len(SERIES)]], series.style
     dashes: Any = "none" if style == "points" else DASHES[look // len(SERIES) % len(DASHES)]
     has_markers = style == "points" or known.sum() < 2 or (style == "line+points" and len(x) <= _MANY)
     if series.low is not None and series.high is not None:
@@ -154,7 +128,7 @@ def _draw_curve(axes: "Axes", figure: Figure, series: Series, look: int, *, shif
             axes.errorbar(x[uncertain], y[uncertain], lengths, fmt="none", **bars)
     axes.plot(x, y, color=color, linestyle=dashes, linewidth=1.6, zorder=3)
     marker = {"marker": MARKERS[look % len(MARKERS)], "markersize": 5.5, "markeredgecolor": color}
-    faces = {True: color, False: LIGHT["paper"]}
+    faces = {True: color, False: COLORS["paper"]}
     for is_measured, face in faces.items():
         shown = known & (measured == is_measured)
         if has_markers and shown.any():
@@ -173,7 +147,7 @@ def _draw_stack(axes: "Axes", bars: Sequence[tuple[Series, int]]) -> "list[Artis
     bottoms: dict[float, float] = {}
     symbols: list[Artist] = []
     for series, look in bars:
-        color = LIGHT[SERIES[look % len(SERIES)]]
+        color = COLORS[SERIES[look % len(SERIES)]]
         heights = np.nan_to_num(_clean(series.y, "linear"))
         axes.bar(series.x, heights, 0.62, [bottoms.get(x, 0.0) for x in series.x], color=color, zorder=2)
         bottoms |= {x: bottoms.get(x, 0.0) + height for x, height in zip(series.x, heights, strict=True)}
@@ -192,7 +166,7 @@ def _draw_density(axes: "Axes", density: Density) -> "list[Artist]":
         column, row = np.nonzero((shares > low) & (shares <= high))
         if column.size:
             corners = [(x[column + right], y[row + up]) for right, up in ((0, 0), (1, 0), (1, 1), (0, 1), (0, 0))]
-            look: dict[str, Any] = {"facecolor": LIGHT["s0"], "alpha": shade, "linewidth": 0}
+            look: dict[str, Any] = {"facecolor": COLORS["s0"], "alpha": shade, "linewidth": 0}
             cells = Path.make_compound_path(*(Path(cell, closed=True) for cell in np.moveaxis(np.array(corners), 2, 0)))
             axes.add_patch(PathPatch(cells, zorder=2, **look))
             label = f"{100 * low:g} to {100 * high:g} %" if low else f"under {100 * high:g} %"
@@ -207,8 +181,8 @@ _POINT: dict[str, Any] = {
     "linestyle": "none",
     "marker": "*",
     "markersize": 14,
-    "markerfacecolor": LIGHT["ink"],
-    "markeredgecolor": LIGHT["paper"],
+    "markerfacecolor": COLORS["ink"],
+    "markeredgecolor": COLORS["paper"],
 }
 _LINES = {"choice": (0, (1, 1)), "limit": (0, (6, 3)), "event": (0, (1, 2))}
 
@@ -221,7 +195,7 @@ def _draw_marks(axes: "Axes", figure: Figure) -> "list[Artist]":
     symbols: dict[str, Artist] = {}
     for mark in figure.marks:
         (x,), (y,) = _clean([mark.x], _get_x_scale(figure)), _clean([mark.y], figure.y_scale)
-        look: dict[str, Any] = {"linestyle": _LINES[mark.kind], "linewidth": 1.2, "color": LIGHT["ink"]}
+        look: dict[str, Any] = {"linestyle": _LINES[mark.kind], "linewidth": 1.2, "color": COLORS["ink"]}
         label = mark.text
         if not math.isnan(x + y):
             look = _POINT
@@ -230,13 +204,13 @@ def _draw_marks(axes: "Axes", figure: Figure) -> "list[Artist]":
             axes.axhline(y, zorder=5, **look)
         elif mark.y is None and not math.isnan(x):
             if _is_event(mark):
-                look["color"] = LIGHT["muted"]
+                look["color"] = COLORS["muted"]
             axes.axvline(x, zorder=1.5 if _is_event(mark) else 5, **look)
             if _is_event(mark) and len(events) > 1:
                 number = events.index(mark.text) + 1
                 label = f"{number}: {mark.text}"
                 where: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
-                axes.text(x, 1.005, str(number), fontsize=10, color=LIGHT["muted"], **where)
+                axes.text(x, 1.005, str(number), fontsize=10, color=COLORS["muted"], **where)
         else:
             continue
         symbols[label] = Line2D([], [], label=label, **look)
@@ -263,21 +237,21 @@ _RC: dict[str, Any] = {
     "savefig.dpi": 72.0,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": LIGHT["muted"],
+    "axes.edgecolor": COLORS["muted"],
     "axes.grid": True,
     "axes.axisbelow": True,
     "axes.facecolor": "none",
     "axes.titlesize": 10.5,
     "axes.titlelocation": "left",
     "figure.facecolor": "none",
-    "grid.color": LIGHT["grid"],
+    "grid.color": COLORS["grid"],
     "lines.markeredgewidth": 1.3,
-    "text.color": LIGHT["ink"],
-    "axes.labelcolor": LIGHT["ink"],
-    "xtick.color": LIGHT["muted"],
-    "xtick.labelcolor": LIGHT["ink"],
-    "ytick.color": LIGHT["muted"],
-    "ytick.labelcolor": LIGHT["ink"],
+    "text.color": COLORS["ink"],
+    "axes.labelcolor": COLORS["ink"],
+    "xtick.color": COLORS["muted"],
+    "xtick.labelcolor": COLORS["ink"],
+    "ytick.color": COLORS["muted"],
+    "ytick.labelcolor": COLORS["ink"],
     "legend.frameon": False,
     "legend.fontsize": 10.0,
     "legend.handlelength": 1.8,
@@ -341,7 +315,7 @@ def draw_figure(figure: Figure) -> "Canvas":
     require_matplotlib()
     with _use_plot_defaults():
         canvas = _draw_figure(figure, {}, dpi=_NOTEBOOK_DPI)
-    canvas.set_facecolor(LIGHT["paper"])
+    canvas.set_facecolor(COLORS["paper"])
     return canvas
 
 
@@ -380,7 +354,7 @@ def _draw_figure(figure: Figure, looks: Mapping[str, int], *, dpi: int = 72) -> 
     if not shown and figure.density is None:
         axes.set_axis_off()
         where: dict[str, Any] = {"transform": axes.transAxes, "ha": "center", "va": "center"}
-        axes.text(0.5, 0.5, "no values to draw", color=LIGHT["muted"], **where)
+        axes.text(0.5, 0.5, "no values to draw", color=COLORS["muted"], **where)
         return canvas
     axes.margins(0.0 if figure.density is not None else 0.06)
     axes.use_sticky_edges = False  # the bottom of an empty bar would be one
@@ -398,7 +372,7 @@ def _draw_figure(figure: Figure, looks: Mapping[str, int], *, dpi: int = 72) -> 
     symbols += (marks := _draw_marks(axes, figure))
     _set_axes(axes, figure)
     has_numbers = len({mark.text for mark in figure.marks if _is_event(mark)}) > 1
-    axes.set_title(wrap_text(figure.y_label), pad=17 if has_numbers else 8, color=LIGHT["ink"])
+    axes.set_title(wrap_text(figure.y_label), pad=17 if has_numbers else 8, color=COLORS["ink"])
     axes.set_xlabel(wrap_text(figure.x_label))
     lines = 0 if only and not marks else _draw_legend(canvas, symbols)
     canvas.set_size_inches(WIDTH / 72, (PLOT + _LINE_HEIGHT * lines) / 72)
@@ -411,10 +385,10 @@ def _list_basis_symbols(shown: Sequence[Series]) -> "list[Artist]":
 
     if all(all(series.measured) for series in shown if series.measured is not None):
         return []
-    point: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 5.5, "markeredgecolor": LIGHT["muted"]}
+    point: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 5.5, "markeredgecolor": COLORS["muted"]}
     states = {True: ("muted", "measured (filled)"), False: ("paper", "predicted (open)")}
     return [
-        Line2D([], [], **point, markerfacecolor=LIGHT[face], label=label)
+        Line2D([], [], **point, markerfacecolor=COLORS[face], label=label)
         for state, (face, label) in states.items()
         if any(state in series.measured for series in shown if series.measured is not None)
     ]

@@ -110,6 +110,18 @@ def test_headroom_is_the_share_that_the_largest_batch_leaves_free() -> None:
     assert with_margin is not None and gpu.memory(with_margin).peak == pytest.approx(0.9 * gpu.capacity, rel=0.02)
 
 
+def test_memory_that_no_batch_could_use_is_not_free() -> None:
+    gpu = Gpu(3, script=False, accumulate=1)
+    _, trials = gpu.search()
+    capacity = int(1.25 * gpu.capacity)  # a fifth is lost, so the batch that did not fit needs less than that
+    bracket = gpu.bracket(
+        [trial.model_copy(update={"capacity": capacity}) if isinstance(trial, Measured) else trial for trial in trials]
+    )
+    headroom, with_margin = bracket.compute_headroom(), bracket.estimate_largest(margin=0.1)
+    assert headroom is not None and headroom < 0.05
+    assert with_margin is not None and gpu.memory(with_margin).peak == pytest.approx(0.9 * gpu.capacity, rel=0.05)
+
+
 def test_a_search_that_nothing_fits_ends_at_the_smallest_batch() -> None:
     gpu = Gpu(0, script=False, accumulate=2)
     sizes = [64]

@@ -311,7 +311,9 @@ class MemoryMeter:
             # glibc keeps freed tensors of the last batch for itself; give them back, or they hide this batch's peak.
             ctypes.CDLL(None).malloc_trim(0)
             _reset_peak()
-            self.base, self.base_reserved = read_process_memory("VmRSS"), read_process_memory("VmData")
+            self.base = read_process_memory("VmRSS")
+            # What tensors take of the heap's free memory is in their peak, so it must not count as held as well.
+            self.base_reserved = read_process_memory("VmData") - count_free_heap_bytes()
 
     def peak(self) -> tuple[int, int]:
         """Return (peak, reserved) since the reset in bytes."""
@@ -357,6 +359,29 @@ class MemoryMeter:
 
     def _retries(self) -> int:
         return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+
+
+class _HeapState(ctypes.Structure):
+    """glibc's `struct mallinfo2`, over all arenas."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+    fordblks: int  # free bytes
+
+
+def count_free_heap_bytes() -> int:
+    """Return the bytes that the heap holds but nothing uses; 0 if the C library does not report them (glibc before 2.33)."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2"):
+        return 0
+    library.mallinfo2.restype = _HeapState
+    state: _HeapState = library.mallinfo2()
+    return state.fordblks
 
 
 def _reset_peak() -> None:

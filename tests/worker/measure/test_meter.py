@@ -53,10 +53,27 @@ def test_libraries_are_what_the_process_held_or_what_its_limit_counts(monkeypatc
     memory = device.MemoryMeter(torch.device("cpu"))
     memory.reset()
     assert memory.library_bytes(None) == memory.base > 50 * MB
-    process_memory, capacity = read_process_memory("VmData"), 100 * MB
+    process_memory, capacity = read_process_memory("VmData") - device.count_free_heap_bytes(), 100 * MB
     limited_at = process_memory - 30 * MB  # the libraries have taken 30 MB since the limit was set
     monkeypatch.setattr(device.resource, "getrlimit", lambda _: (limited_at + capacity, -1))
     assert memory.library_bytes(capacity) == pytest.approx(30 * MB, abs=5 * MB)
+
+
+def test_memory_of_the_heap_that_is_freed_and_used_again_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hold() -> list[bytes]:
+        return [
+            bytes([number % 256]) * 4096 for number in range(32768)
+        ]  # 128 MiB, too small each to be mapped by itself
+
+    limited_at, capacity, memory = read_process_memory("VmData"), 500 * MB, device.MemoryMeter(torch.device("cpu"))
+    monkeypatch.setattr(device.resource, "getrlimit", lambda _: (limited_at + capacity, -1))
+    while_built = hold()
+    last = while_built[-1]  # keeps the heap as large as it is
+    while_built.clear()
+    memory.reset()
+    in_a_step = hold()
+    used = memory.peak()[0] + memory.library_bytes(capacity)
+    assert used == pytest.approx(128 * MB, rel=0.25) and len(in_a_step[0]) == len(last)
 
 
 def test_a_peak_is_split_into_tensors_and_the_rest() -> None:

@@ -129,6 +129,7 @@ PARTS = (
     cases("variants", 1.3, "tests/e2e/test_node_types.py"),
     cases("links", 7.7, "tests/slurm/test_links.py", alone=True),
     cases("growing-chain", 1.1, "tests/slurm/test_growing_chain.py"),
+    cases("moldable-script", 2.0, "tests/slurm/test_moldable_chain.py"),
     cases("seeds", 0.8, "tests/slurm/test_seeds.py"),
     cases("chaos", 5.5, "tests/slurm/test_chaos.py"),
     cases("killed-at-calls", 1.2, "tests/slurm/test_killed_at_calls.py"),

@@ -1,9 +1,12 @@
 """A training whose jobs use the nodes that SLURM grants them: the weights and the samples are those of an undisturbed one."""
 
+import os
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +18,20 @@ from test_recovery import attempts, finished, queue, submit
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 CLUSTER = "cluster: {kind: slurm, device: cpu, slurm: {minutes: 10, memory: 1500M, partition: spare}}\n"
+
+
+SCRIPT, SCRIPT_EPOCHS = Path(__file__).parents[1] / "scripts" / "on_any_ranks.py", 8
+SCRIPT_JOB = f"""
+name: script
+script:
+  command: on_any_ranks.py --local-batch {{local_batch}} --epochs {{epochs}} --out {{out}} --pause 0.015
+  length: {{epochs: {SCRIPT_EPOCHS}}}
+  dataset_size: 256
+  reference: {{batch: 32}}
+  resume: {{args: "--resume {{checkpoint}}", checkpoint: "{{out}}/state.pt"}}
+  save: SIGUSR1
+search: {{nodes: [1, 2], max_node_hours: 5}}
+"""
 
 
 def occupy(nodes: int, seconds: int) -> str:
@@ -55,6 +72,40 @@ def test_jobs_train_the_same_on_the_nodes_that_they_are_granted(tula: Tula, on_s
     assert all(weights[name] == pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in expected.items())
 
 
+@pytest.mark.promise(
+    "the scheduler",
+    "a script of `--nodes 1-4` is granted other nodes than before",
+    "it resumes at the same batch, with the same samples and weights up to rounding; a resume test on twice the ranks comes first",
+)
+@pytest.mark.proof
+def test_a_script_trains_the_same_on_the_nodes_that_it_is_granted(tula: Tula, on_slurm: SlurmCluster) -> None:
+    undisturbed = tula.folder.parent / "undisturbed"
+    undisturbed.mkdir()
+    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29473", "RANK": "0", "WORLD_SIZE": "1"}
+    words = [sys.executable, SCRIPT, "--local-batch", "32", "--epochs", str(SCRIPT_EPOCHS), "--out", undisturbed]
+    subprocess.run(words, check=True, env={**os.environ, **alone})
+    shutil.copy(SCRIPT, tula.folder)
+    (tula.folder / "job.yaml").write_text(SCRIPT_JOB + CLUSTER)
+    other = occupy(1, 600)
+    tula.until(lambda: "RUNNING" in queue())
+    submit(tula, "--nodes", "1-4", "--batch", "32")
+    tula.until(lambda: next(tula.folder.glob("tula-runs/*/train/*/out/state.pt"), None), seconds=600)
+    occupy(4, 1)
+    subprocess.run(["scancel", other], check=True)
+    tula.until(lambda: finished(tula), seconds=600)
+    assert [attempt.outcome for attempt in attempts(tula)] == ["preempted", "done"]
+    status = tula("status")["data"]
+    assert [attempt["nodes"] for attempt in status["attempts"] if attempt["job"].startswith("train")] == [2, 4]
+    assert status["training"]["spent"]["node_hours"] > status["training"]["spent"]["hours"] * 2
+    assert (status["rehearsal"]["verdict"], status["rehearsal"]["other_nodes"]) == ("same", True)
+    state = load(next(tula.folder.glob("tula-runs/*/train/*/out/state.pt")))
+    assert Counter(state["trained"]) == Counter(dict.fromkeys(range(256), SCRIPT_EPOCHS)) and state["world"] == 4
+    expected = load(undisturbed / "state.pt")["net"]
+    assert all(
+        state["net"][name].numpy() == pytest.approx(expected[name].numpy(), rel=1e-4, abs=1e-6) for name in expected
+    )
+
+
 def make_folder(folder: Path) -> Path:
     """Make a folder with the module of the job's model."""
     folder.mkdir(exist_ok=True)
@@ -63,8 +114,13 @@ def make_folder(folder: Path) -> Path:
 
 
 def load_weights(tula: Tula) -> dict[str, np.ndarray]:
+    run = tula.run()
+    state = load(run.training(run.train_signatures()[0]).path / "last")["model"]
+    return {name: value.numpy() for name, value in state.items()}
+
+
+def load(path: Path) -> dict[str, Any]:
     import torch
 
-    run = tula.run()
-    state = torch.load(run.training(run.train_signatures()[0]).path / "last", weights_only=True)["model"]
-    return {name: value.numpy() for name, value in state.items()}
+    state: dict[str, Any] = torch.load(path, weights_only=True)
+    return state

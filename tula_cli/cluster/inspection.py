@@ -20,8 +20,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from tula_cli import words
 from tula_cli.cluster.local import make_environment_with_package
 from tula_cli.errors import JobFailed, Problem, SpecError, TulaError
@@ -383,7 +381,7 @@ class CachedInspection:
 
 def _read(path: Path) -> Inspection | None:
     try:
-        return read_record(path, TypeAdapter(Inspection))
+        return read_record(path, Inspection)
     except TulaError:  # damaged: it is built anew and replaced
         return None
 

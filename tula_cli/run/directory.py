@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from pydantic import TypeAdapter
-
 from tula_cli.errors import SpecError
 from tula_cli.run import parsed_spec
 from tula_cli.run.file_changes import is_listed, touch_news, write_with_news
@@ -106,10 +104,10 @@ class ClusterChecks:
         write_record(self.path / f"{report.id}.draft", report)
 
     def draft(self, task_id: str) -> ClusterReport | None:
-        return read_record(self.path / f"{task_id}.draft", TypeAdapter(ClusterReport))
+        return read_record(self.path / f"{task_id}.draft", ClusterReport)
 
     def report(self, task_id: str) -> ClusterReport | None:
-        return read_record(self.path / f"{task_id}.json", TypeAdapter(ClusterReport))
+        return read_record(self.path / f"{task_id}.json", ClusterReport)
 
     def mark_reported(self, task_id: str) -> None:
         """Record that the user has seen the outcome of a check, so that the next call starts a new one."""
@@ -220,11 +218,11 @@ class RunDir:
         return validate(without_removed_values(read_yaml(path)), source=str(path))
 
     def job_file(self) -> JobFile | None:
-        return read_record(self.path / "job_file.json", TypeAdapter(JobFile))
+        return read_record(self.path / "job_file.json", JobFile)
 
     def variant(self) -> Variant | None:
         """Return the part of its job that this run measures; None if the job has no variants."""
-        return read_record(self.path / "variant.json", TypeAdapter(Variant))
+        return read_record(self.path / "variant.json", Variant)
 
     def write_variant(self, variant: Variant) -> None:
         write_record(self.path / "variant.json", variant)
@@ -259,7 +257,7 @@ class RunDir:
 
     def job(self, job_id: str) -> Job | None:
         """Return a job of this run, or None if there is none or it belongs to the run of which this one is a copy."""
-        job = read_record(self.path / f"jobs/{job_id}.json", TypeAdapter(Job))
+        job = read_record(self.path / f"jobs/{job_id}.json", Job)
         return None if job is None or is_of_another_run(job, self.path.resolve()) else job
 
     def jobs(self) -> list[Job]:
@@ -270,20 +268,20 @@ class RunDir:
 
     def attempt(self, task_id: str, number: int) -> Attempt | None:
         """Return one attempt by its file name, because the listing of an NFS folder may be half a minute old."""
-        return read_record(self.path / f"attempts/{task_id}.{number:03d}.json", TypeAdapter(Attempt))
+        return read_record(self.path / f"attempts/{task_id}.{number:03d}.json", Attempt)
 
     def attempts(self, task_id: str | None = None) -> list[Attempt]:
         """Return the attempts of one task (or of all), oldest first."""
         if task_id is None:
             return self.read().attempts
         paths = list_files(self.path / "attempts", f"{task_id}.*.json")
-        attempts = [attempt for path in paths if (attempt := read_record(path, TypeAdapter(Attempt)))]
+        attempts = [attempt for path in paths if (attempt := read_record(path, Attempt))]
         return sorted(attempts, key=lambda attempt: (attempt.started_at, attempt.number))
 
     def attempts_of(self, task: Task) -> list[Attempt]:
         """Return the attempts of a task, oldest first; of a training, those of all its relaunches."""
         paths = list_files(self.path / "attempts", task.attempt_files)
-        attempts = [attempt for path in paths if (attempt := read_record(path, TypeAdapter(Attempt)))]
+        attempts = [attempt for path in paths if (attempt := read_record(path, Attempt))]
         return sorted(attempts, key=lambda attempt: (attempt.started_at, attempt.task, attempt.number))
 
     def write_failure(self, failure: Failure) -> None:
@@ -294,7 +292,7 @@ class RunDir:
         """Return the recorded failures of ranks, earliest first."""
         number = "*" if attempt is None else f"{attempt:03d}"
         paths = list_files(self.path / "failures", f"{task_id}.{number}.*.json")
-        failures = [failure for path in paths if (failure := read_record(path, TypeAdapter(Failure)))]
+        failures = [failure for path in paths if (failure := read_record(path, Failure))]
         return sorted(failures, key=lambda failure: failure.failed_at)
 
     def has_failure(self, task_id: str, attempt: int) -> bool:
@@ -388,7 +386,7 @@ class RunDir:
         write_record(self.path / "recommendation.json", recommendation)
 
     def recommendation(self) -> Recommendation | None:
-        return read_record(self.path / "recommendation.json", TypeAdapter(Recommendation))
+        return read_record(self.path / "recommendation.json", Recommendation)
 
     def write_text(self, name: str, text: str) -> Path:
         """Write one of recommended.yaml, results.csv, cmd.txt; return its path."""
@@ -428,13 +426,13 @@ class RunDir:
 
     def rate_search(self, key: str) -> RateSearch | None:
         """Return the state of a search for a learning rate; None before its first measurement."""
-        return read_record(self.path / f"rates/{key}.json", TypeAdapter(RateSearch))
+        return read_record(self.path / f"rates/{key}.json", RateSearch)
 
     def write_comparison(self, comparison: Comparison) -> None:
         write_record(self.path / "comparison.json", comparison)
 
     def comparison(self) -> Comparison | None:
-        return read_record(self.path / "comparison.json", TypeAdapter(Comparison))
+        return read_record(self.path / "comparison.json", Comparison)
 
     def write_tuning(self, tuning: Tuning) -> None:
         write_record(self.path / f"train/{tuning.signature}/tuning.json", tuning)
@@ -478,7 +476,7 @@ class RunDir:
         The file is opened only once it is listed, because a failed lookup by name might be cached.
         """
         path = self.path / f"orders/{allocation}.{number:03d}.json"
-        return read_record(path, TypeAdapter(LeaderCommand)) if is_listed(path) else None
+        return read_record(path, LeaderCommand) if is_listed(path) else None
 
     # --- the user's code
 
@@ -491,11 +489,11 @@ class RunDir:
 
     def code(self, name: str) -> CodeSnapshot | None:
         """Return the record of a snapshot, or None if there is none of that name (or the name is empty)."""
-        return read_record(self.path / f"code/{name}.json", TypeAdapter(CodeSnapshot)) if name else None
+        return read_record(self.path / f"code/{name}.json", CodeSnapshot) if name else None
 
     def code_digests(self) -> set[str]:
         """Return the digests of all code with which jobs of this run were submitted."""
-        snapshots = (read_record(path, TypeAdapter(CodeSnapshot)) for path in list_files(self.path / "code"))
+        snapshots = (read_record(path, CodeSnapshot) for path in list_files(self.path / "code"))
         return {snapshot.digest for snapshot in snapshots if snapshot}
 
     def logs(self) -> list[Path]:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fnmatch
+import functools
 import json
 import math
 import os
@@ -13,7 +14,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar, cast
 
 from tula_cli.errors import BadMeasurements, CannotWrite, DiskFull, RunGone, StorageFailed, TulaError
 from tula_cli.run.disk_space import FULL_DISK_ERRNOS, IO_ERRNOS, describe_free_space
@@ -231,18 +232,22 @@ def write_record(path: Path, record: "BaseModel") -> None:
     write_atomic(path, text + "\n")
 
 
-def read_record(path: Path, adapter: "TypeAdapter[T]") -> T | None:
+def read_record(path: Path, kind: "type[T] | TypeAdapter[T]") -> T | None:
     """Return the record at `path`, or None if there is no such file.
+
+    Args:
+        path: of the record.
+        kind: its class; an adapter for one of several classes.
 
     Raises:
         BadMeasurements: it is damaged.
         TulaError: it cannot be read.
     """
-    from pydantic import ValidationError  # what reads no record imports no pydantic
+    from pydantic import TypeAdapter, ValidationError  # what reads no record imports no pydantic
 
     try:
         content = read_content(path)
-        record = adapter.validate_json(content)
+        record: T = (kind if isinstance(kind, TypeAdapter) else _get_adapter(cast("Any", kind))).validate_json(content)
     except FileNotFoundError:
         return None
     except ValidationError as error:
@@ -256,6 +261,14 @@ def read_record(path: Path, adapter: "TypeAdapter[T]") -> T | None:
         except ValueError as error:
             raise make_damaged_error(path, str(error)) from None
     return record
+
+
+@functools.cache
+def _get_adapter(kind: type[T]) -> "TypeAdapter[T]":
+    """Return the adapter of a class, which takes a while to make."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
 _EXCESSIVE = re.compile(rb"NaN|Infinity|\d[eE]\+?\d{3}")
@@ -286,7 +299,7 @@ def make_damaged_error(path: Path, why: str) -> BadMeasurements:
 class RecordReader(Protocol):
     """A function that reads records: `read_record`, or one that remembers what it has read."""
 
-    def __call__(self, path: Path, adapter: "TypeAdapter[T]", /) -> T | None: ...
+    def __call__(self, path: Path, kind: "type[T] | TypeAdapter[T]", /) -> T | None: ...
 
 
 def read_text(path: Path) -> str:

@@ -3,27 +3,23 @@
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from tula_cli.run.file_changes import is_listed, touch_news
 from tula_cli.run.files import list_files, read_json_lines, read_record, read_text, write_atomic, write_record
 from tula_cli.run.records.scripts import Heartbeat, Killed, RankResult, ResumeTestResult, ScriptFailure, ShimPlan
 
 TAIL = 16_384
 """Bytes at the end of a row file that are searched for the newest row."""
-_RESULT, _FAILURE, _HEARTBEAT = TypeAdapter(RankResult), TypeAdapter(ScriptFailure), TypeAdapter(Heartbeat)
-_KILLED, _RESUME_TEST = TypeAdapter(Killed), TypeAdapter(ResumeTestResult)
 
 
 def read_rank_results(folder: Path, pattern: str) -> list[RankResult]:
     """Return the results in the files of a folder that match a pattern, by rank; missing and damaged ones are left out."""
-    results = [read_record(path, _RESULT) for path in list_files(folder, pattern)]
+    results = [read_record(path, RankResult) for path in list_files(folder, pattern)]
     return sorted((result for result in results if result is not None), key=lambda result: result.rank)
 
 
 def read_heartbeats(folder: Path) -> list[Heartbeat]:
     """Return the newest heartbeat of each rank that has written one into a folder."""
-    heartbeats = [read_record(path, _HEARTBEAT) for path in list_files(folder, "heartbeat-*.json")]
+    heartbeats = [read_record(path, Heartbeat) for path in list_files(folder, "heartbeat-*.json")]
     return [heartbeat for heartbeat in heartbeats if heartbeat is not None]
 
 
@@ -78,7 +74,7 @@ class ScriptAttempt:
 
     def failures(self) -> list[ScriptFailure]:
         """Return the uncaught exceptions, earliest first."""
-        failures = [read_record(path, _FAILURE) for path in list_files(self.path, "failure-*.json")]
+        failures = [read_record(path, ScriptFailure) for path in list_files(self.path, "failure-*.json")]
         return sorted((failure for failure in failures if failure is not None), key=lambda failure: failure.failed_at)
 
     def rows(self, rank: int) -> list[dict[str, Any]]:
@@ -117,11 +113,11 @@ class ScriptAttempt:
         return [row["text"] for row in read_json_lines(self.path / "aside.jsonl")]
 
     def heartbeat(self, rank: int) -> Heartbeat | None:
-        return read_record(self.path / f"heartbeat-{rank}.json", _HEARTBEAT)
+        return read_record(self.path / f"heartbeat-{rank}.json", Heartbeat)
 
     def killed(self) -> Killed | None:
         """Return the record of the first start of a resume test about its checkpoint."""
-        return read_record(self.path / "rehearsal.json", _KILLED)
+        return read_record(self.path / "rehearsal.json", Killed)
 
 
 class ResumeTestRecords:
@@ -142,11 +138,11 @@ class ResumeTestRecords:
         write_record(self.path / f"{record.task}.json", record)
 
     def read(self, task_id: str) -> ResumeTestResult | None:
-        return read_record(self.path / f"{task_id}.json", _RESUME_TEST)
+        return read_record(self.path / f"{task_id}.json", ResumeTestResult)
 
     def records_of(self, key: str) -> list[ResumeTestResult]:
         """Return the resume tests of a script and its code (`compute_resume_test_signature`), oldest first."""
-        records = [read_record(path, _RESUME_TEST) for path in list_files(self.path, f"rehearse-{key}-*.json")]
+        records = [read_record(path, ResumeTestResult) for path in list_files(self.path, f"rehearse-{key}-*.json")]
         return sorted(
             (rehearsal for rehearsal in records if rehearsal is not None), key=lambda records: records.began_at
         )

@@ -25,12 +25,6 @@ from tula_cli.run.training_run import TrainingRun
 
 Result = Measured | OutOfMemory | Failed
 T = TypeVar("T")
-_ATTEMPT, _JOB, _RECOMMENDATION = TypeAdapter(Attempt), TypeAdapter(Job), TypeAdapter(Recommendation)
-_RESUME_TEST, _COMPARISON, _RATE_SEARCH = (
-    TypeAdapter(ResumeTestResult),
-    TypeAdapter(Comparison),
-    TypeAdapter(RateSearch),
-)
 
 
 def is_moved(job: Job, run_path: Path) -> bool:
@@ -111,7 +105,7 @@ class Snapshot:
 
     @cached_property
     def _readable_jobs(self) -> tuple[list[Job], list[BadMeasurements]]:
-        jobs, damaged = self._read_folder("jobs", _JOB)
+        jobs, damaged = self._read_folder("jobs", Job)
         return sorted(jobs, key=lambda job: (job.submitted_at, job.id)), damaged
 
     @cached_property
@@ -138,7 +132,7 @@ class Snapshot:
     @cached_property
     def attempts(self) -> list[Attempt]:
         """The attempts of all tasks, oldest first."""
-        attempts = [a for path in list_files(self.path / "attempts") if (a := self._read(path, _ATTEMPT))]
+        attempts = [a for path in list_files(self.path / "attempts") if (a := self._read(path, Attempt))]
         return sorted(attempts, key=lambda attempt: (attempt.started_at, attempt.task, attempt.number))
 
     @cached_property
@@ -197,16 +191,16 @@ class Snapshot:
 
     @cached_property
     def recommendation(self) -> Recommendation | None:
-        return self._read(self.path / "recommendation.json", _RECOMMENDATION)
+        return self._read(self.path / "recommendation.json", Recommendation)
 
     @cached_property
     def comparison(self) -> Comparison | None:
-        return self._read(self.path / "comparison.json", _COMPARISON)
+        return self._read(self.path / "comparison.json", Comparison)
 
     @cached_property
     def rehearsals(self) -> list[ResumeTestResult]:
         """Results of resume tests, oldest first."""
-        records = [self._read(path, _RESUME_TEST) for path in list_files(self.path / "script", "rehearse-*.json")]
+        records = [self._read(path, ResumeTestResult) for path in list_files(self.path / "script", "rehearse-*.json")]
         return sorted((record for record in records if record is not None), key=lambda record: record.began_at)
 
     def training(self, train_signature: str) -> TrainingRun:
@@ -215,7 +209,7 @@ class Snapshot:
 
     def rate_search(self, key: str) -> RateSearch | None:
         """Return the state of a search for a learning rate; None before its first measurement."""
-        return self._read(self.path / f"rates/{key}.json", _RATE_SEARCH)
+        return self._read(self.path / f"rates/{key}.json", RateSearch)
 
     @cached_property
     def record_warnings(self) -> list[Diagnostic]:
@@ -275,20 +269,20 @@ class Snapshot:
 
     # ---
 
-    def _read_folder(self, folder: str, adapter: TypeAdapter[T]) -> tuple[list[T], list[BadMeasurements]]:
+    def _read_folder(self, folder: str, kind: type[T] | TypeAdapter[T]) -> tuple[list[T], list[BadMeasurements]]:
         """Return the readable records of a folder, and the errors of the others."""
         records: list[T] = []
         paths = list_files(self.path / folder)
         for path in paths:
             with contextlib.suppress(BadMeasurements):
-                if (record := self._read(path, adapter)) is not None:
+                if (record := self._read(path, kind)) is not None:
                     records.append(record)
         return records, [self._errors[path] for path in paths if path in self._errors]
 
-    def _read(self, path: Path, adapter: TypeAdapter[T]) -> T | None:
+    def _read(self, path: Path, kind: type[T] | TypeAdapter[T]) -> T | None:
         if path not in self._records:
             try:
-                self._records[path] = read_record(path, adapter)
+                self._records[path] = read_record(path, kind)
             except BadMeasurements as error:
                 self._errors[path] = error
                 if not self.skip_damaged:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from tula_cli.run.files import (
     RecordReader,
@@ -67,11 +67,6 @@ _PLAIN_STEP = re.compile(
 )
 """A regular step row: there may be a million of them, and parsing each as JSON takes three times as long."""
 
-_ATTEMPT, _RESULT = TypeAdapter(Attempt), TypeAdapter(TrainResult)
-_SUMMARY, _TUNING, _ENERGY = TypeAdapter(Summary), TypeAdapter(Tuning), TypeAdapter(CountedEnergy)
-_SCRIPT, _SAVES = TypeAdapter(ScriptProgress), TypeAdapter(ScriptSaves)
-_MICRO_BATCHES, _EVALUATED = TypeAdapter(MicroBatches), TypeAdapter(EvaluationRecord)
-
 
 class TrainingRun:
     """A training. Reading a file that does not exist yet never fails; the result is None or an empty list.
@@ -106,7 +101,7 @@ class TrainingRun:
     def attempts(self) -> list[Attempt]:
         """Return the attempts over all relaunches, oldest first."""
         paths = list_files(self.run / "attempts", f"train-{self.signature}-*.json")
-        attempts = [attempt for path in paths if (attempt := self._read(path, _ATTEMPT))]
+        attempts = [attempt for path in paths if (attempt := self._read(path, Attempt))]
         return sorted(attempts, key=lambda attempt: (attempt.started_at, attempt.task, attempt.number))
 
     def diverged(self) -> Attempt | None:
@@ -119,10 +114,10 @@ class TrainingRun:
     # --- how far it is
 
     def result(self) -> TrainResult | None:
-        return self._read(self.path / "result.json", _RESULT)
+        return self._read(self.path / "result.json", TrainResult)
 
     def summary(self) -> Summary | None:
-        return self._read(self.path / "summary.json", _SUMMARY)
+        return self._read(self.path / "summary.json", Summary)
 
     def weights(self) -> Path | None:
         """Return the checkpoint of the best epoch of tula's own loop; None if there is none yet.
@@ -141,12 +136,14 @@ class TrainingRun:
     def evaluations(self) -> list[EvaluationRecord]:
         """Return the results of `tula evaluate` on its weights, oldest first."""
         evaluations = [
-            evaluation for path in list_files(self.path / "evaluations") if (evaluation := self._read(path, _EVALUATED))
+            evaluation
+            for path in list_files(self.path / "evaluations")
+            if (evaluation := self._read(path, EvaluationRecord))
         ]
         return sorted(evaluations, key=lambda evaluation: evaluation.evaluated_at)
 
     def evaluation(self, key: str) -> EvaluationRecord | None:
-        return self._read(self._evaluation_path(key), _EVALUATED)
+        return self._read(self._evaluation_path(key), EvaluationRecord)
 
     def write_evaluation(self, evaluated: EvaluationRecord) -> None:
         write_record(self._evaluation_path(evaluated.key), evaluated)
@@ -159,29 +156,29 @@ class TrainingRun:
 
     def tuning(self) -> Tuning | None:
         """Return the state of a training's self-tuning; None before it starts."""
-        return self._read(self.path / "tuning.json", _TUNING)
+        return self._read(self.path / "tuning.json", Tuning)
 
     def energy(self) -> CountedEnergy | None:
         """Return the energy counted so far; None if the GPUs have no counter."""
-        return self._read(self.path / "energy.json", _ENERGY)
+        return self._read(self.path / "energy.json", CountedEnergy)
 
     def script_progress(self) -> ScriptProgress | None:
         """Return the newest checkpoint of a script; None if there is none, or tula's own loop trains."""
-        return self._read(self.path / "script.json", _SCRIPT)
+        return self._read(self.path / "script.json", ScriptProgress)
 
     def write_script_progress(self, progress: ScriptProgress) -> None:
         write_record(self.path / "script.json", progress)
 
     def script_saves(self) -> ScriptSaves:
         """Return the checkpoints that a script has saved, and the samples it lost."""
-        return self._read(self.path / "saves.json", _SAVES) or ScriptSaves()
+        return self._read(self.path / "saves.json", ScriptSaves) or ScriptSaves()
 
     def write_script_saves(self, saves: ScriptSaves) -> None:
         write_record(self.path / "saves.json", saves)
 
     def micro_batches(self) -> MicroBatches | None:
         """Return how far its micro-batches may be split; None before its ranks have reported it, and for a script."""
-        return self._read(self.path / "micro_batches.json", _MICRO_BATCHES)
+        return self._read(self.path / "micro_batches.json", MicroBatches)
 
     def write_micro_batches(self, known: MicroBatches) -> None:
         write_record(self.path / "micro_batches.json", known)

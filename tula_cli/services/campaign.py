@@ -336,7 +336,7 @@ def load_campaign(runs: Sequence[Run]) -> Campaign | None:
     Raises:
         BadMeasurements: its file is damaged.
     """
-    plans = (read_record(run.path / PLAN_FILE, TypeAdapter(Campaign)) for run in runs)
+    plans = (read_record(run.path / PLAN_FILE, Campaign) for run in runs)
     return next(filter(None, plans), None)
 
 

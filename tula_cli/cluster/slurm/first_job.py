@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
 from tula_cli.cluster.batch_launcher import find_queued, submit_script
 from tula_cli.cluster.chains import YOUNG_SECONDS
 from tula_cli.cluster.inspection import (
@@ -47,9 +45,7 @@ _JOB = "first_job.json"
 
 def load_inspection(run: RunDir, spec: JobSpec) -> Inspection | None:
     """Return the inspection by an earlier first job of this run with these settings, or None."""
-    return read_record(get_inspection_path(run, spec), TypeAdapter(Inspection)) or _read_inspection_of_lost_command(
-        run, spec
-    )
+    return read_record(get_inspection_path(run, spec), Inspection) or _read_inspection_of_lost_command(run, spec)
 
 
 def _read_inspection_of_lost_command(run: RunDir, spec: JobSpec) -> Inspection | None:
@@ -109,7 +105,7 @@ def count_newest_node_hours(run: RunDir) -> float:
 
 
 def _find_newest_job(run: RunDir) -> FirstJob | None:
-    return read_record(run.path / _JOB, TypeAdapter(FirstJob))
+    return read_record(run.path / _JOB, FirstJob)
 
 
 def _get_log_path(run: RunDir, id_: str) -> Path:

@@ -15,7 +15,7 @@ from tula_cli.errors import SchedulerError, SpecError
 from tula_cli.run import files
 from tula_cli.run.directory import RunDir
 from tula_cli.run.job_runs import open_family
-from tula_cli.run.records.results import CountedEnergy
+from tula_cli.run.records.results import Cell, Comparison, CountedEnergy
 from tula_cli.run.records.tasks import JobSize, Rung
 from tula_cli.services import run_list, status
 from tula_cli.services import status as services_status
@@ -936,3 +936,16 @@ def test_names_of_a_run_are_read_from_the_yaml_if_the_parsed_job_is_damaged(tmp_
     path.write_text(json.dumps(content))
     (row,) = run_list.list_runs(tmp_path)
     assert (row.model, row.problem) == ("resnet18", "")
+
+
+def test_trainings_of_a_comparison_are_named_and_that_of_the_job_is_shown(run):
+    make.add_training(run, at=START)
+    make.add_training(run, signature="c0c0c0c0", at=START + 10)
+    cell = Cell(method="ags", batch=512, seed=1, nodes=1, signature="c0c0c0c0")
+    run.write_comparison(
+        Comparison(methods=("ags",), batches=(512,), seeds=1, nodes=1, controls=False, cells=(cell,), created_at=START)
+    )
+    now = status.run_status(run, make.FakeLauncher(), now=START + 100)
+    assert [job.compared for job in now.jobs] == ["", "ags, batch 512, seed 1"]
+    assert now.training.signature == "ab12cd34"
+    assert "ags, batch 512, seed 1" in shown(show_status.make_jobs_table(now.jobs))

@@ -112,6 +112,7 @@ class JobStatus:
     node_hours_left: float | None
     links: tuple[LinkStatus, ...] = ()  # empty where all have the job's nodes
     hopeless: bool = False  # it is queued for what waiting does not bring
+    compared: str = ""  # method, batch and seed, if it trains a row of a comparison
 
 
 @dataclass(frozen=True)
@@ -267,7 +268,15 @@ def get_job_status(
         node_hours_left=None if remaining is None else newest.nodes * remaining / 3600,
         links=_list_link_statuses(job, newest),
         hopeless=state == "queued" and scheduler.hopeless,
+        compared=_describe_compared_cell(snapshot, newest),
     )
+
+
+def _describe_compared_cell(files_snapshot: Snapshot, task: JobTask) -> str:
+    """Return method, batch and seed of a training of the run's comparison; empty for other tasks."""
+    comparison = files_snapshot.comparison
+    cells = {cell.signature: cell.description for cell in comparison.cells} if comparison is not None else {}
+    return cells.get(task.signature, "") if isinstance(task, TrainTask) else ""
 
 
 def _list_link_statuses(job: Job, task: JobTask) -> tuple[LinkStatus, ...]:
@@ -550,7 +559,7 @@ def _list_attempt_statuses(tasks: Sequence[JobTask], attempts: Sequence[Attempt]
 def _get_training_status(
     files_snapshot: Snapshot, tasks: Iterable[JobTask], states: Mapping[str, SchedulerState], *, now: float
 ) -> TrainingStatus | None:
-    """Return the status of the most recently submitted training among these tasks; None if there is none."""
+    """Return the status of the newest training among these tasks, if possible of the job itself; None without any."""
     newest = _find_newest_train_task(files_snapshot, tasks)
     if newest is None:
         return None
@@ -678,7 +687,8 @@ def _count_epochs_of_training(spec: JobSpec, moving: Sequence[Mapping[str, Any]]
 
 
 def _find_newest_train_task(files_snapshot: Snapshot, tasks: Iterable[JobTask]) -> TrainTask | None:
-    trainings = [task for task in tasks if isinstance(task, TrainTask)]
+    all_trainings = [task for task in tasks if isinstance(task, TrainTask)]
+    trainings = [task for task in all_trainings if not _describe_compared_cell(files_snapshot, task)] or all_trainings
     submitted = {job.id: job.submitted_at for job in files_snapshot.jobs}
     return max(trainings, key=lambda task: (submitted.get(task.job, 0.0), task.attempt), default=None)
 

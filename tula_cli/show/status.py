@@ -180,6 +180,7 @@ def make_jobs_table(rows: Iterable["JobStatus"]) -> "Table":
     divisor, unit = choose_time_unit(max((job.elapsed or 0.0) + (job.left or 0.0) for job in job_rows))
     columns: dict[str, Sequence[str | Text]] = {
         "job": [job.id for job in job_rows],
+        "compared": [job.compared or "-" for job in job_rows],
         "scheduler\nid": ["-" if job.scheduler == "local" else job.scheduler_id for job in job_rows],
         "state": [Text(job.state, STATE_STYLES.get(job.state, "")) for job in job_rows],
         "nodes": [str(job.nodes) for job in job_rows],
@@ -191,7 +192,7 @@ def make_jobs_table(rows: Iterable["JobStatus"]) -> "Table":
         f"remain-\ning ({unit})": ["-" if job.left is None else format_number(job.left / divisor) for job in job_rows],
         "node-\nhours": [format_number(job.node_hours) for job in job_rows],
     }
-    return make_table_of_columns(columns, left=("job", "scheduler\nid", "state"))
+    return make_table_of_columns(columns, left=("job", "compared", "scheduler\nid", "state"))
 
 
 def _describe_noise(row: Mapping[str, Any]) -> str:

@@ -72,7 +72,8 @@ def test_the_answer_is_the_one_that_recommend_has_kept(whole: RunDir, told: Docu
     ):
         assert value in told.answer
     assert (
-        "Trained on 2 nodes at batch 64: 6.00 min (predicted 4.80 min), 0.200 USD, best top-1 83.00 %." in told.answer
+        "Trained on 2 nodes at batch 64: 6.00 min (predicted before: 4.80 min), 0.200 USD, best top-1 83.00 %."
+        in told.answer
     )
     assert told.question.endswith(f"for 10 epochs (objective {kept.criteria}, 1970-01-01 00:00)?")
 
@@ -235,6 +236,13 @@ def test_a_training_under_way_is_reported_as_status_has_it(tmp_path: Path) -> No
         text.startswith("Training ab12cd34 on 2 nodes, batch 128, epoch 1.50 of 10, 1920 samples")
         and ": running" in text
     )
+
+
+def test_a_finished_training_is_shown_after_a_newer_one_was_cancelled(tmp_path: Path) -> None:
+    run = reports.trained(reports.probed(tmp_path))
+    make.add_training(run, signature="0851f73d", at=make.START + 100)
+    text = " ".join(section(report(run), "training").text)
+    assert "done in 6.00 min" in text and "The newer training 0851f73d is " in text
 
 
 def test_the_training_is_not_one_of_the_comparison(whole: RunDir, tmp_path: Path) -> None:

@@ -1,20 +1,22 @@
 """The data of a report, collected once: the records of a run, its fitted models and the choice."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from tula_cli.cluster import launcher
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError
 from tula_cli.extras.report.values import Row, get_metric_value, is_placed
+from tula_cli.models.choice.baseline import is_as_good, make_headline, predict_baseline
 from tula_cli.models.choice.grid import Config
+from tula_cli.models.choice.objective import Choice
 from tula_cli.query import Query
 from tula_cli.run.directory import Run
 from tula_cli.run.job_runs import find_recommendation, list_runs_with_data
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Measured
-from tula_cli.run.records.recommendations import Prediction, Recommendation
+from tula_cli.run.records.recommendations import Headline, Prediction, Recommendation
 from tula_cli.run.records.results import Summary
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.snapshot import Snapshot
@@ -22,7 +24,7 @@ from tula_cli.run.training_run import TrainingRun
 from tula_cli.services import recommend as recommending
 from tula_cli.services import status
 from tula_cli.services.recommend import Answer
-from tula_cli.services.recommendation.measurements import TypeMeasurements
+from tula_cli.services.recommendation.measurements import TypeMeasurements, find_gradient_noise_of_job
 from tula_cli.services.status import RunStatus
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.workload import get_workload
@@ -95,13 +97,32 @@ class Material:
         """The recommendation to show: the stored one, otherwise the current one."""
         return self.kept or (None if self.answer is None else self.answer.recommendation)
 
+    @cached_property
+    def headline(self) -> Headline | None:
+        """The comparison of the choice with today's configuration, by the current predictions if there are any."""
+        recommendation, choice, measurements = self.shown_recommendation, self.choice, self.choice_measurements
+        if self.answer is None or recommendation is None or choice is None or measurements is None:
+            return None if recommendation is None else recommendation.headline
+        objective = recommendation.objective
+        noise = find_gradient_noise_of_job(self.answer.all_measurements, needed=objective == "accuracy-time")
+        return make_headline(
+            Choice(choice, recommendation.reason, recommendation.runners_up),
+            predict_baseline(measurements.estimator, noise, node_type=choice.type),
+            self.answer.candidates,
+            measurements.estimator,
+            noise,
+            objective=objective,
+            accuracy=recommendation.accuracy,
+        )
+
     @property
     def changed_choice(self) -> Prediction | None:
-        """The current choice for the stored question, if it is another configuration than the stored one."""
+        """The current choice for the stored question, if it is another configuration and better beyond the noise."""
         if self.kept is None or self.answer is None or self.kept.options or self.kept.overrides:
             return None  # the stored question had limits that the current answer does not have
         current_choice = self.answer.recommendation.choice
-        return None if get_configuration(current_choice) == get_configuration(self.kept.choice) else current_choice
+        assert self.choice is not None
+        return None if is_as_good(self.choice, current_choice) else current_choice
 
     @cached_property
     def rows(self) -> tuple[Prediction, ...]:
@@ -192,7 +213,7 @@ def _recommend_now(
 
 @dataclass(frozen=True)
 class TrainingMaterial:
-    """A training of a part; `count` trainings of the part exist outside its comparison, this one is the newest.
+    """A training of a part; `count` trainings of the part exist outside its comparison.
 
     If all trainings belong to the comparison, `count` is their number.
     """
@@ -201,6 +222,7 @@ class TrainingMaterial:
     files: TrainingRun
     task: TrainTask
     count: int
+    newer: tuple["TrainingMaterial", ...] = ()  # that were cancelled or failed
 
     @cached_property
     def rows(self) -> Sequence[Row]:
@@ -238,7 +260,10 @@ class TrainingMaterial:
 
 
 def list_newest_trainings(material: Material) -> list[TrainingMaterial]:
-    """Return the newest training of each part; one that belongs to a comparison only if there is no other."""
+    """Return the training of each part to show; one that belongs to a comparison only if there is no other.
+
+    It is the newest that is active or finished; without any, the newest.
+    """
     return [training for run_material in material.parts for training in _find_newest_training(run_material)]
 
 
@@ -248,7 +273,17 @@ def _find_newest_training(run_material: RunMaterial) -> Iterator[TrainingMateria
     tasks = run_material.look.train_tasks
     own_tasks = [task for task in tasks if task.signature not in compared] or tasks
     submitted = {job.id: job.submitted_at for job in run_material.look.jobs}
-    newest = max(own_tasks, key=lambda task: (submitted.get(task.job, 0.0), task.attempt), default=None)
-    if newest is not None:
-        count = len({task.signature for task in own_tasks})
-        yield TrainingMaterial(run_material, run_material.look.training(newest.signature), newest, count)
+    newest_by_signature = {
+        task.signature: task
+        for task in sorted(own_tasks, key=lambda task: (submitted.get(task.job, 0.0), task.attempt))
+    }
+    count = len(newest_by_signature)
+    trainings = [
+        TrainingMaterial(run_material, run_material.look.training(task.signature), task, count)
+        for task in sorted(newest_by_signature.values(), key=lambda task: submitted.get(task.job, 0.0), reverse=True)
+    ]
+    shown = next((training for training in trainings if training.state in ("done", *status.ACTIVE)), None)
+    if shown is not None:
+        yield replace(shown, newer=tuple(trainings[: trainings.index(shown)]))
+    else:
+        yield from trainings[:1]

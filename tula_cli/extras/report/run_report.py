@@ -64,16 +64,18 @@ def _describe_answer(material: Material) -> Iterator[str]:
     if recommendation is None:
         yield f"No recommendation yet: {material.unanswered}."
     else:
-        headline = recommendation.headline
+        headline = material.headline
         if headline is not None:
             yield f"{headline.text.rstrip('.')}. {headline.comparison}"
-        yield f"{_describe_choice(recommendation.choice, recommendation.currency)}."
+        yield f"{_describe_choice(material.choice or recommendation.choice, recommendation.currency)}."
     for training in list_newest_trainings(material):
         end = training.summary
         if end is None:
             yield f"Training {training.task.signature}: {training.state}."
             continue
-        predicted = "" if end.predicted_hours is None else f" (predicted {format_duration(3600 * end.predicted_hours)})"
+        predicted = (
+            "" if end.predicted_hours is None else f" (predicted before: {format_duration(3600 * end.predicted_hours)})"
+        )
         time = f"{format_duration(3600 * end.actual_hours)}{predicted}"
         best = f", best top-1 {format_number(end.best_top1, 4)} %" if "top1" in end.metrics else ""
         cost = f"{format_number(end.actual_cost)} {end.currency}"

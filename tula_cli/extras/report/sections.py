@@ -47,7 +47,6 @@ from tula_cli.words import (
     describe_configuration,
     format_count,
     format_duration,
-    format_interval_of_hours,
     format_moment,
     format_number,
     format_percent,
@@ -57,9 +56,6 @@ from tula_cli.words import (
 )
 
 # --- The choice
-
-MIN_RELATIVE_CHANGE = 0.005
-"""Largest relative difference at which two forecasts count as equal."""
 
 
 def build_choice_section(material: Material) -> Section:
@@ -71,13 +67,13 @@ def build_choice_section(material: Material) -> Section:
     rows = recommendation.rows if material.answer is None else material.answer.recommendation.rows
     return replace(
         section,
-        text=tuple(_describe_choice(material, recommendation, choice)),
+        text=tuple(_describe_choice(material, recommendation)),
         facts=tuple(_list_choice_facts(recommendation)),
         tables=(build_configurations_table(rows, choice, recommendation.currency),),
     )
 
 
-def _describe_choice(material: Material, recommendation: Recommendation, choice: Prediction) -> Iterator[str]:
+def _describe_choice(material: Material, recommendation: Recommendation) -> Iterator[str]:
     """Yield the reason of the choice, the other market, the OOM fallback, the accuracy, and what has changed since."""
     yield f"{start_sentence(recommendation.reason).rstrip('.')}."
     if (other := recommendation.other_market) is not None:
@@ -91,9 +87,6 @@ def _describe_choice(material: Material, recommendation: Recommendation, choice:
     now = None if material.answer is None else material.answer.recommendation
     if (found_accuracy := (now and now.accuracy) or recommendation.accuracy) is not None:
         yield f"Accuracy {found_accuracy.words}."
-    if abs(choice.hours / recommendation.choice.hours - 1) > MIN_RELATIVE_CHANGE:
-        time = format_duration(3600 * choice.hours) + format_interval_of_hours(choice.hours_low, choice.hours_high)
-        yield f"With all measurements and trainings so far, the predicted time is {time}; tables and figures use it."
     if (other_choice := material.changed_choice) is not None:
         words = describe_configuration(other_choice.nodes, other_choice.batch, other_choice.local_batch)
         yield f"A new recommendation would be {words}. Run tula recommend to update it."
@@ -626,7 +619,7 @@ def build_training_section(material: Material) -> Section:
 
 def _describe_training(training: TrainingMaterial) -> Iterator[str]:
     task, end, now = training.task, training.summary, training.part.now.training
-    others_text = f", the newest of {training.count}" if training.count > 1 else ""
+    others_text = f", the newest of {training.count}" if training.count > 1 and not training.newer else ""
     where = f" on {format_count(task.training_nodes)}{f' of type {training.part.name}' if training.part.name else ''}"
     if end is None:
         known = now is not None and now.signature == task.signature
@@ -643,6 +636,7 @@ def _describe_training(training: TrainingMaterial) -> Iterator[str]:
     if end.ended:
         yield f"It stopped early {end.ended} (train.early_stopping); predictions are for the epochs trained."
     yield from (f"Relaunched: {get_first_line(cause)}." for cause in end.causes)
+    yield from (f"The newer training {newer.task.signature} is {newer.state}." for newer in training.newer)
 
 
 def _list_training_facts(training: TrainingMaterial) -> Iterator[Fact]:

@@ -195,22 +195,24 @@ def _compute_log_deviation(row: Prediction) -> float:
 
 
 def keep_baseline(choice: Choice, baseline: Baseline, candidates: Candidates) -> Choice:
-    """Return today's configuration as the choice if it is at least as good as the knee, else the choice unchanged.
-
-    It is as good if it is a candidate that is neither slower nor more expensive, or by less than noise and 10 %.
-    """
+    """Return today's configuration as the choice if it is a candidate that is as good as the knee, else the choice."""
     today, knee = baseline.prediction, choice.prediction
     if today is None or Config(knee.nodes, knee.batch) == baseline.config:
         return choice
     same = candidates.select(type=today.type, market="on_demand", nodes=today.nodes, batch=today.batch)
-    deviation = math.hypot(_compute_log_deviation(today), _compute_log_deviation(knee))
-    changes = _compare(today.hours, knee.hours, deviation), _compare(today.cost, knee.cost, deviation)
-    if not len(same) or not all(change.ratio <= 1 or _is_about_equal(change) for change in changes):
+    if not len(same) or not is_as_good(today, knee):
         return choice
     kept = same.prediction(0)
     runners_up = [knee, *(row for row in choice.runners_up if row != kept)][: max(1, len(choice.runners_up))]
     reason = f"today's configuration is at least as good as {_describe_place(knee)}, {choice.reason}"
     return Choice(kept, reason, tuple(runners_up))
+
+
+def is_as_good(row: Prediction, other: Prediction) -> bool:
+    """Return whether a row is neither slower nor more expensive than another, or by less than noise and 10 %."""
+    deviation = math.hypot(_compute_log_deviation(row), _compute_log_deviation(other))
+    changes = _compare(row.hours, other.hours, deviation), _compare(row.cost, other.cost, deviation)
+    return all(change.ratio <= 1 or _is_about_equal(change) for change in changes)
 
 
 def _compare(before: float, after: float, deviation: float) -> Change:

@@ -129,7 +129,7 @@ def test_what_was_found_is_not_tried_again_unless_that_is_wished(run: RunDir) ->
     result = follow(resume_test.run_resume_test([Run(run.path, spec())], lambda _: launcher), lambda _: None)
     assert (result.kept, result.resumes, launcher.submitted) == (True, "epoch", [])
     shown = list(show_check.render_resume_test(result))
-    assert shown[-1] == "script.resume.batch: rehearse, which is now epoch" and "it goes on" in shown
+    assert shown[-1] == "script.resume.batch: rehearse means epoch from now on" and "it goes on" in shown
     assert show_check.resume_test_data(result)["resumes"] == "epoch"
     other = spec(resume=RESUME | {"args": "--continue {checkpoint}"})
     assert resume_test.load_finding(Run(run.path, other), code()) is None, "it was another command line"

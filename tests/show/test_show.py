@@ -900,8 +900,9 @@ def test_what_probes_of_a_script_do_not_tell_is_reported_once(run):
 
 def test_samples_that_were_trained_again_are_reported():
     text = printed(show_train.render_summary(make.summary(lost=(480, 0, 960))))
-    assert "samples trained again after interruptions: 1440 samples in all, at each interruption 480, 0, 960" in text
-    assert "trained again" not in printed(show_train.render_summary(make.summary(lost=())))
+    assert "3 interruptions; 1440 samples were trained twice (480, 0, 960)" in text
+    assert "1 interruption; no sample was trained twice" in printed(show_train.render_summary(make.summary(lost=(0,))))
+    assert "trained twice" not in printed(show_train.render_summary(make.summary(lost=())))
 
 
 def test_a_plan_tells_what_it_may_cost_at_most(run):

@@ -84,6 +84,8 @@ def init(
         raise SpecError("tula init writes a file, and - is none", "give the name of a file with -o")
     if output.exists() and not force:
         raise SpecError(f"{output} exists already", "choose another name with -o, or overwrite it with --force")
+    if not output.absolute().parent.is_dir():
+        raise SpecError(f"folder {output.parent} does not exist", "create it, or choose another file with -o")
     if script is not None:
         kind = "slurm"
     offered = site.ask_site() if kind == "slurm" else None
@@ -144,7 +146,7 @@ def _ask_missing(screen: Screen, make: "Callable[[dict[str, str]], FromCommand]"
         if made.complete or not asks or LENGTH_QUESTION in answers or "length" in made.recognised.script:
             return made
         answers[LENGTH_QUESTION] = (
-            screen.ask("", "how many epochs does it train? (Enter: add it to the file later)") or ""
+            screen.ask("", "how many epochs does it train? (Enter alone: add it to the file later)") or ""
         )
 
 

@@ -109,11 +109,15 @@ def make_confirm(screen: Screen, spec: "JobSpec", *, yes: bool) -> "Callable[[Pl
     terminal nor a cap the callback raises OverBudget.
     """
 
-    def confirm(_: "Planned") -> bool:
+    def confirm(planned: "Planned") -> bool:
         if yes or (spec.search.max_node_hours is not None and not sys.stdin.isatty()):
             return True
         if not sys.stdin.isatty():
             raise OverBudget("confirmation is needed, but there is no terminal", "add -y, or set search.max_node_hours")
+        if screen.quiet:  # it has not shown what the question is about
+            screen.quiet = False
+            _show_message(screen, planned)
+            screen.quiet = True
         return screen.confirm("start?")
 
     return confirm
@@ -133,5 +137,5 @@ def answer_detached(
     sentences = [f"started {', '.join(started)}"] if started else []
     sentences += [f"already running: {', '.join(detached_jobs.under_way)}"] if detached_jobs.under_way else []
     named = " ".join(f"--run {words.make_relative_path(run.path)}" for run in runs)
-    line = f"{'; '.join(sentences)}; tula status {named} shows their progress"
+    line = f"{'; '.join(sentences)}; tula status {named} shows the progress"
     screen.answer({"jobs": list(detached_jobs.jobs), **data}, [line])

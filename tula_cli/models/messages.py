@@ -180,7 +180,7 @@ def step_times_drift(*, probes: Sequence[str]) -> str:
 
 @diagnostic
 def step_time_falls_with_batch(*, pairs: Sequence[str]) -> str:
-    return f"A step is shorter with a larger batch: {'; '.join(pairs)}. Another program may have disturbed the smaller one."
+    return f"A step is shorter with a larger batch: {'; '.join(pairs)}. Another program probably disturbed the smaller one."
 
 
 @diagnostic

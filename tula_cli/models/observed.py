@@ -250,7 +250,7 @@ def _list_notes(job: MeasuredJob) -> list[str]:
     if job.sync_seconds is None and not notes:
         notes.append(
             f"Computing and exchanging gradients were not measured, because the training has only {job.steps} steps:"
-            f" {WARMUP_STEPS + MAX_TIMED_STEPS} steps are always enough to reach this measurement."
+            f" train at least {WARMUP_STEPS + MAX_TIMED_STEPS} steps."
         )
     return notes
 

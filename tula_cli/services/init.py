@@ -302,7 +302,7 @@ def _fit_to_machine(text: str, *, per_node: int, gpus: int) -> str:
     hours = sum(nodes) * _MINUTES / 60
     cap = math.ceil(12 * hours) / 10
     sum_ = f"({' + '.join(map(str, nodes))}) nodes" if len(nodes) > 1 else format_count(nodes[0])
-    comment = f"maximum node-hours of all profiling jobs: {sum_} x {_MINUTES} minutes = {hours:.3g}"
+    comment = f"maximum node-hours of all profiling jobs: {sum_} x {_MINUTES} minutes = {hours:.3g}, and 20 % more"
     return _set_key(text, "max_node_hours", f"{cap:g}", comment)
 
 

@@ -129,8 +129,8 @@ def choose_next_round(
         _group_candidates_by_nodes(spec, fitting or candidates).items(), whole_steps=whole_steps
     )
     if missing := [probe for probe in start if probe not in results_by_config]:
-        reasons = [f"{describe_probe_place(*probe)}: one of the initial probes" for probe in missing]
-        return Round(group_probes_by_nodes(missing), tuple(reasons), "")
+        reason = f"initial probes: {'; '.join(describe_probe_place(*probe) for probe in missing)}"
+        return Round(group_probes_by_nodes(missing), (reason,), "")
     estimator = Estimator.fit(
         spec,
         results,

@@ -593,7 +593,9 @@ def _get_training_status(
         metrics=last_epoch.get("metrics") or {},
         lr=latest.get("lr"),
         beta2=next((row.get("beta2") for row in reversed(rows) if row["kind"] in ("start", "stage")), None),
-        step_time=latest.get("step_time") if summary is None or summary.actual_step is None else summary.actual_step,
+        step_time=latest.get("step_time") or None
+        if summary is None or summary.actual_step is None
+        else summary.actual_step,
         predicted_step=None if prediction is None else prediction.step_time,
         eta=_estimate_remaining_training_seconds(
             row,
@@ -726,7 +728,7 @@ def _estimate_remaining_training_seconds(
     """Return the remaining seconds: those of the last row, less the time since then if it is training (`now` given)."""
     if finished:
         return 0.0
-    if last_row.get("eta") is None:
+    if not last_row.get("eta"):  # it is 0 before the first step
         return None
     since = 0.0 if now is None else now - last_row["time"]
     return max(0.0, float(last_row["eta"]) - since)

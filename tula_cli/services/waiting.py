@@ -114,9 +114,7 @@ def wait_for_jobs(run: Run, launcher: Launcher, jobs: Sequence[str], wait_policy
     assert run_status is not None
     own_jobs = [job for job in run_status.jobs if job.id in jobs]
     if unfinished := [f"{job.id} ({job.state})" for job in own_jobs if job.state in status.ACTIVE]:
-        raise Pending(
-            f"not finished within the timeout: {', '.join(unfinished)}", "the same command attaches to them again"
-        )
+        raise Pending(f"not finished within the timeout: {', '.join(unfinished)}", "the same command attaches again")
     reported = _list_reported_failures(run)
     for job in own_jobs:
         if job.state in FAILED_STATES and job.reason not in reported:
@@ -163,7 +161,7 @@ def _list_reported_failures(run: RunDir) -> set[str]:
 def make_interruption_of_jobs(jobs: Sequence[tuple[Run, Launcher]], wait_policy: WaitPolicy) -> Interruption:
     """Return the error to raise on Ctrl-C while jobs of some runs are submitted or running."""
     cancels = "; ".join(f"tula cancel {words.make_relative_path(run.path)}" for run, _ in jobs)
-    hint = f"the same command attaches to them again; {cancels} cancels them"
+    hint = f"the same command attaches again; {cancels} stops them"
     return wait_policy.interruption(jobs, hint=hint, message="interrupted; the jobs continue")
 
 

@@ -74,6 +74,8 @@ def render_check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterat
         yield from _render_jobs(report)
     if report.unsettled is not None:
         yield from render_unsettled_plan(report.unsettled)
+    elif not (report.jobs or report.problems):
+        yield "The search is finished: nothing is left to measure."
     elif report.jobs:
         if report.expected is not None:
             yield describe_expectation(report.expected, local=report.machine_hours_at_most is not None)
@@ -136,7 +138,7 @@ def describe_site(site: "Site | None") -> str:
     from tula_cli.cluster.slurm.site import describe_partition, list_partitions_with_gpus
 
     if site is None:
-        return "SLURM does not answer here. Fill in section cluster."
+        return "SLURM was not found here. Fill in section cluster by hand."
     default_partition = site.default
     if default_partition is None:
         return f"SLURM has no default partition. Set cluster.slurm.partition to one of {', '.join(p.name for p in site.partitions)}."
@@ -286,9 +288,10 @@ def render_resume_test(resume_finding: "ResumeFinding") -> Iterator["RenderableT
     yield from resume_finding.rehearsal.told
     verdict = resume_finding.rehearsal.verdict
     yield _RESUMES[verdict] if verdict is not None else "the batch sizes with which it can resume are unknown"
-    yield f"script.resume.batch: {resume_finding.setting}" + f", which is now {resume_finding.resumes}" * (
-        resume_finding.setting == "rehearse"
-    )
+    if resume_finding.setting == "rehearse":
+        yield f"script.resume.batch: rehearse means {resume_finding.resumes} from now on"
+    else:
+        yield f"script.resume.batch: {resume_finding.setting}"
 
 
 def describe_config_drift(config_drift: "ConfigDrift", command: str) -> str:
@@ -337,9 +340,10 @@ def render_estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
     if report.capacity is None:
         yield "the GPU memory is unknown here; set --memory or cluster.memory_per_gpu"
         return
-    largest = {None: "every batch fits", 0: "nothing fits"}.get(
-        report.largest_local_batch, f"the largest local batch is {report.largest_local_batch}"
-    )
+    size, samples = report.largest_local_batch, report.inspection.dataset_size
+    largest = {None: "every batch fits", 0: "nothing fits"}.get(size, f"the largest local batch is {size}")
+    if size is not None and size >= samples:
+        largest = f"every batch up to {samples}, the size of the dataset, fits"
     yield f"of {format_bytes(report.capacity)} with {100 * report.margin:g} % kept free, {largest}"
 
 
@@ -363,7 +367,7 @@ def _make_components_table(report: "EstimateReport") -> "Table":
 
 def _describe_data_memory(report: "EstimateReport") -> Iterator[str]:
     """Describe the host memory that data loading may use."""
-    if report.data is None:
+    if report.data is None or not (report.data.shared or report.data.pinned):
         return
     pinned = f" and {format_bytes(report.data.pinned)} pinned" if report.data.pinned else ""
     processes = "no loader process" if not report.loaders else f"{report.loaders} loader processes"

@@ -95,7 +95,7 @@ def _render_settled_plan(plan: "ProfilePlan") -> Iterator["RenderableType"]:
     if any(task.bounds for task in plan.tasks):
         yield "All trials run in one job, each in new processes. The result of a trial decides on the next."
     elif plan.reasons:
-        yield "This is one round of several. Later rounds depend on its results and stay within search.max_node_hours."
+        yield "Whether further rounds follow depends on the results; all stay within search.max_node_hours."
     yield describe_upper_bound(plan.minutes_at_most / 60, plan.node_hours_at_most, plan.price_at_most, plan.currency)
     yield f"price: {plan.price}"
 

@@ -149,7 +149,7 @@ class Screen:
             if not answer or answer in choices or (not choices and answer.isdigit() and int(answer)):
                 return answer or None
             expected = f"one of {', '.join(choices)}" if choices else "a whole number from 1 on"
-            print(f"{answer!r} is not {expected}; press Enter alone to stop", file=self.err)
+            print(f"{answer!r} is not {expected}; Enter alone gives no answer", file=self.err)
 
     # --- the answer
 

@@ -263,7 +263,8 @@ def render_summary(
     )  # of a script nobody knows the epoch
     yield f"trained on {format_count(summary.nodes)} at batch {summary.batch}{changed}{at}"
     if summary.metrics:
-        yield ", ".join(f"{name} {format_number(value, 4)}" for name, value in summary.metrics.items())
+        values = ", ".join(f"{name} {format_number(value, 4)}" for name, value in summary.metrics.items())
+        yield f"after the last epoch: {values}" if summary.best_epoch else values
     if summary.ended:
         yield f"ended {summary.ended} (train.early_stopping); what is predicted is for the epochs that it took"
     yield ""
@@ -287,7 +288,7 @@ def render_summary(
         yield ""
         yield f"{format_count(summary.attempts, 'attempt')}; relaunched because of: {'; '.join(summary.causes) or 'an earlier end'}"
     if summary.lost:
-        yield f"samples trained again after interruptions: {sum(summary.lost)} samples in all, {_describe_each_interruption(summary.lost)}"
+        yield f"{format_count(len(summary.lost), 'interruption')}; {_describe_lost_samples(summary.lost)}"
     yield from (f"warning: {text}" for text in summary.warnings)
     if weights is not None:
         yield f"best weights: {make_relative_path(weights)}"
@@ -317,9 +318,12 @@ def _make_predicted_against_actual(summary: "Summary", charge: "SiteCharge | Non
     return made
 
 
-def _describe_each_interruption(lost: Sequence[int]) -> str:
+def _describe_lost_samples(lost: Sequence[int]) -> str:
     """Describe the number of samples lost at each interruption."""
-    return f"at each interruption {', '.join(map(str, lost))}" if len(lost) > 1 else "at one interruption"
+    if not sum(lost):
+        return "no sample was trained twice"
+    each = f" ({', '.join(map(str, lost))})" if len(lost) > 1 else ""
+    return f"{sum(lost)} samples were trained twice{each}"
 
 
 def list_time_parts(summary: "Summary") -> Iterator[tuple[str, float | None, float]]:

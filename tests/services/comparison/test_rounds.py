@@ -256,7 +256,7 @@ def test_one_seed_has_two_rounds_and_no_deviation(run: RunDir) -> None:
     assert (
         report.complete
         and not any(row.dropped for row in report.rows)
-        and "no method is best beyond the noise" in report.answer
+        and "one seed cannot tell the methods apart" in report.answer
     )
 
 
@@ -352,7 +352,7 @@ def test_a_row_that_failed_is_tried_again_and_may_still_be_one_of_the_best(run: 
     report = trained(run, again)
     assert again.trained == {"lrs": ["s", *FULL]} and report.complete
     partial = next(row for row in report.rows if row.method == "ags")
-    assert partial.seeds == 1 and partial.dropped.startswith("dropped in round 1: number 3 of 4")
+    assert partial.seeds == 1 and partial.dropped.startswith("dropped in round 1: place 3 of 4")
 
 
 def test_a_job_that_never_works_ends_after_three_trainings(run: RunDir) -> None:
@@ -397,7 +397,8 @@ def test_dropped_rows_are_shown_apart_with_their_epochs_and_the_reason(run: RunD
     reasons = {row.method: row.dropped for row in report.first_round}
     assert reasons == {
         "ramp": "", "lrs": "",
-        "ags": "dropped in round 1: number 3 of 4, 10.0 behind ramp in top1", "ortho": "dropped in round 1: number 4 of 4, 20.0 behind ramp in top1",
+        "ags": "dropped in round 1: place 3 of 4, top1 is 10.0 worse than that of ramp",
+        "ortho": "dropped in round 1: place 4 of 4, top1 is 20.0 worse than that of ramp",
     }  # fmt: skip
     assert next(row for row in report.first_round if row.method == "ags").top1 == accuracy.SeedStatistics(60.0, None, 1)
     assert (report.finished, report.total, report.undecided) == (16, 16, 0)
@@ -410,7 +411,7 @@ def test_a_row_that_is_far_behind_after_a_seed_keeps_its_line_and_is_no_equal(ru
     report = trained(run, Trains(short={"ags": 69.5}))
     result = next(row for row in report.rows if row.method == "ags")
     assert (result.seeds, result.count("missing")) == (1, 0) and report.complete
-    reason = "dropped after a seed: 10.0 behind ramp in top1 (standard deviation 1.00)"
+    reason = "dropped after a seed: top1 is 10.0 worse than that of ramp (standard deviation 1.00)"
     assert result.dropped == result.note == reason
     assert report.answer.startswith("At batch 512 ramp is best")
 
@@ -429,7 +430,7 @@ def test_rows_of_one_accuracy_are_ranked_by_their_loss(run: RunDir) -> None:
     report = trained(run, launcher)
     assert [method for method, kinds in launcher.trained.items() if kinds == ["s"]] == ["lrs"]
     dropped = next(row.dropped for row in report.first_round if row.method == "lrs")
-    assert dropped == "dropped in round 1: number 4 of 4, as ags in top1, with a larger loss"
+    assert dropped == "dropped in round 1: place 4 of 4, top1 equals that of ags, with a larger loss"
 
 
 @pytest.mark.parametrize(
@@ -568,7 +569,7 @@ def test_a_script_is_compared_in_rounds_by_its_own_metric(tmp_path: Path) -> Non
     list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
     report = accuracy.build_compare_report(Run(run.path, spec), planned.comparison)
     assert {row.method: row.dropped for row in report.first_round} == {
-        "lrs": "", "sqrt": "", "lbt-x2": "dropped in round 1: number 3 of 3, 0.400 behind lrs in err",
+        "lrs": "", "sqrt": "", "lbt-x2": "dropped in round 1: place 3 of 3, err is 0.400 worse than that of lrs",
     }, "lbt-x4 is sqrt once more"  # fmt: skip
     assert (
         report.complete

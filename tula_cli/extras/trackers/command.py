@@ -44,7 +44,7 @@ def describe_exports(results: "Sequence[ExportResult]") -> "Iterator[str]":
             yield f"{result.to} (offline): wrote {new}; {runs} in the folder{failed}; not sent until you run"
         else:
             failed = "; incomplete, because it did not answer" if result.problem else ""
-            yield f"{result.to}: sent {new}; {runs} there in total{failed}"
+            yield f"{result.to}: sent {new}; {runs} there now{failed}"
         yield f"  {_describe_destination(result)}"
 
 

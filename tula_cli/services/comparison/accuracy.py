@@ -443,8 +443,13 @@ def describe_best(report: CompareReport) -> str:
     ]
     if alike:
         alternatives = ", ".join(f"{row.method} has {describe_spread(row.stat(report.metric))}" for row in alike)
+        unclear = (
+            "no method is best beyond the noise of the seeds"
+            if first.seeds > 1
+            else "one seed cannot tell the methods apart"
+        )
         return (
-            f"At batch {batch} no method is best beyond the noise of the seeds: {first.method} has {result}; {alternatives}"
+            f"At batch {batch} {unclear}: {first.method} has {result}; {alternatives}"
             f"{progress}. To tell them apart, train more seeds: tula compare --seeds {max(5, 2 * first.seeds)}."
         )
     if len(candidates) == 1:

@@ -85,8 +85,8 @@ class Outcome:
         if self.loss is None or best.loss is None:
             return f"no {self.metric} to compare" if self.metric else "diverged"
         if self.loss == best.loss:
-            return f"as {best.cell.method} in {self.metric}, with a larger loss"
-        return f"{format_number(self.loss - best.loss)} behind {best.cell.method} in {self.metric}"
+            return f"{self.metric} equals that of {best.cell.method}, with a larger loss"
+        return f"{self.metric} is {format_number(self.loss - best.loss)} worse than that of {best.cell.method}"
 
 
 def read_outcome(run: RunDir | Snapshot, cell: Cell, spec: JobSpec) -> Outcome | None:
@@ -196,7 +196,7 @@ def _decide_batch(
     reasons = {}
     for position, result in enumerate(results, 1):
         if result.cell.method in rivals and result.cell.method not in best:
-            why = f"number {position} of {len(results)}, {result.describe_gap(results[0])}"
+            why = f"place {position} of {len(results)}, {result.describe_gap(results[0])}"
             reasons[result.cell.method, batch] = f"dropped in round 1: {why}"
     rivals = [method for method in best if method in rivals]
     firsts = [full[method][0] for method in (*sure, *rivals)]

@@ -282,7 +282,7 @@ def _make_unknown_error(all_measurements: Sequence[TypeMeasurements], why: str, 
 def _make_pending_error(pending: int, why: str) -> Pending:
     return Pending(
         f"{describe_pending_probes(pending)}, and the finished ones are too few: {why}",
-        "tula status shows their progress; run tula recommend again when they have finished",
+        "tula status shows the progress; run tula recommend again when they have finished",
     )
 
 

@@ -105,7 +105,7 @@ _MPI = "starts the processes itself and connects them by variables of MPI, which
 _SUBMITS = "submits a job, but tula itself submits the jobs"
 _FOREIGN = {
     **dict.fromkeys(("mpirun", "mpiexec", "orterun", "horovodrun", "jsrun", "aprun", "ibrun"), _MPI),
-    **dict.fromkeys(("docker", "podman", "kubectl"), "does not pass the variables of a rank to the container"),
+    **dict.fromkeys(("docker", "podman", "kubectl"), "cannot start ranks, so give the command inside the container"),
     **dict.fromkeys(("sudo", "su"), "runs it as another user, without the variables of a rank"),
     **dict.fromkeys(("ssh", "pdsh"), "runs it on another machine, but tula itself starts it on the nodes"),
     **dict.fromkeys(("sbatch", "salloc", "qsub", "bsub", "torchx", "sky", "ray"), _SUBMITS),

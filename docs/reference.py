@@ -48,8 +48,8 @@ PLAIN = {
     SiteBill: "mapping",
 }
 WRITTEN = {
-    parse_size: "size, as 16GiB or 800MB",
-    parse_minutes: "minutes, or as SLURM writes them, 1-12:00:00",
+    parse_size: "size such as 16GiB or 800MB",
+    parse_minutes: "minutes, or a time as in SLURM: 1-12:00:00",
     require_known_method: ", ".join(f"`{name}`" for name in METHODS) + " or text",
 }
 """Types that have a spelling of their own, by the function that reads it."""
@@ -70,7 +70,10 @@ def job_spec() -> str:
             seen.add(section)
             parts += [f"## {path}", *_section(section)]
         if path == "script":
-            parts += ["Placeholders in its texts, filled in at the start of each process:", _placeholders()]
+            parts += [
+                "The texts of this section may contain placeholders, which tula replaces when it starts a process:",
+                _placeholders(),
+            ]
         if path == "ags":
             parts += ["Defaults of the keys by `preset`:", _presets()]
     parts += ["## Renamed and removed keys", OLD_KEYS_HEAD, _old_keys()]
@@ -78,8 +81,8 @@ def job_spec() -> str:
 
 
 SPEC_HEAD = """All keys of the job file with type, default and meaning. An unknown key is an error that names the nearest known key.
-`batch` is global: samples per optimizer step over all GPUs; `local_batch` is the batch of one GPU. `tula init` writes a file with
-comments; [the quickstart](../tutorial/quickstart.md#the-job-file) shows the smallest useful file, and [settings](../how-to/settings.md) where values come from."""
+`batch` is global: samples per optimizer step over all GPUs. `local_batch` is the batch of one GPU. `tula init` writes a file with
+comments, [the quickstart](../tutorial/quickstart.md#the-job-file) shows the smallest useful file, and [settings](../how-to/settings.md) where values come from."""
 
 
 def _old_keys() -> str:
@@ -241,26 +244,38 @@ def _default_of(param: inspect.Parameter) -> str:
 def _exit_codes() -> str:
     result = sorted({(kind.exit_code, kind.code, inspect.cleandoc(kind.__doc__ or "")) for kind in _classes()})
     rows = [f"| {number} | `{code}` | {words.splitlines()[0]} |" for number, code, words in result]
-    last = f"| {READER_IS_GONE} | | Whoever read the answer (`head`, a pager) left before its end; an error has its own code. |"
+    last = f"| {READER_IS_GONE} | | The program that read the output (`head`, a pager) exited before the end of the"
+    " output. |"
     return "\n".join(["| exit code | `error.code` in `--json` | |", "|---|---|---|", "| 0 | | Done. |", *rows, last])
 
 
-ENDINGS_HEAD = """An attempt that fails has one of these outcomes. `tula status --json` shows it as `outcome` in `attempts`, with the host and, if
-one rank is the cause, the rank, and what followed as `decision`. A command that waits for the job exits with the exit code,
-unless tula relaunches the job. The column "what follows" is about trainings and has the rows of the table that the supervisor
-uses (`cluster/decisions.py`): the first that applies decides. Attempts are left as long as fewer than `train.max_attempts` have
-failed without a newer checkpoint; those of the file system count by themselves, in each job. At the end the other jobs of the
-chain are taken out of the queue. Profiling jobs and evaluations are relaunched at most twice if a training would be relaunched;
-any other outcome of a probe is its result. The advice is that for tula's own loop on SLURM; for a job with a script it names the
+ENDINGS_HEAD = """An attempt that fails has one of these outcomes. `tula status --json` lists the `attempts`. Each has its `outcome`, the host,
+the rank if a single rank is the cause, and a `decision`. A command that waits for the job exits with this exit code, unless tula
+starts the training again. The column "what follows" applies to trainings; the first condition that is true decides
+(`cluster/decisions.py`). Without a scheduler, the next job is the next `tula train`. "Attempts remain" until `train.max_attempts` attempts have failed without a newer
+checkpoint; failures of the file system are counted separately, in each job. When a training ends, tula cancels the other jobs of
+its chain. tula restarts profiling jobs and evaluations at most twice, if it would restart a training. Any other outcome
+of a probe is stored as its result. The advice is for jobs without a script on SLURM; with a script, messages name the
 settings of the script."""
 
 
 def _describe_what_follows(outcome: OutcomeClass) -> str:
     """Return what follows a failure of a training, from the rows of the table of decisions."""
     rows = [(situation, action) for kind, situation, action in TRAINING if kind == outcome]
-    texts = [action if situation == "always" else f"{action}, if {situation}" for situation, action in rows]
-    ends = not rows or rows[-1][0] != "always"
-    return "; ".join([*texts, *(["otherwise the end" if rows else "the end"] if ends else [])])
+    if not rows or rows[-1][0] != "always":
+        rows.append(("always", "the end"))
+    texts = [f"If {situation}, {_write_action(action)}." for situation, action in rows[:-1]]
+    last = f"{_write_action(rows[-1][1])}."
+    return " ".join([*texts, f"Otherwise, {last}" if texts else last[0].upper() + last[1:]])
+
+
+def _write_action(action: str) -> str:
+    """Return an action of the table of decisions as a clause."""
+    if action == "the end":
+        return "the training ends"
+    if action.startswith("new processes"):
+        return f"tula starts {action}"
+    return action.replace("the next job,", "the next job").replace("the next job", "the next job resumes", 1)
 
 
 def _endings() -> str:
@@ -316,8 +331,9 @@ def faults() -> str:
 TABLES_HEAD = """The functions of [the Python API](../how-to/python.md) return results with a pandas DataFrame. `batch` is always global. An
 integer column is of type `Int64` if values may be missing."""
 ANSWER_HEAD = """`frame()` of the result of `tula.recommend`: one row per configuration, fastest first. `low` and `high` are the ends of a
-90 % interval. Columns of `parts` are a breakdown of the time, those of `same_progress` are for the progress that the job's epochs
-make at its reference batch. The rows of `tula recommend --json` have the same fields, with `parts` and `same_progress` as objects."""
+90 % interval. Columns that begin with `parts` are a breakdown of the time. Those that begin with `same_progress`"
+" apply to the progress that the job's epochs
+make at the reference batch. The rows of `tula recommend --json` have the same fields, with `parts` and `same_progress` as objects."""
 
 
 def tables() -> str:

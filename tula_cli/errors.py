@@ -100,7 +100,7 @@ class RunGone(TulaError):
 
 
 class SpecError(TulaError):
-    """A job spec or a command line is invalid. `problems` lists all problems found, not only the first."""
+    """A job file or a command line is invalid. `problems` lists all problems, not only the first."""
 
     exit_code = 2
     code = "spec"
@@ -207,7 +207,7 @@ class OutOfMemoryAtMinimum(TulaError):
 
 
 class OverBudget(TulaError):
-    """The job needs more node-hours than the cap allows, or the user did not confirm it."""
+    """The job needs more node-hours than its limit allows, or the user did not confirm it."""
 
     exit_code = 8
     code = "budget"
@@ -221,7 +221,7 @@ class Diverged(TulaError):
 
 
 class DeviceFault(TulaError):
-    """Several nodes or GPUs in succession were faulty."""
+    """Several nodes or GPUs were faulty, one after the other."""
 
     exit_code = 10
     code = "device"
@@ -239,7 +239,7 @@ class CannotResume(TulaError):
 
 
 class ResumeUntested(TulaError):
-    """The resume test did not reach a verdict on how a script resumes."""
+    """The resume test could not find out how a script resumes."""
 
     exit_code = 12
     code = "unrehearsed"
@@ -267,7 +267,7 @@ class Pending(TulaError):
 
 
 class CommandNotStarted(TulaError):
-    """The command to observe does not exist or cannot be started; shells have the same exit code."""
+    """The command to observe does not exist or cannot be started (the exit code of shells for this)."""
 
     exit_code = 127
     code = "command"

@@ -133,20 +133,20 @@ Overrides = Annotated[
 NodeType = Annotated[
     str | None,
     Option(
-        "Use only this node type: a name in node_types, or gpus-4 for 4 of search.gpus_per_node.",
+        "Use only this node type: a name in node_types, or for example gpus-4 with search.gpus_per_node.",
         "--type",
         metavar="NAME",
         advanced=True,
     ),
 ]
 Largest = Annotated[
-    bool, Option("Find only the largest batch that fits the GPUs, on the fewest nodes of search.nodes.")
+    bool, Option("Only find the largest batch that fits the GPUs, on the fewest nodes of search.nodes.")
 ]
 LearningRates = Annotated[
-    bool, Option("Find only the learning rate for the batch, by short branches: about 8 % of a training.")
+    bool, Option("Only find the learning rate for the batch, in short trainings that cost about 8 % of a training.")
 ]
 NearBatches = Annotated[
-    bool, Option("Find the learning rate for the batch, and try it at half and twice the batch too.", "--batches")
+    bool, Option("Find the learning rate for the batch, and also try half and twice the batch.", "--batches")
 ]
 Fresh = Annotated[bool, Option("Build the model and the dataset again, even if nothing has changed.", advanced=True)]
 Wait = Annotated[
@@ -160,7 +160,7 @@ Wait = Annotated[
 Timeout = Annotated[
     float | None,
     Option(
-        "Stop waiting after this time; exit code 75 if jobs are still running.",
+        "Stop waiting after this time. The exit code is 75 if jobs are still running.",
         metavar="SECONDS",
         minimum=0,
         advanced=True,
@@ -173,7 +173,8 @@ Every = Annotated[
 Observed = Annotated[
     str | None,
     Option(
-        "First take the jobs of this script that tula observe has measured as probes: its name, or their folder.",
+        "Use the jobs of this script that tula observe has measured instead of probes. Give the script's name, or"
+        " the folder of the jobs.",
         "--observed",
         metavar="SCRIPT",
         advanced=True,
@@ -237,8 +238,8 @@ class TrainRequest:
     nodes: Annotated[
         int | str | None,
         Option(
-            "Number of nodes, or a range such as 2-8: each job uses the nodes that SLURM grants. Of 2-, -8 and auto, the"
-            " missing bounds follow from the recommendation (default: as recommended).",
+            "Number of nodes (default: as recommended). With a range such as 2-8, each job uses the nodes that SLURM"
+            " grants. For 2-, -8 and auto, the missing bounds are taken from the recommendation.",
             metavar="N|MIN-MAX|auto",
             type=str | None,
             parse=_check_nodes,
@@ -248,7 +249,7 @@ class TrainRequest:
     seeds: Annotated[
         int | None,
         Option(
-            "Train this many times with different seeds, as planned by tula recommend --trainings N --save.",
+            "Train N times with different seeds, as planned by tula recommend --trainings N --save.",
             metavar="N",
             minimum=1,
             maximum=MAX_SEEDS,
@@ -258,7 +259,7 @@ class TrainRequest:
     rehearse: Annotated[
         bool,
         Option(
-            "For a script that trains for more than an hour, or on a range of nodes: first test once that it resumes from"
+            "Before a script trains for more than an hour, or on a range of nodes, test once that it resumes from"
             " its checkpoint (default: yes).",
             "--rehearse/--no-rehearse",
             advanced=True,
@@ -267,8 +268,8 @@ class TrainRequest:
     within_balance: Annotated[
         bool,
         Option(
-            "Refuse to start if the training exceeds the SLURM account's balance (GrpTRESMins); needs pricing.kind:"
-            " billing.",
+            "Exit if the training costs more than the balance of the SLURM account (GrpTRESMins). Needs"
+            " pricing.kind: billing.",
             advanced=True,
         ),
     ] = False
@@ -294,7 +295,7 @@ class EvaluationRequest:
             advanced=True,
         ),
     ] = None
-    nodes: Annotated[int, Option("Number of nodes that share the samples.", minimum=1, advanced=True)] = 1
+    nodes: Annotated[int, Option("Number of nodes to evaluate on.", minimum=1, advanced=True)] = 1
     node_type: NodeType = None
     fresh: Annotated[bool, Option("Evaluate again, even if the result is known.", advanced=True)] = False
 
@@ -324,7 +325,7 @@ class ComparisonRequest:
         Sequence[str] | None,
         Option(
             "Methods to compare, separated by commas: values of train.method, or lbt-x2, lbt-x4, sqrt, sqrt-beta2,"
-            " robust. Settings follow after colons (ags:delta=0.1,lbt:optimizer.lr=0.2). Default: the job's method,"
+            " robust. Append settings with colons (ags:delta=0.1,lbt:optimizer.lr=0.2). Default: the job's method,"
             " methods that suit its optimizer, and one control.",
             metavar="A,B",
             type=str | None,
@@ -372,7 +373,8 @@ class ExportRequest:
     uri: Annotated[
         str | None,
         Option(
-            "Tracking URI, server address or folder (default: that of the tracker, otherwise inside the run).",
+            "Tracking URI, server address or folder (default: that set for the tracker, otherwise a folder in the"
+            " run).",
             metavar="PLACE",
         ),
     ] = None

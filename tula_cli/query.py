@@ -71,14 +71,14 @@ class Query:
     objective: Annotated[
         Objective,
         Option(
-            "time, cost, energy: the lowest; knee: beyond it a larger batch saves little time; accuracy-time: the"
-            " fastest to equal training progress.",
+            "Choose by the lowest time, cost or energy; by the knee, beyond which a larger batch saves little time;"
+            " or by the lowest time to the same training progress (accuracy-time).",
         ),
     ] = "knee"
     curve: Annotated[
-        Curve, Option("For --objective knee: whether the knee is that of the time or of the cost.", advanced=True)
+        Curve, Option("With --objective knee: choose the knee of the training time or of the cost.", advanced=True)
     ] = "time"
-    nodes: Annotated[int | None, Option("Only this number of nodes.", minimum=1)] = None
+    nodes: Annotated[int | None, Option("Consider only this number of nodes.", minimum=1)] = None
     max_nodes: Annotated[int | None, Option("Maximum number of nodes.", minimum=1)] = None
     max_batch: Annotated[int | None, Option("Maximum global batch size.", minimum=1)] = None
     min_efficiency: Annotated[
@@ -90,7 +90,7 @@ class Query:
     deadline_hours: Annotated[
         float | None,
         Option(
-            "Maximum training time: hours, or a time with its unit (90m, 36h, 3d).",
+            "Maximum training time, in hours or with a unit (90m, 36h, 3d).",
             "--deadline",
             metavar="TIME",
             type=str | None,

@@ -524,8 +524,8 @@ def test_a_time_limit_too_short_to_save_anything_ends_the_chain_with_advice(chai
 @pytest.mark.parametrize("how", ["preempted", "node_failure"])
 @pytest.mark.promise(
     "the scheduler",
-    "jobs are preempted again and again before anything is saved",
-    "all remaining jobs of the chain are still used",
+    "jobs are repeatedly preempted before they save a checkpoint",
+    "all remaining jobs of the chain still run",
 )
 def test_jobs_that_are_taken_away_do_not_end_the_chain(chain: Chain, cluster: Cluster, how: OutcomeClass) -> None:
     chain.save(64)
@@ -712,7 +712,7 @@ def test_a_killed_child_of_ours_does_not_hide_what_its_peer_said(chain: Chain, m
 @pytest.mark.promise(
     "a node",
     "a node that was considered lost is still running",
-    "it stops as soon as another allocation has taken over, so that a run has one writer",
+    "it stops as soon as another job has taken over, so that only one job writes to the run",
 )
 def test_an_allocation_given_up_for_lost_stops_when_another_has_taken_over(chain: Chain) -> None:
     later = chain.task.model_copy(update={"id": "train-s-2", "attempt": 2})
@@ -1034,7 +1034,8 @@ def never_fits(chain: Chain, last: Attempt) -> None:
 @pytest.mark.promise(
     "the file system",
     "the disk is full, or the quota is used up",
-    "the folder and the missing space are shown, waiting jobs are held rather than used up, and `tula train` releases them once there is space",
+    "tula shows the folder and the missing space, and holds the waiting jobs. `tula train` releases them when there"
+    " is space again",
 )
 def test_a_full_disk_holds_the_links_that_wait_and_room_lets_them_go(
     chain: Chain, cluster: Cluster, tmp_path: Path
@@ -1104,7 +1105,8 @@ class Broken(RuntimeError):
 @pytest.mark.promise(
     "a process",
     "the supervisor itself fails",
-    "the failure has the class `supervisor` and its traceback is in the log; the next job of the chain continues, but a second failure right after its start ends the chain",
+    "the log has its traceback, and the next job of the chain resumes. If that supervisor also fails, right after"
+    " its start, the chain ends",
 )
 def test_a_supervisor_that_fails_is_named_with_its_traceback_and_twice_at_once_ends_the_chain(
     chain: Chain, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
@@ -1147,7 +1149,7 @@ def test_a_supervisor_that_failed_once_is_followed_by_the_next_link(
 @pytest.mark.promise(
     "the file system",
     "the file system times out or loses a file (ETIMEDOUT, ESTALE, EIO)",
-    "the failure has the class `storage` and exit code 14, and its host is shown; new processes continue",
+    "tula shows the outcome `storage` (exit code 14) and the host, and new processes resume",
 )
 def test_a_file_system_that_fails_under_a_supervisor_is_named_so(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(*_: object, **__: object) -> LeaderCommand:
@@ -1196,7 +1198,7 @@ def after_two(chain: Chain, one: Attempt, two: Attempt | None, progress: int) ->
 @pytest.mark.promise(
     "a process",
     "the same failure occurs twice within half a minute of a start",
-    "the chain ends, without a third start",
+    "the chain ends; tula does not start it a third time",
 )
 def test_the_same_end_at_once_twice_is_final(
     chain: Chain, outcome: OutcomeClass, signal_name: str, seconds: float, ends: bool
@@ -1264,8 +1266,8 @@ def test_each_class_of_the_documents_is_provoked() -> None:
 
 @pytest.mark.promise(
     "a process",
-    "an attempt ends in any way that has a class",
-    "class, node and exit code are shown, and what to do, as in the [table](commands.md#how-a-job-ends)",
+    "an attempt fails",
+    "tula shows the outcome, the node, the exit code and what to do, as in the [table](commands.md#how-a-job-ends)",
 )
 @pytest.mark.parametrize(("outcome", "script"), DEATHS)
 def test_every_kind_of_death_has_the_class_the_exit_code_and_the_host_of_the_documents(
@@ -1332,7 +1334,7 @@ def after_progress(chain: Chain, samples: int, end: str) -> str:
 @pytest.mark.promise(
     "a process",
     "a training fails with an error of the script after its first step",
-    "the next job of the chain tries once more; the later jobs stay in the queue until the error occurs again",
+    "the next job of the chain tries once more. The later jobs are cancelled only if the error occurs again",
 )
 def test_a_failure_after_progress_is_tried_once_more_in_the_next_job(chain: Chain, cluster: Cluster) -> None:
     chain.script = after_progress(chain, 64, "{}['label']")
@@ -1408,7 +1410,8 @@ EIO = "import errno, os; raise OSError(errno.EIO, os.strerror(errno.EIO))"
 @pytest.mark.promise(
     "the file system",
     "the file system fails in every attempt of a job",
-    "the next job of the chain starts 10 minutes later, the following ones 20 and 30 minutes later; these attempts do not count towards the maximum",
+    "the next job of the chain starts 10 minutes later, and the following ones 20 and 30 minutes later. These"
+    " attempts do not count towards `train.max_attempts`",
 )
 def test_a_storage_outage_that_outlasts_the_pauses_delays_the_next_jobs(chain: Chain, cluster: Cluster) -> None:
     chain.script = EIO

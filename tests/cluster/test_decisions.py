@@ -76,8 +76,8 @@ def lost(times: int, outcome: OutcomeClass = "signal") -> list[Attempt]:
 
 AT_ONCE = attempt(ended_at=103.0)
 GROWS = {"stages": (Stage(begin=0, batch=32, nodes=1), Stage(begin=96, batch=64, nodes=2))}
-TWICE = "it occurs twice in the same way, within 30 s of a start or after the same samples"
-AFTER_STEP = "it is the first since the newest checkpoint and follows a step"
+TWICE = "the same failure occurs twice within 30 s of a start, or after the same samples"
+AFTER_STEP = "it is the first failure since the newest checkpoint and follows a step"
 AFTER_STEP_AND_WAITS = f"{AFTER_STEP}, and a later job waits"
 SUPERVISORS = "`train.max_attempts` supervisors have failed without a newer checkpoint"
 PERMANENT = Failure(outcome="user", permanent=True)

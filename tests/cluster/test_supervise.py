@@ -324,7 +324,8 @@ def told(run: RunDir, *batches: int) -> None:
 @pytest.mark.promise(
     "a process",
     "a GPU is out of memory",
-    "the training continues at the same batch in smaller micro-batches, and if that fails at the next smaller batch",
+    "the training continues with the same batch in smaller micro-batches. If that fails too, it continues with the"
+    " next smaller batch",
 )
 def test_training_out_of_memory_goes_on_in_smaller_micro_batches_and_then_at_a_smaller_batch(
     run: RunDir, ranks: Ranks, training: TrainTask
@@ -407,7 +408,8 @@ def test_a_training_that_diverges_is_not_started_again(run: RunDir, ranks: Ranks
 @pytest.mark.promise(
     "a process",
     "the loss of a training with a growing batch is not finite, or rises and stays high",
-    "the training restarts once from the previous checkpoint, with half the factor on its learning rate; the second time it ends with exit code 9",
+    "the training restarts once from the previous checkpoint, with half the factor on its learning rate. If this"
+    " happens again, it ends with exit code 9",
 )
 def test_a_ramp_that_diverges_is_started_again_once_at_half_the_factor(
     run: RunDir, ranks: Ranks, training: TrainTask
@@ -628,9 +630,7 @@ def test_every_rank_of_a_job_here_is_started_by_its_supervisor(run: RunDir, prob
     assert all(start.is_forkable and start.command[-3:] == (str(run.path.resolve()), probe.id, "1") for start in starts)
 
 
-@pytest.mark.promise(
-    "a process", "several ranks fail, one because of another", "the rank that failed first is reported"
-)
+@pytest.mark.promise("a process", "one rank fails and makes other ranks fail", "the rank that failed first is reported")
 def test_of_several_ranks_the_killed_one_is_reported_and_not_those_that_lost_it(
     run: RunDir, probe: ProbeTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,7 +174,7 @@ def test_out_of_memory_at_the_smallest_batch_has_its_own_exit_code(tula) -> None
 @pytest.mark.promise(
     "a process",
     "loss or weights are not finite",
-    "the training ends with exit code 9 and reports the epoch; its newest checkpoint is from before",
+    "the training ends with exit code 9 and reports the epoch. Its newest checkpoint was written before",
 )
 def test_a_training_that_diverges_ends_with_its_own_exit_code(tula) -> None:
     answer = tula("train", "job.yaml", "--nodes", "2", "--batch", "64", "--set", "optimizer.lr=1e30", code=9)

@@ -17,7 +17,8 @@ COUNTED_BY_KERNEL = [row for row in ROWS if "oom_kills" in row]
 @pytest.mark.promise(
     "a process",
     "a rank fails because of a file system, a limit of the host, a lost worker or peer, a device, or a loss that is not finite",
-    "the class is recognised whatever the last line of the traceback is; a bug in the script is still classified as one",
+    "tula recognises the cause, whatever the last line of the traceback is. It does not mistake a bug in the script"
+    " for such a failure",
 )
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['expect']}: {row['name']}")
 def test_each_text_has_its_class(row: dict[str, str]) -> None:

@@ -110,7 +110,7 @@ def test_a_lock_whose_owner_had_no_time_to_write_its_name_is_respected_until_it_
 @pytest.mark.promise(
     "the command line",
     "a command runs on a machine whose clock is minutes ahead while another command submits jobs of the run",
-    "it waits for the other command: the age of the lock is measured by the clock of the file system",
+    "it waits for the other command, because tula measures the age of a lock by the clock of the file system",
 )
 def test_a_lock_is_not_old_because_this_machines_clock_is_ahead(run, monkeypatch):
     real = time.time

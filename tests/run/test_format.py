@@ -67,7 +67,7 @@ def test_a_run_with_measurements_of_several_node_types_inside_is_refused(run: Ru
 @pytest.mark.promise(
     "the run directory",
     "a command opens a run of a newer format",
-    "it exits with code 16 and one sentence, and leaves the run unchanged",
+    "it exits with code 16 and does not change the run",
 )
 @pytest.mark.parametrize(
     "words",
@@ -113,7 +113,7 @@ def older(run: RunDir) -> RunDir:
 @pytest.mark.promise(
     "the run directory",
     "a command opens a run of an older format",
-    "its results are shown; its jobs are neither started nor continued (exit code 16, with the version to use)",
+    "it shows the results. It starts and resumes no jobs, but exits with code 16 and names the version to use",
 )
 @pytest.mark.parametrize("words", ["status", "recommend", "list", "logs"])
 def test_the_results_of_an_older_format_are_read_and_nothing_is_written(older: RunDir, words: str) -> None:
@@ -248,8 +248,8 @@ def test_a_job_of_another_machine_lives_while_it_gives_signs_of_life(elsewhere: 
 
 @pytest.mark.promise(
     "a node",
-    "without a scheduler, the machine of a job dies, as seen from another machine",
-    "the job counts as lost an hour after its last heartbeat, which it sends every minute",
+    "there is no scheduler, and the machine of a job fails",
+    "jobs send a heartbeat every minute. Commands on other machines consider the job lost an hour after its last one",
 )
 def test_a_job_of_another_machine_that_is_silent_for_an_hour_is_lost(elsewhere: Callable[..., tuple[str, str]]) -> None:
     state, reason = elsewhere(HOUR + 60)

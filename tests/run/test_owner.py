@@ -132,7 +132,7 @@ def test_one_that_is_open_is_read_and_nothing_is_written(
 @pytest.mark.promise(
     "the run directory",
     "the run belongs to another user and is readable",
-    "it is read, and never written to, whatever its permissions allow",
+    "commands read it, but never write to it, even if its permissions allow it",
 )
 @pytest.mark.parametrize("name", ["train", "cancel", "profile", "compare", "recommend"])
 @pytest.mark.parametrize("mode", [0o755, 0o777])

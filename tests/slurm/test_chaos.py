@@ -47,12 +47,13 @@ def ended(tula: Tula, *outcomes: str, epochs: int = EPOCHS) -> None:
 @pytest.mark.promise(
     "the scheduler",
     "an administrator suspends the job and resumes it",
-    "while it is suspended, this is shown and no rank counts as hung; then the same processes continue",
+    "tula shows that the job is suspended, and does not treat its ranks as hung. Afterwards the same processes"
+    " continue",
 )
 @pytest.mark.promise(
     "the scheduler",
     "a job of the chain is cancelled while it waits",
-    "the next one still waits for its turn: SLURM starts one job of a name at a time",
+    "the next one still waits, because SLURM runs only one job of the chain at a time",
 )
 @pytest.mark.promise(
     "a node",
@@ -118,7 +119,7 @@ def test_a_training_outlives_controller_and_database(tula: Tula, on_slurm: Slurm
 @pytest.mark.proof
 @pytest.mark.promise(
     "the scheduler",
-    "an administrator requeues a job that was submitted with no requeue",
+    "an administrator requeues a job that was submitted with `--no-requeue`",
     "no other job of the chain runs at the same time, and the training resumes from the newest checkpoint",
 )
 def test_a_requeued_training_goes_on_and_nothing_runs_beside_it(tula: Tula, moment: random.Random) -> None:
@@ -192,7 +193,7 @@ class Hanging(Waiting):
 @pytest.mark.promise(
     "a node",
     "a rank on a node hangs and does not exit",
-    "that rank, its node and the line are shown, and new processes continue in the same job",
+    "tula shows the rank, its node and the line of code, and new processes resume in the same job",
 )
 def test_a_rank_that_hangs_on_a_node_is_the_root_and_the_job_goes_on(tula: Tula, moment: random.Random) -> None:
     rank = moment.choice((0, 1))

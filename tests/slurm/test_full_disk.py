@@ -62,7 +62,8 @@ def newest_checkpoint(run: RunDir) -> Path:
 @pytest.mark.promise(
     "the file system",
     "a training fills the disk, and space is freed later",
-    "`tula status` shows the folder and the missing space and the chain is held; it then reaches the weights of an undisturbed training",
+    "`tula status` shows the folder and the missing space, and the chain is held. After it resumes, it reaches the"
+    " weights of an undisturbed training",
 )
 def test_a_training_that_fills_its_disk_is_held_and_goes_on_to_the_same_weights(on_small: Tula, small: Path) -> None:
     tula = on_small

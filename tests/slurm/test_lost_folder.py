@@ -46,8 +46,8 @@ def make_read_only(cluster: SlurmCluster, runs: Path) -> None:
 
 @pytest.mark.promise(
     "the file system",
-    "the file system is away, dead or read-only when the next job of a chain starts",
-    "that job waits for it and `tula status` shows the reason; no job of the chain is lost",
+    "the file system is unavailable or read-only when the next job of a chain starts",
+    "that job waits for the file system, and `tula status` shows the reason. No job of the chain is lost",
 )
 @pytest.mark.parametrize(
     ("fault", "seconds", "words"),
@@ -79,7 +79,7 @@ def test_no_job_of_a_chain_is_lost_while_the_run_directory_is_away(
 @pytest.mark.promise(
     "the file system",
     "the run directory fails under a running job (its FUSE daemon dies, or it becomes read-only)",
-    "the job ends with exit code 14 and the class `storage`, and the next one waits for the folder and resumes: one job is lost",
+    "the job ends with the outcome `storage` (exit code 14). The next job waits for the folder and resumes",
 )
 @pytest.mark.parametrize("fault", [kill_file_system, make_read_only])
 def test_a_run_directory_that_fails_under_a_running_job_costs_that_job(

@@ -43,8 +43,8 @@ def occupy(nodes: int, seconds: int) -> str:
 
 @pytest.mark.promise(
     "the scheduler",
-    "a job of `--nodes 1-4` is granted other nodes than the one before",
-    "it trains the same batches on them: every sample once per epoch, and the same weights up to rounding",
+    "a job of `--nodes 1-4` gets other nodes than the previous job",
+    "it trains the same batches. Every sample is trained once per epoch, and the weights are the same up to rounding",
 )
 def test_jobs_train_the_same_on_the_nodes_that_they_are_granted(tula: Tula, on_slurm: SlurmCluster) -> None:
     undisturbed = Tula(make_folder(tula.folder.parent / "undisturbed"), seen_samples.JOB)

@@ -156,7 +156,7 @@ def test_a_node_whose_daemon_died_is_replaced(tula: Tula, on_slurm: SlurmCluster
 @pytest.mark.promise(
     "a node",
     "a GPU is faulty (ECC, XID, fallen off the bus)",
-    "its node is named, and excluded from the following jobs",
+    "tula names its node, and excludes it from the following jobs",
 )
 @FEW_NODES
 def test_a_node_with_a_faulty_device_is_left_out_by_the_next_job(tula: Tula, nodes: tuple[str, ...]) -> None:
@@ -209,8 +209,8 @@ def test_scancel_by_the_user_stays_and_the_same_command_goes_on(tula: Tula) -> N
 
 @pytest.mark.promise(
     "a process",
-    "the kernel kills a rank for memory",
-    "this is reported as the cause; on CPUs the training continues in smaller micro-batches of the same batch",
+    "the kernel kills a rank because the memory is full",
+    "tula reports this cause. On CPUs, the training continues with the same batch in smaller micro-batches",
 )
 @FEW_NODES
 def test_the_cgroup_out_of_memory_is_reported_and_smaller_micro_batches_fit(tula: Tula, nodes: tuple[str, ...]) -> None:
@@ -235,7 +235,9 @@ def test_the_cgroup_out_of_memory_is_reported_and_smaller_micro_batches_fit(tula
     assert job(tula).submissions == 1
 
 
-@pytest.mark.promise("the scheduler", "a training finishes before its chain", "its waiting jobs are cancelled")
+@pytest.mark.promise(
+    "the scheduler", "a training finishes before all jobs of its chain have run", "its waiting jobs are cancelled"
+)
 def test_one_link_at_a_time_waits_and_a_finished_training_leaves_no_link(tula_in_spaces: Tula) -> None:
     tula = tula_in_spaces
     submit(tula, *ONE, *waiting(tula, 2))

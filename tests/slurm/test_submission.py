@@ -90,7 +90,7 @@ def test_a_chain_is_submitted_found_again_and_cancelled(run: RunDir, on_slurm: S
 @pytest.mark.promise(
     "the run directory",
     "the nodes cannot see the run directory",
-    "the job waits some minutes for it, and the error names the folder as the reason",
+    "the job waits for it for some minutes, and then fails with an error that names the folder",
 )
 def test_a_folder_that_the_nodes_do_not_see_is_reported(on_slurm: SlurmCluster) -> None:
     hidden = RunDir.create(on_slurm.local / "tula-runs", make.spec(cluster=cluster("main")))

@@ -25,7 +25,7 @@ def upgrade(installed: Path) -> None:
 @pytest.mark.promise(
     "the command line",
     "tula is upgraded in place while a chain runs",
-    "its jobs use the tula with which they were submitted",
+    "the jobs of the chain use the version that submitted them",
 )
 def test_a_job_runs_the_tula_that_it_was_submitted_with(tula: Tula, on_slurm: SlurmCluster, tmp_path: Path) -> None:
     installed = tmp_path / "installed/tula_cli"

@@ -36,13 +36,17 @@ def init(
     command: Annotated[
         str | None,
         typer.Option(
-            "--from-command", metavar="COMMAND", help="Make a job of your own script: the command that starts it today."
+            "--from-command",
+            metavar="COMMAND",
+            help="Write a job for your own script, from the command that starts it today.",
         ),
     ] = None,
     script: Annotated[
         Path | None,
         typer.Option(
-            "--from-sbatch", metavar="FILE", help="Make a job of your own script: the sbatch file that starts it today."
+            "--from-sbatch",
+            metavar="FILE",
+            help="Write a job for your own script, from the sbatch file that starts it today.",
         ),
     ] = None,
     hooks: Annotated[
@@ -58,8 +62,8 @@ def init(
 ) -> None:
     """Write a job file that runs as it is, with the keys that matter.
 
-    With --from-command or --from-sbatch the job runs your own script. If the command does not contain all that is
-    needed, you are asked on a terminal; without a terminal it is an error.
+    With --from-command or --from-sbatch, the job runs your own script. If a value is missing in its command, tula
+    init asks for it, or exits with an error if there is no terminal.
     """
     if hooks:
         return _write_hooks(screen, command or script, force=force)
@@ -195,7 +199,7 @@ class CheckOptions:
         typer.Option(
             "--memory",
             metavar="SIZE",
-            help="Estimate which batch sizes fit into a GPU with this memory, for example 16GiB; needs no GPU.",
+            help="Estimate, without a GPU, which batch sizes fit into a GPU with this memory, for example 16GiB.",
         ),
     ] = None
     nodes: CheckedNodes = None
@@ -208,7 +212,7 @@ class CheckOptions:
 def check(screen: Screen, options: CheckOptions) -> None:
     """Check a job file, and show what profiling it would cost.
 
-    --on-cluster and --rehearse submit a job; run the same command again to follow it. The other forms submit nothing.
+    Only --on-cluster and --rehearse submit a job. Run the same command again to follow that job.
     """
     foreign = {"--show-origin": options.show_origin, "--offline": options.offline}
     elsewhere = {"--nodes": options.nodes is not None, "--timeout": options.timeout is not None}

@@ -27,13 +27,13 @@ def clean(
     root: Root = ROOT,
     older: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Only runs in which no file has changed for this time (12h, 30d, 8w)."),
+        typer.Option(metavar="TIME", help="Clean only runs in which no file has changed for this time (12h, 30d, 8w)."),
     ] = None,
     keep: Annotated[
         Literal["best"] | None,
         typer.Option(
             metavar="best",
-            help="For finished trainings, keep only the best checkpoint: for evaluation, not for resuming.",
+            help="Keep only the best checkpoint of finished trainings, which can be evaluated, but not resumed.",
         ),
     ] = None,
     compared: Annotated[

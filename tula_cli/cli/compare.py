@@ -45,13 +45,13 @@ def compare(
 ) -> None:
     """Compare the accuracy of several methods and batch sizes.
 
-    The small batch (train.reference_batch with method lbt) is always included. If that cannot cost more, all other rows
-    are trained for a quarter of the epochs, and then the best two, lbt and the job's method for all epochs.
-    Run the same command again to follow trainings that are running and to start missing ones; without --methods and
-    --batch it continues the last comparison.
+    The small batch (train.reference_batch with method lbt) is always included. Unless this could cost more, all other
+    rows are first trained for a quarter of the epochs, and only the best two, lbt and the job's method for all
+    epochs. Run the same command again to follow running trainings and to start missing ones. Without --methods and
+    --batch, it continues the last comparison.
 
-    With --learning-rates it only finds the learning rate of one batch: short branches from one checkpoint try 1, sqrt(k)
-    and k times the learning rate at k times train.reference_batch.
+    With --learning-rates, the command only finds the learning rate for one batch. At k times train.reference_batch,
+    it tries 1, sqrt(k) and k times the learning rate, in short trainings from one checkpoint.
     """
     from tula_cli.services.comparison import session
     from tula_cli.services.waiting import WaitPolicy

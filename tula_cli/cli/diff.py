@@ -22,7 +22,7 @@ def diff(
 ) -> None:
     """Show the differences between two runs.
 
-    Compares job, code, environment, step times and trainings; differences of step times within the measurement noise
+    Compares job, code, environment, step times and trainings. Differences of step times within the measurement noise
     are not shown. The exit code is 0 even if the runs differ.
     """
     from tula_cli.services.diff import choose_run, compare_runs

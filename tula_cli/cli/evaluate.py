@@ -20,8 +20,8 @@ def evaluate(
 ) -> None:
     """Evaluate the weights of a training on the test set.
 
-    The test set is dataset.test, or the validation set if there is none. A known result is shown again without a new
-    evaluation; `tula status` shows it too.
+    The test set is dataset.test; without it, the validation set is used. If the weights have been evaluated before,
+    the stored result is shown. tula status also shows it.
     """
     from tula_cli.services import evaluate as service
     from tula_cli.services.waiting import DetachedJobs, WaitPolicy

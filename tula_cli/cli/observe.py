@@ -15,26 +15,31 @@ def observe(
     command: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[-- COMMAND ...]", help="The command that trains, as in the shell; or with --report a job."
+            metavar="[-- COMMAND ...]", help="Command to run and observe; with --report, the job to report on."
         ),
     ] = None,
     report: Annotated[
-        bool, typer.Option("--report", help="Report on the newest job, or on SCRIPT or SCRIPT/JOB; run nothing.")
+        bool,
+        typer.Option(
+            "--report", help="Report on the newest job, on SCRIPT or on SCRIPT/JOB, without running a command."
+        ),
     ] = False,
     install: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="Copy the hooks to FOLDER, for PYTHONPATH of a module or shell; run nothing."
+            metavar="FOLDER",
+            help="Copy the hooks to FOLDER, without running a command. Add FOLDER to PYTHONPATH to"
+            " observe all trainings.",
         ),
     ] = None,
-    folder: Annotated[Path, typer.Option(metavar="ROOT", help="Where observations are kept.", readable=False)] = Path(
-        OBSERVED
-    ),
+    folder: Annotated[
+        Path, typer.Option(metavar="ROOT", help="Folder in which observations are stored.", readable=False)
+    ] = Path(OBSERVED),
 ) -> None:
     """Run a training unchanged, and report how well it uses its nodes.
 
-    The command keeps its output and exit code; nothing is submitted or stopped. Its first steps are timed, and the report
-    compares other numbers of nodes with them.
+    The output and the exit code of the command do not change. tula times its first steps, and reports how long the
+    training would take on other numbers of nodes.
     """
     from tula_cli.services import observe as service
     from tula_cli.show.observe import render_installation, render_observations

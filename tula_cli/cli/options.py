@@ -19,7 +19,7 @@ USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
 
 
 class Interrupted(TulaError):
-    """Ctrl-C. Jobs stay alive unless the user asked otherwise."""
+    """Ctrl-C was pressed. Jobs continue unless --cancel-on-interrupt was given."""
 
     exit_code = 130
     code = "interrupted"

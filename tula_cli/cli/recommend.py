@@ -48,16 +48,16 @@ def recommend(
         typer.Option(
             min=1,
             metavar="N",
-            help="Plan this many trainings on --max-nodes in all; for several jobs, give --run and this once per job.",
+            help="Plan N trainings that together use at most --max-nodes nodes. For several jobs, give --run and"
+            " --trainings once per job.",
         ),
     ] = None,
     observed: Observed = None,
 ) -> None:
     """Choose nodes and batch size from the measurements.
 
-    The first recommendation of a run is stored for tula train, and the same command later renews it. A recommendation
-    with another objective, other limits or --set is only shown; --save stores it. Later commands do not use the values
-    of --set.
+    tula train uses the first recommendation of a run, which the same command updates later. To replace it by one with
+    another objective, other limits or --set, add --save. Later commands do not use the values of --set.
     """
     from tula_cli.services import recommend as service
     from tula_cli.spec.job import describe_training_method

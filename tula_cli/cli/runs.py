@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NamedRuns = Annotated[
     Sequence[Path],
     Option(
-        "The run, as an option; may be repeated (default: $TULA_RUN, otherwise the newest run).",
+        "Run to use; may be repeated (default: $TULA_RUN, otherwise the newest run).",
         "--run",
         metavar="RUN",
         type=list[Path] | None,

@@ -73,12 +73,13 @@ def logs(
     screen: Screen,
     chosen: ExistingRun,
     job: Annotated[
-        str | None, typer.Option(metavar="JOB", help="Only this job; tula status lists the jobs (default: newest job).")
+        str | None,
+        typer.Option(metavar="JOB", help="Show only this job; tula status lists the jobs (default: newest job)."),
     ] = None,
-    rank: Annotated[int | None, typer.Option(metavar="N", min=0, help="Only this rank (default: rank 0).")] = None,
-    every: Annotated[bool, typer.Option("--all", help="All attempts, not only the newest.")] = False,
+    rank: Annotated[int | None, typer.Option(metavar="N", min=0, help="Show only this rank (default: rank 0).")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Show all attempts, not only the newest.")] = False,
     last: Annotated[
-        int | None, typer.Option("--lines", "-n", metavar="N", min=0, help="Only the last N lines.")
+        int | None, typer.Option("--lines", "-n", metavar="N", min=0, help="Show only the last N lines.")
     ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Keep printing new lines while jobs are running.")
@@ -126,7 +127,7 @@ def cancel(
     screen: Screen,
     chosen: ExistingRun,
     yes: Annotated[  # noqa: ARG001
-        bool, typer.Option("--yes", "-y", help="Has no effect: cancel never asks.", rich_help_panel=ADVANCED)
+        bool, typer.Option("--yes", "-y", help="Has no effect, because cancel does not ask.", rich_help_panel=ADVANCED)
     ] = False,
 ) -> None:
     """Cancel the jobs of a run; its results are kept."""

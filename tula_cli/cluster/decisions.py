@@ -97,9 +97,9 @@ Situation = Literal[
     "attempts remain",
     "attempts remain, and there is no scheduler",
     "a later job waits",
-    "it is the first since the newest checkpoint and follows a step, and a later job waits",
-    "it is the first since the newest checkpoint and follows a step",
-    "it occurs twice in the same way, within 30 s of a start or after the same samples",
+    "it is the first failure since the newest checkpoint and follows a step, and a later job waits",
+    "it is the first failure since the newest checkpoint and follows a step",
+    "the same failure occurs twice within 30 s of a start, or after the same samples",
     "the job saved nothing",
     "`train.max_attempts` supervisors have failed without a newer checkpoint",
     "no batch was skipped yet",
@@ -126,10 +126,10 @@ Action = Literal[
 Kind = OutcomeClass | Literal["any", "none"]
 Rule = tuple[Kind, Situation, Action]
 
-_TWICE: Situation = "it occurs twice in the same way, within 30 s of a start or after the same samples"
-_AFTER_STEP: Situation = "it is the first since the newest checkpoint and follows a step"
+_TWICE: Situation = "the same failure occurs twice within 30 s of a start, or after the same samples"
+_AFTER_STEP: Situation = "it is the first failure since the newest checkpoint and follows a step"
 _AFTER_STEP_AND_WAITS: Situation = (
-    "it is the first since the newest checkpoint and follows a step, and a later job waits"
+    "it is the first failure since the newest checkpoint and follows a step, and a later job waits"
 )
 
 TRAINING: tuple[Rule, ...] = (

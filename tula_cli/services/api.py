@@ -277,7 +277,7 @@ RESULT_COLUMNS = {
     "loader_time_s": "seconds that the data loader needs for one step, if nothing else runs",
     "samples_per_s": "samples per second of all GPUs",
     "peak_memory_bytes": "reserved memory of one GPU, bytes",
-    "message": "why nothing was measured; empty for a measurement",
+    "message": "the reason why nothing was measured; empty if the probe measured",
 }
 """Columns of `Run.results()`, with units."""
 

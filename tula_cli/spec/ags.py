@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Every(Section):
-    """Refresh the scaling factors every `every` optimizer steps."""
+    """Recompute the scaling factors after a fixed number of optimizer steps."""
 
     every: Positive  # Number of optimizer steps
 
@@ -32,28 +32,29 @@ Threshold = Annotated[
 
 
 class Ags(Section):
-    """Adaptive gradient scaling, Algorithm 1 of the paper. Keys that are not set are taken from the preset."""
+    """Adaptive gradient scaling (Algorithm 1 of the paper). The preset sets the keys that are missing or null."""
 
-    # Source of the keys that are not set: paper (Algorithm 1) or robust (the default of scripts)
+    # Preset for the keys that are not set: paper (Algorithm 1) or robust (the default for scripts)
     preset: Literal["paper", "robust"] = "paper"
     # element: one factor per element; tensor: one per parameter tensor; null: from the preset
     granularity: Literal["element", "tensor"] | None = None
-    # Scale only if the squared gradient norm changed by less than this share; inf: always; null: from the preset
+    # Scale the gradient only in steps in which its squared norm has changed by less than this share; inf: in every
+    # step; null: from the preset
     delta: Threshold | None = None
-    # Samples of the small batch; auto: train.reference_batch, at most a quarter of the batch
+    # Size of the small batch in samples; auto: train.reference_batch, but at most a quarter of the batch
     b_small: Literal["auto"] | Positive = "auto"
-    # When factors are recomputed: every epoch, or every given number of steps; null: from the preset
+    # When factors are recomputed. epoch: once per epoch; {every: N}: every N steps; null: from the preset
     refresh: Literal["epoch"] | Every | None = None
-    # Gradient that factors are computed from. small_batch: an additional pass over part of the batch; local_norms: that
-    # of each GPU (granularity tensor only); null: from the preset
+    # Gradient from which factors are computed. small_batch: that of an additional pass over part of the batch;
+    # local_norms: those of the single GPUs (only with granularity: tensor); null: from the preset
     source: Literal["small_batch", "local_norms"] | None = None
     # What is multiplied by the factors: the gradient, or the optimizer's update. null: update with optimizers that
     # normalise the gradient (Adam, Muon ...), otherwise from the preset.
     apply_to: Literal["gradient", "update"] | None = None
-    # Which parameters are scaled. all: every one, as in the paper; auto: all but embeddings, because a small batch
-    # contains few of their rows; or patterns as in model.frozen, for example ["*", "!embeddings", "!norms"]
+    # Parameters whose gradients are scaled. all: every parameter, as in the paper; auto: all except embeddings, of
+    # which a small batch contains few rows; or patterns as in model.frozen, for example ["*", "!embeddings", "!norms"]
     parameters: Literal["auto", "all"] | Annotated[tuple[str, ...], Field(min_length=1)] = "auto"
-    factor: Literal["auto"] | PositiveFloat = "auto"  # Method static: the factor; auto: sqrt(batch / b_small)
+    factor: Literal["auto"] | PositiveFloat = "auto"  # Only for method static: the factor; auto: sqrt(batch / b_small)
 
     def resolved(self) -> "ResolvedAgs":
         """Return the section with every field filled, from the preset if not given."""
@@ -104,11 +105,11 @@ BRANCHING_EPOCH = 1
 
 
 class GivenArm(Section):
-    """An arm: settings that a self-tuning training tries in a branch. It uses the job's section `ags`."""
+    """An arm: settings that a training with method auto tries in a branch. An arm with method ags uses the section `ags`."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")]  # Name of the arm, shown by tula status
     method: ArmMethod = "lbt"  # Method that trains the arm
-    lr_factor: PositiveFloat = 1.0  # Factor of the learning rate, throughout the schedule
+    lr_factor: PositiveFloat = 1.0  # Factor of the learning rate, in the whole training
 
 
 class Arm(GivenArm):
@@ -121,13 +122,13 @@ class Arm(GivenArm):
 
 
 class Auto(Section):
-    """Self-tuning (train.method: auto): short branches with different settings, compared on held-out training samples."""
+    """Settings of method auto, which tries several arms in short branches and compares them on held-out training samples."""
 
-    # Epochs of a branch in the first round; each later round doubles them. auto: the branches and the epochs before
-    # them together train a quarter of the samples of the training.
+    # Epochs of a branch in the first round; each later round doubles them. auto: the branches, and the epochs before
+    # them, together train a quarter of the training's samples.
     branch_epochs: Literal["auto"] | PositiveFloat = "auto"
-    # Arms to compare with lbt, which always takes part; empty: the ramp, the ramp with half the learning rate, and the
-    # ramp with 4 times the weight decay
+    # Settings to compare with lbt, which is always tried. empty: ramp, ramp with half the learning rate, and ramp with
+    # 4 times the weight decay
     arms: list[GivenArm] = []
 
     @model_validator(mode="after")

@@ -59,16 +59,18 @@ SectionType = TypeVar("SectionType", bound=Section)
 class Baseline(Section):
     """Today's configuration, with which `tula recommend` and `tula train` compare the chosen one."""
 
-    nodes: Positive | None = None  # null: the fewest of search.nodes
-    batch: Positive | None = None  # Global batch; null: train.reference_batch, of a script script.reference.batch
+    nodes: Positive | None = None  # Number of nodes; null: the fewest of search.nodes
+    batch: Positive | None = None  # Global batch; null: train.reference_batch, or for a script script.reference.batch
 
 
 class JobSpec(Section):
-    """A job. Required are model, dataset, optimizer.lr and train.epochs, or a script; other sections are optional."""
+    """A job. It needs model, dataset, optimizer.lr and train.epochs, or a script; all other sections are optional."""
 
-    # Name of the job; a run's directory is tula-runs/<name>-<signature>, or tula-runs/<name>-<node type>-<signature>
+    # Name of the job. Its runs are in tula-runs/<name>-<signature>, or with node types in tula-runs/<name>-<node
+    # type>-<signature>.
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")] = "job"
-    script: Script | None = None  # A training script that runs unchanged, in place of the sections model to schedule
+    # A training script that runs unchanged. It replaces the sections from model to schedule.
+    script: Script | None = None
     model: Model
     dataset: Dataset
     transforms: Transforms = Transforms()
@@ -81,10 +83,11 @@ class JobSpec(Section):
     search: Search = Search()
     cluster: Cluster = Cluster()
     baseline: Baseline = Baseline()
-    pricing: Pricing = UNPRICED  # Price of the nodes; if not set, costs are node-hours
-    # Types of nodes by name; each is measured separately, and tula recommend chooses among all
+    # Price of the nodes; without it, costs are node-hours
+    pricing: Pricing = UNPRICED
+    # Types of nodes by name. tula measures each type separately, and tula recommend chooses among all.
     node_types: dict[TypeName, NodeType] = {}
-    export: list[Export] = []  # Trackers to which a run is sent while jobs run; tula export sends on request
+    export: list[Export] = []  # Trackers that receive results while a command waits for jobs; see also tula export
     _measured_with_fewer_gpus: bool = PrivateAttr(default=False)
 
     @model_validator(mode="before")

@@ -47,9 +47,9 @@ class Cluster(Section):
 
     # local (this machine), slurm, or package.module:attribute of a user-defined scheduler
     kind: Annotated[str, AfterValidator(_check_kind), _WRITTEN_KIND] = "local"
-    gpus_per_node: Positive = 1  # Ranks per node: one per GPU, or processes on the CPU
+    gpus_per_node: Positive = 1  # Number of ranks per node: one per GPU, or processes on the CPU
     device: Literal["auto", "cuda", "cpu"] = "auto"  # Device of the ranks; auto: the GPU if there is one, else the CPU
-    memory_per_gpu: Size | None = None  # Limit of a rank's memory, enforced; null: what the device has
+    memory_per_gpu: Size | None = None  # Memory limit of each rank, which tula enforces; null: the memory of the device
     # Communication pattern that the time model assumes; it does not change how trainings synchronise
     collective: Literal["ring", "tree", "reduce_scatter_allgather", "parameter_server"] = "ring"
     # Network interface of gloo and NCCL, for example ib0; null: lo on one machine, otherwise detected
@@ -97,8 +97,8 @@ class Cluster(Section):
 class Spot(Section):
     """Spot (preemptible) nodes: cheaper, but the provider may reclaim them.
 
-    The rate is that of one node, as providers state it. A job on N nodes is interrupted N times as often, so that
-    one number applies to the whole search.
+    Interruptions are given per node, as providers state them. tula assumes that a job on N nodes is interrupted N times
+    as often.
     """
 
     discount: Annotated[float, Field(ge=0, lt=1)]  # Share of the price that is saved, for example 0.6
@@ -131,16 +131,16 @@ class Pricing(Section):
 
     # Unit of the price; billing: what SLURM bills
     kind: Literal["node_hour", "gpu_hour", "gb_hour", "billing"] = "node_hour"
-    # Price per unit, in currency; may be omitted only with kind: billing
+    # Price per unit, in currency. It may be omitted only with kind: billing.
     price: Annotated[PositiveFloat, BeforeValidator(no_free_price)] = 1.0
-    # Shown with every cost; with kind: billing and no price, costs are in SU instead
+    # Currency of all costs. With kind: billing and no price, costs are in SU instead.
     currency: Annotated[Line, Field(min_length=1)] = "USD"
     spot: Spot | None = None  # Discount and interruptions of spot nodes; null: on demand only
-    # kind: billing: the site's charge factors by QOS, which SLURM does not know
+    # With kind: billing: charge factors of the site by QOS, which SLURM does not know
     qos_factors: dict[str, NonNegativeFloat] = {}
-    # kind: billing: the site's charge factors by partition, which SLURM does not know
+    # With kind: billing: charge factors of the site by partition, which SLURM does not know
     partition_factors: dict[str, NonNegativeFloat] = {}
-    # kind: billing: values reported by SLURM, recorded by tula in a run; do not set
+    # With kind: billing: values that tula reads from SLURM and records in a run. Do not set this key.
     slurm_billing: Annotated[SiteBill | None, WithJsonSchema({"type": ["object", "null"]})] = None
 
     @model_validator(mode="after")
@@ -169,7 +169,7 @@ UNPRICED = Pricing(price=1.0, currency="node-h")
 
 
 class NodeType(Section):
-    """Settings of one node type, which override those sections of the job key by key."""
+    """Settings of one node type. They override single keys of the sections cluster, pricing and search."""
 
     cluster: Arguments = {}  # Keys that override section cluster
     pricing: Arguments = {}  # Keys that override section pricing

@@ -79,8 +79,8 @@ class BestCheckpoint(Section):
 class EarlyStopping(Section):
     """Conditions that end a training before its last epoch, checked after the evaluation of each epoch."""
 
-    # Stop when train.best_checkpoint.metric reaches this value. For top1 and top5: percent, or a share if at most 1
-    # (0.76 is 76 %).
+    # Stop when train.best_checkpoint.metric reaches this value. For top1 and top5, a value up to 1 is a share (0.76 is
+    # 76 %), and a larger one is in percent.
     target: float | None = None
     # Stop after this many epochs in a row without a better value of train.best_checkpoint.metric
     patience: Positive | None = None
@@ -105,15 +105,15 @@ class Model(Section):
     """A torchvision or tula model, `transformers:CLASS`, or `package.module:callable` that returns a torch.nn.Module."""
 
     name: str  # A torchvision or tula model, transformers:CLASS, or package.module:callable
-    # Arguments of the constructor or configuration; num_classes defaults to the classes of the dataset
+    # Arguments of the constructor or configuration. num_classes defaults to the number of classes in the dataset.
     args: Arguments = {}
-    # File with initial weights: a state_dict or checkpoint written by torch.save, .safetensors, or a checkpoint of
-    # tula; null: the model's own initialisation
+    # File with initial weights: a state_dict or checkpoint written by torch.save, a .safetensors file, or a checkpoint
+    # of tula. null: the model initialises its weights itself.
     weights: str | None = None
-    # false: load only weights whose name and shape match, and report the others; true: a mismatch is an error
+    # true: weights whose name or shape does not match are an error. false: they are skipped and listed.
     strict: bool = True
-    # Parameters that are not trained: patterns of parameter or module names, or norms, biases, embeddings (of the whole
-    # model). A pattern after ! is excluded: ["*", "!head"] trains only the head.
+    # Parameters that are not trained: patterns of parameter or module names. norms, biases and embeddings match those
+    # of the whole model. ! makes an exception: ["*", "!head"] freezes all parameters except those of head.
     frozen: list[str] = []
 
     @model_validator(mode="after")
@@ -124,13 +124,14 @@ class Model(Section):
 
 
 class SeparateTest(Section):
-    """A test set for `tula evaluate`, used neither for training nor for choosing the best epoch."""
+    """A test set for `tula evaluate`. It is used neither for training nor for choosing the best epoch."""
 
-    # ImageFolder, or package.module:callable, called with train=False; null: the name of the dataset
+    # ImageFolder, or package.module:callable, which is called with train=False; null: the name of the dataset
     name: str | None = None
-    # Folder of an ImageFolder test set, with one sub-folder per class; required for ImageFolder, otherwise unused
+    # Folder of an ImageFolder, with one subfolder per class; only for ImageFolder, and required there
     root: str | None = None
-    args: Arguments = {}  # Arguments of the test set; if it has the name of the dataset, they override dataset.args
+    # Arguments of the test set. If it has the name of the dataset, they override single keys of dataset.args.
+    args: Arguments = {}
     length: Positive | None = None  # Number of samples of an iterable test set; null: its len()
 
 
@@ -144,21 +145,21 @@ class Dataset(Section):
     name: str  # A built-in dataset (CIFAR10, ImageNet, ImageFolder, digits ...), or package.module:callable
     root: str = "data"  # Folder with the files of a built-in dataset
     args: Arguments = {}  # Arguments of the dataset
-    download: bool = False  # Let torchvision download the dataset
-    # Share of samples held out for evaluation, stratified by class, if there is no official split
+    download: bool = False  # Download the dataset with torchvision
+    # Share of samples that are held out for evaluation, stratified by class, if the dataset has no official split
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    # Callable (list of samples) -> batch: an import string, or {import string: {arguments}}; null: the default of the
-    # dataset or of torch
+    # Callable that makes a batch from a list of samples: an import string, or {import string: {arguments}}. null: the
+    # default of the dataset or of torch.
     collate_fn: str | dict[str, Arguments] | None = None
-    # Callable (dataset) -> indices of one epoch for all GPUs: an import string, or {import string: {arguments}}. It
-    # also receives epoch and seed if it has such parameters; null: a random order.
+    # Callable that returns the indices of one epoch for all GPUs: an import string, or {import string: {arguments}}.
+    # Its parameters are the dataset, and optionally epoch and seed. null: a random order.
     sampler: str | dict[str, Arguments] | None = None
     length: Positive | None = None  # Samples per epoch of an iterable dataset; null: its len()
     eval_length: Positive | None = None  # Samples of an iterable evaluation set; null: its len()
-    # true: an iterable dataset gives each GPU different samples itself; false: tula distributes its samples
+    # For iterable datasets. true: the dataset itself yields different samples on each GPU. false: tula distributes its
+    # samples over the GPUs.
     sharded: bool = False
-    # Test set for tula evaluate; null: tula evaluate uses the evaluation samples of the training
-    test: SeparateTest | None = None
+    test: SeparateTest | None = None  # Test set for tula evaluate; null: tula evaluate uses the evaluation samples
 
     @property
     def tested(self) -> "Dataset":
@@ -215,7 +216,7 @@ def import_string_of(entry: str | dict[str, dict[str, Any]] | None, key: str) ->
 
 
 class Transforms(Section):
-    """Names of torchvision.transforms.v2 classes, {Name: {arguments}}, or import strings; empty: ToTensor only."""
+    """Transforms: names of torchvision.transforms.v2 classes, {Name: {arguments}}, or import strings. An empty list is ToTensor."""
 
     train: list[str | dict[str, Arguments]] = []  # Transforms of training samples
     eval: list[str | dict[str, Arguments]] = []  # Transforms of evaluation and test samples
@@ -232,7 +233,7 @@ class ParameterGroup(Section):
     """Parameters with a different learning rate or weight decay."""
 
     parameters: Annotated[list[str], Field(min_length=1)]  # Patterns as in model.frozen, for example [norms, biases]
-    lr_factor: PositiveFloat = 1.0  # Factor of the learning rate, throughout the schedule
+    lr_factor: PositiveFloat = 1.0  # Factor by which the learning rate of these parameters is multiplied
     weight_decay: NonNegativeFloat | None = None  # Weight decay of these parameters; null: optimizer.weight_decay
 
 
@@ -241,15 +242,15 @@ class Optimizer(Section):
 
     name: str = "SGD"  # A class of torch.optim, or package.module:callable
     lr: PositiveFloat  # Learning rate, tuned for train.reference_batch
-    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None  # Passed to the optimizer; null: not passed
-    weight_decay: NonNegativeFloat = 0.0  # Passed to the optimizer
-    # Further arguments of the optimizer, for example {nesterov: true}. Method ramp with Adam-like optimizers uses a
-    # beta1 of 0.8 above 8 times train.reference_batch unless betas is set.
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None  # Momentum; null: not passed to the optimizer
+    weight_decay: NonNegativeFloat = 0.0  # Weight decay
+    # Further arguments of the optimizer, for example {nesterov: true}. If betas is not set, method ramp with Adam-like
+    # optimizers uses a beta1 of 0.8 above 8 times train.reference_batch.
     args: Arguments = {}
-    # Samples after which Adam's second moment has decayed by half, at any batch; auto: as with beta2 at
-    # train.reference_batch. null: auto with methods ramp and ortho, otherwise beta2 per step is constant.
+    # Number of samples after which Adam's second moment has decayed by half, at any batch. auto: that of beta2 at
+    # train.reference_batch. null: auto with methods ramp and ortho; with other methods, beta2 is the same at any batch.
     beta2_half_life: Literal["auto"] | Annotated[float, Field(gt=0, le=1e12)] | None = None
-    # Parameter groups with different settings; if several match a parameter, the last one applies
+    # Parameter groups with different settings. If several groups match a parameter, only the last one applies.
     groups: list[ParameterGroup] = []
 
 
@@ -262,18 +263,18 @@ PEAK = 0.3
 class Schedule(Section):
     """Learning-rate schedule over (fractional) epochs: a linear warm-up, then one of the kinds."""
 
-    # Shape after the warm-up: constant, multistep, cosine, linear, one-cycle, or package.module:callable that maps
-    # (fractional) epochs done to a factor of the learning rate; it also receives epochs (train.epochs) if it has such a
-    # parameter. If not set, method ramp with Adam-like optimizers uses
-    # linear with decay_from 0.7.
+    # Shape after the warm-up: constant, multistep, cosine, linear, one-cycle, or package.module:callable. A callable
+    # gets the number of epochs done (may be fractional), and train.epochs if it has a parameter epochs, and returns a
+    # factor of the learning rate. If kind is not set, method ramp with Adam-like optimizers uses linear with decay_from
+    # 0.7.
     kind: str = "constant"
     milestones: list[NonNegativeFloat] = []  # multistep: epochs at which the learning rate is multiplied by gamma
     gamma: PositiveFloat = 0.1  # multistep: factor of the learning rate at each milestone
-    # Epochs of warm-up, not for one-cycle. null: 5, but at most 5 % of train.epochs, with methods lrs, lars, lamb,
-    # polo, ortho and schedule_free; 0 with other methods and with any train.ramp other than decay.
+    # Epochs of warm-up; not for one-cycle. null: with methods lrs, lars, lamb, polo, ortho and schedule_free 5, but at
+    # most 5 % of train.epochs; otherwise 0, also with any train.ramp other than decay.
     warmup_epochs: NonNegativeFloat | None = None
     min_lr: NonNegativeFloat = 0.0  # cosine, linear, one-cycle: final learning rate
-    # linear: share of train.epochs after which the rate falls; from the warm-up until then it is constant
+    # linear: share of train.epochs after which the learning rate begins to fall; until then it is constant
     decay_from: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     @model_validator(mode="after")
@@ -317,57 +318,60 @@ _RESERVED = {"auto", "eval_loss", *BUILT_IN}
 class Train(Section):
     """Settings of the training."""
 
-    epochs: Annotated[int, Field(ge=1, le=1_000_000)]  # Number of epochs, independent of batch and method
+    # Number of epochs; it does not change with the batch or the method
+    epochs: Annotated[int, Field(ge=1, le=1_000_000)]
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # Seed of weights, data order and augmentation
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # Precision of forward and backward pass; parameters stay fp32
     workers: Workers = "auto"  # Data-loader processes per GPU; auto: the CPU cores of the rank minus one, from 2 to 8
     # Compile with torch.compile: true, or one of its modes
     compile: bool | Literal["default", "max-autotune-no-cudagraphs"] = False
-    # Use only bitwise reproducible operations; an operation without such a form is an error. false: cuDNN selects the
-    # fastest algorithms (NVIDIA GPUs).
+    # Use only operations with bitwise reproducible results. The training fails if an operation has no such form. false:
+    # cuDNN selects the fastest algorithms (NVIDIA GPUs).
     deterministic: bool = False
     # ddp: each GPU holds a copy of the model (DistributedDataParallel). fsdp: parameters, gradients and optimizer
-    # states are sharded over the GPUs (FSDP2); needs less memory, and 1.5 times the network traffic. The members of every
-    # nn.ModuleList and nn.Sequential are gathered one at a time.
+    # states are sharded over the GPUs (FSDP2). This needs less memory, but causes 1.5 times the network traffic.
     parallel: Literal["ddp", "fsdp"] = "ddp"
     accumulate: Positive = 1  # Micro-batches per optimizer step
-    # Norm to which gradients are clipped; null: no clipping. If not set, 1 with methods ramp and auto, SGD and a
-    # cross-entropy; otherwise no clipping.
+    # Clip gradients to this norm; null: no clipping. If not set, 1 with methods ramp and auto if the optimizer is SGD
+    # and the loss a cross-entropy, otherwise no clipping.
     max_grad_norm: PositiveFloat | None = None
-    activation_checkpointing: bool = False  # Recompute activations in the backward pass: less memory, more computation
-    # Seconds between checkpoints; auto: interval by Young and Daly from the measured save time
+    # Recompute activations in the backward pass: needs less memory but more time
+    activation_checkpointing: bool = False
+    # Seconds between checkpoints. auto: the optimal interval for the measured save time (Young and Daly).
     checkpoint_every: Literal["auto"] | PositiveFloat = "auto"
     reference_batch: Positive = 128  # Global batch for which optimizer.lr was tuned
-    # How the large batch is trained: a built-in method, or package.module:attribute of a user-defined one. Default for
-    # scripts: lrs with lr_scaling: sqrt if the command takes a learning rate, else lbt.
+    # How the large batch is trained: a built-in method, or package.module:attribute of your own method. Default for
+    # scripts: lrs with lr_scaling: sqrt if the command has {lr} or {lr_factor}, otherwise lbt.
     method: Method = DEFAULT_METHOD
-    # Rule by which the learning rate follows batch / reference_batch. auto: linear with methods lrs, lars, ortho and
-    # ramp (sqrt with Adam-like optimizers and the last two), sqrt with lamb, otherwise none
+    # Factor of the learning rate at k times reference_batch. linear: k; sqrt: sqrt(k); none: 1. auto: linear with
+    # methods lrs and lars; sqrt with lamb; linear with ortho and ramp, but sqrt if the optimizer is Adam-like; none
+    # with other methods.
     lr_scaling: Literal["auto", "none", "linear", "sqrt"] = "auto"
-    # Upper limit of the factor on the learning rate; null: no limit. auto: with method ramp (also as a branch of method
-    # auto) 8, or 16 with a cross-entropy; no limit with other methods.
+    # Upper limit of the factor by which the learning rate is scaled; null: no limit. auto: with method ramp (also as an
+    # arm of method auto) 8, or 16 with a cross-entropy loss; no limit with other methods.
     max_lr_factor: Literal["auto"] | Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = "auto"
-    # How the batch grows during training. auto: doubled from reference_batch every 5 % of the training; noise: as the
-    # measured gradient noise scale grows; decay: doubled where the schedule halves the learning rate, which then falls
-    # by sqrt(2), or not at all with SGD; or a list of stages such as [{epochs: 1, batch: 128}, {epochs: 0.5, batch:
-    # 256}]. null: auto with method ramp, else a constant batch.
+    # How the batch grows during training. auto: it doubles from reference_batch every 5 % of the training. noise: it
+    # grows with the measured gradient noise scale. decay: it doubles each time the schedule halves the learning rate;
+    # the learning rate then falls only by sqrt(2), and with SGD it does not fall. Or a list of stages, such as
+    # [{epochs: 1, batch: 128}, {epochs: 0.5, batch: 256}]. null: auto with method ramp, otherwise a constant batch.
     ramp: Stages | None = None
-    # Number of nodes of the ramp's stages. same: that of the training; auto (the default of ramp: decay): chosen per
-    # stage from search.nodes, based on the measurements
+    # Number of nodes in the stages of the ramp. same: that of the training. auto: chosen for each stage from
+    # search.nodes, based on the measurements; this is the default with ramp: decay.
     ramp_nodes: Literal["same", "auto"] = "same"
-    # After an out-of-memory error: accumulate: keep the batch and use smaller micro-batches, if possible; shrink: use
-    # the next smaller batch
+    # Reaction to an out-of-memory error. accumulate: keep the batch and compute it in smaller micro-batches, if
+    # possible. shrink: use the next smaller batch.
     oom_policy: Literal["accumulate", "shrink"] = "accumulate"
-    max_attempts: Positive = 8  # Starts in a row without a newer checkpoint after which a failing training is given up
-    # Additional measurements. gradient_norms: at every step (methods that scale gradients log them anyway);
-    # gradient_noise: noise scale at epoch ends, from 32 micro-batches per GPU; hessian: its largest eigenvalue at epoch
-    # ends, on 128 samples, at the cost of some dozen steps.
+    # Maximum number of consecutive failures without a newer checkpoint; then the training ends
+    max_attempts: Positive = 8
+    # Additional measurements. gradient_norms: in every step; methods that scale gradients always write them.
+    # gradient_noise: the noise scale at the end of each epoch, from 32 micro-batches per GPU. hessian: the largest
+    # eigenvalue of the Hessian at the end of each epoch, on 128 samples; it takes as long as some dozen steps.
     diagnostics: Annotated[
         list[Measurement], BeforeValidator(_read_measurements), WithJsonSchema(_WRITTEN_MEASUREMENTS)
     ] = []
-    # Additional evaluation metrics by name: a callable(outputs, batch), averaged over samples, or a class with update,
-    # compute and reset, as in torchmetrics. Given as an import string, for a class also as {import string:
-    # {arguments}}.
+    # Additional evaluation metrics by name. A value is the import string of a callable(outputs, batch), whose results
+    # are averaged over samples, or of a class with update, compute and reset, as in torchmetrics. Give arguments of a
+    # class as {import string: {arguments}}.
     metrics: dict[MetricName, str | dict[str, Arguments]] = {}
     best_checkpoint: BestCheckpoint = BestCheckpoint()  # Which epoch's checkpoint is kept as `best`
     early_stopping: EarlyStopping | None = None  # Conditions that end the training before its last epoch; null: none
@@ -468,23 +472,24 @@ class Search(Section):
     nodes: Annotated[list[Positive], Field(min_length=1)] = [2, 4, 8, 16]  # Numbers of nodes to search
     # Numbers of GPUs per node to search; null: only cluster.gpus_per_node
     gpus_per_node: Annotated[list[Positive], Field(min_length=1)] | None = None
-    min_batch: Positive = 32  # Smallest global batch; candidates are min_batch x 2^k
-    max_batch: Positive | None = None  # Largest global batch; null: limited by memory and dataset size only
-    # Which configurations are measured. full: all; partial: the four corners (fewest and most nodes, smallest and
-    # largest batch); sweep: all batches on the fewest nodes, the smallest on all others, also the middle and the
-    # largest on the most; adaptive: chosen in rounds from earlier results; auto: adaptive, or sweep for a long training
+    min_batch: Positive = 32  # Smallest global batch; tula considers min_batch x 2^k
+    max_batch: Positive | None = None  # Largest global batch; null: limited only by memory and dataset size
+    # Which configurations are measured. full: all. partial: the fewest and the most nodes, each with the smallest and
+    # the largest batch. sweep: all batches on the fewest nodes, the smallest batch on all other numbers of nodes, and
+    # the middle and the largest batch on the most nodes. adaptive: tula chooses them in rounds from earlier results.
+    # auto: sweep for a long training, otherwise adaptive.
     strategy: Literal["auto", "sweep", "partial", "full", "adaptive"] = "auto"
-    # Minimum number of steps of a probe's warm-up, which lasts until step times are stable, and of its timing, which
-    # ends after min_steps and min_seconds, once the standard error of the mean step time is below 1 %.
+    # Minimum number of steps in each of the two phases of a probe. The warm-up lasts until step times are stable. The
+    # timing lasts at least min_seconds, and until the standard error of the mean step time is below 1 %.
     min_steps: Annotated[int, Field(ge=5)] = 10
-    # Minimum duration of the timed steps in seconds, so that clocks and power settle
+    # Minimum duration of the timed steps in seconds, so that GPU clocks and power become stable
     min_seconds: NonNegativeFloat = 2.0
-    # Maximum duration of the timed steps in seconds (at least 5 steps are timed), and of the warm-up
+    # Maximum duration in seconds of the warm-up, and of the timed steps (at least 5 steps are timed)
     max_seconds: PositiveFloat = 60.0
-    # Maximum node-hours of all probes, and of the resume tests of a script, together; null: no limit
+    # Maximum node-hours of all probes and resume tests together; null: no limit
     max_node_hours: PositiveFloat | None = None
-    # Maximum duration of one profiling job in minutes. Schedulers are asked for 2 more minutes, which prices include,
-    # so that tula can stop the job first and record why.
+    # Maximum duration of one profiling job in minutes. tula requests 2 more minutes from the scheduler, which prices
+    # include, so that it can stop the job itself and record the reason.
     max_minutes: PositiveFloat = 20.0
 
     @model_validator(mode="after")
@@ -543,13 +548,13 @@ def without_password(uri: str) -> str:
 
 
 class Export(Section):
-    """A tracker that receives results while a command waits for jobs. It reads the run's files; no training depends on it."""
+    """A tracker that receives results while a command waits for jobs. Trainings do not depend on it."""
 
     to: Line  # mlflow, wandb, tensorboard, or package.module:callable that returns an exporter
-    # mlflow: tracking URI; null: $MLFLOW_TRACKING_URI, else a database in the run. tensorboard, wandb: a folder; null:
-    # one in the run. wandb writes offline into a folder, and sends to a server given as https://...
+    # mlflow: the tracking URI; null: $MLFLOW_TRACKING_URI, otherwise a database in the run. tensorboard: a folder;
+    # null: one in the run. wandb: a server (https://...), or a folder for offline data; null: a folder in the run.
     uri: Annotated[Line, AfterValidator(without_password)] | None = None
-    project: Line | None = None  # Experiment of MLflow or project of W&B; null: the job's name
+    project: Line | None = None  # MLflow experiment or W&B project; null: the job's name
 
     @model_validator(mode="after")
     def _tracker_is_known(self) -> "Export":

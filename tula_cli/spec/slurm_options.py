@@ -147,18 +147,18 @@ class Slurm(Section):
     # Memory per node, as in sbatch --mem; 0: all memory of the node
     memory: Annotated[Line, AfterValidator(_check_slurm_memory), _WRITTEN_MEMORY] | None = None
     cpus_per_task: Positive | None = None  # CPU cores per rank, with either launcher
-    # Form in which GPUs are requested; none: they are not requested
+    # How GPUs are requested; none: they are not requested
     gpus: Literal["gpus_per_node", "gres", "gpus_per_task", "none"] = "gpus_per_node"
     # Type of GPU to request, as the site names it, for example a100
     gpu_type: Annotated[Line, AfterValidator(_check_gpu_type)] | None = None
     exclusive: bool = True  # Request whole nodes; on shared nodes other jobs distort the step times
-    # Any other options of sbatch by long name; true: an option without a value; false: omitted
+    # Further options of sbatch by their long names. true: an option without a value; false: the option is omitted
     extra: dict[Annotated[str, AfterValidator(_check_sbatch_option)], OptionValue] = {}
-    # Any other options of srun, in the same form
+    # Further options of srun, in the same form
     srun_extra: dict[Annotated[str, AfterValidator(_check_srun_option)], OptionValue] = {}
-    # Shell lines run before the job, or the path of a file with them; null: slurm-setup.sh of the user or the site
+    # Shell lines that run before the job, or the path of a file with them; null: slurm-setup.sh of the user or the site
     setup: list[str] | Line | None = None
-    # Environment variables, exported after setup; a variable set to null is not exported
+    # Environment variables, which are exported after setup. A variable that is null is not exported.
     environment: dict[Annotated[str, AfterValidator(_check_variable)], str | None] = {}
     # Shell command that starts Python in jobs, for example in a container; null: the current interpreter
     python: Command | None = None

@@ -74,7 +74,7 @@ def test_the_two_newest_and_the_best_are_kept(alone: Ranks, run: RunDir) -> None
 
 
 @pytest.mark.promise(
-    "the run directory", "there are files of the user among the checkpoints", "they are neither read nor deleted"
+    "the run directory", "the user has put files into the folder of checkpoints", "tula neither reads nor deletes them"
 )
 def test_a_copy_that_the_user_made_stays(alone: Ranks, run: RunDir) -> None:
     subject = trainer(spec(), alone)
@@ -156,7 +156,7 @@ def plain_zip(path: Path) -> None:
 @pytest.mark.promise(
     "the run directory",
     "the newest checkpoint does not load",
-    "it is set aside with a warning, and the previous one is used",
+    "tula sets it aside with a warning, and uses the previous one",
 )
 def test_what_holds_no_state_is_set_aside_with_a_word(
     alone: Ranks, run: RunDir, write: Callable[[Path], object]

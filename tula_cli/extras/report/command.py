@@ -27,8 +27,8 @@ Csv = Annotated[
         "--csv",
         metavar="DIR_OR_FILE",
         readable=False,
-        help="Write tables and data of figures as CSV: one file each into a folder, all into one .csv file, or - to"
-        " print them.",
+        help="Write tables and data of figures as CSV: to a folder (one file each), to one .csv file, or to stdout"
+        " (-).",
     ),
 ]
 Svg = Annotated[Path | None, typer.Option("--svg", metavar="FOLDER", readable=False, help="Write each figure as SVG.")]

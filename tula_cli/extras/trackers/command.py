@@ -22,7 +22,7 @@ def export(
 ) -> None:
     """Send results to MLflow, Weights & Biases or TensorBoard.
 
-    Sends parameters, probes, the recommendation and trainings; points of curves that were sent before are not sent again.
+    Sends parameters, probes, the recommendation and trainings. Data that were sent before are not sent again.
     """
     from tula_cli.extras.trackers import export as service
 

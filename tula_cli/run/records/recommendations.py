@@ -29,11 +29,13 @@ class SameProgress(Record):
     `low` and `high` bound the range due to the growth of the gradient noise and the 90 % interval of the step time.
     """
 
-    epochs: float = Field(description="epochs for the same progress")
+    epochs: float = Field(description="epochs needed for the same progress")
     epochs_low: float = Field(description="epochs, lower end of the range")
     epochs_high: float = Field(description="epochs, upper end of the range")
-    epochs_alike: float = Field(description="epochs at the end of the range where every sample counts equally")
-    epochs_lossy: float = Field(description="epochs at the end of the range where a large batch loses most")
+    epochs_alike: float = Field(
+        description="epochs if every sample contributes equally at any batch (one end of the range)"
+    )
+    epochs_lossy: float = Field(description="epochs if a large batch loses most (the other end of the range)")
     hours: float = Field(description="hours for the same progress")
     hours_low: float = Field(description="hours, lower end of the range")
     hours_high: float = Field(description="hours, upper end of the range")
@@ -43,8 +45,10 @@ class SameProgress(Record):
 class TimeParts(Record):
     """Breakdown of a training's wall-clock time; seconds."""
 
-    steps: float = Field(description="seconds of steps, with data, synchronisation and updates of scaling factors")
-    data: float | None = Field(description="seconds of the steps that wait for the data loader; None if not measured")
+    steps: float = Field(
+        description="seconds of all steps, including data, synchronisation and updates of scaling factors"
+    )
+    data: float | None = Field(description="seconds in which steps wait for the data loader; None if not measured")
     evaluation: float = Field(description="seconds of evaluations")
     checkpoints: float = Field(description="seconds of writing checkpoints")
     branches: float = Field(description="seconds of the branches of a self-tuning training")
@@ -92,20 +96,24 @@ class Prediction(Record):
     step_time: float = Field(description="seconds per optimizer step")
     step_low: float | None = Field(description="seconds per step, lower end of the interval")
     step_high: float | None = Field(description="seconds per step, upper end of the interval")
-    hours: float = Field(description="hours of the training; expected ones on spot nodes")
+    hours: float = Field(description="hours of the training; on spot nodes the expected hours")
     hours_low: float | None = Field(description="hours, lower end of the interval")
     hours_high: float | None = Field(description="hours, upper end of the interval")
-    cost: float = Field(description="cost in the currency of the pricing; expected on spot nodes")
+    cost: float = Field(description="cost in the currency of the pricing; on spot nodes the expected cost")
     peak_memory: int | None = Field(description="reserved memory of one GPU, bytes")
     headroom: float | None = Field(description="share of a GPU's memory that remains free")
     measured: bool = Field(description="whether a probe or training measured the step time")
-    further: bool = Field(default=False, description="whether its nodes are more than those of any probe")
-    step_fitted: float | None = Field(default=None, description="seconds per step by the fit, if step_time is measured")
+    further: bool = Field(default=False, description="whether the number of nodes is larger than that of any probe")
+    step_fitted: float | None = Field(
+        default=None, description="seconds per step predicted by the fit, if step_time is measured"
+    )
     scaling_efficiency: float | None = Field(
         default=None,
         description="samples/s per GPU, relative to the fewest nodes of the search with the same batch per GPU; None if unknown",
     )
-    trained: str = Field(default="", description="signature of the newest training that measured it; empty if none")
+    trained: str = Field(
+        default="", description="signature of the newest training with this configuration; empty if there is none"
+    )
     type: str = Field(default="", description="node type; empty if the job names none")
     market: Market = Field(default="on_demand", description="on_demand or spot")
     same_progress: SameProgress | None = Field(default=None, description="None if the gradient noise was not measured")
@@ -113,7 +121,7 @@ class Prediction(Record):
         default=0.0, description="share of the hours for updates of scaling factors; None if not measured"
     )
     energy: float | None = Field(
-        default=None, description="joules per step of all GPUs; None, as kWh, without a counter"
+        default=None, description="joules per step of all GPUs; None (and kwh too) if a GPU has no energy counter"
     )
     kwh: float | None = Field(default=None, description="kWh of the training, all GPUs")
     kwh_low: float | None = Field(default=None, description="kWh, lower end of the interval")
@@ -124,11 +132,13 @@ class Prediction(Record):
     )
     node_hours: float | None = Field(
         default=None,
-        description="node-hours paid for, fewer than nodes x hours if stages run on fewer nodes; None of an older tula",
+        description="node-hours to pay for; fewer than nodes x hours if stages run on fewer nodes; None in results"
+        " of an older tula",
     )
     pareto: bool = Field(
         default=False,
-        description="whether no other row is better in time, cost or (if all have it) kWh and equal in the others",
+        description="whether no other row is at least as good in time, cost and (if all rows have it) kWh, and"
+        " better in one of them",
     )
 
     @property
@@ -182,10 +192,10 @@ class Caveats:
 
 
 CAVEATS = {
-    "wide_interval": "the 90 % interval is too wide to decide by",
+    "wide_interval": "the 90 % interval is too wide for a decision",
     "within_noise": "the 90 % interval overlaps that of the choice, so the difference may be noise",
-    "efficiency_above_110": "samples/s per GPU exceed 110 % of those on the fewest nodes, which is hardly possible: a step"
-    " time is off",
+    "efficiency_above_110": "samples/s per GPU exceed 110 % of those on the fewest nodes; a step time is probably"
+    " wrong",
 }
 """Descriptions of the caveats; those of a quantity (time, cost, energy, progress) are named `QUANTITY_within_noise`."""
 
@@ -393,8 +403,8 @@ TradeOff = Literal["cost", "nodes"]
 ADDED_COLUMNS = {
     "chosen": "whether the row is the choice",
     "speed_up": "hours of today's configuration (section `baseline`) divided by those of the row; None if unknown",
-    "accuracy_risk": "accuracy risk of the batch: low, medium, high or unknown; None of an older tula",
-    "caveats": "reasons not to trust a figure of the row, as names; empty if there are none",
+    "accuracy_risk": "accuracy risk of the batch: low, medium, high or unknown; None in results of an older tula",
+    "caveats": "names of the reasons to distrust a value of the row; empty if there are none",
 }
 """Columns of `Recommendation.frame()` that are not fields of `Prediction`, with their descriptions."""
 

@@ -71,7 +71,7 @@ class Length(Section):
 
     epochs: Positive | None = None  # Number of epochs, of dataset_size samples each
     samples: Positive | None = None  # Number of samples in total
-    # Number of optimizer steps at reference.batch; another batch trains on the same number of samples
+    # Number of optimizer steps at reference.batch; with another batch, the number of samples is the same
     steps: Positive | None = None
 
     @model_validator(mode="after")
@@ -93,15 +93,15 @@ class Resume(Section):
     """How the script resumes from its own checkpoint."""
 
     args: Filled = ""  # Arguments appended to the command if there is a checkpoint, for example --resume {checkpoint}
-    # Path of the checkpoint, or a pattern with * whose newest match is used, for example {out}/checkpoint*.pth
+    # Path of the checkpoint; it may contain *, whose newest match is used, for example {out}/checkpoint*.pth
     checkpoint: Filled
-    # Batch with which the script can resume: same; epoch: another one, from the end of an epoch; any; rehearse: as
-    # found by the resume test
+    # Batch with which the script can resume. same: only the same batch. epoch: another batch, but only from the end of
+    # an epoch. any: another batch from any checkpoint. rehearse: the resume test finds out.
     batch: Literal["rehearse", "same", "epoch", "any"] = "rehearse"
 
 
 class ProbeScript(Section):
-    """Settings of the script in probes, which measure it; trainings do not use them."""
+    """Settings of the script that apply only in probes, not in trainings."""
 
     args: Filled = ""  # Arguments appended to the command in probes, for example --epochs 1
 
@@ -116,20 +116,22 @@ class Script(Section):
         AfterValidator(_require_known_placeholders),
         AfterValidator(_require_no_shell),
     ]
-    # rank: tula starts one process per GPU, with RANK, WORLD_SIZE ...; node: one per node, which starts the ranks
+    # rank: tula starts one process per GPU, and sets RANK, WORLD_SIZE and similar variables. node: tula starts one
+    # process per node, which must start the ranks.
     launch: Literal["rank", "node"] = "rank"
-    # snapshot: jobs run a copy of the code made at submission; none: jobs run the files as they are when the job starts
+    # snapshot: jobs run a copy of the code, made when they are submitted. none: jobs run the files as they are when the
+    # job starts.
     code: Literal["snapshot", "none"] = "snapshot"
     length: Length
     # Samples per epoch; auto: read from the script's DataLoader in the probes
     dataset_size: Literal["auto"] | Positive = "auto"
     reference: Reference
-    # How the script resumes from a checkpoint; null: an interrupted training restarts from the beginning
+    # How the script resumes from a checkpoint. null: an interrupted training starts again from the beginning.
     resume: Resume | None = None
     # How tula requests a checkpoint before a job has to stop: none, hooks, SIGUSR1, SIGUSR2, SIGTERM or file:PATH
     save: Annotated[str, AfterValidator(_require_save_request)] = "none"
-    # Metrics by name: a regular expression for the output, with one group around the number. The last and the best
-    # value are kept.
+    # Metrics by name. A value is a regular expression for the script's output, with one group around the number. tula
+    # records the last and the best value.
     metric: dict[str, Pattern] = {}
     probe: ProbeScript = ProbeScript()
 

@@ -80,9 +80,9 @@ def job_spec() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-SPEC_HEAD = """All keys of the job file with type, default and meaning. An unknown key is an error that names the nearest known key.
+SPEC_HEAD = """All keys of the job file with type, default and meaning. For an unknown key, tula exits with an error that names the nearest known key.
 `batch` is global: samples per optimizer step over all GPUs. `local_batch` is the batch of one GPU. `tula init` writes a file with
-comments, [the quickstart](../tutorial/quickstart.md#the-job-file) shows the smallest useful file, and [settings](../how-to/settings.md) where values come from."""
+comments. [The quickstart](../tutorial/quickstart.md#the-job-file) shows the smallest useful file, and [settings](../how-to/settings.md) explains where values come from."""
 
 
 def _old_keys() -> str:
@@ -252,8 +252,8 @@ def _exit_codes() -> str:
 ENDINGS_HEAD = """An attempt that fails has one of these outcomes. `tula status --json` lists the `attempts`. Each has its `outcome`, the host,
 the rank if a single rank is the cause, and a `decision`. A command that waits for the job exits with this exit code, unless tula
 starts the training again. The column "what follows" applies to trainings; the first condition that is true decides
-(`cluster/decisions.py`). Without a scheduler, the next job is the next `tula train`. "Attempts remain" until `train.max_attempts` attempts have failed without a newer
-checkpoint; failures of the file system are counted separately, in each job. When a training ends, tula cancels the other jobs of
+(`cluster/decisions.py`). Without a scheduler, the next job is the next `tula train`. Attempts remain as long as fewer than `train.max_attempts` have failed without a
+newer checkpoint. Failures of the file system are counted separately in each job. When a training ends, tula cancels the other jobs of
 its chain. tula restarts profiling jobs and evaluations at most twice, if it would restart a training. Any other outcome
 of a probe is stored as its result. The advice is for jobs without a script on SLURM; with a script, messages name the
 settings of the script."""

@@ -133,7 +133,7 @@ Overrides = Annotated[
 NodeType = Annotated[
     str | None,
     Option(
-        "Use only this node type: a name in node_types, or for example gpus-4 with search.gpus_per_node.",
+        "Use only this node type: a name in node_types, or gpus-N for N GPUs of search.gpus_per_node.",
         "--type",
         metavar="NAME",
         advanced=True,

@@ -269,7 +269,7 @@ RESULT_COLUMNS = {
     "batch": "global batch: samples per optimizer step over all GPUs",
     "local_batch": "samples per optimizer step on one GPU",
     "outcome": "measured, out_of_memory or failed",
-    "step_time_s": "seconds per optimizer step; this and all columns up to peak_memory_bytes are missing without a measurement",
+    "step_time_s": "seconds per optimizer step; missing, as all columns up to peak_memory_bytes, if nothing was measured",
     "sync_time_s": "seconds per step of gradient synchronisation that does not overlap with computing",
     "compute_time_s": "seconds per step without synchronisation",
     "data_wait_s": "seconds per step of waiting for the data loader",

@@ -48,8 +48,8 @@ class Ags(Section):
     # Gradient from which factors are computed. small_batch: that of an additional pass over part of the batch;
     # local_norms: those of the single GPUs (only with granularity: tensor); null: from the preset
     source: Literal["small_batch", "local_norms"] | None = None
-    # What is multiplied by the factors: the gradient, or the optimizer's update. null: update with optimizers that
-    # normalise the gradient (Adam, Muon ...), otherwise from the preset.
+    # What the factors scale: the gradient, or the update of the optimizer. null: the update if the optimizer normalises
+    # the gradient (Adam, Muon ...), otherwise as in the preset.
     apply_to: Literal["gradient", "update"] | None = None
     # Parameters whose gradients are scaled. all: every parameter, as in the paper; auto: all except embeddings, of
     # which a small batch contains few rows; or patterns as in model.frozen, for example ["*", "!embeddings", "!norms"]
@@ -124,8 +124,8 @@ class Arm(GivenArm):
 class Auto(Section):
     """Settings of method auto, which tries several arms in short branches and compares them on held-out training samples."""
 
-    # Epochs of a branch in the first round; each later round doubles them. auto: the branches, and the epochs before
-    # them, together train a quarter of the training's samples.
+    # Epochs of a branch in the first round; they double in each later round. auto: a number with which the branches,
+    # and the epochs before them, train a quarter of the training's samples.
     branch_epochs: Literal["auto"] | PositiveFloat = "auto"
     # Settings to compare with lbt, which is always tried. empty: ramp, ramp with half the learning rate, and ramp with
     # 4 times the weight decay

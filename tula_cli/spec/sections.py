@@ -343,9 +343,9 @@ class Train(Section):
     # How the large batch is trained: a built-in method, or package.module:attribute of your own method. Default for
     # scripts: lrs with lr_scaling: sqrt if the command has {lr} or {lr_factor}, otherwise lbt.
     method: Method = DEFAULT_METHOD
-    # Factor of the learning rate at k times reference_batch. linear: k; sqrt: sqrt(k); none: 1. auto: linear with
-    # methods lrs and lars; sqrt with lamb; linear with ortho and ramp, but sqrt if the optimizer is Adam-like; none
-    # with other methods.
+    # Rule for the learning rate at k times reference_batch. linear: k times the learning rate; sqrt: sqrt(k) times;
+    # none: unchanged. auto: linear with methods lrs and lars; sqrt with lamb; with ortho and ramp, sqrt if the
+    # optimizer is Adam-like, otherwise linear; none with other methods.
     lr_scaling: Literal["auto", "none", "linear", "sqrt"] = "auto"
     # Upper limit of the factor by which the learning rate is scaled; null: no limit. auto: with method ramp (also as an
     # arm of method auto) 8, or 16 with a cross-entropy loss; no limit with other methods.

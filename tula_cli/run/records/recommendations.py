@@ -51,7 +51,7 @@ class TimeParts(Record):
     data: float | None = Field(description="seconds in which steps wait for the data loader; None if not measured")
     evaluation: float = Field(description="seconds of evaluations")
     checkpoints: float = Field(description="seconds of writing checkpoints")
-    branches: float = Field(description="seconds of the branches of a self-tuning training")
+    branches: float = Field(description="seconds of the branches of a training with method auto")
     rest: float = Field(description="seconds of starts and exits of the ranks, and the cost of interruptions")
 
     @property

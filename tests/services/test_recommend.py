@@ -760,11 +760,7 @@ def test_beside_the_choice_stands_what_its_first_fallback_costs(run: RunDir) -> 
     assert (fallback.batch, fallback.micro_batch, fallback.micro_batches) == (512, 128, 2)
     assert choice.step_time < fallback.step_time and choice.hours < fallback.hours
     assert fallback.basis == "from the probe at local batch 128"
-    (message,) = [
-        line
-        for line in show_recommend.render_explanation(result, {}, drawn=result, width=100, color=False)
-        if "out-of-mem" in str(line)
-    ]
+    (message,) = [line for line in show_recommend.render_explanation(result, {}) if "out-of-mem" in str(line)]
     more = 100 * (fallback.step_time / choice.step_time - 1)
     assert str(message).startswith("fallback after an out-of-memory error: batch 512 as micro-batch 128 x 2, ")
     assert f"({more:+.0f} %)" in str(message)
@@ -802,5 +798,5 @@ def test_the_smallest_batch_of_one_sample_has_no_fallback(tmp_path: Path) -> Non
     job = spec(search={"nodes": [16], "min_batch": 16, "max_batch": 16})
     result = ask(run_with(tmp_path, [measured(Truth(), 16, 1)], job=job))
     assert result.fallback is None
-    explained = show_recommend.render_explanation(result, {}, drawn=result, width=100, color=False)
+    explained = show_recommend.render_explanation(result, {})
     assert not [line for line in explained if "out-of" in str(line)]

@@ -83,12 +83,12 @@ def test_tables_have_signs_before_figures_and_a_line_that_explains_those_alone()
     result = make.recommendation(rows=(CHOICE, close, wide), choice=CHOICE, runners_up=())
     made, message = show._render_with_signs(show.make_predictions_table(result))
     lines = cells(made)
-    assert [line[4] for line in lines] == ["1.00", "~1.05", "?~5.00"]
+    assert [line[4] for line in lines] == ["60.0", "~63.0", "?~300"]
     assert [line[5] for line in lines] == ["4.00", "9.00", "~50.0"]
     assert [line[4] for line in cells(show.make_details_table(result))] == [
-        "0.900 .. 1.10",
-        "1.00 .. 1.20",
-        "?0 .. 9.00",
+        "54.0 .. 66.0",
+        "60.0 .. 72.0",
+        "?0 .. 540",
     ]
     assert (
         "? the 90 % interval is too wide" in message

@@ -57,8 +57,8 @@ WRITTEN = {
 
 # --- the job file
 
-OLD_KEYS_HEAD = """tula still reads a renamed key under its old name, with a warning. A removed key is an error that says what to write instead.
-In runs of older versions removed keys are ignored."""
+OLD_KEYS_HEAD = """tula still reads a renamed key under its old name, with a warning. For a removed key, it exits with an error that shows
+what to set instead, or what tula does now. In runs of older versions, it ignores removed keys."""
 
 
 def job_spec() -> str:
@@ -92,7 +92,7 @@ def _old_keys() -> str:
     removed = [f"| `{key}` | {advice} |" for key, advice in REMOVED.items()]
     tables = (
         ["| old name | name |", "| --- | --- |", *renamed],
-        ["| removed | instead |", "| --- | --- |", *removed],
+        ["| removed | what to set instead, or what tula does now |", "| --- | --- |", *removed],
     )
     return "\n\n".join("\n".join(table) for table in tables)
 

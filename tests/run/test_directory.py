@@ -332,7 +332,7 @@ def test_a_small_file_is_read_with_little_memory(tmp_path: Path) -> None:
     "plant", [Path.symlink_to, Path.hardlink_to, lambda link, _: os.mkfifo(link)], ids=["sym", "hard", "pipe"]
 )
 @pytest.mark.promise(
-    "the run directory", "another user creates a symbolic link in it", "nothing is written through the link"
+    "the run directory", "another user creates a symbolic link in the run", "nothing is written through the link"
 )
 def test_nothing_is_written_through_a_planted_link(tmp_path: Path, plant: Callable[[Path, Path], None]) -> None:
     value = tmp_path / "own.txt"

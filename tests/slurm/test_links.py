@@ -116,7 +116,8 @@ def test_the_choice_follows_the_speed_of_the_links(over_links: Callable[[int], T
 @pytest.mark.promise(
     "a node",
     "the network link of a node becomes slow",
-    "`tula status` shows since when and how much later the training will end; no sample is lost, also if it resumes on other nodes",
+    "`tula status` shows since when, and how much later the training will end. No sample is lost, even if the"
+    " training resumes on other nodes",
 )
 def test_a_link_that_slows_down_is_reported_and_the_training_goes_on_elsewhere(
     on_slurm: SlurmCluster, tmp_path: Path

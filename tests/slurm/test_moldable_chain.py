@@ -74,8 +74,9 @@ def test_jobs_train_the_same_on_the_nodes_that_they_are_granted(tula: Tula, on_s
 
 @pytest.mark.promise(
     "the scheduler",
-    "a script of `--nodes 1-4` is granted other nodes than before",
-    "it resumes at the same batch, with the same samples and weights up to rounding; a resume test on twice the ranks comes first",
+    "a script with `--nodes 1-4` gets other nodes than before",
+    "it resumes with the same batch and samples, and reaches the same weights up to rounding. Before the training,"
+    " tula runs the resume test on twice the ranks",
 )
 @pytest.mark.proof
 def test_a_script_trains_the_same_on_the_nodes_that_it_is_granted(tula: Tula, on_slurm: SlurmCluster) -> None:

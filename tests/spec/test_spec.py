@@ -335,7 +335,7 @@ def test_all_problems_are_reported_at_once_with_their_paths(write):
     [
         ("optimizer.momentom=0.9", "optimizer.momentom", "did you mean momentum"),
         ("searhc.min_steps=6", "searhc", "did you mean search"),
-        ("search.steps=50", "search.steps", "min_steps (10), min_seconds (2) and max_seconds (60)"),
+        ("search.steps=50", "search.steps", "set search.min_steps, search.min_seconds or search.max_seconds"),
         ("search.strategy=five", "search.strategy", "use adaptive"),
         ("search.strategy=few", "search.strategy", "use partial"),
         ("search.strategy=two", "search.strategy", "'two' was removed"),
@@ -358,7 +358,7 @@ def test_all_problems_are_reported_at_once_with_their_paths(write):
         ("optimizer.lr=.nan", "optimizer.lr", "finite"),
         ("search.sequence={lengths: [128]}", "search.sequence", "--set dataset.args.length=512"),
         ("ags=[128]", "ags", "a section of that name (with preset, granularity"),
-        ("ags.exclude=norms", "ags.exclude", "give patterns in parameters"),
+        ("ags.exclude=norms", "ags.exclude", "set ags.parameters"),
         ("ags.parameters=norms", "ags.parameters", "must be one of 'auto', 'all'"),
     ],
 )

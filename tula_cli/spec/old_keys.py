@@ -29,10 +29,10 @@ REMOVED_STRATEGIES: Mapping[str, str] = {
 
 _ARMS_ADVICE = "an arm has a name, a method and lr_factor; train other settings as a separate job"
 REMOVED: Mapping[str, str] = {
-    "ags.exclude": 'give patterns in parameters, for example ["*", "!embeddings", "!norms"]',
+    "ags.exclude": 'set ags.parameters, for example ["*", "!embeddings", "!norms"]',
     "auto.after": "the arms branch off after one epoch at train.reference_batch",
     "cluster.slurm.limits": (
-        "set cluster.slurm.minutes to the limit of such a job, and search.nodes to numbers of nodes that have it"
+        "set cluster.slurm.minutes to one of the limits, and search.nodes to the numbers of nodes that have this limit"
     ),
     "cluster.slurm.reservation": "write cluster.slurm.extra: {reservation: NAME}",
     "pricing.date": "write it as a comment",
@@ -40,50 +40,49 @@ REMOVED: Mapping[str, str] = {
         "if SLURM cannot be queried, set kind: node_hour, with the billing of a whole node as price and currency: SU"
     ),
     "pricing.source": "write it as a comment",
-    "pricing.spot.wait_minutes": "the time until a reclaimed node is replaced is not predicted",
-    "pricing.unit": "a billing-hour is called SU",
-    "schedule.args": "give the callable its arguments in its module, for example by functools.partial",
+    "pricing.spot.wait_minutes": "tula does not predict how long it takes to replace a reclaimed node",
+    "pricing.unit": "tula shows billing-hours as SU",
+    "schedule.args": "set the arguments in the module of the callable, for example with functools.partial",
     "script.probe.environment": "probes set WANDB_MODE=disabled; pass other settings of probes as script.probe.args",
     "script.probe.stop": "a probe exits at once after its last step",
     "script.resume.checkpoint_interval": "how often a script saves is learned from its trainings",
     "script.resume.every": "how often a script saves is learned from its trainings",
-    "search.warmup_steps": "search.min_steps is the minimum number of steps of the warm-up too",
-    "train.channels_last": "channels-last is used for models with 2-d convolutions on NVIDIA GPUs with tensor cores",
-    "train.fsdp_blocks": "the members of every nn.ModuleList and nn.Sequential are gathered one at a time",
-    "train.ramp_noise": "with ramp: noise the batch grows up to the noise scale",
-    "train.tf32": "set the variable NVIDIA_TF32_OVERRIDE=0 for computing without TF32",
-    "ags.consensus": "rank 0's norm decides for all ranks",
+    "search.warmup_steps": "set search.min_steps, which also applies to the warm-up",
+    "train.channels_last": "tula uses channels-last for models with 2-d convolutions on NVIDIA GPUs with tensor cores",
+    "train.fsdp_blocks": "blocks are the members of every nn.ModuleList and nn.Sequential",
+    "train.ramp_noise": "with train.ramp: noise, the batch grows up to the noise scale",
+    "train.tf32": "to compute without TF32, set the environment variable NVIDIA_TF32_OVERRIDE=0",
+    "ags.consensus": "the gradient norm of rank 0 decides for all ranks",
     "ags.eps": "both presets have 1e-8",
-    "ags.norm_ewma": "the gate compares the norms themselves",
+    "ags.norm_ewma": "AGS compares the norms themselves, not averages of them",
     "ags.s_min": "both presets have 0.001",
     "ags.scale_ema": "the preset sets it: paper 0, robust 0.9",
-    "auto.arms.ags": "arms of method ags use the job's section ags",
+    "auto.arms.ags": "set section ags, which arms with method ags use",
     "auto.arms.beta1": _ARMS_ADVICE,
     "auto.arms.decay_factor": _ARMS_ADVICE,
     "auto.arms.decay_from": _ARMS_ADVICE,
     "auto.arms.warmup_epochs": _ARMS_ADVICE,
-    "auto.holdout": "a tenth of the training samples compares the arms, at most 10,000",
-    "export.by": "a command that waits for jobs sends; without one, tula export --follow does",
-    "export.every": "commands that wait send every 30 seconds; tula export --every sets another interval",
+    "auto.holdout": "arms are compared on a tenth of the training samples, but at most 10,000",
+    "export.by": "commands that wait for jobs send results; if no command waits, use tula export --follow",
+    "export.every": "commands that wait send results every 30 seconds; tula export --every sets another interval",
     "schedule.peak": "one-cycle reaches the full learning rate after 0.3 of the epochs",
-    "search.memory_margin": "a tenth is kept free; cluster.memory_per_gpu limits the memory of a rank",
+    "search.memory_margin": "a tenth of the memory is kept free; cluster.memory_per_gpu limits the memory of a rank",
     "search.packing": "each number of nodes is measured in a separate job",
     "search.sequence": (
-        "profile the job at another text length as a job of its own, for example --set name=job-512 --set"
-        " dataset.args.length=512"
+        "profile another text length as a separate job, for example --set name=job-512 --set dataset.args.length=512"
     ),
-    "search.steps": "use min_steps (10), min_seconds (2) and max_seconds (60), which end a probe",
+    "search.steps": "set search.min_steps, search.min_seconds or search.max_seconds, which end a probe",
     "search.tolerance": "adaptive stops if the expected regret is below 1 %; search.max_node_hours limits its cost",
     "train.cudnn_benchmark": "cuDNN uses its fastest algorithms on NVIDIA GPUs, unless train.deterministic is true",
     "train.ghost_batch": "BatchNorm computes its statistics over the samples that a GPU processes at a time",
-    "train.early_stopping.at_least": "set early_stopping.target, a value of best_checkpoint.metric",
+    "train.early_stopping.at_least": "set early_stopping.target to a value of best_checkpoint.metric",
     "train.early_stopping.at_most": (
         "set early_stopping.target, and best_checkpoint.mode: min if lower values are better"
     ),
-    "train.early_stopping.metric": "set best_checkpoint.metric: early_stopping uses the same",
+    "train.early_stopping.metric": "set best_checkpoint.metric, which early_stopping also uses",
     "train.gradient_noise": "write diagnostics: [gradient_noise]; it has no settings any more",
     "train.hessian": "write diagnostics: [hessian]; it has no settings any more",
-    "train.ramp.samples": "give epochs; fractions count",
+    "train.ramp.samples": "set the length of a stage in epochs, which may be fractional",
     "train.tensorboard": "export: [{to: tensorboard}]",
 }
 """Advice on what to do instead of a key that no longer exists."""

@@ -55,7 +55,7 @@ def test_a_link_to_such_a_folder_is_one(tmp_path: Path) -> None:
 @pytest.mark.promise(
     "the run directory",
     "the path contains a % that SLURM would replace",
-    "an error message explains it, and nothing is submitted; spaces and quotes are allowed",
+    "tula submits nothing, and explains this in an error message. Spaces and quotes are allowed",
 )
 def test_nothing_is_submitted_where_files_would_be_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeSlurm(tmp_path / "slurm", "22.05")

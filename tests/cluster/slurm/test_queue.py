@@ -215,7 +215,7 @@ def test_a_reason_that_waiting_does_not_cure_is_reported(versions):
 @pytest.mark.promise(
     "the scheduler",
     "the next job of the chain is held, or its nodes are down or drained",
-    "`tula status` shows this and what to do, even while another job of the chain runs",
+    "`tula status` shows the reason and what to do, even while another job of the chain runs",
 )
 @pytest.mark.parametrize(
     ("reason", "words"),

@@ -199,7 +199,7 @@ def test_no_link_is_followed(run: RunDir, tmp_path: Path) -> None:
 @pytest.mark.promise(
     "the command line",
     "`tula clean` is interrupted or killed",
-    "every checkpoint that still has its name is complete. Run the same command again to continue",
+    "no incomplete checkpoint keeps the name of a complete one. Run the same command again to continue",
 )
 def test_interrupted_anywhere_it_goes_on(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = trained(run, 100, 200, 300, best=300, shares=True)

@@ -1634,7 +1634,7 @@ def test_ctrl_c_tells_of_the_jobs_of_all_types(two_types, monkeypatch, flag):
     assert ended.code == 130
     every = "cancelled single/probe-n001, single/probe-n002, pair/probe-n001, pair/probe-n002"
     cancels = "; ".join(f"tula cancel tula-runs/{part.id}" for part in parts().values())
-    assert (every if flag else f"{cancels} cancels them") in ended.err
+    assert (every if flag else f"{cancels} stops them") in ended.err
     assert [two_types.launchers[gpus].asked for gpus in (1, 2)] == [int(flag)] * 2, "each is cancelled once"
 
 

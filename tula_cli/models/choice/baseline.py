@@ -13,7 +13,7 @@ from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.models import efficiency
 from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.choice.objective import ALIKE, INTERVAL, KNEE_SAVES, Choice
+from tula_cli.models.choice.objective import ALIKE, INTERVAL, KNEE_SAVES, Choice, describe_uncertain_alternative
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp.by_noise import MAX_NOISE
@@ -317,9 +317,10 @@ def _describe_interval(row: Prediction) -> str:
 def _describe_preference(
     chosen: Prediction, candidates: Candidates, objective: Objective, *, reference_batch: int
 ) -> str:
-    """Explain why a knee was chosen although another configuration is both faster and cheaper; empty if none is."""
+    """Explain why a row was chosen although another is better: as a knee faster and cheaper; empty if none is."""
     if objective != "knee":
-        return ""
+        alternative = describe_uncertain_alternative(chosen, candidates, objective)
+        return f"{alternative}." * bool(alternative)
     less = (candidates["hours"] < chosen.hours * (1 - ALIKE)) & (candidates["cost"] < chosen.cost * (1 - ALIKE))
     better = candidates.take(less)
     if not len(better):

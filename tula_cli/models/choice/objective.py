@@ -21,7 +21,7 @@ from tula_cli.models.time.noise import Z90
 from tula_cli.models.time.steptime import StepTimeFit
 from tula_cli.query import Curve, Objective
 from tula_cli.run.records.recommendations import Prediction
-from tula_cli.words import format_count
+from tula_cli.words import format_count, format_number
 
 # --- The knee
 
@@ -166,6 +166,8 @@ INTERVAL = 2 * Z90
 """Width of a 90 % interval in standard deviations."""
 
 _MOST_CAUTIOUS = 5.0
+_ROUNDING = 0.0005
+"""Relative difference that tables do not show."""
 
 
 @dataclass(frozen=True)
@@ -290,27 +292,26 @@ _LEAST = {
 
 
 def _choose_least(rows: Candidates, curve: Quantity, among: str) -> Choice:
-    best, *others = rows.take(_sort_rows(rows, curve)[: 1 + _RUNNERS_UP]).predictions()
+    best = rows.prediction(int(_sort_rows(rows, curve)[0]))
+    ascending = np.lexsort((rows["batch"], rows["nodes"], rows[_COLUMNS[curve]]))[: 1 + _RUNNERS_UP]
+    others = [row for row in rows.take(ascending).predictions() if row != best][:_RUNNERS_UP]
     what = _LEAST[curve]
     count = f"the only {among} configuration" if len(rows) == 1 else f"of {len(rows)} {among} configurations"
     reason = f"the {what} {count}{_describe_noise_range(rows, curve)}" if len(rows) > 1 else count
-    reason += _describe_uncertain_alternative(best, rows, curve) + _as_good(best, rows, curve)
+    alternative = describe_uncertain_alternative(best, rows, curve)
+    reason += f"; {alternative}" * bool(alternative) + _as_good(best, rows, curve)
     return Choice(best, reason, tuple(others))
 
 
-def _describe_uncertain_alternative(chosen: Prediction, rows: Candidates, curve: Quantity) -> str:
-    """Describe the configuration that is forecast to be better than the chosen one but is too uncertain to rely on."""
+def describe_uncertain_alternative(chosen: Prediction, rows: Candidates, curve: Quantity) -> str:
+    """Describe the configuration that is predicted to be better than the chosen one but is less certain; empty if none is."""
     least = rows.prediction(int(np.lexsort((rows["batch"], rows["nodes"], rows[_COLUMNS[curve]]))[0]))
-    saved = (
-        1 - _get_value_on_curve(least, curve) / _get_value_on_curve(chosen, curve)
-        if _get_value_on_curve(chosen, curve)
-        else 0.0
-    )
-    if saved < ALIKE / 2:
+    value, least_value = _get_value_on_curve(chosen, curve), _get_value_on_curve(least, curve)
+    if least_value >= value * (1 - _ROUNDING):
         return ""
     return (
-        f", except for batch {least.batch} on {format_count(least.nodes)}, which is predicted to be"
-        f" {100 * saved:.0f} % below but too uncertain to rely on (measure it to be sure)"
+        f"{format_count(least.nodes)}, batch {least.batch} is predicted to be {format_number(100 * (1 - least_value / value), 2)} %"
+        " below, but less certain (measure it to be sure)"
     )
 
 

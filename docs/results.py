@@ -81,8 +81,8 @@ SCRIPTS = {
     "words": "pytorch/examples word_language_model, August 2025",
 }
 
-HEAD = """All measured results that these pages mention. Everything ran on one or two CPU cores unless a section says otherwise;
-[nothing was measured on a GPU yet](../on-gpu.md). Each section names the command that measures it again."""
+HEAD = """This page has all measured results that other pages mention. Unless a section says otherwise, they were measured on one or two
+CPU cores; [nothing has been measured on a GPU yet](../on-gpu.md). Each section names the command that repeats its measurements."""
 
 
 def make_page() -> str:
@@ -108,11 +108,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 # --- accuracy
 
-ACCURACY_HEAD = """`python benchmarks/table1/table1.py` trains small networks of 10 to 200 thousand parameters on data that comes with
-Python and scikit-learn (`reduced`: CIFAR-10 at 16 pixels, 5,120 images). The large batch is 8 or 16 times the small one, for which
-the learning rate is. Rows "small batch" and `lbt` are losses, or top-1 in percent. All other cells are the share, in percent, of
-what `lbt` loses that the method recovers: mean over seeds ± standard error; a cell without ± has one seed. In brackets: the share
-compared with a small batch that has the same kind of steps and schedule."""
+ACCURACY_HEAD = """`python benchmarks/table1/table1.py` trains small networks of 10,000 to 200,000 parameters on data that comes with Python and
+scikit-learn (`reduced`: 5,120 images of CIFAR-10 at 16 pixels). The large batch is 8 or 16 times the small batch, for which the
+learning rate was chosen. The rows "small batch" and `lbt` contain the loss, or top-1 in percent. All other rows contain the share
+of `lbt`'s gap to the small batch that the method recovers, in percent: the mean over seeds ± standard error. A cell without ± has one
+seed. Shares in brackets are relative to a small batch that is trained with the same kind of steps and the same schedule."""
 
 
 def accuracy() -> str:
@@ -149,10 +149,10 @@ def decay_rows(results: table1_summary.Results) -> Iterable[list[str]]:
 
 # --- the reduced Table I
 
-REDUCED_HEAD = """CIFAR-10 (10,240 images of 16 x 16), a small network with and without BatchNorm, 2 ranks, 20 epochs, learning rate 0.05
-(0.01 without BatchNorm) for batch 128, nothing tuned, 3 seeds: top-1 in percent, mean ± standard deviation, and in brackets the
-share in percent of what `lbt` loses that the method recovers. An earlier version of the benchmark trained these. The full Table I
-needs a GPU and has not been run."""
+REDUCED_HEAD = """A small network, with and without BatchNorm, was trained on 10,240 images of CIFAR-10 (16 x 16 pixels) for 20 epochs, on 2 ranks
+and with 3 seeds. The learning rate for batch 128 was 0.05 (0.01 without BatchNorm); nothing was tuned. Cells contain top-1 in
+percent (mean ± standard deviation), and in brackets the share of `lbt`'s gap to the small batch that the method recovers, in percent. The results
+are from an earlier version of the benchmark. The full Table I needs a GPU and has not been run."""
 
 Runs = Mapping[tuple[str, str, int], Sequence[float]]
 """Values over seeds by network, method and batch."""
@@ -179,7 +179,7 @@ def reduced_table() -> str:
         if any((network, method, batch) in runs for network, batch in columns)
     ]
     head = ["", *(f"{NETWORKS[network]}, {batch:,}" for network, batch in columns)]
-    gain = f"`ags` is {reduced_gain(runs):+.1f} points above `lbt` on average over these columns; the paper's Table I has +8.8."
+    gain = f"On average over these columns, `ags` gains {reduced_gain(runs):.1f} points over `lbt`; in the paper's Table I it gains 8.8."
     return "\n\n".join(["## Reduced Table I", REDUCED_HEAD, f"Batch 128: {small}.", table(head, rows), gain])
 
 
@@ -214,10 +214,11 @@ def spread(values: Sequence[float]) -> str:
 
 # --- step times
 
-STEPS_HEAD = """64 sets of step times published by Pollux's authors (two clusters with T4 and RTX GPUs, five applications), the same from
-which tula's priors were derived. Errors are over configurations that were not probed. "Slower" and "more expensive" say how much the
-configuration that was chosen as the fastest, or the cheapest, loses compared with the best one. Cost is that of the probes
-relative to one job for every configuration. `python benchmarks/replay/replay.py TABLE.csv --json` measures it."""
+STEPS_HEAD = """The data are 64 sets of step times that Pollux's authors published (two clusters with T4 and RTX GPUs, five applications). tula's
+priors were derived from the same data. The errors are those of configurations that were not probed. "Slower" is by how much the
+configuration that was chosen as the fastest is slower than the fastest one; "more expensive" likewise for the cheapest. The cost
+of the probes is relative to measuring every configuration in a separate job. Command: `python benchmarks/replay/replay.py
+TABLE.csv --json`."""
 
 
 def step_times() -> str:
@@ -225,8 +226,8 @@ def step_times() -> str:
     data = json.loads((RESULTS / "replay.json").read_text(encoding="utf-8"))
     again = data["repeats"]
     noise = (
-        f"{again['configurations']} of the configurations were measured more than once, {percent(again['median'])} apart in"
-        f" the median (p90 {percent(again['p90'])}). No model can predict better than that."
+        f"{again['configurations']} of the configurations were measured more than once. Their step times differ by"
+        f" {percent(again['median'])} in the median (p90 {percent(again['p90'])}), so no model can have smaller errors."
     )
     return "\n\n".join(
         [
@@ -234,7 +235,7 @@ def step_times() -> str:
             STEPS_HEAD,
             replay_table(data["steps"]),
             noise,
-            "The same tables as seen by a job that reports only whole steps, such as a script without DDP:",
+            "The same tables for a job that reports only the time of whole steps, such as a script without DDP:",
             replay_table(data["whole_steps"]),
             STRATEGIES_HEAD,
             strategies_table(data["strategies"]),
@@ -246,8 +247,9 @@ def step_times() -> str:
     )
 
 
-STRATEGIES_HEAD = """What a search costs, plus what its choice loses, as a share of the best training: node-hours with the cheapest choice,
-then wall time with the fastest one (`replay_worth.py`). `auto` changes from `adaptive` to `sweep` at about ten hours."""
+STRATEGIES_HEAD = """The next table adds the cost of a search to what its choice loses, as a share of the best training. The first value is in
+node-hours, for the cheapest choice; the second is in wall time, for the fastest choice (`replay_worth.py`). `auto` uses `sweep`
+instead of `adaptive` for trainings longer than about ten hours."""
 
 
 def strategies_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -261,7 +263,9 @@ def strategies_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return table(["fastest training", *(f"`{strategy}`" for strategy in strategies)], lines)
 
 
-MORE_NODES_HEAD = "More nodes than any probe had (`tula recommend --nodes 32`; `replay_further.py`):"
+MORE_NODES_HEAD = (
+    "Predictions for more nodes than any probe had, as with `tula recommend --nodes 32` (`replay_further.py`):"
+)
 
 
 def more_nodes_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -288,7 +292,7 @@ def more_nodes_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return table(head, lines)
 
 
-TRAININGS_HEAD = """What one training teaches about its neighbours, at half or twice its batch or nodes, before and after it counts in the fit
+TRAININGS_HEAD = """Errors at half and twice the batch or nodes of a training, before and after the training is included in the fit
 (`replay_trained.py`):"""
 
 
@@ -355,10 +359,11 @@ OBSERVED = {
 def observed_jobs() -> str:
     """Return the section of predictions from one observed job."""
     data = json.loads((RESULTS / "observe.json").read_text(encoding="utf-8"))
-    head = """The step time on half of the GPUs with the same batch per GPU, predicted by `tula observe` from one job, on step times that
-Pollux's authors published. The ring law alone scales the exposed synchronisation. "Cheaper" is the share of right decisions
-whether the half needs at most 90 % of the node-hours. The report advises it where that is at least 60 % likely; in brackets,
-how often it is so then. `python benchmarks/observe/observe.py TABLE.csv --json` measures it."""
+    head = """`tula observe` predicts from one job the step time on half of the GPUs, with the same batch per GPU. The data are step times that
+Pollux's authors published. The ring law, for comparison, only scales the exposed synchronisation. "Cheaper" is how often the
+prediction is right about whether half of the GPUs need at most 90 % of the node-hours. The report advises to use half of the GPUs
+if this is at least 60 % likely; in brackets is how often this advice is right. Command: `python benchmarks/observe/observe.py
+TABLE.csv --json`."""
     rows = [
         [
             words,
@@ -395,9 +400,9 @@ NOISES = {
 def same_progress() -> str:
     """Return the section of the time to the same progress."""
     data = json.loads((RESULTS / "efficiency.json").read_text(encoding="utf-8"))
-    head = f"""How many iterations other batches need to the same metric, predicted from the gradient noise: {data["cases"]} cases of
-{data["applications"]} applications, published by Pollux's authors. The exponent of the growth is fitted on the other
-applications each time. `python benchmarks/replay/efficiency.py TABLE.csv --json` measures it."""
+    head = f"""tula predicts from the gradient noise how many iterations another batch needs to reach the same metric. The data are
+{data["cases"]} cases of {data["applications"]} applications that Pollux's authors published. For each application, the exponent of the growth was fitted
+on the other applications. Command: `python benchmarks/replay/efficiency.py TABLE.csv --json`."""
     rows = [
         [words, f"{data['errors'][name]['median']:.0f} %", f"{data['errors'][name]['p90']:.0f} %"]
         for name, words in NOISES.items()
@@ -417,12 +422,13 @@ SEARCHED_JOBS = {
 def learning_rates() -> str:
     """Return the section of searches for the learning rate of a large batch."""
     data = json.loads((RESULTS / "learning_rates.json").read_text(encoding="utf-8"))
-    head = """The learning rate that `tula compare --learning-rates` chooses, compared with a full grid: 1, sqrt(k) and k times the rate of the
-reference batch at k = 4, 8 or 16 times that batch, 2 or 3 seeds, SGD and AdamW with rates that are too low, right and too
-high for the reference batch (`lrs`, and `ramp` in 4 settings; on the CPU). Right is a choice whose mean is within the noise of the seeds of the best one.
-"Lowest" is the rate with the lowest loss in the branches; in 18 other settings with digits, that was right in 83 %, and the
-choice in 97 %, by a margin of a quarter of the loss and 0.05. The limits on the margin, 0.05 and half of the gain, were chosen on
-these settings: a quarter alone is right in 91 %. The cost is a share of a training. `python benchmarks/learning_rates/learning_rates.py OUT.jsonl --json` measures it."""
+    head = """The learning rate that `tula compare --learning-rates` chooses is compared with full trainings at 1, sqrt(k) and k times the rate
+of the reference batch, at k = 4, 8 or 16 times that batch, with 2 or 3 seeds. The optimizers are SGD and AdamW, with rates that
+are too low, right and too high for the reference batch; the method is `lrs`, and in 4 settings `ramp`. A choice is right if its
+mean differs from the best one by no more than the noise of the seeds. "Lowest" is the rate with the lowest loss in the branches.
+The cost is a share of a training. In 18 other settings with digits, the lowest was right in 83 %, and the choice in 97 %, with a
+margin of a quarter of the loss and 0.05. The limits of the margin (0.05 and half of the gain) were chosen on the settings of the
+table; a quarter alone would be right in 91 %. Command: `python benchmarks/learning_rates/learning_rates.py OUT.jsonl --json`."""
     names = {**{name: words for name, words in SEARCHED_JOBS.items() if name in data}, "all": "all"}
     rows = [
         [
@@ -436,18 +442,19 @@ these settings: a quarter alone is right in 91 %. The cost is a share of a train
     ]
     columns = ["job", "settings, searches", "choice right", "lowest right", "always 1", "always sqrt(k)", "always k"]
     fresh = json.loads((RESULTS / "learning_rates_fresh.json").read_text(encoding="utf-8"))["all"]
-    check = f"""The limits were then tested on {fresh["settings"]} settings and {fresh["searches"]} searches that they were not chosen on (digits,
-perceptron and language model; k = 8; other seeds): the choice was right in {percent(fresh["right"], 0)}, the lowest loss in
-{percent(fresh["lowest_right"], 0)}, and k times the rate, without a search, in {percent(fresh["always"]["linear"], 0)}; the median cost was {percent(fresh["cost"])}."""
+    check = f"""The limits were then tested in {fresh["searches"]} searches in {fresh["settings"]} new settings (digits, perceptron and language model; k = 8; other
+seeds). The choice was right in {percent(fresh["right"], 0)}, the lowest loss in {percent(fresh["lowest_right"], 0)}, and k times the rate, without a search, in {percent(fresh["always"]["linear"], 0)}.
+The median cost was {percent(fresh["cost"])}."""
     return "\n\n".join(["## Learning rates", head, table([*columns, "cost: median, most"], rows), check])
 
 
 # --- predictions and reality
 
-REALITY_HEAD = """Four jobs on 1, 2 and 4 ranks: tula's own loop (`loop`), a script (`script`), a sharded model (`fsdp`), and tula's own loop
-on SLURM nodes with links of 200 Mbit/s (`loop-links`). Gloo synchronises for real; compute is a sleep. Each job has three sweeps,
-two full searches and a training. The trainings were predicted by an earlier fit that assumed overlap; the current one predicts the
-step of `fsdp` 3 % too long instead of 23 % too short. `python benchmarks/reality/reality.py` measures it."""
+REALITY_HEAD = """Four jobs were measured on 1, 2 and 4 ranks: tula's own loop (`loop`), a script (`script`), a sharded model (`fsdp`), and tula's own
+loop on SLURM nodes with links of 200 Mbit/s (`loop-links`). Gloo synchronises the ranks; instead of computing, they sleep. For
+each job there are three sweeps, two full searches and a training. An earlier fit, which assumed that computing hides
+synchronisation, predicted the trainings. The current fit predicts a step of `fsdp` that is 3 % too long instead of 23 % too short.
+Command: `python benchmarks/reality/reality.py`."""
 
 
 def reality() -> str:
@@ -460,11 +467,12 @@ def reality() -> str:
 
 # --- scripts
 
-SCRIPTS_HEAD = """Published training scripts, with all files unchanged, on two CPU cores, with one and two ranks and three batches each.
-"Killed" and "out of memory" are trainings that are disturbed once: samples trained, and the batch at the end. The change of CPU
-time per step with tula's hooks has a 90 % interval. `python benchmarks/scripts.py` measures it. On two CPU ranks, run_clm's own
-resume fails, and the two ranks of `accelerate launch --cpu` train independently, which tula reports and stops. nanoGPT takes one
-step more than requested. word_language_model changes its weights without a torch optimizer, so there is nothing to observe."""
+SCRIPTS_HEAD = """Published training scripts ran without changes on two CPU cores, with one and two ranks and three batches each. The columns "killed"
+and "out of memory" are about trainings that were disturbed once; they show the samples trained and the batch at the end. The
+change of CPU time per step by tula's hooks has a 90 % interval. Command: `python benchmarks/scripts.py`. On two CPU ranks,
+run_clm's own resume fails. The two ranks of `accelerate launch --cpu` train independently; tula reports this and stops the
+training. nanoGPT takes one step more than requested. word_language_model changes its weights without a torch optimizer, so tula
+cannot observe it."""
 
 
 def scripts() -> str:

@@ -71,8 +71,8 @@ class Query:
     objective: Annotated[
         Objective,
         Option(
-            "Choose by the lowest time, cost or energy; by the knee, beyond which a larger batch saves little time;"
-            " or by the lowest time to the same training progress (accuracy-time).",
+            "time, cost, energy: choose the lowest value; knee: the batch beyond which a larger one saves little"
+            " time; accuracy-time: the lowest time to the same training progress.",
         ),
     ] = "knee"
     curve: Annotated[

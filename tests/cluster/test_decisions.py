@@ -77,7 +77,7 @@ def lost(times: int, outcome: OutcomeClass = "signal") -> list[Attempt]:
 AT_ONCE = attempt(ended_at=103.0)
 GROWS = {"stages": (Stage(begin=0, batch=32, nodes=1), Stage(begin=96, batch=64, nodes=2))}
 TWICE = "the same failure occurs twice within 30 s of a start, or after the same samples"
-AFTER_STEP = "it is the first failure since the newest checkpoint and follows a step"
+AFTER_STEP = "it is the first failure since the newest checkpoint, after at least one step"
 AFTER_STEP_AND_WAITS = f"{AFTER_STEP}, and a later job waits"
 SUPERVISORS = "`train.max_attempts` supervisors have failed without a newer checkpoint"
 PERMANENT = Failure(outcome="user", permanent=True)
@@ -103,7 +103,7 @@ TRAININGS: list[Row] = [
     ("device_oom", "the next stage has more nodes", training(**GROWS), f("device_oom"), history(fallback=HALF),
      Relaunch(nodes=2, nodes_before=1, stage_batch=64)),
     ("device_oom", "a configuration takes less memory", training(), f("device_oom"), history(fallback=HALF), Relaunch(fallback=HALF)),
-    ("host_oom", "fewer loader processes are possible", training(), f("host_oom"), history(), Relaunch(workers=1, workers_before=2)),
+    ("host_oom", "the number of loader processes can be lowered", training(), f("host_oom"), history(), Relaunch(workers=1, workers_before=2)),
     ("user", AFTER_STEP_AND_WAITS, training(), f("user"), history(reached=128, later_jobs=2), Requeue(after_progress=True)),
     ("user", AFTER_STEP, training(), f("user"), history(reached=128), Relaunch(after_progress=True)),
     ("user", AFTER_STEP, training(), f("user"), history(progress=128), Relaunch(after_progress=True)),

@@ -56,8 +56,9 @@ def recommend(
 ) -> None:
     """Choose nodes and batch size from the measurements.
 
-    tula train uses the first recommendation of a run, which the same command updates later. To replace it by one with
-    another objective, other limits or --set, add --save. Later commands do not use the values of --set.
+    tula train uses the first recommendation of a run, which the same command updates later. With another objective,
+    other limits or --set, the recommendation is only shown, unless you add --save. Later commands do not use the
+    values of --set.
     """
     from tula_cli.services import recommend as service
     from tula_cli.spec.job import describe_training_method

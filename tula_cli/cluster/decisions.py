@@ -92,13 +92,13 @@ Situation = Literal[
     "the allocation has ended",
     "the next stage has more nodes",
     "a configuration takes less memory",
-    "fewer loader processes are possible",
+    "the number of loader processes can be lowered",
     "the learning rate of the growing batch can be lowered",
     "attempts remain",
     "attempts remain, and there is no scheduler",
     "a later job waits",
-    "it is the first failure since the newest checkpoint and follows a step, and a later job waits",
-    "it is the first failure since the newest checkpoint and follows a step",
+    "it is the first failure since the newest checkpoint, after at least one step, and a later job waits",
+    "it is the first failure since the newest checkpoint, after at least one step",
     "the same failure occurs twice within 30 s of a start, or after the same samples",
     "the job saved nothing",
     "`train.max_attempts` supervisors have failed without a newer checkpoint",
@@ -127,9 +127,9 @@ Kind = OutcomeClass | Literal["any", "none"]
 Rule = tuple[Kind, Situation, Action]
 
 _TWICE: Situation = "the same failure occurs twice within 30 s of a start, or after the same samples"
-_AFTER_STEP: Situation = "it is the first failure since the newest checkpoint and follows a step"
+_AFTER_STEP: Situation = "it is the first failure since the newest checkpoint, after at least one step"
 _AFTER_STEP_AND_WAITS: Situation = (
-    "it is the first failure since the newest checkpoint and follows a step, and a later job waits"
+    "it is the first failure since the newest checkpoint, after at least one step, and a later job waits"
 )
 
 TRAINING: tuple[Rule, ...] = (
@@ -139,7 +139,7 @@ TRAINING: tuple[Rule, ...] = (
     ("any", "the allocation has ended", "the next job"),
     ("device_oom", "the next stage has more nodes", "new processes on the nodes of the stage"),
     ("device_oom", "a configuration takes less memory", "new processes with smaller micro-batches, or a smaller batch"),
-    ("host_oom", "fewer loader processes are possible", "new processes with fewer loader processes"),
+    ("host_oom", "the number of loader processes can be lowered", "new processes with fewer loader processes"),
     ("user", _AFTER_STEP_AND_WAITS, "the next job, once"),
     ("user", _AFTER_STEP, "new processes, once"),
     ("diverged", "the learning rate of the growing batch can be lowered",
@@ -414,7 +414,7 @@ _SITUATIONS: dict[Situation, Callable[[_Case], bool]] = {
     "the allocation has ended": lambda case: case.history.allocation_ended,
     "the next stage has more nodes": _Case.has_larger_stage,
     "a configuration takes less memory": lambda case: case.history.fallback is not None,
-    "fewer loader processes are possible": lambda case: case.spare_workers() is not None,
+    "the number of loader processes can be lowered": lambda case: case.spare_workers() is not None,
     "the learning rate of the growing batch can be lowered": lambda case: case.lower_lr_limit() is not None,
     "attempts remain": _Case.has_attempts_left,
     "attempts remain, and there is no scheduler": lambda case: case.is_local() and case.has_attempts_left(),

@@ -270,8 +270,8 @@ class Schedule(Section):
     kind: str = "constant"
     milestones: list[NonNegativeFloat] = []  # multistep: epochs at which the learning rate is multiplied by gamma
     gamma: PositiveFloat = 0.1  # multistep: factor of the learning rate at each milestone
-    # Epochs of warm-up; not for one-cycle. null: with methods lrs, lars, lamb, polo, ortho and schedule_free 5, but at
-    # most 5 % of train.epochs; otherwise 0, also with any train.ramp other than decay.
+    # Epochs of warm-up; not for one-cycle. null: with methods lrs, lars, lamb, polo, ortho and schedule_free, 5 % of
+    # train.epochs, but at most 5; with other methods, and with any train.ramp other than decay, no warm-up.
     warmup_epochs: NonNegativeFloat | None = None
     min_lr: NonNegativeFloat = 0.0  # cosine, linear, one-cycle: final learning rate
     # linear: share of train.epochs after which the learning rate begins to fall; until then it is constant
@@ -318,8 +318,7 @@ _RESERVED = {"auto", "eval_loss", *BUILT_IN}
 class Train(Section):
     """Settings of the training."""
 
-    # Number of epochs; it does not change with the batch or the method
-    epochs: Annotated[int, Field(ge=1, le=1_000_000)]
+    epochs: Annotated[int, Field(ge=1, le=1_000_000)]  # Number of epochs; it is the same for every batch and method
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # Seed of weights, data order and augmentation
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # Precision of forward and backward pass; parameters stay fp32
     workers: Workers = "auto"  # Data-loader processes per GPU; auto: the CPU cores of the rank minus one, from 2 to 8

@@ -90,7 +90,7 @@ def choose_next_round(
 
     Args:
         spec: the job.
-        results: results of the probes so far; failed probes, and numbers of nodes on which the user's code only failed,
+        results: results of the probes so far; failed probes, and numbers of nodes on which a script only failed,
             are proposed again only if no other configuration is left.
         inspection: dataset size and memory estimate.
         attempts: attempts of the jobs so far, which show the cost of starting a job.
@@ -117,8 +117,10 @@ def choose_next_round(
         c for c in candidates if not find_smallest_ruled_out(ooms, c.nodes, c.local_batch(gpus), sharded=sharded)
     }
     failed = {(r.nodes, r.local_batch) for r in results if isinstance(r, Failed)}
-    # The user's code that fails on a number of nodes fails there at the other batches too.
-    failing_nodes = {r.nodes for r in results if isinstance(r, Failed) and r.outcome == "user"}
+    # A script that fails on a number of nodes, for example as it is not distributed, fails there at the other batches too.
+    failing_nodes = {
+        r.nodes for r in results if spec.script is not None and isinstance(r, Failed) and r.outcome == "user"
+    }
     failing_nodes -= {nodes for nodes, _ in results_by_config}
     fitting = {
         c for c in fitting if c.nodes not in failing_nodes and (c.nodes, c.local_batch(gpus)) not in failed

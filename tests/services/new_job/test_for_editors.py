@@ -48,6 +48,7 @@ def test_init_writes_the_schemas_and_check_reads_past_the_line_that_names_one(wo
     def tula(*words):
         return app.run(words, screen=Screen(out=io.StringIO(), err=io.StringIO()))
 
+    Path("deep").mkdir()
     assert tula("init", *words, "-o", "deep/new.yaml") == 0
     first = Path("deep/new.yaml").read_text().partition("\n")[0]
     assert first == "# yaml-language-server: $schema=.tula/job.schema.json"

@@ -214,13 +214,13 @@ def test_a_number_of_nodes_on_which_the_script_fails_is_not_measured_again() -> 
     alone = probe_all(Truth(), {2: (16, 256, 2048)})
     failure = Failure(outcome="user", message="2 ranks should have started")
     failed = Failed(**make.probe_identity(16, 2), failure=failure)
-    by_script = ADAPTIVE.model_copy(update={"script": make.script_spec().script})
-    for spec, results, fails in (
+    by_script = ADAPTIVE.model_copy(update={"script": make.script_spec(epochs=3).script})
+    for job, results, fails in (
         (by_script, alone, False),
         (by_script, [*alone, failed], True),
         (ADAPTIVE, [*alone, failed], False),
     ):
-        following = choose_next_round(spec, results, inspection=inspected(Truth()))
+        following = choose_next_round(job, results, inspection=inspected(Truth()))
         assert (16 in following.probes) != fails
     broken = failed.model_copy(update={"failure": failure.model_copy(update={"outcome": "peer"})})
     assert 16 in choose_next_round(by_script, [*alone, broken], inspection=inspected(Truth())).probes

@@ -36,7 +36,7 @@ _SECRET_NAME = (
     r"TOKEN(?!I)|SECRET|PASSW|PASSPHRASE|(?:API|ACCESS|ACCOUNT|PRIVATE|AUTH|SIGNING|SHARED)[ _-]?KEY|SHAREDACCESS|CREDENTIAL"
     r"|JWT|COOKIE"
 )
-_SHORT_NAME = r"(?:[A-Z0-9_.-]*[_.-])?(?:AUTH|AUTHORIZATION|PWD|PASS|DSN|SAS|SIG)|[A-Z0-9_-]+[_-]KEY|(?:[A-Z0-9_.-]*\.)?(?:WANDB|COMET|NEPTUNE|OPENAI|HUB)\.KEY"
+_SHORT_NAME = r"(?:[A-Z0-9_.-]{0,99}[_.-])?(?:AUTH|AUTHORIZATION|PWD|PASS|DSN|SAS|SIG)|[A-Z0-9_-]{1,99}[_-]KEY|(?:[A-Z0-9_.-]{0,99}\.)?(?:WANDB|COMET|NEPTUNE|OPENAI|HUB)\.KEY"
 _NAMED = re.compile(
     rf"{_SECRET_NAME}|(?:^|[_-])(?:AUTH|AUTHORIZATION|PWD|PASS|DSN|SAS|SIG)(?=$|[_-])|[_-]KEY(?=$|[_-])", re.IGNORECASE
 )
@@ -44,7 +44,7 @@ _IN_URL = re.compile(
     r"(://[^/@\s:]*:)[^/\s]*@|(://)[A-Za-z0-9_-]{16,}@"
 )  # a URL with a password, or a token as its user
 _IN_QUERY = re.compile(
-    r"([?&;](?:[\w.-]*(?:sig|signature|token|key|auth|authorization|passwd|password|pwd|pass|secret|credential|sas|cookie|jwt)"
+    r"([?&;](?:[\w.-]{0,99}(?:sig|signature|token|key|auth|authorization|passwd|password|pwd|pass|secret|credential|sas|cookie|jwt)"
     r"|code)=)[^&\s'\"#;]+",
     re.IGNORECASE,
 )
@@ -59,22 +59,23 @@ _BEARER = re.compile(
 )
 _PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(?=-----END|\Z)", re.DOTALL)
 _LOGIN = re.compile(
-    r"""(\bcurl\b[^\n|;]*?\s(?:-u|--user)[ =]?["']?[^\s:'"]+:|\bsshpass\s+-p\s*"""
-    r"""|\b(?:mysql|mariadb)[\w-]*\b[^\n|;]*?\s-p["']?(?=[^\s"'])"""
-    r"""|\b(?:mongo\w*|redis-cli|(?:docker|podman|helm registry) login)\b[^\n|;]*?\s-[ap][ =]?["']?"""
+    r"""(\bcurl\b[^\n|;]{0,999}?\s(?:-u|--user)[ =]?["']?[^\s:'"]+:|\bsshpass\s+-p\s*"""
+    r"""|\b(?:mysql|mariadb)[\w-]{0,20}\b[^\n|;]{0,999}?\s-p["']?(?=[^\s"'])"""
+    r"""|\b(?:redis-cli\b[^\n|;]{0,999}?\s-a|(?:mongo\w{0,20}|(?:docker|podman|helm registry) login)\b[^\n|;]{0,999}?\s-p)[ =]?["']?"""
     r"""|\bwandb login(?: +--\S+)* +(?=\w{20})|\bwandb\.login\([^)\n]*?key\s*=\s*["']"""
     r"""|https://(?:hooks\.slack\.com/services|(?:\w+\.)?discord(?:app)?\.com/api/webhooks)/)[^\s'"]+"""
 )
-"""Text before an unnamed secret: a login, or a URL that anyone who knows it may post to."""
+"""Text before an unnamed secret: a login, or a URL that anyone who knows it may post to. Options are sought in the next
+thousand characters, because a search to the end of each line would take minutes in a line with many such words."""
 _TOKEN = re.compile(
     r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox[abps]-|AKIA|ASIA|AIza|eyJ|npm_|pypi-|dop_v1_|rpa_|SG\.|ya29\.|dckr_pat_"
     r"|r8_|lin_api_|nvapi-|gsk_|tskey-|xapp-|hvs\.|[rs]k_live_|shpat_|AGE-SECRET-KEY-|dapi(?=[0-9a-f]{32}\b))[A-Za-z0-9_.-]{16,}"
 )
 _IN_WORDS = re.compile(
-    rf"""([^\s=]*(?:{_SECRET_NAME})(?:[^\s=:]*\s*(?:=\s*|:\s+)|(?:ORDS?|DS?|S)?["']?\s*:)|--?[^\s=]*(?:{_SECRET_NAME})[^\s=:]*\s+){_VALUE}""",
+    rf"""([^\s=]{0,99}(?:{_SECRET_NAME})(?:[^\s=:]{0,99}\s*(?:=\s*|:\s+)|(?:ORDS?|DS?|S)?["']?\s*:)|--?[^\s=]{0,99}(?:{_SECRET_NAME})[^\s=:]{0,99}\s+){_VALUE}""",
     re.IGNORECASE,
 )
-_IN_SENTENCE = re.compile(rf"((?:{_SECRET_NAME})[^\s=:]*\s+)(?=\S*\d)(?=\S*[A-Za-z])([^\s,;\"']{{8,}})", re.IGNORECASE)
+_IN_SENTENCE = re.compile(rf"((?:{_SECRET_NAME})[^\s=:]{0,99}\s+)(?=\S*\d)(?=\S*[A-Za-z])([^\s,;\"']{{8,}})", re.IGNORECASE)
 """A word after the name of a secret counts as one only if it contains digits and letters: "token ab12cd34", not "tokens
 are counted"."""
 _HARMLESS = re.compile(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.models.time.changes import MIN_DIFFERENCE, TEST, StepRatio, compare_step_times, find_changed_parts
-from tula_cli.models.time.noise import compute_trimmed_mean
+from tula_cli.models.time.noise import compute_trimmed_mean, split_step
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.frames import make_frame
 from tula_cli.run.job_runs import compare_jobs, list_runs_with_data
@@ -294,13 +294,7 @@ def _list_step_parts(probe: Measured | None) -> StepParts | None:
     """Return the breakdown of a probe's step time; None if it was not measured."""
     if probe is None or not _is_timed(probe):
         return None
-    wait, work = probe.data_wait, probe.compute_time
-    return StepParts(
-        step=compute_trimmed_mean(probe.step_times),
-        data=wait,
-        compute=None if work is None else max(0.0, work - (wait or 0.0)),
-        sync=probe.sync_time,
-    )
+    return split_step(probe)
 
 
 # --- The recommendation and the trainings

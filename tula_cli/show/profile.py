@@ -185,16 +185,12 @@ def _make_probe_row(row: "Measured | OutOfMemory | Failed", byte: float) -> tupl
     where = (str(row.nodes), str(row.local_batch * row.nodes * row.gpus_per_node), str(row.local_batch))
     match row.kind:
         case "measured":
-            from tula_cli.models.time.noise import compute_trimmed_mean
+            from tula_cli.models.time.noise import split_step
 
-            step = compute_trimmed_mean(row.step_times)  # what the fit takes
-            times = (
-                _format_milliseconds(step),
-                _format_milliseconds(row.sync_time),
-                _format_milliseconds(row.data_wait),
-            )
+            parts = split_step(row)
+            times = map(_format_milliseconds, (parts.step, parts.sync, parts.data))
             outcome = "oversubscribed" if row.oversubscribed else "measured"
-            return (*where, *times, format_number(row.batch / step), format_size(row.memory.peak, byte), outcome)
+            return (*where, *times, format_number(row.batch / parts.step), format_size(row.memory.peak, byte), outcome)
         case "out_of_memory":
             outcome = "out of memory (assumed)" if row.assumed else "out of memory"
             return (*where, "-", "-", "-", "-", "-", outcome)

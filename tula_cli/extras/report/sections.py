@@ -32,7 +32,7 @@ from tula_cli.extras.report.values import (
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import find_envelope
 from tula_cli.models.memory.memory import MemoryModel
-from tula_cli.models.time.noise import Z90, compute_standard_error, compute_trimmed_mean
+from tula_cli.models.time.noise import Z90, compute_standard_error, compute_trimmed_mean, split_step
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import HIGHEST_EFFICIENCY, Caveats, Prediction, Recommendation, TradeOff
 from tula_cli.run.records.results import Summary
@@ -474,16 +474,9 @@ def _compute_step_interval(probe: Measured) -> tuple[float | None, float | None]
 
 
 def _list_step_parts(probe: Measured) -> tuple[float | None, float | None, float | None]:
-    """Return compute, exposed synchronisation and input time of a step (seconds), which add up to the step time.
-
-    Unknown parts are None. If synchronisation or input is unknown, so is compute; on a single GPU synchronisation is 0.
-    """
-    step, wait = compute_trimmed_mean(probe.step_times), probe.data_wait
-    sync = 0.0 if probe.sync_time is None and probe.nodes * probe.gpus_per_node == 1 else probe.sync_time
-    if sync is None or wait is None:
-        return None, sync, wait
-    sync, wait = min(sync, step), min(wait, max(0.0, step - min(sync, step)))
-    return step - sync - wait, sync, wait
+    """Return compute, exposed synchronisation and input time of a step, in seconds."""
+    parts = split_step(probe)
+    return parts.compute, parts.sync, parts.data
 
 
 def _build_parts_figure(run_material: RunMaterial) -> Iterator[Figure]:

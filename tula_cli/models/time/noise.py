@@ -1,10 +1,13 @@
-"""Mean and noise of repeated step times; without statsmodels, so that training processes can import it cheaply."""
+"""Mean, parts and noise of repeated step times; without statsmodels, so that training processes can import it cheaply."""
 
 import math
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tula_cli.run.records.probes import Measured
+from tula_cli.run.records.results import StepParts
 
 Floats = NDArray[np.float64]
 
@@ -24,6 +27,22 @@ def compute_trimmed_mean(step_times: Sequence[float]) -> float:
     few steps (a refilled loader queue). Among a few dozen steps a single stall would move a plain mean too far.
     """
     return float(np.mean(_clip_outliers(step_times)))
+
+
+def split_step(probe: Measured) -> StepParts:
+    """Return the parts of a probe's step, in seconds; they add up to the step time, though each is measured by itself.
+
+    Unknown parts are None; synchronisation is 0 on a single GPU. Without a known wait or synchronisation, computing is
+    what a step without synchronisation takes beyond its wait.
+    """
+    step = compute_trimmed_mean(probe.step_times)
+    wait = None if probe.data_wait is None else min(probe.data_wait, step)
+    sync = 0.0 if probe.nodes * probe.gpus_per_node == 1 else probe.sync_time
+    if wait is not None and sync is not None:
+        sync = min(sync, step - wait)
+        return StepParts(step=step, data=wait, compute=step - wait - sync, sync=sync)
+    compute = None if probe.compute_time is None else max(0.0, probe.compute_time - (wait or 0.0))
+    return StepParts(step=step, data=wait, compute=compute, sync=sync)
 
 
 def compute_block_deviation(step_times: Sequence[float]) -> float | None:

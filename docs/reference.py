@@ -244,8 +244,7 @@ def _default_of(param: inspect.Parameter) -> str:
 def _exit_codes() -> str:
     result = sorted({(kind.exit_code, kind.code, inspect.cleandoc(kind.__doc__ or "")) for kind in _classes()})
     rows = [f"| {number} | `{code}` | {words.splitlines()[0]} |" for number, code, words in result]
-    last = f"| {READER_IS_GONE} | | The program that read the output (`head`, a pager) exited before the end of the"
-    " output. |"
+    last = f"| {READER_IS_GONE} | | The program that read the output (`head`, a pager) exited before its end. |"
     return "\n".join(["| exit code | `error.code` in `--json` | |", "|---|---|---|", "| 0 | | Done. |", *rows, last])
 
 

@@ -103,19 +103,23 @@ def test_another_folder_builds_nothing_and_another_interpreter_of_the_jobs_does(
     assert built.count == 3
 
 
-def test_another_version_of_torch_builds_anew(built, monkeypatch):
-    built.inspect()
-    monkeypatch.setattr(kept_inspection.metadata, "version", lambda name: "99.0")
-    built.inspect()
+def test_another_version_of_a_package_that_the_job_names_builds_anew(built, tmp_path, monkeypatch):
+    package = tmp_path / "elsewhere" / "some_models"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    spec = make.spec(model={"name": "some_models.zoo:create"})
+    built.inspect(spec)
+    built.inspect(spec)
+    assert built.count == 1
+    os.utime(package / "__init__.py", (1, 1))
+    built.inspect(spec)
     assert built.count == 2
 
 
-def test_another_version_of_a_package_that_the_job_names_builds_anew(built, monkeypatch):
-    spec = make.spec(model={"name": "timm.models:create_model"})
+def test_nothing_stored_holds_if_the_interpreter_of_the_jobs_cannot_be_asked(built):
+    spec = make.spec(cluster={"kind": "slurm", "slurm": {"python": "/missing/python"}})
     built.inspect(spec)
-    monkeypatch.setattr(kept_inspection.metadata, "version", lambda name: "99.0" if name == "timm" else "1.0")
-    first = describe_inspection_dependencies(spec)["packages"]
-    assert first["timm"] == "99.0" and first["torch"] == "1.0"
     built.inspect(spec)
     assert built.count == 2
 

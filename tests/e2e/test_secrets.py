@@ -83,8 +83,8 @@ def written(folder: Path) -> list[Path]:
 
 def test_no_secret_of_the_environment_or_the_package_is_in_a_run_or_its_page(tmp_path: Path) -> None:
     tula = planted(tmp_path, JOB)
-    requested = ("--methods", "lbt", "--batch", "64", "--seeds", "1", "--no-controls", "--html", "page.html")
-    answers = [tula("compare", "job.yaml", *requested, "--yes"), tula("status")]
+    requested = ("--methods", "lbt", "--batch", "64", "--seeds", "1", "--no-controls")
+    answers = [tula("compare", "job.yaml", *requested, "--yes"), tula("status"), tula("report", "--html", "page.html")]
     assert PLANTED not in json.dumps(answers) and (tmp_path / "page.html").exists()
     run = tula.run()
     assert run.training(run.train_signatures()[0]).result(), "a training has told its environment"

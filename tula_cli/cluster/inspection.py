@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import resource
+import secrets
 import shlex
 import shutil
 import signal
@@ -16,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -402,7 +402,7 @@ def describe_inspection_dependencies(spec: JobSpec) -> Facts:
         "machine": [platform.node(), read_machine_memory(), sorted(os.sched_getaffinity(0))],
         "gpus": {name: os.environ.get(name) for name in DEVICES},
         "python": spec.cluster.python,
-        "packages": {name: _find_version(name) for name in ("torch", "torchvision", *_list_named_packages(spec))},
+        "packages": _read_package_states(spec),
         "tula": max(_get_change_time(path) for path in Path(__file__).parents[1].rglob("*.py")),
         "dataset": [
             find_newest_change(Path(place))
@@ -433,11 +433,24 @@ def _list_named_packages(spec: JobSpec) -> list[str]:
     return sorted({re.split(r"[.:]", name)[0] for name in import_strings(spec)})
 
 
-def _find_version(package: str) -> str:
+_PACKAGE_STATES = """
+import importlib.util, json, os, sys
+found = [importlib.util.find_spec(name) for name in sys.argv[1:]]
+files = [spec.origin for spec in found if spec and spec.origin and os.path.exists(spec.origin)]
+print(json.dumps([sys.version, [[file, os.stat(file).st_mtime_ns] for file in files]]))
+"""
+"""A program that prints where an interpreter finds packages, and when they were installed; it imports none of them."""
+
+
+def _read_package_states(spec: JobSpec) -> object:
+    """Return the state of Python, torch and the packages that the job names, in the interpreter of the jobs."""
+    names = ("torch", "torchvision", *_list_named_packages(spec))
+    command = f"{get_interpreter_command(spec)} -c {shlex.join([_PACKAGE_STATES, *names])}"
     try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
+        completed = run_command(["bash", "-c", command], timeout=60.0, environ=make_environment_with_package())
+        return json.loads(completed.stdout.strip().splitlines()[-1])
+    except (subprocess.TimeoutExpired, ValueError, IndexError):
+        return secrets.token_hex()  # the interpreter cannot run here, so no stored inspection is known to hold
 
 
 def find_newest_change(root: Path) -> list[int]:

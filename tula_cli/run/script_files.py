@@ -27,7 +27,7 @@ from tula_cli.run.imports import (
 )
 from tula_cli.run.records.tasks import CodeSnapshot
 from tula_cli.run.secrets import CODE_SUFFIXES, is_key_file
-from tula_cli.spec.scripts.placeholders import fill, find_placeholders
+from tula_cli.spec.scripts.placeholders import LAUNCHER_PACKAGES, fill, find_placeholders
 from tula_cli.spec.scripts.script import Script
 
 # --- The file that a command names
@@ -40,8 +40,6 @@ _PYTHON_INLINE, _PYTHON_MODULE = re.compile(r"-[bBdEhiIOqsSuvx]*c"), re.compile(
 _SHELL_INLINE = re.compile(r"-[a-z]*c[a-z]*")
 _PYTHON_VALUED = re.compile(r"-X|-W|--check-hash-based-pycs")
 _SHELL_VALUED = re.compile(r"[-+][a-zA-Z]*[oO]|--rcfile|--init-file")
-_LAUNCHERS = {"torch", "accelerate", "deepspeed"}
-"""Packages whose modules start another program, as in `python -m torch.distributed.run train.py`."""
 
 
 class NoCommandFile(SpecError):
@@ -91,7 +89,7 @@ def find_program(words: Sequence[str], workdir: Path, *, path: Sequence[str] | N
             if program := _find_module(word, home, sys.path[1:] if path is None else path):
                 return program
             # What the options of an installed program name need not be there yet.
-            lenient = lenient or word.partition(".")[0] not in _LAUNCHERS
+            lenient = lenient or word.partition(".")[0] not in LAUNCHER_PACKAGES
         elif role is _Role.INLINE or (role is _Role.RUN and _is_unknown(word, home)):
             return None
         elif word and (file := _find_file(word, role, home)):

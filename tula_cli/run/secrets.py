@@ -75,7 +75,9 @@ _IN_WORDS = re.compile(
     rf"""([^\s=]{{0,99}}(?:{_SECRET_NAME})(?:[^\s=:]{{0,99}}\s*(?:=\s*|:\s+)|(?:ORDS?|DS?|S)?["']?\s*:)|--?[^\s=]{{0,99}}(?:{_SECRET_NAME})[^\s=:]{{0,99}}\s+){_VALUE}""",
     re.IGNORECASE,
 )
-_IN_SENTENCE = re.compile(rf"((?:{_SECRET_NAME})[^\s=:]{{0,99}}\s+)(?=\S*\d)(?=\S*[A-Za-z])([^\s,;\"']{{8,}})", re.IGNORECASE)
+_IN_SENTENCE = re.compile(
+    rf"((?:{_SECRET_NAME})[^\s=:]{{0,99}}\s+)(?=\S*\d)(?=\S*[A-Za-z])([^\s,;\"']{{8,}})", re.IGNORECASE
+)
 """A word after the name of a secret counts as one only if it contains digits and letters: "token ab12cd34", not "tokens
 are counted"."""
 _HARMLESS = re.compile(

@@ -249,8 +249,10 @@ def _join_spreads(name: str, first: StepRow, second: StepRow) -> list[float | No
         return [getattr((*known_rows, first)[0], column) for column in columns]
     means, lows, highs = ([getattr(row, column) for row in known_rows] for column in columns)
     mean = round_value(name, _compute_weighted_mean(means, (first.steps, second.steps)))
-    low, high = min(lows), max(highs)
     assert mean is not None
+    # a damaged row may lack its bounds
+    low = min(mean if value is None else value for value in lows)
+    high = max(mean if value is None else value for value in highs)
     return [min(max(mean, low), high), low, high]
 
 

@@ -115,7 +115,13 @@ def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str
         path = Path(requested).expanduser().absolute()
         if not path.exists():  # that of a model in shares is a folder
             raise SpecError(f"--weights {requested}: this file does not exist", "or name best or last")
-        if path.is_file() and not _is_file_of_weights(path):
+        try:
+            is_file_of_weights = path.is_dir() or _is_file_of_weights(path)
+        except OSError as error:
+            raise SpecError(
+                f"--weights {requested}: cannot be read: {error.strerror}", "or name best or last"
+            ) from None
+        if not is_file_of_weights:
             raise SpecError(
                 f"--weights {requested}: not a file of weights",
                 "give a file of torch.save or .safetensors, or best or last",
@@ -140,7 +146,7 @@ def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str
 def _is_file_of_weights(path: Path) -> bool:
     """Return whether a file begins as those of torch.save do (zip or pickle), or has the name of a file of safetensors."""
     with path.open("rb") as file:
-        return path.suffix == ".safetensors" or file.read(2) in (b"PK", b"\x80\x02")
+        return path.suffix == ".safetensors" or file.read(2).startswith((b"PK", b"\x80"))
 
 
 def _compute_code_digest(job: JobSpec, workdir: Path) -> str:

@@ -178,6 +178,11 @@ def make_job_from_command(
         )
     text = with_batches(text, recognised)
     warnings = [*recognised.warnings, *_list_machine_warnings(recognised, offered, gpus=gpus if kind == "local" else 0)]
+    if one_process:
+        warnings.append(
+            "the script and the modules beside it name no torch.distributed and no trainer, so search.nodes is [1]; if the"
+            " script can train in several processes, add numbers of nodes"
+        )
     return FromCommand(text, recognised, list_missing(recognised), tuple(warnings))
 
 
@@ -195,7 +200,10 @@ def _trains_in_one_process(command: str) -> bool:
     scripts = [Path(word) for word in shlex.split(command) if word.endswith(".py")]
     files = [path for path in scripts[:1] if path.is_file()]
     for file in files:  # grows
-        text = file.read_text(encoding="utf-8", errors="replace")
+        try:
+            text = file.read_text(encoding="utf-8", errors="replace")
+        except OSError:  # what cannot be read may be distributed
+            return False
         if _SEVERAL_PROCESSES.search(text):
             return False
         for module in map(scripts[0].parent.joinpath, _IMPORTED.findall(text)):

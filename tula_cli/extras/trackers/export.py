@@ -180,6 +180,7 @@ class Session:
         run, newest = self._open[key], points[-1].samples if points else known.samples
         with self.destination.convert_errors():
             run.points(points)
+            self._record_run(key, known := known.model_copy(update={"samples": newest}))  # what follows may fail
             if changed:
                 run.params(payload.params)
                 run.tags(payload.tags)

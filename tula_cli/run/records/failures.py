@@ -1,9 +1,9 @@
 """Why ranks and attempts end, what follows, and the sentences that describe both."""
 
 import time
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from tula_cli.run.records.base import OutcomeClass, Record, RecordedText
 from tula_cli.spec.sections import Workers
@@ -262,6 +262,14 @@ class Recovery(Record):
 
     failure: Failure | None = None  # None of another number of nodes
     decision: Relaunch | Requeue | Resize | None = Field(default=None, discriminator="kind")
+
+    @field_validator("decision", mode="before")
+    @classmethod
+    def _read_move(cls, decision: Any) -> Any:
+        """Read a training that an earlier version moved to other nodes as one whose number of nodes changed."""
+        if isinstance(decision, dict) and decision.get("kind") == "move":
+            return {**decision, "kind": "resize", "granted": None}
+        return decision
 
     @property
     def description(self) -> str:

@@ -263,11 +263,13 @@ class TrainTask(BaseTask):
     def resume_test_nodes(self) -> int:
         """Nodes of a resume test before it: one; if its jobs may be granted others, twice those on which the test starts.
 
-        A training that never has a single rank is not tested with one either, as a script may then save other files.
+        A training that never has a single rank is not tested with one either, as a script may then save other files,
+        unless its range ends below the four nodes that this needs.
         """
         if len(self.sizes) < 2:
             return 1
-        return 4 if self.spec.cluster.gpus_per_node == 1 and self.sizes[0].nodes > 1 else 2
+        has_several_ranks = self.spec.cluster.gpus_per_node > 1 or self.sizes[0].nodes == 1
+        return 2 if has_several_ranks or self.sizes[-1].nodes < 4 else 4
 
     @property
     def next_stage(self) -> Stage | None:

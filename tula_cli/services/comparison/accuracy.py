@@ -549,13 +549,15 @@ def find_accuracy_evidence(run: Run, *, batch: int) -> Accuracy | None:
     return _judge_accuracy(reference, min(rows, key=lambda row: row.batch), table.metric)
 
 
-def _judge_accuracy(reference: "ComparisonRow", row: "ComparisonRow", metric: str) -> Accuracy:
-
+def _judge_accuracy(reference: "ComparisonRow", row: "ComparisonRow", metric: str) -> Accuracy | None:
+    """Return the judgement of a row; None if one seed shows no loss, because that is no evidence that none is lost."""
     small, large = reference.stat(metric), row.stat(metric)
     assert small is not None and large is not None and row.gap is not None  # of which the gap is
     error, percent = compute_standard_error(small, large), metric in ("top1", "top5")
     within = MAX_POINTS_LOST if percent else MAX_SHARE_LOST * abs(small.mean)
     keeps = row.gap + (Z90 * error if error is not None else 0.0) <= within
+    if keeps and error is None:
+        return None
     spread = f" ± {format_number(error)}" if error is not None else ""
     amount = f"{format_number(abs(row.gap))}{spread}{' points' if percent else ''}"
     description = f"{amount} {'worse' if row.gap > 0 else 'better'} in {metric} than batch {reference.batch}"

@@ -102,12 +102,17 @@ def find_shell_word(command: str) -> str:
     return next((word for word in bare.split() if _OF_A_SHELL.fullmatch(word)), "")
 
 
+LAUNCHER_PACKAGES = {"torch", "accelerate", "deepspeed"}
+"""Packages whose modules start another program, as in `python -m torch.distributed.run train.py`."""
+
+
 def get_program_name(command: str) -> str:
     """Return the displayed name of a command: the file name of its script, else its module or program."""
     words = shlex.split(command)
     files = [word for word in words if PurePath(word).suffix in SCRIPTS]
-    if not files and "-m" in words[:-1]:  # the last one: a launcher may precede it
-        return next(name for flag, name in reversed([*itertools.pairwise(words)]) if flag == "-m")
+    modules = [] if files else [name for flag, name in itertools.pairwise(words) if flag == "-m"]
+    if modules:  # a launcher may precede it, and options of its own may follow
+        return next((name for name in modules if name.partition(".")[0] not in LAUNCHER_PACKAGES), modules[0])
     return PurePath((files or words)[0]).name
 
 

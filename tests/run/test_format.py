@@ -18,6 +18,7 @@ from tula_cli.cluster.directory_watcher import ChangeWatcher
 from tula_cli.cluster.supervise import require_current_format, supervise
 from tula_cli.errors import BadMeasurements, OtherFormat
 from tula_cli.run.directory import RunDir
+from tula_cli.run.records.failures import Recovery
 from tula_cli.run.records.probes import Failed
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.show.screen import Screen
@@ -278,3 +279,9 @@ def test_a_job_on_one_machine_gives_a_sign_of_life_each_minute(run: RunDir, monk
     for clock[0] in (100.0, 100.2, 159.0, 160.1, 161.0):
         running._touch_log()
     assert touched == [run.log_path(name, 1)] * 2
+
+
+def test_a_training_that_an_earlier_version_moved_is_read() -> None:
+    move = {"kind": "move", "nodes": 1, "batch": 128, "nodes_before": 2, "batch_before": 256}
+    recovery = Recovery.model_validate({"failure": None, "decision": move})
+    assert recovery.description == "continues on 1 node instead of 2, because --nodes has changed"

@@ -327,3 +327,11 @@ def test_records_go_through_their_files(run: RunDir) -> None:
         and ResumeTestRecords(run.path).newest_verdict("k") is None
     )
     assert json.loads((run.path / "script" / "rehearse-k-1.json").read_text())["starts"][0]["length"]["epochs"] == 3
+
+
+@pytest.mark.parametrize(("nodes", "needed"), [((2,), 1), ((1, 2), 2), ((2, 3), 2), ((2, 4), 4), ((3, 8), 4)])
+def test_a_resume_test_needs_no_more_nodes_than_the_range(nodes: tuple[int, ...], needed: int) -> None:
+    sizes = tuple(JobSize(nodes=count, micro_batch=8, splits=1, ladder=(Rung(batch=64),)) for count in nodes)
+    job = spec()
+    job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"gpus_per_node": 1})})
+    assert train_task(job, sizes=sizes).resume_test_nodes == needed

@@ -251,8 +251,10 @@ def _join_spreads(name: str, first: StepRow, second: StepRow) -> list[float | No
     mean = round_value(name, _compute_weighted_mean(means, (first.steps, second.steps)))
     assert mean is not None
     # a damaged row may lack its bounds
-    low = min(mean if value is None else value for value in lows)
-    high = max(mean if value is None else value for value in highs)
+    low, high = (
+        choose(value if bound is None else bound for value, bound in zip(means, bounds, strict=True))
+        for choose, bounds in ((min, lows), (max, highs))
+    )
     return [min(max(mean, low), high), low, high]
 
 

@@ -21,7 +21,7 @@ from make_runs import (
 )
 from make_runs import spec as toy_spec
 
-from tula_cli.errors import NotYours, SpecError, TulaError
+from tula_cli.errors import NotYours, SpecError, TrackerError, TulaError
 from tula_cli.extras.trackers import export as service
 from tula_cli.extras.trackers.export import ExportResult, export_run, list_requested_trackers
 from tula_cli.run import owner
@@ -359,3 +359,19 @@ def test_an_exporter_of_one_s_own_that_is_not_there_is_reported(run: RunDir) -> 
 def test_an_exporter_of_one_s_own_that_is_none_is_reported(run: RunDir, to: str, words: str) -> None:
     (warning,) = export_run([open_run(run)], [Export(to=to)], active=lambda _: False)
     assert isinstance(warning, WarningEvent) and re.match(words, warning.text)
+
+
+def test_points_are_not_sent_again_after_an_error_behind_them(
+    run: RunDir, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(run, metrics())
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeRun, "tags", refuse)
+        send(run, place)
+    send(run, place)
+    samples = [point.samples for point in PLACES[place][KEY].curve]
+    assert len(samples) == len(set(samples)) and PLACES[place][KEY].words, "the rest followed"
+
+
+def refuse(*_: object) -> None:
+    raise TrackerError("the tracker is down", "wait")

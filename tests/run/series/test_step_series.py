@@ -71,3 +71,10 @@ def test_columns_are_equally_long_and_plain() -> None:
     assert result.norm == result.norm_low == result.norm_high
     assert result.factor == [1.5, None, 1.5, None, 1.5] and result.scaled == [1, 0, 1, 0, 1]
     assert to_columns([]).samples == []
+
+
+def test_a_damaged_row_without_bounds_is_joined_by_its_mean() -> None:
+    first, second = steps(2)
+    damaged = second._replace(norm_low=None, norm_high=None)
+    joined = first.join(damaged)
+    assert (joined.norm_low, joined.norm_high) == (first.norm_low, damaged.norm)

@@ -74,31 +74,24 @@ def _render_steps(run_difference: "RunDifference") -> Iterator["RenderableType"]
     steps = run_difference.steps
     if steps.rows:
         several = len({row.gpus_per_node for row in steps.rows}) > 1
-        heads = ["nodes", *["GPUs a\nnode"] * several, "batch", "local\nbatch", "step A\n(ms)", "step B\n(ms)", "B / A"]
-        unit = choose_size_unit(max((row.memory.before or 0 for row in steps.rows), default=0))
-        heads += ["compute\n(ms)", "sync\n(ms)", "data wait\n(ms)", f"memory\n({unit[1]})", ""]
-        made = make_table(heads, left=[len(heads) - 1])
+        where = ["nodes", *["GPUs a\nnode"] * several, "batch", "local\nbatch"]
+        divisor, unit = choose_size_unit(max((row.memory.before or 0 for row in steps.rows), default=0))
+        times = make_table([*where, "step A\n(ms)", "step B\n(ms)", "B / A", ""], left=[len(where) + 3])
+        parts = make_table([*where, "compute\n(ms)", "sync\n(ms)", "data wait\n(ms)", f"memory\n({unit})"], left=())
         for row in steps.rows:
-            made.add_row(*_make_step_row(row, several=several, divisor=unit[0]))
+            cells = [str(row.nodes), *[str(row.gpus_per_node)] * several, str(row.batch), str(row.local_batch)]
+            ratio = "-" if row.ratio is None else format_number(row.ratio)
+            times.add_row(*cells, _format_ms(row.step.before), _format_ms(row.step.after), ratio, _describe_step(row))
+            in_ms = [_format_pair(each, 1e-3) for each in (row.compute, row.sync, row.data_wait)]
+            parts.add_row(*cells, *in_ms, _format_pair(row.memory, divisor))
         yield ""
-        yield made
+        yield times
         yield run_difference.test
+        yield ""
+        yield parts
     for letter, count in zip("AB", steps.only, strict=True):
         if count:
             yield f"{format_count(count, 'configuration')} in {letter} alone"
-
-
-def _make_step_row(row: "StepDifference", *, several: bool, divisor: float) -> list[str]:
-    cells = [
-        str(row.nodes),
-        *[str(row.gpus_per_node)] * several,
-        str(row.batch),
-        str(row.local_batch),
-    ]
-    ratio = "-" if row.ratio is None else format_number(row.ratio)
-    cells += [_format_ms(row.step.before), _format_ms(row.step.after), ratio]
-    cells += [_format_pair(each, 1e-3) for each in (row.compute, row.sync, row.data_wait)]
-    return [*cells, _format_pair(row.memory, divisor), _describe_step(row)]
 
 
 def _format_ms(value: float | None) -> str:

@@ -449,7 +449,7 @@ def _read_package_states(spec: JobSpec) -> object:
     try:
         completed = run_command(["bash", "-c", command], timeout=60.0, environ=make_environment_with_package())
         return json.loads(completed.stdout.strip().splitlines()[-1])
-    except (subprocess.TimeoutExpired, ValueError, IndexError):
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
         return secrets.token_hex()  # the interpreter cannot run here, so no stored inspection is known to hold
 
 

@@ -115,17 +115,8 @@ def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str
         path = Path(requested).expanduser().absolute()
         if not path.exists():  # that of a model in shares is a folder
             raise SpecError(f"--weights {requested}: this file does not exist", "or name best or last")
-        try:
-            is_file_of_weights = path.is_dir() or _is_file_of_weights(path)
-        except OSError as error:
-            raise SpecError(
-                f"--weights {requested}: cannot be read: {error.strerror}", "or name best or last"
-            ) from None
-        if not is_file_of_weights:
-            raise SpecError(
-                f"--weights {requested}: not a file of weights",
-                "give a file of torch.save or .safetensors, or best or last",
-            )
+        if not path.is_dir():
+            _require_weights(path, requested)
         return str(path), path
     best, newest = files.weights(), files.checkpoints()
     if not newest:
@@ -143,10 +134,22 @@ def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str
     return LAST, newest[0].absolute()
 
 
-def _is_file_of_weights(path: Path) -> bool:
-    """Return whether a file begins as those of torch.save do (zip or pickle), or has the name of a file of safetensors."""
-    with path.open("rb") as file:
-        return path.suffix == ".safetensors" or file.read(2).startswith((b"PK", b"\x80"))
+def _require_weights(path: Path, requested: str | Path) -> None:
+    """Check that a file begins as those of torch.save do (zip or pickle), or has the name of a file of safetensors.
+
+    Raises:
+        SpecError: it does not, or cannot be read.
+    """
+    try:
+        if path.is_file():  # a pipe would wait for a writer
+            with path.open("rb") as file:
+                if path.suffix == ".safetensors" or file.read(2).startswith((b"PK", b"\x80")):
+                    return
+    except OSError as error:
+        raise SpecError(f"--weights {requested}: cannot be read: {error.strerror}", "or name best or last") from None
+    raise SpecError(
+        f"--weights {requested}: not a file of weights", "give a file of torch.save or .safetensors, or best or last"
+    )
 
 
 def _compute_code_digest(job: JobSpec, workdir: Path) -> str:

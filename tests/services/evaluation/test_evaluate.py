@@ -1,5 +1,6 @@
 """`tula evaluate` as a service: which weights, on what, and what came of it."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,9 @@ def test_what_is_not_there_is_reported(run: RunDir) -> None:
         ready(run, weights="bst")
     with pytest.raises(SpecError, match=f"--weights {__file__}: not a file of weights"):
         ready(run, weights=__file__)
+    os.mkfifo(run.path / "pipe")
+    with pytest.raises(SpecError, match="pipe: not a file of weights"):
+        ready(run, weights=run.path / "pipe")
     with pytest.raises(SpecError, match="nodes 0: must be 1 or more"):
         ready(run, nodes=0)
     with pytest.raises(SpecError, match="this job has section script"):

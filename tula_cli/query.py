@@ -6,6 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from tula_cli.errors import SpecError, require_number, require_positive
 from tula_cli.options import NodeType, Option, list_fields
+from tula_cli.words import SECONDS_PER_UNIT
 
 Objective = Literal["time", "cost", "knee", "accuracy-time", "energy"]
 Curve = Literal["time", "cost"]
@@ -22,10 +23,7 @@ def parse_hours(text: str) -> float:
         raise SpecError(
             f"--deadline {text}: not a time", "a number of hours, or a number and its unit: 30s, 90m, 36h, 3d or 2w"
         )
-    return (
-        float(match[1])
-        * {"s": 1 / 3600, "m": 1 / 60, "min": 1 / 60, "": 1.0, "h": 1.0, "d": 24.0, "w": 168.0}[match[2]]
-    )
+    return float(match[1]) * (SECONDS_PER_UNIT[{"": "h", "min": "m"}.get(match[2], match[2])] / 3600)
 
 
 def parse_share(text: str) -> float:

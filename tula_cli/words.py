@@ -177,6 +177,8 @@ def format_moment(at: float | None, form: str = "%Y-%m-%d %H:%M") -> str:
         return "-"
 
 
+SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+"""Units in which users write times."""
 _TAG = re.compile(r"\[rank([0-9]+)\]: ?")
 
 

@@ -70,9 +70,18 @@ def test_each_placeholder_can_be_filled() -> None:
         ("python -m pack.train -b {batch}", "pack.train"),
         ("bash run.sh {batch}", "run.sh"),
         ("/opt/bin/trainer {batch}", "trainer"),
+        ("torchrun --nnodes 2 train.py -b {batch}", "train.py"),
+        ("python -m torch.distributed.run -m pkg.train {batch}", "pkg.train"),
+        ("lightning fit {batch}", "lightning"),
+        ("{out}/x {batch}", "x"),
+        ("python -m mod.train --lr 0.1 -m 0.9", "mod.train"),
+        ("python -m torch.distributed.run --nproc-per-node 2 -m mod.train -m 0.9", "mod.train"),
+        ("torchrun --nproc-per-node 2 -m mod.train", "mod.train"),
+        ("python -m torch.distributed.run train.py -m 0.9", "train.py"),
+        ("./train --lr 1", "train"),
     ],
 )
-def test_a_command_is_called_by_its_script(command: str, name: str) -> None:
+def test_a_command_is_named_by_its_program_not_by_its_options(command: str, name: str) -> None:
     assert get_program_name(command) == name
 
 

@@ -1,5 +1,6 @@
 """`tula clean`."""
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tula_cli.cli.options import Yes
-from tula_cli.cli.runs import find_named_runs, list_ids, parse_age
+from tula_cli.cli.runs import find_named_runs, list_ids
 from tula_cli.errors import BadMeasurements, Pending, SpecError
 from tula_cli.options import ROOT, Root
 from tula_cli.show import clean as show_clean
 from tula_cli.show.screen import Screen
+from tula_cli.words import SECONDS_PER_UNIT
 
 if TYPE_CHECKING:
     from tula_cli.run.directory import RunDir
@@ -53,7 +55,7 @@ def clean(
     """
     from tula_cli.services import clean as service
 
-    long = None if older is None else parse_age(older, "--older")
+    long = None if older is None else _parse_age(older, "--older")
     run_spaces = service.measure_runs(
         _find_runs(screen, named, Path(root)), keep_best=keep == "best", compared=compared, older=long
     )
@@ -117,3 +119,15 @@ def _confirm_deletion(screen: Screen, *, yes: bool) -> bool:
             "add --yes, or --dry-run to see what would be deleted",
         )
     return screen.confirm("delete these files?")
+
+
+def _parse_age(text: str, option: str) -> float:
+    """Return the seconds of an age such as 90s, 30m, 2h or 30d.
+
+    Raises:
+        SpecError: the text is not an age.
+    """
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", text.strip())
+    if match is None:
+        raise SpecError(f"{option} {text}: not a time", "a number and its unit: 90s, 30m, 2h, 30d or 4w")
+    return float(match[1]) * SECONDS_PER_UNIT[match[2]]

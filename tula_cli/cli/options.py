@@ -141,9 +141,8 @@ def _convert(field: inspect.Parameter, option: Option | None, value: Any) -> Any
         return field.default
     option = option or Option("")
     parsed = option.parse(value) if option.parse else value
-    option.check_value(
-        option.make_flag(field.name), parsed
-    )  # not typer's `max`, because every line of --help would show MAX_COUNT
+    # Not typer's `max`, because every line of --help would show MAX_COUNT.
+    option.check_value(option.make_flag(field.name), parsed)
     return parsed
 
 

@@ -322,15 +322,3 @@ def print_node_type(screen: Screen, run: "Run") -> None:
     """Print the node type that a command is about, if the job has node types."""
     if run.type is not None:
         screen.note(f"node type {run.type}")
-
-
-def parse_age(text: str, option: str) -> float:
-    """Return the seconds of an age such as 90s, 30m, 2h or 30d.
-
-    Raises:
-        SpecError: the text is not an age.
-    """
-    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", text.strip())
-    if match is None:
-        raise SpecError(f"{option} {text}: not a time", "a number and its unit: 90s, 30m, 2h, 30d or 4w")
-    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[match[2]]

@@ -435,8 +435,8 @@ def _list_named_packages(spec: JobSpec) -> list[str]:
 
 _PACKAGE_STATES = """
 import importlib.util, json, os, sys
-found = [importlib.util.find_spec(name) for name in sys.argv[1:]]
-files = [spec.origin for spec in found if spec and spec.origin and os.path.exists(spec.origin)]
+specs = [importlib.util.find_spec(name) for name in sys.argv[1:]]
+files = [spec.origin for spec in specs if spec and spec.origin and os.path.exists(spec.origin)]
 print(json.dumps([sys.version, [[file, os.stat(file).st_mtime_ns] for file in files]]))
 """
 """A program that prints where an interpreter finds packages, and when they were installed; it imports none of them."""

@@ -198,6 +198,11 @@ class Snapshot:
         return self._read(self.path / "comparison.json", Comparison)
 
     @cached_property
+    def compared_cells(self) -> dict[str, str]:
+        """Method, batch and seed of each training of the comparison, by its signature."""
+        return {} if self.comparison is None else {cell.signature: cell.description for cell in self.comparison.cells}
+
+    @cached_property
     def rehearsals(self) -> list[ResumeTestResult]:
         """Results of resume tests, oldest first."""
         records = [self._read(path, ResumeTestResult) for path in list_files(self.path / "script", "rehearse-*.json")]

@@ -16,6 +16,7 @@ from tula_cli.errors import Infeasible, SpecError, require_positive
 from tula_cli.models.choice.campaign import (
     Campaign,
     Option,
+    PlanRequest,
     Quantity,
     Start,
     compute_makespan,
@@ -192,12 +193,8 @@ def plan_campaign(
     plan = describe_plan(
         choose(groups, query, trainings=trainings, nodes=nodes, subject=subject, currency=currency),
         candidates,
-        query=query,
-        minimises=quantity,
-        nodes=nodes,
+        PlanRequest(query=query, minimises=quantity, nodes=nodes, currency=currency, warnings=considered.warnings),
         max_batch=max_batch,
-        currency=currency,
-        warnings=considered.warnings,
         one_at_a_time=one_at_a_time,
     )
     _require_energy_within_budget(plan, subject, query)
@@ -272,15 +269,17 @@ def _plan_campaign_of_jobs(
             CandidatesOfJob(name, number, range(end - len(of_job.candidates), end), of_job.max_batch)
             for name, number, of_job, end in zip(names, trainings, considered, ends, strict=True)
         ],
-        query=query,
-        minimises=quantity,
-        nodes=nodes,
-        currency=currencies[0],
-        warnings=[
-            replace(warning, text=f"{name}: {warning.text}")
-            for name, of_job in zip(names, considered, strict=True)
-            for warning in of_job.warnings
-        ],
+        PlanRequest(
+            query=query,
+            minimises=quantity,
+            nodes=nodes,
+            currency=currencies[0],
+            warnings=[
+                replace(warning, text=f"{name}: {warning.text}")
+                for name, of_job in zip(names, considered, strict=True)
+                for warning in of_job.warnings
+            ],
+        ),
     )
     _require_energy_within_budget(plan, subject, query)
     if not is_within(plan.hours, _get_limit(query.deadline_hours)):

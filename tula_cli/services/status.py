@@ -274,9 +274,7 @@ def get_job_status(
 
 def _describe_compared_cell(files_snapshot: Snapshot, task: JobTask) -> str:
     """Return method, batch and seed of a training of the run's comparison; empty for other tasks."""
-    comparison = files_snapshot.comparison
-    cells = {cell.signature: cell.description for cell in comparison.cells} if comparison is not None else {}
-    return cells.get(task.signature, "") if isinstance(task, TrainTask) else ""
+    return files_snapshot.compared_cells.get(task.signature, "") if isinstance(task, TrainTask) else ""
 
 
 def _list_link_statuses(job: Job, task: JobTask) -> tuple[LinkStatus, ...]:
@@ -690,7 +688,8 @@ def _count_epochs_of_training(spec: JobSpec, moving: Sequence[Mapping[str, Any]]
 
 def _find_newest_train_task(files_snapshot: Snapshot, tasks: Iterable[JobTask]) -> TrainTask | None:
     all_trainings = [task for task in tasks if isinstance(task, TrainTask)]
-    trainings = [task for task in all_trainings if not _describe_compared_cell(files_snapshot, task)] or all_trainings
+    compared = files_snapshot.compared_cells
+    trainings = [task for task in all_trainings if task.signature not in compared] or all_trainings
     submitted = {job.id: job.submitted_at for job in files_snapshot.jobs}
     return max(trainings, key=lambda task: (submitted.get(task.job, 0.0), task.attempt), default=None)
 

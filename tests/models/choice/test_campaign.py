@@ -9,6 +9,7 @@ import pytest
 from tula_cli.models.choice.campaign import (
     Campaign,
     Option,
+    PlanRequest,
     Start,
     compute_makespan,
     describe_plan,
@@ -181,9 +182,8 @@ def describe(trainings: int, nodes: int, rows: dict[int, float]) -> Campaign:
     makespan = find_shortest_makespan(options, trainings=trainings, nodes=nodes)
     starts = plan_cheapest(options, trainings=trainings, nodes=nodes, deadline=makespan)
     assert starts is not None
-    return describe_plan(
-        starts, table, query=Query(), minimises="time", nodes=nodes, max_batch=64, currency="EUR", warnings=["careful"]
-    )
+    request = PlanRequest(query=Query(), minimises="time", nodes=nodes, currency="EUR", warnings=["careful"])
+    return describe_plan(starts, table, request, max_batch=64)
 
 
 def test_a_plan_has_its_figures_and_those_of_each_training_at_its_fastest() -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from tula_cli.errors import SpecError
 from tula_cli.run.script_files import find_program, split_command
-from tula_cli.spec.scripts.placeholders import get_program_name
 
 
 @pytest.fixture
@@ -134,16 +133,3 @@ def test_a_link_is_followed_as_python_does(here: Path) -> None:
 def test_a_word_too_long_for_a_name_is_none(here: Path) -> None:
     assert found(f"./tool '{'x' * 5000}'", here) == "tool"
     assert found(f"torchrun '{'x' * 5000}' train.py", here) == "train.py"
-
-
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        ("torchrun --nnodes 2 train.py -b {batch}", "train.py"),
-        ("python -m torch.distributed.run -m pkg.train {batch}", "pkg.train"),
-        ("lightning fit {batch}", "lightning"),
-        ("{out}/x {batch}", "x"),
-    ],
-)
-def test_people_know_a_command_by_one_word(command: str, expected: str) -> None:
-    assert get_program_name(command) == expected

@@ -432,16 +432,23 @@ class Campaign(PlanFigures):
         return make_frame([asdict(wave) for wave in self.waves])
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What a plan is made for, and what holds for all its trainings."""
+
+    query: Query  # objective and limits
+    minimises: Quantity
+    nodes: int  # that may be in use at a time
+    currency: str  # of the costs
+    warnings: Sequence[Diagnostic] = ()  # about the measurements
+
+
 def describe_plan(
     starts: Sequence[Start],
     candidates: Candidates,
+    request: PlanRequest,
     *,
-    query: Query,
-    minimises: Quantity,
-    nodes: int,
     max_batch: int | None,
-    currency: str,
-    warnings: Sequence[Diagnostic],
     one_at_a_time: bool = False,
 ) -> Campaign:
     """Return a plan with its figures.
@@ -449,29 +456,15 @@ def describe_plan(
     Args:
         starts: the trainings, at least one, all with the same batch.
         candidates: all configurations considered, with the rows of the options.
-        query: objective and limits of the plan.
-        minimises: the quantity that the plan minimises.
-        nodes: number of nodes that may be in use at a time.
+        request: what the plan is made for.
         max_batch: the largest batch considered; None if there is no limit.
-        currency: of the costs.
-        warnings: about the measurements.
         one_at_a_time: whether no two trainings run side by side.
     """
     rows = {row: candidates.prediction(row) for row in {start.option.row for start in starts}}
     used = [rows[start.option.row] for start in starts]
-    at_fastest = _compute_at_fastest(candidates, len(starts), nodes, one_at_a_time)
-    figures = compute_figures(
-        starts,
-        used,
-        at_fastest,
-        query=query,
-        minimises=minimises,
-        nodes=nodes,
-        currency=currency,
-        warnings=warnings,
-    )
+    nodes, at_fastest = request.nodes, _compute_at_fastest(candidates, len(starts), request.nodes, one_at_a_time)
     return Campaign(
-        **vars(figures),
+        **vars(compute_figures(starts, used, at_fastest, request)),
         batch=used[0].batch,
         max_batch=max_batch,
         bound_hours=_compute_bound(
@@ -490,12 +483,7 @@ def compute_figures(
     starts: Sequence[Start],
     trainings: Sequence[Prediction],
     at_fastest: PlanAtFastest,
-    *,
-    query: Query,
-    minimises: Quantity,
-    nodes: int,
-    currency: str,
-    warnings: Sequence[Diagnostic],
+    request: PlanRequest,
 ) -> PlanFigures:
     """Return the figures of a plan that do not depend on whether its trainings are equal.
 
@@ -503,16 +491,16 @@ def compute_figures(
         starts: the trainings, at least one.
         trainings: the predictions for them, in the same order.
         at_fastest: what the plan is compared with.
-        query, minimises, nodes, currency, warnings: as of `describe_plan`.
+        request: what the plan is made for.
     """
     hours = compute_makespan(starts)
     hours_low, hours_high = _scale_interval(hours, trainings)
     return PlanFigures(
         trainings=len(starts),
-        max_nodes=nodes,
-        minimises=minimises,
-        deadline_hours=query.deadline_hours,
-        budget=query.budget,
+        max_nodes=request.nodes,
+        minimises=request.minimises,
+        deadline_hours=request.query.deadline_hours,
+        budget=request.query.budget,
         hours=hours,
         hours_low=hours_low,
         hours_high=hours_high,
@@ -520,8 +508,8 @@ def compute_figures(
         node_hours=sum(row.all_node_hours for row in trainings),
         kwh=_sum_energies(trainings),
         speedup=at_fastest.hours / hours,
-        currency=currency,
-        warnings=tuple(warnings),
+        currency=request.currency,
+        warnings=tuple(request.warnings),
     )
 
 

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from tula_cli.diagnostics import Diagnostic
 from tula_cli.models.choice.campaign import (
     Option,
     PlanAtFastest,
     PlanFigures,
-    Quantity,
+    PlanRequest,
     ScheduledTraining,
     Start,
     Wave,
@@ -33,7 +32,6 @@ from tula_cli.models.choice.campaign import (
 )
 from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.choice.columns import Floats
-from tula_cli.query import Query
 from tula_cli.run.frames import make_frame
 
 if TYPE_CHECKING:
@@ -565,12 +563,7 @@ def describe_plan_of_jobs(
     plan: JobsPlan,
     candidates: Candidates,
     jobs: Sequence[CandidatesOfJob],
-    *,
-    query: Query,
-    minimises: Quantity,
-    nodes: int,
-    currency: str,
-    warnings: Sequence[Diagnostic],
+    request: PlanRequest,
 ) -> CampaignOfJobs:
     """Return a plan with its figures.
 
@@ -578,27 +571,14 @@ def describe_plan_of_jobs(
         plan: the trainings.
         candidates: the configurations of all jobs, with the rows of the options.
         jobs: the jobs of the candidates.
-        query: objective and limits of the plan.
-        minimises: the quantity that the plan minimises.
-        nodes: number of nodes that may be in use at a time.
-        currency: of the costs.
-        warnings: about the measurements.
+        request: what the plan is made for.
     """
     starts = plan.starts
     rows = {row: candidates.prediction(row) for row in {start.option.row for start in starts}}
     used = [rows[start.option.row] for start in starts]
     names = [next(job.job for job in jobs if start.option.row in job.rows) for start in starts]
-    at_fastest = _compute_at_fastest(candidates, jobs, used[0].type, nodes)
-    figures = compute_figures(
-        starts,
-        used,
-        at_fastest,
-        query=query,
-        minimises=minimises,
-        nodes=nodes,
-        currency=currency,
-        warnings=warnings,
-    )
+    at_fastest = _compute_at_fastest(candidates, jobs, used[0].type, request.nodes)
+    figures = compute_figures(starts, used, at_fastest, request)
     planned_jobs, waves = [], []
     for job in jobs:
         of_job = [start for start in starts if start.option.row in job.rows]
@@ -620,12 +600,14 @@ def describe_plan_of_jobs(
         **vars(figures),
         node_type=used[0].type,
         lower_bound=plan.lower_bound,
-        is_optimal=is_within(figures.hours if minimises == "time" else sum_costs(starts), plan.lower_bound),
+        is_optimal=is_within(figures.hours if request.minimises == "time" else sum_costs(starts), plan.lower_bound),
         jobs=tuple(planned_jobs),
         waves=tuple(sorted(waves, key=lambda wave: wave.start)),
         schedule=tuple(
             JobTraining(start.hours, start.option.hours, row.nodes, row.cost, follows, name)
-            for start, row, follows, name in zip(starts, used, find_predecessors(starts, nodes), names, strict=True)
+            for start, row, follows, name in zip(
+                starts, used, find_predecessors(starts, request.nodes), names, strict=True
+            )
         ),
         at_fastest=at_fastest,
     )

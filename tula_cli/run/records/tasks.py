@@ -333,6 +333,11 @@ class CheckTask(BaseTask):
     kind: Literal["check"] = "check"
 
     @property
+    def number(self) -> int:
+        """Its number among the checks of a run, the last part of its id; a later check has a higher one."""
+        return int(self.id.rpartition("-")[2])
+
+    @property
     def script(self) -> None:
         """None, because a check runs none of the user's code even if the job has a script."""
 

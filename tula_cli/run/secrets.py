@@ -48,7 +48,7 @@ _IN_QUERY = re.compile(
     r"|code)=)[^&\s'\"#;]+",
     re.IGNORECASE,
 )
-_VALUE = r"""(?!\*\*\*)("[^"]*"|'[^']*'|[^\s,;&"']+)"""
+_VALUE = r"""(?!\*\*\*)("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|["'][^"'\n]+|[^\s,;&"']+)"""
 _ASSIGNED = re.compile(
     rf"""((?<![\w-])(?!PWD=["']?/)(?:{_SHORT_NAME})(?:=|["']:\s*|(?<=[A-Z]):\s*)|--?(?i:{_SHORT_NAME})(?:=|\s+)){_VALUE}"""
     rf"""|((?<![\w-])(?!PWD=["']?/)(?i:{_SHORT_NAME})(?:=|["']:\s*)){_VALUE}"""
@@ -58,15 +58,20 @@ _BEARER = re.compile(
     re.IGNORECASE,
 )
 _PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(?=-----END|\Z)", re.DOTALL)
-_LOGIN = re.compile(
-    r"""(\bcurl\b[^\n|;]{0,999}?\s(?:-u|--user)[ =]?["']?[^\s:'"]+:|\bsshpass\s+-p\s*"""
-    r"""|\b(?:mysql|mariadb)[\w-]{0,20}\b[^\n|;]{0,999}?\s-p["']?(?=[^\s"'])"""
-    r"""|\b(?:redis-cli\b[^\n|;]{0,999}?\s-a|(?:mongo\w{0,20}|(?:docker|podman|helm registry) login)\b[^\n|;]{0,999}?\s-p)[ =]?["']?"""
-    r"""|\bwandb login(?: +--\S+)* +(?=\w{20})|\bwandb\.login\([^)\n]*?key\s*=\s*["']"""
-    r"""|https://(?:hooks\.slack\.com/services|(?:\w+\.)?discord(?:app)?\.com/api/webhooks)/)[^\s'"]+"""
+_LOGIN = (
+    r"""(\bcurl\b[^\n|;]{{0,999}}?\s(?:-u|--user)[ =]?{quote}[^\s:'"]+:|\bsshpass\s+-p\s*{quote}"""
+    r"""|\b(?:mysql|mariadb)[\w-]{{0,20}}\b[^\n|;]{{0,999}}?\s-p{quote}(?=[^\s"'])"""
+    r"""|\b(?:redis-cli\b[^\n|;]{{0,999}}?\s-a|(?:mongo\w{{0,20}}|(?:docker|podman|helm registry) login)\b[^\n|;]{{0,999}}?\s-p)[ =]?{quote}"""
+    r"""|\bwandb login(?: +--\S+)* +{quote}(?=\w{{20}})|\bwandb\.login\([^)\n]*?key\s*=\s*{quote}"""
+    r"""|https://(?:hooks\.slack\.com/services|(?:\w+\.)?discord(?:app)?\.com/api/webhooks)/)(?!\*\*\*){value}"""
 )
 """Text before an unnamed secret: a login, or a URL that anyone who knows it may post to. Options are sought in the next
 thousand characters, because a search to the end of each line would take minutes in a line with many such words."""
+_LOGINS = tuple(
+    re.compile(_LOGIN.format(quote=quote, value=value))
+    for quote, value in ((r"""["']""", r"""[^"'\n]+"""), ("", r"""[^\s'"]+"""))
+)
+"""In quotes, where a secret may contain spaces, and without."""
 _TOKEN = re.compile(
     r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox[abps]-|AKIA|ASIA|AIza|eyJ|npm_|pypi-|dop_v1_|rpa_|SG\.|ya29\.|dckr_pat_"
     r"|r8_|lin_api_|nvapi-|gsk_|tskey-|xapp-|hvs\.|[rs]k_live_|shpat_|AGE-SECRET-KEY-|dapi(?=[0-9a-f]{32}\b))[A-Za-z0-9_.-]{16,}"
@@ -98,7 +103,7 @@ def without_secrets(text: str) -> str:
         name, value = (part for part in match.groups() if part is not None)
         return match[0] if _HARMLESS.fullmatch(value) else f"{name}***"
 
-    for pattern in (_PRIVATE_KEY, _LOGIN, _BEARER):
+    for pattern in (_PRIVATE_KEY, *_LOGINS, _BEARER):
         text = pattern.sub(r"\1***", text)
     text = _TOKEN.sub("***", _IN_QUERY.sub(r"\1***", _IN_URL.sub(r"\1\2***@", text)))
     for pattern in (_ASSIGNED, _IN_WORDS, _IN_SENTENCE):

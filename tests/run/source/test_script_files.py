@@ -474,6 +474,8 @@ SECRET = "s3cr3tXYZ9"
         f"https://hooks.slack.com/services/T0/B0/{SECRET}", f"https://discord.com/api/webhooks/1/{SECRET}",
         *(f"got {start}{2 * SECRET}" for start in ("npm_", "pypi-", "AIza", "dop_v1_", "rpa_", "SG.", "ya29.", "dckr_pat_", "gsk_", "hvs.", "sk_live_")),
         f"--wandb.key={SECRET}", f"--login.pass {SECRET}", f"db.pwd={SECRET}",
+        f'curl -u "me:a {SECRET}" https://h', f"sshpass -p 'a {SECRET}' ssh h", f'mysql -p"a {SECRET}" db', f"wandb.login(key='a {SECRET}')",
+        f'password="a\\"b {SECRET}"', f'--password "a {SECRET}',
     ],
 )  # fmt: skip
 def test_secrets_in_text_are_hidden_once_and_for_all(text: str) -> None:

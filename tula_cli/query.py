@@ -91,6 +91,7 @@ class Query:
             "Maximum training time, in hours or with a unit (90m, 36h, 3d).",
             "--deadline",
             metavar="TIME",
+            minimum=0,
             type=str | None,
             parse=parse_hours,
         ),

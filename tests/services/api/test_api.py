@@ -283,6 +283,7 @@ def test_values_that_the_command_line_would_refuse_are_one_error(cluster: AtOnce
         ("unknown curve 'both'; use one of time, cost", lambda: tula.recommend(run, curve="both")),  # type: ignore[arg-type]
         ("nodes 0: must be 1 or more", lambda: tula.recommend(run, nodes=0)),
         ("max_batch -1: must be 1 or more", lambda: tula.recommend(run, max_batch=-1)),
+        ("deadline_hours -1: must be 0 or more", lambda: tula.recommend(run, deadline_hours=-1)),
         ("overrides 'pricing.price=3': give a list", lambda: tula.recommend(run, overrides="pricing.price=3")),
         ("nodes 0: must be 1 or more", lambda: tula.train(run, nodes=0, batch=64)),
         ("batch -64: must be 1 or more", lambda: tula.train(run, nodes=1, batch=-64)),

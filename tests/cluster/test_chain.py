@@ -737,6 +737,23 @@ def test_a_follower_waits_for_what_a_command_is_about(chain: Chain, monkeypatch:
         follower.follow()
 
 
+def test_a_follower_sees_later_on_nfs_what_was_written_before_its_command(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_supervise, "POLL", 0.0)
+    attempt, reads = make_runs.attempt(chain.task.id, start=1.0), []
+
+    def appear_late(run: RunDir, task: str, number: int) -> Attempt | None:
+        reads.append(number)
+        return attempt if len(reads) == 3 else None
+
+    monkeypatch.setattr(RunDir, "attempt", appear_late)
+    for number, task in enumerate((chain.task.id, None)):
+        chain.run.write_leader_command("11.0", number, LeaderCommand(task=task, attempt=1, ranks=1))
+    Supervisor(chain.run, Allocation(1, 2, 0, "11")).follow()
+    assert reads == [1, 1, 1]
+
+
 def test_a_rendezvous_of_the_shell_does_not_reach_the_ranks(chain: Chain) -> None:
     environ = {"MASTER_ADDR": "login1", "MASTER_PORT": "29500"}
     inherited = Allocation(0, 2, 0, "11", environ=environ)

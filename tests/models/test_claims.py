@@ -9,6 +9,7 @@ from tula_cli.models.claims import (
     STREAM,
     ObservedRate,
     clean_steps,
+    count_epoch_samples,
     describe_broken_claims,
     find_changed_batch,
     find_dataset_size,
@@ -49,6 +50,17 @@ def loader(**more: object) -> LoaderProperties:
     seen = result().loader
     assert seen is not None
     return seen.model_copy(update=more)
+
+
+@pytest.mark.parametrize(
+    ("counts", "samples"), [((160, 170), 330), ((), None), ((160,), None), ((160, None), None), ((None, None), None)]
+)
+def test_samples_of_an_epoch_are_known_if_each_rank_reported_them(
+    counts: tuple[int | None, ...], samples: int | None
+) -> None:
+    seen = [result(rank, loader=loader(epoch_samples=count)) for rank, count in enumerate(counts)]
+    assert count_epoch_samples(seen) == samples
+    assert count_epoch_samples([*seen[:1], result(1, loader=None)]) is None
 
 
 def test_claims_that_hold_are_not_told() -> None:

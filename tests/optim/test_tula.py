@@ -944,6 +944,22 @@ def test_no_factor_is_found_or_held_for_what_is_left_out(per: str) -> None:
     assert not ags(whole)["scale"], "factors of another choice are void"
 
 
+def test_parameters_that_share_a_gradient_have_the_same_factors() -> None:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(3)) for _ in range(2)])
+    opt = tula(model, torch.optim.SGD(model.parameters(), lr=0.1), granularity="element", refresh=1, delta=math.inf)
+    x = torch.arange(1.0, 3 * B_LARGE + 1).reshape(B_LARGE, 3)
+
+    def loss(n: int) -> Tensor:
+        return ((model[0] + model[1]) * x[:n]).sum(1).mean()  # autograd returns one tensor as the gradient of both
+
+    loss(B_LARGE).backward()
+    opt.small_batch(loss)
+    opt.step()
+    expected = x[:B_SMALL].mean(0) / x.mean(0)
+    for factor in (ags(opt)["scale"][k] for k in range(2)):
+        torch.testing.assert_close(factor, expected)
+
+
 def test_leaving_everything_out_is_refused() -> None:
     model = mlp()
     with pytest.raises(ValueError, match="no parameter to scale"):

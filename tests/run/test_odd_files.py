@@ -48,6 +48,27 @@ def test_what_is_no_regular_file_is_not_read(
         assert path.name in str(error) or isinstance(error, IsADirectoryError)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "complete"),
+    [
+        ("model.pt", b"", False),
+        ("state.json", b"", False),
+        ("state.json", b"\0\0\0\0", True),
+        ("state.json", b"{}", True),
+        ("model.pt", b"\0\0\0\0", False),
+        ("model.pt", b"\x80\x02older", True),
+        ("model.pt", b"PK\x03\x04, and the rest was never written", False),
+        ("model.safetensors", b"PK\x03\x04, no archive", True),
+    ],
+)
+def test_a_checkpoint_is_complete_if_each_of_its_files_is(
+    name: str, content: bytes, complete: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "whole.txt").write_text("x")
+    (tmp_path / name).write_bytes(content)
+    assert is_complete_checkpoint(tmp_path) is complete
+
+
 def test_a_pipe_into_which_nobody_writes_is_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(yaml_text, "_PIPE_PATIENCE", 0.1)
     os.mkfifo(tmp_path / "job.yaml")

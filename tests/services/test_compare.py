@@ -490,6 +490,14 @@ def test_a_gap_within_the_noise_cannot_be_recovered() -> None:
     )  # no gap at all
 
 
+@pytest.mark.parametrize("missing", range(3))
+def test_without_a_result_of_a_row_no_share_is_recovered(missing: int) -> None:
+    rows = [accuracy.SeedStatistics(mean, 0.1, 2) for mean in (90.0, 80.0, 85.0)]
+    assert accuracy.compute_recovered_share(*rows, "top1") == pytest.approx(0.5)
+    rows[missing] = None
+    assert accuracy.compute_recovered_share(*rows, "top1") is None
+
+
 def test_without_classes_the_loss_is_compared(run: RunDir) -> None:
     report = trained(run, Trains(classes=False))
     assert report.metric == "loss"

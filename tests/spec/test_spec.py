@@ -348,6 +348,11 @@ def test_all_problems_are_reported_at_once_with_their_paths(write):
         ("search.nodes=[]", "search.nodes", "at least 1"),
         ("search.nodes=[2,2]", "search", "twice"),
         ("search.nodes=4", "search.nodes", "list"),
+        (
+            "search.gpus_per_node=[1,2]",
+            "the spec",
+            "search.gpus_per_node contains 2, but a node has 1 GPU (cluster.gpus_per_node)",
+        ),
         ("search.max_batch=16", "search", "below min_batch"),
         ("cluster.memory_per_gpu=lots", "cluster.memory_per_gpu", "16GiB"),
         ("cluster.slurm={partition: gpu}", "cluster", "kind: slurm"),

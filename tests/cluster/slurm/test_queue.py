@@ -348,6 +348,11 @@ def test_the_exit_code_tells_that_a_supervisor_could_write_nothing(versions):
     assert [find_outcome(known), find_outcome(forgotten)] == ["storage", "storage"]
 
 
+def test_a_job_that_cleans_up_has_ended_and_one_that_runs_has_not(versions):
+    ended, running = (versions.add("a", state, derived="0:125") for state in ("COMPLETING", "RUNNING"))
+    assert (find_outcome(ended), find_outcome(running)) == ("host_oom", None)
+
+
 def test_memory_is_no_reason_where_the_time_was_up(slurm):
     job = slurm.add("a", "TIMEOUT", forgotten=True, steps=[["0", "OUT_OF_MEMORY"]])
     assert find_outcome(job) == "time_limit"

@@ -23,6 +23,7 @@ from make_runs import spec as toy_spec
 
 from tula_cli.errors import NotYours, SpecError, TrackerError, TulaError
 from tula_cli.extras.trackers import export as service
+from tula_cli.extras.trackers.destination import resolve_destination
 from tula_cli.extras.trackers.export import ExportResult, export_run, list_requested_trackers
 from tula_cli.run import owner
 from tula_cli.run.directory import Run, RunDir
@@ -341,6 +342,29 @@ def test_trackers_are_those_named_else_those_of_the_job() -> None:
 def test_what_does_not_go_together_is_refused(to: list[str], uri: str | None, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         list_requested_trackers(toy_spec(), to, uri=uri, project=None)
+
+
+@pytest.mark.parametrize(
+    ("to", "uri", "place"),
+    [
+        ("mlflow", "databricks", "databricks"),
+        ("mlflow", "databricks://team", "databricks://team"),
+        ("mlflow", "http://host:5000", "http://host:5000"),
+        ("mlflow", "runs", "{here}/runs"),
+        ("mlflow", "sqlite:///runs.db", "sqlite:///{here}/runs.db"),
+        ("mlflow", "sqlite:////data/runs.db", "sqlite:////data/runs.db"),
+        ("tensorboard", "databricks", "{here}/databricks"),
+        ("tensorboard", "file:///data/my%20runs", "/data/my runs"),
+        ("mlflow", "file:///data/my%20runs", "file:///data/my%20runs"),
+        ("fake_tracker:FakeTracker", "place", "place"),
+    ],
+)
+def test_an_address_is_valid_from_every_folder(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, to: str, uri: str, place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    destination = resolve_destination(Export(to=to, uri=uri), open_run(run))
+    assert destination.uri == place.format(here=tmp_path)
 
 
 def test_an_exporter_of_one_s_own_that_is_not_there_is_reported(run: RunDir) -> None:

@@ -141,6 +141,15 @@ def test_where_they_disagree_the_interval_holds_both() -> None:
     assert result.low < 0.1 and result.high > 0.115
 
 
+def test_trainings_of_equal_noise_that_disagree_have_the_interval_of_their_deviation() -> None:
+    result = stretches.estimate_from_measurements(None, [trained(0.1), trained(0.12)], 0.01)
+    assert result is not None and result.low is not None and result.high is not None
+    assert result.seconds == pytest.approx(math.sqrt(0.1 * 0.12))
+    # The standard error of a mean of two is half their difference; another job adds its repeats.
+    assert math.log(result.high / result.seconds) == pytest.approx(Z90 * math.hypot(math.log(1.2) / 2, 0.01))
+    assert result.low * result.high == pytest.approx(result.seconds**2)
+
+
 # --- in the fit
 
 TRUTH = Truth(fixed=0.02, slope=0.0005, sync=0.06)

@@ -1,5 +1,6 @@
 """A comparison in rounds: who is trained for how long, who is dropped and why, and where an interrupted one resumes."""
 
+import dataclasses
 import itertools
 import json
 import time
@@ -169,6 +170,11 @@ FULL = ["5", "6", "7"]
             {"short": {"ags": 69.5}},
             {"lbt": FULL, "ramp": ["s", *FULL], "ags": ["s", "5"], "lrs": ["s"], "ortho": ["s"]},
         ),
+        # Three rows are in full: they differ by much, but no row does from seed to seed.
+        (
+            {"scores": {**SCORES, "ramp": 62.0, "ags": 90.0, "lrs": 80.0}},
+            {"lbt": FULL, "ramp": ["s", *FULL], "ags": ["s", *FULL], "lrs": ["s", "5"], "ortho": ["s"]},
+        ),
         # Seeds differ by much: the same distance is within noise.
         (
             {"short": {"ags": 69.5}, "spread": 4.0},
@@ -306,6 +312,16 @@ def test_the_plan_says_how_many_trainings_and_node_hours_it_takes_at_most(run: R
     assert len(launcher.tasks) + len(after.missing) + len(after.standing.undecided) <= 19
 
 
+def test_the_plan_has_the_hours_of_each_training(run: RunDir) -> None:
+    planned = dataclasses.replace(plan(run), hours={("ags", 512): 2.0, ("lbt", 512): 6.0})
+    made = next(iter(show_compare.render_compare_plan(planned)))
+    (*_, expected) = made.columns
+    rows = zip((cell.method for cell in planned.standing.wanted), expected.cells, strict=True)
+    assert {(method, hours) for method, hours in rows if method in ("ags", "lbt", "lrs")} == {
+        ("ags", "0.500"), ("lbt", "-"), ("lbt", "6.00"), ("lrs", "-"),
+    }  # fmt: skip
+
+
 def test_the_trainings_that_are_done_never_exceed_what_was_planned(run: RunDir) -> None:
     for scores in (SCORES, {**SCORES, "ramp": 1.0}, {**SCORES, "ags": 90.1, "lrs": 90.2, "ramp": 90.0}):
         place = RunDir.create(run.path.parent / str(scores["ramp"]), make.spec(**SPEC))
@@ -341,6 +357,25 @@ def test_an_interrupted_comparison_resumes_wherever_it_was_and_trains_nothing_tw
             (row.method, row.top1, row.dropped) for row in expected.rows
         ]
     assert not plan(whole).missing and not plan(whole).standing.undecided
+
+
+@pytest.mark.parametrize(
+    ("metrics", "loss"),
+    [
+        ({"top1": 70.0, "eval_loss": 1.0}, -70.0),
+        ({"eval_loss": 1.5}, 1.5),
+        ({"top1": 70.0}, None),
+        ({}, None),
+    ],
+)
+def test_a_training_without_a_finite_loss_has_no_place(
+    run: RunDir, metrics: dict[str, float], loss: float | None
+) -> None:
+    cell = plan(run).comparison.cells[0]
+    assert rounds.read_outcome(run, cell, run.read_spec()) is None
+    run.write_summary(make.summary(signature=cell.signature, metrics=metrics))
+    outcome = rounds.read_outcome(run, cell, run.read_spec())
+    assert outcome is not None and (outcome.loss, outcome.diverged) == (loss, loss is None)
 
 
 def test_a_row_that_failed_is_tried_again_and_may_still_be_one_of_the_best(run: RunDir) -> None:

@@ -110,6 +110,11 @@ def test_a_site_of_few_cores_sets_workers_only_where_the_command_has_a_place_for
     assert loaded(make_job_from_command(f"{LINE} -j 8", "slurm", here), tmp_path).train.workers == 1
 
 
+def test_a_command_that_names_no_processes_keeps_the_cores_of_the_site(tmp_path: Path) -> None:
+    spec = loaded(make_job_from_command("python t.py -b 128 --epochs 90", "slurm", site(cpus=32)), tmp_path)
+    assert spec.cluster.slurm.cpus_per_task == 32 // spec.cluster.gpus_per_node
+
+
 def test_without_a_scheduler_the_cluster_is_as_it_comes(tmp_path: Path) -> None:
     spec = loaded(make_job_from_command(LINE, "slurm"), tmp_path)
     assert spec.search.nodes == [2, 4, 8, 16]

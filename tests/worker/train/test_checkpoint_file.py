@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tula_cli.errors import CannotWrite
+from tula_cli.errors import CannotWrite, DiskFull
 from tula_cli.run import files
 from tula_cli.run.damage import is_complete_archive
 from tula_cli.worker.train import checkpoint
@@ -55,8 +55,10 @@ def test_a_full_disk_is_reported_and_leaves_the_file_before(tmp_path: Path, monk
     checkpoint.write_checkpoint(path, {"model": torch.zeros(3)})
     before = path.read_bytes()
     monkeypatch.setattr(files, "open", Full, raising=False)
-    with pytest.raises(CannotWrite, match="No space left on device"):
-        checkpoint.write_checkpoint(path, {"model": torch.zeros(2**20)})
+    content = {"model": {"a": torch.zeros(2**20)}, "optimizer": [torch.zeros(8), (torch.zeros(8), 3)], "epoch": 2}
+    with pytest.raises(CannotWrite, match="No space left on device") as error:
+        checkpoint.write_checkpoint(path, content)
+    assert isinstance(error.value, DiskFull) and error.value.needed == 4 * (2**20 + 16)
     assert path.read_bytes() == before and [item.name for item in tmp_path.iterdir()] == ["1.pt"]
 
 

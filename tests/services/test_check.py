@@ -8,7 +8,6 @@ from pathlib import Path
 
 import make_runs as make
 import pytest
-from fake_slurm import FakeSlurm
 from make_results import Truth, inspected, measured, out_of_memory
 from read_diagnostics import codes, values
 
@@ -32,7 +31,6 @@ from tula_cli.services.search_cost import ASSUMED_START, expect_search
 from tula_cli.show import check as show_check
 from tula_cli.show import check as show_estimate
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.resources import SiteBill
 
 MB = 10**6
 
@@ -136,16 +134,6 @@ def test_a_check_tells_what_is_expected_beside_what_is_at_most(found):
     report = check(spec())
     shown = "\n".join(str(line) for line in show_check.render_check(report, {}))
     assert re.search(r"expected .* with one job at a time, .* node-h \(assuming 0.1 s per step\)\nat most", shown)
-
-
-def test_a_charge_factor_of_a_name_that_slurm_does_not_know_is_warned_of(found, tmp_path, monkeypatch):
-    slurm = FakeSlurm(tmp_path / "slurm")
-    slurm.use(monkeypatch)
-    slurm.fault(sinfo="gpu\ndebug")
-    monkeypatch.setattr("tula_cli.services.site_charges._find_bill", lambda *_: SiteBill(node=64.0))
-    pricing = {"kind": "billing", "partition_factors": {"gpuu": 2}}
-    report = check_all([RunDir.of(tmp_path, spec(cluster={"kind": "slurm"}, pricing=pricing))]).reports[None]
-    assert values(report.warnings, "unknown-pricing-factor")["name"] == "gpuu"
 
 
 def test_slurm_has_no_machine_hours(found):

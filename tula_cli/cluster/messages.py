@@ -21,8 +21,3 @@ def too_few_cpus_per_task(*, cpus_per_task: int, workers: int) -> str:
         f"cluster.slurm.cpus_per_task {cpus_per_task} is too small: a rank and its {workers} data-loader processes need"
         f" {workers + 1} cores, or loading data slows the GPUs down."
     )
-
-
-@diagnostic
-def unknown_pricing_factor(*, key: str, kind: str, name: str, factor: float, advice: str) -> str:
-    return f"{key}: SLURM has no {kind} {name!r}, so the factor {factor:g} has no effect ({advice})."

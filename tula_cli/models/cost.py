@@ -295,6 +295,7 @@ _UNITS: Mapping[str, str] = {
     "node_hour": "node-hour",
     "gpu_hour": "GPU-hour",
     "gb_hour": "hour and GB of reserved GPU memory",
+    "billing": "billing-hour",
 }
 
 
@@ -353,8 +354,7 @@ def compute_attempt_cost(task: TrainTask, attempt: Attempt, prediction: Predicti
 def compute_hourly_charge(pricing: Pricing, nodes: Number) -> Number:
     """Return the units that SLURM charges for an hour of a job on `nodes` nodes; 0 if the pricing has another unit.
 
-    The job's billing, truncated to whole numbers as SLURM stores it, times the QOS's usage factor and the site's charge
-    factor.
+    The job's billing, truncated to whole numbers as SLURM stores it, times the QOS's usage factor.
     """
     billing = pricing.slurm_billing
     if billing is None:
@@ -363,7 +363,7 @@ def compute_hourly_charge(pricing: Pricing, nodes: Number) -> Number:
     import numpy as np
 
     billed = np.multiply(nodes, billing.node) + billing.job
-    units = np.floor(billed * (1 + ROUNDING_ERROR)) * billing.usage_factor * billing.charge_factor
+    units = np.floor(billed * (1 + ROUNDING_ERROR)) * billing.usage_factor
     return float(units) if np.ndim(units) == 0 else units
 
 
@@ -379,13 +379,7 @@ def compute_max_price(spec: JobSpec, node_hours: float, capacity: int | None) ->
         return None
     if spec.pricing.slurm_billing is not None:  # job by job it is cut to whole numbers, and no more than this
         billing = spec.pricing.slurm_billing
-        return (
-            node_hours
-            * (billing.node + billing.job)
-            * billing.usage_factor
-            * billing.charge_factor
-            * spec.pricing.price
-        )
+        return node_hours * (billing.node + billing.job) * billing.usage_factor * spec.pricing.price
     gpus = spec.cluster.gpus_per_node
     return compute_cost(spec.pricing, hours=node_hours, nodes=1, gpus_per_node=gpus, reserved=capacity or 0)
 
@@ -394,13 +388,11 @@ def describe_price(pricing: Pricing) -> str:
     """Return the price with its unit."""
     if pricing == UNPRICED:
         return "pricing.price is not set, so costs are in node-hours"
-    unit = BILLING_UNIT if pricing.kind == "billing" else _UNITS[pricing.kind]
-    description = f"{pricing.price:g} {pricing.currency} per {unit}"
-    if pricing.kind == "billing" and (pricing.price, pricing.currency) == (1.0, unit):
-        description = f"{unit} (billing-hours as SLURM counts them)"
+    description = f"{pricing.price:g} {pricing.currency} per {_UNITS[pricing.kind]}"
+    if pricing.kind == "billing" and (pricing.price, pricing.currency) == (1.0, BILLING_UNIT):
+        description = f"{BILLING_UNIT} (billing-hours as SLURM counts them)"
     if (bill := pricing.slurm_billing) is not None:
-        times = "" if bill.charge_factor == 1 else f", charge factor {bill.charge_factor:g}"
-        description += f"; a node is billed {bill.node:g} ({bill.words}){times}"
+        description += f"; a node is billed {bill.node:g} ({bill.words})"
     if pricing.spot is None:
         return description
     spot = pricing.spot

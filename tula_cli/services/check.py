@@ -7,7 +7,6 @@ from tula_cli.cluster.inspection import Inspect, NotInspectable, inspect
 from tula_cli.cluster.scheduler import make_scheduler
 from tula_cli.cluster.slurm.first_job import inspect_with_stored
 from tula_cli.cluster.slurm.sbatch import warn_too_few_cpus
-from tula_cli.cluster.slurm.site_factors import warn_unknown_factors
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible, OverBudget
 from tula_cli.models.choice.grid import Limit, get_highest_limit
@@ -335,7 +334,7 @@ def _list_warnings(
     spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJob, ...], *, chosen_by_auto: bool
 ) -> tuple[Diagnostic, ...]:
     warnings = [messages.inspection_warning(text=text) for text in (inspection.warnings if inspection else ())]
-    warnings += [*warn_too_few_cpus(spec), *warn_unknown_factors(spec)]
+    warnings += warn_too_few_cpus(spec)
     if spec.cluster.collective == "parameter_server":  # the others are kinds of all-reduce
         warnings.append(messages.parameter_server_collective())
     if inspection and inspection.estimate_error:

@@ -27,6 +27,7 @@ REMOVED_STRATEGIES: Mapping[str, str] = {
 }
 """Values of `search.strategy` that were removed, and what to use instead."""
 
+_FACTOR_ADVICE = "set the factor of the job's QOS and partition as pricing.price, with currency: SU if costs are in SU"
 _ARMS_ADVICE = "an arm has a name, a method and lr_factor; train other settings as a separate job"
 REMOVED: Mapping[str, str] = {
     "ags.exclude": 'set ags.parameters, for example ["*", "!embeddings", "!norms"]',
@@ -36,9 +37,12 @@ REMOVED: Mapping[str, str] = {
     ),
     "cluster.slurm.reservation": "write cluster.slurm.extra: {reservation: NAME}",
     "pricing.date": "write it as a comment",
+    "pricing.partition_factors": _FACTOR_ADVICE,
     "pricing.per_node": (
         "if SLURM cannot be queried, set kind: node_hour, with the billing of a whole node as price and currency: SU"
     ),
+    "pricing.qos_factors": _FACTOR_ADVICE,
+    "pricing.slurm_billing.charge_factor": _FACTOR_ADVICE,
     "pricing.source": "write it as a comment",
     "pricing.spot.wait_minutes": "tula does not predict how long it takes to replace a reclaimed node",
     "pricing.unit": "tula shows billing-hours as SU",

@@ -107,13 +107,11 @@ class Spot(Section):
 
 @dataclass(frozen=True)
 class SiteBill:
-    """Charge of a job to the account's allocation, as SLURM reports it: the billing of its TRES, and its factors."""
+    """Charge of a job to the account's allocation, as SLURM reports it: the billing of its TRES, and the factor of its QOS."""
 
     node: NonNegativeFloat  # billing of each node
     job: NonNegativeFloat = 0.0  # billing of the job in addition to its nodes (licenses)
     usage_factor: NonNegativeFloat = 1.0  # UsageFactor of the QOS, which SLURM applies
-    # factors of the QOS and partition that the site applies in addition to SLURM's
-    charge_factor: NonNegativeFloat = 1.0
     qos: str = ""  # QOS of the job; empty if unknown
     # resources allocated per node: cpu, mem (MB), node, gres/gpu ...
     tres: dict[str, float] = field(default_factory=dict)
@@ -136,10 +134,6 @@ class Pricing(Section):
     # Currency of all costs. With kind: billing and no price, costs are in SU instead.
     currency: Annotated[Line, Field(min_length=1)] = "USD"
     spot: Spot | None = None  # Discount and interruptions of spot nodes; null: on demand only
-    # With kind: billing: charge factors of the site by QOS, which SLURM does not know
-    qos_factors: dict[str, NonNegativeFloat] = {}
-    # With kind: billing: charge factors of the site by partition, which SLURM does not know
-    partition_factors: dict[str, NonNegativeFloat] = {}
     # With kind: billing: values that tula reads from SLURM and records in a run. Do not set this key.
     slurm_billing: Annotated[SiteBill | None, WithJsonSchema({"type": ["object", "null"]})] = None
 
@@ -157,10 +151,8 @@ class Pricing(Section):
         if "price" not in self.model_fields_set:
             details = InitErrorDetails(type="missing", loc=("price",), input={})
             raise ValidationError.from_exception_data("Pricing", [details])
-        of_billing = ("qos_factors", "partition_factors", "slurm_billing")
-        given = [name for name in of_billing if getattr(self, name) != type(self).model_fields[name].default]
-        if given:
-            raise ValueError(f"{', '.join(given)}: only valid with kind: billing, but kind is {self.kind}")
+        if self.slurm_billing is not None:
+            raise ValueError(f"slurm_billing: only valid with kind: billing, but kind is {self.kind}")
         return self
 
 

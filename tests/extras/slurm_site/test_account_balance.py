@@ -96,9 +96,9 @@ def test_no_limit_is_as_much_as_one_likes():
     assert "account lab has no limit" in result.words
 
 
-def test_own_charge_factors_are_not_in_the_balance_of_slurm():
-    result = check_balance(job(pricing={"partition_factors": {"billed": 3}}), nodes=1, hours=8 / 60, billing=SITE)
-    assert result.lacking is None and "billing-hours left" in result.words
+def test_a_price_that_the_site_puts_on_its_units_is_not_in_the_balance_of_slurm():
+    result = check_balance(job(pricing={"price": 3, "currency": "SU"}), nodes=1, hours=8 / 60, billing=SITE)
+    assert result.lacking is None and "SU left" in result.words
 
 
 def test_probes_are_reported_when_the_balance_may_not_carry_them():

@@ -12,8 +12,8 @@ def test_billing_times_elapsed_over_all_jobs():
     billed = parse_billed(ROWS)
     assert (billed.jobs, billed.open, billed.billings) == (2, False, (5, 10))
     assert billed.billing_hours == pytest.approx((24 * 5 + 3600 * 10) / 3600)
-    pricing = Pricing(kind="billing", slurm_billing=SiteBill(node=5, usage_factor=2, charge_factor=0.5))
-    assert compute_price_of_billed(billed, pricing) == pytest.approx(billed.billing_hours)
+    pricing = Pricing(kind="billing", slurm_billing=SiteBill(node=5, usage_factor=2))
+    assert compute_price_of_billed(billed, pricing) == pytest.approx(2 * billed.billing_hours)
 
 
 def test_what_still_runs_is_said_and_what_nobody_knows_is_nothing():

@@ -101,12 +101,12 @@ def test_licenses_are_of_the_job_not_of_its_nodes():
     assert [compute_hourly_charge(pricing, nodes) for nodes in (1, 4)] == [2 + 14, 8 + 14]
 
 
-def test_factors_of_slurm_and_of_the_site_multiply():
-    factors = {"qos_factors": {"dear": 3.0}, "partition_factors": {"billed": 0.5, "half": 9.0}}
-    pricing = billed(job(partition="billed", qos="dear", pricing=factors))
-    assert compute_hourly_charge(pricing, 2) == 10 * 2 * 3 * 0.5
+def test_the_factor_of_a_qos_multiplies_the_bill_and_a_factor_of_the_site_is_a_price_in_its_units():
+    pricing = billed(job(partition="billed", qos="dear", pricing={"price": 1.5, "currency": "SU"}))
+    assert compute_hourly_charge(pricing, 2) == 10 * 2
+    assert compute_cost(pricing, hours=1.0, nodes=2, gpus_per_node=1, reserved=0) == 10 * 2 * 1.5
+    assert describe_price(pricing).startswith("1.5 SU per billing-hour; ")
     assert "QOS dear counts 2 times" in describe_price(pricing)
-    assert "charge factor 1.5" in describe_price(pricing)
 
 
 def test_without_accounting_the_usage_factor_is_one():
@@ -132,10 +132,7 @@ def test_a_usage_factor_that_is_not_told_is_said_and_not_kept(tmp_path):
 
 
 def test_names_are_read_as_slurm_reads_them():
-    pricing = billed(job(partition="billed", qos="Dear", pricing={"qos_factors": {"DEAR": 3.0}}))
-    assert (pricing.slurm_billing.usage_factor, pricing.slurm_billing.charge_factor) == (2, 3)
-    settings = {"partition_factors": {"billed": 2, "debug": 0.5}}
-    assert compute_hourly_charge(billed(job(partition="billed", pricing=settings)), 1) == 10
+    assert billed(job(partition="billed", qos="Dear")).slurm_billing.usage_factor == 2
 
 
 def test_variables_of_sbatch_count_where_the_job_says_nothing(monkeypatch):
@@ -155,7 +152,7 @@ def test_what_it_costs_in_units_and_in_money():
     assert describe_price(units).startswith("SU (billing-hours as SLURM counts them); a node is billed 5")
     money = billed(job(partition="billed", pricing={"price": 0.02, "currency": "EUR"}))
     assert compute_cost(money, hours=2.0, nodes=2, gpus_per_node=1, reserved=0) == pytest.approx(0.4)
-    assert describe_price(money).startswith("0.02 EUR per SU")
+    assert describe_price(money).startswith("0.02 EUR per billing-hour")
 
 
 def test_an_upper_bound_of_node_hours_is_no_lower_than_any_job():

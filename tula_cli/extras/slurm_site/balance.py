@@ -236,8 +236,7 @@ def _describe_minutes(minutes: float, tres: str) -> str:
 
 
 def _get_unit_name(tres: str, spec: JobSpec) -> str:
-    """Return the name of an hour of a TRES; for billing, the site's unit unless a charge factor is applied to it."""
-    bill = spec.pricing.slurm_billing
-    if tres == "billing" and bill is not None and bill.charge_factor == 1:
+    """Return the name of an hour of a TRES; for billing, SLURM's unit."""
+    if tres == "billing" and spec.pricing.slurm_billing is not None:
         return BILLING_UNIT
     return {"mem": "GB-hours of memory"}.get(tres, f"{tres}-hours")

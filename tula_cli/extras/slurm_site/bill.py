@@ -14,7 +14,6 @@ from pydantic import TypeAdapter
 
 from tula_cli.cluster.slurm.command import call_slurm, parse_record
 from tula_cli.cluster.slurm.site import COMMAND_TIMEOUT
-from tula_cli.cluster.slurm.site_factors import compute_charge_factor
 from tula_cli.errors import SchedulerError, SpecError, TulaError
 from tula_cli.extras.slurm_site.tres import compute_billing, parse_count, parse_flags, parse_tres, parse_weights
 from tula_cli.models.cost import compute_hourly_charge
@@ -228,7 +227,6 @@ def _cache_key(spec: JobSpec) -> str:
     return compute_digest({
         "slurm": options, "gpus": spec.cluster.gpus_per_node, "device": spec.cluster.device, "one": spec.task_per_node,
         "site": os.environ.get("SLURM_CONF", ""),
-        "factors": [spec.pricing.qos_factors, spec.pricing.partition_factors],
     })  # fmt: skip
 
 
@@ -289,8 +287,7 @@ def ask_bill(spec: JobSpec, ask: Ask) -> tuple[SiteBill, str]:
             f"compare Partitions, AvailableFeatures and Gres in scontrol show node, or {NODE_HOUR_ADVICE}",
         )
     qos, factor, unsure = find_usage_factor(spec, ask, config)
-    times = {offer.partition: compute_charge_factor(spec, qos=qos, partition=offer.partition) for offer in offers}
-    dearest = max(offers, key=lambda offer: offer.node * times[offer.partition])
+    dearest = max(offers, key=lambda offer: offer.node)
     least = min(offer.node for offer in offers)
     between = (
         f"; at least {format_number(least)}, depending on partition and node type; the most expensive is used"
@@ -302,7 +299,6 @@ def ask_bill(spec: JobSpec, ask: Ask) -> tuple[SiteBill, str]:
         node=dearest.node,
         job=dearest.job,
         usage_factor=factor,
-        charge_factor=times[dearest.partition],
         qos=qos,
         tres=dearest.tres,
         words=f"{dearest.words}{by_qos}{between}{f'; {unsure}, so 1 is assumed' if unsure else ''}",
@@ -461,7 +457,7 @@ def parse_billed(output: str) -> BilledJobs | None:
 def compute_price_of_billed(billed: BilledJobs, pricing: Pricing) -> float:
     """Return the price of billed jobs at a site, in the currency of the pricing."""
     billing = pricing.slurm_billing
-    factor = 1.0 if billing is None else billing.usage_factor * billing.charge_factor
+    factor = 1.0 if billing is None else billing.usage_factor
     return billed.billing_hours * factor * pricing.price
 
 
@@ -470,14 +466,15 @@ def compare_with_prediction(billed: BilledJobs, task: TrainTask) -> SiteCharge:
     pricing, predicted = task.spec.pricing, task.prediction
     billing = pricing.slurm_billing
     assert billing is not None
-    factors = billing.usage_factor * billing.charge_factor
     return SiteCharge(
         cost=compute_price_of_billed(billed, pricing),
         currency=pricing.currency,
         predicted=None if predicted is None else predicted.cost,
         jobs=billed.jobs,
         billing_hours=billed.billing_hours,
-        predicted_billing=compute_hourly_charge(pricing, task.training_nodes) / factors if factors else None,
+        predicted_billing=compute_hourly_charge(pricing, task.training_nodes) / billing.usage_factor
+        if billing.usage_factor
+        else None,
         billings=billed.billings,
         open=billed.open,
     )

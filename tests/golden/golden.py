@@ -71,7 +71,7 @@ class Normaliser:
         ):
             text = text.replace(str(path), name)
         text = re.sub(rf"(?<![\w.-]){re.escape(socket.gethostname())}(?![\w-])", "<host>", text)
-        text = re.sub(r"\b20\d\d-\d\d-\d\d([ T]\d\d:\d\d(:\d\d)?)?(?!\d)", "<date>", text)
+        text = re.sub(r"\b(20\d\d-\d\d-\d\d([ T]\d\d:\d\d(:\d\d)?)?|\d\d-\d\d \d\d:\d\d)(?!\d)", "<date>", text)
         text = re.sub(r"\b\d\d:\d\d:\d\d\b", "<clock>", text)
         text = re.sub(r"\btula[ -]\d+\.\d+\.\d+[\w.+]*", "tula <version>", text)
         text = re.sub(r"\bprocess \d+", "process <pid>", text)

@@ -60,9 +60,7 @@ def list_(screen: Screen, root: Root = ROOT) -> None:
         screen.note(left_out)
     run_summaries = run_list.list_runs(root.absolute())
     if run_summaries:
-        screen.answer(
-            run_summaries, show_status.render_runs(run_summaries, width=screen.width, on_terminal=screen.out.isatty())
-        )
+        screen.answer(run_summaries, show_status.render_runs(run_summaries, width=screen.width))
         return
     from tula_cli.run.observed import hint_at_observed_jobs
 

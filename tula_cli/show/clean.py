@@ -16,7 +16,7 @@ KIND_DESCRIPTIONS = {
     "compared": "trainings of tula compare",
     "damaged": "damaged checkpoints",
     "drafts": "unfinished drafts",
-    "scratch": "files of scripts under probes",
+    "scratch": "files written by probes",
 }
 
 
@@ -44,7 +44,7 @@ def _describe_trainings(signatures: Sequence[str]) -> str:
 
 
 def _list_space_rows(run_space: "RunSpace") -> list[list[str]]:
-    first = [run_space.id, format_moment(run_space.changed), format_bytes(run_space.held)]
+    first = [run_space.id, format_moment(run_space.changed, "%Y-%m-%d"), format_bytes(run_space.held)]
     kinds = [kind for kind in KIND_DESCRIPTIONS if any(holding.kind == kind for holding in run_space.holdings)]
     if not kinds:
         return [[*first, "-", "-", "-"]]

@@ -133,13 +133,15 @@ def make_attempts_table(now: "RunStatus") -> "Table":
         row.attempt.outcome or _open(states.get(row.job), newest=newest[row.job] is row.attempt) for row in now.attempts
     ]
     has_resumed = any(row.attempt.samples for row in now.attempts)
+    hosts = [row.attempt.hosts or row.attempt.host for row in now.attempts]
+    on_machine = len(set(hosts)) == 1 and not any(row.attempt.allocation for row in now.attempts)
     columns: dict[str, Sequence[str | Text]] = {
         "task": [row.attempt.task for row in now.attempts],
-        "at-\ntempt": [str(row.attempt.number) for row in now.attempts],
-        "started": [format_moment(row.attempt.started_at) for row in now.attempts],
+        "try": [str(row.attempt.number) for row in now.attempts],
+        "started": [format_moment(row.attempt.started_at, "%m-%d %H:%M") for row in now.attempts],
         f"time\n({unit})": ["-" if took is None else format_number(took / divisor) for took in seconds],
         "allocation": [row.attempt.allocation or "-" for row in now.attempts],
-        "hosts": [row.attempt.hosts or row.attempt.host for row in now.attempts],
+        "hosts": ["-" if on_machine else names for names in hosts],
         "nodes": ["-" if row.attempt.allocation else str(row.nodes) for row in now.attempts],  # the hosts show it
         "batch": ["-" if row.batch is None else str(row.batch) for row in now.attempts],
         "first\nsample": [str(row.attempt.samples or 0) if has_resumed else "-" for row in now.attempts],
@@ -291,7 +293,11 @@ def describe_evaluation(evaluated: "EvaluationRecord") -> str:
     """Describe the evaluation of a training's weights in one line."""
     at = "" if evaluated.samples is None else f" at {evaluated.samples} samples"
     name = evaluated.weights if evaluated.samples is not None else make_relative_path(Path(evaluated.weights))
-    metrics_text = ", ".join(f"{metric} {format_number(value, 4)}" for metric, value in evaluated.metrics.items())
+    metrics_text = ", ".join(
+        f"{metric} {format_number(value, 4)}"
+        for metric, value in evaluated.metrics.items()
+        if (metric, value) != ("top5", 100.0)
+    )
     return f"{name}{at} on the {'test' if evaluated.test else 'validation'} set: {metrics_text}"
 
 
@@ -333,18 +339,14 @@ def make_branches_table(branches: "Sequence[Branch]", chosen: str | None) -> "Ta
     return made
 
 
-def render_runs(run_summaries: "Sequence[RunSummary]", *, width: int, on_terminal: bool) -> Iterator["RenderableType"]:
-    """Yield a table with one row per run, then runs and records that cannot be read.
-
-    A terminal that is narrower than the table gets it without model and dataset.
-    """
-    columns = ["run", "last change", "model", "dataset", "probes", "chosen\nnodes", "chosen\nbatch", "train-\nings", "best result"]  # fmt: skip
+def render_runs(run_summaries: "Sequence[RunSummary]", *, width: int) -> Iterator["RenderableType"]:
+    """Yield a table with one row per run, without dataset and model if it is too wide, then what cannot be read."""
+    columns = ["run", "last change", "model", "dataset", "probes", "chosen\nnodes", "chosen\nbatch", "trained", "best result"]  # fmt: skip
     rows = [_run(run) for run in run_summaries]
-    texts = 4
-    if on_terminal and measure_long_table(columns, rows) > width:
-        texts = 2
-        columns, *rows = ([*row[:2], *row[4:]] for row in (columns, *rows))
-    yield from render_long_table(columns, rows, left=range(texts), width=width)
+    for column in (3, 2):
+        if measure_long_table(columns, rows) > width:
+            columns, *rows = ([*row[:column], *row[column + 1 :]] for row in (columns, *rows))
+    yield from render_long_table(columns, rows, left=range(len(columns) - 5), width=width)
     yield from (f"{run.id} cannot be read: {run.problem}" for run in run_summaries if run.problem)
     yield from (f"{run.id}: {words}, and left out" for run in run_summaries for words in run.damaged)
 
@@ -354,7 +356,7 @@ def _run(run: "RunSummary") -> list[str]:
     counts = [str(run.measured), str(choice["nodes"]), str(choice["batch"]), str(run.trained)]
     return [
         run.id,
-        format_moment(run.changed),
+        format_moment(run.changed, "%Y-%m-%d"),
         run.script or run.model,
         run.dataset or "-",
         *counts,

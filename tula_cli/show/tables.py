@@ -103,7 +103,10 @@ def print_part(console: "Console", part: "RenderableType") -> None:
         if needed > width and console.is_terminal:
             needed -= _wrap_text_columns(part)
         console.width = max(width, needed)
-        console.print(part, crop=False)
+        with console.capture() as capture:
+            console.print(part, crop=False)
+        for line in capture.get().splitlines():
+            print(line.rstrip(), file=console.file)
         console.width = width
     else:
         keeps = isinstance(part, Text) and part.no_wrap  # a long table's lines

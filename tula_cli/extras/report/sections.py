@@ -734,7 +734,8 @@ def _build_training_figures(training: TrainingMaterial) -> Iterator[Figure]:
         )
     name = training.metric
     title, label = METRIC_TITLES.get(name, name), "top-1 (%)" if name == "top1" else name
-    top5 = _make_metric_series("top-5", epochs, "top5", style="line+points") if name == "top1" else ()
+    has_top5 = name == "top1" and any(row.get("top5") not in (None, 100.0) for row in epochs)  # 100 % of five classes
+    top5 = _make_metric_series("top-5", epochs, "top5", style="line+points") if has_top5 else ()
     values = (*_make_metric_series(label.removesuffix(" (%)"), epochs, name, style="line+points"), *top5)
     if values and name != "eval_loss":  # which is in the figure of the loss
         caption = "On the evaluation set, at the end of each epoch."

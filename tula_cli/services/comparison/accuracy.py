@@ -255,7 +255,8 @@ def _list_metric_names(cells: Sequence[CellReport], spec: JobSpec) -> tuple[str,
         ("loss", "perplexity") if any("perplexity" in cell.metrics for cell in cells) else ("loss",)
     )
     if not finished or any(cell.top1 is not None for cell in cells):
-        names = ("top1", "top5")
+        few_classes = finished and all(cell.top5 in (None, 100.0) for cell in cells)  # top-5 of five classes is 100 %
+        names = ("top1",) if few_classes else ("top1", "top5")
     return (*names, *spec.train.metrics)
 
 

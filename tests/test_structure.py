@@ -124,6 +124,31 @@ def _of_a_device(node: ast.AST) -> bool:
     )
 
 
+VAGUE_NAMES = {"found", "told", "own", "one", "held", "said", "asked", "beside"}
+FIELDS_OF_JSON = {
+    ("run/records/recommendations.py", "beside"), ("run/records/scripts.py", "told"), ("services/clean.py", "held"),
+    ("services/evaluate.py", "found"), ("worker/measure/node_report.py", "own"),
+}  # fmt: skip
+"""Names that programs read from `--json` or a run."""
+
+
+def vague_names(root: Path) -> list[str]:
+    """Return the names of variables, arguments and fields that do not say what they hold."""
+    results = []
+    for path in modules(root).values():
+        name = path.relative_to(root / "tula_cli").as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            stored = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store)
+            text = node.arg if isinstance(node, ast.arg) else _last(node) if stored else ""
+            if text.strip("_") in VAGUE_NAMES and (name, text) not in FIELDS_OF_JSON:
+                results.append(f"{name}: {text}")
+    return results
+
+
+def test_names_say_what_they_hold() -> None:
+    assert vague_names(ROOT) == []
+
+
 def test_device_code_is_in_one_module() -> None:
     assert device_code(ROOT) == []
 

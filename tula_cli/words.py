@@ -217,17 +217,17 @@ def describe_progress(
     batch: int,
     loss: float | None,
     step_time: float,
-    left: float | None,
+    remaining: float | None,
 ) -> str:
     """Describe the progress of a training: epoch, samples, global batch, loss, throughput and remaining time.
 
-    `of` is the number of epochs; `step_time` and `left` are in seconds.
+    `of` is the number of epochs; `step_time` and `remaining` are in seconds.
     """
     epochs = "" if epoch is None else f"epoch {epoch:.4g}" + (f" of {of}" if of else "") + ", "
     text = f"{epochs}sample {samples}: batch {batch}"
     text += "" if loss is None else f", loss {format_number(loss, 4)}"
     text += f", {format_number(batch / step_time)} samples/s" if step_time > 0 else ""
-    return text + ("" if left is None else f", {format_duration(left)} left")
+    return text + ("" if remaining is None else f", {format_duration(remaining)} left")
 
 
 def compute_log_pause(age: float) -> float:

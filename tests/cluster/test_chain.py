@@ -90,7 +90,7 @@ class Cluster:
     def ask(self, ids: Sequence[str]) -> dict[str, SchedulerState]:
         reason = "JobHeldUser: will not start, you hold it: scontrol release"
         return {
-            id_: SchedulerState("pending", reason if id_ in self.held else "", held=id_ in self.held) for id_ in ids
+            id_: SchedulerState("pending", reason if id_ in self.held else "", on_hold=id_ in self.held) for id_ in ids
         }
 
 

@@ -73,7 +73,7 @@ def installed(tmp_path, monkeypatch, version):
     fake.use(monkeypatch)
     for name in [name for name in os.environ if name.startswith(("SLURM_", "SUBMITIT_"))]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(scheduler, "_asked", {})
+    monkeypatch.setattr(scheduler, "_recent_states", {})
     monkeypatch.setattr(slurm_command, "COMMAND_TIMEOUT", 5.0)
     monkeypatch.setattr(slurm_scheduler, "ACCEPTANCE_LAG", 0.5)
     return fake

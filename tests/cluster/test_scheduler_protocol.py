@@ -88,7 +88,7 @@ def fake_slurm(folder: Path) -> Iterator[Site]:
         fake.use(patch)
         for name in [name for name in os.environ if name.startswith(("SLURM_", "SUBMITIT_"))]:
             patch.delenv(name)
-        patch.setattr(slurm_queue, "_asked", {})
+        patch.setattr(slurm_queue, "_recent_states", {})
         patch.setattr(slurm_command, "COMMAND_TIMEOUT", 10.0)
         yield Site(SlurmScheduler(), folder, fake=fake)
 
@@ -245,10 +245,10 @@ def test_a_held_job_waits_until_it_is_released(queue: Site) -> None:
     id_ = queue.submit(queue.job(name="second", after=(first,)))
     queue.until(first, "running")
     assert queue.scheduler.hold([id_]) == ""
-    queue.wait(lambda: queue.scheduler.ask([id_])[id_].held)
+    queue.wait(lambda: queue.scheduler.ask([id_])[id_].on_hold)
     assert queue.scheduler.ask([id_])[id_].hopeless, "waiting does not bring it"
     assert queue.scheduler.release([id_]) == ""
-    queue.wait(lambda: not queue.scheduler.ask([id_])[id_].held)
+    queue.wait(lambda: not queue.scheduler.ask([id_])[id_].on_hold)
     queue.scheduler.cancel([id_, first])
 
 

@@ -111,7 +111,7 @@ class TinyQueue:
     @staticmethod
     def _state(job: Mapping[str, Any]) -> SchedulerState:
         if job["state"] == "waits":
-            return SchedulerState("pending", WHY.get(job["why"], ""), held=job["held"], hopeless=job["held"])
+            return SchedulerState("pending", WHY.get(job["why"], ""), on_hold=job["held"], hopeless=job["held"])
         if job["state"] == "runs":
             return SchedulerState("running")
         how = job["runs"][-1] if job["runs"] else ""

@@ -186,12 +186,12 @@ MUTANTS = {
     "both norms from before the reduction": (
         "ddp_hook",
         "seen.averaged = _compute_squares(grads)",
-        "seen.averaged = seen.own.clone()",
+        "seen.averaged = seen.local.clone()",
     ),
     "both norms from after the reduction": (
         "ddp_hook",
         "seen.averaged = _compute_squares(grads)",
-        "seen.averaged = seen.own = _compute_squares(grads)",
+        "seen.averaged = seen.local = _compute_squares(grads)",
     ),
     "norms in place of their squares": (
         "ddp_hook",

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slurm
 
 @pytest.fixture(autouse=True)
 def fresh_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "_asked", {})
+    monkeypatch.setattr(scheduler, "_recent_states", {})
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_waiting_jobs_are_held_and_released(on_slurm: SlurmCluster) -> None:
     assert scheduler.hold_jobs([second, third]) == ""
     scheduler.cancel_jobs([first])
     until(lambda: scheduler.find_outcome(first) == "cancelled")
-    until(lambda: all(state.held for state in scheduler.ask_states([second, third]).values()))
+    until(lambda: all(state.on_hold for state in scheduler.ask_states([second, third]).values()))
     assert scheduler.release_jobs([second, third]) == ""
     until(lambda: scheduler.ask_states([third])[third].state == "ended")
     assert scheduler.hold_jobs(["999999"]) != ""

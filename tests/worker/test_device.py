@@ -296,7 +296,7 @@ def test_a_batch_is_copied_while_the_one_before_it_is_trained(computing: Stream)
         if count > 2:
             assert waited >= trained[count - 2], "it takes the memory of that batch"
             assert waited < trained[count - 1], "it would wait for the step that it is to run beside"
-        assert uploads.held == (count, count), "its memory is nobody's before the next batch has its own"
+        assert uploads.pending == (count, count), "its memory is nobody's before the next batch has its own"
         trained.append(computing.work())  # the last that is done with this batch
 
 
@@ -306,7 +306,7 @@ def test_after_a_batch_is_let_go_the_next_copy_waits_for_all(computing: Stream) 
         uploads.upload((1, 1), lambda pair: pair)
         computing.work()
     uploads.release()
-    assert uploads.held is None
+    assert uploads.pending is None
     given = computing.work()
     uploads.upload((2, 2), lambda pair: pair)
     assert uploads.stream.waits_for(computing) == given
@@ -325,5 +325,5 @@ def test_a_gpu_has_one_stream_for_all_its_loaders(computing: Stream, monkeypatch
     device.move_to_device((1, 1), GPU, channels_last=False)
     first = device._get_upload_stream(GPU)
     device.move_to_device((2, 2), GPU, channels_last=True)
-    assert device._get_upload_stream(GPU) is first and first.held == (2, 2)
+    assert device._get_upload_stream(GPU) is first and first.pending == (2, 2)
     device._get_upload_stream.cache_clear()

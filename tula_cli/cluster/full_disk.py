@@ -71,7 +71,7 @@ def release_held_jobs(run: RunDir, task: TrainTask) -> None:
     require_disk_space(run, attempts[-1])
     scheduler = make_scheduler(task.spec.cluster)
     states = scheduler.ask(job.links) if job is not None else {}
-    held_now = [id_ for id_, state in states.items() if state.held]
+    held_now = [id_ for id_, state in states.items() if state.on_hold]
     if complaint := scheduler.release(held_now):
         by_hand = scheduler.release_command
         raise SchedulerError(f"{by_hand}: {complaint}", f"by hand: {by_hand} {','.join(held_now)}")

@@ -112,7 +112,7 @@ class SchedulerState:
     state: Literal["pending", "running", "ended", "unknown"]
     reason: str = ""  # for the user; empty if it ended well, "Dependency" of a job that waits for others to end
     starts_at: float | None = None  # Unix time at which a waiting job is expected to start
-    held: bool = False  # it waits for its user to release it
+    on_hold: bool = False  # it waits for its user to release it
     hopeless: bool = False  # it waits for what waiting does not bring
     without_nodes: bool = False  # it waits for nodes that are down or drained
     without_log: bool = False  # it cannot open its log, or one before it could not

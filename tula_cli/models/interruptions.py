@@ -17,7 +17,7 @@ class CheckpointSchedule:
     """Interval of the checkpoints that a script can resume from, in epochs, steps or seconds; all None if unknown."""
 
     resumes: bool  # from a checkpoint at all
-    asked: str = "none"  # script.save
+    save_request: str = "none"  # script.save
     epochs: int | None = None
     steps: int | None = None
     seconds: float | None = None
@@ -82,9 +82,9 @@ class CheckpointSchedule:
 
     @property
     def _setting_text(self) -> str:
-        if self.asked == "none":
+        if self.save_request == "none":
             return "; tula cannot request a checkpoint before a time limit (script.save: none)"
-        return f"; before a time limit, tula requests a checkpoint ({self.asked})"
+        return f"; before a time limit, tula requests a checkpoint ({self.save_request})"
 
 
 def find_checkpoint_schedule(script: Script, saves: Iterable[Save], *, dataset_size: int | None) -> CheckpointSchedule:
@@ -97,7 +97,7 @@ def find_checkpoint_schedule(script: Script, saves: Iterable[Save], *, dataset_s
     """
     resume, observed_saves = script.resume, list(saves)
     if resume is None and not observed_saves:  # there are some of a script that was seen to resume by itself
-        return CheckpointSchedule(resumes=False, asked=script.save)
+        return CheckpointSchedule(resumes=False, save_request=script.save)
     if not observed_saves:
         return CheckpointSchedule(True, script.save)
     if epochs := _find_whole_epochs(observed_saves, dataset_size):

@@ -96,7 +96,7 @@ def _finish_reduction(gradient: Tensor, after: list[Callable[[], None]]) -> torc
 @dataclass
 class _Bucket:
     params: list[Tensor]
-    own: Tensor  # (n,): squared norms of this rank's gradients
+    local: Tensor  # (n,): squared norms of this rank's gradients
     averaged: Tensor | None = None  # the same after the reduction
 
 
@@ -141,8 +141,8 @@ class NormListener:
         if not buckets:
             return None
         params = [p for bucket in buckets for p in bucket.params]
-        device = buckets[0].own.device
-        local_squares = torch.cat([bucket.own.to(device) for bucket in buckets])
+        device = buckets[0].local.device
+        local_squares = torch.cat([bucket.local.to(device) for bucket in buckets])
         averaged = torch.cat([_record_stream(bucket.averaged).to(device) for bucket in buckets])
         dist.all_reduce(local_squares)
         return params, local_squares / dist.get_world_size(), averaged

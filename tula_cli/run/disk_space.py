@@ -23,9 +23,9 @@ MIN_FREE_BYTES = 2**16
 
 def read_disk_statistics(folder: Path) -> os.statvfs_result | None:
     """Return the statistics of the file system of a folder, which need not exist yet; None if unavailable."""
-    there = next((place for place in (folder, *folder.parents) if place.exists()), None)
+    existing = next((place for place in (folder, *folder.parents) if place.exists()), None)
     with contextlib.suppress(OSError):
-        return None if there is None else os.statvfs(there)
+        return None if existing is None else os.statvfs(existing)
     return None
 
 

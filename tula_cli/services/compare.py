@@ -432,7 +432,7 @@ def choose_default_nodes(run: Run) -> int:
 class DefaultRows:
     """The default rows of a comparison: those that are compatible with the job, including its current method."""
 
-    own: str
+    method: str
     methods: tuple[str, ...]
     refused: Mapping[str, str]  # why a row does not fit
     others: tuple[str, ...]  # methods that would fit too
@@ -442,7 +442,7 @@ class DefaultRows:
         """Text that lists the rows and the reasons why others are left out."""
         why = "".join(f"; without {method}, which {reason}" for method, reason in self.refused.items())
         return (
-            f"rows that fit this job: {', '.join(self.methods)} ({self.own} is the method of the job){why}; --methods names others, of"
+            f"rows that fit this job: {', '.join(self.methods)} ({self.method} is the method of the job){why}; --methods names others, of"
             f" {', '.join(self.others)}"
         )
 

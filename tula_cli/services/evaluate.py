@@ -195,8 +195,8 @@ def run_evaluation(
         return evaluation.found
     require_current_format(run.path)
     launcher = dependencies.launcher_for(run.spec)
-    going_on = list_unfinished_jobs(run, launcher, [task.job])
-    if not going_on:
+    unfinished = list_unfinished_jobs(run, launcher, [task.job])
+    if not unfinished:
         planned = EvaluationPlanned(task)
         yield planned
         if run.spec.cluster.backend.has_queue:  # else it costs nothing, and no more memory than the training
@@ -204,8 +204,8 @@ def run_evaluation(
     try:
         _start_job(run, task, launcher)
         if not wait_policy.should_wait(run.spec):
-            yield from warn_new_jobs(run, launcher, [task.job], going_on, run.spec)
-            return DetachedJobs((task.job,), tuple(going_on))
+            yield from warn_new_jobs(run, launcher, [task.job], unfinished, run.spec)
+            return DetachedJobs((task.job,), tuple(unfinished))
         yield from wait_for_jobs(run, launcher, [task.job], wait_policy)
     except KeyboardInterrupt:
         raise make_interruption_of_jobs([(run, launcher)], wait_policy) from None

@@ -114,11 +114,11 @@ def read_logs(
     for log in shown:
         yield from reader.new_lines(log, with_incomplete=not follow)
     while follow:
-        going_on = active()
+        is_active = active()
         for log in reader.attempt_logs():
-            yield from reader.new_lines(log, with_incomplete=not going_on)
+            yield from reader.new_lines(log, with_incomplete=not is_active)
             yield from reader.first_failure(log)
-        if not going_on:
+        if not is_active:
             return
         sleep(get_backend("local").poll[0])
 
@@ -150,7 +150,7 @@ class _LogReader:
     wanted: LogQuery
     _offsets: defaultdict[Path, int] = field(default_factory=lambda: defaultdict(int))
     _inodes: dict[Path, int] = field(default_factory=dict)  # of the files that the offsets are in
-    _told: set[tuple[str, int]] = field(default_factory=set)  # attempts whose failure was shown
+    _shown_failures: set[tuple[str, int]] = field(default_factory=set)  # attempts whose failure was shown
     _tasks: dict[str, Task | None] = field(default_factory=dict)
 
     def attempt_logs(self) -> list[_AttemptLog]:
@@ -197,7 +197,7 @@ class _LogReader:
         """Mark logs as read to their ends."""
         for log in logs:
             self._set_offset(log, log.file.stat().st_size)
-            self._told.add((log.task, log.attempt))
+            self._shown_failures.add((log.task, log.attempt))
 
     def _set_offset(self, log: _AttemptLog, offset: int) -> None:
         self._offsets[log.file], self._inodes[log.file] = offset, log.file.stat().st_ino
@@ -224,11 +224,11 @@ class _LogReader:
     def first_failure(self, log: _AttemptLog) -> Iterator[LogLine]:
         """Yield, once per attempt, the output of the first failing rank, or of the requested rank if it failed."""
         key, requested_rank = (log.task, log.attempt), self.wanted.rank
-        failures = self.run.failures(*key) if log.task and key not in self._told else []
+        failures = self.run.failures(*key) if log.task and key not in self._shown_failures else []
         root_failure = find_root_failure(failure for failure in failures if requested_rank in (None, failure.rank))
         if root_failure is None:
             return
-        self._told.add(key)
+        self._shown_failures.add(key)
         for text in (root_failure.detail.strip() or root_failure.message).splitlines():
             yield LogLine(log.file, text, log.task, log.attempt, root_failure.rank, failure=True)
 

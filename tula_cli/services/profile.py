@@ -169,7 +169,7 @@ def _collect_adaptive_inputs(run: Run, results_by_id: Known) -> dict[str, Any]:
 
     return {
         "attempts": run.attempts(),
-        "trained": list_observations_from_trainings(run, list(results_by_id.values())).found,
+        "trained": list_observations_from_trainings(run, list(results_by_id.values())).steps,
         "others": read_measurements_of_other_sizes(run.sizes, CachedTrainings()),
     }
 

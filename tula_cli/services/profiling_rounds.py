@@ -285,9 +285,9 @@ class _Profiling:
                 return (yield from _list_submitted_probes(planned, jobs))
             yield from self._wait(jobs, deadline)
             measures_failed_again = False
-            going_on = {submitted.run.name for submitted in jobs if submitted.may_go_on}
-            stopped |= {submitted.run.name for submitted in jobs} - going_on
-            if not going_on:
+            unfinished = {submitted.run.name for submitted in jobs if submitted.may_go_on}
+            stopped |= {submitted.run.name for submitted in jobs} - unfinished
+            if not unfinished:
                 break
         return (yield from self._collect_reports(planned, inspections))
 
@@ -367,5 +367,5 @@ def _list_submitted_probes(planned: Plans, jobs: Sequence[_SubmittedRun]) -> Wor
             submitted.run, submitted.launcher, submitted.started, submitted.under_way, submitted.run.spec
         )
     started = [job for submitted in jobs for job in submitted.run.name_jobs(submitted.started)]
-    going_on = [job for submitted in jobs for job in submitted.run.name_jobs(submitted.under_way)]
-    return SubmittedProbes(tuple(started), tuple(going_on), {run.name: plan for run, plan in planned})
+    unfinished = [job for submitted in jobs for job in submitted.run.name_jobs(submitted.under_way)]
+    return SubmittedProbes(tuple(started), tuple(unfinished), {run.name: plan for run, plan in planned})

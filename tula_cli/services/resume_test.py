@@ -204,8 +204,8 @@ def submit_resume_test(
     key = compute_resume_test_signature(spec, code.digest)
     with lock_submission(run):
         earlier = [task for task in run.tasks() if isinstance(task, ResumeTestTask) and task.key == key]
-        going_on = list_attachable_jobs(run, launcher, [task.job for task in earlier])
-        if (task := next((task for task in earlier if task.job in going_on), None)) is not None:
+        unfinished = list_attachable_jobs(run, launcher, [task.job for task in earlier])
+        if (task := next((task for task in earlier if task.job in unfinished), None)) is not None:
             return task
         name = f"rehearse-{key}-{len(earlier) + 1}"
         task = ResumeTestTask(

@@ -344,7 +344,7 @@ def _get_job_state(
         return ("failed", progress.failed[0]) if progress.failed else ("done", "")
     if cancelled:
         return "cancelled", f"by {cancelled}"
-    if scheduler.held and attempts and attempts[-1].outcome == "disk":
+    if scheduler.on_hold and attempts and attempts[-1].outcome == "disk":
         return "held", f"{attempts[-1].message}; {advise('disk')}"
     if scheduler.state == "pending":
         return "queued", scheduler.reason

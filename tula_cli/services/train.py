@@ -430,8 +430,8 @@ def run_training(
         yield Note("this training has already finished")
         return load_summary(run, plan.task.signature)
     launcher = dependencies.launcher_for(run.spec)
-    going_on = list_unfinished_jobs(run, launcher, [plan.task.job])
-    if not going_on:
+    unfinished = list_unfinished_jobs(run, launcher, [plan.task.job])
+    if not unfinished:
         if training.request.within_balance:
             require_balance(plan.balance)
         planned = TrainPlanned(plan, list_nodes_of_links(plan.task))
@@ -439,13 +439,13 @@ def run_training(
         require_confirmed(dependencies.confirm, planned)
     save_runs([run], file)
     after = (
-        "" if going_on else (yield from resume_test.run_resume_test_if_due(training.by_script, launcher, wait_policy))
+        "" if unfinished else (yield from resume_test.run_resume_test_if_due(training.by_script, launcher, wait_policy))
     )
     try:
         jobs = (submit_training(run, plan, launcher, after=after),)
         if not wait_policy.should_wait(run.spec):
-            yield from warn_new_jobs(run, launcher, jobs, going_on, run.spec)
-            return DetachedJobs(jobs, tuple(going_on))
+            yield from warn_new_jobs(run, launcher, jobs, unfinished, run.spec)
+            return DetachedJobs(jobs, tuple(unfinished))
         run_status = yield from wait_for_jobs(run, launcher, jobs, wait_policy)
     except KeyboardInterrupt:
         raise make_interruption_of_jobs([(run, launcher)], wait_policy) from None

@@ -144,10 +144,10 @@ class _NewProbeResults:
             if task.job in jobs
             for local in task.local_batches
         }
-        left = max((job.left for job in jobs.values() if job.left is not None), default=None)
+        remaining = max((job.left for job in jobs.values() if job.left is not None), default=None)
         for result in new:
             self._finished.add(result.id)
-            yield ProbeFinished(result, len(probes & self._finished), len(probes), left)
+            yield ProbeFinished(result, len(probes & self._finished), len(probes), remaining)
 
 
 def _list_reported_failures(run: RunDir) -> set[str]:

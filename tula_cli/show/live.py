@@ -97,8 +97,8 @@ def _describe_job(job: "JobStatus") -> str:
 
 
 def _describe_finished_probe(event: "ProbeFinished") -> str:
-    left = f", about {format_duration(event.left)} left" if event.left and event.number < event.total else ""
-    return f"[{event.number}/{event.total}] {describe_probe(event.result)}{left}"
+    remaining = f", about {format_duration(event.left)} left" if event.left and event.number < event.total else ""
+    return f"[{event.number}/{event.total}] {describe_probe(event.result)}{remaining}"
 
 
 class DrawnLive(Live):
@@ -146,8 +146,8 @@ class DrawnLive(Live):
     def compared(self, now: "Progress") -> None:
         super().compared(now)
         total = now.total or 1
-        left = [] if now.left is None else [f"{format_duration(now.left)} left"]
-        state = ", ".join([f"{now.done} of {format_count(now.total, 'training')}", *left])
+        remaining = [] if now.left is None else [f"{format_duration(now.left)} left"]
+        state = ", ".join([f"{now.done} of {format_count(now.total, 'training')}", *remaining])
         self._draw("comparison", "comparison", now.done + now.failed, total, state)
         details = [describe_comparison(now)]
         if now.training is not None and not now.training.finished:
@@ -168,8 +168,8 @@ class DrawnLive(Live):
             else f"{done} of {total} samples"
         )
         rate = [f"{format_number(now.batch / now.step_time)} samples/s"] if now.step_time else []
-        left = [f"{format_duration(now.eta)} left"] if now.eta is not None else []
-        self._draw(key, f"training {now.signature}", done, total, ", ".join(filter(None, [count, *rate, *left])))
+        remaining = [f"{format_duration(now.eta)} left"] if now.eta is not None else []
+        self._draw(key, f"training {now.signature}", done, total, ", ".join(filter(None, [count, *rate, *remaining])))
 
     def _draw(self, key: str, description: str, done: float, total: float | None, state: str) -> None:
         if key not in self._bar_of:

@@ -265,19 +265,19 @@ MARKETS = {"on_demand": "on demand", "spot": "on spot"}
 
 def _describe_other_market(recommendation: "Recommendation") -> Iterator[str]:
     """Describe the time and cost of the choice on the other market, relative to its own market."""
-    here, there = recommendation.choice, recommendation.other_market
-    if there is None:
+    choice, other = recommendation.choice, recommendation.other_market
+    if other is None:
         return
-    cost, hours = there.cost / here.cost - 1 if here.cost else 0.0, there.hours / here.hours - 1
+    cost, hours = other.cost / choice.cost - 1 if choice.cost else 0.0, other.hours / choice.hours - 1
     compared = ", ".join(
         [
             _describe_change(cost, "more expensive", "cheaper", equal="at the same cost"),
             _describe_change(hours, "longer", "shorter", equal="in the same time"),
         ]
     )
-    expected = " expected" * (there.market == "spot")
+    expected = " expected" * (other.market == "spot")
     yield (
-        f"the same {MARKETS[there.market]}: {format_duration(3600 * there.hours)}{expected}, {format_number(there.cost)}"
+        f"the same {MARKETS[other.market]}: {format_duration(3600 * other.hours)}{expected}, {format_number(other.cost)}"
         f" {recommendation.currency} ({compared})"
     )
 

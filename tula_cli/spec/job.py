@@ -234,10 +234,10 @@ class JobSpec(Section):
 
     @model_validator(mode="after")
     def _nodes_have_the_gpus_that_are_searched(self) -> "JobSpec":
-        there, searched = self.cluster.gpus_per_node, self.search.gpus_per_node or []
-        if not self.node_types and max(searched, default=0) > there:
+        available, searched = self.cluster.gpus_per_node, self.search.gpus_per_node or []
+        if not self.node_types and max(searched, default=0) > available:
             raise ValueError(
-                f"search.gpus_per_node contains {max(searched)}, but a node has {format_count(there, 'GPU')} (cluster.gpus_per_node)"
+                f"search.gpus_per_node contains {max(searched)}, but a node has {format_count(available, 'GPU')} (cluster.gpus_per_node)"
             )
         return self
 

@@ -199,7 +199,7 @@ class UploadStream:
 
     def release(self) -> None:
         """Release the newest batch; the next copy waits for all work queued on the GPU by then."""
-        self.held: Batch | None = None
+        self.pending: Batch | None = None
         self.before: torch.cuda.Event | None = None
 
     def upload(self, batch: Batch, move: Callable[[Batch], Batch]) -> Batch:
@@ -210,7 +210,7 @@ class UploadStream:
         with torch.cuda.stream(self.stream):
             moved = move(batch)
         computing.wait_stream(self.stream)
-        self.held, self.before = moved, computed
+        self.pending, self.before = moved, computed
         return moved
 
 

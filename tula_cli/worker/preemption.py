@@ -43,7 +43,7 @@ class PreemptionHandler:
     def __init__(self, ranks: Ranks, environ: Mapping[str, str] = os.environ) -> None:
         self.ranks = ranks
         self.leave_at = float(environ.get("TULA_LEAVE_AT", "inf"))
-        self._told = False
+        self._is_announced = False
         self._next, self._counted = 1, 0
         self._asked_at = time.monotonic()
 
@@ -52,7 +52,7 @@ class PreemptionHandler:
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def _on_signal(self, *_: object) -> None:
-        self._told = True
+        self._is_announced = True
 
     def check(self, *, reserve: float) -> bool:
         """Stop if the ranks agree to; every rank must call this after every step or evaluation batch.
@@ -83,7 +83,7 @@ class PreemptionHandler:
         return True
 
     def _stop_level(self, reserve: float) -> float:
-        if self._told:
+        if self._is_announced:
             return 2.0
         # A question may come as late as one more interval from now.
         late = self.ranks.is_first and time.time() + reserve + 2 * CHECK_SECONDS > self.leave_at

@@ -32,7 +32,7 @@ def slurm(tmp_path, monkeypatch):
 def installed(folder, monkeypatch, version):
     fake = FakeSlurm(folder, version)
     fake.use(monkeypatch)
-    monkeypatch.setattr(scheduler, "_asked", {})
+    monkeypatch.setattr(scheduler, "_recent_states", {})
     return fake
 
 
@@ -449,9 +449,9 @@ def test_a_refusal_keeps_sbatchs_words_and_says_what_to_do(words, message, hint)
 def test_waiting_jobs_are_held_for_their_user_and_released(slurm):
     ids = [slurm.add("tula-a"), slurm.add("tula-b")]
     assert scheduler.hold_jobs(ids) == ""
-    assert all(state.held and state.hopeless for state in scheduler.ask_states(ids).values())
+    assert all(state.on_hold and state.hopeless for state in scheduler.ask_states(ids).values())
     assert scheduler.release_jobs(ids) == ""
-    assert not any(state.held for state in scheduler.ask_states(ids).values())
+    assert not any(state.on_hold for state in scheduler.ask_states(ids).values())
     slurm.set(ids[0], "RUNNING")
     assert "already finished" in scheduler.hold_jobs(ids[:1])
     assert scheduler.hold_jobs(["a name"]) == "" and scheduler.release_jobs([]) == ""

@@ -37,7 +37,7 @@ def steps(seconds: float, *, count: int = 30, at: float = 1.0, **changes: Any) -
 
 
 def told(rows: Sequence[dict[str, Any]], *tasks: TrainTask) -> tuple[TrainedSteps, ...]:
-    return list_observations_from_training(tasks or (task(),), rows, lambda task, environment: "").found
+    return list_observations_from_training(tasks or (task(),), rows, lambda task, environment: "").steps
 
 
 def test_a_training_tells_one_step_time_of_each_configuration_it_ran_at() -> None:
@@ -91,7 +91,7 @@ def test_steps_such_as_no_probe_makes_do_not_count(unlike: dict[str, Any]) -> No
     observations = list_observations_from_training(
         (task(1, **unlike), task(2)), [start(1), *steps(0.2), start(2), *steps(0.1)], lambda task, row: ""
     )
-    assert [item.step_time for item in observations.found] == [pytest.approx(0.1)]
+    assert [item.step_time for item in observations.steps] == [pytest.approx(0.1)]
     assert len(observations.left_out) == 1
 
 
@@ -100,7 +100,7 @@ def test_where_it_ran_may_leave_it_out_and_too_few_steps_do() -> None:
     observations = list_observations_from_training(
         (task(),), rows, lambda task, environment: f"it ran on {(environment or {})['hardware']}"
     )
-    assert observations.found == () and observations.left_out == ("it ran on x",)
+    assert observations.steps == () and observations.left_out == ("it ran on x",)
     assert not told([start(), *steps(0.1, count=12)])
 
 

@@ -389,7 +389,7 @@ def test_one_rehearsal_tells_every_batch():
 def test_sizes_grow_with_every_power_of_the_batch():
     numbers = fake_tensor_step.REFERENCE_SAMPLES
     recording = Recording(
-        early=1, held=1, events=(), sizes=(numbers, 12 * numbers, 4 * numbers**2, 40), small=range(2, 3)
+        early=1, in_use=1, events=(), sizes=(numbers, 12 * numbers, 4 * numbers**2, 40), small=range(2, 3)
     )
     assert recording.sizes_at(10, small_batch=6) == [numbers, 120, 4 * 36, 40]
 

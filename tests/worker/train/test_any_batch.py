@@ -243,12 +243,12 @@ def test_a_cut_keeps_the_tree_and_what_belongs_to_the_whole_batch() -> None:
     lists = [torch.zeros(3, 2, 2), torch.zeros(3, 4, 4), torch.zeros(3, 1, 1)]
     batch = {"in": Inputs(torch.arange(3), torch.ones(3, 2)), "images": lists, "step": torch.tensor(7), "name": "x"}
     with pytest.raises(SpecError, match="ambiguous whether an entry is a sample or a field"):
-        slice_batch(batch, samples=3, stop=1, own=True)
+        slice_batch(batch, samples=3, stop=1, from_user=True)
     assert [len(image) for image in slice_batch(batch, samples=3, stop=1)["images"]] == [1, 1, 1], (
         "as torch collates three views"
     )
     lists[0] = torch.zeros(1, 2, 2)
-    result = slice_batch(batch, samples=3, start=1, stop=3, own=True)
+    result = slice_batch(batch, samples=3, start=1, stop=3, from_user=True)
     assert type(result["in"]) is Inputs and result["in"].ids.tolist() == [1, 2] and result["in"].mask.shape == (2, 2)
     assert [image.shape[1] for image in result["images"]] == [4, 1]
     assert (int(result["step"]), result["name"]) == (7, "x")

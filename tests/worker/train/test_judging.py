@@ -68,14 +68,14 @@ def several(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
 def test_a_mean_counts_each_sample_once_also_those_of_a_smaller_last_batch(alone: Ranks) -> None:
     of = spec(dataset={"args": {"eval_size": 37}}, train={"metrics": {**OWN, "size": f"{HERE}:whole"}})
     result = Evaluator(trainer(of, alone)).evaluate()
-    assert result.own["error"] == result.own["gathers"] == pytest.approx(100 - result.top1)
-    assert result.own["size"] == pytest.approx((2 * 16 * 16 + 5 * 5) / 37)
+    assert result.user_metrics["error"] == result.user_metrics["gathers"] == pytest.approx(100 - result.top1)
+    assert result.user_metrics["size"] == pytest.approx((2 * 16 * 16 + 5 * 5) / 37)
 
 
 def test_an_object_is_built_with_arguments_and_may_take_the_whole_batch(alone: Ranks) -> None:
     of = spec(train={"metrics": {"twice": {f"{HERE}:WithBatch": {"factor": 2}}}})
     evaluator = Evaluator(trainer(of, alone))
-    assert [evaluator.evaluate().own["twice"] for _ in range(2)] == [20, 20]  # it is reset
+    assert [evaluator.evaluate().user_metrics["twice"] for _ in range(2)] == [20, 20]  # it is reset
 
 
 @pytest.mark.parametrize(

@@ -291,7 +291,7 @@ class TrainingMonitor(ScriptMonitor):
         self._next_words, self._next_epoch = age + words.compute_log_pause(age), math.floor(row["epoch"] or 0) + 1
         progress_text = words.describe_progress(
             epoch=row["epoch"], of=None, samples=row["samples"], batch=training.task.batch, loss=row["loss"],
-            step_time=row["step_time"], left=row["eta"],
+            step_time=row["step_time"], remaining=row["eta"],
         )  # fmt: skip
         with self.run.open_log(self.run.log_path(self.task.id, self.command.attempt)) as log:
             log.write(f"{words.stamp_line(progress_text)}\n".encode())

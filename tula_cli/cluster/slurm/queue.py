@@ -228,7 +228,7 @@ def _parse_state(
             "pending",
             explained,
             starts_at,
-            held=is_held,
+            on_hold=is_held,
             hopeless=bool(why),
             without_nodes=away,
             without_log=without_log,
@@ -267,7 +267,7 @@ def _parse_state_name(state_text: str) -> str:
     return next((name for name in (*PENDING, *RUNNING, *ENDED) if name.startswith(start)), start)
 
 
-_asked: dict[str, tuple[float, str]] = {}
+_recent_states: dict[str, tuple[float, str]] = {}
 """Time of the last query of sacct for a job (monotonic clock), and the state that it returned."""
 
 
@@ -279,12 +279,12 @@ def _ask_sacct(ids: Iterable[str]) -> dict[str, str]:
         answer = call_slurm("sacct", "--noheader", "--parsable2", f"--jobs={','.join(due)}", "--format=JobID,State")
         rows = [line.split("|") for line in answer.text.splitlines()] if answer.ok else []
         states = {row[0]: row[1] for row in rows if len(row) == 2}
-        _asked.update({id_: (now, states.get(id_, "")) for id_ in due})
-    return {id_: state_text for id_ in wanted if (state_text := _asked[id_][1])}
+        _recent_states.update({id_: (now, states.get(id_, "")) for id_ in due})
+    return {id_: state_text for id_ in wanted if (state_text := _recent_states[id_][1])}
 
 
 def _is_due(id_: str, now: float) -> bool:
-    at, state_text = _asked.get(id_, (float("-inf"), ""))
+    at, state_text = _recent_states.get(id_, (float("-inf"), ""))
     return _parse_state_name(state_text) not in ENDED and now - at >= ACCOUNTING_PAUSE
 
 

@@ -127,25 +127,28 @@ def make_headline(
     spec, chosen = estimator.spec, choice.prediction
     basis = make_risk_basis(spec, noise, dataset_size=estimator.dataset_size)
     risk = basis.assess(chosen.batch, accuracy)
-    here, there = (_convert_to_same_progress(row, objective) for row in (chosen, baseline.prediction))
-    assert here is not None
+    chosen_row, baseline_row = (_convert_to_same_progress(row, objective) for row in (chosen, baseline.prediction))
+    assert chosen_row is not None
     currency = spec.pricing.currency
     has_price = not is_cost_in_node_hours(chosen.cost, chosen.all_node_hours, currency)
     is_baseline = Config(chosen.nodes, chosen.batch) == baseline.config and chosen.market == "on_demand"
     time = cost = energy = None
-    if there is not None and not is_baseline:
-        deviation = math.hypot(_compute_log_deviation(here), _compute_log_deviation(there))
-        time = _compare(there.hours, here.hours, deviation)
-        cost = _compare(there.cost, here.cost, deviation) if has_price else None
-        if objective == "energy" and there.kwh and here.kwh:
-            energy = _compare(there.kwh, here.kwh, deviation)
+    if baseline_row is not None and not is_baseline:
+        deviation = math.hypot(_compute_log_deviation(chosen_row), _compute_log_deviation(baseline_row))
+        time = _compare(baseline_row.hours, chosen_row.hours, deviation)
+        cost = _compare(baseline_row.cost, chosen_row.cost, deviation) if has_price else None
+        if objective == "energy" and baseline_row.kwh and chosen_row.kwh:
+            energy = _compare(baseline_row.kwh, chosen_row.kwh, deviation)
     progress = " to the same progress" * (objective == "accuracy-time" and chosen.same_progress is not None)
     changes = [
-        *([f"{_describe_time_change(time, there, here)}{progress}"] if time and there else []),
+        *([f"{_describe_time_change(time, baseline_row, chosen_row)}{progress}"] if time and baseline_row else []),
         *([_describe_cost_change(cost, currency)] if cost else []),
         *([_describe_energy_change(energy)] if energy else []),
     ]
-    values = f"{format_duration(3600 * here.hours)}{progress}" + f", {format_number(here.cost)} {currency}" * has_price
+    values = (
+        f"{format_duration(3600 * chosen_row.hours)}{progress}"
+        + f", {format_number(chosen_row.cost)} {currency}" * has_price
+    )
     place = _describe_place(chosen)
     comparison = _describe_comparison(baseline, spec, is_baseline=is_baseline)
     if is_baseline:
@@ -155,7 +158,7 @@ def make_headline(
     return Headline(
         text=text,
         comparison=comparison,
-        interval=_describe_interval(here),
+        interval=_describe_interval(chosen_row),
         preference=_describe_preference(chosen, candidates, objective, reference_batch=spec.train.reference_batch),
         nodes=baseline.config.nodes,
         batch=baseline.config.batch,

@@ -38,8 +38,8 @@ class StageTable:
         """Make a table of the stages of records, which have those before their own batch."""
         tables = []
         for row in rows:
-            own = StageSteps(batch=row.batch, steps=0, step_time=row.step_time, step_low=None, step_high=None)
-            stages = [*row.stages, own]
+            last_stage = StageSteps(batch=row.batch, steps=0, step_time=row.step_time, step_low=None, step_high=None)
+            stages = [*row.stages, last_stage]
             columns = {name: [[getattr(stage, name) for stage in stages]] for name in StageSteps.model_fields}
             columns["nodes"] = [[stage.nodes or row.nodes for stage in stages]]
             dtypes = {name: np.int64 if name in ("nodes", "batch") else float for name in columns}

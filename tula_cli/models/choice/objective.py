@@ -402,13 +402,13 @@ def _as_good(chosen: Prediction, rows: Candidates, curve: Quantity) -> str:
 
 
 def _are_alike(chosen: Prediction, other: Prediction, curve: Quantity) -> bool:
-    here, there = _get_value_on_curve(chosen, curve), _get_value_on_curve(other, curve)
-    low = high = here
+    value, other_value = _get_value_on_curve(chosen, curve), _get_value_on_curve(other, curve)
+    low = high = value
     least, middle, most = (
         (chosen.kwh_low, chosen.kwh, chosen.kwh_high)
         if curve == "energy"
         else (chosen.hours_low, chosen.hours, chosen.hours_high)
     )
     if least is not None and most is not None and middle:
-        low, high = here * least / middle, here * most / middle
-    return bool(min(low, here * (1 - ALIKE)) <= there <= max(high, here * (1 + ALIKE)))
+        low, high = value * least / middle, value * most / middle
+    return bool(min(low, value * (1 - ALIKE)) <= other_value <= max(high, value * (1 + ALIKE)))

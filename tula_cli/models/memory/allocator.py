@@ -56,7 +56,7 @@ class CachingAllocator:
     def __init__(self, capacity: int | None = None) -> None:
         self.capacity = capacity
         self.allocated = self.reserved = self.peak = self.most = self.flushes = 0
-        self._held: dict[int, _Block] = {}
+        self._block_by_name: dict[int, _Block] = {}
         self._blocks: dict[int, _Block] = {}
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (size, number), ascending
         self._numbers = itertools.count()
@@ -70,13 +70,13 @@ class CachingAllocator:
         remainder = block.size - rounded
         if remainder >= UNIT if block.small else remainder > SMALL:
             self._split(block, rounded)
-        self._held[name] = block
+        self._block_by_name[name] = block
         self.allocated += block.size
         self.peak = max(self.peak, self.allocated)
 
     def release(self, name: int) -> None:
         """Free the block of a name; names without a block are ignored."""
-        block = self._held.pop(name, None)
+        block = self._block_by_name.pop(name, None)
         if block is None:
             return
         self.allocated -= block.size
@@ -90,11 +90,11 @@ class CachingAllocator:
 
     def rename(self, old: int, new: int) -> None:
         """Change the name of a block."""
-        self._held[new] = self._held.pop(old)
+        self._block_by_name[new] = self._block_by_name.pop(old)
 
     def names(self) -> tuple[int, ...]:
         """Return the names with an allocated block."""
-        return tuple(self._held)
+        return tuple(self._block_by_name)
 
     def _find_block(self, size: int) -> _Block | None:
         """Return the smallest free block that is large enough."""

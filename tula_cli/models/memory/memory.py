@@ -101,7 +101,9 @@ class MemoryModel:
     batch_slope: float
     activations: PiecewiseLinear  # over the micro-batch; never falls
     libraries: int  # what shares the capacity with all that
-    held: PiecewiseLinear  # over the micro-batch: what the allocator holds where there is room, over memory in use
+    reserved_ratio: (
+        PiecewiseLinear  # over the micro-batch: what the allocator holds where there is room, over memory in use
+    )
     room: float  # what it gets by with where there is little, over memory in use: it then gives back what it has cached
     accumulate: int
     error: float | None  # median relative residual of the peak; None where nothing is left over to tell
@@ -165,7 +167,7 @@ class MemoryModel:
     def reserved(self, local_batch: Number) -> Number:
         """Return the memory reserved at the peak if the device has space for it: the memory that is priced."""
         micro_batch = local_batch / self.accumulate
-        return _round_bytes(np.maximum(1.0, self.held(micro_batch)) * self._peak(micro_batch))
+        return _round_bytes(np.maximum(1.0, self.reserved_ratio(micro_batch)) * self._peak(micro_batch))
 
     def needed(self, local_batch: Number) -> Number:
         """Return the minimum device memory for a local batch, libraries included."""
@@ -244,7 +246,7 @@ def fit_memory_model(
         batch_slope=batch_slope,
         activations=activations,
         libraries=max(point.memory.libraries or 0 for point in believed),
-        held=_fit_reserved_ratio(measured, estimated),
+        reserved_ratio=_fit_reserved_ratio(measured, estimated),
         room=_fit_min_ratio(measured, estimated),
         accumulate=accumulate,
         error=None,

@@ -125,7 +125,8 @@ class StageTimes:
         spec, size = self.spec, self.dataset_size
         distinct, rows = np.unique(batch, return_inverse=True)
         planned = [
-            plan_stages_before_fitting(spec, own, dataset_size=size, noise=self.noise) for own in distinct.tolist()
+            plan_stages_before_fitting(spec, full_batch, dataset_size=size, noise=self.noise)
+            for full_batch in distinct.tolist()
         ]
         lower = sorted({stage.batch for stages in planned for stage in stages[:-1]})
         columns = {stage_batch: index for index, stage_batch in enumerate(lower)}
@@ -166,9 +167,9 @@ class StageTimes:
                 for column in present.tolist()
             ]
             if any(len(choice) > 1 for choice in choices) or any(training_nodes not in choice for choice in choices):
-                own = {training_nodes: counts[row, -1] * steps.seconds[row]}
+                last_stage = {training_nodes: counts[row, -1] * steps.seconds[row]}
                 change = Change(float(startup[row]), self.queue)
-                stage_nodes[row, present] = choose_stage_nodes([*choices, own], change, by=self.by)[:-1]
+                stage_nodes[row, present] = choose_stage_nodes([*choices, last_stage], change, by=self.by)[:-1]
         return stage_nodes
 
     def _list_options(self, nodes: Ints, batches: Ints) -> dict[tuple[int, int], Sequence[int]]:
@@ -212,9 +213,9 @@ class StageTimes:
         pair_index, pair_nodes, pair_batch = _find_distinct_pairs(nodes[cells], batches[cells])
         predicted, is_unknown = self.predict_steps(pair_nodes, pair_batch), self.find_unknown(pair_nodes, pair_batch)
 
-        def spread(of_pairs: Floats, own: Floats) -> Floats:
-            values = np.repeat(own[:, None], batches.shape[1], axis=1)
-            values[cells] = np.where(is_unknown[pair_index], own[cells[0]], of_pairs[pair_index])
+        def spread(of_pairs: Floats, of_rows: Floats) -> Floats:
+            values = np.repeat(of_rows[:, None], batches.shape[1], axis=1)
+            values[cells] = np.where(is_unknown[pair_index], of_rows[cells[0]], of_pairs[pair_index])
             return values
 
         return StageTable(

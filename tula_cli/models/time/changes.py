@@ -217,7 +217,7 @@ class StepTimeDrift:
         self.prediction = prediction
         self._settled: bool | None = None  # within the interval, as of two epochs that agree
         self._latest: bool | None = None  # the same of the latest epoch
-        self._told = 0
+        self._warnings = 0
 
     def is_within(self, step_time: float | None) -> bool | None:
         """Return whether a step time (seconds) is within the 90 % interval; None if either is unknown."""
@@ -237,11 +237,11 @@ class StepTimeDrift:
         self._latest = within
         if within is None or within is not previously_within or within is self._settled:
             return None
-        untold = (within and self._settled is None) or self._told == MAX_WARNINGS
+        untold = (within and self._settled is None) or self._warnings == MAX_WARNINGS
         self._settled = within
         if untold or step_time is None or self.prediction is None:
             return None
-        self._told += 1
+        self._warnings += 1
         predicted = 1000 * self.prediction.step_time
         if within:
             return messages.step_time_as_predicted(epoch=epoch, step_ms=1000 * step_time, predicted_ms=predicted)

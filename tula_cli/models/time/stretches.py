@@ -41,7 +41,7 @@ Refused = Callable[[TrainTask, Row | None], str]
 class TrainingObservations:
     """The observations of a training, and why other steps of it are excluded."""
 
-    found: tuple[TrainedSteps, ...] = ()
+    steps: tuple[TrainedSteps, ...] = ()
     left_out: tuple[str, ...] = ()
 
 

@@ -204,8 +204,8 @@ def run_search(
         yield Note("this search has already finished")
         return read_report(search, file)
     launcher = dependencies.launcher_for(run.spec)
-    going_on = list_unfinished_jobs(run, launcher, [task.job])
-    if not going_on:
+    unfinished = list_unfinished_jobs(run, launcher, [task.job])
+    if not unfinished:
         planned = RateSearchPlanned(search)
         yield planned
         cap = run.spec.search.max_node_hours
@@ -218,8 +218,8 @@ def run_search(
     try:
         _start_job(search, launcher)
         if not wait_policy.should_wait(run.spec):
-            yield from warn_new_jobs(run, launcher, [task.job], going_on, run.spec)
-            return DetachedJobs((task.job,), tuple(going_on))
+            yield from warn_new_jobs(run, launcher, [task.job], unfinished, run.spec)
+            return DetachedJobs((task.job,), tuple(unfinished))
         yield from _wait_for_branches(search, launcher, wait_policy)
     except KeyboardInterrupt:
         raise make_interruption_of_jobs([(run, launcher)], wait_policy) from None

@@ -205,8 +205,8 @@ def wait_for_all(
     for run_status in services_status.watch_jobs(run, launcher, jobs, timeout=timeout):
         states = {job.id: job for job in run_status.jobs if job.id in cells}
         # What is lost at a first look may be on its way; the table tells in the end.
-        going_on = (*status.ACTIVE, "lost")
-        newly_ended = [job for job in jobs if job in states and states[job].state not in going_on and job not in over]
+        unfinished = (*status.ACTIVE, "lost")
+        newly_ended = [job for job in jobs if job in states and states[job].state not in unfinished and job not in over]
         running = sum(job.state == "running" for job in states.values())
         count = functools.partial(_count_trainings, run, plan)
         for job in newly_ended:

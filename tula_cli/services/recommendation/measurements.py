@@ -135,7 +135,7 @@ def gather_measurements(
                 results,
                 attempts=run.attempts(),
                 saves=run.newest_script_saves(),
-                trained=observations.found,
+                trained=observations.steps,
                 other_sizes=sizes,
                 noise=noise,
                 queue=compute_median_queue_wait(run.jobs(), run.attempts()),
@@ -265,7 +265,7 @@ def fit_estimator_of_recommendation(run: Run, *, stages_by: Worth = "time") -> E
         results,
         attempts=attempts,
         saves=run.newest_script_saves(),
-        trained=list_observations_from_trainings(run, results).found,
+        trained=list_observations_from_trainings(run, results).steps,
         other_sizes=read_measurements_of_other_sizes(run.sizes, CachedTrainings()),
         noise=make_noise_path([run], spec, results),
         queue=compute_median_queue_wait(run.jobs(), attempts),
@@ -356,9 +356,9 @@ def list_observations_from_trainings(
             steps_here, run.training(name).sampled_metrics(), functools.partial(_describe_why_not_counted, measured)
         )
         disagreements = {
-            steps: why for steps in training_observations.found if (why := _describe_disagreement(steps, measured))
+            steps: why for steps in training_observations.steps if (why := _describe_disagreement(steps, measured))
         }
-        observations += [steps for steps in training_observations.found if steps not in disagreements]
+        observations += [steps for steps in training_observations.steps if steps not in disagreements]
         left_out += [f"training {name}: {why}" for why in (*training_observations.left_out, *disagreements.values())]
     newest = [
         steps
@@ -430,7 +430,7 @@ class CachedTrainings:
 def read_measurements_of_other_sizes(sizes: Sequence[Run], trainings: CachedTrainings) -> OtherSizes:
     """Return the measurements with other numbers of GPUs on the same nodes, as of `Run.sizes`."""
     probes = [result for run in sizes for result in run.results() if isinstance(result, Measured)]
-    return OtherSizes(tuple(probes), tuple(steps for run in sizes for steps in trainings(run).found))
+    return OtherSizes(tuple(probes), tuple(steps for run in sizes for steps in trainings(run).steps))
 
 
 # --- Gradient noise

@@ -67,7 +67,7 @@ class AgsSteps:
         self._taken = 0
         self._without = 0  # steps since AGS acted
         self._refreshes = 0
-        self._told: dict[str, Any] = {}
+        self._last_report: dict[str, Any] = {}
         self._totals = {"steps": 0.0, "scaled": 0.0, "mean": 0.0}
 
     # --- finding
@@ -356,8 +356,8 @@ class AgsSteps:
         if self.tula is None:
             return {}
         now = self.tula.report()
-        if not now["steps"] and self._told:
-            return self._told
+        if not now["steps"] and self._last_report:
+            return self._last_report
         steps, totals = now["steps"], self._totals
         totals["steps"] += steps
         totals["scaled"] += now["scaled"] * steps
@@ -369,8 +369,8 @@ class AgsSteps:
             "scaled": totals["scaled"] / count,
             "mean": totals["mean"] / count,
         }
-        self._told = {"ags": {**now, "so_far": so_far}}
-        return self._told
+        self._last_report = {"ags": {**now, "so_far": so_far}}
+        return self._last_report
 
 
 _ALONE = (

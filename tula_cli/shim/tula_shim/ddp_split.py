@@ -35,7 +35,7 @@ class DdpSplit:
         self._synchronises = False
         self._last: Mark | None = None
         self._now: list[tuple[Mark, Mark]] = []
-        self._own: list[Any] = []
+        self._local: list[Any] = []
         self._reduced: list[Any] = []
         self._rounds = 0
 
@@ -109,9 +109,9 @@ class DdpSplit:
         """Complete a step: store its measurements."""
         if self._watching == "sync":
             self.exposed.append(self._now)
-        elif self._watching == "norms" and self._own:
+        elif self._watching == "norms" and self._local:
             self._close_norms()
-        self._now, self._own, self._reduced, self._rounds = [], [], [], 0
+        self._now, self._local, self._reduced, self._rounds = [], [], [], 0
 
     def _close_norms(self) -> None:
         import torch
@@ -124,7 +124,7 @@ class DdpSplit:
             scaler = reference()
             if scaler is not None and scaler.is_enabled():
                 scale *= float(scaler.get_scale())
-        local, reduced = (torch.stack(parts).sum() / scale**2 for parts in (self._own, self._reduced))
+        local, reduced = (torch.stack(parts).sum() / scale**2 for parts in (self._local, self._reduced))
         self.norms.append((local, reduced))
 
     def wrap_hook(self, inner: Inner) -> Inner:
@@ -141,7 +141,7 @@ class DdpSplit:
                 self.local = False
             if self._watching != "norms":
                 return inner(state, bucket)
-            self._own.append(square(bucket.buffer()))
+            self._local.append(square(bucket.buffer()))
             self._rounds += bool(bucket.is_last())
 
             def reduced(future: Any) -> Any:

@@ -83,7 +83,7 @@ class Recorder:
         self.pulse.more = self._make_row_extras
         self.schedule = Schedule()
         self.killing = StepKiller(self.plan)
-        self._told: float | None = None
+        self._reported_samples: float | None = None
         self._trouble: OSError | None = None
         self._clock: HostClock = HostClock()
         self._begin: Mark | None = None
@@ -125,7 +125,7 @@ class Recorder:
 
     def samples(self) -> float | None:
         """Return the samples of this rank so far; None if neither the loop nor a data loader reports them."""
-        return self._told if self.by_hand else self.delivered.samples()
+        return self._reported_samples if self.by_hand else self.delivered.samples()
 
     # at the end of a step
 
@@ -148,7 +148,7 @@ class Recorder:
         self._take_notes()
         counts = self.delivered.take()
         if samples is not None:
-            self._told = (self._told or 0) + samples
+            self._reported_samples = (self._reported_samples or 0) + samples
         self.pulse.record_step(self.step, self.samples())
         if self.plan.training:
             causes = [name for cause, name in CAUSES.items() if self.gap & cause] if self.gap else []

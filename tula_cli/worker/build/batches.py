@@ -46,7 +46,7 @@ class BatchSizes:
 # sample. Numbers, texts, None and tensors without a dimension belong to the batch as a whole.
 
 
-def slice_batch(batch: Any, *, samples: int, start: int = 0, stop: int, own: bool = False) -> Any:
+def slice_batch(batch: Any, *, samples: int, start: int = 0, stop: int, from_user: bool = False) -> Any:
     """Return the samples from `start` to `stop` of a batch, as views.
 
     Args:
@@ -54,7 +54,7 @@ def slice_batch(batch: Any, *, samples: int, start: int = 0, stop: int, own: boo
         samples: in the whole batch.
         start: index of the first sample.
         stop: index after the last sample.
-        own: whether a user's collate_fn made the batch: torch's never makes a list of tensors with an entry per sample.
+        from_user: whether a user's collate_fn made the batch: torch's never makes a list of tensors with an entry per sample.
 
     Raises:
         SpecError: the first dimension of a tensor is not the samples, or it is ambiguous whether a list has an entry
@@ -68,10 +68,10 @@ def slice_batch(batch: Any, *, samples: int, start: int = 0, stop: int, own: boo
             raise _describe_wrong_first_dimension(path, leaf, samples)
         return leaf[start:stop]
 
-    return tree_map_with_path(part, batch, is_leaf=_make_sample_list_predicate(batch, samples, own=own))
+    return tree_map_with_path(part, batch, is_leaf=_make_sample_list_predicate(batch, samples, from_user=from_user))
 
 
-def allocate_batch(batch: Any, *, samples: int, to: int, own: bool = False) -> Any:
+def allocate_batch(batch: Any, *, samples: int, to: int, from_user: bool = False) -> Any:
     """Return uninitialised tensors for `to` samples, shaped like those of `batch`, which has `samples`.
 
     Raises:
@@ -90,7 +90,7 @@ def allocate_batch(batch: Any, *, samples: int, to: int, own: bool = False) -> A
             raise _describe_wrong_first_dimension(path, leaf, samples)
         return torch.empty((to, *leaf.shape[1:]), dtype=leaf.dtype)
 
-    return tree_map_with_path(larger, batch, is_leaf=_make_sample_list_predicate(batch, samples, own=own))
+    return tree_map_with_path(larger, batch, is_leaf=_make_sample_list_predicate(batch, samples, from_user=from_user))
 
 
 def list_tensors(batch: Any) -> list[torch.Tensor]:
@@ -116,7 +116,7 @@ def describe_shape(tensor: torch.Tensor) -> str:
     return f"({', '.join(map(str, tensor.shape))})"
 
 
-def _make_sample_list_predicate(batch: Any, samples: int, *, own: bool) -> Callable[[Any], bool]:
+def _make_sample_list_predicate(batch: Any, samples: int, *, from_user: bool) -> Callable[[Any], bool]:
     """Return a predicate for lists with an entry per sample, as opposed to lists of tensors with all samples.
 
     It is false for the batch itself, because (input, target) would look like a list of two samples.
@@ -128,13 +128,13 @@ def _make_sample_list_predicate(batch: Any, samples: int, *, own: bool) -> Calla
         inside = [leaf for leaf in list_tensors(node) if leaf.ndim]
         if not inside:
             return True
-        if own and samples > 1 and all(len(leaf) == samples for leaf in inside):
+        if from_user and samples > 1 and all(len(leaf) == samples for leaf in inside):
             raise SpecError(
                 f"a batch of {samples} samples has a list of {samples} tensors with {samples} rows, so it is ambiguous whether an"
                 " entry is a sample or a field",
                 "use another batch size, or stack them in dataset.collate_fn",
             )
-        return own and any(len(leaf) != samples for leaf in inside)
+        return from_user and any(len(leaf) != samples for leaf in inside)
 
     return is_list_of_samples
 
@@ -312,7 +312,7 @@ class ModelCall:
     takes: ForwardSignature
     loss: LossFunction
     whole: bool = False  # the loss takes the batch, not its target alone
-    own: bool = False  # the loss takes what the model returns, whatever that is
+    takes_all_outputs: bool = False  # the loss takes what the model returns, whatever that is
     default: bool = False  # nothing was said of the loss: a model that returns its own is believed
     names: tuple[str, str] = ("model", "loss")  # for messages
 
@@ -351,7 +351,7 @@ class ModelCall:
                 f" of {self.names[0]}",
                 "make the model return an object with .loss, or set loss.name to your own callable(outputs, batch)",
             )
-        return self.loss(outputs if self.own else find_scores(outputs), target)
+        return self.loss(outputs if self.takes_all_outputs else find_scores(outputs), target)
 
     def compute_loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the loss of a batch."""

@@ -42,7 +42,7 @@ class LiveStorages(TorchDispatchMode):
         self.peak = 0  # the most bytes at one time
         self.events: list[int] = []  # n + 1: number n comes to be; -(n + 1): it dies
         self.sizes: list[int] = []  # bytes of each number
-        self._held: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -62,21 +62,21 @@ class LiveStorages(TorchDispatchMode):
 
     def alive(self) -> list[int]:
         """Return the numbers of the storages in use, ascending."""
-        return sorted(number for _, number in self._held.values())
+        return sorted(number for _, number in self._live.values())
 
     def _track(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._held:
+        if key in self._live:
             return
         number, size = len(self.sizes), storage.nbytes()
         # The Python object lives as long as the storage does, also where only autograd in C++ holds it.
-        self._held[key] = weakref.ref(storage, lambda _: self._release(key)), number
+        self._live[key] = weakref.ref(storage, lambda _: self._release(key)), number
         self.sizes.append(size)
         self.events.append(number + 1)
         self.live_bytes += size
 
     def _release(self, key: int) -> None:
-        _, number = self._held.pop(key)
+        _, number = self._live.pop(key)
         self.events.append(-number - 1)
         self.live_bytes -= self.sizes[number]
 
@@ -215,12 +215,10 @@ margin of 10 % it covers all of 14 networks, whose peaks were 1.1 to 1.65 times 
 
 @dataclass(frozen=True)
 class Recording:
-    """The storages of one optimizer step; the first `held` numbers are in use when it starts."""
+    """The storages of one optimizer step; the first `in_use` numbers are in use when it starts."""
 
-    early: (
-        int  # the first so many are parameters, buffers and gradients; the others of the held come with the first step
-    )
-    held: int
+    early: int  # the first so many are parameters, buffers and gradients; the others of these come with the first step
+    in_use: int
     events: tuple[int, ...]
     sizes: tuple[int, ...]  # bytes at the micro-batch of the fake step
     small: range  # numbers that come to be on AGS's small batch
@@ -228,7 +226,7 @@ class Recording:
     def sizes_at(self, micro_batch: int, *, small_batch: int) -> list[float]:
         """Return the bytes of each number at another micro-batch."""
         sizes = [
-            _scale_size(size, micro_batch) if number >= self.held else float(size)
+            _scale_size(size, micro_batch) if number >= self.in_use else float(size)
             for number, size in enumerate(self.sizes)
         ]
         for number in self.small:
@@ -299,7 +297,7 @@ class FakeStep:
 
     def batch(self, size: int) -> Any:
         """Return a fake micro-batch shaped like the sample."""
-        return allocate_batch(self.sample, samples=COPIES, to=size, own=self.spec.dataset.collate_fn is not None)
+        return allocate_batch(self.sample, samples=COPIES, to=size, from_user=self.spec.dataset.collate_fn is not None)
 
     def measure(self, micro_batch: int) -> Components:
         """Return the memory of one optimizer step at a micro-batch; the fake step itself is run only once."""
@@ -334,9 +332,9 @@ class FakeStep:
         recording = self._recording = self._recording or self._record()
         sizes = recording.sizes_at(micro_batch, small_batch=compute_max_small_batch(self.spec))
         if not self.gpu:
-            peak = compute_peak_without_allocator(range(recording.held), recording.events, sizes)
+            peak = compute_peak_without_allocator(range(recording.in_use), recording.events, sizes)
             return Usage(allocated=peak, reserved=peak)
-        early, late = range(recording.early), range(recording.early, recording.held)
+        early, late = range(recording.early), range(recording.early, recording.in_use)
         return replay_allocations(early, late, recording.events, sizes, capacity=capacity)
 
     def output(self, size: int) -> Any:
@@ -363,7 +361,7 @@ class FakeStep:
         shift = len(alive) - first_number  # numbers that have died before leave no gap
         return Recording(
             early=len([number for number in alive if number < self.early]),
-            held=len(alive),
+            in_use=len(alive),
             events=tuple(_renumber(event, index_by_number, shift) for event in events),
             sizes=tuple(sizes[number] for number in [*alive, *range(first_number, len(sizes))]),
             small=range(small + shift, small_end + shift),

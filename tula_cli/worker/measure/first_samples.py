@@ -76,7 +76,7 @@ def load_first_samples(spec: JobSpec, datasets: Datasets) -> FirstSamples:
         raise SpecError(
             f"a sample of {spec.dataset.name} cannot be transformed: {_format_error_message(error)}"
         ) from error
-    _check_leaves(spec, items, held_out, own=is_user_dataset)
+    _check_leaves(spec, items, held_out, is_user_dataset=is_user_dataset)
     batch = _make_batch(spec, items, datasets.collate)
     for leaf in tree_leaves(batch):
         if not isinstance(leaf, PLAIN_TYPES):
@@ -84,7 +84,7 @@ def load_first_samples(spec: JobSpec, datasets: Datasets) -> FirstSamples:
                 f"a batch of {spec.dataset.name} contains {type(leaf).__name__}, in which tula finds no tensors",
                 "return a tensor, a tuple, a list or a dictionary, or register the class with torch's pytree",
             )
-    slice_batch(batch, samples=len(items), stop=1, own=datasets.collate is not None)
+    slice_batch(batch, samples=len(items), stop=1, from_user=datasets.collate is not None)
     longest = find_longest_sample(datasets)
     if longest is None:
         return FirstSamples(items[0], batch, len(items))
@@ -163,9 +163,9 @@ def _list_tensor_shapes(collate: Collate, item: Any) -> tuple[tuple[int, ...], .
     return tuple(tuple(tensor.shape) for tensor in list_tensors(make_batch(collate, [item])))
 
 
-def _check_leaves(spec: JobSpec, items: Sequence[Any], held_out: Any, *, own: bool) -> None:
+def _check_leaves(spec: JobSpec, items: Sequence[Any], held_out: Any, *, is_user_dataset: bool) -> None:
     """Refuse images that are not converted to tensors, and in datasets that tula knows, inputs that are no images."""
-    if own:
+    if is_user_dataset:
         for item, path in ((held_out, "transforms.eval"), (items[0], "transforms.train")):
             if any(isinstance(leaf, PIL.Image.Image) for leaf in tree_leaves(item)) and not spec.dataset.collate_fn:
                 raise SpecError(f"{path}: ends in Image, not in a tensor", f"add ToTensor to {path}")

@@ -245,7 +245,8 @@ def measure_half_batch_norms(trainer: Trainer) -> Pair:
     has_user_collate = trainer.datasets.collate is not None
     first_half, second = (
         compute_gradient(
-            trainer, slice_batch(trainer.last_batch, samples=samples, start=at, stop=at + half, own=has_user_collate)
+            trainer,
+            slice_batch(trainer.last_batch, samples=samples, start=at, stop=at + half, from_user=has_user_collate),
         )
         for at in (0, half)
     )

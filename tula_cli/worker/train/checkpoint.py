@@ -210,8 +210,8 @@ def load_for_all(
     rank 0.
     """
     training = run.training(signature)
-    there = [path.name for path in training.checkpoints() if path.suffix != ".pt"] if ranks.is_first else []
-    folders = [training.path / "checkpoints" / name for name in json.loads(ranks.gather(json.dumps(there))[0])]
+    sharded = [path.name for path in training.checkpoints() if path.suffix != ".pt"] if ranks.is_first else []
+    folders = [training.path / "checkpoints" / name for name in json.loads(ranks.gather(json.dumps(sharded))[0])]
     for folder in folders:
         rest = (
             _read_checkpoint(folder / sharded_checkpoint.REST_FILE)

@@ -226,13 +226,13 @@ class Evaluation:
     top5: float
     samples: int
     perplexity: float = float("nan")  # the exponential of the loss of a language model; nan of any other
-    own: Mapping[str, float] = field(default_factory=dict)  # of train.metrics, by name
+    user_metrics: Mapping[str, float] = field(default_factory=dict)  # of train.metrics, by name
 
     @property
     def values(self) -> dict[str, float]:
         """Every metric by its name."""
         values = {"top1": self.top1, "top5": self.top5, "loss": self.loss, "perplexity": self.perplexity}
-        return {**values, **self.own}
+        return {**values, **self.user_metrics}
 
 
 class Evaluator:
@@ -241,7 +241,7 @@ class Evaluator:
     def __init__(self, trainer: Trainer) -> None:
         ranks = trainer.ranks
         self.trainer = trainer
-        self.own = UserMetrics(trainer.spec.train, ranks)
+        self.user_metrics = UserMetrics(trainer.spec.train, ranks)
         self.loader = build_eval_loader(
             trainer.datasets.eval,
             size=len(trainer.datasets.eval),
@@ -274,7 +274,7 @@ class Evaluator:
         trainer.parallel.eval()
         sums = torch.zeros(5, dtype=torch.float64, device=trainer.ranks.device)
         common, most, batches_done = self.batch_count(trainer.ranks.world - 1), self.batch_count(0), 0
-        self.own.reset()
+        self.user_metrics.reset()
         newest: Any = None
         for index, batch in enumerate(self.loader):
             if index == max_batches:
@@ -286,17 +286,17 @@ class Evaluator:
                 between()
         for _ in range(batches_done, min(most, max_batches or most)):
             self._join_extra_batch(newest)
-            self.own.update(None)
+            self.user_metrics.update(None)
         trainer.parallel.release_gathered()
         trainer.parallel.train()
         loss, top1, top5, samples, language = trainer.ranks.sum(sums.tolist())
         if not samples:
-            unknown = dict.fromkeys(self.own.metrics, math.nan)
-            return Evaluation(float("nan"), float("nan"), float("nan"), 0, own=unknown)
+            unknown = dict.fromkeys(self.user_metrics.metrics, math.nan)
+            return Evaluation(float("nan"), float("nan"), float("nan"), 0, user_metrics=unknown)
         mean = loss / samples
         # Of a loss of the user's own nobody knows whether it is the mean logarithm that perplexity is made of.
         perplexity_value = compute_perplexity(mean) if language == samples and trainer.call.default else math.nan
-        user_metrics = self.own.compute()
+        user_metrics = self.user_metrics.compute()
         return Evaluation(
             mean, 100 * top1 / samples, 100 * top5 / samples, int(samples), perplexity_value, user_metrics
         )
@@ -335,7 +335,7 @@ class Evaluator:
             outputs = trainer.call.compute_outputs(trainer.parallel.module, batch)
             loss = trainer.call.loss_from_outputs(outputs, batch)
         guesses, targets = find_scores(outputs), trainer.call.target_of(batch)
-        self.own.update(MetricInput(outputs, scores=guesses, target=targets, batch=batch, samples=count))
+        self.user_metrics.update(MetricInput(outputs, scores=guesses, target=targets, batch=batch, samples=count))
         if not _is_classification(guesses, targets):
             hits1 = hits5 = torch.tensor(float("nan"))
         else:

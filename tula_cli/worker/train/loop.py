@@ -325,7 +325,9 @@ def _refresh_method(trainer: Trainer) -> bool:
 
     def small_loss(count: int) -> torch.Tensor:
         assert count <= samples, f"{count} samples of a micro-batch of {samples}"
-        small = slice_batch(trainer.last_batch, samples=samples, stop=count, own=trainer.datasets.collate is not None)
+        small = slice_batch(
+            trainer.last_batch, samples=samples, stop=count, from_user=trainer.datasets.collate is not None
+        )
         with nullcontext() if each_step else without_compilation(trainer.spec.train), make_autocast_context(trainer):
             return trainer.call.compute_loss(trainer.parallel.module, small)
 

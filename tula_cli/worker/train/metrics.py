@@ -37,7 +37,7 @@ class StepFile:
         self.training, self.most = training, most
         self.count = 0  # rows in the file
         self.width = 1  # steps of a row to come
-        self.held: list[StepRow] = []  # full, and not written yet
+        self.complete_rows: list[StepRow] = []  # full, and not written yet
         self.open: list[StepRow] = []  # the steps of a row that is not full yet, joined
         self.last: StepRow | None = None  # where a training resumes: the newest row, with the newest norm
 
@@ -48,7 +48,7 @@ class StepFile:
         rows = [row for row in self.training.step_rows() if row.samples <= samples]
         widest = max((row.steps for row in rows), default=1)
         self.width = 2 ** (widest - 1).bit_length()
-        self.held, self.open, complete = [], [], [row for row in rows if row.last is not None]
+        self.complete_rows, self.open, complete = [], [], [row for row in rows if row.last is not None]
         # What GradScaler has skipped has no norm, and no part in the change of the next.
         self.last = complete[-1]._replace(samples=rows[-1].samples) if complete else None
         self._rewrite(rows)
@@ -61,12 +61,12 @@ class StepFile:
             close: write all rows, including the last one even if it is not full.
         """
         for step in steps:
-            self.held += self._add_to_open_row(step)
+            self.complete_rows += self._add_to_open_row(step)
         if close and self.open:
-            self.held.append(self.open.pop())
-        if not self.held or (len(self.held) < ROWS_PER_LINE and not close):
+            self.complete_rows.append(self.open.pop())
+        if not self.complete_rows or (len(self.complete_rows) < ROWS_PER_LINE and not close):
             return
-        rows, self.held = self.held, []
+        rows, self.complete_rows = self.complete_rows, []
         with open_to_append(self.training.steps_path) as file:
             file.write(format_rows(rows).encode())
         self.count += len(rows)

@@ -44,7 +44,7 @@ class TrainContext:
     preemption: PreemptionHandler
     attempt: int  # of the task, for the mark that says why the ranks left
     energy: TrainingEnergy
-    asked: TrainTask  # the whole one: with method auto its arms train tasks made of it
+    task: TrainTask  # the whole one: with method auto its arms train tasks made of it
 
 
 def train(task: TrainTask, context: TrainContext) -> None:
@@ -99,7 +99,7 @@ class Training:
     def _record_possible_splits(self) -> None:
         """Write the possible splits for the supervisor, before a step can run out of memory on any rank."""
         if self.first:
-            task = self.context.asked
+            task = self.context.task
             batches = [rung.batch for rung in task.ladder]
             splits = list_possible_splits(
                 self.trainer,

@@ -63,7 +63,7 @@ class TrainingLog:
         self.began = time.monotonic()
         self.next_words = self.began + compute_log_pause(0.0)  # when the job's log tells of the steps again
         self.unjudged: list[Mapping[str, float]] = []  # what AGS did in the newest epochs
-        self.said: set[str] = set()  # what is said once
+        self.warned: set[str] = set()  # kinds of warnings that are given once
 
     @property
     def expected(self) -> Prediction | StageSteps | None:
@@ -194,7 +194,13 @@ class TrainingLog:
         samples, epoch = trainer.position.samples, trainer.epoch
         self._print(
             describe_progress(
-                of=of, epoch=epoch, samples=samples, batch=self.batch, loss=loss, step_time=step_time, left=remaining
+                of=of,
+                epoch=epoch,
+                samples=samples,
+                batch=self.batch,
+                loss=loss,
+                step_time=step_time,
+                remaining=remaining,
             )
         )
         self._delay_next_print()
@@ -278,7 +284,7 @@ class TrainingLog:
             step_high=prediction.step_high if prediction else None,
             within=within,
             eval_seconds=eval_seconds,
-            **({"metrics": dict(result.own)} if result.own else {}),
+            **({"metrics": dict(result.user_metrics)} if result.user_metrics else {}),
             ags=ags,
             **trainer.method.report(trainer),
             diagnostics=self._diagnostics(ags),
@@ -303,7 +309,7 @@ class TrainingLog:
             f" eval loss {format_number(result.loss, 4)}, "
             + f"top-1 {format_number(result.top1, 4)} %, " * classes
             + f"perplexity {format_number(result.perplexity, 4)}, " * math.isfinite(result.perplexity)
-            + "".join(f"{name} {format_number(value, 4)}, " for name, value in result.own.items())
+            + "".join(f"{name} {format_number(value, 4)}, " for name, value in result.user_metrics.items())
             + f"batch {self.batch}, lr {format_number(lr)}, {format_number(step_time and 1000 * step_time)} ms per step{pace}"
         )
 
@@ -316,12 +322,12 @@ class TrainingLog:
         """Warn once if the evaluation loss is not finite although the training loss is, and once if the metric of
         train.best_checkpoint is not finite."""
         metric, epoch = self.task.spec.train.best_checkpoint.metric, self.trainer.position.epoch
-        value = result.own.get(metric, 0.0) if result.samples else 0.0
-        if not math.isfinite(value) and "best" not in self.said:
-            self.said.add("best")
+        value = result.user_metrics.get(metric, 0.0) if result.samples else 0.0
+        if not math.isfinite(value) and "best" not in self.warned:
+            self.warned.add("best")
             self.warn(messages.metric_not_finite(metric=metric, epoch=epoch))
-        if result.samples and not math.isfinite(result.loss) and "evaluation" not in self.said:
-            self.said.add("evaluation")
+        if result.samples and not math.isfinite(result.loss) and "evaluation" not in self.warned:
+            self.warned.add("evaluation")
             self.warn(messages.evaluation_loss_not_finite(epoch=epoch))
 
     def _warn_inactive_ags(self, ags: Mapping[str, float] | None) -> None:
@@ -338,8 +344,8 @@ class TrainingLog:
         }
         self.unjudged = []
         for kind, message in advice({**ags, **shares, "steps": steps}).items():
-            if kind not in self.said:
-                self.said.add(kind)
+            if kind not in self.warned:
+                self.warned.add(kind)
                 self.warn(messages.ags_hardly_scales(text=message))
 
     # --- the prediction

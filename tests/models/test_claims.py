@@ -1,6 +1,7 @@
 """What a script did is held against what was claimed of it."""
 
 import pytest
+from make_results import Truth, measured
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements
@@ -17,8 +18,10 @@ from tula_cli.models.claims import (
     fit_lr_exponent,
     join_steps,
     list_mismatches,
+    warn_inconsistent_probes,
     warn_scaling_of_script,
 )
+from tula_cli.run.records.probes import ScriptObservation
 from tula_cli.run.records.scripts import ExpectedValues, LearningRates, LoaderProperties, RankResult, ScriptStep
 
 
@@ -220,6 +223,16 @@ def test_steps_of_an_epoch_go_by_what_the_ranks_hold_together(seen: list[RankRes
     assert [mismatch.code for mismatch in list_mismatches(seen)] == ([] if agrees else ["epoch-steps-differ"])
 
 
+@pytest.mark.parametrize("steps", [93, 94, 106, 107])
+def test_a_given_size_may_be_a_twentieth_and_a_step_off(steps: int) -> None:
+    expected = ExpectedValues(world=2, batch=32, accumulate=2)
+    given, own = expected.model_copy(update={"dataset": 3200}), loader(dataset=3200, batches=2 * steps)
+    (differs,) = list_mismatches(ranks(loader=own, expected=expected))
+    assert (differs.values["observed"], differs.values["is_given"]) == (steps, False)
+    mismatches = list_mismatches(ranks(loader=own, expected=given))
+    assert [(m.values["observed"], m.values["is_given"]) for m in mismatches] == [(steps, True)] * (steps in (93, 107))
+
+
 def test_of_a_stream_a_given_size_counts_and_not_what_it_says_of_itself() -> None:
     stream = loader(dataset=1000, sampler=STREAM, batches=60)
     given = ExpectedValues(world=2, batch=32, accumulate=2, dataset=320)
@@ -237,3 +250,21 @@ def test_a_batch_that_grows_among_the_first_steps_is_seen() -> None:
 @pytest.mark.parametrize(("seen", "changed"), [(32.0, None), (33.0, None), (64.0, 64.0), (16.0, 16.0), (None, None)])
 def test_a_batch_has_changed_once_the_usual_step_is_another(seen: float | None, changed: float | None) -> None:
     assert find_changed_batch(seen, before=32.0) == changed
+
+
+def test_probes_of_a_script_are_compared_and_its_rates_only_where_they_were_given() -> None:
+    def observe(rate: float | None, given: float | None, parameters: int = 10) -> ScriptObservation:
+        lr = None if rate is None else LearningRates(base=None, first=rate, timed=rate, last=rate)
+        return ScriptObservation(optimizer="SGD", parameters=parameters, lr=lr, lr_given=given)
+
+    def warn(*observations: ScriptObservation | None) -> list[str]:
+        probes = [measured(Truth(), 1, 16 << at, script=seen) for at, seen in enumerate(observations)]
+        return [warning.code for warning in warn_inconsistent_probes(probes)]
+
+    assert warn() == warn(None, None) == []
+    assert warn(observe(0.1, 0.1), None, observe(0.1, 0.1)) == []
+    assert warn(observe(0.1, None), observe(0.2, None)) == [], "what it does by itself is its own matter"
+    assert warn(observe(0.1, 0.1), observe(0.2, 0.1)) == ["script-scales-learning-rate"]
+    assert warn(observe(0.1, 0.1), observe(None, 0.1, 12), observe(0.4, 0.1)) == [
+        "probes-differ", "script-scales-learning-rate",
+    ]  # fmt: skip

@@ -170,8 +170,12 @@ def test_the_lines_of_a_rank_in_a_log_that_several_share(run):
     assert [line.rank for line in logs.read_logs(run)] == [0, 1, 0]
 
 
-def test_a_scripts_lines_are_of_no_rank_and_shown_for_each(tmp_path):
-    run = RunDir.create(tmp_path / "tula-runs", make.script_spec(epochs=2))
+@pytest.mark.parametrize("kind", ["local", "slurm"])
+def test_a_scripts_lines_are_of_no_rank_and_shown_for_each(tmp_path, kind):
+    slurm = {"kind": "slurm", "gpus_per_node": 2, "slurm": {"account": "a"}}
+    spec = make.script_spec(slurm if kind == "slurm" else None, epochs=2)
+    by_node = spec.model_copy(update={"script": spec.script.model_copy(update={"launch": "node"})})
+    run = RunDir.create(tmp_path / "tula-runs", by_node if kind == "slurm" else spec)
     make.add_probes(run, 2, (16,))
     write_log(run, "probe-n002", 1, "said by some rank\n")
     for rank in (None, 0, 1):

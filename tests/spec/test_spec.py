@@ -430,6 +430,18 @@ def test_union_reports_one_problem_a_path(write):
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("ags.refresh", "often", "'often' must be 'epoch'"),  # and not: or must be a section
+        ("train.workers", "many", "'many' must be 'auto'; or must be a whole number, got 'many'"),
+        ("auto", "x", "must be a section of that name (with branch_epochs, arms), got 'x'"),
+    ],
+)
+def test_a_section_is_asked_for_only_if_the_value_has_no_other_form(write, key, value, words):
+    assert problems(write(MINIMAL), f"{key}={value}")[key] == f"{key}: {words}"
+
+
+@pytest.mark.parametrize(
     ("text", "size"),
     [
         ("16GiB", 16 * 2**30),

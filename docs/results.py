@@ -60,7 +60,6 @@ REDUCED_ROWS = {
     "lamb-adamw": "`lamb`",
     "polo": "`polo`",
     "static": "`static`",
-    "adascale": "`adascale`",
     "schedule-free": "`schedule_free`",
     "ags": "`ags`",
     "robust": "`ags`, preset robust",

@@ -68,7 +68,7 @@ def _reached(start: str, arrows: dict[str, set[str]]) -> set[str]:
     return result
 
 
-WRAPPERS = {"AdaScale", "Ortho", "TulaOptimizer", "Lars", "Lamb", "SGDScheduleFree", "AdamWScheduleFree"}
+WRAPPERS = {"Ortho", "TulaOptimizer", "Lars", "Lamb", "SGDScheduleFree", "AdamWScheduleFree"}
 """What methods make of an optimizer."""
 OWN_FILES = ("tula_cli/worker/methods/", "tula_cli/spec/methods.py", "tula_cli/optim/")
 

@@ -29,7 +29,6 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "ags": ("ags", {}),
     "robust": ("ags", {"ags": {"preset": "robust"}}),
     "polo": ("polo", {"schedule": {"kind": "multistep", "milestones": [1], "warmup_epochs": 0}}),
-    "adascale": ("adascale", {}),
 }
 FEW, MANY = 4, 40  # steps before the reserved memory is looked at first, and from then on
 PATIENCE = timedelta(seconds=60)

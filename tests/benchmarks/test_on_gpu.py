@@ -436,7 +436,7 @@ def save(path: Path, arrays: dict[str, Any]) -> Path:
 def test_dry_runs_measure_and_leave_to_a_card_what_only_a_card_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operations, "cases", lambda: ["ags, clip", "adascale"])
+    monkeypatch.setattr(operations, "cases", lambda: ["ags, clip", "lars"])
     env, syncs = (Stage("cpu", True, tmp_path / name) for name in ("env", "syncs"))
     machine.env(env)
     assert {"torch", "nccl", "driver", "copy_tbs", "bf16_tflops", "h2d_gbs", "shm_gib"} <= env.figures.keys()
@@ -446,7 +446,7 @@ def test_dry_runs_measure_and_leave_to_a_card_what_only_a_card_shows(
         and not env.faults
     )
     steps.syncs(syncs)
-    assert syncs.figures["syncs"].keys() == {"ags, clip,fp16", "adascale,fp16"}  # fmt: skip
+    assert syncs.figures["syncs"].keys() == {"ags, clip,fp16", "lars,fp16"}  # fmt: skip
     assert syncs.unjudged == ["syncs (needs a GPU)"] and not syncs.faults
 
 

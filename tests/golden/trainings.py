@@ -85,7 +85,6 @@ TRAININGS = (
     method("lars", **WARM_UP),
     method("lamb", **ADAM, **WARM_UP),
     method("polo", nodes=2, train__epochs="7", **WARM_UP),
-    method("adascale", nodes=2),
     method("static"),
     method("ortho", **WARM_UP),
     method("ramp"),

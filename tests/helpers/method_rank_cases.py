@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from worker_jobs import (
     Interrupted,
     final_weights,
-    gradient,
     otherwise_laid,
     rows,
     same,
@@ -35,7 +34,6 @@ from worker_jobs import (
 )
 
 from tula_cli.optim import orthogonal
-from tula_cli.optim.adascale_sgd import AdaScale, compute_gain, estimate_noise
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
@@ -64,7 +62,6 @@ def main() -> None:
         relaunched,
         left,
         scales,
-        gains,
         aligned,
         layouts,
         free,
@@ -180,7 +177,6 @@ STAGES = [{"epochs": 0.5, "batch": 8}]
 GROWN: dict[str, dict[str, Any]] = {
     "ramp": {"train": {"method": "ramp"}},
     "robust": {"train": {"method": "ags"}, "ags": {"preset": "robust"}},
-    "adascale": {"train": {"method": "adascale"}},
     # it changes between two averages, each rank with weights of its own
     "polo": {"train": {"method": "polo", "epochs": 7, "ramp": [{"epochs": 5.4, "batch": 8}]}},
 }
@@ -348,45 +344,6 @@ def scales(folder: Path, ranks: Ranks) -> float:
     subject.apart = True
     subject.method.join(subject)
     return float(subject.scaler.get_scale())
-
-
-def gains(folder: Path, ranks: Ranks) -> dict[str, Any]:
-    """Return AdaScale's gain after some steps at the first weights, and what it is by hand."""
-    still = {"optimizer": {"lr": 1e-12}, "model": {"args": {"norm": True}}}
-    results = {}
-    for precision, accumulate in (("fp32", 1), ("fp32", 2), ("fp16", 1)):
-        train = {"method": "adascale", "accumulate": accumulate, "precision": precision}
-        subject = _without_overflow(trainer(spec(**still, train=train), ranks))
-        steps = list(islice(worker_train_loop.run_steps(subject), 4))
-        assert isinstance(subject.optimizer, AdaScale)
-        expected = _gain_by_hand(spec(**still, train={**train, "method": "lbt"}), ranks)
-        results[f"{precision} {accumulate}"] = (len(steps), subject.optimizer.gain, expected)
-    return results
-
-
-def _without_overflow(subject: Trainer) -> Trainer:
-    if subject.scaler.is_enabled():
-        subject.scaler.load_state_dict({**subject.scaler.state_dict(), "scale": 256.0})
-    return subject
-
-
-def _gain_by_hand(job: Any, ranks: Ranks) -> float:
-    plain, pairs = _without_overflow(trainer(job, ranks)), []
-
-    def look() -> None:
-        path = gradient(plain) / plain.scaler.get_scale()
-        (total,) = ranks.sum([float(path.square().sum())])
-        mean = torch.tensor(ranks.sum(path.tolist())) / ranks.world
-        pairs.append((total / ranks.world, float(mean.square().sum())))
-
-    plain.synchronise, plain.after_backward = False, look
-    list(islice(worker_train_loop.run_steps(plain), 4))
-    both = [
-        estimate_noise(torch.tensor(s), torch.tensor(b), samples=16 // ranks.world, batch=16, reference_batch=8)
-        for s, b in pairs
-    ]
-    noise, signal = (sum(float(pair[k]) for pair in both) / len(both) for k in range(2))
-    return compute_gain(noise, signal, 2.0)
 
 
 if __name__ == "__main__":

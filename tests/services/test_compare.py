@@ -158,10 +158,10 @@ def test_a_batch_grows_in_the_rows_of_method_ramp_alone() -> None:
 
 def test_methods_that_do_not_go_with_the_optimizer_are_refused_at_once(run: RunDir) -> None:
     adam = make.spec(**{**SPEC, "optimizer": {"name": "AdamW", "lr": 0.1}}, ags={"apply_to": "gradient"})
-    grid = Grid(methods=("lbt", "lars", "adascale", "ortho", "ags", "lamb"), batches=(128,), seeds=1, nodes=1)
+    grid = Grid(methods=("lbt", "lars", "ortho", "ags", "lamb"), batches=(128,), seeds=1, nodes=1)
     with pytest.raises(SpecError) as error:
         plan(run, grid, adam)
-    assert [problem.path for problem in error.value.problems] == ["lars", "adascale", "ags"]
+    assert [problem.path for problem in error.value.problems] == ["lars", "ags"]
     scaled = make.spec(**{**SPEC, "optimizer": {"name": "AdamW", "lr": 0.1}})
     plan(run, dataclasses.replace(grid, methods=("ags", "robust", "lamb")), scaled)
     with pytest.raises(SpecError) as error:
@@ -175,7 +175,7 @@ OPTIMIZERS = (
     ("Rprop", {}), ("Muon", {}), ("ASGD", {}), ("mine:Lamb", {}), ("mine:Lars", {}),
 )  # fmt: skip
 OF_METHODS = {
-    "lars": "SGD", "lamb": "AdamW", "polo": "SGD", "adascale": "SGD", "static": "AdamW", "ortho": "SGD", "lrs": "RMSprop",
+    "lars": "SGD", "lamb": "AdamW", "polo": "SGD", "static": "AdamW", "ortho": "SGD", "lrs": "RMSprop",
     "schedule_free": "AdamW", "auto": "AdamW", "ags": "AdamW", "lbt": "Adam", "mine:Method": "AdamW",
 }  # fmt: skip
 

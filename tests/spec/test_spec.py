@@ -339,6 +339,7 @@ def test_all_problems_are_reported_at_once_with_their_paths(write):
         ("search.strategy=five", "search.strategy", "use adaptive"),
         ("search.strategy=few", "search.strategy", "use partial"),
         ("search.strategy=two", "search.strategy", "'two' was removed"),
+        ("train.method=adascale", "train.method", "'adascale' was removed"),
         ("search.min_seconds=61", "search", "max_seconds 60 is below min_seconds 61"),
         ("search.min_steps=4", "search.min_steps", "at least 5"),
         ("train.method=agz", "train.method", "did you mean ags"),

@@ -2,7 +2,7 @@
 
 The noise scale B_noise = tr(Sigma) / |G|^2 is the batch at which the noise of the gradient is as large as the gradient
 itself (McCandlish et al. 2018). For the same progress a batch B needs steps ~ 1 + B_noise / B, so samples ~ B +
-B_noise, if the learning rate suits each batch, as with AdaScale or a well-tuned SGD.
+B_noise, if the learning rate suits each batch, as with a well-tuned SGD.
 
 The noise scale grows during training, and more in a longer one: of the epochs E that the reference batch needs, only a
 share of about E^-GROWTH is as inefficient for large batches as the first epoch. The noise that probes measure at the

@@ -401,7 +401,7 @@ def describe_train_length(spec: JobSpec) -> str:
 def compute_lr_scale(spec: JobSpec, batch: int) -> float:
     """Return the factor of the learning rate at a global batch: the ratio to the reference batch or its root, limited.
 
-    AdaScale's gain and AGS factors come in addition; they are not known beforehand.
+    AGS factors come in addition; they are not known beforehand.
     """
     scale, limit = _compute_unlimited_lr_scale(spec, batch), get_max_lr_factor(spec)
     return scale if limit is None else min(scale, limit)

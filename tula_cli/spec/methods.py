@@ -35,7 +35,6 @@ class TrainingMethod:
     without_rule: str = ""  # the same method without one, likewise
     warmup_epochs: float = 0.0  # at most, where the spec gives none
     replaces: tuple[str, ...] = ()  # optimizers whose place it takes, and whose settings it takes over; empty: none
-    needs_sgd: bool = False
     # the updates of matrices; Adam's learning rate and beta2 follow the batch as Adam needs it
     orthogonalises: bool = False
     constant_schedule: bool = False  # a learning rate that falls is refused
@@ -87,8 +86,6 @@ class TrainingMethod:
                 f"ramp: decay spends the decay of the learning rate as batch, and method {self.name} has none; use ramp:"
                 " auto, or another method"
             )
-        if why := self.refuses_lr_scaling.get("linear"):
-            return f"ramp: decay scales the learning rate with the batch: {why}"
         if lr_scaling == "none":
             return "ramp: decay scales the learning rate with the batch; remove lr_scaling: none"
         return ""
@@ -102,8 +99,6 @@ class TrainingMethod:
         """
         if self.replaces and optimizer not in self.replaces:
             return f"replaces {' or '.join(self.replaces)}, so it cannot be used with optimizer.name: {optimizer}"
-        if self.needs_sgd and optimizer != "SGD" and ":" not in optimizer:
-            return f"needs optimizer.name: SGD, not {optimizer}"
         if self.orthogonalises and not self.ramps and optimizer == "Muon":
             return "orthogonalises the updates of another optimizer, but Muon already does so; set train.method: ramp or lbt"
         if self.scales and divides_gradients:
@@ -199,16 +194,6 @@ _METHODS = (
         on_one_gpu="on one GPU, polo is plain SGD with a warm-up: there are no replicas to average",
         probes_overestimate=True,
         summary="GPUs train independently and average their weights at intervals; saves synchronisation",
-    ),
-    TrainingMethod(
-        "adascale",
-        "adascale",
-        needs_sgd=True,
-        refuses_lr_scaling=dict.fromkeys(
-            ("linear", "sqrt"),
-            "method adascale scales the learning rate itself; remove lr_scaling, which would scale it twice",
-        ),
-        summary="multiplies the learning rate by a gain that depends on the gradient noise",
     ),
     TrainingMethod(
         "static",

@@ -25,7 +25,14 @@ REMOVED_STRATEGIES: Mapping[str, str] = {
     "few": "use partial (the four corners)",
     "two": "use partial (the four corners)",
 }
-"""Values of `search.strategy` that were removed, and what to use instead."""
+REMOVED_METHODS: Mapping[str, str] = {
+    "adascale": "use ramp, which loses less accuracy, or write the method as your own"
+}
+REMOVED_VALUES: Mapping[str, Mapping[str, str]] = {
+    "search.strategy": REMOVED_STRATEGIES,
+    "train.method": REMOVED_METHODS,
+}
+"""By key, the values that were removed, and what to use instead."""
 
 _FACTOR_ADVICE = "set the factor of the job's QOS and partition as pricing.price, with currency: SU if costs are in SU"
 _ARMS_ADVICE = "an arm has a name, a method and lr_factor; train other settings as a separate job"
@@ -138,6 +145,8 @@ def without_removed_values(content: Any) -> Any:
     search, train = _get_section(updated, "search"), _get_section(updated, "train")
     if str(search.get("strategy")) in REMOVED_STRATEGIES:
         updated["search"] = {**search, "strategy": "auto"}
+    if str(train.get("method")) in REMOVED_METHODS:
+        train = {**train, "method": "lbt"}
     if train:
         updated["train"] = _complete_train(train, is_of_other_metric=stopping.get("metric") is not None)
     if isinstance(node_types := content.get("node_types"), Mapping):

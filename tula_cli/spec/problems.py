@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 from tula_cli.errors import Problem
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.kinds import Section
-from tula_cli.spec.old_keys import REMOVED_STRATEGIES, advise_key
+from tula_cli.spec.old_keys import REMOVED_VALUES, advise_key
 from tula_cli.spec.resources import NodeType
 from tula_cli.words import describe_expected_value
 
@@ -70,13 +70,10 @@ def describe_problem(item: Any, *, of_script: bool = False) -> Problem:
     if item["type"] == "missing":
         return Problem(path, "is required")
     message = _describe_expected(item)
-    if (
-        item["type"] == "literal_error"
-        and path.endswith("search.strategy")
-        and str(item["input"]) in REMOVED_STRATEGIES
-    ):
-        return Problem(path, f"{item['input']!r} was removed", REMOVED_STRATEGIES[item["input"]])
     if item["type"] == "literal_error":
+        key, value = ".".join(path.split(".")[-2:]), str(item["input"])
+        if advice := REMOVED_VALUES.get(key, {}).get(value):
+            return Problem(path, f"{value!r} was removed", advice)
         expected = item["ctx"]["expected"].replace(" or ", ", ")
         close = difflib.get_close_matches(str(item["input"]).lower(), re.findall(r"'([^']+)'", expected), n=1)
         choice = f"one of {expected}" if "," in expected else expected

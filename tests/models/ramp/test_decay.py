@@ -184,7 +184,6 @@ def test_a_warm_up_stays() -> None:
         ({"kind": "mine:halves"}, {}, "mine:halves is your own code; name the stages, train.ramp: .*lr_scaling: linear"),
         (COSINE, {"method": "ags"}, "but method ags scales gradients already; use method ramp"),
         (COSINE, {"method": "static"}, "but method static scales gradients already"),
-        (COSINE, {"method": "adascale"}, "scales the learning rate itself"),
         ({}, {"method": "schedule_free"}, "method schedule_free has none"),
         (COSINE, {"method": "auto"}, "method auto needs a constant batch"),
         (COSINE, {"lr_scaling": "none"}, "remove lr_scaling: none"),

@@ -141,7 +141,6 @@ def test_components_are_counted_from_tensors():
         ({"lr": 1.0}, "lars", 0),
         ({"lr": 1.0, "momentum": 0.9}, "lars", 1),
         ({"lr": 1.0, "momentum": 0.9}, "polo", 1),
-        ({"lr": 1.0, "momentum": 0.9}, "adascale", 1),
         ({"lr": 1.0, "momentum": 0.9}, "static", 1),
         ({"lr": 1.0, "momentum": 0.9}, "ortho", 1),
         ({"name": "AdamW", "lr": 1.0}, "lamb", 2),

@@ -170,7 +170,6 @@ def test_micro_batches_of_one_sample_are_a_warning_where_batch_norm_cannot():
           "ags": {"apply_to": "gradient"}}, "train.method ags: AdamW"),
         ({"optimizer": {"name": "AdamW", "lr": 0.1}, "train": {"epochs": 1, "method": "static"},
           "ags": {"apply_to": "gradient"}}, "method static: AdamW"),
-        ({"optimizer": {"name": "AdamW", "lr": 0.1}, "train": {"epochs": 1, "method": "adascale"}}, "method adascale: .*SGD"),
         ({"optimizer": {"name": "Muon", "lr": 0.1}, "train": {"epochs": 1, "method": "ortho"}}, "method ortho: .*Muon"),
         ({"train": {"epochs": 1, "method": "lamb"}}, "method lamb replaces Adam or AdamW"),
         ({"optimizer": {"name": "SparseAdam", "lr": 0.1}}, "SparseAdam fails"),

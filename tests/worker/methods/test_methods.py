@@ -12,7 +12,6 @@ from worker_jobs import Interrupted, final_weights, probe_task, rows, same, spec
 
 from tula_cli.errors import SpecError
 from tula_cli.optim import TulaOptimizer
-from tula_cli.optim.adascale_sgd import AdaScale
 from tula_cli.optim.layerwise import Lamb, Lars
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
@@ -32,7 +31,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "lars": {"optimizer": {"lr": 2.0, "weight_decay": 5e-4}},
     "lamb": {"optimizer": ADAM},
     "polo": {},
-    "adascale": {},
     "ortho": {},
     "static": {"ags": {"delta": "inf", "factor": 1.5}},
     "sqrt": {"train": {"method": "lbt", "lr_scaling": "sqrt"}},
@@ -94,7 +92,7 @@ def test_a_method_is_not_the_plain_large_batch_and_learns(alone: Ranks, name: st
     assert float(steps[-1].loss) < 0.5 * float(steps[0].loss)
 
 
-@pytest.mark.parametrize("name", ["lars", "lamb", "polo", "adascale", "static", "ortho"])
+@pytest.mark.parametrize("name", ["lars", "lamb", "polo", "static", "ortho"])
 def test_half_precision_and_clipping_train(alone: Ranks, name: str) -> None:
     sections = job(name)
     sections["train"] |= {"precision": "fp16", "max_grad_norm": 5.0}
@@ -103,7 +101,7 @@ def test_half_precision_and_clipping_train(alone: Ranks, name: str) -> None:
     assert all(bool(value.isfinite().all()) for value in state.values())
 
 
-@pytest.mark.parametrize("name", ["lars", "lamb", "polo", "adascale", "static", "ortho"])
+@pytest.mark.parametrize("name", ["lars", "lamb", "polo", "static", "ortho"])
 def test_a_probe_measures_it(alone: Ranks, run: RunDir, name: str) -> None:
     sections = job(name)
     task = probe_task(spec(**sections), 16)
@@ -111,9 +109,8 @@ def test_a_probe_measures_it(alone: Ranks, run: RunDir, name: str) -> None:
     result = run.result("probe-n001-l000016")
     assert isinstance(result, Measured)
     assert len(result.step_times) == 5
-    assert result.accumulate == (2 if name == "adascale" else 1)
-    copies, gradients = (2 if name == "lamb" else 1), result.memory.gradients / result.accumulate
-    assert result.memory.optimizer == pytest.approx(copies * gradients, rel=0.01)
+    copies = 2 if name == "lamb" else 1
+    assert result.memory.optimizer == pytest.approx(copies * result.memory.gradients, rel=0.01)
 
 
 # --- each
@@ -149,50 +146,11 @@ def test_settings_that_do_not_fit_are_refused(
         trainer(spec(train={"method": method}, optimizer=optimizer), alone)
 
 
-def test_adascale_tells_its_gain_and_its_progress(alone: Ranks, run: RunDir) -> None:
-    task = train_task(spec(**job("adascale")))
-    run_one(run, alone, task)
-    adascales = [row["adascale"] for row in rows(run, task, "epoch")]
-    assert all(1 <= row["gain"] <= 2 for row in adascales)
-    worth = [row["epochs"] for row in adascales]  # a step of 16 is worth 1 to 2 of the reference batch of 8
-    assert worth == sorted(worth)
-    assert 7 * 6 * 8 / 100 < worth[-1] < 7 * 6 * 16 / 100
-
-
-def test_adascale_alone_takes_its_batch_in_halves(alone: Ranks) -> None:
-    subject = trainer(spec(train={"method": "adascale"}), alone)
-    assert (subject.parts, subject.micro_batch) == (2, 8)
-    with pytest.raises(SpecError, match="batch 15 does not divide by 2 \\(AdaScale needs half batches\\)"):
-        trainer(spec(train={"method": "adascale"}), alone, batch=15)
-
-
-def test_adascales_gain_is_that_of_the_first_halves(alone: Ranks) -> None:
-    """At weights that stay, a step sees the gradients that a plain step of the half and of the whole batch sees."""
-    still = {"optimizer": {"lr": 1e-12}}
-    subject = trainer(spec(**still, train={"method": "adascale", "precision": "fp16"}), alone)
-    subject.scaler.load_state_dict({**subject.scaler.state_dict(), "scale": 256.0})
-    seen: list[tuple[float, int]] = []
-    assert isinstance(subject.optimizer, AdaScale)
-    keep = subject.optimizer.observe
-    subject.optimizer.observe = lambda square, samples: (seen.append((float(square), samples)), keep(square, samples))[1]  # type: ignore[method-assign]  # fmt: skip
-    next(worker_train_loop.run_steps(subject))
-    half = trainer(spec(**still, train={"method": "lbt"}), alone, batch=8)
-    half.after_backward = lambda: None
-    next(worker_train_loop.run_steps(half))
-    assert half.last_batch is not None
-    inputs, targets = half.last_batch
-    loss = half.loss(half.parallel.module(inputs), targets)
-    square = sum(float(g.square().sum()) for g in torch.autograd.grad(loss, list(half.parallel.module.parameters())))
-    assert seen == [(pytest.approx(square, rel=0.02), 8)]
-
-
 @pytest.mark.parametrize(
     ("sections", "batch", "message"),
     [
         ({"train": {"method": "polo"}, "schedule": {"warmup_epochs": 1}}, 16, "SGD on one GPU is plain SGD"),
-        ({"train": {"method": "adascale"}}, 8, "AdaScale has no effect"),
         ({"train": {"method": "static"}}, 8, "AGS does not change the gradients"),
-        ({"train": {"method": "adascale"}}, 16, ""),
         ({"train": {"method": "lrs"}}, 16, ""),
         ({"schedule": {"warmup_epochs": 2}}, 16, "the warm-up has 2 epochs and the training 2"),
         ({"schedule": {"warmup_epochs": 1.9}}, 16, ""),

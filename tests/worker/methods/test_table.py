@@ -82,7 +82,7 @@ def test_micro_batches_that_are_cut_teach_the_same(name: str, alone: Ranks, run:
     known = whole.training(task.signature).micro_batches()
     assert known is not None
     (expected_value,) = known.splits
-    assert expected_value.into == {"ags": (2, 4), "adascale": (2, 4, 8)}.get(name, (2, 4, 8, 16)), expected_value.limit
+    assert expected_value.into == {"ags": (2, 4)}.get(name, (2, 4, 8, 16)), expected_value.limit
     parts = expected_value.into[-1]
     train(run, alone, task.model_copy(update={"splits": parts}))
     (start, *_) = rows(run, task, "start")

@@ -183,7 +183,7 @@ def rates(subject: worker_train_loop.Trainer) -> list[float]:
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["", "captured"])
-@pytest.mark.parametrize("method", ["lbt", "ags", "adascale"])
+@pytest.mark.parametrize("method", ["lbt", "ags"])
 def test_parameter_groups_keep_their_ratio(alone: Ranks, method: str, captured: bool) -> None:
     job = two_rates(captured, train={"method": method}, ags={"delta": "inf"})
     subject = trainer(job, alone)

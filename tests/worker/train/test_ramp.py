@@ -132,7 +132,7 @@ def test_no_sample_is_left_out_or_seen_twice_wherever_it_is_killed(counts: list[
 # --- resuming
 
 
-@pytest.mark.parametrize("method", ["ramp", "ags", "adascale", "static"])
+@pytest.mark.parametrize("method", ["ramp", "ags", "static"])
 def test_kills_around_the_changes_change_no_bit(method: str, alone: Ranks, run: RunDir, tmp_path: Path) -> None:
     value = {"ags": {"delta": "inf"}} if method == "ags" else {}
     task = train_task(job(method, **value), batch=32)

@@ -37,10 +37,6 @@ class Loop(Protocol):
         """Samples of the coming step, global."""
 
     @property
-    def splits(self) -> int:
-        """Number of parts in which each micro-batch is computed, after an out-of-memory error."""
-
-    @property
     def parts(self) -> int:
         """Micro-batches per optimizer step, with each part of a split micro-batch counted."""
 
@@ -72,7 +68,6 @@ class Memory:
 class Plain:
     """The base class of methods; subclasses override what they do differently."""
 
-    least_parts_why = "ranks x train.accumulate"
     evaluates_averages = False
     """Whether `evaluating` puts other weights into the model, for which BatchNorm's statistics are recomputed."""
 
@@ -100,10 +95,6 @@ class Plain:
             SpecError: the method cannot use it.
         """
 
-    def least_parts(self, world: int) -> int:
-        """Return the minimum number of micro-batches per step."""
-        return 1
-
     def fewest_samples(self, configuration: Configuration) -> int:
         """Return the fewest samples that a GPU has to process at a time for the method to work unchanged."""
         return 1
@@ -127,9 +118,6 @@ class Plain:
 
     def before_backward(self, loop: Loop) -> None:
         """Called once per step, before the first micro-batch."""
-
-    def after_first_backward(self, loop: Loop) -> None:
-        """Called once per step, when the gradient of the first micro-batch is complete, with all of its parts."""
 
     def refresh(self, loop: Loop, small_loss: Callable[[int], Tensor]) -> bool:
         """Called once per step, when the gradient is complete; return whether this step did more work than a usual one.

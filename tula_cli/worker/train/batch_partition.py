@@ -33,7 +33,6 @@ def compute_batch_sizes(task: LoopTask, *, batch: int, world: int, dataset_size:
     spec = task.spec
     splits = task.micro_batch_splits
     _check_batch(spec, batch, world=world, splits=splits, dataset_size=dataset_size)
-    micro_batches_of_step = count_micro_batches_per_rank(spec, world)
     ramp = None
     largest = batch
     if isinstance(task, TrainTask):
@@ -45,18 +44,15 @@ def compute_batch_sizes(task: LoopTask, *, batch: int, world: int, dataset_size:
     for stage, micro_batches_of_stage in stages.items():
         _check_batch(spec, stage, world=world, splits=micro_batches_of_stage, dataset_size=dataset_size)
     return BatchSizes(
-        ramp or Ramp.constant(batch), micro_batches_of_step, {**stages, batch: splits}, min(batch, largest)
+        ramp or Ramp.constant(batch), spec.train.accumulate, {**stages, batch: splits}, min(batch, largest)
     )
 
 
 def _choose_splits_for_stage(spec: JobSpec, stage: int, batch: int, *, world: int, splits: int) -> int:
     """Return the parts per micro-batch of a stage: the fewest with at most the samples of a part of the full batch."""
-    micro_batches_of_step, method = count_micro_batches_per_rank(spec, world), get_method(spec)
-    micro_batch, max_samples = (
-        stage // (world * micro_batches_of_step),
-        batch // (world * micro_batches_of_step * splits),
-    )
-    least = method.fewest_samples(Configuration(spec, stage, world))
+    micro_batches_in_all = world * spec.train.accumulate
+    micro_batch, max_samples = stage // micro_batches_in_all, batch // (micro_batches_in_all * splits)
+    least = get_method(spec).fewest_samples(Configuration(spec, stage, world))
     sizes = ((n, micro_batch // n) for n in range(1, micro_batch + 1) if not micro_batch % n)
     fitting = (n for n, size in sizes if least <= size <= max_samples)
     return next(fitting, 1)
@@ -68,7 +64,7 @@ def build_ramp_from_stages(task: TrainTask, stages: Sequence[Stage], world: int,
     Raises:
         SpecError: as `build_ramp`.
     """
-    micro_batches_in_all = world * count_micro_batches_per_rank(task.spec, world)
+    micro_batches_in_all = world * task.spec.train.accumulate
     if stages and stages[0].nodes is not None:
         return _build_ramp_on_nodes(task, stages, micro_batches_in_all)
     return build_ramp(
@@ -89,18 +85,11 @@ def _build_ramp_on_nodes(task: TrainTask, stages: Sequence[Stage], micro_batches
 
 
 def _check_batch(spec: JobSpec, batch: int, *, world: int, splits: int, dataset_size: int) -> None:
-    micro_batches_in_all = world * count_micro_batches_per_rank(spec, world) * splits
+    micro_batches_in_all = world * spec.train.accumulate * splits
     if batch % micro_batches_in_all:
-        plain = micro_batches_in_all == world * spec.train.accumulate * splits
-        why = "ranks x train.accumulate" if plain else get_method(spec).least_parts_why
-        raise SpecError(f"batch {batch} does not divide by {micro_batches_in_all} ({why})")
+        raise SpecError(f"batch {batch} does not divide by {micro_batches_in_all} (ranks x train.accumulate)")
     if batch > dataset_size:
         raise SpecError(f"batch {batch} is larger than the dataset, which has {dataset_size} training samples")
-
-
-def count_micro_batches_per_rank(spec: JobSpec, world: int) -> int:
-    """Return the micro-batches of a step on each rank, before they are split."""
-    return max(spec.train.accumulate, get_method(spec).least_parts(world))
 
 
 def list_possible_splits(loop: Loop, batches: Sequence[int], jobs: Callable[[int], Sequence[JobSpec]]) -> MicroBatches:
@@ -117,7 +106,7 @@ def list_possible_splits(loop: Loop, batches: Sequence[int], jobs: Callable[[int
 
     def of(batch: int) -> Splits:
         specs = jobs(batch)
-        micro_batches_of_step = max(count_micro_batches_per_rank(spec, world) for spec in specs)
+        micro_batches_of_step = max(spec.train.accumulate for spec in specs)
         fewest = max(get_method(spec).fewest_samples(Configuration(spec, batch, world)) for spec in specs)
         method_limit = (
             lambda micro_batch: micro_batch >= fewest,

@@ -306,8 +306,6 @@ def _run_backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple
             with make_autocast_context(trainer):
                 loss = trainer.call.compute_loss(trainer.parallel, batch) / micro_batches
             trainer.scaler.scale(loss).backward()
-        if index == splits - 1:
-            trainer.method.after_first_backward(trainer)
         total += loss.detach()
     if trainer.on_backward:
         trainer.on_backward()

@@ -46,7 +46,7 @@ def break_off(run: RunDir, ranks: Ranks, task: TrainTask, rng: random.Random) ->
     ("method", "kills"),
     [
         ("lrs", 3),
-        *(pytest.param(method, 8, marks=pytest.mark.proof) for method in ("ags", "adascale", "ramp", "static")),
+        *(pytest.param(method, 8, marks=pytest.mark.proof) for method in ("ags", "ramp", "static")),
     ],
 )
 def test_random_kills_change_no_bit(method: str, kills: int, alone: Ranks, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from tula_cli.optim import (
     PRESETS,
     Gate,
     LocalNorms,
+    MissedRefreshWarning,
     SmallBatch,
     Static,
     TulaOptimizer,
@@ -942,6 +943,25 @@ def test_no_factor_is_found_or_held_for_what_is_left_out(per: str) -> None:
         warnings.simplefilter("ignore")
         whole.load_state_dict(opt.state_dict())
     assert not ags(whole)["scale"], "factors of another choice are void"
+
+
+def test_a_missed_refresh_is_reported_once_also_after_others_that_were_not() -> None:
+    model, (x, y) = mlp(), batch(2)
+    opt = tula(model, refresh=1, delta=math.inf)
+
+    def step_without_small_batch() -> None:
+        opt.zero_grad()
+        loss_of(model, x, y).backward()
+        opt.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, opt, 2)
+    with pytest.warns(MissedRefreshWarning, match=r"small_batch\(\) was not called"):
+        step_without_small_batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step_without_small_batch()
 
 
 def test_parameters_that_share_a_gradient_have_the_same_factors() -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -123,6 +124,16 @@ def test_what_a_process_said_tells_the_folder() -> None:
 def test_a_file_system_without_files_left_is_reported_so() -> None:
     shortage = Shortage(folder="/scratch", free=2**30, total=2**40, files_free=0)
     assert "no more files" in shortage.description
+
+
+@pytest.mark.parametrize(("files", "available", "free"), [(100, 7, 7), (100, 0, 0), (0, 0, None)])
+def test_files_are_counted_where_the_file_system_counts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int, available: int, free: int | None
+) -> None:
+    statistics = SimpleNamespace(f_files=files, f_favail=available, f_bavail=3, f_blocks=8, f_frsize=512)
+    monkeypatch.setattr(os, "statvfs", lambda _: statistics)
+    shortage = shortages.measure_shortage(tmp_path, needed=5)
+    assert (shortage.free, shortage.total, shortage.files_free, shortage.needed) == (1536, 4096, free, 5)
 
 
 def test_there_is_room_again(tmp_path: Path) -> None:

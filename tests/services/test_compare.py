@@ -873,6 +873,23 @@ def test_a_gap_within_a_point_keeps_the_accuracy_only_where_its_interval_says_so
     )
 
 
+def test_of_a_loss_a_fiftieth_of_the_small_batchs_may_be_lost(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TOP1, "lrs", 89.83)
+    monkeypatch.setitem(TOP1, "ags", 89.81)
+    run.write_comparison(plan(run, GRID).comparison)
+    trained(run, Trains(classes=False), GRID)
+    monkeypatch.setattr(accuracy, "compute_standard_error", lambda *_: 0.0)
+
+    def judge(method: str) -> tuple[str, float]:
+        spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": method}})
+        evidence = accuracy.find_accuracy_evidence(Run(run.path, spec), batch=256)
+        assert evidence is not None and evidence.metric == "loss"
+        return evidence.outcome, evidence.gap
+
+    # the reference's mean loss is 0.9
+    assert judge("lrs") == ("keeps", pytest.approx(0.017)) and judge("ags") == ("may lose", pytest.approx(0.019))
+
+
 def test_of_what_was_not_compared_nothing_is_said(run: RunDir) -> None:
     assert accuracy.find_accuracy_evidence(Run(run.path, run.read_spec()), batch=128) is None
     compared_at(run)

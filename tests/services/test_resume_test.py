@@ -135,6 +135,21 @@ def test_what_was_found_is_not_tried_again_unless_that_is_wished(run: RunDir) ->
     assert resume_test.load_finding(Run(run.path, other), code()) is None, "it was another command line"
 
 
+def test_what_each_start_had_left_to_train_is_shown(run: RunDir) -> None:
+    begin = ObservedStart(
+        phase="begin", batch=100, length=Length(epochs=3), whole=3000, ended="killed", seconds=2.0, steps=5, samples=500,
+        first_lr=0.1, saved_samples=400,
+    )  # fmt: skip
+    later = begin.model_copy(update={"phase": "same", "saved_samples": None})
+    half = later.model_copy(update={"phase": "half", "batch": 50, "whole": None, "first_lr": None})
+    keep(run, "epoch", starts=(begin, later, half))
+    result = follow(resume_test.run_resume_test([Run(run.path, spec())], lambda _: FakeLauncher()), lambda _: None)
+    columns = [list(column.cells) for column in next(show_check.render_resume_test(result)).columns]
+    assert columns[1:6] == [
+        ["100", "100", "50"], ["5"] * 3, ["500"] * 3, ["3000", "2600", "-"], ["0.1000", "0.1000", "-"],
+    ]  # fmt: skip
+
+
 def test_python_has_what_the_command_finds(run: RunDir) -> None:
     keep(run, "epoch")
     result = tula.rehearse(spec(), root=run.path.parent, on_event=lambda _: None)

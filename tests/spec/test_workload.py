@@ -53,6 +53,10 @@ def test_a_script_takes_what_its_command_names(command: str, settings: set[str],
     )
 
 
+def test_a_script_takes_workers_if_its_command_names_them() -> None:
+    assert workload(script("python run.py -b {local_batch} -j {workers}")).takes_workers
+
+
 @pytest.mark.parametrize(("length", "epochs"), [({"samples": 2600}, 3), ({"steps": 10}, 1), ({"epochs": 7}, 7)])
 def test_the_length_of_a_script_in_whole_epochs(length: dict[str, int], epochs: int) -> None:
     value = workload(script("run.py -b {batch}", length=length))

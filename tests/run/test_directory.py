@@ -18,6 +18,7 @@ from tula_cli.run import files
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import write_atomic
 from tula_cli.run.records.recommendations import QueryLimits
+from tula_cli.run.records.results import Save, ScriptSaves
 from tula_cli.run.records.tasks import make_probe_id
 from tula_cli.run.snapshot import is_moved, is_of_another_run
 
@@ -431,3 +432,15 @@ def test_a_probe_without_steps_nodes_or_memory_is_damaged(run, key, value):
     path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
     with pytest.raises(BadMeasurements, match="is damaged"):
         run.results()
+
+
+def test_checkpoints_of_the_training_that_saved_last_are_the_newest(run):
+    def save(signature, *moments):
+        saves = [Save(saved_at=at, batch=8, steps=10, samples=80, seconds=1.0) for at in moments]
+        run.training(signature).write_script_saves(ScriptSaves(saves=saves))
+
+    assert run.newest_script_saves() == ()
+    save("first", 1.0, 40.0)
+    save("second", 30.0, 31.0, 32.0)
+    save("third")
+    assert [save.saved_at for save in run.newest_script_saves()] == [1.0, 40.0]

@@ -137,3 +137,12 @@ def test_the_chosen_run_is_known_in_every_run_and_outlives_another_profile(famil
     assert len(opened) == 3
     chosen = find_chosen_run(opened)
     assert chosen is not None and chosen.path == family[1].path
+
+
+def test_runs_of_fewer_gpus_are_known_when_they_are_opened(tmp_path: Path) -> None:
+    job = make.spec(cluster={"gpus_per_node": 2}, search={"gpus_per_node": [1, 2], "nodes": [1]})
+    runs = make.create_runs(tmp_path, job)
+    for family in (runs, open_family(runs[0], [])):
+        assert [(run.spec.cluster.gpus_per_node, run.spec.measured_with_fewer_gpus) for run in family] == [
+            (1, True), (2, False),
+        ]  # fmt: skip

@@ -157,7 +157,16 @@ def test_files_of_the_code_and_its_commit_are_reported(runs):
         "pkg/new.py": (False, True),
     }
     assert (result.code[0].before, result.code[0].after) == ("111111111111", "222222222222")
-    assert "code (3 files)" in result.headline[-1] and not result.same
+    assert "code (3 files)" in result.headline[-1] and "commit" not in result.headline[-1] and not result.same
+
+
+def test_a_commit_is_the_difference_if_no_file_is(runs):
+    first, other = runs("a"), runs("b")
+    code(first, {"train.py": "a\n"}, "1111111111111111")
+    code(other, {"train.py": "a\n"}, "2222222222222222")
+    assert compare_runs(open_run(first), open_run(other)).headline[-1] == (
+        "what differs: commit 111111111111 -> 222222222222"
+    )
 
 
 def test_what_fits_in_one_run_alone_is_reported(runs):

@@ -132,8 +132,8 @@ def test_files_are_counted_where_the_file_system_counts_them(
 ) -> None:
     statistics = SimpleNamespace(f_files=files, f_favail=available, f_bavail=3, f_blocks=8, f_frsize=512)
     monkeypatch.setattr(os, "statvfs", lambda _: statistics)
-    shortage = shortages.measure_shortage(tmp_path, needed=5)
-    assert (shortage.free, shortage.total, shortage.files_free, shortage.needed) == (1536, 4096, free, 5)
+    shortage = shortages.measure_shortage(tmp_path)
+    assert (shortage.free, shortage.total, shortage.files_free, shortage.quota) == (1536, 4096, free, False)
 
 
 def test_there_is_room_again(tmp_path: Path) -> None:

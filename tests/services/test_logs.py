@@ -170,18 +170,30 @@ def test_the_lines_of_a_rank_in_a_log_that_several_share(run):
     assert [line.rank for line in logs.read_logs(run)] == [0, 1, 0]
 
 
-@pytest.mark.parametrize("kind", ["local", "slurm"])
-def test_a_scripts_lines_are_of_no_rank_and_shown_for_each(tmp_path, kind):
-    slurm = {"kind": "slurm", "gpus_per_node": 2, "slurm": {"account": "a"}}
-    spec = make.script_spec(slurm if kind == "slurm" else None, epochs=2)
-    by_node = spec.model_copy(update={"script": spec.script.model_copy(update={"launch": "node"})})
-    run = RunDir.create(tmp_path / "tula-runs", by_node if kind == "slurm" else spec)
+def test_a_scripts_lines_are_of_no_rank_and_shown_for_each(tmp_path):
+    run = RunDir.create(tmp_path / "tula-runs", make.script_spec(epochs=2))
     make.add_probes(run, 2, (16,))
     write_log(run, "probe-n002", 1, "said by some rank\n")
     for rank in (None, 0, 1):
         assert [(line.text, line.rank) for line in logs.read_logs(run, LogQuery(rank=rank))] == [
             ("said by some rank", None)
         ]
+
+
+def test_ranks_of_a_script_that_starts_them_share_the_log_of_their_node(tmp_path):
+    cluster = {"kind": "slurm", "gpus_per_node": 2, "slurm": {"account": "a"}}
+    spec = make.script_spec(cluster, epochs=2)
+    by_node = spec.model_copy(update={"script": spec.script.model_copy(update={"launch": "node"})})
+    run = RunDir.create(tmp_path / "tula-runs", by_node)
+    make.add_probes(run, 2, (16,))
+    for node in range(2):
+        write_log(run, "probe-n002", 1, f"from node {node}\n", index=node)
+    for rank, node in enumerate((0, 0, 1, 1)):
+        (line,) = logs.read_logs(run, LogQuery(rank=rank))
+        assert (line.text, line.rank) == (f"from node {node}", None)
+    with pytest.raises(SpecError, match="--rank 4: no log of this rank") as refused:
+        list(logs.read_logs(run, LogQuery(rank=4)))
+    assert refused.value.hint == "ranks are 0 to 3"
 
 
 def test_what_torch_says_of_addresses_without_a_name_is_left_out(run):

@@ -1,11 +1,14 @@
 """Tables of a report mark what is uncertain, and their captions explain the marks."""
 
+from typing import Any
+
 import make_reports as reports
 import pytest
 from make_reports import column, section, table
 from make_results import Truth, measured
+from make_runs import prediction
 
-from tula_cli.extras.report.sections import build_configurations_table
+from tula_cli.extras.report.sections import build_configurations_table, build_study
 from tula_cli.extras.report.values import describe_notes, explain_notes
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
@@ -38,6 +41,23 @@ def test_the_choice_is_the_first_row_whatever_the_order(run: RunDir) -> None:
     assert configurations.marks.index("chosen") == 0 and configurations.marks.count("chosen") == 1
     times = column(configurations, "time")
     assert times[1:] == sorted(times[1:]) and times != sorted(times), "the choice by cost is not the fastest"
+
+
+@pytest.mark.parametrize(
+    ("changes", "caveats"),
+    [
+        ({}, []),
+        ({"step_low": None, "step_high": None}, ["interval_unknown"]),
+        ({"step_low": 0.01, "step_high": 10.0}, ["wide_interval"]),
+        ({"step_time": 0.0996}, []),  # of two nodes, that one needs 0.1 s for half of the batch
+        ({"step_time": 0.0994}, ["efficiency_above_100"]),
+        ({"step_time": 0.1 / 1.099}, ["efficiency_above_100"]),
+        ({"step_time": 0.1 / 1.101}, ["efficiency_above_110"]),
+    ],
+)
+def test_caveats_of_a_scaling_study_begin_at_their_bounds(changes: dict[str, Any], caveats: list[str]) -> None:
+    _, point = build_study([prediction(1, 64), prediction(2, 128, **changes)])
+    assert point.caveats == caveats
 
 
 def test_notes_name_the_quantities_within_noise_once() -> None:

@@ -101,6 +101,21 @@ def test_kneedle_finds_where_a_doubling_saves_less_than_half_of_ideal_scaling(ga
         assert choice.reason.startswith("smallest batch within 10 %")
 
 
+@pytest.mark.parametrize(
+    ("gains", "words"),
+    [
+        # a knee at the fourth batch: 1 / (1 - 0.32) before it, and 1 - 0.27 after it
+        ([0.5, 0.5, 0.32, 0.27, 0.1, 0.05], "time +47% at the next smaller batch, -27% at the next larger one"),
+        ([0.1] * 5, "time changes steadily, by -10% per doubling of the batch"),
+        ([0.1], "there are only 2 batches"),
+        ([], "there is only 1 batch"),
+    ],
+)
+def test_the_reason_tells_what_the_batches_beside_the_knee_would_change(gains: list[float], words: str) -> None:
+    reason = choose(scaling(gains), objective="knee").reason
+    assert words in reason and ("no knee" in reason) == ("steadily" in words or "only" in words)
+
+
 def test_the_noise_of_a_measured_one_does_not_move_the_knee() -> None:
     rows = scaling([0.5, 0.5, 0.32, 0.27, 0.1, 0.05])
     assert choose(rows, objective="knee").prediction.batch == rows[3].batch

@@ -93,12 +93,14 @@ def test_a_search_costs_at_most_a_tenth_of_a_training(others: tuple[int, ...]) -
     assert plan.branches == 3 + len(others)
     assert 0.05 < plan.share <= 0.1
     assert plan.samples == plan.start + plan.branches * plan.length + plan.noise_batches * 64
+    assert plan.start == round(0.02 * plan.total)
+    assert plan.length == round(min(0.02, 0.07 / plan.branches) * plan.total)
 
 
 def test_in_a_short_training_a_branch_still_takes_some_steps() -> None:
     plan = rate_search.plan_search(job(epochs=2), (512,), dataset_size=2000)
-    assert plan.length == rate_search.MIN_STEPS * 512
-    assert plan.share > 1
+    assert (plan.start, plan.length) == (rate_search.MIN_STEPS * 64, rate_search.MIN_STEPS * 512)
+    assert plan.noise_batches == rate_search.MIN_NOISE_BATCHES and plan.share > 1
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,10 @@ def test_what_each_start_had_left_to_train_is_shown(run: RunDir) -> None:
     assert columns[1:6] == [
         ["100", "100", "50"], ["5"] * 3, ["500"] * 3, ["3000", "2600", "-"], ["0.1000", "0.1000", "-"],
     ]  # fmt: skip
+    undecided = dataclasses.replace(
+        result, rehearsal=result.rehearsal.model_copy(update={"verdict": None}), setting="same"
+    )
+    assert "the batch sizes with which it can resume are unknown" in list(show_check.render_resume_test(undecided))
 
 
 def test_python_has_what_the_command_finds(run: RunDir) -> None:

@@ -226,10 +226,10 @@ def test_steps_of_an_epoch_go_by_what_the_ranks_hold_together(seen: list[RankRes
 @pytest.mark.parametrize("steps", [93, 94, 106, 107])
 def test_a_given_size_may_be_a_twentieth_and_a_step_off(steps: int) -> None:
     expected = ExpectedValues(world=2, batch=32, accumulate=2)
-    given, own = expected.model_copy(update={"dataset": 3200}), loader(dataset=3200, batches=2 * steps)
-    (differs,) = list_mismatches(ranks(loader=own, expected=expected))
+    given, whole = expected.model_copy(update={"dataset": 3200}), loader(dataset=3200, batches=2 * steps)
+    (differs,) = list_mismatches(ranks(loader=whole, expected=expected))
     assert (differs.values["observed"], differs.values["is_given"]) == (steps, False)
-    mismatches = list_mismatches(ranks(loader=own, expected=given))
+    mismatches = list_mismatches(ranks(loader=whole, expected=given))
     assert [(m.values["observed"], m.values["is_given"]) for m in mismatches] == [(steps, True)] * (steps in (93, 107))
 
 

@@ -416,3 +416,13 @@ def test_rows_that_are_damaged_are_left_out(tmp_path: Path) -> None:
 def test_a_step_time_without_a_lower_bound_has_no_upper_throughput() -> None:
     (point,) = build_study([make.prediction(2, 64, step_low=0.0)])
     assert point.samples_interval == (pytest.approx(64 / 0.11), None)
+
+
+def test_figures_mark_the_later_attempts_and_batches_of_a_training(tmp_path: Path) -> None:
+    starts = [{"kind": "start", "time": make.START, "samples": at, "epoch": 0.0, "attempt": at} for at in (500, 900)]
+    stages = [{"kind": "stage", "time": make.START, "samples": at, "batch": at + 64} for at in (0, 800)]
+    rows = [*reports.epochs(), *starts, *stages]
+    document = report(reports.trained(RunDir.create(tmp_path, reports.JOB), rows=rows))
+    assert [(mark.x, mark.text) for mark in figure(document, "loss_by_samples").marks] == [
+        (500.0, "attempt 2"), (900.0, "attempt 3"), (800.0, "batch 864"),
+    ]  # fmt: skip

@@ -64,7 +64,7 @@ def test_a_job_that_is_held_for_a_full_disk_says_so_and_is_not_waited_for(run):
     name = make.add_training(run)
     words = "no space left on device: 0 B of 1.00 GiB are free on the disk of /scratch; held: 12 to 14"
     run.write_attempt(make.attempt(f"{name}-1", end=START + 9, outcome="disk", message=words))
-    launcher = make.FakeLauncher({name: "pending"}, reason="JobHeldUser: will not start", flags={"held": True})
+    launcher = make.FakeLauncher({name: "pending"}, reason="JobHeldUser: will not start", flags={"on_hold": True})
     now = services_status.run_status(run, launcher, now=START + 20)
     (job,) = now.jobs
     assert (job.state, now.active()) == ("held", False)
@@ -396,7 +396,7 @@ def test_a_training_run_half_way(run):
         ("pending", {}, [{"end": START + 55, "outcome": "time_limit"}], 80),
         ("pending", {}, [{"end": START + 55, "outcome": "node_failure"}], 80),
         ("pending", {}, [{}], 80),  # killed with its node: nobody has closed the attempt
-        ("pending", {"held": True}, [{"end": START + 55, "outcome": "disk"}], 80),
+        ("pending", {"on_hold": True}, [{"end": START + 55, "outcome": "disk"}], 80),
         ("running", {"suspended": True}, [{}], 80),
         ("running", {}, [{"end": START + 55, "outcome": "preempted"}], 80),  # in its next job, whose ranks start
         ("running", {}, [{"end": START + 55, "outcome": "signal"}, {"start": START + 640}], 80),
@@ -418,7 +418,7 @@ def test_the_time_left_counts_down_only_while_steps_are_made(tmp_path, said, fla
     (job,) = seen.jobs
     assert (job.state in status.ACTIVE) == (job.left is not None)
     assert job.left in (None, left) and seen.training.eta == job.left
-    assert (job.left is None) == bool(flags.get("held")), job.state
+    assert (job.left is None) == bool(flags.get("on_hold")), job.state
 
 
 def test_a_training_run_before_its_first_row(run):

@@ -15,8 +15,10 @@ from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import site
 from tula_cli.cluster.slurm.site import NodeKind, Partition
 from tula_cli.errors import JobFailed, Pending, SchedulerError, SpecError
+from tula_cli.host.failures import advise
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import Components, Footprint
+from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.inspections import Inspection, Transfer
 from tula_cli.run.records.probes import Measured
 from tula_cli.services import check as services_check
@@ -707,6 +709,15 @@ def test_a_failure_is_reported_with_its_cause(nodes):
     assert nodes.watch() == []
     with pytest.raises(JobFailed, match=r"check-n002-1 failed \(rank 1 on n1\): no network interface 'ib7'"):
         nodes.conclude()
+
+
+@pytest.mark.parametrize("outcome", ["host_oom", "hung", "user"])
+def test_a_failure_is_reported_with_what_to_do_about_it(nodes, outcome):
+    nodes.log(0, 1)
+    nodes.ends(outcome=outcome, message="the end")
+    with pytest.raises(JobFailed, match="check-n002-1 failed: the end") as caught:
+        nodes.conclude()
+    assert caught.value.hint == advise(Failure(outcome=outcome), nodes.task.spec)
 
 
 def test_a_port_that_was_taken_is_tried_again(nodes):

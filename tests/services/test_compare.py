@@ -848,7 +848,8 @@ def test_whether_a_batch_keeps_the_accuracy_is_reported_by_the_trainings_of_the_
         accuracy_evidence.reference_batch,
         accuracy_evidence.seeds,
     ) == (outcome, gap, of, 32, 1)
-    assert accuracy_evidence.error is None and f": {method} at batch {of} was " in accuracy_evidence.words
+    words = accuracy_evidence.words
+    assert accuracy_evidence.error is None and f": {method} at batch {of} was {gap:.3g}" in words and "±" not in words
 
 
 @pytest.mark.parametrize("batch", [64, 128])
@@ -871,6 +872,7 @@ def test_a_gap_within_a_point_keeps_the_accuracy_only_where_its_interval_says_so
     assert accuracy_evidence.error == pytest.approx(math.sqrt(2)) and accuracy_evidence.outcome == "may lose", (
         "two seeds 2 points apart tell little"
     )
+    assert "was 0 ± 1.41 points better in top1 than batch 32" in accuracy_evidence.words
 
 
 def test_of_a_loss_a_fiftieth_of_the_small_batchs_may_be_lost(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ from tula_cli.show import compare as show_compare
 from tula_cli.show import live
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import compute_train_signature
+from tula_cli.words import format_number
 
 
 @pytest.fixture(autouse=True)
@@ -849,7 +850,11 @@ def test_whether_a_batch_keeps_the_accuracy_is_reported_by_the_trainings_of_the_
         accuracy_evidence.seeds,
     ) == (outcome, gap, of, 32, 1)
     words = accuracy_evidence.words
-    assert accuracy_evidence.error is None and f": {method} at batch {of} was {gap:.3g}" in words and "±" not in words
+    assert (
+        accuracy_evidence.error is None
+        and f": {method} at batch {of} was {format_number(gap)} points worse in top1" in words
+        and "±" not in words
+    )
 
 
 @pytest.mark.parametrize("batch", [64, 128])

@@ -750,53 +750,8 @@ def test_cells_of_what_was_not_measured_are_empty(script: RunDir) -> None:
     assert isinstance(script.results()[0].memory, PeakMemory)  # type: ignore[union-attr]
 
 
-# --- what an out-of-memory would cost
-
-
-def test_beside_the_choice_stands_what_its_first_fallback_costs(run: RunDir) -> None:
-    result = ask(run, nodes=2, max_batch=512)
-    choice, fallback = result.choice, result.fallback
-    assert fallback is not None and choice.local_batch == 256
-    assert (fallback.batch, fallback.micro_batch, fallback.micro_batches) == (512, 128, 2)
-    assert choice.step_time < fallback.step_time and choice.hours < fallback.hours
-    assert fallback.basis == "from the probe at local batch 128"
-    (message,) = [line for line in show_recommend.render_explanation(result, {}) if "out-of-mem" in str(line)]
-    more = 100 * (fallback.step_time / choice.step_time - 1)
-    assert str(message).startswith("fallback after an out-of-memory error: batch 512 as micro-batch 128 x 2, ")
-    assert f"({more:+.0f} %)" in str(message)
-
-
-def test_where_nothing_is_measured_at_the_smaller_micro_batch_the_fallback_names_the_fit(run: RunDir) -> None:
-    fallback = ask(run, nodes=4, max_batch=64).fallback
-    assert fallback is not None and fallback.micro_batch == 8 and "probe at local batch 8" in fallback.basis
-    fallback = ask(run, nodes=8, max_batch=64).fallback
-    assert fallback is not None and fallback.micro_batch == 4
-    assert fallback.basis == "from the probe at local batch 4, if its BatchNorm allows it"
-    fallback = ask(run, nodes=8, max_batch=256).fallback
-    assert fallback is not None and fallback.basis == "from the fit at local batch 16"
-
-
 def test_a_damaged_job_is_reported_and_left_out(run: RunDir) -> None:
     (run.path / "jobs").mkdir()
     (run.path / "jobs/probe-n001.json").write_text("{")
     assert count_pending_probes(open_family(run), lambda _: make.FakeLauncher()) == {None: 0}
     assert ["probe-n001.json is damaged" in text for text in ask(run).warnings].count(True) == 1
-
-
-@pytest.mark.parametrize("train", [{"oom_policy": "shrink"}, {"method": "ags", "reference_batch": 256}])
-def test_where_micro_batches_stay_the_fallback_is_the_next_smaller_batch(tmp_path: Path, train: dict[str, Any]) -> None:
-    # of method ags one GPU gives all of its micro-batch of 64 to the small batch
-    job = spec(search={"max_batch": 4096}, train=train, ags={"b_small": 64})
-    run = run_with(tmp_path, probe_all(Truth(), SWEEP), job=job)
-    result = ask(run, nodes=2, max_batch=128)
-    smaller = next(row for row in result.rows if (row.nodes, row.batch) == (2, 64))
-    assert result.fallback is not None and result.fallback.hours == smaller.hours
-    assert (result.fallback.batch, result.fallback.micro_batch, result.fallback.basis) == (64, 32, "measured")
-
-
-def test_the_smallest_batch_of_one_sample_has_no_fallback(tmp_path: Path) -> None:
-    job = spec(search={"nodes": [16], "min_batch": 16, "max_batch": 16})
-    result = ask(run_with(tmp_path, [measured(Truth(), 16, 1)], job=job))
-    assert result.fallback is None
-    explained = show_recommend.render_explanation(result, {})
-    assert not [line for line in explained if "out-of" in str(line)]

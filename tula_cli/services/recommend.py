@@ -25,7 +25,8 @@ from tula_cli.models.choice.objective import (
 )
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.ramp.by_noise import with_epochs
+from tula_cli.models.ramp.by_noise import describe_stages, with_epochs
+from tula_cli.models.ramp.stage_nodes import describe_stage_nodes
 from tula_cli.query import Query
 from tula_cli.run.directory import Run
 from tula_cli.run.format import require_current_format
@@ -33,11 +34,6 @@ from tula_cli.run.job_runs import find_settings_origin, mark_chosen_run, save_ru
 from tula_cli.run.owner import require_own
 from tula_cli.run.records.recommendations import Prediction, QueryLimits, Recommendation
 from tula_cli.services import messages
-from tula_cli.services.recommendation.alternatives import (
-    describe_ramp,
-    predict_first_fallback,
-    predict_ramp_alternatives,
-)
 from tula_cli.services.recommendation.files import MAX_ROWS_LISTED, describe_configuration, write_answer
 from tula_cli.services.recommendation.measurements import (
     TypeMeasurements,
@@ -344,7 +340,6 @@ def _build_answer(
     stages = with_epochs(
         estimator.stages.stage_positions(Config(prediction.nodes, prediction.batch)), estimator.dataset_size
     )
-    alternatives = predict_ramp_alternatives(estimator, prediction)
     accuracy = None
     if run.comparison() is not None:
         from tula_cli.services.comparison.accuracy import find_accuracy_evidence
@@ -381,10 +376,8 @@ def _build_answer(
         ),
         efficiency="" if noise is None else describe_noise_basis(noise, measurements),
         interruption=estimator.describe_interruption(prediction),
-        fallback=predict_first_fallback(estimator, prediction),
         stages=stages,
-        ramp=describe_ramp(run.spec, prediction, stages, alternatives) if stages else "",
-        beside=alternatives,
+        ramp=". ".join(filter(None, [describe_stages(stages), describe_stage_nodes(prediction)])),
         accuracy=accuracy,
         other_market=measurements.other_market(prediction),
         trainings=tuple(steps for of_type in all_measurements for steps in of_type.trained),

@@ -119,7 +119,6 @@ def render_explanation(
     yield from () if recommendation.objective == "accuracy-time" else _describe_same_progress(recommendation)
     yield from _describe_refreshes(recommendation)
     yield from _describe_sources(recommendation)
-    yield from _describe_fallback(recommendation)
     yield ""
     yield from _render_with_signs(make_details_table(recommendation))
     yield ""
@@ -164,17 +163,6 @@ def _start(recommendation: "Recommendation") -> Iterator[str]:
         f"start: in {format_duration(estimate.wait)} by the scheduler's own estimate of {format_moment(estimate.asked_at)} ({job}); jobs of"
         " higher priority may come first"
     )
-
-
-def _describe_fallback(recommendation: "Recommendation") -> Iterator[str]:
-    """Describe the out-of-memory fallback of the choice and its duration."""
-    fallback, choice = recommendation.fallback, recommendation.choice
-    if fallback is None:
-        return
-    more = 100 * (fallback.step_time / choice.step_time - 1)
-    takes = f"{format_number(1000 * fallback.step_time)} ms per step ({more:+.0f} %), {format_duration(3600 * fallback.hours)} in total"
-    what = f"batch {fallback.batch} as micro-batch {fallback.micro_batch} x {fallback.micro_batches}"
-    yield f"fallback after an out-of-memory error: {what}, {takes}; {fallback.basis}"
 
 
 def _describe_better(rows: Iterable["Prediction"]) -> str:

@@ -1,4 +1,4 @@
-"""A decay of the learning rate that is spent as batch (`train.ramp: decay`): its stages, its rates, their nodes, what it saves."""
+"""A decay of the learning rate that is spent as batch (`train.ramp: decay`): its stages, its rates, their nodes."""
 
 import re
 from dataclasses import replace
@@ -14,10 +14,9 @@ from make_results import spec as searched
 from tula_cli.errors import SpecError
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.ramp.stage_nodes import check_stages, describe_unusable_stages
+from tula_cli.models.ramp.stage_nodes import check_stages, describe_stage_nodes, describe_unusable_stages
 from tula_cli.models.ramp.stages import Ramp, build_ramp
 from tula_cli.run.records.recommendations import Stage
-from tula_cli.services.recommendation.alternatives import describe_decay_savings, predict_ramp_alternatives
 from tula_cli.spec.job import JobSpec, compute_lr_scale, compute_reference_rate, get_max_lr_factor
 from tula_cli.spec.load import validate
 from tula_cli.spec.signature import compute_train_signature
@@ -237,8 +236,10 @@ def forecast(schedule: Any = COSINE, **train: Any) -> Estimator:
 def test_each_stage_has_the_nodes_that_it_is_worth_unless_the_job_says_otherwise() -> None:
     choice = forecast().predict(Config(8, 256))
     assert [(stage.batch, stage.nodes) for stage in choice.stages] == [(32, 1), (64, 1), (128, 1)]
+    assert describe_stage_nodes(choice) == "nodes: 1 at batch 32, 1 at batch 64, 1 at batch 128, 8 at batch 256"
     same = forecast(ramp_nodes="same").predict(Config(8, 256))
     assert {stage.nodes for stage in same.stages} == {None} and same.cost > choice.cost
+    assert describe_stage_nodes(same) == ""
     plain = searched(train={"method": "lbt"})
     assert plain.train.ramp_nodes == "same"
     named = {
@@ -255,28 +256,3 @@ def test_batches_that_the_decay_never_comes_to_are_no_candidates() -> None:
     problems, (warning,) = describe_unusable_stages(subject, dataset_size=12_800)
     assert problems == [] and warning.code == "nodes-unusable-for-stages"
     assert warning.values["nodes"] == [8] and "train.ramp: decay starts at" in str(warning.values["reason"])
-
-
-def test_what_it_saves_is_held_against_the_reference_batch_on_its_best_nodes() -> None:
-    subject = forecast()
-    choice = subject.predict(Config(8, 256))
-    rows = {row.what: row for row in predict_ramp_alternatives(subject, choice)}
-    chosen, reference = rows["as chosen"], rows["the reference batch"]
-    assert (reference.steps, reference.batch) == (4000, 32)
-    assert chosen.steps == sum(stage.steps for stage in choice.stages) + choice_steps(subject, choice.batch)
-    assert 1 - chosen.steps / reference.steps > 0.3
-    words = describe_decay_savings(subject.spec, tuple(rows.values()))
-    assert words.startswith(
-        "train.ramp: decay, compared with batch 32 throughout on 1 node: 2552 steps instead of 4000 (-36 %)"
-    )
-    assert f"({100 * (chosen.hours / reference.hours - 1):+.0f} %)" in words
-    assert words.endswith(f"({100 * (chosen.cost / reference.cost - 1):+.0f} %)")
-    (alone,) = [row for row in rows.values() if row.what == "as chosen"]
-    assert "there is no step time for batch 32" in describe_decay_savings(subject.spec, (alone,))
-    assert describe_decay_savings(forecast(ramp="auto").spec, tuple(rows.values())) == ""
-
-
-def choice_steps(subject: Estimator, batch: int) -> int:
-    """Return the steps at the training's own batch."""
-    ramp = Ramp(subject.stages.stage_positions(Config(8, batch)))
-    return ramp.remaining_steps(size=12_800, epochs=10)[batch]

@@ -74,16 +74,12 @@ def build_choice_section(material: Material) -> Section:
 
 
 def _describe_choice(material: Material, recommendation: Recommendation) -> Iterator[str]:
-    """Yield the reason of the choice, the other market, the OOM fallback, the accuracy, and what has changed since."""
+    """Yield the reason of the choice, the other market, the accuracy, and what has changed since."""
     yield f"{start_sentence(recommendation.reason).rstrip('.')}."
     if (other := recommendation.other_market) is not None:
         market = "on spot nodes" if other.market == "spot" else "on demand"
         cost = f"{format_number(other.cost)} {recommendation.currency}"
         yield f"The same {market}: {format_duration(3600 * other.hours)}, {cost}."
-    if (fallback := recommendation.fallback) is not None:
-        batch = f"batch {fallback.batch} as micro-batch {fallback.micro_batch} x {fallback.micro_batches}"
-        total = f"{format_duration(3600 * fallback.hours)} in total ({fallback.basis})"
-        yield f"After an out-of-memory error the training continues with {batch}: {total}."
     now = None if material.answer is None else material.answer.recommendation
     if (found_accuracy := (now and now.accuracy) or recommendation.accuracy) is not None:
         yield f"Accuracy {found_accuracy.words}."

@@ -255,17 +255,6 @@ class TrainedSteps(Record):
         return self.batch // (self.nodes * self.gpus_per_node)
 
 
-class Fallback(Record):
-    """The configuration that a training continues with after its first out-of-memory error."""
-
-    batch: int
-    micro_batch: int  # samples that a GPU takes at a time
-    micro_batches: int  # of a step on one GPU
-    step_time: float  # seconds
-    hours: float  # of the whole training, were it all trained so
-    basis: str  # what the two rest on, in words
-
-
 class StartEstimate(Record):
     """The scheduler's own estimate of when the first job of a training would start (`sbatch --test-only`)."""
 
@@ -274,18 +263,6 @@ class StartEstimate(Record):
     asked_at: float  # Unix time
     wait: float | None  # seconds from then on; None where the scheduler gave no start
     reason: RecordedText = ""  # why it gave none
-
-
-class RampAlternative(Record):
-    """Hours, cost (in the pricing's currency) and node-hours of a training with a batch-size ramp, or of an alternative without it."""
-
-    what: str
-    nodes: int  # at its end
-    batch: int
-    hours: float
-    cost: float
-    node_hours: float
-    steps: int | None = None  # of the whole training; None of an older tula
 
 
 class Accuracy(Record):
@@ -471,13 +448,9 @@ class Recommendation(Record):
     power: str = ""  # what kWh rest on, in words, a line a node type; empty where no probe measured its energy
     efficiency: str = ""  # what `same_progress` rests on, in words; empty where there is none
     interruption: str = ""  # what one costs a script, in words; empty for tula's own loop
-    fallback: Fallback | None = None  # of the choice; None where there is none, or nothing tells what it takes
     start_estimate: StartEstimate | None = None  # of the choice; None where SLURM was not asked
     stages: tuple[Stage, ...] = ()  # of the choice, that of its own batch last; empty where its batch does not grow
     ramp: str = ""  # these, in words
-    beside: tuple[
-        RampAlternative, ...
-    ] = ()  # the choice, and what it would take without stages; empty where its batch does not grow
     accuracy: Accuracy | None = None  # None where tula compare has trained no such batch with the job's method
     other_market: Prediction | None = None  # the choice on demand where it is on spot nodes, and the other way round
     trainings: tuple[TrainedSteps, ...] = ()  # whose steps count in the fit, of all node types

@@ -68,7 +68,6 @@ def test_the_demo_shows_where_its_numbers_come_from_and_how_to_get_ones_own() ->
         ("--objective", "cost", "--deadline", "1"),
         ("--objective", "accuracy-time"),
         ("--explain",),
-        ("--pareto",),
         ("--all",),
         ("--set", "pricing.price=2"),
         ("--max-nodes", "2"),

@@ -203,7 +203,7 @@ CASES = (
     Case("train-seeds-nodes", "measured", "train --seeds 3 --nodes 2 --json"),
     Case("recommend-trainings-table", "measured", "recommend --trainings 10 --max-nodes 4"),
     Case("recommend-bad-deadline", "measured", "recommend --json --deadline soon"),
-    Case("recommend-nodes", "measured", "recommend --json --nodes 4 --pareto"),
+    Case("recommend-nodes", "measured", "recommend --json --nodes 4"),
     Case("recommend-impossible", "measured", "recommend --json --deadline 0.000001"),
     Case("recommend-bad-objective", "measured", "recommend --json --objective fastest"),
     Case("recommend-spot", "measured", "recommend --json --objective cost --set pricing.spot.discount=0.6 --set pricing.spot.interruptions_per_day=2"),

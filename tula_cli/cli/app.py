@@ -127,6 +127,10 @@ REMOVED_OPTIONS: Mapping[tuple[str, str], str] = {
         "tula recommend",
         "--validate",
     ): "tula recommend --explain shows the fit, and tula train predicted and actual values",
+    (
+        "tula recommend",
+        "--pareto",
+    ): "the table of tula recommend marks these rows with P; results.csv has a column pareto",
     ("tula recommend", "--from-training"): "tula train --nodes 2-8 uses the nodes that its jobs are granted",
     ("tula logs", "--since"): "tula logs --all shows all attempts, and -n the last lines",
     ("tula compare", "--html"): "tula report --html writes a page with the comparison",

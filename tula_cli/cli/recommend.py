@@ -26,10 +26,6 @@ def recommend(
     screen: Screen,
     chosen: JobOrRun,
     query: Query,
-    pareto: Annotated[
-        bool,
-        typer.Option("--pareto", help="Show only configurations that no other beats in time, cost and energy."),
-    ] = False,
     every: Every = False,
     explain: Annotated[
         bool,
@@ -63,7 +59,7 @@ def recommend(
     from tula_cli.services import recommend as service
     from tula_cli.spec.job import describe_training_method
 
-    flags = {"--pareto": pareto, "--all": every, "--explain": explain}
+    flags = {"--all": every, "--explain": explain}
     if trainings and (unused := [name for name, given in flags.items() if given]):
         raise SpecError(
             f"{', '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect with --trainings", "remove it"
@@ -94,7 +90,7 @@ def recommend(
     details_as_json = {"explanation": explained} if explain else {}
     source = {"demo": show_recommend.DEMO} if demo else {}
     data = {**dict(recommendation), **rows, "saved": saved, "method_line": line, **details_as_json, **source}
-    shown = _render_answer(answer, pareto=pareto, every=every, kept=saved)
+    shown = _render_answer(answer, every=every, kept=saved)
     details: Iterable[RenderableType] = [show_recommend.EXPLAIN]
     if explain:
         details = show_recommend.render_explanation(recommendation, explained)
@@ -128,12 +124,11 @@ def _show_campaign(
     screen.warn_all(plan.warnings)
 
 
-def _render_answer(answer: "Answer", *, pareto: bool, every: bool, kept: bool) -> "Iterator[RenderableType]":
+def _render_answer(answer: "Answer", *, every: bool, kept: bool) -> "Iterator[RenderableType]":
     """Yield the answer for terminal output; `kept` states whether the answer was written."""
     whole = every and len(answer.candidates) <= show_recommend.MOST
     yield from show_recommend.render_recommendation(
         answer.with_all_rows() if whole else answer.recommendation,
-        pareto=pareto,
         every=whole,
         more=show_recommend.describe_saved_table(kept=kept) if every else show_recommend.MORE,
     )

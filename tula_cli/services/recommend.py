@@ -364,7 +364,6 @@ def _build_answer(
         reason=f"{choice.reason}{knees}; {epochs}",
         rows=candidates.take(select_rows(candidates, choice, quantity)).predictions(),
         candidates=int(candidates.number_configurations().max()) + 1,
-        beaten_by_none=int(candidates["pareto"].sum()),
         runners_up=choice.runners_up,
         warnings=tuple(warning.text for warning in all_warnings),
         currency=run.spec.pricing.currency,

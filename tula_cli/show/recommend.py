@@ -7,7 +7,6 @@ from tula_cli.show.tables import (
     describe_measured_trainings,
     describe_place,
     get_configuration_key,
-    get_offer_key,
     make_table,
 )
 from tula_cli.words import (
@@ -40,7 +39,6 @@ MORE = "--all shows the others and writes them to results.csv"
 def render_recommendation(
     recommendation: "Recommendation",
     *,
-    pareto: bool = False,
     every: bool = False,
     more: str = MORE,
 ) -> Iterator["RenderableType"]:
@@ -48,7 +46,6 @@ def render_recommendation(
 
     Args:
         recommendation: the recommendation.
-        pareto: show only configurations on the Pareto front of time, cost and, if known, energy.
         every: show all feasible configurations.
         more: note on where the configurations left out can be found.
     """
@@ -58,22 +55,14 @@ def render_recommendation(
     if recommendation.objective == "accuracy-time":
         yield from _describe_same_progress(recommendation)
     yield ""
-    yield from _render_with_signs(
-        make_front_table(recommendation) if pareto else make_predictions_table(recommendation, every=every)
-    )
-    yield from () if every else _describe_left_out(recommendation, more, pareto=pareto)
+    yield from _render_with_signs(make_predictions_table(recommendation, every=every))
+    yield from () if every else _describe_left_out(recommendation, more)
     yield ""
     if recommendation.objective == "accuracy-time":
         yield from _render_with_signs(render_same_progress(recommendation))
         yield ""
     marks = ["* chosen", *(["2, 3 ... runners-up"] if recommendation.runners_up else [])]
-    better = _describe_better(recommendation.rows)
-    if pareto and not recommendation.choice.pareto:
-        marks = [
-            f"the choice ({recommendation.objective}) is not among them, because another one is {better}",
-            *marks[1:],
-        ]
-    yield "; ".join(marks if pareto else [*marks, f"P: nothing is {better}"])
+    yield "; ".join([*marks, f"P: nothing is {_describe_better(recommendation.rows)}"])
     yield from (f"price: {line}" for line in recommendation.price.splitlines())
 
 
@@ -298,11 +287,9 @@ def _select_rows(recommendation: "Recommendation") -> list[dict[str, "Prediction
     return [configs[place] for place in sorted(place for _, place in best)]
 
 
-def _describe_left_out(recommendation: "Recommendation", more: str, *, pareto: bool) -> Iterator[str]:
-    of_front = sum(row.pareto for row in recommendation.rows), recommendation.beaten_by_none or 0
-    shown, of = of_front if pareto else (len(_select_rows(recommendation)), _describe_total(recommendation))
-    what = "configurations on the Pareto front" if pareto else "configurations"
-    yield from [f"{shown} of {of} {what}; {more}"] if shown < of else ()
+def _describe_left_out(recommendation: "Recommendation", more: str) -> Iterator[str]:
+    shown, of = len(_select_rows(recommendation)), _describe_total(recommendation)
+    yield from [f"{shown} of {of} configurations; {more}"] if shown < of else ()
 
 
 def describe_saved_table(*, kept: bool) -> str:
@@ -353,13 +340,12 @@ class _ColumnFormat:
         self.baseline = headline if headline is not None and headline.baseline is not None else None
         self.risk_basis = headline.risk_basis if headline is not None else None
 
-    def make_table(self, further: Sequence[str] = (), *, has_market: bool = False) -> "Table":
+    def make_table(self, further: Sequence[str]) -> "Table":
         """Return the empty table; `further` are headings after the cost and energy."""
         currency = self.recommendation.currency
         columns = [
             "",
             *(["type"] if self.has_types else []),
-            *(["market"] if has_market else []),
             "nodes",
             "batch",
             *(["batch/\nGPU"] if self.has_local_batch else []),
@@ -372,9 +358,7 @@ class _ColumnFormat:
             *(["accuracy\nrisk"] if self.risk_basis else []),
             "source",
         ]
-        words = {
-            index for index, name in enumerate(columns) if name in ("", "type", "market", "accuracy\nrisk", "source")
-        }
+        words = {index for index, name in enumerate(columns) if name in ("", "type", "accuracy\nrisk", "source")}
         return make_table(columns, left=words)
 
     def format_place(self, row: "Prediction") -> list[str]:
@@ -437,29 +421,6 @@ def make_details_table(recommendation: "Recommendation") -> "Table":
             format_number(1000 * row.step_time),
             format_size(row.peak_memory, byte),
             format_percent(row.headroom),
-            style="bold green" if mark == "*" else None,
-        )
-    return made
-
-
-def make_front_table(recommendation: "Recommendation") -> "Table":
-    """Build the table of the Pareto front of time, cost and, if known, energy, in the recommendation's order."""
-    on_spot = any(row.market == "spot" for row in recommendation.rows)
-    columns = _ColumnFormat(recommendation)
-    made = columns.make_table(has_market=on_spot)
-    runners_up = {get_offer_key(row): str(rank) for rank, row in enumerate(recommendation.runners_up, 2)}
-    marks = {get_offer_key(recommendation.choice): "*", **runners_up}
-    for row in recommendation.rows:
-        if not row.pareto:
-            continue
-        mark, place = marks.get(get_offer_key(row), ""), columns.format_place(row)
-        if on_spot:
-            place.insert(int(columns.has_types), MARKETS[row.market])
-        made.add_row(
-            mark,
-            *place,
-            *columns.format_values(row),
-            *columns.format_origin(row),
             style="bold green" if mark == "*" else None,
         )
     return made

@@ -208,7 +208,3 @@ def describe_measured_trainings(recommendation: "Recommendation") -> Iterator[st
 
 def get_configuration_key(row: "Prediction") -> tuple[str, int, int]:
     return row.type, row.nodes, row.batch
-
-
-def get_offer_key(row: "Prediction") -> tuple[str, int, int, str]:
-    return (*get_configuration_key(row), row.market)

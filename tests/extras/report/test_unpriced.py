@@ -100,7 +100,6 @@ def tula(*words: str) -> str:
     "words",
     [
         "recommend",
-        "recommend --pareto",
         "recommend --all --objective cost",
         "recommend --objective accuracy-time",
         "status",

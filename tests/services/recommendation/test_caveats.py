@@ -124,7 +124,7 @@ def tula(*words: str) -> str:
     return str(screen.out.getvalue())  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("options", [[], ["--all"], ["--pareto"], ["--objective", "time"]])
+@pytest.mark.parametrize("options", [[], ["--all"], ["--objective", "time"]])
 def test_json_has_the_caveats_of_every_row(
     options: list[str], run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -65,7 +65,6 @@ def test_of_many_configurations_those_are_listed_that_are_worth_a_look(run: RunD
     assert recommendation.rows == tuple(row for row in every.rows if row in recommendation.rows), (
         "the same records in the same order"
     )
-    assert recommendation.beaten_by_none == sum(row.pareto for row in every.rows)
     assert {row.market for row in recommendation.rows if places([row]) == places([recommendation.choice])} == {
         "on_demand",
         "spot",

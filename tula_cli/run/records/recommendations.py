@@ -439,7 +439,6 @@ class Recommendation(Record):
     ]  # every feasible configuration where they are few, else those worth a look; fastest first
     runners_up: tuple[Prediction, ...]
     candidates: int | None = None  # feasible configurations in all; None where an older tula has listed every one
-    beaten_by_none: int | None = None  # offers in the front of all; likewise
     warnings: tuple[RecordedText, ...] = ()
     currency: str
     price: str  # in words, with unit, source and date; a line a node type

@@ -4,13 +4,11 @@ No decision is stored: each follows from the trainings that have ended, so an in
 was. At each large batch:
 
 1. every row but lbt is trained for a quarter of the epochs, with a schedule of that length and the first seed;
-2. the best two, lbt and the job's row are trained in full. One of the two whose first seed is more than three standard
-   deviations behind the best is dropped, once all seeds of the other rows show the deviation.
+2. the best two, lbt and the job's row are trained in full.
 """
 
 import math
-import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +26,6 @@ SHORT_EPOCH_DIVISOR = 4
 """Epochs of the job per epoch of a short training."""
 FULL_ROWS = 2
 """Number of rows per batch that advance from the first to the second round, in addition to those that always do."""
-MAX_DEVIATIONS = 3.0
 EPOCH_KEYS = ("epochs", "branch_epochs", "warmup_epochs", "milestones", "patience")
 """Keys of a job that count epochs and are scaled with the length of the training."""
 
@@ -172,65 +169,24 @@ def _decide_batch(
         hours: expected hours of each row.
     """
 
-    def is_waiting(cells: Sequence[Cell]) -> bool:
-        return any(cell.signature not in ended_signatures for cell in cells)
-
-    def rank(cells: Sequence[Cell]) -> list[Outcome]:
-        results = [outcomes_by_signature[cell.signature] for cell in cells if cell.signature in outcomes_by_signature]
-        return rank_branches(sorted(results, key=lambda result: result.eval_loss))  # sorting is stable
-
-    def list_cells(methods: Sequence[str], first_seed: int = 0) -> list[Cell]:
-        return [cell for method in methods for cell in full[method][first_seed:]]
+    def list_cells(methods: Iterable[str]) -> list[Cell]:
+        return [cell for method in methods for cell in full[method]]
 
     cells = [cell for cell in comparison.cells if cell.batch == batch and not cell.reference]
     short = [cell for cell in cells if cell.short]
     full = {cell.method: [c for c in cells if c.method == cell.method and not c.short] for cell in cells}
     rivals = [cell.method for cell in short if cell.method != comparison.job_row]
-    sure = [method for method in full if method not in rivals]
-    if is_waiting(short):
+    always = [method for method in full if method not in rivals]
+    if any(cell.signature not in ended_signatures for cell in short):
         dearest = sorted(rivals, key=lambda method: hours.get((method, batch)) or 0.0, reverse=True)
-        return ComparisonState((*short, *list_cells(sure)), tuple(list_cells(dearest[:FULL_ROWS])))
+        return ComparisonState((*short, *list_cells(always)), tuple(list_cells(dearest[:FULL_ROWS])))
 
-    results = rank(short)
+    results = [outcomes_by_signature[cell.signature] for cell in short if cell.signature in outcomes_by_signature]
+    results = rank_branches(sorted(results, key=lambda result: result.eval_loss))  # sorting is stable
     best = [result.cell.method for result in results if not result.diverged][:FULL_ROWS]
     reasons = {}
     for position, result in enumerate(results, 1):
         if result.cell.method in rivals and result.cell.method not in best:
             why = f"place {position} of {len(results)}, {result.describe_gap(results[0])}"
             reasons[result.cell.method, batch] = f"dropped in round 1: {why}"
-    rivals = [method for method in best if method in rivals]
-    firsts = [full[method][0] for method in (*sure, *rivals)]
-    wanted_cells = [*short, *firsts, *list_cells(sure)]
-    leader = next(iter(rank(firsts)), None)
-    if leader is not None and not is_waiting(firsts):
-        sure = list(dict.fromkeys([*sure, leader.cell.method]))
-        rivals = [method for method in rivals if method not in sure]
-        wanted_cells += list_cells(sure)
-    if leader is None or is_waiting(firsts) or is_waiting(list_cells(sure)):
-        return ComparisonState(tuple(wanted_cells), tuple(list_cells(rivals, first_seed=1)), reasons)
-    deviation = _pool_deviation(rank(list_cells(sure)))
-    for method in rivals:
-        first = outcomes_by_signature.get(full[method][0].signature)
-        if first is not None and _is_far_behind(first, leader, deviation):
-            spread = "" if deviation is None else f" (standard deviation {format_number(deviation)})"
-            reasons[method, batch] = f"dropped after a seed: {first.describe_gap(leader)}{spread}"
-        else:
-            wanted_cells += list_cells([method])
-    return ComparisonState(tuple(wanted_cells), (), reasons)
-
-
-def _pool_deviation(results: Sequence[Outcome]) -> float | None:
-    """Return the standard deviation over seeds, pooled over rows; None if no row has two."""
-    losses = [
-        [r.loss for r in results if r.cell.method == name and r.loss is not None]
-        for name in {r.cell.method for r in results}
-    ]
-    several = [row for row in losses if len(row) > 1]
-    freedom = sum(len(row) - 1 for row in several)
-    return math.sqrt(sum((len(row) - 1) * statistics.variance(row) for row in several) / freedom) if freedom else None
-
-
-def _is_far_behind(result: Outcome, leader: Outcome, deviation: float | None) -> bool:
-    if result.loss is None or leader.loss is None or deviation is None:
-        return result.loss is None
-    return result.loss - leader.loss > MAX_DEVIATIONS * deviation
+    return ComparisonState((*short, *list_cells(dict.fromkeys([*always, *best]))), (), reasons)

@@ -56,13 +56,6 @@ QOS=dear(2)
         MaxTRESPA=cpu=N(0),mem=N(0)
 """
 QOS_NORMAL = "QOS Records\n\nQOS=normal(1)\n    GrpTRESMins=cpu=N(8),billing=N(19)\n    GrpTRESRunMins=cpu=N(0)\n"
-SHARES = """root|||cpu=0,billing=0|cpu=0,billing=0
- root|root||cpu=0|cpu=0
- big||cpu=500,billing=100|cpu=8,mem=6475,billing=19|cpu=0,billing=40
-  other||billing=7|billing=1|billing=0
-  proj||billing=1000|cpu=8,mem=6475,billing=19|cpu=0,billing=40
-   proj|{user}||cpu=8,mem=6475,billing=19|cpu=0,billing=40
- lab|||cpu=0|cpu=0"""
 
 
 class Slurm:
@@ -91,8 +84,6 @@ class Slurm:
                 return {"dear": QOS, "normal": QOS_NORMAL}.get(line.rpartition("qos=")[2], "QOS Records")
             name = line.rpartition("accounts=")[2]
             return ASSOCIATIONS.get(name, "Current Association Manager state").replace("{user}", self.user)
-        if command[0] == "sshare":
-            return SHARES.replace("{user}", self.user)
         if "associations" in line:
             return "|dear,normal|\n"
         if "user" in command:

@@ -529,14 +529,6 @@ def spot_time_is_expected() -> str:
     return "The time on spot nodes is an expected time; a run with more interruptions takes longer."
 
 
-# --- `tula status`
-
-
-@diagnostic
-def tracker_problem(*, text: str) -> str:
-    return text
-
-
 # --- Observed jobs
 
 

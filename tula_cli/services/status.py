@@ -56,8 +56,6 @@ from tula_cli.run.records.tasks import (
 )
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.training_run import A_COPY, CLOCKS_AGREE
-from tula_cli.services import messages
-from tula_cli.services.tracking import describe_export_problems
 from tula_cli.spec.backend import get_backend
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.script import count_requested_samples
@@ -520,7 +518,6 @@ def run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | 
             *files_snapshot.job_warnings,
             *files_snapshot.record_warnings,
             *(files_snapshot.training_warnings if only is None else ()),
-            *(messages.tracker_problem(text=text) for text in (describe_export_problems(run) if only is None else ())),
         ),
         notes=(*count_notes(result for result in files_snapshot.results if isinstance(result, Measured)),),
         rehearsal=files_snapshot.rehearsals[-1] if files_snapshot.rehearsals and only is None else None,

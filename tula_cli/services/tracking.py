@@ -2,13 +2,11 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol, cast
 
-from tula_cli.entry_points import find_extra, load_extra
+from tula_cli.entry_points import load_extra
 from tula_cli.errors import SpecError
-from tula_cli.run.directory import Run, RunDir
-from tula_cli.run.files import list_names
+from tula_cli.run.directory import Run
 from tula_cli.services.events import Event, WarningEvent, Work
 
 FOLDER = "exports"
@@ -68,10 +66,6 @@ class TrackersPackage(Protocol):
         """Yield the events of waiting for jobs (None: trainings), and the warnings of exporting the run meanwhile."""
         ...
 
-    def describe_problems(self, folder: Path) -> list[str]:
-        """Return a message for each tracker to which the last export failed, from a run's folder of exports."""
-        ...
-
 
 def load_trackers_package() -> TrackersPackage:
     """Return package `trackers`.
@@ -100,10 +94,3 @@ def export_while_waiting(run: Run, jobs: Sequence[str] | None, waiting: Iterable
         yield from waiting
         return
     yield from package.export_while_waiting(run, jobs, waiting)
-
-
-def describe_export_problems(run: RunDir) -> list[str]:
-    """Return a message for each tracker to which the last export of a run failed."""
-    folder = run.path / FOLDER
-    package: TrackersPackage | None = find_extra("trackers") if list_names(folder) else None
-    return [] if package is None else package.describe_problems(folder)

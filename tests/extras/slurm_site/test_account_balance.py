@@ -64,9 +64,7 @@ def test_the_upper_end_of_the_interval_is_held_to_it_too():
     [
         (check_balance(job(), nodes=1, hours=None, billing=SITE), "nothing was measured"),
         (
-            check_balance(
-                job(), nodes=1, hours=0.01, billing=SlurmSite(Slurm(get_user_name(), without=["assoc_mgr", "sshare"]))
-            ),
+            check_balance(job(), nodes=1, hours=0.01, billing=SlurmSite(Slurm(get_user_name(), without=["assoc_mgr"]))),
             "access denied",
         ),
         (check_balance(job(account="hidden"), nodes=1, hours=0.01, billing=SITE), "account hidden is not shown"),

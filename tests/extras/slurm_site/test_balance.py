@@ -1,4 +1,4 @@
-"""What an account has left, by recorded words of `scontrol show assoc_mgr` and `sshare`."""
+"""What an account has left, by recorded words of `scontrol show assoc_mgr`."""
 
 import pytest
 from accounting_recorded import Slurm
@@ -27,19 +27,8 @@ def test_every_limit_from_the_user_to_the_root_and_of_the_qos():
     assert account_balance.unseen == ""
 
 
-def test_where_the_controller_shows_nothing_the_shares_do():
-    account_balance = read_account_balance(SPEC, qos="", ask=Slurm(get_user_name(), without=["assoc_mgr"]))
-    assert lefts(account_balance) == {
-        ("account big", "cpu"): 492,
-        ("account big", "billing"): 41,
-        ("account proj", "billing"): 941,
-    }
-
-
 def test_what_nobody_shows_is_said_and_no_error():
-    account_balance = read_account_balance(
-        SPEC, qos="dear", ask=Slurm(get_user_name(), without=["assoc_mgr", "sshare"])
-    )
+    account_balance = read_account_balance(SPEC, qos="dear", ask=Slurm(get_user_name(), without=["assoc_mgr"]))
     assert account_balance.limits == ()
     assert "access denied" in account_balance.unseen
     silent = read_account_balance(

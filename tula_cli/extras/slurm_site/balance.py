@@ -1,7 +1,6 @@
 """The balance of an account at a SLURM site: its limits, and what is used of them.
 
-`scontrol show assoc_mgr` reports them as the controller holds them. Where a site shows that to no users, `sshare` does,
-without the QOS. Counts are minutes of each TRES (of memory MB-minutes).
+`scontrol show assoc_mgr` reports them as the controller holds them. Counts are minutes of each TRES (of memory MB-minutes).
 """
 
 import re
@@ -12,7 +11,7 @@ from tula_cli.cluster.slurm.sbatch import with_environment_defaults
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SchedulerError
 from tula_cli.extras.slurm_site.bill import Ask, find_account, get_user_name
-from tula_cli.extras.slurm_site.tres import parse_tres, truncate_billing
+from tula_cli.extras.slurm_site.tres import truncate_billing
 from tula_cli.services import messages
 from tula_cli.services.site_charges import BalanceCheck, TresLimit
 from tula_cli.spec.job import JobSpec
@@ -49,8 +48,6 @@ def read_account_balance(spec: JobSpec, *, qos: str, ask: Ask) -> Balance:
     partition = (spec.cluster.slurm and spec.cluster.slurm.partition) or ""
     qos = qos.lower()
     limits, missing = _read_limits_of_controller(account, partition, ask)
-    if missing and (shared := _read_limits_of_sshare(account, ask)) is not None:
-        return Balance(account, tuple(shared), "" if not qos else f"QOS {qos} is not shown")
     by_qos, hidden = ([], "") if missing else _read_limits_of_qos(qos, ask)
     return Balance(account, (*limits, *by_qos), missing or hidden)
 
@@ -127,33 +124,6 @@ def _parse_entries(text: str) -> Iterator[tuple[str, float | None, float]]:
     """Yield name, limit (None if unlimited) and use of each TRES."""
     for name, limit, used in re.findall(r"([^,=()]+)=(N|\d+)\((\d+(?:\.\d+)?)\)", text):
         yield name.lower(), None if limit == "N" else float(limit), float(used)
-
-
-# --- sshare
-
-
-def _read_limits_of_sshare(account: str, ask: Ask) -> list[TresLimit] | None:
-    """Return the limits that `sshare` shows for a user's association and its parents; None if it does not show them."""
-    try:
-        output = ask("sshare", "--noheader", "--parsable2", "--format=Account,User,GrpTRESMins,GrpTRESRaw,TRESRunMins")
-    except SchedulerError:
-        return None
-    path: list[list[str]] = []  # from the root on
-    for line in output.splitlines():
-        fields = line.split("|")
-        depth = len(line) - len(line.lstrip(" "))
-        path = [*path[:depth], [field.strip() for field in fields]]
-        if len(fields) == 5 and path[-1][:2] == [account, get_user_name()]:
-            return [limit for fields in path for limit in _parse_limits_of_row(fields)]
-    return None
-
-
-def _parse_limits_of_row(fields: list[str]) -> Iterator[TresLimit]:
-    account, name, limits, used, running = fields
-    where = f"{name} in account {account}" if name else f"account {account}"
-    spent, open_ = parse_tres(used), parse_tres(running)
-    for tres, limit in parse_tres(limits).items():
-        yield TresLimit(where, tres, limit, spent.get(tres, 0.0), open_.get(tres, 0.0))
 
 
 # --- Compared with what a training needs

@@ -1,7 +1,6 @@
 """Sending runs to trackers: `tula export`, commands that wait for jobs, and trainings."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,11 +41,6 @@ class Trackers:
         from tula_cli.extras.trackers.export import export_while_waiting
 
         return export_while_waiting(run, jobs, waiting)
-
-    def describe_problems(self, folder: Path) -> list[str]:
-        from tula_cli.extras.trackers.export import describe_problems
-
-        return describe_problems(folder)
 
 
 package = Trackers()

@@ -15,7 +15,7 @@ from tula_cli.errors import Interruption, SpecError, TrackerError, TulaError
 from tula_cli.extras.trackers.destination import Destination, Exporter, TrackedRun, resolve_destination
 from tula_cli.extras.trackers.payload import RunPayload, make_run_payload, make_training_payload
 from tula_cli.run.directory import Run
-from tula_cli.run.files import list_files, read_record, write_atomic, write_record
+from tula_cli.run.files import read_record, write_atomic, write_record
 from tula_cli.run.job_runs import list_runs_with_data
 from tula_cli.run.owner import require_own
 from tula_cli.run.records.base import Record
@@ -71,20 +71,9 @@ class ExportRecord(Record):
     uri: str
     project: str
     runs: dict[str, SentRun] = {}  # by their keys in tula's run
-    problem: str = ""  # why the newest try has failed; empty if it has not
 
 
 _RECORD = TypeAdapter(ExportRecord)
-
-
-def describe_problems(folder: Path) -> list[str]:
-    """Return a message for each tracker to which the last export failed, from the records in a run's export folder."""
-    records = [read_record(path, _RECORD) for path in list_files(folder)]
-    return [
-        f"export to {record.to}: {record.problem}; tula export sends the missing values"
-        for record in records
-        if record is not None and record.problem
-    ]
 
 
 class Session:
@@ -110,7 +99,6 @@ class Session:
             uri=destination.uri,
             project=destination.project,
             runs={} if known is None else known.runs,
-            problem="" if known is None else known.problem,
         )
         self.problem = ""  # why the newest update has failed
         self.new_runs = self.new_points = self.files = 0
@@ -149,8 +137,6 @@ class Session:
             if problem != self.problem:
                 yield WarningEvent(f"{error.message}; {error.hint}")
         self.problem = problem
-        if self.sent.problem != problem:
-            self._record(problem=problem)
 
     def _send(self, snapshot: Snapshot, *, active: bool) -> None:
         files = tuple(path for name in FILES if (path := snapshot.path / name).is_file())
@@ -207,10 +193,6 @@ class Session:
 
     def _record_run(self, key: str, sent: SentRun) -> None:
         self.sent = self.sent.model_copy(update={"runs": {**self.sent.runs, key: sent}})
-        write_record(self.path, self.sent)
-
-    def _record(self, *, problem: str) -> None:
-        self.sent = self.sent.model_copy(update={"problem": problem})
         write_record(self.path, self.sent)
 
 

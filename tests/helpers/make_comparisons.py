@@ -107,9 +107,9 @@ def plan(run: RunDir, grid: Grid = GRID, spec: JobSpec | None = None) -> service
     return services_compare.plan_comparison(Run(run.path, spec or run.read_spec()), grid, inspect=inspect, now=1.0)
 
 
-def trained(run: RunDir, launcher: make.FakeLauncher, grid: Grid = GRID, **how) -> accuracy.CompareReport:
+def trained(run: RunDir, launcher: make.FakeLauncher, grid: Grid = GRID) -> accuracy.CompareReport:
     planned = plan(run, grid)
-    list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect, **how))
+    list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect))
     return table(run, planned.comparison)
 
 

@@ -375,23 +375,6 @@ def test_an_evaluation_that_is_not_finite_counts_with_its_accuracy(run: RunDir) 
     assert result.top1 == accuracy.SeedStatistics(10.0, None, 1) and result.loss is None
 
 
-def test_nothing_is_started_that_will_not_end_in_time(run: RunDir) -> None:
-    launcher = Trains()
-    # The reference takes an hour, then every training as long as the others at its batch, at first as the reference.
-    trained(run, launcher, seconds=0.0, clock=lambda: 0.0)
-    assert len(launcher.submitted) == 1  # of which nothing is known
-    planned = plan(run)
-    list(trainings.train_cells_one_by_one(run, planned, launcher, inspect=inspect, seconds=3599.0, clock=lambda: 0.0))
-    assert len(launcher.submitted) == 1
-    moment = itertools.count(0, 600)
-    list(
-        trainings.train_cells_one_by_one(
-            run, planned, launcher, inspect=inspect, seconds=7000.0, clock=lambda: next(moment)
-        )
-    )
-    assert 1 < len(launcher.submitted) < 22
-
-
 def test_progress_counts_and_tells_what_is_left(run: RunDir) -> None:
     planned = plan(run)
     steps = list(trainings.train_cells_one_by_one(run, planned, Trains(fails=("lrs",)), inspect=inspect))

@@ -14,7 +14,6 @@ from tula_cli.cli.waiting import follow_work, make_inspector, refuse
 from tula_cli.errors import SpecError
 from tula_cli.options import ROOT, CheckedNodes, Fresh, NodeType, Overrides, Root, Timeout
 from tula_cli.show import check as show_check
-from tula_cli.show import check as show_estimate
 from tula_cli.show import screen as show_screen
 from tula_cli.show import tables
 from tula_cli.show.screen import Screen
@@ -338,7 +337,7 @@ def _check_memory(screen: Screen, job: Path, options: CheckOptions, *, capacity:
     size = _parse_memory_size(capacity)
     inspect = make_inspector(screen, Path(options.root), fresh=options.fresh)
     reports = service.estimate_all(runs, capacity=size, node_type=options.node_type, inspector=inspect)
-    screen.answer(tables.list_data_by_type(reports), tables.render_by_type(reports, show_estimate.render_estimate))
+    screen.answer(tables.list_data_by_type(reports), tables.render_by_type(reports, show_check.render_estimate))
 
 
 def _parse_memory_size(text: str) -> int:

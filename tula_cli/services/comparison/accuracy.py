@@ -143,7 +143,7 @@ class CompareReport:
                 describe_method_label(row.method, reference=row.reference),
                 str(row.batch),
                 str(row.seeds),
-                *(_format_statistics(row.stat(name)) for name in self.columns),
+                *(describe_spread(row.stat(name)) for name in self.columns),
                 format_number(row.gap),
                 format_duration(None if row.hours is None else 3600 * row.hours),
             )
@@ -183,12 +183,6 @@ class CompareReport:
     @property
     def complete(self) -> bool:
         return self.finished == self.total
-
-
-def _format_statistics(stat: SeedStatistics | None) -> str:
-    if stat is None:
-        return "-"
-    return format_number(stat.mean, 4) + ("" if stat.sd is None else f" ± {format_number(stat.sd, 2)}")
 
 
 def _list_metric_columns(row: ComparisonRow, metrics: Iterable[str]) -> dict[str, float | None]:

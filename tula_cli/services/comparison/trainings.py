@@ -11,7 +11,6 @@ from tula_cli.errors import Diverged, JobFailed, TulaError
 from tula_cli.run.directory import Run
 from tula_cli.run.records.results import Cell
 from tula_cli.services import status, train
-from tula_cli.services import status as services_status
 from tula_cli.services.compare import (
     ENDED,
     START_SECONDS,
@@ -79,7 +78,6 @@ def train_cells_one_by_one(
     launcher: Launcher,
     *,
     inspect: Inspect,
-    seconds: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Progress]:
     """Run the missing trainings one after another, as on this machine; a failed training does not stop the others.
@@ -89,27 +87,24 @@ def train_cells_one_by_one(
         plan: the plan of the comparison.
         launcher: starts the jobs.
         inspect: returns the dataset's size if no probe has recorded it.
-        seconds: start no training that is not expected to finish within that time; None for no limit.
         clock: returns seconds.
 
     Raises:
         JobFailed: the first trainings have all failed.
     """
     inspect = functools.partial(inspect_once, inspect, {})
-    began, waiting, failed, tried = clock(), list(plan.missing), 0, set[str]()
+    waiting, failed, tried = list(plan.missing), 0, set[str]()
     ended_before = len(plan.standing.wanted) - len(waiting)
     while waiting:
         hours = _estimate_hours_now(run, plan)
         expected = sum_hours(waiting[:1], hours)
-        if seconds is not None and clock() - began + 3600 * (expected or 0.0) > seconds:
-            return
         cell = waiting.pop(0)
         tried.add(cell.signature)
         other_hours = sum_hours((*waiting, *plan.standing.undecided), hours)
         job, submitted = submit_cell(run, cell, launcher, inspect=inspect), clock()
         finished = ended_before + len(tried) - 1 - failed
         describe = _describe_progress(plan)
-        for run_status in services_status.watch_jobs(run, launcher, [job]):
+        for run_status in status.watch_jobs(run, launcher, [job]):
             waits = _describe_waiting(run_status, job) if clock() - submitted > START_SECONDS else ""
             remaining = _estimate_remaining_seconds(run_status, job, expected, other_hours)
             yield describe(finished, failed, cell, run_status.training, remaining, running=1, waits=waits)
@@ -196,13 +191,11 @@ def _describe_failure(run: Run, cell: Cell) -> str:
     return ""
 
 
-def wait_for_all(
-    run: Run, plan: ComparePlan, launcher: Launcher, jobs: Sequence[str], *, timeout: float | None = None
-) -> Iterator[Progress]:
+def wait_for_all(run: Run, plan: ComparePlan, launcher: Launcher, jobs: Sequence[str]) -> Iterator[Progress]:
     """Watch jobs that a scheduler runs in parallel until all have ended."""
     cells = {f"train-{cell.signature}": cell for cell in plan.comparison.cells}
     over, describe = set[str](), _describe_progress(plan)
-    for run_status in services_status.watch_jobs(run, launcher, jobs, timeout=timeout):
+    for run_status in status.watch_jobs(run, launcher, jobs):
         states = {job.id: job for job in run_status.jobs if job.id in cells}
         # What is lost at a first look may be on its way; the table tells in the end.
         unfinished = (*status.ACTIVE, "lost")

@@ -22,8 +22,8 @@ def diff(
 ) -> None:
     """Show the differences between two runs.
 
-    Compares job, code, environment, step times and trainings. Differences of step times within the measurement noise
-    are not shown. The exit code is 0 even if the runs differ.
+    Compares job, code, environment and step times. Differences of step times within the measurement noise are not
+    shown. The exit code is 0 even if the runs differ.
     """
     from tula_cli.services.diff import choose_run, compare_runs
     from tula_cli.show.diff import render_difference

@@ -1,6 +1,6 @@
 """`tula diff`: list the differences between two runs, and name their likely cause.
 
-Job, environment, code, recommendation and trainings are compared key by key, step times by their noise.
+Job, environment and code are compared key by key, step times by their noise.
 """
 
 import hashlib
@@ -14,19 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
-from tula_cli.models.time.changes import MIN_DIFFERENCE, TEST, StepRatio, compare_step_times, find_changed_parts
+from tula_cli.models.time.changes import TEST, StepRatio, compare_step_times, find_changed_parts
 from tula_cli.models.time.noise import compute_trimmed_mean, split_step
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.frames import make_frame
 from tula_cli.run.job_runs import compare_jobs, list_runs_with_data
 from tula_cli.run.records.probes import Environment, Failed, GpuState, Measured, OutOfMemory
-from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import JobFile, StepPart, StepParts
-from tula_cli.run.training_run import TrainingRun
 from tula_cli.words import (
     format_bytes,
     format_count,
-    format_duration,
     format_number,
     shorten_pair,
 )
@@ -45,15 +42,12 @@ class FieldDifference:
     about: str
     before: Any
     after: Any
-    part: str = ""  # of the run: a training; empty for the run itself
 
 
-def compare_mappings(
-    before: Mapping[str, Any], after: Mapping[str, Any], *, part: str = ""
-) -> tuple[FieldDifference, ...]:
+def compare_mappings(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[FieldDifference, ...]:
     """Return the keys whose values differ between two mappings, in the order of the keys."""
     return tuple(
-        FieldDifference(key, before.get(key), after.get(key), part)
+        FieldDifference(key, before.get(key), after.get(key))
         for key in dict.fromkeys([*before, *after])
         if before.get(key) != after.get(key)
     )
@@ -297,79 +291,6 @@ def _list_step_parts(probe: Measured | None) -> StepParts | None:
     return split_step(probe)
 
 
-# --- The recommendation and the trainings
-
-
-def _describe_recommendation(recommendation: Recommendation | None) -> dict[str, object]:
-    if recommendation is None:
-        return {}
-    choice = recommendation.choice
-    return {
-        "objective": recommendation.objective,
-        "nodes": choice.nodes,
-        "batch": choice.batch,
-        "local_batch": choice.local_batch,
-        "node type": choice.type or None,
-        "market": choice.market,
-        "hours": choice.hours,
-        f"cost ({recommendation.currency})": choice.cost,
-    }
-
-
-def _describe_training(training: TrainingRun | None) -> dict[str, object]:
-    """Return the configuration and the outcome of a training."""
-    if training is None:
-        return {}
-    summary, task = training.summary(), training.newest_task()
-    if summary is None:
-        configuration = {"nodes": task.training_nodes, "batch": task.batch} if task else {}
-        return {**configuration, "attempts": len(training.attempts()), "ended": "not yet"}
-    best = (
-        (summary.best.metric, summary.best.value) if summary.best is not None
-        else ("top-1 (%)", summary.best_top1) if summary.best_top1 is not None
-        else ("loss", summary.best_loss)
-    )  # fmt: skip
-    return {
-        "nodes": summary.nodes,
-        "batch": summary.batch,
-        "seconds per step": summary.actual_step,
-        "hours": summary.actual_hours,
-        f"cost ({summary.currency})": summary.actual_cost,
-        "attempts": len(training.attempts()),
-        "relaunched": "; ".join(summary.causes) or None,
-        f"best {best[0]}": best[1],
-        "best epoch": summary.best_epoch,
-        "ended": summary.ended or "after the last epoch",
-    }
-
-
-def _match_trainings(before: RunDir, after: RunDir) -> Iterator[tuple[str, TrainingRun | None, TrainingRun | None]]:
-    """Yield pairs of trainings with a name: those of the same signature, else the newest one of each run, if any."""
-    signatures_before, signatures_after = before.train_signatures(), after.train_signatures()
-    common = [name for name in signatures_before if name in signatures_after]
-    for name in common:
-        yield f"training {name}", before.training(name), after.training(name)
-    if not common:
-        newest, newest_after = (
-            run.training(signatures[0]) if signatures else None
-            for run, signatures in ((before, signatures_before), (after, signatures_after))
-        )
-        yield "the newest training", newest, newest_after
-
-
-def _describe_durations(name: str, before: TrainingRun | None, after: TrainingRun | None) -> Iterator[str]:
-    """Yield a sentence if the durations of two trainings differ by more than `MIN_DIFFERENCE`.
-
-    A training has one duration only, so noise cannot be estimated and small changes are left out.
-    """
-    hours = [
-        summary.actual_hours for training in (before, after) if training and (summary := training.summary()) is not None
-    ]
-    if len(hours) == 2 and all(hours) and abs(math.log(hours[1] / hours[0])) > math.log1p(MIN_DIFFERENCE):
-        times = " -> ".join(format_duration(3600 * value) for value in hours)
-        yield f"{name} took {format_number(hours[1] / hours[0])} x as long ({times})"
-
-
 # --- The difference
 
 
@@ -393,8 +314,6 @@ class RunDifference:
     environment: tuple[FieldDifference, ...]
     code: tuple[FieldDifference, ...]  # the commit, and files by digests of their content
     steps: StepComparison
-    recommendation: tuple[FieldDifference, ...]
-    trainings: tuple[FieldDifference, ...]  # of pairs of trainings, named in `part`
     headline: tuple[str, ...] = ()
     warnings: tuple[Diagnostic, ...] = ()
     test: str = TEST  # how noise is told from a difference
@@ -455,7 +374,6 @@ def compare_runs(before: Run, after: Run) -> RunDifference:
         raise SpecError(f"A and B are the same run: {before.path.resolve()}", "name two runs, or a run and its copy")
     snapshots = before.read(), after.read()
     measured = [[result for result in each.results if isinstance(result, Measured)] for each in snapshots]
-    trainings = list(_match_trainings(before, after))
     difference = RunDifference(
         before=_make_overview(before, measured[0]),
         after=_make_overview(after, measured[1]),
@@ -463,16 +381,9 @@ def compare_runs(before: Run, after: Run) -> RunDifference:
         environment=_compare_environments(*measured),
         code=compare_mappings(_describe_code(before), _describe_code(after)),
         steps=compare_steps(*(each.results for each in snapshots)),
-        recommendation=compare_mappings(*(_describe_recommendation(run.recommendation()) for run in (before, after))),
-        trainings=tuple(
-            field
-            for name, training, training_after in trainings
-            for field in compare_mappings(_describe_training(training), _describe_training(training_after), part=name)
-        ),
-        warnings=tuple(warning for each in snapshots for warning in (*each.record_warnings, *each.training_warnings)),
+        warnings=tuple(warning for each in snapshots for warning in each.record_warnings),
     )
-    durations = [sentence for matched in trainings for sentence in _describe_durations(*matched)]
-    return replace(difference, headline=_write_headline(difference, durations))
+    return replace(difference, headline=_write_headline(difference))
 
 
 def _make_overview(run: Run, probes: Sequence[Measured]) -> RunOverview:
@@ -490,13 +401,13 @@ _LIKELY_CAUSES = ("hardware", "GPU driver", "GPU clocks (MHz)", "clocks throttle
 _MAX_VALUE_LENGTH = 40  # characters of a value
 
 
-def _write_headline(difference: RunDifference, durations: Sequence[str]) -> tuple[str, ...]:
+def _write_headline(difference: RunDifference) -> tuple[str, ...]:
     """Return the summary of the differences, one line per item."""
     pace, causes = _describe_pace(difference.steps), list(_list_causes(difference))
     if not causes and not difference.steps.changed:
         equal = "the same job, code and environment" if difference.steps.timed else "the same job and code"
-        return (f"nothing differs: {equal}; {pace or 'neither run has measurements'}", *durations)
-    lines = [*filter(None, [pace]), *durations]
+        return (f"nothing differs: {equal}; {pace or 'neither run has measurements'}",)
+    lines = [pace] if pace else []
     if causes:
         more_text = f", and {len(causes) - _MAX_CAUSES} more" if len(causes) > _MAX_CAUSES else ""
         lines.append(f"what differs: {', '.join(causes[:_MAX_CAUSES])}{more_text}")

@@ -35,8 +35,6 @@ def render_difference(run_difference: "RunDifference") -> Iterator["RenderableTy
     yield from _render_values("environment", run_difference.environment)
     yield from _render_values("code", run_difference.code)
     yield from _render_steps(run_difference)
-    yield from _render_values("recommended", run_difference.recommendation)
-    yield from _render_values("trainings", run_difference.trainings)
 
 
 def _describe_run(run_overview: "RunOverview") -> str:
@@ -51,9 +49,8 @@ def _render_values(heading: str, differences: Sequence["FieldDifference"]) -> It
         return
     made = make_table((heading, "A", "B"), left=range(3))
     for difference in differences:
-        where = f" ({difference.part})" * bool(difference.part)
         made.add_row(
-            f"{difference.about}{where}",
+            difference.about,
             *shorten_pair(format_value(difference.before, "-"), format_value(difference.after, "-"), _WIDEST),
         )
     yield ""

@@ -1,6 +1,5 @@
 """`tula diff`: the answer is right where it is known what was changed."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,9 @@ from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.job_runs import open_run
 from tula_cli.run.records.probes import GpuState
-from tula_cli.run.records.results import BestValue
 from tula_cli.run.records.tasks import CodeSnapshot, ProbeTask
 from tula_cli.services.diff import RunDifference, choose_run, compare_runs
 from tula_cli.show.diff import render_difference
-from tula_cli.show.screen import to_plain_data
 from tula_cli.spec.job import JobSpec
 
 BEFORE = Truth(jitter=0.02)
@@ -208,23 +205,6 @@ def test_runs_without_a_measurement_are_compared_by_their_jobs(runs):
     add(other)
     message = "nothing differs: the same job and code; no configuration was measured in both"
     assert compare_runs(open_run(runs("a")), open_run(other)).headline == (message,)
-
-
-def test_trainings_and_recommendations_are_reported(runs):
-    first, other = runs("a"), runs("b")
-    for run in (first, other):
-        add(run)
-        make.add_training(run)
-    first.write_summary(make.summary(attempts=1, causes=()))
-    other.write_summary(make.summary(actual_hours=0.2, best=BestValue(metric="f1", value=0.5)))
-    other.write_recommendation(make.recommendation())
-    result = compare_runs(open_run(first), open_run(other))
-    assert {field.part for field in result.trainings} == {"training ab12cd34"}
-    trainings = {field.about: (field.before, field.after) for field in result.trainings}
-    assert (trainings["hours"], trainings["best f1"]) == ((0.1, 0.2), (None, 0.5))
-    assert result.headline[1] == "training ab12cd34 took 2.00 x as long (6.00 min -> 12.0 min)"
-    assert ("objective", None, "knee") in [(field.about, field.before, field.after) for field in result.recommendation]
-    json.dumps(to_plain_data(result), allow_nan=False)
 
 
 def test_a_damaged_result_is_left_out_and_told(runs):

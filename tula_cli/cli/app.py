@@ -127,6 +127,10 @@ REMOVED_OPTIONS: Mapping[tuple[str, str], str] = {
         "tula recommend",
         "--validate",
     ): "tula recommend --explain shows the fit, and tula train predicted and actual values",
+    **dict.fromkeys(
+        ((f"tula {name}", "--cancel-on-interrupt") for name in ("profile", "train", "compare", "evaluate")),
+        "tula cancel cancels the jobs",
+    ),
     (
         "tula recommend",
         "--pareto",

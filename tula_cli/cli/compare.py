@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tula_cli.cli.options import CancelOnInterrupt, DryRun, Yes
+from tula_cli.cli.options import DryRun, Yes
 from tula_cli.cli.runs import JobOrRun, confirm_unedited, print_node_type
 from tula_cli.cli.waiting import (
     answer_detached,
@@ -41,7 +41,6 @@ def compare(
     yes: Yes = False,
     dry_run: DryRun = False,
     wait: Wait = None,
-    cancel_on_interrupt: CancelOnInterrupt = False,
 ) -> None:
     """Compare the accuracy of several methods and batch sizes.
 
@@ -59,7 +58,7 @@ def compare(
     runs = chosen.open(screen)
     if learning_rates or near_batches:
         options = _SearchOptions(request, node_type, near_batches, only_show=only_show, yes=yes, dry_run=dry_run)
-        return _search_learning_rate(screen, chosen, runs, options, WaitPolicy(wait, None, cancel_on_interrupt))
+        return _search_learning_rate(screen, chosen, runs, options, WaitPolicy(wait))
     if only_show:
         return _show(screen, runs, request, node_type=node_type)
     own_dependencies = make_dependencies(
@@ -69,7 +68,7 @@ def compare(
     prepared = follow_work(screen, session.prepare(runs, request, own_dependencies, node_type=node_type))
     if dry_run:
         return _show_dry_run(screen, prepared, own_dependencies)
-    wait_policy = WaitPolicy(wait, cancel_on_interrupt=cancel_on_interrupt)
+    wait_policy = WaitPolicy(wait)
     comparison = follow_work(
         screen,
         session.run_comparison(

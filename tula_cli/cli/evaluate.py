@@ -1,6 +1,6 @@
 """`tula evaluate`."""
 
-from tula_cli.cli.options import CancelOnInterrupt, DryRun, Yes
+from tula_cli.cli.options import DryRun, Yes
 from tula_cli.cli.runs import JobOrRun
 from tula_cli.cli.waiting import answer_detached, follow_work, make_confirm, make_dependencies, make_inspector
 from tula_cli.options import EvaluationRequest, Timeout, Wait
@@ -16,7 +16,6 @@ def evaluate(
     dry_run: DryRun = False,
     wait: Wait = None,
     timeout: Timeout = None,
-    cancel_on_interrupt: CancelOnInterrupt = False,
 ) -> None:
     """Evaluate the weights of a training on the test set.
 
@@ -37,9 +36,7 @@ def evaluate(
             {"task": task, "found": prepared.found, "scripts": [script]},
             [*show_train.render_evaluation_plan(task), "", script],
         )
-    evaluation = follow_work(
-        screen, service.run_evaluation(prepared, own_dependencies, WaitPolicy(wait, timeout, cancel_on_interrupt))
-    )
+    evaluation = follow_work(screen, service.run_evaluation(prepared, own_dependencies, WaitPolicy(wait, timeout)))
     if isinstance(evaluation, DetachedJobs):
         return answer_detached(screen, [run], evaluation, {"task": task})
     return screen.answer(evaluation, show_train.render_evaluation(evaluation))

@@ -19,7 +19,7 @@ USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
 
 
 class Interrupted(TulaError):
-    """Ctrl-C was pressed. Jobs continue unless --cancel-on-interrupt was given."""
+    """Ctrl-C was pressed. Jobs continue; tula cancel cancels them."""
 
     exit_code = 130
     code = "interrupted"
@@ -52,9 +52,6 @@ class CommandWithPanels(TyperCommand):
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be submitted, without submitting it.")]
-CancelOnInterrupt = Annotated[
-    bool, typer.Option("--cancel-on-interrupt", help="Cancel the jobs on Ctrl-C.", rich_help_panel=ADVANCED)
-]
 
 COMMON: dict[str, Any] = {
     "as_json": Annotated[

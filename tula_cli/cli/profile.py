@@ -1,6 +1,6 @@
 """`tula profile`."""
 
-from tula_cli.cli.options import CancelOnInterrupt, DryRun, Yes
+from tula_cli.cli.options import DryRun, Yes
 from tula_cli.cli.runs import JobOrRun
 from tula_cli.cli.waiting import answer_detached, follow_work, make_confirm, make_dependencies, make_inspector
 from tula_cli.options import Fresh, Largest, Timeout, Wait
@@ -18,7 +18,6 @@ def profile(
     fresh: Fresh = False,
     wait: Wait = None,
     timeout: Timeout = None,
-    cancel_on_interrupt: CancelOnInterrupt = False,
 ) -> None:
     """Measure short training runs over nodes and batch sizes.
 
@@ -35,7 +34,7 @@ def profile(
     own_dependencies = make_dependencies(
         make_inspector(screen, root, fresh=fresh, keep=not dry_run), make_confirm(screen, spec, yes=yes)
     )
-    wait_policy = WaitPolicy(wait, timeout, cancel_on_interrupt)
+    wait_policy = WaitPolicy(wait, timeout)
     if dry_run:
         would = follow_work(screen, profiling_rounds.make_dry_run(runs, own_dependencies, largest=largest))
         return screen.answer(tables.list_data_by_type(would), show_profile.render_dry_run(would))

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tula_cli.cli.options import CancelOnInterrupt, DryRun, Yes
+from tula_cli.cli.options import DryRun, Yes
 from tula_cli.cli.runs import JobOrRun, confirm_unedited
 from tula_cli.cli.waiting import answer_detached, follow_work, make_confirm, make_dependencies, make_inspector
 from tula_cli.options import Timeout, TrainRequest, Wait
@@ -26,7 +26,6 @@ def train(
     dry_run: DryRun = False,
     wait: Wait = None,
     timeout: Timeout = None,
-    cancel_on_interrupt: CancelOnInterrupt = False,
 ) -> None:
     """Train at the recommended nodes and batch size.
 
@@ -40,7 +39,7 @@ def train(
         make_inspector(screen, runs[0].path.parent, keep=not dry_run),
         confirm_unedited(screen, runs, chosen, then=make_confirm(screen, runs[0].spec, yes=yes)),
     )
-    wait_policy = WaitPolicy(wait, timeout, cancel_on_interrupt)
+    wait_policy = WaitPolicy(wait, timeout)
     if request.seeds is not None:
         return _train_seeds(screen, chosen, runs, request, own_dependencies, wait_policy, dry_run=dry_run)
     training = follow_work(screen, service.prepare_training(runs, request, own_dependencies.inspect))

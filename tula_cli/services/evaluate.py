@@ -182,7 +182,7 @@ def run_evaluation(
         OtherFormat: the run has an older format.
         OverBudget: the submission was not confirmed.
         Pending: the timeout has passed.
-        Interruption: Ctrl-C; the job continues to run, unless it is to be cancelled.
+        Interruption: Ctrl-C; the job continues to run.
         TulaError: the evaluation failed, as classified by the table of exit reasons.
         SchedulerError: the scheduler refused the job.
     """
@@ -208,7 +208,7 @@ def run_evaluation(
             return DetachedJobs((task.job,), tuple(unfinished))
         yield from wait_for_jobs(run, launcher, [task.job], wait_policy)
     except KeyboardInterrupt:
-        raise make_interruption_of_jobs([(run, launcher)], wait_policy) from None
+        raise make_interruption_of_jobs([run]) from None
     return read_evaluation_result(run, task)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tula_cli.cluster.inspection import NotInspectable
 from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs
 from tula_cli.cluster.slurm import first_job
-from tula_cli.errors import BadMeasurements, Infeasible, Interruption, JobFailed, OutOfMemoryAtMinimum, TulaError
+from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum, TulaError
 from tula_cli.run.directory import Run
 from tula_cli.run.format import require_current_format
 from tula_cli.run.job_runs import save_runs
@@ -187,7 +187,7 @@ def run_profile(
         Infeasible: no configuration is feasible.
         OverBudget: the search exceeds search.max_node_hours, or was not confirmed.
         Pending: the timeout has passed.
-        Interruption: Ctrl-C; the jobs continue to run, unless they are to be cancelled.
+        Interruption: Ctrl-C; the jobs continue to run.
         JobFailed, OutOfMemoryAtMinimum, BadMeasurements: nothing was measured.
         SchedulerError: the scheduler refused a job.
     """
@@ -337,17 +337,13 @@ class _Profiling:
         """Submit the jobs of each variant.
 
         Raises:
-            Interruption: Ctrl-C; submitted jobs continue to run, unless they are to be cancelled.
+            Interruption: Ctrl-C; submitted jobs continue to run.
         """
         try:
             for submitted in jobs:
                 submitted.started = profile.submit_probes(submitted.run, submitted.plan, submitted.launcher)
         except KeyboardInterrupt:
-            raise self._interruption(jobs) from None
-
-    def _interruption(self, jobs: Sequence[_SubmittedRun]) -> Interruption:
-        """Return the error to raise on Ctrl-C; if jobs are to be cancelled, those of every variant are."""
-        return make_interruption_of_jobs([(submitted.run, submitted.launcher) for submitted in jobs], self.wait_policy)
+            raise make_interruption_of_jobs([submitted.run for submitted in jobs]) from None
 
     def _wait(self, jobs: Sequence[_SubmittedRun], deadline: float | None) -> Work[None]:
         """Wait until `deadline` for the jobs of one variant after another; all of them have been submitted."""
@@ -358,7 +354,7 @@ class _Profiling:
                 wait_policy = dataclasses.replace(self.wait_policy, timeout=self._remaining_seconds(deadline))
                 yield from wait_for_jobs(submitted.run, submitted.launcher, submitted.started, wait_policy)
         except KeyboardInterrupt:
-            raise self._interruption(jobs) from None
+            raise make_interruption_of_jobs([submitted.run for submitted in jobs]) from None
 
 
 def _list_submitted_probes(planned: Plans, jobs: Sequence[_SubmittedRun]) -> Work[SubmittedProbes]:

@@ -183,7 +183,7 @@ def submit_and_wait(
         yield Note(f"testing on {words.format_count(task.nodes)} whether the script can resume, {at_most}: {task.id}")
         yield from wait_for_jobs(run, launcher, [task.job], policy)
     except KeyboardInterrupt:
-        raise make_interruption_of_jobs([(run, launcher)], policy) from None
+        raise make_interruption_of_jobs([run]) from None
     record = ResumeTestRecords(run.path).read(task.id)
     if record is None or record.over_at is None:
         attempts = run.attempts(task.id)

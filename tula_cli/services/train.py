@@ -420,7 +420,7 @@ def run_training(
     Raises:
         OverBudget: the training was not confirmed, or exceeds the balance.
         Pending: the timeout has passed.
-        Interruption: Ctrl-C; the training continues to run, unless it is to be cancelled.
+        Interruption: Ctrl-C; the training continues to run.
         CannotResume, ResumeUntested: as in `run_resume_test_if_due`.
         OutOfMemoryAtMinimum, Diverged, DeviceFault, JobFailed: the training failed for that reason.
         SchedulerError: the scheduler refused the job.
@@ -448,7 +448,7 @@ def run_training(
             return DetachedJobs(jobs, tuple(unfinished))
         run_status = yield from wait_for_jobs(run, launcher, jobs, wait_policy)
     except KeyboardInterrupt:
-        raise make_interruption_of_jobs([(run, launcher)], wait_policy) from None
+        raise make_interruption_of_jobs([run]) from None
     require_known_job(run_status, plan.task.job)
     return load_summary(run, plan.task.signature)
 

@@ -253,7 +253,7 @@ def run_seeds(
         OverBudget: the trainings were not confirmed.
         SpecError: --no-wait on this machine, where trainings run one after another.
         Pending: the timeout has passed.
-        Interruption: Ctrl-C; running trainings continue, unless they are to be cancelled.
+        Interruption: Ctrl-C; running trainings continue.
         CannotResume, SchedulerError: as in `run_training`.
         JobFailed: the first trainings have all failed.
     """
@@ -280,7 +280,7 @@ def run_seeds(
         else:
             yield from _train_one_by_one(prepared, launcher, wait_policy)
     except KeyboardInterrupt:
-        raise make_interruption_of_jobs([(run, launcher)], wait_policy) from None
+        raise make_interruption_of_jobs([run]) from None
     return prepared.report()
 
 

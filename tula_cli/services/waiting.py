@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tula_cli import words
@@ -34,25 +34,15 @@ class Dependencies:
 
 @dataclass(frozen=True)
 class WaitPolicy:
-    """Whether and how long to wait for jobs, and whether Ctrl-C cancels them."""
+    """Whether and how long to wait for jobs."""
 
     wait: bool | None = None  # None: on this machine, not on a cluster
     timeout: float | None = None  # seconds
-    cancel_on_interrupt: bool = False
     clock: Callable[[], float] = time.monotonic
 
     def should_wait(self, spec: JobSpec) -> bool:
         """Return whether to wait for jobs of this cluster."""
         return not spec.cluster.backend.has_queue if self.wait is None else self.wait
-
-    def interruption(self, runs: Iterable[tuple[Run, Launcher]], *, hint: str, message: str) -> Interruption:
-        """Return the error to raise on Ctrl-C, after cancelling the jobs of all parts if they are to be cancelled."""
-        if self.cancel_on_interrupt:
-            runs = tuple(runs)
-            launchers = {run.name: launcher for run, launcher in runs}
-            cancelled = status.cancel_jobs([run for run, _ in runs], lambda run: launchers[run.name])
-            return Interruption(f"interrupted; cancelled {', '.join(cancelled) or 'nothing'}")
-        return Interruption(message, hint)
 
 
 @dataclass(frozen=True)
@@ -158,11 +148,10 @@ def _list_reported_failures(run: RunDir) -> set[str]:
     return {result.message for result in results if isinstance(result, Failed)}
 
 
-def make_interruption_of_jobs(jobs: Sequence[tuple[Run, Launcher]], wait_policy: WaitPolicy) -> Interruption:
+def make_interruption_of_jobs(runs: Sequence[Run]) -> Interruption:
     """Return the error to raise on Ctrl-C while jobs of some runs are submitted or running."""
-    cancels = "; ".join(f"tula cancel {words.make_relative_path(run.path)}" for run, _ in jobs)
-    hint = f"the same command attaches again; {cancels} stops them"
-    return wait_policy.interruption(jobs, hint=hint, message="interrupted; the jobs continue")
+    cancels = "; ".join(f"tula cancel {words.make_relative_path(run.path)}" for run in runs)
+    return Interruption("interrupted; the jobs continue", f"the same command attaches again; {cancels} stops them")
 
 
 def warn_new_jobs(

@@ -194,7 +194,7 @@ def run_search(
     Raises:
         OverBudget: the search was not confirmed, or is expected to use more than search.max_node_hours.
         Pending: the timeout has passed.
-        Interruption: Ctrl-C; the job continues to run, unless it is to be cancelled.
+        Interruption: Ctrl-C; the job continues to run.
         Diverged: every learning rate diverged.
         TulaError: the job failed, as classified by the table of exit reasons.
         SchedulerError: the scheduler refused the job.
@@ -222,7 +222,7 @@ def run_search(
             return DetachedJobs((task.job,), tuple(unfinished))
         yield from _wait_for_branches(search, launcher, wait_policy)
     except KeyboardInterrupt:
-        raise make_interruption_of_jobs([(run, launcher)], wait_policy) from None
+        raise make_interruption_of_jobs([run]) from None
     return read_report(search, file)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher
-from tula_cli.errors import BadMeasurements, JobFailed, SpecError, require_list
+from tula_cli.errors import BadMeasurements, Interruption, JobFailed, SpecError, require_list
 from tula_cli.options import ComparisonRequest
 from tula_cli.run.directory import Run
 from tula_cli.run.format import require_current_format
@@ -150,7 +150,7 @@ def run_comparison(
     Raises:
         OverBudget: the comparison was not confirmed.
         SpecError: --no-wait on this machine, where trainings run one after another.
-        Interruption: Ctrl-C; running jobs continue, unless they are to be cancelled.
+        Interruption: Ctrl-C; running jobs continue.
         SchedulerError: the scheduler refused a training.
         JobFailed: the first trainings have all failed.
     """
@@ -206,7 +206,7 @@ def _train_missing(
     except KeyboardInterrupt:
         hint = f"run the same command to follow it; tula cancel {words.make_relative_path(run.path)} ends it"
         message = "interrupted; finished trainings are kept, and running ones continue"
-        raise wait_policy.interruption([(run, launcher)], hint=hint, message=message) from None
+        raise Interruption(message, hint) from None
 
 
 def _submit(run: Run, plan: ComparePlan, launcher: Launcher, dependencies: Dependencies) -> Work[Sequence[str]]:

@@ -502,7 +502,7 @@ def test_a_dry_run_of_train_touches_nothing(cluster):
 
 def files(run):
     """Return what later commands take from a run."""
-    names = ("spec.yaml", "recommendation.json", "recommended.yaml", "results.csv", "cmd.txt")
+    names = ("spec.yaml", "recommendation.json", "recommended.yaml", "results.csv")
     return {name: (run.path / name).read_bytes() for name in names}
 
 

@@ -61,7 +61,7 @@ def test_the_main_job_from_profile_to_trained_model(tula, tmp_path: Path, open_u
     as_fast = fastest["hours"] > choice["hours"] * (1 - ALIKE / 2)  # less than that is not worth a word
     assert as_fast or any(words in answer["data"]["reason"] for words in noise_said)
     assert choice["cost"] == pytest.approx(choice["hours"] * choice["nodes"] * 7.5)
-    for name in ("recommendation.json", "recommended.yaml", "results.csv", "cmd.txt"):
+    for name in ("recommendation.json", "recommended.yaml", "results.csv"):
         assert (run.path / name).is_file()
     assert load_spec(run.path / "recommended.yaml") == run.read_spec()
 

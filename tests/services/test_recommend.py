@@ -142,12 +142,12 @@ def test_the_command_names_run_nodes_and_batch(tmp_path: Path) -> None:
     run = run_with(tmp_path / "my runs", probe_all(Truth(), SWEEP))
     choice = ask(run).choice
     expected = f"tula train --run '{run.path}' --nodes {choice.nodes} --batch {choice.batch}"
-    assert (run.path / "cmd.txt").read_text() == f"{expected}\n"
+    assert f"# To train: {expected}\n" in (run.path / "recommended.yaml").read_text()
     run.write_task(
         ProbeTask(id="p", job="p", spec=JOB, workdir="/home/me/my project", nodes=1, local_batches=(1,), code="1234")
     )
     ask(run)
-    assert (run.path / "cmd.txt").read_text() == f"cd '/home/me/my project' && {expected}\n"
+    assert f"# To train: cd '/home/me/my project' && {expected}\n" in (run.path / "recommended.yaml").read_text()
 
 
 def test_the_recommended_spec_names_the_same_run(run: RunDir) -> None:
@@ -549,7 +549,7 @@ def test_each_type_keeps_its_own_best(tmp_path: Path) -> None:
     known = [part.recommendation() for part in (fast, slow)]
     assert known[0] is not None and known[0].choice.batch == answer.choice.batch
     assert known[1] is not None and known[1].choice.type == "slow"
-    assert f"--run {fast.path} --nodes {answer.choice.nodes}" in (fast.path / "cmd.txt").read_text()
+    assert f"--run {fast.path} --nodes {answer.choice.nodes}" in (fast.path / "recommended.yaml").read_text()
 
 
 def test_a_type_that_was_not_measured_is_left_out_aloud(tmp_path: Path) -> None:

@@ -389,7 +389,7 @@ class RunDir:
         return read_record(self.path / "recommendation.json", Recommendation)
 
     def write_text(self, name: str, text: str) -> Path:
-        """Write one of recommended.yaml, results.csv, cmd.txt; return its path."""
+        """Write one of recommended.yaml and results.csv; return its path."""
         write_atomic(self.path / name, text)
         return self.path / name
 

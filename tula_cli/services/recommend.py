@@ -498,7 +498,7 @@ def save_answer(
     job: Path | None = None,
     every: bool = False,
 ) -> None:
-    """Write recommendation.json, recommended.yaml, results.csv and cmd.txt, which `tula train` reads.
+    """Write recommendation.json, which `tula train` reads, recommended.yaml and results.csv.
 
     The chosen run gets the answer over all runs; each other run gets the best configuration on its hardware, for
     `tula train --type`. So does the chosen run if several have the same node type: later commands, which read it alone,

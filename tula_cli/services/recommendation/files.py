@@ -1,4 +1,4 @@
-"""The output files of `tula recommend`: the recommended job, the command that trains it, the table of results."""
+"""The output files of `tula recommend`: the recommended job, with the command that trains it, and the table of results."""
 
 import shlex
 from collections.abc import Collection, Iterator, Sequence
@@ -14,7 +14,6 @@ from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services.recommendation.measurements import TypeMeasurements
-from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml
 from tula_cli.words import escape_spreadsheet_cell, format_count, format_duration
 
@@ -64,13 +63,11 @@ def write_answer(
     run.write_text(
         "results.csv", _make_results_table(all_measurements, recommendation, candidates, forecasts, every=every)
     )
-    train = make_training_command(run, recommendation.choice)
-    run.write_text("recommended.yaml", _render_recommended_yaml(run.spec, recommendation, train=train))
-    run.write_text("cmd.txt", f"{train}\n")
+    run.write_text("recommended.yaml", _render_recommended_yaml(run, recommendation))
     run.write_recommendation(recommendation)
 
 
-def _render_recommended_yaml(spec: JobSpec, recommendation: Recommendation, *, train: str) -> str:
+def _render_recommended_yaml(run: Run, recommendation: Recommendation) -> str:
     """Return the unchanged spec, below comments on the choice.
 
     The spec is unchanged so that it still identifies the same run, with its probes and this recommendation.
@@ -80,8 +77,8 @@ def _render_recommended_yaml(spec: JobSpec, recommendation: Recommendation, *, t
         f"# tula recommends {describe_configuration(choice, recommendation.currency)}.\n"
         f"# Criteria: {recommendation.criteria}.\n"
         f"# Reason: {recommendation.reason}.\n"
-        f"# To train: {train}\n"
-        f"{dump_yaml(spec.without_bill())}"
+        f"# To train: {make_training_command(run, choice)}\n"
+        f"{dump_yaml(run.spec.without_bill())}"
     )
 
 

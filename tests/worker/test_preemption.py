@@ -1,5 +1,6 @@
 """Leaving before the end: saved on the way out, agreed on by all ranks, and nothing of it in the weights."""
 
+import itertools
 import json
 import os
 import signal
@@ -93,6 +94,21 @@ def test_quick_steps_are_not_slowed_by_a_question_each(alone: Ranks, monkeypatch
         time.sleep(0.001)
         communicated += subject.check(reserve=0.0)
     assert communicated == len(requests) and 0 < communicated <= 5
+
+
+def test_ranks_communicate_at_the_same_intervals_however_long_a_step_takes(
+    alone: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(preemption.time, "monotonic", lambda: now)
+    subject = PreemptionHandler(alone, environ={})
+    for step_time in (preemption.CHECK_SECONDS / 8, preemption.CHECK_SECONDS / 4):
+        communicated = []
+        for step in range(64):
+            now += step_time
+            communicated += [step] * subject.check(reserve=0.0)
+        gaps = {after - before for before, after in itertools.pairwise(communicated[-4:])}
+        assert gaps == {round(preemption.CHECK_SECONDS / step_time)}
 
 
 def test_two_ranks_leave_after_the_same_step(two_ranks: Path) -> None:

@@ -12,6 +12,7 @@ from tula_cli.cluster.decisions import (
     EVALUATION,
     MAX_RESTARTS,
     PROBE,
+    RATE_SEARCH,
     RESUME_TEST,
     TRAINING,
     History,
@@ -25,7 +26,16 @@ from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure, Fallback, Relaunch, Requeue, Stop
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.recommendations import Stage
-from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, ResumeTestTask, Rung, Task, TrainTask
+from tula_cli.run.records.tasks import (
+    CheckTask,
+    EvaluateTask,
+    ProbeTask,
+    RateSearchTask,
+    ResumeTestTask,
+    Rung,
+    Task,
+    TrainTask,
+)
 from tula_cli.spec.job import JobSpec
 
 FAILURES = get_args(OutcomeClass)
@@ -54,6 +64,10 @@ def rehearsal(kind: str = "slurm") -> ResumeTestTask:
 def evaluation(kind: str = "slurm") -> EvaluateTask:
     where = {"signature": "s", "key": "k", "weights": "best", "path": "/w.pt", "samples": 1, "local_batch": 8}
     return EvaluateTask(**COMMON, spec=spec_of(kind), **where)
+
+
+def rates(kind: str = "slurm") -> RateSearchTask:
+    return RateSearchTask(**COMMON, spec=spec_of(kind), key="k", batches=(64,))
 
 
 def check(kind: str = "slurm") -> CheckTask:
@@ -204,6 +218,12 @@ EVALUATIONS: list[Row] = [
     ("any", "always", evaluation(), f("device_fault"), history(), Stop()),
     ("any", "always", evaluation(), f("signal"), history(earlier=lost(MAX_RESTARTS)), Stop()),
 ]  # fmt: skip
+RATE_SEARCHES: list[Row] = [
+    ("none", "the job has all its results", rates(), None, history(finished=True), Stop()),
+    ("none", "always", rates(), None, history(), Relaunch()),
+    *((kind, situation, rates(task.spec.cluster.kind), failure, known, expected)
+      for kind, situation, task, failure, known, expected in EVALUATIONS if kind != "none"),
+]  # fmt: skip
 CHECKS: list[Row] = [
     ("none", "always", check(), None, history(), Stop()),
     ("any", "the allocation has ended", check(), f("port"), ENDED, Stop()),
@@ -212,7 +232,8 @@ CHECKS: list[Row] = [
     ("any", "always", check(), f("port"), history(earlier=lost(MAX_RESTARTS)), Stop()),
 ]
 TABLES: list[tuple[tuple[Rule, ...], list[Row]]] = [
-    (TRAINING, TRAININGS), (PROBE, PROBES), (RESUME_TEST, REHEARSALS), (EVALUATION, EVALUATIONS), (CHECK, CHECKS),
+    (TRAINING, TRAININGS), (PROBE, PROBES), (RESUME_TEST, REHEARSALS), (EVALUATION, EVALUATIONS),
+    (RATE_SEARCH, RATE_SEARCHES), (CHECK, CHECKS),
 ]  # fmt: skip
 CASES = [row for _, rows in TABLES for row in rows]
 
@@ -228,12 +249,14 @@ def test_each_row_decides_as_it_says(row: Row) -> None:
     assert decide(task, failure, known) == expected
 
 
-@pytest.mark.parametrize(("rules", "rows"), TABLES, ids=["train", "probe", "rehearse", "evaluate", "check"])
+@pytest.mark.parametrize(("rules", "rows"), TABLES, ids=["train", "probe", "rehearse", "evaluate", "rates", "check"])
 def test_every_row_of_the_tables_has_a_case(rules: tuple[Rule, ...], rows: list[Row]) -> None:
     assert {rule[:2] for rule in rules} == {row[:2] for row in rows}
 
 
-@pytest.mark.parametrize("task", [training(), probe(), rehearsal(), evaluation(), check()], ids=lambda task: task.kind)
+@pytest.mark.parametrize(
+    "task", [training(), probe(), rehearsal(), evaluation(), rates(), check()], ids=lambda task: task.kind
+)
 def test_every_failure_of_every_task_is_decided(task: Task) -> None:
     for outcome in FAILURES:
         assert isinstance(decide(task, f(outcome), history()), Relaunch | Requeue | Stop)

@@ -224,7 +224,14 @@ EVALUATION: tuple[Rule, ...] = (
     *_RESTARTS,
     ("any", "always", "the end"),
 )
-"""An evaluation of a training's weights, or a search for a learning rate."""
+"""An evaluation of a training's weights."""
+
+RATE_SEARCH: tuple[Rule, ...] = (
+    ("none", "the job has all its results", "the end"),
+    ("none", "always", "new processes"),  # a script is started once for each branch
+    *EVALUATION[1:],
+)
+"""A search for a learning rate."""
 
 CHECK: tuple[Rule, ...] = (
     ("none", "always", "the end"),
@@ -263,8 +270,10 @@ def get_rules(task: Task) -> tuple[Rule, ...]:
             return PROBE
         case ResumeTestTask():
             return RESUME_TEST
-        case EvaluateTask() | RateSearchTask():
+        case EvaluateTask():
             return EVALUATION
+        case RateSearchTask():
+            return RATE_SEARCH
         case CheckTask():
             return CHECK
 

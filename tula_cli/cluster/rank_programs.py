@@ -1,10 +1,11 @@
-"""The program of each task: tula's worker, or a probe, a training or a resume test of the user's script."""
+"""The program of each task: tula's worker, or what tula does with the user's script."""
 
 from tula_cli.cluster.rank_program import RankProgram, WorkerProgram
+from tula_cli.cluster.scripts.rate_search import ScriptRateSearch
 from tula_cli.cluster.scripts.resume_test import ResumeTest
 from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.tasks import ProbeTask, ResumeTestTask, Task, TrainTask
+from tula_cli.run.records.tasks import ProbeTask, RateSearchTask, ResumeTestTask, Task, TrainTask
 
 
 def make_rank_program(run: RunDir, task: Task) -> RankProgram:
@@ -20,5 +21,7 @@ def make_rank_program(run: RunDir, task: Task) -> RankProgram:
             return ScriptTraining(run, task)
         case ResumeTestTask():
             return ResumeTest(run, task)
+        case RateSearchTask():
+            return ScriptRateSearch(run, task)
         case _:
             raise AssertionError(f"a script has no task {task.id}")

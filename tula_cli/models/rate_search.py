@@ -1,11 +1,13 @@
 """The search for the learning rate of a large batch by short branches from one checkpoint (`tula compare --learning-rates`).
 
 The checkpoint is trained on a few per cent of a training's samples at the reference batch. From it, each branch trains
-the large batch with another rule of `train.lr_scaling`, and is evaluated on held-out training samples. Short branches
+the large batch with another rule of `train.lr_scaling`, and is evaluated on held-out training samples (a script: by the
+loss of its last steps, as only the script could evaluate it). Short branches
 favour low learning rates (Wu et al. 2018), so the highest rate wins whose loss is close to the best. The critical batch
 is the gradient noise scale at the checkpoint (McCandlish et al. 2018).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +16,7 @@ from tula_cli.models import halving
 from tula_cli.run.records.results import LearningRateRule, RateBranch
 from tula_cli.spec.job import JobSpec, compute_lr_scale
 from tula_cli.spec.methods import METHODS, TrainingMethod
+from tula_cli.spec.scripts.script import count_script_samples
 from tula_cli.spec.sections import NOISE_BATCHES
 
 RULES: tuple[LearningRateRule, ...] = ("none", "sqrt", "linear")
@@ -30,6 +33,9 @@ BRANCHES_SHARE = 0.07
 
 MIN_STEPS = 5
 """Minimum optimizer steps of a branch."""
+
+START_SLACK = 0.05
+"""Share of the samples before the branches by which the checkpoint of a script may be earlier."""
 
 NOISE_SHARE, MIN_NOISE_BATCHES = 0.01, 8
 """Largest share of a training's samples from which the gradient noise is measured; and its minimum micro-batches per rank."""
@@ -68,6 +74,25 @@ class SearchPlan:
         """The cost of the search as a share of a training, in samples."""
         return self.samples / self.total
 
+    def count_start_steps(self, batch: int) -> int:
+        """Return the step from which on a script's checkpoint is late enough; epochs may drop their last batches."""
+        return max(1, math.floor((1 - START_SLACK) * self.start / batch))
+
+    def count_branch_steps(self, batch: int) -> int:
+        """Return the optimizer steps of a branch at a global batch."""
+        return round(self.length / batch)
+
+
+def get_reference_keys(spec: JobSpec) -> tuple[str, str]:
+    """Return the keys of a job's reference batch, and of the learning rate that was tuned for it."""
+    script = ("script.reference.batch", "script.reference.lr")
+    return ("train.reference_batch", "optimizer.lr") if spec.script is None else script
+
+
+def get_reference_rate(spec: JobSpec) -> float | None:
+    """Return the learning rate of the reference batch; None of a script with {lr_factor}, which has its own."""
+    return spec.optimizer.lr if spec.script is None else spec.script.reference.lr
+
 
 def require_searchable(spec: JobSpec, batch: int) -> None:
     """Check that a learning rate can be searched for a job's batch.
@@ -77,10 +102,11 @@ def require_searchable(spec: JobSpec, batch: int) -> None:
             not allow a search.
     """
     train, reference = spec.train, spec.train.reference_batch
+    key, rate = get_reference_keys(spec)
     if batch <= reference:
         raise SpecError(
-            f"batch {batch} is not above train.reference_batch {reference}, whose learning rate is optimizer.lr",
-            "name a larger batch with --batch, or set train.reference_batch to the batch that optimizer.lr was tuned for",
+            f"batch {batch} is not above {key} {reference}, whose learning rate is {rate}",
+            f"name a larger batch with --batch, or set {key} to the batch that {rate} was tuned for",
         )
     if not _is_searchable(train.training_method):
         searchable = ", ".join(name for name, method in METHODS.items() if _is_searchable(method))
@@ -126,19 +152,24 @@ def list_arms(spec: JobSpec, batch: int) -> list[RateArm]:
     return sorted(arms.values(), key=lambda arm: arm.factor)
 
 
-def plan_search(spec: JobSpec, batches: Sequence[int], *, dataset_size: int) -> SearchPlan:
+def plan_search(spec: JobSpec, batches: Sequence[int], *, dataset_size: int, save_every: int = 0) -> SearchPlan:
     """Count the samples of a search.
 
     Args:
         spec: the job.
         batches: the batch whose learning rate is searched, and others to compare with it, global.
         dataset_size: training samples.
+        save_every: samples between two checkpoints of a script, one of which the branches start from; 0 if any.
     """
     total, reference = spec.train.epochs * dataset_size, spec.train.reference_batch
+    if spec.script is not None:
+        total = count_script_samples(spec.script, dataset_size)
     branches = len(list_arms(spec, batches[0])) + len(batches) - 1
     start = max(reference * MIN_STEPS, round(START_SHARE * total))
+    start = max(1, round(start / save_every)) * save_every if save_every else start
     length = max(MIN_STEPS * max(batches), round(min(BRANCH_SHARE, BRANCHES_SHARE / branches) * total))
     noise_batches = max(MIN_NOISE_BATCHES, min(NOISE_BATCHES, round(NOISE_SHARE * total / reference)))
+    noise_batches = 0 if spec.script is not None else noise_batches  # its gradients are not seen
     samples = start + branches * length + noise_batches * reference
     return SearchPlan(start, length, branches, noise_batches, samples, total)
 

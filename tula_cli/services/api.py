@@ -895,7 +895,7 @@ def find_learning_rate(arguments: LearningRateArguments) -> LearningRateReport |
         waited for.
 
     Raises:
-        SpecError: the job has a script, or the batch or the method cannot be searched.
+        SpecError: the batch or the method cannot be searched, or the script cannot be branched.
         BadMeasurements: no batch is given or recommended.
         Diverged: every learning rate diverges.
         OverBudget, Pending, OutOfMemoryAtMinimum, DeviceFault, JobFailed, SchedulerError, KeyboardInterrupt: as of `train`.

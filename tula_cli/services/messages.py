@@ -33,6 +33,15 @@ def branches_learned_little(*, start: float, lowest: float) -> str:
     )
 
 
+@diagnostic
+def branches_below_learning_rate(*, lr: float, reference: float) -> str:
+    return (
+        f"The script used learning rate {format_number(lr)} where the branches start, below script.reference.lr"
+        f" {format_number(reference)}: it is still warming up, or its schedule has lowered it. Whether the chosen learning"
+        " rate is stable at its full height was not tested."
+    )
+
+
 # --- Settings of a job that are unlikely together
 
 

@@ -193,10 +193,14 @@ def format_spread(value: "SeedStatistics | None", digits: int) -> str:
 
 def render_search_plan(search: "PreparedSearch", *, scripts: Sequence[str] = ()) -> Iterator[str]:
     """Describe the branches of a search for a learning rate, and their cost."""
+    from tula_cli.models.rate_search import get_reference_rate
+
     spec, plan = search.task.spec, search.plan
     batch, *others = search.task.batches
-    rates = ", ".join(format_number(arm.factor * spec.optimizer.lr) for arm in search.arms)
-    yield f"batch {batch} on {format_count(search.task.nodes)}: branches with learning rates {rates}"
+    base = get_reference_rate(spec)
+    rates = ", ".join(format_number(arm.factor * (base or 1.0)) for arm in search.arms)
+    described = f"learning rates {rates}" if base else f"{rates} times the learning rate"
+    yield f"batch {batch} on {format_count(search.task.nodes)}: branches with {described}"
     if others:
         yield f"then with the chosen rule at batch {' and '.join(map(str, others))}"
     yield (
@@ -244,6 +248,11 @@ def render_learning_rates(report: "LearningRateReport") -> Iterator["RenderableT
     if report.best_batch is not None:
         yield f"the largest batch with a loss close to the best after the same samples: {report.best_batch}"
     yield describe_critical_batch(report)
-    yield f"cost: {100 * report.share:.1f} % of the samples of a training; loss and top-1 are on held-out training samples"
+    losses = (
+        "loss and top-1 are on held-out training samples"
+        if report.held_out
+        else "loss: mean over a branch's last steps"
+    )
+    yield f"cost: {100 * report.share:.1f} % of the samples of a training; {losses}"
     yield ""
     yield f"next: {report.command}"

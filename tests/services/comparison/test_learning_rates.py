@@ -1,5 +1,6 @@
 """`tula compare --learning-rates` as a service: the plan, the job, and the report."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,21 @@ from make_results import inspected
 from make_runs import FakeLauncher
 
 from tula_cli.errors import BadMeasurements, Diverged, JobFailed, OverBudget, SpecError
+from tula_cli.run.code import choose_code
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.results import JobFile, RateBranch, RateSearch
+from tula_cli.run.records.scripts import ObservedStart, ResumeTestResult, Verdict
 from tula_cli.run.records.tasks import RateSearchTask
+from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.services.comparison import learning_rates
 from tula_cli.services.comparison.learning_rates import LearningRateReport, PreparedSearch
 from tula_cli.services.events import Note, RateSearchPlanned, WarningEvent, follow
 from tula_cli.services.waiting import Dependencies, DetachedJobs, WaitPolicy
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import validate
+from tula_cli.spec.scripts.script import Length
+from tula_cli.spec.signature import compute_resume_test_signature
 
 DETACHED = WaitPolicy(wait=False)
 FILE = JobFile(path=str(Path("job.yaml").absolute()))
@@ -142,11 +149,112 @@ def test_the_search_is_the_same_whatever_the_job_s_rule(run: RunDir) -> None:
     assert prepare(run, batch=128)[0].task.key != prepare(run)[0].task.key
 
 
-def test_a_script_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
-    job = make.script_spec(epochs=4)
-    with pytest.raises(SpecError, match="cannot branch a script") as error:
-        prepare(RunDir.create(tmp_path, job), job)
+# --- a script
+
+
+RESUME = {"args": "--resume {checkpoint}", "checkpoint": "{out}/last.pt"}
+EPOCHS: dict[str, Any] = {"length": {"epochs": 60}, "dataset_size": 1600}
+
+
+def script_job(resume: Any = (), **script: Any) -> JobSpec:
+    """Return a job whose script resumes at any batch; `resume` and `script` are changes."""
+    settings = {
+        "command": "python /home/me/train.py -b {batch} --lr {lr}",
+        "code": "none",
+        "reference": {"batch": 16, "lr": 0.1},
+        "resume": None if resume is None else {**RESUME, "batch": "any", **dict(resume)},
+        **EPOCHS,
+        **script,
+    }
+    return validate({"name": "own", "script": settings, "search": {"nodes": [1]}}, source="test")
+
+
+def write_resume_test(run: RunDir, job: JobSpec, verdict: Verdict, *, saved: int | None = None) -> None:
+    """Write the result of a resume test of the script, with the code that the search finds."""
+    key = compute_resume_test_signature(job, choose_code(run, job, Path.cwd(), keep=False).digest)
+    begin = ObservedStart(
+        phase="begin", batch=16, length=Length(epochs=3), whole=4800, ended="killed", seconds=1.0, saved_samples=saved
+    )
+    result = ResumeTestResult(
+        task=f"rehearse-{key}-1",
+        key=key,
+        began_at=0.0,
+        over_at=1.0,
+        starts=(begin,),
+        verdict=verdict,
+        faults=("it counts steps",),
+    )
+    ResumeTestRecords(run.path).write(result)
+
+
+@pytest.mark.parametrize(
+    ("job", "verdict", "reason"),
+    [
+        (script_job(resume=None), None, "script.resume is missing"),
+        (script_job(command="train.py -b {batch}", reference={"batch": 16}), None, "neither {lr} nor {lr_factor}"),
+        (script_job(resume={"batch": "rehearse"}), None, "whether it can resume at another batch is not known"),
+        (script_job(resume={"batch": "rehearse"}), "same", "it cannot resume at another batch (it counts steps)"),
+        (script_job(resume={"batch": "same"}), None, "script.resume.batch: same"),
+        (script_job(), "none", "it cannot resume at another batch (it counts steps)"),
+        (script_job(reference={"batch": 15, "lr": 0.1}, launch="node"), None, "15 does not divide by 2"),
+        (script_job(length={"epochs": 4}, dataset_size="auto"), None, "the samples of an epoch are not known"),
+    ],
+)
+def test_a_script_that_cannot_be_branched_is_refused_with_what_to_do(
+    tmp_path: Path, job: JobSpec, verdict: Verdict | None, reason: str
+) -> None:
+    run = RunDir.create(tmp_path, job)
+    if verdict is not None:
+        write_resume_test(run, job, verdict)
+    with pytest.raises(SpecError, match=re.escape(reason)) as error:
+        prepare(run, job, nodes=2 if "divide" in reason else 1)
+    assert error.value.message.startswith("tula cannot branch the script from its checkpoint: ")
     assert "tula compare --methods lbt,sqrt,lrs" in error.value.hint
+
+
+def test_a_checkpoint_outside_of_the_folder_of_the_script_is_not_overwritten(tmp_path: Path) -> None:
+    job = script_job(resume={"checkpoint": "last.pt"})
+    with pytest.raises(SpecError, match=r"is not in \{out\}"):
+        prepare(RunDir.create(tmp_path, job), job)
+
+
+@pytest.mark.parametrize(
+    ("job", "verdict", "saved", "start"),
+    [
+        (script_job(), None, None, 1600),  # 2 % of 96,000 are 1920; it is taken to save once per epoch
+        (script_job(save="SIGUSR1"), None, None, 1920),  # a checkpoint is requested
+        (script_job(save="SIGUSR1", resume={"batch": "rehearse"}), "epoch", 1600, 1600),
+        (script_job(resume={"batch": "rehearse"}), "any", 400, 2000),  # the fifth of its checkpoints
+        (script_job(length={"samples": 96_000}, dataset_size="auto"), None, None, 1920),
+    ],
+)
+def test_branches_of_a_script_start_from_one_of_its_own_checkpoints(
+    tmp_path: Path, job: JobSpec, verdict: Verdict | None, saved: int | None, start: int
+) -> None:
+    run = RunDir.create(tmp_path, job)
+    if verdict is not None:
+        write_resume_test(run, job, verdict, saved=saved)
+    prepared, _ = prepare(run, job)
+    plan = prepared.plan
+    assert (plan.start, plan.length, plan.total, plan.noise_batches) == (start, 1920, 96_000, 0)
+    assert plan.samples == start + 3 * 1920 and plan.share < 0.1
+    assert [arm.factor for arm in prepared.arms] == [1.0, 2.0, 4.0]
+    near = prepare(run, job, near_batches=True)[0]
+    assert near.task.batches == (64, 32, 128) and near.plan.share <= 0.1
+
+
+def test_the_report_of_a_script_says_what_its_losses_are_and_where_its_learning_rate_was_too_low(
+    tmp_path: Path,
+) -> None:
+    job = script_job()
+    run = RunDir.create(tmp_path, job)
+    prepared, _ = prepare(run, job)
+    for start_lr, warnings in ((0.1, []), (0.05, ["branches-below-learning-rate"])):
+        run.write_rate_search(record(prepared.task, 0.5, 0.3, 0.32).model_copy(update={"start_lr": start_lr}))
+        result = learning_rates.read_report(prepared, FILE)
+        assert [warning.code for warning in result.warnings] == warnings
+    assert not result.held_out and result.overrides == ("train.lr_scaling=linear",)
+    assert "a script's gradients are not measured" in learning_rates.describe_critical_batch(result)
 
 
 # --- the job

@@ -126,6 +126,7 @@ class ResumeTest(ScriptProgram):
     """One resume test, as seen by the leader of its supervisors."""
 
     task: ResumeTestTask
+    records_steps = True
 
     # --- its starts
 

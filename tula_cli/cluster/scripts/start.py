@@ -25,7 +25,8 @@ from tula_cli.run.files import make_folder, write_error
 from tula_cli.run.records.base import MicroBatches
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
-from tula_cli.run.records.scripts import ExpectedValues, KillPlan, ShimPlan
+from tula_cli.run.records.results import PlannedBranch
+from tula_cli.run.records.scripts import BranchPlan, ExpectedValues, KillPlan, ShimPlan
 from tula_cli.run.records.tasks import Task
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.run.script_files import list_snapshot_python_path, move_command_to_snapshot
@@ -51,6 +52,8 @@ class ScriptProgram(RankProgram):
     """Whether the shim measures and stops the script, or only reports."""
     silence: ClassVar[float] = TRAINING_SILENCE
     """Minimum seconds without a heartbeat after which the script is killed as stuck."""
+    records_steps: ClassVar[bool] = False
+    """Whether each step has a row."""
 
     @property
     def script(self) -> Script:
@@ -91,9 +94,11 @@ class ScriptProgram(RankProgram):
     def possible_micro_batches(self) -> MicroBatches | None:
         return None
 
-    def preview_of(self, batch: int) -> str:
+    def preview_of(self, batch: int, *, branch: PlannedBranch | None = None) -> str:
         """Return the shell command line of the first process at a batch, without side effects."""
-        command = LeaderCommand(task=self.task.id, attempt=1, ranks=self.task.ranks, meeting="127.0.0.1:0", batch=batch)
+        command = LeaderCommand(
+            task=self.task.id, attempt=1, ranks=self.task.ranks, meeting="127.0.0.1:0", batch=batch, branch=branch
+        )
         start = self.start(Allocation(0, 1, environ={}), command)
         return shlex.join(start.argv(start.processes()[0]))
 
@@ -141,7 +146,11 @@ class ScriptProgram(RankProgram):
         return methods.NEVER_STEPS
 
     def kill_plan(self, command: LeaderCommand) -> KillPlan | None:
-        """Return how the shim kills the start to test resuming; None if it does not."""
+        """Return how the shim kills the start after a checkpoint; None if it does not."""
+        return None
+
+    def branch_plan(self, command: LeaderCommand) -> BranchPlan | None:
+        """Return how the shim shapes and ends a branch of a search for a learning rate; None for other starts."""
         return None
 
 
@@ -217,10 +226,12 @@ class ScriptStart:
             world=self.command.ranks,
             batch=self.command.batch,
             accumulate=spec.train.accumulate * self.task.micro_batch_splits if counted else None,
-            lr=placeholders.get_learning_rate(spec, self.command.batch) if "lr" in script.placeholders else None,
+            lr=placeholders.get_learning_rate(program.spec_of(self.command), self.command.batch)
+            if "lr" in script.placeholders
+            else None,
             dataset=None if script.dataset_size == "auto" else script.dataset_size,
         )
-        search, start = spec.search, self.command.rehearsal
+        search = spec.search
         return ShimPlan(
             task=self.task.id,
             attempt=self.command.attempt,
@@ -232,16 +243,17 @@ class ScriptStart:
             max_steps=max(search.min_steps, MAX_PROBE_STEPS),
             seconds=search.min_seconds,
             split_steps=search.split_steps,
-            row=ROW_SECONDS if start is None else 0.0,  # a row a step
+            row=0.0 if program.records_steps else ROW_SECONDS,
             save=script.save == "hooks",
             checkpoint=program.hook_save_path(self.command, self._values(self.processes()[0])),
             ags=methods.make_ags_plan(
                 self.run, self.task, self.command, count_steps_per_epoch=program.count_steps_per_epoch
             ),
             ortho=methods.make_ortho_plan(self.run, self.task, self.command),
-            schedule=start is not None,
+            schedule=self.command.rehearsal is not None,
             files=program.watched_folders(self.command),
             rehearsal=program.kill_plan(self.command),
+            branch=program.branch_plan(self.command),
         )
 
     def _values(self, process: ScriptProcess) -> dict[str, str | float]:

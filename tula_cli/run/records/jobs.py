@@ -6,6 +6,7 @@ from pydantic import computed_field, model_validator
 
 from tula_cli.run.records.base import OutcomeClass, Record, RecordedText
 from tula_cli.run.records.failures import Decision, Failure, Shortage, lift_failure
+from tula_cli.run.records.results import PlannedBranch
 from tula_cli.run.records.scripts import PlannedStart
 
 
@@ -116,3 +117,4 @@ class LeaderCommand(Record):
     checkpoint: str = ""  # that a script goes on from
     batch: int = 0  # global, that a script is started with: the worker knows its own
     rehearsal: PlannedStart | None = None  # what this start of a resume test is for
+    branch: PlannedBranch | None = None  # the same of a search for a learning rate

@@ -110,8 +110,15 @@ class RateBranch(Branch):
     lr: float  # at full height: the schedule and the branch itself lower it
 
 
+class PlannedBranch(Record):
+    """One start of a script in a search for a learning rate, before it runs."""
+
+    rule: LearningRateRule | None  # None of the training up to the checkpoint, at the reference batch
+    out: str  # the script's own folder
+
+
 class RateSearch(Record):
-    """A search for the learning rate of a large batch; written by rank 0 after each branch."""
+    """A search for the learning rate of a large batch; written after each branch, by rank 0 or a script's supervisor."""
 
     key: str
     nodes: int
@@ -120,7 +127,8 @@ class RateSearch(Record):
     samples: int  # trained, without those of interrupted attempts
     total: int  # samples of a training
     start_epoch: float  # at which the branches start
-    start_loss: float  # there, on the held-out samples
+    start_loss: float  # there, on the held-out samples; of a script, of its training steps before
+    start_lr: float | None = None  # of a script's first step after it, if its optimizer has one
     noise: tuple[float, float, float | None] | None = (
         None  # gradient noise scale there with its 90 % interval; an upper end of None is open
     )

@@ -121,13 +121,21 @@ class OrthoPlan(Record):
 
 
 class KillPlan(Record):
-    """How the first start of a resume test is ended."""
+    """How a start is ended after a checkpoint: the first of a resume test or of a search for a learning rate."""
 
     checkpoint: str  # its absolute path or pattern
     after: Positive  # steps from it to the end
     ask: str = ""  # how it is asked for: a signal's name, "file:PATH", "hooks"; empty where it is not
     ask_at: Positive = 1  # step
+    first: Positive = 1  # step from which on checkpoints count
     settled: float = 2.0  # seconds without a change after which it is taken to be written
+
+
+class BranchPlan(Record):
+    """How a branch of a search for a learning rate is trained, or the training before the branches."""
+
+    steps: Positive | None  # after which it ends; None of the training before the branches, which a KillPlan ends
+    factor: float  # of the learning rate at the reference batch, which the command line is given
 
 
 class ShimPlan(Record):
@@ -151,6 +159,7 @@ class ShimPlan(Record):
     ags: AgsPlan | None = None
     ortho: OrthoPlan | None = None
     rehearsal: KillPlan | None = None
+    branch: BranchPlan | None = None
     schedule: bool = False  # rows tell where the scheduler stands
     files: tuple[str, ...] | None = None  # folders to write in; what else is changed is written down; None: nothing is
 

@@ -323,6 +323,8 @@ class RateSearchTask(BaseTask):
     kind: Literal["rates"] = "rates"
     key: str
     batches: tuple[int, ...]  # the batch whose learning rate is searched, then others to compare with it
+    dataset_size: int | None = None  # of a script: samples of an epoch; None where the worker reads the dataset
+    save_every: int = 0  # samples between two checkpoints of a script; 0 if it saves on request
 
 
 class CheckTask(BaseTask):

@@ -19,9 +19,10 @@ from tula_cli.run.frames import make_frame
 from tula_cli.run.html_table import render_html
 from tula_cli.run.imports import Source
 from tula_cli.run.job_runs import save_runs
+from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.results import JobFile, RateBranch, RateSearch
 from tula_cli.run.records.tasks import RateSearchTask
-from tula_cli.services import compare, messages, train
+from tula_cli.services import compare, messages, resume_test, train
 from tula_cli.services.evaluate import make_error_of_job
 from tula_cli.services.events import Note, RateSearchPlanned, WarningEvent, Work
 from tula_cli.services.waiting import (
@@ -34,6 +35,7 @@ from tula_cli.services.waiting import (
     wait_for_jobs,
     warn_new_jobs,
 )
+from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.signature import compute_digest, compute_train_signature
 from tula_cli.words import format_count, format_number, join_words, make_relative_path
 
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 
 EXPENSIVE_SHARE = 0.12
 """Share of a training's samples above which a search is reported as expensive."""
+LOW_RATE = 0.8
+"""Share of a script's learning rate below which its branches do not tell whether all of it is stable."""
 MIN_GAIN = 0.01
 """Share of the loss that the best branch has to gain for its losses to tell learning rates apart."""
 
@@ -57,11 +61,12 @@ class PreparedSearch:
     code: Source
     training_hours: float | None  # predicted for a training with this batch; None if nothing was measured
     price: str
+    startup_hours: float = 0.0  # of a script's starts, one for each branch
 
     @property
     def hours(self) -> float | None:
         """Expected hours of the search, if its samples take as long as those of the training."""
-        return None if self.training_hours is None else self.plan.share * self.training_hours
+        return None if self.training_hours is None else self.plan.share * self.training_hours + self.startup_hours
 
     @property
     def node_hours(self) -> float | None:
@@ -84,6 +89,7 @@ class LearningRateReport:
     critical_batch: (
         tuple[float, float, float | None] | None
     )  # gradient noise scale with its 90 % interval, as in the record
+    held_out: bool  # the losses are of held-out training samples, not of a script's own steps
     epoch: float  # at which it was measured and the branches started
     samples: int
     share: float  # of the samples of a training
@@ -136,26 +142,23 @@ def prepare_search(
     Raises:
         OtherFormat: the run has an older format.
         BadMeasurements: no batch or node type is given, known or recommended.
-        SpecError: the job has a training script, or its learning rate or batch cannot be searched.
+        SpecError: the learning rate or the batch of the job cannot be searched, or its script cannot be branched.
     """
     run = train.choose_run_to_train(runs, node_type)
     require_current_format(run.path)
     spec = run.spec
-    if spec.script is not None:
-        raise SpecError(
-            "tula cannot branch a script from its checkpoint, because only the script can evaluate it on samples that it"
-            " has not trained on",
-            "compare short trainings instead: tula compare --methods lbt,sqrt,lrs trains them for a quarter of the epochs",
-        )
     nodes = compare.choose_default_nodes(run) if nodes is None else nodes
     (batch,) = compare.list_default_batches(run) if batch is None else (batch,)
     rate_search.require_searchable(spec, batch)
     training = train.plan_training(run, nodes=nodes, batch=batch, inspect=dependencies.inspect)
     yield from map(WarningEvent, training.code.warnings)
-    size = train.find_dataset_size(run, dependencies.inspect)
     divisor = compute_batch_divisor(spec, nodes)
+    if spec.script is None:
+        size, save_every = train.find_dataset_size(run, dependencies.inspect), 0
+    else:
+        size, save_every = _require_branchable(run, spec.script, training.code, divisor)
     others = rate_search.list_other_batches(spec, batch, divisor=divisor, dataset_size=size) if near_batches else ()
-    plan = rate_search.plan_search(spec, (batch, *others), dataset_size=size)
+    plan = rate_search.plan_search(spec, (batch, *others), dataset_size=size, save_every=save_every)
     if plan.share > EXPENSIVE_SHARE:
         yield WarningEvent(messages.expensive_rate_search(share=plan.share, samples=plan.length, steps=MIN_STEPS))
     key = compute_digest({"training": _sign(run, nodes, batch, training.code), "batches": others})
@@ -167,10 +170,62 @@ def prepare_search(
         nodes=nodes,
         key=key,
         batches=(batch, *others),
+        dataset_size=None if spec.script is None else size,
+        save_every=save_every,
     )
     hours = training.prediction.hours if training.prediction is not None else None
     arms = tuple(rate_search.list_arms(spec, batch))
-    return PreparedSearch(run, task, plan, arms, training.code, hours, training.price)
+    starts = 0 if spec.script is None else plan.branches + 1
+    seconds = max((result.overheads.startup for result in run.results() if isinstance(result, Measured)), default=0.0)
+    return PreparedSearch(run, task, plan, arms, training.code, hours, training.price, starts * seconds / 3600)
+
+
+def _require_branchable(run: Run, script: Script, code: Source, divisor: int) -> tuple[int, int]:
+    """Check that a script can be branched; return the samples of an epoch, and those between two of its checkpoints.
+
+    The second number is 0 if the script saves when it is asked to.
+
+    Raises:
+        SpecError: it cannot, or it is not known.
+    """
+    reference = script.reference.batch
+    measured = next((result.dataset_size for result in run.results() if isinstance(result, Measured)), None)
+    size = script.known_dataset_size or measured
+    finding = None if script.resume is None else resume_test.load_finding(run, code)
+    resumes: str | None = None
+    if script.resume is not None:
+        setting = script.resume.batch
+        resumes = finding.resumes if finding is not None else None if setting == "rehearse" else setting
+    problem, advice = "", ""
+    if script.resume is None:
+        problem, advice = "script.resume is missing", "describe how the script resumes in script.resume"
+    elif not script.placeholders & {"lr", "lr_factor"}:
+        problem, advice = (
+            "its command has neither {lr} nor {lr_factor}",
+            "pass the learning rate to the script with {lr}",
+        )
+    elif resumes is None:
+        problem = "whether it can resume at another batch is not known"
+        advice = "run tula check --rehearse, which tests that"
+    elif resumes not in ("epoch", "any"):
+        problem = f"it cannot resume at another batch ({finding.why if finding else f'script.resume.batch: {resumes}'})"
+        advice = "correct how the script resumes, and run tula check --rehearse"
+    elif reference % divisor:
+        problem = f"script.reference.batch {reference} does not divide by {divisor} (nodes x GPUs per node x train.accumulate)"
+        advice = "search on fewer nodes: --nodes 1"
+    elif size is None:
+        problem, advice = "the samples of an epoch are not known", "set script.dataset_size"
+    if problem or size is None:
+        raise SpecError(
+            f"tula cannot branch the script from its checkpoint: {problem}",
+            f"{advice}; or compare short trainings: tula compare --methods lbt,sqrt,lrs trains them for a quarter of the epochs",
+        )
+    resume_test.resume_settings(run.spec)
+    if resumes == "any" and script.save != "none":
+        return size, 0
+    begins = [] if finding is None else [start for start in finding.rehearsal.starts if start.phase == "begin"]
+    saved = next((start.saved_samples for start in reversed(begins) if start.saved_samples), None)
+    return size, saved or (size if script.length.epochs is not None else 0)
 
 
 def _sign(run: Run, nodes: int, batch: int, code: Source) -> str:
@@ -303,7 +358,7 @@ def read_report(search: PreparedSearch, file: JobFile | None = None) -> Learning
     if chosen is None:
         raise Diverged(
             f"every learning rate diverges at batch {batch}, even that of batch {reference}",
-            "lower optimizer.lr, or use a smaller batch",
+            f"lower {rate_search.get_reference_keys(run.spec)[1]}, or use a smaller batch",
         )
     overrides = tuple(rate_search.list_overrides(run.spec, chosen.rule))
     alike = [branch for branch in record.branches if branch.rule == chosen.rule]
@@ -320,15 +375,18 @@ def read_report(search: PreparedSearch, file: JobFile | None = None) -> Learning
         best_batch=None if largest is None else largest.batch,
         too_large=_find_batch_too_large(run, task),
         critical_batch=record.noise,
+        held_out=run.spec.script is None,
         epoch=record.start_epoch,
         samples=record.samples,
         share=record.samples / record.total,
         answer=f"Use {times} of batch {reference} at batch {batch}: {format_number(chosen.lr)}.",
-        warnings=tuple(_warn_little_learned(record)),
+        warnings=tuple(_warn_of_losses(record, rate_search.get_reference_rate(run.spec))),
     )
 
 
-def _warn_little_learned(record: RateSearch) -> Iterator[Diagnostic]:
+def _warn_of_losses(record: RateSearch, reference_rate: float | None) -> Iterator[Diagnostic]:
+    if record.start_lr is not None and reference_rate is not None and record.start_lr < LOW_RATE * reference_rate:
+        yield messages.branches_below_learning_rate(lr=record.start_lr, reference=reference_rate)
     lowest = min(branch.loss for branch in record.branches if branch.loss is not None)
     if record.start_loss - lowest < MIN_GAIN * abs(record.start_loss):
         yield messages.branches_learned_little(start=record.start_loss, lowest=lowest)
@@ -345,6 +403,8 @@ def _make_train_command(run: RunDir, task: RateSearchTask, overrides: Sequence[s
 
 def describe_critical_batch(report: LearningRateReport) -> str:
     """Describe the gradient noise scale at the checkpoint."""
+    if not report.held_out:
+        return "critical batch (gradient noise scale): unknown, because a script's gradients are not measured"
     if report.critical_batch is None:
         return f"critical batch (gradient noise scale) at epoch {report.epoch:.2g}: unknown"
     scale, low, high = report.critical_batch

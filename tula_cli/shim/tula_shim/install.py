@@ -13,6 +13,7 @@ from typing import Any, Callable
 from . import batches, ddp_split, failing
 from .ags import AgsSteps, hook_steps
 from .batches import DeliveredBatches
+from .branch import hook_branch
 from .optimizers import get_learning_rate
 from .plan import OBSERVE_FILE, VARIABLE, PlanError, read_plan
 from .recorder import EPOCH, EVAL, SAVE, Recorder
@@ -65,6 +66,8 @@ def install() -> None:
         _hook_ags(mine)
     if mine.ortho is not None:
         mine.ortho.hook_steps()
+    if mine.branch is not None:
+        hook_branch(mine)  # before the optimizers' own: they report the rate of the script
     _hook_optimizers(mine)
     _hook_backward(mine)
     _hook_gaps(mine)
@@ -154,6 +157,8 @@ def _hook_backward(mine: Recorder) -> None:
         done = run(*arguments, **named)
         mine.backwards += 1
         mine.delivered.count_backward()
+        if mine.branch is not None:
+            mine.branch.record_backward(named["tensors"] if "tensors" in named else arguments[0])
         mine.split.after_backward(mine.mark)
         return done
 

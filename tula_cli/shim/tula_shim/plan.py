@@ -20,6 +20,7 @@ STEPS = 15
 AGS = {"code", "settings", "apply_to", "b_large", "b_small", "available", "steps_per_epoch", "seed", "resumed"}
 ORTHO = {"code", "beta2_power"}
 RESUME_TEST = {"checkpoint", "after"}
+BRANCH = {"steps", "factor"}
 
 
 class PlanError(ValueError):
@@ -47,6 +48,7 @@ class Plan:
     ags: dict[str, Any] | None
     ortho: dict[str, Any] | None
     rehearsal: dict[str, Any] | None
+    branch: dict[str, Any] | None
     schedule: bool
     files: list[str] | None
 
@@ -116,6 +118,7 @@ def _check_plan(path: str, given: dict[str, Any]) -> Plan:
         ags=_read_part_of_plan(path, given, "ags", AGS),
         ortho=_read_part_of_plan(path, given, "ortho", ORTHO),
         rehearsal=_read_part_of_plan(path, given, "rehearsal", RESUME_TEST),
+        branch=_read_part_of_plan(path, given, "branch", BRANCH),
         schedule=bool(given.get("schedule", False)),
         files=given.get("files"),
     )

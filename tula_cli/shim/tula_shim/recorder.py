@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from . import clocks
 from .ags import AgsSteps
 from .batches import DeliveredBatches
+from .branch import BranchSteps
 from .clocks import HostClock, Mark, compute_process_age, make_clock, read_peak_memory, reset_peak
 from .ddp_split import DdpSplit
 from .file_changes import Files
@@ -62,6 +63,7 @@ class Recorder:
         self.requests = Requests(self.plan)
         self.ags = AgsSteps(self.plan, self.split) if self.plan.ags is not None else None
         self.ortho = OrthoSteps(self.plan) if self.plan.ortho is not None else None
+        self.branch = BranchSteps(self.plan.branch) if self.plan.branch is not None else None
         self.restart()
 
     def restart(self, *, by_hand: bool = False) -> None:
@@ -150,6 +152,9 @@ class Recorder:
         if samples is not None:
             self._reported_samples = (self._reported_samples or 0) + samples
         self.pulse.record_step(self.step, self.samples())
+        if self.branch is not None:
+            seen = self.branch.take_loss()
+            loss = seen if loss is None else loss
         if self.plan.training:
             causes = [name for cause, name in CAUSES.items() if self.gap & cause] if self.gap else []
             self.pulse.write_row_if_due(causes, lr=lr, loss=loss)
@@ -163,6 +168,8 @@ class Recorder:
             self._keep(counts, samples)
         self.split.after_step()
         self.gap, self.backwards = 0, 0
+        if self.branch is not None:
+            return self.branch.is_over(self.step)
         return self.plan.mode == "probe" and self._enter_next_phase()
 
     def _make_row_extras(self) -> dict[str, Any]:

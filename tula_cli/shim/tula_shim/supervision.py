@@ -182,7 +182,7 @@ class StepKiller:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.wanted: dict[str, Any] = plan.rehearsal or {}
-        self._since = 0.0  # Unix time of the first step
+        self._since = 0.0  # Unix time of the first step whose checkpoints count
         self._checkpoint: dict[str, Any] | None = None
         self._last = 0  # step after which it ends
         self._seen = _NewestCheckpoint()
@@ -193,7 +193,7 @@ class StepKiller:
         Raises:
             OSError: the records cannot be written.
         """
-        if not self.wanted:
+        if not self.wanted or step < self.wanted.get("first", 1):
             return
         self._since = self._since or time.time()
         if step == self.wanted.get("ask_at"):

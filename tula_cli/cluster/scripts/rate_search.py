@@ -1,0 +1,314 @@
+"""The search for a learning rate with a user's script: each branch is a start of its own, from a copy of one checkpoint.
+
+`models.rate_search` decides which branches are trained, as in tula's own loop. The shim ends each branch after its
+samples, and records the loss of each step: only the script could evaluate its model on other samples.
+"""
+
+import math
+import shutil
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+from tula_cli.cluster.allocation import Allocation
+from tula_cli.cluster.scripts import training
+from tula_cli.cluster.scripts.placeholders import (
+    ScriptProcess,
+    get_learning_rate,
+    get_script,
+    list_placeholder_values,
+)
+from tula_cli.cluster.scripts.resume_test import find_learning_rates
+from tula_cli.cluster.scripts.start import ScriptProgram, blame_script
+from tula_cli.cluster.scripts.watch import ScriptMonitor, find_last_script_line
+from tula_cli.models import claims, rate_search
+from tula_cli.models.rate_search import RateArm, SearchPlan
+from tula_cli.run.records.failures import Failure
+from tula_cli.run.records.jobs import LeaderCommand
+from tula_cli.run.records.results import PlannedBranch, RateBranch, RateSearch
+from tula_cli.run.records.scripts import BranchPlan, KillPlan
+from tula_cli.run.records.tasks import RateSearchTask
+from tula_cli.run.script_attempt import ScriptAttempt
+from tula_cli.spec.job import JobSpec, compute_lr_scale
+from tula_cli.spec.scripts.placeholders import fill
+
+STEPS_AFTER_SAVE = 3
+"""Steps that are trained after the checkpoint, to see the learning rate that a branch has to resume with."""
+JUDGED_SHARE = 0.25
+"""Share of a branch, at its end, whose mean loss it is judged by."""
+MAX_LR_RATIO = 1.25
+"""Ratio of an observed to the requested learning rate from which on the script does not follow its command line."""
+
+
+class ScriptRateSearch(ScriptProgram):
+    """A search for a learning rate with a script, as seen by the leader of its supervisors."""
+
+    task: RateSearchTask
+    records_steps = True
+
+    # --- its starts
+
+    def make_command(self, *, attempt: int, meeting: str) -> LeaderCommand:
+        """Return the command for the next branch, with a copy of the checkpoint in a folder of its own.
+
+        It is the training up to the checkpoint if there is none yet, or none any more; all branches follow it.
+        """
+        command = super().make_command(attempt=attempt, meeting=meeting)
+        arm, origin = self._next_arm(), self._folder / "start"
+        has_checkpoint = self._newest_checkpoint(origin, self._reference_batch) is not None
+        if arm is None or not has_checkpoint:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            start = PlannedBranch(rule=None, out=str(origin))
+            return command.model_copy(update={"batch": self._reference_batch, "branch": start})
+        folder = self._folder / f"{arm.rule}-{arm.batch}"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(origin, folder, ignore_dangling_symlinks=True)
+        update = {
+            "batch": arm.batch,
+            "branch": PlannedBranch(rule=arm.rule, out=str(folder)),
+            "checkpoint": str(self._newest_checkpoint(folder, arm.batch)),
+        }
+        return command.model_copy(update=update)
+
+    def monitor(self, allocation: Allocation, command: LeaderCommand) -> ScriptMonitor:
+        return ScriptMonitor(self, command, self.list_ranks(allocation))
+
+    def output_folder_of(self, command: LeaderCommand) -> Path:
+        return Path(_get_branch(command).out)
+
+    def spec_of(self, command: LeaderCommand) -> JobSpec:
+        rule = _get_branch(command).rule
+        return self.task.spec if rule is None else rate_search.make_job_of_rule(self.task.spec, rule)
+
+    def kill_plan(self, command: LeaderCommand) -> KillPlan | None:
+        """Return how the training before the branches is killed: after its first checkpoint that is late enough."""
+        if _get_branch(command).rule is not None:
+            return None
+        resume, values = self.script.resume, self._values_at(self.output_folder_of(command), self._reference_batch)
+        assert resume is not None
+        workdir = Path(self.task.workdir)
+        ask = fill(self.script.save, values) if self.script.save != "none" else ""
+        if ask.startswith("file:"):
+            ask = f"file:{workdir / ask.removeprefix('file:')}"
+        first = self.plan.count_start_steps(self._reference_batch)
+        return KillPlan(
+            checkpoint=training.make_checkpoint_pattern(resume, values, workdir=workdir),
+            after=STEPS_AFTER_SAVE,
+            ask=ask,
+            ask_at=first,
+            first=first,
+            settled=training.SETTLED_SECONDS,
+        )
+
+    def branch_plan(self, command: LeaderCommand) -> BranchPlan:
+        if _get_branch(command).rule is None:
+            return BranchPlan(steps=None, factor=1.0)
+        return BranchPlan(
+            steps=self.plan.count_branch_steps(command.batch),
+            factor=compute_lr_scale(self.spec_of(command), command.batch),
+        )
+
+    def find_reason_to_stop(self, command: LeaderCommand) -> Failure | None:
+        """Return why the training before the branches is stopped: it saves no checkpoint; None if it is not."""
+        beat = self.attempt(command).heartbeat(0)
+        if beat is None or _get_branch(command).rule is not None:
+            return None
+        trained, most = beat.step * command.batch, self.plan.start + rate_search.BRANCHES_SHARE * self.plan.total
+        if trained <= most + STEPS_AFTER_SAVE * command.batch or self.attempt(command).killed() is not None:
+            return None
+        message = f"no checkpoint from which branches can start after {trained} samples: {_SAVE_HINT}"
+        return blame_script(None, message, permanent=True)
+
+    def preview_command(self) -> str:
+        start = PlannedBranch(rule=None, out=str(self._folder / "start"))
+        return self.preview_of(self._reference_batch, branch=start)
+
+    # --- what is known
+
+    @property
+    def plan(self) -> SearchPlan:
+        task = self.task
+        return rate_search.plan_search(
+            task.spec, task.batches, dataset_size=self._epoch_samples, save_every=task.save_every
+        )
+
+    @property
+    def _epoch_samples(self) -> int:
+        assert self.task.dataset_size is not None, "the command line sets it for a script"
+        return self.task.dataset_size
+
+    @property
+    def _reference_batch(self) -> int:
+        return self.task.spec.train.reference_batch
+
+    @property
+    def _folder(self) -> Path:
+        """The folder for the script's own files, which is removed at the end."""
+        return (self.run.path / "script" / self.task.id).absolute()
+
+    def _next_arm(self) -> RateArm | None:
+        record = self.run.rate_search(self.task.key)
+        if record is None:
+            return None
+        return rate_search.find_next_arm(self.task.spec, self.task.batches, record.branches, record.start_loss)
+
+    def _values_at(self, out: Path, batch: int) -> dict[str, str | float]:
+        """Return the values of the placeholders in paths."""
+        process, run = ScriptProcess(self.task.nodes, 0, "", 0), self.run.path.absolute()
+        return list_placeholder_values(self.task.spec, process, batch=batch, out=out, run=run, workers=0)
+
+    def _newest_checkpoint(self, out: Path, batch: int) -> Path | None:
+        resume = get_script(self.task.spec).resume
+        assert resume is not None
+        values, workdir = self._values_at(out, batch), Path(self.task.workdir)
+        return training.find_newest_checkpoint(resume, values, workdir=workdir, since=0.0)[0]
+
+    # --- what was seen
+
+    def record_results(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
+        """Record the checkpoint or the branch of a start, and the end of the search after the last branch."""
+        if self.run.is_cancelled(self.task.job):
+            return failure
+        attempt, record = self.attempt(command), self.run.rate_search(self.task.key)
+        if broken := claims.describe_broken_claims(attempt.results(), resumed=bool(command.checkpoint)):
+            return blame_script(failure, broken, permanent=True)
+        if _get_branch(command).rule is None:
+            result = self._observe_start(command, attempt, failure)
+        else:
+            assert record is not None
+            result = self._observe_branch(command, attempt, failure, record)
+        if isinstance(result, Failure):
+            return result
+        self.run.write_rate_search(result)
+        if self._next_arm() is None:
+            self.run.write_rate_search(result.model_copy(update={"finished": True}))
+            shutil.rmtree(self._folder, ignore_errors=True)
+        elif command.checkpoint:
+            shutil.rmtree(_get_branch(command).out, ignore_errors=True)
+        return None
+
+    def _observe_start(
+        self, command: LeaderCommand, attempt: ScriptAttempt, failure: Failure | None
+    ) -> RateSearch | Failure:
+        """Return the record of a search whose branches can start, or why they cannot."""
+        batch, killed, losses = command.batch, attempt.killed(), self._read_losses(attempt, command.ranks)
+        if killed is None or not killed.killed:
+            if failure is not None:
+                return failure
+            message = f"the script ended after {len(losses) * batch} samples without a checkpoint to branch from"
+            return blame_script(failure, f"{message}: {_SAVE_HINT}", permanent=True)
+        if self._newest_checkpoint(Path(_get_branch(command).out), batch) is None:
+            return blame_script(None, "the checkpoint from which branches would start is incomplete")
+        before = losses[: killed.steps][-max(rate_search.MIN_STEPS, round(JUDGED_SHARE * self.plan.length / batch)) :]
+        if all(loss is None for loss in losses):
+            return blame_script(None, NO_LOSS, permanent=True)
+        known = [loss for loss in before if loss is not None]
+        if len(known) < len(before):
+            message = f"the training diverges at script.reference.batch {batch}"
+            return Failure(outcome="diverged", message=message, permanent=True)
+        rows = [row for row in attempt.rows(0) if row["kind"] == "row"]
+        next_lr = find_learning_rates(rows, killed.steps)["next_lr"]
+        return RateSearch(
+            key=self.task.key,
+            nodes=self.task.nodes,
+            batches=self.task.batches,
+            reference_batch=batch,
+            samples=len(losses) * batch,
+            total=self.plan.total,
+            start_epoch=killed.steps * batch / self._epoch_samples,
+            start_loss=fmean(known),
+            start_lr=next_lr,
+        )
+
+    def _observe_branch(
+        self, command: LeaderCommand, attempt: ScriptAttempt, failure: Failure | None, record: RateSearch
+    ) -> RateSearch | Failure:
+        """Return the record with one branch more, or why that was not trained to its end."""
+        plan, rule = self.branch_plan(command), _get_branch(command).rule
+        assert plan.steps is not None
+        assert rule is not None
+        losses = self._read_losses(attempt, command.ranks)
+        has_diverged = bool(losses) and losses[-1] is None
+        if failure is not None and not has_diverged:
+            return failure
+        if (problem := self._find_ignored_rate(attempt, record, plan.factor)) or (
+            len(losses) < plan.steps and not has_diverged
+        ):
+            line = find_last_script_line(self.run.log_path(self.task.id, command.attempt))
+            ended = f"the branch ended after {len(losses)} of {plan.steps} steps; last line of the script: {line}"
+            return blame_script(failure, problem or ended, permanent=True)
+        judged = losses[-max(2, math.ceil(JUDGED_SHARE * plan.steps)) :]
+        known = [loss for loss in judged if loss is not None]
+        samples = len(losses) * command.batch
+        branch = RateBranch(
+            arm=f"{rule}-{command.batch}",
+            rung=1,
+            epochs=samples / self._epoch_samples,
+            samples=samples,
+            loss=fmean(known) if len(known) == len(judged) else None,
+            top1=None,
+            diverged=len(known) < len(judged),
+            seconds=time.time() - attempt.plan_path.stat().st_mtime,
+            batch=command.batch,
+            rule=rule,
+            factor=plan.factor,
+            lr=self._branch_rate(command, record, plan.factor),
+        )
+        update = {"branches": (*record.branches, branch), "samples": record.samples + samples}
+        return record.model_copy(update=update)
+
+    def _branch_rate(self, command: LeaderCommand, record: RateSearch, factor: float) -> float:
+        """Return the learning rate of the command line; with {lr_factor}, a multiple of that at the checkpoint (or of 1)."""
+        given = get_learning_rate(self.spec_of(command), command.batch)
+        return factor * (record.start_lr or 1.0) if given is None else given
+
+    @staticmethod
+    def _find_ignored_rate(attempt: ScriptAttempt, record: RateSearch, factor: float) -> str:
+        """Describe that a branch did not train at its learning rate; empty if it did, or has none to compare.
+
+        A schedule that is restored from the checkpoint may set the earlier learning rate again, at its next step.
+        """
+        rates = [row["lr"] for row in attempt.rows(0) if row["kind"] == "row" and row["lr"]]
+        if not rates or not record.start_lr:
+            return ""
+        expected = factor * record.start_lr
+        fallen = (
+            after for before, after in pairwise(rates) if factor > MAX_LR_RATIO and _is_close(before, factor * after)
+        )
+        wrong = next(fallen, None) if _is_close(rates[0], expected) else rates[0]
+        if wrong is None:
+            return ""
+        return (
+            f"resumed with {factor:.3g} times the learning rate, the script uses {wrong:.4g} instead of {expected:.4g};"
+            " set the learning rate of the command line after the optimizer and its schedule have loaded their checkpoint"
+        )
+
+    @staticmethod
+    def _read_losses(attempt: ScriptAttempt, ranks: int) -> Sequence[float | None]:
+        """Return the loss of each step, the mean over the ranks; None where it was not finite, or not seen."""
+        by_rank = [
+            {row["step"]: row["loss"] for row in attempt.rows(rank) if row["kind"] == "row"} for rank in range(ranks)
+        ]
+        of_first = by_rank[0]
+        return [
+            None if None in (values := [rows[step] for rows in by_rank if step in rows]) else fmean(values)
+            for step in sorted(of_first)
+        ]
+
+
+_SAVE_HINT = "set script.save to how a checkpoint is requested, or let the script save more often"
+NO_LOSS = (
+    "no loss was seen, because no backward pass of torch starts from a single value; report it in the loop:"
+    " tula_hooks.step(loss=...)"
+)
+
+
+def _is_close(observed: float, expected: float) -> bool:
+    return 1 / MAX_LR_RATIO <= observed / expected <= MAX_LR_RATIO
+
+
+def _get_branch(command: LeaderCommand) -> PlannedBranch:
+    assert command.branch is not None
+    return command.branch

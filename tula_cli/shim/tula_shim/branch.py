@@ -1,0 +1,85 @@
+"""A branch of a search for a learning rate: the losses of its steps, the shape of its learning rate, and its end."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+
+class BranchSteps:
+    """The steps of a branch, or of the training up to the checkpoint from which branches start.
+
+    Args:
+        wanted: section branch of the plan.
+    """
+
+    def __init__(self, wanted: dict[str, Any]) -> None:
+        self.steps: int | None = wanted["steps"]  # None: up to the checkpoint, with the script's own learning rate
+        self._factor = float(wanted["factor"])
+        self._losses: list[Any] = []
+        self._rates: dict[int, Any] = {}  # id of a parameter group -> its learning rate without the shape
+
+    def is_over(self, step: int) -> bool:
+        """Return whether the branch ends after `step` steps."""
+        return self.steps is not None and step >= self.steps
+
+    def compute_share(self, done: int) -> float:
+        """Return the share of the script's learning rate that the next step uses, after `done` steps.
+
+        It rises in the first quarter, from the learning rate of the checkpoint, and falls to 0 in the second half.
+        """
+        if self.steps is None:
+            return 1.0
+        risen = min(1.0, 4 * done / self.steps)
+        return (1 + (self._factor - 1) * risen) / self._factor * min(1.0, 2 * (self.steps - done) / self.steps)
+
+    def shape(self, optimizer: Any, share: float) -> None:
+        """Multiply the learning rates of an optimizer for one step."""
+        for group in optimizer.param_groups:
+            if "lr" in group and id(group) not in self._rates:  # another one may step it from within
+                self._rates[id(group)] = group["lr"]
+                group["lr"] = group["lr"] * share
+
+    def restore(self, optimizer: Any) -> None:
+        """Restore the learning rates that the script and its schedule know."""
+        for group in optimizer.param_groups:
+            if id(group) in self._rates:
+                group["lr"] = self._rates.pop(id(group))
+
+    def record_backward(self, tensors: Any) -> None:
+        """Record the losses that a backward pass starts from; those of micro-batches add up, until the step is over."""
+        for tensor in tensors if isinstance(tensors, (list, tuple)) else (tensors,):
+            if hasattr(tensor, "numel") and tensor.numel() == 1:
+                unscaled: Any = getattr(tensor, "_tula_unscaled", tensor)
+                self._losses.append(unscaled.detach().reshape(()))
+
+    def take_loss(self) -> Any:
+        """Return the loss of the step that has just ended; None if no backward pass of torch was seen."""
+        losses, self._losses = self._losses, []
+        return sum(losses[1:], losses[0]) if losses else None
+
+
+def hook_branch(mine: Any) -> None:
+    """Hook torch's optimizers for the shape of the learning rate, and its gradient scaler for the loss before scaling.
+
+    Args:
+        mine: the recorder of this process, which follows a branch.
+    """
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    register_optimizer_step_pre_hook(
+        lambda optimizer, *_: mine.branch.shape(optimizer, mine.branch.compute_share(mine.step))
+    )
+    register_optimizer_step_post_hook(lambda optimizer, *_: mine.branch.restore(optimizer))
+    scaler = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
+    scale = scaler.scale
+
+    @functools.wraps(scale)
+    def scaling(self: Any, outputs: Any) -> Any:
+        scaled = scale(self, outputs)
+        if scaled is not outputs and hasattr(scaled, "detach"):
+            scaled._tula_unscaled = outputs
+        return scaled
+
+    scaler.scale = scaling  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from tula_cli.errors import BadMeasurements, Diverged, OverBudget, SpecError
 from tula_cli.models import rate_search
 from tula_cli.models.ramp.stage_nodes import compute_batch_divisor
 from tula_cli.models.rate_search import MIN_STEPS, RateArm, SearchPlan
-from tula_cli.run.code import take_snapshot
+from tula_cli.run.code import choose_code, take_snapshot
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
 from tula_cli.run.frames import make_frame
@@ -148,15 +148,13 @@ def prepare_search(
     require_current_format(run.path)
     spec = run.spec
     nodes = compare.choose_default_nodes(run) if nodes is None else nodes
+    divisor = compute_batch_divisor(spec, nodes)
+    of_script = None if spec.script is None else _require_branchable(run, spec.script, divisor)
     (batch,) = compare.list_default_batches(run) if batch is None else (batch,)
     rate_search.require_searchable(spec, batch)
     training = train.plan_training(run, nodes=nodes, batch=batch, inspect=dependencies.inspect)
     yield from map(WarningEvent, training.code.warnings)
-    divisor = compute_batch_divisor(spec, nodes)
-    if spec.script is None:
-        size, save_every = train.find_dataset_size(run, dependencies.inspect), 0
-    else:
-        size, save_every = _require_branchable(run, spec.script, training.code, divisor)
+    size, save_every = of_script or (train.find_dataset_size(run, dependencies.inspect), 0)
     others = rate_search.list_other_batches(spec, batch, divisor=divisor, dataset_size=size) if near_batches else ()
     plan = rate_search.plan_search(spec, (batch, *others), dataset_size=size, save_every=save_every)
     if plan.share > EXPENSIVE_SHARE:
@@ -180,7 +178,7 @@ def prepare_search(
     return PreparedSearch(run, task, plan, arms, training.code, hours, training.price, starts * seconds / 3600)
 
 
-def _require_branchable(run: Run, script: Script, code: Source, divisor: int) -> tuple[int, int]:
+def _require_branchable(run: Run, script: Script, divisor: int) -> tuple[int, int]:
     """Check that a script can be branched; return the samples of an epoch, and those between two of its checkpoints.
 
     The second number is 0 if the script saves when it is asked to.
@@ -191,11 +189,10 @@ def _require_branchable(run: Run, script: Script, code: Source, divisor: int) ->
     reference = script.reference.batch
     measured = next((result.dataset_size for result in run.results() if isinstance(result, Measured)), None)
     size = script.known_dataset_size or measured
-    finding = None if script.resume is None else resume_test.load_finding(run, code)
-    resumes: str | None = None
+    finding, resumes = None, ""
     if script.resume is not None:
-        setting = script.resume.batch
-        resumes = finding.resumes if finding is not None else None if setting == "rehearse" else setting
+        finding = resume_test.load_finding(run, choose_code(run, run.spec, Path.cwd(), keep=False))
+        resumes = script.resume.batch if finding is None else finding.resumes
     problem, advice = "", ""
     if script.resume is None:
         problem, advice = "script.resume is missing", "describe how the script resumes in script.resume"
@@ -204,7 +201,7 @@ def _require_branchable(run: Run, script: Script, code: Source, divisor: int) ->
             "its command has neither {lr} nor {lr_factor}",
             "pass the learning rate to the script with {lr}",
         )
-    elif resumes is None:
+    elif resumes == "rehearse":
         problem = "whether it can resume at another batch is not known"
         advice = "run tula check --rehearse, which tests that"
     elif resumes not in ("epoch", "any"):

@@ -633,7 +633,7 @@ def test_an_allocation_that_has_ended_a_branch_is_no_lack_of_progress(
 ) -> None:
     cluster.endings = {"11": "time_limit"}
     chain.was_killed("11")
-    branch = Branch(arm="lbt", rung=1, epochs=1, samples=640, loss=1.0, top1=50.0, diverged=False, seconds=9.0)
+    branch = Branch(arm="lbt", epochs=1, samples=640, loss=1.0, top1=50.0, diverged=False, seconds=9.0)
     arms = (Arm(name="lbt"), Arm(name="x2", lr_factor=2))
     chain.run.write_tuning(
         Tuning(signature="s", batch=64, start=0, epoch=1.0, arms=arms, branches=(branch,) * branches)

@@ -238,7 +238,7 @@ def step_change(**changes: Any) -> StepChange:
 
 
 def branch(arm: str, **changes: Any) -> Branch:
-    fields = {"rung": 1, "epochs": 1.0, "samples": 640, "loss": 1.5, "top1": 50.0, "diverged": False, "seconds": 3.0}
+    fields = {"epochs": 1.0, "samples": 640, "loss": 1.5, "top1": 50.0, "diverged": False, "seconds": 3.0}
     return Branch(arm=arm, **{**fields, **changes})
 
 

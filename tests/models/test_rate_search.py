@@ -24,7 +24,7 @@ def branch(
     diverged: bool = False,
 ) -> RateBranch:
     return RateBranch(
-        arm="a", rung=1, epochs=0.1, samples=100, loss=loss, top1=None, diverged=diverged, seconds=1.0, batch=batch,
+        arm="a", epochs=0.1, samples=100, loss=loss, top1=None, diverged=diverged, seconds=1.0, batch=batch,
         rule=rule, factor=factor, lr=0.1 * factor,
     )  # fmt: skip
 

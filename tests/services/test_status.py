@@ -20,7 +20,6 @@ from tula_cli.run.records.tasks import JobSize, Rung
 from tula_cli.services import run_list, status
 from tula_cli.services import status as services_status
 from tula_cli.show import status as show_status
-from tula_cli.spec.ags import Arm
 
 START = make.START
 NOBODY = 65534  # the user without rights
@@ -438,19 +437,14 @@ def test_a_start_without_a_step_yet_has_no_time_left_of_the_one_before(run):
 def test_a_training_run_that_tunes_itself(run):
     name = make.add_training(run, rows=make.metrics(START + 60)[:3])
     branches = (make.branch("lbt"), make.branch("x2", loss=1.0), make.branch("x4", diverged=True))
-    more = tuple(make.branch(f"x{factor}", loss=factor) for factor in (8, 16))
-    arms = (*make.tuning(()).arms, *(Arm(name=branch.arm, lr_factor=branch.loss) for branch in more))
     run.write_tuning(make.tuning(branches[:2]))
     snapshot = partial(services_status.run_status, run, make.FakeLauncher({name: "running"}), now=START + 60)
     tuning = snapshot().training.tuning
-    assert (tuning.arm, tuning.number, tuning.count, tuning.rung, tuning.chosen) == ("x4", 3, 3, 1, None)
+    assert (tuning.arm, tuning.number, tuning.count, tuning.chosen) == ("x4", 3, 3, None)
     assert tuning.branches == branches[:2]
     run.write_tuning(make.tuning(branches))
     tuning = snapshot().training.tuning
-    assert (tuning.arm, tuning.chosen) == (None, None), "of so few one rung decides"
-    run.write_tuning(make.tuning((*branches, *more)).model_copy(update={"arms": arms}))
-    tuning = snapshot().training.tuning
-    assert (tuning.arm, tuning.number, tuning.rung) == ("lbt", 1, 2) and tuning.count == 3
+    assert (tuning.arm, tuning.chosen) == (None, None)
     with open(run.training("ab12cd34").metrics_path, "a") as file:
         file.write(json.dumps({"kind": "branch", "time": START + 50, "samples": 1280, "epoch": 1, "eta": 30.0}) + "\n")
     assert snapshot().training.eta == 20, "a branch's row tells it too"

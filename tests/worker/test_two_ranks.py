@@ -58,8 +58,7 @@ def test_curvature_is_that_of_one_rank_and_the_same_on_both(two_ranks: Path, alo
 def test_both_ranks_take_the_same_choice(two_ranks: Path) -> None:
     result = RunDir(two_ranks / "tuned").training(TUNED.signature).tuning()
     assert result is not None and result.chosen is not None
-    assert [(branch.arm, branch.rung) for branch in result.branches][:3] == [("lbt", 1), ("x2", 1), ("robust", 1)]
-    assert len(result.branches) == 3
+    assert [branch.arm for branch in result.branches] == ["lbt", "x2", "robust"]
     arm = result.chosen.model_dump(mode="json")
     assert facts(two_ranks, "tuned") == [{"arm": arm, "epoch": 1.0, "steps": 24}] * 2
 

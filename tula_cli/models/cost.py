@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tula_cli.models import halving, refresh
+from tula_cli.models import refresh, self_tuning
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Overheads
@@ -133,13 +133,13 @@ def count_work(
     if not spec.train.training_method.tunes:
         return work
     tuning = functools.cache(
-        lambda global_batch: halving.plan_tuning(spec, batch=global_batch, dataset_size=dataset_size)
+        lambda global_batch: self_tuning.plan_tuning(spec, batch=global_batch, dataset_size=dataset_size)
     )
     return replace(
         work,
         branches=compute_by_value(lambda global_batch: tuning(global_batch).branches, batch),
         branch_steps=compute_by_value(lambda global_batch: tuning(global_batch).steps, batch),
-        branch_evals=evals(halving.count_holdout_samples(dataset_size)),
+        branch_evals=evals(self_tuning.count_holdout_samples(dataset_size)),
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tula_cli.errors import SpecError
-from tula_cli.models import halving
+from tula_cli.models import self_tuning
 from tula_cli.run.records.results import LearningRateRule, RateBranch
 from tula_cli.spec.job import JobSpec, compute_lr_scale
 from tula_cli.spec.methods import METHODS, TrainingMethod
@@ -176,7 +176,7 @@ def plan_search(spec: JobSpec, batches: Sequence[int], *, dataset_size: int, sav
 
 def list_other_batches(spec: JobSpec, batch: int, *, divisor: int, dataset_size: int) -> tuple[int, ...]:
     """Return half and double the batch, as far as they divide among the GPUs and fit into the dataset."""
-    most = dataset_size - halving.count_holdout_samples(dataset_size)
+    most = dataset_size - self_tuning.count_holdout_samples(dataset_size)
     return tuple(
         other
         for other in (batch // 2, 2 * batch)

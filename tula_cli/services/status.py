@@ -27,7 +27,7 @@ from tula_cli.errors import (
     TulaError,
 )
 from tula_cli.host.failures import FAILURE_KINDS, advise
-from tula_cli.models import halving
+from tula_cli.models import self_tuning
 from tula_cli.models.choice.early_stopping import compute_remaining_share
 from tula_cli.models.cost import compute_attempt_cost
 from tula_cli.run.directory import Run, RunDir
@@ -118,9 +118,8 @@ class TuningStatus:
     """The progress of the branches of a self-tuning training."""
 
     arm: str | None  # whose branch is next or under way; None once one is chosen
-    number: int  # of the branch among those of its rung, from 1
-    count: int  # branches of the rung
-    rung: int  # from 1
+    number: int  # of the branch, from 1
+    count: int  # branches
     chosen: str | None
     branches: tuple[Branch, ...]  # those that have ended
 
@@ -701,13 +700,11 @@ def _get_tuning_status(tuning: Tuning | None) -> TuningStatus | None:
     if tuning is None:
         return None
     names = [arm.name for arm in tuning.arms]
-    turn, _ = halving.find_next_branch_or_winner(names, tuning.branches)
-    if turn is None or tuning.chosen is not None:
+    arm = self_tuning.find_next_arm(names, tuning.branches)
+    if arm is None or tuning.chosen is not None:
         chosen = tuning.chosen.name if tuning.chosen is not None else None
-        return TuningStatus(None, 0, 0, 0, chosen, tuning.branches)
-    branches_done = sum(branch.rung == turn.rung for branch in tuning.branches)
-    count = max(branches_done + 1, len(halving.list_arms_of_rung(names, tuning.branches)))
-    return TuningStatus(names[turn.arm], branches_done + 1, count, turn.rung, None, tuning.branches)
+        return TuningStatus(None, 0, 0, chosen, tuning.branches)
+    return TuningStatus(arm, names.index(arm) + 1, len(names), None, tuning.branches)
 
 
 def _is_training(files_snapshot: Snapshot, job: str, scheduler: SchedulerState | None, row: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from tula_cli.cluster.launcher import Launcher, list_attachable_jobs, list_unfin
 from tula_cli.cluster.slurm import first_job
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible, SchedulerError, SpecError, require_positive
-from tula_cli.models import halving, moldable
+from tula_cli.models import moldable, self_tuning
 from tula_cli.models.choice.grid import check_divides, list_batches
 from tula_cli.models.cost import describe_price
 from tula_cli.models.estimator import Estimator
@@ -270,7 +270,7 @@ def _require_size(spec: JobSpec, nodes: int, batch: int, dataset_size: int) -> N
             f"batch {batch} is larger than the dataset: {dataset_size} training samples",
             f"the largest power of two that fits is {1 << (dataset_size.bit_length() - 1)}",
         )
-    halving.require_tuning_samples(spec, batch=batch, dataset_size=dataset_size)
+    self_tuning.require_tuning_samples(spec, batch=batch, dataset_size=dataset_size)
     check_stages(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)
 
 

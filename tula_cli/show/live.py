@@ -66,7 +66,7 @@ class ChangesLive(Live):
         train = now.training
         if train is not None:
             finished = ", finished" if train.finished else ""
-            branch = "" if train.tuning is None else f" {train.tuning.rung} {train.tuning.number} {train.tuning.chosen}"
+            branch = "" if train.tuning is None else f" {train.tuning.number} {train.tuning.chosen}"
             state = f"{train.signature} {train.batch} {int(train.epoch)}{branch}{finished}"
             self._note_change("training", state, describe_training(train))
 

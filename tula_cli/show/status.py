@@ -316,21 +316,18 @@ def describe_scaling(mean: float, share: float) -> str:
 def _describe_tuning(now: "TuningStatus") -> str:
     if now.arm is None:
         return f"as tuned: {now.chosen}" if now.chosen else "tuning ends"
-    return f"tuning: arm {now.number} of {now.count} ({now.arm}), rung {now.rung}"
+    return f"tuning: arm {now.number} of {now.count} ({now.arm})"
 
 
 def make_branches_table(branches: "Sequence[Branch]", chosen: str | None) -> "Table":
-    """Build a table with one row per arm of self-tuning: the held-out result of its longest branch."""
-    from tula_cli.models.halving import rank_branches
+    """Build a table with one row per arm of self-tuning: the held-out result of its branch."""
+    from tula_cli.models.self_tuning import rank_branches
 
-    longest = {branch.arm: branch for branch in branches}  # rungs ascend
-    made = make_table(("arm", "round", "epochs", "validation\nloss", "top-1 (%)", ""), left=(0, 5))
-    order = sorted(rank_branches(list(longest.values())), key=lambda branch: (branch.arm != chosen, -branch.rung))
-    for branch in order:
+    made = make_table(("arm", "epochs", "validation\nloss", "top-1 (%)", ""), left=(0, 4))
+    for branch in sorted(rank_branches(branches), key=lambda branch: branch.arm != chosen):
         note = "chosen" if branch.arm == chosen else "diverged" if branch.diverged else ""
         made.add_row(
             branch.arm,
-            str(branch.rung),
             format_number(branch.epochs),
             format_or_dash(branch.loss),
             format_or_dash(branch.top1),

@@ -87,20 +87,18 @@ def render_seeds(report: "SeedsReport") -> Iterator["RenderableType"]:
 
 def _describe_planned_branches(task: "TrainTask") -> Iterator[str]:
     """Describe the branches that a self-tuning training trains in addition."""
-    from tula_cli.models import halving
+    from tula_cli.models import self_tuning
     from tula_cli.spec.ags import BRANCHING_EPOCH
 
     if not task.spec.train.training_method.tunes:
         return
-    rungs = halving.list_rung_sizes(len(halving.list_arms_of_training(task.spec, task.batch)))
-    if not rungs:
+    count = len(self_tuning.list_arms_of_training(task.spec, task.batch))
+    if count == 1:
         yield f"nothing to tune: batch {task.batch} is not above train.reference_batch"
         return
-    epochs = sum(
-        count * halving.compute_branch_epochs(task.spec, rung, rungs[0]) for rung, count in enumerate(rungs, 1)
-    )
-    branches = f"{sum(rungs)} branches of {format_number(epochs)} epochs in all"
-    yield f"tunes itself after epoch {BRANCHING_EPOCH}: {rungs[0]} arms, {branches} in addition to the training"
+    epochs = count * self_tuning.compute_branch_epochs(task.spec, count)
+    branches = f"{count} branches of {format_number(epochs)} epochs in all"
+    yield f"tunes itself after epoch {BRANCHING_EPOCH}: {count} arms, {branches} in addition to the training"
 
 
 def _describe_planned_stages(task: "TrainTask", predicted: "Prediction | None") -> Iterator[str]:

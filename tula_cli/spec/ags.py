@@ -124,8 +124,8 @@ class Arm(GivenArm):
 class Auto(Section):
     """Settings of method auto, which tries several arms in short branches and compares them on held-out training samples."""
 
-    # Epochs of a branch in the first round; they double in each later round. auto: a number with which the branches,
-    # and the epochs before them, train a quarter of the training's samples.
+    # Epochs of a branch. auto: a number with which the branches, and the epochs before them, train a quarter of the
+    # training's samples.
     branch_epochs: Literal["auto"] | PositiveFloat = "auto"
     # Settings to compare with lbt, which is always tried. empty: ramp, ramp with half the learning rate, and ramp with
     # 4 times the weight decay

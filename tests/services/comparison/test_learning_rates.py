@@ -53,7 +53,6 @@ def record(task: RateSearchTask, *losses: float | None, finished: bool = True) -
     branches = [
         RateBranch(
             arm="a",
-            rung=1,
             epochs=0.1,
             samples=100,
             loss=loss,

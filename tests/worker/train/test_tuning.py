@@ -10,7 +10,7 @@ import torch
 from worker_jobs import Blobs, Interrupted, LeavesAt, final_weights, rows, same, spec, train_task, weights
 
 from tula_cli.errors import SpecError
-from tula_cli.models import halving
+from tula_cli.models import self_tuning
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Tuning
 from tula_cli.run.records.tasks import TrainTask
@@ -82,7 +82,7 @@ def by_hand(ranks: Ranks, arm: Arm) -> dict[str, torch.Tensor]:
     if then.ags:
         then.ags.refresh_soon()
     then.move_to(first.position)
-    then.lr_factor = lambda epoch: halving.compute_lr_factor(arm, epoch, start=1)
+    then.lr_factor = lambda epoch: self_tuning.compute_lr_factor(arm, epoch, start=1)
     list(worker_train_loop.run_steps(then))
     return weights(then)
 
@@ -94,12 +94,10 @@ def test_branches_leave_a_record_and_rows_but_no_checkpoints(two_arms: tuple[Run
     run, task, outcome = two_arms
     assert outcome.chosen in outcome.arms
     assert (outcome.start, outcome.epoch, outcome.batch) == (96, 1, 16)
-    assert [(branch.rung, branch.samples) for branch in outcome.branches] == [(1, 80)] * 3
+    assert [branch.samples for branch in outcome.branches] == [80] * 3
     assert all(branch.epochs == pytest.approx(branch.samples / 90) for branch in outcome.branches)
     branches = list(rows(run, task, "branch"))
-    assert [(row["arm"], row["rung"], row["top1"]) for row in branches] == [
-        (branch.arm, branch.rung, branch.top1) for branch in outcome.branches
-    ]
+    assert [(row["arm"], row["top1"]) for row in branches] == [(branch.arm, branch.top1) for branch in outcome.branches]
     assert all(row["samples"] == 96 and row["eta"] > 0 for row in branches)
     assert [row["samples"] for row in rows(run, task, "epoch")] == [96, 192, 288, 384]
     result = run.training(task.signature).result()
@@ -132,7 +130,7 @@ def test_where_nothing_beats_the_large_batch_the_training_is_that_of_lbt_after_a
 def test_the_training_goes_on_as_if_it_had_been_told_the_winner(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch, arm: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(halving, "rank_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
+    monkeypatch.setattr(self_tuning, "rank_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
     task, result = tuned(run, alone, arm)
     assert result.chosen is not None
     assert result.chosen.name == arm["name"]
@@ -149,8 +147,8 @@ def test_at_the_reference_batch_there_is_nothing_to_tune(alone: Ranks, run: RunD
 
 def test_the_default_arms_all_train(alone: Ranks, run: RunDir) -> None:
     task, result = tuned(run, alone)
-    names = [arm.name for arm in halving.list_arms_of_training(task.spec, 16)]
-    assert [branch.arm for branch in result.branches if branch.rung == 1] == names
+    names = [arm.name for arm in self_tuning.list_arms_of_training(task.spec, 16)]
+    assert [branch.arm for branch in result.branches] == names
     assert names == ["lbt", "ramp", "ramp-x0.5"], "there is no weight decay to try another of"
     assert len({branch.loss for branch in result.branches}) == 3
 
@@ -179,7 +177,7 @@ def test_a_branch_trains_as_its_arm_cools_down_and_settles(
 
     monkeypatch.setattr(evaluation, "recompute_batch_norm_statistics", settling)
     arms = (Arm(name="lbt"), Arm(name="fast", lr_factor=1.5, warmup_epochs=0.5))
-    monkeypatch.setattr(halving, "list_arms_of_training", lambda _spec, _batch: arms)
+    monkeypatch.setattr(self_tuning, "list_arms_of_training", lambda _spec, _batch: arms)
     tuned(run, alone)
     assert settled == [auto_tune.SETTLING_STEPS] * 2
     parts = [step * 16 / 90 for step in range(5)]
@@ -230,7 +228,7 @@ def test_nothing_that_is_judged_has_trained_on_the_held_out_part(
 def test_an_arm_above_linear_scaling_is_trained_as_it_was_tried(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(halving, "rank_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
+    monkeypatch.setattr(self_tuning, "rank_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
     task, _ = tuned(run, alone, {"name": "bold", "lr_factor": 3.0})
     assert [row["lr"] for row in rows(run, task, "epoch")] == pytest.approx([0.1, 0.3, 0.3, 0.3])
 
@@ -293,9 +291,9 @@ def test_a_decay_is_the_arm_s_own_though_it_goes_on_from_a_state_of_another(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the branch, in the training after the choice, and after an interruption of that."""
-    monkeypatch.setattr(halving, "rank_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
+    monkeypatch.setattr(self_tuning, "rank_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
     arms = (Arm(name="lbt"), Arm(name="decayed", decay_factor=4.0))
-    monkeypatch.setattr(halving, "list_arms_of_training", lambda _spec, _batch: arms)
+    monkeypatch.setattr(self_tuning, "list_arms_of_training", lambda _spec, _batch: arms)
     changes = {"train": {"method": "auto", "epochs": 4}, "auto": {"branch_epochs": 1}}
     subject = spec(**changes, optimizer={"weight_decay": 0.01})
     seen: list[tuple[int, float]] = []
@@ -322,7 +320,7 @@ def test_a_ramp_goes_through_its_stages_in_a_branch_and_in_the_training(alone: R
     assert {batch for _, batch in steps} <= {8, 16, 32, 48}
     result = record(run, task)
     by_arm = {branch.arm: branch.samples for branch in result.branches}
-    planned = halving.plan_tuning(task.spec, batch=48, dataset_size=100)
+    planned = self_tuning.plan_tuning(task.spec, batch=48, dataset_size=100)
     assert result.samples - result.lost == planned.samples == 88 + sum(by_arm.values())
 
 
@@ -349,7 +347,7 @@ def test_a_branch_broken_off_is_the_only_one_trained_again(
 def test_a_training_broken_off_after_the_choice_keeps_it(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(halving, "rank_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
+    monkeypatch.setattr(self_tuning, "rank_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
     task = interrupt(run, alone, SCALED, after=96 + 88 + 2 * 80 + 96 + 40)
     first = record(run, task)
     assert first.chosen is not None and first.chosen.name == "scaled"
@@ -384,7 +382,7 @@ def test_an_arm_that_breaks_down_gives_way_to_the_next_and_in_the_end_to_the_lar
 ) -> None:
     """Both arms end behind in every epoch; the control, which never is, trains as lbt does, bit for bit."""
     monkeypatch.setattr(
-        halving, "rank_branches", lambda branches: sorted(branches, key=lambda b: (b.arm == "lbt", b.arm))
+        self_tuning, "rank_branches", lambda branches: sorted(branches, key=lambda b: (b.arm == "lbt", b.arm))
     )
     monkeypatch.setattr(auto_tune.Choice, "is_behind", lambda self, loss, epoch: epoch >= 3)
     task, outcome = tuned(run, alone, FAST, SCALED)
@@ -406,18 +404,18 @@ def test_an_arm_that_breaks_down_gives_way_to_the_next_and_in_the_end_to_the_lar
 def test_a_loss_that_is_no_number_breaks_an_arm_at_once(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(halving, "find_winner", lambda branches: max(b.arm for b in branches))
+    monkeypatch.setattr(self_tuning, "find_winner", lambda branches: max(b.arm for b in branches))
     _, result = tuned(run, alone, {"name": "wild", "lr_factor": 1e38})
     assert result.broken == ("wild",) and 0 < result.lost <= 96, "within the epoch, when the ranks next meet"
     assert result.chosen == Arm(name="lbt")
 
 
 def test_behind_is_a_loss_above_the_controls_after_twice_as_long() -> None:
-    choice = auto_tune.Choice(Arm(name="x2", lr_factor=2), 1.0, longest=4.0, limit=0.5)
+    choice = auto_tune.Choice(Arm(name="x2", lr_factor=2), 1.0, branch_epochs=4.0, limit=0.5)
     assert not choice.is_behind(0.6, epoch=8.9)
     assert choice.is_behind(0.6, epoch=9.0) and choice.is_behind(math.nan, epoch=9.0)
     assert not choice.is_behind(0.5, epoch=9.0)
-    assert not auto_tune.Choice(Arm(name="lbt"), 1.0, longest=4.0, limit=0.5).is_behind(0.6, epoch=9.0)
+    assert not auto_tune.Choice(Arm(name="lbt"), 1.0, branch_epochs=4.0, limit=0.5).is_behind(0.6, epoch=9.0)
 
 
 def test_the_checkpoint_where_arms_part_stays_while_the_choice_may_break_down(

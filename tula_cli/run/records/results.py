@@ -68,7 +68,6 @@ class Branch(Record):
     """A short training from a common checkpoint, to compare its arm with others (train.method: auto)."""
 
     arm: str
-    rung: int  # from 1
     epochs: float  # trained, of the training set without the held-out part
     samples: int  # trained
     loss: float | None  # on the held-out part; None where it is not finite

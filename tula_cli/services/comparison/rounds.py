@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tula_cli.cluster.scripts.training import is_lower_better
-from tula_cli.models.halving import rank_branches
+from tula_cli.models.self_tuning import rank_branches
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.snapshot import Snapshot

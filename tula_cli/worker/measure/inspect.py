@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from tula_cli.errors import JobFailed, Problem, SpecError, TulaError
 from tula_cli.host.machine import read_machine_memory, read_processor_name
-from tula_cli.models.halving import find_most_expensive_job
+from tula_cli.models.self_tuning import find_most_expensive_job
 from tula_cli.plugins import is_import_string
 from tula_cli.run.records.base import Components, Footprint
 from tula_cli.run.records.inspections import Inspection

@@ -1,7 +1,7 @@
 """Self-tuning (`train.method: auto`), the auto-tuning that the paper leaves to future work.
 
 Besides the training, short branches are trained with different settings on the training set without a held-out part,
-and are evaluated on that part; `models.halving` decides which branches come next and which arm wins. The branches start
+and are evaluated on that part; `models.self_tuning` says which arms there are and which one wins. The branches start
 from the state of a training at the reference batch, also without the held-out part, at the point where the arms branch,
 so no evaluated weights have seen the samples that they are evaluated on. A branch leaves nothing but its line in
 tuning.json: the training continues with the winner's settings from its own checkpoint, on the whole training set, as if
@@ -21,8 +21,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import Subset
 
-from tula_cli.models import halving
-from tula_cli.models.halving import BranchRequest
+from tula_cli.models import self_tuning
 from tula_cli.models.ramp.stages import Stages, plan_stages_of_branch, plan_stages_of_training
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Branch, Tuning
@@ -77,16 +76,16 @@ class Choice:
     arm: Arm
     epoch: float
     start: int = 0  # samples there, of the checkpoint that stays while the arm may break down
-    longest: float = 0.0  # epochs of the longest branches
-    limit: float | None = None  # the control's loss after its longest; None where nothing is known of it
+    branch_epochs: float = 0.0  # length of the branches
+    limit: float | None = None  # the control's loss after its branch; None where nothing is known of it
     broken: tuple[str, ...] = ()  # arms that were chosen before
 
     def is_behind(self, loss: float, *, epoch: float) -> bool:
-        """Return whether a training has fallen behind: its loss is above that of the control's longest branch after
+        """Return whether a training has fallen behind: its loss is above that of the control's branch after
         twice the number of epochs. Always False for the control itself, and if the control's loss is unknown."""
-        if self.arm.name == halving.CONTROL_ARM or self.limit is None:
+        if self.arm.name == self_tuning.CONTROL_ARM or self.limit is None:
             return False
-        return epoch - self.epoch >= 2 * self.longest and not loss <= self.limit
+        return epoch - self.epoch >= 2 * self.branch_epochs and not loss <= self.limit
 
     def task(self, task: TrainTask, *, size: int) -> TrainTask:
         """Return the task as the arm trains it, with `size` samples per epoch."""
@@ -96,15 +95,15 @@ class Choice:
 
     @property
     def lr_factor(self) -> Callable[[float], float]:
-        return partial(halving.compute_lr_factor, self.arm, start=self.epoch)
+        return partial(self_tuning.compute_lr_factor, self.arm, start=self.epoch)
 
 
 def make_task_of_arm(task: TrainTask, arm: Arm, stages: Stages) -> TrainTask:
     """Return a task as an arm trains it, with the given stages of its batch."""
-    return task.model_copy(update={"spec": halving.make_job_of_arm(task.spec, arm), "stages": stages})
+    return task.model_copy(update={"spec": self_tuning.make_job_of_arm(task.spec, arm), "stages": stages})
 
 
-CONTROL = Arm(name=halving.CONTROL_ARM)
+CONTROL = Arm(name=self_tuning.CONTROL_ARM)
 
 
 @dataclass(frozen=True)
@@ -151,8 +150,8 @@ class BranchContext:
         )  # an optimizer takes the tensors over as they are
         begin = trainer.epoch
         trainer.lr_factor = lambda epoch: (
-            halving.compute_lr_factor(arm, epoch, start=begin)
-            * halving.compute_cooldown_factor(epoch, start=begin, length=length / size)
+            self_tuning.compute_lr_factor(arm, epoch, start=begin)
+            * self_tuning.compute_cooldown_factor(epoch, start=begin, length=length / size)
         )
         return trainer
 
@@ -162,7 +161,7 @@ class BranchContext:
         with contextlib.closing(worker_train_loop.run_steps(trainer)) as stream:
             for count, step in enumerate(stream, 1):
                 self.check()
-                is_finished = halving.has_ended(trainer.samples_passed - begin, length, trainer.batch)
+                is_finished = self_tuning.has_ended(trainer.samples_passed - begin, length, trainer.batch)
                 if count % STEPS_BETWEEN_CHECKS == 0 or is_finished:
                     finite = math.isfinite(float(step.loss))
                     if self.ranks.max(float(not finite)):
@@ -177,15 +176,14 @@ class BranchContext:
         evaluation.recompute_batch_norm_statistics(trainer, batches=SETTLING_STEPS, between=self.check)
         return evaluation.Evaluator(trainer).evaluate(between=self.check)
 
-    def train_branch(self, task: TrainTask, arm: Arm, length: int, *, rung: int, control: float | None) -> Branch:
+    def train_branch(self, task: TrainTask, arm: Arm, length: int, *, control: float | None) -> Branch:
         """Train one branch and evaluate it.
 
         Args:
             task: with the batch of the branch.
             arm: how it is trained.
             length: samples.
-            rung: its number.
-            control: loss of the control at the same length; None if it is not known.
+            control: loss of the control; None if it is not known.
         """
         began = time.monotonic()
         trainer = self.build_branch_trainer(task, arm, length)
@@ -194,7 +192,6 @@ class BranchContext:
         samples = trainer.position.samples - start
         return Branch(
             arm=arm.name,
-            rung=rung,
             epochs=samples / self.size,
             samples=samples,
             loss=_replace_infinite(result.loss) if result else None,
@@ -218,11 +215,11 @@ def load_choice(task: TrainTask, run: RunDir, ranks: Ranks) -> Choice | None:
     assert tuning.chosen is not None
     arm = tuning.chosen
     if task.batch != tuning.batch:
-        arm = halving.with_limited_lr_factor(arm, task.batch / task.spec.train.reference_batch)
-    control = halving.find_longest_control_branch(tuning.branches)
-    longest = max((branch.epochs for branch in tuning.branches), default=0.0)
+        arm = self_tuning.with_limited_lr_factor(arm, task.batch / task.spec.train.reference_batch)
+    control = self_tuning.find_control_branch(tuning.branches)
+    branch_epochs = max((branch.epochs for branch in tuning.branches), default=0.0)
     limit = control.loss if control is not None else None
-    return Choice(arm, tuning.epoch, tuning.start, longest, limit, tuning.broken)
+    return Choice(arm, tuning.epoch, tuning.start, branch_epochs, limit, tuning.broken)
 
 
 class ArmBrokeDown(Exception):
@@ -248,7 +245,7 @@ def choose_next_arm(task: TrainTask, run: RunDir, ranks: Ranks, *, samples: int)
         assert tuning is not None and tuning.chosen is not None
         checkpoint.discard_after(run, task.signature, tuning.start)
         broken = (*tuning.broken, tuning.chosen.name)
-        name = halving.find_next_best_arm(tuning.branches, broken)
+        name = self_tuning.find_next_best_arm(tuning.branches, broken)
         chosen = next(arm for arm in tuning.arms if arm.name == name)
         lost = tuning.lost + samples - tuning.start
         run.write_tuning(tuning.model_copy(update={"broken": broken, "chosen": chosen, "lost": lost}))
@@ -258,7 +255,7 @@ def choose_next_arm(task: TrainTask, run: RunDir, ranks: Ranks, *, samples: int)
 def run_tuning(
     task: TrainTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, preemption: PreemptionHandler, log: Log
 ) -> Choice:
-    """Train branches until one arm is left, for a training at the branching point; recorded branches are reused.
+    """Train a branch with each arm, for a training at the branching point; recorded branches are reused.
 
     Args:
         task: with method auto.
@@ -282,12 +279,12 @@ def run_tuning(
         epoch=position.epoch + position.done / (len(datasets.train) + len(datasets.eval)),
         preemption=preemption,
     )
-    arms = halving.list_arms_of_training(task.spec, task.batch)
+    arms = self_tuning.list_arms_of_training(task.spec, task.batch)
     tuning = _load_record(context, run, position, arms)
     if ranks.is_first:
         run.write_tuning(tuning)
-    while (turn := _find_next_turn(tuning, ranks)) is not None:
-        branch = _train_branch(context, arms[turn.arm], turn, control=_find_control_branch(tuning, turn))
+    while (arm := _find_next_arm(tuning, ranks)) is not None:
+        branch = _train_branch(context, arm, control=self_tuning.find_control_branch(tuning.branches))
         tuning = tuning.model_copy(update={"branches": (*tuning.branches, branch)})
         if ranks.is_first:
             run.write_tuning(tuning)
@@ -301,7 +298,7 @@ def run_tuning(
                 eta=_estimate_seconds_left(context, tuning),
             )
     if ranks.is_first:
-        _, winner = halving.find_next_branch_or_winner([arm.name for arm in arms], tuning.branches)
+        winner = self_tuning.find_winner(tuning.branches) if tuning.branches else arms[0].name
         run.write_tuning(tuning.model_copy(update={"chosen": next(arm for arm in arms if arm.name == winner)}))
     choice = load_choice(task, run, ranks)
     assert choice is not None
@@ -315,8 +312,8 @@ def hold_out_samples(spec: JobSpec, datasets: Datasets, *, batch: int) -> Datase
         SpecError: the remaining part is smaller than the batch.
     """
     size = len(datasets.train)
-    halving.require_tuning_samples(spec, batch=batch, dataset_size=size)
-    count = halving.count_holdout_samples(size)
+    self_tuning.require_tuning_samples(spec, batch=batch, dataset_size=size)
+    count = self_tuning.count_holdout_samples(size)
     order = make_epoch_permutation(size, seed=spec.train.seed, epoch=_HELD_OUT).tolist()
     plain = spec.transforms.model_copy(update={"train": spec.transforms.eval})
     view = datasets.train.samples
@@ -348,32 +345,26 @@ def _load_record(context: BranchContext, run: RunDir, position: Position, arms: 
 
 def _count_samples_of_beginning(context: BranchContext) -> int:
     """Return the number of samples of the training from which all branches start."""
-    control = Choice(Arm(name=halving.CONTROL_ARM), 0.0).task(context.task, size=context.size)
+    control = Choice(Arm(name=self_tuning.CONTROL_ARM), 0.0).task(context.task, size=context.size)
     sizes = compute_batch_sizes(control, batch=control.batch, world=context.ranks.world, dataset_size=context.size)
     steps = sizes.ramp.remaining_steps(size=context.size, epochs=BRANCHING_EPOCH)
     return sum(batch * count for batch, count in steps.items())
 
 
-def _find_next_turn(tuning: Tuning, ranks: Ranks) -> BranchRequest | None:
-    """Return the next branch, decided by rank 0, on every rank; None if one arm is left."""
+def _find_next_arm(tuning: Tuning, ranks: Ranks) -> Arm | None:
+    """Return the next arm to train a branch with, decided by rank 0, on every rank; None after the last."""
     names = [arm.name for arm in tuning.arms]
-    turn, _ = halving.find_next_branch_or_winner(names, tuning.branches) if ranks.is_first else (None, None)
-    number = ranks.broadcast(-1 if turn is None else turn.rung * len(names) + turn.arm)
-    return None if number < 0 else BranchRequest(*divmod(number, len(names)))
+    name = self_tuning.find_next_arm(names, tuning.branches) if ranks.is_first else None
+    number = ranks.broadcast(-1 if name is None else names.index(name))
+    return None if number < 0 else tuning.arms[number]
 
 
-def _find_control_branch(tuning: Tuning, turn: BranchRequest) -> Branch | None:
-    """Return the control's branch of the same rung, which is trained first in each rung; None if there is none."""
-    same = (branch for branch in tuning.branches if branch.rung == turn.rung)
-    return next((branch for branch in same if branch.arm == halving.CONTROL_ARM), None)
-
-
-def _train_branch(context: BranchContext, arm: Arm, turn: BranchRequest, *, control: Branch | None) -> Branch:
-    """Train the branch of an arm in a rung and evaluate it."""
-    count = len(halving.list_arms_of_training(context.task.spec, context.task.batch))
-    length = halving.count_branch_samples(context.task.spec, turn.rung, count, context.size)
+def _train_branch(context: BranchContext, arm: Arm, *, control: Branch | None) -> Branch:
+    """Train the branch of an arm and evaluate it."""
+    count = len(self_tuning.list_arms_of_training(context.task.spec, context.task.batch))
+    length = self_tuning.count_branch_samples(context.task.spec, count, context.size)
     control_loss = control.loss if control is not None else None
-    return context.train_branch(context.task, arm, length, rung=turn.rung, control=control_loss)
+    return context.train_branch(context.task, arm, length, control=control_loss)
 
 
 def _build_arm_trainer(context: BranchContext, task: TrainTask) -> Trainer:
@@ -401,7 +392,7 @@ def _replace_infinite(value: float) -> float | None:
 def _estimate_seconds_left(context: BranchContext, tuning: Tuning) -> float:
     """Return the estimated seconds until the training's end, from the pace of the branches so far."""
     size, epochs = len(context.datasets.train) + len(context.datasets.eval), context.task.spec.train.epochs
-    planned = halving.plan_tuning(context.task.spec, batch=context.task.batch, dataset_size=size)
+    planned = self_tuning.plan_tuning(context.task.spec, batch=context.task.batch, dataset_size=size)
     trained = sum(branch.samples for branch in tuning.branches)
     pace = sum(branch.seconds for branch in tuning.branches) / max(1, trained)  # seconds a sample
     branches = max(0, planned.samples - tuning.samples)
@@ -438,8 +429,8 @@ def _choose(task: TrainTask, context: TrainContext) -> Choice:
     if (choice := load_choice(task, run, ranks)) is not None:
         return choice
     split = hold_out_samples(task.spec, datasets, batch=task.batch)
-    control = Choice(Arm(name=halving.CONTROL_ARM), 0.0).task(task, size=len(datasets.train))
-    branch_steps = halving.plan_tuning(task.spec, batch=task.batch, dataset_size=len(datasets.train)).steps
+    control = Choice(Arm(name=self_tuning.CONTROL_ARM), 0.0).task(task, size=len(datasets.train))
+    branch_steps = self_tuning.plan_tuning(task.spec, batch=task.batch, dataset_size=len(datasets.train)).steps
     Training(control, context, until=BRANCHING_EPOCH, ahead=branch_steps).train()
     with MetricsFile(
         run, task, is_first=ranks.is_first, samples=run.training(task.signature).newest_samples()
@@ -463,7 +454,7 @@ class ArmTraining(Training):
 
     @property
     def _is_control(self) -> bool:
-        return self.choice.arm.name == halving.CONTROL_ARM
+        return self.choice.arm.name == self_tuning.CONTROL_ARM
 
     def _announce(self) -> None:
         super()._announce()

@@ -137,7 +137,6 @@ def _train_branch(
         _make_task(task, plan, context.size, spec, arm.batch),
         trained,
         plan.length,
-        rung=1,
         control=branches[0].loss if branches else None,
     )
     lr = arm.factor * task.spec.optimizer.lr

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from tula_cli.errors import Diverged
 from tula_cli.host import failures
-from tula_cli.models import halving
+from tula_cli.models import self_tuning
 from tula_cli.models.choice import early_stopping
 from tula_cli.models.cost import compute_checkpoint_interval, compute_interruption_rate
 from tula_cli.run.directory import RunDir
@@ -104,7 +104,7 @@ class Training:
             splits = list_possible_splits(
                 self.trainer,
                 batches,
-                lambda batch: halving.list_jobs_of_training(task.spec, batch),
+                lambda batch: self_tuning.list_jobs_of_training(task.spec, batch),
             )
             self.run.training(self.task.signature).write_micro_batches(splits)
 

@@ -1,8 +1,6 @@
-"""Successive halving: the settings (arms) that a self-tuning training (`train.method: auto`) tries, and which survive.
+"""The settings (arms) that a self-tuning training (`train.method: auto`) tries in short branches, and which of them wins.
 
-An arm is one way to continue from a common checkpoint. In rung 1 every arm is trained for `auto.branch_epochs`; the
-better half starts again from the checkpoint and is trained twice as long, until one is left (Karnin et al. 2013;
-Jamieson and Talwalkar 2016). Each rung starts from the checkpoint, so that no state of a branch has to be kept.
+An arm is one way to continue from a common checkpoint. Every arm is trained from there for `auto.branch_epochs`.
 """
 
 import math
@@ -20,11 +18,10 @@ from tula_cli.spec.methods import METHODS
 from tula_cli.spec.sections import Optimizer
 
 CONTROL_ARM = "lbt"
-"""The large batch without changes. It remains in every rung, so that the winner has beaten it at the longest
-branches."""
+"""The large batch without changes, which is always tried: the winner has beaten it."""
 
 FAVOURITE_ARM = "ramp"
-"""Remains in every rung too, and wins unless another arm is clearly better."""
+"""Wins unless another arm is clearly better."""
 
 LOSS_MARGIN = 0.1
 """Share by which an arm's loss has to be below the favourite's to win: short branches favour gentle learning rates, and
@@ -45,25 +42,11 @@ MAX_HOLDOUT = 10_000
 TRAINING_SHARE = 0.25
 """Share of the training's samples that the branches use together with their common beginning."""
 
-MAX_FINAL_ARMS = 4
-"""Maximum arms between which a single rung decides: halving so few costs more samples than it saves."""
-
 DECAY_FACTOR = 4.0
 """Factor on the weight decay of the weight-decay arm."""
 
 GENTLER_LR_FACTOR = 0.5
 """Factor on the learning rate of the gentler ramp arm."""
-
-MAX_CHALLENGERS = 3
-"""Maximum arms of the last rung: those that reached it, and further ones as long as the control wins."""
-
-
-@dataclass(frozen=True)
-class BranchRequest:
-    """A branch to train: arm number `arm` in rung `rung` (from 1)."""
-
-    rung: int
-    arm: int
 
 
 def list_arms_of_training(spec: JobSpec, batch: int) -> tuple[Arm, ...]:
@@ -170,35 +153,20 @@ def with_limited_lr_factor(arm: Arm, limit: float) -> Arm:
     return arm.model_copy(update={"lr_factor": min(arm.lr_factor, max(1.0, limit))})
 
 
-def list_rung_sizes(count: int) -> tuple[int, ...]:
-    """Return the number of arms of each rung: (8, 4) for eight, (4,) for four; empty if there is only one arm."""
-    sizes = []
-    while count > 1:
-        sizes.append(count)
-        count = math.ceil(count / 2) if count > MAX_FINAL_ARMS else 1
-    return tuple(sizes)
+def compute_branch_epochs(spec: JobSpec, count: int) -> float:
+    """Return the length of each branch, in epochs of the training set without the held-out samples.
 
-
-def compute_branch_epochs(spec: JobSpec, rung: int, count: int) -> float:
-    """Return the length of the branches of a rung, in epochs of the training set without the held-out samples.
-
-    Limited to the end of the training, because its schedule has no later epochs.
+    By default all branches and their common beginning use `TRAINING_SHARE` of the training. Limited to the end of the
+    training, because its schedule has no later epochs.
 
     Args:
         spec: a job with method auto.
-        rung: from 1.
-        count: arms of the first rung.
+        count: arms.
     """
-    first_epochs = _compute_first_epochs(spec, count) if spec.auto.branch_epochs == "auto" else spec.auto.branch_epochs
-    return min(first_epochs * 2.0 ** (rung - 1), float(spec.train.epochs - BRANCHING_EPOCH))
-
-
-def _compute_first_epochs(spec: JobSpec, count: int) -> float:
-    """Return the epochs of a first-rung branch with which all branches use `TRAINING_SHARE` of the training."""
-    epochs_in_all = sum(number * 2.0**rung for rung, number in enumerate(list_rung_sizes(count)))
-    return max(0.0, TRAINING_SHARE * spec.train.epochs / (1 - HOLDOUT_SHARE) - BRANCHING_EPOCH) / max(
-        1.0, epochs_in_all
-    )
+    epochs = spec.auto.branch_epochs
+    if epochs == "auto":
+        epochs = max(0.0, TRAINING_SHARE * spec.train.epochs / (1 - HOLDOUT_SHARE) - BRANCHING_EPOCH) / count
+    return min(epochs, float(spec.train.epochs - BRANCHING_EPOCH))
 
 
 def count_holdout_samples(dataset_size: int) -> int:
@@ -222,12 +190,12 @@ def require_tuning_samples(spec: JobSpec, *, batch: int, dataset_size: int) -> N
         )
 
 
-def count_branch_samples(spec: JobSpec, rung: int, count: int, size: int) -> int:
+def count_branch_samples(spec: JobSpec, count: int, size: int) -> int:
     """Return the length of a branch in samples; its last step may end up to half a batch from there.
 
     Args: as of `compute_branch_epochs`; size: training samples without the held-out ones.
     """
-    return max(1, round(compute_branch_epochs(spec, rung, count) * size))
+    return max(1, round(compute_branch_epochs(spec, count) * size))
 
 
 @dataclass(frozen=True)
@@ -251,27 +219,25 @@ def plan_tuning(spec: JobSpec, *, batch: int, dataset_size: int) -> TuningPlan:
     if not spec.train.training_method.tunes:
         return TuningPlan(0, 0, 0)
     arms = list_arms_of_training(spec, batch)
-    rungs, holdout = list_rung_sizes(len(arms)), count_holdout_samples(dataset_size)
-    if not rungs:
+    holdout = count_holdout_samples(dataset_size)
+    if len(arms) == 1:
         return TuningPlan(0, 0, holdout)
     size, after = dataset_size - holdout, BRANCHING_EPOCH
     beginning = Ramp(stages.plan_stages_of_training(spec, arms[0], batch=batch, size=size)).remaining_steps(
         size=size, epochs=after
     )
     samples = _count_samples(beginning)
-    for rung, number in enumerate(rungs, 1):
-        # Of a further rung nobody knows the arms yet; all of a rung take nearly as many.
-        samples += sum(count_trained_samples(spec, arm, batch=batch, rung=rung, size=size) for arm in arms[:number])
-    return TuningPlan(sum(rungs), math.ceil(samples / batch), holdout, samples)
+    samples += sum(count_trained_samples(spec, arm, batch=batch, size=size) for arm in arms)
+    return TuningPlan(len(arms), math.ceil(samples / batch), holdout, samples)
 
 
-def count_trained_samples(spec: JobSpec, arm: Arm, *, batch: int, rung: int, size: int) -> int:
+def count_trained_samples(spec: JobSpec, arm: Arm, *, batch: int, size: int) -> int:
     """Return the samples that a branch trains on, without those dropped at the end of an epoch.
 
     Args: as of `plan_tuning`; arm: of the branch; size: training samples without the held-out ones.
     """
     start = BRANCHING_EPOCH * size
-    length = count_branch_samples(spec, rung, len(list_arms_of_training(spec, batch)), size)
+    length = count_branch_samples(spec, len(list_arms_of_training(spec, batch)), size)
     ramp = Ramp(stages.plan_stages_of_branch(spec, arm, batch=batch, start=start, length=length))
     epoch, samples_done, trained = BRANCHING_EPOCH, 0, 0
     while True:
@@ -310,7 +276,7 @@ M = TypeVar("M", bound=Measured)
 
 
 def rank_branches(branches: Sequence[M]) -> list[M]:
-    """Return the branches of one rung by their loss on the held-out samples, best first; diverged ones are last.
+    """Return the branches by their loss on the held-out samples, best first; diverged ones are last.
 
     The loss is used instead of the accuracy because on a few hundred samples the accuracies of good arms differ only by
     chance.
@@ -318,27 +284,8 @@ def rank_branches(branches: Sequence[M]) -> list[M]:
     return sorted(branches, key=lambda branch: (branch.diverged, math.inf if branch.loss is None else branch.loss))
 
 
-def select_survivors(branches: Sequence[Branch]) -> list[str]:
-    """Return the arms of the next rung, best first: the better half without diverged ones, and the permanent arms.
-
-    The control remains, the favourite unless it has diverged, and the best arm. After a rung of at most
-    `MAX_FINAL_ARMS` arms only the winner is left.
-
-    Args:
-        branches: all branches of one rung.
-    """
-    order = [branch.arm for branch in rank_branches(branches) if not branch.diverged or branch.arm == CONTROL_ARM]
-    staying = [arm for arm in order if arm in (CONTROL_ARM, FAVOURITE_ARM)]
-    if len(branches) <= MAX_FINAL_ARMS:
-        return [find_winner(branches)]
-    half = math.ceil(len(branches) / 2)
-    other_arms = [arm for arm in order if arm not in staying]
-    other_arms = other_arms[: max(half - len(staying), int(order[0] in other_arms))]
-    return [arm for arm in order if arm in staying or arm in other_arms]
-
-
 def find_winner(branches: Sequence[Branch]) -> str:
-    """Return the arm that won the longest branches: the favourite unless another is clearly better, else the best."""
+    """Return the arm that won: the favourite unless another is clearly better, else the best."""
     best, losses = rank_branches(branches)[0], {branch.arm: branch.loss for branch in branches if not branch.diverged}
     if best.diverged:
         return CONTROL_ARM
@@ -353,65 +300,21 @@ def find_winner(branches: Sequence[Branch]) -> str:
 
 
 def find_next_best_arm(branches: Sequence[Branch], broken: Sequence[str]) -> str:
-    """Return the arm to continue with after others broke down: the winner of the longest branches without them."""
-    longest = max(branch.rung for branch in branches)
-    return find_winner([b for b in branches if b.rung == longest and (b.arm == CONTROL_ARM or b.arm not in broken)])
+    """Return the arm to continue with after others broke down: the winner of the branches without them."""
+    return find_winner([branch for branch in branches if branch.arm == CONTROL_ARM or branch.arm not in broken])
 
 
-def find_longest_control_branch(branches: Sequence[Branch]) -> Branch | None:
-    """Return the control's longest branch."""
-    control_branches = [branch for branch in branches if branch.arm == CONTROL_ARM]
-    return max(control_branches, key=lambda branch: branch.rung, default=None)
+def find_control_branch(branches: Sequence[Branch]) -> Branch | None:
+    """Return the control's branch; None if it has not been trained."""
+    return next((branch for branch in branches if branch.arm == CONTROL_ARM), None)
 
 
-def find_next_branch_or_winner(
-    names: Sequence[str], branches: Sequence[Branch]
-) -> tuple[BranchRequest | None, str | None]:
-    """Return the next branch to train, or the winner; one of the two is None.
-
-    If the control beats all arms that reached the last rung, other arms are tried against it at that length: the best
-    arm of short branches may be the one that breaks down in longer ones.
+def find_next_arm(names: Sequence[str], branches: Sequence[Branch]) -> str | None:
+    """Return the next arm to train a branch with; None if every arm has one, or there is only one arm.
 
     Args:
         names: of all arms.
         branches: those trained so far.
     """
-    remaining_arms, rung = _list_surviving_arms(names, branches)
-    if len(remaining_arms) > 1:
-        trained_arms = [branch.arm for branch in branches if branch.rung == rung]
-        return BranchRequest(rung, next(names.index(name) for name in remaining_arms if name not in trained_arms)), None
-    last_rung = [branch for branch in branches if branch.rung == rung - 1]
-    leading_arm = find_winner(last_rung) if last_rung else remaining_arms[0]
-    if leading_arm == CONTROL_ARM and (challenger := _find_challenger(branches, rung - 1)) is not None:
-        return BranchRequest(rung - 1, names.index(challenger)), None
-    return None, leading_arm
-
-
-def _find_challenger(branches: Sequence[Branch], last_rung: int) -> str | None:
-    """Return the next arm to try against the control in the last rung: the best that beat it in an earlier one."""
-    met = {branch.arm for branch in branches if branch.rung == last_rung}
-    if len(met) > MAX_CHALLENGERS:
-        return None
-    for rung in range(last_rung - 1, 0, -1):
-        order = [branch.arm for branch in rank_branches([b for b in branches if b.rung == rung])]
-        better = order[: order.index(CONTROL_ARM)] if CONTROL_ARM in order else []
-        if waiting := [arm for arm in better if arm not in met]:
-            return waiting[0]
-    return None
-
-
-def list_arms_of_rung(names: Sequence[str], branches: Sequence[Branch]) -> list[str]:
-    """Return the arms of the current rung, in the order in which they are trained."""
-    return _list_surviving_arms(names, branches)[0]
-
-
-def _list_surviving_arms(names: Sequence[str], branches: Sequence[Branch]) -> tuple[list[str], int]:
-    """Return the arms of the first incomplete rung, and the number of the rung."""
-    remaining_arms, rung = list(names), 1
-    while len(remaining_arms) > 1:
-        trained = {branch.arm: branch for branch in branches if branch.rung == rung}
-        if not all(name in trained for name in remaining_arms):
-            break
-        surviving = select_survivors([trained[name] for name in remaining_arms])
-        remaining_arms, rung = [name for name in names if name in surviving], rung + 1
-    return remaining_arms, rung
+    trained = {branch.arm for branch in branches}
+    return next((name for name in names if name not in trained), None) if len(names) > 1 else None

@@ -1,4 +1,4 @@
-"""Which arms there are, which survive a rung, and what that takes."""
+"""Which arms there are, which of them wins, and what that takes."""
 
 import math
 from typing import Any
@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from tula_cli.errors import SpecError
-from tula_cli.models import cost, halving
-from tula_cli.models.halving import BranchRequest
+from tula_cli.models import cost, self_tuning
 from tula_cli.run.records.probes import Overheads
 from tula_cli.run.records.results import Branch
 from tula_cli.spec.ags import Arm
@@ -27,72 +26,62 @@ def job(**sections: dict[str, Any]) -> JobSpec:
 
 
 def branch(arm: str, *, top1: float | None = 50.0, loss: float | None = 1.0, diverged: bool = False) -> Branch:
-    return Branch(arm=arm, rung=1, epochs=1, samples=96, loss=loss, top1=top1, diverged=diverged, seconds=1.0)
+    return Branch(arm=arm, epochs=1, samples=96, loss=loss, top1=top1, diverged=diverged, seconds=1.0)
 
 
-def play(names: list[str], merit: dict[str, float]) -> tuple[list[BranchRequest], str]:
-    """Train branches as they come, each better the greater its arm's merit; return the turns and the winner."""
-    turns: list[BranchRequest] = []
-    branches: list[Branch] = []
-    while True:
-        turn, winner = halving.find_next_branch_or_winner(names, branches)
-        if turn is None:
-            assert winner is not None
-            return turns, winner
-        turns.append(turn)
-        name = names[turn.arm]
-        branches.append(branch(name, loss=100 - merit[name]).model_copy(update={"rung": turn.rung}))
+def branches_of(**losses: float) -> list[Branch]:
+    return [branch(name.replace("_", "-"), loss=loss) for name, loss in losses.items()]
 
 
 # --- arms
 
 
 def test_default_arms_are_the_control_the_ramp_a_gentler_one_and_one_with_more_decay() -> None:
-    arms = halving.list_arms_of_training(job(optimizer={"weight_decay": 5e-4}), 256)
+    arms = self_tuning.list_arms_of_training(job(optimizer={"weight_decay": 5e-4}), 256)
     assert [(arm.name, arm.method, arm.lr_factor, arm.decay_factor) for arm in arms] == [
         ("lbt", "lbt", 1, 1), ("ramp", "ramp", 1, 1), ("ramp-x0.5", "ramp", 0.5, 1), ("ramp-decay4", "ramp", 1, 4),
     ]  # fmt: skip
     assert arms[0] == Arm(name="lbt")
     groups = [{"parameters": ["norms"], "weight_decay": 0.1}]
-    assert len(halving.list_arms_of_training(job(optimizer={"groups": groups}), 256)) == 4
-    assert [arm.name for arm in halving.list_arms_of_training(job(), 256)] == ["lbt", "ramp", "ramp-x0.5"], (
+    assert len(self_tuning.list_arms_of_training(job(optimizer={"groups": groups}), 256)) == 4
+    assert [arm.name for arm in self_tuning.list_arms_of_training(job(), 256)] == ["lbt", "ramp", "ramp-x0.5"], (
         "nothing to decay by"
     )
 
 
 @pytest.mark.parametrize("batch", [32, 16])
 def test_at_the_reference_batch_the_control_is_alone(batch: int) -> None:
-    assert halving.list_arms_of_training(job(), batch) == (Arm(name="lbt"),)
+    assert self_tuning.list_arms_of_training(job(), batch) == (Arm(name="lbt"),)
 
 
 def test_an_arm_s_decay_is_that_of_the_job_and_of_its_groups() -> None:
     groups = [{"parameters": ["norms"], "weight_decay": 0.1}, {"parameters": ["biases"], "lr_factor": 2}]
     spec = job(optimizer={"weight_decay": 0.01, "groups": groups})
-    optimizer = halving.make_job_of_arm(spec, Arm(name="more", decay_factor=4)).optimizer
+    optimizer = self_tuning.make_job_of_arm(spec, Arm(name="more", decay_factor=4)).optimizer
     assert (optimizer.weight_decay, [group.weight_decay for group in optimizer.groups]) == (0.04, [0.4, None])
-    assert halving.make_job_of_arm(spec, Arm(name="as-it-is")).optimizer == spec.optimizer
+    assert self_tuning.make_job_of_arm(spec, Arm(name="as-it-is")).optimizer == spec.optimizer
 
 
 @pytest.mark.parametrize(("optimizer", "factor"), [("SGD", 4), ("AdamW", 2)])
 def test_a_ramp_s_learning_rate_is_that_of_the_batch_in_use(optimizer: str, factor: float) -> None:
     spec = job(optimizer={"name": optimizer})
-    ramp, plain = (halving.make_job_of_arm(spec, Arm(name=name, method=name)) for name in ("ramp", "lbt"))
+    ramp, plain = (self_tuning.make_job_of_arm(spec, Arm(name=name, method=name)) for name in ("ramp", "lbt"))
     assert [compute_lr_scale(ramp, batch) for batch in (32, 128)] == [1, factor]
     assert compute_lr_scale(plain, 128) == 1
 
 
 def test_an_arm_alone_says_what_happens_to_the_learning_rate() -> None:
     arm = Arm(name="turned", method="ortho", lr_factor=4)
-    tuned = halving.make_job_of_arm(job(), arm)
+    tuned = self_tuning.make_job_of_arm(job(), arm)
     assert (tuned.train.lr_scaling, tuned.schedule.warmup_epochs) == ("none", 0.0)
-    assert halving.make_job_of_arm(job(schedule={"warmup_epochs": 3}), arm).schedule.warmup_epochs == 3
+    assert self_tuning.make_job_of_arm(job(schedule={"warmup_epochs": 3}), arm).schedule.warmup_epochs == 3
 
 
 def test_own_arms_replace_the_default_ones_but_not_the_control() -> None:
     mine = {"name": "mine", "method": "ags"}
     spec = job(auto={"arms": [mine]}, ags={"delta": 0.7})
-    assert [arm.name for arm in halving.list_arms_of_training(spec, 256)] == ["lbt", "mine"]
-    tuned = halving.make_job_of_arm(spec, halving.list_arms_of_training(spec, 256)[1])
+    assert [arm.name for arm in self_tuning.list_arms_of_training(spec, 256)] == ["lbt", "mine"]
+    tuned = self_tuning.make_job_of_arm(spec, self_tuning.list_arms_of_training(spec, 256)[1])
     assert (tuned.train.method, tuned.ags.resolved().delta) == ("ags", 0.7)
 
 
@@ -122,121 +111,84 @@ def test_records_of_arms_with_more_settings_are_read() -> None:
 
 def test_arms_of_ags_scale_the_update_where_the_optimizer_would_divide_a_factor_out() -> None:
     arm = Arm(name="ags", method="ags")
-    assert halving.make_job_of_arm(job(optimizer={"name": "AdamW"}), arm).ags.resolved().apply_to == "update"
-    assert halving.make_job_of_arm(job(), arm).ags.resolved().apply_to == "gradient"
+    assert self_tuning.make_job_of_arm(job(optimizer={"name": "AdamW"}), arm).ags.resolved().apply_to == "update"
+    assert self_tuning.make_job_of_arm(job(), arm).ags.resolved().apply_to == "gradient"
 
 
 def test_the_factor_grows_in_the_warm_up_and_then_stays() -> None:
     arm = Arm(name="x5", lr_factor=5, warmup_epochs=2)
-    assert [halving.compute_lr_factor(arm, epoch, start=1) for epoch in (1, 2, 3, 9)] == [1, 3, 5, 5]
-    assert halving.compute_lr_factor(Arm(name="x5", lr_factor=5), 1, start=1) == 5
+    assert [self_tuning.compute_lr_factor(arm, epoch, start=1) for epoch in (1, 2, 3, 9)] == [1, 3, 5, 5]
+    assert self_tuning.compute_lr_factor(Arm(name="x5", lr_factor=5), 1, start=1) == 5
 
 
 def test_a_branch_cools_down_in_its_second_half() -> None:
-    results = [halving.compute_cooldown_factor(epoch, start=1, length=4) for epoch in (1, 3, 4, 4.5, 5, 6)]
+    results = [self_tuning.compute_cooldown_factor(epoch, start=1, length=4) for epoch in (1, 3, 4, 4.5, 5, 6)]
     assert results == [1, 1, 0.5, 0.25, 0, 0]
 
 
 def test_a_smaller_batch_bounds_the_factor_by_linear_scaling() -> None:
-    assert halving.with_limited_lr_factor(Arm(name="x8", lr_factor=8), 4).lr_factor == 4
-    assert halving.with_limited_lr_factor(Arm(name="x8", lr_factor=8), 0.5).lr_factor == 1
-    assert halving.with_limited_lr_factor(Arm(name="slow", lr_factor=0.5), 4).lr_factor == 0.5
+    assert self_tuning.with_limited_lr_factor(Arm(name="x8", lr_factor=8), 4).lr_factor == 4
+    assert self_tuning.with_limited_lr_factor(Arm(name="x8", lr_factor=8), 0.5).lr_factor == 1
+    assert self_tuning.with_limited_lr_factor(Arm(name="slow", lr_factor=0.5), 4).lr_factor == 0.5
 
 
 def test_branches_end_with_the_training() -> None:
-    short = job(train={"epochs": 4, "method": "auto", "reference_batch": 32}, auto={"branch_epochs": 2})
-    assert [halving.compute_branch_epochs(short, rung, 8) for rung in (1, 2, 3)] == [2, 3, 3]
+    short, shorter = (job(train={"epochs": epochs}, auto={"branch_epochs": 2}) for epochs in (4, 2))
+    assert [self_tuning.compute_branch_epochs(spec, 8) for spec in (short, shorter)] == [2, 1]
 
 
 def test_hardly_above_the_reference_batch_no_two_arms_share_a_name() -> None:
-    names = [arm.name for arm in halving.list_arms_of_training(job(), 33)]
+    names = [arm.name for arm in self_tuning.list_arms_of_training(job(), 33)]
     assert len(set(names)) == len(names)
 
 
 def test_naming_the_control_alone_tries_nothing_else() -> None:
-    assert halving.list_arms_of_training(job(auto={"arms": [{"name": "lbt"}]}), 256) == (Arm(name="lbt"),)
+    assert self_tuning.list_arms_of_training(job(auto={"arms": [{"name": "lbt"}]}), 256) == (Arm(name="lbt"),)
 
 
 def test_a_job_is_measured_as_its_dearest_arm() -> None:
-    assert halving.find_most_expensive_job(job()).train.method == "ramp"
+    assert self_tuning.find_most_expensive_job(job()).train.method == "ramp"
     arms = [{"name": name, "method": name} for name in ("ramp", "ags")]
-    assert halving.find_most_expensive_job(job(auto={"arms": arms})).train.method == "ags"
-    assert halving.find_most_expensive_job(job(auto={"arms": [{"name": "x2", "lr_factor": 2}]})).train.method == "lbt"
+    assert self_tuning.find_most_expensive_job(job(auto={"arms": arms})).train.method == "ags"
+    assert (
+        self_tuning.find_most_expensive_job(job(auto={"arms": [{"name": "x2", "lr_factor": 2}]})).train.method == "lbt"
+    )
     plain = job(train={"method": "lrs"})
-    assert halving.find_most_expensive_job(plain) is plain
+    assert self_tuning.find_most_expensive_job(plain) is plain
 
 
-# --- rungs
+# --- the winner
 
 
-@pytest.mark.parametrize(("count", "sizes"), [(1, ()), (2, (2,)), (4, (4,)), (5, (5, 3)), (8, (8, 4)), (9, (9, 5, 3))])
-def test_each_rung_trains_half_of_the_one_before(count: int, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_each_arm_trains_one_branch_in_turn(count: int) -> None:
     names = ["lbt", *(f"a{i}" for i in range(count - 1))]
-    turns, _ = play(names, {name: float(i) for i, name in enumerate(names)})
-    assert halving.list_rung_sizes(count) == sizes
-    assert [sum(turn.rung == rung for turn in turns) for rung in range(1, len(sizes) + 1)] == list(sizes)
-
-
-def test_the_best_arm_wins_and_the_control_stays_to_the_end() -> None:
-    names = ["lbt", "a", "b", "c", "d", "e", "f", "g"]
-    turns, winner = play(names, dict(zip(names, (10, 90, 20, 80, 30, 70, 40, 60), strict=True)))
-    assert winner == "a"
-    assert [names[turn.arm] for turn in turns if turn.rung == 2] == ["lbt", "a", "c", "e"]
-    assert max(turn.rung for turn in turns) == 2, "few are told apart at once"
-
-
-def test_the_control_wins_where_nothing_beats_it() -> None:
-    assert play(["lbt", "a", "b"], {"lbt": 60, "a": 50, "b": 55})[1] == "lbt"
-
-
-def later(number: int, **losses: float) -> list[Branch]:
-    return rung(number, **losses)
-
-
-def test_where_the_control_wins_others_meet_it_at_that_length() -> None:
-    names = ["lbt", *"abcde"]
-    first = rung(1, lbt=2.0, a=1.0, b=1.5, c=1.6, d=3.0, e=4.0)
-    duel = [*first, *later(2, lbt=1.0, a=2.0, b=3.0)]
-    assert halving.find_next_branch_or_winner(names, duel) == (BranchRequest(2, 3), None), (
-        "c was better than lbt in the first rung"
-    )
-    assert halving.find_next_branch_or_winner(names, [*duel, *later(2, c=0.5)]) == (None, "c")
-    assert halving.find_next_branch_or_winner(names, [*duel, *later(2, c=1.5)]) == (None, "lbt"), (
-        "d never was better than lbt"
-    )
-    won = [*first, *later(2, lbt=1.0, a=0.9, b=3.0)]
-    assert halving.find_next_branch_or_winner(names, won) == (None, "a"), "the control has lost: nobody else comes"
+    trained: list[Branch] = []
+    while (name := self_tuning.find_next_arm(names, trained)) is not None:
+        trained.append(branch(name))
+    assert [result.arm for result in trained] == (names if count > 1 else [])
 
 
 def test_the_loss_decides_with_and_without_accuracies() -> None:
     results = [branch("a", top1=60, loss=0.9), branch("b", loss=None), branch("c", top1=None, loss=0.8)]
     results.append(branch("d", loss=0.1, diverged=True))
-    assert [b.arm for b in halving.rank_branches(results)] == ["c", "a", "b", "d"]
+    assert [b.arm for b in self_tuning.rank_branches(results)] == ["c", "a", "b", "d"]
 
 
-def test_a_diverged_arm_never_survives() -> None:
+def test_a_diverged_arm_never_wins() -> None:
     gone = [branch(name, loss=0.1, diverged=True) for name in "abcx"]
-    assert halving.select_survivors([branch("lbt", loss=1), *gone]) == ["lbt"]
-    assert halving.select_survivors([branch("lbt", loss=1), *gone, branch("d", loss=2)]) == ["lbt", "d"]
+    assert self_tuning.find_winner([branch("lbt", loss=1), *gone]) == "lbt"
+    assert self_tuning.find_winner([branch("lbt", loss=2), *gone, branch("d", loss=1)]) == "d"
 
 
 def test_where_all_diverge_the_control_is_left() -> None:
     results = [branch(name, loss=None, top1=None, diverged=True) for name in ("a", "lbt", "b")]
-    assert halving.select_survivors(results) == ["lbt"]
+    assert self_tuning.find_winner(results) == "lbt"
 
 
-def rung(number: int, **losses: float) -> list[Branch]:
-    results = [branch(name.replace("_", "-"), loss=loss) for name, loss in losses.items()]
-    return [b.model_copy(update={"rung": number}) for b in results]
-
-
-def test_the_favourite_stays_to_the_end_beside_the_control_and_the_best() -> None:
-    names = ["lbt", "a", "b", "c", "ramp", "d", "e", "f"]
-    first = rung(1, lbt=9, a=1, b=2, c=3, ramp=8, d=5, e=6, f=7)
-    assert halving.select_survivors(first) == ["a", "b", "ramp", "lbt"]
-    second = rung(2, lbt=9, a=2, b=1, ramp=8)
-    assert halving.find_next_branch_or_winner(names, [*first, *second]) == (None, "b")
-    assert halving.select_survivors(rung(2, lbt=9, a=2, b=3, ramp=1)) == ["ramp"]
+def test_after_arms_that_broke_down_the_best_of_the_rest_wins() -> None:
+    results = branches_of(lbt=4, a=1, b=2, c=3)
+    assert [self_tuning.find_next_best_arm(results, tuple("abc"[:broken])) for broken in (1, 2, 3)] == ["b", "c", "lbt"]
 
 
 @pytest.mark.parametrize(
@@ -255,16 +207,12 @@ def test_the_favourite_stays_to_the_end_beside_the_control_and_the_best() -> Non
 def test_the_favourite_wins_unless_another_is_clearly_better_and_so_does_the_job_s_decay(
     losses: dict[str, float], winner: str
 ) -> None:
-    last = rung(1, **losses)
-    names = [b.arm for b in last]
-    assert halving.select_survivors(last) == [winner]
-    assert halving.find_next_branch_or_winner(names, last) == (None, winner)
+    assert self_tuning.find_winner(branches_of(**losses)) == winner
 
 
-def test_a_favourite_that_diverged_stays_no_longer() -> None:
+def test_a_favourite_that_diverged_does_not_win() -> None:
     gone = branch("ramp", loss=None, diverged=True)
-    assert halving.select_survivors([*rung(1, lbt=2, a=1, b=3, c=4), gone]) == ["a", "lbt", "b"]
-    assert halving.find_winner([*rung(1, lbt=2, a=1), gone]) == "a"
+    assert self_tuning.find_winner([*branches_of(lbt=2, a=1), gone]) == "a"
 
 
 # --- what it takes
@@ -283,7 +231,9 @@ def test_branches_take_at_most_so_much_of_the_training(
     epochs: int, batch: int, size: int, reference: int, at_most: float
 ) -> None:
     train = {"epochs": epochs, "reference_batch": reference, "method": "auto"}
-    planned = halving.plan_tuning(job(train=train, optimizer={"weight_decay": 5e-4}), batch=batch, dataset_size=size)
+    planned = self_tuning.plan_tuning(
+        job(train=train, optimizer={"weight_decay": 5e-4}), batch=batch, dataset_size=size
+    )
     assert planned.branches == 4
     assert 0.1 < planned.samples / (epochs * size) <= at_most
 
@@ -291,12 +241,12 @@ def test_branches_take_at_most_so_much_of_the_training(
 def test_the_plan_counts_every_sample() -> None:
     """20 epochs of 10,240 samples at 2048: an epoch of 128, and four branches of 1.14 epochs of the 9,216 that are left."""
     spec = job(train={"epochs": 20, "reference_batch": 128, "method": "auto"}, optimizer={"weight_decay": 5e-4})
-    planned = halving.plan_tuning(spec, batch=2048, dataset_size=10_240)
-    assert halving.count_branch_samples(spec, 1, 4, 9216) == 10_496  # (0.25 x 20 / 0.9 - 1) / 4 epochs
+    planned = self_tuning.plan_tuning(spec, batch=2048, dataset_size=10_240)
+    assert self_tuning.count_branch_samples(spec, 4, 9216) == 10_496  # (0.25 x 20 / 0.9 - 1) / 4 epochs
     lbt = 5 * 2048  # four steps of an epoch, whose last 1,024 samples are left out, and one of the next
     # 1,749 samples a stage, each ending at or beyond its end; then as lbt
     ramp = 7 * 256 + 4 * 512 + 2 * 1024 + 1 * 2048 + 1 * 2048
-    assert [halving.count_trained_samples(spec, arm, batch=2048, rung=1, size=9216) for arm in halving.list_arms_of_training(spec, 2048)] == [
+    assert [self_tuning.count_trained_samples(spec, arm, batch=2048, size=9216) for arm in self_tuning.list_arms_of_training(spec, 2048)] == [
         lbt, ramp, ramp, ramp,
     ]  # fmt: skip
     assert planned.samples == 72 * 128 + lbt + 3 * ramp
@@ -306,23 +256,24 @@ def test_the_plan_counts_every_sample() -> None:
 
 def test_a_short_branch_has_one_step_and_the_holdout_is_bounded() -> None:
     short = job(auto={"branch_epochs": 0.01})
-    assert halving.count_trained_samples(short, Arm(name="lbt"), batch=256, rung=1, size=1300) == 256
-    assert halving.count_holdout_samples(1_000_000) == 10_000
-    assert halving.count_holdout_samples(5) == 1
+    assert self_tuning.count_trained_samples(short, Arm(name="lbt"), batch=256, size=1300) == 256
+    assert self_tuning.count_holdout_samples(1_000_000) == 10_000
+    assert self_tuning.count_holdout_samples(5) == 1
 
 
-def test_branches_grow_with_the_training_and_with_the_rung() -> None:
-    assert [halving.compute_branch_epochs(job(auto={"epochs": 0.5}), rung, 8) for rung in (1, 2, 3)] == [0.5, 1, 2]
-    assert halving.compute_branch_epochs(job(train={"epochs": 250}), 1, 4) > 10 * halving.compute_branch_epochs(
-        job(), 1, 4
+def test_branches_grow_with_the_training() -> None:
+    assert self_tuning.compute_branch_epochs(job(auto={"epochs": 0.5}), 8) == 0.5
+    assert self_tuning.compute_branch_epochs(job(train={"epochs": 250}), 4) > 10 * self_tuning.compute_branch_epochs(
+        job(), 4
     )
-    assert halving.compute_branch_epochs(job(train={"epochs": 2}), 1, 4) == 0, "of a step at least, as above"
+    assert self_tuning.compute_branch_epochs(job(), 8) == self_tuning.compute_branch_epochs(job(), 4) / 2
+    assert self_tuning.compute_branch_epochs(job(train={"epochs": 2}), 4) == 0, "of a step at least, as above"
 
 
 def test_other_methods_take_no_branches() -> None:
-    assert halving.plan_tuning(job(train={"method": "ags"}), batch=256, dataset_size=1437) == halving.TuningPlan(
-        0, 0, 0
-    )
+    assert self_tuning.plan_tuning(
+        job(train={"method": "ags"}), batch=256, dataset_size=1437
+    ) == self_tuning.TuningPlan(0, 0, 0)
 
 
 def test_the_predicted_time_has_the_branches_in_it() -> None:
@@ -334,7 +285,7 @@ def test_the_predicted_time_has_the_branches_in_it() -> None:
         )
         return cost.compute_training_seconds(result, step_time=0.1, overheads=overheads, rate=rate)
 
-    planned = halving.plan_tuning(job(), batch=256, dataset_size=1280)
+    planned = self_tuning.plan_tuning(job(), batch=256, dataset_size=1280)
     extra = planned.steps * 0.1 + planned.branches * math.ceil(128 / 64) * 0.5
     assert seconds("auto") - seconds("ags") == pytest.approx(extra)
     assert seconds("auto", rate=1e-3) - seconds("ags", rate=1e-3) > extra

@@ -244,7 +244,6 @@ class ScriptRateSearch(ScriptProgram):
         samples = len(losses) * command.batch
         branch = RateBranch(
             arm=f"{rule}-{command.batch}",
-            rung=1,
             epochs=samples / self._epoch_samples,
             samples=samples,
             loss=fmean(known) if len(known) == len(judged) else None,

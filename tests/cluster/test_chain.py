@@ -25,7 +25,7 @@ from tula_cli.cluster.failures import find_failure_of_error, write_failure_of_fo
 from tula_cli.cluster.full_disk import release_held_jobs
 from tula_cli.cluster.rank_processes import RankStart
 from tula_cli.cluster.rank_program import WorkerProgram
-from tula_cli.cluster.relaunch import make_relaunch
+from tula_cli.cluster.relaunch import make_next_attempt
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.sbatch import make_submitit_parameters
@@ -324,7 +324,7 @@ def test_after_an_out_of_memory_other_numbers_of_nodes_have_no_larger_micro_batc
     sizes = tuple(JobSize(nodes=n, micro_batch=64 // n, splits=1, ladder=chain.task.ladder) for n in (1, 2, 4))
     task = chain.task.model_copy(update={"sizes": sizes})
     smaller = Fallback(rung=0, splits=4, batch=64)
-    relaunch = make_relaunch(task, Failure(outcome="device_oom"), Relaunch(fallback=smaller))
+    relaunch = make_next_attempt(task, Failure(outcome="device_oom"), Relaunch(fallback=smaller))
     assert (relaunch.splits, relaunch.max_micro_batch) == (4, 16)
     assert [relaunch.on_granted(nodes).splits for nodes in (1, 2, 4)] == [4, 2, 1]
 

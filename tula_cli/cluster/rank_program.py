@@ -117,7 +117,7 @@ class RankProgram(ABC):
         """Record the progress of an attempt whose supervisor was lost before it could do so."""
 
     @abstractmethod
-    def possible_micro_batches(self) -> MicroBatches | None:
+    def list_micro_batch_splits(self) -> MicroBatches | None:
         """Return the possible splits of the micro-batch for each out-of-memory fallback; None if unknown."""
 
     @property
@@ -161,6 +161,6 @@ class WorkerProgram(RankProgram):
     def recover_lost_attempt(self, lost: Attempt) -> None:
         """Do nothing: the ranks have recorded their progress themselves."""
 
-    def possible_micro_batches(self) -> MicroBatches | None:
+    def list_micro_batch_splits(self) -> MicroBatches | None:
         assert isinstance(self.task, TrainTask)
         return self.run.training(self.task.signature).micro_batches()

@@ -119,7 +119,7 @@ def _find_lr_factor(run: RunDir, task: TrainTask) -> float | None:
 def _choose_fallback(run: RunDir, task: TrainTask) -> Fallback | None:
     """Return the fallback after an out-of-memory of a training; None if no configuration would use less memory."""
     why_not = cannot_accumulate(task.spec)
-    micro_batches = None if why_not else make_rank_program(run, task).possible_micro_batches()
+    micro_batches = None if why_not else make_rank_program(run, task).list_micro_batch_splits()
     batches = [rung.batch for rung in task.ladder]
     return find_next_fallback(
         batches, task.splits, micro_batches, why_not=why_not, stage=_find_batch_of_stage(run, task)
@@ -182,14 +182,14 @@ def carry_out(
             return None
         case TrainTask() if not isinstance(decision, Stop):
             assert failure is not None
-            relaunch = make_relaunch(task, failure, decision)
+            relaunch = make_next_attempt(task, failure, decision)
             relaunch = relaunch if granted is None else relaunch.on_granted(granted)
             run.write_task(relaunch)
             return relaunch
     return task if isinstance(decision, Relaunch) else None
 
 
-def make_relaunch(task: TrainTask, failure: Failure, decision: Relaunch | Requeue) -> TrainTask:
+def make_next_attempt(task: TrainTask, failure: Failure, decision: Relaunch | Requeue) -> TrainTask:
     """Return the next attempt of a training, with its cause and the settings that change."""
     number = task.attempt + 1
     recovery = Recovery(failure=failure.model_copy(update={"detail": ""}), decision=decision)

@@ -484,7 +484,7 @@ class Estimator:
             },
             stages,
         )
-        return candidates if self.power is None else self._with_energy(candidates, probes, self.power)
+        return candidates if self.power is None else self._add_energy(candidates, probes, self.power)
 
     def _compute_scaling_efficiency(self, local_batch: Ints, step_time: Floats) -> Floats:
         """Return the throughput per GPU relative to that on the fewest nodes with the same local batch, shape (n,).
@@ -515,7 +515,7 @@ class Estimator:
             signatures[index] = self.trained[place][-1].signature if measured[index] else ""
         return signatures.astype(np.str_)
 
-    def _with_energy(self, rows: Candidates, probes: Mapping[int, Measured], model: PowerModel) -> Candidates:
+    def _add_energy(self, rows: Candidates, probes: Mapping[int, Measured], model: PowerModel) -> Candidates:
         """Add the energy of trainings to forecasts; the time outside steps is assumed to draw the same power."""
         drawn = model.predict(rows["step_time"], rows["local_batch"])
         for index, probe in probes.items():

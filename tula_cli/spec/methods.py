@@ -173,7 +173,7 @@ _METHODS = (
     ),
     TrainingMethod(
         "lars",
-        "lars",
+        "layerwise",
         lr_scaling="linear",
         warmup_epochs=5.0,
         replaces=("SGD",),
@@ -181,7 +181,7 @@ _METHODS = (
     ),
     TrainingMethod(
         "lamb",
-        "lamb",
+        "layerwise",
         lr_scaling="sqrt",
         warmup_epochs=5.0,
         replaces=("Adam", "AdamW"),

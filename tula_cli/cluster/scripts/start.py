@@ -91,7 +91,7 @@ class ScriptProgram(RankProgram):
     def recover_lost_attempt(self, lost: Attempt) -> None:
         """Do nothing, because only a training continues from the files of an earlier attempt."""
 
-    def possible_micro_batches(self) -> MicroBatches | None:
+    def list_micro_batch_splits(self) -> MicroBatches | None:
         return None
 
     def preview_of(self, batch: int, *, branch: PlannedBranch | None = None) -> str:

@@ -894,7 +894,7 @@ class ScriptTraining(ScriptProgram):
             )
         )
 
-    def possible_micro_batches(self) -> MicroBatches:
+    def list_micro_batch_splits(self) -> MicroBatches:
         """Return the possible splits of the micro-batch for each batch of the OOM fallbacks (`task.ladder`).
 
         If no rank has reported whether the model has BatchNorm (it was killed), BatchNorm per rank is assumed.

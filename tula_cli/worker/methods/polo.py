@@ -1,9 +1,27 @@
 """Method polo: post-local SGD (Lin et al. 2020): synchronous steps at first, then local steps of each rank with
-periodic averaging."""
+periodic averaging.
 
-from tula_cli.optim.post_local_sgd import SWITCH_EPOCHS, average_replicas, is_average_due, synchronise_gradients
+After the switch gradients are not averaged, so `Trainer.on_gradient` and the norms of diagnostics are those of rank 0's
+samples. A checkpoint holds one state for all ranks: regular checkpoints wait for the next average. A run that must exit
+between two averages (at its time limit, for example) averages early to save, and so does not end at the same weights as an
+uninterrupted run.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tula_cli.optim.ddp_hook import get_reduction
 from tula_cli.worker.methods.plain import Loop, Plain
 from tula_cli.worker.parallel.sharding import Replicated
+
+SWITCH_EPOCHS = 5
+"""Epochs of synchronous training (Tula paper, IV-D)."""
+AVERAGES_PER_EPOCH = 4
+"""How often the replicas are averaged in each epoch after that (Tula paper, IV-D)."""
 
 
 class PostLocal(Plain):
@@ -50,6 +68,51 @@ class PostLocal(Plain):
         if epochs <= SWITCH_EPOCHS:
             return [f"post-local SGD never leaves its {SWITCH_EPOCHS} synchronous epochs: train.epochs is {epochs}"]
         return []
+
+
+def synchronise_gradients(ddp: DistributedDataParallel, *, wanted: bool) -> None:
+    """Make DDP average gradients and broadcast rank 0's buffers, as by default, or neither."""
+    get_reduction(ddp).local = not wanted
+    # torch names this attribute broadcast_buffers up to 2.12, and warns of that name in later versions
+    setattr(ddp, "forward_sync_buffers" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers", wanted)
+
+
+def is_average_due(done: int, *, batch: int, end: int) -> bool:
+    """Return whether the replicas are averaged after the coming step: at each quarter of the epoch, so also at its end.
+
+    Args:
+        done: samples of the epoch before the step.
+        batch: global batch.
+        end: samples of the epoch after its last step.
+    """
+    return AVERAGES_PER_EPOCH * (done + batch) // end > AVERAGES_PER_EPOCH * done // end
+
+
+@torch.no_grad()
+def average_replicas(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Average parameters, buffers and the optimizer's state over all ranks, in place; afterwards all are equal.
+
+    torch's PostLocalSGDOptimizer averages parameters only. Here momentum is averaged, too ("average buffers" of Wang et al.
+    2020, SlowMo), so that the checkpoint that one rank writes is the state of every rank. Counters are equal already.
+    """
+    world = dist.get_world_size()
+    tensors = [tensor for tensor in _iterate_tensors(model, optimizer) if tensor.is_floating_point()]
+    flat = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
+    for handle in [dist.all_reduce(tensor, async_op=True) for tensor in flat]:
+        assert handle is not None
+        handle.wait()
+    for tensor, total in zip(tensors, flat, strict=True):
+        tensor.copy_(total.div_(world))
+
+
+def _iterate_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield parameters, buffers and states in an order that is the same on all ranks."""
+    yield from model.parameters()
+    yield from model.buffers()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            yield from (state[name] for name in sorted(state) if isinstance(state[name], Tensor))
 
 
 METHOD = PostLocal()

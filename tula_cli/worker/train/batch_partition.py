@@ -92,7 +92,9 @@ def _check_batch(spec: JobSpec, batch: int, *, world: int, splits: int, dataset_
         raise SpecError(f"batch {batch} is larger than the dataset, which has {dataset_size} training samples")
 
 
-def list_possible_splits(loop: Loop, batches: Sequence[int], jobs: Callable[[int], Sequence[JobSpec]]) -> MicroBatches:
+def list_micro_batch_splits(
+    loop: Loop, batches: Sequence[int], jobs: Callable[[int], Sequence[JobSpec]]
+) -> MicroBatches:
     """Return the ways in which the micro-batches of each batch may be split after an out-of-memory error.
 
     Args:
@@ -102,23 +104,19 @@ def list_possible_splits(loop: Loop, batches: Sequence[int], jobs: Callable[[int
             method.
     """
     world, model = loop.ranks.world, loop.parallel.module
-    norms = list_micro_batch_limits(model, world=world)
+    micro_batches, norms = loop.spec.train.accumulate, list_micro_batch_limits(model, world=world)
+    splits: list[Splits] = []
+    for batch in batches:
+        limit = _make_method_limit(jobs(batch), batch, world)
+        micro_batch = batch // world // micro_batches
+        splits.append(list_splits(batch, micro_batch=micro_batch, micro_batches=micro_batches, limits=[limit, *norms]))
+    return MicroBatches(splits=tuple(splits), normalised=count_statistics_batches(model, world=world))
 
-    def of(batch: int) -> Splits:
-        specs = jobs(batch)
-        micro_batches_of_step = max(spec.train.accumulate for spec in specs)
-        fewest = max(get_method(spec).fewest_samples(Configuration(spec, batch, world)) for spec in specs)
-        method_limit = (
-            lambda micro_batch: micro_batch >= fewest,
-            f"its method compares gradients over {fewest} samples from it",
-        )
-        return list_splits(
-            batch,
-            micro_batch=batch // world // micro_batches_of_step,
-            micro_batches=micro_batches_of_step,
-            limits=[method_limit, *norms],
-        )
 
-    return MicroBatches(
-        splits=tuple(of(batch) for batch in batches), normalised=count_statistics_batches(model, world=world)
+def _make_method_limit(specs: Sequence[JobSpec], batch: int, world: int) -> tuple[Callable[[int], bool], str]:
+    """Return the condition that the methods of jobs impose on a micro-batch, and its description."""
+    fewest = max(get_method(spec).fewest_samples(Configuration(spec, batch, world)) for spec in specs)
+    return (
+        lambda micro_batch: micro_batch >= fewest,
+        f"its method compares gradients over {fewest} samples from it",
     )

@@ -24,7 +24,7 @@ from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint, evaluation, gradient_noise, hessian
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.batch_partition import list_possible_splits
+from tula_cli.worker.train.batch_partition import list_micro_batch_splits
 from tula_cli.worker.train.divergence import DivergenceDetector
 from tula_cli.worker.train.evaluation import Evaluation
 from tula_cli.worker.train.hang_watch import HangWatch
@@ -101,7 +101,7 @@ class Training:
         if self.first:
             task = self.context.task
             batches = [rung.batch for rung in task.ladder]
-            splits = list_possible_splits(
+            splits = list_micro_batch_splits(
                 self.trainer,
                 batches,
                 lambda batch: self_tuning.list_jobs_of_training(task.spec, batch),

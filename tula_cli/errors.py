@@ -193,10 +193,20 @@ class SchedulerError(TulaError):
 
 
 class JobFailed(TulaError):
-    """The job failed in the user's code, data or environment."""
+    """The job failed in the user's code, data or environment.
+
+    Args:
+        message: what failed.
+        hint: what to do about it, or empty.
+        evidence: what the failing program itself printed or raised; empty: the message.
+    """
 
     exit_code = 6
     code = "job"
+
+    def __init__(self, message: str, hint: str = "", *, evidence: str = "") -> None:
+        super().__init__(message, hint)
+        self.evidence = evidence or message
 
 
 class OutOfMemoryAtMinimum(TulaError):

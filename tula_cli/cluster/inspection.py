@@ -154,7 +154,6 @@ class ResourceLimit:
     remedy: str
 
 
-_PREAMBLE = re.compile(r"^.*(cannot build the model and the dataset|ended without a result|own code fails): ")
 RESOURCE_LIMITS = (
     ResourceLimit(
         "CPU time",
@@ -190,10 +189,11 @@ class NotInspectable(JobFailed):
         message: why they cannot be built.
         remedy: what would make building possible on this machine.
         elsewhere: what to do instead.
+        evidence: as of `JobFailed`.
     """
 
-    def __init__(self, message: str, remedy: str = TORCH_MISSING, *, elsewhere: str = "") -> None:
-        super().__init__(message, f"{elsewhere}; or {remedy}" if elsewhere else remedy)
+    def __init__(self, message: str, remedy: str = TORCH_MISSING, *, elsewhere: str = "", evidence: str = "") -> None:
+        super().__init__(message, f"{elsewhere}; or {remedy}" if elsewhere else remedy, evidence=evidence)
         self.remedy = remedy
 
 
@@ -251,9 +251,9 @@ def find_exceeded_limit(error: JobFailed, stderr: str, code: int = 0) -> tuple[R
         code: its exit code; 128 + N if signal N killed it.
     """
     for limit in RESOURCE_LIMITS:
-        for line in (*error.message.splitlines(), *stderr.splitlines()):
+        for line in (*error.evidence.splitlines(), *stderr.splitlines()):
             if re.search(limit.signs, line):
-                return limit, _PREAMBLE.sub("", line.strip())[-300:]
+                return limit, line.strip()[-300:]
         if code - 128 in limit.signals:
             return limit, f"it was killed by {signal.Signals(code - 128).name}"
     return None
@@ -284,7 +284,8 @@ def make_interpreter_error(python: str, stderr: str, *, elsewhere: str = "") -> 
     """
     messages = [line for line in stderr.splitlines() if line.strip() and not line.startswith(_STEP_WORDS)]
     last_message = messages[-1].strip() if messages else "it printed nothing"
-    return NotInspectable(f"{python} cannot build the model and the dataset: {last_message}", elsewhere=elsewhere)
+    message = f"{python} cannot build the model and the dataset: {last_message}"
+    return NotInspectable(message, elsewhere=elsewhere, evidence=last_message)
 
 
 def parse_inspection(stdout: str, stderr: str) -> Inspection:
@@ -296,15 +297,16 @@ def parse_inspection(stdout: str, stderr: str) -> Inspection:
     try:
         answer: Mapping[str, Any] = json.loads(stdout.strip().splitlines()[1:][-1])
     except (ValueError, IndexError):
-        last_line = stderr.strip().splitlines()[-1:] or ["no output"]
-        raise JobFailed(f"building the model and the dataset ended without a result: {last_line[0]}") from None
+        last_line = (stderr.strip().splitlines() or ["no output"])[-1]
+        message = f"building the model and the dataset ended without a result: {last_line}"
+        raise JobFailed(message, evidence=last_line) from None
     error = answer.get("error")
     if error is None:
         return Inspection.model_validate(answer)
     if error["class"] == "SpecError":
         problems = tuple(Problem(**problem) for problem in error["problems"])
         raise SpecError(error["message"], error["hint"], problems=problems)
-    raise JobFailed(error["message"], error["hint"])
+    raise JobFailed(error["message"], error["hint"], evidence=error["cause"])
 
 
 # --- Kept inspections

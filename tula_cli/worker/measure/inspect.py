@@ -2,7 +2,7 @@
 
 The JobSpec is read as JSON from stdin or a file; the answer goes to stdout. Its first line shows that the interpreter
 has all packages it needs, the last one is a JSON object: a `records.Inspection`, or `{"error": {"class", "message",
-"hint", "problems", "detail"}}`, where class is the tula error that the command line raises. Anything the user's code
+"hint", "problems", "cause", "detail"}}`, where class is the tula error that the command line raises. Anything the user's code
 prints goes to stderr.
 """
 
@@ -510,14 +510,17 @@ def inspect_json(text: str) -> dict[str, Any]:
         return _make_error_answer("JobFailed", error.message, error.hint)
     # The one place where the user's imports and constructors run: whatever they raise is their answer.
     except Exception as error:  # noqa: BLE001
+        cause = _describe_error(error)
         return _make_error_answer(
-            "JobFailed", f"the job's own code fails: {_describe_error(error)}", _find_last_frame(error)
+            "JobFailed", f"the job's own code fails: {cause}", _find_last_frame(error), cause=cause
         )
 
 
-def _make_error_answer(kind: str, message: str, hint: str, problems: tuple[Problem, ...] = ()) -> dict[str, Any]:
+def _make_error_answer(
+    kind: str, message: str, hint: str, problems: tuple[Problem, ...] = (), *, cause: str = ""
+) -> dict[str, Any]:
     error = {"class": kind, "message": message, "hint": hint, "problems": [vars(problem) for problem in problems]}
-    return {"error": {**error, "detail": traceback.format_exc()}}
+    return {"error": {**error, "cause": cause, "detail": traceback.format_exc()}}
 
 
 def _find_last_frame(error: BaseException) -> str:

@@ -1,5 +1,6 @@
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
@@ -183,6 +184,22 @@ def test_odd_probes_are_pointed_out() -> None:
     warnings = fit_step_time(seen, collective="ring").warnings
     assert "2 nodes, local batch 16" in values(warnings, "fit-misses")["where"][0]
     assert values(warnings, "step-time-falls-with-batch")["pairs"][0].startswith("at 2 nodes, local batch 64 than at")
+
+
+def test_a_missed_probe_is_shown_with_what_the_fit_has_for_it() -> None:
+    fit = fit_step_time([observation(2, 16, 0.3), *(overlapped(n, b) for n, b in GRID[1:])], collective="ring")
+    fitted = 1000 * fit.predict(2, 1, 16).seconds
+    where = values(fit.warnings, "fit-misses")["where"][0]
+    measured, shown = re.findall(r"([\d.]+) ms", where)
+    assert float(measured) == 300 and float(shown) == pytest.approx(fitted, rel=0.01)
+
+
+@pytest.mark.parametrize(("seconds", "falls"), [(0.0905, False), (0.0895, True)])
+def test_a_step_that_is_a_tenth_shorter_at_a_larger_batch_is_pointed_out(seconds: float, falls: bool) -> None:
+    seen = [observation(1, 16, 0.1), observation(1, 32, seconds), observation(2, 16, 0.05), observation(2, 16, 0.04)]
+    warnings = fit_step_time(seen, collective="ring").warnings
+    pairs = values(warnings, "step-time-falls-with-batch")["pairs"] if falls else []
+    assert len(pairs) == falls == ("step-time-falls-with-batch" in [warning.code for warning in warnings])
 
 
 def test_warnings_of_one_kind_are_one_line() -> None:

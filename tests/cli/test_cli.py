@@ -1735,10 +1735,10 @@ def test_an_adaptive_search_goes_round_by_round_and_explains_each(cluster):
     answer = tula("profile", "job.yaml", "--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
     assert answer.code == 0 and "next: tula recommend" in answer.out
     assert answer.err.count("start?") == 0
-    assert "initial probes: " in answer.err and "Expected regret of choosing now" in answer.out
+    assert "initial probes: " in answer.err and "Expected gain of measuring all" in answer.out
     assert 2 < len(newest().results()) < 10
     again = tula("profile", "job.yaml", "--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
-    assert again.code == 0 and "Expected regret" in again.out and "initial probes: " not in again.err
+    assert again.code == 0 and "Expected gain" in again.out and "initial probes: " not in again.err
 
 
 def test_detached_one_call_is_one_round(cluster):
@@ -1769,7 +1769,7 @@ ROUNDS = ("--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
 def test_an_adaptive_search_goes_on_without_a_probe_that_fails(cluster):
     cluster.launcher = FailsAt(4, 8)
     answer = tula("profile", "job.yaml", *ROUNDS, "--json")
-    assert answer.json["status"] == "partial" and "Expected regret of choosing now" in answer.json["data"]["certainty"]
+    assert answer.json["status"] == "partial" and "Expected gain of measuring all" in answer.json["data"]["certainty"]
     places = [(probe.nodes, probe.local_batch) for probe in newest().results() if probe.kind == "measured"]
     assert (4, 16) in places and (4, 8) not in places, "the next batch stands in for it"
     assert cluster.launcher.submitted.count("probe-n004") < 4, "it is not tried in every round"
@@ -1791,7 +1791,7 @@ ADAPTIVE_SINGLE = ("--set", "node_types.single.search={strategy: adaptive, nodes
 def test_a_type_may_search_in_rounds_where_the_job_does_not(two_types):
     answer = tula("profile", "job.yaml", *ADAPTIVE_SINGLE)
     assert answer.code == 0 and len(parts()["single"].results()) > 3
-    assert "Expected regret of choosing now" in answer.out
+    assert "Expected gain of measuring all" in answer.out
 
 
 def test_what_fails_on_one_type_does_not_end_the_rounds_of_another(two_types):

@@ -167,7 +167,7 @@ def test_rounds_end_before_everything_is_measured_and_find_the_best() -> None:
         assert len(result.reasons) == (len(fresh) if rounds else 1)  # one for all initial probes
         results |= {probe.id: probe for probe in fresh}
         rounds += 1
-    assert "Expected regret" in result.words
+    assert "Expected gain" in result.words
     everything = list_feasible_candidates(ADAPTIVE, dataset_size=truth.dataset_size, max_local_batch=None)
     assert rounds >= 2 and len(results) < len(everything) / 2
     rows = Estimator.fit(ADAPTIVE, list(results.values())).predictions()

@@ -226,7 +226,7 @@ def test_accuracy_time_has_a_table_of_its_own():
     rows = [line.split() for line in text.splitlines()[-5:]]
     marked = [row for row in rows if row[0] == "*"]
     assert [row[1:3] for row in marked] == [["128", "2"]]
-    assert [row[0] for row in rows if row[0] != "*"] == ["32", "64", "256", "512"]
+    assert [row[0] for row in rows if row[0] != "*"] == ["256", "64", "512", "32"]
     assert text in printed(recommend.render_recommendation(result))
 
 
@@ -576,8 +576,22 @@ def test_the_status_tells_the_story_of_attempts(run):
     text = printed(show_status.render_status(snapshot(run, {name: "running"})))
     assert re.search(rf"{name}-1 +1 +11-14 [\d:]+ +30\.0 +7\.0 +n\[1-2\] +128 +0 +time_limit", text)
     assert re.search(rf"{name}-2 +1 +11-14 [\d:]+ +25\.0 +8\.0 +n\[3-4\] +128 +640 +running", text)
-    assert f"{name}-2 follows: {cause}\n" in text
+    assert f"{name}-2 continues after: {cause}\n" in text
     assert re.search(rf"{name}-2 .* 640 +lost", printed(show_status.render_status(snapshot(run))))
+
+
+def test_an_error_of_several_attempts_is_shown_once(run):
+    name = make.add_probes(run, 1, (16,))
+    for number in (1, 2):
+        run.write_attempt(make.attempt(name, number=number, end=START + 20, outcome="user", message="no such column"))
+    text = printed(show_status.render_status(snapshot(run)))
+    assert text.count("no such column") == 1 and f"{name} attempt 2 on n1: user: no such column" in text
+
+
+def test_a_top5_accuracy_of_all_samples_is_left_out():
+    metrics = {"top1": 91.0, "top5": 100.0}
+    assert tables.list_metrics(metrics) == "top1 91.00"
+    assert tables.list_metrics({**metrics, "top5": 99.0}) == "top1 91.00, top5 99.00"
 
 
 def test_attempts_on_this_machine_have_no_allocation(run):

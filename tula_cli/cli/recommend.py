@@ -93,9 +93,9 @@ def recommend(
     shown = _render_answer(answer, every=every, kept=saved)
     details: Iterable[RenderableType] = [show_recommend.EXPLAIN]
     if explain:
-        details = show_recommend.render_explanation(recommendation, explained)
+        details = itertools.chain([line], show_recommend.render_explanation(recommendation, explained))
     first, last = show_recommend.render_demo_lines() if demo else ((), ())
-    screen.answer(data, itertools.chain(first, shown, [line], details, last))
+    screen.answer(data, itertools.chain(first, shown, details, last))
     screen.warn_all(answer.warnings)
 
 

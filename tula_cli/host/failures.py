@@ -61,7 +61,7 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
     "user": FailureKind(
         "the model, the data, the script or the spec failed",
         JobFailed,
-        "tula logs shows the whole traceback; correct the model, the data or the spec and run the same command again",
+        "tula logs shows the whole traceback; correct the model, the data or the job file, and run the same command again",
         "correct the script or its section and run the same command again; tula logs shows what the script wrote",
     ),
     "diverged": FailureKind(

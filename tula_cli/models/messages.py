@@ -191,8 +191,8 @@ def fit_misses(*, kind: str, where: Sequence[str]) -> str:
 @diagnostic
 def memory_grows_differently(*, factor: float) -> str:
     return (
-        f"Memory grows {factor:.2g} times as fast with the batch in the probes as estimated, and the probes are used."
-        " Measure a much larger batch before you train it."
+        f"Memory grows {factor:.2g} times as fast with the batch as estimated, and predictions use this measured growth."
+        " Before you train with a much larger batch, measure it."
     )
 
 

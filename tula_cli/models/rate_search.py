@@ -213,9 +213,13 @@ def list_close_branches(branches: Sequence[RateBranch], start_loss: float) -> li
     if not losses:
         return []
     lowest = min(losses.values())
-    gain = max(0.0, start_loss - lowest)
-    highest = lowest + min(LOSS_MARGIN * abs(lowest), MAX_LOSS_MARGIN, PROGRESS_MARGIN * gain)
+    highest = lowest + compute_loss_margin(lowest, start_loss)
     return [branch for branch, loss in losses.items() if loss <= highest]
+
+
+def compute_loss_margin(lowest: float, start_loss: float) -> float:
+    """Return how far a loss may exceed the lowest one and still count as close to it."""
+    return min(LOSS_MARGIN * abs(lowest), MAX_LOSS_MARGIN, PROGRESS_MARGIN * max(0.0, start_loss - lowest))
 
 
 def choose_rate(branches: Sequence[RateBranch], start_loss: float) -> RateBranch | None:

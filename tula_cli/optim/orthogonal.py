@@ -107,8 +107,8 @@ class Ortho(Wrapper):
         self._by_zeros = kind is getattr(torch.optim, kind.__name__, None) and kind.__name__ in INDEPENDENT_OF_WEIGHTS
         if not self._by_zeros and (half := {p.dtype for p in self.matrices()} - {torch.float32, torch.float64}):
             raise ValueError(
-                f"the step of {kind.__name__} cannot be computed from weights in {', '.join(sorted(map(str, half)))}, which round"
-                " it away; use torch.optim.SGD or AdamW, or weights in float32 (autocast computes in half precision)"
+                f"weights in {', '.join(sorted(map(str, half)))} are too coarse for the small steps of {kind.__name__};"
+                " use torch.optim.SGD or AdamW, or weights in float32 (autocast still computes in half precision)"
             )
 
     def matrices(self) -> list[Tensor]:

@@ -58,7 +58,8 @@ def compute_file_digest(name: str) -> str:
         return _compute_digest_of_content(path, (file_statistics.st_size, file_statistics.st_mtime_ns))
     except OSError as error:
         raise SpecError(
-            f"model.weights: cannot read {name}: {error.strerror}", f"it is looked for in {Path.cwd()}"
+            f"model.weights: cannot read {name}: {error.strerror}",
+            f"give a path relative to {Path.cwd()}, or an absolute one",
         ) from error
 
 

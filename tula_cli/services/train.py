@@ -54,7 +54,7 @@ from tula_cli.services.waiting import (
     wait_for_jobs,
     warn_new_jobs,
 )
-from tula_cli.spec.job import JobSpec
+from tula_cli.spec.job import JobSpec, describe_train_length
 from tula_cli.spec.signature import compute_train_signature
 from tula_cli.words import format_count, format_moment, make_relative_path
 
@@ -458,7 +458,9 @@ def find_gain(run: Run, summary: Summary) -> "Gain | None":
     from tula_cli.models.choice.baseline import compute_gain  # only needed at the end of a training
 
     recommendation = run.recommendation()
-    return None if recommendation is None else compute_gain(recommendation.headline, summary)
+    if recommendation is None:
+        return None
+    return compute_gain(recommendation.headline, summary, length=describe_train_length(run.spec))
 
 
 # --- A training with other settings

@@ -244,9 +244,9 @@ def render_learning_rates(report: "LearningRateReport") -> Iterator["RenderableT
     if report.too_large is not None:
         yield f"batch {report.too_large} does not fit the GPUs"
     yield ""
-    yield f"{report.answer} It is the highest one whose loss is close to the best."
+    yield f"{report.answer} It is the highest one whose loss exceeds the lowest by at most {format_number(report.loss_margin, 2)}."
     if report.best_batch is not None:
-        yield f"the largest batch with a loss close to the best after the same samples: {report.best_batch}"
+        yield f"largest batch whose loss after the same samples is as close to the lowest: {report.best_batch}"
     yield describe_critical_batch(report)
     losses = (
         "loss and top-1 are on held-out training samples"

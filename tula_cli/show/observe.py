@@ -23,8 +23,15 @@ def render_observations(reports: Sequence["ObservedReport"]) -> Iterator["Render
         if index:
             yield ""
         yield from _render_report(report)
-    if reports and reports[-1].jobs_fitted > 1:
-        yield ""
+    if not reports:
+        return
+    yield ""
+    if reports[-1].jobs_fitted == 1:
+        yield (
+            "next: observe the script with another batch or number of processes; tula recommends from two such jobs."
+            " To measure now: tula init --from-command '...'"
+        )
+    else:
         yield (
             "To choose nodes and batch size from these jobs: tula init --from-command '...', then"
             f" tula recommend job.yaml --observed {reports[-1].script}"
@@ -83,16 +90,16 @@ def _format_step(seconds: float | None) -> str:
 
 
 def _describe_whole_job(report: "ObservedReport") -> Iterator[str]:
-    if report.efficiency is not None and report.nodes * report.gpus_per_node > 1:
+    if report.nodes * report.gpus_per_node == 1:
+        yield "scaling efficiency  -, because the job has one process"
+    elif report.efficiency is not None:
         yield f"scaling efficiency  {100 * report.efficiency:.0f} % (share of a step not spent on exchanging gradients)"
     if report.samples_per_second is not None:
         yield f"speed               {report.samples_per_second:,.0f} samples/s"
     if report.training_seconds:
-        shares = [
-            f"{share_label} {100 * report.shares[kind]:.0f} %"
-            for kind, share_label in _SHARE_LABELS.items()
-            if report.shares.get(kind, 0.0) >= 0.005
-        ]
+        parts = {label: report.shares.get(kind, 0.0) for kind, label in _SHARE_LABELS.items()}
+        parts["steps and the code between them"] = 1 - sum(parts.values())
+        shares = [f"{label} {100 * share:.0f} %" for label, share in parts.items() if share >= 0.005]
         label = "training time" if report.is_complete else "training so far"
         of_it = f", of which {', '.join(shares)}" if shares else ""
         yield f"{label:19} {format_duration(report.training_seconds)}{of_it}"

@@ -55,12 +55,13 @@ def render_recommendation(
     if recommendation.objective == "accuracy-time":
         yield from _describe_same_progress(recommendation)
     yield ""
-    yield from _render_with_signs(make_predictions_table(recommendation, every=every))
-    yield from () if every else _describe_left_out(recommendation, more)
-    yield ""
     if recommendation.objective == "accuracy-time":
         yield from _render_with_signs(render_same_progress(recommendation))
         yield ""
+        yield "With the epochs of the job at every batch:"
+    yield from _render_with_signs(make_predictions_table(recommendation, every=every))
+    yield from () if every else _describe_left_out(recommendation, more)
+    yield ""
     marks = ["* chosen", *(["2, 3 ... runners-up"] if recommendation.runners_up else [])]
     yield "; ".join([*marks, f"P: nothing is {_describe_better(recommendation.rows)}"])
     yield from (f"price: {line}" for line in recommendation.price.splitlines())
@@ -187,17 +188,18 @@ def _describe_refreshes(recommendation: "Recommendation") -> Iterator[str]:
 
 
 def render_same_progress(recommendation: "Recommendation") -> "Table":
-    """Build a table of the best configuration per batch to the same progress, with its time for the spec's epochs."""
+    """Build a table of the best configuration per batch to the same progress, the fastest first."""
     from tula_cli.models.choice.objective import find_envelope
 
-    rows = [(row, row.same_progress) for row in find_envelope(recommendation.rows, curve="accuracy-time")]
+    envelope = find_envelope(recommendation.rows, curve="accuracy-time")
+    rows = [(row, row.same_progress) for row in envelope if row.same_progress is not None]
+    rows.sort(key=lambda pair: pair[1].hours)
     caveats = recommendation.caveats
     divisor, unit = choose_time_unit(3600 * recommendation.choice.hours)
     columns = ["", "batch", "nodes", "epochs", "range", f"time to\nsame\nprogress\n({unit})", f"range\n({unit})",
-               f"cost\n({recommendation.currency})", f"time for\nspec's\nepochs\n({unit})"]  # fmt: skip
+               f"cost\n({recommendation.currency})"]  # fmt: skip
     made = make_table(columns)
     for row, progress in rows:
-        assert progress is not None
         chosen = row == recommendation.choice
         made.add_row(
             "*" if chosen else "",
@@ -209,7 +211,6 @@ def render_same_progress(recommendation: "Recommendation") -> "Table":
             + format_number(3600 * progress.hours / divisor),
             _format_interval(3600 * progress.hours_low / divisor, 3600 * progress.hours_high / divisor),
             format_number(progress.cost),
-            format_number(3600 * row.hours / divisor),
             style="bold green" if chosen else None,
         )
     return made

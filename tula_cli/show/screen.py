@@ -183,7 +183,8 @@ class Screen:
     def fail(self, error: TulaError) -> None:
         """Print an error and its hint, and add them to the envelope."""
         console = self._console(self.err)
-        print_part(console, style_text(f"error: {error.message}", "bold red", until=6))
+        heading = "" if error.code == "interrupted" else "error: "
+        print_part(console, style_text(f"{heading}{error.message}", "bold red", until=len(heading)))
         for problem in error.problems if isinstance(error, SpecError) else ():
             print_part(console, f"  {problem}")
         if error.hint:

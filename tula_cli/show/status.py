@@ -8,6 +8,7 @@ from tula_cli.show.tables import (
     describe_cost,
     describe_place,
     format_or_dash,
+    list_metrics,
     make_table,
     make_table_of_columns,
     measure_long_table,
@@ -67,7 +68,9 @@ def render_status(now: "RunStatus") -> Iterator["RenderableType"]:
     if now.jobs:
         yield ""
         yield make_jobs_table(now.jobs)
-        yield from (f"{job.id} {job.state}: {story}" for job in now.jobs if (story := describe_job_state(job)))
+        causes = {get_first_line(row.attempt.message) for row in now.attempts}
+        untold = [job for job in now.jobs if job.starts_at is not None or get_first_line(job.reason) not in causes]
+        yield from (f"{job.id} {job.state}: {story}" for job in untold if (story := describe_job_state(job)))
         yield from describe_links(now.jobs)
     if now.training is not None:
         yield ""
@@ -82,7 +85,7 @@ def render_status(now: "RunStatus") -> Iterator["RenderableType"]:
         yield from (f"warning: {text}" for text in now.training.warnings)
     if now.rehearsal is not None and now.rehearsal.over_at is not None:
         yield ""
-        verdict = now.rehearsal.verdict or "not found out"
+        verdict = now.rehearsal.verdict or "no result"
         yield f"resume test of {format_moment(now.rehearsal.over_at)}: {verdict}; {'; '.join(now.rehearsal.told)}"
     if now.attempts:
         yield ""
@@ -163,12 +166,13 @@ def _count_attempt_seconds(attempt: "Attempt", now: float | None) -> float | Non
 
 
 def _render_causes(now: "RunStatus") -> Iterator["RenderableType"]:
-    """Yield why attempts ended early, and why further tasks followed."""
+    """Yield why attempts ended early, and why further tasks followed; an error of several attempts of a task only once."""
+    last = {(row.attempt.task, row.attempt.message): row.attempt for row in now.attempts}
     for row in now.attempts:
         attempt = row.attempt
         if row.cause:
-            yield f"{attempt.task} follows: {get_first_line(row.cause)}"
-        if attempt.outcome not in (None, "done"):
+            yield f"{attempt.task} continues after: {get_first_line(row.cause)}"
+        if attempt.outcome not in (None, "done") and last[attempt.task, attempt.message] is attempt:
             rank = "" if attempt.rank is None else f" rank {attempt.rank}"
             where = f"{attempt.task} attempt {attempt.number} on {attempt.host}{rank}"
             yield f"{where}: {attempt.outcome}: {get_first_line(attempt.message)}"
@@ -293,12 +297,8 @@ def describe_evaluation(evaluated: "EvaluationRecord") -> str:
     """Describe the evaluation of a training's weights in one line."""
     at = "" if evaluated.samples is None else f" at {evaluated.samples} samples"
     name = evaluated.weights if evaluated.samples is not None else make_relative_path(Path(evaluated.weights))
-    metrics_text = ", ".join(
-        f"{metric} {format_number(value, 4)}"
-        for metric, value in evaluated.metrics.items()
-        if (metric, value) != ("top5", 100.0)
-    )
-    return f"{name}{at} on the {'test' if evaluated.test else 'validation'} set: {metrics_text}"
+    samples = "test" if evaluated.test else "validation"
+    return f"{name}{at} on the {samples} set: {list_metrics(evaluated.metrics)}"
 
 
 def describe_changes(step_changes: "Sequence[StepChange]") -> Iterator[str]:

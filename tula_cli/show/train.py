@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_cli.show.status import describe_changes, describe_scaling, make_branches_table
-from tula_cli.show.tables import describe_cost, make_table
+from tula_cli.show.tables import describe_cost, list_metrics, make_table
 from tula_cli.words import (
     choose_time_unit,
     compute_perplexity,
@@ -141,7 +141,7 @@ def _describe_job_sizes(task: "TrainTask") -> Iterator[str]:
 
 def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     from tula_cli.models.out_of_memory import cannot_accumulate
-    from tula_cli.spec.job import describe_train_length, describe_training_method
+    from tula_cli.spec.job import describe_train_length
     from tula_cli.spec.scripts.placeholders import get_program_name
 
     task, predicted = plan.task, plan.prediction
@@ -156,7 +156,6 @@ def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     length = describe_train_length(task.spec)
     started = "" if task.spec.script is None else f" of {get_program_name(task.spec.script.command)}"
     yield f"{length}{started}, method {task.spec.train.method}, run train-{task.signature}"
-    yield describe_training_method(task.spec)
     yield from _describe_planned_branches(task)
     yield from _describe_planned_stages(task, predicted)
     yield from _describe_planned_nodes(task)
@@ -182,11 +181,12 @@ def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
         yield "train.early_stopping may end it earlier; times and costs are for all epochs"
     currency = task.spec.pricing.currency
     at_most = predicted.hours_high
-    wide = ", too wide to decide by" * is_too_wide(predicted.hours_low, at_most)
+    wide = ", too uncertain to decide by" * is_too_wide(predicted.hours_low, at_most)
     high = "" if at_most is None else f" (90 % interval up to {format_duration(3600 * at_most)}{wide})"
     on_spot = ", on spot nodes" * (predicted.market == "spot")
     energy = "" if predicted.kwh is None else f", {format_number(predicted.kwh)} kWh"
-    yield f"{format_duration(3600 * predicted.hours)}{high}, {describe_cost(predicted.all_node_hours, predicted.cost, currency)}{energy}{on_spot}"
+    whole = "the whole training: " * (plan.resumes is not None)
+    yield f"{whole}{format_duration(3600 * predicted.hours)}{high}, {describe_cost(predicted.all_node_hours, predicted.cost, currency)}{energy}{on_spot}"
     yield f"price: {plan.price}"
 
 
@@ -261,7 +261,7 @@ def render_summary(
     )  # of a script nobody knows the epoch
     yield f"trained on {format_count(summary.nodes)} at batch {summary.batch}{changed}{at}"
     if summary.metrics:
-        values = ", ".join(f"{name} {format_number(value, 4)}" for name, value in summary.metrics.items())
+        values = list_metrics(summary.metrics)
         yield f"after the last epoch: {values}" if summary.best_epoch else values
     if summary.ended:
         yield f"ended {summary.ended} (train.early_stopping); what is predicted is for the epochs that it took"

@@ -208,7 +208,7 @@ def import_string_of(entry: str | dict[str, dict[str, Any]] | None, key: str) ->
         ValueError: the entry is not an import string.
     """
     if isinstance(entry, dict) and len(entry) != 1:
-        raise ValueError(f"{key}: one import string, got {', '.join(entry) or 'none'}")
+        raise ValueError(f"{key}: must be one import string, got {', '.join(entry) or 'none'}")
     name = next(iter(entry)) if isinstance(entry, dict) else entry
     if name is not None and ":" not in name:
         raise ValueError(f"{key}: an import string is package.module:attribute, got {name!r}")

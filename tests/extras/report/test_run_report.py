@@ -72,7 +72,7 @@ def test_the_answer_is_the_one_that_recommend_has_kept(whole: RunDir, told: Docu
     ):
         assert value in told.answer
     assert (
-        "Trained on 2 nodes at batch 64: 6.00 min (predicted before: 4.80 min), 0.200 USD, best top-1 83.00 %."
+        "Trained for 10 epochs on 2 nodes at batch 64: 6.00 min (predicted before: 4.80 min), 0.200 USD, best top-1 83.00 %."
         in told.answer
     )
     assert told.question.endswith(f"for 10 epochs (objective {kept.criteria}, 1970-01-01 00:00)?")
@@ -316,7 +316,7 @@ def test_a_run_with_nothing_says_of_each_section_what_would_bring_it(tmp_path: P
 
 def test_a_run_with_a_training_alone_tells_it(trained_alone: Document) -> None:
     assert trained_alone.answer.startswith("No recommendation yet: no probe was measured")
-    assert "Trained on 2 nodes at batch 64: 6.00 min, 0.200 USD" in trained_alone.answer
+    assert "Trained for 10 epochs on 2 nodes at batch 64: 6.00 min, 0.200 USD" in trained_alone.answer
     assert {"training", "gradients"}.isdisjoint(missing(trained_alone))
     rows = {row[0]: row[2:] for row in table(trained_alone, "predicted_actual").rows}
     assert rows["time"] == (None, pytest.approx(6.0), None)

@@ -74,7 +74,7 @@ def test_ends_near_the_optimum_with_a_part_of_the_probes() -> None:
         return true[min(grid, key=lambda p: guess[p])] / min(true.values()) - 1
 
     assert lost(0) < 0.02 and lost(1) < 0.02
-    assert all("Expected regret" in proposal.words for proposal in message)
+    assert all("Expected gain" in proposal.words for proposal in message)
 
 
 def test_never_proposes_what_was_probed_or_the_same_twice() -> None:

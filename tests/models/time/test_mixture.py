@@ -51,7 +51,7 @@ def test_of_a_small_model_both_are_fitted_where_its_compute_is_known(overlapped:
     priors = choose_priors(gradient_bytes=1 << 20, sharded=False)
     fit = fitted(SWEEP, overlapped=overlapped, whole=False, priors=priors)
     assert isinstance(fit.model, Mixture) and (fit.model.overlapped > 0.5) == overlapped
-    assert "that compute hides" in fit.words and "whole steps alone" not in fit.words
+    assert "compute hides" in fit.words and "whole steps alone" not in fit.words
     nodes, batches = np.transpose(UNSEEN)
     predicted = fit.model.predict(fit.points(nodes, np.ones(len(UNSEEN)), batches))[0]
     assert worst(predicted, overlapped=overlapped) < 0.05
@@ -60,7 +60,7 @@ def test_of_a_small_model_both_are_fitted_where_its_compute_is_known(overlapped:
 def test_steps_in_which_nothing_is_hidden_are_recognised() -> None:
     fit = fitted(SWEEP, overlapped=False)
     assert isinstance(fit.model, Mixture) and fit.model.overlapped < 0.5
-    assert f"that compute hides synchronisation is {100 * fit.model.overlapped:.0f} % likely" in fit.words
+    assert f"compute hides synchronisation with probability {100 * fit.model.overlapped:.0f} %" in fit.words
     nodes, batches = np.transpose(UNSEEN)
     points = fit.points(nodes, np.ones(len(UNSEEN)), batches)
     overlap_alone, together = (

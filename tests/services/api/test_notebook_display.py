@@ -76,7 +76,7 @@ def test_an_interval_that_decides_nothing_says_so(recommendation: Recommendation
     vague = recommendation.choice.model_copy(update={"hours_low": 0.0, "hours_high": 5.0})
     unknown = recommendation.rows[-1].model_copy(update={"hours_low": None, "hours_high": None})
     rows = list_rows(recommendation.model_copy(update={"choice": vague, "rows": (vague, unknown)})._repr_html_())
-    assert rows[0][4].endswith("(too wide to decide by)") and rows[1][4] == "unknown"
+    assert rows[0][4].endswith("(too uncertain to decide by)") and rows[1][4] == "unknown"
 
 
 def test_a_check_is_a_table_of_its_jobs_with_its_warnings(checked: CheckResult) -> None:

@@ -66,6 +66,7 @@ def test_the_baseline_is_the_reference_batch_on_the_fewest_nodes(tmp_path: Path)
     assert line.text.startswith(f"{choice.nodes} nodes, batch {choice.batch}: ") and "x faster (" in line.text
     assert "today's 2 nodes, batch 64: train.reference_batch on the fewest nodes" in line.comparison
     assert not line.baseline_predicted and "(predicted)" not in line.comparison
+    assert ("the choice is predicted" in line.comparison) == (not choice.measured)
 
 
 def test_every_row_is_compared_with_the_baseline(tmp_path: Path) -> None:
@@ -311,15 +312,16 @@ def test_a_training_ends_with_what_it_gained(tmp_path: Path) -> None:
     line = headline(run_with(tmp_path))
     assert line.baseline is not None
     summary = make.summary(actual_hours=line.baseline.hours / 2, actual_cost=line.baseline.cost, currency="USD")
-    gain = compute_gain(line, summary)
+    gain = compute_gain(line, summary, length=line.length)
     assert gain is not None and gain.cost is not None and gain.time.ratio == pytest.approx(2) and gain.cost.within_noise
     assert "2.0x faster" in gain.text and "predicted -> measured" in gain.text
     (*_, last) = render_summary(summary, gain=gain)
     assert last == gain.text and "of type" not in gain.text
     of_type = line.model_copy(update={"baseline": line.baseline.model_copy(update={"type": "a100"})})
-    gain_of_type = compute_gain(of_type, summary)
+    gain_of_type = compute_gain(of_type, summary, length=line.length)
     assert gain_of_type is not None and f"today's {line.nodes} nodes of type a100, batch" in gain_of_type.text
-    assert compute_gain(line, summary.model_copy(update={"ended": "after 3 epochs"})) is None
-    assert compute_gain(None, summary) is None
+    assert compute_gain(line, summary.model_copy(update={"ended": "after 3 epochs"}), length=line.length) is None
+    assert line.length == "10 epochs" and compute_gain(line, summary, length="20 epochs") is None
+    assert compute_gain(None, summary, length="") is None
     same = summary.model_copy(update={"nodes": line.nodes, "start_batch": line.batch})
-    assert compute_gain(line, same) is None
+    assert compute_gain(line, same, length=line.length) is None

@@ -68,7 +68,10 @@ def build_comparison_table(report: CompareReport, *, first_round: bool = False) 
         for row in known_rows
     }
     marked = [
-        row for row in known_rows if not row.dropped and not differs_beyond_noise(best[row.batch], row, report.metric)
+        row
+        for row in known_rows
+        if row == best[row.batch]
+        or (row.seeds > 1 and not row.dropped and not differs_beyond_noise(best[row.batch], row, report.metric))
     ]
     worse = "added" if report.less_is_better else "lost"
     moment_words = "last and best value" if report.of_script else "after the last epoch"

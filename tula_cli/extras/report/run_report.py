@@ -79,7 +79,8 @@ def _describe_answer(material: Material) -> Iterator[str]:
         time = f"{format_duration(3600 * end.actual_hours)}{predicted}"
         best = f", best top-1 {format_number(end.best_top1, 4)} %" if "top1" in end.metrics else ""
         cost = f"{format_number(end.actual_cost)} {end.currency}"
-        yield f"Trained on {format_count(end.nodes)} at batch {end.batch}: {time}, {cost}{best}."
+        length = describe_train_length(training.task.spec)
+        yield f"Trained for {length} on {format_count(end.nodes)} at batch {end.batch}: {time}, {cost}{best}."
 
 
 def _describe_choice(choice: Prediction, currency: str) -> str:

@@ -238,7 +238,7 @@ def ask_slurm(*command: str) -> str:
     """
     answer = call_slurm(*command, patience=_PATIENCE)
     if not answer.ok:
-        raise SchedulerError(answer.complaint.splitlines()[-1] if answer.complaint else f"{command[0]} tells nothing")
+        raise SchedulerError(answer.complaint.splitlines()[-1] if answer.complaint else f"{command[0]} printed nothing")
     return answer.text
 
 

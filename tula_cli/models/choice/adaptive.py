@@ -92,7 +92,7 @@ def propose(fit: StepTimeFit, candidates: Sequence[Candidate], *, tolerance: flo
     problem = _Problem.of(candidates)
     regrets = problem.regrets(belief)
     regret_words = ", ".join(f"{name} {_format_regret(regret)}" for name, regret in regrets.items())
-    words = f"Expected regret of choosing now: {regret_words}"
+    words = f"Expected gain of measuring all configurations: {regret_words}"
     open_ = np.array([candidate.measured is None for candidate in candidates])
     if max(regrets.values()) <= tolerance:
         return Proposal((), regrets, f"The search is finished: the choice is settled. {words}.")

@@ -27,7 +27,7 @@ from tula_cli.run.records.recommendations import (
     RiskBasis,
 )
 from tula_cli.run.records.results import Summary
-from tula_cli.spec.job import JobSpec
+from tula_cli.spec.job import JobSpec, describe_train_length
 from tula_cli.spec.workload import get_workload
 from tula_cli.words import (
     choose_time_unit,
@@ -141,7 +141,7 @@ def make_headline(
             energy = _compare(baseline_row.kwh, chosen_row.kwh, deviation)
     progress = " to the same progress" * (objective == "accuracy-time" and chosen.same_progress is not None)
     changes = [
-        *([f"{_describe_time_change(time, baseline_row, chosen_row)}{progress}"] if time and baseline_row else []),
+        *([f"{_describe_time_change(time)}{progress}"] if time else []),
         *([_describe_cost_change(cost, currency)] if cost else []),
         *([_describe_energy_change(energy)] if energy else []),
     ]
@@ -150,7 +150,7 @@ def make_headline(
         + f", {format_number(chosen_row.cost)} {currency}" * has_price
     )
     place = _describe_place(chosen)
-    comparison = _describe_comparison(baseline, spec, is_baseline=is_baseline)
+    comparison = _describe_comparison(baseline, spec, chosen, is_baseline=is_baseline)
     if is_baseline:
         text = f"{place}: today's configuration is the choice ({values})"
     else:
@@ -158,6 +158,7 @@ def make_headline(
     return Headline(
         text=text,
         comparison=comparison,
+        length=describe_train_length(spec),
         interval=_describe_interval(chosen_row),
         preference=_describe_preference(chosen, candidates, objective, reference_batch=spec.train.reference_batch),
         nodes=baseline.config.nodes,
@@ -236,23 +237,14 @@ def _is_about_equal(change: Change) -> bool:
     return change.within_noise and abs(math.log(change.ratio)) <= math.log1p(MAX_ABOUT_EQUAL)
 
 
-def _describe_time_change(time: Change, before: Prediction, after: Prediction | None) -> str:
-    """Describe a change of hours: "2.8x faster (8.7 -> 3.1 min)".
-
-    Args:
-        time: the change.
-        before: the forecast of today's configuration.
-        after: that of the choice; None if its hours were measured.
-    """
+def _describe_time_change(time: Change) -> str:
+    """Describe a change of hours: "2.8x faster (8.7 -> 3.1 min)"."""
     divisor, unit = choose_time_unit(3600 * max(time.before, time.after))
     values = _describe_values(time, 3600 / divisor, unit)
     if _is_about_equal(time):
         return f"about as fast ({values}{_note_noise(time)})"
     if time.within_noise:
-        is_after = after is not None and _compute_log_deviation(after) >= _compute_log_deviation(before)
-        row, whose = (after, "") if after is not None and is_after else (before, " of today's")
-        ends = (format_number(3600 * (hours or 0.0) / divisor) for hours in (row.hours_low, row.hours_high))
-        return f"time uncertain ({values}; 90 % interval{whose}: {' to '.join(ends)} {unit})"
+        return f"time uncertain ({values}, within noise)"
     factor = format_number(max(time.ratio, 1 / time.ratio), 2)
     return f"{factor}x {'faster' if time.ratio > 1 else 'slower'} ({values})"
 
@@ -298,8 +290,8 @@ def _describe_place(row: Prediction) -> str:
     return f"{format_count(row.nodes)}{kind}, batch {row.batch}"
 
 
-def _describe_comparison(baseline: Baseline, spec: JobSpec, *, is_baseline: bool) -> str:
-    """Name the configuration that the choice is compared with, and where it comes from."""
+def _describe_comparison(baseline: Baseline, spec: JobSpec, chosen: Prediction, *, is_baseline: bool) -> str:
+    """Name the configuration that the choice is compared with, where it comes from, and which of both is predicted."""
     nodes = "baseline.nodes" if spec.baseline.nodes else "the fewest nodes"
     batch = "baseline.batch" if spec.baseline.batch else get_workload(spec).reference_key
     if is_baseline:
@@ -307,13 +299,15 @@ def _describe_comparison(baseline: Baseline, spec: JobSpec, *, is_baseline: bool
     if baseline.prediction is None:
         return f"Not compared with today's {baseline.place} ({batch} on {nodes}): {baseline.problem}."
     predicted = " (predicted)" * (not baseline.prediction.measured)
+    if not chosen.measured:
+        predicted = " (measured; the choice is predicted)" if baseline.prediction.measured else " (both are predicted)"
     return f"Compared with today's {baseline.place}{predicted}: {batch} on {nodes}."
 
 
 def _describe_interval(row: Prediction) -> str:
     if row.hours_low is None or row.hours_high is None:
         return ""
-    wide = ", too wide to decide by" * is_too_wide(row.hours_low, row.hours_high)
+    wide = ", too uncertain to decide by" * is_too_wide(row.hours_low, row.hours_high)
     return f"90 % interval: {format_duration(3600 * row.hours_low)} to {format_duration(3600 * row.hours_high)}{wide}."
 
 
@@ -353,13 +347,13 @@ class Gain:
     text: str
 
 
-def compute_gain(headline: Headline | None, summary: Summary) -> Gain | None:
+def compute_gain(headline: Headline | None, summary: Summary, *, length: str) -> Gain | None:
     """Compare a finished training with the baseline of its recommendation.
 
-    None if there is no forecast of the baseline, if it was trained itself, or if the training ended before its last
-    epoch, because the forecast is for all of them.
+    None if there is no forecast of the baseline, if it was trained itself, or if the training had another `length` than
+    the forecast or ended before its last epoch.
     """
-    if headline is None or headline.baseline is None or summary.ended:
+    if headline is None or headline.baseline is None or summary.ended or headline.length not in ("", length):
         return None
     if (summary.nodes, summary.start_batch) == (headline.nodes, headline.batch):
         return None
@@ -368,7 +362,7 @@ def compute_gain(headline: Headline | None, summary: Summary) -> Gain | None:
     has_price = not is_cost_in_node_hours(baseline.cost, baseline.all_node_hours, summary.currency)
     cost = _compare(baseline.cost, summary.actual_cost, _compute_log_deviation(baseline)) if has_price else None
     changes = [
-        _describe_time_change(time, baseline, None),
+        _describe_time_change(time),
         *([_describe_cost_change(cost, summary.currency)] if cost else []),
     ]
     text = f"Compared with today's {_describe_place(baseline)}: {', '.join(changes)}; predicted -> measured."

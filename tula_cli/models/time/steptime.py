@@ -410,8 +410,8 @@ def _describe_fit(
     parts_text = ", overlapped with synchronisation ".join(ranges)
     alone = ""
     if isinstance(model, Mixture):
-        by_steps = " by their whole steps alone, that" if model.whole_steps_alone else ", that"
-        alone = f"{by_steps} compute hides synchronisation is {100 * model.overlapped:.0f} % likely"
+        by_steps = " by their whole steps alone" * model.whole_steps_alone
+        alone = f"{by_steps}, compute hides synchronisation with probability {100 * model.overlapped:.0f} %"
     trained = sum(o.doubt is not None for o in observations)
     sources = format_count(len(points) - trained, "probe") + f" and {format_count(trained, 'training')}" * bool(trained)
     return f"step = compute {parts_text} ({sources}{alone}, {quality})"

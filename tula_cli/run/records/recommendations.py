@@ -354,6 +354,7 @@ class Headline(Record):
 
     text: str  # the comparison in a sentence
     comparison: str  # what it is compared with, in a sentence
+    length: str = ""  # of the training in words, such as "20 epochs"; empty of an older tula
     interval: str  # 90 % interval of the time of the choice, in words; empty if there is none
     preference: str  # why a knee was chosen although another row is faster and cheaper; empty if none is
     nodes: int  # of the baseline
@@ -400,7 +401,7 @@ def _format_interval(low: float | None, high: float | None, divisor: float) -> s
     if low is None or high is None:
         return "unknown"
     ends = f"{format_number(3600 * low / divisor)} to {format_number(3600 * high / divisor)}"
-    return f"{ends} (too wide to decide by)" if is_too_wide(low, high) else ends
+    return f"{ends} (too uncertain to decide by)" if is_too_wide(low, high) else ends
 
 
 class QueryLimits(Record):

@@ -93,6 +93,7 @@ class LearningRateReport:
     epoch: float  # at which it was measured and the branches started
     samples: int
     share: float  # of the samples of a training
+    loss_margin: float  # by which the loss of the chosen learning rate may exceed the lowest at this batch
     answer: str
     warnings: tuple[Diagnostic, ...] = ()
 
@@ -360,6 +361,7 @@ def read_report(search: PreparedSearch, file: JobFile | None = None) -> Learning
     overrides = tuple(rate_search.list_overrides(run.spec, chosen.rule))
     alike = [branch for branch in record.branches if branch.rule == chosen.rule]
     largest = rate_search.choose_batch(alike, record.start_loss) if len(task.batches) > 1 else None
+    lowest = min(branch.loss for branch in record.branches if branch.batch == batch and branch.loss is not None)
     times = "the learning rate" if chosen.factor == 1 else f"{chosen.factor:.3g} times the learning rate"
     return LearningRateReport(
         nodes=task.nodes,
@@ -376,6 +378,7 @@ def read_report(search: PreparedSearch, file: JobFile | None = None) -> Learning
         epoch=record.start_epoch,
         samples=record.samples,
         share=record.samples / record.total,
+        loss_margin=rate_search.compute_loss_margin(lowest, record.start_loss),
         answer=f"Use {times} of batch {reference} at batch {batch}: {format_number(chosen.lr)}.",
         warnings=tuple(_warn_of_losses(record, rate_search.get_reference_rate(run.spec))),
     )

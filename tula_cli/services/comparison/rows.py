@@ -48,7 +48,7 @@ def require_comparable_script(script: Script, *, seeds: int) -> None:
         )
     if seeds > 1 and not takes_seed(script):
         raise SpecError(
-            f"{format_count(seeds, 'seed')} of a script whose command has no {{seed}}: its runs could not differ",
+            f"{format_count(seeds, 'seed')} of a script whose command has no {{seed}}: its trainings would be identical",
             "add {seed} to script.command, for example --seed {seed}, or compare with --seeds 1",
         )
 

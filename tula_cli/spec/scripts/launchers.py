@@ -420,7 +420,7 @@ def _launch_by_srun(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
     if container := next((name for name in options if name.startswith("container")), ""):
         raise SpecError(
             f"srun's {options[container].written} would also start tula's supervisor in the container, where tula is not installed",
-            "start the container with words before the script, for example apptainer exec",
+            "start the container in the command, for example: apptainer exec image.sif python train.py",
         )
     nodes, tasks, each = options.get("nodes"), options.get("ntasks"), options.get("ntasks_per_node")
     several = (_parse_number(each or tasks) or known.tasks_per_node) > 1
@@ -477,8 +477,8 @@ def _make_launch_without_launcher(launch: Launch, known: KnownFacts, *, is_scrip
     name = launch.program[-1].name
     if _SUBMITIT.fullmatch(name):
         raise SpecError(
-            f"{name} submits jobs itself (submitit), but tula itself submits the jobs",
-            "give the command that its jobs run: torchrun --nproc_per_node=8 main.py ... without the options of the job",
+            f"{name} submits jobs (with submitit), but tula has to submit them",
+            "give the command that these jobs run: torchrun --nproc_per_node=8 main.py ... without the options of the job",
         )
     if any(word.text == "--multirun" for word in launch.arguments):
         raise SpecError("--multirun starts several trainings, but a job has one", "give the values of one training")

@@ -357,8 +357,8 @@ def _make_no_batch_error(options: Sequence[Option], words: Sequence[ShellWord]) 
     maybe = [f"{option.flag}{{local_batch}}" for option in numbers if MAY_BE_BATCH.search(option.flag)]
     example = maybe[0] if maybe else "--batch-size {local_batch}"
     script = next((word.text for word in words if word.text.endswith(".py")), "")
-    is_missing = bool(script) and not Path(script).exists()
-    message = f"no batch in {line!r}: {known_options}{f'; {script} does not exist in {Path.cwd()}' * is_missing}"
+    missing = f"{script} does not exist in {Path.cwd()}; " * (bool(script) and not Path(script).exists())
+    message = f"{missing}no batch in {line!r}: {known_options}"
     hint = (
         "replace the number of the batch by a placeholder, {local_batch} for the batch of one process or {batch} for that of"
         f" all processes, as in {example!r}, or with today's number, {example.replace('}', '=64}')!r}; if the script reads its"

@@ -50,8 +50,8 @@ def _build_metric(name: str, entry: str | Mapping[str, Mapping[str, Any]]) -> An
         raise SpecError(f"{path}: {imported} is not a class; only classes take arguments", "remove the arguments")
     if not is_stateful(target) and not callable(target):
         raise SpecError(
-            f"{path}: {imported} is a {type(target).__name__}",
-            "a callable(outputs, batch), or update, compute and reset",
+            f"{path}: {imported} is a {type(target).__name__}, not a metric",
+            "name a function of (outputs, batch), or a class with update, compute and reset",
         )
     return target
 

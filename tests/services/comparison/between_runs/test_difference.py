@@ -118,6 +118,17 @@ def test_keys_of_the_job_are_reported_with_defaults_filled_in(runs):
     assert "search.min_steps 10 -> 20" in result.headline[1]
 
 
+def test_of_many_differences_the_headline_names_six_and_counts_the_others(runs):
+    search = {"min_steps": 20, "min_seconds": 6, "max_seconds": 61, "min_batch": 16, "max_batch": 2048}
+    other = runs(
+        "b", make.spec(search={**make.SPEC["search"], **search}, train={**make.SPEC["train"], "seed": 9, "workers": 1})
+    )
+    result = compare_runs(open_run(runs("a")), open_run(other))
+    assert len(result.job) > 6
+    line = result.headline[-1]
+    assert line.count(" -> ") == 6 and line.endswith(f", and {len(result.job) - 6} more")
+
+
 def code(run: RunDir, files: dict[str, str], commit: str) -> None:
     name = f"c{len(files)}{commit}"
     for path, text in files.items():

@@ -102,7 +102,7 @@ PARTS = (
     cases("secrets", 0.4, "tests/e2e/test_secrets.py"),
     cases("bounded-grid-and-ends", 1.0, "tests/e2e/test_main_job.py"),
     cases("compared-script", 0.35, "tests/e2e/test_compare_script.py"),
-    cases("learning-rates-of-a-script", 0.6, "tests/e2e/test_script_learning_rates.py"),
+    cases("learning-rates-of-a-script", 0.28, "tests/e2e/test_script_learning_rates.py"),
     cases("nodes-by-stage", 0.4, "tests/e2e/test_stage_nodes.py"),
     cases("untrusted-checkpoint", 0.3, "tests/e2e/test_own_script.py"),
     cases("reported-replays", 0.25, "tests/benchmarks/test_replay.py"),

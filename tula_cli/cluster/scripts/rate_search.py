@@ -32,7 +32,6 @@ from tula_cli.run.records.scripts import BranchPlan, KillPlan
 from tula_cli.run.records.tasks import RateSearchTask
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.spec.job import JobSpec, compute_lr_scale
-from tula_cli.spec.scripts.placeholders import fill
 
 STEPS_AFTER_SAVE = 3
 """Steps that are trained after the checkpoint, to see the learning rate that a branch has to resume with."""
@@ -86,20 +85,14 @@ class ScriptRateSearch(ScriptProgram):
         """Return how the training before the branches is killed: after its first checkpoint that is late enough."""
         if _get_branch(command).rule is not None:
             return None
-        resume, values = self.script.resume, self._values_at(self.output_folder_of(command), self._reference_batch)
-        assert resume is not None
-        workdir = Path(self.task.workdir)
-        ask = fill(self.script.save, values) if self.script.save != "none" else ""
-        if ask.startswith("file:"):
-            ask = f"file:{workdir / ask.removeprefix('file:')}"
         first = self.plan.count_start_steps(self._reference_batch)
-        return KillPlan(
-            checkpoint=training.make_checkpoint_pattern(resume, values, workdir=workdir),
+        return training.make_kill_plan(
+            self.script,
+            self._values_at(self.output_folder_of(command), self._reference_batch),
+            workdir=Path(self.task.workdir),
             after=STEPS_AFTER_SAVE,
-            ask=ask,
             ask_at=first,
             first=first,
-            settled=training.SETTLED_SECONDS,
         )
 
     def branch_plan(self, command: LeaderCommand) -> BranchPlan:

@@ -23,7 +23,7 @@ from tula_cli.run.records.scripts import KillPlan, ObservedStart, Phase, Planned
 from tula_cli.run.records.tasks import ResumeTestTask, Task
 from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
 from tula_cli.spec.job import JobSpec, compute_lr_scale
-from tula_cli.spec.scripts.placeholders import fill, find_placeholders
+from tula_cli.spec.scripts.placeholders import find_placeholders
 from tula_cli.spec.scripts.script import Length, count_requested_samples, count_script_samples
 
 # --- Rows and tracebacks of a start
@@ -276,17 +276,12 @@ class ResumeTest(ScriptProgram):
         start, script = _get_start(command), self.script
         if start.phase != "begin" or script.resume is None:
             return None
-        values = self.placeholder_values(start)
-        pattern = training.make_checkpoint_pattern(script.resume, values, workdir=Path(self.task.workdir))
-        ask = fill(script.save, values) if script.save != "none" else ""
-        if ask.startswith("file:"):
-            ask = f"file:{Path(self.task.workdir) / ask.removeprefix('file:')}"
-        return KillPlan(
-            checkpoint=pattern,
+        return training.make_kill_plan(
+            script,
+            self.placeholder_values(start),
+            workdir=Path(self.task.workdir),
             after=STEPS_AFTER_SAVE,
-            ask=ask,
             ask_at=STEPS_BEFORE_KILL,
-            settled=training.SETTLED_SECONDS,
         )
 
     # --- what was seen

@@ -37,7 +37,7 @@ from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.results import Save, ScriptProgress, TrainResult
-from tula_cli.run.records.scripts import RankResult, Verdict
+from tula_cli.run.records.scripts import KillPlan, RankResult, Verdict
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
 from tula_cli.run.secrets import remove_secrets
@@ -120,6 +120,26 @@ def make_checkpoint_pattern(resume: Resume, values: Mapping[str, str | float], *
     """Return the absolute glob pattern of a script's checkpoints; special characters in folders are escaped."""
     literal = {name: glob.escape(value) if isinstance(value, str) else value for name, value in values.items()}
     return str(Path(glob.escape(str(workdir))) / fill(resume.checkpoint, literal))
+
+
+def make_kill_plan(
+    script: Script, values: Mapping[str, str | float], *, workdir: Path, after: int, ask_at: int, first: int = 1
+) -> KillPlan:
+    """Return how the shim requests a checkpoint, if the script saves on request, and kills the start after it.
+
+    Args:
+        script: with section resume.
+        values: values of the placeholders in paths.
+        after: steps from the checkpoint to the end.
+        ask_at: step at whose end a checkpoint is requested.
+        first: step from which on checkpoints count.
+    """
+    assert script.resume is not None
+    ask = fill(script.save, values) if script.save != "none" else ""
+    if ask.startswith("file:"):
+        ask = f"file:{workdir / ask.removeprefix('file:')}"
+    pattern = make_checkpoint_pattern(script.resume, values, workdir=workdir)
+    return KillPlan(checkpoint=pattern, after=after, ask=ask, ask_at=ask_at, first=first, settled=SETTLED_SECONDS)
 
 
 def get_checkpoint_change_time(path: Path) -> float:

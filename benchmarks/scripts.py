@@ -51,7 +51,7 @@ from tula_cli.spec.load import load_spec
 HERE = Path(__file__).parent
 MINUTES = 25  # that one command may take
 SETTLED = 1.0  # seconds since a checkpoint was written, after which it is disturbed
-ON_SLURM = "cluster: {kind: slurm, device: cpu, slurm: {minutes: 30, memory: 3000M}}"
+ON_SLURM = "cluster: {kind: slurm, device: cpu, minutes: 30, slurm: {memory: 3000M}}"
 TOLD = 400  # characters of what a command said
 
 

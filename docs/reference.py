@@ -87,8 +87,7 @@ comments. [The quickstart](../tutorial/quickstart.md#the-job-file) shows the sma
 
 def _old_keys() -> str:
     """Return the tables of renamed and removed keys."""
-    current = {old: f"{old.rpartition('.')[0]}.{new}" for old, new in RENAMED.items()}
-    renamed = [f"| `{old}` | `{new}` |" for old, new in sorted(current.items())]
+    renamed = [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
     removed = [f"| `{key}` | {advice} |" for key, advice in REMOVED.items()]
     tables = (
         ["| old name | name |", "| --- | --- |", *renamed],

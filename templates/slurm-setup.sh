@@ -1,6 +1,6 @@
 # An example of what is to run before every job on SLURM, on each of its nodes' behalf, in the script of the job.
 #
-# tula takes ~/.config/tula/slurm-setup.sh, else /etc/tula/slurm-setup.sh, where a job has no cluster.slurm.setup of its
+# tula takes ~/.config/tula/slurm-setup.sh, else /etc/tula/slurm-setup.sh, where a job has no cluster.setup of its
 # own (lines, or the path of a file like this one). `tula profile --dry-run` shows which was taken; the text is part of
 # the script, so what was submitted is what runs.
 

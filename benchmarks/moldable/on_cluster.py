@@ -58,7 +58,7 @@ dataset: {{name: digits}}
 optimizer: {{name: SGD, lr: 0.05, momentum: 0.9}}
 train: {{method: lbt, epochs: {EPOCHS}, reference_batch: 32, workers: 0}}
 search: {{nodes: [{NODES}], max_node_hours: 100}}
-cluster: {{kind: slurm, device: cpu, slurm: {{minutes: 15, partition: main, memory: 1000M}}}}
+cluster: {{kind: slurm, device: cpu, minutes: 15, slurm: {{partition: main, memory: 1000M}}}}
 """
 
 

@@ -56,7 +56,7 @@ script:
 """
 SEARCH = "max_node_hours: 5, max_minutes: 10, min_seconds: 0"
 LOCAL = "{kind: local, device: cpu}"
-ON_LINKS = "{kind: slurm, device: cpu, slurm: {minutes: 20, memory: 1500M, extra: {licenses: 'machine:1'}}}"
+ON_LINKS = "{kind: slurm, device: cpu, minutes: 20, slurm: {memory: 1500M, extra: {licenses: 'machine:1'}}}"
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ schedule: {{kind: cosine}}
 train: {{epochs: {epochs}, seed: {seed}, reference_batch: 32, workers: 0, method: {method}{more}}}
 search: {{nodes: [1, 2, 4], min_batch: 32, max_batch: {largest}, strategy: sweep, min_steps: 5, min_seconds: 0, max_seconds: 0.001,
          max_minutes: 10, max_node_hours: 5}}
-cluster: {{kind: slurm, device: cpu, slurm: {{minutes: 60, memory: 1500M}}}}
+cluster: {{kind: slurm, device: cpu, minutes: 60, slurm: {{memory: 1500M}}}}
 """
 
 

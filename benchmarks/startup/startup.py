@@ -35,7 +35,7 @@ dataset: {name: digits}
 optimizer: {name: SGD, lr: 0.05}
 train: {epochs: 1, workers: 0, max_attempts: 2}
 search: {nodes: [1], max_node_hours: 1}
-cluster: {kind: slurm, device: auto, slurm: {minutes: 10}}
+cluster: {kind: slurm, device: auto, minutes: 10}
 """
 MODEL = """
 import os, pathlib, signal, torch

@@ -42,7 +42,7 @@ JOB = {
     "optimizer": {"lr": 0.1},
     "train": {"epochs": 4},
     "search": {"nodes": [1, 2], "max_node_hours": 10},
-    "cluster": {"kind": "slurm", "slurm": {"minutes": 10}},
+    "cluster": {"kind": "slurm", "minutes": 10},
 }
 START = 1_700_000_000.0  # Unix time
 

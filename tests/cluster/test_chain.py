@@ -517,7 +517,7 @@ def test_a_time_limit_too_short_to_save_anything_ends_the_chain_with_advice(chai
     chain.will_finish()
     chain.start("12")
     assert chain.outcomes() == ["time_limit"]
-    assert "raise cluster.slurm.minutes" in chain.run.training("s").attempts()[-1].message
+    assert "raise cluster.minutes" in chain.run.training("s").attempts()[-1].message
     assert cluster.cancelled == ["11", "13", "14", "15"]
 
 

@@ -139,7 +139,7 @@ TRAININGS: list[Row] = [
     ("host_limit", "attempts remain", training(), f("host_limit"), history(), Relaunch(pause=True)),
     ("port", "attempts remain", training(), f("port"), history(earlier=lost(1)), Relaunch()),
     ("time_limit", "the job saved nothing", training(), f("time_limit"), history(of_allocation=[attempt()]),
-     Stop(why="nothing_saved", setting="cluster.slurm.minutes")),
+     Stop(why="nothing_saved", setting="cluster.minutes")),
     ("time_limit", "always", training(), f("time_limit"), history(of_allocation=[attempt(samples=0)]), Requeue()),
     ("time_limit", "always", training(), f("time_limit"), history(of_allocation=[attempt("storage")]), Requeue()),
     ("preempted", "always", training(), f("preempted"), history(), Requeue()),

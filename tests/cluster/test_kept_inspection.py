@@ -99,7 +99,7 @@ def test_another_folder_builds_nothing_and_another_interpreter_of_the_jobs_does(
     built.inspect()
     assert built.count == 1
     for python in ("/opt/a/python", "/opt/b/python"):
-        built.inspect(make.spec(cluster={"kind": "slurm", "slurm": {"python": python}}))
+        built.inspect(make.spec(cluster={"kind": "slurm", "python": python}))
     assert built.count == 3
 
 
@@ -118,7 +118,7 @@ def test_another_version_of_a_package_that_the_job_names_builds_anew(built, tmp_
 
 
 def test_nothing_stored_holds_if_the_interpreter_of_the_jobs_cannot_be_asked(built):
-    spec = make.spec(cluster={"kind": "slurm", "slurm": {"python": "/missing/python"}})
+    spec = make.spec(cluster={"kind": "slurm", "python": "/missing/python"})
     built.inspect(spec)
     built.inspect(spec)
     assert built.count == 2

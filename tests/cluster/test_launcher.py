@@ -81,7 +81,7 @@ def installed(tmp_path, monkeypatch, version):
 
 @pytest.fixture
 def run(tmp_path):
-    cluster = {"kind": "slurm", "device": "cpu", "slurm": {"minutes": 60, "partition": "main"}}
+    cluster = {"kind": "slurm", "device": "cpu", "minutes": 60, "slurm": {"partition": "main"}}
     return RunDir.create(tmp_path / "tula-runs", make.spec(cluster=cluster, train={"epochs": 4, "max_attempts": 3}))
 
 
@@ -544,7 +544,7 @@ dataset: {name: digits}
 optimizer: {lr: 0.1}
 train: {epochs: 4, max_attempts: 3}
 search: {nodes: [1, 2], max_node_hours: 10}
-cluster: {kind: slurm, device: cpu, slurm: {minutes: 60}}
+cluster: {kind: slurm, device: cpu, minutes: 60}
 """
 
 

@@ -364,9 +364,14 @@ def test_names_are_those_of_the_table_or_import_strings() -> None:
     with pytest.raises(SpecError) as error:
         make.spec(cluster={"kind": OWN, "slurm": {}})
     assert "section slurm has no effect with kind 'tiny_queue:TinyQueue'" in str(error.value.problems[0])
-    with pytest.raises(SpecError) as error:
-        make.spec(cluster={"kind": "local", "scheduler": {"minutes": 3}})
-    assert "section scheduler has no effect with kind 'local'" in str(error.value.problems[0])
+    for settings, problem in (
+        ({"options": {"home": "x"}}, "options has no effect with kind 'local'"),
+        ({"minutes": 3, "setup": []}, "minutes, setup: no effect with kind 'local'"),
+        ({"kind": OWN, "setup": "lines.sh"}, "only kind: slurm reads them from a file"),
+    ):
+        with pytest.raises(SpecError) as error:
+            make.spec(cluster={"kind": "local", **settings})
+        assert problem in str(error.value.problems[0])
 
 
 @pytest.mark.parametrize(

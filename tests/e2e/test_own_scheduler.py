@@ -20,7 +20,7 @@ dataset: {name: digits}
 optimizer: {name: SGD, lr: 0.05}
 train: {epochs: 5, reference_batch: 32, workers: 0, seed: 7, checkpoint_every: 1}
 search: {nodes: [1, 2], min_batch: 64, max_batch: 128, strategy: full, min_steps: 5, min_seconds: 0, max_seconds: 0.001, max_node_hours: 5}
-cluster: {kind: "tiny_queue:TinyQueue", device: cpu, interface: lo, scheduler: {minutes: 1, options: {home: HOME}}}
+cluster: {kind: "tiny_queue:TinyQueue", device: cpu, interface: lo, minutes: 1, options: {home: HOME}}
 """
 SLOW = """
 import pathlib, time

@@ -135,7 +135,8 @@ SLURM_JOB = {
     "kind": "slurm",
     "device": "cpu",
     "gpus_per_node": 2,
-    "slurm": {"partition": "main", "minutes": 30, "extra": {"mail-type": "END"}},
+    "minutes": 30,
+    "slurm": {"partition": "main", "extra": {"mail-type": "END"}},
 }
 
 CASES = (

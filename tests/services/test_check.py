@@ -781,7 +781,7 @@ def test_nodes_are_taken_as_wanted_where_nobody_knows_the_partition(monkeypatch)
 
 
 def test_of_a_script_nothing_is_reported_that_it_decides_by_itself():
-    on_slurm = {"cluster": {"kind": "slurm", "slurm": {"minutes": 60, "cpus_per_task": 8}}}
+    on_slurm = {"cluster": {"kind": "slurm", "minutes": 60, "slurm": {"cpus_per_task": 8}}}
     value = JobSpec.model_validate({**make.script_spec(epochs=1).model_dump(), **on_slurm})
     assert "data loader" in check(spec(**on_slurm), online=False).settings[0]
     assert check(value, online=False).settings == ()
@@ -797,7 +797,7 @@ def own_job(command: str, **sections) -> JobSpec:
 def test_a_program_that_is_missing_is_reported_before_anything_starts():
     with pytest.raises(SpecError, match="there is no program torchrunn on this machine"):
         check(own_job("torchrunn train.py -b {local_batch}"))
-    on_slurm = {"cluster": {"kind": "slurm", "slurm": {"minutes": 60}}}
+    on_slurm = {"cluster": {"kind": "slurm", "minutes": 60}}
     result = check(own_job("torchrunn train.py -b {local_batch}", **on_slurm))
     assert "torchrunn" in values(result.warnings, "inspection-warning")["text"]
     for command in (
@@ -814,7 +814,7 @@ def test_a_python_without_torch_is_reported_before_anything_starts(tmp_path, nam
     other.write_text(f"#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2\nexit {int(fails)}\n")
     other.chmod(0o755)
     command = f"{other} train.py -b {{local_batch}}"
-    on_slurm = {"cluster": {"kind": "slurm", "slurm": {"minutes": 60}}}
+    on_slurm = {"cluster": {"kind": "slurm", "minutes": 60}}
     words = f"{other} cannot import torch: ModuleNotFoundError: No module named 'torch'"
     if fails:
         with pytest.raises(SpecError, match="cannot import torch: ModuleNotFoundError"):

@@ -54,18 +54,19 @@ def test_a_training_that_ended_so_has_the_exit_code_of_the_table(outcome: Outcom
 
 
 @pytest.mark.parametrize(
-    ("outcome", "settings"),
+    ("outcome", "kind", "setting"),
     [
-        ("time_limit", ("cluster.slurm.minutes", "cluster.scheduler.minutes")),
-        ("host_oom", ("cluster.slurm.memory", "cluster.scheduler.options")),
+        ("time_limit", "slurm", "cluster.minutes"),
+        ("host_oom", "slurm", "cluster.slurm.memory"),
+        ("host_oom", "my.queue:Queue", "cluster.options"),
     ],
 )
-@pytest.mark.parametrize(("number", "kind"), [(0, "slurm"), (1, "my.queue:Queue")])
 def test_the_hint_names_the_setting_that_the_jobs_scheduler_has(
-    task: TrainTask, outcome: OutcomeClass, settings: tuple[str, str], number: int, kind: str
+    task: TrainTask, outcome: OutcomeClass, kind: str, setting: str
 ) -> None:
     value = task.model_copy(update={"spec": task.spec.model_copy(update={"cluster": Cluster(kind=kind)})})
     hint = make_error_of_training(
         value, [make.attempt(task.id, end=time.time(), outcome=outcome)], saved_samples=100
     ).hint
-    assert [name for name in settings if name in hint] == [settings[number]]
+    settings = ("cluster.minutes", "cluster.slurm.memory", "cluster.options")
+    assert [name for name in settings if name in hint] == [setting]

@@ -21,7 +21,7 @@ from tula_cli.services.observed_probes import add_observed_probes, make_probe_re
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml, load_spec
 
-SLURM = {"kind": "slurm", "gpus_per_node": 4, "device": "cuda", "slurm": {"partition": "gpu", "minutes": 30}}
+SLURM = {"kind": "slurm", "gpus_per_node": 4, "device": "cuda", "minutes": 30, "slurm": {"partition": "gpu"}}
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tula_cli.services.train_seeds import PreparedSeeds, SeedsReport, prepare_se
 from tula_cli.services.waiting import Dependencies, WaitPolicy
 from tula_cli.spec.job import JobSpec
 
-QUEUE = {"kind": "slurm", "slurm": {"minutes": 60}}
+QUEUE = {"kind": "slurm", "minutes": 60}
 
 
 class Trains(make.FakeLauncher):

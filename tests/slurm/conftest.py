@@ -19,7 +19,7 @@ optimizer: {name: SGD, lr: 0.05, momentum: 0.9, weight_decay: 5e-4}
 train: {epochs: 4, reference_batch: 32, workers: 0, method: ags}
 search: {nodes: [1, 2], min_batch: 64, max_batch: 128, strategy: full, min_steps: 5, min_seconds: 0, max_seconds: 0.001, max_minutes: 4,
          max_node_hours: 5}
-cluster: {kind: slurm, device: cpu, slurm: {minutes: 10, memory: 1500M}}
+cluster: {kind: slurm, device: cpu, minutes: 10, slurm: {memory: 1500M}}
 """
 
 

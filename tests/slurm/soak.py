@@ -52,7 +52,7 @@ dataset: {{name: digits}}
 optimizer: {{name: SGD, lr: 0.05, momentum: 0.9}}
 train: {{method: {method}, epochs: {epochs}, reference_batch: 32, workers: 0, max_attempts: 500, checkpoint_every: 2}}
 search: {{nodes: [{nodes}], max_node_hours: 100}}
-cluster: {{kind: slurm, device: cpu, slurm: {{minutes: 60, partition: spare, memory: 1000M}}}}
+cluster: {{kind: slurm, device: cpu, minutes: 60, slurm: {{partition: spare, memory: 1000M}}}}
 """
 
 

@@ -78,7 +78,7 @@ def on_site(site: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slu
 
 
 def job(**slurm: Any) -> JobSpec:
-    cluster = {"kind": "slurm", "slurm": {"account": "proj", "minutes": 30, **slurm}}
+    cluster = {"kind": "slurm", "minutes": 30, "slurm": {"account": "proj", **slurm}}
     search = {"nodes": [1, 2], "min_batch": 32, "max_batch": 256}
     return spec(cluster=cluster, search=search, pricing={"kind": "billing"})
 

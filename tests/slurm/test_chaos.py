@@ -220,7 +220,7 @@ def skewed(tula: Tula, on_slurm: SlurmCluster, moment: random.Random) -> Iterato
     folder.mkdir()
     ahead = {name: round(moment.uniform(-200.0, 200.0), 1) for name in on_slurm.names}
     (folder / "sitecustomize.py").write_text(SKEWED.format(ahead=ahead))
-    yield "--set", f"cluster.slurm.setup=['export PYTHONPATH={folder}']"
+    yield "--set", f"cluster.setup=['export PYTHONPATH={folder}']"
     shutil.rmtree(folder)
 
 

@@ -27,7 +27,7 @@ def without_torch(tula: Tula, tmp_path: Path) -> tuple[str, ...]:
         f'PYTHONPATH={ROOT} exec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
-    return ("--set", f"cluster.slurm.python={python}")
+    return ("--set", f"cluster.python={python}")
 
 
 @pytest.mark.proof

@@ -29,7 +29,8 @@ def spec(look: Path, **slurm: Any) -> JobSpec:
             "cluster": {
                 "kind": "slurm",
                 "gpus_per_node": 2,
-                "slurm": {"memory": "500M", "python": f"sh {look}", **slurm},
+                "python": f"sh {look}",
+                "slurm": {"memory": "500M", **slurm},
             },
         }
     )

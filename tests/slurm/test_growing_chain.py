@@ -20,7 +20,7 @@ RAMP = [{"epochs": 1, "batch": 8, "nodes": 1}, {"epochs": 1, "batch": 16, "nodes
 def grown(tula: Tula, *, pause: float = 0.0) -> None:
     """Submit a training of one epoch on one node, one on two, and one on four."""
     text = seen_samples.JOB.replace("[1, 2]", "[1, 2, 4]")
-    cluster = "cluster: {kind: slurm, device: cpu, slurm: {minutes: 10, memory: 1500M}}\n"
+    cluster = "cluster: {kind: slurm, device: cpu, minutes: 10, slurm: {memory: 1500M}}\n"
     (tula.folder / "job.yaml").write_text(text + cluster)
     shutil.copy(seen_samples.__file__, tula.folder)
     model = f"model={{name: 'seen_samples:Watching', args: {{pause: {pause}}}}}"

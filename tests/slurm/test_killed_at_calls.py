@@ -30,7 +30,7 @@ def test_a_training_killed_at_file_calls_has_the_weights_of_an_undisturbed_one(
     marks, seed = tmp_path_factory.mktemp("marks"), request.config.getoption("--hypothesis-seed")
     options = (*TWO, *waiting(tula, EPOCHS), "--set", "train.max_attempts=40")
     killing = f"{tula.folder}/tula-runs|{marks}|{seed}|{KILLS}"
-    setup = f"cluster.slurm.setup=['export PYTHONPATH={KILLING}', 'export KILLING=\"{killing}\"']"
+    setup = f"cluster.setup=['export PYTHONPATH={KILLING}', 'export KILLING=\"{killing}\"']"
     undisturbed = tula.folder / "undisturbed"
     submit(tula, *options, "--run-dir", str(undisturbed))  # beside the other, on two nodes that nobody needs
     submit(tula, *options, "--set", setup)

@@ -31,7 +31,7 @@ optimizer: {name: SGD, lr: 0.01}
 train: {epochs: 200, workers: 0, method: lbt}   # so many that starting, which depends on the load, decides nothing
 search: {nodes: [1, 2, 4], min_batch: 64, max_batch: 256, strategy: sweep, min_steps: 5, min_seconds: 0, max_seconds: 0.001, max_minutes: 4,
          max_node_hours: 5}
-cluster: {kind: slurm, device: cpu, slurm: {minutes: 10, memory: 1500M}}
+cluster: {kind: slurm, device: cpu, minutes: 10, slurm: {memory: 1500M}}
 """
 MOVES = """
 name: moves
@@ -41,7 +41,7 @@ optimizer: {name: SGD, lr: 0.01}
 train: {epochs: 1000, workers: 0, method: lbt}
 search: {nodes: [1, 2], min_batch: 64, max_batch: 64, min_steps: 5, min_seconds: 0, max_seconds: 0.001, max_minutes: 4,
          max_node_hours: 5}
-cluster: {kind: slurm, device: cpu, slurm: {minutes: 10, memory: 1500M}}
+cluster: {kind: slurm, device: cpu, minutes: 10, slurm: {memory: 1500M}}
 """
 SETTLED = 30  # rows of steps, a look or two each, after which their level is known
 GRADIENTS = 4 * emulated.FEATURES * emulated.CLASSES  # bytes

@@ -17,7 +17,7 @@ from seen_samples import EPOCHS, SIZE
 from test_recovery import attempts, finished, queue, submit
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
-CLUSTER = "cluster: {kind: slurm, device: cpu, slurm: {minutes: 10, memory: 1500M, partition: spare}}\n"
+CLUSTER = "cluster: {kind: slurm, device: cpu, minutes: 10, slurm: {memory: 1500M, partition: spare}}\n"
 
 
 SCRIPT, SCRIPT_EPOCHS = Path(__file__).parents[1] / "scripts" / "on_any_ranks.py", 8

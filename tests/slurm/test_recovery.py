@@ -88,7 +88,7 @@ def submit(tula: Tula, *options: str) -> None:
 @pytest.mark.proof
 def test_the_chain_goes_on_after_a_time_limit_and_nothing_is_trained_twice(tula: Tula) -> None:
     # 56 s of pauses at least, of which a minute's allocation has room for less than 50.
-    submit(tula, *ONE, *waiting(tula, 20, pause=56 / 20 / PASSES), "--set", "cluster.slurm.minutes=1")
+    submit(tula, *ONE, *waiting(tula, 20, pause=56 / 20 / PASSES), "--set", "cluster.minutes=1")
     tula.until(lambda: finished(tula), seconds=600)
     outcomes = [outcome for outcome, _ in story(tula)]
     assert outcomes[-1] == "done"

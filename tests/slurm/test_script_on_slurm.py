@@ -21,7 +21,7 @@ from tula_cli.spec.load import load_spec
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 ROOT = Path(__file__).resolve().parents[2]
-CLUSTER = "cluster: {kind: slurm, device: cpu, slurm: {minutes: 10, memory: 1500M}}"
+CLUSTER = "cluster: {kind: slurm, device: cpu, minutes: 10, slurm: {memory: 1500M}}"
 TORCHRUN = f"""
 name: torchrun
 script:

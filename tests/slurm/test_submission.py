@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def cluster(partition: str) -> dict[str, Any]:
-    return {"kind": "slurm", "device": "cpu", "slurm": {"minutes": 5, "partition": partition, "memory": "200M"}}
+    return {"kind": "slurm", "device": "cpu", "minutes": 5, "slurm": {"partition": partition, "memory": "200M"}}
 
 
 def training(run: RunDir, partition: str = "closed") -> TrainTask:

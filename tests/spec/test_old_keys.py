@@ -13,6 +13,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
 from tula_cli.spec.merge import ENV_PREFIX
 from tula_cli.spec.old_keys import REMOVED, RENAMED, OldKeyWarning, without_removed_values
+from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.signature import compute_measurement_signature, compute_train_signature
 
 OLD = json.loads((Path(__file__).parents[1] / "fixtures" / "old_specs.json").read_text())
@@ -92,6 +93,25 @@ def test_a_renamed_key_of_a_mapping_in_python_is_reported_and_the_mapping_stays(
         assert load_job({**CONTENT, "train": {"epochs": 3, "oom_policy": "shrink"}}) == spec
 
 
+def test_settings_of_a_scheduler_are_read_where_older_files_have_them_and_reported(tmp_path: Path) -> None:
+    text = f"{JOB}cluster: {{kind: slurm, slurm: {{partition: gpu, minutes: 60, setup: [module load cuda]}}}}\n"
+    types = '{a.b: {cluster: {slurm: {python: "python3 -u"}}}}'
+    with pytest.warns(OldKeyWarning) as caught:
+        spec = loaded(tmp_path, text, "cluster.slurm.minutes=90", f"node_types={types}")
+    assert (spec.cluster.minutes, spec.cluster.setup) == (90, ["module load cuda"])
+    assert spec.cluster.slurm is not None and spec.cluster.slurm.partition == "gpu"
+    assert spec.of_node_type("a.b").cluster.python == "python3 -u"
+    assert {str(each.message).partition(": ")[2].partition(";")[0] for each in caught} == {
+        "cluster.slurm.minutes is now cluster.minutes",
+        "cluster.slurm.setup is now cluster.setup",
+        "node_types.a.b.cluster.slurm.python is now node_types.a.b.cluster.python",
+    }
+    own = {"options": {"queue": "gpu"}, "minutes": 3, "python": None, "setup": []}
+    stored = {"cluster": {"kind": "mine:Queue", "slurm": None, "scheduler": own}}
+    cluster = validate(without_removed_values({**CONTENT, "train": {"epochs": 3}, **stored}), source="a run").cluster
+    assert (cluster.options, cluster.minutes, cluster.setup) == ({"queue": "gpu"}, 3, [])
+
+
 def test_later_sources_win_whichever_name_they_use(tmp_path: Path) -> None:
     text = JOB.replace("epochs: 10", "epochs: 10, oom_policy: shrink")
     with pytest.warns(OldKeyWarning):
@@ -103,16 +123,18 @@ def test_both_names_of_a_key_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         loaded(tmp_path, text)
     assert [str(problem) for problem in caught.value.problems] == [
-        "train.oom: this key was removed (it was renamed to oom_policy, which is also set)"
+        "train.oom: this key was removed (it is now train.oom_policy, which is also set)"
     ]
 
 
 def test_every_name_in_the_tables_is_right() -> None:
     spec = validate(without_removed_values(OLD["defaults"]["spec"]), source="")
-    for path, name in RENAMED.items():
-        section, _, old = path.rpartition(".")
-        if section.startswith("train"):
-            assert hasattr(at(spec, section), name) and not hasattr(at(spec, section), old)
+    for old, new in RENAMED.items():
+        section, _, name = new.rpartition(".")
+        keys = (Script if section == "script" else type(at(spec, section))).model_fields
+        assert name in keys and old.startswith(f"{section}.")
+        if old.count(".") == 1:
+            assert old.rpartition(".")[2] not in keys
     assert all(REMOVED.values())
 
 

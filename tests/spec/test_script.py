@@ -89,9 +89,7 @@ def test_a_command_is_named_by_its_program_not_by_its_options(command: str, name
 
 
 def test_the_placeholders_of_all_its_parts_are_known() -> None:
-    result = section(
-        resume={"args": "--resume {checkpoint}", "checkpoint": "{out}/*.pth"}, probe={"args": "-j {workers}"}
-    )
+    result = section(resume={"args": "--resume {checkpoint}", "checkpoint": "{out}/*.pth"}, probe_args="-j {workers}")
     assert result.placeholders == {"local_batch", "lr", "checkpoint", "workers"}
 
 

@@ -119,7 +119,7 @@ def test_a_number_at_a_key_of_text_arrives_as_it_was_typed(write, tmp_path, sour
         merged |= {
             "optimizer": {"lr": 0.1},
             "train": {"epochs": 1},
-            "cluster": {"kind": "slurm", "slurm": {"setup": ["%%"]}},
+            "cluster": {"kind": "slurm", "setup": ["%%"]},
         }
         apply_overrides(merged, [f"{key}='%%'" for key in KEYS_OF_TEXT], {})
         return yaml.safe_dump(merged).replace("'%%'", value)
@@ -135,7 +135,7 @@ def test_a_number_at_a_key_of_text_arrives_as_it_was_typed(write, tmp_path, sour
         assert again == result
         values = dict(flatten(again.model_dump(mode="json")))
         assert {key: values[key] for key in KEYS_OF_TEXT} == dict.fromkeys(KEYS_OF_TEXT, typed)
-        assert values["cluster.slurm.setup"] == ["x" if source == "--set" else typed]
+        assert values["cluster.setup"] == ["x" if source == "--set" else typed]
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_wrong_value_is_named_with_its_path_and_a_way_out(write, override, path,
         ("seed=1", "train.seed"),
         ("workers=4", "train.workers"),
         ("nodes=[1]", "search.nodes"),
-        ("minutes=30", "cluster.slurm.minutes"),
+        ("minutes=30", "cluster.minutes"),
         ("weight_decay=0.1", "optimizer.weight_decay"),
         ("root=data", "dataset.root"),
         ("method=ags", "train.method"),
@@ -494,7 +494,7 @@ def slurm(write, text: str):
     ],
 )
 def test_time_limits_are_read_as_slurm_reads_them(write, text, minutes):
-    assert slurm(write, f"minutes: {text}").minutes == minutes
+    assert load(write(ON_SLURM % ""), f"cluster.minutes={text}").cluster.minutes == minutes
 
 
 def test_numbers_are_names_too(write):
@@ -510,9 +510,6 @@ def test_options_keep_their_kind(write):
 @pytest.mark.parametrize(
     ("text", "path", "words"),
     [
-        ("minutes: 2h", "minutes", "HH:MM:SS"),
-        ("minutes: 0", "minutes", "at least 1"),
-        ("minutes: UNLIMITED", "minutes", "'UNLIMITED' is not a time limit"),
         ("memory: 64 GiB", "memory", "write it like 64G"),
         ("launcher: mpirun", "launcher", "must be one of"),
         ("gpus: gpus_per_nod", "gpus", "did you mean gpus_per_node"),
@@ -520,7 +517,7 @@ def test_options_keep_their_kind(write):
         ("gpu_type: a100, gpus: none", "gpu_type", "no effect with gpus: none"),
         ("launcher: torchrun, gpus: gpus_per_task", "gpus", "launcher: torchrun"),
         ('partition: "a\\nb"', "partition", "one line"),
-        ("extra: {time: 3}", "extra.time", "cluster.slurm.minutes"),
+        ("extra: {time: 3}", "extra.time", "cluster.minutes"),
         ("extra: {job_name: x}", "extra.job_name", "its own setting: name"),
         ("extra: {nodes: 3}", "extra.nodes", "search.nodes"),
         ("extra: {output: log}", "extra.output", "set by tula"),
@@ -538,8 +535,6 @@ def test_options_keep_their_kind(write):
         ("environment: {A-B: 1}", "environment.A-B", "not the name of an environment variable"),
         ("environment: {RANK: 1}", "environment.RANK", "set by tula"),
         ("environment: {DEBUG: true}", "environment.DEBUG", "quoted"),
-        ('python: "apptainer exec \'image python"', "python", "is not a command"),
-        ("python: ' '", "python", "empty"),
         ("wrapper: [numactl, '']", "wrapper[1]", "empty word"),
     ],
 )
@@ -548,15 +543,31 @@ def test_what_slurm_cannot_be_asked_for_is_named_with_a_way_out(write, text, pat
     assert words in result[f"cluster.slurm.{path}"]
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("minutes=2h", "HH:MM:SS"),
+        ("minutes=0", "at least 1"),
+        ("minutes=UNLIMITED", "'UNLIMITED' is not a time limit"),
+        ('python="apptainer exec \'image python"', "is not a command"),
+        ("python=' '", "empty"),
+    ],
+)
+def test_what_no_job_can_be_started_with_is_refused(write, text, words):
+    path = f"cluster.{text.partition('=')[0]}"
+    assert words in problems(write(ON_SLURM % ""), f"cluster.{text}")[path]
+
+
 def test_gpus_in_a_form_of_ones_own_need_tula_to_ask_for_none(write):
     assert slurm(write, "gpus: none, extra: {gpus-per-socket: 2}").extra == {"gpus-per-socket": "2"}
     assert slurm(write, "extra: {gres: 'nvme:1', gpus: 0}").extra["gres"] == "nvme:1"
 
 
 def test_all_that_slurm_cannot_be_asked_for_is_reported_at_once(write):
-    text = "minutes: soon, extra: {time: 3, nodes: 2, nice: 1}, environment: {RANK: 1}"
-    assert set(problems(write(ON_SLURM % text))) == {
-        f"cluster.slurm.{path}" for path in ("minutes", "extra.time", "extra.nodes", "environment.RANK")
+    text = "extra: {time: 3, nodes: 2, nice: 1}, environment: {RANK: 1}"
+    assert set(problems(write(ON_SLURM % text), "cluster.minutes=soon")) == {
+        "cluster.minutes",
+        *(f"cluster.slurm.{path}" for path in ("extra.time", "extra.nodes", "environment.RANK")),
     }
     text = "gpus: gpus_per_task, launcher: torchrun, memory: 1G, extra: {gpus: 4, mem-per-cpu: 1G}"
     assert set(problems(write(ON_SLURM % text))) == {
@@ -566,11 +577,11 @@ def test_all_that_slurm_cannot_be_asked_for_is_reported_at_once(write):
 
 def test_settings_of_slurm_survive_a_round_trip(write):
     text = (
-        "launcher: torchrun, minutes: 1-00, gpus: gres, gpu_type: a100, exclusive: false, setup: [],"
+        "launcher: torchrun, gpus: gres, gpu_type: a100, exclusive: false,"
         " wrapper: w.sh, extra: {nice: 3, hold: true, mail-type: [END]}, srun_extra: {label: true},"
-        " environment: {A: 'on', B: 1e-3, C: null, D: ''}, python: p -u"
+        " environment: {A: 'on', B: 1e-3, C: null, D: ''}"
     )
-    data = load(write(ON_SLURM % text))
+    data = load(write(ON_SLURM % text), "cluster.minutes=1-00", "cluster.setup=[]", "cluster.python=p -u")
     assert load(write(dump_yaml(data))) == data
     assert data.cluster.slurm.environment == {"A": "on", "B": "1e-3", "C": None, "D": ""}
 

@@ -24,7 +24,6 @@ from tula_cli.run.files import read_end
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Task, TrainTask
 from tula_cli.run.snapshot import Snapshot, is_moved
-from tula_cli.spec.resources import OwnScheduler
 from tula_cli.version import __version__
 
 PROGRAM = "tula_cli.cluster.job_main"
@@ -139,11 +138,10 @@ class BatchLauncher:
     def request(self, run: RunDir, task: Task, name: str, after: Sequence[str] = ()) -> JobRequest:
         """Return the resources and command to request from the scheduler: each task of the job starts a supervisor."""
         cluster = task.spec.cluster
-        scheduler_section = cluster.own_scheduler or OwnScheduler()
-        arguments = (PROGRAM, self.kind, str(run.path.resolve()), task.id, json.dumps(scheduler_section.options))
+        arguments = (PROGRAM, self.kind, str(run.path.resolve()), task.id, json.dumps(cluster.options))
         return JobRequest(
             name=name,
-            command=f"{scheduler_section.python or shlex.quote(sys.executable)} -m {shlex.join(arguments)}",
+            command=f"{cluster.python or shlex.quote(sys.executable)} -m {shlex.join(arguments)}",
             nodes=task.nodes,
             tasks_per_node=1 if task.spec.task_per_node else cluster.gpus_per_node,
             gpus_per_node=0 if cluster.device == "cpu" else cluster.gpus_per_node,
@@ -151,7 +149,7 @@ class BatchLauncher:
             after=tuple(after),
             folder=Path(task.workdir),
             logs=run.submitit_dir.absolute(),
-            setup=(*scheduler_section.setup, *package.make_shell_lines(run.path)),
+            setup=(*(cluster.setup or ()), *package.make_shell_lines(run.path)),
             patience=task.folder_patience,
         )
 

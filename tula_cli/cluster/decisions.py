@@ -462,7 +462,7 @@ def _delay_next_job(case: _Case, _: Situation) -> Requeue:
 def _stop(case: _Case, situation: Situation) -> Stop:
     match situation:
         case "the job saved nothing":
-            return Stop(why="nothing_saved", setting=case.task.spec.cluster.backend.minutes_setting)
+            return Stop(why="nothing_saved", setting="cluster.minutes")
         case "`train.max_attempts` supervisors have failed without a newer checkpoint":
             return Stop(why="supervisors_failed", count=case.count_failed_supervisors())
         case "the job is cancelled":

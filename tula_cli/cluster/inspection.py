@@ -100,8 +100,7 @@ def _warn_missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:
     program = shlex.split(script.command)[0]
     python = shutil.which(program) if PYTHON.fullmatch(Path(program).name) else None
     is_tulas = python is None or Path(python).parent == Path(sys.executable).parent
-    set_up = [options.setup for options in (spec.cluster.slurm, spec.cluster.scheduler) if options is not None]
-    if python is None or is_tulas or any(set_up):  # set-up lines may activate another
+    if python is None or is_tulas or spec.cluster.setup:  # set-up lines may activate another
         return ()
     try:
         tried = run_command([python, "-c", "import torch"], timeout=IMPORT_SECONDS)
@@ -125,7 +124,7 @@ def _refuse_here(spec: JobSpec, problem: str, hint: str, on_nodes: str) -> tuple
 # --- The inspection
 
 PROGRAM = "tula_cli.worker.measure.inspect"
-TORCH_MISSING = "pip install 'tula-cli[torch]', or, on SLURM, set cluster.slurm.python to an interpreter that has torch"
+TORCH_MISSING = "pip install 'tula-cli[torch]', or, on SLURM, set cluster.python to an interpreter that has torch"
 ON_A_NODE = "run tula profile job.yaml: its first job builds them on a node"
 _STEP_WORDS = ("srun:", "slurmstepd:")  # what SLURM says beside a program that fails
 INSPECTION_TIMEOUT = 600.0  # seconds; a first download of a dataset is part of it

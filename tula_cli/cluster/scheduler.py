@@ -392,7 +392,7 @@ def load_scheduler(kind: str, options: Mapping[str, Any] | None = None) -> Sched
 
     Args:
         kind: `cluster.kind`.
-        options: `cluster.scheduler.options`, the arguments of the scheduler.
+        options: `cluster.options`, the arguments of the scheduler.
 
     Raises:
         SpecError: the name is unknown, its import fails, it rejects the options, or it lacks a member of the protocol.
@@ -405,7 +405,7 @@ def load_scheduler(kind: str, options: Mapping[str, Any] | None = None) -> Sched
     try:
         scheduler = cls(**(options or {}))
     except TypeError as error:
-        raise SpecError(f"scheduler {kind!r}: {error}", "cluster.scheduler.options are its arguments") from error
+        raise SpecError(f"scheduler {kind!r}: {error}", "cluster.options are its arguments") from error
     if missing := [name for name in PROTOCOL_MEMBERS if not hasattr(scheduler, name)]:
         raise SpecError(
             f"scheduler {kind!r} has no {', '.join(missing)}",
@@ -420,5 +420,4 @@ def make_scheduler(cluster: Cluster) -> Scheduler:
     Raises:
         SpecError: as in `load_scheduler`.
     """
-    section = cluster.own_scheduler
-    return load_scheduler(cluster.kind, section.options if section else None)
+    return load_scheduler(cluster.kind, cluster.options)

@@ -24,7 +24,7 @@ class FailureKind:
         means: description of the failure.
         error: error with which a command that waits for the job exits if nothing follows (its exit code and
             `error.code`).
-        advice: what the user can do; one line, with {minutes} and {more_memory} for settings that depend on the
+        advice: what the user can do; one line, with {more_memory} for the setting that depends on the
             scheduler.
         for_script: the same for a user's script, whose job has no model, optimizer ...; empty: same as `advice`.
         severity: of the failures of several ranks, the one with the lowest severity is the root of the others.
@@ -39,7 +39,7 @@ class FailureKind:
     def advice_for(self, cluster: Cluster, *, script: bool = False) -> str:
         """Return the advice for the user, with the names of the settings of the cluster's scheduler."""
         advice = self.for_script if script and self.for_script else self.advice
-        return advice.format(minutes=cluster.backend.minutes_setting, more_memory=cluster.backend.more_memory)
+        return advice.format(more_memory=cluster.backend.more_memory)
 
 
 FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
@@ -126,7 +126,7 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
     "time_limit": FailureKind(
         "the time limit was reached",
         JobFailed,
-        "the same command resumes from the newest checkpoint; raise {minutes} if a job trains too little",
+        "the same command resumes from the newest checkpoint; raise cluster.minutes if a job trains too little",
     ),
     "preempted": FailureKind(
         "the scheduler gave the nodes to another job",

@@ -177,7 +177,7 @@ def check_all(
     """
     runs = select_runs(runs, node_type)
     for run in runs:
-        if online and run.spec.cluster.own_scheduler is not None:
+        if online and not run.spec.cluster.is_included:
             make_scheduler(run.spec.cluster)  # before the model is built: what it lacks is told at once
     reports = {}
     for run in runs:

@@ -252,7 +252,7 @@ def list_shell_settings(recognised: RecognisedCommand) -> Iterator[TemplateLine]
             "cluster.slurm.wrapper", f"[{arguments}]", "before the command of every rank, as in the command"
         )
     if recognised.setup:
-        yield TemplateLine("cluster.slurm.setup", f"[{', '.join(format_yaml_word(line, flow=True) for line in recognised.setup)}]", "before the job; without set -e a failure goes unnoticed")  # fmt: skip
+        yield TemplateLine("cluster.setup", f"[{', '.join(format_yaml_word(line, flow=True) for line in recognised.setup)}]", "before the job; without set -e a failure goes unnoticed")  # fmt: skip
 
 
 def _is_wrapper_list(arguments: Sequence[str]) -> bool:
@@ -570,7 +570,7 @@ def _check_shell(text: str) -> None:
     if match := re.match(r"#!.*\b(t?csh|fish|python[\d.]*|perl|Rscript)\b", first):
         raise SpecError(
             f"line 1: the script is written for {match[1]}, but tula reads and writes scripts for bash",
-            "give the command that trains to tula init --from-command, and the lines before it to cluster.slurm.setup",
+            "give the command that trains to tula init --from-command, and the lines before it to cluster.setup",
         )
 
 
@@ -654,7 +654,7 @@ def _list_measuring_settings(request: _Request, offered: Site | None) -> Iterato
     limit = parse_minutes(request.text("time"))
     if limit:
         yield TemplateLine(
-            "cluster.slurm.minutes", str(limit), f"time limit of a training job, --time {request.text('time')}"
+            "cluster.minutes", str(limit), f"time limit of a training job, --time {request.text('time')}"
         )
     partition = offered.find_partition(request.text("partition")) if offered else None
     most = partition.usable if partition is not None and partition.usable else 2 * request.nodes

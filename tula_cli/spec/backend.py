@@ -12,8 +12,7 @@ class Backend:
     """A value of `cluster.kind`; the defaults are those of a user-defined scheduler."""
 
     title: str = "its scheduler"  # in messages
-    minutes_setting: str = "cluster.scheduler.minutes"  # the key that sets the time limit of a training job
-    memory_setting: str = "cluster.scheduler.options"  # the key that requests a node's memory
+    memory_setting: str = "cluster.options"  # the key that requests a node's memory
     grace: float = 60.0  # seconds after the end of a job for which its files may not be visible yet (NFS, Lustre)
     file_lag: float = 30.0  # seconds until a file written on another node is visible here (NFS caches a folder)
     # seconds between two queries for the states of jobs: the first interval, and the longest that it grows to
@@ -57,7 +56,6 @@ class ThisMachine(Backend):
 
 BACKENDS: dict[str, Backend] = {
     "local": ThisMachine(
-        minutes_setting="cluster.slurm.minutes",
         memory_setting="cluster.slurm.memory",
         grace=2.0,
         file_lag=2.0,
@@ -68,7 +66,6 @@ BACKENDS: dict[str, Backend] = {
     ),
     "slurm": Backend(
         "SLURM",
-        "cluster.slurm.minutes",
         "cluster.slurm.memory",
         scheduler="tula_cli.cluster.slurm.scheduler:SlurmScheduler",
     ),

@@ -45,10 +45,12 @@ def _remove_other_schedulers(merged: dict[str, Any], origins: dict[str, str], si
     if not isinstance(cluster, dict):
         return
     kind = cluster.get("kind", "local")
-    for section, meant in (("slurm", kind == "slurm"), ("scheduler", kind not in ("local", "slurm"))):
-        given = [key for key in origins if f"{key}.".startswith(f"cluster.{section}.")]
+    is_meant = {"slurm": kind == "slurm", "options": kind not in ("local", "slurm")}
+    is_meant |= dict.fromkeys(("minutes", "python", "setup"), kind != "local")
+    for name, meant in is_meant.items():
+        given = [key for key in origins if f"{key}.".startswith(f"cluster.{name}.")]
         if not meant and given and all(origins[key] in sites for key in given):
-            del cluster[section]
+            del cluster[name]
             for key in given:
                 del origins[key]
 

@@ -9,13 +9,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 RENAMED: Mapping[str, str] = {
-    "auto.epochs": "branch_epochs",
-    "pricing.told": "slurm_billing",
-    "train.best": "best_checkpoint",
-    "train.oom": "oom_policy",
-    "train.until": "early_stopping",
+    "auto.epochs": "auto.branch_epochs",
+    "cluster.scheduler.minutes": "cluster.minutes",
+    "cluster.scheduler.options": "cluster.options",
+    "cluster.scheduler.python": "cluster.python",
+    "cluster.scheduler.setup": "cluster.setup",
+    "cluster.slurm.minutes": "cluster.minutes",
+    "cluster.slurm.python": "cluster.python",
+    "cluster.slurm.setup": "cluster.setup",
+    "pricing.told": "pricing.slurm_billing",
+    "script.probe.args": "script.probe_args",
+    "train.best": "train.best_checkpoint",
+    "train.oom": "train.oom_policy",
+    "train.until": "train.early_stopping",
 }
-"""New names of keys, in the same section."""
+"""New paths of keys; the section of a new path contains the old one."""
 
 NODE_TYPE_SECTIONS = ("cluster", "pricing", "search")
 """Sections of which a node type, or a site file, may give a part. Kept here because the command line imports it without pydantic."""
@@ -39,8 +47,9 @@ _ARMS_ADVICE = "an arm has a name, a method and lr_factor; train other settings 
 REMOVED: Mapping[str, str] = {
     "ags.exclude": 'set ags.parameters, for example ["*", "!embeddings", "!norms"]',
     "auto.after": "the arms branch off after one epoch at train.reference_batch",
+    "cluster.scheduler": "set its keys in section cluster: options, minutes, python and setup",
     "cluster.slurm.limits": (
-        "set cluster.slurm.minutes to one of the limits, and search.nodes to the numbers of nodes that have this limit"
+        "set cluster.minutes to one of the limits, and search.nodes to the numbers of nodes that have this limit"
     ),
     "cluster.slurm.reservation": "write cluster.slurm.extra: {reservation: NAME}",
     "pricing.date": "write it as a comment",
@@ -54,8 +63,10 @@ REMOVED: Mapping[str, str] = {
     "pricing.spot.wait_minutes": "tula does not predict how long it takes to replace a reclaimed node",
     "pricing.unit": "tula shows billing-hours as SU",
     "schedule.args": "set the arguments in the module of the callable, for example with functools.partial",
-    "script.probe.environment": "probes set WANDB_MODE=disabled; pass other settings of probes as script.probe.args",
-    "script.probe.stop": "a probe exits at once after its last step",
+    "script.probe": (
+        "set the arguments of probes as script.probe_args; a probe sets WANDB_MODE=disabled, and exits at once after its"
+        " last step"
+    ),
     "script.resume.checkpoint_interval": "how often a script saves is learned from its trainings",
     "script.resume.every": "how often a script saves is learned from its trainings",
     "search.warmup_steps": "set search.min_steps, which also applies to the warm-up",
@@ -114,21 +125,40 @@ def replace_old_keys(content: Any, *, source: str | None = None, prefix: str = "
     if not isinstance(content, Mapping):
         return content
     replaced = dict(content)
-    for path, name in RENAMED.items():
-        section, _, old = path.partition(".")
-        keys = replaced.get(section)
-        if isinstance(keys, Mapping) and old in keys and name not in keys:
-            replaced[section] = {name if key == old else key: value for key, value in keys.items()}
-            if source is not None:
-                old_path, new_path = f"{prefix}{path}", f"{prefix}{section}.{name}"
-                message = f"{source}: {old_path} is now {new_path}; the old name is still read"
-                warnings.warn(message, OldKeyWarning, stacklevel=2)
+    for old, new in RENAMED.items():
+        section, _, name = new.rpartition(".")
+        keys = _get_section(replaced, section)
+        old_name = old.removeprefix(f"{section}.")
+        if name in keys or (moved := _move_key(keys, old_name.split("."), name)) is None:
+            continue
+        replaced[section] = moved
+        if source is not None:
+            message = f"{source}: {prefix}{old} is now {prefix}{new}; the old name is still read"
+            warnings.warn(message, OldKeyWarning, stacklevel=2)
     if isinstance(node_types := content.get("node_types"), Mapping):
         replaced["node_types"] = {
             name: replace_old_keys(node_type, source=source, prefix=f"node_types.{name}.")
             for name, node_type in node_types.items()
         }
     return replaced
+
+
+def _move_key(keys: Mapping[str, Any], old: Sequence[str], new: str) -> dict[str, Any] | None:
+    """Return a section with the value at the path `old` under the name `new`; None if there is no such value.
+
+    A section below it that is then empty is left out.
+    """
+    name, *below = old
+    if name not in keys:
+        return None
+    if not below:
+        return {new if key == name else key: value for key, value in keys.items()}
+    inner = keys[name]
+    if not isinstance(inner, Mapping) or below[0] not in inner:
+        return None
+    rest = {key: value for key, value in inner.items() if key != below[0]}
+    moved = {key: value for key, value in keys.items() if key != name} | ({name: rest} if rest else {})
+    return {**moved, new: inner[below[0]]}
 
 
 def without_removed_values(content: Any) -> Any:
@@ -190,10 +220,9 @@ def _complete_train(train: Mapping[str, Any], *, is_of_other_metric: bool) -> di
 def replace_old_path(path: str) -> str:
     """Return the path of a key, `a.b.c`, with the new name of a renamed key."""
     path_in_job = _get_path_in_job(path)
-    for old, name in RENAMED.items():
+    for old, new in RENAMED.items():
         if f"{path_in_job}.".startswith(f"{old}."):
-            section = old.partition(".")[0]
-            return f"{path.removesuffix(path_in_job)}{section}.{name}{path_in_job.removeprefix(old)}"
+            return f"{path.removesuffix(path_in_job)}{new}{path_in_job.removeprefix(old)}"
     return path
 
 
@@ -201,7 +230,7 @@ def advise_key(path: str) -> str:
     """Return advice for a key `a.b.c` that no longer exists; empty if there is none."""
     path_in_job = _get_path_in_job(path)
     if path_in_job in RENAMED:
-        return f"it was renamed to {RENAMED[path_in_job]}, which is also set"
+        return f"it is now {RENAMED[path_in_job]}, which is also set"
     return REMOVED.get(path_in_job, "")
 
 

@@ -32,7 +32,7 @@ _USUAL_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("optimizer", "optimizer_name", "optim", "opt"), "optimizer.name"),
     **dict.fromkeys(("scheduler", "lr_scheduler", "lr_schedule"), "schedule.kind"),
     **dict.fromkeys(("wd", "decay"), "optimizer.weight_decay"),
-    **dict.fromkeys(("time", "walltime", "time_limit", "timelimit", "hours"), "cluster.slurm.minutes"),
+    **dict.fromkeys(("time", "walltime", "time_limit", "timelimit", "hours"), "cluster.minutes"),
     **dict.fromkeys(("mem", "mem_per_node"), "cluster.slurm.memory"),
     **dict.fromkeys(("cpus", "cpus_per_gpu"), "cluster.slurm.cpus_per_task"),
     **dict.fromkeys(("grad_accum", "gradient_accumulation_steps", "accumulation_steps", "accum_iter"), "train.accumulate"),
@@ -115,7 +115,7 @@ def _suggest_key(key: str, names: list[str], *, of_script: bool) -> str:
 
 def _rank_key(path: str) -> tuple[bool, int]:
     """Return a sort key that prefers keys outside variants and scripts, and then those near the top level."""
-    return path.startswith(("auto.", "node_types.", "cluster.scheduler.", "script.")), path.count(".")
+    return path.startswith(("auto.", "node_types.", "script.")), path.count(".")
 
 
 def _find_key_of_name(item: Any) -> str:

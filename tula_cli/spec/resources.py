@@ -33,15 +33,6 @@ def _check_kind(name: str) -> str:
 _WRITTEN_KIND = WithJsonSchema({"anyOf": [{"enum": list(BACKENDS)}, {"type": "string", "pattern": "^[^:]+:.+$"}]})
 
 
-class OwnScheduler(Section):
-    """Settings of a user-defined scheduler, whose import string is `cluster.kind`."""
-
-    options: Arguments = {}  # Arguments of the scheduler class
-    minutes: Minutes = 120  # Time limit of a training job
-    python: Command | None = None  # Shell command that starts Python in jobs; null: the current interpreter
-    setup: list[Line] = []  # Shell lines that run before the job
-
-
 class Cluster(Section):
     """Where jobs run, and the properties of a node."""
 
@@ -54,17 +45,30 @@ class Cluster(Section):
     collective: Literal["ring", "tree", "reduce_scatter_allgather", "parameter_server"] = "ring"
     # Network interface of gloo and NCCL, for example ib0; null: lo on one machine, otherwise detected
     interface: str | None = None
+    minutes: Minutes = 120  # Time limit of a training job; not with kind: local
+    # Shell command that starts Python in jobs, for example in a container; null: the current interpreter. Not with kind:
+    # local
+    python: Command | None = None
+    # Shell lines that run before a job; not with kind: local. With kind: slurm, also the path of a file with them, and
+    # null means slurm-setup.sh of the user or the site.
+    setup: list[str] | Line | None = None
     slurm: Slurm | None = None  # Options of sbatch and srun, with kind: slurm
-    scheduler: OwnScheduler | None = None  # Settings of a user-defined scheduler
+    options: Arguments = {}  # Arguments of the class of a user-defined scheduler
 
     @model_validator(mode="after")
     def _settings_belong_to_their_scheduler(self) -> "Cluster":
         if self.kind != "slurm" and self.slurm is not None:
             raise ValueError(f"section slurm has no effect with kind {self.kind!r}; set kind: slurm")
-        if self.kind in BACKENDS and self.scheduler is not None:
+        if self.is_included and self.options:
             raise ValueError(
-                f"section scheduler has no effect with kind {self.kind!r}; it is for your own scheduler (package.module:attribute)"
+                f"options has no effect with kind {self.kind!r}; it is for your own scheduler (package.module:attribute)"
             )
+        defaults = type(self).model_fields
+        given = [name for name in ("minutes", "python", "setup") if getattr(self, name) != defaults[name].default]
+        if given and not self.backend.has_queue:
+            raise ValueError(f"{', '.join(given)}: no effect with kind {self.kind!r}, which submits no jobs; remove it")
+        if isinstance(self.setup, str) and self.kind != "slurm":
+            raise ValueError("setup is a list of shell lines; only kind: slurm reads them from a file")
         return self
 
     @property
@@ -72,26 +76,14 @@ class Cluster(Section):
         return get_backend(self.kind)
 
     @property
-    def own_scheduler(self) -> OwnScheduler | None:
-        """Settings of a user-defined scheduler; None for the included ones."""
-        return None if self.kind in BACKENDS else self.scheduler or OwnScheduler()
-
-    @property
-    def minutes(self) -> int:
-        """The time limit of a training job that waits in a queue."""
-        scheduler = self.own_scheduler
-        return (self.slurm or Slurm()).minutes if scheduler is None else scheduler.minutes
+    def is_included(self) -> bool:
+        """Whether the scheduler is one of tula's, not a user's class."""
+        return self.kind in BACKENDS
 
     @property
     def network_interface(self) -> str | None:
         """The network interface of the ranks; None if it is to be detected on the nodes."""
         return self.interface or self.backend.default_interface
-
-    @property
-    def python(self) -> str | None:
-        """Shell command that starts Python in jobs; None for the current interpreter."""
-        settings = self.own_scheduler or self.slurm
-        return None if settings is None else settings.python
 
 
 class Spot(Section):

@@ -59,8 +59,8 @@ def _list_loop_fields(spec: JobSpec) -> dict[str, Any]:
 
 def _list_script_fields(spec: JobSpec, script: Script) -> dict[str, Any]:
     """Return the settings on which a step of a script depends, which exclude the learning rate and the length."""
-    settings = script.model_dump(include={"command", "launch", "samples", "probe"})
-    settings["probe"] |= _REMOVED["probe"]
+    settings = script.model_dump(include={"command", "launch"})
+    settings["probe"] = {"args": script.probe_args, **_REMOVED["probe"]}
     parts = {"script": settings, "train": spec.train.model_dump(include={"accumulate", "workers"})}
     return {**parts, "ags": _list_measured_ags_fields(spec)} if spec.train.training_method.scales else parts
 
@@ -113,7 +113,7 @@ def _list_stopping_fields(stopping: EarlyStopping, best: BestCheckpoint) -> dict
 
 def _compute_script_signature(spec: JobSpec, script: Script, where: Mapping[str, Any]) -> str:
     """Return 8 hex digits of all settings of a script that change the weights."""
-    settings = script.model_dump(exclude={"probe", "metric", "save", "samples", "resume"})
+    settings = script.model_dump(exclude={"probe_args", "metric", "save", "resume"})
     train = spec.train.model_dump(include={"method", "lr_scaling", "accumulate", "seed"})
     train["max_lr_factor"] = _get_lr_limit(spec, where["batch"])
     ags = {"ags": spec.ags.model_dump()} if spec.train.training_method.scales else {}
@@ -156,19 +156,13 @@ def compute_cluster_signature(cluster: Cluster) -> str:
 
     Time limits and excluded nodes are left out, because they do not change the kind of nodes.
     """
-    options = (cluster.slurm or Slurm()).model_dump(mode="json", exclude={"minutes", "exclude"})
-    scheduler = (
-        {}
-        if cluster.scheduler is None
-        else {"scheduler": cluster.scheduler.model_dump(mode="json", exclude={"minutes"})}
-    )
-    return compute_digest(
-        {
-            **cluster.model_dump(mode="json", exclude={"scheduler"}),
-            "slurm": {**options, "reservation": None},  # a removed key, so that nodes keep their signature
-            **scheduler,
-        }
-    )
+    settings = cluster.model_dump(mode="json", exclude={"minutes", "slurm"})
+    options = (cluster.slurm or Slurm()).model_dump(mode="json", exclude={"exclude"})
+    # as in earlier versions, so that nodes keep their signature
+    options |= {"reservation": None, **{name: settings.pop(name) for name in ("python", "setup")}}
+    if not settings["options"]:
+        del settings["options"]
+    return compute_digest({**settings, "slurm": options})
 
 
 def _get_lr_limit(spec: JobSpec, batch: int) -> float | None:

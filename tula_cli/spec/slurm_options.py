@@ -8,9 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, ValidationError, WithJsonS
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from tula_cli.spec.kinds import (
-    Command,
     Line,
-    Minutes,
     Positive,
     Section,
     as_typed,
@@ -25,7 +23,7 @@ _SBATCH_SETTINGS = {
     "ntasks-per-node": "cluster.gpus_per_node",
     "tasks-per-node": "cluster.gpus_per_node",
     "ntasks-per-gpu": "cluster.gpus_per_node",
-    "time": "cluster.slurm.minutes for training jobs, search.max_minutes for profiling jobs",
+    "time": "cluster.minutes for training jobs, search.max_minutes for profiling jobs",
     "partition": "cluster.slurm.partition",
     "account": "cluster.slurm.account",
     "qos": "cluster.slurm.qos",
@@ -143,7 +141,6 @@ class Slurm(Section):
     qos: Line | None = None  # sbatch --qos
     constraint: Line | None = None  # sbatch --constraint
     exclude: Line | None = None  # sbatch --exclude
-    minutes: Minutes = 120  # Time limit of a training job
     # Memory per node, as in sbatch --mem; 0: all memory of the node
     memory: Annotated[Line, AfterValidator(_check_slurm_memory), _WRITTEN_MEMORY] | None = None
     cpus_per_task: Positive | None = None  # CPU cores per rank, with either launcher
@@ -156,12 +153,8 @@ class Slurm(Section):
     extra: dict[Annotated[str, AfterValidator(_check_sbatch_option)], OptionValue] = {}
     # Further options of srun, in the same form
     srun_extra: dict[Annotated[str, AfterValidator(_check_srun_option)], OptionValue] = {}
-    # Shell lines that run before the job, or the path of a file with them; null: slurm-setup.sh of the user or the site
-    setup: list[str] | Line | None = None
-    # Environment variables, which are exported after setup. A variable that is null is not exported.
+    # Environment variables, which are exported after cluster.setup. A variable that is null is not exported.
     environment: dict[Annotated[str, AfterValidator(_check_variable)], str | None] = {}
-    # Shell command that starts Python in jobs, for example in a container; null: the current interpreter
-    python: Command | None = None
     # Words put before the command of every rank, or the path of a script that runs it; null: slurm-wrapper.sh of the
     # user or the site
     wrapper: list[Annotated[Line, AfterValidator(check_word)]] | Line | None = None

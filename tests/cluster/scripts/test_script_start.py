@@ -137,7 +137,7 @@ def test_commands_of_two_nodes_on_this_machine_have_gpus_of_their_own(
 
 
 def test_a_checkpoint_is_reported_and_a_probe_has_words_of_its_own(tmp_path: Path) -> None:
-    script = {"resume": {"args": "--resume {checkpoint}", "checkpoint": "{out}/*"}, "probe": {"args": "--no-eval"}}
+    script = {"resume": {"args": "--resume {checkpoint}", "checkpoint": "{out}/*"}, "probe_args": "--no-eval"}
     assert commands(start(tmp_path, "a.py {batch}", script=script))[0] == "a.py 32 --no-eval"
     again = start(tmp_path, "a.py {batch}", train=True, script=script, checkpoint="/x y/1.pt")
     assert again.rank_commands(Path("log"))[0].command[-2:] == ("--resume", "/x y/1.pt")

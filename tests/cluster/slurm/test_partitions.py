@@ -346,7 +346,7 @@ def test_the_default_partition_is_filled_in(tmp_path):
     assert slurm is not None
     assert (slurm.partition, slurm.account, slurm.gpu_type) == ("gpu", "physics", "a100")
     assert (spec.cluster.gpus_per_node, slurm.cpus_per_task, slurm.memory) == (4, 12, "0")
-    assert slurm.minutes == 120
+    assert spec.cluster.minutes == 120
     assert "debug: 64 nodes (4 a100 GPUs, 48 CPUs), at most 30 min" in text
 
 
@@ -376,7 +376,7 @@ def test_the_search_stays_within_the_partition(tmp_path):
 def test_time_limits_stay_within_the_partitions(tmp_path, limit, training, measuring):
     spec = loaded(fill_template(TEMPLATE, Site((partition(minutes=limit),), ())), tmp_path)
     assert spec.cluster.slurm is not None
-    assert (spec.cluster.slurm.minutes, spec.search.max_minutes) == (training, measuring)
+    assert (spec.cluster.minutes, spec.search.max_minutes) == (training, measuring)
 
 
 def test_nodes_without_gpus_run_on_the_cpu(tmp_path):
@@ -404,8 +404,7 @@ def test_several_accounts_are_listed_and_none_is_chosen(tmp_path):
 def test_without_a_default_all_partitions_are_listed_and_none_is_chosen(tmp_path):
     text = fill_template(TEMPLATE, Site((partition(default=False), partition(name="cpu", default=False)), ()))
     spec = loaded(text, tmp_path)
-    assert spec.cluster.slurm is not None
-    assert spec.cluster.slurm.partition is None
+    assert spec.cluster.kind == "slurm" and spec.cluster.slurm is None
     assert spec.search.nodes == [2, 4, 8, 16]
     assert "SLURM has no default partition here: choose one of gpu, cpu" in text
     assert "#   cpu: 64 nodes" in text

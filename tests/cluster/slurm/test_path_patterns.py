@@ -12,7 +12,7 @@ from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import ProbeTask
 
-SLURM = {"kind": "slurm", "device": "cpu", "slurm": {"minutes": 60}}
+SLURM = {"kind": "slurm", "device": "cpu", "minutes": 60}
 
 
 def task(run: RunDir) -> ProbeTask:

@@ -32,6 +32,9 @@ def no_files_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def spec(slurm: dict[str, Any] | None = None, **cluster: Any) -> JobSpec:
+    """Return a job on SLURM; settings of section cluster itself may stand among those of SLURM."""
+    section = dict(slurm or {})
+    cluster |= {name: section.pop(name) for name in ("minutes", "python", "setup") if name in section}
     return JobSpec.model_validate(
         {
             "name": "gold",
@@ -40,7 +43,7 @@ def spec(slurm: dict[str, Any] | None = None, **cluster: Any) -> JobSpec:
             "optimizer": {"lr": 0.1},
             "train": {"epochs": 3, "workers": 3},
             "search": {"nodes": [2], "max_minutes": 20},
-            "cluster": {"kind": "slurm", "gpus_per_node": 4, **cluster, "slurm": slurm or {}},
+            "cluster": {"kind": "slurm", "gpus_per_node": 4, **cluster, "slurm": section},
         }
     )
 
@@ -288,11 +291,6 @@ def test_options_of_srun() -> None:
     assert result["srun_args"][:-2] == ["--kill-on-bad-exit=1", "--cpu-bind=none", "--label"]
 
 
-def test_python_is_the_one_the_spec_names() -> None:
-    assert sbatch.get_job_python(probe(spec({"python": "srun-python -u"}))) == "srun-python -u"
-    assert sbatch.get_job_python(probe(spec())) is None
-
-
 # --- the shell before the job
 
 
@@ -343,7 +341,7 @@ def test_set_up_is_the_specs_else_the_sites(no_files_of_a_site: Path, tmp_path: 
     (tmp_path / "own.sh").write_text("echo own\n")
     assert setup({}) == [f"# {no_files_of_a_site}/slurm-setup.sh", "echo site"]
     assert setup({"setup": "own.sh"}, tmp_path) == [f"# {tmp_path}/own.sh", "echo own"]
-    assert setup({"setup": ["echo line"]}) == ["# cluster.slurm.setup", "echo line"]
+    assert setup({"setup": ["echo line"]}) == ["# cluster.setup", "echo line"]
     assert setup({"setup": []}) == []
 
 
@@ -359,7 +357,7 @@ def test_file_that_cannot_be_read_is_the_users_to_mend(setting: str, tmp_path: P
     with pytest.raises(SpecError) as caught:
         setup({setting: "none.sh"}, tmp_path)
     assert str(tmp_path / "none.sh") in caught.value.message
-    assert f"cluster.slurm.{setting}" in caught.value.hint
+    assert {"setup": "cluster.setup", "wrapper": "cluster.slurm.wrapper"}[setting] in caught.value.hint
     (tmp_path / "none.sh").write_bytes(b"\xff\xfe")
     with pytest.raises(SpecError, match="cannot read"):
         setup({setting: "none.sh"}, tmp_path)

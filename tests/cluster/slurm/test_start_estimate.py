@@ -30,7 +30,7 @@ def slurm(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(tmp_path):
-    cluster = {"kind": "slurm", "slurm": {"partition": "gpu", "minutes": 240}}
+    cluster = {"kind": "slurm", "minutes": 240, "slurm": {"partition": "gpu"}}
     job = spec(search={"max_batch": 4096}, cluster=cluster)
     measured = RunDir.create(tmp_path, job)
     for result in probe_all(Truth(noise=0.01), {1: (16, 64, 256), 2: (16, 64, 256), 4: (8,)}):

@@ -271,7 +271,7 @@ def test_what_may_be_a_secret_is_not_sent(tmp_path: Path, place: str) -> None:
     send(run, place)
     given = PLACES[place]["run"].given
     assert given["dataset.args.tokenizer"] == "gpt2" and given["cluster.slurm.environment.NCCL_DEBUG"] == "INFO"
-    assert given["cluster.slurm.setup"] == "export WANDB_API_KEY=***"
+    assert given["cluster.setup"] == "export WANDB_API_KEY=***"
     assert not any(word in str(given) for word in ("hf_abc", "abc123", "pass@", "'k'"))
 
 

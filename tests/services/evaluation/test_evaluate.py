@@ -246,5 +246,5 @@ def test_the_supervisor_starts_it_again_after_a_lost_process_and_not_after_the_u
 
 def test_on_slurm_it_has_the_time_of_a_training(run: RunDir) -> None:
     add_training(run, "aaaa", 100)
-    task = ready(run, make.spec(cluster={"kind": "slurm", "slurm": {"minutes": 77}})).task
+    task = ready(run, make.spec(cluster={"kind": "slurm", "minutes": 77})).task
     assert sbatch.make_submitit_parameters(run, task)["time"] == 77

@@ -97,7 +97,7 @@ def test_batches_lie_around_that_of_today_and_divide_among_the_gpus(
 def test_a_site_fills_in_its_cluster_and_the_command_its_ranks(tmp_path: Path) -> None:
     made = make_job_from_command(LINE, "slurm", site(cpus=32, gres="gpu:a100:8"))
     spec = loaded(made, tmp_path)
-    assert (spec.cluster.kind, spec.cluster.slurm.partition, spec.cluster.slurm.minutes) == ("slurm", "main", 60)
+    assert (spec.cluster.kind, spec.cluster.slurm.partition, spec.cluster.minutes) == ("slurm", "main", 60)
     assert (spec.cluster.gpus_per_node, spec.cluster.slurm.cpus_per_task) == (4, 8)
     (message,) = made.warnings
     assert "starts 4 processes per node, but those of partition main have 8 GPUs" in message

@@ -44,9 +44,9 @@ def test_a_script_is_a_job(name: str) -> None:
     assert (spec.baseline.nodes, spec.baseline.batch) == today
     for key in ("epochs", "steps"):
         assert key not in row or getattr(spec.script.length, key) == row[key]
-    slurm = spec.cluster.slurm.model_dump()
-    assert {key: slurm[key] for key in row["slurm"]} == row["slurm"]
-    setup = "\n".join(slurm["setup"] or [])
+    settings = {**spec.cluster.slurm.model_dump(), "minutes": spec.cluster.minutes}
+    assert {key: settings[key] for key in row["slurm"]} == row["slurm"]
+    setup = "\n".join(spec.cluster.setup or [])
     assert all(line in setup.splitlines() for line in row.get("setup", []))
     assert "not_setup" not in row or row["not_setup"] not in setup
     assert row.get("warning", "") in " ".join(job.warnings)

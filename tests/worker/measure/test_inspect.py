@@ -281,7 +281,7 @@ def test_launch_raises_the_error_of_the_inspection():
 
 
 def test_an_interpreter_that_cannot_run_here_is_distinguished_from_a_model_that_ends_the_process():
-    elsewhere = {"kind": "slurm", "slurm": {"python": "/nosuch/python"}}
+    elsewhere = {"kind": "slurm", "python": "/nosuch/python"}
     with pytest.raises(NotInspectable, match=r"/nosuch/python cannot build .*No such file") as error:
         inspect(spec(cluster=elsewhere))
     assert "pip install 'tula-cli[torch]'" in error.value.hint

@@ -133,12 +133,12 @@ def _select_counted_steps(ranks: Sequence[RankResult], log: Path) -> Sequence[Jo
         raise NotMeasured(
             f"only {len(steps)} of {len(ranks[0].timed)} timed steps contain no evaluation, checkpoint or start of an epoch;"
             f" at least {LEAST_STEPS} are needed: raise search.min_steps, or make the script evaluate less often in probes"
-            " (script.probe.args)"
+            " (script.probe_args)"
         )
     if len(steps) < LEAST_STEPS:
         raise NotMeasured(
             f"the script ended after {ranks[0].steps} steps, of which {len(steps)} could be timed, but"
-            f" {LEAST_STEPS} are needed: make it train longer in probes (script.probe.args)"
+            f" {LEAST_STEPS} are needed: make it train longer in probes (script.probe_args)"
         )
     return steps
 
@@ -261,7 +261,7 @@ class ScriptProbe(ScriptProgram):
         return self.attempt(command).output_folder
 
     def further_arguments(self, command: LeaderCommand) -> str:
-        return self.script.probe.args
+        return self.script.probe_args
 
     def hook_save_path(self, command: LeaderCommand, values: Mapping[str, str | float]) -> str:
         return str(self.output_folder_of(command) / "checkpoint.pt")

@@ -165,9 +165,7 @@ def _add_maintenance(states: Mapping[str, SchedulerState]) -> dict[str, Schedule
     coming = [begin for begin, _ in parse_maintenance_windows(answer.text if answer.ok else "") if begin > now]
     if not coming:
         return dict(states)
-    advice = (
-        f"{describe_window(min(coming), now)}; shorter jobs start before it (cluster.slurm.minutes, search.max_minutes)"
-    )
+    advice = f"{describe_window(min(coming), now)}; shorter jobs start before it (cluster.minutes, search.max_minutes)"
     return {
         id_: replace(state, reason=f"{state.reason}; {advice}") if _MAINTENANCE.search(state.reason) else state
         for id_, state in states.items()

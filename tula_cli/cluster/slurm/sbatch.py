@@ -15,6 +15,7 @@ from tula_cli.run import package
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import CheckTask, Task
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import FEWEST_WORKERS
 from tula_cli.spec.signature import compute_cluster_signature
 from tula_cli.spec.slurm_options import Slurm, normalize_option_name
@@ -93,11 +94,6 @@ def list_excluded_nodes(run: RunDir, task: Task, *, also: str = "") -> str:
     section = compute_cluster_signature(task.spec.cluster)
     faulty = [attempt.host for attempt in recent if attempt.outcome == "device_fault" and attempt.cluster == section]
     return ",".join(dict.fromkeys(filter(None, [_get_slurm_section(task.spec).exclude, *faulty, also])))
-
-
-def get_job_python(task: Task) -> str | None:
-    """Return the shell command that starts Python in the job; None for the Python that runs tula now."""
-    return _get_slurm_section(task.spec).python
 
 
 def get_wrapper_words(spec: JobSpec, *, environ: Mapping[str, str]) -> list[str]:
@@ -249,29 +245,29 @@ def _make_setup_lines(task: Task, slurm: Slurm) -> list[str]:
     outer = (
         []
         if isinstance(slurm.wrapper, list)
-        else _read_lines_of_file(WRAPPER, slurm.wrapper, setting="wrapper", workdir=workdir)
+        else _read_lines_of_file(WRAPPER, slurm.wrapper, setting="cluster.slurm.wrapper", workdir=workdir)
     )
     return [
         *_INHERITED,
-        *read_setup_lines(slurm, workdir),
+        *read_setup_lines(task.spec.cluster, workdir),
         *make_export_lines(slurm),  # after the set-up: they hold whatever the modules have set
         *(_make_wrapper_lines(outer) if outer else []),
     ]
 
 
-def read_setup_lines(slurm: Slurm, workdir: Path) -> list[str]:
+def read_setup_lines(cluster: Cluster, workdir: Path) -> list[str]:
     """Return the set-up lines of a job: from its spec, or else from the file of the spec, the user or the site.
 
     Args:
-        slurm: the SLURM section of the job.
+        cluster: section cluster of the job.
         workdir: folder to which a relative path refers.
 
     Raises:
         SpecError: the file cannot be read.
     """
-    if isinstance(slurm.setup, list):
-        return ["# cluster.slurm.setup", *slurm.setup] if slurm.setup else []
-    return _read_lines_of_file(SETUP, slurm.setup, setting="setup", workdir=workdir)
+    if isinstance(cluster.setup, list):
+        return ["# cluster.setup", *cluster.setup] if cluster.setup else []
+    return _read_lines_of_file(SETUP, cluster.setup, setting="cluster.setup", workdir=workdir)
 
 
 def make_export_lines(slurm: Slurm) -> list[str]:
@@ -303,7 +299,7 @@ def _read_lines_of_file(name: str, given: str | None, *, setting: str, workdir: 
         return [f"# {path}", *path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        hint = f"cluster.slurm.{setting} is a list, or the path of a file; [] is none"
+        hint = f"{setting} is a list, or the path of a file; [] is none"
         raise SpecError(f"cannot read {path}: {reason}", hint) from None
 
 

@@ -55,7 +55,7 @@ HINTS = {
     "reservation": "set reservation in cluster.slurm.extra; scontrol show reservation lists them",
     "feature": "set cluster.slurm.constraint; sinfo -o '%f' lists the features",
     "node count": "search fewer nodes, or another partition",
-    "time limit": "lower search.max_minutes or cluster.slurm.minutes",
+    "time limit": "lower search.max_minutes or cluster.minutes",
     "memory": "lower cluster.slurm.memory",
     "gres": "check cluster.gpus_per_node against sinfo -o '%G'",
     "contact slurm controller": "the controller is down or unreachable; run the same command again later",

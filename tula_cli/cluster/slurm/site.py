@@ -389,7 +389,7 @@ def _list_size_settings(partition: Partition) -> Iterator[TemplateLine]:
     limit = partition.minutes
     if limit is not None and limit < _MINUTES:
         comment = "time limit of a training job, the maximum here; a longer training continues in the next one"
-        yield TemplateLine("cluster.slurm.minutes", str(limit), comment)
+        yield TemplateLine("cluster.minutes", str(limit), comment)
 
 
 def list_measuring_settings(

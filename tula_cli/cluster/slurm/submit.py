@@ -14,7 +14,7 @@ from tula_cli.cluster.local import run_supervisor
 from tula_cli.cluster.scheduler import JobRequest, Queued
 from tula_cli.cluster.slurm.command import call_slurm
 from tula_cli.cluster.slurm.queue import parse_time
-from tula_cli.cluster.slurm.sbatch import get_job_python, make_submitit_parameters
+from tula_cli.cluster.slurm.sbatch import make_submitit_parameters
 from tula_cli.cluster.slurm.scheduler import SlurmScheduler, make_sbatch_environment, require_plain_path
 from tula_cli.errors import TulaError
 from tula_cli.run.directory import Run, RunDir
@@ -82,7 +82,7 @@ def render_job_script(run: RunDir, task: Task, *, name: str | None = None, depen
     from tula_cli.cluster.slurm.script import ScriptWriter  # submitit: of use to those who submit alone
 
     require_plain_path(run.path)
-    writer = ScriptWriter(run.submitit_dir, patience=task.folder_patience, python=get_job_python(task))
+    writer = ScriptWriter(run.submitit_dir, patience=task.folder_patience, python=task.spec.cluster.python)
     writer.update_parameters(**make_submitit_parameters(run, task, name=name, dependency=dependency))
     return writer.text()
 

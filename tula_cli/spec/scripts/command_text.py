@@ -163,7 +163,7 @@ class _Reader:
         elif not self.keeps_setup:
             raise SpecError(
                 f"{self._place(pipeline)}{raw!r} needs a shell, but {_WITHOUT_SHELL}",
-                "run that part before tula, or use tula init slurm, which keeps such lines as cluster.slurm.setup",
+                "run that part before tula, or use tula init slurm, which keeps such lines as cluster.setup",
             )
         elif re.search(r"\$(?:[1-9@*#]|\{[1-9@*#])", raw) and not re.match(r"function|.*\(\)", raw):
             raise SpecError(

@@ -100,12 +100,6 @@ class Resume(Section):
     batch: Literal["rehearse", "same", "epoch", "any"] = "rehearse"
 
 
-class ProbeScript(Section):
-    """Settings of the script that apply only in probes, not in trainings."""
-
-    args: Filled = ""  # Arguments appended to the command in probes, for example --epochs 1
-
-
 class Script(Section):
     """A training script that runs unchanged: its command line, and properties that tula cannot detect."""
 
@@ -133,7 +127,8 @@ class Script(Section):
     # Metrics by name. A value is a regular expression for the script's output, with one group around the number. tula
     # records the last and the best value.
     metric: dict[str, Pattern] = {}
-    probe: ProbeScript = ProbeScript()
+    # Arguments appended to the command in probes, not in trainings, for example --epochs 1
+    probe_args: Filled = ""
 
     @property
     def known_dataset_size(self) -> int | None:
@@ -150,7 +145,7 @@ class Script(Section):
     @property
     def placeholders(self) -> frozenset[str]:
         """The placeholders of all text that may be on the command line."""
-        parts = (self.command, self.resume.args if self.resume else "", self.probe.args)
+        parts = (self.command, self.resume.args if self.resume else "", self.probe_args)
         return frozenset(name for part in parts for name in find_placeholders(part))
 
     @property

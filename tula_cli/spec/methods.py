@@ -4,8 +4,7 @@ A user-defined method is named by an import string and not imported here: it has
 batch. What other methods have here is set in its job (`train.lr_scaling`, `schedule.warmup_epochs`) or by its object.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 DEFAULT_METHOD = "ramp"
@@ -30,9 +29,8 @@ class TrainingMethod:
     max_lr_factor: float | None = None  # of train.max_lr_factor: auto; None: no limit
     max_grad_norm: float | None = None  # with a cross-entropy and SGD, where the spec gives none
     late_decay: bool = False  # of the learning rate of Adam and its like, where the spec gives no schedule
-    refuses_lr_scaling: Mapping[str, str] = field(default_factory=dict)  # value of train.lr_scaling -> why
     with_rule: str = ""  # the same method with a rule of the learning rate, where that has another name
-    without_rule: str = ""  # the same method without one, likewise
+    without_rule: str = ""  # the same method without one, likewise; train.lr_scaling: none is then refused
     warmup_epochs: float = 0.0  # at most, where the spec gives none
     replaces: tuple[str, ...] = ()  # optimizers whose place it takes, and whose settings it takes over; empty: none
     # the updates of matrices; Adam's learning rate and beta2 follow the batch as Adam needs it
@@ -168,7 +166,6 @@ _METHODS = (
         lr_scaling="linear",
         without_rule="lbt",
         warmup_epochs=5.0,
-        refuses_lr_scaling={"none": "method lrs scales the learning rate; with lr_scaling: none, use method lbt"},
         summary="the large batch with a scaled learning rate",
     ),
     TrainingMethod(

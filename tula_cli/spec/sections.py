@@ -412,8 +412,11 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _scaling_fits_the_method(self) -> "Train":
-        if why := self.training_method.refuses_lr_scaling.get(self.lr_scaling):
-            raise ValueError(why)
+        method = self.training_method
+        if self.lr_scaling == "none" and method.without_rule:
+            raise ValueError(
+                f"method {method.name} scales the learning rate; with lr_scaling: none, use method {method.without_rule}"
+            )
         return self
 
     @model_validator(mode="before")

@@ -309,10 +309,10 @@ def describe_uncertain_alternative(chosen: Prediction, rows: Candidates, curve: 
     value, least_value = _get_value_on_curve(chosen, curve), _get_value_on_curve(least, curve)
     if least_value >= value * (1 - _ROUNDING):
         return ""
-    return (
-        f"{format_count(least.nodes)}, batch {least.batch} is predicted to be {format_number(100 * (1 - least_value / value), 2)} %"
-        " below, but less certain (measure it to be sure)"
-    )
+    what = {"cost": "money", "energy": "energy"}.get(curve, "time")
+    saved = f"{format_number(100 * (1 - least_value / value), 2)} % less {what}"
+    place = f"{format_count(least.nodes)}, batch {least.batch}"
+    return f"{place} is predicted to need {saved}, but this is less certain (measure it to be sure)"
 
 
 def _describe_noise_range(rows: Candidates, curve: Quantity) -> str:

@@ -9,6 +9,7 @@ from tula_cli.errors import SpecError
 from tula_cli.models import rate_search
 from tula_cli.run.records.results import LearningRateRule, RateBranch
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.sections import NOISE_BATCHES
 
 
 def job(**train: Any) -> JobSpec:
@@ -94,6 +95,7 @@ def test_a_search_costs_at_most_a_tenth_of_a_training(others: tuple[int, ...]) -
     assert 0.05 < plan.share <= 0.1
     assert plan.samples == plan.start + plan.branches * plan.length + plan.noise_batches * 64
     assert plan.start == round(0.02 * plan.total)
+    assert plan.noise_batches == min(NOISE_BATCHES, round(0.01 * plan.total / 64)) > rate_search.MIN_NOISE_BATCHES
     assert plan.length == round(min(0.02, 0.07 / plan.branches) * plan.total)
 
 

@@ -49,14 +49,14 @@ def test_the_choice_is_the_first_row_whatever_the_order(run: RunDir) -> None:
         ({}, []),
         ({"step_low": None, "step_high": None}, ["interval_unknown"]),
         ({"step_low": 0.01, "step_high": 10.0}, ["wide_interval"]),
-        ({"step_time": 0.0996}, []),  # of two nodes, that one needs 0.1 s for half of the batch
+        ({"step_time": 0.0996}, []),  # on four nodes; two need 0.1 s for half of the batch
         ({"step_time": 0.0994}, ["efficiency_above_100"]),
         ({"step_time": 0.1 / 1.099}, ["efficiency_above_100"]),
         ({"step_time": 0.1 / 1.101}, ["efficiency_above_110"]),
     ],
 )
 def test_caveats_of_a_scaling_study_begin_at_their_bounds(changes: dict[str, Any], caveats: list[str]) -> None:
-    _, point = build_study([prediction(1, 64), prediction(2, 128, **changes)])
+    _, point = build_study([prediction(2, 128), prediction(4, 256, **changes)])
     assert point.caveats == caveats
 
 

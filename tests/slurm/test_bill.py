@@ -89,8 +89,7 @@ def submitted(folder: Path, result: JobSpec, nodes: int) -> str:
     run.submitit_dir.mkdir(parents=True)
     look = folder / "look"
     look.write_text("sleep 1.1\n")
-    slurm = result.cluster.slurm.model_copy(update={"python": f"sh {look}"})  # type: ignore[union-attr]
-    value = result.model_copy(update={"cluster": result.cluster.model_copy(update={"slurm": slurm})})
+    value = result.model_copy(update={"cluster": result.cluster.model_copy(update={"python": f"sh {look}"})})
     task = CheckTask(id="check", job="check", spec=value, workdir=str(folder), nodes=nodes)
     (folder / "job.sh").write_text(SlurmLauncher().script(run, task))
     done = subprocess.run(["sbatch", "--parsable", str(folder / "job.sh")], capture_output=True, text=True)

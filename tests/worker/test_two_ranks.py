@@ -41,8 +41,8 @@ def test_every_rank_starts_from_the_file_that_rank_0_reads(two_ranks: Path) -> N
 def test_evaluation_is_over_both_shares(two_ranks: Path, alone: Ranks) -> None:
     expected = evaluation.Evaluator(trainer(spec(**MEASURED), alone)).evaluate()
     for fact in facts(two_ranks, "evaluated"):
-        expected_value = fact.pop("own")
-        others = {name: value for name, value in vars(expected).items() if name != "own"}
+        expected_value = fact.pop("user_metrics")
+        others = {name: value for name, value in vars(expected).items() if name != "user_metrics"}
         assert fact == pytest.approx(others, nan_ok=True)  # it is no language model
         assert expected_value == pytest.approx(
             dict.fromkeys(("error", "gathers", "merges", "torchmetrics"), 100 - fact["top1"])

@@ -860,7 +860,7 @@ def test_a_gap_within_a_point_keeps_the_accuracy_only_where_its_interval_says_so
     assert accuracy_evidence.error == pytest.approx(math.sqrt(2)) and accuracy_evidence.outcome == "may lose", (
         "two seeds 2 points apart tell little"
     )
-    assert "was 0 ± 1.41 points better in top1 than batch 32" in accuracy_evidence.words
+    assert "was equal in top1 to batch 32 (0 ± 1.41 points)" in accuracy_evidence.words
 
 
 def test_of_a_loss_a_fiftieth_of_the_small_batchs_may_be_lost(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -553,9 +553,12 @@ def _judge_accuracy(reference: "ComparisonRow", row: "ComparisonRow", metric: st
     keeps = row.gap + (Z90 * error if error is not None else 0.0) <= within
     if keeps and error is None:
         return None
-    spread = f" ± {format_number(error)}" if error is not None else ""
-    amount = f"{format_number(abs(row.gap))}{spread}{' points' if percent else ''}"
-    description = f"{amount} {'worse' if row.gap > 0 else 'better'} in {metric} than batch {reference.batch}"
+    spread, unit = f" ± {format_number(error)}" if error is not None else "", " points" if percent else ""
+    if row.gap == 0:
+        description = f"equal in {metric} to batch {reference.batch}" + (f" (0{spread}{unit})" if spread else "")
+    else:
+        direction = "worse" if row.gap > 0 else "better"
+        description = f"{format_number(abs(row.gap))}{spread}{unit} {direction} in {metric} than batch {reference.batch}"
     seeds = min(small.n, large.n)
     outcome: Literal["keeps", "may lose"] = "keeps" if keeps else "may lose"
     return Accuracy(

@@ -558,7 +558,9 @@ def _judge_accuracy(reference: "ComparisonRow", row: "ComparisonRow", metric: st
         description = f"equal in {metric} to batch {reference.batch}" + (f" (0{spread}{unit})" if spread else "")
     else:
         direction = "worse" if row.gap > 0 else "better"
-        description = f"{format_number(abs(row.gap))}{spread}{unit} {direction} in {metric} than batch {reference.batch}"
+        description = (
+            f"{format_number(abs(row.gap))}{spread}{unit} {direction} in {metric} than batch {reference.batch}"
+        )
     seeds = min(small.n, large.n)
     outcome: Literal["keeps", "may lose"] = "keeps" if keeps else "may lose"
     return Accuracy(

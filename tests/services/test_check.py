@@ -263,10 +263,21 @@ def test_warnings_of_the_inspection_are_passed_on(found):
     assert values(check(spec()).warnings, "inspection-warning") == {"text": "odd"}
 
 
+def test_reference_batch_above_the_dataset_size_is_warned_about(found):
+    report = check(spec(train={"reference_batch": 1001}))
+    expected = {"reference_batch": 1001, "dataset_size": 1000}
+    assert values(report.warnings, "reference-batch-exceeds-dataset") == expected
+    assert "reference-batch-exceeds-dataset" not in codes(check(spec(train={"reference_batch": 1000})).warnings)
+
+
 def test_offline_nothing_is_built(monkeypatch):
     monkeypatch.setattr(services_check, "inspect", lambda _: pytest.fail("inspected"))
-    assert check(spec(), online=False).jobs == ()
+    unbounded = check(spec(), online=False)
+    assert unbounded.jobs == () and unbounded.is_extent_unknown
+    text = "\n".join(map(str, show_check.render_check(unbounded, {})))
+    assert "without --offline, or set search.max_batch" in text and "finished" not in text
     report = check(spec(search={"max_batch": 64}), online=False)
+    assert not report.is_extent_unknown
     assert report.inspection is None
     assert report.jobs[0].batches == (32, 64)
 

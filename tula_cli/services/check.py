@@ -70,9 +70,16 @@ class CheckReport:
         """The problems, or else the extent of the search and its maximum cost, in one line."""
         if self.problems:
             return f"cannot run: {' '.join(problem.text for problem in self.problems)}"
+        if self.is_extent_unknown:
+            return "extent of the search unknown offline"
         extent = f"{format_count(self.probes, 'probe')} in {format_count(len(self.jobs), 'job')}"
         cost = "" if self.price_at_most is None else f", {format_number(self.price_at_most)} {self.currency}"
         return f"{extent}, at most {format_number(self.node_hours_at_most)} node-h{cost * (self.currency != 'node-h')}"
+
+    @property
+    def is_extent_unknown(self) -> bool:
+        """Whether neither the dataset nor `search.max_batch` bounds the batches, so that no job could be planned."""
+        return not (self.jobs or self.problems) and self.inspection is None and self.unsettled is None
 
     @property
     def node_hours_to_allow(self) -> float:

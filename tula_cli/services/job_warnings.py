@@ -79,6 +79,10 @@ def warn_unlikely_settings(spec: JobSpec, inspection: Inspection | None) -> list
     half_life, reference = spec.optimizer.beta2_half_life, spec.train.reference_batch
     if isinstance(half_life, float) and half_life < reference:
         warnings.append(messages.beta2_half_life_below_batch(half_life=half_life, reference_batch=reference))
+    if inspection is not None and spec.script is None and reference > inspection.dataset_size:
+        warnings.append(
+            messages.reference_batch_exceeds_dataset(reference_batch=reference, dataset_size=inspection.dataset_size)
+        )
     runs_here = inspection is not None and spec.cluster.kind == "local"
     if (
         inspection is not None

@@ -62,6 +62,14 @@ def beta2_half_life_below_batch(*, half_life: float, reference_batch: int) -> st
 
 
 @diagnostic
+def reference_batch_exceeds_dataset(*, reference_batch: int, dataset_size: int) -> str:
+    return (
+        f"train.reference_batch {reference_batch} is more than the {dataset_size} training samples, so no training can use it."
+        " Set it to the global batch that optimizer.lr was tuned for."
+    )
+
+
+@diagnostic
 def too_many_loader_processes(*, workers: int, processes: int, cores: int) -> str:
     return (
         f"train.workers {workers} starts {processes} data-loader processes per node, which has {cores} cores,"

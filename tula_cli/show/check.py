@@ -74,6 +74,11 @@ def render_check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterat
         yield from _render_jobs(report)
     if report.unsettled is not None:
         yield from render_unsettled_plan(report.unsettled)
+    elif report.is_extent_unknown:
+        yield (
+            "The probes are unknown: without search.max_batch, the size of the dataset bounds the batches, and --offline"
+            " does not build the dataset. Run tula check without --offline, or set search.max_batch."
+        )
     elif not (report.jobs or report.problems):
         yield "The search is finished: nothing is left to measure."
     elif report.jobs:

@@ -133,8 +133,15 @@ def test_a_stream_that_ends_early_is_reported(alone: Ranks) -> None:
     [
         (stream(length=None), "Stream has no length"),
         (stream(sampler="token_jobs:rare_first"), "an iterable dataset determines its own order"),
-        (stream(train={"method": "auto"}), "train.method auto holds out samples by index"),
-        (stream(train={"diagnostics": ["hessian"]}), "train.diagnostics: hessian needs samples by index"),
+        (
+            stream(train={"method": "auto"}),
+            "train.method auto selects samples by index, which is not possible with an iterable dataset",
+        ),
+        (
+            tokens(dataset={"sampler": "token_jobs:padded"}, train={"method": "auto"}),
+            "not possible with dataset.sampler",
+        ),
+        (stream(train={"diagnostics": ["hessian"]}), "train.diagnostics: hessian selects samples by index"),
         (tokens(dataset={"length": 7}), "are only for iterable datasets"),
         (tokens(dataset={"eval_length": 7}), "is only for iterable datasets"),
         (tokens(dataset={"sampler": "token_jobs:padded"}), "sampler"),
@@ -144,6 +151,11 @@ def test_a_stream_that_ends_early_is_reported(alone: Ranks) -> None:
 def test_what_a_stream_and_a_sampler_cannot_do_is_refused(job: JobSpec, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         build_datasets(job)
+
+
+def test_check_refuses_a_dataset_that_only_the_arms_of_a_training_could_use() -> None:
+    with pytest.raises(SpecError, match=r"train\.method auto selects samples by index"):
+        inspect_job(stream(train={"method": "auto"}))
 
 
 def test_check_knows_the_length_that_is_stated() -> None:

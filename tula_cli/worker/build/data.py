@@ -634,13 +634,15 @@ def build_datasets(spec: JobSpec) -> Datasets:
 def _make_training_dataset(spec: JobSpec, samples: Samples) -> SeededDataset | StreamedDataset:
     settings, seed = spec.dataset, spec.train.seed
     streamed, sampler = is_stream(samples), build_sampler(spec)
-    refused = [
-        feature for feature, is_given in (("an iterable dataset", streamed), ("dataset.sampler", sampler)) if is_given
-    ]
-    if refused and spec.train.training_method.tunes:
-        raise SpecError(f"train.method {spec.train.method} holds out samples by index, but {refused[0]} has no length")
-    if refused and "hessian" in spec.train.diagnostics:
-        raise SpecError(f"train.diagnostics: hessian needs samples by index, but {refused[0]} has no length")
+    reason = ""
+    if streamed or sampler:
+        reason = (
+            f"samples by index, which is not possible with {'an iterable dataset' if streamed else 'dataset.sampler'}"
+        )
+    if reason and spec.train.training_method.tunes:
+        raise SpecError(f"train.method {spec.train.method} selects {reason}")
+    if reason and "hessian" in spec.train.diagnostics:
+        raise SpecError(f"train.diagnostics: hessian selects {reason}")
     if not streamed:
         if settings.length or settings.sharded:
             raise SpecError(

@@ -148,13 +148,13 @@ def inspect_job(spec: JobSpec) -> Inspection:
         SpecError: the spec names something that cannot be built, or its parts do not fit together.
         JobFailed: the user's model or dataset fails.
     """
-    spec = find_most_expensive_job(spec)
+    job, spec = spec, find_most_expensive_job(spec)
     _check_names(spec)
     device = _get_local_device(spec)
     download_dataset(spec)
     if spec.train.sharded and not _needs_gpu_memory_estimate(spec, device):
         check_torch(device)
-    datasets = build_datasets(spec)
+    datasets = build_datasets(job)  # method auto refuses datasets that its arms accept
     first_samples = load_first_samples(spec, datasets)
     warnings, notes = list(first_samples.warnings), []
     footprints, estimate_error = tuple[Footprint, ...](), ""

@@ -9,14 +9,21 @@ exit code only shows that there was a failure (torchrun would not pass on more),
 
 import contextlib
 import os
+import re
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from tula_cli.errors import DiskFull, JobFailed, TulaError
-from tula_cli.host.failure_texts import classify_failure, find_device_fault, find_signal, find_telling_line
+from tula_cli.errors import DiskFull, JobFailed, SpecError, TulaError
+from tula_cli.host.failure_texts import (
+    classify_failure,
+    find_device_fault,
+    find_signal,
+    find_telling_line,
+    find_user_exception,
+)
 from tula_cli.host.network import get_node_name
 from tula_cli.host.processes import die_with_parent, tag_lines
 from tula_cli.run.directory import RunDir
@@ -32,6 +39,11 @@ from tula_cli.run.records.tasks import (
     TrainTask,
 )
 from tula_cli.run.shortages import get_shortage
+
+_SENT_BY_LOADER = re.compile(r"Caught \w+ in (?:DataLoader worker process|pin memory thread)")
+"""Start of the message with which torch raises an error of a data-loader process again; its traceback follows."""
+_MODULE = re.compile(r"^(?:\w+\.)+(?=\w+(?::|$))")
+_HINT = "HINT: "
 
 
 def main(*, entered: Callable[[], None] | None = None) -> None:
@@ -140,6 +152,7 @@ def exit_with_failure(error: Exception, task: Task, run: RunDir, attempt: int) -
         fault=find_device_fault(message) if outcome == "device_fault" else None,
         local_batch=_find_current_local_batch(task, run),
         shortage=get_shortage(error),
+        permanent=isinstance(error, SpecError),
         failed_at=time.time(),
     )
     with contextlib.suppress(OSError):
@@ -160,11 +173,16 @@ def _summarize_error(error: Exception, text: str) -> str:
 
 
 def _find_last_error_line(error: Exception) -> str:
+    """Return the class, message and hint of an error; of an error that a loader process has sent, those of the original."""
     lines = str(error).strip().splitlines()
-    message = ": ".join(filter(None, [type(error).__name__, *lines[:1]]))
+    original = find_user_exception(str(error)) if _SENT_BY_LOADER.match(str(error)) else ""
+    name, hint = type(error).__name__, ""
+    if isinstance(error, TulaError):
+        hint = next((f" ({line.removeprefix(_HINT)})" for line in reversed(lines) if line.startswith(_HINT)), "")
+    message = _MODULE.sub("", original) or ": ".join(filter(None, [name, *lines[:1]]))
     # NCCL begins with the kind of its error and tells what happened after this line.
     first_line = lines.index("Last error:") + 1 if "Last error:" in lines else 0
-    return f"{message}: {lines[first_line]}" if 0 < first_line < len(lines) else message
+    return f"{message}: {lines[first_line]}" if 0 < first_line < len(lines) else f"{message}{hint}"
 
 
 def _get_device_kind(task: Task) -> str:

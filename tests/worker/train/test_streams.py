@@ -1,18 +1,24 @@
 """Iterable datasets and samplers of the user's own: which rank trains which sample, before and after a resume."""
 
 import itertools
+import os
+from pathlib import Path
 from typing import Any
 
+import make_runs
 import pytest
 import token_jobs
 import torch
 from token_jobs import tokens
+from torch._utils import ExceptionWrapper
 from torch.utils.data import WeightedRandomSampler
 from worker_jobs import same, trained, trainer, weights
 
 from tula_cli.errors import SpecError
 from tula_cli.models.ramp.stages import Ramp
+from tula_cli.run.directory import RunDir
 from tula_cli.spec.job import JobSpec
+from tula_cli.worker import __main__ as worker_program
 from tula_cli.worker import messages
 from tula_cli.worker.build.data import (
     MicroBatchSampler,
@@ -126,6 +132,40 @@ def test_a_dataset_that_shares_itself_out_is_read_as_it_is(monkeypatch: pytest.M
 def test_a_stream_that_ends_early_is_reported(alone: Ranks) -> None:
     with pytest.raises(SpecError, match="dataset Stream ends after 40 samples, not 60"):
         trained(stream(length=60), alone, batch=12)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "permanent"),
+    [
+        (SpecError("it ends after 40 samples", "set length"), "SpecError: it ends after 40 samples (set length)", True),
+        (KeyError("image"), "KeyError: 'image'", False),
+        (UnicodeDecodeError("utf-8", b"a", 0, 1, "odd"), "UnicodeDecodeError: 'utf-8' codec can't decode", False),
+    ],
+)
+@pytest.mark.parametrize("from_loader", [True, False])
+def test_failure_of_a_rank_has_message_and_hint_of_the_original_error(
+    error: Exception,
+    message: str,
+    permanent: bool,
+    from_loader: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = RunDir.create(tmp_path, make_runs.spec())
+    make_runs.add_training(run)
+    (task,) = run.read().tasks
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(type(error)) as raised:
+        raise error
+    if from_loader:
+        wrapper = ExceptionWrapper((raised.type, raised.value, raised.tb), "in DataLoader worker process 0")
+        with pytest.raises((type(error), RuntimeError), match="Caught") as raised:
+            wrapper.reraise()
+    worker_program.exit_with_failure(raised.value, task, run, 1)
+    (failure,) = run.failures(task.id, 1)
+    assert failure.message.startswith(message) and "HINT" not in failure.message
+    assert (failure.outcome, failure.permanent) == ("user", permanent)
 
 
 @pytest.mark.parametrize(

@@ -715,6 +715,17 @@ def test_a_script_without_a_metric_is_not_compared(tmp_path: Path) -> None:
     assert "script.metric: {top1:" in error.value.hint
 
 
+@pytest.mark.parametrize(
+    ("command", "asks_for_seed"), [(COMMAND, False), (COMMAND.replace(" --seed {seed}", ""), True)]
+)
+def test_more_seeds_are_advised_only_to_a_script_that_takes_them(
+    command: str, asks_for_seed: bool, tmp_path: Path
+) -> None:
+    report = compared(tmp_path, TrainsScripts(), script_job(command), methods=("lbt", "lrs"), seeds=1, controls=False)
+    assert "tula compare --seeds 5" in report.answer
+    assert ("add {seed} to script.command, then train more seeds" in report.answer) == asks_for_seed
+
+
 def test_seeds_of_a_script_have_to_reach_it(tmp_path: Path) -> None:
     without = script_job(COMMAND.replace(" --seed {seed}", ""))
     with pytest.raises(SpecError, match=r"2 seeds of a script whose command has no \{seed\}"):

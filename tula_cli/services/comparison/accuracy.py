@@ -19,9 +19,10 @@ from tula_cli.run.training_run import TrainingRun
 from tula_cli.services import messages
 from tula_cli.services.compare import ENDED, FINISHED, State, compute_mean_hours_by_row, estimate_hours, sum_hours
 from tula_cli.services.comparison import rounds
-from tula_cli.services.comparison.rows import REFERENCE
+from tula_cli.services.comparison.rows import REFERENCE, takes_seed
 from tula_cli.services.status import JobStatus
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.scripts.script import Script
 from tula_cli.words import describe_method_label, format_count, format_duration, format_number
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ def build_compare_report(run: Run, comparison: Comparison, *, jobs: Iterable[Job
         first_round=tuple(first_round),
         epochs=next((report.cell.short for report in short), None),
     )
-    return dataclasses.replace(table, answer=describe_best(table))
+    return dataclasses.replace(table, answer=describe_best(table, spec.script))
 
 
 def _mark_dropped(row: ComparisonRow, reasons: Mapping[tuple[str, int], str]) -> ComparisonRow:
@@ -420,8 +421,13 @@ def _list_comparison_warnings(rows: Iterable[ComparisonRow], metric: str) -> Ite
 # --- the answer
 
 
-def describe_best(report: CompareReport) -> str:
-    """Return a sentence on the best row of the largest batch with results, compared with the reference."""
+def describe_best(report: CompareReport, script: Script | None) -> str:
+    """Return a sentence on the best row of the largest batch with results, compared with the reference.
+
+    Args:
+        report: the table of the comparison.
+        script: script of the job, if any; only a script that takes the seed can be trained with more seeds.
+    """
     reference = next((row for row in report.rows if row.reference), None)
     small = None if reference is None else reference.stat(report.metric)
     batch = max((row.batch for row in report.rows if not row.reference and row.stat(report.metric)), default=0)
@@ -443,9 +449,11 @@ def describe_best(report: CompareReport) -> str:
             if first.seeds > 1
             else "one seed cannot tell the methods apart"
         )
+        seed = "add {seed} to script.command, then" if script is not None and not takes_seed(script) else ""
+        remedy = " ".join(filter(None, [seed, f"train more seeds: tula compare --seeds {max(5, 2 * first.seeds)}."]))
         return (
             f"At batch {batch} {unclear}: {first.method} has {result}; {alternatives}"
-            f"{progress}. To tell them apart, train more seeds: tula compare --seeds {max(5, 2 * first.seeds)}."
+            f"{progress}. To tell them apart, {remedy}"
         )
     if len(candidates) == 1:
         return f"At batch {batch}, only {first.method} has a result: {result}{progress}."

@@ -1295,3 +1295,18 @@ def test_a_site_file_from_documentation_says_so_and_from_which_and_when(path):
     head = path.read_text().partition("\ncluster:")[0]
     assert "FROM PUBLIC DOCUMENTATION, NOT RUN THERE" in head
     assert re.search(r"pages \".*\" and \".*\"", head) and re.search(r"on \d+ \w+ 20\d\d", head)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "why"),
+    [
+        ({"name": "mine:dataset", "test": {"root": "data/test"}}, "test: root has no effect on mine:dataset"),
+        ({"name": "ImageFolder", "test": {"name": "mine:dataset", "root": "x"}}, "test: root has no effect on mine:"),
+        ({"name": "mine:dataset", "test": {"name": "ImageFolder"}}, "test: ImageFolder needs root"),
+        ({"name": "mine:dataset", "test": {}}, "test: it is the same as dataset"),
+        ({"name": "CIFAR10", "test": {"root": "x"}}, "test: CIFAR10 has no test set"),
+    ],
+)
+def test_a_test_set_that_would_be_the_evaluation_set_is_refused(dataset, why):
+    with pytest.raises(SpecError, match=why):
+        validate({**yaml.safe_load(MINIMAL), "dataset": dataset}, source="test")

@@ -182,6 +182,10 @@ class Dataset(Section):
             raise ValueError("test: it is the same as dataset; set another name or root, or args such as {split: test}")
         if tested.name == "ImageFolder" and self.test.root is None:
             raise ValueError("test: ImageFolder needs root, a folder with one subfolder per class")
+        if tested.name != "ImageFolder" and self.test.root is not None:
+            raise ValueError(
+                f"test: root has no effect on {tested.name}; set args that select the test set, such as {{split: test}}"
+            )
         return self
 
     @model_validator(mode="after")

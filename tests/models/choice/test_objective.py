@@ -263,3 +263,13 @@ def test_the_range_of_the_noise_is_reported_by_its_two_ends_also_below_the_refer
     # Below the reference batch a lossy noise takes fewer epochs, above it more.
     small, large = told(row(1, 32, 2.0), alike=1.0, lossy=0.5), told(row(1, 512, 1.5), alike=1.0, lossy=3.0)
     assert "the best batch is 32 to 512" in choose([small, large], objective="accuracy-time").reason
+
+
+def test_the_knee_pays_for_no_node_that_only_makes_the_time_more_certain() -> None:
+    certain = [row(2, 64, 1.5, spread=0.05), row(2, 128, 1.0, spread=0.05), row(2, 256, 0.99, spread=0.05)]
+    cheaper = row(1, 128, 0.98, spread=0.3)
+    assert choose([*certain, cheaper], objective="knee").prediction == cheaper
+    for kept in (row(1, 128, 1.01, spread=0.3), row(1, 128, 0.98, cost=3.0, spread=0.3), row(1, 128, 0.98, spread=0.6)):
+        choice = choose([*certain, kept], objective="knee")
+        assert choice.prediction == certain[1]
+        assert {other.batch for other in choice.runners_up} == {64, 256}

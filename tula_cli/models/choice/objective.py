@@ -21,7 +21,7 @@ from tula_cli.models.time.noise import Z90
 from tula_cli.models.time.steptime import StepTimeFit
 from tula_cli.query import Curve, Objective
 from tula_cli.run.records.recommendations import Prediction
-from tula_cli.words import format_count, format_number
+from tula_cli.words import format_count, format_number, is_too_wide
 
 # --- The knee
 
@@ -338,13 +338,27 @@ def _choose_knee(rows: Candidates, curve: Curve) -> Choice:
         reason = f"the knee of {curve} against batch{_describe_gain(chosen, line, curve)}"
         other = run_kneedle(batches, values)
         reason += f"; Kneedle on the searched part of the curve finds {other}" if other not in (None, batch) else ""
+    chosen = _find_undominated_at_batch(chosen, rows)
     worth = np.argsort(_sort_rows(best, curve))
     others = sorted(
-        (place for place, row in enumerate(line) if row != chosen),
+        (place for place, row in enumerate(line) if row.batch != chosen.batch),
         key=lambda place: (abs(math.log2(line[place].batch / chosen.batch)), worth[place]),
     )
     reason += _as_good(chosen, rows, curve)
     return Choice(chosen, reason, tuple(line[place] for place in others[:_RUNNERS_UP]))
+
+
+def _find_undominated_at_batch(chosen: Prediction, rows: Candidates) -> Prediction:
+    """Return the cheapest configuration of the chosen batch that is predicted to be no slower than the chosen one.
+
+    The chosen one may only be more certain, which is no reason to pay more for the same batch. Intervals that are too
+    wide to decide by do not count.
+    """
+    is_better = (rows["batch"] == chosen.batch) & (rows["hours"] <= chosen.hours) & (rows["cost"] < chosen.cost)
+    better = [rows.prediction(place) for place in np.flatnonzero(is_better).tolist()]
+    certain = [row for row in better if not is_too_wide(row.hours_low, row.hours_high)]
+    return min(certain, key=lambda row: row.cost, default=chosen)
+
 
 
 def _fit_envelope(rows: Candidates, best: Candidates, curve: Curve) -> list[float]:

@@ -360,7 +360,6 @@ def _find_undominated_at_batch(chosen: Prediction, rows: Candidates) -> Predicti
     return min(certain, key=lambda row: row.cost, default=chosen)
 
 
-
 def _fit_envelope(rows: Candidates, best: Candidates, curve: Curve) -> list[float]:
     """Return the least fitted value at each batch: measured values contain a single job's noise, which moves a knee."""
     values = rows[_COLUMNS[curve]] * _compute_fitted_over_forecast(rows)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tula_cli.models.choice import adaptive
-from tula_cli.models.choice.adaptive import Candidate, Proposal, choose_first_probes, propose
+from tula_cli.models.choice.adaptive import Candidate, Proposal, choose_first_probes, describe_regrets, propose
 from tula_cli.models.time.steptime import Observation, StepTimeFit, fit_step_time
 
 SAMPLES = 1e8  # of one training
@@ -75,6 +75,22 @@ def test_ends_near_the_optimum_with_a_part_of_the_probes() -> None:
 
     assert lost(0) < 0.02 and lost(1) < 0.02
     assert all("Expected gain" in proposal.words for proposal in message)
+
+
+@pytest.mark.parametrize(
+    ("regrets", "expected"),
+    [
+        ({"time": 0.05, "cost": 1.0}, "Expected gain of measuring all configurations: time 5.0 %, cost 100.0 %."),
+        ({"time": 3.0, "cost": 2.0}, "The choice is uncertain, because time and cost are known too roughly."),
+        (
+            {"time": 0.05, "cost": 2.0},
+            "Expected gain of measuring all configurations: time 5.0 %."
+            " The choice is uncertain, because cost is known too roughly.",
+        ),
+    ],
+)
+def test_no_gain_is_above_100_percent(regrets: dict[str, float], expected: str) -> None:
+    assert describe_regrets(regrets) == expected
 
 
 def test_never_proposes_what_was_probed_or_the_same_twice() -> None:

@@ -7,7 +7,7 @@ after it (the knowledge gradient).
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,25 +91,29 @@ def propose(fit: StepTimeFit, candidates: Sequence[Candidate], *, tolerance: flo
     belief = _Belief.of(fit, candidates)
     problem = _Problem.of(candidates)
     regrets = problem.regrets(belief)
-    regret_words = ", ".join(f"{name} {_format_regret(regret)}" for name, regret in regrets.items())
-    words = f"Expected gain of measuring all configurations: {regret_words}"
+    words = describe_regrets(regrets)
     open_ = np.array([candidate.measured is None for candidate in candidates])
     if max(regrets.values()) <= tolerance:
-        return Proposal((), regrets, f"The search is finished: the choice is settled. {words}.")
+        return Proposal((), regrets, f"The search is finished: the choice is settled. {words}")
     training = problem.node_seconds(belief.mean)
     picks = tuple(_round(problem, belief, open_, tolerance, training))
     takes = f"The training takes {training / 3600:.2g} node-hours in its fastest configuration."
     return Proposal(
         picks,
         regrets,
-        f"{words}."
-        if picks
-        else f"The search is finished: a further probe would cost more than it saves. {takes} {words}.",
+        words if picks else f"The search is finished: a further probe would cost more than it saves. {takes} {words}",
     )
 
 
-def _format_regret(regret: float) -> str:
-    return "more than 100 %" if regret > 1 else f"{format_percent(regret)} %"
+def describe_regrets(regrets: Mapping[str, float]) -> str:
+    """Describe the expected regrets of deciding now, as shares by objective; those above 1 show only that little is known."""
+    gains = [f"{name} {format_percent(regret)} %" for name, regret in regrets.items() if regret <= 1]
+    unknown = [name for name, regret in regrets.items() if regret > 1]
+    sentences = [f"Expected gain of measuring all configurations: {', '.join(gains)}."] * bool(gains)
+    if unknown:
+        subject = f"{' and '.join(unknown)} {'are' if unknown[1:] else 'is'}"
+        sentences.append(f"The choice is uncertain, because {subject} known too roughly.")
+    return " ".join(sentences)
 
 
 @dataclass(frozen=True)

@@ -143,8 +143,13 @@ def test_a_range_of_nodes_is_one_training_whatever_its_bounds(run: RunDir) -> No
         train.prepare_training([Run(run.path, spec)], TrainRequest(nodes="1-4", batch=64), lambda _: inspected()), print
     )
     assert ready.plan.task.job == task.job
-    with pytest.raises(BadMeasurements, match="--batch are not given"):
-        plan(run, spec, nodes=NodeRange(1))
+    for nodes, batch, missing in (
+        (NodeRange(1), None, "--nodes and --batch are"),
+        (NodeRange(1), 64, "--nodes is"),
+        (2, None, "--batch is"),
+    ):
+        with pytest.raises(BadMeasurements, match=f", and {missing} not given"):
+            plan(run, spec, nodes=nodes, batch=batch)
 
 
 def test_another_range_moves_a_training_to_the_most_nodes_that_it_allows(run: RunDir) -> None:

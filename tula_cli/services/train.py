@@ -126,8 +126,9 @@ def plan_training(
     choice = recommendation.choice if recommendation is not None else None
     if choice is None and (bounds.most is None or batch is None):
         first = "tula recommend" if any(run.results()) else "tula profile and tula recommend"
+        missing = [name for name, value in (("--nodes", bounds.most), ("--batch", batch)) if value is None]
         raise BadMeasurements(
-            f"{run.id} has no recommendation, and {'--batch is' if bounds.most else '--nodes and --batch are'} not given",
+            f"{run.id} has no recommendation, and {' and '.join(missing)} {'are' if missing[1:] else 'is'} not given",
             f"run {first}, or name both: tula train --nodes N --batch B",
         )
     source = _describe_source(recommendation, [name for name, value in (("nodes", nodes), ("batch", batch)) if value])

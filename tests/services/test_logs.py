@@ -94,6 +94,20 @@ def test_no_logs_yet(run):
     assert list(logs.read_logs(run)) == []
 
 
+def test_empty_log_of_an_ended_job_names_the_job_with_output(run):
+    make.add_probes(run, 1, (32,))
+    make.add_probes(run, 2, (16,))
+    write_log(run, "probe-n002", 1, "")
+    run.write_attempt(make.attempt("probe-n002"))
+    assert logs.describe_missing_output(run, LogQuery()) == "probe-n002 has not written a line yet"
+    run.write_attempt(make.attempt("probe-n002", end=make.START + 5))
+    assert logs.describe_missing_output(run, LogQuery()) == "probe-n002 has ended without output"
+    os.utime(write_log(run, "probe-n001", 1, "first\n"), (1, 1))
+    assert logs.describe_missing_output(run, LogQuery()) == (
+        "probe-n002 has ended without output. The newest job with output: tula logs --job probe-n001"
+    )
+
+
 def test_following_sees_what_is_added_and_the_log_of_a_relaunch(run):
     make.add_probes(run, 1, (32,))
     write_log(run, "probe-n001", 1, "one\nhal")

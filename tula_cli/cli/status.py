@@ -117,8 +117,7 @@ def logs(
             screen.note(f"==> {services_logs.describe_place(run, line)}")
         screen.line(line.text, line)
     if place is None and last != 0:
-        subject = f"job {job} has" if job else "the jobs have"
-        screen.note(f"{subject} not written {'a log' if rank is None else 'such lines'} yet")
+        screen.note(services_logs.describe_missing_output(run, wanted))
 
 
 def cancel(

@@ -142,6 +142,21 @@ def describe_place(run: RunDir, line: LogLine) -> str:
     return f"{where}: {began} to {words.format_moment(attempt.ended_at)}: {end_text}"
 
 
+def describe_missing_output(run: RunDir, query: LogQuery) -> str:
+    """Return why no line of the requested logs was shown, and which job has written a log, if there is one."""
+    logs = _LogReader(run, query).attempt_logs()
+    if query.rank is not None or not logs:
+        subject = f"job {query.job} has" if query.job else "the jobs have"
+        return f"{subject} not written {'a log' if query.rank is None else 'such lines'} yet"
+    newest = logs[-1]
+    attempt = run.attempt(newest.task, newest.attempt)
+    ended = attempt is not None and attempt.ended_at is not None
+    words = f"{newest.task or newest.file.name} has {'ended without output' if ended else 'not written a line yet'}"
+    with_output = [log for log in _LogReader(run, LogQuery()).attempt_logs() if log.task and log.file.stat().st_size]
+    task = run.task(with_output[-1].task) if with_output else None
+    return words if task is None else f"{words}. The newest job with output: tula logs --job {task.job}"
+
+
 @dataclass
 class _LogReader:
     """Reads logs incrementally, each from the position up to which it has been read."""

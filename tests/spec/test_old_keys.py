@@ -55,13 +55,18 @@ def test_a_problem_of_a_site_file_or_variable_names_it(tmp_path: Path) -> None:
     site = tmp_path / "site.yaml"
     site.write_text("cluster: {kind: slurm, slurm: {reservation: maintenance}}\nexport: [{to: tensorboard, by: job}]\n")
     with pytest.raises(SpecError) as caught:
-        loaded(tmp_path, JOB, "search.packing=one", environ={f"{ENV_PREFIX}TRAIN__TF32": "false"}, site_files=[site])
+        loaded(
+            tmp_path, JOB, "search.packing=one", "trian.epochs=2",
+            environ={f"{ENV_PREFIX}TRAIN__TF32": "false", f"{ENV_PREFIX}SERCH__NODES": "[2]"}, site_files=[site],
+        )  # fmt: skip
     problems = {problem.path: problem.message for problem in caught.value.problems}
     assert problems == {
         "cluster.slurm.reservation": f"this key was removed; it is set by {site}",
         "export[0].by": f"this key was removed; it is set by {site}",
         "search.packing": "this key was removed",
         "train.tf32": f"this key was removed; it is set by {ENV_PREFIX}TRAIN__TF32",
+        "serch": f"no such key; it is set by {ENV_PREFIX}SERCH__NODES",
+        "trian": "no such key",
     }
 
 

@@ -6,7 +6,7 @@ all problems at once, each with its path and the nearest valid name. Units are i
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +19,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.merge import merge_sources
 from tula_cli.spec.old_keys import without_removed_values
 from tula_cli.spec.yaml_text import Dumper
+from tula_cli.words import join_words
 
 
 def load_spec(
@@ -42,20 +43,27 @@ def load_spec(
     overrides = overrides if isinstance(overrides, str) else tuple(overrides)  # a text is refused where they are merged
     merged, origins = merge_sources(path, overrides=overrides, environ=environ, site_files=site_files)
     source = " --set ".join((str(path), *overrides))
-    other_origins = {key: origin for key, origin in origins.items() if origin not in (str(path), "--set")}
     try:
         return validate(merged, source=source)
     except SpecError as error:
-        problems = tuple(_name_origin(problem, other_origins) for problem in error.problems)
+        problems = tuple(_name_origin(problem, origins, known={str(path), "--set"}) for problem in error.problems)
         raise SpecError(error.message, error.hint, problems=problems) from None
 
 
-def _name_origin(problem: Problem, origins: Mapping[str, str]) -> Problem:
-    """Return the problem with the source of its key, or of the list or section with the key, if `origins` has it."""
+def _name_origin(problem: Problem, origins: Mapping[str, str], *, known: Collection[str]) -> Problem:
+    """Return the problem with the source of its key if that is another than the known ones.
+
+    The source is that of the key, or of the list or section with the key, or of all keys of an unknown section.
+    """
     key = problem.path.partition("[")[0]
+    sources = {origin for leaf, origin in origins.items() if leaf.startswith(f"{key}.")}
     while key and key not in origins:
         key = key.rpartition(".")[0]
-    return replace(problem, message=f"{problem.message}; it is set by {origins[key]}") if key else problem
+    if key:
+        sources = {origins[key]}
+    if not sources or sources & set(known):
+        return problem
+    return replace(problem, message=f"{problem.message}; it is set by {join_words(sorted(sources))}")
 
 
 def validate(content: Mapping[str, Any], *, source: str) -> JobSpec:

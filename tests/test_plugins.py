@@ -36,6 +36,19 @@ def test_unknown_name_near_nothing_tells_of_import_strings():
     assert "package.module:attribute" in caught.value.hint
 
 
+@pytest.mark.parametrize("builtins", [BUILTINS, {}])
+def test_dot_in_place_of_the_colon_is_corrected(builtins):
+    with pytest.raises(SpecError) as caught:
+        load("thre.part.Net", builtins, kind="number")
+    assert caught.value.hint.startswith("did you mean thre.part:Net?")
+
+
+def test_few_known_names_are_listed():
+    with pytest.raises(SpecError) as caught:
+        load("zzzz", BUILTINS, kind="number")
+    assert caught.value.hint.startswith("known: one, three; or write your own number")
+
+
 def test_nearest_ignores_case_and_keeps_the_known_spelling():
     assert suggest_nearest("RESNET50", ["resnet50", "vgg11"]) == "did you mean resnet50?"
     assert suggest_nearest("xy", ["resnet50"]) == ""

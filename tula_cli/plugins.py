@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,12 +10,24 @@ from typing import Any
 
 from tula_cli.errors import SpecError
 
+_DOTTED = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
+_MAX_LISTED = 20
+"""Maximum number of known names that a hint lists."""
+
 
 def suggest_nearest(name: str, known: Iterable[str]) -> str:
     """Return "did you mean ...?" with the known names closest to `name`, or an empty string."""
     folded = {key.lower(): key for key in known}
     close = difflib.get_close_matches(name.lower(), folded, n=3, cutoff=0.6)
     return f"did you mean {' or '.join(folded[key] for key in close)}?" if close else ""
+
+
+def suggest_name(name: str, known: Iterable[str]) -> str:
+    """Return the hint for an unknown name: as an import string if it has dots, else as the nearest known name, or empty."""
+    if _DOTTED.fullmatch(name):
+        module, _, attribute = name.rpartition(".")
+        return f"did you mean {module}:{attribute}? An import string has a colon before the attribute"
+    return suggest_nearest(name, known)
 
 
 def is_import_string(name: str) -> bool:
@@ -36,9 +49,10 @@ def load(name: str, builtins: Mapping[str, Any], *, kind: str) -> Any:
     if name in builtins:
         return builtins[name]
     if not is_import_string(name):
+        listed = f"known: {', '.join(sorted(builtins))}; or " if 0 < len(builtins) <= _MAX_LISTED else ""
         raise SpecError(
             f"unknown {kind} {name!r}",
-            suggest_nearest(name, builtins) or f"write your own {kind} as package.module:attribute",
+            suggest_name(name, builtins) or f"{listed}write your own {kind} as package.module:attribute",
         )
     module_name, _, attribute = name.partition(":")
     if not module_name or module_name.startswith("."):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, WithJsonSchema, model_validator
 from pydantic_core import InitErrorDetails
 
-from tula_cli.plugins import is_import_string, suggest_nearest
+from tula_cli.plugins import is_import_string, suggest_name
 from tula_cli.spec.backend import BACKENDS, Backend, get_backend
 from tula_cli.spec.kinds import (
     Arguments,
@@ -26,7 +26,7 @@ from tula_cli.spec.slurm_options import Slurm
 def _check_kind(name: str) -> str:
     if name in BACKENDS or is_import_string(name):
         return name
-    hint = suggest_nearest(name, BACKENDS) or "use package.module:attribute for your own scheduler"
+    hint = suggest_name(name, BACKENDS) or "use package.module:attribute for your own scheduler"
     raise ValueError(f"unknown scheduler {name!r}: {hint}")
 
 

@@ -1,6 +1,5 @@
 """The sections of a spec that define the training and the search."""
 
-import difflib
 import math
 import re
 from collections.abc import Mapping
@@ -8,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from tula_cli.plugins import is_import_string, suggest_nearest
+from tula_cli.plugins import is_import_string, suggest_name, suggest_nearest
 from tula_cli.spec.kinds import Arguments, Line, Method, NonNegativeFloat, Positive, PositiveFloat, Section
 from tula_cli.spec.methods import DEFAULT_METHOD, TrainingMethod, get_training_method
 
@@ -284,7 +283,7 @@ class Schedule(Section):
     @model_validator(mode="after")
     def _settings_belong_to_the_kind(self) -> "Schedule":
         if self.kind not in SCHEDULES and not is_import_string(self.kind):
-            hint = suggest_nearest(self.kind, SCHEDULES) or f"use {', '.join(SCHEDULES)}, or package.module:callable"
+            hint = suggest_name(self.kind, SCHEDULES) or f"use {', '.join(SCHEDULES)}, or package.module:callable"
             raise ValueError(f"unknown kind {self.kind!r}; {hint}")
         kind = f"to kind {self.kind!r}" if "kind" in self.model_fields_set else "where schedule.kind is not given"
         if self.kind == "multistep" and not self.milestones:
@@ -565,8 +564,7 @@ class Export(Section):
     @model_validator(mode="after")
     def _tracker_is_known(self) -> "Export":
         if self.to not in TRACKERS and not is_import_string(self.to):
-            near = difflib.get_close_matches(self.to.lower(), TRACKERS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(TRACKERS)}, or package.module:callable"
+            hint = suggest_name(self.to, TRACKERS) or f"use {', '.join(TRACKERS)}, or package.module:callable"
             raise ValueError(f"to: unknown tracker {self.to!r}; {hint}")
         return self
 

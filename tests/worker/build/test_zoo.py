@@ -81,6 +81,7 @@ def test_width_widens_the_small_cnn():
         ("resnet51", {}, "unknown model 'resnet51'", "resnet50"),
         ("smallcnn", {}, "unknown model", "small_cnn"),
         ("qqqq", {}, "unknown model", "package.module:callable"),
+        ("mine.Net", {}, "unknown model", "mine:Net"),
         ("resnet18", {"norm_layr": None}, "model.args.norm_layr", "norm_layer"),
         ("small_cnn", {"widht": 4}, "model.args.widht", "width"),
         ("small_cnn", {"width": "wide"}, "refuses", ""),

@@ -13,7 +13,7 @@ from torch import nn
 from tula_cli.errors import SpecError
 from tula_cli.optim.muon import MuonWithAdamW, describe_missing_muon
 from tula_cli.optim.sharding import get_local_shard
-from tula_cli.plugins import is_import_string, load, suggest_nearest
+from tula_cli.plugins import is_import_string, load, suggest_name
 from tula_cli.spec.job import JobSpec, compute_beta2, get_beta2_half_life
 from tula_cli.worker.build.batches import LossFunction, ModelCall
 from tula_cli.worker.build.construct import accepts_argument, call_with_arguments, make_refused_arguments_error
@@ -154,7 +154,7 @@ def find_model_builder(name: str) -> Callable[..., Any]:
         return load(name, TULA_MODELS, kind="model")  # type: ignore[no-any-return]
     names = torchvision.models.list_models()
     if name.lower() not in names:
-        hint = suggest_nearest(name, [*TULA_MODELS, *names])
+        hint = suggest_name(name, [*TULA_MODELS, *names])
         raise SpecError(f"unknown model {name!r}", hint or "name your own model as package.module:callable")
     return torchvision.models.get_model_builder(name.lower())  # type: ignore[no-any-return]
 

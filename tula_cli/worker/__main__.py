@@ -152,7 +152,8 @@ def exit_with_failure(error: Exception, task: Task, run: RunDir, attempt: int) -
         fault=find_device_fault(message) if outcome == "device_fault" else None,
         local_batch=_find_current_local_batch(task, run),
         shortage=get_shortage(error),
-        permanent=isinstance(error, SpecError),
+        # Samples are alike on every node; another SpecError may be due to this one, such as a missing folder.
+        permanent=isinstance(error, SpecError) and _SENT_BY_LOADER.match(str(error)) is not None,
         failed_at=time.time(),
     )
     with contextlib.suppress(OSError):

@@ -220,7 +220,7 @@ def _params(callback: Any) -> list[str]:
 def _usage(param: inspect.Parameter, info: ParameterInfo) -> str:
     if isinstance(info, ArgumentInfo):
         several = any(get_origin(kind) is list for kind in get_args(get_args(param.annotation)[0]))
-        return f"`{(info.metavar or param.name).strip('[]')}{'...' * several}`"
+        return f"`{(info.metavar or param.name).strip('[] .')}{'...' * several}`"
     kind = get_args(param.annotation)[0]
     # Inside Annotated typer takes the first of the names for a default.
     given = [name for name in (info.default, *(info.param_decls or ())) if isinstance(name, str)]
@@ -329,9 +329,9 @@ def faults() -> str:
 TABLES_HEAD = """The functions of [the Python API](../how-to/python.md) return results with a pandas DataFrame. `batch` is always global. An
 integer column is of type `Int64` if values may be missing."""
 ANSWER_HEAD = """`frame()` of the result of `tula.recommend`: one row per configuration, fastest first. `low` and `high` are the ends of a
-90 % interval. Columns that begin with `parts` are a breakdown of the time. Those that begin with `same_progress`"
-" apply to the progress that the job's epochs
-make at the reference batch. The rows of `tula recommend --json` have the same fields, with `parts` and `same_progress` as objects."""
+90 % interval. Columns that begin with `parts` are a breakdown of the time. Those that begin with `same_progress`
+apply to the progress that the job's epochs make at the reference batch. The rows of `tula recommend --json` have the same fields,
+with `parts` and `same_progress` as objects."""
 
 
 def tables() -> str:

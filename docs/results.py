@@ -47,7 +47,7 @@ ROWS = {
 """Rows of benchmarks/table1 that the page shows, with their names."""
 FAMILIES = {
     "AdamW": "AdamW and a cosine schedule",
-    "SGD": "SGD and milestones or a cosine schedule",
+    "SGD": "SGD with a multistep or cosine schedule",
     "paper": "The paper's setting, SGD and an AlexNet with dropout and without normalisation, 100 epochs with three milestones",
 }
 REDUCED_ROWS = {
@@ -291,7 +291,7 @@ def more_nodes_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return table(head, lines)
 
 
-TRAININGS_HEAD = """Errors at half and twice the batch or nodes of a training, before and after the training is included in the fit
+TRAININGS_HEAD = """Prediction errors at half and twice the batch or number of nodes of a training, before and after the fit includes this training
 (`replay_trained.py`):"""
 
 
@@ -467,8 +467,8 @@ def reality() -> str:
 # --- scripts
 
 SCRIPTS_HEAD = """Published training scripts ran without changes on two CPU cores, with one and two ranks and three batches each. The columns "killed"
-and "out of memory" are about trainings that were disturbed once; they show the samples trained and the batch at the end. The
-change of CPU time per step by tula's hooks has a 90 % interval. Command: `python benchmarks/scripts.py`. On two CPU ranks,
+and "out of memory" describe trainings that were interrupted once in this way: the samples they trained, and their batch at the
+end. The change of CPU time per step by tula's hooks has a 90 % interval. Command: `python benchmarks/scripts.py`. On two CPU ranks,
 run_clm's own resume fails. The two ranks of `accelerate launch --cpu` train independently; tula reports this and stops the
 training. nanoGPT takes one step more than requested. word_language_model changes its weights without a torch optimizer, so tula
 cannot observe it."""

@@ -91,7 +91,7 @@ def test_the_page_of_results_shows_what_was_measured() -> None:
         ("ags gains", "README.md", "gains {} on average in a reduced Table I"),
         ("ags gains", "docs/explanation/accuracy.md", "gains {} on average"),
         ("median error", "README.md", "the median error is {}"),
-        ("probing cost", "README.md", "at {} of the cost of probing all"),
+        ("probing cost", "README.md", "tula's search cost {} of probing all"),
     ],
 )
 def test_figures_that_pages_quote_are_those_of_the_results(claim: str, page: str, words: str) -> None:

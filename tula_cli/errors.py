@@ -95,7 +95,7 @@ class RunGone(TulaError):
     def __init__(self, path: object) -> None:
         super().__init__(
             f"the run directory {path} is no longer there: it was moved or removed, and its jobs end",
-            "where it was moved, the same command with --run and its new place goes on from the newest checkpoint",
+            "if it was moved, run the same command with --run and its new path: it resumes from the newest checkpoint",
         )
 
 

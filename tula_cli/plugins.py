@@ -56,7 +56,9 @@ def load(name: str, builtins: Mapping[str, Any], *, kind: str) -> Any:
         )
     module_name, _, attribute = name.partition(":")
     if not module_name or module_name.startswith("."):
-        raise SpecError(f"{kind} {name!r} names no module", "it is written package.module:attribute")
+        raise SpecError(
+            f"{kind} {name!r} does not start with the full name of a module", "write it as package.module:attribute"
+        )
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)

@@ -1163,7 +1163,7 @@ def test_check_on_cluster_is_pending_when_its_time_is_over_and_attaches_again(cl
     for _ in range(2):
         answer = tula("check", "job.yaml", "--on-cluster", "--timeout", "0.05")
         assert answer.code == 75
-        assert "attaches" in answer.err
+        assert "follow it" in answer.err
     assert cluster.launcher.submitted == ["check-n002-1"]
     assert answer.err.count("check-n002-1 on 2 nodes: running") == 1
 

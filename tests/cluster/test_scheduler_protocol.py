@@ -382,8 +382,8 @@ def test_names_are_those_of_the_table_or_import_strings() -> None:
         (OWN, {"hom": "x"}, "unexpected keyword argument 'hom'"),
         (OWN, {}, "missing 1 required positional argument: 'home'"),
         ("collections:OrderedDict", {}, "has no absent, ask, cancel, ended_how"),
-        (":TinyQueue", {}, "names no module"),
-        (".queue:TinyQueue", {}, "names no module"),
+        (":TinyQueue", {}, "does not start with the full name"),
+        (".queue:TinyQueue", {}, "does not start with the full name"),
     ],
 )
 def test_what_is_no_scheduler_is_refused_with_what_it_lacks(kind: str, options: dict[str, str], words: str) -> None:

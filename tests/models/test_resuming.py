@@ -40,7 +40,7 @@ def test_a_right_script_may_go_on_from_where_it_was_seen_to() -> None:
     assert judge_resume_test([begin(), SAME, half], lr_ratio=1.0).verdict == "epoch"
     middle = judge_resume_test([begin(640), start("same", 32, 3200), start("half", 16, 3200)], lr_ratio=1.0)
     assert middle.verdict == "any" and not middle.faults
-    assert middle.reasons[1] == "at batch 16 it resumes from its checkpoint, up to 3840 of 3840 samples"
+    assert middle.reasons[1] == "at batch 16 it resumes from its checkpoint, up to 3840 of the 3840 samples of the test"
 
 
 def test_a_trainer_that_counts_its_steps_at_the_old_batch_trains_17_percent_too_many() -> None:
@@ -63,7 +63,7 @@ def test_what_a_dropped_last_batch_leaves_out_is_no_fault() -> None:
 @pytest.mark.parametrize(
     ("saved", "more", "other_nodes", "words"),
     [
-        (1280, {}, True, "at batch 32 on 2 nodes instead of 1 it resumes from its checkpoint, up to 3840 of 3840 samples"),
+        (1280, {}, True, "at batch 32 on 2 nodes instead of 1 it resumes from its checkpoint, up to 3840 of the 3840 samples of the test"),
         (1280, {"samples": 1280}, False, "2 nodes instead of 1 it trains 2560 samples in total instead of 3840: 1280 too few"),
         (1280, {"first_lr": 0.2}, False, "on 2 nodes instead of 1 its learning rate is 0.2000 after the checkpoint"),
         (1280, {"rates": ((32, 0.1), (2560, 0.2))}, False, "learning rate is 0.2000 after 2560 samples instead of 0.1000"),

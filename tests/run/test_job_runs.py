@@ -125,7 +125,7 @@ def test_one_run_or_those_of_a_family_are_not_renamed(family: tuple[Run, ...]) -
     assert select_runs(family, "a") == (family[0],)
     with pytest.raises(SpecError, match="no node type 'c'") as caught:
         select_runs(family, "c")
-    assert caught.value.hint == "there are: a, b.x"
+    assert caught.value.hint == "choose from: a, b.x"
 
 
 def test_the_chosen_run_is_known_in_every_run_and_outlives_another_profile(family: tuple[Run, ...]) -> None:

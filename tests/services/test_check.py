@@ -777,7 +777,7 @@ def test_a_small_partition_bounds_the_nodes(monkeypatch):
     offer(monkeypatch, main=2, tiny=1)
     job = spec(cluster=SLURM, search={"nodes": [4, 8]})
     assert check_node_count(job, None) == 2
-    with pytest.raises(SpecError, match="--nodes 3: a job can have 2 nodes here"):
+    with pytest.raises(SpecError, match="--nodes 3: a job can have at most 2 nodes here"):
         check_node_count(job, 3)
     tiny = spec(cluster={**SLURM, "slurm": {"partition": "tiny"}})
     assert check_node_count(tiny, None) == 1

@@ -295,7 +295,7 @@ def test_every_method_of_the_spec_can_be_a_row() -> None:
 def test_what_cannot_be_trained_is_refused_before_anything_starts(run: RunDir) -> None:
     with pytest.raises(SpecError, match="method lbt: batch 4096 is larger than the dataset"):
         plan(run, Grid(methods=("lbt",), batches=(4096,), seeds=1, nodes=1))
-    with pytest.raises(SpecError, match="the reference: batch 32 does not divide by 3"):
+    with pytest.raises(SpecError, match="the reference: batch 32 is not divisible by 3"):
         plan(run, Grid(methods=("lbt",), batches=(96,), seeds=1, nodes=3))
 
 

@@ -339,7 +339,7 @@ def test_ctrl_c_before_a_first_job_is_submitted_starts_nothing(world: World, mon
         raise KeyboardInterrupt
 
     monkeypatch.setattr(first_job, "find_queued", pressed)
-    with pytest.raises(Interruption, match="the same command submits the first job"):
+    with pytest.raises(Interruption, match="run the same command again to submit the first job"):
         first_job.inspect_on_node(world.run, spec())
     assert world.first_jobs == 0 and not (world.run.path / "first_job.json").exists()
 

@@ -226,7 +226,7 @@ def submit_script(scheduler: Scheduler, run: RunDir, job: JobRequest, text: str)
     if not isinstance(id_, str) or not id_ or _BAD_ID.search(id_):  # classes of users are not type-checked
         raise SchedulerError(
             f"{scheduler.name} gave a job the id {id_!r}",
-            "submit() must return text without '/', '_' and white space; the job itself may be in the queue",
+            "make submit() return text without '/', '_' and white space; the job may already be in the queue, so look there",
         )
     return id_
 

@@ -192,7 +192,10 @@ def _judge_samples(begin: ObservedStart, start: ObservedStart) -> _ResumedStart:
         early = f"its checkpoint contains only {saved} samples, too few to notice {other}"
         return _ResumedStart(reasons=(f"{at} it resumes, but {early}",))
     return _ResumedStart(
-        exact=True, reasons=(f"{at} it resumes from its checkpoint, up to {saved + start.samples} of {total} samples",)
+        exact=True,
+        reasons=(
+            f"{at} it resumes from its checkpoint, up to {saved + start.samples} of the {total} samples of the test",
+        ),
     )
 
 

@@ -809,8 +809,8 @@ class SmallBatch(Factors):
             raise ValueError(f'a sharded model can only have factors per tensor: {type(self).__name__}(per="tensor")')
         if self.reads_b_small and setup.world > 1 and _has_sync_batch_norm(setup.model):
             raise ValueError(
-                "SyncBatchNorm needs all ranks in a forward pass, but only some compute the small batch: use LocalNorms()"
-                " (ags.source: local_norms), which needs no such pass"
+                "SyncBatchNorm needs all ranks in a forward pass, but only some compute the small batch; use LocalNorms()"
+                " (ags.source: local_norms), which needs no small batch"
             )
 
     @property

@@ -169,7 +169,7 @@ def select_runs(runs: Sequence[Run], node_type: str | None) -> tuple[Run, ...]:
     selected = tuple(run for run in runs if node_type is None or run.type == node_type)
     if not selected:
         types = ", ".join(run.type for run in runs if run.type)
-        hint = f"there are: {types}" if types else "the job has neither section node_types nor search.gpus_per_node"
+        hint = f"choose from: {types}" if types else "the job has neither section node_types nor search.gpus_per_node"
         raise SpecError(f"no node type {node_type!r}", hint)
     return selected
 

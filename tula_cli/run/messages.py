@@ -65,8 +65,8 @@ def files_too_large_to_copy(*, paths: str, file_megabytes: int, total_megabytes:
 @diagnostic
 def secrets_linked(*, paths: str) -> str:
     return (
-        f"By their names, these files may contain secrets: {paths}. They are linked, not copied, so a change to them also"
-        " affects jobs that were already submitted and starts no new run."
+        f"Judging by their names, these files may contain secrets: {paths}. They are linked instead of copied: a change to"
+        " them affects jobs that were already submitted, and starts no new run."
     )
 
 

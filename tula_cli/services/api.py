@@ -475,7 +475,7 @@ def _make_confirm(spec: JobSpec, confirm: Confirm | None) -> Confirm:
         if spec.search.max_node_hours is None:
             raise OverBudget(
                 "not confirmed: search.max_node_hours is not set, and no confirm function was given",
-                "set it, or pass confirm=lambda planned: True",
+                'pass overrides=["search.max_node_hours=2"], or confirm=lambda planned: True',
             )
         return True
 

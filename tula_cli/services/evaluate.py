@@ -101,7 +101,7 @@ def _find_training(runs: Sequence[Run], request: EvaluationRequest) -> tuple[Run
         )
     if request.training is not None and request.training not in signatures:
         raise SpecError(
-            f"--training {request.training}: this training does not exist", f"there are {', '.join(signatures)}"
+            f"--training {request.training}: this training does not exist", f"choose from: {', '.join(signatures)}"
         )
     matching = [entry for entry in trainings if request.training in (None, entry[3].signature)]
     *_, run, task = max(matching, key=lambda entry: (entry[0], entry[3].attempt, -entry[1]))
@@ -114,7 +114,10 @@ def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str
         assert requested is not None
         path = Path(requested).expanduser().absolute()
         if not path.exists():  # that of a model in shares is a folder
-            raise SpecError(f"--weights {requested}: this file does not exist", "or name best or last")
+            raise SpecError(
+                f"--weights {requested}: this file does not exist",
+                "give the path of a file with weights, or best or last",
+            )
         if not path.is_dir():
             _require_weights(path, requested)
         return str(path), path
@@ -146,7 +149,10 @@ def _require_weights(path: Path, requested: str | Path) -> None:
                 if path.suffix == ".safetensors" or file.read(2).startswith((b"PK", b"\x80")):
                     return
     except OSError as error:
-        raise SpecError(f"--weights {requested}: cannot be read: {error.strerror}", "or name best or last") from None
+        raise SpecError(
+            f"--weights {requested}: cannot be read: {error.strerror}",
+            "give the path of a file with weights, or best or last",
+        ) from None
     raise SpecError(
         f"--weights {requested}: not a file of weights", "give a file of torch.save or .safetensors, or best or last"
     )

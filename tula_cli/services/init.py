@@ -446,7 +446,10 @@ class _Request:
         if not (text := self.text(name)):
             return default
         if not re.fullmatch(r"[1-9]\d{0,5}", text):
-            raise SpecError(f"#SBATCH {self.options[name].written}: {text!r} is not a number", "give the number")
+            raise SpecError(
+                f"#SBATCH {self.options[name].written}: {text!r} is not a whole number above 0",
+                f"write one number, for example --{name.replace('_', '-')}=4",
+            )
         return int(text)
 
     @property

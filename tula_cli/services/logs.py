@@ -311,7 +311,8 @@ def _list_log_files(run: RunDir, job: str | None) -> list[Path]:
     job_ids = _list_job_ids(snapshot)
     if job not in job_ids:
         raise SpecError(
-            f"no job {job!r} in {run.path}", suggest_nearest(job, job_ids) or f"there are: {', '.join(job_ids) or '-'}"
+            f"no job {job!r} in {run.path}",
+            suggest_nearest(job, job_ids) or f"choose from: {', '.join(job_ids) or '-'}",
         )
     tasks = tuple(f"{task.id}." for task in (*snapshot.tasks, *snapshot.check_tasks) if task.job == job)
     own_logs = [path for path in run.logs() if path.name.startswith(tasks)]

@@ -37,8 +37,8 @@ def branches_learned_little(*, start: float, lowest: float) -> str:
 def branches_below_learning_rate(*, lr: float, reference: float) -> str:
     return (
         f"The script used learning rate {format_number(lr)} where the branches start, below script.reference.lr"
-        f" {format_number(reference)}: it is still warming up, or its schedule has lowered it. Whether the chosen learning"
-        " rate is stable at its full height was not tested."
+        f" {format_number(reference)}: it is still warming up, or its schedule has lowered it. The search did not test"
+        " whether the training is stable at the full learning rate."
     )
 
 
@@ -338,9 +338,9 @@ def balance_too_low(*, available: str, needed: str) -> str:
 @diagnostic
 def ramp_shortened_by_nodes(*, batches: Sequence[int], nodes: int, batches_on_least: Sequence[int], least: int) -> str:
     return (
-        f"On up to {format_count(nodes)}, the batch of train.ramp takes the values {join_words(batches)}; on"
-        f" {least} it would take {join_words(batches_on_least)}. Each must divide among the GPUs of the most nodes,"
-        " and the training keeps them in later ranges. For smaller first batches, start with a smaller range."
+        f"With up to {format_count(nodes)}, the stages of train.ramp have batches {join_words(batches)} instead of"
+        f" {join_words(batches_on_least)} on {least}, because each must be divisible among the GPUs of the largest number"
+        " of nodes. Later jobs keep them. For smaller first batches, start with a smaller range of nodes."
     )
 
 
@@ -393,7 +393,7 @@ def resume_setting_too_free(*, setting: str, verdict: str, reason: str) -> str:
 
 @diagnostic
 def duplicate_row(*, row: str, twin: str) -> str:
-    return f"{row} is the same training as {twin}, and is trained once, as {twin}."
+    return f"{row} has the same settings as {twin}, so it is trained only once, as {twin}."
 
 
 @diagnostic
@@ -408,9 +408,7 @@ def method_needs_several_gpus(*, reason: str) -> str:
 
 @diagnostic
 def only_warmup(*, method: str, warmup_epochs: float, epochs: int) -> str:
-    return (
-        f"{method} has {warmup_epochs:g} epochs of warm-up, but train.epochs is {epochs}, so it trains in warm-up only."
-    )
+    return f"{method} has {warmup_epochs:g} epochs of warm-up, but train.epochs is {epochs}, so the whole training is warm-up."
 
 
 @diagnostic

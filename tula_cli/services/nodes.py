@@ -236,9 +236,9 @@ def _make_interruption(run: RunDir, task: CheckTask | None) -> Interruption:
     """Return the error to raise on Ctrl-C; a job that was submitted continues to run."""
     if task is None:
         return Interruption(
-            "interrupted", "the same command submits the job, or attaches to it if it is already queued"
+            "interrupted", "run the same command again to submit the job, or to follow it if it is already queued"
         )
-    hint = f"the same command attaches to it again; tula cancel {words.make_relative_path(run.path)} ends it"
+    hint = f"run the same command again to follow it; tula cancel {words.make_relative_path(run.path)} ends it"
     return Interruption(f"interrupted; {task.job} continues", hint)
 
 
@@ -259,7 +259,7 @@ def check_node_count(spec: JobSpec, requested: int | None) -> int:
     require_positive(nodes=requested)
     most, where = _find_max_nodes(spec)
     if requested is not None and most is not None and requested > most:
-        raise SpecError(f"--nodes {requested}: a job can have {most} nodes here ({where})")
+        raise SpecError(f"--nodes {requested}: a job can have at most {most} nodes here ({where})")
     if requested is not None:
         return requested
     fewest = min((nodes for nodes in spec.search.nodes if nodes > 1), default=1 if spec.cluster.kind == "local" else 2)
@@ -370,7 +370,7 @@ def watch_cluster(
             reason = f" ({state.reason})" if state.reason else ""
             raise Pending(
                 f"{job.id} has not finished after {timeout:g} s: {state.state}{reason}",
-                "the same command attaches to it again",
+                "run the same command again to follow it",
             )
         sleep(pause if timeout is None else min(pause, max(0.0, started + timeout - now)))
         pause = min(longest, 1.5 * pause)
@@ -452,7 +452,7 @@ def _check_failure(run: RunDir, task: CheckTask, job: Job) -> TulaError:
     attempts = run.attempts(task.id)
     last_attempt = attempts[-1] if attempts else None
     if run.is_cancelled(task.job):
-        return JobFailed(f"{job.id} was cancelled", "the same command starts another one")
+        return JobFailed(f"{job.id} was cancelled", "run the same command to start another one")
     if job.scheduler == "slurm":
         ended = scheduler.find_outcome(job.scheduler_id)
         if last_attempt is None and ended is not None:

@@ -96,7 +96,7 @@ class SeedsReport:
         if failed and all(row.is_over for row in self.trainings):
             raise JobFailed(
                 f"{len(failed)} of {format_count(len(self.trainings), 'training')} failed: {failed[0]}",
-                "tula logs shows their output; the same command tries them again",
+                "tula logs shows their output; run the same command to try them again",
             )
 
 
@@ -315,7 +315,9 @@ def _submit_all(
     if wait_policy.should_wait(run.spec):
         yield from wait_for_jobs(run, launcher, jobs, wait_policy)
     else:
-        yield Note(f"{format_count(len(jobs), 'training')} under way; the same command shows how they ended")
+        yield Note(
+            f"{format_count(len(jobs), 'training')} running or queued; run the same command again later to see their results"
+        )
 
 
 def _train_one_by_one(prepared: PreparedSeeds, launcher: Launcher, wait_policy: WaitPolicy) -> Work[None]:

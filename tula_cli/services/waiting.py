@@ -104,7 +104,9 @@ def wait_for_jobs(run: Run, launcher: Launcher, jobs: Sequence[str], wait_policy
     assert run_status is not None
     own_jobs = [job for job in run_status.jobs if job.id in jobs]
     if unfinished := [f"{job.id} ({job.state})" for job in own_jobs if job.state in status.ACTIVE]:
-        raise Pending(f"not finished within the timeout: {', '.join(unfinished)}", "the same command attaches again")
+        raise Pending(
+            f"not finished within the timeout: {', '.join(unfinished)}", "run the same command again to follow them"
+        )
     reported = _list_reported_failures(run)
     for job in own_jobs:
         if job.state in FAILED_STATES and job.reason not in reported:
@@ -151,7 +153,9 @@ def _list_reported_failures(run: RunDir) -> set[str]:
 def make_interruption_of_jobs(runs: Sequence[Run]) -> Interruption:
     """Return the error to raise on Ctrl-C while jobs of some runs are submitted or running."""
     cancels = "; ".join(f"tula cancel {words.make_relative_path(run.path)}" for run in runs)
-    return Interruption("interrupted; the jobs continue", f"the same command attaches again; {cancels} stops them")
+    return Interruption(
+        "interrupted; the jobs continue", f"run the same command again to follow them; {cancels} stops them"
+    )
 
 
 def warn_new_jobs(

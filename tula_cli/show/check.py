@@ -289,6 +289,7 @@ def render_resume_test(resume_finding: "ResumeFinding") -> Iterator["RenderableT
             "-" if row.first_lr is None else format_number(row.first_lr, 4), format_number(row.seconds), row.ended,
         )  # fmt: skip
     yield made
+    yield "The test trains fewer samples than a training if the command has a placeholder for the length."
     yield ""
     yield from resume_finding.rehearsal.told
     verdict = resume_finding.rehearsal.verdict

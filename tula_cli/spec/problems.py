@@ -70,6 +70,13 @@ def describe_problem(item: Any, *, of_script: bool = False) -> Problem:
     if item["type"] == "missing":
         return Problem(path, "is required")
     message = _describe_expected(item)
+    key, _, reason = message.partition(": ")
+    if (
+        item["type"] == "value_error"
+        and re.fullmatch(r"[\w.]+", key)
+        and key.split(".")[0] in _list_keys_at(item["loc"])
+    ):
+        return Problem(f"{path}.{key}" if item["loc"] else key, reason)  # the check of a section names the key
     if item["type"] == "literal_error":
         key, value = ".".join(path.split(".")[-2:]), str(item["input"])
         if advice := REMOVED_VALUES.get(key, {}).get(value):

@@ -137,7 +137,7 @@ def test_a_stage_too_small_for_all_nodes_is_trained_on_fewer_and_without_them_le
 
 def test_what_does_not_divide_among_the_nodes_of_a_stage_is_refused() -> None:
     stages = (Stage(begin=0, batch=24), Stage(begin=100, batch=32))
-    with pytest.raises(SpecError, match="batch 32 does not divide by 3"):
+    with pytest.raises(SpecError, match="batch 32 is not divisible by 3"):
         assign_nodes_to_stages(stages, {24: 3}, spec=job(), nodes=8)
     with pytest.raises(SpecError, match="batch 32 would have 2 nodes, fewer than batch 24"):
         assign_nodes_to_stages(stages, {24: 4}, spec=job(), nodes=2)

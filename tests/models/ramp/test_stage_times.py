@@ -99,7 +99,7 @@ def test_spot_nodes_wait_for_the_stages_too() -> None:
 def test_a_stage_that_does_not_divide_rules_a_configuration_out() -> None:
     subject = forecast([{"epochs": 1, "batch": 40}])
     assert subject.describe_why_infeasible(Config(2, 128)) == ""
-    assert "batch 40 does not divide by 16" in subject.describe_why_infeasible(Config(16, 128))
+    assert "batch 40 is not divisible by 16" in subject.describe_why_infeasible(Config(16, 128))
     assert {row.nodes for row in subject.predictions() if row.batch > 40} == {2, 4, 8}
 
 

@@ -90,7 +90,7 @@ def test_steps_are_those_of_a_walk(size: int, batches: list[int], data: st.DataO
 
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    ([{"epochs": 1, "batch": 100}], {"nodes": 8}, r"batch 100 does not divide by 8 .*"),
+    ([{"epochs": 1, "batch": 100}], {"nodes": 8}, r"batch 100 is not divisible by 8 .*"),
     ([{"epochs": 1, "batch": 4096}], {}, "batch 4096 is not below the training's own, 2048"),
     ([{"epochs": 19.999999, "batch": 128}], {}, "lasts 20 epochs, so nothing of train.epochs 20"),
     ([{"epochs": 1, "batch": 128, "nodes": 5}], {}, r"has 5 nodes, more than the training \(1\)"),
@@ -118,7 +118,7 @@ def test_stages_that_do_not_fit_are_refused(ramp: Any, where: dict[str, int], wo
             [64, 511],
             1024,
             "",
-            "no training on [2]: train.ramp: batch 511 does not divide by 2 (GPUs x micro-batches of a step)",
+            "no training on [2]: train.ramp: batch 511 is not divisible by 2 (GPUs x micro-batches of a step)",
         ),
         (
             [(64, 3)],

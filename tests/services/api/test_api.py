@@ -250,7 +250,7 @@ def test_ctrl_c_before_a_node_check_is_submitted_starts_nothing(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(RunDir, "check_tasks", pressed)
-    with pytest.raises(Interruption, match="the same command submits the job, or attaches"):
+    with pytest.raises(Interruption, match="run the same command again to submit the job, or to follow"):
         tula.check_nodes(make.SPEC)
     assert not cluster.submitted
 
@@ -289,7 +289,7 @@ def test_values_that_the_command_line_would_refuse_are_one_error(cluster: AtOnce
         ("seeds 0: must be 1 or more", lambda: tula.compare(run, batches=[64], seeds=0)),
         ("nodes 0: must be 1 or more", lambda: tula.compare(run, batches=[64], nodes=0)),
         ("batch -64: must be 1 or more", lambda: tula.compare(run, batches=[64, -64])),
-        ("^methods: there is no method 'agz'", lambda: tula.compare(run, batches=[64], methods=["agz"])),
+        ("^--methods: there is no method 'agz'", lambda: tula.compare(run, batches=[64], methods=["agz"])),
         ("nodes 0: must be 1 or more", lambda: tula.check_nodes(run, nodes=0)),
         ("nodes -2: must be 1 or more", lambda: tula.check_nodes(run, nodes=-2)),
         ("batch 'x': must be a whole number", lambda: tula.train(run, nodes=1, batch="x")),  # type: ignore[arg-type]

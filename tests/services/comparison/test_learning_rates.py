@@ -195,7 +195,7 @@ def write_resume_test(run: RunDir, job: JobSpec, verdict: Verdict, *, saved: int
         (script_job(resume={"batch": "rehearse"}), "same", "it cannot resume at another batch (it counts steps)"),
         (script_job(resume={"batch": "same"}), None, "script.resume.batch: same"),
         (script_job(), "none", "it cannot resume at another batch (it counts steps)"),
-        (script_job(reference={"batch": 15, "lr": 0.1}, launch="node"), None, "15 does not divide by 2"),
+        (script_job(reference={"batch": 15, "lr": 0.1}, launch="node"), None, "15 is not divisible by 2"),
         (script_job(length={"epochs": 4}, dataset_size="auto"), None, "the samples of an epoch are not known"),
     ],
 )
@@ -206,7 +206,7 @@ def test_a_script_that_cannot_be_branched_is_refused_with_what_to_do(
     if verdict is not None:
         write_resume_test(run, job, verdict)
     with pytest.raises(SpecError, match=re.escape(reason)) as error:
-        prepare(run, job, nodes=2 if "divide" in reason else 1)
+        prepare(run, job, nodes=2 if "divisible" in reason else 1)
     assert error.value.message.startswith("tula cannot branch the script from its checkpoint: ")
     assert "tula compare --methods lbt,sqrt,lrs" in error.value.hint
 

@@ -604,7 +604,7 @@ def test_a_scheduler_gets_a_round_at_a_time(tmp_path: Path, wait: bool) -> None:
         )
         if call == 0 and not wait:
             assert [launcher.is_short(task) for task in launcher.tasks].count(True) == 4
-            assert "the same command starts the next round once these trainings have ended" in notes
+            assert "run the same command again when these trainings have ended, to start the next round" in notes
         if len(launcher.tasks) == before:
             break
     assert result.report.complete and sorted(launcher.trained) == ["ags", "lbt", "lrs", "ortho", "ramp"]

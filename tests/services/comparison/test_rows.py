@@ -61,10 +61,11 @@ def test_the_settings_are_laid_over_the_job_and_checked_by_the_spec() -> None:
         ("agz:delta=1", "there is no method 'agz' did you mean ags"),
         ("nothing", "write your own method as package.module:attribute"),
         ("ags:0.1", "'0.1' is not a setting write ags:KEY=VALUE, as in ags:delta=0.1"),
+        ("ags:delta", "'ags:delta': delta has no value write ags:KEY=VALUE"),
         ("my.code:", "there is no method 'my.code:'"),
         (
             "lbt:lr=0.2",
-            "method lbt has no settings section; write the whole key in place of lr name the section: lbt:train.lr=0.2",
+            "method lbt has no section of its own, so lr needs one write lbt:optimizer.lr=0.2",
         ),
         ("lbt:model.name=vgg11", "section model is the same in all rows"),
         ("ags:train.seed=3", "sets train.seed, which --seeds changes"),
@@ -73,7 +74,7 @@ def test_the_settings_are_laid_over_the_job_and_checked_by_the_spec() -> None:
         ("ags:auto.branch_epochs=1", "section auto has no effect with method ags"),
         ("ags:delta=", "delta has no value"),
         ("ags:delta=0.1:ags.delta=0.2", "sets ags.delta twice"),
-        ("ags:delta=[0.1", "methods: 'ags:delta=[0.1': ags.delta, line 1, column 5: not valid YAML"),
+        ("ags:delta=[0.1", "--methods: 'ags:delta=[0.1': ags.delta, line 1, column 5: not valid YAML"),
     ],
 )
 def test_what_is_no_row_is_refused(row: str, words: str) -> None:

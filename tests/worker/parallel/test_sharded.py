@@ -182,7 +182,7 @@ def test_blocks_are_found() -> None:
 def test_a_parameter_that_cannot_be_divided_is_named_before_anything_runs() -> None:
     model = blocks()
     model.register_parameter("temperature", nn.Parameter(torch.tensor(1.0)))
-    with pytest.raises(SpecError, match="without a dimension: temperature"):
+    with pytest.raises(SpecError, match="scalar parameters: temperature"):
         list_fsdp_blocks(model)
 
 

@@ -310,7 +310,7 @@ def test_a_batch_beyond_the_dataset_is_refused(alone: Ranks) -> None:
 
 
 def test_a_batch_that_does_not_divide_is_refused(alone: Ranks) -> None:
-    with pytest.raises(SpecError, match="batch 16 does not divide by 3"):
+    with pytest.raises(SpecError, match="batch 16 is not divisible by 3"):
         trainer(spec(train={"accumulate": 3}), alone, batch=16)
 
 

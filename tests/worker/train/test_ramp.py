@@ -248,7 +248,7 @@ def test_parts_of_micro_batches_are_those_that_the_stage_needs(alone: Ranks) -> 
 
 
 def test_a_stage_that_does_not_divide_is_refused(alone: Ranks) -> None:
-    with pytest.raises(SpecError, match="batch 9 does not divide by 2"):
+    with pytest.raises(SpecError, match="batch 9 is not divisible by 2"):
         trainer(job(ramp=[{"epochs": 1, "batch": 9}], train={"accumulate": 2}), alone, batch=32)
 
 

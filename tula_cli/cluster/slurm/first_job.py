@@ -162,7 +162,9 @@ def inspect_on_node(
     except KeyboardInterrupt:
         job.cancel()
         if not job.id:
-            raise Interruption("interrupted", "the same command submits the first job, or attaches to it") from None
+            raise Interruption(
+                "interrupted", "run the same command again to submit the first job, or to follow it"
+            ) from None
         output = f"interrupted; job {job.id}, which builds the model and the dataset, was cancelled"
         raise Interruption(output) from None
     except BaseException:
@@ -174,7 +176,7 @@ def inspect_on_node(
     if not log.exists():
         raise SchedulerError(
             f"job {job.id}, which builds the model and the dataset, wrote no log in {log.parent}",
-            "its node cannot write there: choose a folder on a file system that all nodes share with --run-dir",
+            "its node cannot write there: give --run-dir a folder on a file system that all nodes share",
         )
     try:
         if not output.strip():

@@ -38,7 +38,7 @@ def require_plain_path(run: Path) -> None:
         return
     pattern = path[match.start() : match.start() + 2]
     raise SpecError(
-        f"the run directory {path} contains {pattern}, which SLURM would replace (as it replaces %j by"
+        f"the run directory {path} contains {pattern}, which SLURM would replace (for example, %j by"
         " the id of the job)",
         "choose another folder with --run-dir, or rename it",
     )

@@ -100,7 +100,11 @@ def list_figure_rows(figure: Figure) -> Iterator[Sequence[Cell]]:
     """Yield the data of a figure: one row per point and per mark, or one row per cell of a density."""
 
     def format_x(x: float | None) -> Cell:
-        return figure.categories[int(x)] if x is not None and figure.x_scale == "category" else x
+        if x is None:
+            return None
+        if figure.x_scale == "category":
+            return figure.categories[int(x)]
+        return x if x % 1 else int(x)  # a batch is printed as 16, not as 16.00
 
     if (density := figure.density) is not None:
         ends = [f"{label} {end}" for label in (figure.x_label, figure.y_label) for end in ("from", "to")]
@@ -133,7 +137,7 @@ def _render_text(document: Document, markup: "Markdown | Latex", *, end: str) ->
     blocks = [markup.begin(document), markup.list_facts(document.facts)]
     for section in document.sections:
         blocks += [markup.heading(section.title), *map(markup.escape, section.text)]
-        blocks += [markup.emphasise(f"Missing: {section.missing}.") if section.missing else ""]
+        blocks += [markup.emphasise(f"Missing: {section.missing.removesuffix('.')}.") if section.missing else ""]
         blocks += [markup.list_facts(section.facts), *map(markup.tabulate, section.tables)]
         blocks += [
             f"{markup.name_figure(figure)}: {markup.escape(_describe_figure(figure))}" for figure in section.figures

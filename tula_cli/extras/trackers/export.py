@@ -229,7 +229,7 @@ def require_sent(results: Iterable[ExportResult]) -> None:
     if failed := [result for result in results if result.problem]:
         raise TrackerError(
             f"some values were not sent to {', '.join(result.to for result in failed)}: {failed[0].problem}",
-            "the same command sends the missing values",
+            "run the same command again to send the missing values",
         )
 
 
@@ -260,8 +260,10 @@ def list_requested_trackers(
     try:
         return tuple(Export(to=section, uri=uri, project=project) for section in to)
     except ValidationError as error:
-        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise SpecError(f"--to or --uri: {reason.removeprefix('to: ')}") from None
+        first_error = error.errors()[0]
+        reason = first_error["msg"].removeprefix("Value error, ")
+        option = next(iter(first_error["loc"]), "to" if reason.startswith("to: ") else "uri")
+        raise SpecError(f"--{option}: {reason.removeprefix('to: ')}") from None
 
 
 def export_run(

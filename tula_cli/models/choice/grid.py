@@ -50,7 +50,7 @@ def check_divides(batch: int, parts: int) -> None:
     """
     if batch % parts:
         raise SpecError(
-            f"batch {batch} does not divide by {parts} (nodes x GPUs per node x train.accumulate)",
+            f"batch {batch} is not divisible by {parts} (nodes x GPUs per node x train.accumulate)",
             f"the nearest are {batch // parts * parts or parts} and {(batch // parts + 1) * parts}",
         )
 

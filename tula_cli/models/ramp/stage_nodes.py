@@ -203,8 +203,9 @@ def _check_decay(spec: JobSpec, *, batch: int, ramp: Ramp) -> None:
         )
     if batch > reference * growth:
         raise SpecError(
-            f"train.ramp: decay never reaches batch {batch}: the schedule leaves 1/{format_number(growth)} of the learning rate by the"
-            f" last 2 % of the training, so that train.reference_batch {reference} grows to {int(reference * growth)} at most",
+            f"train.ramp: decay never reaches batch {batch}: the schedule lowers the learning rate only to"
+            f" 1/{format_number(growth)} by the last 2 % of the training, so the batch grows from {reference}"
+            f" (train.reference_batch) to at most {int(reference * growth)}",
             "train with a smaller batch (search.max_batch, or --batch), or with a schedule that ends lower",
         )
 
@@ -287,8 +288,9 @@ def assign_nodes_to_stages(
             divisor = compute_batch_divisor(spec, count)
             if later.batch % divisor:
                 raise SpecError(
-                    f"train.ramp: batch {later.batch} does not divide by {divisor} (GPUs x micro-batches of a step on the"
-                    f" {format_count(count)} of batch {stage.batch}); samples stay in order at a change if it does",
+                    f"train.ramp: batch {later.batch} is not divisible by {divisor} (GPUs x micro-batches on the"
+                    f" {format_count(count)} of batch {stage.batch}), which is needed to keep the order of samples when the"
+                    " batch changes",
                     f"the nearest are {later.batch // divisor * divisor or divisor} and {(later.batch // divisor + 1) * divisor}",
                 )
     return stages_with_nodes if len(set(counts)) > 1 else tuple(stages)

@@ -311,7 +311,7 @@ def _plan_named_stages(
         divisor_on_nodes = stage.nodes * spec.cluster.gpus_per_node * spec.train.accumulate if stage.nodes else divisor
         if stage.batch % divisor_on_nodes:
             raise SpecError(
-                f"train.ramp: batch {stage.batch} does not divide by {divisor_on_nodes} (GPUs x micro-batches of a step)",
+                f"train.ramp: batch {stage.batch} is not divisible by {divisor_on_nodes} (GPUs x micro-batches of a step)",
                 f"the nearest are {stage.batch // divisor_on_nodes * divisor_on_nodes or divisor_on_nodes} and {(stage.batch // divisor_on_nodes + 1) * divisor_on_nodes}",
             )
         stages.append(Stage(begin=begin, batch=stage.batch))

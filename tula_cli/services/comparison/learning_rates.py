@@ -209,7 +209,7 @@ def _require_branchable(run: Run, script: Script, divisor: int) -> tuple[int, in
         problem = f"it cannot resume at another batch ({finding.why if finding else f'script.resume.batch: {resumes}'})"
         advice = "correct how the script resumes, and run tula check --rehearse"
     elif reference % divisor:
-        problem = f"script.reference.batch {reference} does not divide by {divisor} (nodes x GPUs per node x train.accumulate)"
+        problem = f"script.reference.batch {reference} is not divisible by {divisor} (nodes x GPUs per node x train.accumulate)"
         advice = "search on fewer nodes: --nodes 1"
     elif size is None:
         problem, advice = "the samples of an epoch are not known", "set script.dataset_size"

@@ -168,7 +168,7 @@ def parse_row(row: str) -> Variant:
     paths = tuple(_parse_setting(row, variant, text) for text in settings)
     keys = [text.partition("=")[0] for text in paths]
     if twice := next((key for key in keys if keys.count(key) > 1), None):
-        raise SpecError(f"methods: {row!r} sets {twice} twice", "keep one of them")
+        raise SpecError(f"--methods: {row!r} sets {twice} twice", "keep one of them")
     return dataclasses.replace(variant, settings=paths)
 
 
@@ -176,12 +176,11 @@ def _make_unknown_method_error(method: str, row: str) -> SpecError:
     method_name = method.partition(":")[0]
     if method_name in list_known_methods():
         wrong = method.partition(":")[2]
-        return SpecError(
-            f"methods: {row!r}: {wrong!r} is not a setting", f"write {method_name}:KEY=VALUE, as in ags:delta=0.1"
-        )
-    hint = suggest_nearest(method, list_known_methods()) or f"there are: {', '.join(list_known_methods())}"
+        problem = f"{wrong} has no value" if wrong.isidentifier() else f"{wrong!r} is not a setting"
+        return SpecError(f"--methods: {row!r}: {problem}", f"write {method_name}:KEY=VALUE, as in ags:delta=0.1")
+    hint = suggest_nearest(method, list_known_methods()) or f"choose from: {', '.join(list_known_methods())}"
     return SpecError(
-        f"methods: there is no method {method!r}", f"{hint}; write your own method as package.module:attribute"
+        f"--methods: there is no method {method!r}", f"{hint}; write your own method as package.module:attribute"
     )
 
 
@@ -189,24 +188,26 @@ def _parse_setting(row: str, variant: Variant, text: str) -> str:
     """Return a setting with the full path of its key."""
     key, _, value = text.partition("=")
     if not value.strip():
-        raise SpecError(f"methods: {row!r}: {key} has no value", f"write {key}=VALUE; null is the default")
+        raise SpecError(f"--methods: {row!r}: {key} has no value", f"write {key}=VALUE; null is the default")
     method_section = variant.training_method.section
     if "." not in key and not method_section:
+        sections = [name for name in SECTIONS if key in JobSpec.model_fields[name].annotation.model_fields]
+        keys = [f"{variant.method}:{section}.{key}={value}" for section in sections]
         raise SpecError(
-            f"methods: {row!r}: method {variant.method} has no settings section; write the whole key in place of {key}",
-            f"name the section: {variant.method}:train.{key}={value} or {variant.method}:optimizer.{key}={value}",
+            f"--methods: {row!r}: method {variant.method} has no section of its own, so {key} needs one",
+            f"write {' or '.join(keys)}" if keys else f"no section that a row may set has the key {key}",
         )
     path = key if "." in key else f"{method_section}.{key}"
     section = path.partition(".")[0]
     if section not in SECTIONS:
         raise SpecError(
-            f"methods: {row!r}: section {section} is the same in all rows", f"a row may set {', '.join(SECTIONS)}"
+            f"--methods: {row!r}: section {section} is the same in all rows", f"a row may set {', '.join(SECTIONS)}"
         )
     if why := FIXED.get(path):
-        raise SpecError(f"methods: {row!r} sets {path}, {why}", "leave it out")
+        raise SpecError(f"--methods: {row!r} sets {path}, {why}", "leave it out")
     if not variant.training_method.reads(section):
         raise SpecError(
-            f"methods: {row!r}: section {section} has no effect with method {variant.method}", "leave it out"
+            f"--methods: {row!r}: section {section} has no effect with method {variant.method}", "leave it out"
         )
-    parse_yaml(value, source=f"methods: {row!r}: {path}")  # refused under the row's name, not under that of --set
+    parse_yaml(value, source=f"--methods: {row!r}: {path}")  # refused under the row's name, not under that of --set
     return f"{path}={value}"

@@ -197,7 +197,7 @@ def _train_missing(
             jobs = yield from _submit(run, plan, launcher, dependencies)
             if not wait_policy.should_wait(run.spec):
                 if plan.standing.undecided:
-                    yield Note("the same command starts the next round once these trainings have ended")
+                    yield Note("run the same command again when these trainings have ended, to start the next round")
                 return
             together = trainings.wait_for_all(run, plan, launcher, jobs)
             yield from export_while_waiting(run, None, map(ComparisonProgress, together))

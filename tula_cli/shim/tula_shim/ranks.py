@@ -73,7 +73,7 @@ def share_decision(name: str, decide: Callable[[], str], *, world: int) -> str:
     group = get_process_group()
     store = _store() if group is not None else None
     if group is None or store is None:
-        raise NoStoreError("several ranks without a torch process group cannot agree on a step")
+        raise NoStoreError("the script has several ranks but no torch process group, so they cannot agree on a step")
     key = f"tula/{name}"
     if group.get_rank() == 0:
         answer = decide()

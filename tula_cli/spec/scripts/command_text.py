@@ -163,7 +163,7 @@ class _Reader:
         elif not self.keeps_setup:
             raise SpecError(
                 f"{self._place(pipeline)}{raw!r} needs a shell, but {_WITHOUT_SHELL}",
-                "run that part before tula, or use tula init slurm, which keeps such lines as cluster.setup",
+                "run that part yourself before tula, or write it into cluster.setup of a job with kind: slurm (tula init slurm does that)",
             )
         elif re.search(r"\$(?:[1-9@*#]|\{[1-9@*#])", raw) and not re.match(r"function|.*\(\)", raw):
             raise SpecError(
@@ -184,8 +184,8 @@ class _Reader:
         is_here = not target.unknown and Path(target.text or Path.home()).resolve() == Path.cwd()
         if not is_here and "SLURM_SUBMIT_DIR" not in target.unknown:
             raise SpecError(
-                f"{self._place(pipeline)}{_shorten_words(words)!r} is ignored: tula starts the command in the folder in which tula runs",
-                f"run tula init in {target.text or 'that folder'}, and omit it from the command",
+                f"{self._place(pipeline)}{_shorten_words(words)!r} cannot be used: tula starts the command in the folder in which tula itself runs",
+                f"run tula init in {target.text or 'that folder'}, and remove the change of folder from the command",
             )
         self.left_out.append(_shorten_words(words))
 
@@ -197,8 +197,8 @@ class _Reader:
             outside.append(f"{before.operator} {self._raw([after])}")
             if pipeline[0] is before and is_program_start(after.program):
                 raise SpecError(
-                    f"{self._place(pipeline)}{self._raw([before])!r} writes the input, but tula starts the command without input",
-                    "give the script an option for it",
+                    f"{self._place(pipeline)}{self._raw([before])!r} provides the input of the command, but tula starts the command without input",
+                    "let the script read a file that an option names",
                 )
             if before.operator == "||" or after.program[0].name != "tee":
                 raise SpecError(
@@ -208,7 +208,7 @@ class _Reader:
         if redirection := next((each for each in first.redirections if re.match(r"\d*<(?!\s*/dev/null$)", each)), ""):
             raise SpecError(
                 f"{self._place(pipeline)}{redirection!r} redirects the input, but tula starts the command without input",
-                "give the script an option for it",
+                "let the script read a file that an option names",
             )
         self.left_out += [*outside, *(["&"] if pipeline[-1].operator == "&" else [])]
 

@@ -373,7 +373,7 @@ def _split_options(launcher: _Launcher, words: Sequence[ShellWord]) -> tuple[lis
         longer = [each for each in numbers if len(name) > 2 and each.startswith(name)]
         name = longer[0] if name not in numbers and len(longer) == 1 else name
         if name not in numbers and re.search(r"nproc|nnode|num_?(?:gpu|node|proc|machine)|n_?gpu", name):
-            raise SpecError(f"{launcher.name}'s {option.label} is not known", "correct it, or remove it")
+            raise SpecError(f"{launcher.name} has no option {option.label} that tula knows", "correct or remove it")
         result.append(replace(option, meaning=name))
     return result, rest
 

@@ -123,5 +123,5 @@ def _format_value(value: str | float) -> str:
 
 def _describe_unknown(name: str) -> str:
     near = difflib.get_close_matches(name, PLACEHOLDERS, 1)
-    hint = f"did you mean {{{near[0]}}}" if near else f"there are {', '.join(PLACEHOLDERS)}"
+    hint = f"did you mean {{{near[0]}}}" if near else f"choose from {', '.join(PLACEHOLDERS)}"
     return f"no placeholder {{{name}}}; {hint}; double literal braces"

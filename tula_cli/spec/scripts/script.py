@@ -164,7 +164,7 @@ class Script(Section):
             )
         if "micro_batch" in placeholders and not placeholders & {"accumulate", "accumulate_total"}:
             raise ValueError(
-                "command has {micro_batch} but neither {accumulate} nor {accumulate_total}, so with several micro-batches per step it would train on too few samples; write {local_batch}, or pass their number"
+                "command has {micro_batch} but neither {accumulate} nor {accumulate_total}, so with several micro-batches per step it would train on too few samples; write {local_batch} instead, or pass the number of micro-batches with {accumulate}"
             )
         return self
 

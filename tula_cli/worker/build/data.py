@@ -374,10 +374,12 @@ class UserOrder:
         size = count_samples(samples)
         wrong = [index for index in indices if not isinstance(index, int | np.integer) or not 0 <= index < size]
         if wrong or not indices:
-            wrong_value = f"{wrong[0]!r}" if wrong else "nothing"
-            raise SpecError(
-                f"dataset.sampler {self.name} returns {wrong_value}, not indices of the {size} samples, 0 to {size - 1}"
+            problem = (
+                f"the index {wrong[0]!r}, but the dataset has {size} samples (0 to {size - 1})"
+                if wrong
+                else "no indices"
             )
+            raise SpecError(f"dataset.sampler {self.name} returns {problem}")
         return torch.tensor(indices, dtype=torch.int64)
 
 

@@ -62,7 +62,8 @@ def is_module_matching(name: str, patterns: Sequence[str]) -> bool:
     return _is_included_by_last_match(name, patterns, {kind: set() for kind in KINDS})
 
 
-KINDS = ("norms", "biases", "embeddings")
+KINDS = {"norms": "normalisation layers", "biases": "biases", "embeddings": "embedding layers"}
+"""Words that select the parameters of a kind, with what a model lacks if they match none."""
 
 
 def _is_included_by_last_match(name: str, patterns: Sequence[str], kinds: dict[str, set[str]]) -> bool:
@@ -96,6 +97,8 @@ def _list_parameters_of_kind(model: nn.Module, kind: str) -> Iterator[str]:
 
 
 def _make_no_match_error(model: nn.Module, pattern: str, path: str) -> SpecError:
+    if parameters := KINDS.get(pattern.removeprefix("!")):
+        return SpecError(f"{path}: {pattern!r}: model {type(model).__name__} has no {parameters}", f"remove {pattern}")
     modules = [name for name, _ in model.named_modules() if name]
     names = [*modules, *(name for name, _ in model.named_parameters())]
     top = [name for name in modules if "." not in name]
@@ -286,7 +289,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def _allow_frozen_member(kind: Any, name: str) -> Any:
     if not isinstance(kind, type) or not issubclass(kind, enum.Enum):
-        raise pickle.UnpicklingError(f"the metadata asks for {name} of {kind!r}")
+        raise pickle.UnpicklingError(f"the metadata refers to {name} of {kind!r}")
     return kind[name]
 
 

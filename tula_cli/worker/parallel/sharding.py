@@ -182,7 +182,7 @@ def list_fsdp_blocks(model: nn.Module) -> list[nn.Module]:
     """
     if undivided := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
         raise SpecError(
-            f"train.parallel: fsdp cannot divide parameters without a dimension: {', '.join(undivided)}",
+            f"train.parallel: fsdp cannot shard scalar parameters: {', '.join(undivided)}",
             "make each a tensor of shape (1,): nn.Parameter(torch.ones(1)); or use train.parallel: ddp",
         )
     return [

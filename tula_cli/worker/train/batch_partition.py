@@ -87,7 +87,7 @@ def _build_ramp_on_nodes(task: TrainTask, stages: Sequence[Stage], micro_batches
 def _check_batch(spec: JobSpec, batch: int, *, world: int, splits: int, dataset_size: int) -> None:
     micro_batches_in_all = world * spec.train.accumulate * splits
     if batch % micro_batches_in_all:
-        raise SpecError(f"batch {batch} does not divide by {micro_batches_in_all} (ranks x train.accumulate)")
+        raise SpecError(f"batch {batch} is not divisible by {micro_batches_in_all} (ranks x train.accumulate)")
     if batch > dataset_size:
         raise SpecError(f"batch {batch} is larger than the dataset, which has {dataset_size} training samples")
 

@@ -191,7 +191,12 @@ def _parse_setting(row: str, variant: Variant, text: str) -> str:
         raise SpecError(f"--methods: {row!r}: {key} has no value", f"write {key}=VALUE; null is the default")
     method_section = variant.training_method.section
     if "." not in key and not method_section:
-        sections = [name for name in SECTIONS if key in JobSpec.model_fields[name].annotation.model_fields]
+        sections = [
+            name
+            for name in SECTIONS
+            if variant.training_method.reads(name)
+            and key in getattr(JobSpec.model_fields[name].annotation, "model_fields", ())
+        ]
         keys = [f"{variant.method}:{section}.{key}={value}" for section in sections]
         raise SpecError(
             f"--methods: {row!r}: method {variant.method} has no section of its own, so {key} needs one",

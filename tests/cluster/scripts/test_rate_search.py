@@ -1,15 +1,12 @@
 """How a supervisor searches a learning rate with a script: a small descent, which tells its steps through tula_hooks and imports no torch."""
 
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tula_cli.cluster import attempt as cluster_attempt
-from tula_cli.cluster.scripts import training
 from tula_cli.cluster.scripts.rate_search import ScriptRateSearch
 from tula_cli.cluster.supervise import supervise
 from tula_cli.run.directory import RunDir
@@ -21,7 +18,6 @@ from tula_cli.run.records.tasks import RateSearchTask
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.spec.load import validate
 
-TEMPLATES = Path(__file__).parents[3] / "templates"
 SCRIPT = """
 import argparse, json, os, time
 from pathlib import Path
@@ -61,17 +57,6 @@ while samples < options.samples:
     if SAVES:
         save()
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PYTHONPATH", str(TEMPLATES))
-    monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.5)
-    monkeypatch.setattr(training, "SETTLED_SECONDS", 0.1)
-    monkeypatch.setattr(
-        tempfile, "tempdir", str(tmp_path)
-    )  # the machine's lock: jobs of other tests are not waited for
-    return tmp_path
 
 
 def prepare(

@@ -2,16 +2,13 @@
 
 import os
 import subprocess
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tula_cli.cluster import attempt as cluster_attempt
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.scripts import training
 from tula_cli.cluster.supervise import Supervisor, supervise
 from tula_cli.host.processes import start_time
 from tula_cli.run.directory import RunDir
@@ -24,7 +21,6 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
 from tula_cli.spec.signature import compute_resume_test_signature
 
-TEMPLATES = Path(__file__).parents[3] / "templates"
 SCRIPT = """
 import argparse, os, signal, time
 from pathlib import Path
@@ -62,17 +58,6 @@ while samples < options.samples:
     if SAVES:
         save()
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PYTHONPATH", str(TEMPLATES))
-    monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.5)
-    monkeypatch.setattr(training, "SETTLED_SECONDS", 0.1)
-    monkeypatch.setattr(
-        tempfile, "tempdir", str(tmp_path)
-    )  # the machine's lock: jobs of other tests are not waited for
-    return tmp_path
 
 
 def job(folder: Path, *, what_else: str, within: str, saves: str, script: dict[str, Any], **changes: Any) -> JobSpec:

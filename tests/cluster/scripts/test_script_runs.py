@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
 
-TEMPLATES = Path(__file__).parents[3] / "templates"
 SCRIPT = """
 import argparse, json, os, signal, sys, time
 from pathlib import Path
@@ -99,16 +97,6 @@ def job(folder: Path, *, what_else: str = "", within: str = "pass", **changes: A
         },
         source="test",
     )
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PYTHONPATH", str(TEMPLATES))
-    monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.5)
-    monkeypatch.setattr(
-        tempfile, "tempdir", str(tmp_path)
-    )  # the machine's lock: jobs of other tests are not waited for
-    return tmp_path
 
 
 def probes(

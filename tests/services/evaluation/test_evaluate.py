@@ -105,7 +105,7 @@ def test_what_is_not_there_is_reported(run: RunDir) -> None:
         ready(run, weights="best")
     with pytest.raises(SpecError, match="--training cccc: this training does not exist") as caught:
         ready(run, training="cccc")
-    assert caught.value.hint == "there are aaaa, bbbb"
+    assert caught.value.hint == "choose from: aaaa, bbbb"
     with pytest.raises(SpecError, match="--weights bst: this file does not exist"):
         ready(run, weights="bst")
     with pytest.raises(SpecError, match=f"--weights {__file__}: not a file of weights"):

@@ -590,8 +590,8 @@ def test_an_error_of_several_attempts_is_shown_once(run):
 
 def test_a_top5_accuracy_of_all_samples_is_left_out():
     metrics = {"top1": 91.0, "top5": 100.0}
-    assert tables.list_metrics(metrics) == "top1 91.00"
-    assert tables.list_metrics({**metrics, "top5": 99.0}) == "top1 91.00, top5 99.00"
+    assert tables.describe_metrics(metrics) == "top1 91.00"
+    assert tables.describe_metrics({**metrics, "top5": 99.0}) == "top1 91.00, top5 99.00"
 
 
 def test_attempts_on_this_machine_have_no_allocation(run):

@@ -313,13 +313,13 @@ def start_on_cluster(run: Run, launcher: Launcher, *, nodes: int) -> CheckTask:
 def _start_on_cluster(run: Run, launcher: Launcher, *, nodes: int) -> CheckTask:
     spec = run.spec
     tasks = sorted(run.check_tasks(), key=lambda task: task.number)
-    untold = [task for task in tasks if task.nodes == nodes and not run.checks.is_reported(task.id)]
-    for task in [task for task in untold if task.spec != spec]:
+    unreported = [task for task in tasks if task.nodes == nodes and not run.checks.is_reported(task.id)]
+    for task in [task for task in unreported if task.spec != spec]:
         if (job := run.job(task.job)) is not None:
             _cancel_check(run, launcher, task, job)
     name = f"check-n{nodes:03d}-{tasks[-1].number + 1 if tasks else 1}"
     fresh = CheckTask(id=name, job=name, spec=spec, workdir=str(Path.cwd()), nodes=nodes)
-    task = next((task for task in reversed(untold) if task.spec == spec), fresh)
+    task = next((task for task in reversed(unreported) if task.spec == spec), fresh)
     if run.job(task.job) is None:
         run.checks.write_token(task.id, secrets.token_hex(8))
         submit_task(run, launcher, task)

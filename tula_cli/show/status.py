@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from tula_cli.show.tables import (
     describe_cost,
+    describe_metrics,
     describe_place,
     format_or_dash,
-    list_metrics,
     make_table,
     make_table_of_columns,
     measure_long_table,
@@ -69,8 +69,8 @@ def render_status(now: "RunStatus") -> Iterator["RenderableType"]:
         yield ""
         yield make_jobs_table(now.jobs)
         causes = {get_first_line(row.attempt.message) for row in now.attempts}
-        untold = [job for job in now.jobs if job.starts_at is not None or get_first_line(job.reason) not in causes]
-        yield from (f"{job.id} {job.state}: {story}" for job in untold if (story := describe_job_state(job)))
+        unexplained = [job for job in now.jobs if job.starts_at is not None or get_first_line(job.reason) not in causes]
+        yield from (f"{job.id} {job.state}: {story}" for job in unexplained if (story := describe_job_state(job)))
         yield from describe_links(now.jobs)
     if now.training is not None:
         yield ""
@@ -298,7 +298,7 @@ def describe_evaluation(evaluated: "EvaluationRecord") -> str:
     at = "" if evaluated.samples is None else f" at {evaluated.samples} samples"
     name = evaluated.weights if evaluated.samples is not None else make_relative_path(Path(evaluated.weights))
     samples = "test" if evaluated.test else "validation"
-    return f"{name}{at} on the {samples} set: {list_metrics(evaluated.metrics)}"
+    return f"{name}{at} on the {samples} set: {describe_metrics(evaluated.metrics)}"
 
 
 def describe_changes(step_changes: "Sequence[StepChange]") -> Iterator[str]:

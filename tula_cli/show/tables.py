@@ -183,8 +183,8 @@ def describe_place(row: "Prediction") -> str:
     return describe_configuration(row.nodes, row.batch, row.local_batch).replace(",", f"{kind},", 1)
 
 
-def list_metrics(metrics: Mapping[str, float]) -> str:
-    """List metrics with their values, without a top-5 accuracy of 100 %, which five classes or fewer always have."""
+def describe_metrics(metrics: Mapping[str, float]) -> str:
+    """Describe metrics by their values, without a top-5 accuracy of 100 %, which five classes or fewer always have."""
     shown = {name: value for name, value in metrics.items() if (name, value) != ("top5", 100.0)}
     return ", ".join(f"{name} {format_number(value, 4)}" for name, value in shown.items())
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_cli.show.status import describe_changes, describe_scaling, make_branches_table
-from tula_cli.show.tables import describe_cost, list_metrics, make_table
+from tula_cli.show.tables import describe_cost, describe_metrics, make_table
 from tula_cli.words import (
     choose_time_unit,
     compute_perplexity,
@@ -261,7 +261,7 @@ def render_summary(
     )  # of a script nobody knows the epoch
     yield f"trained on {format_count(summary.nodes)} at batch {summary.batch}{changed}{at}"
     if summary.metrics:
-        values = list_metrics(summary.metrics)
+        values = describe_metrics(summary.metrics)
         yield f"after the last epoch: {values}" if summary.best_epoch else values
     if summary.ended:
         yield f"ended {summary.ended} (train.early_stopping); what is predicted is for the epochs that it took"

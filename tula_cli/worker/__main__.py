@@ -153,7 +153,7 @@ def exit_with_failure(error: Exception, task: Task, run: RunDir, attempt: int) -
         local_batch=_find_current_local_batch(task, run),
         shortage=get_shortage(error),
         # Samples are alike on every node; another SpecError may be due to this one, such as a missing folder.
-        permanent=isinstance(error, SpecError) and _SENT_BY_LOADER.match(str(error)) is not None,
+        permanent=isinstance(error, SpecError) and _is_sent_by_loader(error),
         failed_at=time.time(),
     )
     with contextlib.suppress(OSError):
@@ -176,14 +176,21 @@ def _summarize_error(error: Exception, text: str) -> str:
 def _find_last_error_line(error: Exception) -> str:
     """Return the class, message and hint of an error; of an error that a loader process has sent, those of the original."""
     lines = str(error).strip().splitlines()
-    original = find_user_exception(str(error)) if _SENT_BY_LOADER.match(str(error)) else ""
-    name, hint = type(error).__name__, ""
-    if isinstance(error, TulaError):
-        hint = next((f" ({line.removeprefix(_HINT)})" for line in reversed(lines) if line.startswith(_HINT)), "")
-    message = _MODULE.sub("", original) or ": ".join(filter(None, [name, *lines[:1]]))
+    original, hint = "", error.hint if isinstance(error, TulaError) else ""
+    if _is_sent_by_loader(error):  # torch keeps the text alone of the original
+        original = find_user_exception(str(error))
+        hints = [line.removeprefix(_HINT) for line in lines if line.startswith(_HINT)]
+        hint = hints[-1] if hints and isinstance(error, TulaError) else ""
+    message = _MODULE.sub("", original) or ": ".join(filter(None, [type(error).__name__, *lines[:1]]))
     # NCCL begins with the kind of its error and tells what happened after this line.
     first_line = lines.index("Last error:") + 1 if "Last error:" in lines else 0
-    return f"{message}: {lines[first_line]}" if 0 < first_line < len(lines) else f"{message}{hint}"
+    return (
+        f"{message}: {lines[first_line]}" if 0 < first_line < len(lines) else f"{message}{f' ({hint})' if hint else ''}"
+    )
+
+
+def _is_sent_by_loader(error: Exception) -> bool:
+    return _SENT_BY_LOADER.match(str(error)) is not None
 
 
 def _get_device_kind(task: Task) -> str:

@@ -8,6 +8,7 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -120,7 +121,7 @@ class ScriptRateSearch(ScriptProgram):
 
     # --- what is known
 
-    @property
+    @cached_property
     def plan(self) -> SearchPlan:
         task = self.task
         return rate_search.plan_search(

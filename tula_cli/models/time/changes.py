@@ -237,9 +237,9 @@ class StepTimeDrift:
         self._latest = within
         if within is None or within is not previously_within or within is self._settled:
             return None
-        untold = (within and self._settled is None) or self._warnings == MAX_WARNINGS
+        is_silent = (within and self._settled is None) or self._warnings == MAX_WARNINGS
         self._settled = within
-        if untold or step_time is None or self.prediction is None:
+        if is_silent or step_time is None or self.prediction is None:
             return None
         self._warnings += 1
         predicted = 1000 * self.prediction.step_time

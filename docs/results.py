@@ -81,7 +81,7 @@ SCRIPTS = {
 }
 
 HEAD = """This page has all measured results that other pages mention. Unless a section says otherwise, they were measured on one or two
-CPU cores; [nothing has been measured on a GPU yet](../on-gpu.md). Each section names the command that repeats its measurements."""
+CPU cores. Each section names the command that repeats its measurements."""
 
 
 def make_page() -> str:
@@ -95,6 +95,7 @@ def make_page() -> str:
         learning_rates(),
         reality(),
         scripts(),
+        gpu(),
     )
     return "\n\n".join([NOTE, "# Results", HEAD, *sections]) + "\n"
 
@@ -546,6 +547,74 @@ def reduced_bounds(runs: Runs, method: str) -> str:
     shares = [recovered_share(runs, network, method, batch) for network in NETWORKS for batch in (1024, 2048)]
     assert not any(map(math.isnan, shares))
     return f"{min(shares):.0f} to {max(shares):.0f} %"
+
+
+# --- a GPU
+
+GPU_TAIL = """The other stages ([on a GPU](../on-gpu.md)) have not been measured yet: memory and the largest batch, the overhead of methods,
+ranks by NCCL, resumption and the data loader."""
+
+
+def gpu() -> str:
+    """Return the section of benchmarks/on_gpu.py."""
+    results = json.loads((RESULTS / "h100.json").read_text(encoding="utf-8"))
+    machine, quickstart, oom = (results[stage]["data"] for stage in ("env", "quickstart", "oom"))
+    head = f"""`python benchmarks/on_gpu.py` on one {machine["gpu"]} with {machine["cores"]} virtual cores, torch {machine["torch"]} and NCCL
+{machine["nccl"]}. It copies {machine["copy_tbs"]:.2f} TB/s and multiplies bf16 matrices at {machine["bf16_tflops"]:.0f} TFLOP/s."""
+    rows = [
+        [
+            "quickstart, 20 epochs",
+            f"top-1 {quickstart['top1']} %, predicted step time {describe_error(quickstart['step_error'])}",
+        ],
+        ["times that the host waits for the GPU in a step", count_waits(results["syncs"]["data"]["syncs"])],
+        *timing_rows(results["timing"]["data"]),
+        [
+            f"out of memory at batch {oom['batches'][0]}, which trains at {oom['batches'][-1]}",
+            f"relaunched after {' and '.join(map(str, oom['relaunch_seconds']))} s; the memory is free again after"
+            f" {' and '.join(map(str, oom['held_seconds']))} s",
+        ],
+        [
+            "errors of CUDA, cuBLAS, cuDNN and NCCL",
+            f"{len(results['errors']['data']['errors'])} kinds classified correctly",
+        ],
+    ]
+    return "\n\n".join(["## On a GPU", head, table(["measured", "result"], rows), GPU_TAIL])
+
+
+def describe_error(share: float) -> str:
+    """Return a relative error in words."""
+    return f"{abs(100 * share):.1f} % too {'high' if share > 0 else 'low'}"
+
+
+def count_waits(cases: Mapping[str, Any]) -> str:
+    """Return the range of counts by precision."""
+    by_precision: dict[str, set[float]] = {}
+    for case, row in cases.items():
+        by_precision.setdefault(case.rpartition(",")[2], set()).add(row["count"])
+    ranges = [
+        f"{precision} {min(counts):g}" + (f" to {max(counts):g}" if max(counts) > min(counts) else "")
+        for precision, counts in by_precision.items()
+    ]
+    methods = len({case.rpartition(",")[0] for case in cases})
+    return f"{', '.join(ranges)} ({methods} methods and variants)"
+
+
+def timing_rows(timing: Mapping[str, Any]) -> Iterable[list[str]]:
+    """Yield a row for each model whose steps take equally long when they are measured twice."""
+    steady = {case: row for case, row in timing["timing"].items() if abs(row["control"] - 1) <= 0.01}
+    for case, row in steady.items():
+        model, batch, precision = case.split(",")
+        off = row["probe_ms"] / row["events_ms"] - 1
+        yield [
+            f"a probe's step of {model} at batch {batch}, {precision}",
+            f"{row['probe_ms']:.1f} ms, {describe_error(off)}",
+        ]
+    others = [abs(row["control"] - 1) for case, row in timing["timing"].items() if case not in steady]
+    yield [
+        f"{len(others)} smaller cases, whose pace the host sets",
+        f"two equal measurements differ by {100 * min(others):.0f} to {100 * max(others):.0f} %",
+    ]
+    yield ["steps after 20 s of load, relative to the first", f"{timing['sustained_ratio']:.3f}"]
 
 
 if __name__ == "__main__":

@@ -201,7 +201,8 @@ class Ortho(Wrapper):
             )
             if pairs and decay and self._is_coupled(group):
                 params, grads = [p for p, _ in pairs], [grad for _, grad in pairs]
-                decayed = torch._foreach_add(grads, params, alpha=-decay if group["maximize"] else decay)
+                decayed = copy_tensors(grads)  # unlike a sum, a copy keeps the strides of dimensions of size 1
+                torch._foreach_add_(decayed, params, alpha=-decay if group["maximize"] else decay)
                 for p, grad in zip(params, decayed, strict=True):
                     p.grad = grad
 

@@ -143,10 +143,15 @@ def should_use_channels_last(train: Train, model: nn.Module, device: torch.devic
 
 
 def to_channels_last(model: nn.Module) -> None:
-    """Store all four-dimensional parameters and buffers of a model in channels-last order; nothing else changes."""
+    """Store all four-dimensional parameters and buffers of a model in channels-last order; nothing else changes.
+
+    The weights of 1x1 and depthwise convolutions get the strides of that order too, although their values do not move.
+    `contiguous()` would keep the former strides, and their gradients would have others: DDP warns of that, and foreach
+    optimizers fall back to one kernel for each tensor.
+    """
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         if tensor.ndim == 4:
-            tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+            tensor.data = tensor.data.to(memory_format=torch.channels_last)
 
 
 def has_convolutions(model: nn.Module) -> bool:

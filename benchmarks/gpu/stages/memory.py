@@ -4,12 +4,14 @@ import itertools
 import json
 import os
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpu.rig import CARD_MODELS, job
+from gpu.product import tula, write_job
+from gpu.rig import CARD_MODELS, SHORT, job
 from gpu.stage import Stage, share
 from gpu.trials import RESOLUTION, TrialFailed, Trials, largest
 from tula_cli.cluster.inspection import inspect
@@ -181,3 +183,33 @@ def one_largest(stage: Stage, key: Key, known: list[Footprint], trial: Trials, c
     off = predicted / true - 1 if true else float("inf")
     stage.require_on_card("largest", abs(off) <= 0.05, f"{name}: largest batch {true}, predicted {predicted}")
     stage.require_on_card("margin_oom", not suffered, f"{name}: batch {chosen}, chosen with a margin, does not fit")
+
+
+def profile_largest(stage: Stage) -> None:
+    """Let `tula profile --largest` bisect under a memory limit, and try its answer and the batch above it."""
+    model, image, capacity = ("small_cnn", 32, 400 * 2**20) if stage.tiny else ("resnet50", 224, 16 * GIB)
+    for precision in ("fp32",) if stage.tiny else ("fp32", "bf16"):
+        spec = job(model, image=image, batch=64, device=stage.device, precision=precision)
+        content = spec.model_dump(mode="json", exclude_unset=True)
+        content["dataset"]["args"]["size"] = 4096
+        content["search"] |= {"min_batch": 16, "max_node_hours": 1, **SHORT}
+        content["cluster"]["memory_per_gpu"] = capacity
+        folder = stage.inside(precision)
+        started = time.monotonic()
+        words = ["profile", str(write_job(folder, content)), "--largest", "--yes"]
+        ended = tula(*words, folder=folder)
+        seconds = time.monotonic() - started
+        answer = ended.answer.get("data") or {}
+        stage.require(ended.code == 0, f"profile --largest, {precision}, ended with {ended.code}: {ended.error}")
+        if ended.code:
+            continue
+        batch, too_large = answer["local_batch"], answer["too_large"]
+        with Trials(spec, capacity=capacity) as trial:
+            fits, above = trial(batch).fits, trial(round(1.1 * batch)).fits
+        figures = {name: answer[name] for name in ("local_batch", "too_large", "headroom", "local_batch_with_margin")}
+        trials = len(answer["measured"]) + len(answer["out_of_memory"])
+        stage.tell(profile_largest={precision: {**figures, "trials": trials, "seconds": share(seconds, 1)}})
+        stage.require(batch < too_large <= 1.03 * batch + 1, f"{precision}: {batch} fits, {too_large} does not")
+        stage.require_on_card(
+            "profile_largest", fits and not above, f"{precision}: alone, {batch} fits: {fits}, 10 % more: {above}"
+        )

@@ -96,6 +96,18 @@ def test_other_dimensions_than_four_stay_as_they_are() -> None:
     assert [p.is_contiguous() for p in model.parameters()] == [True, True, False, True, True, True]
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("error:Grad strides")
+def test_gradients_have_the_strides_of_their_weights_whose_values_are_in_one_order_either_way() -> None:
+    pointwise, depthwise = nn.Conv2d(8, 4, 1), nn.Conv2d(4, 4, 3, groups=4)
+    model = nn.Sequential(pointwise, depthwise, nn.Flatten())
+    device.to_channels_last(model)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    parallel(torch.rand(2, 8, 6, 6).to(memory_format=torch.channels_last)).sum().backward()
+    for weight in (pointwise.weight, depthwise.weight):
+        assert weight.grad is not None and weight.grad.stride() == weight.stride()
+
+
 # --- where it is taken by itself
 
 

@@ -70,3 +70,19 @@ def test_the_hint_names_the_setting_that_the_jobs_scheduler_has(
     ).hint
     settings = ("cluster.minutes", "cluster.slurm.memory", "cluster.options")
     assert [name for name in settings if name in hint] == [setting]
+
+
+@pytest.mark.parametrize(
+    "advice",
+    [
+        "If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+        "If reserved memory is >> allocated memory try setting max_split_size_mb to avoid fragmentation.",
+    ],
+)
+def test_screens_show_the_facts_of_an_out_of_memory_error_and_the_record_keeps_all(advice: str) -> None:
+    facts = (
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 784.00 MiB. GPU 0 has 79.18 GiB, 552.62 MiB is free."
+    )
+    failure = Failure(outcome="device_oom", message=f"{facts} {advice}")
+    assert (failure.summary, failure.message) == (facts, f"{facts} {advice}")
+    assert Failure(outcome="user", message=f"{facts} {advice}").summary == failure.message

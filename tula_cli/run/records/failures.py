@@ -17,6 +17,9 @@ NODE_FAILURES: frozenset[OutcomeClass] = frozenset(
 )
 """Kinds of failure that concern the node, so that messages about them name it."""
 
+ALLOCATOR_ADVICE = " If reserved "
+"""The start of the advice in each out-of-memory error of torch's allocator, after the facts; of torch 2.0 too."""
+
 
 class Shortage(Record):
     """The free and total space of a full file system. Bytes."""
@@ -69,13 +72,13 @@ class Failure(Record):
 
     @property
     def summary(self) -> str:
-        """The message; generic for a lost peer, whose cause only another rank knows."""
+        """The message; generic for a lost peer, whose cause only another rank knows; the facts of torch's on memory."""
         if self.outcome == "peer" and self.rank is not None:
             return f"rank {self.rank} lost its connection to another rank, which reported no error"
         if self.outcome == "disk" and self.shortage is not None:
             problem = "disk quota exceeded" if self.shortage.quota else "no space left on device"
             return f"{problem}: {self.shortage.description}"
-        return self.message
+        return self.message.partition(ALLOCATOR_ADVICE)[0] if self.outcome == "device_oom" else self.message
 
     @property
     def description(self) -> str:

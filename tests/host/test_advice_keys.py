@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from tula_cli.errors import Infeasible, TulaError
 from tula_cli.host.failure_texts import find_device_fault
 from tula_cli.host.failures import FAILURE_KINDS, advise
+from tula_cli.models.cost import compute_max_cost
 from tula_cli.models.observations import require_measurements
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
@@ -88,7 +89,9 @@ def _end_of_probes(spec: JobSpec, outcome: OutcomeClass, folder: Path) -> TulaEr
         make.add_out_of_memory(run, 1, 32)
     else:
         make.add_failed(run, 1, 32, "so it was", outcome=outcome)
-    plan = profile.ProfilePlan(tuple(run.tasks()), 1, 0, 20, 0.3, None, "node-hours", Source(Path(), ""))
+    plan = profile.ProfilePlan(
+        tuple(run.tasks()), 1, 0, 20, Source(Path(), ""), **vars(compute_max_cost(spec, 0.3, None))
+    )
     with pytest.raises(TulaError) as caught:
         profile.make_profile_report(run, plan)
     return caught.value

@@ -27,7 +27,7 @@ from tula_cli.run.records.inspections import FirstJob, Inspection
 from tula_cli.services import check as services_check
 from tula_cli.services import profile, profiling_rounds, train
 from tula_cli.services.estimate import estimate_all
-from tula_cli.services.events import Event, FirstJobPlanned, ProfilePlanned, follow
+from tula_cli.services.events import Event, ProfilePlanned, follow
 from tula_cli.services.waiting import Dependencies, WaitPolicy
 from tula_cli.show import check as show_check
 from tula_cli.show import profile as show_profile
@@ -96,8 +96,8 @@ class World(make.FakeLauncher):
         )
         return follow(work, self.events.append)
 
-    def planned(self) -> list[type]:
-        return [type(event) for event in self.events if isinstance(event, FirstJobPlanned | ProfilePlanned)]
+    def planned(self) -> list[ProfilePlanned]:
+        return [event for event in self.events if isinstance(event, ProfilePlanned)]
 
 
 @pytest.fixture
@@ -108,10 +108,10 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 def test_the_first_job_and_the_probes_are_shown_and_asked_for_once(world: World) -> None:
     result = world.profile()
     assert len(result.reports[None].measured) == 7
-    assert world.planned() == [FirstJobPlanned, ProfilePlanned], "what it has settled is shown, not asked again"
     (requested,) = world.confirmed
+    first, settled = world.planned()
+    assert first == requested, "what it has settled is shown, not asked again"
     assert requested.node_hours == pytest.approx(first_job.MINUTES / 60 + (1 + 2) * 22 / 60)
-    (settled,) = [event for event in world.events if isinstance(event, ProfilePlanned)]
     assert settled.node_hours <= requested.plans[None].probe_node_hours, "it is within what was allowed"
     shown = [line for line in show_profile.render_plans(requested.plans) if isinstance(line, str)]
     assert shown[0] == "python cannot build the model: no torch"

@@ -10,6 +10,7 @@ from make_results import inspected
 from make_runs import FakeLauncher
 
 from tula_cli.errors import BadMeasurements, Diverged, Infeasible, JobFailed, OutOfMemoryAtMinimum
+from tula_cli.models.cost import compute_max_cost
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.base import Components, Footprint
@@ -305,7 +306,9 @@ def test_why_a_probe_of_a_script_failed_is_reported_once_with_what_to_do(tmp_pat
     assert not [event for event in messages if isinstance(event, WarningEvent)], "the error says it"
     (job,) = next(event for event in messages if isinstance(event, JobsProgress)).status.jobs
     assert job.state == "failed" and why not in live._describe_job(job)
-    plan = profile.ProfilePlan(tuple(run.tasks()), 1, 0, 20, 0.3, None, "node-hours", Source(Path(), ""))
+    plan = profile.ProfilePlan(
+        tuple(run.tasks()), 1, 0, 20, Source(Path(), ""), **vars(compute_max_cost(run.read_spec(), 0.3, None))
+    )
     with pytest.raises(JobFailed, match="a step trains on 8 samples") as error:
         profile.make_profile_report(run, plan)
     assert error.value.hint.startswith("correct the script or its section")

@@ -897,7 +897,7 @@ def test_what_probes_of_a_script_do_not_tell_is_reported_once(run):
     now = snapshot(run)
     assert now.notes == ("no synchronisation: no DDP (2 of 2 probes)",)
     assert printed(show_status.render_status(now)).count("note: no synchronisation: no DDP (2 of 2 probes)\n") == 1
-    report = profile.make_profile_report(run, profile.ProfilePlan((), 0, 0, 0, 0, None, "USD", Source(Path(), "")))
+    report = profile.make_profile_report(run, dataclasses.replace(make_profile_plan(run), tasks=()))
     assert "note: no synchronisation: no DDP (2 of 2 probes)\n" in printed(show_profile.render_profile_report(report))
 
 
@@ -908,12 +908,16 @@ def test_samples_that_were_trained_again_are_reported():
     assert "trained twice" not in printed(show_train.render_summary(make.summary(lost=())))
 
 
+def make_profile_plan(run):
+    return profile.ProfilePlan(
+        tasks=tuple(run.tasks()), total=6, done=4, minutes_at_most=20, node_hours_at_most=0.667, price_at_most=1.5,
+        currency="EUR", price="2.25 EUR per node-hour", code=Source(Path("/"), ""),
+    )  # fmt: skip
+
+
 def test_a_plan_tells_what_it_may_cost_at_most(run):
     make.add_probes(run, 2, (16, 32))
-    plan = profile.ProfilePlan(
-        tasks=tuple(run.tasks()), total=6, done=4, minutes_at_most=20, node_hours_at_most=0.667, price_at_most=1.5,
-        currency="EUR", code=Source(Path("/"), ""),
-    )  # fmt: skip
+    plan = make_profile_plan(run)
     text = printed(show_profile.render_plan(plan, scripts=["torchrun it"]))
     assert re.search(r"probe-n002 +2 +2 +32 64 +16 32", text)
     assert "2 probes in 1 job, 4 of 6 done already" in text

@@ -72,7 +72,7 @@ def _show_message(screen: Screen, event: "Note | WarningEvent | Planned | NodeCh
             screen.warn(warning)
         case events.NodeCheckProgress(task, state):
             screen.note(show_check.describe_check_state(task, state))
-        case events.ProfilePlanned(plans) | events.FirstJobPlanned(plans):
+        case events.ProfilePlanned(plans):
             screen.print_aside(show_profile.render_plans(plans))
         case events.TrainPlanned(plan, links):
             screen.print_aside(show_train.render_train_plan(plan, links=links))

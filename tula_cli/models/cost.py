@@ -367,21 +367,36 @@ def compute_hourly_charge(pricing: Pricing, nodes: Number) -> Number:
     return float(units) if np.ndim(units) == 0 else units
 
 
-def compute_max_price(spec: JobSpec, node_hours: float, capacity: int | None) -> float | None:
-    """Return the most that jobs of `node_hours` can cost; None if that depends on memory that is unknown.
+@dataclass(frozen=True, kw_only=True)
+class MaxCost:
+    """An upper bound of the cost of jobs, and the price that it is based on."""
+
+    node_hours_at_most: float
+    price_at_most: float | None  # None if it depends on memory that is not known
+    currency: str
+    price: str  # in words, with unit, source and date
+
+
+def compute_max_cost(spec: JobSpec, node_hours: float, capacity: int | None) -> MaxCost:
+    """Return the maximum cost of jobs that take at most `node_hours`.
 
     Args:
         spec: pricing and GPUs per node.
         node_hours: of all jobs together.
-        capacity: memory of one GPU, bytes.
+        capacity: memory of one GPU, bytes; None if it is unknown.
     """
-    if spec.pricing.kind == "gb_hour" and capacity is None:
-        return None
-    if spec.pricing.slurm_billing is not None:  # job by job it is cut to whole numbers, and no more than this
-        billing = spec.pricing.slurm_billing
-        return node_hours * (billing.node + billing.job) * billing.usage_factor * spec.pricing.price
-    gpus = spec.cluster.gpus_per_node
-    return compute_cost(spec.pricing, hours=node_hours, nodes=1, gpus_per_node=gpus, reserved=capacity or 0)
+    pricing, most = spec.pricing, None
+    if (billing := pricing.slurm_billing) is not None:  # job by job it is cut to whole numbers, and no more than this
+        most = node_hours * (billing.node + billing.job) * billing.usage_factor * pricing.price
+    elif pricing.kind != "gb_hour" or capacity is not None:
+        gpus = spec.cluster.gpus_per_node
+        most = compute_cost(pricing, hours=node_hours, nodes=1, gpus_per_node=gpus, reserved=capacity or 0)
+    return MaxCost(
+        node_hours_at_most=node_hours,
+        price_at_most=most,
+        currency=pricing.currency,
+        price=describe_price(pricing),
+    )
 
 
 def describe_price(pricing: Pricing) -> str:

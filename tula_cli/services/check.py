@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from tula_cli.cluster.inspection import Inspect, NotInspectable, inspect
 from tula_cli.cluster.scheduler import make_scheduler
-from tula_cli.cluster.slurm.first_job import inspect_with_stored
+from tula_cli.cluster.slurm.first_job import inspect_if_possible, inspect_with_stored
 from tula_cli.cluster.slurm.sbatch import warn_too_few_cpus
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible, OverBudget
 from tula_cli.models.choice.grid import Limit, get_highest_limit
-from tula_cli.models.cost import compute_max_price, describe_price
+from tula_cli.models.cost import MaxCost, compute_max_cost
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.html_table import render_html
 from tula_cli.run.job_runs import select_runs
@@ -26,7 +26,7 @@ from tula_cli.services.job_warnings import (
 from tula_cli.services.profile import UpperBoundPlan, compute_max_node_hours, plan_upper_bound
 from tula_cli.services.resume_test import describe_interruption_cost
 from tula_cli.services.search import ON_ALL_NODES, choose_probes, find_largest_local_batch
-from tula_cli.services.search_cost import Expectation, choose_strategy, expect_search
+from tula_cli.services.search_cost import Expectation, choose_strategy, expect_search, list_measured_probes
 from tula_cli.services.site_charges import with_site_billing
 from tula_cli.services.waiting import require_within_cap
 from tula_cli.spec.job import JobSpec, describe_training_method
@@ -43,17 +43,13 @@ class PlannedJob:
 
 
 @dataclass(frozen=True)
-class CheckReport:
+class CheckReport(MaxCost):
     """The planned search of a job. Upper bounds assume that every profiling job takes `search.max_minutes`."""
 
     inspection: Inspection | None  # None where the model and the dataset were not built
     jobs: tuple[PlannedJob, ...]
     largest_local_batch: int | None  # as memory is estimated, less the margin; None where nothing bounds it
-    node_hours_at_most: float
     machine_hours_at_most: float | None  # one job after the other on this machine; None on SLURM
-    price_at_most: float | None  # None where it depends on memory that is not known
-    currency: str
-    price: str  # in words, with unit, source and date
     problems: tuple[Diagnostic, ...]  # nothing can run before these are solved
     warnings: tuple[Diagnostic, ...]
     unsettled: UpperBoundPlan | None = None  # where only a node can build the model and the dataset
@@ -79,7 +75,7 @@ class CheckReport:
     @property
     def is_extent_unknown(self) -> bool:
         """Whether neither the dataset nor `search.max_batch` bounds the batches, so that no job could be planned."""
-        return not (self.jobs or self.problems) and self.inspection is None and self.unsettled is None
+        return not (self.jobs or self.problems or self.unsettled)
 
     @property
     def node_hours_to_allow(self) -> float:
@@ -220,28 +216,24 @@ def check(
         SpecError: the job cannot be built.
         JobFailed: the user's code fails.
     """
-    inspection, later = _inspect(spec, inspector or inspect) if online else (None, None)
+    answer = inspect_if_possible(spec, inspector or inspect) if online else None
+    inspection = answer if isinstance(answer, Inspection) else None
+    later = plan_upper_bound(spec, why=answer) if isinstance(answer, NotInspectable) else None
     largest = find_largest_local_batch(spec, inspection) if inspection else None
     chosen_by_auto = spec.search.strategy == "auto"
     if inspection:
         spec = choose_strategy(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
     jobs, problems = _plan_jobs(spec, inspection, largest=largest)
-    node_hours = compute_max_node_hours(spec, [job.nodes for job in jobs])
+    node_hours = later.node_hours_at_most if later else compute_max_node_hours(spec, [job.nodes for job in jobs])
     one_by_one = len(jobs) * spec.measuring_minutes() / 60
-    if later is not None:
-        node_hours = later.node_hours_at_most
+    capacity = inspection.capacity if inspection else spec.cluster.memory_per_gpu
     sizes = {job.nodes: job.local_batches for job in jobs}
     return CheckReport(
+        **vars(compute_max_cost(spec, node_hours, capacity)),
         inspection=inspection,
         jobs=jobs,
         largest_local_batch=get_highest_limit(largest),
-        node_hours_at_most=node_hours,
         machine_hours_at_most=None if spec.cluster.backend.has_queue else one_by_one,
-        price_at_most=compute_max_price(
-            spec, node_hours, inspection.capacity if inspection else spec.cluster.memory_per_gpu
-        ),
-        currency=spec.pricing.currency,
-        price=describe_price(spec.pricing),
         problems=(
             *problems,
             *_check_gpus(spec, inspection),
@@ -257,18 +249,8 @@ def check(
         settings=describe_computing(spec, inspection),
         method_line=describe_training_method(spec),
         interruption=describe_interruption_cost(run, spec),
-        expected=expect_search(spec, [(job.nodes, job.local_batches) for job in jobs], run) if jobs else None,
+        expected=expect_search(spec, list(sizes.items()), list_measured_probes(run)) if jobs else None,
     )
-
-
-def _inspect(spec: JobSpec, inspector: Inspect) -> tuple[Inspection | None, UpperBoundPlan | None]:
-    """Return the inspection of model and dataset, or an upper bound of the search if only a node can inspect them."""
-    try:
-        return inspector(spec), None
-    except NotInspectable as error:
-        if spec.cluster.kind != "slurm":
-            raise
-        return None, plan_upper_bound(spec, why=error)
 
 
 def _warn_unknown(later: UpperBoundPlan | None) -> Iterator[Diagnostic]:

@@ -42,24 +42,13 @@ class WarningEvent:
 
 @dataclass(frozen=True)
 class ProfilePlanned:
-    """The plan of profiling on each node type; the key is None for a job without node types."""
+    """The plan of profiling on each node type; the key is None for a job without node types.
 
-    plans: "Mapping[str | None, ProfilePlan]"
-
-    @property
-    def node_hours(self) -> float:
-        """Upper bound of the node-hours of all plans."""
-        return sum(plan.node_hours_at_most for plan in self.plans.values())
-
-
-@dataclass(frozen=True)
-class FirstJobPlanned:
-    """The jobs that are about to build the model and the dataset on a node, and the probes that may follow from them.
-
-    The confirmation of this plan includes those probes: it is not requested again.
+    If jobs are about to build the model and the dataset on a node, the confirmation of this plan includes the probes that
+    may follow from them: it is not requested again.
     """
 
-    plans: "Mapping[str | None, UpperBoundPlan]"
+    plans: "Mapping[str | None, ProfilePlan] | Mapping[str | None, UpperBoundPlan]"
     cap: float | None  # search.max_node_hours
 
     @property
@@ -129,15 +118,7 @@ class RateSearchPlanned:
         return self.search.node_hours
 
 
-Planned = (
-    ProfilePlanned
-    | FirstJobPlanned
-    | TrainPlanned
-    | ComparePlanned
-    | SeedsPlanned
-    | EvaluationPlanned
-    | RateSearchPlanned
-)
+Planned = ProfilePlanned | TrainPlanned | ComparePlanned | SeedsPlanned | EvaluationPlanned | RateSearchPlanned
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli.errors import Infeasible, OutOfMemoryAtMinimum, SpecError
-from tula_cli.models.cost import compute_max_price, describe_price
+from tula_cli.models.cost import compute_max_cost
 from tula_cli.models.memory.largest_batch import BatchBracket
 from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT
 from tula_cli.run.code import choose_code
@@ -12,12 +12,7 @@ from tula_cli.run.directory import Run
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.tasks import BatchBounds, ProbeTask
-from tula_cli.services.profile import (
-    ProfilePlan,
-    compute_max_minutes,
-    compute_max_node_hours,
-    make_profile_report,
-)
+from tula_cli.services.profile import ProfilePlan, compute_max_node_hours, make_profile_report
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import LEAST_STEPS, MEMORY_MARGIN
 from tula_cli.words import format_count
@@ -110,15 +105,12 @@ def plan_search(run: Run, inspection: Inspection) -> ProfilePlan:
     tasks = () if trial is None else (task,)
     node_hours = compute_max_node_hours(spec, [task.nodes for task in tasks])
     return ProfilePlan(
+        **vars(compute_max_cost(spec, node_hours, inspection.capacity)),
         tasks=tasks,
         total=len(done) + len(tasks),
         done=len(done),
-        minutes_at_most=compute_max_minutes(spec, len(tasks)),
-        node_hours_at_most=node_hours,
-        price_at_most=compute_max_price(spec, node_hours, inspection.capacity),
-        currency=spec.pricing.currency,
+        minutes_at_most=len(tasks) * spec.measuring_minutes(),
         code=source,
-        price=describe_price(spec.pricing),
     )
 
 

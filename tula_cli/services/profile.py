@@ -11,7 +11,7 @@ from tula_cli.cluster.launcher import Launcher, list_attachable_jobs, list_unfin
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, JobFailed, OutOfMemoryAtMinimum
 from tula_cli.host.failures import FAILURE_KINDS, advise
-from tula_cli.models.cost import compute_max_price, describe_price
+from tula_cli.models.cost import MaxCost, compute_max_cost
 from tula_cli.run.code import choose_code, take_snapshot
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.imports import Source
@@ -35,18 +35,14 @@ MAX_EXIT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class ProfilePlan:
-    """The probes that profiling would run now: those without a result."""
+class ProfilePlan(MaxCost):
+    """The probes that profiling would run now, those without a result, and their maximum cost."""
 
     tasks: tuple[ProbeTask, ...]  # one job a number of nodes, those with missing probes only
     total: int  # probes of the whole search
     done: int
     minutes_at_most: float  # of all jobs, one after the other
-    node_hours_at_most: float
-    price_at_most: float | None  # None where it depends on memory that is not measured yet
-    currency: str
     code: Source  # the user's own code that they run
-    price: str = ""  # in words, with unit, source and date
     reasons: tuple[str, ...] = ()  # why each of these probes, with strategy: adaptive
     certainty: str = ""  # how certain the decisions are, with strategy: adaptive
     in_rounds: bool = False  # further probes may follow from the results
@@ -110,15 +106,12 @@ def plan_probes(run: Run, inspection: Inspection, *, elsewhere: float = 0.0, aga
     total = sum(len(local_batches) for local_batches in wanted_batches.values())
     node_hours = compute_max_node_hours(spec, [task.nodes for task in tasks])
     return ProfilePlan(
+        **vars(compute_max_cost(spec, node_hours, inspection.capacity)),
         tasks=tuple(tasks),
         total=total,
         done=total - sum(len(task.local_batches) for task in tasks),
-        minutes_at_most=compute_max_minutes(spec, len(tasks)),
-        node_hours_at_most=node_hours,
-        price_at_most=compute_max_price(spec, node_hours, inspection.capacity),
-        currency=spec.pricing.currency,
+        minutes_at_most=len(tasks) * spec.measuring_minutes(),
         code=source,
-        price=describe_price(spec.pricing),
         reasons=(*choice, *round_.reasons),
         certainty=round_.words,
         in_rounds=in_rounds,
@@ -222,11 +215,6 @@ def compute_max_node_hours(spec: JobSpec, nodes: Sequence[int]) -> float:
     return sum(nodes) * spec.measuring_minutes() / 60
 
 
-def compute_max_minutes(spec: JobSpec, count: int) -> float:
-    """Return the maximum minutes of `count` profiling jobs, one after another."""
-    return count * spec.measuring_minutes()
-
-
 def submit_probes(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[str, ...]:
     """Submit the jobs of a plan, one after another; jobs that are already waiting or running are left alone.
 
@@ -313,18 +301,14 @@ def _make_nothing_measured_error(report: ProfileReport, spec: JobSpec | None) ->
 
 
 @dataclass(frozen=True)
-class UpperBoundPlan:
-    """A first job on one node, and the probes that depend on its result. All figures are upper bounds."""
+class UpperBoundPlan(MaxCost):
+    """A first job on one node, and the probes that depend on its result: their maximum cost, within the cap."""
 
     why: str  # it is not done here; empty where it was
     remedy: str  # what would make it possible here
     first_job_minutes: float  # 0 where there is none
     nodes: tuple[int, ...]  # of the search
-    probe_node_hours: float  # of one round with search.strategy: adaptive
-    node_hours_at_most: float  # of all of it, within the cap
-    price_at_most: float | None  # None where it depends on memory that is not known
-    currency: str
-    price: str  # in words, with unit, source and date
+    probe_node_hours: float  # at most; of one round with search.strategy: adaptive
     cap: float | None  # search.max_node_hours: more is not started
     adaptive: bool  # further rounds may follow
 
@@ -347,15 +331,12 @@ def plan_upper_bound(spec: JobSpec, *, why: NotInspectable | None) -> UpperBound
     total, cap = first_job_minutes / 60 + probes, search.max_node_hours
     node_hours = total if cap is None else max(first_job_minutes / 60, min(total, cap))
     return UpperBoundPlan(
+        **vars(compute_max_cost(spec, node_hours, spec.cluster.memory_per_gpu)),
         why=why.message if why else "",
         remedy=why.remedy if why else "",
         first_job_minutes=first_job_minutes,
         nodes=tuple(search.nodes),
         probe_node_hours=probes,
-        node_hours_at_most=node_hours,
-        price_at_most=compute_max_price(spec, node_hours, spec.cluster.memory_per_gpu),
-        currency=spec.pricing.currency,
-        price=describe_price(spec.pricing),
         cap=cap,
         adaptive=search.strategy in ("auto", "adaptive"),
     )

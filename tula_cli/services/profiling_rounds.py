@@ -14,7 +14,7 @@ from tula_cli.run.job_runs import save_runs
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import JobFile
 from tula_cli.services import largest_batch, messages, profile
-from tula_cli.services.events import FirstJobPlanned, Note, ProfilePlanned, WarningEvent, Work
+from tula_cli.services.events import Note, ProfilePlanned, WarningEvent, Work
 from tula_cli.services.largest_batch import LargestBatch
 from tula_cli.services.profile import ProfilePlan, ProfileReport, UpperBoundPlan, plan_upper_bound
 from tula_cli.services.site_charges import bill_run_by_site, warn_balance_for_probes
@@ -102,28 +102,16 @@ def plan_variants(
 
 
 def inspect_variant(run: Run, dependencies: Dependencies) -> Inspection | NotInspectable:
-    """Return the inspection of a variant's model and dataset, or the error if only a node can inspect them.
-
-    Raises:
-        SpecError: they cannot be built.
-        JobFailed: the user's code fails.
-        NotInspectable: they cannot be inspected here, and the job does not run on SLURM.
-    """
-    try:
-        return first_job.inspect_with_stored(dependencies.inspect, run)(run.spec)
-    except NotInspectable as error:
-        if run.spec.cluster.kind != "slurm":
-            raise
-        return error
+    """Return a stored or new inspection of a variant, or the error; as of `inspect_if_possible`."""
+    return first_job.inspect_if_possible(run.spec, first_job.inspect_with_stored(dependencies.inspect, run))
 
 
 def _plan_first_jobs(
     runs: Sequence[Run], inspections: Mapping[str | None, Inspection | NotInspectable]
-) -> FirstJobPlanned:
-    """Return the plan for jobs of which some model and dataset must first be inspected on a node."""
+) -> dict[str | None, UpperBoundPlan]:
+    """Return the plan of each variant of a job of which some model and dataset must first be inspected on a node."""
     failures = {name: inspection for name, inspection in inspections.items() if isinstance(inspection, NotInspectable)}
-    settled_later = {run.name: plan_upper_bound(run.spec, why=failures.get(run.name)) for run in runs}
-    return FirstJobPlanned(settled_later, runs[0].spec.search.max_node_hours)
+    return {run.name: plan_upper_bound(run.spec, why=failures.get(run.name)) for run in runs}
 
 
 def make_dry_run(
@@ -143,7 +131,7 @@ def make_dry_run(
         name: inspection for name, inspection in inspections.items() if not isinstance(inspection, NotInspectable)
     }
     if len(settled) < len(inspections):
-        planned = _plan_first_jobs(variants, inspections).plans
+        planned = _plan_first_jobs(variants, inspections)
         scripts = {
             variant.name: ()
             if variant.name in settled
@@ -246,10 +234,10 @@ class _Profiling:
             return inspections
         for run in elsewhere:
             self.dependencies.launcher_for(run.spec)  # says so where nothing can be submitted from here
-        planned_event = _plan_first_jobs(self.runs, results)
+        plans = _plan_first_jobs(self.runs, results)
+        planned_event = ProfilePlanned(plans, self.cap)
         yield planned_event
-        first_jobs = sum(plan.first_job_node_hours for plan in planned_event.plans.values())
-        require_within_cap([], self.cap, first_jobs=first_jobs)
+        require_within_cap([], self.cap, first_jobs=sum(plan.first_job_node_hours for plan in plans.values()))
         require_confirmed(self.dependencies.confirm, planned_event)
         self.confirmed = True
         save_runs(elsewhere, self.file)
@@ -322,9 +310,9 @@ class _Profiling:
         if any(submitted.has_missing for submitted in jobs):
             for run, plan in missing:
                 yield from map(WarningEvent, warn_balance_for_probes(run.spec, plan.node_hours_at_most))
-            planned_event = ProfilePlanned({run.name: plan for run, plan in planned})
+            planned_event = ProfilePlanned({run.name: plan for run, plan in planned}, self.cap)
             yield planned_event
-            hours = [plan.node_hours_at_most for plan in planned_event.plans.values()]
+            hours = [plan.node_hours_at_most for _, plan in planned]
             require_within_cap(hours, self.cap, first_jobs=self.first_jobs)
             if not self.confirmed:  # the rounds to come are within what was allowed
                 require_confirmed(self.dependencies.confirm, planned_event)

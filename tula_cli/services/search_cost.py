@@ -38,24 +38,14 @@ class Expectation:
         )
 
 
-def expect_search(spec: JobSpec, jobs: Sequence[tuple[int, Sequence[int]]], run: RunDir | None) -> Expectation:
+def expect_search(spec: JobSpec, jobs: Sequence[tuple[int, Sequence[int]]], probes: Sequence[Measured]) -> Expectation:
     """Return the expected duration and node-hours of a search.
 
     Args:
         spec: the job.
         jobs: nodes and local batches of each job of the search.
-        run: the run of the job, whose probes measure the time of a step; a batch without a probe takes that of the
-            nearest probed batch.
-    """
-    return expect_from_probes(spec, jobs, list_measured_probes(run))
-
-
-def expect_from_probes(
-    spec: JobSpec, jobs: Sequence[tuple[int, Sequence[int]]], probes: Sequence[Measured]
-) -> Expectation:
-    """Return the expected duration and node-hours of a search, based on `probes`, which may be empty.
-
-    The other arguments are those of `expect_search`.
+        probes: probes of the job, which measure the time of a step; a batch without a probe takes that of the nearest
+            probed batch. Without probes, durations are assumed.
     """
     start = statistics.median(probe.overheads.startup for probe in probes) if probes else ASSUMED_START
     most = 60 * spec.search.max_minutes
@@ -144,7 +134,7 @@ def _estimate_sweep_share(spec: JobSpec, probes: Sequence[Measured], dataset_siz
         return None
     step = find_nearest_step_time(probes, local_batch) or ASSUMED_STEP
     node_hours = fewest * todo.epochs * todo.steps * step / 3600
-    return float(expect_from_probes(spec, list(sweep.items()), probes).node_hours / node_hours)
+    return float(expect_search(spec, list(sweep.items()), probes).node_hours / node_hours)
 
 
 def _with_search_strategy(spec: JobSpec, strategy: str) -> JobSpec:

@@ -79,8 +79,6 @@ def render_check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterat
             "The probes are unknown: without search.max_batch, the size of the dataset bounds the batches, and --offline"
             " does not build the dataset. Run tula check without --offline, or set search.max_batch."
         )
-    elif not (report.jobs or report.problems):
-        yield "The search is finished: nothing is left to measure."
     elif report.jobs:
         if report.expected is not None:
             yield describe_expectation(report.expected, local=report.machine_hours_at_most is not None)

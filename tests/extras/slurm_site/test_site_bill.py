@@ -8,7 +8,7 @@ from tula_cli.cluster.slurm.command import parse_record
 from tula_cli.errors import SpecError
 from tula_cli.extras.slurm_site import SlurmSite
 from tula_cli.extras.slurm_site.bill import FOLDER, KEPT_SECONDS, find_site_bill, get_user_name
-from tula_cli.models.cost import compute_cost, compute_hourly_charge, compute_max_price, describe_price
+from tula_cli.models.cost import compute_cost, compute_hourly_charge, compute_max_cost, describe_price
 from tula_cli.services.site_charges import with_site_billing
 
 
@@ -158,7 +158,7 @@ def test_what_it_costs_in_units_and_in_money():
 def test_an_upper_bound_of_node_hours_is_no_lower_than_any_job():
     requested = job(partition="half")
     requested = requested.model_copy(update={"pricing": billed(requested)})
-    assert compute_max_price(requested, 10.0, None) >= compute_cost(
+    assert compute_max_cost(requested, 10.0, None).price_at_most >= compute_cost(
         requested.pricing, hours=10 / 4, nodes=4, gpus_per_node=1, reserved=0
     )
 

@@ -15,6 +15,7 @@ from tula_cli.cluster.inspection import (
     PROGRAM,
     CachedInspection,
     Inspect,
+    NotInspectable,
     find_exceeded_limit,
     get_interpreter_command,
     list_unmeasured_settings,
@@ -90,6 +91,22 @@ def inspect_with_stored(inspect: Inspect, run: RunDir) -> Inspect:
         return stored
 
     return build_anew if cached and cached.fresh else recall_or_build
+
+
+def inspect_if_possible(spec: JobSpec, inspect: Inspect) -> Inspection | NotInspectable:
+    """Return the inspection of a job's model and dataset, or the error if only a node can inspect them.
+
+    Raises:
+        SpecError: they cannot be built.
+        JobFailed: the user's code fails.
+        NotInspectable: they cannot be inspected here, and the job does not run on SLURM.
+    """
+    try:
+        return inspect(spec)
+    except NotInspectable as error:
+        if spec.cluster.kind != "slurm":
+            raise
+        return error
 
 
 def count_node_hours(run: RunDir) -> float:

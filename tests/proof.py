@@ -119,7 +119,7 @@ PARTS = (
     cases("largest-batch", 0.8, "tests/e2e/test_largest_batch.py"),
     cases("own-batches", 5.2, "tests/e2e/test_own_batches.py"),
     cases("failing-loader", 2.2, "tests/e2e/test_failing_loader.py"),
-    cases("scripts-on-slurm", 2.2, "tests/slurm/test_script_on_slurm.py"),
+    cases("scripts-on-slurm", 3.0, "tests/slurm/test_script_on_slurm.py"),
     cases("resuming-trainers", 2.0, "tests/e2e/test_resuming_trainers.py"),
     cases("first-job", 0.6, "tests/slurm/test_first_job.py"),
     cases("reality", 1.0, "tests/benchmarks/test_reality.py"),
@@ -139,7 +139,7 @@ PARTS = (
     cases("full-disk", 0.7, "tests/slurm/test_full_disk.py"),
     cases("lost-folder", 3.0, "tests/slurm/test_lost_folder.py"),
     Part("gpu-dry-run", 1.9, ("benchmarks/on_gpu.py", *GPU, "--stages", "env,syncs,timing,oom,errors")),
-    Part("gpu-dry-run-torch-2.11", 8.0, ("tests/other_torch.py", "2.11.0", "0.26.0", "3.12")),
+    Part("gpu-dry-run-torch-2.11", 7.2, ("tests/other_torch.py", "2.11.0", "0.26.0", "3.12")),
     Part(
         "lowest-versions", 4.75, ("tests/other_torch.py", "lowest", "3.10", *SHORT, "--", *OF_TORCH, "--", *OF_EXTRAS)
     ),

@@ -1,49 +1,13 @@
 """The learning rate of a training script, found by branches from its own checkpoint, all by the command line."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 from driver import Tula
 
 pytestmark = [pytest.mark.torch, pytest.mark.proof]
-SCRIPT = """
-import argparse, os, torch
-from pathlib import Path
-parser = argparse.ArgumentParser()
-parser.add_argument("--batch", type=int)
-parser.add_argument("--samples", type=int)
-parser.add_argument("--lr", type=float)
-parser.add_argument("--out", type=Path)
-parser.add_argument("--resume", type=Path)
-given = parser.parse_args()
-torch.set_num_threads(1)
-torch.manual_seed(0)
-x = torch.randn(2048, 20)
-y = (x @ torch.randn(20, 4)).argmax(1)
-net = torch.nn.Linear(20, 4)
-optimizer = torch.optim.SGD(net.parameters(), lr=given.lr, momentum=0.9)
-samples = 0
-if given.resume:
-    state = torch.load(given.resume)
-    net.load_state_dict(state["net"])
-    optimizer.load_state_dict(state["optimizer"])
-    samples = state["samples"]
-    for group in optimizer.param_groups:
-        group["lr"] = given.lr
-while samples < given.samples:
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(samples))
-    for inputs, labels in torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x[order], y[order]), given.batch):
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(net(inputs), labels).backward()
-        optimizer.step()
-        samples += len(inputs)
-        if samples % 512 == 0:
-            state = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "samples": samples}
-            torch.save(state, given.out / "draft.pt")
-            os.replace(given.out / "draft.pt", given.out / "last.pt")
-        if samples >= given.samples:
-            break
-"""
+SCRIPT = Path(__file__).parents[1] / "scripts" / "resumes_at_any_rate.py"
 JOB = """
 name: searched
 script:
@@ -58,7 +22,7 @@ cluster: {device: cpu}
 
 
 def test_the_learning_rate_of_a_script_is_found_by_branches_from_its_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
+    shutil.copy(SCRIPT, tmp_path / "train.py")
     tula = Tula(tmp_path, JOB)
     options = ("compare", "job.yaml", "--learning-rates", "--batch", "64", "--nodes", "1")
     data = tula(*options, "--yes")["data"]

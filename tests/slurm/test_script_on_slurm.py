@@ -149,6 +149,44 @@ def test_methods_of_a_script_are_compared_side_by_side(tmp_path: Path, on_slurm:
     assert (data["total"], data["finished"], data["reference_batch"]) == (2, 2, 16)
 
 
+SEARCHED = f"""
+name: searched
+script:
+  command: resumes_at_any_rate.py --batch {{batch}} --lr {{lr}} --samples {{samples}} --out {{out}}
+  length: {{samples: 65536}}
+  reference: {{batch: 16, lr: 0.0005}}
+  resume: {{args: "--resume {{checkpoint}}", checkpoint: "{{out}}/last.pt", batch: any}}
+train: {{method: lrs}}
+search: {{nodes: [2], min_batch: 16, max_batch: 128, max_node_hours: 5}}
+{CLUSTER}
+"""
+
+
+@pytest.mark.proof  # five starts of torch on each of two nodes
+def test_a_search_for_the_learning_rate_of_a_script_continues_after_a_rank_was_killed(
+    tmp_path: Path, on_slurm: SlurmCluster
+) -> None:
+    tula = on_cluster(tmp_path, SEARCHED, ROOT / "tests" / "scripts" / "resumes_at_any_rate.py")
+    options = ("compare", "job.yaml", "--learning-rates", "--batch", "64", "--nodes", "2")
+    tula(*options, "--yes", "--no-wait")
+    run = tula.run()
+    ranks = tula.until(lambda: find_branch_ranks(on_slurm, tula), seconds=300)
+    subprocess.run(["kill", "-9", str(ranks[0])], check=True)
+    data = tula(*options, "--wait", "--yes")["data"]
+    assert [(branch["rule"], branch["lr"]) for branch in data["branches"]] == [
+        ("none", 0.0005), ("sqrt", 0.001), ("linear", 0.002),
+    ]  # fmt: skip
+    assert (data["chosen"]["rule"], data["nodes"]) == ("linear", 2)
+    (task,) = run.tasks()
+    outcomes = [attempt.outcome for attempt in run.attempts(task.id)]
+    assert outcomes.count("done") == 4 and outcomes.count("signal") == 1, outcomes
+
+
+def find_branch_ranks(cluster: SlurmCluster, tula: Tula) -> list[int]:
+    """Return the script's processes of a branch on the second node."""
+    return cluster.processes(cluster.names[1], "resumes_at_any_rate.py --batch 64")
+
+
 SBATCH = f"""#!/bin/bash
 #SBATCH --job-name=from-sbatch
 #SBATCH --nodes=2

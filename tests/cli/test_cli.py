@@ -318,7 +318,7 @@ def test_a_run_is_found_by_flag_variable_and_name(cluster, monkeypatch):
         shown = tula("status", *named)
         assert (
             shown.err
-            == f"run {make_relative_path(first.path)} with --set name=first of an earlier command (to drop it, name the job file)\n"
+            == f"run {make_relative_path(first.path)}; --set name=first of an earlier command still applies (name the job file to omit it)\n"
         )
         assert tula("status", *named, "--json").json["overrides"] == ["name=first"]
     assert "did you mean first" in tula("logs", first.id.replace("first", "frst")).err
@@ -1229,7 +1229,7 @@ def test_a_second_check_builds_nothing_unless_it_is_to(cluster, monkeypatch):
     ):
         answer = tula(*command)
         assert answer.code == 0
-        assert "as they were built" in answer.err and "building" not in answer.err
+        assert "sizes measured" in answer.err and "building" not in answer.err
     monkeypatch.setattr(cluster_inspection, "inspect", lambda spec: inspection(warnings=("built anew",)))
     assert "built anew" in tula("check", "job.yaml", "--fresh").err
 

@@ -22,7 +22,7 @@ RENAMES = HERE / "renames.csv"
 TOLERANCE = 1e-9
 SENTENCE = "<sentence>"
 NOTES = re.compile(
-    r"^(building the model and the dataset|the model and the dataset are as they were built .*)\n", re.MULTILINE
+    r"^(building the model and the dataset|using the model and dataset sizes measured .*)\n", re.MULTILINE
 )
 """They say whether a case was the first to build a job's model, which differs with the cases that are run."""
 OF_MACHINE = (

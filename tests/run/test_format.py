@@ -114,7 +114,7 @@ def older(run: RunDir) -> RunDir:
 @pytest.mark.promise(
     "the run directory",
     "a command opens a run of an older format",
-    "it shows the results. It starts and resumes no jobs, but exits with code 16 and names the version to use",
+    "it shows the results. It does not start or resume jobs: it exits with code 16 and names the version to use",
 )
 @pytest.mark.parametrize("words", ["status", "recommend", "list", "logs"])
 def test_the_results_of_an_older_format_are_read_and_nothing_is_written(older: RunDir, words: str) -> None:

@@ -84,7 +84,7 @@ def init(
     from tula_cli.spec.yaml_text import parse_yaml
 
     if output == Path("-"):
-        raise SpecError("tula init writes a file, and - is none", "give the name of a file with -o")
+        raise SpecError("-o -: tula init cannot write to standard output", "name a file with -o")
     if output.exists() and not force:
         raise SpecError(f"{output} exists already", "choose another name with -o, or overwrite it with --force")
     if not output.absolute().parent.is_dir():

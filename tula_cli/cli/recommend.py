@@ -116,8 +116,8 @@ def _show_campaign(
     plan = service.plan_trainings(jobs, query, trainings, overrides=overrides, save=save)
     if save:
         has_queue = jobs[0][0].spec.cluster.backend.has_queue
-        one_by_one = "" if has_queue else ", one training after the other, as on this machine"
-        screen.note(f"stored for tula train --seeds {plan.trainings}{one_by_one}")
+        one_by_one = "" if has_queue else ", which runs one training after the other on this machine"
+        screen.note(f"The plan is stored for tula train --seeds {plan.trainings}{one_by_one}.")
     first, last = show_recommend.render_demo_lines() if demo else ((), ())
     data = {**vars(plan), **({"demo": show_recommend.DEMO} if demo else {})}
     screen.answer(data, itertools.chain(first, show_campaign.render_campaign(plan), last))

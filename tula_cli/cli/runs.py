@@ -152,7 +152,8 @@ def _find_run_directories(
     if why or earlier_overrides:
         made_with = [f"--set {shlex.quote(text)}" for text in earlier_overrides]
         earlier = (
-            f"{why and ','} with {' '.join(made_with)} of an earlier command (to drop it, name the job file)"
+            f"; {' '.join(made_with)} of an earlier command still {'applies' if len(made_with) == 1 else 'apply'}"
+            " (name the job file to omit it)"
             if made_with
             else ""
         )

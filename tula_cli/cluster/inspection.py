@@ -357,7 +357,7 @@ class CachedInspection:
         cached = None if self.fresh else _read(path)
         if cached is not None:
             age = words.format_duration(max(0.0, time.time() - (_get_change_time(path) / 1e9 or time.time())))
-            self.note(f"the model and the dataset are as they were built {age} ago (--fresh builds them anew)")
+            self.note(f"using the model and dataset sizes measured {age} ago (--fresh measures them again)")
             return cached
         self.note(BUILDING)
         inspection = self.build(spec)
@@ -383,7 +383,7 @@ class CachedInspection:
 def _read(path: Path) -> Inspection | None:
     try:
         return read_record(path, Inspection)
-    except TulaError:  # damaged: it is built anew and replaced
+    except TulaError:  # damaged: it is built again and replaced
         return None
 
 

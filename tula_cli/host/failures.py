@@ -76,8 +76,8 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
     "device_fault": FailureKind(
         "a device or a node was faulty",
         DeviceFault,
-        "a node or one of its GPUs is faulty: inform the administrators; the same command resumes from the newest"
-        " checkpoint",
+        "a node or one of its GPUs is faulty: inform the administrators, and run the same command again to resume from"
+        " the newest checkpoint",
         severity=0,
     ),
     "device_error": FailureKind(
@@ -95,53 +95,55 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
     "storage": FailureKind(
         "the file system did not answer or lost a file (a timeout, a stale handle, a disk error)",
         StorageFailed,
-        "ask the administrators about the file system on that node; the same command resumes from the newest checkpoint",
+        "ask the administrators about the file system on that node, and run the same command again to resume from the"
+        " newest checkpoint",
     ),
     "supervisor": FailureKind(
         "tula's own supervisor failed",
         TulaError,
-        "this is a bug in tula, or its run directory was changed: please report it with the output of tula logs; the same"
-        " command resumes from the newest checkpoint",
+        "this is a bug in tula, or its run directory was changed: please report it with the output of tula logs; run the"
+        " same command again to resume from the newest checkpoint",
     ),
     "hung": FailureKind(
         "a step of a rank did not finish, although its process was alive",
         JobFailed,
         "tula logs shows the stack of the rank that hung, and so what it waits for (data, a lock, a file system);"
-        " the same command resumes from the newest checkpoint",
+        " run the same command again to resume from the newest checkpoint",
     ),
     "host_limit": FailureKind(
         "a limit of the node was reached (open files, processes, threads)",
         JobFailed,
         "raise the limit on the nodes (ulimit -n for open files, ulimit -u for processes), or lower"
-        " train.workers; the same command resumes from the newest checkpoint",
+        " train.workers; run the same command again to resume from the newest checkpoint",
         "raise the limit on the nodes (ulimit -n for open files, ulimit -u for processes), or lower the script's loader workers"
-        " (train.workers if its command has {{workers}}); the same command resumes from the newest checkpoint",
+        " (train.workers if its command has {{workers}}); run the same command again to resume from the newest checkpoint",
     ),
     "port": FailureKind("a port was in use", JobFailed, "a port was in use; run the same command again"),
     "cancelled": FailureKind(
         "the job was cancelled (tula cancel, scancel), or its time limit was reached",
         JobFailed,
-        "the job was cancelled; the same command starts what is missing",
+        "the job was cancelled; run the same command again to start what is missing",
     ),
     "time_limit": FailureKind(
         "the time limit was reached",
         JobFailed,
-        "the same command resumes from the newest checkpoint; raise cluster.minutes if a job trains too little",
+        "run the same command again to resume from the newest checkpoint; raise cluster.minutes if a job makes little"
+        " progress",
     ),
     "preempted": FailureKind(
         "the scheduler gave the nodes to another job",
         JobFailed,
-        "the scheduler gave the nodes to another job; the same command resumes from the newest checkpoint",
+        "the scheduler gave the nodes to another job; run the same command again to resume from the newest checkpoint",
     ),
     "node_failure": FailureKind(
         "a node was lost",
         JobFailed,
-        "a node was lost; the same command resumes from the newest checkpoint, on other nodes",
+        "a node was lost; run the same command again to resume from the newest checkpoint on other nodes",
     ),
     "stage_end": FailureKind(
         "the next stage of train.ramp has more nodes",
         JobFailed,
-        "the next stage of the growing batch has more nodes; the same command continues on them",
+        "the next stage of the growing batch has more nodes; run the same command again to continue on them",
     ),
     "unknown": FailureKind(
         "the cause is unknown",
@@ -152,7 +154,7 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
     "signal": FailureKind(
         "a process was killed",
         JobFailed,
-        "the job was killed by something other than tula; the same command resumes it",
+        "the job was killed by something other than tula; run the same command again to resume it",
         severity=3,
     ),
     "peer": FailureKind(

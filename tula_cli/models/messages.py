@@ -180,12 +180,15 @@ def step_times_drift(*, probes: Sequence[str]) -> str:
 
 @diagnostic
 def step_time_falls_with_batch(*, pairs: Sequence[str]) -> str:
-    return f"A step with a larger batch is shorter: {'; '.join(pairs)}. Another program probably disturbed the probe of the smaller batch."
+    return (
+        f"A step is shorter with the larger batch: {'; '.join(pairs)}. Another program probably disturbed the probe of the"
+        " smaller batch."
+    )
 
 
 @diagnostic
 def fit_misses(*, kind: str, where: Sequence[str]) -> str:
-    return f"The fitted step time differs much from that of the {kind} at {'; '.join(where)}."
+    return f"The fitted step time is far from that of the {kind} at {'; '.join(where)}."
 
 
 @diagnostic

@@ -78,8 +78,8 @@ def _summarize_overlap(model: Overlap, name: str, share: str) -> RegressionSumma
     names, result = model.coordinates, model.regression()
     about = (
         "the step-time model at its most probable parameters, by generalised least squares: one row per step time and, if"
-        f" measured, per compute time, and {format_count(len(names), 'row')} for the priors. Parameters are in standard deviations"
-        f" of their prior from its mean: one with a standard error near 1 was not determined by the probes{share}"
+        f" measured, per compute time, and {format_count(len(names), 'row')} for the priors. Each value is the number of prior"
+        f" standard deviations from the prior mean; if its interval is about -1.64 to 1.64, the probes did not determine it{share}"
     )
     return RegressionSummary(
         name, about, _list_coefficients(result, names), _render_summary(result, "ln step time", names)

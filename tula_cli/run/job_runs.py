@@ -24,6 +24,7 @@ from tula_cli.words import describe_part, make_relative_path
 
 _HARDWARE = ("name", "cluster", "pricing", "search", "baseline", "export")
 """Sections of a job in which runs of one job may differ."""
+_MAX_KEYS_SHOWN = 4
 
 
 def list_variants(spec: JobSpec) -> list[tuple[Variant, JobSpec]]:
@@ -230,11 +231,12 @@ def combine_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
     first = runs[0]
     for other in runs[1:]:
         if keys := _list_differences(first, other):
+            hidden = len(keys) - _MAX_KEYS_SHOWN
+            listed = ", ".join(keys[:_MAX_KEYS_SHOWN]) + (f" and {hidden} more" if hidden > 0 else "")
             raise SpecError(
                 f"{make_relative_path(first.path)} and {make_relative_path(other.path)} are runs of different jobs:"
-                f" {', '.join(keys)} {'differs' if len(keys) == 1 else 'differ'}",
-                f"name runs that differ in {', '.join(_HARDWARE)} alone; several jobs are planned together by tula recommend"
-                " with --trainings N for each",
+                f" {listed} {'differs' if len(keys) == 1 else 'differ'}",
+                "give runs of one job on different hardware, or --trainings N after each --run to plan several jobs together",
             )
     if len({run.name for run in runs}) < len(runs):
         ids_differ = len({run.id for run in runs}) == len(runs)

@@ -180,8 +180,8 @@ def make_job_from_command(
     warnings = [*recognised.warnings, *_list_machine_warnings(recognised, offered, gpus=gpus if kind == "local" else 0)]
     if one_process:
         warnings.append(
-            "the script and the modules beside it name no torch.distributed and no trainer, so search.nodes is [1]; if the"
-            " script can train in several processes, add numbers of nodes"
+            "neither the script nor the modules in its folder use torch.distributed or a trainer library, so search.nodes is"
+            " [1]; if the script can train in several processes, add numbers of nodes"
         )
     return FromCommand(text, recognised, list_missing(recognised), tuple(warnings))
 

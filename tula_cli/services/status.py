@@ -868,7 +868,8 @@ def cancel_jobs(runs: Sequence[Run], launcher_for: Callable[[Run], Launcher]) ->
     if failures:
         raise SchedulerError(
             f"not cancelled: {'; '.join(f'{name} ({error.message})' for name, error in failures.items())}",
-            f"run tula cancel again, or end them by the scheduler's own command; cancelled: {', '.join(cancelled) or 'none'}",
+            f"cancelled: {', '.join(cancelled) or 'none'}; run tula cancel again for the others, or end them with the"
+            " scheduler's own command",
         )
     return cancelled
 
@@ -876,7 +877,7 @@ def cancel_jobs(runs: Sequence[Run], launcher_for: Callable[[Run], Launcher]) ->
 # --- The end of a training
 
 DISK_IS_FULL = 2**16  # bytes free; below, the small files of a run cannot be written
-CANCELLED = "the same command resumes from the newest checkpoint"
+CANCELLED = "run the same command again to resume from the newest checkpoint"
 
 
 def compute_micro_batch(task: TrainTask) -> int:

@@ -122,9 +122,25 @@ def render_explanation(
             yield from [_make_coefficients_table(each)] if each.coefficients else []
 
 
+_COEFFICIENT_NAMES = {
+    "slope": "compute per sample",
+    "floor": "minimum compute per step",
+    "level": "sync time",
+    "growth": "sync time: growth with nodes",
+    "inside": "sync time within a node",
+    "forward": "forward pass: share of compute",
+    "exposed": "sync never overlapped: share",
+    "shared": "sync time: growth with GPUs per node",
+    "inner": "sync time within a node: growth with GPUs",
+    "crowded": "minimum compute: growth with GPUs per node",
+}
+"""Names of the step-time model's parameters that a reader understands."""
+
+
 def _make_coefficients_table(regression: "RegressionSummary") -> "Table":
     table = make_table(["coefficient", "value", "90 % interval"])
-    for name, row in regression.coefficients.items():
+    for parameter, row in regression.coefficients.items():
+        name = _COEFFICIENT_NAMES.get(parameter, parameter)
         # A coordinate that the probes do not change is its prior's mean, 0, up to rounding.
         value, low, high = (format_number(round(number, 9) + 0.0) for number in (row.value, row.low, row.high))
         table.add_row(name, value, f"{low} to {high}")

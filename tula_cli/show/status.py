@@ -41,7 +41,6 @@ if TYPE_CHECKING:
         JobStatus,
         RunStatus,
         SpentAndRest,
-        StageStatus,
         TrainingStatus,
         TuningStatus,
     )
@@ -215,7 +214,7 @@ def describe_training(now: "TrainingStatus") -> str:
     if not now.submitted:
         return f"{head}, not submitted"
     parts = [
-        f"{head}{_describe_stage(now.stage)}",
+        f"{head}{_describe_stage(now)}",
         *([f"epoch {now.epoch:.2f} of {now.epochs}"] if now.epochs is not None else []),
         f"{now.samples} samples" if now.samples_asked is None else f"{now.samples} of {now.samples_asked} samples",
         *_list_training_measurements(now),
@@ -240,7 +239,7 @@ def describe_spent_and_rest(now: "SpentAndRest") -> str:
 
 def describe_progress_of_training(now: "TrainingStatus") -> str:
     """Describe what a running training measures, in the line below its progress bar."""
-    head = f"{format_count(now.nodes)}{_describe_nodes_to_come(now)}, batch {now.batch}{_describe_stage(now.stage)}"
+    head = f"{format_count(now.nodes)}{_describe_nodes_to_come(now)}, batch {now.batch}{_describe_stage(now)}"
     return ", ".join([head, *_list_training_measurements(now)])
 
 
@@ -264,12 +263,14 @@ def _list_training_measurements(now: "TrainingStatus") -> list[str]:
     return parts
 
 
-def _describe_stage(now: "StageStatus | None") -> str:
+def _describe_stage(now: "TrainingStatus") -> str:
     """Describe the current stage of a growing batch."""
-    if now is None:
+    stage = now.stage
+    if stage is None:
         return ""
-    noise = "" if now.noise is None else f": noise scale {format_number(now.noise)}"
-    return f" (now {now.batch}, stage {now.number} of {now.count}{noise})"
+    batch = "" if stage.batch == now.batch else f"now {stage.batch}, "
+    noise = "" if stage.noise is None else f", noise scale {format_number(stage.noise)}"
+    return f" ({batch}stage {stage.number} of {stage.count}{noise})"
 
 
 def _describe_nodes_to_come(now: "TrainingStatus") -> str:
@@ -364,7 +365,7 @@ def _run(run: "RunSummary") -> list[str]:
 def _describe_best(run: "RunSummary") -> str:
     """Describe the best result of a run's trainings: top-1, or without it perplexity or loss."""
     if run.best_top1 is not None:
-        return f"top-1 {format_number(run.best_top1, 4)} %"
+        return f"top-1 {format_number(run.best_top1, 4)}{'' if run.script else ' %'}"  # a script may print a fraction
     if run.best_loss is None:
         return "-"
     best = (run.best_perplexity, "perplexity") if run.best_perplexity is not None else (run.best_loss, "loss")

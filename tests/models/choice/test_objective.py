@@ -98,7 +98,7 @@ def test_kneedle_finds_where_a_doubling_saves_less_than_half_of_ideal_scaling(ga
     if 0 < place < len(rows) - 1:
         assert choice.prediction == rows[place]
     else:
-        assert choice.reason.startswith("smallest batch within 10 %")
+        assert choice.reason.startswith("the smallest batch within 10 %")
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_odd_probes_are_pointed_out() -> None:
     seen[0] = observation(2, 16, 0.3)
     warnings = fit_step_time(seen, collective="ring").warnings
     assert "2 nodes, local batch 16" in values(warnings, "fit-misses")["where"][0]
-    assert values(warnings, "step-time-falls-with-batch")["pairs"][0].startswith("at 2 nodes, local batch 64 than at")
+    assert values(warnings, "step-time-falls-with-batch")["pairs"][0] == "2 nodes, local batch 16 and 64"
 
 
 def test_a_missed_probe_is_shown_with_what_the_fit_has_for_it() -> None:

@@ -292,7 +292,7 @@ class _WatchedJob:
             if over is None and timeout is not None and now - since >= timeout:
                 raise Pending(
                     f"the job that builds the model and the dataset did not finish within {timeout:g} s and was cancelled",
-                    "the same command starts it again; give it more time with --timeout",
+                    "run the same command again to start a new one, with a longer --timeout",
                 )
             remaining = float("inf") if timeout is None else max(0.0, since + timeout - now)
             self.sleep(min(pause, remaining) if over is None else POLL_INTERVALS[0] / 4)

@@ -208,7 +208,7 @@ def keep_baseline(choice: Choice, baseline: Baseline, candidates: Candidates) ->
         return choice
     kept = same.prediction(0)
     runners_up = [knee, *(row for row in choice.runners_up if row != kept)][: max(1, len(choice.runners_up))]
-    reason = f"today's configuration is at least as good as {_describe_place(knee)}, {choice.reason}"
+    reason = f"today's configuration is at least as good as {_describe_place(knee)}, which would be chosen otherwise: {choice.reason}"
     return Choice(kept, reason, tuple(runners_up))
 
 

@@ -376,7 +376,7 @@ def _without_knee(line: Sequence[Prediction], curve: Curve) -> tuple[Prediction,
     chosen = next(row for row in line if _get_value_on_curve(row, curve) <= best * (1 + FALLBACK))
     few = f"there {'is' if len(line) == 1 else 'are'} only {format_count(len(line), 'batch')}"
     why = few if len(line) < FEWEST else _describe_shape(line, curve)
-    return chosen, f"smallest batch within {100 * FALLBACK:.0f} % of the best, because {curve} has no knee ({why})"
+    return chosen, f"the smallest batch within {100 * FALLBACK:.0f} % of the best, because {curve} has no knee ({why})"
 
 
 def _describe_shape(line: Sequence[Prediction], curve: Curve) -> str:

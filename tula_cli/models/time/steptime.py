@@ -368,7 +368,7 @@ def _list_fit_warnings(observations: Sequence[Observation], seconds: Floats, res
         yield messages.step_times_drift(probes=unsteady)
     # A larger local batch with a clearly shorter step: another algorithm, a change of clocks, or a disturbed probe.
     falling = [
-        f"at {larger} than at local batch {smaller.local_batch}"
+        f"{smaller} and {larger.local_batch}"
         for (smaller, time_before), (larger, after) in itertools.pairwise(zip(observations, seconds, strict=True))
         if (smaller.nodes, smaller.gpus_per_node) == (larger.nodes, larger.gpus_per_node)
         and smaller.local_batch < larger.local_batch

@@ -347,7 +347,8 @@ def read_report(search: PreparedSearch, file: JobFile | None = None) -> Learning
         with_others = f" and compared with batches {join_words(others)}" if others else ""
         raise BadMeasurements(
             f"no learning rate was searched for batch {first}{with_others} on {format_count(task.nodes)} yet",
-            f"remove --show, or show the search {'without' if others else 'with'} --batches if there was one",
+            "to start this search, remove --show; to show an earlier search, give the --batches of that search"
+            f"{', or none if it had none' if others else ''}",
         )
     if record is None or not _is_complete(run, task):
         raise make_error_of_job(run, task, "the search for a learning rate")

@@ -162,7 +162,7 @@ def _resume(script: dict[str, Any]) -> Iterator[str]:
         yield '    checkpoint: "{out}/*" # the newest match is used; narrow the pattern down to the checkpoints of the script'
         yield "    # batch: rehearse # batch with which it can resume: same, epoch (another one, from the end of an epoch), any"
     else:
-        yield f'  # resume: {{args: {format_yaml_word(args, flow=True)}, checkpoint: "{{out}}/checkpoint*.pth"}} # without it, it starts again'
+        yield f'  # resume: {{args: {format_yaml_word(args, flow=True)}, checkpoint: "{{out}}/checkpoint*.pth"}} # without it, an interrupted training starts over'
 
 
 def _render_train(recognised: RecognisedCommand) -> Iterator[str]:

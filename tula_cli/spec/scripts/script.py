@@ -173,7 +173,8 @@ class Script(Section):
         placeholders = self.placeholders
         if self.launch == "node" and (of_rank := sorted(placeholders & OF_A_RANK)):
             raise ValueError(
-                f"{{{of_rank[0]}}} differs among the processes of a node, which launch: node leaves to the command to start"
+                f"command has {{{of_rank[0]}}}, which differs between the processes of a node; with launch: node, tula starts"
+                " only one process per node. Remove the placeholder, or set launch: rank"
             )
         for name, value in (("lr", self.reference.lr), ("epochs", self.length.epochs)):
             if name in placeholders and value is None:

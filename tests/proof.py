@@ -48,7 +48,8 @@ def cases(name: str, minutes: float, path: str, *options: str, alone: bool = Fal
 
 def soak(number: int, *, nodes: int, kills: int, epochs: int, minutes: float, least: int | None = None) -> Part:
     """Return a part that kills a training on a SLURM cluster again and again; each number has moments of its own."""
-    wishes = {"nodes": nodes, "kills": kills, "epochs": epochs, "seed": "{seed}", "least": least}
+    subject = None if least is None else "either"
+    wishes = {"nodes": nodes, "kills": kills, "epochs": epochs, "seed": "{seed}", "least": least, "subject": subject}
     options = [word for name, value in wishes.items() if value is not None for word in (f"--{name}", str(value))]
     sizes = nodes if least is None else f"{least}-to-{nodes}"
     return Part(f"soak-{sizes}-nodes-{number}", minutes, ("tests/slurm/soak.py", *options))

@@ -1,24 +1,28 @@
 """Kill a training on a real SLURM cluster again and again, and see that it ends as if nothing had happened.
 
-    python tests/slurm/soak.py [--nodes 16] [--kills 50] [--seed 0] [--epochs 300] [--least 1]
+    python tests/slurm/soak.py [--nodes 16] [--kills 50] [--seed 0] [--epochs 300] [--least 1] [--subject script]
 
 Needs root and Debian's SLURM packages (make slurm-packages). Two trainings of the same job run on a cluster of
 namespaces: one is left alone, the other loses ranks, supervisors and whole nodes, and is preempted, at random moments
 until all kills are spent. At the end both must have trained every sample once and have the same weights, bit by bit.
 With --least, the disturbed training takes the nodes that it is granted, from so many up to all, while jobs that have
-precedence occupy others; its weights are then the same up to the rounding of sums.
+precedence occupy others; its weights are then the same up to the rounding of sums. With --subject script the
+job is a script, which saves how often it has trained each sample; with --subject either, the seed decides.
 """
 
 import argparse
 import collections
 import itertools
+import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from cluster import SlurmCluster, until
@@ -26,8 +30,6 @@ from cluster import SlurmCluster, until
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from driver import Tula
 
-BATCH = 128
-SAMPLES = 1437 // BATCH * BATCH  # of an epoch
 PATIENCE = 900.0  # seconds without a newer checkpoint
 MODEL = """
 import time
@@ -54,15 +56,60 @@ train: {{method: {method}, epochs: {epochs}, reference_batch: 32, workers: 0, ma
 search: {{nodes: [{nodes}], max_node_hours: 100}}
 cluster: {{kind: slurm, device: cpu, minutes: 60, slurm: {{partition: spare, memory: 1000M}}}}
 """
+SCRIPT = Path(__file__).parents[1] / "scripts" / "on_any_ranks.py"
+SCRIPT_JOB = """
+name: soak
+script:
+  command: on_any_ranks.py --local-batch {{local_batch}} --epochs {{epochs}} --out {{out}} --pause 0.01
+  length: {{epochs: {epochs}}}
+  dataset_size: 256
+  reference: {{batch: 32}}
+  resume: {{args: "--resume {{checkpoint}}", checkpoint: "{{out}}/state.pt"}}
+  save: SIGUSR1
+train: {{max_attempts: 500}}
+search: {{nodes: [{nodes}], max_node_hours: 100}}
+cluster: {{kind: slurm, device: cpu, minutes: 60, slurm: {{partition: spare, memory: 1000M}}}}
+"""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained."""
+
+    job: str  # job file
+    batch: int
+    samples: int  # of an epoch
+    process: str  # part of the command line of its ranks
+    weights: str  # key of its checkpoint
+    checkpoint: str  # pattern of its last checkpoint in the folder of the training
+
+    @classmethod
+    def make_model(cls, nodes: int, epochs: int, *, method: str) -> "Subject":
+        """Return a model that tula's own loop trains."""
+        job = JOB.format(method=method, epochs=epochs, nodes=nodes)
+        return cls(job, 128, 1437 // 128 * 128, "-m tula_cli.worker", "model", "last")
+
+    @classmethod
+    def make_script(cls, nodes: int, epochs: int) -> "Subject":
+        """Return a script that saves how often it has trained each sample; its epochs take ten times as long."""
+        return cls(SCRIPT_JOB.format(epochs=epochs, nodes=nodes), 32, 256, SCRIPT.name, "net", "out/state.pt")
 
 
 class Soak:
     """A training, the cluster it runs on, and what is done to both."""
 
     def __init__(
-        self, cluster: SlurmCluster, tula: Tula, nodes: int, random_: random.Random, *, least: int | None = None
+        self,
+        cluster: SlurmCluster,
+        tula: Tula,
+        subject: Subject,
+        nodes: int,
+        random_: random.Random,
+        *,
+        least: int | None = None,
     ) -> None:
         self.cluster, self.tula, self.nodes, self.random, self.least = cluster, tula, nodes, random_, least
+        self.subject = subject
         self.occupied = 0  # nodes, by jobs that have precedence
         self.kills: collections.Counter[str] = collections.Counter()
         self.killed_at = 0.0  # Unix time
@@ -82,7 +129,7 @@ class Soak:
                 (self.occupy, 12),
             ]
             self.occupy()
-        self.tula("train", "job.yaml", "--nodes", nodes, "--batch", str(BATCH))
+        self.tula("train", "job.yaml", "--nodes", nodes, "--batch", str(self.subject.batch))
         moved, at = -1, time.monotonic()
         while not self.finished():
             samples = self.samples()
@@ -119,7 +166,7 @@ class Soak:
         names = self.tula.run().train_signatures()
         rows = self.tula.run().training(names[0]).metrics() if names else []
         moved = bool(rows) and rows[-1]["kind"] in ("step", "epoch") and rows[-1]["time"] > self.killed_at
-        return moved and bool(self.processes("-m tula_cli.worker"))
+        return moved and bool(self.processes(self.subject.process))
 
     def processes(self, text: str) -> list[int]:
         return [pid for node in self.cluster.names for pid in self.cluster.processes(node, text)]
@@ -127,7 +174,7 @@ class Soak:
     # --- what is done to it; each returns whether there was something to do it to
 
     def kill_rank(self) -> bool:
-        return self._kill("-m tula_cli.worker")
+        return self._kill(self.subject.process)
 
     def kill_supervisor(self) -> bool:
         return self._kill("-m submitit.core._submit")
@@ -175,17 +222,23 @@ class Soak:
         return len(self.cluster.run("login", *command, "--noheader").stdout.split())
 
 
-def weights_equal(one: Path, other: Path, *, tolerance: float) -> bool:
+def weights_equal(one: Path, other: Path, *, key: str, tolerance: float) -> bool:
     code = """
 import sys, torch
-one, other = (torch.load(path, weights_only=True)["model"] for path in sys.argv[1:3])
-tolerance = float(sys.argv[3])  # of the largest weight
+key, tolerance = sys.argv[1], float(sys.argv[2])  # of the largest weight
+one, other = (torch.load(path, weights_only=True)[key] for path in sys.argv[3:5])
 same = one.keys() == other.keys() and all((one[key] - other[key]).abs().max() <= tolerance * one[key].abs().max() for key in one)
 sys.exit(not same)
 """
-    return (
-        subprocess.run([sys.executable, "-c", code, str(one), str(other), str(tolerance)], check=False).returncode == 0
-    )
+    command = [sys.executable, "-c", code, key, str(tolerance), str(one), str(other)]
+    return subprocess.run(command, check=False).returncode == 0
+
+
+def count_trained(checkpoint: Path) -> collections.Counter[int]:
+    """Return how often a script has trained each sample, by its checkpoint."""
+    code = "import json, sys, torch; print(json.dumps(torch.load(sys.argv[1], weights_only=True)['trained']))"
+    command = [sys.executable, "-c", code, str(checkpoint)]
+    return collections.Counter(json.loads(subprocess.run(command, check=True, capture_output=True).stdout))
 
 
 def check(soak: Soak, epochs: int) -> Path:
@@ -193,9 +246,15 @@ def check(soak: Soak, epochs: int) -> Path:
     run, name = soak.tula.run(), soak.signature()
     result = run.training(name).result()
     assert result is not None
-    assert result.samples == epochs * SAMPLES, f"{result.samples} samples, not {epochs * SAMPLES}"
-    samples = [row["samples"] for row in run.training(name).metrics() if row["kind"] == "epoch"]
-    assert samples == [SAMPLES * (epoch + 1) for epoch in range(epochs)], samples
+    expected = soak.subject.samples
+    assert result.samples == epochs * expected, f"{result.samples} samples, not {epochs * expected}"
+    (checkpoint,) = run.training(name).path.glob(soak.subject.checkpoint)
+    if soak.subject.process == SCRIPT.name:
+        trained = count_trained(checkpoint)
+        assert trained == collections.Counter(dict.fromkeys(range(expected), epochs)), trained
+    else:
+        samples = [row["samples"] for row in run.training(name).metrics() if row["kind"] == "epoch"]
+        assert samples == [expected * (epoch + 1) for epoch in range(epochs)], samples
     attempts = run.training(name).attempts()
     starts = [attempt.samples or 0 for attempt in attempts]
     assert all(late >= early for early, late in itertools.pairwise(starts)), starts
@@ -206,7 +265,7 @@ def check(soak: Soak, epochs: int) -> Path:
         f"{len(attempts)} attempts: {dict(causes)}; {len({a.allocation for a in attempts})} allocations; nodes {nodes}"
     )
     assert soak.least is None or len({*nodes}) > 1, "it was never granted another number of nodes"
-    return run.training(name).path / "last"
+    return checkpoint
 
 
 def main() -> None:
@@ -216,9 +275,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=300)
     parser.add_argument("--least", type=int, help="nodes that suffice for the disturbed training")
+    parser.add_argument("--subject", choices=("model", "script", "either"), default="model", help="what is trained")
     arguments = parser.parse_args()
     method = "ramp" if arguments.least is None else "lbt"
-    job = JOB.format(method=method, epochs=arguments.epochs, nodes=arguments.nodes)
+    kind, epochs = arguments.subject, arguments.epochs
+    if kind == "either":
+        kind = random.Random(arguments.seed).choice(("model", "script"))
+        epochs = epochs if kind == "model" else epochs // 10
+    subject = (
+        Subject.make_script(arguments.nodes, epochs)
+        if kind == "script"
+        else Subject.make_model(arguments.nodes, epochs, method=method)
+    )
     began, last = time.monotonic(), []
     with (
         SlurmCluster(arguments.nodes, prefix=f"s{os.getpid()}n", rate="1gbit") as cluster,
@@ -228,15 +296,17 @@ def main() -> None:
             folder = Path(name) / label.replace(" ", "-")
             folder.mkdir()
             (folder / "single.py").write_text(MODEL)
+            shutil.copy(SCRIPT, folder)
             least = arguments.least if kills else None
             random_ = random.Random(arguments.seed)
-            soak = Soak(cluster, Tula(folder, job, **cluster.env), arguments.nodes, random_, least=least)
-            print(f"{label}: {arguments.nodes} nodes, {arguments.epochs} epochs", flush=True)
+            tula = Tula(folder, subject.job, **cluster.env)
+            soak = Soak(cluster, tula, subject, arguments.nodes, random_, least=least)
+            print(f"{label}: a {kind} on {arguments.nodes} nodes, {epochs} epochs", flush=True)
             soak.train(kills)
             print(f"done after {time.monotonic() - began:.0f} s; {dict(soak.kills)}", flush=True)
-            last.append(check(soak, arguments.epochs))
+            last.append(check(soak, epochs))
         tolerance = 0.0 if arguments.least is None else 1e-5
-        assert weights_equal(*last, tolerance=tolerance), "the weights differ"
+        assert weights_equal(*last, key=subject.weights, tolerance=tolerance), "the weights differ"
     print("the weights are the same, bit by bit" if not tolerance else f"the weights are the same, up to {tolerance:g}")
 
 

@@ -12,7 +12,6 @@ from tula_cli.assets import find_folder
 from tula_cli.cli import app
 from tula_cli.errors import Infeasible, SpecError
 from tula_cli.models.choice.campaign import Campaign
-from tula_cli.models.choice.campaign_of_jobs import CampaignOfJobs
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
 from tula_cli.run.job_runs import open_family, open_runs_by_job
@@ -33,7 +32,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def plan(run: RunDir, trainings: int, **query: Any) -> Campaign:
-    return plan_campaign(open_family(run), Query(**query), trainings)
+    return plan_campaign([open_family(run)], Query(**query), [trainings])
 
 
 def test_many_trainings_are_planned_on_few_nodes_each(run: RunDir) -> None:
@@ -214,10 +213,8 @@ def two_jobs(run: RunDir) -> list[RunDir]:
     return [run, other]
 
 
-def plan_jobs(runs: list[RunDir], *trainings: int, save: bool = False, **query: Any) -> CampaignOfJobs:
-    campaign = plan_trainings(open_runs_by_job(runs), Query(**query), trainings, save=save)
-    assert isinstance(campaign, CampaignOfJobs)
-    return campaign
+def plan_jobs(runs: list[RunDir], *trainings: int, save: bool = False, **query: Any) -> Campaign:
+    return plan_trainings(open_runs_by_job(runs), Query(**query), trainings, save=save)
 
 
 def test_trainings_of_several_jobs_are_planned_together(two_jobs: list[RunDir]) -> None:

@@ -1,6 +1,7 @@
 """`tula train --seeds`: the trainings of a plan."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from tula_cli.options import TrainRequest
 from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.services.campaign import load_campaign, plan_campaign, save_campaign
+from tula_cli.services.campaign import PLAN_FILE, load_campaign, plan_campaign, save_campaign
 from tula_cli.services.events import Event, SeedsPlanned, follow
 from tula_cli.services.train_seeds import PreparedSeeds, SeedsReport, prepare_seeds, run_seeds
 from tula_cli.services.waiting import Dependencies, WaitPolicy
+from tula_cli.show.campaign import render_campaign
 from tula_cli.spec.job import JobSpec
 
 QUEUE = {"kind": "slurm", "minutes": 60}
@@ -102,7 +104,7 @@ def test_the_same_command_resumes_the_stored_plan_and_trains_what_failed(run: Ru
 
 def test_on_a_cluster_each_waits_for_the_trainings_whose_nodes_it_takes_over(run: RunDir) -> None:
     job = on_queue(run)
-    plan = plan_campaign([Run(run.path, job)], Query(max_nodes=4), 9)
+    plan = plan_campaign([[Run(run.path, job)]], Query(max_nodes=4), [9])
     save_campaign([run], plan)
     assert load_campaign([run]) == plan
     launcher = Trains(queues=tuple(range(9)))
@@ -123,8 +125,23 @@ def test_on_a_cluster_each_waits_for_the_trainings_whose_nodes_it_takes_over(run
     assert not launcher.tasks, "those in the queue are left alone"
 
 
+def test_a_plan_that_an_earlier_version_has_stored_is_used(run: RunDir) -> None:
+    save_campaign([run], plan_campaign([[Run(run.path, run.read_spec())]], Query(), [2], one_at_a_time=True))
+    path = run.path / PLAN_FILE
+    stored = json.loads(path.read_text())
+    for name in ("node_type", "jobs", "lower_bound", "is_optimal"):
+        del stored[name]
+    for row in (*stored["waves"], *stored["schedule"]):
+        row.pop("job"), row.pop("batch", None)
+    path.write_text(json.dumps(stored))
+    prepared = prepare(run, run.read_spec(), 2)
+    assert prepared.plan == load_campaign([run])
+    lines = [str(line) for line in render_campaign(prepared.plan)]
+    assert "2 trainings" in lines[0] and "no plan with this batch finishes before" in lines[1]
+
+
 def test_the_budget_is_that_of_all_trainings(run: RunDir) -> None:
-    plan = plan_campaign([Run(run.path, run.read_spec())], Query(), 2, one_at_a_time=True)
+    plan = plan_campaign([[Run(run.path, run.read_spec())]], Query(), [2], one_at_a_time=True)
     save_campaign([run], dataclasses.replace(plan, budget=1.05 * plan.cost))
     report, _ = train(run, Trains(fails=(1,)), 2)
     assert report.cost == 1.0, "more than planned for one"

@@ -22,7 +22,6 @@ from tula_cli.errors import (
 )
 from tula_cli.models.choice.baseline import Gain
 from tula_cli.models.choice.campaign import Campaign
-from tula_cli.models.choice.campaign_of_jobs import CampaignOfJobs
 from tula_cli.models.observed import ObservedReport
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.options import (
@@ -625,7 +624,7 @@ class CampaignArguments(Settings, Query):
 
 
 @with_arguments(CampaignArguments)
-def plan_trainings(arguments: CampaignArguments) -> Campaign | CampaignOfJobs:
+def plan_trainings(arguments: CampaignArguments) -> Campaign:
     """Plan many trainings on a limited number of nodes: nodes of each, and how many run side by side.
 
     `max_nodes` limits the nodes in use at a time; `deadline_hours` and `budget` are those of all trainings together.

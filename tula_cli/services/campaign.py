@@ -15,6 +15,7 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible, SpecError, require_positive
 from tula_cli.models.choice.campaign import (
     Campaign,
+    CandidatesOfJob,
     Option,
     PlanRequest,
     Quantity,
@@ -28,14 +29,7 @@ from tula_cli.models.choice.campaign import (
     plan_shortest,
     sum_costs,
 )
-from tula_cli.models.choice.campaign_of_jobs import (
-    CampaignOfJobs,
-    CandidatesOfJob,
-    JobTrainings,
-    Target,
-    describe_plan_of_jobs,
-    plan_jobs,
-)
+from tula_cli.models.choice.campaign_of_jobs import JobsPlan, JobTrainings, Target, plan_jobs
 from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.choice.columns import Floats
 from tula_cli.query import Query
@@ -58,38 +52,31 @@ def plan_trainings(
     *,
     overrides: Sequence[str] = (),
     save: bool = False,
-) -> Campaign | CampaignOfJobs:
-    """Plan many trainings of one job or of several.
+) -> Campaign:
+    """Plan many trainings of one job or of several, as `plan_campaign` does, and store the plan if requested.
 
     Args:
-        jobs: the runs of each job, with the results.
-        query: as in `plan_campaign`.
-        trainings: the number of trainings of each job.
-        overrides: settings that override those of each job.
+        jobs, query, trainings, overrides: as in `plan_campaign`.
         save: whether to store the plan for `tula train --seeds`.
 
     Raises:
-        SpecError: there is not one number of trainings for each job, a run is given twice, or the plan of several jobs is
-            to be stored.
+        SpecError: there is not one number of trainings for each job, or the plan of several jobs is to be stored.
         TulaError: the plan cannot be stored, or a run belongs to another user.
         Pending, BadMeasurements, Infeasible: as in `plan_campaign`.
     """
-    ids = [runs[0].id for runs in jobs]
     if len(trainings) != len(jobs):
         raise SpecError(
             f"{format_count(len(trainings), 'number')} of trainings ({', '.join(map(str, trainings))}) for"
-            f" {format_count(len(jobs), 'job')} ({', '.join(ids)})",
+            f" {format_count(len(jobs), 'job')} ({', '.join(runs[0].id for runs in jobs)})",
             "give one number for each job, in the order of the jobs: --trainings 10 --trainings 20",
         )
-    if len(jobs) > 1:
-        if save:
-            raise SpecError(
-                "a plan for several jobs cannot be stored, because tula train --seeds submits the trainings of one job",
-                "start each job with the nodes and times of the plan, or store a plan for each job alone",
-            )
-        return _plan_campaign_of_jobs(jobs, query, trainings, overrides)
+    if save and len(jobs) > 1:
+        raise SpecError(
+            "a plan for several jobs cannot be stored, because tula train --seeds submits the trainings of one job",
+            "start each job with the nodes and times of the plan, or store a plan for each job alone",
+        )
     one_at_a_time = save and not jobs[0][0].spec.cluster.backend.has_queue
-    plan = plan_campaign(jobs[0], query, trainings[0], overrides=overrides, one_at_a_time=one_at_a_time)
+    plan = plan_campaign(jobs, query, trainings, overrides=overrides, one_at_a_time=one_at_a_time)
     if save:
         save_campaign(jobs[0], plan)
     return plan
@@ -103,20 +90,6 @@ class _ConsideredConfigurations:
     max_batch: int | None
     currency: str
     warnings: Sequence[Diagnostic]
-
-    def list_options(
-        self, node_type: str | None, quantity: Quantity, *, all_nodes: int | None = None, max_cost: float = math.inf
-    ) -> list[list[Option]]:
-        """Return the options of each batch on each node type, or on one of them, that cost at most `max_cost`."""
-        types, prices = self.candidates["type"], self.candidates["cost"]
-        groups = [
-            affordable
-            for rows in self.candidates.frame.groupby(["type", "batch"]).indices.values()
-            if node_type in (None, types[rows[0]])
-            and len(affordable := np.asarray([row for row in rows if is_within(prices[row], max_cost)], dtype=int))
-        ]
-        cost: Literal["cost", "kwh"] = "kwh" if quantity == "energy" else "cost"
-        return [list_options(self.candidates, rows, cost=cost, all_nodes=all_nodes) for rows in groups]
 
 
 def _find_configurations(
@@ -140,8 +113,73 @@ def _find_configurations(
     return _ConsideredConfigurations(candidates, max_batch, answer.recommendation.currency, answer.warnings)
 
 
-def _find_max_nodes(runs: Sequence[Run], query: Query) -> int:
-    return query.max_nodes or max(nodes for run in runs for nodes in run.spec.search.nodes)
+def plan_campaign(
+    jobs: Sequence[Sequence[Run]],
+    query: Query,
+    trainings: Sequence[int],
+    *,
+    overrides: Sequence[str] = (),
+    one_at_a_time: bool = False,
+) -> Campaign:
+    """Plan many trainings of one job or of several; nothing is written.
+
+    Objective time gives the shortest plan; cost and energy give the plan of lowest cost or energy within the deadline. The
+    knee, which is the default, limits the batch to that of the knee, and gives the shortest plan, or the cheapest within
+    the deadline if there is one. If the jobs name node types, all trainings run on one of them.
+
+    Args:
+        jobs: the runs of each job, with the results.
+        query: objective and limits; `max_nodes` limits the nodes in use at a time (default: the most of search.nodes),
+            `deadline_hours` and `budget` are those of all trainings together.
+        trainings: the number of trainings of each job.
+        overrides: settings that override those of each job.
+        one_at_a_time: whether no two trainings may run side by side, as on this machine; for one job.
+
+    Raises:
+        SpecError: a number of trainings is below 1 or too large, a run is given twice, or the jobs have different
+            currencies or no node type in common.
+        Pending, BadMeasurements: as in `answer_query`.
+        Infeasible: no configuration or no plan is within the limits.
+    """
+    for number in (*trainings, sum(trainings)):
+        _require_number_of_trainings(number)
+    names = _name_jobs(jobs)
+    nodes = query.max_nodes or max(nodes for runs in jobs for run in runs for nodes in run.spec.search.nodes)
+    considered = [_find_configurations(runs, query, nodes, overrides) for runs in jobs]
+    currency = _get_common_currency(considered)
+    candidates = Candidates.concatenate([of_job.candidates for of_job in considered])
+    ends = list(itertools.accumulate(len(of_job.candidates) for of_job in considered))
+    planned_jobs = [
+        CandidatesOfJob(name, number, range(end - len(of_job.candidates), end), of_job.max_batch)
+        for name, number, of_job, end in zip(names, trainings, considered, ends, strict=True)
+    ]
+    all_nodes = nodes if one_at_a_time else None
+    tables = [
+        [JobTrainings(job.trainings, _list_batches(candidates, job, type_, query, all_nodes)) for job in planned_jobs]
+        for type_ in _list_common_node_types(names, considered)
+    ]
+    nodes = min(nodes, max(sum(map(_count_widest_nodes, table)) for table in tables))  # more would stay idle
+    subject = _describe_subject(planned_jobs, nodes)
+    lower_bound = None
+    if len(jobs) > 1:
+        plan_of_jobs = _plan_several_jobs(tables, query, nodes=nodes, subject=subject, currency=currency)
+        starts, lower_bound = plan_of_jobs.starts, plan_of_jobs.lower_bound
+    else:
+        groups = [options for (job,) in tables for options in job.batches]
+        is_shortest = _choose_quantity(query) == "time"
+        choose = _plan_shortest_batch if is_shortest else partial(_plan_cheapest_batch, prices=candidates["cost"])
+        starts = choose(groups, query, trainings=trainings[0], nodes=nodes, subject=subject, currency=currency)
+    request = PlanRequest(
+        query=query,
+        minimises=_choose_quantity(query),
+        nodes=nodes,
+        currency=currency,
+        warnings=_list_warnings(names, considered),
+        one_at_a_time=one_at_a_time,
+    )
+    plan = describe_plan(starts, candidates, planned_jobs, request, lower_bound=lower_bound)
+    _require_within_limits(plan, subject, query)
+    return plan
 
 
 def _require_number_of_trainings(trainings: int) -> None:
@@ -150,143 +188,104 @@ def _require_number_of_trainings(trainings: int) -> None:
         raise SpecError(f"trainings {trainings}: at most {MAX_TRAININGS} can be planned together", "plan fewer at once")
 
 
-def plan_campaign(
-    runs: Sequence[Run],
-    query: Query,
-    trainings: int,
-    *,
-    overrides: Sequence[str] = (),
-    one_at_a_time: bool = False,
-) -> Campaign:
-    """Plan many trainings of one job; nothing is written.
+def _get_common_currency(considered: Sequence[_ConsideredConfigurations]) -> str:
+    currencies = sorted({of_job.currency for of_job in considered})
+    if len(currencies) > 1:
+        raise SpecError(
+            f"the costs of the jobs are in different currencies: {', '.join(currencies)}",
+            "use --set pricing.currency=NAME and --set pricing.price=PRICE",
+        )
+    return currencies[0]
 
-    Objective time gives the shortest plan; cost and energy give the plan of lowest cost or energy within the deadline. The
-    knee, which is the default, limits the batch to that of the knee, and gives the shortest plan, or the cheapest within
-    the deadline if there is one. If the job names node types, all trainings run on one of them.
 
-    Args:
-        runs: the runs of the job, with the results.
-        query: objective and limits; `max_nodes` limits the nodes in use at a time (default: the most of search.nodes),
-            `deadline_hours` and `budget` are those of all trainings together.
-        trainings: the number of trainings.
-        overrides: settings that override those of the job.
-        one_at_a_time: whether no two trainings may run side by side, as on this machine.
+def _list_batches(
+    candidates: Candidates, job: CandidatesOfJob, node_type: str, query: Query, all_nodes: int | None
+) -> list[list[Option]]:
+    """Return the options of a job on a node type, by batch.
 
-    Raises:
-        SpecError: the number of trainings is below 1 or too large.
-        Pending, BadMeasurements: as in `answer_query`.
-        Infeasible: no configuration or no plan is within the limits.
+    For the plan of lowest energy within a budget there is also a list per batch of the options that all trainings together
+    can afford.
     """
-    _require_number_of_trainings(trainings)
-    nodes, quantity = _find_max_nodes(runs, query), _choose_quantity(query)
-    considered = _find_configurations(runs, query, nodes, overrides)
-    candidates, max_batch, currency = considered.candidates, considered.max_batch, considered.currency
-    all_nodes = nodes if one_at_a_time else None
-    groups = considered.list_options(None, quantity, all_nodes=all_nodes)
-    if quantity == "energy" and query.budget is not None:  # each batch also with what all trainings together can afford
-        groups += considered.list_options(None, quantity, all_nodes=all_nodes, max_cost=query.budget / trainings)
-    nodes = min(nodes, trainings * max(option.nodes for group in groups for option in group))  # more would stay idle
-    subject = f"{format_count(trainings, 'training')} on at most {format_count(nodes)}"
-    if max_batch is not None:
-        subject += f" with batches of at most {max_batch}"
-    choose = _plan_shortest_batch if quantity == "time" else partial(_plan_cheapest_batch, prices=candidates["cost"])
-    plan = describe_plan(
-        choose(groups, query, trainings=trainings, nodes=nodes, subject=subject, currency=currency),
-        candidates,
-        PlanRequest(query=query, minimises=quantity, nodes=nodes, currency=currency, warnings=considered.warnings),
-        max_batch=max_batch,
-        one_at_a_time=one_at_a_time,
+    quantity, prices = _choose_quantity(query), candidates["cost"]
+    rows = np.asarray(job.rows)[candidates["type"][job.rows] == node_type]
+    budgets = [math.inf, *([] if quantity != "energy" or query.budget is None else [query.budget / job.trainings])]
+    groups = []
+    for budget in budgets:
+        affordable = rows[[is_within(price, budget) for price in prices[rows]]]
+        batches = candidates["batch"][affordable]
+        groups += [affordable[batches == batch] for batch in np.unique(batches)]
+    cost: Literal["cost", "kwh"] = "kwh" if quantity == "energy" else "cost"
+    return [list_options(candidates, rows, cost=cost, all_nodes=all_nodes) for rows in groups]
+
+
+def _count_widest_nodes(job: JobTrainings) -> int:
+    """Return the nodes that all trainings of a job use if each of them has the most."""
+    return job.trainings * max(option.nodes for options in job.batches for option in options)
+
+
+def _describe_subject(jobs: Sequence[CandidatesOfJob], nodes: int) -> str:
+    """Describe trainings, nodes and batches, for messages."""
+    trainings, on_nodes = (
+        format_count(sum(job.trainings for job in jobs), "training"),
+        f"on at most {format_count(nodes)}",
     )
-    _require_energy_within_budget(plan, subject, query)
-    return plan
+    if len(jobs) > 1:
+        return f"{trainings} ({join_words(f'{job.trainings} of {job.job}' for job in jobs)}) {on_nodes}"
+    batches = "" if jobs[0].max_batch is None else f" with batches of at most {jobs[0].max_batch}"
+    return f"{trainings} {on_nodes}{batches}"
 
 
-def _require_energy_within_budget(plan: Campaign | CampaignOfJobs, subject: str, query: Query) -> None:
+def _list_warnings(names: Sequence[str], considered: Sequence[_ConsideredConfigurations]) -> list[Diagnostic]:
+    """Return the warnings of all jobs, with the name of the job if there are several."""
+    if len(names) == 1:
+        return list(considered[0].warnings)
+    return [
+        replace(warning, text=f"{name}: {warning.text}")
+        for name, of_job in zip(names, considered, strict=True)
+        for warning in of_job.warnings
+    ]
+
+
+def _require_within_limits(plan: Campaign, subject: str, query: Query) -> None:
+    """Raise an error if a plan of lowest energy, or one that need not be the best, exceeds the limits."""
     if plan.minimises == "energy" and not is_within(plan.cost, _get_limit(query.budget)):
         raise Infeasible(
             f"the plan of lowest energy for {subject} costs {format_number(plan.cost, 4)} {plan.currency}, more than the"
             f" budget of {query.budget:g}",
             "raise --budget, or choose --objective cost",
         )
+    if not is_within(plan.hours, _get_limit(query.deadline_hours)):
+        raise _make_too_late_error(f"the shortest plan found for {subject} takes", plan.hours, query)
+    if not is_within(plan.cost, _get_limit(query.budget)):
+        raise _make_over_budget_error(f"the cheapest plan found for {subject} costs", plan.cost, query, plan.currency)
 
 
-def _plan_campaign_of_jobs(
-    jobs: Sequence[Sequence[Run]], query: Query, trainings: Sequence[int], overrides: Sequence[str]
-) -> CampaignOfJobs:
-    """Plan trainings of several jobs, all on nodes of one type; nothing is written. Args and errors are as of `plan_trainings`."""
-    for number in trainings:
-        require_positive(trainings=number)
-    _require_number_of_trainings(sum(trainings))
-    names = _name_jobs(jobs)
-    every_run = [run for runs in jobs for run in runs]
-    currencies = sorted({run.spec.pricing.currency for run in every_run})
-    if len(currencies) > 1:
-        raise SpecError(
-            f"the costs of the jobs are in different currencies: {', '.join(currencies)}",
-            "use --set pricing.currency=NAME and --set pricing.price=PRICE",
-        )
-    nodes, quantity = _find_max_nodes(every_run, query), _choose_quantity(query)
-    considered = [_find_configurations(runs, query, nodes, overrides) for runs in jobs]
-    ends = list(itertools.accumulate(len(of_job.candidates) for of_job in considered))
-    candidates = Candidates.concatenate([of_job.candidates for of_job in considered])
-    side_by_side = [
-        number * int(of_job.candidates["nodes"].max()) for number, of_job in zip(trainings, considered, strict=True)
-    ]
-    nodes = min(nodes, sum(side_by_side))  # more would stay idle
-    target = Target(
-        "time" if quantity == "time" else "cost",
-        deadline=math.inf if quantity == "time" else _get_limit(query.deadline_hours),
-        budget=_get_limit(query.budget) if quantity == "time" else math.inf,
+def _plan_several_jobs(
+    tables: Sequence[Sequence[JobTrainings]], query: Query, *, nodes: int, subject: str, currency: str
+) -> JobsPlan:
+    """Return the best plan of several jobs; `tables` has their trainings on each node type.
+
+    Raises:
+        Infeasible: no plan was found within the budget of the shortest plan, or the deadline of the cheapest one.
+    """
+    is_shortest = _choose_quantity(query) == "time"
+    target = (
+        Target("time", budget=_get_limit(query.budget))
+        if is_shortest
+        else Target("cost", deadline=_get_limit(query.deadline_hours))
     )
-    node_types = _list_common_node_types(names, considered)
-    tables: list[list[JobTrainings]] = []
-    for node_type in node_types:
-        tables.append([])
-        for number, of_job, end in zip(trainings, considered, ends, strict=True):
-            first = end - len(of_job.candidates)
-            options = [
-                [replace(option, row=first + option.row) for option in batch]
-                for batch in of_job.list_options(node_type, quantity)
-            ]
-            tables[-1].append(JobTrainings(number, options))
     plans = [best for table in tables if (best := plan_jobs(table, nodes, target)) is not None]
-    counted = [f"{number} of {name}" for name, number in zip(names, trainings, strict=True)]
-    subject = f"{format_count(sum(trainings), 'training')} ({join_words(counted)}) on at most {format_count(nodes)}"
-    if not plans and quantity == "time":
+    if plans:
+        return min(plans, key=lambda best: target.rate_plan(best.starts))
+    if is_shortest:
         least = min(
             sum(job.trainings * min(option.cost for batch in job.batches for option in batch) for job in table)
             for table in tables
         )
-        raise _make_over_budget_error(f"{subject} cost at least", least, query, currencies[0])
-    if not plans:
-        shortest = [best for table in tables if (best := plan_jobs(table, nodes, Target("time"))) is not None]
-        makespan = min(compute_makespan(best.starts) for best in shortest)
-        raise _make_too_late_error(f"the shortest plan found for {subject} takes", makespan, query)
-    plan = describe_plan_of_jobs(
-        min(plans, key=lambda best: target.rate_plan(best.starts)),
-        candidates,
-        [
-            CandidatesOfJob(name, number, range(end - len(of_job.candidates), end), of_job.max_batch)
-            for name, number, of_job, end in zip(names, trainings, considered, ends, strict=True)
-        ],
-        PlanRequest(
-            query=query,
-            minimises=quantity,
-            nodes=nodes,
-            currency=currencies[0],
-            warnings=[
-                replace(warning, text=f"{name}: {warning.text}")
-                for name, of_job in zip(names, considered, strict=True)
-                for warning in of_job.warnings
-            ],
-        ),
-    )
-    _require_energy_within_budget(plan, subject, query)
-    if not is_within(plan.hours, _get_limit(query.deadline_hours)):
-        raise _make_too_late_error(f"the shortest plan found for {subject} takes", plan.hours, query)
-    if not is_within(plan.cost, _get_limit(query.budget)):
-        raise _make_over_budget_error(f"the cheapest plan found for {subject} costs", plan.cost, query, currencies[0])
-    return plan
+        raise _make_over_budget_error(f"{subject} cost at least", least, query, currency)
+    shortest = [best for table in tables if (best := plan_jobs(table, nodes, Target("time"))) is not None]
+    makespan = min(compute_makespan(best.starts) for best in shortest)
+    raise _make_too_late_error(f"the shortest plan found for {subject} takes", makespan, query)
 
 
 def _name_jobs(jobs: Sequence[Sequence[Run]]) -> list[str]:

@@ -195,11 +195,12 @@ def prepare_seeds(runs: Sequence[Run], request: TrainRequest, inspect: Inspect) 
     if plan is None or plan.trainings != request.seeds:
         if plan is not None:
             yield Note(f"the stored plan is for {format_count(plan.trainings, 'training')}: a new one, for the knee")
-        plan = plan_campaign(runs, Query(), request.seeds, one_at_a_time=not spec.cluster.backend.has_queue)
+        plan = plan_campaign([runs], Query(), [request.seeds], one_at_a_time=not spec.cluster.backend.has_queue)
     run = select_runs(runs, plan.waves[0].node_type or None)[0]
     require_current_format(run.path)
     run = bill_run_by_site(run)
     code = choose_code(run, run.spec, Path.cwd(), keep=False)
+    assert plan.batch is not None, "a stored plan is of one job"
     trainings = []
     for number, scheduled in enumerate(plan.schedule):
         seed = spec.train.seed + number

@@ -16,58 +16,53 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tula_cli.models.choice.campaign import Campaign
-    from tula_cli.models.choice.campaign_of_jobs import CampaignOfJobs
 
 _MINIMISED = {"time": "the shortest plan", "cost": "the plan of lowest cost", "energy": "the plan of lowest energy"}
 
 
-def render_campaign(plan: "Campaign | CampaignOfJobs") -> Iterator["RenderableType"]:
+def render_campaign(plan: "Campaign") -> Iterator["RenderableType"]:
     """Yield the duration and cost of the plan, the comparison with each training at its fastest, and the table."""
     from rich.text import Text
-
-    from tula_cli.models.choice.campaign import Campaign
 
     cost = describe_cost(plan.node_hours, plan.cost, plan.currency)
     energy = "" if plan.kwh is None else f", {format_number(plan.kwh)} kWh"
     interval = format_interval_of_hours(plan.hours_low, plan.hours_high)
     trainings = f"{format_count(plan.trainings, 'training')} on at most {format_count(plan.max_nodes)}"
-    batch = f", batch {plan.batch}" if isinstance(plan, Campaign) else ""
+    batch = "" if plan.batch is None else f", batch {plan.batch}"
     yield Text.assemble(
         (f"PLAN  {trainings}{batch}: {format_duration(3600 * plan.hours)}{interval}, {cost}{energy}", "bold green")
     )
-    if isinstance(plan, Campaign):
-        yield _describe_choice(plan)
-        yield _compare_with_fastest(plan)
-    else:
-        yield _describe_choice_of_jobs(plan)
-        cost = describe_cost(plan.at_fastest.node_hours, plan.at_fastest.cost, plan.currency)
-        yield f"Each at its fastest: {format_duration(3600 * plan.at_fastest.hours)}, {cost}.{_describe_gain(plan)}"
+    if plan.bound_hours is not None:
+        yield _describe_choice(plan, plan.bound_hours)
+    if plan.lower_bound is not None:
+        yield _describe_choice_of_jobs(plan, plan.lower_bound)
+    yield _compare_with_fastest(plan)
     yield ""
     yield _make_waves_table(plan)
 
 
-def _describe_limits(plan: "Campaign | CampaignOfJobs") -> str:
+def _describe_limits(plan: "Campaign") -> str:
     limits = [] if plan.deadline_hours is None else [format_duration(3600 * plan.deadline_hours)]
     limits += [] if plan.budget is None else [f"a budget of {plan.budget:g} {plan.currency}"]
     return f" within {' and '.join(limits)}" if limits else ""
 
 
-def _describe_choice(plan: "Campaign") -> str:
+def _describe_choice(plan: "Campaign", bound_hours: float) -> str:
     batch = "" if plan.max_batch is None else f", at most {plan.max_batch}"
     node_type = plan.waves[0].node_type
     nodes = f" on {node_type} nodes" if node_type else ""
-    bound = f"no plan with this batch{nodes} finishes before {format_duration(3600 * plan.bound_hours)}."
+    bound = f"no plan with this batch{nodes} finishes before {format_duration(3600 * bound_hours)}."
     return (
         f"This is {_MINIMISED[plan.minimises]}{_describe_limits(plan)}; all trainings have the same batch{batch}."
         f" Within the limits, {bound}"
     )
 
 
-def _describe_choice_of_jobs(plan: "CampaignOfJobs") -> str:
+def _describe_choice_of_jobs(plan: "Campaign", lower_bound: float) -> str:
     bounds = {
-        "time": f"takes less than {format_duration(3600 * plan.lower_bound)}",
-        "cost": f"costs less than {format_number(plan.lower_bound, 4)} {plan.currency}",
-        "energy": f"needs less than {format_number(plan.lower_bound, 4)} kWh",
+        "time": f"takes less than {format_duration(3600 * lower_bound)}",
+        "cost": f"costs less than {format_number(lower_bound, 4)} {plan.currency}",
+        "energy": f"needs less than {format_number(lower_bound, 4)} kWh",
     }
     nodes = f" on {plan.node_type} nodes" if plan.node_type else ""
     is_best = "" if plan.is_optimal else f" that was found; none{nodes} {bounds[plan.minimises]}"
@@ -78,16 +73,15 @@ def _describe_choice_of_jobs(plan: "CampaignOfJobs") -> str:
 
 
 def _compare_with_fastest(plan: "Campaign") -> str:
-    fastest = plan.at_fastest
-    together = "one after the other" if fastest.side_by_side == 1 else f"{fastest.side_by_side} side by side"
+    fastest, configuration = plan.at_fastest, ""
+    if fastest.nodes is not None:
+        together = "one after the other" if fastest.side_by_side == 1 else f"{fastest.side_by_side} side by side"
+        configuration = f" ({format_count(fastest.nodes)}, batch {fastest.batch}, {together})"
     cost = describe_cost(fastest.node_hours, fastest.cost, plan.currency)
-    return (
-        f"Each at its fastest ({format_count(fastest.nodes)}, batch {fastest.batch}, {together}):"
-        f" {format_duration(3600 * fastest.hours)}, {cost}.{_describe_gain(plan)}"
-    )
+    return f"Each at its fastest{configuration}: {format_duration(3600 * fastest.hours)}, {cost}.{_describe_gain(plan)}"
 
 
-def _describe_gain(plan: "Campaign | CampaignOfJobs") -> str:
+def _describe_gain(plan: "Campaign") -> str:
     """Return the sentence on speed and node-hours compared with each at its fastest; empty if both are equal."""
     is_as_fast = f"{plan.speedup:.2f}" == "1.00"
     percent = f"{100 * plan.node_hours / plan.at_fastest.node_hours:.0f}"
@@ -99,12 +93,10 @@ def _describe_gain(plan: "Campaign | CampaignOfJobs") -> str:
     return f" The plan {speed} and needs {share}."
 
 
-def _make_waves_table(plan: "Campaign | CampaignOfJobs") -> "RenderableType":
-    from tula_cli.models.choice.campaign import Campaign
-
+def _make_waves_table(plan: "Campaign") -> "RenderableType":
     names = [wave.node_type + " spot" * (wave.market == "spot") for wave in plan.waves]
     divisor, unit = choose_time_unit(3600 * plan.hours)
-    jobs = [] if isinstance(plan, Campaign) else [[wave.job, str(wave.batch)] for wave in plan.waves]
+    jobs = [[wave.job, str(wave.batch)] for wave in plan.waves] if len(plan.jobs) > 1 else []
     hours = [f"start\n({unit})", f"end\n({unit})"]
     each = [f"each\n({unit})", f"each\n({plan.currency})"]
     kinds = ["node\ntype"] if any(names) else []

@@ -8,6 +8,7 @@ import pytest
 
 from tula_cli.models.choice.campaign import (
     Campaign,
+    CandidatesOfJob,
     Option,
     PlanRequest,
     Start,
@@ -183,7 +184,7 @@ def describe(trainings: int, nodes: int, rows: dict[int, float]) -> Campaign:
     starts = plan_cheapest(options, trainings=trainings, nodes=nodes, deadline=makespan)
     assert starts is not None
     request = PlanRequest(query=Query(), minimises="time", nodes=nodes, currency="EUR", warnings=["careful"])
-    return describe_plan(starts, table, request, max_batch=64)
+    return describe_plan(starts, table, [CandidatesOfJob("job", trainings, range(len(rows)), 64)], request)
 
 
 def test_a_plan_has_its_figures_and_those_of_each_training_at_its_fastest() -> None:

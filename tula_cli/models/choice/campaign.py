@@ -7,6 +7,7 @@ numbers of nodes a better schedule exists in about 1 of 150 random cases; the pl
 """
 
 import functools
+import heapq
 import itertools
 import math
 from collections import Counter
@@ -226,6 +227,30 @@ def _start_early(starts: Sequence[Start], nodes: int) -> list[Start]:
     return sorted(early)
 
 
+def schedule_in_order(counted: Sequence[tuple[Option, int]], nodes: int) -> list[Start]:
+    """Start numbers of trainings as soon as enough nodes are idle; those that do not fit let later ones pass."""
+    waiting = [(option, count) for option, count in counted if count]
+    starts: list[Start] = []
+    running: list[tuple[float, int]] = []
+    now, idle = 0.0, nodes
+    while waiting:
+        still_waiting = []
+        for option, count in waiting:
+            started = min(count, idle // option.nodes)
+            idle -= started * option.nodes
+            for _ in range(started):
+                starts.append(Start(now, option))
+                heapq.heappush(running, (now + option.hours, option.nodes))
+            if count > started:
+                still_waiting.append((option, count - started))
+        waiting = still_waiting
+        if waiting:
+            now = running[0][0]
+            while running and running[0][0] <= now * (1 + _ROUNDING):
+                idle += heapq.heappop(running)[1]
+    return starts
+
+
 def _group_by_nodes(options: Sequence[Option], most: int) -> Iterator[tuple[int, list[Option]]]:
     """Yield the options of each number of nodes up to `most`, ascending."""
     fitting = sorted(option for option in options if option.nodes <= most)
@@ -351,10 +376,12 @@ class _CheapestPlan:
 # --- The plan with its figures
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Wave:
     """Equal trainings that run side by side, and one after the other, without a pause. Hours from the first start."""
 
+    job: str = ""  # its name; empty in a plan that an earlier version has stored
+    batch: int | None = None  # global; None in a plan that an earlier version has stored
     nodes: int  # of each training
     local_batch: int
     node_type: str  # empty if the job names none
@@ -376,29 +403,40 @@ class ScheduledTraining:
     nodes: int
     cost: float
     follows: tuple[int, ...]  # the trainings, by their index in the schedule, whose nodes it takes over
+    job: str = ""  # its name; empty in a plan that an earlier version has stored
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanAtFastest:
-    """The same trainings, each at the fastest configuration: what the plan is compared with."""
+@dataclass(frozen=True)
+class PlannedJob:
+    """The trainings of one job of a plan. Hours are from the first start of the plan."""
 
-    hours: float
+    job: str
+    trainings: int
+    batch: int  # global, of each of them
+    max_batch: int | None  # of the batches considered: that of the knee, or the limit of the query
+    end: float  # when the last of them finishes
     cost: float
     node_hours: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class AtFastest(PlanAtFastest):
-    """Equal trainings, each at the fastest configuration."""
+class AtFastest:
+    """The same trainings, each at the fastest configuration of its job: what the plan is compared with."""
 
-    nodes: int  # of each training
-    batch: int
-    side_by_side: int
+    hours: float
+    cost: float
+    node_hours: float
+    nodes: int | None = None  # of each training; None with several jobs, as are the following
+    batch: int | None = None
+    side_by_side: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanFigures:
-    """The figures of a plan for many trainings; costs are in `currency`."""
+class Campaign:
+    """A plan for many trainings of one job or of several, the answer of `tula recommend --trainings`.
+
+    Costs are in `currency`.
+    """
 
     trainings: int  # of all jobs
     max_nodes: int  # in use at a time
@@ -414,18 +452,20 @@ class PlanFigures:
     speedup: float  # how many times as fast the plan is as each training at its fastest
     currency: str
     warnings: tuple[Diagnostic, ...]  # about the measurements
-
-
-@dataclass(frozen=True, kw_only=True)
-class Campaign(PlanFigures):
-    """A plan for equal trainings, the answer of `tula recommend --trainings`."""
-
-    batch: int  # global, of every training
-    max_batch: int | None  # of the batches considered: that of the knee, or the limit of the query
-    bound_hours: float  # no schedule within the limits with this batch and node type finishes sooner
+    node_type: str = ""  # of all trainings; empty if the jobs name none
+    jobs: tuple[PlannedJob, ...] = ()  # empty in a plan that an earlier version has stored
     waves: tuple[Wave, ...]
     schedule: tuple[ScheduledTraining, ...]  # the same trainings one by one, by start
     at_fastest: AtFastest
+    # --- of one job; None with several
+    batch: int | None = None  # global, of every training
+    max_batch: int | None = None  # as of the job
+    bound_hours: float | None = None  # no schedule within the limits with this batch and node type finishes sooner
+    # --- of several jobs; None with one
+    lower_bound: float | None = (
+        None  # no plan within the limits is below this, in what is minimised: hours, cost or kWh
+    )
+    is_optimal: bool | None = None  # whether the plan reaches it
 
     def frame(self) -> "pd.DataFrame":
         """Return the waves as a table, one row each; its columns are the fields of `Wave`."""
@@ -441,61 +481,60 @@ class PlanRequest:
     nodes: int  # that may be in use at a time
     currency: str  # of the costs
     warnings: Sequence[Diagnostic] = ()  # about the measurements
+    one_at_a_time: bool = False  # whether no two trainings run side by side
+
+
+@dataclass(frozen=True)
+class CandidatesOfJob:
+    """The configurations of one job that were considered, and the number of its trainings."""
+
+    job: str
+    trainings: int
+    rows: range  # of the table of all jobs
+    max_batch: int | None
 
 
 def describe_plan(
     starts: Sequence[Start],
     candidates: Candidates,
+    jobs: Sequence[CandidatesOfJob],
     request: PlanRequest,
     *,
-    max_batch: int | None,
-    one_at_a_time: bool = False,
+    lower_bound: float | None = None,
 ) -> Campaign:
     """Return a plan with its figures.
 
     Args:
-        starts: the trainings, at least one, all with the same batch.
-        candidates: all configurations considered, with the rows of the options.
+        starts: the trainings, at least one, all of a job with the same batch.
+        candidates: the configurations of all jobs, with the rows of the options.
+        jobs: the jobs of the candidates.
         request: what the plan is made for.
-        max_batch: the largest batch considered; None if there is no limit.
-        one_at_a_time: whether no two trainings run side by side.
+        lower_bound: what no plan of several jobs is below.
     """
     rows = {row: candidates.prediction(row) for row in {start.option.row for start in starts}}
     used = [rows[start.option.row] for start in starts]
-    nodes, at_fastest = request.nodes, _compute_at_fastest(candidates, len(starts), request.nodes, one_at_a_time)
-    return Campaign(
-        **vars(compute_figures(starts, used, at_fastest, request)),
-        batch=used[0].batch,
-        max_batch=max_batch,
-        bound_hours=_compute_bound(
-            candidates.select(batch=used[0].batch, type=used[0].type), trainings=len(starts), nodes=nodes
-        ),
-        waves=tuple(join_waves(starts, rows)),
-        schedule=tuple(
-            ScheduledTraining(start.hours, start.option.hours, row.nodes, row.cost, follows)
-            for start, row, follows in zip(starts, used, find_predecessors(starts, nodes), strict=True)
-        ),
-        at_fastest=at_fastest,
-    )
-
-
-def compute_figures(
-    starts: Sequence[Start],
-    trainings: Sequence[Prediction],
-    at_fastest: PlanAtFastest,
-    request: PlanRequest,
-) -> PlanFigures:
-    """Return the figures of a plan that do not depend on whether its trainings are equal.
-
-    Args:
-        starts: the trainings, at least one.
-        trainings: the predictions for them, in the same order.
-        at_fastest: what the plan is compared with.
-        request: what the plan is made for.
-    """
+    names = [next(job.job for job in jobs if start.option.row in job.rows) for start in starts]
+    planned_jobs: list[PlannedJob] = []
+    waves: list[Wave] = []
+    for job in jobs:
+        of_job = [start for start in starts if start.option.row in job.rows]
+        trainings = [rows[start.option.row] for start in of_job]
+        waves += _join_waves(of_job, rows, job.job)
+        planned_jobs.append(
+            PlannedJob(
+                job=job.job,
+                trainings=job.trainings,
+                batch=trainings[0].batch,
+                max_batch=job.max_batch,
+                end=compute_makespan(of_job),
+                cost=sum(row.cost for row in trainings),
+                node_hours=sum(row.all_node_hours for row in trainings),
+            )
+        )
     hours = compute_makespan(starts)
-    hours_low, hours_high = _scale_interval(hours, trainings)
-    return PlanFigures(
+    hours_low, hours_high = _scale_interval(hours, used)
+    at_fastest = _compute_at_fastest(candidates, jobs, used[0].type, request)
+    plan = Campaign(
         trainings=len(starts),
         max_nodes=request.nodes,
         minimises=request.minimises,
@@ -504,13 +543,29 @@ def compute_figures(
         hours=hours,
         hours_low=hours_low,
         hours_high=hours_high,
-        cost=sum(row.cost for row in trainings),
-        node_hours=sum(row.all_node_hours for row in trainings),
-        kwh=_sum_energies(trainings),
+        cost=sum(row.cost for row in used),
+        node_hours=sum(row.all_node_hours for row in used),
+        kwh=_sum_energies(used),
         speedup=at_fastest.hours / hours,
         currency=request.currency,
         warnings=tuple(request.warnings),
+        node_type=used[0].type,
+        jobs=tuple(planned_jobs),
+        waves=tuple(sorted(waves, key=lambda wave: wave.start)),
+        schedule=tuple(
+            ScheduledTraining(start.hours, start.option.hours, row.nodes, row.cost, follows, name)
+            for start, row, follows, name in zip(
+                starts, used, find_predecessors(starts, request.nodes), names, strict=True
+            )
+        ),
+        at_fastest=at_fastest,
     )
+    if lower_bound is not None:
+        value = hours if request.minimises == "time" else sum_costs(starts)
+        return replace(plan, lower_bound=lower_bound, is_optimal=is_within(value, lower_bound))
+    same = candidates.select(batch=used[0].batch, type=used[0].type)
+    bound_hours = _compute_bound(same, trainings=len(starts), nodes=request.nodes)
+    return replace(plan, batch=used[0].batch, max_batch=jobs[0].max_batch, bound_hours=bound_hours)
 
 
 def _scale_interval(hours: float, rows: Sequence[Prediction]) -> tuple[float | None, float | None]:
@@ -531,8 +586,8 @@ def _sum_energies(trainings: Sequence[Prediction]) -> float | None:
     return sum(energies) if len(energies) == len(trainings) else None
 
 
-def join_waves(starts: Sequence[Start], rows: Mapping[int, Prediction]) -> list[Wave]:
-    """Return the trainings of a plan by configuration and time, in the order of their starts."""
+def _join_waves(starts: Sequence[Start], rows: Mapping[int, Prediction], job: str) -> list[Wave]:
+    """Return the trainings of a job by configuration and time, in the order of their starts."""
     counts = Counter((float(f"{start.hours:.9g}"), start.option) for start in starts)
     waves: list[Wave] = []
     open_waves: dict[Option, int] = {}
@@ -550,6 +605,8 @@ def join_waves(starts: Sequence[Start], rows: Mapping[int, Prediction]) -> list[
         open_waves[option] = len(waves)
         waves.append(
             Wave(
+                job=job,
+                batch=row.batch,
                 nodes=row.nodes,
                 local_batch=row.local_batch,
                 node_type=row.type,
@@ -572,14 +629,26 @@ def _compute_bound(candidates: Candidates, *, trainings: int, nodes: int) -> flo
     return float(max(hours[fits].min(), trainings * (widths * hours)[fits].min() / nodes))
 
 
-def _compute_at_fastest(candidates: Candidates, trainings: int, nodes: int, one_at_a_time: bool) -> AtFastest:
-    fastest = candidates.take(candidates["nodes"] <= nodes).ordered().prediction(0)
-    side_by_side = 1 if one_at_a_time else min(trainings, nodes // fastest.nodes)
-    return AtFastest(
-        nodes=fastest.nodes,
-        batch=fastest.batch,
-        side_by_side=side_by_side,
-        hours=math.ceil(trainings / side_by_side) * fastest.hours,
-        cost=trainings * fastest.cost,
-        node_hours=trainings * fastest.all_node_hours,
+def _compute_at_fastest(
+    candidates: Candidates, jobs: Sequence[CandidatesOfJob], node_type: str, request: PlanRequest
+) -> AtFastest:
+    """Return the figures of the fastest configurations: of any node type for one job, of the same one for several."""
+    fastest = []
+    for job in jobs:
+        table = candidates.take(job.rows)
+        table = table.select(type=node_type) if len(jobs) > 1 else table
+        fastest.append(table.take(table["nodes"] <= request.nodes).ordered().prediction(0))
+    counted = [
+        (Option(request.nodes if request.one_at_a_time else row.nodes, row.hours, row.cost), job.trainings)
+        for row, job in zip(fastest, jobs, strict=True)
+    ]
+    starts = schedule_in_order(sorted(counted, key=lambda entry: -entry[0].hours), request.nodes)
+    figures = AtFastest(
+        hours=compute_makespan(starts),
+        cost=sum_costs(starts),
+        node_hours=sum(job.trainings * row.all_node_hours for row, job in zip(fastest, jobs, strict=True)),
     )
+    if len(jobs) > 1:
+        return figures
+    side_by_side = sum(start.hours == 0 for start in starts)
+    return replace(figures, nodes=fastest[0].nodes, batch=fastest[0].batch, side_by_side=side_by_side)

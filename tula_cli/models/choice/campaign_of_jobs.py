@@ -5,37 +5,24 @@ improved one change at a time. A search through all schedules follows, with a li
 finishes, so that the plan is optimal. Otherwise a lower bound says how far from the optimum the plan can be.
 """
 
-import heapq
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from tula_cli.models.choice.campaign import (
     Option,
-    PlanAtFastest,
-    PlanFigures,
-    PlanRequest,
-    ScheduledTraining,
     Start,
-    Wave,
-    compute_figures,
     compute_makespan,
-    find_predecessors,
     is_within,
-    join_waves,
+    schedule_in_order,
     sum_costs,
 )
-from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.choice.columns import Floats
-from tula_cli.run.frames import make_frame
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _MAX_COMBINATIONS = 24
 """Number of combinations of batches, one of each job, that are tried."""
@@ -394,30 +381,6 @@ _ORDERS: tuple[Callable[[Option], tuple[float, float]], ...] = (
 """Orders in which trainings are started: the longest first, the widest first, and those of the most node-hours first."""
 
 
-def schedule_in_order(counted: Sequence[tuple[Option, int]], nodes: int) -> list[Start]:
-    """Start numbers of trainings as soon as enough nodes are idle; those that do not fit let later ones pass."""
-    waiting = [(option, count) for option, count in counted if count]
-    starts: list[Start] = []
-    running: list[tuple[float, int]] = []
-    now, idle = 0.0, nodes
-    while waiting:
-        still_waiting = []
-        for option, count in waiting:
-            started = min(count, idle // option.nodes)
-            idle -= started * option.nodes
-            for _ in range(started):
-                starts.append(Start(now, option))
-                heapq.heappush(running, (now + option.hours, option.nodes))
-            if count > started:
-                still_waiting.append((option, count - started))
-        waiting = still_waiting
-        if waiting:
-            now = running[0][0]
-            while running and running[0][0] <= now * (1 + _TOLERANCE):
-                idle += heapq.heappop(running)[1]
-    return starts
-
-
 # --- All schedules
 
 
@@ -499,132 +462,3 @@ class _ScheduleSearch:
                 cost += count * price
         rating = self._target.rate(max(end, now + node_hours / self._nodes), cost)
         return rating._replace(other=0.0).is_below(self._rating._replace(other=0.0))
-
-
-# --- The plan with its figures
-
-
-@dataclass(frozen=True)
-class JobWave(Wave):
-    """Equal trainings of one job that run side by side, and one after the other, without a pause."""
-
-    job: str
-    batch: int
-
-
-@dataclass(frozen=True)
-class JobTraining(ScheduledTraining):
-    """One training of a plan."""
-
-    job: str
-
-
-@dataclass(frozen=True)
-class PlannedJob:
-    """The trainings of one job of a plan. Hours are from the first start of the plan."""
-
-    job: str
-    trainings: int
-    batch: int  # global, of each of them
-    max_batch: int | None  # of the batches considered: that of the knee, or the limit of the query
-    end: float  # when the last of them finishes
-    cost: float
-    node_hours: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class CampaignOfJobs(PlanFigures):
-    """A plan for trainings of several jobs, the answer of `tula recommend --trainings` with runs of several jobs."""
-
-    node_type: str  # of all trainings; empty if the jobs name none
-    lower_bound: float  # no plan within the limits is below this, in what is minimised: hours, cost or kWh
-    is_optimal: bool  # whether the plan reaches it
-    jobs: tuple[PlannedJob, ...]
-    waves: tuple[JobWave, ...]
-    schedule: tuple[JobTraining, ...]  # the same trainings one by one, by start
-    at_fastest: PlanAtFastest  # each at the fastest configuration of its job
-
-    def frame(self) -> "pd.DataFrame":
-        """Return the waves as a table, one row each; its columns are the fields of `JobWave`."""
-        return make_frame([asdict(wave) for wave in self.waves])
-
-
-@dataclass(frozen=True)
-class CandidatesOfJob:
-    """The configurations of one job that were considered, and the number of its trainings."""
-
-    job: str
-    trainings: int
-    rows: range  # of the table of all jobs
-    max_batch: int | None
-
-
-def describe_plan_of_jobs(
-    plan: JobsPlan,
-    candidates: Candidates,
-    jobs: Sequence[CandidatesOfJob],
-    request: PlanRequest,
-) -> CampaignOfJobs:
-    """Return a plan with its figures.
-
-    Args:
-        plan: the trainings.
-        candidates: the configurations of all jobs, with the rows of the options.
-        jobs: the jobs of the candidates.
-        request: what the plan is made for.
-    """
-    starts = plan.starts
-    rows = {row: candidates.prediction(row) for row in {start.option.row for start in starts}}
-    used = [rows[start.option.row] for start in starts]
-    names = [next(job.job for job in jobs if start.option.row in job.rows) for start in starts]
-    at_fastest = _compute_at_fastest(candidates, jobs, used[0].type, request.nodes)
-    figures = compute_figures(starts, used, at_fastest, request)
-    planned_jobs, waves = [], []
-    for job in jobs:
-        of_job = [start for start in starts if start.option.row in job.rows]
-        trainings = [rows[start.option.row] for start in of_job]
-        batch = trainings[0].batch
-        waves += [JobWave(**vars(wave), job=job.job, batch=batch) for wave in join_waves(of_job, rows)]
-        planned_jobs.append(
-            PlannedJob(
-                job=job.job,
-                trainings=job.trainings,
-                batch=batch,
-                max_batch=job.max_batch,
-                end=compute_makespan(of_job),
-                cost=sum(row.cost for row in trainings),
-                node_hours=sum(row.all_node_hours for row in trainings),
-            )
-        )
-    return CampaignOfJobs(
-        **vars(figures),
-        node_type=used[0].type,
-        lower_bound=plan.lower_bound,
-        is_optimal=is_within(figures.hours if request.minimises == "time" else sum_costs(starts), plan.lower_bound),
-        jobs=tuple(planned_jobs),
-        waves=tuple(sorted(waves, key=lambda wave: wave.start)),
-        schedule=tuple(
-            JobTraining(start.hours, start.option.hours, row.nodes, row.cost, follows, name)
-            for start, row, follows, name in zip(
-                starts, used, find_predecessors(starts, request.nodes), names, strict=True
-            )
-        ),
-        at_fastest=at_fastest,
-    )
-
-
-def _compute_at_fastest(
-    candidates: Candidates, jobs: Sequence[CandidatesOfJob], node_type: str, nodes: int
-) -> PlanAtFastest:
-    fastest = []
-    for job in jobs:
-        table = candidates.take(job.rows).select(type=node_type)
-        fastest.append(table.take(table["nodes"] <= nodes).ordered().prediction(0))
-    counts = [job.trainings for job in jobs]
-    counted = [(Option(row.nodes, row.hours, row.cost), count) for row, count in zip(fastest, counts, strict=True)]
-    starts = schedule_in_order(sorted(counted, key=lambda entry: -entry[0].hours), nodes)
-    return PlanAtFastest(
-        hours=compute_makespan(starts),
-        cost=sum_costs(starts),
-        node_hours=sum(count * row.all_node_hours for row, count in zip(fastest, counts, strict=True)),
-    )

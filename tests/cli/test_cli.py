@@ -1668,7 +1668,7 @@ def test_training_on_a_type_that_recommend_left_out_says_where_the_reason_is(two
     tula("profile", "job.yaml")
     assert "Node type pair is left out" in tula("recommend").err
     answer = tula("train", "--type", "pair")
-    assert answer.code == 4 and "run tula recommend, or name both" in answer.err
+    assert answer.code == 4 and "run tula recommend, or give both" in answer.err
 
 
 # --- spot and the Pareto front

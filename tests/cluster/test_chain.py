@@ -303,7 +303,7 @@ def test_each_link_of_a_moldable_training_uses_the_nodes_that_it_is_granted(chai
     chain.start("11", nodes=3)
     first = chain.newest()
     assert (first.id, first.nodes, first.batch) == ("train-s-2", 2, 64)
-    assert first.cause == "3 nodes granted instead of 4; the batch divides among 2 of them"
+    assert first.cause == "3 nodes granted instead of 4; the batch can be divided among 2 of them"
     chain.save(32)
     chain.start("12", nodes=4)
     chain.will_finish()

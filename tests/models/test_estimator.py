@@ -131,7 +131,7 @@ def test_no_batch_is_larger_than_the_dataset_or_broken_among_the_gpus() -> None:
     forecast = Estimator.fit(spec(), probe_all(Truth(dataset_size=1000, gpus_per_node=1), SWEEP))
     assert max(row.batch for row in forecast.predictions()) == 512
     assert "larger than the dataset" in forecast.describe_why_infeasible(Config(2, 1024))
-    assert "does not divide" in forecast.describe_why_infeasible(Config(3, 32))
+    assert "is not divisible" in forecast.describe_why_infeasible(Config(3, 32))
 
 
 def test_out_of_memory_everywhere_is_infeasible() -> None:

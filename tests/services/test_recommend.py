@@ -191,7 +191,7 @@ def test_the_table_has_every_candidate_and_every_result(run: RunDir) -> None:
         ({"deadline_hours": 0.001}, r"a deadline of 3.60 s; the closest is 16 nodes.*: [0-9.]+ s, "),
         ({"budget": 0.01}, "a budget of 0.01; the closest is 2 nodes"),
         ({"max_nodes": 2, "deadline_hours": 0.02}, r"a deadline of 72.0 s; the closest is 2 nodes"),
-        ({"nodes": 3}, "feasible on 3 nodes: no batch divides among its GPUs"),
+        ({"nodes": 3}, "feasible on 3 nodes: no batch is divisible by its number of GPUs"),
     ],
 )
 def test_the_limit_that_leaves_nothing_is_named_with_the_closest(

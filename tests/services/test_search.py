@@ -98,8 +98,8 @@ def test_what_is_measured_is_feasible_ascending_and_never_more_than_full(
     ("sections", "max_local_batch", "dataset_size", "message"),
     [
         ({}, None, 20, "larger than the dataset"),
-        ({"search": {"nodes": [3]}}, None, 50_000, "divides among 3 nodes"),
-        ({"search": {"nodes": [64], "max_batch": 32}}, None, 50_000, "up to 32 divides among 64 nodes"),
+        ({"search": {"nodes": [3]}}, None, 50_000, "is divisible by 3 nodes"),
+        ({"search": {"nodes": [64], "max_batch": 32}}, None, 50_000, "up to 32 is divisible by 64 nodes"),
         ({}, 1, 50_000, "at most 1 samples fit one GPU, the smallest local batch is 2"),
         ({}, 0, 50_000, "at most 0 samples"),
     ],

@@ -1,5 +1,6 @@
 """`tula init` and `tula check`."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -105,7 +106,9 @@ def init(
         def make(answers: dict[str, str]) -> "FromCommand":
             if script is not None:
                 return make_job_from_sbatch(source, str(script), offered, answers=answers)
-            return make_job_from_command(command or "", kind, offered, gpus=gpus, answers=answers)
+            return make_job_from_command(
+                command or "", kind, offered, gpus=gpus, cores=len(os.sched_getaffinity(0)), answers=answers
+            )
 
         made = _ask_missing(screen, make)
         text = made.text

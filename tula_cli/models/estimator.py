@@ -247,7 +247,7 @@ class Estimator:
         if config.batch > self.dataset_size:
             return f"the batch is larger than the dataset ({self.dataset_size} training samples)"
         if config.batch < 1 or config.batch % (world * self.spec.train.accumulate):
-            return f"the batch does not divide among {world} GPUs x {self.spec.train.accumulate} accumulation steps"
+            return f"the batch is not divisible by {world} GPUs x {self.spec.train.accumulate} accumulation steps"
         if why := self.stages.describe_why_infeasible(config):
             return why
         return self.describe_why_too_large(config)

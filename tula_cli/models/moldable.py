@@ -83,7 +83,7 @@ def choose_job_sizes(
     if estimator is not None and (bounds.least is None or bounds.most is None):
         sizes = [size for size in sizes if _is_within(size.prediction, deadline=deadline, efficiency=efficiency)]
     if not sizes:
-        divides = f"divides among {join_words(counts) if counts else 'none of them'}"
+        divides = f"can be divided among {join_words(counts) if counts else 'none of them'}"
         raise Infeasible(
             f"no number of nodes from {least} to {most} can be used: batch {batch} {divides}, and must fit the memory"
             " and the limits of the recommendation",

@@ -916,7 +916,7 @@ class SmallBatch(Factors):
         if self.due and not self._small_batch_taken and not self._warned:
             self._warned = True
             warnings.warn(
-                f"an AGS refresh was due, but {self._missing_input}: the factors stay as they are",
+                f"an AGS refresh was due, but {self._missing_input}: the factors are not changed",
                 MissedRefreshWarning,
                 stacklevel=2,
             )

@@ -140,6 +140,7 @@ def make_job_from_command(
     offered: Site | None = None,
     *,
     gpus: int = 0,
+    cores: int | None = None,
     answers: Mapping[str, str] | None = None,
 ) -> FromCommand:
     """Return a commented job file for a command.
@@ -149,6 +150,7 @@ def make_job_from_command(
         kind: where the job will run.
         offered: the site's partitions as the scheduler reports them; they are filled in for slurm.
         gpus: number of GPUs of this machine; a local job searches the node counts that they allow.
+        cores: number of CPU cores of this machine; without GPUs, a local job searches the node counts that they allow.
         answers: answers to questions that were raised before, by their keys.
 
     Raises:
@@ -166,6 +168,7 @@ def make_job_from_command(
             write_job_around(line, recognised, kind),
             per_node=recognised.gpus_per_node or 1,
             gpus=1 if one_process else gpus,
+            cores=cores,
         )
     else:
         text = write_job_around(line, recognised, kind)
@@ -285,12 +288,16 @@ def _set_key(text: str, key: str, value: str, why: str, *, section: str = "") ->
     return text[:position] + replaced
 
 
-def _fit_to_machine(text: str, *, per_node: int, gpus: int) -> str:
+def _fit_to_machine(text: str, *, per_node: int, gpus: int, cores: int | None) -> str:
     if gpus < 1:
-        nodes, node_comment = (
-            [1, 2],
-            f"numbers of nodes to measure; here a node is {_describe_processes(per_node)} of this machine",
-        )
+        processes = _describe_processes(per_node)
+        node_comment = f"numbers of nodes to measure; here a node is {processes} of this machine"
+        nodes = [1, 2]
+        if cores is not None and 2 * per_node > cores:
+            nodes = [1]
+            node_comment = (
+                f"here a node is {processes}; 2 nodes would need {2 * per_node} CPU cores, this machine has {cores}"
+            )
     else:
         nodes = [2**power for power in range(max(1, gpus // per_node).bit_length())]
         node_comment = (

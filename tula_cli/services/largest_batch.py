@@ -69,7 +69,7 @@ def make_bounds(spec: JobSpec, inspection: Inspection) -> BatchBounds:
     limit = largest // (ranks * step) * step
     if not limit:
         raise Infeasible(
-            f"a batch of at most {largest} does not divide among {ranks} GPUs and {step} accumulation steps",
+            f"a batch of at most {largest} is not divisible by {ranks} GPUs x {step} accumulation steps",
             "search fewer nodes",
         )
     return BatchBounds(

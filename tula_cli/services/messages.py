@@ -348,7 +348,7 @@ def ramp_shortened_by_nodes(*, batches: Sequence[int], nodes: int, batches_on_le
 def nodes_unusable_for_started_training(*, nodes: Sequence[int], batches: Sequence[int]) -> str:
     return (
         f"The jobs cannot use {describe_node_counts(nodes)}: this training already exists, and its batches"
-        f" ({join_words(batches)}) do not all divide among the GPUs of so many nodes."
+        f" ({join_words(batches)}) are not all divisible by the GPUs of so many nodes."
     )
 
 

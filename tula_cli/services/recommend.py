@@ -262,7 +262,10 @@ def _make_nothing_fits_error(estimator: Estimator, query: Query) -> Infeasible:
         why = next(filter(None, map(estimator.describe_why_unknown, startable)), "")
         hint = f"measure more: tula profile --set search.nodes=[{nodes}]"
     else:
-        why = next(filter(None, map(estimator.describe_why_not_startable, tried)), "no batch divides among its GPUs")
+        why = next(
+            filter(None, map(estimator.describe_why_not_startable, tried)),
+            "no batch is divisible by its number of GPUs",
+        )
         hint = (
             "tula recommend without --nodes shows those that are"
             if on

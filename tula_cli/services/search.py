@@ -277,7 +277,7 @@ def _make_infeasible_error(spec: JobSpec, *, dataset_size: int, max_local_batch:
     if not divisible:
         step = min(search.nodes) * spec.cluster.gpus_per_node * spec.train.accumulate
         return Infeasible(
-            f"no batch {search.min_batch} x 2^k up to {largest} divides among {min(search.nodes)} nodes x"
+            f"no batch {search.min_batch} x 2^k up to {largest} is divisible by {min(search.nodes)} nodes x"
             f" {spec.cluster.gpus_per_node} GPUs x {spec.train.accumulate} accumulation steps",
             f"set search.min_batch to a multiple of {step}, or search fewer nodes",
         )

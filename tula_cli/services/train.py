@@ -129,7 +129,7 @@ def plan_training(
         missing = [name for name, value in (("--nodes", bounds.most), ("--batch", batch)) if value is None]
         raise BadMeasurements(
             f"{run.id} has no recommendation, and {' and '.join(missing)} {'are' if missing[1:] else 'is'} not given",
-            f"run {first}, or name both: tula train --nodes N --batch B",
+            f"run {first}, or give both: tula train --nodes N --batch B",
         )
     source = _describe_source(recommendation, [name for name, value in (("nodes", nodes), ("batch", batch)) if value])
     if choice is not None:
@@ -163,7 +163,7 @@ def plan_training(
         warnings = _warn_shortened_ramp(run, task, find_dataset_size(run, inspect))
     if sizes and not task.sizes:
         raise Infeasible(
-            "no number of nodes of the range can be used: the batches of train.ramp do not divide among their GPUs",
+            "no number of nodes of the range can be used: the batches of train.ramp are not divisible by their numbers of GPUs",
             "use fewer nodes",
         )
     return TrainPlan(

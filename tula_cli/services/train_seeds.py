@@ -194,7 +194,9 @@ def prepare_seeds(runs: Sequence[Run], request: TrainRequest, inspect: Inspect) 
     plan = load_campaign(runs)
     if plan is None or plan.trainings != request.seeds:
         if plan is not None:
-            yield Note(f"the stored plan is for {format_count(plan.trainings, 'training')}: a new one, for the knee")
+            yield Note(
+                f"The stored plan is for {format_count(plan.trainings, 'training')}, so a new one is made (objective knee)."
+            )
         plan = plan_campaign([runs], Query(), [request.seeds], one_at_a_time=not spec.cluster.backend.has_queue)
     run = select_runs(runs, plan.waves[0].node_type or None)[0]
     require_current_format(run.path)
@@ -264,7 +266,10 @@ def run_seeds(
         return prepared.report()
     has_queue = run.spec.cluster.backend.has_queue
     if not has_queue and wait_policy.wait is False:
-        raise SpecError("--no-wait: on this machine one training follows the other", "remove it")
+        raise SpecError(
+            "--no-wait: on this machine trainings run one after the other, and this command has to start each",
+            "remove it",
+        )
     launcher = dependencies.launcher_for(run.spec)
     under_way = list_unfinished_jobs(run, launcher, [training.job for training in prepared.missing])
     new = [training for training in prepared.missing if training.job not in under_way]

@@ -65,7 +65,7 @@ def test_the_settings_are_laid_over_the_job_and_checked_by_the_spec() -> None:
         ("my.code:", "there is no method 'my.code:'"),
         (
             "lbt:lr=0.2",
-            "method lbt has no section of its own, so lr needs one write lbt:optimizer.lr=0.2",
+            "method lbt has no section, so lr needs the name of its section write lbt:optimizer.lr=0.2",
         ),
         ("lbt:model.name=vgg11", "section model is the same in all rows"),
         ("ags:train.seed=3", "sets train.seed, which --seeds changes"),

@@ -37,6 +37,11 @@ def test_a_torchrun_line_is_a_job_as_it_is(tmp_path: Path) -> None:
     assert made.placeholders["--lr"] == ("0.1", "lr")
 
 
+@pytest.mark.parametrize(("cores", "nodes"), [(7, [1]), (8, [1, 2])])
+def test_nodes_without_gpus_are_what_the_cores_here_make(cores: int, nodes: list[int], tmp_path: Path) -> None:
+    assert loaded(make_job_from_command(LINE, "local", cores=cores), tmp_path).search.nodes == nodes
+
+
 @pytest.mark.parametrize(
     ("line", "gpus", "per_node", "nodes"),
     [

@@ -229,7 +229,7 @@ def _make_grant_lines(task: Task, folder: Path) -> list[str]:
     resized = f'{shlex.quote(str(folder))}/slurm_job_"$SLURM_JOB_ID"_resize'
     tasks = _count_tasks_per_node(task)
     return [
-        "# Nodes among which the batch does not divide go back to the cluster.",
+        "# Nodes among which the batch cannot be divided go back to the cluster.",
         f'for tula_nodes in {counts}; do [ "$tula_nodes" -gt "$SLURM_JOB_NUM_NODES" ] || break; done',
         'if [ "$tula_nodes" -lt "$SLURM_JOB_NUM_NODES" ]; then',
         f'  (cd {shlex.quote(str(folder))} && scontrol update JobId="$SLURM_JOB_ID" NumNodes="$tula_nodes") && . {resized}.sh',

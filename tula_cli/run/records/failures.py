@@ -256,7 +256,7 @@ class Resize(Record):
             return (
                 f"continues on {format_count(self.nodes)} instead of {self.nodes_before}, because --nodes has changed"
             )
-        used = f"; the batch divides among {self.nodes} of them" * (self.granted > self.nodes)
+        used = f"; the batch can be divided among {self.nodes} of them" * (self.granted > self.nodes)
         return f"{format_count(self.granted)} granted instead of {self.nodes_before}{used}"
 
 

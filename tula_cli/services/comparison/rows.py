@@ -199,7 +199,7 @@ def _parse_setting(row: str, variant: Variant, text: str) -> str:
         ]
         keys = [f"{variant.method}:{section}.{key}={value}" for section in sections]
         raise SpecError(
-            f"--methods: {row!r}: method {variant.method} has no section of its own, so {key} needs one",
+            f"--methods: {row!r}: method {variant.method} has no section, so {key} needs the name of its section",
             f"write {' or '.join(keys)}" if keys else f"no section that a row may set has the key {key}",
         )
     path = key if "." in key else f"{method_section}.{key}"

@@ -305,8 +305,8 @@ def _count_processes_per_node(
         return count(each or total, PROCESSES, known, missing=missing)
     if world % machines:
         raise SpecError(
-            f"{format_count(world, 'process')} do not divide among {format_count(machines)}",
-            "give a number that does divide",
+            f"{format_count(world, 'process')} cannot be divided equally among {format_count(machines)}",
+            "give a multiple of the number of nodes",
         )
     return world // machines
 

@@ -179,14 +179,14 @@ class Script(Section):
         for name, value in (("lr", self.reference.lr), ("epochs", self.length.epochs)):
             if name in placeholders and value is None:
                 where = "reference.lr" if name == "lr" else "length.epochs"
-                raise ValueError(f"command asks for {{{name}}}, which {where} gives")
+                raise ValueError(f"command has {{{name}}}, but {where} is not set")
         if self.reference.lr is not None and not placeholders & {"lr", "lr_factor"}:
             raise ValueError(
                 "reference.lr has no effect: command has neither {lr} nor {lr_factor}; remove it if the script scales its learning rate"
             )
         for name in ("steps", "samples"):
             if name in placeholders and self.known_dataset_size is None:
-                raise ValueError(f"command asks for {{{name}}}: with length.epochs, give dataset_size")
+                raise ValueError(f"command has {{{name}}}, and the length is in epochs: set dataset_size")
         if "checkpoint" in find_placeholders(self.command):
             raise ValueError("{checkpoint} belongs in resume.args, because there is no checkpoint at the first start")
         return self

@@ -27,6 +27,17 @@ for step in range(100):
         print(weight.item(), file=file)
 print("THE END")
 """
+DDP_SCRIPT = """
+import os, torch
+from torch.nn.parallel import DistributedDataParallel
+torch.distributed.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+for step in range(100):
+    optimizer.zero_grad()
+    model(torch.full((1, 1), 3.0 if os.environ["RANK"] == "0" else 1.0)).sum().backward()
+    optimizer.step()
+"""
 SHARES = [0.25, 0.625, 1, 1, 1, 0.75, 0.5, 0.25]
 """From a quarter of the learning rate, that of the checkpoint, to all of it in two of eight steps; from the fourth on to 0."""
 
@@ -47,6 +58,16 @@ def test_a_branch_follows_its_shape_and_ends(run: ScriptRanks, tmp_path: Path, w
         losses = {row["step"]: row["loss"] for row in rows if row["kind"] == "row"}
         assert list(losses.values()) == pytest.approx([10 + weight for weight in weights[:8]]), "before it is scaled"
         assert {row["lr"] for row in rows if row["kind"] == "row"} == {0.4}, "the script's own"
+
+
+def test_the_first_steps_of_a_branch_record_the_norms_of_gradients(run: ScriptRanks, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DDP_SCRIPT)
+    settings = {"task": "rates", "folder": str(tmp_path), "mode": "train", "row": 0.0}
+    plan = ShimPlan.model_validate({**settings, "branch": {"steps": 8, "factor": 1.0, "norms": 3}})
+    ended = run(tmp_path / "train.py", tmp_path, plan=plan, world=2)
+    for result, gradient in zip(ended.results(), (3.0, 1.0), strict=True):
+        assert result.split is not None
+        assert result.split.norms == ((gradient**2, 4.0),) * 2, "of the second and the third step"
 
 
 def test_up_to_the_checkpoint_nothing_is_shaped_and_only_late_checkpoints_count(

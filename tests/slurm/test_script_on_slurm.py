@@ -1,5 +1,6 @@
 """Training scripts of the user's own on a real cluster: a command a node that starts its ranks, and a process a rank."""
 
+import math
 import os
 import shutil
 import signal
@@ -177,6 +178,8 @@ def test_a_search_for_the_learning_rate_of_a_script_continues_after_a_rank_was_k
         ("none", 0.0005), ("sqrt", 0.001), ("linear", 0.002),
     ]  # fmt: skip
     assert (data["chosen"]["rule"], data["nodes"]) == ("linear", 2)
+    scale, low, high = data["critical_batch"]
+    assert 0 < low < scale < (high or math.inf)
     (task,) = run.tasks()
     outcomes = [attempt.outcome for attempt in run.attempts(task.id)]
     assert outcomes.count("done") == 4 and outcomes.count("signal") == 1, outcomes

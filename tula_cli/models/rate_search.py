@@ -169,7 +169,7 @@ def plan_search(spec: JobSpec, batches: Sequence[int], *, dataset_size: int, sav
     start = max(1, round(start / save_every)) * save_every if save_every else start
     length = max(MIN_STEPS * max(batches), round(min(BRANCH_SHARE, BRANCHES_SHARE / branches) * total))
     noise_batches = max(MIN_NOISE_BATCHES, min(NOISE_BATCHES, round(NOISE_SHARE * total / reference)))
-    noise_batches = 0 if spec.script is not None else noise_batches  # its gradients are not seen
+    noise_batches = 0 if spec.script is not None else noise_batches  # its first branch records them
     samples = start + branches * length + noise_batches * reference
     return SearchPlan(start, length, branches, noise_batches, samples, total)
 

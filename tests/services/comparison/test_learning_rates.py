@@ -249,11 +249,15 @@ def test_the_report_of_a_script_says_what_its_losses_are_and_where_its_learning_
     run = RunDir.create(tmp_path, job)
     prepared, _ = prepare(run, job)
     for start_lr, warnings in ((0.1, []), (0.05, ["branches-below-learning-rate"])):
-        run.write_rate_search(record(prepared.task, 0.5, 0.3, 0.32).model_copy(update={"start_lr": start_lr}))
+        unknown_noise = {"start_lr": start_lr, "noise": None}
+        run.write_rate_search(record(prepared.task, 0.5, 0.3, 0.32).model_copy(update=unknown_noise))
         result = learning_rates.read_report(prepared, FILE)
         assert [warning.code for warning in result.warnings] == warnings
     assert not result.held_out and result.overrides == ("train.lr_scaling=linear",)
-    assert "a script's gradients are not measured" in learning_rates.describe_critical_batch(result)
+    assert "it needs a script that uses DDP" in learning_rates.describe_critical_batch(result)
+    run.write_rate_search(record(prepared.task, 0.5, 0.3, 0.32))
+    measured = learning_rates.read_report(prepared, FILE)
+    assert learning_rates.describe_critical_batch(measured).endswith("300 (90 % interval: at least 250)")
 
 
 # --- the job

@@ -69,7 +69,7 @@ def build_probe_result(
         data_wait=median(waits) if len(waits) == len(steps) else None,
         memory=_find_peak_memory(ranks),
         capacity=task.spec.cluster.memory_per_gpu or min((rank.capacity or 0 for rank in ranks), default=0) or None,
-        gradients=_merge_gradient_stats(ranks, local_batch=local_batch, batch=local_batch * world),
+        gradients=merge_gradient_stats(ranks, local_batch=local_batch, batch=local_batch * world),
         overheads=Overheads(
             startup=max(rank.startup or 0.0 for rank in ranks),
             eval_batch=None,
@@ -164,7 +164,7 @@ def _find_peak_memory(ranks: Sequence[RankResult]) -> PeakMemory:
     )
 
 
-def _merge_gradient_stats(ranks: Sequence[RankResult], *, local_batch: int, batch: int) -> GradientStats | None:
+def merge_gradient_stats(ranks: Sequence[RankResult], *, local_batch: int, batch: int) -> GradientStats | None:
     """Return gradient statistics, with local norms averaged over all ranks; None if DDP did not provide the norms."""
     norms = [rank.split.norms for rank in ranks if rank.split is not None]
     if len(ranks) < 2 or len(norms) < len(ranks):

@@ -21,10 +21,12 @@ from tula_cli.cluster.scripts.placeholders import (
     get_script,
     list_placeholder_values,
 )
+from tula_cli.cluster.scripts.probe import merge_gradient_stats
 from tula_cli.cluster.scripts.resume_test import find_learning_rates
 from tula_cli.cluster.scripts.start import ScriptProgram, blame_script
 from tula_cli.cluster.scripts.watch import ScriptMonitor, find_last_script_line
 from tula_cli.models import claims, rate_search
+from tula_cli.models.efficiency import estimate_noise_scale
 from tula_cli.models.rate_search import RateArm, SearchPlan
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import LeaderCommand
@@ -38,6 +40,9 @@ STEPS_AFTER_SAVE = 3
 """Steps that are trained after the checkpoint, to see the learning rate that a branch has to resume with."""
 JUDGED_SHARE = 0.25
 """Share of a branch, at its end, whose mean loss it is judged by."""
+NORMS_SHARE = 0.25
+"""Share of the first branch, at its start, whose gradient norms give the noise scale: its learning rate still rises from
+that of the checkpoint."""
 MAX_LR_RATIO = 1.25
 """Ratio of an observed to the requested learning rate from which on the script does not follow its command line."""
 
@@ -99,9 +104,12 @@ class ScriptRateSearch(ScriptProgram):
     def branch_plan(self, command: LeaderCommand) -> BranchPlan:
         if _get_branch(command).rule is None:
             return BranchPlan(steps=None, factor=1.0)
+        steps, record = self.plan.count_branch_steps(command.batch), self.run.rate_search(self.task.key)
+        is_first = record is None or not record.branches
         return BranchPlan(
-            steps=self.plan.count_branch_steps(command.batch),
+            steps=steps,
             factor=compute_lr_scale(self.spec_of(command), command.batch),
+            norms=math.ceil(NORMS_SHARE * steps) if is_first else 0,
         )
 
     def find_reason_to_stop(self, command: LeaderCommand) -> Failure | None:
@@ -249,7 +257,9 @@ class ScriptRateSearch(ScriptProgram):
             factor=plan.factor,
             lr=self._branch_rate(command, record, plan.factor),
         )
-        update = {"branches": (*record.branches, branch), "samples": record.samples + samples}
+        update: dict[str, object] = {"branches": (*record.branches, branch), "samples": record.samples + samples}
+        if plan.norms:
+            update["noise"] = _estimate_noise(attempt, command.batch)
         return record.model_copy(update=update)
 
     def _branch_rate(self, command: LeaderCommand, record: RateSearch, factor: float) -> float:
@@ -289,6 +299,16 @@ class ScriptRateSearch(ScriptProgram):
             None if None in (values := [rows[step] for rows in by_rank if step in rows]) else fmean(values)
             for step in sorted(of_first)
         ]
+
+
+def _estimate_noise(attempt: ScriptAttempt, batch: int) -> tuple[float, float, float | None] | None:
+    """Return the gradient noise scale with its 90 % interval, from the norms that the ranks recorded; None without them."""
+    ranks = attempt.results()
+    stats = merge_gradient_stats(ranks, local_batch=batch // max(1, len(ranks)), batch=batch)
+    noise = None if stats is None else estimate_noise_scale([stats])
+    if noise is None or not math.isfinite(noise.scale):
+        return None
+    return noise.scale, noise.low, noise.high if math.isfinite(noise.high) else None
 
 
 _SAVE_HINT = "set script.save to how a checkpoint is requested, or let the script save more often"

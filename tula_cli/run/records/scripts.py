@@ -136,6 +136,7 @@ class BranchPlan(Record):
 
     steps: Positive | None  # after which it ends; None of the training before the branches, which a KillPlan ends
     factor: float  # of the learning rate at the reference batch, which the command line is given
+    norms: int = 0  # first steps whose gradient norms are recorded, with DistributedDataParallel on several ranks
 
 
 class ShimPlan(Record):

@@ -404,8 +404,8 @@ def _make_train_command(run: RunDir, task: RateSearchTask, overrides: Sequence[s
 
 def describe_critical_batch(report: LearningRateReport) -> str:
     """Describe the gradient noise scale at the checkpoint."""
-    if not report.held_out:
-        return "critical batch (gradient noise scale): unknown, because a script's gradients are not measured"
+    if report.critical_batch is None and not report.held_out:
+        return "critical batch (gradient noise scale): unknown, because it needs a script that uses DDP on two ranks or more"
     if report.critical_batch is None:
         return f"critical batch (gradient noise scale) at epoch {report.epoch:.2g}: unknown"
     scale, low, high = report.critical_batch

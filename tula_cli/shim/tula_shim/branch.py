@@ -15,6 +15,7 @@ class BranchSteps:
 
     def __init__(self, wanted: dict[str, Any]) -> None:
         self.steps: int | None = wanted["steps"]  # None: up to the checkpoint, with the script's own learning rate
+        self.norms = int(wanted["norms"])  # first steps whose gradient norms are recorded
         self._factor = float(wanted["factor"])
         self._losses: list[Any] = []
         self._rates: dict[int, Any] = {}  # id of a parameter group -> its learning rate without the shape

@@ -20,7 +20,7 @@ STEPS = 15
 AGS = {"code", "settings", "apply_to", "b_large", "b_small", "available", "steps_per_epoch", "seed", "resumed"}
 ORTHO = {"code", "beta2_power"}
 RESUME_TEST = {"checkpoint", "after"}
-BRANCH = {"steps", "factor"}
+BRANCH = {"steps", "factor", "norms"}
 
 
 class PlanError(ValueError):

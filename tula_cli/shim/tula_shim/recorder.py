@@ -169,8 +169,17 @@ class Recorder:
         self.split.after_step()
         self.gap, self.backwards = 0, 0
         if self.branch is not None:
+            if self.step <= self.branch.norms:
+                self._watch_branch_norms(self.branch.norms)
             return self.branch.is_over(self.step)
         return self.plan.mode == "probe" and self._enter_next_phase()
+
+    def _watch_branch_norms(self, steps: int) -> None:
+        """Record the gradient norms of the steps from the second to the last of `steps`, if DDP reduces gradients."""
+        if self.step == 1 and self.world > 1 and self.ags is None and self.split.list_modules():
+            self.split.watch_norms()
+        elif self.step == steps:
+            self.split.watch_nothing()
 
     def _make_row_extras(self) -> dict[str, Any]:
         scaled = self.ags.report() if self.ags is not None else {}
@@ -388,9 +397,9 @@ def _make_interval_row(recorder: Recorder, interval: Interval) -> dict[str, Any]
 
 
 def _split(recorder: Recorder) -> dict[str, Any] | None:
-    """Return the measurements of the steps after the timed ones; None if there were none."""
+    """Return the measurements of the steps after the timed ones, or of a branch; None if there were none."""
     split = recorder.split
-    if not split.exposed:
+    if not split.exposed and not split.norms:
         return None
     return {
         "modules": len(split.list_modules()),

@@ -711,6 +711,16 @@ def test_the_list_of_runs(run):
     assert "resnet18" not in narrow[3] and max(map(len, narrow[:4])) <= 70
 
 
+def test_the_best_top_1_of_a_script_has_no_unit() -> None:
+    """A script may print a fraction or a percentage."""
+    script, loop = (
+        run_list.RunSummary(id=name, path=Path(name), changed=1.0, script=name * is_script, best_top1=95.0)
+        for name, is_script in (("train.py", True), ("loop", False))
+    )
+    lines = printed(show_status.render_runs([script, loop], width=120)).splitlines()
+    assert lines[-2].endswith("top-1 95.00") and lines[-1].endswith("top-1 95.00 %")
+
+
 # --- live
 
 

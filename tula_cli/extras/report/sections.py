@@ -636,8 +636,12 @@ def _list_training_facts(training: TrainingMaterial) -> Iterator[Fact]:
         yield Fact("samples", f"{result.samples} in {result.steps} steps")
     if end is not None:
         at = f" at epoch {end.best_epoch}" if end.best_epoch else ""
-        yield Fact("result", f"{describe_best_epoch(end)}{at}")
-        yield from (Fact(METRIC_NAMES.get(name, name), format_number(value, 4)) for name, value in end.metrics.items())
+        names: Mapping[str, str] = METRIC_NAMES
+        if task.spec.script is not None:  # its metrics have no known unit, and list the best value
+            names = {}
+        else:
+            yield Fact("result", f"{describe_best_epoch(end)}{at}")
+        yield from (Fact(names.get(name, name), format_number(value, 4)) for name, value in end.metrics.items())
     yield from (Fact("weights", describe_evaluation(evaluation)) for evaluation in training.files.evaluations())
     warnings = dict.fromkeys(row["message"] for row in training.rows_of_kind("warning"))
     yield from (Fact("warning", text) for text in warnings)
@@ -729,7 +733,9 @@ def _build_training_figures(training: TrainingMaterial) -> Iterator[Figure]:
             y_scale="log" if is_positive else "linear",
         )
     name = training.metric
-    title, label = METRIC_TITLES.get(name, name), "top-1 (%)" if name == "top1" else name
+    title, label = METRIC_TITLES.get(name, name), name
+    if name == "top1" and training.task.spec.script is None:
+        label = "top-1 (%)"
     has_top5 = name == "top1" and any(row.get("top5") not in (None, 100.0) for row in epochs)  # 100 % of five classes
     top5 = _make_metric_series("top-5", epochs, "top5", style="line+points") if has_top5 else ()
     values = (*_make_metric_series(label.removesuffix(" (%)"), epochs, name, style="line+points"), *top5)

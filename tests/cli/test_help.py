@@ -63,7 +63,7 @@ def test_help_shows_every_option_once_and_the_ordinary_ones_fit_a_screen(name: s
 @each_command
 def test_a_command_takes_the_name_of_a_run_or_a_job_file_as_its_argument(name: str) -> None:
     if name not in ("init", "list", "observe"):
-        assert "run" in shown(name, "--help").partition("\nArguments:\n")[2].split("\n\n")[0]
+        assert "run" in shown(name, "--help").partition("\nArguments:\n")[2].split("\n\n")[0].lower()
 
 
 @pytest.mark.parametrize(

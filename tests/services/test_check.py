@@ -173,7 +173,7 @@ def test_batch_beyond_the_dataset_is_a_problem(found):
 def test_batches_that_do_not_divide_are_a_problem(found):
     report = check(spec(search={"nodes": [3]}))
     assert report.jobs == ()
-    assert "divides" in report.problems[0].text
+    assert "no batch 32 x 2^k up to 1000 is divisible by 3 nodes" in report.problems[0].text
 
 
 def test_nodes_without_a_batch_are_left_out_aloud(found):

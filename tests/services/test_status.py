@@ -871,7 +871,7 @@ def test_what_one_scheduler_does_not_cancel_keeps_none_of_the_others(two_types, 
         assert (
             f"all jobs of {name} (squeue does not answer)" if name in silent else f"{job} (scancel: {id_}"
         ) in caught.value.message
-    assert caught.value.hint.endswith(f"cancelled: {', '.join(ended) or 'none'}") and caught.value.exit_code == 5
+    assert caught.value.hint.startswith(f"cancelled: {', '.join(ended) or 'none'}; ") and caught.value.exit_code == 5
 
 
 def test_a_type_whose_scheduler_is_not_there_keeps_none_of_the_others(two_types):

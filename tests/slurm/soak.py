@@ -128,7 +128,7 @@ class Soak:
                 (self.preempt, 8),
                 (self.occupy, 12),
             ]
-            self.occupy()
+            self.occupy(at_least=2)  # a script's resume test needs two
         self.tula("train", "job.yaml", "--nodes", nodes, "--batch", str(self.subject.batch))
         moved, at = -1, time.monotonic()
         while not self.finished():
@@ -203,12 +203,16 @@ class Soak:
         self._submit("--wait", f"--nodes={self.nodes - self.occupied}", "--time=1", "--wrap=true")
         return True
 
-    def occupy(self) -> bool:
-        """Let other jobs have another number of nodes; return whether the training has to give some to them."""
+    def occupy(self, *, at_least: int = 1) -> bool:
+        """Let other jobs have another number of nodes; return whether the training has to give some to them.
+
+        Args:
+            at_least: nodes that are left to the training.
+        """
         subprocess.run(["scancel", "--name=other"], check=True, env={**os.environ, **self.cluster.env})
         until(lambda: not self._count("squeue", "--name=other", "--format=%i"), "the other job is over")
         idle = self._count("sinfo", "--states=idle", "--Node", "--partition=main", "--format=%n")
-        self.occupied = self.random.randint(0, self.nodes - (self.least or self.nodes))
+        self.occupied = self.random.randint(0, self.nodes - max(at_least, self.least or self.nodes))
         if self.occupied:
             self._submit("--job-name=other", f"--nodes={self.occupied}", "--time=100", "--wrap=sleep 6000")
         return self.occupied > idle

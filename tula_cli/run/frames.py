@@ -93,7 +93,8 @@ def list_columns(kind: type[Record], parent: str = "") -> tuple[Column, ...]:
 
 
 def _find_nested_record(members: Sequence[Any]) -> type[Record] | None:
-    return next((member for member in members if isinstance(member, type) and issubclass(member, Record)), None)
+    classes = (member for member in members if get_origin(member) is None and isinstance(member, type))
+    return next((member for member in classes if issubclass(member, Record)), None)
 
 
 def _find_dtype(members: Sequence[Any], *, is_optional: bool) -> str:

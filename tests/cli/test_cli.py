@@ -984,7 +984,7 @@ def test_init_writes_a_job_around_a_command_and_tells_what_it_recognised(monkeyp
     answer = tula("init", "-o", "new.yaml", "--from-command", COMMAND)
     assert answer.code == 0
     assert "--batch-size 64  ->  {local_batch}\n--lr 0.1         ->  {lr}\n" in answer.out
-    optional = "script.command, script.dataset_size, script.resume, script.metric, script.save"
+    optional = "{out} in script.command, script.dataset_size, script.resume, script.metric, script.save"
     assert f"Not found in the command (optional): {optional}\n" in answer.out
     assert "(required)" not in answer.out
     assert "wrote new.yaml; next: tula check new.yaml" in answer.out

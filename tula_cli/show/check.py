@@ -164,7 +164,8 @@ def describe_proposal(made: "FromCommand", path: Path) -> tuple[dict[str, object
     lines += [f"left out: {text}" for text in proposal.left_out]
     lines += ["", *(f"{was:<{width}}  ->  {now}" for was, now in rows), *[""] * bool(rows)]
     lines += [f"Not found in the command (required): {key.key}, {key.words}" for key in made.missing if key.required]
-    optional = [key.key for key in made.missing if not key.required]
+    named = {"script.command": "{out} in script.command"}  # of the command, only its output folder is optional
+    optional = [named.get(key.key, key.key) for key in made.missing if not key.required]
     lines += [f"Not found in the command (optional): {', '.join(optional)}"] * bool(optional)
     after = f"tula check {path}" if made.complete else "add the required keys, then run tula check " + str(path)
     data: dict[str, object] = {

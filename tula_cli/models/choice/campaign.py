@@ -407,7 +407,7 @@ class ScheduledTraining:
 
 
 @dataclass(frozen=True)
-class PlannedJob:
+class JobTrainings:
     """The trainings of one job of a plan. Hours are from the first start of the plan."""
 
     job: str
@@ -453,7 +453,7 @@ class Campaign:
     currency: str
     warnings: tuple[Diagnostic, ...]  # about the measurements
     node_type: str = ""  # of all trainings; empty if the jobs name none
-    jobs: tuple[PlannedJob, ...] = ()  # empty in a plan that an earlier version has stored
+    jobs: tuple[JobTrainings, ...] = ()  # empty in a plan that an earlier version has stored
     waves: tuple[Wave, ...]
     schedule: tuple[ScheduledTraining, ...]  # the same trainings one by one, by start
     at_fastest: AtFastest
@@ -514,14 +514,14 @@ def describe_plan(
     rows = {row: candidates.prediction(row) for row in {start.option.row for start in starts}}
     used = [rows[start.option.row] for start in starts]
     names = [next(job.job for job in jobs if start.option.row in job.rows) for start in starts]
-    planned_jobs: list[PlannedJob] = []
+    planned_jobs: list[JobTrainings] = []
     waves: list[Wave] = []
     for job in jobs:
         of_job = [start for start in starts if start.option.row in job.rows]
         trainings = [rows[start.option.row] for start in of_job]
         waves += _join_waves(of_job, rows, job.job)
         planned_jobs.append(
-            PlannedJob(
+            JobTrainings(
                 job=job.job,
                 trainings=job.trainings,
                 batch=trainings[0].batch,

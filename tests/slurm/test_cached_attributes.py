@@ -51,7 +51,7 @@ def killed_and_trained(tula: Tula, cluster: SlurmCluster) -> float:
 @pytest.mark.promise(
     "the file system",
     "each node caches file attributes for half a minute (NFS)",
-    "results are equally correct, and jobs take at most 1.3 times as long",
+    "the results are still correct, and jobs take at most 1.3 times as long",
 )
 def test_jobs_on_cached_attributes_are_right_and_nearly_as_fast(tula: Tula, on_slurm: SlurmCluster) -> None:
     plain = probed(tula), killed_and_trained(tula, on_slurm)

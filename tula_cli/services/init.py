@@ -566,7 +566,7 @@ def _read_request(text: str) -> _Request:
         known, other_words = read_slurm_options(arguments)
         if other_words and other_words[0].text in ("hetjob", "packjob"):
             raise SpecError(
-                f"line {number}: {other_words[0].text} separates the components of a heterogeneous job, but all nodes of a job are equal",
+                f"line {number}: {other_words[0].text} separates the components of a heterogeneous job, but tula runs each job on nodes of one kind",
                 "give a script with the component that trains",
             )
         if other_words:

@@ -70,7 +70,7 @@ def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = N
             results.setdefault(result.id, result)
     if not results:
         raise BadMeasurements(
-            f"none of {format_count(len(jobs), 'observed job')} of {name} can be used as a probe",
+            f"no observed job of {name} can be used as a probe",
             "the warnings say why; tula profile measures the job itself",
         )
     save_runs(*_without_assumptions(run, file))

@@ -41,8 +41,8 @@ def evaluation_loss_not_finite(*, epoch: int) -> str:
 @diagnostic
 def warmup_never_ends(*, warmup_epochs: float, epochs: int) -> str:
     return (
-        f"The learning rate never reaches its full value: the warm-up has {warmup_epochs:g} epochs and the training {epochs}."
-        " Set schedule.warmup_epochs."
+        f"The learning rate never reaches its full value: the warm-up takes {warmup_epochs:g} epochs, but the training has"
+        f" only {epochs}. Set schedule.warmup_epochs to a smaller value."
     )
 
 

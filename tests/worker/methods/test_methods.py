@@ -152,7 +152,7 @@ def test_settings_that_do_not_fit_are_refused(
         ({"train": {"method": "polo"}, "schedule": {"warmup_epochs": 1}}, 16, "SGD on one GPU is plain SGD"),
         ({"train": {"method": "static"}}, 8, "AGS does not change the gradients"),
         ({"train": {"method": "lrs"}}, 16, ""),
-        ({"schedule": {"warmup_epochs": 2}}, 16, "the warm-up has 2 epochs and the training 2"),
+        ({"schedule": {"warmup_epochs": 2}}, 16, "the warm-up takes 2 epochs, but the training has only 2"),
         ({"schedule": {"warmup_epochs": 1.9}}, 16, ""),
         (
             {"train": {"method": "ags", "accumulate": 4}, "ags": {"b_small": 8, "delta": "inf"}},

@@ -478,7 +478,7 @@ def _make_launch_without_launcher(launch: Launch, known: KnownFacts, *, is_scrip
     if _SUBMITIT.fullmatch(name):
         raise SpecError(
             f"{name} submits jobs (with submitit), but tula has to submit them",
-            "give the command that these jobs run: torchrun --nproc_per_node=8 main.py ... without the options of the job",
+            "give the command that these jobs run, without submitit's options, for example: torchrun --nproc_per_node=8 main.py ...",
         )
     if any(word.text == "--multirun" for word in launch.arguments):
         raise SpecError("--multirun starts several trainings, but a job has one", "give the values of one training")

@@ -192,7 +192,7 @@ def _make_batch(spec: JobSpec, items: Sequence[Any], collate: Collate | None) ->
         raise SpecError(
             f"samples of {spec.dataset.name} cannot be batched: they are {descriptions}",
             "set dataset.collate_fn to a function (list of samples) -> batch that pads them;"
-            " images: end transforms in one size",
+            " for images, resize or crop all of them to one size in transforms",
         ) from error
 
 

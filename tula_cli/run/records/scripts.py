@@ -177,7 +177,7 @@ class ScriptStep(Record):
 
 
 class DdpSplit(Record):
-    """Results of the steps after the timed ones, under DistributedDataParallel."""
+    """Results of the steps after the timed ones, or of the first steps of a branch, under DistributedDataParallel."""
 
     modules: int
     hook: str  # "default", or the name of the script's own communication hook

@@ -407,8 +407,8 @@ class ScheduledTraining:
 
 
 @dataclass(frozen=True)
-class JobTrainings:
-    """The trainings of one job of a plan. Hours are from the first start of the plan."""
+class JobSummary:
+    """The trainings of one job of a plan together. Hours are from the first start of the plan."""
 
     job: str
     trainings: int
@@ -453,7 +453,7 @@ class Campaign:
     currency: str
     warnings: tuple[Diagnostic, ...]  # about the measurements
     node_type: str = ""  # of all trainings; empty if the jobs name none
-    jobs: tuple[JobTrainings, ...] = ()  # empty in a plan that an earlier version has stored
+    jobs: tuple[JobSummary, ...] = ()  # empty in a plan that an earlier version has stored
     waves: tuple[Wave, ...]
     schedule: tuple[ScheduledTraining, ...]  # the same trainings one by one, by start
     at_fastest: AtFastest
@@ -514,14 +514,14 @@ def describe_plan(
     rows = {row: candidates.prediction(row) for row in {start.option.row for start in starts}}
     used = [rows[start.option.row] for start in starts]
     names = [next(job.job for job in jobs if start.option.row in job.rows) for start in starts]
-    planned_jobs: list[JobTrainings] = []
+    planned_jobs: list[JobSummary] = []
     waves: list[Wave] = []
     for job in jobs:
         of_job = [start for start in starts if start.option.row in job.rows]
         trainings = [rows[start.option.row] for start in of_job]
         waves += _join_waves(of_job, rows, job.job)
         planned_jobs.append(
-            JobTrainings(
+            JobSummary(
                 job=job.job,
                 trainings=job.trainings,
                 batch=trainings[0].batch,

@@ -31,9 +31,8 @@ def share() -> None:
     worker_ranks.choose_device = lambda *_, **__: device  # type: ignore[attr-defined]
     dist.init_process_group = gloo  # type: ignore[assignment]
     if device.type == "cuda":
-        torch.accelerator.device_count = lambda: (
-            2
-        )  # torch itself asks torch.cuda, and looks at every GPU that it counts
+        # Not torch.cuda's: torch looks at every GPU that it counts there.
+        torch.accelerator.device_count = lambda: 2
 
 
 def main(words: list[str]) -> None:

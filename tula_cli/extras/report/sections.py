@@ -541,8 +541,11 @@ def _describe_limit(measurements: TypeMeasurements, nodes: int) -> str:
         return "The memory per rank has no limit (set one with cluster.memory_per_gpu)."
     factor, unit = choose_bytes_unit([capacity])
     samples = measurements.estimator.dataset_size
-    bound = f"at most {largest} samples per GPU fit" if largest is not None else "every batch fits"
-    if largest is not None and largest >= samples:
+    if largest is None:
+        bound = "every batch fits"
+    elif largest < samples:
+        bound = f"at most {largest} samples per GPU fit"
+    else:
         bound = f"all {samples} samples of the dataset fit on one GPU"
     return f"One GPU has {format_number(capacity * factor)} {unit}; with {MEMORY_MARGIN:.0%} kept free, {bound}."
 

@@ -30,7 +30,7 @@ from replay_data import MeasuredSet, Where, load
 
 from tula_cli.models.choice.columns import Ints, to_columns, to_configs
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.ramp.stage_nodes import Worth
+from tula_cli.models.ramp.stage_nodes import StageObjective
 from tula_cli.models.ramp.stage_times import StageTimes
 from tula_cli.models.time.steptime import Estimates
 from tula_cli.run.records.recommendations import StageSteps
@@ -143,7 +143,7 @@ class Trainings:
         hours = (EPOCHS * (self.size // config.batch) * self.seconds(config) + self.start) / 3600
         return Taken(config.nodes, config.batch, hours, config.nodes * hours)
 
-    def grown(self, config: Config, *, nodes: str, by: Worth) -> Taken:
+    def grown(self, config: Config, *, nodes: str, by: StageObjective) -> Taken:
         """Return what a ramp up to a configuration takes."""
         times = StageTimes(
             self.spec(nodes),

@@ -21,7 +21,7 @@ LENGTHS = (0.1, 0.5, 2.0, 10.0, 50.0)  # hours of the training where it is faste
 
 
 @dataclass(frozen=True)
-class Worth:
+class StageObjective:
     """Means over the sets, as shares of the best training."""
 
     hours: float
@@ -33,14 +33,14 @@ class Worth:
     capped_time: float
 
 
-def judge(sets: Sequence[MeasuredSet], lengths: Iterable[float] = LENGTHS) -> list[Worth]:
+def judge(sets: Sequence[MeasuredSet], lengths: Iterable[float] = LENGTHS) -> list[StageObjective]:
     return [_of(sets, hours, name) for hours in lengths for name in STRATEGIES]
 
 
-def _of(sets: Sequence[MeasuredSet], hours: float, strategy: str) -> Worth:
+def _of(sets: Sequence[MeasuredSet], hours: float, strategy: str) -> StageObjective:
     rows = [_taken(replace(each, hours=hours), strategy) for each in sets]
     money, capped_money, time, capped_time = (float(np.mean(column)) for column in zip(*rows, strict=True))
-    return Worth(hours, strategy, len(rows), money, capped_money, time, capped_time)
+    return StageObjective(hours, strategy, len(rows), money, capped_money, time, capped_time)
 
 
 def _taken(measured: MeasuredSet, strategy: str) -> tuple[float, float, float, float]:

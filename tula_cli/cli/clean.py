@@ -106,7 +106,7 @@ def _find_runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "lis
     screen.run_id = list_ids([*runs.values()])
     for run in runs.values():
         run_format.require_known_format(run.path)
-        owner.require_own(run.path)
+        owner.require_ownership(run.path)
     return list(runs.values())
 
 

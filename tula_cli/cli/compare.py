@@ -61,19 +61,17 @@ def compare(
         return _search_learning_rate(screen, chosen, runs, options, WaitPolicy(wait))
     if only_show:
         return _show(screen, runs, request, node_type=node_type)
-    own_dependencies = make_dependencies(
+    dependencies = make_dependencies(
         make_inspector(screen, runs[0].path.parent, keep=not dry_run),
         confirm_unedited(screen, runs, chosen, then=make_confirm(screen, runs[0].spec, yes=yes)),
     )
-    prepared = follow_work(screen, session.prepare(runs, request, own_dependencies, node_type=node_type))
+    prepared = follow_work(screen, session.prepare(runs, request, dependencies, node_type=node_type))
     if dry_run:
-        return _show_dry_run(screen, prepared, own_dependencies)
+        return _show_dry_run(screen, prepared, dependencies)
     wait_policy = WaitPolicy(wait)
     comparison = follow_work(
         screen,
-        session.run_comparison(
-            prepared, own_dependencies, wait_policy, file=chosen.find_settings_origin([prepared.run])
-        ),
+        session.run_comparison(prepared, dependencies, wait_policy, file=chosen.find_settings_origin([prepared.run])),
     )
     _answer_with_table(screen, comparison)
     return comparison.require_none_failed()
@@ -115,7 +113,7 @@ def _search_learning_rate(
     from tula_cli.services.comparison import learning_rates
     from tula_cli.services.waiting import DetachedJobs
 
-    own_dependencies = make_dependencies(
+    dependencies = make_dependencies(
         make_inspector(screen, runs[0].path.parent, keep=not options.dry_run),
         confirm_unedited(screen, runs, chosen, then=make_confirm(screen, runs[0].spec, yes=options.yes)),
     )
@@ -123,7 +121,7 @@ def _search_learning_rate(
         screen,
         learning_rates.prepare_search(
             runs,
-            own_dependencies,
+            dependencies,
             batch=options.batch,
             nodes=options.request.nodes,
             node_type=options.node_type,
@@ -135,7 +133,7 @@ def _search_learning_rate(
         report = learning_rates.read_report(search, file)
         return _answer_with_learning_rate(screen, report)
     if options.dry_run:
-        scripts = [own_dependencies.launcher_for(search.run.spec).script(search.run, search.task)]
+        scripts = [dependencies.launcher_for(search.run.spec).script(search.run, search.task)]
         data = {
             "plan": search.plan,
             "share": search.plan.share,
@@ -144,7 +142,7 @@ def _search_learning_rate(
             "scripts": scripts,
         }
         return screen.answer(data, show_compare.render_search_plan(search, scripts=scripts))
-    result = follow_work(screen, learning_rates.run_search(search, own_dependencies, wait_policy, file=file))
+    result = follow_work(screen, learning_rates.run_search(search, dependencies, wait_policy, file=file))
     if isinstance(result, DetachedJobs):
         return answer_detached(screen, [search.run], result, {"plan": search.plan})
     return _answer_with_learning_rate(screen, result)

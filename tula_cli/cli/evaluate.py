@@ -27,16 +27,14 @@ def evaluate(
 
     prepared = service.prepare_evaluation(chosen.open(screen), request)
     run, task = prepared.run, prepared.task
-    own_dependencies = make_dependencies(
-        make_inspector(screen, run.path.parent), make_confirm(screen, run.spec, yes=yes)
-    )
+    dependencies = make_dependencies(make_inspector(screen, run.path.parent), make_confirm(screen, run.spec, yes=yes))
     if dry_run:
-        script = own_dependencies.launcher_for(run.spec).script(run, task)
+        script = dependencies.launcher_for(run.spec).script(run, task)
         return screen.answer(
-            {"task": task, "found": prepared.found, "scripts": [script]},
+            {"task": task, "found": prepared.known_record, "scripts": [script]},
             [*show_train.render_evaluation_plan(task), "", script],
         )
-    evaluation = follow_work(screen, service.run_evaluation(prepared, own_dependencies, WaitPolicy(wait, timeout)))
+    evaluation = follow_work(screen, service.run_evaluation(prepared, dependencies, WaitPolicy(wait, timeout)))
     if isinstance(evaluation, DetachedJobs):
         return answer_detached(screen, [run], evaluation, {"task": task})
     return screen.answer(evaluation, show_train.render_evaluation(evaluation))

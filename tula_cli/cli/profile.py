@@ -23,24 +23,24 @@ def profile(
 
     Run the same command again to follow jobs that are running and to measure what is missing.
     """
-    from tula_cli.run.owner import require_own
+    from tula_cli.run.owner import require_ownership
     from tula_cli.services import profiling_rounds
     from tula_cli.services.waiting import WaitPolicy
 
     runs = chosen.open(screen)
     for run in () if dry_run else runs:
-        require_own(run.path)  # before anything is built for it
+        require_ownership(run.path)  # before anything is built for it
     root, spec = runs[0].path.parent, runs[0].spec
-    own_dependencies = make_dependencies(
+    dependencies = make_dependencies(
         make_inspector(screen, root, fresh=fresh, keep=not dry_run), make_confirm(screen, spec, yes=yes)
     )
     wait_policy = WaitPolicy(wait, timeout)
     if dry_run:
-        would = follow_work(screen, profiling_rounds.make_dry_run(runs, own_dependencies, largest=largest))
+        would = follow_work(screen, profiling_rounds.make_dry_run(runs, dependencies, largest=largest))
         return screen.answer(tables.list_data_by_type(would), show_profile.render_dry_run(would))
     file = chosen.find_settings_origin(runs)
     profiled = follow_work(
-        screen, profiling_rounds.run_profile(runs, own_dependencies, wait_policy, file=file, largest=largest)
+        screen, profiling_rounds.run_profile(runs, dependencies, wait_policy, file=file, largest=largest)
     )
     if isinstance(profiled, profiling_rounds.SubmittedProbes):
         return answer_detached(screen, runs, profiled, {"plan": tables.list_data_by_type(profiled.plans)})

@@ -35,19 +35,19 @@ def train(
     from tula_cli.services.waiting import DetachedJobs, WaitPolicy
 
     runs = chosen.open(screen)
-    own_dependencies = make_dependencies(
+    dependencies = make_dependencies(
         make_inspector(screen, runs[0].path.parent, keep=not dry_run),
         confirm_unedited(screen, runs, chosen, then=make_confirm(screen, runs[0].spec, yes=yes)),
     )
     wait_policy = WaitPolicy(wait, timeout)
     if request.seeds is not None:
-        return _train_seeds(screen, chosen, runs, request, own_dependencies, wait_policy, dry_run=dry_run)
-    training = follow_work(screen, service.prepare_training(runs, request, own_dependencies.inspect))
+        return _train_seeds(screen, chosen, runs, request, dependencies, wait_policy, dry_run=dry_run)
+    training = follow_work(screen, service.prepare_training(runs, request, dependencies.inspect))
     if dry_run:
-        return _show_dry_run(screen, training, own_dependencies)
+        return _show_dry_run(screen, training, dependencies)
     summary = follow_work(
         screen,
-        service.run_training(training, own_dependencies, wait_policy, file=chosen.find_settings_origin([training.run])),
+        service.run_training(training, dependencies, wait_policy, file=chosen.find_settings_origin([training.run])),
     )
     if isinstance(summary, DetachedJobs):
         return answer_detached(screen, [training.run], summary, {"plan": training.plan})

@@ -160,14 +160,14 @@ class RunningAttempt:
 
     def _clean_up_earlier_attempts(self, starts: Sequence[RankCommand]) -> Iterator[str]:
         """Kill leftovers of earlier attempts on this node, wait for their GPU memory, and yield messages to log."""
-        own_mark = self.allocation.environ.get(MARK_VARIABLE)
-        if own_mark is None:
+        mark = self.allocation.environ.get(MARK_VARIABLE)
+        if mark is None:
             return
-        if killed := kill_leftovers(own_mark, spare=self.spawner.surviving_processes()):
+        if killed := kill_leftovers(mark, spare=self.spawner.surviving_processes()):
             yield f"killed what an earlier attempt has left: processes {', '.join(map(str, killed))}"
         if self.task.spec.cluster.device != "cpu" and has_gpu():
             memory_holders = self.memory.wait_until_back(
-                list_visible_gpus(starts), own_mark, give_up=self._should_not_start
+                list_visible_gpus(starts), mark, give_up=self._should_not_start
             )
             if memory_holders:
                 yield f"GPU memory of an earlier attempt is still in use: {memory_holders}"
@@ -297,10 +297,10 @@ class RunningAttempt:
 
     def _end_waiting_ranks(self, group: RankGroup) -> Failure | None:
         """Kill ranks that wait in a collective for a failed rank; None if the failed rank is one of this supervisor."""
-        is_own_failure = group.first_failure() is not None
+        has_failed_rank = group.first_failure() is not None
         group.kill()
         # Not its own end, so not its own report.
-        if is_own_failure:
+        if has_failed_rank:
             return None
         peer = Failure(outcome="peer")
         return self._root_cause(peer) if self.allocation.is_leader else peer  # the leader alone asks who was first
@@ -336,11 +336,11 @@ class RunningAttempt:
         A rank that lost its peer reports so at once. Under torchrun its supervisor reports only when torchrun has
         exited, so reports of lost peers alone do not name the cause yet.
         """
-        deadline, own_ranks = time.monotonic() + PEER_GRACE, count_ranks_of_supervisor(self.task)
-        supervisors = set(range(0, self.command.ranks, own_ranks))
+        deadline, ranks_each = time.monotonic() + PEER_GRACE, count_ranks_of_supervisor(self.task)
+        supervisors = set(range(0, self.command.ranks, ranks_each))
         while time.monotonic() < deadline:
             failed = self.run.failed_ranks(self.task.id, self.attempt.number)
-            reported = supervisors <= {rank - rank % own_ranks for rank in failed}
+            reported = supervisors <= {rank - rank % ranks_each for rank in failed}
             if reported and has_cause(self.run.failures(self.task.id, self.attempt.number)):
                 return
             time.sleep(min(POLL, max(0.0, deadline - time.monotonic())))

@@ -124,7 +124,9 @@ def supervise(
         allocation.environ = {**environ, MARK_VARIABLE: make_mark(path, task_id, allocation.id, allocation.index)}
         supervisor = Supervisor(RunDir(path), allocation)
         with (
-            write_supervisor_failure(supervisor.run, lambda error: supervisor.record_own_failure(error, task_id)),
+            write_supervisor_failure(
+                supervisor.run, lambda error: supervisor.record_supervisor_failure(error, task_id)
+            ),
             contextlib.closing(supervisor.spawner),
         ):
             supervisor.supervise(task_id)
@@ -174,7 +176,7 @@ class Supervisor:
         else:
             self.follow()
 
-    def record_own_failure(self, error: Exception, task_id: str) -> None:
+    def record_supervisor_failure(self, error: Exception, task_id: str) -> None:
         """Record an error of this supervisor itself, so that it is not mistaken for a killed supervisor."""
         shortages.release_reserve(self.run.path)
         task, attempt = self._under_way or (find_newest_task(self.run, task_id), None)
@@ -258,8 +260,8 @@ class Supervisor:
             failure = attribute_failure(task, failure, history)
             decision = self._prepare_later_jobs(task, decide(task, failure, history), failure)
             # If the scheduler ends this job, the next one does what was decided.
-            is_left = isinstance(decision, Requeue) and (history.allocation_ended or decision.first == "hold")
-            next_task = None if is_left else carry_out(self.run, task, failure, decision)
+            is_for_next_job = isinstance(decision, Requeue) and (history.allocation_ended or decision.first == "hold")
+            next_task = None if is_for_next_job else carry_out(self.run, task, failure, decision)
             # Last: who sees the attempt ended may rely on everything that follows from it.
             close_attempt(self.run, self._with_trainings(attempt), failure, decision, reached=reached)
             self._under_way = None
@@ -341,7 +343,7 @@ class Supervisor:
 
     def _release_small_links(self, task: Task) -> None:
         """Cancel later jobs with too few nodes for the rest of the training; one that still starts exits at once."""
-        job = self._own_job(task)
+        job = self._find_job(task)
         if job is not None:
             waiting = self._later_links(task)
             large_enough = [link for link in waiting if job.nodes_of(link) >= task.nodes]
@@ -368,7 +370,7 @@ class Supervisor:
 
     def _later_links(self, task: Task) -> Sequence[str]:
         """Return the ids of the jobs after this one in the chain."""
-        job = self._own_job(task)
+        job = self._find_job(task)
         return () if job is None else job.links[job.links.index(self.allocation.job_id) + 1 :]
 
     def _finish_job(self, task: Task) -> None:
@@ -378,7 +380,7 @@ class Supervisor:
         training = self.run.training(task.signature)
         if training.result() and not training.summary():
             write_summary(self.run, task)
-        job = self._own_job(task)
+        job = self._find_job(task)
         if job is not None:
             why = "the training is finished" if training.result() else "they would fail in the same way"
             self._release_links(job, [link for link in job.links if link != self.allocation.job_id], why)
@@ -445,7 +447,7 @@ class Supervisor:
         self._close_lost(task)
         if not isinstance(task, TrainTask):
             return task
-        job = self._own_job(task)
+        job = self._find_job(task)
         if job is not None and self._is_predecessor_cancelled(job, task):
             self.run.cancel(task.job, by=self.allocation.scheduler.cancel_command)
         earlier = self._attempts_of_submission(task)
@@ -475,7 +477,7 @@ class Supervisor:
         self.run.write_attempt(corrected)
         return corrected
 
-    def _own_job(self, task: Task) -> Job | None:
+    def _find_job(self, task: Task) -> Job | None:
         """Return the job record that contains this allocation; None until the submitting command has written it."""
         job = self.run.job(task.job)
         return job if job is not None and self.allocation.job_id in job.links else None
@@ -494,7 +496,7 @@ class Supervisor:
         attempts = self.run.training(task.signature).attempts()
         if self.allocation.is_local:
             return [attempt for attempt in attempts if attempt.started_at >= self.since]
-        job = self._own_job(task)
+        job = self._find_job(task)
         links = job.links if job is not None else (self.allocation.job_id,)
         return [attempt for attempt in attempts if attempt.job_id in links]
 

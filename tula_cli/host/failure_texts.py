@@ -496,7 +496,7 @@ _KILLED_BY_SHELL = re.compile(r"^(?:.*\s)?Killed(?:\s.*)?$", re.MULTILINE)
 _CUDA_WARNING = re.compile(r"^[^\n]*Warning: CUDA initialization:[^\n]*$", re.MULTILINE)
 _USAGE = re.compile(r"^usage: [\s\S]*^\S+: error: ", re.MULTILINE)
 _LAST_LINES = 40
-_OWN_SIGNALS = (4, 6, 7, 8, 11)  # signals by which a process ends itself: its last lines may say why
+_FAILURE_SIGNALS = (4, 6, 7, 8, 11)  # signals by which a process ends itself: its last lines may say why
 _NAMED = ("device_fault", "device_error", "storage", "host_limit", "signal", "hung", "diverged")
 """Classes for which a single line, anywhere in a text, shows what happened."""
 
@@ -557,7 +557,7 @@ def _get_signal(exit_code: int | None) -> int:
 
 def _is_killed(exit_code: int | None) -> bool:
     """Return whether another process killed this one, so that its last output need not show the cause."""
-    return _get_signal(exit_code) not in (0, *_OWN_SIGNALS)
+    return _get_signal(exit_code) not in (0, *_FAILURE_SIGNALS)
 
 
 def _find_first_match(text: str, exit_code: int | None = None) -> tuple[OutcomeClass, re.Match[str]] | None:

@@ -39,7 +39,7 @@ def make_mark(run: Path, task: str, allocation: str, index: int) -> str:
     return "|".join((str(run.resolve()), task, allocation, str(index)))
 
 
-def kill_leftovers(own_mark: str, *, spare: Collection[int] = ()) -> list[int]:
+def kill_leftovers(mark: str, *, spare: Collection[int] = ()) -> list[int]:
     """Kill processes left behind by earlier attempts on this node; return their ids.
 
     Only processes of this user with the mark of the same run and task are killed: those of this supervisor, and those
@@ -52,7 +52,7 @@ def kill_leftovers(own_mark: str, *, spare: Collection[int] = ()) -> list[int]:
     spared = {os.getpid(), *spare, *(process.pid for process in psutil.Process().parents())}
     killed: set[int] = set()
     deadline = time.monotonic() + REAP_PATIENCE
-    while alive := [pid for pid in _find_leftover_pids(own_mark) if pid not in spared]:
+    while alive := [pid for pid in _find_leftover_pids(mark) if pid not in spared]:
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -63,22 +63,22 @@ def kill_leftovers(own_mark: str, *, spare: Collection[int] = ()) -> list[int]:
     return sorted(killed)
 
 
-def _find_leftover_pids(own_mark: str) -> Iterator[int]:
+def _find_leftover_pids(mark: str) -> Iterator[int]:
     """Yield the processes of this run and task that this supervisor, or one of an earlier allocation, has started."""
-    _, _, allocation, index = own_mark.rsplit("|", 3)
-    for pid, (their_allocation, their_index) in _find_marked_processes(own_mark).items():
+    _, _, allocation, index = mark.rsplit("|", 3)
+    for pid, (their_allocation, their_index) in _find_marked_processes(mark).items():
         if their_allocation != allocation or their_index == index:
             yield pid
 
 
-def _find_marked_processes(own_mark: str) -> dict[int, tuple[str, str]]:
+def _find_marked_processes(mark: str) -> dict[int, tuple[str, str]]:
     """Return allocation and supervisor index of living processes with the mark of the same run and task, by pid."""
     places_by_pid: dict[int, tuple[str, str]] = {}
     for pid, value in find_processes_with_variable(MARK_VARIABLE).items():
         if value.count("|") < 3:
             continue
         *run_and_task, allocation, index = value.rsplit("|", 3)
-        if run_and_task == own_mark.rsplit("|", 3)[:2]:
+        if run_and_task == mark.rsplit("|", 3)[:2]:
             places_by_pid[pid] = (allocation, index)
     return places_by_pid
 
@@ -101,7 +101,7 @@ class GpuMemory:
     _used: dict[str, int] | None = None
     _holders: Collection[int] = ()
 
-    def wait_until_back(self, gpus: Sequence[str], own_mark: str, *, give_up: Callable[[], bool]) -> str:
+    def wait_until_back(self, gpus: Sequence[str], mark: str, *, give_up: Callable[[], bool]) -> str:
         """Wait until the GPU memory of earlier attempts is free again; the first call only records the current use.
 
         Args:
@@ -116,7 +116,7 @@ class GpuMemory:
             self._used, self._holders = devices.read_used_gpu_memory(gpus), frozenset(devices.find_device_holders())
             return ""
         deadline = time.monotonic() + MEMORY_PATIENCE
-        while missing := self._describe_missing(gpus, own_mark):
+        while missing := self._describe_missing(gpus, mark):
             if give_up():
                 return ""
             if time.monotonic() > deadline:
@@ -126,7 +126,7 @@ class GpuMemory:
             time.sleep(POLL)
         return ""
 
-    def _describe_missing(self, gpus: Sequence[str], own_mark: str) -> str:
+    def _describe_missing(self, gpus: Sequence[str], mark: str) -> str:
         """Return a description of GPU memory or holders beyond those before the first attempt; empty without any."""
         used_before = self._used or {}
         if used_now := devices.read_used_gpu_memory(gpus):
@@ -137,5 +137,5 @@ class GpuMemory:
             }
             return ", ".join(f"{extra >> 20} MiB of {gpu} are still in use" for gpu, extra in extra_bytes.items())
         # Where nothing tells of memory, its holders do; those of this run are by now other supervisors' next ranks.
-        later = sorted(set(devices.find_device_holders()) - set(self._holders) - set(_find_marked_processes(own_mark)))
+        later = sorted(set(devices.find_device_holders()) - set(self._holders) - set(_find_marked_processes(mark)))
         return f"processes {later} still use GPUs" if later else ""

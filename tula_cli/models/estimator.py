@@ -43,7 +43,7 @@ from tula_cli.models.out_of_memory import cannot_accumulate, find_smallest_ruled
 from tula_cli.models.overheads import OverheadModel, compute_median_shutdown
 from tula_cli.models.power import PowerModel
 from tula_cli.models.ramp.by_noise import NoisePath
-from tula_cli.models.ramp.stage_nodes import Worth
+from tula_cli.models.ramp.stage_nodes import StageObjective
 from tula_cli.models.ramp.stage_times import StageTimes
 from tula_cli.models.time import steptime, stretches
 from tula_cli.models.time.steptime import Estimates, StepTimeFit
@@ -84,7 +84,7 @@ class Estimator:
     held_up: bool  # by effects outside the models: only measured configurations are known
     noise: NoisePath | None = None  # of the gradients, if the stages of a growing batch follow from it
     queue: float = 0.0  # seconds that a job waits for nodes, as far as known
-    stages_by: Worth = "time"  # that the nodes of stages are chosen by (train.ramp_nodes)
+    stages_by: StageObjective = "time"  # that the nodes of stages are chosen by (train.ramp_nodes)
 
     @classmethod
     def fit(
@@ -99,7 +99,7 @@ class Estimator:
         other_sizes: OtherSizes = NO_OTHER_SIZES,
         noise: NoisePath | None = None,
         queue: float = 0.0,
-        stages_by: Worth = "time",
+        stages_by: StageObjective = "time",
     ) -> "Estimator":
         """Fit all models to the observations of a run.
 

@@ -253,7 +253,7 @@ def scale_on_device_(tensors: Sequence[Tensor], factors: Sequence[Tensor], calm:
 
 def _compute_multipliers(factors: list[Tensor], flag: Tensor) -> list[Tensor]:
     """Return s f + (1 - f), which is exactly s if f = 1, and 1 if f = 0."""
-    if _is_one(factors):
+    if _are_same_scalar(factors):
         return [factors[0] * flag + (1 - flag)] * len(factors)
     if all(f.ndim == 0 for f in factors):
         return list((torch.stack(factors) * flag + (1 - flag)).unbind())
@@ -340,11 +340,11 @@ def _stretch_(after: list[Tensor], before: list[Tensor], factors: list[Tensor]) 
 
 
 def _multiply_(tensors: list[Tensor], factors: list[Tensor]) -> None:
-    if _is_one(factors) and all(t.device == factors[0].device for t in tensors):
+    if _are_same_scalar(factors) and all(t.device == factors[0].device for t in tensors):
         torch._foreach_mul_(tensors, factors[0])
     else:
         torch._foreach_mul_(tensors, factors)
 
 
-def _is_one(factors: Sequence[Tensor]) -> bool:
+def _are_same_scalar(factors: Sequence[Tensor]) -> bool:
     return factors[0].ndim == 0 and all(f is factors[0] for f in factors)

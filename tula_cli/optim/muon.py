@@ -103,7 +103,7 @@ def _as_matrices(params: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for p, weight, grad in shaped:
             p.grad = None
-            if p.data.data_ptr() != weight.data_ptr():  # its memory layout differs (channels_last)
+            if not weight.is_contiguous():  # channels_last: the matrix is a copy, not a view
                 weight.copy_(p.data.view_as(weight))
             p.data = weight
             p.grad = grad

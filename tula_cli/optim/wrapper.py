@@ -109,10 +109,10 @@ def refuse_sharded(
     params = [p for group in base.param_groups for p in group["params"]]
     shares = shares and is_sharded(model) and all(_is_divided_among_all(p) for p in params)
     refused = SHARDING - SHARES if shares else SHARDING
-    for thing in (base, *model.modules(), *params):
-        if _list_class_names(thing) & refused:
+    for instance in (base, *model.modules(), *params):
+        if _list_class_names(instance) & refused:
             raise ValueError(
-                f"{who} does not work with {type(thing).__name__}, because every rank needs the whole"
+                f"{who} does not work with {type(instance).__name__}, because every rank needs the whole"
                 " averaged gradient. Use DistributedDataParallel"
             )
     if any(p.is_complex() for p in params):
@@ -127,9 +127,9 @@ def _is_divided_among_all(param: Any) -> bool:
     return all(placement.is_shard() for placement in param.placements)
 
 
-def _list_class_names(thing: object) -> set[str]:
+def _list_class_names(instance: object) -> set[str]:
     # by name, so that neither optional parts of torch nor other packages are imported
-    return {cls.__name__ for cls in type(thing).__mro__}
+    return {cls.__name__ for cls in type(instance).__mro__}
 
 
 # --- Base classes

@@ -25,7 +25,7 @@ from tula_cli.run.files import (
     write_record,
 )
 from tula_cli.run.lock import SubmissionLock
-from tula_cli.run.owner import find_other_owner, require_own, require_run
+from tula_cli.run.owner import find_other_owner, require_ownership, require_run
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.inspections import ClusterReport
 from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
@@ -158,7 +158,7 @@ class RunDir:
         Raises:
             TulaError: it cannot be written, or belongs to another user.
         """
-        require_own(self.path)
+        require_ownership(self.path)
         try:
             make_folder(self.path)
         except OSError as error:
@@ -306,7 +306,7 @@ class RunDir:
     def cancel(self, job_id: str, *, by: str = "tula cancel") -> None:
         """Mark a job as cancelled by the user: nothing starts or restarts it until `uncancel`."""
         if not self.is_cancelled(job_id):
-            require_own(self.path)
+            require_ownership(self.path)
             write_atomic(self.path / f"jobs/{job_id}.cancelled", f"{by}\n")
             touch_news(self.path)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tula_cli.errors import TulaError
 from tula_cli.run.files import write_atomic, write_error
-from tula_cli.run.owner import require_own
+from tula_cli.run.owner import require_ownership
 
 STALE_SECONDS = 300.0
 """Seconds after which a lock is considered abandoned by its owner."""
@@ -33,14 +33,14 @@ class SubmissionLock:
             NotYours: the run, or the lock, belongs to another user.
             TulaError: the folder cannot be written.
         """
-        require_own(self.path.parent)
+        require_ownership(self.path.parent)
         try:
             self.path.mkdir(mode=0o700, parents=True)
         except FileExistsError:
             owner = _read_owner(self.path)
             if self._is_stale(owner):
                 self._break(owner)
-            require_own(self.path)  # nobody knows for how long: it is told at once
+            require_ownership(self.path)  # nobody knows for how long: it is told at once
             return owner or "another process"
         except OSError as error:
             raise write_error(self.path, error) from error

@@ -26,14 +26,14 @@ def find_other_owner(path: Path) -> str:
     return _get_user_name(status.st_uid)
 
 
-def require_own(run: Path) -> None:
+def require_ownership(run: Path) -> None:
     """Refuse to write into another user's run, even if permissions allow it: that user's jobs depend on it.
 
     Raises:
         NotYours: it belongs to another user.
     """
-    if whose := find_other_owner(run):
-        raise _make_ownership_error(run, whose, "change")
+    if owner := find_other_owner(run):
+        raise _make_ownership_error(run, owner, "change")
 
 
 def require_run(path: Path) -> None:
@@ -75,8 +75,8 @@ def make_ownership_error(path: Path, *, change: bool = False) -> NotYours | None
         except OSError:  # not there, or in a folder that nobody else may look into
             continue
         closed = stat.S_ISDIR(mode) and not _has_access(place, os.R_OK | os.X_OK)
-        if (whose := find_other_owner(place)) and (closed or _is_in_run(place)):
-            return _make_ownership_error(place, whose, "change" if change else "read")
+        if (owner := find_other_owner(place)) and (closed or _is_in_run(place)):
+            return _make_ownership_error(place, owner, "change" if change else "read")
         return None
     return None
 
@@ -84,19 +84,19 @@ def make_ownership_error(path: Path, *, change: bool = False) -> NotYours | None
 def describe_left_out_runs(folders: Iterable[Path]) -> str:
     """Describe the folders that only their owners may enter; empty if there are none."""
     closed = [folder for folder in folders if not _has_access(folder, os.X_OK) and folder.is_dir()]
-    owners = [whose for folder in closed if (whose := find_other_owner(folder))]
+    owners = [owner for folder in closed if (owner := find_other_owner(folder))]
     if not owners:
         return ""
     runs = "a run" if len(owners) == 1 else f"{len(owners)} runs"
     return f"not shown: {runs} of {', '.join(sorted(set(owners)))}, which you may not read"
 
 
-def _make_ownership_error(path: Path, whose: str, what: str) -> NotYours:
+def _make_ownership_error(path: Path, owner: str, what: str) -> NotYours:
     return NotYours(
-        f"{path} belongs to {whose}: you may not {what} it",
-        f"ask {whose}, or use your own run: --run-dir FOLDER names another folder for runs"
+        f"{path} belongs to {owner}: you may not {what} it",
+        f"ask {owner}, or use your own run: --run-dir FOLDER names another folder for runs"
         if what == "change"
-        else f"ask {whose} for a copy or for access (chmod -R go+rX); --run-dir DIR sets another folder for runs",
+        else f"ask {owner} for a copy or for access (chmod -R go+rX); --run-dir DIR sets another folder for runs",
     )
 
 

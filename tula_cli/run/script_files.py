@@ -146,8 +146,8 @@ def _find_file(word: str, role: _Role, home: Path) -> Path | None:
     if role is _Role.OPTION or not os.path.isfile(file):  # noqa: PTH113 - a word may be too long for a name
         return None
     file = file.resolve()
-    own_program = role is _Role.FIRST and "/" in word and file.is_relative_to(home)
-    return file if word.endswith(SCRIPT_SUFFIXES) or role is _Role.RUN or own_program else None
+    is_direct_program = role is _Role.FIRST and "/" in word and file.is_relative_to(home)
+    return file if word.endswith(SCRIPT_SUFFIXES) or role is _Role.RUN or is_direct_program else None
 
 
 def _is_unknown(word: str, home: Path) -> bool:

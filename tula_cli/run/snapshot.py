@@ -138,8 +138,8 @@ class Snapshot:
     @cached_property
     def _attempts_by_job(self) -> Mapping[str, list[Attempt]]:
         jobs = {task.id: task.job for task in self._all_tasks}
-        own_attempts = [attempt for attempt in self.attempts if attempt.task in jobs]
-        return _group_records(own_attempts, by=lambda attempt: jobs[attempt.task])
+        job_attempts = [attempt for attempt in self.attempts if attempt.task in jobs]
+        return _group_records(job_attempts, by=lambda attempt: jobs[attempt.task])
 
     def attempts_of(self, job_id: str, *, since: float = float("-inf")) -> list[Attempt]:
         """Return the attempts of a job that started at `since` (Unix time) or later, oldest first."""

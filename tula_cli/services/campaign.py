@@ -35,7 +35,7 @@ from tula_cli.models.choice.columns import Floats
 from tula_cli.query import Query
 from tula_cli.run.directory import Run
 from tula_cli.run.files import read_record, write_atomic
-from tula_cli.run.owner import require_own
+from tula_cli.run.owner import require_ownership
 from tula_cli.services.recommend import answer_query
 from tula_cli.words import format_count, format_duration, format_number, join_words
 
@@ -100,8 +100,8 @@ def _find_configurations(
     Raises:
         Pending, BadMeasurements, Infeasible: as in `plan_campaign`.
     """
-    for_one = replace(query, deadline_hours=None, budget=None)  # these are for all trainings together
-    answer = answer_query(runs, for_one, overrides=overrides, estimates_start=False)
+    query_of_training = replace(query, deadline_hours=None, budget=None)  # these are for all trainings together
+    answer = answer_query(runs, query_of_training, overrides=overrides, estimates_start=False)
     candidates = answer.candidates
     max_batch = answer.recommendation.choice.batch if query.objective == "knee" else query.max_batch
     if query.objective == "accuracy-time":
@@ -324,7 +324,7 @@ def save_campaign(runs: Sequence[Run], plan: Campaign) -> None:
     """
     for run in runs:
         if run.exists:
-            require_own(run.path)
+            require_ownership(run.path)
             write_atomic(run.path / PLAN_FILE, TypeAdapter(Campaign).dump_json(plan, indent=1).decode() + "\n")
 
 

@@ -41,7 +41,7 @@ class PreparedEvaluation:
 
     run: Run
     task: EvaluateTask
-    found: EvaluationRecord | None  # what is known of it already
+    known_record: EvaluationRecord | None  # what is known of it already
 
 
 def prepare_evaluation(runs: Sequence[Run], request: EvaluationRequest) -> PreparedEvaluation:
@@ -65,13 +65,13 @@ def prepare_evaluation(runs: Sequence[Run], request: EvaluationRequest) -> Prepa
     run, trained = _find_training(runs, request)
     files = run.training(trained.signature)
     name, path = _find_weights(files, request.weights)
-    is_own_checkpoint = name in (BEST, LAST)
+    is_training_checkpoint = name in (BEST, LAST)
     if not (path.is_dir() or is_regular(path)):
         raise SpecError(f"{path} is not a file of weights", "choose others with --weights")
     stat = path.stat()
     identity = (
         {"name": name, "samples": path.stem}
-        if is_own_checkpoint
+        if is_training_checkpoint
         else {"path": str(path), "stamp": [stat.st_size, stat.st_mtime_ns]}
     )
     job = _make_evaluation_job(trained.spec, run.spec)
@@ -79,7 +79,7 @@ def prepare_evaluation(runs: Sequence[Run], request: EvaluationRequest) -> Prepa
     id_ = f"evaluate-{trained.signature}-{key}"
     task = EvaluateTask(
         id=id_, job=id_, spec=job, workdir=trained.workdir, nodes=request.nodes, signature=trained.signature, key=key,
-        weights=name, path=str(path), samples=int(path.stem) if is_own_checkpoint else None, local_batch=compute_micro_batch(trained),
+        weights=name, path=str(path), samples=int(path.stem) if is_training_checkpoint else None, local_batch=compute_micro_batch(trained),
         code=trained.code,
     )  # fmt: skip
     return PreparedEvaluation(run, task, None if request.fresh else files.evaluation(key))
@@ -195,10 +195,10 @@ def run_evaluation(
     run, task = evaluation.run, evaluation.task
     if run.type is not None:
         yield Note(f"node type {run.type}")
-    if evaluation.found is not None:
-        when = words.format_moment(evaluation.found.evaluated_at)
+    if evaluation.known_record is not None:
+        when = words.format_moment(evaluation.known_record.evaluated_at)
         yield Note(f"evaluated before, {when}; --fresh evaluates again, for example after a change of the samples")
-        return evaluation.found
+        return evaluation.known_record
     require_current_format(run.path)
     launcher = dependencies.launcher_for(run.spec)
     unfinished = list_unfinished_jobs(run, launcher, [task.job])

@@ -315,8 +315,8 @@ def _list_log_files(run: RunDir, job: str | None) -> list[Path]:
             suggest_nearest(job, job_ids) or f"choose from: {', '.join(job_ids) or '-'}",
         )
     tasks = tuple(f"{task.id}." for task in (*snapshot.tasks, *snapshot.check_tasks) if task.job == job)
-    own_logs = [path for path in run.logs() if path.name.startswith(tasks)]
-    return own_logs or snapshot.scheduler_logs(
+    task_logs = [path for path in run.logs() if path.name.startswith(tasks)]
+    return task_logs or snapshot.scheduler_logs(
         id_ for job_record in snapshot.jobs if job_record.id == job for id_ in job_record.ids
     )
 

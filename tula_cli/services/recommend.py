@@ -31,7 +31,7 @@ from tula_cli.query import Query
 from tula_cli.run.directory import Run
 from tula_cli.run.format import require_current_format
 from tula_cli.run.job_runs import find_settings_origin, mark_chosen_run, save_runs, select_runs
-from tula_cli.run.owner import require_own
+from tula_cli.run.owner import require_ownership
 from tula_cli.run.records.recommendations import Prediction, QueryLimits, Recommendation
 from tula_cli.services import messages
 from tula_cli.services.recommendation.files import MAX_ROWS_LISTED, describe_configuration, write_answer
@@ -426,13 +426,13 @@ def select_rows(rows: Candidates, choice: Choice, quantity: Quantity) -> Flags:
     numbers = rows.number_configurations()
     if numbers.max() < MAX_ROWS_LISTED:
         return np.ones(len(rows), dtype=bool)
-    worth = rows["measured"].copy()
+    is_listed = rows["measured"].copy()
     (front,) = np.nonzero(rows["pareto"])
-    worth[front[np.unique(np.linspace(0, len(front) - 1, _MAX_FRONT_ROWS).round().astype(int))]] = True
-    worth[find_best_of_each_batch(rows, quantity)] = True
+    is_listed[front[np.unique(np.linspace(0, len(front) - 1, _MAX_FRONT_ROWS).round().astype(int))]] = True
+    is_listed[find_best_of_each_batch(rows, quantity)] = True
     for row in (choice.prediction, *choice.runners_up):
-        worth |= (rows["nodes"] == row.nodes) & (rows["batch"] == row.batch) & (rows["type"] == row.type)
-    return np.isin(numbers, numbers[worth])
+        is_listed |= (rows["nodes"] == row.nodes) & (rows["batch"] == row.batch) & (rows["type"] == row.type)
+    return np.isin(numbers, numbers[is_listed])
 
 
 def list_choice_warnings(estimator: Estimator, choice: Choice, query: Query) -> Iterator[Diagnostic]:
@@ -520,7 +520,7 @@ def save_answer(
         TulaError: the files cannot be written, or a run belongs to another user.
     """
     for run in runs:
-        require_own(run.path)
+        require_ownership(run.path)
         require_current_format(run.path)
     assumed = bool(answer.recommendation.overrides)
     chosen = answer.chosen_run

@@ -174,11 +174,11 @@ def _select_weighed(estimator: "Estimator", fitting: Set[Config]) -> tuple[Predi
 
     rows = estimator.estimate(*estimator.known_configurations()).ordered()
     rows = rows.take([config in fitting for config in to_configs(rows["nodes"], rows["batch"])])
-    worth = rows["measured"].copy()
-    worth[
+    is_candidate = rows["measured"].copy()
+    is_candidate[
         np.union1d(find_best_few(rows, "time", most=_MAX_WEIGHED), find_best_few(rows, "cost", most=_MAX_WEIGHED))
     ] = True
-    return rows.take(worth).predictions()
+    return rows.take(is_candidate).predictions()
 
 
 def _make_candidate(estimator: "Estimator", row: Prediction) -> "Candidate":

@@ -32,7 +32,7 @@ from tula_cli.models.choice.early_stopping import compute_remaining_share
 from tula_cli.models.cost import compute_attempt_cost
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import list_names
-from tula_cli.run.owner import require_own
+from tula_cli.run.owner import require_ownership
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation, Stage
@@ -843,7 +843,7 @@ def cancel_jobs(runs: Sequence[Run], launcher_for: Callable[[Run], Launcher]) ->
         TulaError: some jobs could not be cancelled; the message names them, and those that were.
     """
     for run in runs:
-        require_own(run.path)
+        require_ownership(run.path)
     cancelled: list[str] = []
     failures: dict[str, TulaError] = {}
     for run in runs:

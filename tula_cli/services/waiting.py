@@ -102,13 +102,13 @@ def wait_for_jobs(run: Run, launcher: Launcher, jobs: Sequence[str], wait_policy
             yield from new_results.list_events(run_status)
         yield event
     assert run_status is not None
-    own_jobs = [job for job in run_status.jobs if job.id in jobs]
-    if unfinished := [f"{job.id} ({job.state})" for job in own_jobs if job.state in status.ACTIVE]:
+    awaited_jobs = [job for job in run_status.jobs if job.id in jobs]
+    if unfinished := [f"{job.id} ({job.state})" for job in awaited_jobs if job.state in status.ACTIVE]:
         raise Pending(
             f"not finished within the timeout: {', '.join(unfinished)}", "run the same command again to follow them"
         )
     reported = _list_reported_failures(run)
-    for job in own_jobs:
+    for job in awaited_jobs:
         if job.state in FAILED_STATES and job.reason not in reported:
             yield WarningEvent(messages.job_ended(job=job.id, state=job.state, reason=words.get_first_line(job.reason)))
     return run_status

@@ -306,16 +306,16 @@ class JobSpec(Section):
         """
         node_type, count = self.kinds[name]
         spec_of_type = self if node_type is None else self.of_node_type(node_type)
-        own_name = f"{self.name}-{name}"
+        variant_name = f"{self.name}-{name}"
         if count is None:
-            return spec_of_type.model_copy(update={"name": own_name})
+            return spec_of_type.model_copy(update={"name": variant_name})
         search = spec_of_type.search.model_dump(mode="json", exclude_unset=True, exclude={"gpus_per_node"})
         fewer = count < max(spec_of_type.search.gpus_per_node or ()) and spec_of_type.search.strategy != "full"
         if fewer:
             search["strategy"] = "sweep"
         base = spec_of_type.model_dump(mode="json", exclude_unset=True)
         cluster = {**base.get("cluster", {}), "gpus_per_node": count}
-        job = JobSpec.model_validate({**base, "name": own_name, "cluster": cluster, "search": search})
+        job = JobSpec.model_validate({**base, "name": variant_name, "cluster": cluster, "search": search})
         return job.with_fewer_gpus(fewer)
 
     def of_node_type(self, name: str) -> "JobSpec":

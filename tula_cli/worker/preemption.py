@@ -45,7 +45,7 @@ class PreemptionHandler:
         self.leave_at = float(environ.get("TULA_LEAVE_AT", "inf"))
         self._is_announced = False
         self._next, self._counted = 1, 0
-        self._asked_at = time.monotonic()
+        self._agreed_at = time.monotonic()
 
     def install(self) -> None:
         """Install the handler of SIGTERM, which is sent at preemption, by scancel and by tula cancel."""
@@ -70,14 +70,14 @@ class PreemptionHandler:
         if self._counted < self._next:
             return False
         now = time.monotonic()
-        pace = (now - self._asked_at) / self._counted
+        pace = (now - self._agreed_at) / self._counted
         wished = (
             min(MAX_STEPS_BETWEEN_CHECKS, max(1, round(CHECK_SECONDS / pace))) if pace > 0 else MAX_STEPS_BETWEEN_CHECKS
         )
         level, steps = self.ranks.elementwise_max(
             [self._stop_level(reserve), float(wished if self.ranks.is_first else 0)]
         )
-        self._counted, self._asked_at, self._next = 0, now, int(steps)
+        self._counted, self._agreed_at, self._next = 0, now, int(steps)
         if reason := _LEVELS.get(int(level)):
             raise Preempted(reason)
         return True

@@ -15,7 +15,7 @@ from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp.stage_nodes import (
     MAX_CHANGES,
     Change,
-    Worth,
+    StageObjective,
     assign_nodes_to_stages,
     build_ramp_on_nodes,
     choose_stage_nodes,
@@ -39,7 +39,7 @@ def job(**train: object) -> JobSpec:
     return spec(train=expected_value, search={"nodes": [1, 2, 4, 8]})
 
 
-def forecast(by: Worth, **train: object) -> Estimator:
+def forecast(by: StageObjective, **train: object) -> Estimator:
     return replace(Estimator.fit(job(**train), probe_all(TRUTH, PROBES)), stages_by=by)
 
 
@@ -56,7 +56,7 @@ def forecast(by: Worth, **train: object) -> Estimator:
         ("cost", Change(10, queue=1e6), (1, 4)),  # waiting is not paid for
     ],
 )
-def test_each_stage_has_the_nodes_that_it_is_worth(by: Worth, change: Change, nodes: tuple[int, ...]) -> None:
+def test_each_stage_has_the_nodes_that_it_is_worth(by: StageObjective, change: Change, nodes: tuple[int, ...]) -> None:
     assert choose_stage_nodes(STAGES, change, by=by) == nodes
 
 
@@ -73,7 +73,7 @@ def test_objectives_that_are_of_money_or_energy_choose_by_node_hours() -> None:
     assert (choose_stage_objective("knee", "cost"), choose_stage_objective("accuracy-time", "cost")) == ("cost", "time")
 
 
-def value(options: Sequence[dict[int, float]], path: Sequence[int], change: Change, by: Worth) -> float:
+def value(options: Sequence[dict[int, float]], path: Sequence[int], change: Change, by: StageObjective) -> float:
     total, before = 0.0, 0
     for stage, nodes in zip(options, path, strict=True):
         start = change.start if nodes != before else 0.0
@@ -174,7 +174,7 @@ def test_node_hours_and_hours_are_the_sums_over_the_stages_and_their_starts() ->
 
 
 @pytest.mark.parametrize("by", ["time", "cost"])
-def test_no_configuration_is_worse_than_with_the_same_nodes_by_its_own_objective(by: Worth) -> None:
+def test_no_configuration_is_worse_than_with_the_same_nodes_by_its_own_objective(by: StageObjective) -> None:
     same = {(row.nodes, row.batch): row for row in forecast(by, ramp="auto").predictions()}
     rows = forecast(by, ramp_nodes="auto").predictions()
     assert {(row.nodes, row.batch) for row in rows} == set(same)

@@ -24,7 +24,7 @@ from tula_cli.worker.ranks import Ranks
 pytestmark = pytest.mark.torch
 
 VIEW = RankReport(
-    host="node1", gpus=(), own="", driver="", torch="2.6", cuda="", nccl="", python="3.11", cpus=4, memory=10**9, shared=10**9,
+    host="node1", gpus=(), gpu_id="", driver="", torch="2.6", cuda="", nccl="", python="3.11", cpus=4, memory=10**9, shared=10**9,
     interface="eth0", address="10.0.0.1", token="t", write_error="", dataset=None, free_disk=10**9,
 )  # fmt: skip
 A, B = Gpu("a", "A100", 80), Gpu("b", "A100", 40)
@@ -116,12 +116,12 @@ def test_a_rank_that_cannot_write_says_so(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("RANK", "0")
     run = RunDir.create(tmp_path, spec())
     (run.path / "checks").touch()
-    assert "cannot write" in node_report._write_own_file(check_task(tmp_path), run)
+    assert "cannot write" in node_report._try_sign_in(check_task(tmp_path), run)
 
 
 def test_ranks_of_a_node_are_one_report() -> None:
     """Each may see one GPU of its own, or all."""
-    views = [replace(VIEW, gpus=(A,), own="a"), replace(VIEW, gpus=(B,), own="b", write_error="full")]
+    views = [replace(VIEW, gpus=(A,), gpu_id="a"), replace(VIEW, gpus=(B,), gpu_id="b", write_error="full")]
     node = node_report._make_node_report(3, views, (0.1, 0.2))
     assert (node.node, node.ranks, node.gpus, node.gpu_memory) == (3, 2, ("A100", "A100"), 40)
     assert (node.clock_offset, node.clock_error, node.write_error) == (0.1, 0.2, "full")
@@ -129,7 +129,7 @@ def test_ranks_of_a_node_are_one_report() -> None:
 
 
 def test_ranks_of_a_node_that_share_a_gpu_are_named() -> None:
-    views = [replace(VIEW, gpus=(A, B), own=value) for value in ("a", "b", "a", "b")]
+    views = [replace(VIEW, gpus=(A, B), gpu_id=value) for value in ("a", "b", "a", "b")]
     assert node_report._make_node_report(0, views, (0, 0)).shared_gpus == ((0, 2), (1, 3))
     assert node_report._make_node_report(0, views[:2], (0, 0)).shared_gpus == ()
     assert node_report._make_node_report(0, [VIEW, VIEW], (0, 0)).shared_gpus == (), "without GPUs nothing is shared"
@@ -170,7 +170,7 @@ def test_two_gpus_of_a_node_are_looked_at_as_well(alone: Ranks, monkeypatch: pyt
 
 
 def test_a_gpu_for_each_rank() -> None:
-    first, second = replace(VIEW, own="a"), replace(VIEW, own="b")
+    first, second = replace(VIEW, gpu_id="a"), replace(VIEW, gpu_id="b")
     assert node_report.has_gpu_per_rank([first, second])
     assert node_report.has_gpu_per_rank([first, replace(first, host="node2")])
     assert not node_report.has_gpu_per_rank([first, first])

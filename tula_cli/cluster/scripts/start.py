@@ -314,5 +314,5 @@ class ScriptStart:
         """Return the GPUs of this machine that stand in for those of a node, as in CUDA_VISIBLE_DEVICES."""
         gpus = self.task.spec.cluster.gpus_per_node
         names = [name for name in self.allocation.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-        own_numbers = range(node * gpus, (node + 1) * gpus)
-        return ",".join(names[number] if number < len(names) else str(number) for number in own_numbers)
+        gpu_numbers = range(node * gpus, (node + 1) * gpus)
+        return ",".join(names[number] if number < len(names) else str(number) for number in gpu_numbers)

@@ -250,8 +250,8 @@ def _subtract_reserved_part(kind: NodeKind, node: Record, limits: Record) -> Nod
         cpus = min(cpus, int(limits["MaxCPUsPerSocket"]) * (_parse_leading_number(node.get("Sockets", "")) or 1))
     memory = kind.memory - _parse_leading_number(node.get("MemSpecLimit", ""))
     ranks = max(1, min(kind.gpus[0].count if kind.gpus else 1, cpus))
-    asked_cpus = cpus // ranks * ranks
-    most = int(limits.get("MaxMemPerNode", 0)) or int(limits.get("MaxMemPerCPU", 0)) * asked_cpus or memory
+    requested_cpus = cpus // ranks * ranks
+    most = int(limits.get("MaxMemPerNode", 0)) or int(limits.get("MaxMemPerCPU", 0)) * requested_cpus or memory
     return replace(kind, cpus=cpus, memory=min(memory, most), limited_memory=most < memory)
 
 

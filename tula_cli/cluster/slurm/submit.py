@@ -61,8 +61,8 @@ class SlurmLauncher(BatchLauncher):
         folder = run.submitit_dir.resolve()
         queued = self.scheduler.queued([*names, make_chain_name(run, task)])
         scripts = {Path(job.script): job for job in queued}
-        own_jobs = {path.stem: job for path, job in scripts.items() if path.parent.resolve() == folder}
-        return {name: job for name, job in own_jobs.items() if name in names}
+        listed_jobs = {path.stem: job for path, job in scripts.items() if path.parent.resolve() == folder}
+        return {name: job for name, job in listed_jobs.items() if name in names}
 
     def jobs_to_name(self, ids: Sequence[str]) -> Sequence[str]:
         return ids[-1:]  # it waits for the others, which have the same name

@@ -78,7 +78,7 @@ def _draw_quantity(
     if quantity.ends is not None and len(curves) == 1 and series:
         series = [_with_spread(series[0], rows(curves[0]), quantity)]
     if series:
-        scale = choose_scale((y for one_series in series for y in one_series.y), span=1) if quantity.log else "linear"
+        scale = choose_scale((y for line in series for y in line.y), span=1) if quantity.log else "linear"
         yield Figure(quantity.key, quantity.title, quantity.caption, "samples seen", quantity.label, tuple(series), y_scale=scale, paper=quantity.paper)  # fmt: skip
 
 
@@ -95,13 +95,13 @@ def _build_eigenvalue_figure(curves: Sequence[GradientCurve]) -> Iterator[Figure
     named = {"largest eigenvalue": "eigenvalue", "gradient norm": "gradient_norm"}
     several = len({curve.name for curve in curves}) > 1
     series = [
-        one_series
+        line
         for name, path in named.items()
         for curve_name in dict.fromkeys(curve.name for curve in curves)
-        for one_series in make_mean_series([c for c in curves if c.name == curve_name], lambda c: c.curvature, path, name=f"{curve_name}: {name}" if several else name)
+        for line in make_mean_series([c for c in curves if c.name == curve_name], lambda c: c.curvature, path, name=f"{curve_name}: {name}" if several else name)
     ]  # fmt: skip
     if series:
-        scale = choose_scale((y for one_series in series for y in one_series.y), span=1)
+        scale = choose_scale((y for line in series for y in line.y), span=1)
         yield Figure(
             "eigenvalue", "Largest Hessian eigenvalue and gradient norm", "Both on the same training samples (train.diagnostics: hessian).",
             "samples seen", "eigenvalue, norm", tuple(series), y_scale=scale, paper="Figure 5",

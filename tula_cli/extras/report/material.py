@@ -271,11 +271,11 @@ def _find_newest_training(run_material: RunMaterial) -> Iterator[TrainingMateria
     comparison = run_material.run.comparison()
     compared = {cell.signature for cell in comparison.cells} if comparison is not None else set()
     tasks = run_material.look.train_tasks
-    own_tasks = [task for task in tasks if task.signature not in compared] or tasks
+    shown_tasks = [task for task in tasks if task.signature not in compared] or tasks
     submitted = {job.id: job.submitted_at for job in run_material.look.jobs}
     newest_by_signature = {
         task.signature: task
-        for task in sorted(own_tasks, key=lambda task: (submitted.get(task.job, 0.0), task.attempt))
+        for task in sorted(shown_tasks, key=lambda task: (submitted.get(task.job, 0.0), task.attempt))
     }
     count = len(newest_by_signature)
     trainings = [

@@ -250,13 +250,13 @@ def _render_head_cell(column: Column) -> str:
 def _render_row(table: Table, row: Iterable[Cell], mark: str, *, marked: bool, cards: bool) -> str:
     sign, words = _MARKS.get(mark, ("", ""))
     first = f'<td class="mark"><span role="img" aria-label="{words}">{sign}</span></td>' if sign else "<td></td>"
-    told_cells = [
+    row_cells = [
         f"<td{_get_cell_class(column, text)}{_make_label(column) * cards}>{escape_text(text)}</td>"
         for column, text in (
             (column, formats.format_cell(cell, column)) for column, cell in zip(table.columns, row, strict=True)
         )
     ]
-    return f"<tr{' class=chosen' * (mark == 'chosen')}>{first * marked}{''.join(told_cells)}</tr>"
+    return f"<tr{' class=chosen' * (mark == 'chosen')}>{first * marked}{''.join(row_cells)}</tr>"
 
 
 def _make_label(column: Column) -> str:

@@ -17,7 +17,7 @@ from tula_cli.extras.trackers.payload import RunPayload, make_run_payload, make_
 from tula_cli.run.directory import Run
 from tula_cli.run.files import read_record, write_atomic, write_record
 from tula_cli.run.job_runs import list_runs_with_data
-from tula_cli.run.owner import require_own
+from tula_cli.run.owner import require_ownership
 from tula_cli.run.records.base import Record
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.snapshot import Snapshot
@@ -90,7 +90,7 @@ class Session:
     """
 
     def __init__(self, run: Run, destination: Destination, reports: Callable[[Run], tuple[Path, ...]]) -> None:
-        require_own(run.path)
+        require_ownership(run.path)
         self.run, self.destination, self.reports = run, destination, reports
         self.path = run.path / FOLDER / destination.record_path.name
         known = read_record(self.path, _RECORD)

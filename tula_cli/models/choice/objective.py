@@ -339,10 +339,10 @@ def _choose_knee(rows: Candidates, curve: Curve) -> Choice:
         other = run_kneedle(batches, values)
         reason += f"; Kneedle on the searched part of the curve finds {other}" if other not in (None, batch) else ""
     chosen = _find_undominated_at_batch(chosen, rows)
-    worth = np.argsort(_sort_rows(best, curve))
+    order = np.argsort(_sort_rows(best, curve))
     others = sorted(
         (place for place, row in enumerate(line) if row.batch != chosen.batch),
-        key=lambda place: (abs(math.log2(line[place].batch / chosen.batch)), worth[place]),
+        key=lambda place: (abs(math.log2(line[place].batch / chosen.batch)), order[place]),
     )
     reason += _as_good(chosen, rows, curve)
     return Choice(chosen, reason, tuple(line[place] for place in others[:_RUNNERS_UP]))

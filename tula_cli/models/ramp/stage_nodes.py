@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 # is a new start, and on a cluster with a queue a wait, so that one is made only where it pays. Samples are the clock: where a
 # stage begins and which samples it trains is the same on any nodes.
 
-Worth = Literal["time", "cost"]
+StageObjective = Literal["time", "cost"]
 """The quantity that is minimised: hours, or node-hours."""
 
 MAX_CHANGES = 3
 """Maximum changes of the number of nodes in one training: each is one more job in the queue."""
 
 
-def choose_stage_objective(objective: str, curve: str) -> Worth:
+def choose_stage_objective(objective: str, curve: str) -> StageObjective:
     """Return the quantity by which the nodes of stages are chosen.
 
     Cost for the objectives cost and energy and for a knee of cost, else time.
@@ -43,7 +43,7 @@ def choose_stage_objective(objective: str, curve: str) -> Worth:
     return "cost" if by_cost else "time"
 
 
-def choose_stage_objective_of(recommended: Recommendation | None) -> Worth:
+def choose_stage_objective_of(recommended: Recommendation | None) -> StageObjective:
     """Return the quantity by which the nodes of stages are chosen for a recommendation; time if there is none."""
     return "time" if recommended is None else choose_stage_objective(recommended.objective, recommended.curve)
 
@@ -56,7 +56,9 @@ class Change:
     queue: float = 0.0  # until there are nodes, which are not
 
 
-def choose_stage_nodes(options: Sequence[Mapping[int, float]], change: Change, *, by: Worth) -> tuple[int, ...]:
+def choose_stage_nodes(
+    options: Sequence[Mapping[int, float]], change: Change, *, by: StageObjective
+) -> tuple[int, ...]:
     """Return the nodes of each stage, ascending, with the least time or node-hours.
 
     Of equal solutions the one with the fewest changes is chosen.

@@ -17,7 +17,7 @@ from tula_cli.models.cost import WorkCount
 from tula_cli.models.ramp.by_noise import NoisePath
 from tula_cli.models.ramp.stage_nodes import (
     Change,
-    Worth,
+    StageObjective,
     assign_nodes_to_stages,
     build_ramp_on_nodes,
     choose_stage_nodes,
@@ -52,7 +52,7 @@ class StageTimes:
     noise: NoisePath | None = None  # of the gradients
     is_too_large: Callable[[Config], bool] = lambda _: False  # whether a batch does not fit the memory
     queue: float = 0.0  # seconds that a job waits for nodes
-    by: Worth = "time"  # that the nodes of stages are chosen by
+    by: StageObjective = "time"  # that the nodes of stages are chosen by
 
     def describe_why_infeasible(self, config: Config) -> str:
         """Return why a configuration cannot be trained with the stages that the job names; empty if it can."""

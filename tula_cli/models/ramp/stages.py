@@ -278,8 +278,8 @@ def list_stages_below(stages: Sequence[Stage], batch: int) -> Iterator[Stage]:
     The latter starts where the first stage not below it does, or else where the last one does.
     """
     yield from (stage for stage in stages if stage.batch < batch)
-    own_stage = next((stage for stage in stages if stage.batch >= batch), stages[-1])
-    yield own_stage.model_copy(update={"batch": batch})
+    stage_of_batch = next((stage for stage in stages if stage.batch >= batch), stages[-1])
+    yield stage_of_batch.model_copy(update={"batch": batch})
 
 
 def _fit_stages(stages: Sequence[Stage], divisors: Sequence[int]) -> Ramp:
@@ -287,12 +287,12 @@ def _fit_stages(stages: Sequence[Stage], divisors: Sequence[int]) -> Ramp:
 
     Each is rounded for the most nodes on which every part has at least one sample.
     """
-    *smaller, own_stage = stages
+    *smaller, stage_of_batch = stages
     sizes = [_find_fitting_batch(stage.batch, divisors) for stage in smaller]
     fitting_stages = [
         stage.model_copy(update={"batch": size}) for stage, size in zip(smaller, sizes, strict=True) if size
     ]
-    first_stage, *later = (*fitting_stages, own_stage)
+    first_stage, *later = (*fitting_stages, stage_of_batch)
     remarks = tuple(
         f"train.ramp: batch {stage.batch} is skipped, because it has less than one sample for each of {divisors[-1]} (GPUs x micro-batches)"
         for stage, size in zip(smaller, sizes, strict=True)

@@ -235,9 +235,9 @@ class _Data:
 
     def spread_as(self, values: ModelValues, level: float) -> _Spread:
         """Return the covariance of the rows if the noise is `level` times that of other clusters."""
-        has, points, own_variance, priors = self.has_compute, self.at.points, self.spread**2, self.at.frame.priors
-        step = level**2 * (priors.step_noise**2 + (priors.sync_noise * values.by_sync) ** 2) + own_variance
-        compute = (level * priors.compute_noise) ** 2 + own_variance
+        has, points, repeat_variance, priors = self.has_compute, self.at.points, self.spread**2, self.at.frame.priors
+        step = level**2 * (priors.step_noise**2 + (priors.sync_noise * values.by_sync) ** 2) + repeat_variance
+        compute = (level * priors.compute_noise) ** 2 + repeat_variance
         rows = Rows(
             batch=np.concatenate([points.local_batch, points.local_batch[has]]),
             replicas=np.concatenate([points.replicas, points.replicas[has]]),

@@ -31,7 +31,7 @@ _MIN_PROBES = 2  # probes
 GROWTH = 0.5
 """Exposed synchronisation counts as growing with the batch if it grows by more than this share of the largest batch's
 compute."""
-HELD_UP = LocalResidual(sd=0.5, batch=1.0, replicas=0.5)
+STALLED = LocalResidual(sd=0.5, batch=1.0, replicas=0.5)
 """Local residual of the steps of delayed ranks: a third off the model in the median; how fast it changes over batch and
 replicas."""
 _DIVIDED = 0.75  # of what a rank tells on the fewest, at most: then a script divides its model among the ranks
@@ -133,7 +133,7 @@ def fit_observed(
     fit = steptime.fit_step_time(observations, collective=collective, priors=priors)
     causes = list(named) or warn_unexplained_waits(probes, fit.model)
     if causes:
-        fit = steptime.fit_step_time(observations, collective=collective, priors=replace(priors, local_step=HELD_UP))
+        fit = steptime.fit_step_time(observations, collective=collective, priors=replace(priors, local_step=STALLED))
     return fit, causes
 
 

@@ -167,13 +167,13 @@ def _estimate_remaining_seconds(
     run_status: RunStatus, job: str, expected: float | None, other_hours: float | None
 ) -> float | None:
     """Return the total remaining seconds: those of the current training, and the expected ones of all others."""
-    own_seconds = (
+    training_seconds = (
         run_status.training.eta if run_status.training is not None and run_status.training.job == job else None
     )
     elapsed = next((job_status.elapsed or 0.0 for job_status in run_status.jobs if job_status.id == job), 0.0)
-    if own_seconds is None and expected is not None:
-        own_seconds = max(0.0, 3600 * expected - elapsed)
-    return None if own_seconds is None or other_hours is None else own_seconds + 3600 * other_hours
+    if training_seconds is None and expected is not None:
+        training_seconds = max(0.0, 3600 * expected - elapsed)
+    return None if training_seconds is None or other_hours is None else training_seconds + 3600 * other_hours
 
 
 def _convert_hours_to_seconds(hours: float | None) -> float | None:

@@ -19,7 +19,7 @@ from tula_cli.models.estimator import Estimator
 from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes, TooFew
 from tula_cli.models.overheads import compute_median_queue_wait
 from tula_cli.models.ramp.by_noise import HOW_TO_MEASURE, NOISE_NOT_MEASURED, NoisePath, with_epochs
-from tula_cli.models.ramp.stage_nodes import Worth, build_ramp_on_nodes, choose_stage_objective
+from tula_cli.models.ramp.stage_nodes import StageObjective, build_ramp_on_nodes, choose_stage_objective
 from tula_cli.models.time import stretches
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.models.time.stretches import TrainingObservations
@@ -249,7 +249,7 @@ def describe_noise_basis(noise: Noise, measurements: TypeMeasurements) -> str:
     return efficiency.describe_noise(noise, epochs=epochs, reference=spec.train.reference_batch)
 
 
-def fit_estimator_of_recommendation(run: Run, *, stages_by: Worth = "time") -> Estimator:
+def fit_estimator_of_recommendation(run: Run, *, stages_by: StageObjective = "time") -> Estimator:
     """Return the forecast that a recommendation is made from.
 
     Args:

@@ -284,8 +284,8 @@ def compute_content_digest(dataset: Any) -> str:
     return hashlib.sha256(repr(ends).encode()).hexdigest()[:16] if ends else ""
 
 
-def _read_ends_of_content(thing: Any, depth: int = 0) -> Iterator[Any]:
-    for name, value in sorted(getattr(thing, "__dict__", {}).items()):
+def _read_ends_of_content(obj: Any, depth: int = 0) -> Iterator[Any]:
+    for name, value in sorted(getattr(obj, "__dict__", {}).items()):
         if name in ("dataset", "_dataset") and depth < DEPTH:
             yield from _read_ends_of_content(value, depth + 1)
         elif name == "_fingerprint":
@@ -308,8 +308,8 @@ def _read_end_values(value: Any, depth: int = 0) -> Any:
     return value if isinstance(value, (str, bytes, int, float)) else str(type(value))
 
 
-def _get_length(thing: Any) -> int | None:
+def _get_length(obj: Any) -> int | None:
     try:
-        return len(thing)
+        return len(obj)
     except Exception:  # noqa: BLE001 - the script's own code: a stream may raise what it likes
         return None

@@ -18,7 +18,7 @@ from .ranks import get_rank
 CHILDS_ERRORS = {"subprocess.CalledProcessError"}
 """Errors that launchers raise when a rank has failed, in addition to all of torch.distributed.elastic."""
 LAUNCHERS = "torch.distributed.elastic."
-TOLD = "told_by_tula"
+REPORTED_MARK = "told_by_tula"
 """Attribute that marks an exception as written. Keeping the exception itself would keep its frames."""
 
 
@@ -56,7 +56,7 @@ def is_reported(error: BaseException | None) -> bool:
     """Return whether an error, or one of its causes or contexts, has already been written."""
     seen: set[int] = set()  # an error may be its own cause
     while error is not None and id(error) not in seen:
-        if TOLD in vars(error):
+        if REPORTED_MARK in vars(error):
             return True
         seen.add(id(error))
         error = error.__cause__ or error.__context__
@@ -83,7 +83,7 @@ def write_failure(plan: Plan, error: BaseException, *, step: int, where: str) ->
         "failed_at": time.time(),
     }
     write_json(plan.folder / f"failure-{name}.json", content)
-    vars(error)[TOLD] = True  # a class of the script's may refuse to be set
+    vars(error)[REPORTED_MARK] = True  # a class of the script's may refuse to be set
 
 
 def find_batch_norm() -> str:

@@ -61,8 +61,8 @@ class Optimizers:
         }
 
 
-def get_full_name(thing: Any) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+def get_full_name(obj: Any) -> str:
+    return f"{type(obj).__module__}.{type(obj).__qualname__}"
 
 
 def list_parameters(optimizer: Any) -> Iterable[Any]:

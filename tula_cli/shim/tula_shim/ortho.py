@@ -184,11 +184,11 @@ def find_module(optimizer: Any) -> Any:
 
     updated = {id(parameter) for parameter in list_parameters(optimizer)}
     modules = [
-        thing
-        for thing in gc.get_objects()
-        if issubclass(type(thing), nn.Module)
-        and "_parameters" in vars(thing)
-        and any(id(parameter) in updated for parameter in thing.parameters())
+        instance
+        for instance in gc.get_objects()
+        if issubclass(type(instance), nn.Module)
+        and "_parameters" in vars(instance)
+        and any(id(parameter) in updated for parameter in instance.parameters())
     ]
     inner = {id(child) for module in modules for child in module.modules() if child is not module}
     roots = [module for module in modules if id(module) not in inner]

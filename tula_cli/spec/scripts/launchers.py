@@ -507,11 +507,11 @@ def _make_launch_without_launcher(launch: Launch, known: KnownFacts, *, is_scrip
 
 def _is_several(option: Option) -> bool:
     """Return whether an option names more than one GPU, or a number that may be more than one."""
-    value, is_one = option.value.text, option.name in ("gpu", "device", "gpu_ids", "device_ids")
+    value, names_one_gpu = option.value.text, option.name in ("gpu", "device", "gpu_ids", "device_ids")
     if len(option.path) > 1 or not _DEVICES.fullmatch(option.name):
         return False
     if re.fullmatch(r"\d+|-1|all|auto", value):
-        return value not in ("0", "1") and not is_one
+        return value not in ("0", "1") and not names_one_gpu
     return bool(re.fullmatch(r"\[?\d+(,\d+)+\]?", value)) or "{gpus_per_node=" in value
 
 

@@ -85,12 +85,12 @@ class RecognisedCommand:
             parts.append(f"{format_count(int(float(values['local_batch'])), 'sample')} per process")
         elif "batch" not in values and "micro_batch" in values:
             times = values.get("accumulate") or values.get("accumulate_total", "1")
-            of_all = " over all processes" if "accumulate_total" in values else ""
+            global_options = " over all processes" if "accumulate_total" in values else ""
             micro, micros = (
                 format_count(int(float(n)), what)
                 for n, what in ((values["micro_batch"], "sample"), (times, "micro-batch"))
             )
-            parts.append(f"{micro} per process x {micros}{of_all}")
+            parts.append(f"{micro} per process x {micros}{global_options}")
         length = self.script.get("length", {})
         return "; ".join([
             f"{', '.join(parts)}: global batch {reference.get('batch', 'not known')}",
@@ -221,12 +221,17 @@ class _Reader:
             is_training = not any(_OTHER_PHASE.search(part) for part in option.path)
             if is_training and (option.flag.lower() != "b=" or _fits("batch", option.value.text)):  # b=x is no batch
                 kinds.setdefault(_find_option_meaning(option), []).append(option)
-        of_all = kinds.get("batch", [])
-        of_one = [*kinds.get("local_batch", []), *kinds.get("some_batch", [])]
+        global_options = kinds.get("batch", [])
+        local_options = [*kinds.get("local_batch", []), *kinds.get("some_batch", [])]
         answer = self.known.answers.get("option of the batch", "")
-        chosen = of_all or of_one or kinds.get("micro_batch") or [each for each in options if each.label == answer]
-        of_tokens = [each for each in of_all if each.name == "total_batch_size"]
-        if not (of_one or any(_LENGTH_OF_TEXT.fullmatch(option.name) for option in options)):
+        chosen = (
+            global_options
+            or local_options
+            or kinds.get("micro_batch")
+            or [each for each in options if each.label == answer]
+        )
+        of_tokens = [each for each in global_options if each.name == "total_batch_size"]
+        if not (local_options or any(_LENGTH_OF_TEXT.fullmatch(option.name) for option in options)):
             of_tokens = []
         if of_tokens := [*kinds.get("tokens", []), *of_tokens]:
             raise SpecError(
@@ -236,19 +241,19 @@ class _Reader:
             )
         if not chosen:
             raise _make_no_batch_error(options, [*self.launch.program, *self.launch.arguments])
-        if len(chosen) > 1 or (of_all and of_one):
-            names = " and ".join(option.written for option in [*of_all, *of_one] or chosen)
+        if len(chosen) > 1 or (global_options and local_options):
+            names = " and ".join(option.written for option in [*global_options, *local_options] or chosen)
             raise SpecError(f"the batch is given twice: {names}", "remove one of them, or " + _HOW_TO_SAY.format("N"))
         option, accumulation = chosen[0], kinds.get("accumulate", [])[:1]
         shared = [each for each in kinds.get("model_parallel", []) if each.value.text != "1"]
-        if shared and self.ranks > 1 and not of_all:
+        if shared and self.ranks > 1 and not global_options:
             raise SpecError(
                 f"{shared[0].written}: several processes share one copy of the model, so the number of batches ({option.written})"
                 " per step is unknown",
                 "write {batch=N} in place of the number of an option that is the batch of all processes",
             )
         _check_count(option, "samples")
-        if of_all or self._is_of_all(option, options):
+        if global_options or self._is_of_all(option, options):
             yield option, "batch"
         elif not accumulation:
             yield option, "local_batch"
@@ -273,7 +278,7 @@ class _Reader:
         )
         if by_custom and not is_yacs:
             return False
-        return self._asked_of_all(
+        return self._counts_all_processes(
             option,
             f"batch of {option.label}",
             "the batch",
@@ -289,16 +294,16 @@ class _Reader:
         if self.ranks == 1 or certain or self.launch.launcher in ("accelerate", "deepspeed"):
             return "accumulate"
         value = option.value.text
-        of_all = self._asked_of_all(
+        global_options = self._counts_all_processes(
             option,
             f"micro-batches of {option.label}",
             "the micro-batches of a step",
             f"replace its value by {{accumulate={value}}} if it counts for one process, or by {{accumulate_total={value}}} if it"
             f" counts for all processes together, and the value of {batch.label} by {{micro_batch={batch.value.text}}}",
         )
-        return "accumulate_total" if of_all else "accumulate"
+        return "accumulate_total" if global_options else "accumulate"
 
-    def _asked_of_all(self, option: Option, key: str, what: str, hint: str) -> bool:
+    def _counts_all_processes(self, option: Option, key: str, what: str, hint: str) -> bool:
         if (answer := self.known.answers.get(key)) is not None:
             return answer == "all"
         message = f"{option.written}: it is unclear whether this is {what} of one process or of all {self.ranks}"

@@ -75,7 +75,7 @@ class Length(Section):
     steps: Positive | None = None
 
     @model_validator(mode="after")
-    def _is_one(self) -> "Length":
+    def _require_one_length(self) -> "Length":
         given = self.model_dump(exclude_none=True)
         if len(given) != 1:
             raise ValueError(f"give one of epochs, samples and steps, not {' and '.join(given) or 'none of them'}")
@@ -169,7 +169,7 @@ class Script(Section):
         return self
 
     @model_validator(mode="after")
-    def _is_told_what_it_asks(self) -> "Script":
+    def _require_values_of_placeholders(self) -> "Script":
         placeholders = self.placeholders
         if self.launch == "node" and (of_rank := sorted(placeholders & OF_A_RANK)):
             raise ValueError(

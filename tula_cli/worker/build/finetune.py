@@ -456,12 +456,12 @@ def check_fit(section: Model, model: nn.Module, *, key: str = KEY) -> WeightFit:
             if name in model_state and name not in common
         ),
     )
-    whose = f"{key}: {section.weights} does not fit model {section.name}: {fit.mismatch_text}"
+    mismatch = f"{key}: {section.weights} does not fit model {section.name}: {fit.mismatch_text}"
     if not common:
-        raise SpecError(whose, "none of its tensors has the name and shape of a tensor of the model")
+        raise SpecError(mismatch, "none of its tensors has the name and shape of a tensor of the model")
     if fit.mismatch_text and section.strict:
         raise SpecError(
-            whose,
+            mismatch,
             ""
             if key != KEY
             else "with model.strict: false, matching tensors are loaded and the others keep their initial values",

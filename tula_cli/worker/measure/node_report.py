@@ -64,7 +64,7 @@ class RankReport:
 
     host: str
     gpus: tuple[Gpu, ...]
-    own: str  # id of the GPU that this rank would train on, or empty
+    gpu_id: str  # id of the GPU that this rank would train on, or empty
     driver: str
     torch: str
     cuda: str
@@ -100,7 +100,7 @@ def check_nodes(task: CheckTask, run: RunDir, *, attempt: int) -> None:
     Raises:
         JobFailed: this node has no network interface with the name in cluster.interface.
     """
-    write_error = _write_own_file(task, run)  # before the ranks meet: who signed is told from who never came
+    write_error = _try_sign_in(task, run)  # before the ranks meet: who signed is told from who never came
     over_gloo = task.spec.cluster.model_copy(update={"device": "cpu"})
     with join_process_group(over_gloo, handover=run.handover_path(task.id, attempt)) as ranks:
         views = [
@@ -124,7 +124,7 @@ def check_nodes(task: CheckTask, run: RunDir, *, attempt: int) -> None:
             run.checks.write_report(report)
 
 
-def _write_own_file(task: CheckTask, run: RunDir) -> str:
+def _try_sign_in(task: CheckTask, run: RunDir) -> str:
     try:
         run.checks.sign_in(task.id, int(os.environ["RANK"]), platform.node())
     except TulaError as error:
@@ -142,7 +142,7 @@ def _make_rank_report(task: CheckTask, run: RunDir, ranks: Ranks, write_error: s
     return RankReport(
         host=platform.node(),
         gpus=gpus,
-        own=gpus[ranks.local_rank % len(gpus)].id if gpus else "",
+        gpu_id=gpus[ranks.local_rank % len(gpus)].id if gpus else "",
         driver=read_driver_version() if gpus else "",
         torch=torch.__version__,
         cuda=torch.version.cuda or torch.version.hip or "",
@@ -182,7 +182,7 @@ def _make_node_report(number: int, views: Sequence[RankReport], clock: tuple[flo
     """Combine the reports of one node's ranks, each of which may see all GPUs or one."""
     first_view = views[0]
     gpus = {gpu.id: gpu for view in views for gpu in view.gpus}
-    gpu_ids = [view.own for view in views]
+    gpu_ids = [view.gpu_id for view in views]
     return NodeReport(
         node=number,
         host=first_view.host,
@@ -247,7 +247,7 @@ def _choose_transfer_device(spec: JobSpec, ranks: Ranks, views: Sequence[RankRep
 
 def has_gpu_per_rank(views: Sequence[RankReport]) -> bool:
     """Return whether every rank has a GPU that no other rank uses: NCCL refuses two ranks on one GPU."""
-    return len({(view.host, view.own) for view in views if view.own}) == len(views)
+    return len({(view.host, view.gpu_id) for view in views if view.gpu_id}) == len(views)
 
 
 def _measure_network(ranks: Ranks, first_ranks: Sequence[int], *, backend: str, device: torch.device) -> dict[str, Any]:

@@ -405,12 +405,12 @@ def _measure_local_step_time(
         return None, ()
     with independent:
         steps = _run_steps(trainer, stream, count, None)  # last: the replicas drift apart
-    own_pace = RankPace(
+    rank_pace = RankPace(
         host=platform.node(),
         compute=statistics.median(measure_step_seconds(trainer, steps)),
         wait=statistics.median(trainer.clock.seconds(step.start, step.loaded) for step in steps),
     )
-    paces = tuple(map(RankPace.model_validate_json, trainer.ranks.gather(own_pace.model_dump_json())))
+    paces = tuple(map(RankPace.model_validate_json, trainer.ranks.gather(rank_pace.model_dump_json())))
     return max(pace.compute for pace in paces), paces if len(paces) > 1 else ()
 
 

@@ -50,7 +50,7 @@ def test_a_table_says_of_each_configuration_what_is_said_of_it_alone(name: str) 
     for config, row in zip(to_configs(*result.known_configurations()), table.predictions(), strict=True):
         alone = result.predict(config)
         assert same(row, alone)
-        there = result.predict_on_spot(alone)
+        there = result.predict_if_known(config, "spot")
         assert (there is None) == (config not in spot) and (there is None or same(spot[config], there))
     assert bool(spot) == ("spot" in JOBS[name].get("pricing", {}))
 

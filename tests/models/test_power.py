@@ -98,7 +98,7 @@ def test_spot_nodes_draw_while_they_are_there() -> None:
     pricing = {"spot": {"discount": 0.5, "interruptions_per_day": 2.0}}
     forecast = Estimator.fit(spec(pricing=pricing), [counted(probe) for probe in probe_all(Truth(), SWEEP)])
     here = forecast.predict(Config(2, 128))
-    spot = forecast.predict_on_spot(here)
+    spot = forecast.predict_if_known(Config(2, 128), "spot")
     assert spot is not None and here.kwh is not None and spot.kwh is not None
     paid = spot.cost / (2 * 2.0 * 0.5)
     assert spot.kwh / here.kwh == pytest.approx(paid / here.hours)

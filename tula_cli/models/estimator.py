@@ -321,23 +321,16 @@ class Estimator:
             tables.append(self._predict_trainings(counts, batches, steps, probes, stages))
         return Candidates.concatenate(tables)
 
-    def predict_on_spot(self, on_demand: Prediction) -> Prediction | None:
-        """Return the prediction for spot nodes, or None if `on_spot` leaves it out."""
-        nodes, batch = to_columns([Config(on_demand.nodes, on_demand.batch)])
-        # A record does not have the steps at its own batch.
-        stages = self.stages.tabulate(nodes, batch, self._step_times(nodes, batch))
-        on_spot = self.on_spot(Candidates(Candidates.from_predictions([on_demand]).frame, stages))
-        return on_spot.prediction(0) if len(on_spot) else None
-
     def predict_if_known(self, config: Config, market: Market) -> Prediction | None:
         """Predict a configuration on a market; None if it cannot run there or its step time is unknown."""
         if self.describe_why_infeasible(config) or self.describe_why_unknown(config):
             return None
-        return self._move_to_market(self.estimate(*to_columns([config])).prediction(0), market)
+        return self._read_forecast(self.estimate(*to_columns([config])), market)
 
-    def _move_to_market(self, row: Prediction | None, market: Market) -> Prediction | None:
-        """Return a prediction for nodes on demand on the given market."""
-        return self.predict_on_spot(row) if row is not None and market == "spot" else row
+    def _read_forecast(self, on_demand: Candidates, market: Market) -> Prediction | None:
+        """Return the only row of a table on a market; None if `on_spot` leaves it out."""
+        rows = self.on_spot(on_demand) if market == "spot" else on_demand
+        return rows.prediction(0) if len(rows) else None
 
     def fallback_rungs(self, nodes: int, batch: int, *, market: Market = "on_demand") -> tuple[Rung, ...]:
         """Return `batch` and every smaller feasible candidate on that number of nodes, descending.
@@ -378,8 +371,8 @@ class Estimator:
         alone = (probes and probes[0].compute_time) or self.steps.compute(config.nodes, gpus, size)
         longer = step.scaled(1 + (split - 1) * alone / float(step.seconds[0]))
         stages = self.stages.tabulate(nodes, batch, self._step_times(nodes, batch))
-        row = self._predict_trainings(nodes, batch, longer, {}, stages, memory_batches=np.array([size])).prediction(0)
-        return self._move_to_market(row, market)
+        forecast = self._predict_trainings(nodes, batch, longer, {}, stages, memory_batches=np.array([size]))
+        return self._read_forecast(forecast, market)
 
     # --- Step times
 

@@ -107,21 +107,16 @@ def _find_dtype(members: Sequence[Any], *, is_optional: bool) -> str:
 
 def make_record_frame(records: Sequence[Record], kind: type[Record]) -> "pd.DataFrame":
     """Return a table of records of one kind for users, a row each: whole numbers stay whole even if some are missing."""
-    integers = {column.name: "Int64" for column in list_columns(kind) if column.is_integer}
-    return make_array_frame(records, kind).astype(integers)
+    import pandas as pd
 
-
-def make_array_frame(records: Sequence[Record], kind: type[Record]) -> "pd.DataFrame":
-    """Return a table of records of one kind for computing, a row each: a missing number is nan (see `list_columns`)."""
-    import numpy as np
-
-    columns: dict[str, Any] = {}
-    for column in list_columns(kind):
-        columns[column.name] = values = np.empty(len(records), dtype=column.dtype)
-        for index, record in enumerate(records):
-            value = column.value_of(record)
-            values[index] = np.nan if value is None and column.dtype == "float64" else value
-    return make_column_frame(columns)
+    return pd.DataFrame(
+        {
+            column.name: pd.Series(
+                [column.value_of(record) for record in records], dtype="Int64" if column.is_integer else column.dtype
+            )
+            for column in list_columns(kind)
+        }
+    )
 
 
 def make_column_frame(columns: Mapping[str, Any]) -> "pd.DataFrame":

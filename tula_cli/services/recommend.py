@@ -458,7 +458,10 @@ def list_choice_warnings(estimator: Estimator, choice: Choice, query: Query) -> 
     if chosen.market == "spot":
         if deadline is not None:
             yield messages.spot_time_is_expected()
-    elif estimator.spec.pricing.spot is not None and estimator.predict_on_spot(chosen) is None:
+    elif (
+        estimator.spec.pricing.spot is not None
+        and estimator.predict_if_known(Config(chosen.nodes, chosen.batch), "spot") is None
+    ):
         if estimator.saving is not None and not estimator.saving.is_known:
             yield messages.no_spot_saves_unknown(nodes=chosen.nodes)
         else:

@@ -1,7 +1,7 @@
 import make_runs as make
 import numpy as np
 
-from tula_cli.models.choice.candidates import Candidates
+from tula_cli.models.choice.candidates import Candidates, StageTable
 from tula_cli.query import Query
 from tula_cli.run.frames import list_columns
 from tula_cli.run.records.recommendations import Prediction, Recommendation, SameProgress, StageSteps, TimeParts
@@ -14,24 +14,48 @@ def rows() -> list[Prediction]:
         hours_high=1.2, cost=3.0,
     )  # fmt: skip
     unknown = {"step_low": None, "hours_high": None, "peak_memory": None, "headroom": None, "measured": False}
-    stages = (StageSteps(batch=32, steps=10, share=0.1, step_time=0.1, step_low=None, step_high=None),)
     return [
         make.prediction(2, 128, type="fast", step_fitted=0.2, kwh=3.0, parts=parts, same_progress=progress),
         make.prediction(2, 128, type="fast", market="spot", pareto=True, parts=parts),
-        make.prediction(4, 64, stages=stages, **unknown),
+        make.prediction(4, 64, **unknown),
         make.prediction(2, 128, type="slower", refresh_share=None, same_progress=progress),
     ]
 
 
+def stage(batch: int) -> StageSteps:
+    """Return a stage before the batch of a training on 4 nodes."""
+    return StageSteps(batch=batch, steps=10, share=0.1, step_time=0.1, step_low=None, step_high=None, nodes=2)
+
+
+def growing() -> tuple[Candidates, list[Prediction]]:
+    """Return a table whose second row has one stage before its own batch and whose first has two, and its records."""
+    records = [make.prediction(4, 128), make.prediction(4, 64)]
+    own = np.array([[128], [64]])
+    stages = StageTable(
+        nodes=np.array([[2, 2, 4], [2, 2, 4]]),
+        batch=np.hstack([[[32, 64], [32, 0]], own]),
+        steps=np.full((2, 3), 10.0),
+        share=np.full((2, 3), 0.1),
+        step_time=np.full((2, 3), 0.1),
+        step_low=np.full((2, 3), np.nan),
+        step_high=np.full((2, 3), np.nan),
+    )
+    with_stages = [
+        record.model_copy(update={"stages": tuple(map(stage, batches))})
+        for record, batches in zip(records, ((32, 64), (32,)), strict=True)
+    ]
+    return Candidates(Candidates.from_predictions(records).frame, stages), with_stages
+
+
 def test_rows_of_the_table_are_the_records_that_it_was_made_of() -> None:
     table = Candidates.from_predictions(rows())
-    assert list(table.predictions()) == rows(), "with and without nested records and stages"
+    assert list(table.predictions()) == rows(), "with and without nested records"
     assert isinstance(table.prediction(0).peak_memory, int), "bytes are a whole number"
 
 
 def test_every_column_is_described_and_its_values_are_those_of_the_records() -> None:
     table, columns = Candidates.from_predictions(rows()), list_columns(Prediction)
-    assert list(table.frame.columns) == [column.name for column in columns]
+    assert set(table.frame.columns) == {column.name for column in columns}
     assert all(column.description for column in columns)
     assert {"parts_data", "same_progress_epochs", "step_time"} <= set(table.frame.columns)
     assert table["same_progress_epochs"][0] == 4.0 and np.isnan(table["same_progress_epochs"][1])
@@ -54,9 +78,10 @@ def test_rows_are_taken_and_joined_with_all_that_they_hold() -> None:
 
 
 def test_tables_of_a_constant_and_of_a_growing_batch_are_joined_in_any_order() -> None:
-    growing, constant = rows(), [make.prediction(nodes, 64) for nodes in (1, 2, 4, 8, 16)]
-    tables = [Candidates.from_predictions(growing), Candidates.from_predictions(constant).take([4, 1])]
-    records = [[*growing], [constant[4], constant[1]]]
+    table, with_stages = growing()
+    constant = [make.prediction(nodes, 64) for nodes in (1, 2, 4, 8, 16)]
+    tables = [table, Candidates.from_predictions(constant).take([4, 1])]
+    records = [with_stages, [constant[4], constant[1]]]
     for first, second in ((0, 1), (1, 0)):
         joined = Candidates.concatenate([tables[first], tables[second]])
         assert list(joined.predictions()) == [*records[first], *records[second]]

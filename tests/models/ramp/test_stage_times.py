@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from make_results import Truth, probe_all, spec
 from read_diagnostics import codes
 
-from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.choice.columns import to_columns
 from tula_cli.models.choice.early_stopping import compute_remaining_share, shorten_prediction
 from tula_cli.models.choice.grid import Config
@@ -90,7 +89,7 @@ def test_spot_nodes_wait_for_the_stages_too() -> None:
     rows = []
     for ramp in (None, "auto"):
         subject = job(ramp).model_copy(update={"pricing": spec(pricing=price).pricing})
-        row = Estimator.fit(subject, probe_all(TRUTH, PROBES)).predict_on_spot(forecast(ramp).predict(Config(2, 256)))
+        row = Estimator.fit(subject, probe_all(TRUTH, PROBES)).predict_if_known(Config(2, 256), "spot")
         assert row is not None
         rows.append(row.hours / forecast(ramp).predict(Config(2, 256)).hours)
     assert rows[0] == pytest.approx(rows[1], rel=0.05)
@@ -122,7 +121,7 @@ def test_a_stage_of_which_nothing_tells_takes_as_long_as_the_training_and_that_i
 
 def test_the_same_progress_knows_that_stages_lose_less() -> None:
     noise = Noise(scale=100.0, low=80.0, high=120.0, error=10.0, probes=4)
-    rows = [Candidates.from_predictions([forecast(ramp).predict(Config(2, 256))]) for ramp in (None, "auto")]
+    rows = [forecast(ramp).estimate(*to_columns([Config(2, 256)])) for ramp in (None, "auto")]
     plain, grown = (
         with_same_progress(row, epochs=10, reference=32, noise=noise).prediction(0).same_progress for row in rows
     )

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.models import efficiency
 from tula_cli.models.choice.candidates import Candidates
+from tula_cli.models.choice.columns import to_columns
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import ALIKE, INTERVAL, KNEE_SAVES, Choice, describe_uncertain_alternative
 from tula_cli.models.efficiency import Noise
@@ -65,19 +65,14 @@ def predict_baseline(estimator: Estimator, noise: Noise | None, *, node_type: st
         spec.baseline.nodes or min(spec.search.nodes),
         spec.baseline.batch or spec.train.reference_batch,
     )
-    try:
-        prediction = estimator.predict(config).model_copy(update={"type": node_type})
-    except (Infeasible, BadMeasurements):
-        return Baseline(
-            config, None, estimator.describe_why_infeasible(config) or estimator.describe_why_unknown(config)
-        )
+    if problem := estimator.describe_why_infeasible(config) or estimator.describe_why_unknown(config):
+        return Baseline(config, None, problem)
+    forecast = estimator.estimate(*to_columns([config])).with_columns({"type": node_type})
     if noise is not None:
         epochs = get_workload(spec).count_epochs(estimator.dataset_size)
-        table = Candidates.from_predictions([prediction])
         reference = spec.train.reference_batch
-        table = efficiency.with_same_progress(table, epochs=epochs, reference=reference, noise=noise)
-        prediction = table.prediction(0)
-    return Baseline(config, prediction)
+        forecast = efficiency.with_same_progress(forecast, epochs=epochs, reference=reference, noise=noise)
+    return Baseline(config, forecast.prediction(0))
 
 
 def make_risk_basis(spec: JobSpec, noise: Noise | None, *, dataset_size: int) -> RiskBasis:

@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from tula_cli.models.choice.columns import Flags, Floats, Ints
 from tula_cli.query import Query
-from tula_cli.run.frames import list_columns, make_array_frame, make_column_frame, read_records
+from tula_cli.run.frames import list_columns, make_column_frame, read_records
 from tula_cli.run.records.recommendations import Prediction, StageSteps
 
 if TYPE_CHECKING:
@@ -32,20 +32,6 @@ class StageTable:
     step_time: Floats  # seconds
     step_low: Floats  # nan if unknown
     step_high: Floats
-
-    @classmethod
-    def from_predictions(cls, rows: Sequence[Prediction]) -> "StageTable":
-        """Make a table of the stages of records, which have those before their own batch."""
-        tables = []
-        for row in rows:
-            last_stage = StageSteps(batch=row.batch, steps=0, step_time=row.step_time, step_low=None, step_high=None)
-            stages = [*row.stages, last_stage]
-            columns = {name: [[getattr(stage, name) for stage in stages]] for name in StageSteps.model_fields}
-            columns["nodes"] = [[stage.nodes or row.nodes for stage in stages]]
-            dtypes = {name: np.int64 if name in ("nodes", "batch") else float for name in columns}
-            arrays: dict[str, Any] = {name: np.array(columns[name], dtype=dtypes[name]) for name in columns}
-            tables.append(cls(**arrays))
-        return cls.concatenate(tables) if any(row.stages for row in rows) else NO_STAGES
 
     @classmethod
     def concatenate(cls, tables: Sequence["StageTable"]) -> "StageTable":
@@ -127,11 +113,12 @@ class Candidates:
         return cls(make_column_frame({**empty, **columns, "stages": np.arange(count)}), stages)
 
     @classmethod
-    def from_predictions(cls, rows: Iterable[Prediction]) -> "Candidates":
-        """Make a table of records."""
-        records = list(rows)
-        frame = make_array_frame(records, Prediction).assign(stages=np.arange(len(records)))
-        return cls(frame, StageTable.from_predictions(records))
+    def from_predictions(cls, rows: Sequence[Prediction]) -> "Candidates":
+        """Make a table of records, without the stages of a batch that grows."""
+        columns = (column for column in list_columns(Prediction) if column.name != "stages")
+        return cls.from_columns(
+            {column.name: np.array([column.value_of(row) for row in rows], dtype=column.dtype) for column in columns}
+        )
 
     @classmethod
     def concatenate(cls, tables: Sequence["Candidates"]) -> "Candidates":

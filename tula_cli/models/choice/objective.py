@@ -8,7 +8,7 @@ import math
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -194,13 +194,9 @@ def choose(candidates: Candidates, *, objective: Objective, curve: Curve = "time
     return _choose_knee(candidates, curve) if objective == "knee" else _choose_least(candidates, objective, among)
 
 
-def find_envelope(rows: Iterable[Prediction], *, curve: Quantity = "time") -> tuple[Prediction, ...]:
+def find_envelope(rows: Sequence[Prediction], *, curve: Quantity = "time") -> tuple[Prediction, ...]:
     """Return the best configuration (fastest, cheapest ...) of each batch, ascending by batch."""
-    return _find_envelope_of_table(Candidates.from_predictions(rows), curve)
-
-
-def _find_envelope_of_table(rows: Candidates, curve: Quantity) -> tuple[Prediction, ...]:
-    return rows.take(find_best_of_each_batch(rows, curve)).predictions()
+    return tuple(rows[index] for index in find_best_of_each_batch(Candidates.from_predictions(rows), curve))
 
 
 def find_best_of_each_batch(rows: Candidates, curve: Quantity) -> Ints:
@@ -404,7 +400,7 @@ def _as_good(chosen: Prediction, rows: Candidates, curve: Quantity) -> str:
 
     The resolution is one step of the batch.
     """
-    line = _find_envelope_of_table(rows, curve)
+    line = rows.take(find_best_of_each_batch(rows, curve)).predictions()
     larger = [row for row in line if row.batch > chosen.batch][:1]
     smaller = [row for row in line if row.batch < chosen.batch][-1:]
     alike = [row for row in smaller + larger if _are_alike(chosen, row, curve)]

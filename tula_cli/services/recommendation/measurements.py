@@ -25,6 +25,7 @@ from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.models.time.stretches import TrainingObservations
 from tula_cli.query import Objective, Query
 from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.records.base import Market
 from tula_cli.run.records.probes import Failed, GradientStats, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation, Stage, TrainedSteps
 from tula_cli.run.records.tasks import ProbeTask, TrainTask
@@ -96,9 +97,9 @@ class TypeMeasurements:
 
     def other_market(self, row: Prediction) -> Prediction | None:
         """Return the forecast of the same configuration on the other market."""
-        on_demand = self.estimator.predict(Config(row.nodes, row.batch))
-        other_prediction = self.estimator.predict_on_spot(on_demand) if row.market == "on_demand" else on_demand
-        return other_prediction and other_prediction.model_copy(update={"type": row.type})
+        market: Market = "spot" if row.market == "on_demand" else "on_demand"
+        forecast = self.estimator.predict_if_known(Config(row.nodes, row.batch), market)
+        return forecast and forecast.model_copy(update={"type": row.type})
 
 
 def get_measurements_of_type(all_measurements: Iterable[TypeMeasurements], type_: str) -> TypeMeasurements:

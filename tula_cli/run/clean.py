@@ -22,6 +22,7 @@ _DAMAGED = re.compile(r"damaged-(?:[0-9]+-)?[0-9]{12,}\.(pt|dcp)")
 _LINK_DRAFT = re.compile(r"\.(best|last)\.[0-9]+")
 _PROBE_OUT = re.compile(r"probe-.+\.[0-9]{3}")
 _RESUME_TEST = re.compile(r"rehearse-[^.]+")
+_RATE_SEARCH = re.compile(r"rates-[^.]+")
 RESUMED_FROM = 2
 """Number of newest checkpoints kept for an unfinished training: one spare in case the newest is damaged."""
 
@@ -71,6 +72,10 @@ def list_removable_files(folder: Path, wish: CleanPolicy) -> Iterator[RemovableF
             yield _make_removable_file("scratch", out)
         elif _RESUME_TEST.fullmatch(attempt.name):
             yield _make_removable_file("scratch", attempt)
+        elif _RATE_SEARCH.fullmatch(attempt.name):  # its branches start again from copies of "start"
+            yield from (
+                _make_removable_file("scratch", copy) for copy in _list_folders(attempt) if copy.name != "start"
+            )
 
 
 def _list_removable_of_training(training: TrainingRun, wish: CleanPolicy) -> Iterator[RemovableFile]:

@@ -41,7 +41,7 @@ class RunSpace:
 
     id: str
     path: Path
-    total_size: int  # all of it
+    held: int  # all of it
     changed: float  # when the newest of it was written (Unix time)
     holdings: tuple[RemovableFile, ...]  # what may go
     kept: str = ""  # why nothing of it may go now
@@ -95,7 +95,7 @@ def measure_runs(
     spaces = [
         _keep_all(run_space, reason) if (reason := why.get(run_space.path)) else run_space for run_space in run_spaces
     ]
-    return sorted(spaces, key=lambda run_space: (-run_space.size, -run_space.total_size))
+    return sorted(spaces, key=lambda run_space: (-run_space.size, -run_space.held))
 
 
 def _keep_all(run_space: RunSpace, why: str) -> RunSpace:

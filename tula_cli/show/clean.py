@@ -16,7 +16,7 @@ KIND_DESCRIPTIONS = {
     "compared": "trainings of tula compare",
     "damaged": "damaged checkpoints",
     "drafts": "unfinished drafts",
-    "scratch": "files written by probes",
+    "scratch": "files written by probes and searches",
 }
 
 
@@ -37,7 +37,7 @@ def render_spaces(run_spaces: "Sequence[RunSpace]", *, width: int) -> "Iterator[
             yield f"{run_space.id}: {_describe_trainings(run_space.compared)} can neither be resumed nor evaluated afterwards; results are kept"
     freed, in_use = (
         sum(run_space.size for run_space in run_spaces),
-        sum(run_space.total_size for run_space in run_spaces),
+        sum(run_space.held for run_space in run_spaces),
     )
     yield f"{format_bytes(freed)} of {format_bytes(in_use)} in {format_count(len(run_spaces), 'run')} can be freed; results and metrics are kept"
 
@@ -47,7 +47,7 @@ def _describe_trainings(signatures: Sequence[str]) -> str:
 
 
 def _list_space_rows(run_space: "RunSpace") -> list[list[str]]:
-    first = [run_space.id, format_moment(run_space.changed, "%Y-%m-%d"), format_bytes(run_space.total_size)]
+    first = [run_space.id, format_moment(run_space.changed, "%Y-%m-%d"), format_bytes(run_space.held)]
     kinds = [kind for kind in KIND_DESCRIPTIONS if any(holding.kind == kind for holding in run_space.holdings)]
     if not kinds:
         return [[*first, "-", "-", "-"]]

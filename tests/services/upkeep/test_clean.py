@@ -130,14 +130,15 @@ def test_damaged_checkpoints_drafts_and_files_of_probes_go(run: RunDir) -> None:
         (folder / name).mkdir()
         (folder / name / "0.distcp").write_bytes(b"x" * 5000)
     (folder.parent / ".last.123").symlink_to("checkpoints/none")
-    for name in ("probe-n001.001/out", "rehearse-7.001/out", "rehearse-7/half"):
+    for name in ("probe-n001.001/out", "rehearse-7.001/out", "rehearse-7/half", "rates-7/start", "rates-7/sqrt-64"):
         (run.path / "script" / name).mkdir(parents=True)
     (run.path / "script/probe-n001.001/plan.json").write_text("{}")
     item = found(run)
-    assert sorted(holding.kind for holding in item.holdings) == ["damaged"] * 3 + ["drafts"] * 4 + ["scratch"] * 2
+    assert sorted(holding.kind for holding in item.holdings) == ["damaged"] * 3 + ["drafts"] * 4 + ["scratch"] * 3
     cleaned(run)
     assert names(folder) == ["100.pt"]
-    assert sorted(path.name for path in (run.path / "script").iterdir()) == ["probe-n001.001", "rehearse-7.001"]
+    assert names(run.path / "script") == ["probe-n001.001", "rates-7", "rehearse-7.001"]
+    assert names(run.path / "script/rates-7") == ["start"]  # without it the search would train up to it once more
     assert (run.path / "script/probe-n001.001/plan.json").exists()
 
 

@@ -1374,6 +1374,15 @@ def test_an_error_keeps_its_exit_code_when_nobody_reads_it(here):
     started.stdout.close()
 
 
+def test_a_closed_stdin_is_no_terminal(here, monkeypatch):
+    """Python has none where the shell has closed it (`<&-`), and a confirmation asks whether it is a terminal."""
+    for name, value in (("argv", ["tula", "list"]), ("excepthook", sys.excepthook), ("stdin", None)):
+        monkeypatch.setattr(sys, name, value)
+    with pytest.raises(SystemExit):
+        app.main()
+    assert sys.stdin is not None and not sys.stdin.isatty()
+
+
 @pytest.mark.parametrize(("words", "code"), [("list --json", 0), ("recommend nothing --json", SpecError.exit_code)])
 def test_a_closed_stdout_is_no_error(here, words, code):
     command = f"{shlex.join([sys.executable, '-m', 'tula_cli'])} {words} >&-"
@@ -1808,12 +1817,41 @@ def test_a_path_that_cannot_be_used_is_one_error(here, words):
     assert (answer.code, answer.err.count("error: "), "Traceback" in answer.err) == (SpecError.exit_code, 1, False)
 
 
-@pytest.mark.parametrize("words", [["status", ""], ["cancel", "--run", ""], ["clean", ""], ["list", ""], ["check", ""]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["status", ""],
+        ["cancel", "--run", ""],
+        ["clean", ""],
+        ["list", "--run-dir="],
+        ["check", ""],
+        ["observe", "--install", ""],
+    ],
+)
 def test_an_empty_argument_is_not_the_current_folder(here, words):
     run = RunDir.create(here / "tula-runs", make.spec())
     os.chdir(run.path)
     answer = tula(*words)
     assert (answer.code, "an argument is empty" in answer.err) == (SpecError.exit_code, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("init -o .", "-o . is a folder"),
+        ("init -o new.yaml --from-sbatch /dev/zero", "/dev/zero is larger than 16 MiB"),
+        ("logs -n 99999999999", "--lines: must be at most"),
+    ],
+)
+def test_an_argument_that_cannot_be_used_is_named_as_it_is_typed(here, words, error):
+    answer = tula(*words.split())
+    assert answer.code == SpecError.exit_code and f"error: {error}" in answer.err
+
+
+def test_a_file_does_not_replace_a_pipe(here):
+    os.mkfifo("job")
+    assert "it is a device or a pipe" in tula("init", "-o", "job", "--force").err
+    assert Path("job").is_fifo()
 
 
 def test_an_argument_of_blanks_is_one_that_a_command_does_not_take(here):

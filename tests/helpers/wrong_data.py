@@ -66,7 +66,9 @@ class Data(torch.utils.data.Dataset[Any]):
             self.num_classes = 3
 
     def __len__(self) -> Any:
-        return {"empty": 0, "no evaluation": 20 * self.train, "length of a float": 20.0}.get(self.kind, 20)
+        return {"empty": 0, "no evaluation": 20 * self.train, "length of a float": 20.0, "negative length": -1}.get(
+            self.kind, 20
+        )
 
     def __getitem__(self, index: int) -> Any:
         kind = self.kind

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from tula_cli.cluster.scripts.training import is_complete_checkpoint
+from tula_cli.cluster.slurm.sbatch import _read_lines_of_file
 from tula_cli.errors import TulaError
 from tula_cli.run import files
 from tula_cli.run.imports import compute_file_digest
 from tula_cli.spec import yaml_text
+from tula_cli.spec.scripts.launchers import KnownFacts, _find_local_rank_flag, _read_accelerate_config
 
 # what a path leads to
 KINDS: dict[str, Callable[[Path], object]] = {
@@ -24,12 +26,17 @@ KINDS: dict[str, Callable[[Path], object]] = {
     "a link to a folder": lambda path: path.symlink_to(path.parent),
     "a link to itself": lambda path: path.symlink_to(path.name),
 }
+_KNOWN = KnownFacts(Path("/"))
 # what reads a file, and what it answers of one that is none: False, or an error
 READERS: dict[str, Callable[[Path], object]] = {
     "record": files.read_content,
     "lines": lambda path: list(files.read_json_lines(path)),
     "end of a log": lambda path: files.read_end(path, 100),
     "checkpoint of a script": lambda path: is_complete_checkpoint(path) and path.is_file(),
+    "job or batch script": lambda path: yaml_text.read_text_file(path) == "",
+    "accelerate's configuration": lambda path: _read_accelerate_config(str(path), _KNOWN) == {},
+    "setup": lambda path: _read_lines_of_file("", str(path), setting="cluster.setup", workdir=path.parent) == [],
+    "script of a launcher": lambda path: _find_local_rank_flag(path) == "",
     "first weights": lambda path: path.is_dir() or compute_file_digest(str(path)),
 }
 
@@ -40,6 +47,7 @@ def test_what_is_no_regular_file_is_not_read(
     make: Callable[[Path], object], read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(yaml_text, "_PIPE_PATIENCE", 0.1)
     path = tmp_path / "file.pt"
     make(path)
     try:

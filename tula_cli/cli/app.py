@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import itertools
 import os
 import re
 import signal
@@ -244,7 +245,12 @@ def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
 
 def _has_empty_argument(command: str, arguments: Sequence[str]) -> bool:
     """Return whether an argument is empty, which would mean the current folder; a user's command may have empty words."""
-    return command != "observe" and "" in arguments and "--from-command" not in arguments
+    if "--from-command" in arguments:
+        return False
+    if command == "observe":
+        pairs = itertools.pairwise(arguments)
+        return any(option in ("--install", "--folder") and not value for option, value in pairs)
+    return any(not argument or re.fullmatch(r"--[a-z-]+=", argument) for argument in arguments)
 
 
 @contextmanager
@@ -411,10 +417,11 @@ NARROWEST = 20
 
 def main() -> None:
     """Run the command line and exit."""
-    for name in ("stdout", "stderr"):  # python has none where the shell has closed it (`>&-`)
-        if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the end
-        replace_missing_letters(getattr(sys, name))
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the shell has closed it (`<&-`, `>&-`)
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - until the end
+    replace_missing_letters(sys.stdout)
+    replace_missing_letters(sys.stderr)
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns) < NARROWEST:
         del os.environ["COLUMNS"]

@@ -86,6 +86,8 @@ def init(
 
     if output == Path("-"):
         raise SpecError("-o -: tula init cannot write to standard output", "name a file with -o")
+    if output.is_dir():
+        raise SpecError(f"-o {output} is a folder", f"name a file, for example -o {output / 'job.yaml'}")
     if output.exists() and not force:
         raise SpecError(f"{output} exists already", "choose another name with -o, or overwrite it with --force")
     if not output.absolute().parent.is_dir():
@@ -125,8 +127,10 @@ def init(
 
 
 def _read_script(path: Path) -> str:
+    from tula_cli.spec.yaml_text import read_text_file
+
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text_file(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not a text file"
         raise SpecError(

@@ -136,7 +136,11 @@ def _convert(field: inspect.Parameter, option: Option | None, value: Any) -> Any
     """Return the value of a field for a value of the command line, where None means that the option is not given."""
     if value is None:
         return field.default
-    option = option or Option("")
+    if option is None:  # annotated for typer, whose first flag stands in place of a default
+        info = get_args(field.annotation)[1]
+        option = Option(
+            "", next((flag for flag in (info.default, *(info.param_decls or ())) if isinstance(flag, str)), "")
+        )
     parsed = option.parse(value) if option.parse else value
     # Not typer's `max`, because every line of --help would show MAX_COUNT.
     option.check_value(option.make_flag(field.name), parsed)

@@ -110,6 +110,10 @@ def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None], *, 
     content = data.encode() if isinstance(data, str) else data
     draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
+        if mode == MODE_FOR_ALL and path.exists() and not (path.is_file() or path.is_dir()):
+            raise CannotWrite(
+                f"cannot write {path}: it is a device or a pipe, and a file would replace it", "name a file"
+            )
         make_folder(path.parent, mode=0o777 if mode == MODE_FOR_ALL else 0o700)
         with _open_new(draft, mode) as file:
             if callable(content):

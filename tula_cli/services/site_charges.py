@@ -194,18 +194,26 @@ def check_balance_of_task(task: TrainTask, *, remaining_share: float) -> Balance
     return check_balance(task.spec, nodes=nodes, hours=paid, at_most=most)
 
 
-def require_balance(balance_check: BalanceCheck | None) -> None:
-    """Enforce --within-balance.
+def require_known_balance(balance_check: BalanceCheck | None) -> BalanceCheck:
+    """Return the balance for --within-balance.
 
     Raises:
         SpecError: there is no balance for this kind of price.
-        OverBudget: the balance is not sufficient, or cannot be determined.
     """
     if balance_check is None:
         raise SpecError(
             "--within-balance needs the balance of SLURM's accounting",
             "set cluster.kind: slurm and pricing.kind: billing",
         )
+    return balance_check
+
+
+def require_balance(balance_check: BalanceCheck) -> None:
+    """Enforce --within-balance.
+
+    Raises:
+        OverBudget: the balance is not sufficient, or cannot be determined.
+    """
     if balance_check.lacking or balance_check.lacking_at_most:
         why = balance_check.lacking or f"At the upper end of the 90 % interval: {balance_check.lacking_at_most}"
         raise OverBudget(

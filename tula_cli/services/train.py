@@ -43,7 +43,13 @@ from tula_cli.services.recommendation.measurements import (
     plan_stages,
 )
 from tula_cli.services.resume_test import describe_cap_exceeded, describe_interruption_cost
-from tula_cli.services.site_charges import BalanceCheck, bill_run_by_site, check_balance_of_task, require_balance
+from tula_cli.services.site_charges import (
+    BalanceCheck,
+    bill_run_by_site,
+    check_balance_of_task,
+    require_balance,
+    require_known_balance,
+)
 from tula_cli.services.status import load_summary, require_known_job
 from tula_cli.services.waiting import (
     Dependencies,
@@ -401,7 +407,9 @@ def prepare_training(
         if plan_found.finished
         else check_balance_of_task(plan_found.task, remaining_share=max(0.0, remaining_share))
     )
-    if balance is not None and balance.lacking and not request.within_balance:
+    if request.within_balance and not plan_found.finished:
+        require_known_balance(balance)
+    elif balance is not None and balance.lacking:
         yield WarningEvent(balance.lacking)
     plan = dataclasses.replace(plan_found, rehearses=ready.by_script.is_test_due, balance=balance)
     return dataclasses.replace(ready, plan=plan)
@@ -434,7 +442,7 @@ def run_training(
     unfinished = list_unfinished_jobs(run, launcher, [plan.task.job])
     if not unfinished:
         if training.request.within_balance:
-            require_balance(plan.balance)
+            require_balance(require_known_balance(plan.balance))
         planned = TrainPlanned(plan, list_nodes_of_links(plan.task))
         yield planned
         require_confirmed(dependencies.confirm, planned)

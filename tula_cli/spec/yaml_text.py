@@ -217,6 +217,24 @@ def _make_quoting_hint(text: str, mark: "yaml.Mark | None") -> str:
     return f"quote a value with such characters: {f'{key}: ' if key else ''}{quote}{value}{quote}"
 
 
+def read_text_file(path: Path) -> str:
+    """Return the text of a file that the user names: a regular file, or a pipe of the shell, but nothing without end.
+
+    Raises:
+        SpecError: it is larger than any file that is written by hand, or a pipe that receives nothing.
+        OSError: it cannot be read.
+        UnicodeDecodeError: it is not text in UTF-8.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not select.select([file], [], [], _PIPE_PATIENCE)[0]:
+            raise SpecError(f"{path} is a pipe that received nothing for {_PIPE_PATIENCE:g} s")
+        os.set_blocking(file.fileno(), True)
+        content = file.read(_LARGEST + 1)
+    if len(content) > _LARGEST:
+        raise SpecError(f"{path} is larger than {_LARGEST >> 20} MiB; tula expects a file of about a page of text")
+    return content.decode()
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML file that contains a mapping.
 
@@ -224,15 +242,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         SpecError: the file is missing, unreadable, too large, not text, not YAML or not a mapping.
     """
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            # a pipe of the shell too, but nothing without end
-            if not select.select([file], [], [], _PIPE_PATIENCE)[0]:
-                raise SpecError(f"{path} is a pipe that received nothing for {_PIPE_PATIENCE:g} s")
-            os.set_blocking(file.fileno(), True)
-            content = file.read(_LARGEST + 1)
-        if len(content) > _LARGEST:
-            raise SpecError(f"{path} is larger than {_LARGEST >> 20} MiB; a job file has about a page of text")
-        text = content.decode()
+        text = read_text_file(path)
     except FileNotFoundError:
         missing = f"{path} is a link to a missing file" if path.is_symlink() else f"no such file: {path}"
         raise SpecError(missing, _suggest_file(path) or "tula init writes a job file") from None

@@ -11,6 +11,7 @@ from tula_cli.extras.slurm_site.bill import get_user_name
 from tula_cli.services.site_charges import (
     check_balance,
     require_balance,
+    require_known_balance,
     warn_balance_for_probes,
     with_site_billing,
 )
@@ -80,7 +81,7 @@ def test_a_price_of_another_kind_has_no_balance():
     result = check_balance(spec(pricing={"price": 2.0}), nodes=1, hours=1.0, billing=SITE)
     assert result is None
     with pytest.raises(SpecError, match=r"pricing.kind: billing"):
-        require_balance(result)
+        require_known_balance(result)
 
 
 def test_no_limit_is_as_much_as_one_likes():

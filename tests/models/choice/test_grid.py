@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_cli.models.choice.grid import Config, list_batches, list_candidates
+from tula_cli.models.choice.grid import Config, list_batches, list_candidates, name_nearest_multiples
 
 
 def test_batches_double_up_to_the_maximum():
@@ -30,6 +30,11 @@ def test_local_batch_divides_by_the_accumulation():
 
 def test_node_count_given_twice_counts_once():
     assert len(list_candidates([2, 2], gpus_per_node=1, min_batch=32, max_batch=32)) == 1
+
+
+def test_the_nearest_multiples_of_a_batch_are_named_once():
+    assert name_nearest_multiples(34, 4) == "the nearest are 32 and 36"
+    assert name_nearest_multiples(3, 4) == "the nearest is 4"
 
 
 positive = st.integers(1, 40)

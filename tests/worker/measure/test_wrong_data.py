@@ -60,6 +60,7 @@ JOBS: dict[str, tuple[dict[str, Any], str, str]] = {
     "raises at the end": ({}, "sample 19 fails: KeyError: 'no such row'", LAST),
     "length lies": ({}, "has 20 training samples by its __len__, but sample 19 fails", LAST),
     "length of a float": ({}, "'float' object", LAST),
+    "negative length": ({}, "should return >= 0", LAST),
     "arrays of objects": ({}, "(ndarray, int)", "collate_fn"),
     "tuple of three": ({}, "float32 (2, 4), float32 (2, 4), int64 (2)", "a tuple in order"),
 }

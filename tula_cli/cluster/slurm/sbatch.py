@@ -20,6 +20,7 @@ from tula_cli.spec.sections import FEWEST_WORKERS
 from tula_cli.spec.signature import compute_cluster_signature
 from tula_cli.spec.slurm_options import Slurm, normalize_option_name
 from tula_cli.spec.workload import get_workload
+from tula_cli.spec.yaml_text import read_text_file
 
 SETUP, WRAPPER = "slurm-setup.sh", "slurm-wrapper.sh"
 """Files of the user or the site that are used if the spec gives none."""
@@ -296,7 +297,7 @@ def _read_lines_of_file(name: str, given: str | None, *, setting: str, workdir: 
     if path is None:
         return []
     try:
-        return [f"# {path}", *path.read_text(encoding="utf-8").splitlines()]
+        return [f"# {path}", *read_text_file(path).splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         hint = f"{setting} is a list, or the path of a file; [] is none"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.models import messages
-from tula_cli.models.choice.grid import list_candidates
+from tula_cli.models.choice.grid import list_candidates, name_nearest_multiples
 from tula_cli.models.out_of_memory import MIN_NORMALISED
 from tula_cli.models.ramp.by_noise import NoisePath
 from tula_cli.models.ramp.stages import Ramp, build_ramp
@@ -293,7 +293,7 @@ def assign_nodes_to_stages(
                     f"train.ramp: batch {later.batch} is not divisible by {divisor} (GPUs x micro-batches on the"
                     f" {format_count(count)} of batch {stage.batch}), which is needed to keep the order of samples when the"
                     " batch changes",
-                    f"the nearest are {later.batch // divisor * divisor or divisor} and {(later.batch // divisor + 1) * divisor}",
+                    name_nearest_multiples(later.batch, divisor),
                 )
     return stages_with_nodes if len(set(counts)) > 1 else tuple(stages)
 

@@ -20,6 +20,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from tula_cli.errors import SpecError
+from tula_cli.models.choice.grid import name_nearest_multiples
 from tula_cli.models.ramp.by_noise import NoisePath, plan_stages_by_noise
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.spec.ags import BRANCHING_EPOCH, Arm
@@ -312,7 +313,7 @@ def _plan_named_stages(
         if stage.batch % divisor_on_nodes:
             raise SpecError(
                 f"train.ramp: batch {stage.batch} is not divisible by {divisor_on_nodes} (GPUs x micro-batches of a step)",
-                f"the nearest are {stage.batch // divisor_on_nodes * divisor_on_nodes or divisor_on_nodes} and {(stage.batch // divisor_on_nodes + 1) * divisor_on_nodes}",
+                name_nearest_multiples(stage.batch, divisor_on_nodes),
             )
         stages.append(Stage(begin=begin, batch=stage.batch))
         length = round(stage.epochs * dataset_size)

@@ -17,7 +17,7 @@ from tula_cli.spec.scripts.shell import (
     split_commands,
     split_launcher_options,
 )
-from tula_cli.spec.yaml_text import parse_yaml
+from tula_cli.spec.yaml_text import parse_yaml, read_text_file
 from tula_cli.words import format_count
 
 RANK_VARIABLES = frozenset({
@@ -381,8 +381,8 @@ def _split_options(launcher: _Launcher, words: Sequence[ShellWord]) -> tuple[lis
 def _find_local_rank_flag(script: Path) -> str:
     """Return the option by which a script takes its local rank, as spelled in its text; empty if it takes none."""
     try:
-        text = script.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        text = read_text_file(script)
+    except (OSError, UnicodeDecodeError):
         return "--local_rank"
     return next((flag for flag in ("--local-rank", "--local_rank") if flag in text), "")
 
@@ -395,10 +395,11 @@ _ACCELERATE_ON_NODES = (
 
 def _read_accelerate_config(path: str, known: KnownFacts) -> dict[str, Option]:
     try:
-        text = (known.folder / Path(path).expanduser()).read_text(encoding="utf-8")
-    except OSError as error:
+        text = read_text_file(known.folder / Path(path).expanduser())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         hint = "run tula init where the file is, or give --num_processes"
-        raise SpecError(f"cannot read accelerate's --config_file {path}: {error.strerror}", hint) from None
+        raise SpecError(f"cannot read accelerate's --config_file {path}: {reason}", hint) from None
     content = parse_yaml(text, source=path)
     pairs = content.items() if isinstance(content, dict) else ()
     words = {

@@ -221,9 +221,9 @@ def count_samples(samples: Samples) -> int:
         )
     try:
         return len(samples)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise SpecError(
-            f"dataset {type(samples).__name__}: its __len__ fails: {error}", "make __len__ return an int"
+            f"dataset {type(samples).__name__}: its __len__ fails: {error}", "make __len__ return an int, at least 0"
         ) from error
 
 

@@ -134,7 +134,7 @@ def test_a_share_may_be_in_percent():
     assert parse_share("0.6") == parse_share("60 %") == 0.6
     with pytest.raises(SpecError, match="--min-efficiency 60: must be between 0 and 1"):
         parse_share("60")
-    with pytest.raises(SpecError, match="--budget 5 USD: not a number"):
+    with pytest.raises(SpecError, match="--budget 5 USD: expected a number"):
         parse_budget("5 USD")
 
 
@@ -150,5 +150,5 @@ def test_an_unknown_argument_is_an_error_of_the_function_that_was_called():
 
 @pytest.mark.parametrize("text", ["", "soon", "-1", "3 months", "minutes"])
 def test_a_deadline_that_is_not_a_time_is_refused(text):
-    with pytest.raises(SpecError, match="not a time"):
+    with pytest.raises(SpecError, match="expected hours, or a number with a unit"):
         parse_hours(text)

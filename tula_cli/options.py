@@ -57,7 +57,7 @@ class Option:
                 raise SpecError(f"{label} {max(number, -MAX_COUNT):.12g}: must be {self.minimum:g} or more")
             maximum = MAX_COUNT if self.maximum is None and isinstance(number, int) else self.maximum
             if maximum is not None and not number <= maximum:
-                raise SpecError(f"{label}: must be at most {maximum}", "give a number that a job can have")
+                raise SpecError(f"{label}: must be at most {maximum}")
 
 
 def find_option(parameter: inspect.Parameter) -> Option | None:
@@ -215,12 +215,10 @@ def parse_nodes(text: str) -> int | NodeRange:
         return NodeRange()
     match = re.fullmatch(r"([0-9]{1,9})|([0-9]{0,9})-([0-9]{0,9})", text.strip())
     if match is None or match[0] == "-":
-        raise SpecError(
-            f"--nodes {text}: not a number of nodes", "a number, or a range of them: 4, 2-8, 2-, -8 or auto"
-        )
+        raise SpecError(f"--nodes {text}: expected a number of nodes or a range", "for example 4, 2-8, 2-, -8 or auto")
     least, most = (int(bound) if bound else None for bound in match.groups()[1:])
     if "0" in {bound.lstrip("0") or "0" for bound in match.groups() if bound} or match[0] == "-1":
-        raise SpecError(f"--nodes {text}: must be 1 or more", "a number, or a range of them: 4, 2-8, 2-, -8 or auto")
+        raise SpecError(f"--nodes {text}: must be 1 or more", "for example 4, 2-8, 2-, -8 or auto")
     if least is not None and most is not None and least > most:
         raise SpecError(f"--nodes {text}: the range is empty", f"--nodes {most}-{least}")
     return int(match[1]) if match[1] else NodeRange(least, most)

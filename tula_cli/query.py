@@ -21,7 +21,7 @@ def parse_hours(text: str) -> float:
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([smhdw]?|min)", text.strip())
     if match is None:
         raise SpecError(
-            f"--deadline {text}: not a time", "a number of hours, or a number and its unit: 30s, 90m, 36h, 3d or 2w"
+            f"--deadline {text}: expected hours, or a number with a unit", "for example 36, 30s, 90m, 36h, 3d or 2w"
         )
     return float(match[1]) * (SECONDS_PER_UNIT[{"": "h", "min": "m"}.get(match[2], match[2])] / 3600)
 
@@ -52,7 +52,7 @@ def _parse_number(option: str, text: str, hint: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise SpecError(f"{option} {text}: not a number", hint) from None
+        raise SpecError(f"{option} {text}: expected a number", hint) from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -366,8 +366,8 @@ def test_names_are_those_of_the_table_or_import_strings() -> None:
     assert "section slurm has no effect with kind 'tiny_queue:TinyQueue'" in str(error.value.problems[0])
     for settings, problem in (
         ({"options": {"home": "x"}}, "options has no effect with kind 'local'"),
-        ({"minutes": 3, "setup": []}, "minutes, setup: no effect with kind 'local'"),
-        ({"kind": OWN, "setup": "lines.sh"}, "only kind: slurm reads them from a file"),
+        ({"minutes": 3, "setup": []}, "minutes, setup have no effect with kind 'local'"),
+        ({"kind": OWN, "setup": "lines.sh"}, "only with kind: slurm can it name a file"),
     ):
         with pytest.raises(SpecError) as error:
             make.spec(cluster={"kind": "local", **settings})

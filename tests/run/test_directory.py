@@ -411,7 +411,7 @@ def test_a_number_that_no_measurement_has_is_damage(run, energy):
     path = run.path / "results" / f"{make_probe_id(1, 32)}.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, "energy": 0}).replace('"energy": 0', f'"energy": {energy}'))
-    with pytest.raises(BadMeasurements, match=r"is damaged: .* is not a number of a record"):
+    with pytest.raises(BadMeasurements, match=r"is damaged: .* is not a valid number"):
         run.results()
     path.write_text(json.dumps({**content, "extra": ": NaN, 1e999"}))  # a text, and a key of a newer version
     assert len(run.results()) == 1

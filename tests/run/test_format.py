@@ -155,9 +155,9 @@ def test_failures_of_an_older_format_are_read(older: RunDir) -> None:
 @pytest.mark.parametrize("told", ["", "\n", "2 tu", "x", "1 2 3", "-1", "9" * 40, "1 tula " + "v" * 99])
 def test_a_damaged_format_is_reported(run: RunDir, told: str) -> None:
     (run.path / "format").write_text(told)
-    with pytest.raises(BadMeasurements, match="it contains no format") as caught:
+    with pytest.raises(BadMeasurements, match="it does not contain the number of a run format") as caught:
         run.read_spec()
-    assert "do not delete it" in caught.value.hint
+    assert "do not delete this file" in caught.value.hint
     (run.path / "format").write_text(f"{RUN_FORMAT}\n")  # as the hint has it
     assert f"echo {RUN_FORMAT} > " in caught.value.hint
     run.save_job(run.read_spec())

@@ -55,7 +55,7 @@ def test_overrides_of_a_node_type_apply_to_its_run(family: tuple[Run, ...]) -> N
     opened = open_family(family[0], ["node_types.b.x.pricing.price=9", "train.epochs=7"])
     assert [run.spec.pricing.price for run in opened] == [1.0, 9.0]
     assert {run.spec.train.epochs for run in opened} == {7}
-    with pytest.raises(SpecError, match="was measured with other settings"):
+    with pytest.raises(SpecError, match="changes settings on which the measurements of"):
         open_family(family[0], ["node_types.b.x.cluster.gpus_per_node=3"])
     with pytest.raises(SpecError):
         open_family(family[0], ["node_types.c.pricing.price=9"])

@@ -37,7 +37,7 @@ def test_the_bounds_are_those_of_the_fewest_nodes_in_whole_micro_batches() -> No
 
 def test_a_cpu_needs_a_memory_limit_so_that_the_search_never_fills_the_machine() -> None:
     here = inspected(device="cpu", capacity=2**34)
-    with pytest.raises(SpecError, match="no such limit"):
+    with pytest.raises(SpecError, match="no memory limit"):
         largest_batch.make_bounds(spec_of(), here)
     limited = spec_of(cluster={"memory_per_gpu": "1GB"})
     assert largest_batch.make_bounds(limited, here).limit == 512

@@ -297,7 +297,7 @@ def test_a_training_on_nodes_that_it_is_granted_needs_a_script_that_resumes_ther
     ("script", "options", "words"),
     [
         ({"resume": None}, {}, "which needs script.resume"),
-        ({}, {"wanted": False}, "but --no-rehearse prevents that"),
+        ({}, {"wanted": False}, "but --no-rehearse prevents the test"),
         ({}, {"over_cap": "a resume test may take too much"}, "a resume test may take too much"),
     ],
 )

@@ -100,7 +100,7 @@ def test_what_is_measured_is_feasible_ascending_and_never_more_than_full(
         ({}, None, 20, "larger than the dataset"),
         ({"search": {"nodes": [3]}}, None, 50_000, "is divisible by 3 nodes"),
         ({"search": {"nodes": [64], "max_batch": 32}}, None, 50_000, "up to 32 is divisible by 64 nodes"),
-        ({}, 1, 50_000, "at most 1 samples fit one GPU, the smallest local batch is 2"),
+        ({}, 1, 50_000, "at most 1 samples fit one GPU, but the smallest local batch is 2"),
         ({}, 0, 50_000, "at most 0 samples"),
     ],
 )

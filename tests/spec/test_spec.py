@@ -139,7 +139,7 @@ def test_a_number_at_a_key_of_text_arrives_as_it_was_typed(write, tmp_path, sour
 
 
 @pytest.mark.parametrize(
-    ("value", "outcome"), [(4711, "4711"), ("12.10", "12.10"), (12.1, "quote it"), (True, "must be quoted")]
+    ("value", "outcome"), [(4711, "4711"), ("12.10", "12.10"), (12.1, "quote it"), (True, "quote it: 'true'")]
 )
 def test_python_code_gives_text_exactly_or_is_refused(value, outcome):
     content = {
@@ -534,8 +534,8 @@ def test_options_keep_their_kind(write):
         ("srun_extra: {kill-on-bad-exit: 0}", "srun_extra.kill-on-bad-exit", "set by tula"),
         ("environment: {A-B: 1}", "environment.A-B", "not the name of an environment variable"),
         ("environment: {RANK: 1}", "environment.RANK", "set by tula"),
-        ("environment: {DEBUG: true}", "environment.DEBUG", "quoted"),
-        ("wrapper: [numactl, '']", "wrapper[1]", "empty word"),
+        ("environment: {DEBUG: true}", "environment.DEBUG", "quote it"),
+        ("wrapper: [numactl, '']", "wrapper[1]", "empty string"),
     ],
 )
 def test_what_slurm_cannot_be_asked_for_is_named_with_a_way_out(write, text, path, words):
@@ -1083,7 +1083,10 @@ def test_spec_is_frozen():
 @pytest.mark.parametrize(
     ("pricing", "words"),
     [
-        ({"price": 0}, "pricing.price: a price must be above 0, got 0; if nothing is paid, remove section pricing"),
+        (
+            {"price": 0},
+            "pricing.price: a price must be above 0, got 0; to show costs in node-hours, remove section pricing",
+        ),
         ({"price": -2.5}, "pricing.price: a price must be above 0, got -2.5"),
         ({"price": math.nan}, "pricing.price: a price must be above 0, got nan"),
         ({"price": "free"}, "pricing.price: must be a number"),
@@ -1165,7 +1168,7 @@ def test_settings_of_the_cluster_are_laid_over_one_by_one():
         ),
         (
             {"a": {"pricing": {"price": 1}}, "b": {}},
-            "all node_types need the same currency, got a in USD, b in node-h",
+            "all node_types need the same pricing.currency, got a in USD, b in node-h",
         ),
         ({"../a": {}}, "'../a' must have at most 64 letters, digits"),
     ],
@@ -1303,7 +1306,7 @@ def test_a_site_file_from_documentation_says_so_and_from_which_and_when(path):
         ({"name": "mine:dataset", "test": {"root": "data/test"}}, "test: root has no effect on mine:dataset"),
         ({"name": "ImageFolder", "test": {"name": "mine:dataset", "root": "x"}}, "test: root has no effect on mine:"),
         ({"name": "mine:dataset", "test": {"name": "ImageFolder"}}, "test: ImageFolder needs root"),
-        ({"name": "mine:dataset", "test": {}}, "test: it is the same as dataset"),
+        ({"name": "mine:dataset", "test": {}}, "test is the same dataset as the training set"),
         ({"name": "CIFAR10", "test": {"root": "x"}}, "test: CIFAR10 has no test set"),
     ],
 )

@@ -155,7 +155,7 @@ REMOVED_VALUES: Mapping[tuple[str, str, str], str] = {
 }
 """Values of options that were removed, by command and option, and what to use instead."""
 
-_TRAIN = "tula train {} trains, tula profile {} first measures configurations"
+_TRAIN = "tula train {} trains; tula profile {} measures configurations first"
 OTHER_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("run", "start", "launch", "submit", "sbatch", "execute"), _TRAIN),
     **dict.fromkeys(("fit", "resume", "continue", "restart"), "tula train {}"),
@@ -197,7 +197,7 @@ def _show_help(
 ) -> None:
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help(), err=True)
-        raise SpecError("no command given", "tula init writes a job file to start with")
+        raise SpecError("no command given", "tula init writes a job file; tula --help lists the commands")
 
 
 # --- the error boundary
@@ -331,7 +331,7 @@ def _convert_usage_error(error: Any, arguments: Sequence[str]) -> SpecError:
     message = describe_expected_value(error.format_message())
     option = getattr(error, "option_name", None)
     if path == "tula" and option in _SHARED:
-        return SpecError(f"{option} comes after the command", f"for example tula status {option}")
+        return SpecError(f"tula itself has no option {option}", f"write it after the command: tula status {option}")
     if path == "tula" and option is None:
         return _make_unknown_command_error(arguments)
     if hint := REMOVED_OPTIONS.get((path, str(option))):
@@ -374,7 +374,7 @@ def _make_unknown_command_error(arguments: Sequence[str]) -> SpecError:
         return SpecError(f"there is no command {word}", " ".join(OTHER_NAMES[word].format(argument, argument).split()))
     run_folders = (os.path.join(folder, word, "spec.yaml") for folder in ("", ROOT))  # noqa: PTH118
     if word.endswith((".yaml", ".yml")) or any(map(os.path.exists, run_folders)):  # raises nothing, unlike Path
-        return SpecError(f"{word} is not a command", f"{_TRAIN.format(word, word)}, tula status {word} shows its run")
+        return SpecError(f"{word} is not a command", f"{_TRAIN.format(word, word)}; tula status {word} shows its run")
     hint = suggest_nearest(word, COMMANDS)
     return SpecError(f"there is no command {word}", hint or "tula --help lists the commands")
 

@@ -129,5 +129,5 @@ def _parse_age(text: str, option: str) -> float:
     """
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", text.strip())
     if match is None:
-        raise SpecError(f"{option} {text}: not a time", "a number and its unit: 90s, 30m, 2h, 30d or 4w")
+        raise SpecError(f"{option} {text}: expected a number with a unit", "for example 90s, 30m, 2h, 30d or 4w")
     return float(match[1]) * SECONDS_PER_UNIT[match[2]]

@@ -98,11 +98,13 @@ class _SearchOptions:
         batches = self.request.batches or ()
         if self.request != ComparisonRequest(batches=self.request.batches, nodes=self.request.nodes):
             raise SpecError(
-                "--methods, --seeds and --controls concern whole trainings",
-                "remove them, or --learning-rates and --batches",
+                "--methods, --seeds and --controls have no effect on a search for a learning rate",
+                "remove them, or remove --learning-rates and --batches",
             )
         if len(batches) > 1:
-            raise SpecError("--learning-rates and --batches take one batch", f"--batch {max(batches)}")
+            raise SpecError(
+                "a learning rate can be searched for only one batch at a time", f"for example --batch {max(batches)}"
+            )
         return batches[0] if batches else None
 
 
@@ -160,8 +162,8 @@ def _show(screen: Screen, runs: "Sequence[Run]", request: ComparisonRequest, *, 
 
     if request != ComparisonRequest():
         raise SpecError(
-            "--show always shows the whole comparison",
-            "remove --show, or remove --methods, --batch and similar options",
+            "--methods, --batch and similar options have no effect with --show, which shows the whole comparison",
+            "remove these options, or remove --show",
         )
     run, comparison = session.load_comparison(runs, node_type=node_type)
     print_node_type(screen, run)

@@ -48,7 +48,7 @@ def observe(
     if install is not None:
         if words or report:
             raise SpecError(
-                "--install neither runs nor reports anything", "use --install FOLDER without a command, or remove it"
+                "--install cannot be combined with a command or --report", "run tula observe --install FOLDER alone"
             )
         root = Path("~") / OBSERVED if folder == Path(OBSERVED) else folder
         if not str(root).startswith("~"):
@@ -69,7 +69,9 @@ def observe(
             screen.finish()
             raise typer.Exit(code)
     else:
-        raise SpecError("no command to observe", "put it behind --: tula observe -- python train.py --epochs 3")
+        raise SpecError(
+            "no command to observe", "write the command after --: tula observe -- python train.py --epochs 3"
+        )
 
 
 def _show_report(screen: Screen, folder: Path, job: str, code: int) -> None:
@@ -84,7 +86,7 @@ def _show_report(screen: Screen, folder: Path, job: str, code: int) -> None:
         screen.warn(f"no report: {failed}{error.message}; {error.hint}")
         reports = []
     except Exception as error:  # noqa: BLE001 - the job's exit code counts, whatever is wrong with its report
-        screen.warn(f"no report: {error!r}; this is a defect of tula, please report it")
+        screen.warn(f"no report, because of a bug in tula ({error!r}); please report it")
         reports = []
     if screen.as_json:
         screen.answer({"exit_code": code, "jobs": reports}, ())

@@ -67,7 +67,7 @@ class JobOrRun:
         first = runs[0]
         if not any(run.exists for run in runs) and (before := list_runs_with_other_code(first)):
             code = get_user_code(first.spec, Path.cwd())
-            screen.note(f"{code!s} has changed since run {before[0].id}: a new run directory, {first.id}")
+            screen.note(f"{code!s} has changed since run {before[0].id} was made, so tula starts a new run: {first.id}")
         screen.run_id = list_ids(runs)
         return runs
 
@@ -273,7 +273,7 @@ def resolve_job_or_run(job: Path | None, named: Sequence[Path], root: Path) -> t
 
 
 def _make_two_runs_error(target: Path, named: Sequence[Path]) -> SpecError:
-    return SpecError(f"{target} and --run {named[0]} name two runs", "name only one of them")
+    return SpecError(f"{target} and --run {named[0]} both name a run", "remove one of them")
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> "JobSpec":
@@ -312,10 +312,10 @@ def _make_edited_error(screen: Screen, run: "RunDir", config_drift: "ConfigDrift
         words.make_relative_path(Path(config_drift.file.path)),
         shlex.quote(words.make_relative_path(run.path)),
     )
-    what = "cannot be used" if config_drift.problem else f"says otherwise ({', '.join(config_drift.changes)})"
+    what = "cannot be used" if config_drift.problem else f"differs from the run ({', '.join(config_drift.changes)})"
     return SpecError(
         f"{name} {what}, so it is not clear which settings to train with; nothing was started",
-        f"the file's: {check.describe_file_use(config_drift, screen.command)}; those of the run: tula {screen.command} --run {run_path}",
+        f"to use the file: {check.describe_file_use(config_drift, screen.command)}; to use the run: tula {screen.command} --run {run_path}",
     )
 
 

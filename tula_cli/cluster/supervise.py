@@ -437,7 +437,9 @@ class Supervisor:
             if task is not None and attempt is not None:
                 return task, attempt
             if time.monotonic() > patience_ends:
-                raise TulaError(f"the command of the leader came, but not what it is about, in {NFS_LAG:g} s")
+                raise TulaError(
+                    f"task {task_id}, attempt {number}, named by the leader, is not readable after {NFS_LAG:g} s"
+                )
             time.sleep(POLL)
 
     # --- after earlier allocations

@@ -54,7 +54,7 @@ def batch_differs(*, expected: int, observed: float, at_end: bool) -> str:
     steps = "the last steps train" if at_end else "a step trains"
     return (
         f"The command was given batch {expected}, but {steps} on {observed:g} samples."
-        " Check that {local_batch}, {micro_batch} and {accumulate} are what its options mean."
+        " Check that {local_batch}, {micro_batch} and {accumulate} stand behind the right options."
     )
 
 
@@ -78,7 +78,7 @@ def epoch_steps_differ(*, expected: int, observed: int, dataset_size: int, batch
 
 @diagnostic
 def probes_differ(*, aspect: str, first: str, other: str) -> str:
-    return f"The probes differ in {aspect}: {first} and {other}. They do not belong to the same training."
+    return f"The probes differ in {aspect}: {first} and {other}. They did not all run the same training."
 
 
 @diagnostic
@@ -138,7 +138,7 @@ def oversubscribed(*, nodes: Sequence[int], shared: str) -> str:
 
 @diagnostic
 def software_differs(*, versions: Sequence[str]) -> str:
-    return f"The probes ran with different software: {'; '.join(versions)}."
+    return f"The probes ran with different software, so their times may not be comparable: {'; '.join(versions)}."
 
 
 @diagnostic
@@ -188,7 +188,7 @@ def step_time_falls_with_batch(*, pairs: Sequence[str]) -> str:
 
 @diagnostic
 def fit_misses(*, kind: str, where: Sequence[str]) -> str:
-    return f"The fitted step time is far from that of the {kind} at {'; '.join(where)}."
+    return f"The fitted step time is far from that of the {kind} at {'; '.join(where)}. Predictions for similar configurations are unreliable."
 
 
 @diagnostic
@@ -206,7 +206,7 @@ def straggler(*, name: str, factor: float, slow_probes: int, probes: int, waits_
     exclude = "" if name.startswith("rank ") else f", or exclude it (cluster.slurm.exclude: {name})"
     return (
         f"Straggler: {name} {work} {factor:.2g} times as slowly as the others in {slow_probes} of"
-        f" {format_count(probes, 'probe')}, and every step waits for it. Check {advice}{exclude}, then measure again."
+        f" {format_count(probes, 'probe')}, so it delays every step. Check {advice}{exclude}, then measure again."
     )
 
 

@@ -83,10 +83,10 @@ def choose_job_sizes(
     if estimator is not None and (bounds.least is None or bounds.most is None):
         sizes = [size for size in sizes if _is_within(size.prediction, deadline=deadline, efficiency=efficiency)]
     if not sizes:
-        divides = f"can be divided among {join_words(counts) if counts else 'none of them'}"
+        where = f"only among {join_words(counts)} nodes, where it exceeds the memory or a limit of the recommendation"
+        why = f"batch {batch} can be divided {where}" if counts else f"batch {batch} is not divisible among their GPUs"
         raise Infeasible(
-            f"no number of nodes from {least} to {most} can be used: batch {batch} {divides}, and must fit the memory"
-            " and the limits of the recommendation",
+            f"no number of nodes from {least} to {most} can be used: {why}",
             "widen the range, or choose another batch with --batch",
         )
     return tuple(sizes)

@@ -111,14 +111,16 @@ def require_searchable(spec: JobSpec, batch: int) -> None:
     if not _is_searchable(train.training_method):
         searchable = ", ".join(name for name, method in METHODS.items() if _is_searchable(method))
         raise SpecError(
-            f"train.method {train.method} sets the learning rate of a large batch by a rule of its own",
+            f"a learning rate cannot be searched for train.method {train.method}, which has its own rule for it",
             f"search with one of {searchable}: --set train.method=lrs",
         )
     if train.stages == "decay":
-        raise SpecError("train.ramp: decay sets the learning rate of each batch itself", "--set train.ramp=auto")
+        raise SpecError(
+            "a learning rate cannot be searched with train.ramp: decay, which sets it", "add --set train.ramp=auto"
+        )
     if train.sharded:
         raise SpecError(
-            "train.parallel: fsdp divides the state that branches start from among the GPUs",
+            "a learning rate cannot be searched with train.parallel: fsdp, which divides the training state among the GPUs",
             "search with a smaller model and --set train.parallel=ddp, or compare short trainings: tula compare --methods lbt,sqrt,lrs",
         )
 

@@ -282,7 +282,7 @@ _MAX_MEASURED = 1e150
 
 
 def _reject_number(text: str) -> float:
-    raise ValueError(f"{text} is not a number of a record")
+    raise ValueError(f"{text} is not a valid number")
 
 
 def _check_number(limit: float, text: str) -> float:

@@ -78,8 +78,8 @@ def _read_format(run: Path) -> tuple[int, str]:
     match = re.fullmatch(r"([0-9]{1,9})(?: (tula [\w.+-]{1,40}))?", text)
     if match is None:
         raise BadMeasurements(
-            f"{path} is damaged: it contains no format",
-            "do not delete it, because a run without it counts as format 1; if this tula made the run, restore it:"
+            f"{path} is damaged: it does not contain the number of a run format",
+            "do not delete this file: a run without it counts as format 1. If this version of tula made the run, restore it:"
             f" echo {RUN_FORMAT} > {shlex.quote(str(path))}",
         )
     return int(match[1]), f", made by {match[2]}," if match[2] else ""

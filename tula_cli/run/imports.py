@@ -178,7 +178,10 @@ def _read_file(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise SpecError(f"cannot read {file}: {error.strerror}", "an import string of the job needs it") from error
+        raise SpecError(
+            f"cannot read {file}: {error.strerror}",
+            "make it readable, because an import string of the job refers to it",
+        ) from error
 
 
 def import_roots(workdir: Path, path: Iterable[str]) -> list[Path]:

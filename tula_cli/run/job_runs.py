@@ -297,7 +297,7 @@ def load_with_overrides(run: RunDir, overrides: Sequence[str]) -> JobSpec:
     changed = _load_with_overrides(run.path / "spec.yaml", stored, overrides)
     if changed.types or compute_measurement_signature(changed) != compute_measurement_signature(stored):
         raise SpecError(
-            f"--set {' --set '.join(overrides)}: {run.id} was measured with other settings",
+            f"--set {' --set '.join(overrides)} changes settings on which the measurements of {run.id} depend",
             "measure a new run: tula profile job.yaml with the same --set",
         )
     return changed

@@ -226,7 +226,7 @@ def _lock_run(run_space: RunSpace) -> Iterator[None]:
             entries = os.scandir(run_space.path / "jobs")
             newest = max((entry.stat(follow_symlinks=False).st_mtime for entry in entries), default=0.0)
             if newest > run_space.changed:
-                raise TulaError("a job of it was submitted in the meantime; nothing of it was deleted")
+                raise TulaError("a job was submitted for this run in the meantime; no file of the run was deleted")
         yield
     finally:
         lock.release()

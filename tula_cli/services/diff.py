@@ -354,7 +354,7 @@ def choose_run(runs: Sequence[Run]) -> Run:
         ids = ", ".join(run.id for run in existing)
         raise SpecError(
             f"job {runs[0].job_name} has {len(existing)} runs, one for each node type",
-            f"name one: {ids}" if existing else "run tula profile first",
+            f"name one of them: {ids}" if existing else "run tula profile first",
         )
     return existing[0]
 

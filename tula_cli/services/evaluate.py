@@ -197,7 +197,9 @@ def run_evaluation(
         yield Note(f"node type {run.type}")
     if evaluation.known_record is not None:
         when = words.format_moment(evaluation.known_record.evaluated_at)
-        yield Note(f"evaluated before, {when}; --fresh evaluates again, for example after a change of the samples")
+        yield Note(
+            f"these weights were evaluated {when}; --fresh evaluates them again, for example if the samples changed"
+        )
         return evaluation.known_record
     require_current_format(run.path)
     launcher = dependencies.launcher_for(run.spec)

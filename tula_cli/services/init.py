@@ -59,7 +59,7 @@ def write_schema(kind: Kind, path: Path) -> None:
         CannotWrite: the file cannot be written.
     """
     if path.is_dir() or (path.exists() and _TULA_SCHEMA not in _read_beginning(path)):
-        raise SpecError(f"{path} already exists and is not a schema that tula wrote", "remove it")
+        raise SpecError(f"{path} already exists and is not a schema that tula wrote", "move or remove this file")
     text = json.dumps(make_json_schema(kind), indent=1, ensure_ascii=False) + "\n"
     write_atomic(path, text, mode=MODE_FOR_ALL)
 

@@ -61,7 +61,7 @@ def make_bounds(spec: JobSpec, inspection: Inspection) -> BatchBounds:
     cluster, step = spec.cluster, spec.train.accumulate
     if cluster.memory_per_gpu is None and not cluster.backend.may_have_gpu(cluster.device, here=inspection.device):
         raise SpecError(
-            "the largest batch is the one that fills the memory of a GPU, and a process on the CPU has no such limit",
+            "the largest batch is unlimited: the job runs on CPUs, whose processes have no memory limit",
             "set cluster.memory_per_gpu",
         )
     ranks = get_search_nodes(spec) * cluster.gpus_per_node

@@ -338,9 +338,9 @@ def balance_too_low(*, available: str, needed: str) -> str:
 @diagnostic
 def ramp_shortened_by_nodes(*, batches: Sequence[int], nodes: int, batches_on_least: Sequence[int], least: int) -> str:
     return (
-        f"With up to {format_count(nodes)}, the stages of train.ramp have batches {join_words(batches)} instead of"
-        f" {join_words(batches_on_least)} on {least}, because each must be divisible among the GPUs of the largest number"
-        " of nodes. Later jobs keep them. For smaller first batches, start with a smaller range of nodes."
+        f"The stages of train.ramp have batches {join_words(batches)}, which are divisible among the GPUs of"
+        f" {format_count(nodes)}. On {least}, they would have batches {join_words(batches_on_least)}. The training keeps its"
+        " batches in all jobs. For smaller first batches, start with a smaller range of nodes."
     )
 
 

@@ -389,7 +389,7 @@ def _cancel_hopeless(
 ) -> SchedulerError:
     _cancel_check(run, launcher, task, job)
     return SchedulerError(
-        f"{job.id} was accepted, but would not start: {state.reason}; it was cancelled",
+        f"{job.id} was cancelled, because it would never start: {state.reason}",
         "change section cluster of the job, or check fewer nodes with --nodes",
     )
 

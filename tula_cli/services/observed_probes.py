@@ -79,7 +79,7 @@ def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = N
         if not isinstance(known, Measured) or known.measured_at < result.measured_at:
             run.write_result(result)
     places = [describe_probe_place(result.nodes, result.local_batch) for result in reversed(results.values())]
-    yield Note(f"measured by observed jobs: {'; '.join(places)}")
+    yield Note(f"probes taken from observed jobs: {'; '.join(places)}")
 
 
 def _without_assumptions(run: Run, file: JobFile | None) -> tuple[list[Run], JobFile | None]:

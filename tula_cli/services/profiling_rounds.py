@@ -266,7 +266,7 @@ class _Profiling:
                 if not any(
                     plan.certainty for _, plan in planned
                 ):  # the report says when a search in rounds is finished
-                    yield Note("every probe has a result already")
+                    yield Note("all probes already have results")
                 break
             jobs = yield from self._start(planned, missing)
             if not all(self.wait_policy.should_wait(submitted.run.spec) for submitted in jobs):

@@ -151,11 +151,13 @@ def run_resume_test(
     resume_settings(run.spec)
     code = choose_code(run, run.spec, Path.cwd(), keep=False)
     if not fresh and (earlier := load_finding(run, code)) is not None:
-        yield Note(f"already tested {words.format_moment(earlier.rehearsal.over_at)}; --fresh tests again")
+        yield Note(
+            f"resuming was already tested {words.format_moment(earlier.rehearsal.over_at)}; --fresh tests it again"
+        )
         return earlier
     require_current_format(run.path)
     if over := describe_cap_exceeded(runs):
-        raise OverBudget(over, "raise it with --set search.max_node_hours=..., or lower search.max_minutes")
+        raise OverBudget(over, "raise the limit with --set search.max_node_hours=..., or lower search.max_minutes")
     save_runs([run], file)
     policy = WaitPolicy(wait=True, timeout=timeout)
     return (yield from submit_and_wait(run, launcher_for(run.spec), code, policy, batch=None))
@@ -242,7 +244,8 @@ def resume_settings(spec: JobSpec) -> Resume:
     """
     if spec.script is None:
         raise SpecError(
-            "--rehearse is for a job with section script", "tula's own loop always resumes with the same samples"
+            "--rehearse is for a job with section script",
+            "run tula check without --rehearse: tula's own loop always resumes with the same samples",
         )
     if spec.script.resume is None:
         raise SpecError(
@@ -351,13 +354,15 @@ class TrainingStart:
         if record is not None:
             ResumeFinding(record, resume_settings(spec).batch, kept=True).require_other_nodes()
             return
-        untested = "--nodes cannot be a range: the script must first be tested on another number of nodes"
+        untested = (
+            "--nodes cannot be a range: whether the script resumes on another number of nodes must be tested first"
+        )
         if not can_test_resume(spec):
-            why, hint = "which needs script.resume, with its checkpoint in {out}", "add it"
+            why, hint = "which needs script.resume with a checkpoint in {out}", "add script.resume"
         elif self.rehearse:
             why, hint = self.over_cap, "raise search.max_node_hours"
         else:
-            why, hint = "but --no-rehearse prevents that", "remove it"
+            why, hint = "but --no-rehearse prevents the test", "remove --no-rehearse"
         raise SpecError(f"{untested}, {why}", f"{hint}, or give one number: --nodes 4")
 
 

@@ -169,7 +169,7 @@ def plan_training(
         warnings = _warn_shortened_ramp(run, task, find_dataset_size(run, inspect))
     if sizes and not task.sizes:
         raise Infeasible(
-            "no number of nodes of the range can be used: the batches of train.ramp are not divisible by their numbers of GPUs",
+            "no number of nodes of the range can be used: on none of them are all batches of train.ramp divisible among the GPUs",
             "use fewer nodes",
         )
     return TrainPlan(

@@ -188,14 +188,14 @@ def prepare_seeds(runs: Sequence[Run], request: TrainRequest, inspect: Inspect) 
         )
     if request.seeds > 1 and spec.script is not None and not takes_seed(spec.script):
         raise SpecError(
-            "--seeds: the command of the script has no {seed}, so all trainings would be equal",
+            "--seeds: script.command has no {seed}, so all trainings would be identical",
             "add {seed} to script.command, for example --seed {seed}",
         )
     plan = load_campaign(runs)
     if plan is None or plan.trainings != request.seeds:
         if plan is not None:
             yield Note(
-                f"The stored plan is for {format_count(plan.trainings, 'training')}, so a new one is made (objective knee)."
+                f"The stored plan is for {format_count(plan.trainings, 'training')}, so tula makes a new plan with objective knee."
             )
         plan = plan_campaign([runs], Query(), [request.seeds], one_at_a_time=not spec.cluster.backend.has_queue)
     run = select_runs(runs, plan.waves[0].node_type or None)[0]
@@ -234,7 +234,7 @@ def _require_within_budget(prepared: PreparedSeeds) -> None:
     remaining = sum(scheduled.cost for scheduled in prepared.list_scheduled(missing))
     if not is_within(spent + remaining, plan.budget):
         raise OverBudget(
-            f"the finished trainings cost {format_number(spent, 4)} {plan.currency}, and"
+            f"the finished trainings cost {format_number(spent, 4)} {plan.currency} and"
             f" {format_count(len(missing), 'further training')} may cost {format_number(remaining, 4)}, more than the"
             f" budget of {plan.budget:g}",
             f"store a plan with another budget: tula recommend --trainings {plan.trainings} --budget PRICE --save",
@@ -267,7 +267,7 @@ def run_seeds(
     has_queue = run.spec.cluster.backend.has_queue
     if not has_queue and wait_policy.wait is False:
         raise SpecError(
-            "--no-wait: on this machine trainings run one after the other, and this command has to start each",
+            "--no-wait is not possible: on this machine trainings run one after the other, and this command starts each of them",
             "remove it",
         )
     launcher = dependencies.launcher_for(run.spec)

@@ -123,7 +123,7 @@ class JobSpec(Section):
         rule = self.train.training_method.choose_lr_rule(self.train.lr_scaling, is_adaptive=False)
         if self.script is not None and rule != "none" and not self.script.placeholders & {"lr", "lr_factor"}:
             raise ValueError(
-                f"the learning rate is to be scaled ({rule}), but script.command has neither {{lr}} nor {{lr_factor}}; add one, or use train.method lbt if the script scales it"
+                f"train.method {self.train.method} scales the learning rate ({rule}), but script.command has neither {{lr}} nor {{lr_factor}}; add one of them, or set train.method: lbt if the script scales it"
             )
         return self
 
@@ -215,8 +215,8 @@ class JobSpec(Section):
         kind = self.schedule.kind
         if is_import_string(kind):
             raise ValueError(
-                f"train.ramp: decay needs to know where the learning rate halves, but schedule.kind {kind} is"
-                " your own code; name the stages, train.ramp: [{epochs: 30, batch: 128}, {epochs: 10, batch: 256}], with"
+                f"train.ramp: decay does not work with your own schedule.kind ({kind}), whose halvings of the learning rate are"
+                " unknown. Set the stages, for example train.ramp: [{epochs: 30, batch: 128}, {epochs: 10, batch: 256}], and"
                 f" train.lr_scaling: {_get_noise_rule(self)}"
             )
         if compute_max_decay_growth(self) < 2:
@@ -254,9 +254,9 @@ class JobSpec(Section):
             raise ValidationError.from_exception_data("JobSpec", problems)
         if len(set(currencies.values())) > 1:
             priced = ", ".join(f"{name} in {currency}" for name, currency in currencies.items())
-            raise ValueError(f"all node_types need the same currency, got {priced}")
+            raise ValueError(f"all node_types need the same pricing.currency, got {priced}")
         if len(names := [name for each in self.node_types for name in self._named(each)]) > len(set(names)):
-            raise ValueError(f"node_types and search.gpus_per_node result in the same name more than once: {names}")
+            raise ValueError(f"node_types and search.gpus_per_node produce the same name more than once: {names}")
         return self
 
     @property

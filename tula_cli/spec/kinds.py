@@ -43,9 +43,7 @@ def parse_size(value: object) -> object:
     else:
         size = value
     if isinstance(size, int | float) and size >= _MOST_MEMORY:
-        raise ValueError(
-            f"{_shorten_value(value)} is more memory than any machine has; write a size like 16GiB or 800MB"
-        )
+        raise ValueError(f"{_shorten_value(value)} is more memory than tula supports; write a size like 16GiB or 800MB")
     if isinstance(size, int | float) and 0 < size < _LEAST_MEMORY:
         if isinstance(value, str) and value.strip()[-1:].isalpha():
             raise ValueError(
@@ -59,13 +57,13 @@ def parse_minutes(value: object) -> object:
     """Convert SLURM's D-HH, D-HH:MM, D-HH:MM:SS, HH:MM:SS and MM:SS to minutes, rounded up; numbers are minutes."""
     if isinstance(value, bool):
         raise ValueError(
-            f"{str(value).lower()} is not a time limit; write minutes, or as SLURM does HH:MM:SS or D-HH:MM:SS"
+            f"{str(value).lower()} is not a time limit; write minutes, or HH:MM:SS or D-HH:MM:SS as in SLURM"
         )
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", value.strip())
     if match is None:
-        raise ValueError(f"{value!r} is not a time limit; write minutes, or as SLURM does HH:MM:SS or D-HH:MM:SS")
+        raise ValueError(f"{value!r} is not a time limit; write minutes, or HH:MM:SS or D-HH:MM:SS as in SLURM")
     days, *parts = (int(part) if part else 0 for part in match.groups())
     if match[1] is None and match[4] is None:  # without days two parts are minutes and seconds
         parts = [0, *parts[:2]]
@@ -82,7 +80,7 @@ def as_typed(value: object) -> object:
     if isinstance(value, TypedInt | TypedFloat):
         return value.typed
     if isinstance(value, bool):
-        raise ValueError(f"{str(value).lower()} must be quoted: 'true', '1', ...")
+        raise ValueError(f"{str(value).lower()} must be text; quote it: '{str(value).lower()}'")
     if isinstance(value, float):
         raise ValueError(f"must be text, got the number {value!r}; quote it: '{value!r}'")
     return str(value) if isinstance(value, int) else value
@@ -91,7 +89,7 @@ def as_typed(value: object) -> object:
 def require_one_line(value: str) -> str:
     """Reject text that is not a single printable line."""
     if not value.isprintable():
-        raise ValueError(f"{value!r} must be one line of text")
+        raise ValueError(f"{value!r} must be one line of text without tabs or control characters")
     return value
 
 
@@ -118,7 +116,7 @@ def require_plain_data(value: dict[str, Any]) -> dict[str, Any]:
             pending += [(f"{place}[{number}]", inner, depth + 1) for number, inner in enumerate(item)]
         elif isinstance(item, float) and not math.isfinite(item):
             raise ValueError(
-                f"{place[1:]} is {item}, which cannot be stored: write text ({item!s}) for your code to read"
+                f"{place[1:]} is {item}, which tula cannot store; write it as text ('{item!s}') and convert it in your code"
             )
         elif not isinstance(item, str | int | float | None):
             raise ValueError(
@@ -138,9 +136,7 @@ def _to_plain(value: Any) -> Any:
 
 def _check_key(place: str, key: object) -> str:
     if not isinstance(key, str):
-        raise ValueError(
-            f"{place[1:] or 'a key'}: {_shorten_value(key)} is not text; quote it, because keys are always passed on as text"
-        )
+        raise ValueError(f"{place[1:] or 'a key'}: {_shorten_value(key)} is not text; put this key in quotes")
     return key
 
 
@@ -155,13 +151,13 @@ def _shorten_value(value: object) -> str:
 
 def check_word(value: str) -> str:
     if not value:
-        raise ValueError("must not contain an empty word")
+        raise ValueError("must not contain an empty string")
     return value
 
 
 def require_shell_words(value: str) -> str:
     if "\0" in value:
-        raise ValueError(f"{value!r} contains a NUL character, which a command cannot")
+        raise ValueError(f"{value!r} contains a NUL character, which is not allowed in a command")
     try:
         words = shlex.split(value)
     except ValueError as error:
@@ -177,7 +173,7 @@ _MAX_PRICE = 1e12
 def check_price(value: object) -> object:
     if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
         raise ValueError(
-            f"a price must be above 0, got {_shorten_value(value)}; if nothing is paid, remove section pricing: costs are then in node-hours"
+            f"a price must be above 0, got {_shorten_value(value)}; to show costs in node-hours, remove section pricing"
         )
     if isinstance(value, int | float) and value > _MAX_PRICE:
         raise ValueError(f"a price must be at most {_MAX_PRICE:g}, got {_shorten_value(value)}")

@@ -65,7 +65,7 @@ def apply_overrides(into: dict[str, Any], overrides: Iterable[str], origins: dic
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            raise SpecError(f"--set {text}: not of the form key.subkey=value", "for example --set search.nodes=[2,4]")
+            raise SpecError(f"--set {text}: expected key.subkey=value", "for example --set search.nodes=[2,4]")
         _assign_value(into, key.strip(), value, origins, source="--set")
 
 

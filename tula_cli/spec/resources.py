@@ -61,14 +61,16 @@ class Cluster(Section):
             raise ValueError(f"section slurm has no effect with kind {self.kind!r}; set kind: slurm")
         if self.is_included and self.options:
             raise ValueError(
-                f"options has no effect with kind {self.kind!r}; it is for your own scheduler (package.module:attribute)"
+                f"options has no effect with kind {self.kind!r}, only with your own scheduler (package.module:attribute)"
             )
         defaults = type(self).model_fields
         given = [name for name in ("minutes", "python", "setup") if getattr(self, name) != defaults[name].default]
         if given and not self.backend.has_queue:
-            raise ValueError(f"{', '.join(given)}: no effect with kind {self.kind!r}, which submits no jobs; remove it")
+            raise ValueError(
+                f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect with kind {self.kind!r}, which submits no jobs"
+            )
         if isinstance(self.setup, str) and self.kind != "slurm":
-            raise ValueError("setup is a list of shell lines; only kind: slurm reads them from a file")
+            raise ValueError("setup must be a list of shell lines; only with kind: slurm can it name a file")
         return self
 
     @property
@@ -144,7 +146,7 @@ class Pricing(Section):
             details = InitErrorDetails(type="missing", loc=("price",), input={})
             raise ValidationError.from_exception_data("Pricing", [details])
         if self.slurm_billing is not None:
-            raise ValueError(f"slurm_billing: only valid with kind: billing, but kind is {self.kind}")
+            raise ValueError(f"slurm_billing is only valid with kind: billing, but kind is {self.kind}")
         return self
 
 

@@ -178,7 +178,9 @@ class Dataset(Section):
         if tested.name != "ImageFolder" and not is_import_string(tested.name):
             raise ValueError(f"test: {tested.name} has no test set; use ImageFolder or package.module:callable")
         if (tested.name, tested.root, tested.args) == (self.name, self.root, self.args):
-            raise ValueError("test: it is the same as dataset; set another name or root, or args such as {split: test}")
+            raise ValueError(
+                "test is the same dataset as the training set; set another name or root, or args such as {split: test}"
+            )
         if tested.name == "ImageFolder" and self.test.root is None:
             raise ValueError("test: ImageFolder needs root, a folder with one subfolder per class")
         if tested.name != "ImageFolder" and self.test.root is not None:

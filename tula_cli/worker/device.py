@@ -43,7 +43,10 @@ def choose_device(cluster: Cluster, local_rank: int, *, world: int) -> torch.dev
             "check the driver, or set cluster.device: cpu",
         )
     if cluster.kind == "local" and world > count:
-        raise JobFailed(f"{world} ranks need {world} GPUs, but this machine has {count}", "search fewer nodes")
+        raise JobFailed(
+            f"{world} ranks need {world} GPUs, but this machine has {count}",
+            "search fewer nodes, or set a smaller cluster.gpus_per_node",
+        )
     # A site may give each task one visible GPU or all of the node's: the modulus is right for both.
     return torch.device("cuda", local_rank % count)
 

@@ -64,7 +64,7 @@ def test_a_run_is_named_or_given(trained: str) -> None:
     name = Path(trained).name
     assert tula(trained)[1] == tula("--run", name, "--run-dir", str(Path(trained).parent))[1]
     code, _, err = tula(trained, "--run", trained)
-    assert code == 2 and "name two runs" in err
+    assert code == 2 and "both name a run" in err
     assert tula("nowhere")[0] == 2
 
 

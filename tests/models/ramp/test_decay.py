@@ -180,7 +180,7 @@ def test_a_warm_up_stays() -> None:
         ({"kind": "linear", "decay_from": 0.99}, {}, "schedule.kind linear does not in 20 epochs"),
         (COSINE, {"early_stopping": {"epochs": 5}}, "schedule.kind cosine does not in 5 of 20 epochs"),
         ({"kind": "cosine", "warmup_epochs": 6}, {"early_stopping": {"epochs": 5}}, "does not in 5 of 20 epochs"),
-        ({"kind": "mine:halves"}, {}, "mine:halves is your own code; name the stages, train.ramp: .*lr_scaling: linear"),
+        ({"kind": "mine:halves"}, {}, "your own schedule.kind \\(mine:halves\\).* Set the stages, .*lr_scaling: linear"),
         (COSINE, {"method": "ags"}, "but method ags scales gradients already; use method ramp"),
         (COSINE, {"method": "static"}, "but method static scales gradients already"),
         ({}, {"method": "schedule_free"}, "method schedule_free has none"),
@@ -209,7 +209,7 @@ def test_a_script_whose_batch_is_its_own_is_refused() -> None:
         (
             {"batch": 2048},
             {},
-            "never reaches batch 2048: the schedule .* only to 1/9.91 .* from 128 .* to at most 1268",
+            "decay reaches at most batch 1268, not 2048: the schedule .* only to 1/9.91",
         ),
         ({"nodes": 256}, {"ramp_nodes": "same"}, "starts at train.reference_batch 128, which is less than one sample"),
         (

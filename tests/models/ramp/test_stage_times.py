@@ -105,7 +105,7 @@ def test_a_stage_that_does_not_divide_rules_a_configuration_out() -> None:
 def test_what_a_training_would_refuse_to_begin_at_is_not_offered_and_stays_to_fall_back_to() -> None:
     subject = forecast([{"epochs": 1, "batch": 64}], min_batch=16)
     assert min(row.batch for row in subject.predictions()) == 128
-    assert "batch 64 is not below the training's own, 64" in subject.describe_why_not_startable(Config(2, 64))
+    assert "batch 64 is not below 64, the batch of the training" in subject.describe_why_not_startable(Config(2, 64))
     assert subject.describe_why_infeasible(Config(2, 64)) == "" == subject.describe_why_not_startable(Config(2, 128))
     assert [rung.batch for rung in subject.fallback_rungs(2, 256)] == [256, 128, 64, 32, 16]
 

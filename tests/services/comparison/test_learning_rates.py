@@ -207,7 +207,7 @@ def test_a_script_that_cannot_be_branched_is_refused_with_what_to_do(
         write_resume_test(run, job, verdict)
     with pytest.raises(SpecError, match=re.escape(reason)) as error:
         prepare(run, job, nodes=2 if "divisible" in reason else 1)
-    assert error.value.message.startswith("tula cannot branch the script from its checkpoint: ")
+    assert error.value.message.startswith("tula cannot start short trainings of the script from its checkpoint: ")
     assert "tula compare --methods lbt,sqrt,lrs" in error.value.hint
 
 
@@ -356,7 +356,7 @@ def test_each_branch_is_reported_once_when_it_ends_and_known_ones_with_the_plan(
     _, events = search(run, Trains())
     notes = [event.text for event in events if isinstance(event, Note)]
     assert [note.partition(":")[0] for note in notes] == [
-        "1 of 3 branches are trained already",
+        "1 of 3 branches have already been trained",
         "branch 2 of 3",
         "branch 3 of 3",
     ]

@@ -105,7 +105,7 @@ def test_a_placeholder_says_the_number_of_today(line: str, command: str, batch: 
 
 
 def test_a_placeholder_without_a_number_in_it_is_refused() -> None:
-    with pytest.raises(SpecError, match="'lots' is not a value of"):
+    with pytest.raises(SpecError, match="'lots' is not a valid value of"):
         recognise_line("python t.py --bz {local_batch=lots}")
 
 

@@ -341,10 +341,10 @@ def test_imported_functions_and_classes_are_transforms(tmp_path, monkeypatch):
         ("RandomCorp", "unknown transform 'RandomCorp'"),
         ({"RandomCrop": {"sise": 8}}, r"transforms\[0\]\.RandomCrop\.sise"),
         ("RandomCrop", "needs 'size'"),
-        ({"ToDtype": {"dtype": "float33"}}, "there is no dtype 'float33'"),
+        ({"ToDtype": {"dtype": "float33"}}, "unknown dtype 'float33'"),
         ({"Resize": {"size": 8}, "CenterCrop": {"size": 8}}, "one transform per entry"),
         ({}, "one transform per entry"),
-        ({"RandomCrop": {"size": [1, 2, 3]}}, "refuses"),
+        ({"RandomCrop": {"size": [1, 2, 3]}}, "does not accept"),
     ],
 )
 def test_wrong_transform_is_named(item, words):
@@ -354,7 +354,7 @@ def test_wrong_transform_is_named(item, words):
 
 def test_pipeline_must_end_in_a_float_tensor():
     check_sample(to_tensor(image()), path="transforms.train")
-    with pytest.raises(SpecError, match=r"transforms\.train: ends in Image"):
+    with pytest.raises(SpecError, match=r"transforms\.train returns Image"):
         check_sample(image(), path="transforms.train")
     with pytest.raises(SpecError, match="uint8"):
         check_sample(torch.zeros(3, dtype=torch.uint8), path="transforms.eval")

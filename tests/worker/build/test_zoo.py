@@ -84,9 +84,9 @@ def test_width_widens_the_small_cnn():
         ("mine.Net", {}, "unknown model", "mine:Net"),
         ("resnet18", {"norm_layr": None}, "model.args.norm_layr", "norm_layer"),
         ("small_cnn", {"widht": 4}, "model.args.widht", "width"),
-        ("small_cnn", {"width": "wide"}, "refuses", ""),
-        ("small_cnn", {"width": -3}, "refuses", ""),
-        ("resnet18", {"weights": "NONE_SUCH"}, "refuses", ""),
+        ("small_cnn", {"width": "wide"}, "does not accept", ""),
+        ("small_cnn", {"width": -3}, "does not accept", ""),
+        ("resnet18", {"weights": "NONE_SUCH"}, "does not accept", ""),
     ],
 )
 def test_wrong_model_is_named(name, args, words, hint):
@@ -201,7 +201,7 @@ def test_weight_decay_of_the_spec_replaces_the_classes_own():
         ({"name": "Optimizer"}, "unknown optimizer", ""),
         ({"args": {"lr": 3}}, r"optimizer\.args\.lr", ""),
         ({"name": "Adam", "args": {"beta": 0.9}}, r"optimizer\.args\.beta", "betas"),
-        ({"name": "Adam", "args": {"betas": [0.9, 2.0]}}, "refuses", ""),
+        ({"name": "Adam", "args": {"betas": [0.9, 2.0]}}, "does not accept", ""),
     ],
 )
 def test_wrong_optimizer_is_named(section, words, hint):

@@ -148,7 +148,7 @@ def test_a_method_of_ones_own_trains_as_it_says(alone: Ranks, run: RunDir) -> No
         ("own_method:Loop", "is not a training method but class"),
         ("own_method:Lookahed", "own_method has no 'Lookahed'"),
         ("own_methud:Lookahead", "there is no module 'own_methud'"),
-        ("own_method:NeedsArguments", "its class cannot be created without arguments"),
+        ("own_method:NeedsArguments", "the class cannot be called without arguments"),
         ("own_method:Refuses", "needs a scaled learning rate"),
     ],
 )

@@ -94,7 +94,7 @@ def test_a_metric_that_fails_is_named(name: str, why: str, alone: Ranks) -> None
     ("entry", "why"),
     [
         (f"{HERE}:nothing", "has no 'nothing'"),
-        ({f"{HERE}:whole": {"a": 1}}, "is not a class; only classes take arguments"),
+        ({f"{HERE}:whole": {"a": 1}}, "is not a class, so it cannot have arguments"),
         ({f"{HERE}:WithBatch": {"fact": 1}}, "train.metrics.own.fact: .* has no such argument"),
         (f"{HERE}:HERE", "is a str"),
     ],

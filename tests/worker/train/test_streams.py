@@ -172,7 +172,7 @@ def test_failure_of_a_rank_has_message_and_hint_of_the_original_error(
     ("job", "words"),
     [
         (stream(length=None), "Stream has no length"),
-        (stream(sampler="token_jobs:rare_first"), "an iterable dataset determines its own order"),
+        (stream(sampler="token_jobs:rare_first"), "an iterable dataset, which determines its own order"),
         (
             stream(train={"method": "auto"}),
             "train.method auto selects samples by index, which is not possible with an iterable dataset",

@@ -234,7 +234,7 @@ def fit_memory_model(
     measured = _move_heap_growth_to_peaks([_make_point_of_probe(probe, sharded=sharded) for probe in probes])
     estimated = [_make_point_of_footprint(point, accumulate) for point in all_points if isinstance(point, Footprint)]
     if not measured and not estimated:
-        raise BadMeasurements("the memory of a batch is unknown", "run tula profile first")
+        raise BadMeasurements("memory has been neither measured nor estimated", "run tula profile first")
     believed = measured or estimated
     states = _find_largest_states(believed, estimated)
     slopes = _fit_batch_slopes(believed) or _fit_batch_slopes(estimated)

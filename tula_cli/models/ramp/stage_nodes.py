@@ -182,8 +182,8 @@ def check_stages(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) ->
     above = [stage.batch for stage in stages if stage.batch >= batch]
     if above:
         raise SpecError(
-            f"train.ramp: batch {above[0]} is not below the training's own, {batch}",
-            f"remove it: after its stages, the training continues at its batch ({format_count(len(stages), 'stage')} given)",
+            f"train.ramp: batch {above[0]} is not below {batch}, the batch of the training",
+            f"remove this stage: after its stages, the training continues at batch {batch}",
         )
     if stages:
         ramp = build_ramp_on_nodes(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)
@@ -205,9 +205,8 @@ def _check_decay(spec: JobSpec, *, batch: int, ramp: Ramp) -> None:
         )
     if batch > reference * growth:
         raise SpecError(
-            f"train.ramp: decay never reaches batch {batch}: the schedule lowers the learning rate only to"
-            f" 1/{format_number(growth)} by the last 2 % of the training, so the batch grows from {reference}"
-            f" (train.reference_batch) to at most {int(reference * growth)}",
+            f"train.ramp: decay reaches at most batch {int(reference * growth)}, not {batch}: the schedule lowers the learning"
+            f" rate only to 1/{format_number(growth)} before the last 2 % of the training",
             "train with a smaller batch (search.max_batch, or --batch), or with a schedule that ends lower",
         )
 
@@ -285,14 +284,13 @@ def assign_nodes_to_stages(
         for later, stage_nodes in zip(stages[index:], counts[index:], strict=True):
             if stage_nodes < count:
                 raise SpecError(
-                    f"train.ramp: batch {later.batch} would have {format_count(stage_nodes)}, fewer than batch {stage.batch} before it"
+                    f"train.ramp: batch {later.batch} has {format_count(stage_nodes)}, fewer than the {count} of batch {stage.batch} before it"
                 )
             divisor = compute_batch_divisor(spec, count)
             if later.batch % divisor:
                 raise SpecError(
                     f"train.ramp: batch {later.batch} is not divisible by {divisor} (GPUs x micro-batches on the"
-                    f" {format_count(count)} of batch {stage.batch}), which is needed to keep the order of samples when the"
-                    " batch changes",
+                    f" {format_count(count)} of batch {stage.batch}), so the order of samples would change",
                     name_nearest_multiples(later.batch, divisor),
                 )
     return stages_with_nodes if len(set(counts)) > 1 else tuple(stages)

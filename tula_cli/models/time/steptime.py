@@ -334,7 +334,7 @@ def _check_seconds(observations: Sequence[Observation]) -> Floats:
         if not times or not all(math.isfinite(time) and time > 0 for time in times):
             raise BadMeasurements(
                 f"the step times of the probe with {observation} are not all positive numbers",
-                "delete its result and run tula profile again",
+                "delete this probe in folder results of the run, then run tula profile again",
             )
     return np.array([observation.seconds for observation in observations])
 

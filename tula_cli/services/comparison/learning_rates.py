@@ -215,7 +215,7 @@ def _require_branchable(run: Run, script: Script, divisor: int) -> tuple[int, in
         problem, advice = "the samples of an epoch are not known", "set script.dataset_size"
     if problem or size is None:
         raise SpecError(
-            f"tula cannot branch the script from its checkpoint: {problem}",
+            f"tula cannot start short trainings of the script from its checkpoint: {problem}",
             f"{advice}; or compare short trainings: tula compare --methods lbt,sqrt,lrs trains them for a quarter of the epochs",
         )
     resume_test.resume_settings(run.spec)
@@ -263,9 +263,9 @@ def run_search(
         yield planned
         cap = run.spec.search.max_node_hours
         if problem := describe_beyond_cap("the search for a learning rate", planned.node_hours or 0.0, cap):
-            raise OverBudget(problem, "raise it with --set search.max_node_hours=...")
+            raise OverBudget(problem, "raise the limit with --set search.max_node_hours=...")
         if known := len(_list_branches(run, task)):
-            yield Note(f"{known} of {search.plan.branches} branches are trained already")
+            yield Note(f"{known} of {search.plan.branches} branches have already been trained")
         require_confirmed(dependencies.confirm, planned)
     save_runs([run], file)
     try:

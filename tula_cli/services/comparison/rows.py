@@ -44,11 +44,11 @@ def require_comparable_script(script: Script, *, seeds: int) -> None:
     if not script.metric:
         raise SpecError(
             "the accuracy of the script is unknown: the job has no script.metric",
-            "set a pattern for its value, for example script.metric: {top1: 'Acc@1 ([0-9.]+)'}; the first one is compared",
+            "set a pattern for its value, for example script.metric: {top1: 'Acc@1 ([0-9.]+)'}; the first metric is compared",
         )
     if seeds > 1 and not takes_seed(script):
         raise SpecError(
-            f"{format_count(seeds, 'seed')} of a script whose command has no {{seed}}: its trainings would be identical",
+            f"script.command has no {{seed}}, so the trainings with {format_count(seeds, 'seed')} would be identical",
             "add {seed} to script.command, for example --seed {seed}, or compare with --seeds 1",
         )
 
@@ -206,7 +206,8 @@ def _parse_setting(row: str, variant: Variant, text: str) -> str:
     section = path.partition(".")[0]
     if section not in SECTIONS:
         raise SpecError(
-            f"--methods: {row!r}: section {section} is the same in all rows", f"a row may set {', '.join(SECTIONS)}"
+            f"--methods: {row!r}: a row cannot set section {section}, which is the same in all rows",
+            f"a row can set {', '.join(SECTIONS)}",
         )
     if why := FIXED.get(path):
         raise SpecError(f"--methods: {row!r} sets {path}, {why}", "leave it out")

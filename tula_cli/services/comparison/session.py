@@ -162,7 +162,7 @@ def run_comparison(
         yield planned
         require_confirmed(dependencies.confirm, planned)
     else:
-        yield Note("every training of this comparison is finished already")
+        yield Note("all trainings of this comparison have already finished")
     save_runs([run], file)
     run.write_comparison(plan.comparison)
     if plan.missing:
@@ -178,7 +178,7 @@ def _require_waiting(spec: JobSpec, wait_policy: WaitPolicy) -> None:
     """
     if not spec.cluster.backend.has_queue and wait_policy.wait is False:
         raise SpecError(
-            "--no-wait: on this machine trainings run one after the other, and this command has to start each",
+            "--no-wait is not possible: on this machine trainings run one after the other, and this command starts each of them",
             "remove it; finished trainings are kept if you interrupt the command",
         )
 

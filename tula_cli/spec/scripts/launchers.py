@@ -220,7 +220,7 @@ def _launch(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
         raise SpecError(f"{first.text} {why}", hint)
     if launcher := _LAUNCHERS.get(first.name):
         if first.name == "accelerate" and [word.text for word in words[1:2]] != ["launch"]:
-            raise SpecError("accelerate starts a script by accelerate launch", _WHOLE)
+            raise SpecError("accelerate starts a script only with accelerate launch", _WHOLE)
         if launcher is _SRUN:
             return _launch_by_srun(words[1:], known)
         size = 2 if first.name == "accelerate" else 1
@@ -373,7 +373,9 @@ def _split_options(launcher: _Launcher, words: Sequence[ShellWord]) -> tuple[lis
         longer = [each for each in numbers if len(name) > 2 and each.startswith(name)]
         name = longer[0] if name not in numbers and len(longer) == 1 else name
         if name not in numbers and re.search(r"nproc|nnode|num_?(?:gpu|node|proc|machine)|n_?gpu", name):
-            raise SpecError(f"{launcher.name} has no option {option.label} that tula knows", "correct or remove it")
+            raise SpecError(
+                f"tula does not know option {option.label} of {launcher.name}", "correct this option, or remove it"
+            )
         result.append(replace(option, meaning=name))
     return result, rest
 

@@ -186,7 +186,10 @@ class _Reader:
                 continue
             self.by_hand.add(name)
             if value and not _fits(name, value):
-                raise SpecError(f"{word.text}: {value!r} is not a value of {{{name}}}", "give the current number")
+                raise SpecError(
+                    f"{word.text}: {value!r} is not a valid value of {{{name}}}",
+                    "give the number that the command uses today",
+                )
             if value:
                 self.values[name], self.flags[flag] = value, name
 
@@ -248,8 +251,8 @@ class _Reader:
         shared = [each for each in kinds.get("model_parallel", []) if each.value.text != "1"]
         if shared and self.ranks > 1 and not global_options:
             raise SpecError(
-                f"{shared[0].written}: several processes share one copy of the model, so the number of batches ({option.written})"
-                " per step is unknown",
+                f"with {shared[0].written}, several processes share one copy of the model, so it is unknown how many batches"
+                f" ({option.written}) a step has",
                 "write {batch=N} in place of the number of an option that is the batch of all processes",
             )
         _check_count(option, "samples")

@@ -78,7 +78,7 @@ class Length(Section):
     def _require_one_length(self) -> "Length":
         given = self.model_dump(exclude_none=True)
         if len(given) != 1:
-            raise ValueError(f"give one of epochs, samples and steps, not {' and '.join(given) or 'none of them'}")
+            raise ValueError(f"give exactly one of epochs, samples and steps, got {' and '.join(given) or 'none'}")
         return self
 
 
@@ -164,7 +164,7 @@ class Script(Section):
             )
         if "micro_batch" in placeholders and not placeholders & {"accumulate", "accumulate_total"}:
             raise ValueError(
-                "command has {micro_batch} but neither {accumulate} nor {accumulate_total}, so with several micro-batches per step it would train on too few samples; write {local_batch} instead, or pass the number of micro-batches with {accumulate}"
+                "command has {micro_batch} but neither {accumulate} nor {accumulate_total}, so the script cannot know the number of micro-batches per step. Add {accumulate}, or write {local_batch} in place of {micro_batch}"
             )
         return self
 
@@ -179,14 +179,16 @@ class Script(Section):
         for name, value in (("lr", self.reference.lr), ("epochs", self.length.epochs)):
             if name in placeholders and value is None:
                 where = "reference.lr" if name == "lr" else "length.epochs"
-                raise ValueError(f"command has {{{name}}}, but {where} is not set")
+                raise ValueError(f"command has {{{name}}}, but {where} is not set; set it, or remove the placeholder")
         if self.reference.lr is not None and not placeholders & {"lr", "lr_factor"}:
             raise ValueError(
                 "reference.lr has no effect: command has neither {lr} nor {lr_factor}; remove it if the script scales its learning rate"
             )
         for name in ("steps", "samples"):
             if name in placeholders and self.known_dataset_size is None:
-                raise ValueError(f"command has {{{name}}}, and the length is in epochs: set dataset_size")
+                raise ValueError(
+                    f"command has {{{name}}}, which cannot be computed from length.epochs without dataset_size; set dataset_size"
+                )
         if "checkpoint" in find_placeholders(self.command):
             raise ValueError("{checkpoint} belongs in resume.args, because there is no checkpoint at the first start")
         return self
@@ -240,7 +242,7 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
     train = {key: value for key, value in (content.get("train") or {}).items() if value is not None}
     if unknown := sorted(key for key in train.keys() - TRAIN if not advise_key(f"train.{key}")):
         raise ValueError(
-            f"train.{unknown[0]} has no effect on a script, whose command decides; of section train, a script has"
+            f"train.{unknown[0]} has no effect on a script, whose command decides; only these keys of section train have:"
             f" {', '.join(sorted(TRAIN))}"
         )
     if "method" not in train:

@@ -38,7 +38,9 @@ def call_with_arguments(
     given = given or {}
     for key in args:
         if key in given:
-            raise SpecError(f"{path}.{key}: tula passes {key} to {name} itself", f"remove it from {path}")
+            raise SpecError(
+                f"{path}.{key} is not allowed, because tula itself passes {key} to {name}", f"remove it from {path}"
+            )
     try:
         return target(*first, **given, **args)
     except TypeError as error:
@@ -113,4 +115,4 @@ def _can_bind(target: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
 def make_refused_arguments_error(error: Exception, args: Mapping[str, Any], *, path: str, name: str) -> SpecError:
     """Return the error for arguments whose values built-in code refuses."""
     shown = ", ".join(f"{key}: {value!r}" for key, value in args.items())
-    return SpecError(f"{path}: {name} refuses {shown or 'its arguments'}: {error}")
+    return SpecError(f"{path}: {name} does not accept {shown or 'its arguments'}: {error}")

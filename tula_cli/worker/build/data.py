@@ -541,8 +541,8 @@ def _build_argument(key: str, value: Any, *, path: str) -> Any:
         return value
     values = ENUMERATIONS[key]
     if value not in values:
-        hint = suggest_nearest(value, values) or f"known: {', '.join(values)}"
-        raise SpecError(f"{path}.{key}: there is no {key} {value!r}", hint)
+        hint = suggest_nearest(value, values) or f"choose from: {', '.join(values)}"
+        raise SpecError(f"{path}.{key}: unknown {key} {value!r}", hint)
     return values[value]
 
 
@@ -570,11 +570,11 @@ def check_sample(sample: Any, *, path: str) -> torch.Tensor:
         SpecError: it is not a floating-point tensor.
     """
     if not isinstance(sample, torch.Tensor):
-        raise SpecError(f"{path}: ends in {type(sample).__name__}, not in a tensor", f"add ToTensor to {path}")
+        raise SpecError(f"{path} returns {type(sample).__name__}, but must return a tensor", f"add ToTensor to {path}")
     if not sample.is_floating_point():
         dtype = str(sample.dtype).removeprefix("torch.")
         raise SpecError(
-            f"{path}: ends in a tensor of {dtype}, not of floating-point numbers",
+            f"{path} returns a tensor of {dtype}, but must return floating-point numbers",
             f"add ToTensor, or {{ToDtype: {{dtype: float32, scale: true}}}}, to {path}",
         )
     return sample
@@ -652,7 +652,10 @@ def _make_training_dataset(spec: JobSpec, samples: Samples) -> SeededDataset | S
             )
         return SeededDataset(samples, seed=seed, order=sampler)
     if sampler:
-        raise SpecError("dataset.sampler: an iterable dataset determines its own order", "remove dataset.sampler")
+        raise SpecError(
+            "dataset.sampler has no effect on an iterable dataset, which determines its own order",
+            "remove dataset.sampler",
+        )
     size = settings.length or count_samples(samples)
     return StreamedDataset(samples, size=size, seed=seed, sharded=settings.sharded)
 
@@ -694,10 +697,10 @@ def _check_classes(samples: Any, datasets: Datasets) -> None:
         and list(training_classes) != list(test_classes)
     ):
         odd = ", ".join(sorted(map(str, set(training_classes) ^ set(test_classes)))[:5]) or "they are in another order"
-        raise SpecError(f"dataset.test: its classes differ from those of the training set: {odd}")
+        raise SpecError(f"dataset.test has other classes than the training set: {odd}")
     count = _find_classes(samples)
     if None not in (count, datasets.classes) and count != datasets.classes:
-        raise SpecError(f"dataset.test: it has {count} classes, the training set {datasets.classes}")
+        raise SpecError(f"dataset.test has {count} classes, but the training set has {datasets.classes}")
 
 
 def _make_evaluation_dataset(spec: JobSpec, samples: Samples) -> EvaluationDataset | StreamedDataset:

@@ -143,7 +143,7 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
         parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise SpecError(
-            f"{PATH}: {', '.join(patterns)} leaves nothing to train", 'a pattern after ! is not frozen: "!head"'
+            f"{PATH}: {', '.join(patterns)} freezes all parameters", 'a pattern after ! is not frozen: "!head"'
         )
     for name, module in model.named_modules():
         parameters = list(module.parameters(recurse=False))
@@ -203,8 +203,8 @@ def _build_groups(section: Optimizer, model: nn.Module) -> Parameters:
         if not members[index]:
             names = ", ".join(group.parameters)
             raise SpecError(
-                f"{_format_parameters_path(index)}: {names}: no parameter remains for the group",
-                "all are frozen, or in a later group",
+                f"{_format_parameters_path(index)}: {names}: all these parameters are frozen or belong to a later group",
+                "remove this group, or change its patterns",
             )
     ungrouped = [{"params": members[-1]}] if members[-1] else []
     return [*ungrouped, *(_make_group(section, index, members[index]) for index in range(len(section.groups)))]

@@ -118,7 +118,9 @@ def build_fragment_datasets(spec: JobSpec, *_: Any) -> tuple[Fragments, Fragment
     several = {name: files for name, files in packages.items() if len(files) > 1}  # one file to train, one held out
     largest = sorted(several, key=lambda name: (-sum(len(text) for _, text in several[name]), name))[:classes]
     if len(largest) < classes or classes < 2:
-        raise SpecError(f"dataset.args.classes: 2 to {len(several)} packages have several files, got {classes}")
+        raise SpecError(
+            f"dataset.args.classes must be 2 to {len(several)}, the number of packages with several files; got {classes}"
+        )
     splits: tuple[tuple[list[bytes], list[int]], ...] = (([], []), ([], []))
     for label, name in enumerate(sorted(largest)):
         for (texts, labels), files in zip(
@@ -142,13 +144,13 @@ COLLATES: dict[str, Callable[[list[Any]], Any]] = {"python_packages": collate_pa
 def _refuse_transforms(spec: JobSpec) -> None:
     for key, transforms in (("train", spec.transforms.train), ("eval", spec.transforms.eval)):
         if transforms not in ([], ["ToTensor"]):
-            raise SpecError(f"transforms.{key}: dataset {spec.dataset.name} is text and takes no transforms")
+            raise SpecError(f"transforms.{key} has no effect on dataset {spec.dataset.name}, which is text; remove it")
 
 
 def _require_positive(values: Any) -> Any:
     for value in values:
         if not isinstance(value, int) or isinstance(value, bool) or value < 2:
-            raise SpecError(f"dataset.args: length, size and classes are integers from 2 on, got {value!r}")
+            raise SpecError(f"dataset.args: length, size and classes must be integers of at least 2, got {value!r}")
     return values
 
 

@@ -168,7 +168,7 @@ def _check_leaves(spec: JobSpec, items: Sequence[Any], held_out: Any, *, is_user
     if is_user_dataset:
         for item, path in ((held_out, "transforms.eval"), (items[0], "transforms.train")):
             if any(isinstance(leaf, PIL.Image.Image) for leaf in tree_leaves(item)) and not spec.dataset.collate_fn:
-                raise SpecError(f"{path}: ends in Image, not in a tensor", f"add ToTensor to {path}")
+                raise SpecError(f"{path} returns an image, but must return a tensor", f"add ToTensor to {path}")
         return
     check_sample(held_out[0], path="transforms.eval")
     shapes = [tuple(check_sample(sample[0], path="transforms.train").shape) for sample in items]
@@ -176,7 +176,7 @@ def _check_leaves(spec: JobSpec, items: Sequence[Any], held_out: Any, *, is_user
         raise SpecError(
             f"transforms.train: inputs have different shapes ({', '.join(map(str, dict.fromkeys(shapes)))}),"
             " so they cannot be batched",
-            "end with one size, for example {Resize: {size: 256}}, {CenterCrop: {size: 224}}",
+            "resize or crop all images to one size, for example {Resize: {size: 256}}, {CenterCrop: {size: 224}}",
         )
 
 

@@ -451,12 +451,12 @@ def _check_output(spec: JobSpec, output: Any, target: Any, classes: int | None) 
     outputs, needed_outputs = output.shape[1], max(classes or 0, int(target.max()) + 1)
     if (least := int(target.min())) < 0 and least != _IGNORED:
         raise SpecError(
-            f"dataset {spec.dataset.name} has the label {least}; labels are 0 to {needed_outputs - 1}",
+            f"dataset {spec.dataset.name} returns label {least}, but labels must be at least 0",
             "number the classes from 0 in the dataset",
         )
     if outputs < needed_outputs:
         raise SpecError(
-            f"model {spec.model.name} has {outputs} outputs, dataset {spec.dataset.name} has {needed_outputs} classes",
+            f"model {spec.model.name} has {outputs} outputs, but dataset {spec.dataset.name} has {needed_outputs} classes",
             f"set model.args.num_classes: {needed_outputs}",
         )
     if classes is not None and outputs > classes:

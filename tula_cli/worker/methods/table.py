@@ -38,8 +38,8 @@ def load_user_method(name: str) -> Plain:
             return target()
         except TypeError as error:
             raise SpecError(
-                f"train.method {name}: its class cannot be created without arguments: {error}",
-                "name an object instead: METHOD = Method(...)",
+                f"train.method {name}: the class cannot be called without arguments: {error}",
+                "create an object in your module (METHOD = Method(...)), and name the object instead",
             ) from error
     if isinstance(target, Plain):
         return target

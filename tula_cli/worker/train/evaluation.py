@@ -47,7 +47,7 @@ def _build_metric(name: str, entry: str | Mapping[str, Mapping[str, Any]]) -> An
     if isinstance(target, type):
         target = call_with_arguments(target, args, path=path, name=imported)
     elif args:
-        raise SpecError(f"{path}: {imported} is not a class; only classes take arguments", "remove the arguments")
+        raise SpecError(f"{path}: {imported} is not a class, so it cannot have arguments", "remove the arguments")
     if not is_stateful(target) and not callable(target):
         raise SpecError(
             f"{path}: {imported} is a {type(target).__name__}, not a metric",

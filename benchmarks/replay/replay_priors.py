@@ -26,8 +26,8 @@ from replay_data import MeasuredSet, load
 from replay_score import score
 
 from tula_cli.models.time import steptime
-from tula_cli.models.time.formulas import PRIORS, Prior, Priors, SmoothResidual
-from tula_cli.models.time.mixture import Posterior
+from tula_cli.models.time.formulas import PARAMETERS, PRIORS, Prior, Priors, SmoothResidual
+from tula_cli.models.time.mixture import StepModel
 
 Floats = NDArray[np.float64]
 
@@ -51,12 +51,37 @@ VAGUE = replace(
 """Where the search for priors begins."""
 
 
+@dataclass(frozen=True)
+class Posterior:
+    """The posterior after the probes, as far as it can serve to derive priors for other jobs."""
+
+    means: Floats  # of the parameters, in the order of Priors.parameters
+    variances: Floats
+    compute: Floats  # expected squares of the residual's whitened coordinates: 1 where it goes as far as its prior says
+    sync: Floats
+    noise: float  # as a multiple of that of the priors
+
+    @classmethod
+    def of(cls, model: StepModel) -> "Posterior":
+        """Return the posterior of the most probable member."""
+        fit = model.members[int(np.argmax(model.weights))]
+        priors, z, variances = fit.frame.priors, fit.fitted.z, np.diag(fit.fitted.covariance)
+        compute, sync = np.split((z**2 + variances)[PARAMETERS:], [len(fit.frame.u.places)])
+        return cls(
+            means=priors.means + priors.sds * z[:PARAMETERS],
+            variances=priors.sds**2 * variances[:PARAMETERS],
+            compute=compute,
+            sync=sync,
+            noise=fit.noise,
+        )
+
+
 def found_on(sets: Sequence[MeasuredSet], *, turns: int) -> Priors:
     """Return the priors that the sets make each other, after some turns of expectation maximisation from VAGUE."""
     priors = VAGUE
     for _ in range(turns):
         fits = [steptime.fit_step_time(list(s.truth.values()), collective=s.collective, priors=priors) for s in sets]
-        priors = refined(priors, [fit.model.posterior() for fit in fits], [each.app for each in sets])
+        priors = refined(priors, [Posterior.of(fit.model) for fit in fits], [each.app for each in sets])
     return priors
 
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import replay_priors
 from replay_data import MeasuredSet, Where, load
-from replay_priors import found_on, judged, mean, refined, rows
+from replay_priors import Posterior, found_on, judged, mean, refined, rows
 
 from tula_cli.models.time.formulas import PRIORS
-from tula_cli.models.time.mixture import Posterior
 from tula_cli.models.time.steptime import Observation
 
 TABLE = Path(__file__).parents[1] / "fixtures" / "step_times.csv"

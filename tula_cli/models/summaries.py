@@ -58,8 +58,8 @@ def list_regression_summaries(estimator: Estimator) -> Iterator[RegressionSummar
 
 
 def _summarize_step_time(model: StepModel) -> Iterator[RegressionSummary]:
-    if isinstance(model, Overlap):
-        yield _summarize_overlap(model, "step time", "")
+    if len(model.members) == 1:
+        yield _summarize_overlap(model.members[0], "step time", "")
         return
     reason = (
         "whole step times do not show which one is right"

@@ -90,14 +90,14 @@ def test_the_fit_is_the_most_probable_one() -> None:
 def test_the_covariance_is_that_of_generalised_least_squares_by_statsmodels(
     nodes: tuple[int, ...], noise: float
 ) -> None:
-    result = fitted(grid(nodes), noise=noise)._fitted
+    result = fitted(grid(nodes), noise=noise).fitted
     assert result.covariance == pytest.approx(result.regression.cov_params(), rel=1e-8, abs=1e-12)
     assert result.gauss_newton_step(0.0) == pytest.approx(result.regression.params, rel=1e-8, abs=1e-10)
 
 
 @pytest.mark.parametrize("damping", [1e-9, 1e-2, 10.0])
 def test_a_damped_step_is_least_squares_with_rows_that_hold_each_coordinate(damping: float) -> None:
-    result = fitted(grid((1, 2, 8)), noise=0.05)._fitted
+    result = fitted(grid((1, 2, 8)), noise=0.05).fitted
     whitener, size = result.spread.whitener, len(result.z)
     hold = np.diag(np.sqrt(damping * (1 + np.square(whitener @ result.jacobian).sum(axis=0))))
     rows = np.vstack([whitener @ result.jacobian, np.eye(size), hold])

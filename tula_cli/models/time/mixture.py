@@ -67,57 +67,46 @@ _LEVELS = (0.0, 1.0, 2.0, 3.0)  # of synchronisation that a fit to whole steps a
 
 
 @dataclass(frozen=True)
-class Posterior:
-    """The posterior after the probes, as far as it can serve to derive priors for other jobs."""
-
-    means: Floats  # of the parameters, in the order of Priors.parameters
-    variances: Floats
-    compute: Floats  # expected squares of the residual's whitened coordinates: 1 where it goes as far as its prior says
-    sync: Floats
-    noise: float  # as a multiple of that of the priors
-
-
-@dataclass(frozen=True)
 class Overlap:
     """The fitted model of one overlap exponent."""
 
     noise: float  # its estimate, as a multiple of what other clusters show
-    _frame: ReferenceFrame = field(repr=False)
-    _fitted: "_Fitted" = field(repr=False)
+    frame: ReferenceFrame = field(repr=False)
+    fitted: "_Fitted" = field(repr=False)
     _data: "_Data" = field(repr=False)
 
     def predict(self, points: Points) -> tuple[Floats, Floats]:
         """Return ln t and the standard deviation of one measurement of it, each of shape (n,)."""
-        at = self._frame.at(points)
+        at = self.frame.at(points)
         values, whitened = self._whitened_at(at)
         by_z = self._remaining_derivatives(values, whitened)
-        variance = np.einsum("ij,jk,ik->i", by_z, self._fitted.covariance, by_z)
-        variance += values.by_compute**2 * self._frame.u.unseen_variance(at.u)
-        variance += values.by_across**2 * self._frame.v.unseen_variance(at.v) + self._noise_variance(values)
-        variance += _make_step_rows(at, values).variance(self._frame.priors) - np.square(whitened).sum(axis=0)
-        return values.log_step + whitened.T @ self._fitted.residuals, np.sqrt(variance)
+        variance = np.einsum("ij,jk,ik->i", by_z, self.fitted.covariance, by_z)
+        variance += values.by_compute**2 * self.frame.u.unseen_variance(at.u)
+        variance += values.by_across**2 * self.frame.v.unseen_variance(at.v) + self._noise_variance(values)
+        variance += _make_step_rows(at, values).variance(self.frame.priors) - np.square(whitened).sum(axis=0)
+        return values.log_step + whitened.T @ self.fitted.residuals, np.sqrt(variance)
 
     def joint(self, points: Points) -> tuple[Floats, Floats]:
         """Return ln t, shape (n,), and its covariance without the noise of a measurement, shape (n, n)."""
-        at = self._frame.at(points)
+        at = self.frame.at(points)
         values, whitened = self._whitened_at(at)
         by_z, rows = self._remaining_derivatives(values, whitened), _make_step_rows(at, values)
-        covariance = by_z @ self._fitted.covariance @ by_z.T
-        u = self._frame.u.unseen_covariance(np.log(points.local_batch))
-        v = self._frame.v.unseen_covariance(np.log(points.replicas))
+        covariance = by_z @ self.fitted.covariance @ by_z.T
+        u = self.frame.u.unseen_covariance(np.log(points.local_batch))
+        v = self.frame.v.unseen_covariance(np.log(points.replicas))
         covariance += u * np.outer(values.by_compute, values.by_compute)
         covariance += v * np.outer(values.by_across, values.by_across)
-        covariance += rows.covariance(rows, self._frame.priors) - whitened.T @ whitened
-        return values.log_step + whitened.T @ self._fitted.residuals, covariance
+        covariance += rows.covariance(rows, self.frame.priors) - whitened.T @ whitened
+        return values.log_step + whitened.T @ self.fitted.residuals, covariance
 
     def _whitened_at(self, at: FeaturePoints) -> tuple[ModelValues, Floats]:
         """Return the model at points, and its local residuals' whitened covariance with the probes, shape (rows, n)."""
-        values, spread = evaluate(self._fitted.z, at), self._fitted.spread
-        return values, spread.whitener @ spread.rows.covariance(_make_step_rows(at, values), self._frame.priors)
+        values, spread = evaluate(self.fitted.z, at), self.fitted.spread
+        return values, spread.whitener @ spread.rows.covariance(_make_step_rows(at, values), self.frame.priors)
 
     def _remaining_derivatives(self, values: ModelValues, whitened: Floats) -> Floats:
         """Return derivatives of ln t by z, less those of the local residuals, which depend on z too."""
-        return values.of_step - whitened.T @ (self._fitted.spread.whitener @ self._fitted.jacobian)
+        return values.of_step - whitened.T @ (self.fitted.spread.whitener @ self.fitted.jacobian)
 
     @property
     def whole_steps_alone(self) -> bool:
@@ -127,16 +116,16 @@ class Overlap:
     @property
     def log_evidence(self) -> float:
         """ln of the probability density of the probes, up to a constant that is equal for all fits to them."""
-        return self._fitted.log_evidence
+        return self.fitted.log_evidence
 
     def regression(self) -> "RegressionResultsWrapper":
         """Return the final generalised least squares as a statsmodels result; `coordinates` names its parameters."""
-        return self._fitted.regression
+        return self.fitted.regression
 
     @property
     def coordinates(self) -> tuple[str, ...]:
         """Names of the fitted coordinates: parameters, and residuals of compute and of synchronisation."""
-        batches, replicas = (np.exp(process.places) for process in (self._frame.u, self._frame.v))
+        batches, replicas = (np.exp(process.places) for process in (self.frame.u, self.frame.v))
         return (
             *(parameter.name for parameter in fields(Priors)[:PARAMETERS]),
             *(f"compute at {batch:g}" for batch in batches),
@@ -145,29 +134,15 @@ class Overlap:
 
     def measurement_noise(self, points: Points) -> Floats:
         """Return the standard deviation of ln t from one job to the next, shape (n,)."""
-        return np.sqrt(self._noise_variance(evaluate(self._fitted.z, self._frame.at(points))))
-
-    def posterior(self) -> "Posterior":
-        """Return the posterior of the parameters and residuals."""
-        parameter_count, priors = PARAMETERS, self._frame.priors
-        z, variances = self._fitted.z, np.diag(self._fitted.covariance)
-        squares = z**2 + variances
-        compute, sync = np.split(squares[parameter_count:], [len(self._frame.u.places)])
-        return Posterior(
-            means=priors.means + priors.sds * z[:parameter_count],
-            variances=priors.sds**2 * variances[:parameter_count],
-            compute=compute,
-            sync=sync,
-            noise=self.noise,
-        )
+        return np.sqrt(self._noise_variance(evaluate(self.fitted.z, self.frame.at(points))))
 
     def parts(self, points: Points) -> tuple[Floats, Floats, Floats]:
         """Return the step time, the compute and the synchronisation within it (hidden or not). Seconds."""
-        values = evaluate(self._fitted.z, self._frame.at(points))
+        values = evaluate(self.fitted.z, self.frame.at(points))
         return np.exp(values.log_step), np.exp(values.log_compute), values.sync
 
-    def _noise_variance(self, values: "ModelValues") -> Floats:
-        priors = self._frame.priors
+    def _noise_variance(self, values: ModelValues) -> Floats:
+        priors = self.frame.priors
         return self.noise**2 * (priors.step_noise**2 + (priors.sync_noise * values.by_sync) ** 2)
 
 
@@ -367,8 +342,8 @@ _MAX_LOG_ODDS = 50.0  # ln of the odds: more makes no difference
 
 
 @dataclass(frozen=True)
-class Mixture:
-    """Fits to the same probes under different assumptions, with their probabilities; predicts like `Overlap`."""
+class StepModel:
+    """The step-time model: one fit to the probes, or two under different assumptions with their probabilities."""
 
     members: tuple[Overlap, ...]  # the first overlaps
     weights: Floats  # their probabilities, shape (members,)
@@ -406,25 +381,18 @@ class Mixture:
         """Return the standard deviation of ln t from one job to the next, shape (n,)."""
         return np.sqrt(self.weights @ np.square([member.measurement_noise(points) for member in self.members]))
 
-    def posterior(self) -> Posterior:
-        """Return the posterior of the most probable member."""
-        return self.members[int(np.argmax(self.weights))].posterior()
-
     def parts(self, points: Points) -> tuple[Floats, Floats, Floats]:
         """Return the expected step time, compute and synchronisation within it (hidden or not). Seconds."""
         step, compute, sync = np.tensordot(self.weights, [member.parts(points) for member in self.members], 1)
         return step, compute, sync
 
 
-StepModel = Overlap | Mixture
-
-
 def fit_step_model(
     points: Points, *, step: Floats, compute: Floats, spread: Floats, collective: str, priors: Priors = PRIORS
 ) -> StepModel:
-    """Fit one model, or a mixture, to probes.
+    """Fit the model to probes.
 
-    A mixture is fitted if compute was not measured apart, or if the priors make it likely that compute hides nothing.
+    It has two members if compute was not measured apart, or if the priors make it likely that compute hides nothing.
 
     Arguments as of `fit_overlap`.
     """
@@ -436,8 +404,8 @@ def fit_step_model(
 
     overlapped = fit_with(priors.p)
     if points.alone.all() or not (overlapped.whole_steps_alone or may_hide_nothing(priors)):
-        return overlapped
+        return StepModel((overlapped,), np.ones(1))
     additive = fit_with(1.0)
     log_odds = math.log(priors.additive / (1 - priors.additive)) + additive.log_evidence - overlapped.log_evidence
     odds = math.exp(min(_MAX_LOG_ODDS, log_odds))
-    return Mixture((overlapped, additive), np.array([1.0, odds]) / (1 + odds))
+    return StepModel((overlapped, additive), np.array([1.0, odds]) / (1 + odds))

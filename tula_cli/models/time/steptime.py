@@ -14,7 +14,7 @@ from tula_cli.errors import BadMeasurements
 from tula_cli.models import messages
 from tula_cli.models.time import mixture
 from tula_cli.models.time.formulas import PRIORS, Points, Priors
-from tula_cli.models.time.mixture import Mixture, StepModel
+from tula_cli.models.time.mixture import StepModel
 from tula_cli.models.time.noise import BLOCKS, Z90, compute_block_deviation, compute_trimmed_mean
 from tula_cli.words import describe_probe_place, format_count
 
@@ -409,7 +409,7 @@ def _describe_fit(
     quality = "exactly determined, no residual" if error is None else f"median residual {100 * error:.1f} %"
     parts_text = ", overlapped with synchronisation ".join(ranges)
     alone = ""
-    if isinstance(model, Mixture):
+    if len(model.members) > 1:
         by_steps = " by their whole steps alone" * model.whole_steps_alone
         alone = f"{by_steps}, compute hides synchronisation with probability {100 * model.overlapped:.0f} %"
     trained = sum(o.doubt is not None for o in observations)

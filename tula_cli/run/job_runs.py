@@ -5,7 +5,7 @@ given none of them reads all.
 """
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -47,7 +47,7 @@ def make_runs(root: Path, spec: JobSpec, *, code: str = "") -> tuple[Run, ...]:
     """
     jobs = [(variant, RunDir.of(root, job, code=code)) for variant, job in list_variants(spec)]
     names = tuple(run.id for _, run in jobs) if len(jobs) > 1 or spec.types else ()
-    return _join_family(Run(run.path, run.spec, variant.model_copy(update={"runs": names})) for variant, run in jobs)
+    return _join_family([Run(run.path, run.spec, variant.model_copy(update={"runs": names})) for variant, run in jobs])
 
 
 def list_siblings(run: RunDir) -> list[RunDir]:
@@ -75,7 +75,7 @@ def open_family(run: RunDir, overrides: Sequence[str] = ()) -> tuple[Run, ...]:
     stored = [(sibling, sibling.variant() or Variant()) for sibling in list_siblings(run)]
     node_types = {part.node_type for _, part in stored if part.node_type}
     return _join_family(
-        _open(sibling, part, _select_overrides(overrides, part, node_types)) for sibling, part in stored
+        [_open(sibling, part, _select_overrides(overrides, part, node_types)) for sibling, part in stored]
     )
 
 
@@ -133,7 +133,7 @@ def _select_overrides(overrides: Sequence[str], part: Variant, node_types: Colle
     return selected
 
 
-def _join_family(runs: Iterable[Run]) -> tuple[Run, ...]:
+def _join_family(runs: Sequence[Run]) -> tuple[Run, ...]:
     family = tuple(runs)
     for run in family:
         run.family = family

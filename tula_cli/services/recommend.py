@@ -186,6 +186,7 @@ def recommend(
         measurements.type: _build_answer(
             [measurements.with_type_of_run()],
             _select_run(candidates, measurements).with_pareto_front(),
+            _select_run(forecasts, measurements),
             query,
             no_gradients,
             noise,
@@ -197,9 +198,9 @@ def recommend(
     }
     candidates = candidates.with_pareto_front()
     answer = _build_answer(
-        all_measurements, candidates, query, [*warnings, *no_gradients], noise, overrides=overrides, now=now
+        all_measurements, candidates, forecasts, query, [*warnings, *no_gradients], noise, overrides=overrides, now=now
     )
-    return replace(answer, by_type=by_type, forecasts=forecasts)
+    return replace(answer, by_type=by_type)
 
 
 def _select_run(candidates: Candidates, measurements: TypeMeasurements) -> Candidates:
@@ -321,6 +322,7 @@ def _describe_limit(limit: Limit, query: Query) -> str:
 def _build_answer(
     all_measurements: Sequence[TypeMeasurements],
     candidates: Candidates,
+    forecasts: Candidates,
     query: Query,
     warnings: Sequence[Diagnostic],
     noise: Noise | None,
@@ -348,11 +350,12 @@ def _build_answer(
         from tula_cli.services.comparison.accuracy import find_accuracy_evidence
 
         accuracy = find_accuracy_evidence(run, batch=prediction.batch)
+    other_market = _find_on_other_market(prediction, forecasts)
     quantity: Quantity = "accuracy-time" if query.objective == "accuracy-time" else "time"
     all_warnings = (
         *warnings,
         *(of_type.with_type(warning) for of_type in all_measurements for warning in list_measurement_warnings(of_type)),
-        *list_choice_warnings(estimator, choice, query),
+        *list_choice_warnings(estimator, choice, query, other_market=other_market),
     )
     recommendation = Recommendation(
         objective=query.objective,
@@ -381,12 +384,19 @@ def _build_answer(
         stages=stages,
         ramp=". ".join(filter(None, [describe_stages(stages), describe_stage_nodes(prediction)])),
         accuracy=accuracy,
-        other_market=measurements.other_market(prediction),
+        other_market=other_market,
         trainings=tuple(steps for of_type in all_measurements for steps in of_type.trained),
         trainings_left_out=tuple(f"{of_type.prefix}{why}" for of_type in all_measurements for why in of_type.left_out),
         created_at=now,
     )
-    return Answer(recommendation, all_warnings, {}, all_measurements, candidates, candidates)
+    return Answer(recommendation, all_warnings, {}, all_measurements, candidates, forecasts)
+
+
+def _find_on_other_market(row: Prediction, forecasts: Candidates) -> Prediction | None:
+    """Return the forecast of the same configuration on the other market; None if there is none."""
+    market = "spot" if row.market == "on_demand" else "on_demand"
+    matching = forecasts.select(type=row.type, nodes=row.nodes, batch=row.batch, market=market)
+    return matching.prediction(0) if len(matching) else None
 
 
 def _select_choosable(candidates: Candidates, all_measurements: Sequence[TypeMeasurements]) -> Candidates:
@@ -435,8 +445,17 @@ def select_rows(rows: Candidates, choice: Choice, quantity: Quantity) -> Flags:
     return np.isin(numbers, numbers[is_listed])
 
 
-def list_choice_warnings(estimator: Estimator, choice: Choice, query: Query) -> Iterator[Diagnostic]:
-    """Yield the reasons why the choice may be worse than predicted."""
+def list_choice_warnings(
+    estimator: Estimator, choice: Choice, query: Query, *, other_market: Prediction | None
+) -> Iterator[Diagnostic]:
+    """Yield the reasons why the choice may be worse than predicted.
+
+    Args:
+        estimator: the models of the node type of the choice.
+        choice: the choice.
+        query: objective and limits.
+        other_market: the forecast of the choice on the other market; None if there is none.
+    """
     chosen, deadline = choice.prediction, query.deadline_hours
     if estimator.steps.determined_exactly and not all(row.measured for row in (chosen, *choice.runners_up)):
         yield messages.fit_error_unknown()
@@ -458,10 +477,7 @@ def list_choice_warnings(estimator: Estimator, choice: Choice, query: Query) -> 
     if chosen.market == "spot":
         if deadline is not None:
             yield messages.spot_time_is_expected()
-    elif (
-        estimator.spec.pricing.spot is not None
-        and estimator.predict_if_known(Config(chosen.nodes, chosen.batch), "spot") is None
-    ):
+    elif estimator.spec.pricing.spot is not None and other_market is None:
         if estimator.saving is not None and not estimator.saving.is_known:
             yield messages.no_spot_saves_unknown(nodes=chosen.nodes)
         else:

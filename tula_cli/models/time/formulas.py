@@ -292,7 +292,7 @@ class ReferenceFrame:
             priors=priors,
         )
 
-    @property
+    @cached_property
     def size(self) -> int:
         return PARAMETERS + len(self.u.places) + len(self.v.places)
 

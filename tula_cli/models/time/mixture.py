@@ -8,6 +8,7 @@ posterior probability: the prior probability times the evidence (Laplace's appro
 variance of a prediction includes the difference between the two.
 """
 
+import functools
 import math
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -199,7 +200,7 @@ class _Data:
     log_compute: Floats  # nan where not measured
     spread: Floats
 
-    @property
+    @cached_property
     def has_compute(self) -> Flags:
         return np.isfinite(self.log_compute)
 
@@ -396,16 +397,11 @@ def fit_step_model(
 
     Arguments as of `fit_overlap`.
     """
-
-    def fit_with(p: float) -> Overlap:
-        return fit_overlap(
-            points, step=step, compute=compute, spread=spread, collective=collective, priors=replace(priors, p=p)
-        )
-
-    overlapped = fit_with(priors.p)
+    fit = functools.partial(fit_overlap, points, step=step, compute=compute, spread=spread, collective=collective)
+    overlapped = fit(priors=priors)
     if points.alone.all() or not (overlapped.whole_steps_alone or may_hide_nothing(priors)):
         return StepModel((overlapped,), np.ones(1))
-    additive = fit_with(1.0)
+    additive = fit(priors=replace(priors, p=1.0))
     log_odds = math.log(priors.additive / (1 - priors.additive)) + additive.log_evidence - overlapped.log_evidence
     odds = math.exp(min(_MAX_LOG_ODDS, log_odds))
     return StepModel((overlapped, additive), np.array([1.0, odds]) / (1 + odds))

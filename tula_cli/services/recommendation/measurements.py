@@ -25,7 +25,6 @@ from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.models.time.stretches import TrainingObservations
 from tula_cli.query import Objective, Query
 from tula_cli.run.directory import Run, RunDir
-from tula_cli.run.records.base import Market
 from tula_cli.run.records.probes import Failed, GradientStats, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation, Stage, TrainedSteps
 from tula_cli.run.records.tasks import ProbeTask, TrainTask
@@ -94,12 +93,6 @@ class TypeMeasurements:
             for configuration, steps_here in self.estimator.trained.items()
             for steps in steps_here
         )
-
-    def other_market(self, row: Prediction) -> Prediction | None:
-        """Return the forecast of the same configuration on the other market."""
-        market: Market = "spot" if row.market == "on_demand" else "on_demand"
-        forecast = self.estimator.predict_if_known(Config(row.nodes, row.batch), market)
-        return forecast and forecast.model_copy(update={"type": row.type})
 
 
 def get_measurements_of_type(all_measurements: Iterable[TypeMeasurements], type_: str) -> TypeMeasurements:

@@ -92,6 +92,24 @@ def test_a_setting_that_building_depends_on_builds_anew(built, changes):
     assert built.count == 2
 
 
+GROUPS = [{"parameters": ["norms"]}]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"schedule": {"kind": "rates:first"}}, {"schedule": {"kind": "rates:second"}}),
+        ({"ags": {"parameters": ["norms"]}}, {"ags": {"parameters": ["heads"]}}),
+        ({"optimizer": {"lr": 0.1, "groups": GROUPS}}, {"optimizer": {"lr": 0.2, "groups": GROUPS}}),  # it is shown
+    ],
+)
+def test_a_name_that_building_resolves_or_a_value_that_it_shows_builds_anew(built, first, second):
+    Path("rates.py").touch()
+    for changes in (first, second):
+        built.inspect(make.spec(train={"epochs": 4, "method": "ags"}, **changes))
+    assert built.count == 2
+
+
 def test_another_folder_builds_nothing_and_another_interpreter_of_the_jobs_does(built, tmp_path, monkeypatch):
     built.inspect()
     (tmp_path / "elsewhere").mkdir()

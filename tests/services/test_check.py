@@ -200,6 +200,8 @@ def test_values_that_hardly_go_together_are_warnings(found):
     warnings = check(spec(train={"epochs": 10, "workers": 200}, schedule=late)).warnings
     assert values(warnings, "milestones-after-end") == {"milestones": [10, 1000], "epochs": 10}
     assert values(warnings, "too-many-loader-processes") == {"workers": 200, "processes": 200, "cores": 2}
+    slow = check(spec(train={"epochs": 10}, schedule={"warmup_epochs": 11})).warnings
+    assert messages.warmup_after_end(warmup_epochs=11.0, epochs=10) in slow
     small = check(spec(train={"epochs": 10, "method": "ags"}, ags={"b_small": 64}, search={"max_batch": 128})).warnings
     assert messages.batch_not_scaled(b_small=64, batches=[32, 64], method="ags") in small
     short = {"name": "AdamW", "lr": 0.1, "beta2_half_life": 100}
@@ -209,9 +211,9 @@ def test_values_that_hardly_go_together_are_warnings(found):
     unplaced = check(spec(train=grown, search={"max_batch": 128}))
     assert codes(unplaced.problems) == ["nodes-unusable-for-stages"]
     assert "nodes-unusable-for-stages" not in codes(unplaced.warnings)
-    soon = {"kind": "multistep", "milestones": [1, 9]}
+    soon = {"kind": "multistep", "milestones": [1, 9], "warmup_epochs": 10}
     fine = check(spec(train={"epochs": 10, "workers": 4}, schedule=soon)).warnings
-    assert not {"milestones-after-end", "too-many-loader-processes"} & set(codes(fine))
+    assert not {"milestones-after-end", "warmup-after-end", "too-many-loader-processes"} & set(codes(fine))
 
 
 @pytest.mark.parametrize(

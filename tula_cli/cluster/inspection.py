@@ -26,6 +26,7 @@ from tula_cli.errors import JobFailed, Problem, SpecError, TulaError
 from tula_cli.host import devices
 from tula_cli.host.machine import read_machine_memory, read_processor_name
 from tula_cli.host.processes import run_command
+from tula_cli.plugins import is_import_string
 from tula_cli.run.code import compute_code_digest
 from tula_cli.run.files import make_folder, read_record, write_record
 from tula_cli.run.imports import import_strings
@@ -421,10 +422,13 @@ def list_unmeasured_settings(spec: JobSpec) -> Facts:
         # The memory of this machine is shared by the ranks; the check for a lone sample looks at the smallest batch.
         "share": ranks if spec.cluster.kind == "local" and spec.cluster.memory_per_gpu is None else None,
         "one_sample": search.min_batch // (ranks * train.accumulate) <= 1,
+        "lr": spec.optimizer.lr if spec.optimizer.groups else None,  # shown for each group
         "weight_decay": spec.optimizer.weight_decay > 0,  # some optimizers take none
         "beta2": [half_life, search.min_batch, search.max_batch] if half_life else None,
         "test": spec.dataset.test and spec.dataset.test.model_dump(mode="json"),
         "metrics": train.metrics,
+        "schedule": [spec.schedule.kind, train.epochs] if is_import_string(spec.schedule.kind) else None,
+        "ags": spec.ags.parameters if train.training_method.reads("ags") else None,  # patterns that must match
         "arms": spec.auto.model_dump(mode="json") if train.training_method.tunes else None,
     }
 

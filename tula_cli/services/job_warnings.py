@@ -8,7 +8,7 @@ from tula_cli.presets import DIVIDING
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.services import messages
-from tula_cli.spec.job import JobSpec
+from tula_cli.spec.job import JobSpec, get_warmup_epochs
 from tula_cli.spec.sections import FEWEST_WORKERS, MOST_WORKERS
 from tula_cli.spec.workload import get_workload
 from tula_cli.words import format_count
@@ -76,6 +76,8 @@ def warn_unlikely_settings(spec: JobSpec, inspection: Inspection | None) -> list
     warnings, epochs, workers = [], spec.train.epochs, spec.train.workers
     if late := [at for at in spec.schedule.milestones if at >= epochs]:
         warnings.append(messages.milestones_after_end(milestones=late, epochs=epochs))
+    if spec.script is None and (warmup := get_warmup_epochs(spec)) > epochs:
+        warnings.append(messages.warmup_after_end(warmup_epochs=warmup, epochs=epochs))
     half_life, reference = spec.optimizer.beta2_half_life, spec.train.reference_batch
     if isinstance(half_life, float) and half_life < reference:
         warnings.append(messages.beta2_half_life_below_batch(half_life=half_life, reference_batch=reference))

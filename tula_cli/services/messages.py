@@ -54,6 +54,14 @@ def milestones_after_end(*, milestones: Sequence[float], epochs: int) -> str:
 
 
 @diagnostic
+def warmup_after_end(*, warmup_epochs: float, epochs: int) -> str:
+    return (
+        f"schedule.warmup_epochs {warmup_epochs:g} is more than train.epochs {epochs}, so the learning rate does not reach"
+        " optimizer.lr."
+    )
+
+
+@diagnostic
 def beta2_half_life_below_batch(*, half_life: float, reference_batch: int) -> str:
     return (
         f"optimizer.beta2_half_life {half_life:g} is less than one batch (train.reference_batch: {reference_batch})."

@@ -258,6 +258,18 @@ class Optimizer(Section):
     # Parameter groups with different settings. If several groups match a parameter, only the last one applies.
     groups: list[ParameterGroup] = []
 
+    @model_validator(mode="after")
+    def _is_given_once(self) -> "Optimizer":
+        for key in ("momentum", "weight_decay"):
+            if (
+                key in self.args
+                and getattr(self, key)
+                and key in self.model_fields_set
+                and self.args[key] != getattr(self, key)
+            ):
+                raise ValueError(f"{key} is {getattr(self, key):g}, and {self.args[key]} in args; remove one of them")
+        return self
+
 
 FALLING = ("cosine", "linear", "one-cycle")
 SCHEDULES = ("constant", "multistep", *FALLING)

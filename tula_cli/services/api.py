@@ -1014,14 +1014,8 @@ def export(arguments: ExportArguments) -> tuple[ExportResult, ...]:
         >>> tula.export(run, "mlflow", uri="http://tracking.example.org:5000")[0].new_points
     """
     call = Call.from_target(arguments.run, root=arguments.root).measured()
-    work = load_trackers_package().export(
-        call.runs,
-        [arguments.to] if isinstance(arguments.to, str) else list(arguments.to),
-        uri=arguments.uri,
-        project=arguments.project,
-        follow=arguments.follow,
-        every=arguments.every,
-    )
+    to = [arguments.to] if isinstance(arguments.to, str) else list(arguments.to)
+    work = load_trackers_package().export(call.runs, to, arguments)
     return follow(work, arguments.on_event or warn_of_event)
 
 

@@ -6,6 +6,7 @@ from typing import Protocol, cast
 
 from tula_cli.entry_points import load_extra
 from tula_cli.errors import SpecError
+from tula_cli.options import ExportRequest
 from tula_cli.run.directory import Run
 from tula_cli.services.events import Event, WarningEvent, Work
 
@@ -40,21 +41,14 @@ class TrackersPackage(Protocol):
         self,
         runs: Sequence[Run],
         to: Sequence[str],
-        *,
-        uri: str | None,
-        project: str | None,
-        follow: bool,
-        every: float | None,
+        request: ExportRequest,
     ) -> Work[tuple[ExportResult, ...]]:
         """Send new values of the runs of a job, with their reports as Markdown, to trackers.
 
         Args:
             runs: the runs.
             to: trackers or import strings; empty for those of section export.
-            uri: address of the named tracker.
-            project: project at the named tracker.
-            follow: continue while jobs of the run are queued or running.
-            every: seconds between two polls; None for the default.
+            request: where to, and for how long.
 
         Raises:
             SpecError: no tracker is named and the job has none, or the arguments are not compatible.

@@ -29,11 +29,12 @@ from tula_cli.extras.report import comparison_document
 from tula_cli.extras.report.material import gather_material
 from tula_cli.extras.report.page import render_page
 from tula_cli.extras.report.run_report import build_document
+from tula_cli.extras.report.values import TrainingCurve
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.results import Comparison
 from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import trainings
-from tula_cli.services.comparison.accuracy import CompareReport, TrainingCurve, read_training_curves
+from tula_cli.services.comparison.accuracy import CompareReport
 from tula_cli.services.document import Document
 
 
@@ -94,7 +95,7 @@ def test_a_comparison_answers_at_the_largest_batch_that_is_trained(run: RunDir) 
 
 
 def document(run: RunDir, comparison: Comparison) -> Document:
-    curves = read_training_curves(Run(run.path, make.spec(**SPEC)), comparison)
+    curves = comparison_document.read_training_curves(Run(run.path, make.spec(**SPEC)), comparison)
     return make_document(table(run, comparison), curves)
 
 

@@ -24,6 +24,7 @@ from tula_cli.errors import NotYours, SpecError, TrackerError, TulaError
 from tula_cli.extras.trackers import export as service
 from tula_cli.extras.trackers.destination import resolve_destination
 from tula_cli.extras.trackers.export import ExportResult, export_run, list_requested_trackers
+from tula_cli.options import ExportRequest
 from tula_cli.run import owner
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import read_text
@@ -310,13 +311,13 @@ def with_exports(**changes: Any) -> JobSpec:
 
 
 def test_trackers_are_those_named_else_those_of_the_job() -> None:
-    assert [item.to for item in list_requested_trackers(with_exports(), [], uri=None, project=None)] == [
+    assert [item.to for item in list_requested_trackers(with_exports(), [], ExportRequest())] == [
         "tensorboard",
         "mlflow",
     ]
     assert [
         requested_tracker.to
-        for requested_tracker in list_requested_trackers(with_exports(), ["wandb"], uri="x", project="p")
+        for requested_tracker in list_requested_trackers(with_exports(), ["wandb"], ExportRequest(uri="x", project="p"))
     ] == ["wandb"]
 
 
@@ -334,7 +335,7 @@ def test_trackers_are_those_named_else_those_of_the_job() -> None:
 )
 def test_what_does_not_go_together_is_refused(to: list[str], uri: str | None, words: str) -> None:
     with pytest.raises(SpecError, match=words):
-        list_requested_trackers(toy_spec(), to, uri=uri, project=None)
+        list_requested_trackers(toy_spec(), to, ExportRequest(uri=uri))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 
 from tula_cli.extras.report.values import (
     MAX_POINTS,
-    GradientCurve,
     Row,
+    TrainingCurve,
     as_number,
     choose_scale,
     get_value_at,
@@ -51,7 +51,7 @@ OF_CURVATURE = (
 )  # fmt: skip
 
 
-def build_gradient_figures(curves: Sequence[GradientCurve]) -> Iterator[Figure]:
+def build_gradient_figures(curves: Sequence[TrainingCurve]) -> Iterator[Figure]:
     """Yield a figure per logged quantity against samples seen.
 
     Recorded steps of a single training take the place of the medians of its epochs.
@@ -72,7 +72,7 @@ def build_gradient_figures(curves: Sequence[GradientCurve]) -> Iterator[Figure]:
 
 
 def _draw_quantity(
-    quantity: Quantity, curves: Sequence[GradientCurve], rows: Callable[[GradientCurve], Sequence[Row]]
+    quantity: Quantity, curves: Sequence[TrainingCurve], rows: Callable[[TrainingCurve], Sequence[Row]]
 ) -> Iterator[Figure]:
     series = list(make_mean_series(curves, rows, quantity.path))
     if quantity.ends is not None and len(curves) == 1 and series:
@@ -90,7 +90,7 @@ def _with_spread(series: Series, rows: Sequence[Row], quantity: Quantity) -> Ser
     return replace(series, low=low, high=high)
 
 
-def _build_eigenvalue_figure(curves: Sequence[GradientCurve]) -> Iterator[Figure]:
+def _build_eigenvalue_figure(curves: Sequence[TrainingCurve]) -> Iterator[Figure]:
     """Yield the largest eigenvalue of the Hessian together with the gradient norm on the same samples."""
     named = {"largest eigenvalue": "eigenvalue", "gradient norm": "gradient_norm"}
     several = len({curve.name for curve in curves}) > 1
@@ -108,7 +108,7 @@ def _build_eigenvalue_figure(curves: Sequence[GradientCurve]) -> Iterator[Figure
         )  # fmt: skip
 
 
-def _build_factor_density(curve: GradientCurve, *, key: str) -> Iterator[Figure]:
+def _build_factor_density(curve: TrainingCurve, *, key: str) -> Iterator[Figure]:
     """Yield the distribution of the scaling factors, with one column per epoch; nothing if no factors are logged.
 
     The outer bins hold the values beyond all edges. Only the range between the first and last non-empty bins is drawn.

@@ -5,23 +5,38 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from tula_cli.extras.report.values import (
-    GradientCurve,
+    Row,
+    TrainingCurve,
     build_table,
     choose_hours_unit,
     convert,
     find_paper_figures,
     make_mean_series,
 )
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.results import Comparison
 from tula_cli.services.comparison.accuracy import (
     CompareReport,
     ComparisonRow,
     SeedStatistics,
-    TrainingCurve,
     differs_beyond_noise,
     find_best_row,
 )
 from tula_cli.services.document import Cell, Column, Fact, Figure, Section, Series, Table
 from tula_cli.words import describe_method_label, format_count
+
+
+def read_training_curves(run: RunDir, comparison: Comparison) -> list[TrainingCurve]:
+    """Return the curves of all full trainings of a comparison that have finished an epoch."""
+    curves = []
+    for cell in (cell for cell in comparison.cells if cell.short is None):
+        rows: dict[str, list[Row]] = {"epoch": [], "hessian": []}
+        for row in run.training(cell.signature).metrics(*rows):
+            rows[row["kind"]].append(row)
+        if rows["epoch"]:
+            name = describe_method_label(cell.method, reference=cell.reference)
+            curves.append(TrainingCurve(name, cell.batch, rows["epoch"], rows["hessian"], is_reference=cell.reference))
+    return curves
 
 
 def build_comparison_sections(report: CompareReport, curves: Sequence[TrainingCurve]) -> Iterator[Section]:
@@ -149,17 +164,12 @@ def _make_figure_key(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_")
 
 
-def _make_gradient_curve(curve: TrainingCurve) -> GradientCurve:
-    name = describe_method_label(curve.cell.method, reference=curve.cell.reference)
-    return GradientCurve(name, curve.cell.batch, curve.epochs, curve.curvature)
-
-
 def _build_training_curves(report: CompareReport, metric: str, curves: Sequence[TrainingCurve]) -> Iterator[Figure]:
     """Yield one figure per batch: the metric averaged over seeds against samples seen, including the reference."""
     path = metric if metric in ("top1", "perplexity") else "eval_loss"
     title = _make_metric_title(metric, report)
-    for batch in sorted({curve.cell.batch for curve in curves if not curve.cell.reference}):
-        shown = [_make_gradient_curve(curve) for curve in curves if curve.cell.reference or curve.cell.batch == batch]
+    for batch in sorted({curve.batch for curve in curves if not curve.is_reference}):
+        shown = [curve for curve in curves if curve.is_reference or curve.batch == batch]
         if series := tuple(make_mean_series(shown, lambda curve: curve.epochs, path)):
             yield Figure(
                 f"{_make_figure_key(metric)}_way_{batch}",
@@ -174,7 +184,7 @@ def _build_training_curves(report: CompareReport, metric: str, curves: Sequence[
 def _build_diagnostic_figures(curves: Sequence[TrainingCurve]) -> Iterator[Figure]:
     """Yield the paper's figures of gradients, as far as their data was logged, at the largest batch and the reference."""
     if (paper_figures := find_paper_figures()) is not None:
-        batch = max((curve.cell.batch for curve in curves), default=0)
-        shown = [curve for curve in curves if curve.cell.batch == batch or curve.cell.reference]
-        for figure in paper_figures.build_gradient_figures(list(map(_make_gradient_curve, shown))):
+        batch = max((curve.batch for curve in curves), default=0)
+        shown = [curve for curve in curves if curve.batch == batch or curve.is_reference]
+        for figure in paper_figures.build_gradient_figures(shown):
             yield replace(figure, key=f"compare_{figure.key}")

@@ -13,8 +13,8 @@ from tula_cli.extras.report.material import (
 )
 from tula_cli.extras.report.values import (
     WITHOUT_FIGURES,
-    GradientCurve,
     Row,
+    TrainingCurve,
     build_table,
     choose_bytes_unit,
     choose_hours_unit,
@@ -794,7 +794,7 @@ def build_gradients_section(material: Material) -> Section:
     figures = tuple(
         replace(figure, key=training.part.name_key(figure.key))
         for training in trainings
-        for figure in paper_figures.build_gradient_figures([_make_gradient_curve(training)])
+        for figure in paper_figures.build_gradient_figures([_make_training_curve(training)])
     )
     if figures:
         return replace(section, figures=figures)
@@ -804,8 +804,8 @@ def build_gradients_section(material: Material) -> Section:
     return replace(section, missing=f"this training logged no gradients. {how}")
 
 
-def _make_gradient_curve(training: TrainingMaterial) -> GradientCurve:
-    return GradientCurve(
+def _make_training_curve(training: TrainingMaterial) -> TrainingCurve:
+    return TrainingCurve(
         training.task.spec.train.method,
         training.task.batch,
         training.rows_of_kind("epoch"),
@@ -828,6 +828,6 @@ def build_comparison_sections_of_parts(material: Material) -> Iterator[Section]:
         yield Section("comparison", "Methods and batches", missing=HOW_TO_COMPARE)
     for part, comparison in compared_parts:
         report = accuracy.build_compare_report(part.run, comparison, jobs=part.now.jobs)
-        curves = accuracy.read_training_curves(part.run, comparison)
+        curves = comparison_document.read_training_curves(part.run, comparison)
         for section in comparison_document.build_comparison_sections(report, curves):
             yield replace(section, key=part.name_key(section.key), title=part.name_title(section.title))

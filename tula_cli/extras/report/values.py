@@ -156,18 +156,19 @@ def as_number(value: object) -> float | None:
 
 
 @dataclass(frozen=True)
-class GradientCurve:
-    """What one training has logged of its gradients; curves with the same name are averaged."""
+class TrainingCurve:
+    """The metrics that one training has logged; curves with the same name are averaged."""
 
     name: str
     batch: int
     epochs: Sequence[Row]
     curvature: Sequence[Row] = ()
     steps: StepSeries | None = None
+    is_reference: bool = False  # the small batch of a comparison
 
 
 def make_mean_series(
-    curves: Sequence[GradientCurve], rows: Callable[[GradientCurve], Sequence[Row]], path: str, *, name: str = ""
+    curves: Sequence[TrainingCurve], rows: Callable[[TrainingCurve], Sequence[Row]], path: str, *, name: str = ""
 ) -> Iterator[Series]:
     """Yield one series per curve name: the mean over trainings of the value under `path`, against samples seen.
 
@@ -194,7 +195,7 @@ WITHOUT_FIGURES = "drawn by tula's optional package figures, which is not instal
 class PaperFigures(Protocol):
     """The figures that the optional package `figures` adds to a report."""
 
-    def build_gradient_figures(self, curves: Sequence[GradientCurve]) -> Iterator[Figure]:
+    def build_gradient_figures(self, curves: Sequence[TrainingCurve]) -> Iterator[Figure]:
         """Yield a figure per logged quantity against samples seen."""
         ...
 

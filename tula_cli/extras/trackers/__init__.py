@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tula_cli.options import ExportRequest
     from tula_cli.run.directory import Run
     from tula_cli.services.events import Event, Work
     from tula_cli.services.tracking import ExportResult
@@ -22,16 +23,11 @@ class Trackers:
         self,
         runs: "Sequence[Run]",
         to: Sequence[str],
-        *,
-        uri: str | None,
-        project: str | None,
-        follow: bool,
-        every: float | None,
+        request: "ExportRequest",
     ) -> "Work[tuple[ExportResult, ...]]":
-        from tula_cli.extras.trackers.export import export_run, list_requested_trackers, require_sent
+        from tula_cli.extras.trackers.export import export_requested, require_sent
 
-        trackers = list_requested_trackers(runs[0].spec, to, uri=uri, project=project)
-        results = yield from export_run(runs, trackers, follow=follow, every=every)
+        results = yield from export_requested(runs, to, request)
         require_sent(results)
         return results
 

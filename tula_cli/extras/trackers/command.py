@@ -27,8 +27,7 @@ def export(
     from tula_cli.extras.trackers import export as service
 
     runs = chosen.find(screen)
-    trackers = service.list_requested_trackers(runs[0].spec, list(to), uri=request.uri, project=request.project)
-    results = follow_work(screen, service.export_run(runs, trackers, follow=request.follow, every=request.every))
+    results = follow_work(screen, service.export_requested(runs, list(to), request))
     screen.answer(results, describe_exports(results))
     service.require_sent(results)
 

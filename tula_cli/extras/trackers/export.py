@@ -14,6 +14,7 @@ from tula_cli.entry_points import find_extra
 from tula_cli.errors import Interruption, SpecError, TrackerError, TulaError
 from tula_cli.extras.trackers.destination import Destination, Exporter, TrackedRun, resolve_destination
 from tula_cli.extras.trackers.payload import RunPayload, make_run_payload, make_training_payload
+from tula_cli.options import ExportRequest
 from tula_cli.run.directory import Run
 from tula_cli.run.files import read_record, write_atomic, write_record
 from tula_cli.run.job_runs import list_runs_with_data
@@ -233,20 +234,27 @@ def require_sent(results: Iterable[ExportResult]) -> None:
         )
 
 
-def list_requested_trackers(
-    spec: JobSpec, to: Sequence[str], *, uri: str | None, project: str | None
-) -> tuple[Export, ...]:
+def export_requested(runs: Sequence[Run], to: Sequence[str], request: ExportRequest) -> Work[tuple[ExportResult, ...]]:
+    """Send new values of the runs of a job to the requested trackers.
+
+    Args and errors are as of `list_requested_trackers` and `export_run`.
+    """
+    trackers = list_requested_trackers(runs[0].spec, to, request)
+    return export_run(runs, trackers, follow=request.follow, every=request.every)
+
+
+def list_requested_trackers(spec: JobSpec, to: Sequence[str], request: ExportRequest) -> tuple[Export, ...]:
     """Return the requested trackers: those of the command line, or else those of the job file.
 
     Args:
         spec: the job.
         to: trackers or import strings, as named on the command line.
-        uri: address of the named tracker.
-        project: project at the named tracker.
+        request: address and project of the named tracker.
 
     Raises:
         SpecError: no tracker is named and the job has none, or the arguments are not compatible.
     """
+    uri, project = request.uri, request.project
     if not to:
         if uri is not None or project is not None:
             raise SpecError("--uri and --project need --to, because they are settings of one tracker")

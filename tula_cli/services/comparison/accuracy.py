@@ -5,12 +5,12 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from tula_cli.cluster.scripts.training import is_lower_better
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.models.time.noise import Z90
-from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.directory import Run
 from tula_cli.run.frames import make_frame
 from tula_cli.run.html_table import render_html
 from tula_cli.run.records.recommendations import Accuracy
@@ -487,30 +487,6 @@ def describe_spread(value: SeedStatistics | None) -> str:
     if value is None:
         return "-"
     return format_number(value.mean, 4) + (f" ± {format_number(value.sd, 2)}" if value.sd is not None else "")
-
-
-# --- what it was like on the way, for the plots
-
-
-@dataclass(frozen=True)
-class TrainingCurve:
-    """The curve of one training so far: rows of its metrics."""
-
-    cell: Cell
-    epochs: tuple[Mapping[str, Any], ...]  # a row at the end of each epoch
-    curvature: tuple[Mapping[str, Any], ...] = ()  # with train.diagnostics: [hessian]
-
-
-def read_training_curves(run: RunDir, comparison: Comparison) -> list[TrainingCurve]:
-    """Return the curves of all full trainings of a comparison that have finished an epoch."""
-    curves = []
-    for cell in (cell for cell in comparison.cells if cell.short is None):
-        rows: dict[str, list[Mapping[str, Any]]] = {"epoch": [], "hessian": []}
-        for row in run.training(cell.signature).metrics(*rows):
-            rows[row["kind"]].append(row)
-        if rows["epoch"]:
-            curves.append(TrainingCurve(cell, tuple(rows["epoch"]), tuple(rows["hessian"])))
-    return curves
 
 
 # --- Evidence that a large batch keeps the accuracy

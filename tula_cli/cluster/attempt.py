@@ -225,7 +225,7 @@ class RunningAttempt:
             if self.allocation.termination.received:
                 self._end_ranks(group, deadline=time.monotonic() + TERMINATION_GRACE)
                 return None
-            if (remaining := self._seconds_to_leave(is_due)) is not None:
+            if (remaining := self._compute_seconds_to_leave(is_due)) is not None:
                 self._end_ranks(group, deadline=time.monotonic() + remaining)
                 return self._make_time_limit_failure()
             failed = group.first_failure() is not None
@@ -264,7 +264,7 @@ class RunningAttempt:
         """Unix time at which to leave before the time limit, computed once; None without a limit, and for followers."""
         return None if self.allocation.ends_at is None else self.allocation.leave_time(self.allocation.ends_at)
 
-    def _seconds_to_leave(self, is_due: bool) -> float | None:
+    def _compute_seconds_to_leave(self, is_due: bool) -> float | None:
         """Return the seconds that a script has left to save before the time limit, or None if it need not save yet.
 
         None also for tula's worker, which saves by itself. Followers learn the time from a file that the leader writes,
@@ -303,7 +303,7 @@ class RunningAttempt:
         if has_failed_rank:
             return None
         peer = Failure(outcome="peer")
-        return self._root_cause(peer) if self.allocation.is_leader else peer  # the leader alone asks who was first
+        return self._find_root_cause(peer) if self.allocation.is_leader else peer  # the leader alone asks who was first
 
     def _should_not_start(self) -> bool:
         return self.allocation.termination.received or self._find_reason_to_stop(self.lookout.is_due()) is not None
@@ -328,7 +328,7 @@ class RunningAttempt:
         if not self.allocation.is_leader:
             return failure
         self._await_reports()
-        return self._root_cause(failure)
+        return self._find_root_cause(failure)
 
     def _await_reports(self) -> None:
         """Wait, at most PEER_GRACE seconds, for the reports of all supervisors: the root cause may be on another one.
@@ -348,7 +348,7 @@ class RunningAttempt:
     def _report(self, exited: RankExit, failure: Failure) -> None:
         failures.write_exit_report(self.run, self.task, self.attempt, exited, failure)
 
-    def _root_cause(self, failure: Failure) -> Failure:
+    def _find_root_cause(self, failure: Failure) -> Failure:
         return failures.find_root_cause(self.run, self.task, self.attempt, failure)
 
 

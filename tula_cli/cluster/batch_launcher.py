@@ -97,11 +97,13 @@ class BatchLauncher:
         """Query the states of all jobs at once. An unknown job has ended, unless it was submitted only seconds ago."""
         states = self.scheduler.ask([id_ for job in jobs for id_ in job.ids])
         return {
-            job.id: _add_error_output(look, job, self._explain_missing_log(look, job, self._state(look, job, states)))
+            job.id: _add_error_output(
+                look, job, self._explain_missing_log(look, job, self._get_state(look, job, states))
+            )
             for job in jobs
         }
 
-    def _state(self, snapshot: Snapshot, job: Job, states: Mapping[str, SchedulerState]) -> SchedulerState:
+    def _get_state(self, snapshot: Snapshot, job: Job, states: Mapping[str, SchedulerState]) -> SchedulerState:
         state = get_chain_state(job, states, forgotten=self.forgotten, released=snapshot.released_links(job.id))
         if state.state == "pending" and is_moved(job, snapshot.here):
             return SchedulerState("ended", f"the run was at {job.folder} when it was submitted, and was moved since")

@@ -354,7 +354,7 @@ class CachedInspection:
         if spec.script is not None:
             return self.build(spec)  # nothing is built
         facts_before = self.facts(spec)
-        path = self._path(facts_before)
+        path = self._make_path(facts_before)
         cached = None if self.fresh else _read(path)
         if cached is not None:
             age = words.format_duration(max(0.0, time.time() - (_get_change_time(path) / 1e9 or time.time())))
@@ -365,10 +365,10 @@ class CachedInspection:
         if self.keep:
             after = self.facts(spec)  # building may have downloaded the dataset
             if {**facts_before, "dataset": None} == {**after, "dataset": None}:
-                self._keep(self._path(after), inspection)
+                self._keep(self._make_path(after), inspection)
         return inspection
 
-    def _path(self, facts: Facts) -> Path:
+    def _make_path(self, facts: Facts) -> Path:
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
         return self.root / FOLDER / f"{digest[:16]}.json"
 

@@ -82,9 +82,9 @@ class LocalLauncher:
 
     def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
         """Return the states of jobs: a job runs while the kernel lists its process with the recorded start time."""
-        return {job.id: self._state(look, job) for job in jobs}
+        return {job.id: self._get_state(look, job) for job in jobs}
 
-    def _state(self, snapshot: Snapshot, job: Job) -> SchedulerState:
+    def _get_state(self, snapshot: Snapshot, job: Job) -> SchedulerState:
         if job.host not in ("", socket.gethostname()):
             return _get_state_on_other_machine(snapshot, job)
         if not _is_alive(job):

@@ -221,7 +221,7 @@ class RankStart:
     def rank_commands(self, log: Path) -> list[RankCommand]:
         """Return the processes that this supervisor starts, which write to `log`: torchrun, its single rank, or all ranks
         of this machine."""
-        argv, folder = tuple(self.argv()), self._python_folder()
+        argv, folder = tuple(self.argv()), self._find_python_folder()
         return [RankCommand(argv, environment, folder, str(log)) for environment in self.environments()]
 
     def argv(self) -> list[str]:
@@ -257,7 +257,7 @@ class RankStart:
             for place in allocation.list_ranks(self.task)
         ]
 
-    def _python_folder(self) -> str:
+    def _find_python_folder(self) -> str:
         """Return the folder in which Python first finds the user's code: the submitted copy, or workdir without one."""
         task = self.task
         code = self.run.code_dir(task.code) if task.code else Path(task.workdir)

@@ -206,7 +206,9 @@ class Supervisor:
                 return
             time.sleep(POLL)
 
-    def _running_attempt(self, task: Task, attempt: Attempt, command: LeaderCommand, ends: float) -> RunningAttempt:
+    def _make_running_attempt(
+        self, task: Task, attempt: Attempt, command: LeaderCommand, ends: float
+    ) -> RunningAttempt:
         if command.rehearsal is not None:
             ends = min(ends, time.monotonic() + command.rehearsal.seconds)
             task = task.model_copy(update={"nodes": command.rehearsal.nodes})
@@ -223,7 +225,7 @@ class Supervisor:
         self._write_command(LeaderCommand(task=None))
 
     def _lead_task(self, first_task: Task) -> None:
-        self._end_delay(self._later_links(first_task))
+        self._end_delay(self._list_later_jobs_of_chain(first_task))
         ends = time.monotonic() + first_task.timeout
         task = self._resume_from_links(first_task)
         if isinstance(task, TrainTask) and self.allocation.nodes is not None and not is_over(self.run, task):
@@ -234,7 +236,7 @@ class Supervisor:
                 return  # the first link with as many nodes goes on
             shortages.keep_reserve(self.run.path)
             attempt = open_attempt(self.run, self.allocation, task)
-            attempt = self._with_trainings(attempt)
+            attempt = self._record_conflicting_trainings(attempt)
             self._under_way = (task, attempt)
             program = make_rank_program(self.run, task)
             try:
@@ -248,7 +250,7 @@ class Supervisor:
                 break
             command = program.make_command(attempt=attempt.number, meeting=meeting)
             self._write_command(command)
-            running = self._running_attempt(task, attempt, command, ends)
+            running = self._make_running_attempt(task, attempt, command, ends)
             failure = running.consult_scheduler(running.run_to_exit())
             reached = program.samples_reached(command, attempt)
             failure = program.settle_attempt(command, failure)
@@ -263,17 +265,19 @@ class Supervisor:
             is_for_next_job = isinstance(decision, Requeue) and (history.allocation_ended or decision.first == "hold")
             next_task = None if is_for_next_job else carry_out(self.run, task, failure, decision)
             # Last: who sees the attempt ended may rely on everything that follows from it.
-            close_attempt(self.run, self._with_trainings(attempt), failure, decision, reached=reached)
+            close_attempt(self.run, self._record_conflicting_trainings(attempt), failure, decision, reached=reached)
             self._under_way = None
             if isinstance(decision, Requeue):
-                self._end_delay(self._later_links(task))  # the command line may not have written its id at the start
+                self._end_delay(
+                    self._list_later_jobs_of_chain(task)
+                )  # the command line may not have written its id at the start
                 return
             if isinstance(decision, Relaunch) and decision.pause:
                 self._pause(task, history.earlier, failure)
             task = next_task
         self._finish_job(task or first_task)
 
-    def _with_trainings(self, attempt: Attempt) -> Attempt:
+    def _record_conflicting_trainings(self, attempt: Attempt) -> Attempt:
         """Record in a probe's attempt the trainings of this user that now use its GPUs or cores; return the attempt."""
         trainings = self._ticket.conflicting_trainings() if self._ticket is not None and self._ticket.measures else []
         names = tuple(dict.fromkeys([*attempt.disturbed_by, *(training.holder for training in trainings)]))
@@ -295,7 +299,7 @@ class Supervisor:
         """Return what is known when an attempt has ended, in this job or in an earlier one."""
         earlier = [
             other_attempt
-            for other_attempt in self._attempts_without_progress(task)
+            for other_attempt in self._list_attempts_without_progress(task)
             if (other_attempt.task, other_attempt.number) != (attempt.task, attempt.number)
         ]
         return read_history(
@@ -303,11 +307,11 @@ class Supervisor:
             task,
             failure,
             attempt,
-            attempts=self._attempts_of_submission(task) if isinstance(task, TrainTask) else (),
+            attempts=self._list_attempts_of_submission(task) if isinstance(task, TrainTask) else (),
             earlier=earlier,
             reached=attempt.reached if reached is None else reached,
             allocation=self.allocation.id,
-            later_jobs=len(self._later_links(task)),
+            later_jobs=len(self._list_later_jobs_of_chain(task)),
             allocation_ended=allocation_ended,
         )
 
@@ -321,7 +325,7 @@ class Supervisor:
         """Do what a decision demands of the later jobs of the chain; return it with what was done or refused."""
         if not isinstance(decision, Requeue) or failure is None:
             return decision
-        waiting, done = self._later_links(task), dict[str, object]()
+        waiting, done = self._list_later_jobs_of_chain(task), dict[str, object]()
         if decision.first == "exclude":
             nodes = sbatch.list_excluded_nodes(self.run, task, also=failure.host)
             done = {"nodes": nodes, "complaint": exclude_nodes(self.allocation.scheduler, waiting, nodes)}
@@ -345,7 +349,7 @@ class Supervisor:
         """Cancel later jobs with too few nodes for the rest of the training; one that still starts exits at once."""
         job = self._find_job(task)
         if job is not None:
-            waiting = self._later_links(task)
+            waiting = self._list_later_jobs_of_chain(task)
             large_enough = [link for link in waiting if job.nodes_of(link) >= task.nodes]
             self._prompt = ""  # another job of the chain is the next one now
             self._end_delay(large_enough)
@@ -368,7 +372,7 @@ class Supervisor:
             return scheduler.delay(id_, minutes)
         return f"{scheduler.name} cannot delay jobs"
 
-    def _later_links(self, task: Task) -> Sequence[str]:
+    def _list_later_jobs_of_chain(self, task: Task) -> Sequence[str]:
         """Return the ids of the jobs after this one in the chain."""
         job = self._find_job(task)
         return () if job is None else job.links[job.links.index(self.allocation.job_id) + 1 :]
@@ -422,7 +426,7 @@ class Supervisor:
                 continue  # a smaller number of nodes is being measured
             ends = deadlines.setdefault(task.id, time.monotonic() + task.timeout)
             self._under_way = (task, attempt)
-            self._running_attempt(task, attempt, command, ends).run_to_exit()
+            self._make_running_attempt(task, attempt, command, ends).run_to_exit()
             self._under_way = None
 
     def _read_subject(self, task_id: str, number: int) -> tuple[Task, Attempt]:
@@ -452,7 +456,7 @@ class Supervisor:
         job = self._find_job(task)
         if job is not None and self._is_predecessor_cancelled(job, task):
             self.run.cancel(task.job, by=self.allocation.scheduler.cancel_command)
-        earlier = self._attempts_of_submission(task)
+        earlier = self._list_attempts_of_submission(task)
         if not earlier or earlier[-1].task != task.id:
             return task  # the first of this submission, or its relaunch is written already
         last_attempt = self._correct_end(earlier[-1])
@@ -493,7 +497,7 @@ class Supervisor:
         predecessors = [link for link in earlier if job.nodes_of(link) >= task.nodes]
         return bool(predecessors) and self.allocation.scheduler.ended_how(predecessors[-1]) == "cancelled"
 
-    def _attempts_of_submission(self, task: TrainTask) -> list[Attempt]:
+    def _list_attempts_of_submission(self, task: TrainTask) -> list[Attempt]:
         """Return the attempts of a training in this submission; attempts of earlier submissions do not count."""
         attempts = self.run.training(task.signature).attempts()
         if self.allocation.is_local:
@@ -502,12 +506,12 @@ class Supervisor:
         links = job.links if job is not None else (self.allocation.job_id,)
         return [attempt for attempt in attempts if attempt.job_id in links]
 
-    def _attempts_without_progress(self, task: Task) -> list[Attempt]:
+    def _list_attempts_without_progress(self, task: Task) -> list[Attempt]:
         """Return the attempts of this job so far; of a training, those without a newer checkpoint since."""
         if not isinstance(task, TrainTask):
             return [attempt for attempt in self.run.attempts(task.id) if attempt.started_at >= self.since]
         progress = self.run.training(task.signature).progress()
-        return [attempt for attempt in self._attempts_of_submission(task) if attempt.progress == progress]
+        return [attempt for attempt in self._list_attempts_of_submission(task) if attempt.progress == progress]
 
     def _close_lost(self, task: Task) -> None:
         """Close attempts whose supervisor was killed: at the last change of their log, with the scheduler's reason."""

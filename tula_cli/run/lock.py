@@ -39,7 +39,7 @@ class SubmissionLock:
         except FileExistsError:
             owner = _read_owner(self.path)
             if self._is_stale(owner):
-                self._break(owner)
+                self._break_lock(owner)
             require_ownership(self.path)  # nobody knows for how long: it is told at once
             return owner or "another process"
         except OSError as error:
@@ -62,7 +62,7 @@ class SubmissionLock:
         if _read_owner(self.path) == _make_owner_name():
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def _break(self, owner: str) -> None:
+    def _break_lock(self, owner: str) -> None:
         aside = self.path.with_name(f".lock.{socket.gethostname()}.{os.getpid()}")
         with contextlib.suppress(OSError):  # another process may have taken it over meanwhile
             self.path.rename(aside)

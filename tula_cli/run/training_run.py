@@ -143,15 +143,15 @@ class TrainingRun:
         return sorted(evaluations, key=lambda evaluation: evaluation.evaluated_at)
 
     def evaluation(self, key: str) -> EvaluationRecord | None:
-        return self._read(self._evaluation_path(key), EvaluationRecord)
+        return self._read(self._get_evaluation_path(key), EvaluationRecord)
 
     def write_evaluation(self, evaluated: EvaluationRecord) -> None:
-        write_record(self._evaluation_path(evaluated.key), evaluated)
+        write_record(self._get_evaluation_path(evaluated.key), evaluated)
 
     def drop_evaluation(self, key: str) -> None:
-        self._evaluation_path(key).unlink(missing_ok=True)
+        self._get_evaluation_path(key).unlink(missing_ok=True)
 
-    def _evaluation_path(self, key: str) -> Path:
+    def _get_evaluation_path(self, key: str) -> Path:
         return self.path / "evaluations" / f"{key}.json"
 
     def tuning(self) -> Tuning | None:
@@ -280,7 +280,7 @@ class TrainingRun:
 
         The result is cached until the file changes; callers must not modify it.
         """
-        return () if (version := self._version()) is None else _read_sampled_rows(self.metrics_path, *version)
+        return () if (version := self._get_version()) is None else _read_sampled_rows(self.metrics_path, *version)
 
     def damaged_rows(self) -> list[int]:
         """Return the line numbers (from 1) of metrics.jsonl that are not valid rows.
@@ -297,7 +297,7 @@ class TrainingRun:
             self.steps_path, lambda line: is_step_line(parse_json_object(line) or {}) or _is_begun(line)
         )
 
-    def _version(self) -> tuple[int, int] | None:
+    def _get_version(self) -> tuple[int, int] | None:
         """Return the modification time (ns) and size of metrics.jsonl; None if it does not exist."""
         try:
             file_statistics = self.metrics_path.stat()

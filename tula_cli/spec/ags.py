@@ -132,7 +132,7 @@ class Auto(Section):
     arms: list[GivenArm] = []
 
     @model_validator(mode="after")
-    def _arms_differ(self) -> "Auto":
+    def _require_different_arms(self) -> "Auto":
         names = [arm.name for arm in self.arms]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

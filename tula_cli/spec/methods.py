@@ -112,10 +112,10 @@ class TrainingMethod:
             settings: other settings that the method makes in the job, shown in place of the advice; empty if none.
         """
         reason = f", the default because {default}" if default else ""
-        advice = settings or self._advise(optimizer)
+        advice = settings or self._make_advice(optimizer)
         return f"method {self.name}{reason}: {self.summary}{f'. {advice}' if advice else ''}"
 
-    def _advise(self, optimizer: str | None) -> str:
+    def _make_advice(self, optimizer: str | None) -> str:
         if optimizer is None:
             return (
                 ""

@@ -314,7 +314,7 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(self.device)
             self.base = torch.cuda.memory_allocated(self.device)
             self.base_reserved = torch.cuda.memory_reserved(self.device)
-            self.retries = self._retries()
+            self.retries = self._count_retries()
         else:
             # glibc keeps freed tensors of the last batch for itself; give them back, or they hide this batch's peak.
             ctypes.CDLL(None).malloc_trim(0)
@@ -359,13 +359,13 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
             _reset_peak()
-        self.retries = self._retries() if self.device.type == "cuda" else 0
+        self.retries = self._count_retries() if self.device.type == "cuda" else 0
 
     def allocator_retries(self) -> int:
         """Return how often the CUDA allocator flushed its cache to continue: the batch fits, but steps are slow."""
-        return self._retries() - self.retries if self.device.type == "cuda" else 0
+        return self._count_retries() - self.retries if self.device.type == "cuda" else 0
 
-    def _retries(self) -> int:
+    def _count_retries(self) -> int:
         return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
 
 

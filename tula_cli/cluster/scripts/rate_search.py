@@ -61,8 +61,8 @@ class ScriptRateSearch(ScriptProgram):
         It is the training up to the checkpoint if there is none yet, or none any more; all branches follow it.
         """
         command = super().make_command(attempt=attempt, meeting=meeting)
-        arm, origin = self._next_arm(), self._folder / "start"
-        has_checkpoint = self._newest_checkpoint(origin, self._reference_batch) is not None
+        arm, origin = self._find_next_arm(), self._folder / "start"
+        has_checkpoint = self._find_newest_checkpoint(origin, self._reference_batch) is not None
         if arm is None or not has_checkpoint:
             shutil.rmtree(self._folder, ignore_errors=True)
             start = PlannedBranch(rule=None, out=str(origin))
@@ -73,7 +73,7 @@ class ScriptRateSearch(ScriptProgram):
         update = {
             "batch": arm.batch,
             "branch": PlannedBranch(rule=arm.rule, out=str(folder)),
-            "checkpoint": str(self._newest_checkpoint(folder, arm.batch)),
+            "checkpoint": str(self._find_newest_checkpoint(folder, arm.batch)),
         }
         return command.model_copy(update=update)
 
@@ -94,7 +94,7 @@ class ScriptRateSearch(ScriptProgram):
         first = self.plan.count_start_steps(self._reference_batch)
         return training.make_kill_plan(
             self.script,
-            self._values_at(self.output_folder_of(command), self._reference_batch),
+            self._list_path_values(self.output_folder_of(command), self._reference_batch),
             workdir=Path(self.task.workdir),
             after=STEPS_AFTER_SAVE,
             ask_at=first,
@@ -150,21 +150,21 @@ class ScriptRateSearch(ScriptProgram):
         """The folder for the script's own files, which is removed at the end."""
         return (self.run.path / "script" / self.task.id).absolute()
 
-    def _next_arm(self) -> RateArm | None:
+    def _find_next_arm(self) -> RateArm | None:
         record = self.run.rate_search(self.task.key)
         if record is None:
             return None
         return rate_search.find_next_arm(self.task.spec, self.task.batches, record.branches, record.start_loss)
 
-    def _values_at(self, out: Path, batch: int) -> dict[str, str | float]:
+    def _list_path_values(self, out: Path, batch: int) -> dict[str, str | float]:
         """Return the values of the placeholders in paths."""
         process, run = ScriptProcess(self.task.nodes, 0, "", 0), self.run.path.absolute()
         return list_placeholder_values(self.task.spec, process, batch=batch, out=out, run=run, workers=0)
 
-    def _newest_checkpoint(self, out: Path, batch: int) -> Path | None:
+    def _find_newest_checkpoint(self, out: Path, batch: int) -> Path | None:
         resume = get_script(self.task.spec).resume
         assert resume is not None
-        values, workdir = self._values_at(out, batch), Path(self.task.workdir)
+        values, workdir = self._list_path_values(out, batch), Path(self.task.workdir)
         return training.find_newest_checkpoint(resume, values, workdir=workdir, since=0.0)[0]
 
     # --- what was seen
@@ -184,7 +184,7 @@ class ScriptRateSearch(ScriptProgram):
         if isinstance(result, Failure):
             return result
         self.run.write_rate_search(result)
-        if self._next_arm() is None:
+        if self._find_next_arm() is None:
             self.run.write_rate_search(result.model_copy(update={"finished": True}))
             shutil.rmtree(self._folder, ignore_errors=True)
         elif command.checkpoint:
@@ -201,7 +201,7 @@ class ScriptRateSearch(ScriptProgram):
                 return failure
             message = f"the script ended after {len(losses) * batch} samples without a checkpoint to branch from"
             return blame_script(failure, f"{message}: {_SAVE_HINT}", permanent=True)
-        if self._newest_checkpoint(Path(_get_branch(command).out), batch) is None:
+        if self._find_newest_checkpoint(Path(_get_branch(command).out), batch) is None:
             return blame_script(None, "the checkpoint from which branches would start is incomplete")
         before = losses[: killed.steps][-max(rate_search.MIN_STEPS, round(JUDGED_SHARE * self.plan.length / batch)) :]
         if all(loss is None for loss in losses):
@@ -255,14 +255,14 @@ class ScriptRateSearch(ScriptProgram):
             batch=command.batch,
             rule=rule,
             factor=plan.factor,
-            lr=self._branch_rate(command, record, plan.factor),
+            lr=self._find_branch_rate(command, record, plan.factor),
         )
         update: dict[str, object] = {"branches": (*record.branches, branch), "samples": record.samples + samples}
         if plan.norms:
             update["noise"] = _estimate_noise(attempt, command.batch)
         return record.model_copy(update=update)
 
-    def _branch_rate(self, command: LeaderCommand, record: RateSearch, factor: float) -> float:
+    def _find_branch_rate(self, command: LeaderCommand, record: RateSearch, factor: float) -> float:
         """Return the learning rate of the command line; with {lr_factor}, a multiple of that at the checkpoint (or of 1)."""
         given = get_learning_rate(self.spec_of(command), command.batch)
         return factor * (record.start_lr or 1.0) if given is None else given

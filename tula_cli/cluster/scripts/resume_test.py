@@ -165,50 +165,54 @@ class ResumeTest(ScriptProgram):
         """Return the next start of an unfinished test; its time limit runs from the first call."""
         record = self.record
         self.files.write(record)
-        start = self._next_start(record, max(self._remaining_seconds(record), MIN_SECONDS))
+        start = self._plan_next_start(record, max(self._compute_remaining_seconds(record), MIN_SECONDS))
         assert start is not None, "it has ended"
         return start
 
-    def _remaining_seconds(self, record: ResumeTestResult) -> float:
+    def _compute_remaining_seconds(self, record: ResumeTestResult) -> float:
         """Return the remaining seconds of the test."""
         return 60 * self.task.spec.search.max_minutes - (time.time() - record.began_at)
 
-    def _next_start(self, record: ResumeTestResult, remaining: float) -> PlannedStart | None:
+    def _plan_next_start(self, record: ResumeTestResult, remaining: float) -> PlannedStart | None:
         """Return the next start with `remaining` seconds left; None if there is none."""
         begins = [start for start in record.starts if start.phase == "begin"]
         if not begins:
-            return self._initial_start(record, self._first_length(), self.task.batch, remaining)
+            return self._plan_initial_start(record, self._choose_first_length(), self.task.batch, remaining)
         if remaining < MIN_SECONDS:
             return None
         last_start = record.starts[-1]
         if last_start.phase == "begin":
             if (retry := self._repeat_beginning(begins, remaining)) is not None:
-                return self._initial_start(record, *retry, remaining)
+                return self._plan_initial_start(record, *retry, remaining)
             return (
-                self._resuming_start("same", last_start, last_start.batch, remaining)
+                self._plan_resuming_start("same", last_start, last_start.batch, remaining)
                 if _is_usable(last_start)
                 else None
             )
         same = next((start for start in record.starts if start.phase == "same"), last_start)
         if same.ended != "ended" or not same.steps or last_start.phase == "half":
             return None
-        if self.task.nodes > 1 and last_start.phase == "same" and self._divides(same.batch, self.task.nodes):
-            return self._resuming_start("more", begins[-1], same.batch, remaining)
-        if same.batch % 2 or not self._divides(same.batch // 2, self.task.first_nodes):
+        if self.task.nodes > 1 and last_start.phase == "same" and self._is_divisible(same.batch, self.task.nodes):
+            return self._plan_resuming_start("more", begins[-1], same.batch, remaining)
+        if same.batch % 2 or not self._is_divisible(same.batch // 2, self.task.first_nodes):
             return None
-        return self._resuming_start("half", begins[-1], same.batch // 2, remaining)
+        return self._plan_resuming_start("half", begins[-1], same.batch // 2, remaining)
 
-    def _divides(self, batch: int, nodes: int) -> bool:
+    def _is_divisible(self, batch: int, nodes: int) -> bool:
         return batch % (nodes * self.task.spec.cluster.gpus_per_node * self.task.spec.train.accumulate) == 0
 
-    def _initial_start(self, record: ResumeTestResult, length: Length, batch: int, remaining: float) -> PlannedStart:
+    def _plan_initial_start(
+        self, record: ResumeTestResult, length: Length, batch: int, remaining: float
+    ) -> PlannedStart:
         out = self.files.folder(self.task.id) / f"begin-{len(record.starts) + 1}"
         seconds = max(MIN_SECONDS, TIME_SHARES["begin"] * remaining)
         return PlannedStart(
             phase="begin", nodes=self.task.first_nodes, batch=batch, length=length, out=str(out), seconds=seconds
         )
 
-    def _resuming_start(self, phase: Phase, begin: ObservedStart, batch: int, remaining: float) -> PlannedStart | None:
+    def _plan_resuming_start(
+        self, phase: Phase, begin: ObservedStart, batch: int, remaining: float
+    ) -> PlannedStart | None:
         """Return a start that resumes from the phase's copy of the checkpoint; None if there is no checkpoint."""
         out = self.files.folder(self.task.id) / phase
         start = PlannedStart(
@@ -226,7 +230,7 @@ class ResumeTest(ScriptProgram):
         )
         return None if checkpoint is None else start.model_copy(update={"checkpoint": str(checkpoint)})
 
-    def _first_length(self) -> Length:
+    def _choose_first_length(self) -> Length:
         """Return the length of the first start: shortened if the command takes a length and saves early."""
         script = get_script(self.task.spec)
         if not self._is_length_known:
@@ -249,15 +253,15 @@ class ResumeTest(ScriptProgram):
         last_begin, full_length = begins[-1], get_script(self.task.spec).length
         if last_begin.ended == "failed":
             half = last_begin.batch // 2
-            fits = last_begin.outcome == "device_oom" and half > 0 and self._divides(half, self.task.first_nodes)
+            fits = last_begin.outcome == "device_oom" and half > 0 and self._is_divisible(half, self.task.first_nodes)
             return (last_begin.length, half) if fits else None
         if last_begin.ended == "ended" and not _is_usable(last_begin) and last_begin.length != full_length:
             return full_length, last_begin.batch
-        fitted = self._fitted_length(last_begin)
+        fitted = self._fit_length(last_begin)
         affordable = last_begin.seconds * 2.5 < remaining
         return (fitted, last_begin.batch) if fitted is not None and len(begins) == 1 and affordable else None
 
-    def _fitted_length(self, begin: ObservedStart) -> Length | None:
+    def _fit_length(self, begin: ObservedStart) -> Length | None:
         """Return 1.5 times the length up to the first checkpoint if the whole is more than twice as long, or None."""
         saved = begin.saved_samples
         if not (self._is_length_known and saved and begin.length.epochs is None and begin.whole):
@@ -293,15 +297,15 @@ class ResumeTest(ScriptProgram):
             Why the start failed; None if it went as planned.
         """
         record, start = self.record, _get_start(command)
-        has_time = not record.starts or self._remaining_seconds(record) > MIN_SECONDS
+        has_time = not record.starts or self._compute_remaining_seconds(record) > MIN_SECONDS
         is_retried = failure is not None and failure.outcome in RETRIED_OUTCOMES and has_time
         if is_retried or self.run.is_cancelled(self.task.job):
             return failure
         outcome = self._observe_start(start, command, failure)
         record = record.model_copy(update={"starts": (*record.starts, outcome)})
         self._copy_checkpoints(start, outcome)
-        if self._next_start(record, self._remaining_seconds(record)) is None:
-            record = self._with_verdict(record)
+        if self._plan_next_start(record, self._compute_remaining_seconds(record)) is None:
+            record = self._add_verdict(record)
         self.files.write(record)
         return failure if outcome.ended == "failed" else None
 
@@ -349,7 +353,7 @@ class ResumeTest(ScriptProgram):
             shutil.copytree(start.out, folder / phase, ignore_dangling_symlinks=True)
         Path(start.out).rename(folder / "same")
 
-    def _with_verdict(self, record: ResumeTestResult) -> ResumeTestResult:
+    def _add_verdict(self, record: ResumeTestResult) -> ResumeTestResult:
         """Return the record with its verdict, and remove the files of the script."""
         shutil.rmtree(self.files.folder(self.task.id), ignore_errors=True)
         begin = next(start for start in reversed(record.starts) if start.phase == "begin")

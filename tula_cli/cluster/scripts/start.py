@@ -202,7 +202,7 @@ class ScriptStart:
         if self.allocation.is_leader:
             self.attempt.write_plan(self.plan())
         return [
-            RankCommand(self.argv(process), self._environment(process, shim), self.task.workdir, str(log))
+            RankCommand(self.argv(process), self._make_environment(process, shim), self.task.workdir, str(log))
             for process in self.processes()
         ]
 
@@ -245,7 +245,7 @@ class ScriptStart:
             split_steps=search.split_steps,
             row=0.0 if program.records_steps else ROW_SECONDS,
             save=script.save == "hooks",
-            checkpoint=program.hook_save_path(self.command, self._values(self.processes()[0])),
+            checkpoint=program.hook_save_path(self.command, self._list_values(self.processes()[0])),
             ags=methods.make_ags_plan(
                 self.run, self.task, self.command, count_steps_per_epoch=program.count_steps_per_epoch
             ),
@@ -256,7 +256,7 @@ class ScriptStart:
             branch=program.branch_plan(self.command),
         )
 
-    def _values(self, process: ScriptProcess) -> dict[str, str | float]:
+    def _list_values(self, process: ScriptProcess) -> dict[str, str | float]:
         """Return the values of the placeholders."""
         command, program = self.command, self.program
         workers = placeholders.count_loader_workers(
@@ -270,7 +270,7 @@ class ScriptStart:
 
     def argv(self, process: ScriptProcess) -> tuple[str, ...]:
         """Return the command line of a process."""
-        values = self._values(process)
+        values = self._list_values(process)
         arguments = render(self.program.script.command, values)
         arguments += render(self.program.further_arguments(self.command), values)
         arguments = move_command_to_snapshot(arguments, Path(self.task.workdir), self._code_snapshot)
@@ -278,7 +278,7 @@ class ScriptStart:
             arguments = [sys.executable, "-u", *arguments]
         return (*self.allocation.list_wrapper_words(self.task.spec), *arguments)
 
-    def _environment(self, process: ScriptProcess, shim: Path) -> dict[str, str]:
+    def _make_environment(self, process: ScriptProcess, shim: Path) -> dict[str, str]:
         """Return the environment of a process; inherited rendezvous variables (set-up lines, shell) are dropped."""
         spec, allocation = self.task.spec, self.allocation
         network = make_interface_variables(spec.cluster.network_interface)
@@ -293,7 +293,7 @@ class ScriptStart:
         if spec.cluster.device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""
         elif process.rank is None and allocation.is_local and process.nodes > 1 and has_gpu():
-            variables["CUDA_VISIBLE_DEVICES"] = self._gpus_of(process.node_rank)
+            variables["CUDA_VISIBLE_DEVICES"] = self._list_gpus_of(process.node_rank)
         if process.rank is None:
             return {**inherited, **variables}
         cluster, ranks = spec.cluster, self.command.ranks
@@ -310,7 +310,7 @@ class ScriptStart:
         """The snapshot of the user's code; None if there is none."""
         return self.run.code_dir(self.task.code).absolute() if self.task.code else None
 
-    def _gpus_of(self, node: int) -> str:
+    def _list_gpus_of(self, node: int) -> str:
         """Return the GPUs of this machine that stand in for those of a node, as in CUDA_VISIBLE_DEVICES."""
         gpus = self.task.spec.cluster.gpus_per_node
         names = [name for name in self.allocation.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]

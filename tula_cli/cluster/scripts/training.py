@@ -97,7 +97,7 @@ def find_newest_checkpoint(
 def _lacks_files(path: Path, older: Iterable[Path]) -> bool:
     """Return whether a folder lacks files of the next older folder with the same name, ignoring numbers in names."""
     older_folder = next(
-        (folder for folder in older if _without_numbers(folder.name) == _without_numbers(path.name)), None
+        (folder for folder in older if _remove_numbers(folder.name) == _remove_numbers(path.name)), None
     )
     return (
         older_folder is not None
@@ -108,10 +108,10 @@ def _lacks_files(path: Path, older: Iterable[Path]) -> bool:
 
 
 def _list_file_names(folder: Path) -> set[str]:
-    return {_without_numbers(str(file.relative_to(folder))) for file in _list_files(folder)}
+    return {_remove_numbers(str(file.relative_to(folder))) for file in _list_files(folder)}
 
 
-def _without_numbers(name: str) -> str:
+def _remove_numbers(name: str) -> str:
     """Return a name with its numbers (step, rank) masked, so that files of fewer ranks do not count as missing."""
     return _NUMBER.sub("#", name)
 
@@ -501,9 +501,9 @@ class ScriptTraining(ScriptProgram):
 
     def newest_checkpoint(self) -> Path | None:
         """Return the checkpoint to resume from; None if the training starts anew."""
-        return self._checkpoints()[0]
+        return self._find_resumable_checkpoint()[0]
 
-    def _checkpoints(self) -> tuple[Path | None, list[Path]]:
+    def _find_resumable_checkpoint(self) -> tuple[Path | None, list[Path]]:
         """Return the checkpoint to resume from, and the newer ones that are skipped because they are damaged."""
         resume, attempts = self.resume_settings, self.training.attempts()
         if not self._resumes_at_any_batch:
@@ -565,10 +565,10 @@ class ScriptTraining(ScriptProgram):
     def base(self, command: LeaderCommand) -> tuple[int, int]:
         """Return the samples and steps from which an attempt starts; 0 unless it resumes."""
         progress = self._progress
-        goes_on = command.checkpoint or self._resumed_by_itself(command)
+        goes_on = command.checkpoint or self._has_resumed_by_itself(command)
         return (progress.samples, progress.steps) if goes_on and progress is not None else (0, 0)
 
-    def _resumed_by_itself(self, command: LeaderCommand) -> bool:
+    def _has_resumed_by_itself(self, command: LeaderCommand) -> bool:
         """Return whether an attempt that was given no checkpoint has loaded one, as recorded at its first step."""
         return self.training.script_saves().resumed_attempt == (command.task, command.attempt)
 
@@ -599,7 +599,7 @@ class ScriptTraining(ScriptProgram):
         self.training.write_script_progress(
             ScriptProgress(samples=samples, steps=steps, batch=batch, checkpoint=str(path), saved_at=written)
         )
-        pattern, saves = self._pattern_like(path), self.training.script_saves()
+        pattern, saves = self._make_pattern_like(path), self.training.script_saves()
         lost = (*saves.lost[:-1], *(max(0, value - samples) for value in saves.lost[-1:]))
         update = {"lost": lost, "resumes_from": pattern, "resumed_attempt": (command.task, command.attempt)}
         self.training.write_script_saves(saves.model_copy(update=update))
@@ -609,7 +609,7 @@ class ScriptTraining(ScriptProgram):
         )
         self._add("warning", samples, message=message)
 
-    def _pattern_like(self, path: Path) -> str:
+    def _make_pattern_like(self, path: Path) -> str:
         """Return the pattern of checkpoints similar to this one, with * for its numbers."""
         folder = self.output_folder.resolve()
         if not path.is_relative_to(folder):
@@ -639,7 +639,7 @@ class ScriptTraining(ScriptProgram):
 
     def _describe_damaged(self) -> Iterator[str]:
         """Yield a message for each damaged checkpoint that this start skips."""
-        used, damaged = self._checkpoints()
+        used, damaged = self._find_resumable_checkpoint()
         progress = self.training.script_progress()
         resumes = f"resumes from {used.name}" if used is not None else "begins anew"
         for path in damaged:
@@ -666,7 +666,7 @@ class ScriptTraining(ScriptProgram):
         for note in attempt.notes(0) if after == 0 else ():
             self._add("warning", self.base(command)[0], message=note)
         row = attempt.newest_row(0)
-        samples, steps = self._position_reached(command, beat.step, beat.samples)
+        samples, steps = self._find_reached_position(command, beat.step, beat.samples)
         batch = (beat.step_samples or 0) * self.world or self.task.batch
         remaining = None if self.total_samples is None else max(0, self.total_samples - samples) / batch * beat.seconds
         self._add(
@@ -694,7 +694,7 @@ class ScriptTraining(ScriptProgram):
         changed = claims.find_changed_batch(observed, before=previous)
         if beat is None or changed is None:
             return previous
-        samples, steps = self._position_reached(command, beat.step, beat.samples)
+        samples, steps = self._find_reached_position(command, beat.step, beat.samples)
         message = (
             f"by step {steps}, steps train on {changed:g} samples, but the command was given batch"
             f" {self.task.batch}, for which step time, cost and learning rate were predicted. Check whether the script"
@@ -710,8 +710,8 @@ class ScriptTraining(ScriptProgram):
         beat = attempt.heartbeat(0)
         if beat is None or beat.lost is not None:
             return
-        samples, _ = self._position_reached(command, beat.step, beat.samples)
-        level = pace.judge_steps(beat, attempt.gaps(0), samples=samples, epoch=self._epoch(samples))
+        samples, _ = self._find_reached_position(command, beat.step, beat.samples)
+        level = pace.judge_steps(beat, attempt.gaps(0), samples=samples, epoch=self._convert_to_epochs(samples))
         if level is None:
             return
         remaining_steps = None if self.total_samples is None else max(0, self.total_samples - samples) / self.task.batch
@@ -736,7 +736,7 @@ class ScriptTraining(ScriptProgram):
         if not max([began, *(save.saved_at for save in saves.saves[-1:])]) < saved_at <= time.time() - settled:
             return
         previous_save = next((save.saved_at for save in saves.saves[-1:] if save.saved_at > began), None)
-        steps, samples = self._trained_between(attempt, command, previous_save, saved_at)
+        steps, samples = self._count_samples_between(attempt, command, previous_save, saved_at)
         if steps < 1:
             return
         seconds = None if previous_save is None else saved_at - previous_save
@@ -744,14 +744,16 @@ class ScriptTraining(ScriptProgram):
         update = {"saves": (*saves.saves, save)[-MAX_SAVES_REMEMBERED:]}
         self.training.write_script_saves(saves.model_copy(update=update))
 
-    def _trained_between(
+    def _count_samples_between(
         self, attempt: ScriptAttempt, command: LeaderCommand, begin: float | None, end: float
     ) -> tuple[int, int]:
         """Return steps and samples trained by an attempt from `begin` (None: its start) to `end` (Unix times)."""
         begin_position = (
-            self.base(command) if begin is None else self._position_reached(command, *_find_position_at(attempt, begin))
+            self.base(command)
+            if begin is None
+            else self._find_reached_position(command, *_find_position_at(attempt, begin))
         )
-        end_position = self._position_reached(command, *_find_position_at(attempt, end))
+        end_position = self._find_reached_position(command, *_find_position_at(attempt, end))
         return end_position[1] - begin_position[1], end_position[0] - begin_position[0]
 
     def _record_lost(self, samples: int) -> None:
@@ -760,7 +762,7 @@ class ScriptTraining(ScriptProgram):
         lost = max(0, samples - (0 if progress is None else progress.samples))
         self.training.write_script_saves(saves.model_copy(update={"lost": (*saves.lost, lost)}))
 
-    def _position_reached(self, command: LeaderCommand, step: int, samples: float | None) -> tuple[int, int]:
+    def _find_reached_position(self, command: LeaderCommand, step: int, samples: float | None) -> tuple[int, int]:
         """Return total samples and steps; samples are those of all ranks, from the steps if rank 0 counts none."""
         samples_before, steps = self.base(command)
         samples_seen = step * self.task.batch if samples is None else round(samples * self.world)
@@ -771,12 +773,12 @@ class ScriptTraining(ScriptProgram):
             "kind": kind,
             "time": time.time(),
             "samples": samples,
-            "epoch": self._epoch(samples),
+            "epoch": self._convert_to_epochs(samples),
             **remove_secrets(values),
         }
         append_json_line(self.training.metrics_path, row)
 
-    def _epoch(self, samples: int) -> float | None:
+    def _convert_to_epochs(self, samples: int) -> float | None:
         """Return `samples` in epochs; None if the samples per epoch are unknown."""
         return samples / self.epoch_samples if self.epoch_samples else None
 
@@ -789,14 +791,14 @@ class ScriptTraining(ScriptProgram):
 
     def samples_reached(self, command: LeaderCommand, attempt: Attempt) -> int | None:
         beat = self.attempt(command).heartbeat(0)
-        return None if beat is None else self._position_reached(command, beat.step, beat.samples)[0]
+        return None if beat is None else self._find_reached_position(command, beat.step, beat.samples)[0]
 
     def record_results(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
         """Record the checkpoint of an attempt, and the result of a successful one; return why it failed in the end."""
         attempt = ScriptAttempt(self.run.path, self.task.id, command.attempt)
         beat = attempt.heartbeat(0)
         step, counted = (beat.step, beat.samples) if beat is not None else (0, None)
-        samples, steps = self._position_reached(command, step, counted)
+        samples, steps = self._find_reached_position(command, step, counted)
         log = self.run.log_path(self.task.id, command.attempt)
         if failure is None and beat is None and not command.checkpoint:
             return Failure(outcome="user", message=f"the command exited with code 0, but {describe_missing_step(log)}")
@@ -858,7 +860,7 @@ class ScriptTraining(ScriptProgram):
         attempt = ScriptAttempt(self.run.path, lost.task, lost.number)
         beat = attempt.heartbeat(0)
         self.record_save(attempt, command, settled=0.0)
-        samples, _ = self._position_reached(command, *((0, 0.0) if beat is None else (beat.step, beat.samples)))
+        samples, _ = self._find_reached_position(command, *((0, 0.0) if beat is None else (beat.step, beat.samples)))
         self._record_newest_checkpoint(attempt, command)
         self._record_lost(samples)
 
@@ -871,7 +873,7 @@ class ScriptTraining(ScriptProgram):
         ):
             return
         saved_at = get_checkpoint_change_time(checkpoint)
-        samples, steps = self._position_reached(command, *_find_position_at(attempt, saved_at))
+        samples, steps = self._find_reached_position(command, *_find_position_at(attempt, saved_at))
         progress = ScriptProgress(
             samples=samples, steps=steps, batch=self.task.batch, checkpoint=str(checkpoint), saved_at=saved_at
         )

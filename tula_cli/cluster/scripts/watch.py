@@ -244,9 +244,9 @@ class ScriptMonitor(RankMonitor):
             rank = self.ranks.start if shim_failure.rank is None else shim_failure.rank
             if rank in self.ranks and rank not in recorded_ranks:
                 recorded_ranks.add(rank)
-                self.run.write_failure(self._failure(shim_failure, rank))
+                self.run.write_failure(self._make_failure(shim_failure, rank))
 
-    def _failure(self, shim_failure: ScriptFailure, rank: int) -> Failure:
+    def _make_failure(self, shim_failure: ScriptFailure, rank: int) -> Failure:
         is_of_shim = shim_failure.where != "script"
         shims_fault = "measuring the script failed (a bug in tula): " if shim_failure.where == "shim" else ""
         device = compute_device(self.run, self.task)

@@ -73,12 +73,12 @@ class Node:
         constraint = slurm.constraint or ""
         plain = re.fullmatch(r"[\w.-]+(&[\w.-]+)*", constraint)
         featured = not plain or set(constraint.split("&")) <= set(self.features)
-        kind = slurm.gpu_type.lower() if slurm.gpu_type and _asks_for_gpus(spec) else ""
+        kind = slurm.gpu_type.lower() if slurm.gpu_type and _requests_gpus(spec) else ""
         types = re.findall(r"(?:^|,)gpu:([^:,(]+)", self.gres.lower())  # "gpu:a100:4(S:0-1)": a10 is another one
         return partition in self.partitions and featured and (not kind or kind in types)
 
 
-def _asks_for_gpus(spec: JobSpec) -> bool:
+def _requests_gpus(spec: JobSpec) -> bool:
     return spec.cluster.device != "cpu" and (spec.cluster.slurm or Slurm()).gpus != "none"
 
 
@@ -95,7 +95,7 @@ def compute_allocated_tres(
     """
     slurm, ranks = spec.cluster.slurm or Slurm(), spec.cluster.gpus_per_node
     is_exclusive = slurm.exclusive or partition.get("OverSubscribe", "").startswith("EXCLUSIVE")
-    gpus = ranks if _asks_for_gpus(spec) else 0
+    gpus = ranks if _requests_gpus(spec) else 0
     if is_exclusive:
         tres = {name: count for name, count in node.tres.items() if name not in ("billing", "mem")}
         gpus = int(node.tres.get("gres/gpu", gpus))
@@ -191,7 +191,7 @@ def find_site_bill(spec: JobSpec, root: Path | None, *, ask: Ask) -> SiteBill:
     Raises:
         SpecError: SLURM does not report its billing, and no answer is cached; or the job cannot be billed by SLURM.
     """
-    path = None if root is None else root / FOLDER / f"bill-{_cache_key(spec)}.json"
+    path = None if root is None else root / FOLDER / f"bill-{_make_cache_key(spec)}.json"
     stored = None if path is None else read_record(path, _RECORD)
     now = time.time()
     if stored is not None and 0 <= now - stored.asked_at < KEPT_SECONDS:
@@ -220,7 +220,7 @@ def _load_stored_bill(stored: StoredBill, why: str) -> SiteBill:
     return replace(stored.bill, words=f"{stored.bill.words}; as of {day}, {why}")
 
 
-def _cache_key(spec: JobSpec) -> str:
+def _make_cache_key(spec: JobSpec) -> str:
     options = (spec.cluster.slurm or Slurm()).model_dump(
         mode="json", include={"partition", "account", "qos", "constraint", "memory", "cpus_per_task", "gpus", "gpu_type", "exclusive", "extra", "launcher"}
     )  # fmt: skip

@@ -27,46 +27,46 @@ class BoardRun:
         self.writer = EventFileWriter(str(folder))
 
     def params(self, values: Mapping[str, Scalar]) -> None:
-        self._text("parameters", _render_table(values))
+        self._write_text("parameters", _render_table(values))
         if len(values) <= _TABLED:
-            self._summary(hparams.hparams_pb(dict(values), trial_id=self.id, start_time_secs=self.started), at=0)
+            self._write_summary(hparams.hparams_pb(dict(values), trial_id=self.id, start_time_secs=self.started), at=0)
 
     def tags(self, values: Mapping[str, str]) -> None:
-        self._text("notes", _render_table(values))
+        self._write_text("notes", _render_table(values))
 
     def points(self, points: Sequence[Point]) -> None:
         for point in points:
             values = [Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()]
-            self._summary(Summary(value=values), at=point.samples, wall_time=point.time)
+            self._write_summary(Summary(value=values), at=point.samples, wall_time=point.time)
         self.writer.flush()
 
     def summary(self, values: Mapping[str, float], *, samples: int) -> None:
         summary_values = [Summary.Value(tag=f"summary/{name}", simple_value=value) for name, value in values.items()]
-        self._summary(Summary(value=summary_values), at=samples)
+        self._write_summary(Summary(value=summary_values), at=samples)
 
     def artifact(self, path: Path) -> None:
         """Record a text file as text; other files are left out, because TensorBoard does not show files."""
         if path.suffix in (".md", ".txt"):
-            self._text(path.name, path.read_text(encoding="utf-8"))
+            self._write_text(path.name, path.read_text(encoding="utf-8"))
         elif path.suffix in (".yaml", ".csv"):
-            self._text(path.name, f"```\n{path.read_text(encoding='utf-8')}\n```")
+            self._write_text(path.name, f"```\n{path.read_text(encoding='utf-8')}\n```")
 
     def close(self, state: State, *, at: float) -> None:
         del at  # no event tells of an end
         if state != "running":
-            self._text("state", state)
+            self._write_text("state", state)
         self.writer.flush()
         self.writer.close()
 
-    def _text(self, tag: str, markdown: str) -> None:
+    def _write_text(self, tag: str, markdown: str) -> None:
         value = Summary.Value(
             tag=tag,
             metadata=text.create_summary_metadata(display_name=tag, description=""),
             tensor=tensor_util.make_tensor_proto([markdown.encode()]),
         )
-        self._summary(Summary(value=[value]), at=0)
+        self._write_summary(Summary(value=[value]), at=0)
 
-    def _summary(self, summary: Summary, *, at: int, wall_time: float | None = None) -> None:
+    def _write_summary(self, summary: Summary, *, at: int, wall_time: float | None = None) -> None:
         self.writer.add_event(Event(wall_time=wall_time or time.time(), step=at, summary=summary))
 
 

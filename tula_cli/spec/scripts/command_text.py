@@ -82,7 +82,7 @@ class _Reader:
             if pipeline is training or pipeline in programs:
                 continue
             if pipeline[0].start > training[0].start and self.keeps_setup:
-                self.left_out.append(self._raw(pipeline))  # it is no set-up
+                self.left_out.append(self._get_raw_text(pipeline))  # it is no set-up
             else:
                 self._take(pipeline)
         self._check_alone(training)
@@ -97,7 +97,7 @@ class _Reader:
         for word in training[0].program:
             refuse_typography(word)
         warnings = tuple(
-            f"{self._place(other)}{self._raw(other)!r} is not part of the job; run it first if the training needs it"
+            f"{self._describe_line(other)}{self._get_raw_text(other)!r} is not part of the job; run it first if the training needs it"
             for other in programs
             if other is not training
         )
@@ -118,7 +118,7 @@ class _Reader:
             if is_program_start(words) or has_launcher(words):
                 opener = first.words[0].raw + "()" * (len(first.words) > 2 and first.words[2].raw == ")")
                 raise SpecError(
-                    f"{self._place(pipeline)}{_shorten_words(words)!r} is in a loop, a branch or a function ({opener}), but a job has one training command",
+                    f"{self._describe_line(pipeline)}{_shorten_words(words)!r} is in a loop, a branch or a function ({opener}), but a job has one training command",
                     "give one command, with its values written out",
                 )
         if first.inside:
@@ -137,7 +137,7 @@ class _Reader:
             raise SpecError(what, "give the complete command with which you start it today")
         likely = [each for each in programs if _is_likely(each)] if self.keeps_setup else programs
         if len(programs) > 1 and len(likely) != 1:
-            lines = "; ".join(f"{self._place(each)}{_shorten_words(each[0].words)!r}" for each in programs)
+            lines = "; ".join(f"{self._describe_line(each)}{_shorten_words(each[0].words)!r}" for each in programs)
             raise SpecError(
                 f"several commands start a program ({lines}), but a job has one",
                 "give only the one that trains, and run the others first",
@@ -146,7 +146,7 @@ class _Reader:
 
     def _take(self, pipeline: _Pipeline) -> None:
         """Take over a command before the training: as set-up, as environment, or as left out."""
-        first, raw = pipeline[0], self._raw(pipeline)
+        first, raw = pipeline[0], self._get_raw_text(pipeline)
         name = first.program[0].name if first.program else ""
         writes_file = any(re.match(r"1?>", text) and "/dev/null" not in text for text in first.redirections)
         if name in ("cd", "pushd"):
@@ -162,12 +162,12 @@ class _Reader:
                 self.environment[variable] = word.text
         elif not self.keeps_setup:
             raise SpecError(
-                f"{self._place(pipeline)}{raw!r} needs a shell, but {_WITHOUT_SHELL}",
+                f"{self._describe_line(pipeline)}{raw!r} needs a shell, but {_WITHOUT_SHELL}",
                 "run that part yourself before tula, or write it into cluster.setup of a job with kind: slurm (tula init slurm does that)",
             )
         elif re.search(r"\$(?:[1-9@*#]|\{[1-9@*#])", raw) and not re.match(r"function|.*\(\)", raw):
             raise SpecError(
-                f"{self._place(pipeline)}{_shorten_words(first.words)!r} uses the arguments of the script, but a job has none",
+                f"{self._describe_line(pipeline)}{_shorten_words(first.words)!r} uses the arguments of the script, but a job has none",
                 "replace them by their values",
             )
         else:
@@ -184,7 +184,7 @@ class _Reader:
         is_here = not target.unknown and Path(target.text or Path.home()).resolve() == Path.cwd()
         if not is_here and "SLURM_SUBMIT_DIR" not in target.unknown:
             raise SpecError(
-                f"{self._place(pipeline)}{_shorten_words(words)!r} cannot be used: tula starts the command in the folder in which tula itself runs",
+                f"{self._describe_line(pipeline)}{_shorten_words(words)!r} cannot be used: tula starts the command in the folder in which tula itself runs",
                 f"run tula init in {target.text or 'that folder'}, and remove the change of folder from the command",
             )
         self.left_out.append(_shorten_words(words))
@@ -194,28 +194,28 @@ class _Reader:
         first = pipeline[0]
         outside = list(first.redirections)
         for before, after in itertools.pairwise(pipeline):
-            outside.append(f"{before.operator} {self._raw([after])}")
+            outside.append(f"{before.operator} {self._get_raw_text([after])}")
             if pipeline[0] is before and is_program_start(after.program):
                 raise SpecError(
-                    f"{self._place(pipeline)}{self._raw([before])!r} provides the input of the command, but tula starts the command without input",
+                    f"{self._describe_line(pipeline)}{self._get_raw_text([before])!r} provides the input of the command, but tula starts the command without input",
                     "let the script read a file that an option names",
                 )
             if before.operator == "||" or after.program[0].name != "tee":
                 raise SpecError(
-                    f"{self._place(pipeline)}{outside[-1]!r} needs a shell, but {_WITHOUT_SHELL}",
+                    f"{self._describe_line(pipeline)}{outside[-1]!r} needs a shell, but {_WITHOUT_SHELL}",
                     "remove it: the output of the ranks is in the run's logs",
                 )
         if redirection := next((each for each in first.redirections if re.match(r"\d*<(?!\s*/dev/null$)", each)), ""):
             raise SpecError(
-                f"{self._place(pipeline)}{redirection!r} redirects the input, but tula starts the command without input",
+                f"{self._describe_line(pipeline)}{redirection!r} redirects the input, but tula starts the command without input",
                 "let the script read a file that an option names",
             )
         self.left_out += [*outside, *(["&"] if pipeline[-1].operator == "&" else [])]
 
-    def _raw(self, pipeline: _Pipeline) -> str:
+    def _get_raw_text(self, pipeline: _Pipeline) -> str:
         return self.text[pipeline[0].start : pipeline[-1].end].strip()
 
-    def _place(self, pipeline: _Pipeline) -> str:
+    def _describe_line(self, pipeline: _Pipeline) -> str:
         return f"line {pipeline[0].line}: " if self.keeps_setup or "\n" in self.text.strip() else ""
 
 

@@ -167,7 +167,7 @@ class _Reader:
         for place, word in enumerate(words):
             self._take_by_hand(word, flags.get(place, word.raw))
         values = []
-        for option, placeholder in [*self._batch_roles(options), *self._other_roles(options)]:
+        for option, placeholder in [*self._list_batch_options(options), *self._list_other_options(options)]:
             self.flags[option.label] = placeholder
             self.values[placeholder] = option.value.text.removesuffix("ep")
             values.append((option, f"{{{placeholder}}}{'ep' * option.value.text.endswith('ep')}"))
@@ -193,7 +193,7 @@ class _Reader:
             if value:
                 self.values[name], self.flags[flag] = value, name
 
-    def _other_roles(self, options: Sequence[Option]) -> Iterator[tuple[Option, str]]:
+    def _list_other_options(self, options: Sequence[Option]) -> Iterator[tuple[Option, str]]:
         """Yield the options to replace other than those of the batch, each with its placeholder."""
         seen = {*self.by_hand}
         if len([option for option in options if _find_option_meaning(option) == "lr"]) > 1:
@@ -210,7 +210,7 @@ class _Reader:
                 seen.add(placeholder)
                 yield option, placeholder
 
-    def _batch_roles(self, options: Sequence[Option]) -> Iterator[tuple[Option, str]]:
+    def _list_batch_options(self, options: Sequence[Option]) -> Iterator[tuple[Option, str]]:
         """Yield the options that determine the batch of a step, each with its placeholder.
 
         Raises:
@@ -263,7 +263,7 @@ class _Reader:
         else:
             _check_count(accumulation[0], "micro-batches")
             yield option, "micro_batch"
-            yield accumulation[0], self._accumulation(accumulation[0], option)
+            yield accumulation[0], self._choose_accumulation_placeholder(accumulation[0], option)
 
     def _is_of_all(self, option: Option, options: Sequence[Option]) -> bool:
         """Return whether an option gives the batch of all processes, instead of the batch of one."""
@@ -288,7 +288,7 @@ class _Reader:
             _HOW_TO_SAY.format(option.value.text),
         )
 
-    def _accumulation(self, option: Option, batch: Option) -> str:
+    def _choose_accumulation_placeholder(self, option: Option, batch: Option) -> str:
         """Return the placeholder of an accumulation option: {accumulate} per process or {accumulate_total}."""
         certain = option.name != "gradient_accumulation_steps" or _find_option_meaning(batch) in (
             "local_batch",

@@ -154,20 +154,22 @@ class _Scanner:
             if not (words or redirections):
                 start = end
             if redirection := self._match(_REDIRECTION):
-                redirections.append(self._redirection(redirection))
+                redirections.append(self._read_redirection(redirection))
             elif operator := self._match(_OPERATOR):
                 if operator[0] == "\n" and self._skip_here_documents():
                     end = self.position
                 if words or redirections:
                     line = self.text.count("\n", 0, start) + 1
-                    yield self._learnt(Command(tuple(words), tuple(redirections), operator[0], line, start, end))
+                    yield self._record_variables(
+                        Command(tuple(words), tuple(redirections), operator[0], line, start, end)
+                    )
                 words, redirections = [], []
                 if not operator[0]:
                     return
             else:
-                words += self._words()
+                words += self._read_words()
 
-    def _learnt(self, command: Command) -> Command:
+    def _record_variables(self, command: Command) -> Command:
         """Record the variables that a command sets for later commands; unknown ones in a value are kept as $NAME."""
         for name, word in command.assignments if not command.program else ():
             self.variables.pop(name, None)
@@ -175,9 +177,9 @@ class _Scanner:
                 self.variables[name] = word.text
         return command
 
-    def _redirection(self, operator: re.Match[str]) -> str:
+    def _read_redirection(self, operator: re.Match[str]) -> str:
         self._match(_BLANK)
-        target = [] if _OPERATOR.match(self.text, self.position) else self._words()
+        target = [] if _OPERATOR.match(self.text, self.position) else self._read_words()
         if operator[0].lstrip("0123456789") in ("<<", "<<-") and target:
             self.here_documents.append(target[0].text)
         return self.text[operator.start() : self.position]
@@ -189,7 +191,7 @@ class _Scanner:
             self.position = match.end() if match else len(self.text)
         return bool(ends)
 
-    def _words(self) -> list[ShellWord]:
+    def _read_words(self) -> list[ShellWord]:
         """Return the word that starts here; several words if an unquoted variable or an array expands to several."""
         start, texts, bare, unknown, is_quoted = self.position, [""], "", "", False
         while piece := self._match(_PIECE):
@@ -201,12 +203,12 @@ class _Scanner:
                     return self.arrays[piece["elements"]]
                 texts[-1], unknown = texts[-1] + written, unknown or written
             elif kind == "expansion":
-                text, is_known = self._value(written)
+                text, is_known = self._read_value(written)
                 unknown = unknown or ("" if is_known else written)
                 first, *others = re.split(r"[ \t\n]+", text) if is_known or written != text else [text]
                 texts = [*texts[:-1], texts[-1] + first, *others]
             elif kind == "double":
-                text, part = self._double_quoted()
+                text, part = self._read_double_quoted()
                 texts[-1], unknown = texts[-1] + text, unknown or part
             elif kind == "array":
                 inner = _Scanner(written[1:-1], self.variables, self.arrays)
@@ -235,18 +237,18 @@ class _Scanner:
             return [ShellWord(text, text, text[text.index("$") :] if "$" in text else "") for text in texts if text]
         return [ShellWord(text, raw, unknown or _find_shell_pattern(bare, text)) for text in texts if text or is_quoted]
 
-    def _value(self, expansion: str) -> tuple[str, bool]:
+    def _read_value(self, expansion: str) -> tuple[str, bool]:
         """Return the value of an expansion, and whether nothing in the value needs a shell."""
         name = re.fullmatch(r"\$\{(\w+)(?::?-[^}]*)?\}|\$(\w+)", expansion)
         value = self.variables.get(name[1] or name[2]) if name else None
         return (expansion, False) if value is None else (value, "$" not in value[:-1])
 
-    def _double_quoted(self) -> tuple[str, str]:
+    def _read_double_quoted(self) -> tuple[str, str]:
         """Return the text up to the next double quote, and its first unknown part."""
         text, unknown = "", ""
         while piece := self._match(_QUOTED_PIECE):
             if piece.lastgroup == "expansion":
-                value, is_known = self._value(piece[0])
+                value, is_known = self._read_value(piece[0])
                 text, unknown = text + value, unknown or ("" if is_known else piece[0])
             elif piece.lastgroup != "continued":
                 text += piece[piece.lastgroup or 0]

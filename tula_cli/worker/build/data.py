@@ -77,7 +77,7 @@ class StreamedDataset:
             SpecError: the stream ends before its length.
         """
         positions = range(self.size // world if self.sharded else self.size)
-        stream = self._numbered_samples(_EVALUATION if epoch is None else epoch, len(positions))
+        stream = self._number_samples(_EVALUATION if epoch is None else epoch, len(positions))
         if self.sharded:
             yield from (as_sample(item) for number, item in stream if number >= start // world)
         else:
@@ -85,7 +85,7 @@ class StreamedDataset:
                 as_sample(item) for number, item in stream if number >= start and (number - start) % world == rank
             )
 
-    def _numbered_samples(self, epoch: int, size: int) -> Iterator[tuple[int, Any]]:
+    def _number_samples(self, epoch: int, size: int) -> Iterator[tuple[int, Any]]:
         if hasattr(self.samples, "set_epoch"):
             self.samples.set_epoch(epoch)
         with seed_generators(self.seed, epoch):

@@ -50,9 +50,9 @@ class _CheckpointedForward:
             return self.forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # what is compiled writes statistics once
             return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
-        return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+        return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self._make_contexts, **kwargs)
 
-    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    def _make_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _FrozenRunningStatistics(self.norms)
 
 

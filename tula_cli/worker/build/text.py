@@ -288,7 +288,7 @@ class FromConfig:
         Raises:
             SpecError: a setting is unknown or refused.
         """
-        kind = self._config_class(model_type)
+        kind = self._find_config_class(model_type)
         default = kind()
         self._check_known(settings, default)
         if num_classes is not None and "Classification" in self.name:
@@ -309,7 +309,7 @@ class FromConfig:
         assert isinstance(model, nn.Module)
         return model
 
-    def _config_class(self, model_type: str | None) -> Any:
+    def _find_config_class(self, model_type: str | None) -> Any:
         if not self._is_auto_class:
             if model_type is not None:
                 raise SpecError(f"model.args.model_type: {self.name} has a fixed type", "remove model_type")

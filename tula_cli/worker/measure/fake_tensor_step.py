@@ -318,9 +318,9 @@ class FakeStep:
 
         At that capacity the allocator returns cached memory during its first steps, and none once it has settled.
         """
-        return max(map(self._allocator_margin_at, MARGIN_MICRO_BATCHES)) if self.gpu else HEAP_MARGIN
+        return max(map(self._measure_allocator_margin, MARGIN_MICRO_BATCHES)) if self.gpu else HEAP_MARGIN
 
-    def _allocator_margin_at(self, micro_batch: int) -> float:
+    def _measure_allocator_margin(self, micro_batch: int) -> float:
         peak = self.measure(micro_batch).peak
         for room in ALLOCATOR_MARGINS:
             usage = self._replay(micro_batch, capacity=round(room * peak))
@@ -416,7 +416,7 @@ class FakeStep:
             if self.gpu:
                 for chunk in chunk_indices(self.factors, range(len(self.factors))):
                     torch._foreach_mul([self.factors[i] for i in chunk], 1.0)  # of a branch taken on the device
-        copies = self._parameter_copies()
+        copies = self._copy_parameters()
         self.optimizer.step()
         if copies and self.gpu and self.memory.after:
             for chunk in chunk_indices(copies, range(len(copies))):
@@ -435,7 +435,7 @@ class FakeStep:
             new.append(small if self.several else ratio)
         return new
 
-    def _parameter_copies(self) -> list[torch.Tensor]:
+    def _copy_parameters(self) -> list[torch.Tensor]:
         """Return copies of the parameters whose update the method changes (scaled by AGS, or orthogonalised)."""
         return [p.detach().clone() for p in self.memory.before]
 

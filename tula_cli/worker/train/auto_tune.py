@@ -461,13 +461,13 @@ class ArmTraining(Training):
         if self.choice.broken:
             self.log.warn(messages.arm_diverged_after_choice(arms=self.choice.broken, chosen=self.choice.arm.name))
 
-    def _divergence_error(self, description: str) -> Exception:
+    def _make_divergence_error(self, description: str) -> Exception:
         """Return BrokenDown, or Diverged if no arm is left."""
         if self._is_control:
-            return super()._divergence_error(description)
+            return super()._make_divergence_error(description)
         return ArmBrokeDown(self.trainer.position.samples)
 
-    def _after_evaluation(self, loss: float) -> None:
+    def _handle_evaluation(self, loss: float) -> None:
         """Raise BrokenDown if the arm has broken down; `loss` is the same on all ranks.
 
         The criterion is the training loss: the evaluation set must not influence the training.

@@ -127,7 +127,7 @@ class Diagnostics:
                 batch=unread.batch,
                 lr=unread.lr,
                 norm=norm,
-                delta=changes[at] if unread.change is not None else self._relative_change(norm, unread.batch),
+                delta=changes[at] if unread.change is not None else self._compute_relative_change(norm, unread.batch),
                 scaled=None if scaled is None else bool(scaled),
                 factor=factors[at],
             )
@@ -138,7 +138,7 @@ class Diagnostics:
             if norm is not None:
                 self.newest = row
 
-    def _relative_change(self, norm: float | None, batch: int) -> float | None:
+    def _compute_relative_change(self, norm: float | None, batch: int) -> float | None:
         """Return Delta(G), Eq. 5; None for the first step of all, and if the previous step had another batch."""
         previous = self.newest
         if norm is None or previous is None or not previous.last or previous.batch != batch:

@@ -124,7 +124,7 @@ class UserMetrics:
         return self.ranks.world == 1 or has_own_synchronization(metric)
 
     def _add_batch_value(self, name: str, shown: "MetricInput") -> None:
-        value = self._number(name, self._call_metric(name, self.metrics[name], shown.outputs, shown.batch))
+        value = self._parse_number(name, self._call_metric(name, self.metrics[name], shown.outputs, shown.batch))
         self.sums[name][0] += value * shown.samples
         self.sums[name][1] += shown.samples
 
@@ -146,11 +146,13 @@ class UserMetrics:
                 total, samples = self.ranks.sum(self.sums[name])
                 values[name] = total / samples if samples else math.nan
             elif self._uses_own_batches(metric):
-                values[name] = self._number(name, self._call_metric(name, metric.compute))
+                values[name] = self._parse_number(name, self._call_metric(name, metric.compute))
             else:
                 if can_merge_states(metric):
                     self._merge_states(name, metric)
-                value = self._number(name, self._call_metric(name, metric.compute)) if self.ranks.is_first else 0.0
+                value = (
+                    self._parse_number(name, self._call_metric(name, metric.compute)) if self.ranks.is_first else 0.0
+                )
                 values[name] = self.ranks.sum([value])[0]
         return values
 
@@ -172,7 +174,7 @@ class UserMetrics:
         except Exception as error:  # whatever the user's code raises
             raise JobFailed(f"train.metrics.{name} fails: {type(error).__name__}: {error}") from error
 
-    def _number(self, name: str, value: Any) -> float:
+    def _parse_number(self, name: str, value: Any) -> float:
         try:
             return float(value)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -280,7 +282,7 @@ class Evaluator:
             if index == max_batches:
                 break
             batches_done += 1
-            sums += self._score_batch(to_device(trainer, batch), self._batch_size(index))
+            sums += self._score_batch(to_device(trainer, batch), self._get_batch_size(index))
             newest = batch
             if index < common:
                 between()
@@ -319,7 +321,7 @@ class Evaluator:
         """Return the number of batches of a rank: the first ranks may have one more than the last."""
         return math.ceil(self._sample_count(rank) / self.trainer.largest_micro_batch)
 
-    def _batch_size(self, index: int) -> int:
+    def _get_batch_size(self, index: int) -> int:
         """Return the number of samples in this rank's batch number `index`; the last batch may have fewer."""
         size = self.trainer.largest_micro_batch
         return min(size, self._sample_count(self.trainer.ranks.rank) - index * size)

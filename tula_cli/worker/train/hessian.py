@@ -235,9 +235,9 @@ class LossSurface:
 
     def gradient(self) -> tuple[float, Tensor]:
         """Return the mean loss and its gradient."""
-        total, loss = self._zeros(), 0.0
-        for weight, value in self._losses():
-            total.add_(self._flat(torch.autograd.grad(value, self.parameters, allow_unused=True)), alpha=weight)
+        total, loss = self._make_zeros(), 0.0
+        for weight, value in self._compute_losses():
+            total.add_(self._flatten(torch.autograd.grad(value, self.parameters, allow_unused=True)), alpha=weight)
             loss += weight * float(value.detach())
         return self.ranks.sum([loss])[0], self._sum_over_ranks(total)
 
@@ -247,17 +247,17 @@ class LossSurface:
         Raises:
             SpecError: a layer has no second derivative.
         """
-        total = self._zeros()
+        total = self._make_zeros()
         pieces = self._split(vector)
-        for weight, value in self._losses():
+        for weight, value in self._compute_losses():
             try:
-                total.add_(self._flat(self._second_derivative(value, pieces)), alpha=weight)
+                total.add_(self._flatten(self._compute_second_derivative(value, pieces)), alpha=weight)
             except RuntimeError as error:
                 _explain(error)
                 raise
         return self._sum_over_ranks(total)
 
-    def _second_derivative(self, loss: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    def _compute_second_derivative(self, loss: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor | None]:
         first = torch.autograd.grad(loss, self.parameters, create_graph=True, allow_unused=True)
         _refuse_dead_ends(first)
         # A gradient that depends on no parameter is constant: its part of the Hessian is zero.
@@ -267,7 +267,7 @@ class LossSurface:
         gradients, vectors = zip(*pairs, strict=True)
         return torch.autograd.grad(gradients, self.parameters, grad_outputs=vectors, allow_unused=True)
 
-    def _losses(self) -> Iterator[tuple[float, Tensor]]:
+    def _compute_losses(self) -> Iterator[tuple[float, Tensor]]:
         """Yield (share of all samples, mean loss) of each batch."""
         for count, batch in self.batches:
             seed_torch(compute_stable_seed(self.seed, _STREAM, self.ranks.rank), self.ranks.device)
@@ -279,11 +279,11 @@ class LossSurface:
         wide = any(p.dtype is torch.float64 for p in self.parameters)
         return torch.float64 if wide else torch.float32
 
-    def _zeros(self) -> Tensor:
+    def _make_zeros(self) -> Tensor:
         size = sum(p.numel() for p in self.parameters)
         return torch.zeros(size, dtype=self._dtype, device=self.ranks.device)
 
-    def _flat(self, tensors: Sequence[Tensor | None]) -> Tensor:
+    def _flatten(self, tensors: Sequence[Tensor | None]) -> Tensor:
         pairs = zip(tensors, self.parameters, strict=True)
         return torch.cat(
             [(torch.zeros_like(p) if g is None else g).detach().flatten().to(self._dtype) for g, p in pairs]

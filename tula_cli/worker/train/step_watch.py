@@ -36,14 +36,16 @@ class SynchronisationTimer:
     exposed: list[tuple[Mark, Mark]] = field(default_factory=list)
 
     def __enter__(self) -> "SynchronisationTimer":
-        self._handles = [p.register_hook(self._gradient_ready) for p in self.model.parameters() if p.requires_grad]
+        self._handles = [
+            p.register_hook(self._record_ready_gradient) for p in self.model.parameters() if p.requires_grad
+        ]
         return self
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _gradient_ready(self, _: torch.Tensor) -> None:
+    def _record_ready_gradient(self, _: torch.Tensor) -> None:
         self.last = self.clock.mark()
 
     def reduced(self) -> None:
@@ -126,14 +128,14 @@ class StepWatch:
         self._stop_sampling()
         steps, spy, (passed, epoch, at) = self.steps, self.spy, self.began
         local = self.trainer.local_sgd  # each rank's own steps: of another kind than those before
-        step_parts = None if local else self._slowest_parts(steps, spy)
+        step_parts = None if local else self._find_slowest_parts(steps, spy)
         self._start_sampling()
         if step_parts is None or not self.trainer.ranks.is_first:
             return None
         self.newest = step_parts
         return self.levels.add(StepSample(passed, epoch, at, step_parts))
 
-    def _slowest_parts(self, steps: Sequence[Step], spy: SynchronisationTimer) -> StepParts | None:
+    def _find_slowest_parts(self, steps: Sequence[Step], spy: SynchronisationTimer) -> StepParts | None:
         """Return the times of a step on the slowest rank; None if every step in the sample included a refresh."""
         plain = [step for step in steps if not step.refreshed]
         if not plain:

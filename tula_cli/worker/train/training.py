@@ -131,7 +131,7 @@ class Training:
             self.context.preemption.install()
             with contextlib.closing(worker_train_loop.run_steps(self.trainer)) as stream:
                 try:
-                    self._steps(stream)
+                    self._run_steps(stream)
                 except Preempted as preempted:
                     self._save_and_leave(preempted)  # first of all: the end of the loader's processes takes its time
                     raise
@@ -147,7 +147,7 @@ class Training:
             weights = str(self.task.spec.model.weights)
             self.log.warn(messages.weights_partly_loaded(weights=weights, reason=self.unfit))
 
-    def _steps(self, stream: Iterator[Step]) -> None:
+    def _run_steps(self, stream: Iterator[Step]) -> None:
         if self.owed:
             self._end_epoch(None)
         if self.ended:
@@ -238,9 +238,9 @@ class Training:
             return
         if self.first:
             self.log.write_steps(overhead=self._overhead)  # the last row shows it
-        raise self._divergence_error(problem)
+        raise self._make_divergence_error(problem)
 
-    def _divergence_error(self, description: str) -> Exception:
+    def _make_divergence_error(self, description: str) -> Exception:
         """Return the error to raise on every rank; a ramp's checkpoints since the loss rose are deleted."""
         if self.divergence.judges_finite_losses:
             losses, factor = self.trainer.losses, compute_lr_scale(self.task.spec, self.trainer.batch)
@@ -249,7 +249,7 @@ class Training:
         self.context.ranks.broadcast(0)  # the first rank that ends has the others ended
         return Diverged(description, failures.advise("diverged"))
 
-    def _after_evaluation(self, loss: float) -> None:
+    def _handle_evaluation(self, loss: float) -> None:
         """Called on every rank when an epoch has been evaluated, with the mean loss of its last step; may raise."""
 
     # --- checkpoints
@@ -287,13 +287,13 @@ class Training:
             is_best=is_best,
             owed=self.owed,
             ended=self.ended,
-            keep=(*self.keep, *self._newest_checkpoint_before_rise()),
+            keep=(*self.keep, *self._list_checkpoint_before_rise()),
         )
         self.last_save = time.monotonic()
         self.save_time = self.last_save - began
         self.log.add("save", seconds=self.save_time)
 
-    def _newest_checkpoint_before_rise(self) -> list[int]:
+    def _list_checkpoint_before_rise(self) -> list[int]:
         """Return the samples of the newest checkpoint from before the loss rose; empty if finite losses are not
         judged."""
         if not self.divergence.judges_finite_losses:
@@ -321,7 +321,7 @@ class Training:
         (loss_sum,) = self.trainer.ranks.sum([float(step.loss) if step else math.nan])
         loss = loss_sum / self.trainer.ranks.world
         if step:
-            self._after_evaluation(loss)
+            self._handle_evaluation(loss)
         self.context.energy.save()
         epoch = self.trainer.position.epoch
         # Rank 0 alone knows the best epoch.

@@ -93,7 +93,7 @@ class TrainingLog:
         sizes = {"batch": task.batch, "micro_batch": trainer.largest_micro_batch}
         beta2 = {"beta2": trainer.beta2s[0]} if trainer.beta2s else {}
         self.add("start", attempt=task.attempt, **sizes, nodes=task.nodes, lr=lr, **beta2, cause=cause)
-        self.add("environment", **self._environment())
+        self.add("environment", **self._collect_environment())
         at = f"from sample {trainer.position.samples}" if trainer.position.samples else "from the beginning"
         beta2_text = f", beta2 {trainer.beta2s[0]:.6g}" if trainer.beta2s else ""
         later = f" (of {task.training_nodes} later)" * (task.training_nodes != task.nodes and not task.sizes)
@@ -106,7 +106,7 @@ class TrainingLog:
         for warning in list_ineffective_settings(trainer):
             self.warn(warning)
 
-    def _environment(self) -> dict[str, Any]:
+    def _collect_environment(self) -> dict[str, Any]:
         """Return the environment of this training; every rank must call this."""
         ranks = self.trainer.ranks
         local_ranks = environment.count_local_ranks(ranks, self.task.spec.cluster)
@@ -162,7 +162,7 @@ class TrainingLog:
         plain = [value for value, step in zip(seconds, steps, strict=True) if not step.refreshed]
         self.step_times += plain
         self.window.extend(plain)
-        loss, remaining = float(steps[-1].loss), self._seconds_left(statistics.fmean(seconds), overhead)
+        loss, remaining = float(steps[-1].loss), self._estimate_remaining_seconds(statistics.fmean(seconds), overhead)
         self.keep_steps(close=False)  # the device has just been waited for
         self.add(
             "step",
@@ -177,7 +177,7 @@ class TrainingLog:
             data_wait=statistics.fmean(waits),
             compute=self.parts and self.parts.compute,
             sync=self.parts and self.parts.sync,
-            **self._tokens(statistics.fmean(seconds)),
+            **self._compute_token_rates(statistics.fmean(seconds)),
             eta=remaining,
         )
         if aloud:
@@ -209,7 +209,7 @@ class TrainingLog:
         """Delay the next line about steps, after a line that has reported the progress."""
         self.next_words = time.monotonic() + compute_log_pause(time.monotonic() - self.began)
 
-    def _tokens(self, step_time: float) -> dict[str, float | None]:
+    def _compute_token_rates(self, step_time: float) -> dict[str, float | None]:
         """Return the tokens per second over all GPUs and the share of padding; None if batches are not text."""
         means = self.tokens.means_per_sample()
         if means is None or not step_time:
@@ -217,7 +217,7 @@ class TrainingLog:
         length, real = means
         return {"tokens_per_second": real * self.batch / step_time, "padding": 1 - real / length}
 
-    def _seconds_left(self, step_time: float, overhead: float) -> float:
+    def _estimate_remaining_seconds(self, step_time: float, overhead: float) -> float:
         trainer, position = self.trainer, self.trainer.position
         size, epochs = len(trainer.datasets.train), self.task.spec.train.epochs_at_most
         remaining_steps = trainer.sizes.ramp.remaining_steps(
@@ -242,7 +242,9 @@ class TrainingLog:
             level: the change of level, on rank 0.
             overhead: seconds of an epoch's evaluation and checkpoint.
         """
-        change = describe_level_change(level, self.task, lambda step_time: self._seconds_left(step_time, overhead))
+        change = describe_level_change(
+            level, self.task, lambda step_time: self._estimate_remaining_seconds(step_time, overhead)
+        )
         self.changed = True
         self.add("change", change=change.model_dump(mode="json"))
         self._print(f"changed: {describe_step_change(change)}")
@@ -264,7 +266,7 @@ class TrainingLog:
         trainer, prediction = self.trainer, self.expected
         step_time = compute_trimmed_mean(self.step_times) if self.step_times else None
         # The prediction is of synchronous steps, which post-local SGD leaves behind.
-        recent = None if trainer.local_sgd else self._recent_step_time()
+        recent = None if trainer.local_sgd else self._compute_recent_step_time()
         within = self.drift.is_within(recent)
         ags = trainer.ags.report() if trainer.ags and not trainer.ags.identity else None
         self.metrics.add(
@@ -287,7 +289,7 @@ class TrainingLog:
             **({"metrics": dict(result.user_metrics)} if result.user_metrics else {}),
             ags=ags,
             **trainer.method.report(trainer),
-            diagnostics=self._diagnostics(ags),
+            diagnostics=self._make_diagnostics_row(ags),
         )
         self._print(self._describe_epoch(result, loss=loss, lr=lr, step_time=step_time, overhead=overhead))
         self._delay_next_print()
@@ -302,7 +304,7 @@ class TrainingLog:
         self, result: Evaluation, *, loss: float, lr: float, step_time: float | None, overhead: float
     ) -> str:
         position, classes = self.trainer.position, math.isfinite(result.top1)
-        remaining = format_duration(self._seconds_left(step_time, overhead)) if step_time else ""
+        remaining = format_duration(self._estimate_remaining_seconds(step_time, overhead)) if step_time else ""
         pace = f", {format_number(self.batch / step_time)} samples/s, {remaining} left" if step_time else ""
         return (
             f"epoch {position.epoch} of {self.task.spec.train.epochs_at_most}: {position.samples} samples, loss {format_number(loss, 4)},"
@@ -313,7 +315,7 @@ class TrainingLog:
             + f"batch {self.batch}, lr {format_number(lr)}, {format_number(step_time and 1000 * step_time)} ms per step{pace}"
         )
 
-    def _diagnostics(self, ags: Mapping[str, float] | None) -> dict[str, Any] | None:
+    def _make_diagnostics_row(self, ags: Mapping[str, float] | None) -> dict[str, Any] | None:
         if self.diagnostics is None:
             return None
         return self.diagnostics.report(self.trainer, scaled=ags["scaled"] if ags else None)
@@ -350,7 +352,7 @@ class TrainingLog:
 
     # --- the prediction
 
-    def _recent_step_time(self) -> float | None:
+    def _compute_recent_step_time(self) -> float | None:
         """Return the step time over the newest steps, at least as many as in an epoch or probe; None until then.
 
         The interval is that of a probe's mean; the mean over an epoch of five steps would leave it by chance.

@@ -6,11 +6,13 @@ Each configuration of each set that has a neighbour with half of the nodes (in o
 GPU is taken as the only job observed, and `tula_cli.models.observed` predicts the neighbour's step time. Beside it stands the
 ring law alone: the same compute, and exposed synchronisation in proportion to (n - 1) / n. The priors of the step-time model
 were found on these and other tables; benchmarks/replay/replay_priors.py shows how little they depend on a single cluster.
+"fitted" is a bound for any such prediction: a median regression with 28 coefficients that was fitted to these pairs themselves.
 """
 
 import argparse
 import json
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +32,8 @@ class Pair:
 
     cluster: str
     nodes: int
+    gpus_per_node: int
+    compute: float  # of the observed step
     observed: float
     actual: float
     ring: float
@@ -69,6 +73,8 @@ def list_pairs(sets: Sequence[MeasuredSet]) -> Iterator[Pair]:
             yield Pair(
                 cluster=measured.cluster,
                 nodes=place.nodes,
+                gpus_per_node=place.gpus_per_node,
+                compute=observed.compute_time,
                 observed=observed.seconds,
                 actual=measured.truth[half].seconds,
                 ring=observed.compute_time + ring * sync,
@@ -108,6 +114,41 @@ def score_pairs(pairs: Sequence[Pair]) -> Score:
     )
 
 
+@dataclass(frozen=True)
+class FittedScore:
+    """Errors and right decisions of a regression on the pairs that it is fitted to."""
+
+    median: float
+    p90: float
+    right: float
+
+
+def score_fitted(pairs: Sequence[Pair]) -> FittedScore:
+    """Return the score of a median regression of ln(half / observed) on what is known of the observed job."""
+    from statsmodels.regression.quantile_regression import QuantReg
+
+    nodes, gpus, compute, observed, predicted = (
+        np.array([getattr(pair, name) for pair in pairs], dtype=float)
+        for name in ("nodes", "gpus_per_node", "compute", "observed", "predicted")
+    )
+    share, ones = 1 - compute / observed, np.ones(len(pairs))
+    levels = [ones, share, share**2, np.log(predicted / observed)]
+    synchronisation = np.log(np.maximum(observed - compute, 1e-5))
+    places = [ones, nodes == 1, nodes == 2, np.log2(nodes), np.log2(gpus), np.log(compute), synchronisation]
+    columns = np.column_stack([level * place for level in levels for place in places])
+    actual = np.log([pair.actual / pair.observed for pair in pairs])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # few pairs do not determine all coefficients, which changes no fitted value
+        fitted = QuantReg(actual, columns).fit(q=0.5, max_iter=3000).fittedvalues
+    error = abs(np.exp(fitted - actual) - 1)
+    cheaper = np.log(CHEAPER)
+    return FittedScore(
+        median=float(np.median(error)),
+        p90=float(np.quantile(error, 0.9)),
+        right=float(np.mean((fitted <= cheaper) == (actual <= cheaper))),
+    )
+
+
 def score_groups(pairs: Sequence[Pair]) -> dict[str, Score]:
     """Return the score of all pairs, of each cluster, and by the number of nodes."""
     groups = {
@@ -131,9 +172,11 @@ def main() -> None:
         sys.exit(f"observe.py: {error}")
     if not pairs:
         sys.exit("observe.py: no configuration in the tables has a neighbour with half of its GPUs")
-    scores = score_groups(pairs)
+    scores, fitted = score_groups(pairs), score_fitted(pairs)
     if arguments.json:
-        print(json.dumps({name: asdict(score) for name, score in scores.items()}, indent=1))
+        print(
+            json.dumps({**{name: asdict(score) for name, score in scores.items()}, "fitted": asdict(fitted)}, indent=1)
+        )
         return
     print(f"{'':16} pairs   ring law: median   p90  right   tula: median   p90  right  covered  advised  cheaper")
     for name, score in scores.items():
@@ -142,6 +185,7 @@ def main() -> None:
             f"{name:16} {score.pairs:5} {score.ring_median:18.1%} {score.ring_p90:5.0%} {score.ring_right:6.0%}"
             f" {score.median:14.1%} {score.p90:5.0%} {score.right:6.0%} {score.covered:8.0%} {score.advised:8.0%} {cheaper:>8}"
         )
+    print(f"fitted to all pairs: median error {fitted.median:.1%}, p90 {fitted.p90:.0%}, right {fitted.right:.0%}")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ def test_pairs_are_scored_beside_the_ring_law(tmp_path: Path) -> None:
     assert scores["all"]["pairs"] == 12 and scores["all"]["ring_median"] == pytest.approx(0.0, abs=1e-9)
     assert scores["all"]["median"] < 0.15 and scores["all"]["covered"] > 0.8
     assert scores["more nodes"]["pairs"] == 9
+    assert scores["fitted"]["median"] < 0.01 and scores["fitted"]["right"] == 1  # the ring law is within its reach
 
 
 def test_a_table_that_is_not_there_is_one_error(tmp_path: Path) -> None:

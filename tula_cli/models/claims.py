@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import linear_regression, median
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements
@@ -241,8 +241,7 @@ def fit_lr_exponent(rates: Iterable[ObservedRate]) -> float | None:
     ]
     if len({x for x, _ in points}) < 2:
         return None
-    x0, y0 = fmean(x for x, _ in points), fmean(y for _, y in points)
-    return sum((x - x0) * (y - y0) for x, y in points) / sum((x - x0) ** 2 for x, _ in points)
+    return linear_regression(*zip(*points, strict=True)).slope
 
 
 def warn_scaling_of_script(rates: Sequence[ObservedRate]) -> list[Diagnostic]:

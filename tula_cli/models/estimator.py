@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_cli.diagnostics import Diagnostic
-from tula_cli.errors import Infeasible
+from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.models import cost, power
 from tula_cli.models.choice.candidates import Candidates, StageTable
 from tula_cli.models.choice.columns import (
@@ -45,7 +45,7 @@ from tula_cli.models.power import PowerModel
 from tula_cli.models.ramp.by_noise import NoisePath
 from tula_cli.models.ramp.stage_nodes import StageObjective
 from tula_cli.models.ramp.stage_times import StageTimes
-from tula_cli.models.time import steptime, stretches
+from tula_cli.models.time import stretches
 from tula_cli.models.time.steptime import Estimates, StepTimeFit
 from tula_cli.models.time.stragglers import fit_with_stragglers
 from tula_cli.run.records.base import Market
@@ -288,7 +288,10 @@ class Estimator:
                 f"batch {config.batch} on {format_count(config.nodes)}: {why}", "tula recommend shows what fits"
             )
         if why := self.describe_why_unknown(config):
-            raise steptime.make_prediction_error(f"batch {config.batch} on {format_count(config.nodes)}", why)
+            raise BadMeasurements(
+                f"cannot predict batch {config.batch} on {format_count(config.nodes)}: {why}",
+                "measure more configurations with tula profile",
+            )
         return self.estimate(*to_columns([config])).prediction(0)
 
     def predictions(self, nodes: Iterable[int] | None = None) -> tuple[Prediction, ...]:

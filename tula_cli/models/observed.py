@@ -352,7 +352,7 @@ def _as_single_gpus(observation: Observation) -> Observation:
 
 def _predict_log(fit: StepTimeFit, place: tuple[int, int], local_batch: int) -> tuple[float, float]:
     """Return the logarithm of a predicted step time and its variance."""
-    estimate = fit.predict_all([place[0]], [place[1]], [local_batch]).at(0)
+    estimate = fit.predict(*place, local_batch)
     if estimate.low is None or estimate.high is None:
         return math.log(estimate.seconds), math.inf
     return math.log(estimate.seconds), (math.log(estimate.high / estimate.low) / (2 * Z90)) ** 2

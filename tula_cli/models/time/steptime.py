@@ -220,13 +220,7 @@ class StepTimeFit:
         return frozenset(o.local_batch for o in self._seen)
 
     def predict(self, nodes: int, gpus_per_node: int, local_batch: int) -> Estimate:
-        """Return the time of one optimizer step with its 90 % prediction interval.
-
-        Raises:
-            BadMeasurements: the probes do not determine it (see `refusal`).
-        """
-        if why := self.refusal(nodes, gpus_per_node, local_batch):
-            raise make_prediction_error(describe_probe_place(nodes, local_batch), why)
+        """Return the time of one optimizer step with its 90 % prediction interval; `refusal` is not checked."""
         return self.predict_all([nodes], [gpus_per_node], [local_batch]).at(0)
 
     def predict_all(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Estimates:
@@ -274,11 +268,6 @@ class StepTimeFit:
         drawn = np.random.default_rng(0).standard_normal((count, len(mean)))
         samples: Floats = mean + drawn @ (vectors * np.sqrt(np.maximum(values, 0.0))).T
         return samples
-
-
-def make_prediction_error(configuration: str, why: str) -> BadMeasurements:
-    """Return the error for a step time that cannot be predicted from the probes."""
-    return BadMeasurements(f"cannot predict {configuration}: {why}", "measure more configurations with tula profile")
 
 
 def fit_step_time(observations: Iterable[Observation], *, collective: str, priors: Priors = PRIORS) -> StepTimeFit:

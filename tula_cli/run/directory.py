@@ -24,7 +24,7 @@ from tula_cli.run.files import (
     write_error,
     write_record,
 )
-from tula_cli.run.lock import SubmissionLock
+from tula_cli.run.lock import FolderLock
 from tula_cli.run.owner import find_other_owner, require_ownership, require_run
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.inspections import ClusterReport
@@ -335,9 +335,9 @@ class RunDir:
         return path
 
     @property
-    def lock(self) -> SubmissionLock:
+    def lock(self) -> FolderLock:
         """The lock for submitting jobs of this run."""
-        return SubmissionLock(self.path / "lock")
+        return FolderLock(self.path / "lock")
 
     def write_result(self, result: Result) -> None:
         write_record(self.path / f"results/{result.id}.json", result)

@@ -1,4 +1,4 @@
-"""The lock for submitting jobs of a run: one command line holds it at a time, on any machine."""
+"""The locks of a run, for submitting its jobs and for sending it to a tracker: one command holds each, on any machine."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ STALE_SECONDS = 300.0
 """Seconds after which a lock is considered abandoned by its owner."""
 
 
-class SubmissionLock:
+class FolderLock:
     """A lock in the form of a folder: creating one is atomic on NFS and Lustre, where file locks are unreliable.
 
     Args:
@@ -27,7 +27,7 @@ class SubmissionLock:
     def acquire(self) -> str:
         """Acquire the lock; return "", or its owner if another command line holds it.
 
-        A lock is broken if its process has ended or it is older than any submission takes.
+        A lock is broken if its process has ended, or if its owner has not renewed it for STALE_SECONDS.
 
         Raises:
             NotYours: the run, or the lock, belongs to another user.

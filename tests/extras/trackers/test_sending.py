@@ -130,6 +130,22 @@ def test_nothing_is_sent_twice(run: RunDir, place: str) -> None:
     assert send(run, place)[0][0].new_points == 1 and curve(place, "train/loss")[2560] == 1.5
 
 
+def test_two_commands_that_send_the_same_run_send_each_value_once(run: RunDir, place: str) -> None:
+    """Two commands that wait for one training open their sessions before either has sent anything."""
+    trained(run, metrics())
+    tracker = resolve_destination(Export(to="fake_tracker:FakeTracker", uri=place), open_run(run))
+    first, second = (service.Session(open_run(run), tracker, lambda _: ()) for _ in range(2))
+    assert [*first.update(active=True), *second.update(active=True)] == []
+    points = first.new_points
+    assert points > 0 and second.new_points == 0
+    assert second._lock.acquire() == ""
+    write(run, [*metrics(), *({**metrics()[-1], "samples": samples} for samples in (2560, 3200))])
+    assert list(first.update(active=True)) == [] and first.new_points == points  # the other command sends them
+    second._lock.release()
+    list(first.update(active=True))
+    assert first.new_points > points and 2560 in curve(place, "train/loss")
+
+
 def test_the_newest_position_waits_for_all_its_rows_while_the_training_goes_on(run: RunDir, place: str) -> None:
     rows = metrics()
     step = {**rows[1], "samples": 1280, "loss": 1.95, "time": START + 39}

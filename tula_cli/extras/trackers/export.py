@@ -18,6 +18,7 @@ from tula_cli.options import ExportRequest
 from tula_cli.run.directory import Run
 from tula_cli.run.files import read_record, write_atomic, write_record
 from tula_cli.run.job_runs import list_runs_with_data
+from tula_cli.run.lock import FolderLock
 from tula_cli.run.owner import require_ownership
 from tula_cli.run.records.base import Record
 from tula_cli.run.records.tasks import TrainTask
@@ -77,8 +78,14 @@ class ExportRecord(Record):
 _RECORD = TypeAdapter(ExportRecord)
 
 
+LOCK_POLL = 0.5
+"""Seconds between two attempts to lock the record of a destination."""
+
+
 class Session:
     """A run of one hardware that is sent to a tracker, one update after another.
+
+    Several commands may send the same run: each update locks the record and starts from what the others have sent.
 
     Args:
         run: the run.
@@ -94,17 +101,12 @@ class Session:
         require_ownership(run.path)
         self.run, self.destination, self.reports = run, destination, reports
         self.path = run.path / FOLDER / destination.record_path.name
-        known = read_record(self.path, _RECORD)
-        self.sent = ExportRecord(
-            to=destination.to,
-            uri=destination.uri,
-            project=destination.project,
-            runs={} if known is None else known.runs,
-        )
+        self.sent = self._read_sent()
         self.problem = ""  # why the newest update has failed
         self.new_runs = self.new_points = self.files = 0
         self._exporter: Exporter | None = None
         self._open: dict[str, TrackedRun] = {}
+        self._lock = FolderLock(self.path.with_suffix(".lock"))
 
     @property
     def result(self) -> ExportResult:
@@ -123,21 +125,39 @@ class Session:
     def update(self, *, active: bool) -> Iterator[WarningEvent]:
         """Send what is new. If the tracker fails, values sent until then are recorded, and the error is reported once.
 
+        If another command is sending the run, wait for it at the end; before the end, leave this update to it.
+
         Args:
             active: whether a job of the run is queued or running; if not, everything is sent, including final states.
 
         Raises:
             TulaError: the run cannot be read or written.
         """
+        while self._lock.acquire():
+            if active:
+                return
+            time.sleep(LOCK_POLL)
         problem = ""
         try:
+            self.sent = self._read_sent()
             self._send(self.run.read(), active=active)
         except TrackerError as error:
             self._open, self._exporter = {}, None  # they may have no connection any more
             problem = error.message
             if problem != self.problem:
                 yield WarningEvent(f"{error.message}; {error.hint}")
+        finally:
+            self._lock.release()
         self.problem = problem
+
+    def _read_sent(self) -> ExportRecord:
+        known, destination = read_record(self.path, _RECORD), self.destination
+        return ExportRecord(
+            to=destination.to,
+            uri=destination.uri,
+            project=destination.project,
+            runs={} if known is None else known.runs,
+        )
 
     def _send(self, snapshot: Snapshot, *, active: bool) -> None:
         files = tuple(path for name in FILES if (path := snapshot.path / name).is_file())
@@ -195,6 +215,7 @@ class Session:
     def _record_run(self, key: str, sent: SentRun) -> None:
         self.sent = self.sent.model_copy(update={"runs": {**self.sent.runs, key: sent}})
         write_record(self.path, self.sent)
+        self._lock.heartbeat()
 
 
 def _list_trainings(snapshot: Snapshot) -> list[list[TrainTask]]:

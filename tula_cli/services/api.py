@@ -407,11 +407,6 @@ class Submission:
     call: Call
     dependencies: Dependencies
     wait_policy: WaitPolicy
-    arguments: JobArguments
-
-    def follow(self, work: Work[T]) -> T:
-        """Run work and return its result, as of `JobArguments`."""
-        return self.arguments.follow(work)
 
     @classmethod
     def from_arguments(
@@ -428,7 +423,7 @@ class Submission:
         inspect = make_inspector(call.runs[0].path.parent, fresh=fresh, report_event=arguments.on_event)
         asks = _make_confirm(call.runs[0].spec, arguments.confirm)
         dependencies = Dependencies(launcher.make_launcher, inspect, asks)
-        return cls(call, dependencies, WaitPolicy(arguments.wait, timeout), arguments)
+        return cls(call, dependencies, WaitPolicy(arguments.wait, timeout))
 
 
 def load_job(job: Job, overrides: Sequence[str] = ()) -> JobSpec:
@@ -742,7 +737,7 @@ def profile(arguments: ProfileArguments) -> Run:
         >>> run.results()[["nodes", "batch", "step_time_s"]]
     """
     submission = arguments.prepare()
-    submission.follow(_run_profile_work(submission))
+    arguments.follow(_run_profile_work(submission))
     return Run.of(submission.call.runs)
 
 
@@ -778,7 +773,7 @@ def find_largest_batch(arguments: ProfileArguments) -> LargestBatch | None:
         raise SpecError(
             f"find_largest_batch works on one node type, and the job has {len(runs)}", "use tula profile --largest"
         )
-    profiled = submission.follow(_run_profile_work(submission, largest=True))
+    profiled = arguments.follow(_run_profile_work(submission, largest=True))
     if isinstance(profiled, DetachedJobs):
         return None
     (largest_batch,) = profiled.reports.values()
@@ -823,11 +818,11 @@ def train(arguments: TrainArguments) -> TrainingSummary | SeedsReport | None:
     submission = Submission.from_arguments(arguments.run, arguments, timeout=arguments.timeout)
     call, inspect = submission.call, submission.dependencies.inspect
     if arguments.seeds is not None:
-        seeds = submission.follow(prepare_seeds(call.runs, arguments, inspect))
-        return submission.follow(run_seeds(seeds, submission.dependencies, submission.wait_policy, file=call.file))
+        seeds = arguments.follow(prepare_seeds(call.runs, arguments, inspect))
+        return arguments.follow(run_seeds(seeds, submission.dependencies, submission.wait_policy, file=call.file))
     work = training.prepare_training(call.runs, arguments, inspect)
-    prepared = submission.follow(work)
-    summary = submission.follow(
+    prepared = arguments.follow(work)
+    summary = arguments.follow(
         training.run_training(prepared, submission.dependencies, submission.wait_policy, file=call.file)
     )
     if isinstance(summary, DetachedJobs):
@@ -860,10 +855,10 @@ def compare(arguments: CompareArguments) -> CompareReport:
     """
     submission = Submission.from_arguments(arguments.run, arguments)
     call = submission.call
-    ready = submission.follow(
+    ready = arguments.follow(
         session.prepare(call.runs, arguments, submission.dependencies, node_type=arguments.node_type)
     )
-    return submission.follow(
+    return arguments.follow(
         session.run_comparison(ready, submission.dependencies, submission.wait_policy, file=call.file)
     ).report
 
@@ -912,8 +907,8 @@ def find_learning_rate(arguments: LearningRateArguments) -> LearningRateReport |
         node_type=arguments.node_type,
         near_batches=arguments.near_batches,
     )
-    search = submission.follow(work)
-    result = submission.follow(learning_rates.run_search(search, dependencies, submission.wait_policy, file=call.file))
+    search = arguments.follow(work)
+    result = arguments.follow(learning_rates.run_search(search, dependencies, submission.wait_policy, file=call.file))
     return None if isinstance(result, DetachedJobs) else result
 
 
@@ -977,7 +972,7 @@ def evaluate(arguments: EvaluateArguments) -> EvaluationRecord | None:
     """
     submission = Submission.from_arguments(arguments.run, arguments, timeout=arguments.timeout)
     prepared = prepare_evaluation(submission.call.runs, arguments)
-    evaluation = submission.follow(run_evaluation(prepared, submission.dependencies, submission.wait_policy))
+    evaluation = arguments.follow(run_evaluation(prepared, submission.dependencies, submission.wait_policy))
     return None if isinstance(evaluation, DetachedJobs) else evaluation
 
 

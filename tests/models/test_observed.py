@@ -62,7 +62,9 @@ def test_a_second_job_narrows_the_prediction() -> None:
     job = make_job(8, 1)
     alone = report_observed_job(job)
     together = report_observed_job(job, [make_job(4, 1, seconds=0.19, sync=0.09)])
-    assert together.jobs_fitted == 2
+    assert together.jobs_fitted == together.configurations_fitted == 2
+    again = report_observed_job(job, [make_job(8, 1)])  # tells recommend nothing new
+    assert again.jobs_fitted == 2 and again.configurations_fitted == 1
 
     def width(report: object) -> float:
         (half,) = [request for request in report.other_requests if request.nodes == 4]  # type: ignore[attr-defined]

@@ -83,6 +83,9 @@ class ObservedReport:
     capacity_bytes: int | None
     batch_growth: float | None  # factor by which the local batch can grow within the memory of the GPU
     jobs_fitted: int  # observed jobs of this script behind the other requests
+    configurations_fitted: (
+        int  # of those jobs: different nodes, GPUs per node or batches, of which `recommend` needs two
+    )
     other_requests: tuple[OtherRequest, ...]
     observed_at: float  # Unix time of the last sign of the job
     notes: tuple[str, ...]  # of the measurement: what is absent, and why
@@ -237,6 +240,7 @@ def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) ->
         capacity_bytes=min((rank.capacity or 0 for rank in job.ranks), default=0) or None,
         batch_growth=growth,
         jobs_fitted=len(together),
+        configurations_fitted=len({(other.nodes, other.gpus_per_node, other.local_batch) for other in together}),
         other_requests=requests,
         observed_at=job.observed_at,
         notes=tuple(_list_notes(job)),

@@ -795,6 +795,7 @@ def test_a_kill_for_memory_is_reported_although_another_rank_failed_first(chain:
          "subprocess.CalledProcessError: Command 'x' returned non-zero exit status 1.", "user", "ValueError: mine"),
         ("the end is near\nresource_tracker.py:310: UserWarning: resource_tracker: 1 leaked\n  warnings.warn(", "unknown",
          "the end is near"),
+        ("", "unknown", "exited with code 1 without any output"),
     ],
 )  # fmt: skip
 def test_what_a_launcher_says_of_an_end_is_reported(

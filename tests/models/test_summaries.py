@@ -1,7 +1,10 @@
+import pytest
 from make_results import Truth, probe_all, spec
+from pydantic import ValidationError
 
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.summaries import list_regression_summaries
+from tula_cli.run.records.probes import Measured
 
 PROBES = {2: (16, 64, 256), 4: (16,), 8: (16, 64, 256)}
 
@@ -29,3 +32,20 @@ def test_a_small_model_has_both_where_its_compute_was_measured() -> None:
     overlapped, additive, *_ = list_regression_summaries(Estimator.fit(spec(), small))
     assert (overlapped.name, additive.name) == ("step time, overlapped", "step time, nothing overlapped")
     assert "communication of such small gradients may overlap or not" in additive.about
+
+
+def test_a_probe_whose_batch_cannot_be_trained_any_more_is_no_row() -> None:
+    fewer = [probe.model_copy(update={"dataset_size": 1024}) for probe in probe_all(Truth(), PROBES)]
+    summaries = list_regression_summaries(Estimator.fit(spec(), fewer))
+    assert "cost" in [item.name for item in summaries], "8 nodes with local batch 256 exceed the dataset"
+
+
+def test_a_counter_of_energy_that_stands_still_is_none() -> None:
+    stopped = [Measured.model_validate(probe.model_dump() | {"energy": 0.0}) for probe in probe_all(Truth(), PROBES)]
+    assert Estimator.fit(spec(), stopped).power is None
+
+
+def test_a_duration_of_a_clock_that_was_set_back_is_damage() -> None:
+    content = probe_all(Truth(), PROBES)[0].model_dump()
+    with pytest.raises(ValidationError, match="startup"):
+        Measured.model_validate(content | {"overheads": content["overheads"] | {"startup": -5.0}})

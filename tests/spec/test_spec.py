@@ -358,6 +358,7 @@ def test_all_problems_are_reported_at_once_with_their_paths(write):
         ("cluster.memory_per_gpu=lots", "cluster.memory_per_gpu", "16GiB"),
         ("cluster.slurm={partition: gpu}", "cluster", "kind: slurm"),
         ("schedule.kind=multistep", "schedule", "needs milestones"),
+        ('dataset.args={files: ["a\\0b"]}', "the spec", "dataset.args.files[0] contains a null character"),
         ("optimizer={lr: 0.1, momentum: 0.9, args: {momentum: 0.5}}", "optimizer", "remove one of them"),
         ("schedule.milestones=[3]", "schedule", "multistep"),
         ("name=../up", "name", "letters"),

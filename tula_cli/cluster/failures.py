@@ -91,8 +91,12 @@ def _find_failure_of_log(run: RunDir, task: Task, exited: RankExit, device: str)
         message = f"crashed under cluster.memory_per_gpu: {find_most_informative_line(summary)}"
         return Failure(outcome="device_oom", message=message, host=host)
     killed = f"its process was killed by {signal.Signals(-exited.exit_code).name}" if exited.exit_code < 0 else ""
+    silent = "" if summary.strip() else f"exited with code {exited.exit_code} without any output"
     exit_message = (
-        killed or (find_user_exception(output_text) if outcome == "user" else "") or find_most_informative_line(summary)
+        killed
+        or silent
+        or (find_user_exception(output_text) if outcome == "user" else "")
+        or find_most_informative_line(summary)
     )
     return _make_failure(outcome, exit_message, exited, rank=exited.rank if killed else None)
 

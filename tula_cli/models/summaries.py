@@ -107,7 +107,8 @@ def _summarize_memory(estimator: Estimator) -> RegressionSummary:
 
 def _summarize_cost(estimator: Estimator) -> RegressionSummary:
     gpus = estimator.spec.cluster.gpus_per_node
-    rows = [estimator.predict(Config(nodes, local * nodes * gpus)) for nodes, local in estimator.probes]
+    configurations = [Config(nodes, local * nodes * gpus) for nodes, local in estimator.probes]
+    rows = [estimator.predict(config) for config in configurations if not estimator.describe_why_infeasible(config)]
     columns = {"fixed": np.ones(len(rows))}
     columns |= {f"ln {name}": np.log([getattr(row, name) for row in rows]) for name in ("nodes", "batch")}
     about = (

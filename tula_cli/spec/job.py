@@ -17,7 +17,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from tula_cli.plugins import is_import_string
 from tula_cli.presets import DIVIDING
 from tula_cli.spec.ags import BRANCHING_EPOCH, Ags, Auto, divide_section
-from tula_cli.spec.kinds import Positive, Section
+from tula_cli.spec.kinds import Positive, Section, find_null_character
 from tula_cli.spec.merge import merge
 from tula_cli.spec.methods import DEFAULT_METHOD, REASON
 from tula_cli.spec.old_keys import replace_old_keys
@@ -94,6 +94,8 @@ class JobSpec(Section):
     @classmethod
     def _keys_are_current_and_script_replaces_the_loop(cls, content: Any) -> Any:
         content = replace_old_keys(content)
+        if place := find_null_character(content):
+            raise ValueError(f"{place} contains a null character, which no path, variable or argument can contain")
         if not isinstance(content, Mapping) or content.get("script") is None:
             return content
         return script_section.fill_script_defaults(content)

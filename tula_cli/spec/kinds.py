@@ -3,6 +3,7 @@
 import math
 import re
 import shlex
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Annotated, Any, cast
 
@@ -91,6 +92,20 @@ def require_one_line(value: str) -> str:
     if not value.isprintable():
         raise ValueError(f"{value!r} must be one line of text without tabs or control characters")
     return value
+
+
+def find_null_character(content: object) -> str:
+    """Return the path of the first text in nested mappings and lists that contains a null character; empty if none does."""
+    pending, seen = [("", content)], set[int]()
+    while pending:
+        place, item = pending.pop()
+        if isinstance(item, str) and "\0" in item:
+            return place[1:] or "the text"
+        if isinstance(item, Mapping | list) and id(item) not in seen:
+            seen.add(id(item))  # Python code may pass a mapping that contains itself
+            pairs = item.items() if isinstance(item, Mapping) else ((f"[{n}]", inner) for n, inner in enumerate(item))
+            pending += [(f"{place}{'' if isinstance(item, list) else '.'}{key}", inner) for key, inner in pairs]
+    return ""
 
 
 def require_plain_data(value: dict[str, Any]) -> dict[str, Any]:

@@ -63,6 +63,8 @@ def apply_overrides(into: dict[str, Any], overrides: Iterable[str], origins: dic
     """
     require_list(overrides=overrides)  # Python code that forgets the brackets
     for text in overrides:
+        if not isinstance(text, str):
+            raise SpecError(f"overrides: {text!r} is not text", "for example overrides=['search.nodes=[2,4]']")
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise SpecError(f"--set {text}: expected key.subkey=value", "for example --set search.nodes=[2,4]")

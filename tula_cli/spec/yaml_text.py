@@ -252,8 +252,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ) from None
     except UnicodeDecodeError:
         raise SpecError(f"cannot read {path}: it is not a text file in UTF-8", "tula init writes a job file") from None
-    except OSError as error:
-        raise SpecError(f"cannot read {path}: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:  # a path with a null character is a ValueError
+        raise SpecError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     sections = parse_yaml(text, source=str(path))
     if not isinstance(sections, dict):
         kind = "it is empty" if sections is None else "it is a list" if isinstance(sections, list) else "it is a text"

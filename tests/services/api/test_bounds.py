@@ -6,6 +6,7 @@ import pytest
 
 import tula_cli as tula
 from tula_cli.errors import SpecError
+from tula_cli.spec.merge import apply_overrides
 
 
 @pytest.mark.parametrize(
@@ -23,3 +24,10 @@ def test_a_number_out_of_bounds_is_refused_before_a_job_is_read(arguments: dict[
 def test_each_number_of_a_list_is_checked() -> None:
     with pytest.raises(SpecError, match="batches: must be at most"):
         tula.compare("no such job.yaml", batches=(64, 10**400))
+
+
+def test_an_override_that_is_no_text_and_a_path_that_cannot_exist_are_refused() -> None:
+    with pytest.raises(SpecError, match="overrides: 3 is not text"):
+        apply_overrides({}, [3], {})  # type: ignore[list-item]
+    with pytest.raises(SpecError, match="cannot read"):
+        tula.check("a\0b")

@@ -41,6 +41,9 @@ Count = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 """A whole number from 1 on."""
 
+NonNegative = Annotated[float, Field(ge=0)]
+"""A duration that may be 0; a negative one was taken from a clock that was set back."""
+
 Seconds = Annotated[float, Field(gt=0)]
 """A duration that is never 0, such as that of a step."""
 

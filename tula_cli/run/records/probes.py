@@ -2,12 +2,13 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, computed_field, model_validator
+from pydantic import Field, TypeAdapter, computed_field, field_validator, model_validator
 
 from tula_cli import words
 from tula_cli.run.records.base import (
     Components,
     Count,
+    NonNegative,
     OutcomeClass,
     PeakMemory,
     Positive,
@@ -74,11 +75,11 @@ class Environment(Record):
 class Overheads(Record):
     """Overheads of training in addition to its steps. Seconds; None if not measured, which is not 0."""
 
-    startup: float  # from the start of the worker process to its first step
-    eval_batch: float | None  # one evaluation batch of eval_batch_size samples on one rank
+    startup: NonNegative  # from the start of the worker process to its first step
+    eval_batch: NonNegative | None  # one evaluation batch of eval_batch_size samples on one rank
     eval_batch_size: Count | None
-    checkpoint: float | None  # writing one
-    refresh: float | None  # one refresh of the AGS factors (0 where the method has none)
+    checkpoint: NonNegative | None  # writing one
+    refresh: NonNegative | None  # one refresh of the AGS factors (0 where the method has none)
 
 
 class GpuState(Record):
@@ -157,6 +158,12 @@ class Measured(Record):
     oversubscribed: bool = False  # more ranks than cores, or GPUs: not comparable with anything
     measured_at: float  # Unix time
     script: ScriptObservation | None = None  # None where tula's own loop was measured
+
+    @field_validator("energy")
+    @classmethod
+    def _counter_has_moved(cls, joules: float | None) -> float | None:
+        """Take a counter that stands still for none; some virtual GPUs have such a counter."""
+        return joules if joules is not None and joules > 0 else None
 
     @property
     def description(self) -> str:

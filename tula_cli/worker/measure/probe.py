@@ -482,7 +482,7 @@ def _measure_job_overheads(
     stream = repeat_steps(trainer)
     first_step = next(stream)
     trainer.clock.seconds(first_step.start, first_step.end)
-    startup = time.time() - started_at
+    startup = max(0.0, time.time() - started_at)  # the clock may have been set back
     next(stream)
     longest = find_longest_sample(datasets)
     return JobOverheads(

@@ -806,6 +806,13 @@ def test_what_a_launcher_says_of_an_end_is_reported(
     assert (failure.outcome, failure.message) == (outcome, words)
 
 
+def test_an_exit_code_that_a_script_has_chosen_is_reported_with_its_own_last_line(chain: Chain) -> None:
+    log = "epoch 2 done\n2026-11-28 05:34:16+0000 epoch 2, sample 128: batch 8, 1340 samples/s, 0 s left"
+    exited = failures.RankExit(exit_code=7, oom_kill=False, words=log, rank=0)
+    failure = failures.find_failure_of_ranks(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
+    assert failure.message == "exited with code 7; last output: epoch 2 done"
+
+
 def test_a_lost_rank_is_reported_in_short_by_those_that_noticed(chain: Chain, tmp_path: Path) -> None:
     noticed = Failure(
         task="train-s-1", attempt=1, rank=1, host="other", pid=1, outcome="peer", message=f"RuntimeError: {GLOO}",

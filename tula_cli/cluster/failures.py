@@ -91,14 +91,21 @@ def _find_failure_of_log(run: RunDir, task: Task, exited: RankExit, device: str)
         message = f"crashed under cluster.memory_per_gpu: {find_most_informative_line(summary)}"
         return Failure(outcome="device_oom", message=message, host=host)
     killed = f"its process was killed by {signal.Signals(-exited.exit_code).name}" if exited.exit_code < 0 else ""
-    silent = "" if summary.strip() else f"exited with code {exited.exit_code} without any output"
     exit_message = (
         killed
-        or silent
         or (find_user_exception(output_text) if outcome == "user" else "")
-        or find_most_informative_line(summary)
+        or (_describe_unknown_exit(summary, exited) if outcome == "unknown" else find_most_informative_line(summary))
     )
     return _make_failure(outcome, exit_message, exited, rank=exited.rank if killed else None)
+
+
+def _describe_unknown_exit(summary: str, exited: RankExit) -> str:
+    """Return the telling line of the output, with the exit code if that line alone may be unrelated to the exit."""
+    if not summary.strip():
+        return f"exited with code {exited.exit_code} without any output"
+    line = find_most_informative_line(summary)
+    # Python exits with 1 after its last words; any other code was chosen by the script.
+    return line if exited.exit_code in (0, 1) else f"exited with code {exited.exit_code}; last output: {line}"
 
 
 def _make_failure(outcome: OutcomeClass, message: str, exited: RankExit, *, rank: int | None) -> Failure:

@@ -101,8 +101,10 @@ _FOLLOW_UP_SIGNALS = ("SIGTERM", "SIGABRT")
 _SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
 _SIGNAL_NAME = re.compile(r"\bSIG[A-Z]{2,}\b")
 _CRASH = re.compile(r"exitcode *: *-(?:11|6)\b")  # SIGSEGV, SIGABRT
-_NOISE = re.compile(r"\b\w*Warning: |\bwarnings\.warn\(|\bresource_tracker\b|^\[?[IW]\d{4}[ :]")
-"""Lines that are unrelated to an exit, though they may be the last ones."""
+_NOISE = re.compile(
+    r"\b\w*Warning: |\bwarnings\.warn\(|\bresource_tracker\b|^\[?[IW]\d{4}[ :]|^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d{4} epoch "
+)
+"""Lines that are unrelated to an exit, though they may be the last ones, such as tula's own lines of progress."""
 
 
 def find_kill_signal(text: str) -> str:

@@ -65,6 +65,9 @@ def test_a_second_job_narrows_the_prediction() -> None:
     assert together.jobs_fitted == together.configurations_fitted == 2
     again = report_observed_job(job, [make_job(8, 1)])  # tells recommend nothing new
     assert again.jobs_fitted == 2 and again.configurations_fitted == 1
+    unknown_batch = dataclasses.replace(make_job(4, 1, seconds=0.19), samples=None)
+    assert report_observed_job(job, [unknown_batch]).other_requests == alone.other_requests
+    assert report_observed_job(unknown_batch, [job]).configurations_fitted == 0
 
     def width(report: object) -> float:
         (half,) = [request for request in report.other_requests if request.nodes == 4]  # type: ignore[attr-defined]

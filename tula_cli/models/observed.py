@@ -83,9 +83,7 @@ class ObservedReport:
     capacity_bytes: int | None
     batch_growth: float | None  # factor by which the local batch can grow within the memory of the GPU
     jobs_fitted: int  # observed jobs of this script behind the other requests
-    configurations_fitted: (
-        int  # of those jobs: different nodes, GPUs per node or batches, of which `recommend` needs two
-    )
+    configurations_fitted: int  # different nodes, GPUs per node or batches of these jobs, if the batch is known
     other_requests: tuple[OtherRequest, ...]
     observed_at: float  # Unix time of the last sign of the job
     notes: tuple[str, ...]  # of the measurement: what is absent, and why
@@ -202,9 +200,13 @@ def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) ->
 
     Args:
         job: to report on.
-        others: further jobs of the same script, of which those on the same hardware are fitted together with it.
+        others: further jobs of the same script, of which those on the same hardware are fitted together with it, unless
+            the batch of only one of the two is known.
     """
-    together = [job, *(other for other in others if other.kind == job.kind)]
+    knows_batch = job.local_batch is not None
+    alike = [other for other in others if other.kind == job.kind and (other.local_batch is not None) == knows_batch]
+    together = [job, *alike]
+    configurations = {(other.nodes, other.gpus_per_node, other.local_batch) for other in together}
     seconds, sync = job.step_seconds, job.sync_seconds
     compute = None if sync is None else max(0.0, seconds - sync - (job.data_seconds or 0.0))
     peak, growth = _compute_memory(job)
@@ -240,7 +242,7 @@ def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) ->
         capacity_bytes=min((rank.capacity or 0 for rank in job.ranks), default=0) or None,
         batch_growth=growth,
         jobs_fitted=len(together),
-        configurations_fitted=len({(other.nodes, other.gpus_per_node, other.local_batch) for other in together}),
+        configurations_fitted=len(configurations) if knows_batch else 0,
         other_requests=requests,
         observed_at=job.observed_at,
         notes=tuple(_list_notes(job)),

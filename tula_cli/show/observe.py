@@ -26,7 +26,7 @@ def render_observations(reports: Sequence["ObservedReport"]) -> Iterator["Render
     if not reports:
         return
     yield ""
-    if reports[-1].configurations_fitted == 1:
+    if reports[-1].configurations_fitted < 2:
         yield (
             "next: observe the script with another batch or number of processes; tula recommends from two such jobs."
             " To measure now: tula init --from-command '...'"

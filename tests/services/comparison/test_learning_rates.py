@@ -1,6 +1,7 @@
 """`tula compare --learning-rates` as a service: the plan, the job, and the report."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,8 @@ def test_the_report_of_a_script_says_what_its_losses_are_and_where_its_learning_
     run.write_rate_search(record(prepared.task, 0.5, 0.3, 0.32))
     measured = learning_rates.read_report(prepared, FILE)
     assert learning_rates.describe_critical_batch(measured).endswith("300 (90 % interval: at least 250)")
+    bounded = replace(measured, critical_batch=(250.0, 250.0, None))
+    assert learning_rates.describe_critical_batch(bounded).endswith("at least 250 (95 % bound)")
 
 
 # --- the job

@@ -409,5 +409,7 @@ def describe_critical_batch(report: LearningRateReport) -> str:
     if report.critical_batch is None:
         return f"critical batch (gradient noise scale) at epoch {report.epoch:.2g}: unknown"
     scale, low, high = report.critical_batch
+    if high is None and scale <= low:  # the gradient is lost in its noise: there is only the bound
+        return f"critical batch (gradient noise scale) at epoch {report.epoch:.2g}: at least {low:.3g} (95 % bound)"
     interval = f"at least {low:.3g}" if high is None else f"{low:.3g} to {high:.3g}"
     return f"critical batch (gradient noise scale) at epoch {report.epoch:.2g}: {scale:.3g} (90 % interval: {interval})"

@@ -73,3 +73,12 @@ def test_the_three_lines_do_nothing_outside_of_tula(tmp_path: Path) -> None:
     )
     done = python(code, HOOKS.parent)
     assert done.stdout.strip() == "''", done.stderr
+
+
+def test_a_script_that_clears_its_environment_still_imports(tmp_path: Path) -> None:
+    (tmp_path / "later.py").write_text("print('imported')")
+    shim = Path(__file__).parents[2] / "tula_cli" / "shim"
+    environment = {"PYTHONPATH": str(shim), "TULA_PLAN": str(tmp_path / "plan.json"), "TULA_CODE": str(tmp_path)}
+    script = "import os; os.environ.clear(); import later"
+    done = subprocess.run([sys.executable, "-c", script], env=environment, cwd="/", capture_output=True, text=True)
+    assert done.stdout == "imported\n", done.stderr

@@ -42,13 +42,17 @@ class TorchImportHook:
         return spec
 
 
+CODE = os.environ.get("TULA_CODE", "").split(os.pathsep)
+"""Folders of the submitted code, read now, because a script may clear its environment."""
+
+
 class Submitted:
     """A finder that searches the submitted code before the working directory, where `python -m` looks first."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG004
         """Return the spec of a top-level module of the submitted code; None for submodules, which packages find."""
-        return PathFinder.find_spec(name, os.environ["TULA_CODE"].split(os.pathsep)) if path is None else None
+        return PathFinder.find_spec(name, CODE) if path is None else None
 
 
 def run_hidden() -> None:

@@ -60,6 +60,12 @@ def test_only_nodes_among_which_the_batch_divides_are_used() -> None:
 def test_a_range_without_such_a_number_is_refused() -> None:
     with pytest.raises(Infeasible, match="from 3 to 3"):
         choose(NodeRange(3, 3), 32)
+    with pytest.raises(Infeasible, match="begins at 9, and by the recommendation it ends at 8"):
+        choose(NodeRange(9), 32)
+
+
+def test_a_range_may_end_far_above_the_batch() -> None:
+    assert nodes_of(choose(NodeRange(16, 999_999_999), 32)) == [16, 32]
 
 
 def test_a_batch_that_does_not_fit_few_nodes_is_computed_there_in_parts() -> None:
@@ -100,6 +106,8 @@ def test_open_bounds_follow_from_deadline_efficiency_and_the_recommended_nodes()
     assert nodes_of(choose(NodeRange(), 256, truth=truth, limits={"deadline_hours": hours[4] + 0.01})) == [4, 8]
     least = (efficiency[4] or 0) - 0.001
     assert max(nodes_of(choose(NodeRange(2), 256, truth=truth, limits={"min_efficiency": least}))) == 4
+    of_many = choose(NodeRange(), 256, truth=truth, limits={"min_efficiency": least, "max_nodes": 64})
+    assert nodes_of(of_many) == [1, 2, 4], "it begins at an eighth of its end, not of the most nodes that are considered"
     assert nodes_of(
         choose(NodeRange(2, 16), 256, truth=truth, limits={"deadline_hours": 0.001, "min_efficiency": least})
     ) == [2, 4, 8, 16], "bounds that are given are taken as they are"

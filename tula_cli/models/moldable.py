@@ -77,11 +77,20 @@ def choose_job_sizes(
     deadline = limits.deadline_hours if bounds.least is None else None
     efficiency = limits.min_efficiency if bounds.most is None else None
     most = bounds.most or _find_upper_bound(spec, recommendation)
-    least = bounds.least or (1 if deadline is not None else math.ceil(LEAST_SHARE * most))
-    counts = [nodes for nodes in range(least, most + 1) if batch % compute_batch_divisor(spec, nodes) == 0]
+    begins_at_share = bounds.least is None and deadline is None
+    least = bounds.least or (math.ceil(LEAST_SHARE * most) if begins_at_share and efficiency is None else 1)
+    if least > most:
+        raise Infeasible(
+            f"no number of nodes is in the range: it begins at {least}, and by the recommendation it ends at {most}",
+            f"give both bounds: --nodes {least}-{2 * least}",
+        )
+    several = range(least, min(most, batch) + 1)  # on more nodes, GPUs would have no sample
+    counts = [nodes for nodes in several if batch % compute_batch_divisor(spec, nodes) == 0]
     sizes = [size for nodes in counts for size in _list_size(spec, Config(nodes, batch), estimator, market)]
     if estimator is not None and (bounds.least is None or bounds.most is None):
         sizes = [size for size in sizes if _is_within(size.prediction, deadline=deadline, efficiency=efficiency)]
+    if sizes and begins_at_share:
+        sizes = [size for size in sizes if size.nodes >= LEAST_SHARE * sizes[-1].nodes]
     if not sizes:
         where = f"only among {join_words(counts)} nodes, where it exceeds the memory or a limit of the recommendation"
         why = f"batch {batch} can be divided {where}" if counts else f"batch {batch} is not divisible among their GPUs"

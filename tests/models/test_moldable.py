@@ -107,7 +107,9 @@ def test_open_bounds_follow_from_deadline_efficiency_and_the_recommended_nodes()
     least = (efficiency[4] or 0) - 0.001
     assert max(nodes_of(choose(NodeRange(2), 256, truth=truth, limits={"min_efficiency": least}))) == 4
     of_many = choose(NodeRange(), 256, truth=truth, limits={"min_efficiency": least, "max_nodes": 64})
-    assert nodes_of(of_many) == [1, 2, 4], "it begins at an eighth of its end, not of the most nodes that are considered"
+    assert nodes_of(of_many) == [1, 2, 4], (
+        "it begins at an eighth of its end, not of the most nodes that are considered"
+    )
     assert nodes_of(
         choose(NodeRange(2, 16), 256, truth=truth, limits={"deadline_hours": 0.001, "min_efficiency": least})
     ) == [2, 4, 8, 16], "bounds that are given are taken as they are"

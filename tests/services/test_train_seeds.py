@@ -136,6 +136,7 @@ def test_a_plan_that_an_earlier_version_has_stored_is_used(run: RunDir) -> None:
     path.write_text(json.dumps(stored))
     prepared = prepare(run, run.read_spec(), 2)
     assert prepared.plan == load_campaign([run])
+    assert prepared.plan.bound_hours == pytest.approx(prepared.plan.hours), "one after the other at the fastest"
     lines = [str(line) for line in render_campaign(prepared.plan)]
     assert "2 trainings" in lines[0] and "no plan with this batch finishes before" in lines[1]
 

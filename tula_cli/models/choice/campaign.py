@@ -564,7 +564,7 @@ def describe_plan(
         value = hours if request.minimises == "time" else sum_costs(starts)
         return replace(plan, lower_bound=lower_bound, is_optimal=is_within(value, lower_bound))
     same = candidates.select(batch=used[0].batch, type=used[0].type)
-    bound_hours = _compute_bound(same, trainings=len(starts), nodes=request.nodes)
+    bound_hours = _compute_bound(same, trainings=len(starts), request=request)
     return replace(plan, batch=used[0].batch, max_batch=jobs[0].max_batch, bound_hours=bound_hours)
 
 
@@ -622,10 +622,12 @@ def _join_waves(starts: Sequence[Start], rows: Mapping[int, Prediction], job: st
     return waves
 
 
-def _compute_bound(candidates: Candidates, *, trainings: int, nodes: int) -> float:
+def _compute_bound(candidates: Candidates, *, trainings: int, request: PlanRequest) -> float:
     """Return the hours below which no schedule of equal trainings can finish: by the fastest, or by the least node-hours."""
-    hours, widths = candidates["hours"], candidates["nodes"]
+    hours, widths, nodes = candidates["hours"], candidates["nodes"], request.nodes
     fits = widths <= nodes
+    if request.one_at_a_time:
+        return trainings * float(hours[fits].min())
     return float(max(hours[fits].min(), trainings * (widths * hours)[fits].min() / nodes))
 
 

@@ -79,6 +79,7 @@ def test_a_script_that_clears_its_environment_still_imports(tmp_path: Path) -> N
     (tmp_path / "later.py").write_text("print('imported')")
     shim = Path(__file__).parents[2] / "tula_cli" / "shim"
     environment = {"PYTHONPATH": str(shim), "TULA_PLAN": str(tmp_path / "plan.json"), "TULA_CODE": str(tmp_path)}
-    script = "import os; os.environ.clear(); import later"
+    (tmp_path / "torch.py").write_text("")  # whose import would be hooked
+    script = "import os; os.environ.clear(); import later, torch"
     done = subprocess.run([sys.executable, "-c", script], env=environment, cwd="/", capture_output=True, text=True)
     assert done.stdout == "imported\n", done.stderr

@@ -36,7 +36,8 @@ class TorchImportHook:
                 run(module)  # type: ignore[arg-type]
                 from importlib import import_module
 
-                import_module("tula_shim.install").install()
+                if "TULA_PLAN" in os.environ:  # else the script has cleared its environment, its rank among it
+                    import_module("tula_shim.install").install()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -26,6 +26,7 @@ from tula_cli.run.records.tasks import JobSize
 from tula_cli.services import profile, run_list
 from tula_cli.services import status as services_status
 from tula_cli.services.events import ProbeFinished
+from tula_cli.services.largest_batch import LargestBatch
 from tula_cli.show import live as show_live
 from tula_cli.show import profile as show_profile
 from tula_cli.show import recommend, tables
@@ -947,3 +948,13 @@ def test_a_language_model_is_reported_by_loss_and_perplexity_and_tokens_a_second
     make.add_training(run, rows=rows)
     line = show_status.describe_training(snapshot(run).training)
     assert "perplexity 4.953" in line and "81920 tokens/s (12.5 % padding not counted)" in line and "top-1" not in line
+
+
+@pytest.mark.parametrize(("fitting", "words"), [(12, "batches up to 12 per GPU leave"), (0, "no batch leaves")])
+def test_a_largest_batch_names_those_that_leave_the_margin_free(fitting: int, words: str) -> None:
+    largest = LargestBatch(
+        nodes=1, gpus_per_node=1, batch=16, local_batch=16, too_large=17, limit=64, capacity=10**9, headroom=0.02,
+        margin=0.1, local_batch_with_margin=fitting, finished=True, measured=(), out_of_memory=(), failed=(),
+    )  # fmt: skip
+    lines = [line for line in show_profile.render_report(largest) if isinstance(line, str)]
+    assert f"{words} 10 % of the memory free, as tula recommend requires" in lines

@@ -123,9 +123,9 @@ def _render_largest_batch(largest: "LargestBatch") -> Iterator["RenderableType"]
         yield f"local batch {largest.too_large} does not fit"
     elif largest.local_batch == largest.limit:
         yield "no larger batch is possible: it is limited by search.max_batch or the size of the dataset"
-    if largest.local_batch_with_margin:
-        margin = f"{100 * largest.margin:.0f} % of the memory free, as tula recommend requires"
-        yield f"up to {largest.local_batch_with_margin} per GPU leave {margin}"
+    if (count := largest.local_batch_with_margin) is not None:
+        batches = f"batches up to {count} per GPU leave" if count else "no batch leaves"
+        yield f"{batches} {100 * largest.margin:.0f} % of the memory free, as tula recommend requires"
     if not largest.finished:
         yield "the search is not finished; run tula profile --largest again"
     yield ""

@@ -945,8 +945,11 @@ def test_init_says_which_method_the_job_has_and_why(cluster):
     line = written.json["data"]["method_line"]
     assert line.startswith("method ramp, the default because")
     assert "train.method is ramp: batch and learning rate grow over the first epochs" in written.err
-    around = tula("init", "-o", "own.yaml", "--from-command", COMMAND)
-    assert around.err == "train.method is lrs: the large batch with a scaled learning rate.\n"
+    method = "train.method is lrs: the large batch with a scaled learning rate.\n"
+    missing = tula("init", "-o", "own.yaml", "--from-command", COMMAND).err
+    assert "warning: script.command: train.py is not in " in missing and method in missing
+    Path("train.py").touch()
+    assert tula("init", "-o", "own.yaml", "--from-command", COMMAND, "--force").err == method
     assert describe_training_method(load_spec(Path("new.yaml"))) == line
 
 
@@ -1745,6 +1748,7 @@ def test_an_adaptive_search_goes_round_by_round_and_explains_each(cluster):
     assert answer.code == 0 and "next: tula recommend" in answer.out
     assert answer.err.count("start?") == 0
     assert "initial probes: " in answer.err and "Expected gain of measuring all" in answer.out
+    assert answer.err.count("price: ") == 1 and answer.err.count(" probes in ") >= 1, "the whole plan once"
     assert 2 < len(newest().results()) < 10
     again = tula("profile", "job.yaml", "--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
     assert again.code == 0 and "Expected gain" in again.out and "initial probes: " not in again.err

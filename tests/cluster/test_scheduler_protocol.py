@@ -405,5 +405,5 @@ def test_an_id_that_is_no_text_is_refused_with_what_it_was(tmp_path: Path) -> No
 def test_a_process_that_its_scheduler_does_not_know_supervises_nothing(tmp_path: Path) -> None:
     from tula_cli.cluster.allocation import Allocation
 
-    with pytest.raises(SchedulerError, match="TinyQueue does not know this process"):
+    with pytest.raises(SchedulerError, match="method place of TinyQueue does not recognise this process"):
         Allocation.from_environment({}, tiny_queue.TinyQueue(str(tmp_path)))

@@ -818,4 +818,4 @@ def test_nothing_of_a_failed_attempt_holds_the_device_when_the_next_one_starts(
     assert message.read_text() == "0"
     assert outcomes(run, "train-s-1") == ["device_oom"]
     assert outcomes(run, "train-s-2") == ["done"], "one rung, not two"
-    assert "killed what an earlier attempt has left" in run.log_path("train-s-2", 1).read_text()
+    assert "killed processes of an earlier attempt" in run.log_path("train-s-2", 1).read_text()

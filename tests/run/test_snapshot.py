@@ -147,4 +147,4 @@ def test_what_waits_for_a_run_that_was_moved_is_over(run, tmp_path, monkeypatch)
     assert state(run).state == "pending"
     was = run.path
     was.rename(moved.path)
-    assert state(moved) == SchedulerState("ended", f"the run was at {was} when it was submitted, and was moved since")
+    assert state(moved) == SchedulerState("ended", f"the run was moved from {was} after the job was submitted")

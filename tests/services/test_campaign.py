@@ -250,7 +250,7 @@ def test_deadline_and_budget_are_those_of_the_trainings_of_all_jobs(two_jobs: li
 
 def test_numbers_of_trainings_that_do_not_match_the_jobs_are_refused(two_jobs: list[RunDir]) -> None:
     for runs, trainings in ((two_jobs, (5,)), (two_jobs[:1], (5, 8)), (two_jobs, (5, 8, 9))):
-        with pytest.raises(SpecError, match=r"numbers? of trainings \(.*\) for . jobs? \("):
+        with pytest.raises(SpecError, match=r"--trainings: got . numbers? \(.*\) for . jobs? \("):
             plan_jobs(runs, *trainings)
     with pytest.raises(SpecError, match="is given for two jobs"):
         plan_trainings([open_family(two_jobs[0])] * 2, Query(), (5, 8))

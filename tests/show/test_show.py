@@ -935,7 +935,7 @@ def test_a_plan_tells_what_it_may_cost_at_most(run):
     assert "at most 20.0 min with one job at a time, 0.667 node-h, 1.50 EUR" in text
     assert text.rstrip().endswith("torchrun it")
     nothing = dataclasses.replace(plan, tasks=())
-    assert "all 6 probes have a result already" in printed(show_profile.render_plan(nothing))
+    assert "all 6 probes already have results" in printed(show_profile.render_plan(nothing))
 
 
 def test_a_language_model_is_reported_by_loss_and_perplexity_and_tokens_a_second(run):

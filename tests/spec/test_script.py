@@ -122,8 +122,8 @@ def test_what_is_quoted_is_not_for_a_shell(end: str) -> None:
         ({"command": "train.py -b {local_batch}"}, "reference.lr has no effect"),
         ({"reference": {"batch": 256}}, "command has {lr}, but reference.lr is not set"),
         ({"command": COMMAND + " --epochs {epochs}", "length": {"steps": 9}}, "but length.epochs is not set"),
-        ({"length": {}}, "not none of them"),
-        ({"length": {"epochs": 1, "steps": 2}}, "not epochs and steps"),
+        ({"length": {}}, "got none"),
+        ({"length": {"epochs": 1, "steps": 2}}, "got epochs and steps"),
         ({"metric": {"top1": "Acc"}}, "must have exactly one group"),
         ({"metric": {"top1": "Acc ("}}, "regular expression"),
         ({"save": "SIGKILL"}, "not a way to request a checkpoint"),
@@ -145,7 +145,7 @@ def test_a_wrong_pattern_is_one_problem() -> None:
 
 def test_a_metric_is_a_pattern_of_the_output_and_no_file() -> None:
     assert section(metric={"top1": "Acc@1 ([0-9.]+)"}).metric == {"top1": "Acc@1 ([0-9.]+)"}
-    with pytest.raises(ValidationError, match="files with JSON lines are not read any more"):
+    with pytest.raises(ValidationError, match="files with JSON lines are no longer read"):
         section(metric={"loss": {"jsonl": "{out}/log.jsonl", "key": "loss"}})
 
 
@@ -236,7 +236,7 @@ def test_a_checkpoint_to_go_on_from_is_for_later() -> None:
         ("python train.py -b large", "-b large: 'large' is not a number of samples"),
         ("python 'train.py", "no closing quotation"),
         ("torchrun --nproc-per-node 4", "a launcher but no script"),
-        ("torchrun --nprocs 4 train.py -b 4", "torchrun has no option --nprocs that tula knows"),
+        ("torchrun --nprocs 4 train.py -b 4", "tula does not know option --nprocs of torchrun"),
         ("", "the command is empty"),
         ("python train.py --lr 0.1 --bz 64", "its options are --lr, --bz, and none is known to set the batch"),
         ("python train.py -b 0", "-b 0: '0' is not a number of samples"),

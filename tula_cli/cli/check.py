@@ -67,7 +67,7 @@ def init(
     """
     if hooks:
         return _write_hooks(screen, command or script, force=force)
-    refuse(command is not None and script is not None, "--from-command", "and --from-sbatch exclude each other")
+    refuse(command is not None and script is not None, "--from-command", "and --from-sbatch cannot be combined")
     from tula_cli.cluster.slurm import site
     from tula_cli.host import devices
     from tula_cli.run.files import MODE_FOR_ALL, write_atomic
@@ -76,6 +76,7 @@ def init(
         make_job_from_sbatch,
         make_job_from_template,
         shorten_job,
+        warn_missing_file,
         with_schema,
     )
     from tula_cli.spec.job import describe_training_method
@@ -117,7 +118,7 @@ def init(
         data, lines = show_check.describe_proposal(made, output)
         default, reason = get_default_train(made.recognised.script["command"])
         method, line = default["method"], get_training_method(default["method"]).describe(None, reason)
-        screen.warn_all(made.warnings)
+        screen.warn_all((*made.warnings, *warn_missing_file(made.recognised.script["command"])))
     write_atomic(output, with_schema(text if full else shorten_job(text), output), mode=MODE_FOR_ALL)
     if kind == "slurm" and script is None:
         screen.note(show_check.describe_site(offered))

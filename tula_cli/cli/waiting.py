@@ -72,6 +72,8 @@ def _show_message(screen: Screen, event: "Note | WarningEvent | Planned | NodeCh
             screen.warn(warning)
         case events.NodeCheckProgress(task, state):
             screen.note(show_check.describe_check_state(task, state))
+        case events.ProfilePlanned(plans, is_further_round=True):
+            screen.print_aside(show_profile.render_round(plans))
         case events.ProfilePlanned(plans):
             screen.print_aside(show_profile.render_plans(plans))
         case events.TrainPlanned(plan, links):

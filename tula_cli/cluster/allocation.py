@@ -89,7 +89,7 @@ class Allocation:
         job_place = job_scheduler.place(environ)
         if job_place is None:
             if not isinstance(job_scheduler, LocalScheduler | SlurmScheduler):
-                raise SchedulerError(f"{job_scheduler.name} does not know this process as one of its jobs' (place)")
+                raise SchedulerError(f"method place of {job_scheduler.name} does not recognise this process")
             return cls(0, 1, environ=environ, scheduler=LocalScheduler())
         return cls(
             index=job_place.index,

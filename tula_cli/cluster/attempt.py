@@ -164,7 +164,7 @@ class RunningAttempt:
         if mark is None:
             return
         if killed := kill_leftovers(mark, spare=self.spawner.surviving_processes()):
-            yield f"killed what an earlier attempt has left: processes {', '.join(map(str, killed))}"
+            yield f"killed processes of an earlier attempt: {', '.join(map(str, killed))}"
         if self.task.spec.cluster.device != "cpu" and has_gpu():
             memory_holders = self.memory.wait_until_back(
                 list_visible_gpus(starts), mark, give_up=self._should_not_start

@@ -106,9 +106,9 @@ class BatchLauncher:
     def _get_state(self, snapshot: Snapshot, job: Job, states: Mapping[str, SchedulerState]) -> SchedulerState:
         state = get_chain_state(job, states, forgotten=self.forgotten, released=snapshot.released_links(job.id))
         if state.state == "pending" and is_moved(job, snapshot.here):
-            return SchedulerState("ended", f"the run was at {job.folder} when it was submitted, and was moved since")
+            return SchedulerState("ended", f"the run was moved from {job.folder} after the job was submitted")
         if state.young and any(attempt.ended_at is None for attempt in list_attempts_of_submission(snapshot, job)):
-            return SchedulerState("running", "the queue does not know it")
+            return SchedulerState("running", "the queue does not list it")
         return state
 
     def _explain_missing_log(self, snapshot: Snapshot, job: Job, state: SchedulerState) -> SchedulerState:
@@ -132,7 +132,7 @@ class BatchLauncher:
         if complaint := self.scheduler.cancel(job.ids[::-1]):
             raise SchedulerError(
                 f"{self.scheduler.cancel_command or self.scheduler.name}: {complaint}",
-                f"{job.id} is marked as cancelled and will start nothing new; run tula cancel again",
+                f"{job.id} starts nothing new, but may still be running; run tula cancel again",
             )
 
     # --- one job

@@ -89,7 +89,7 @@ def _warn_missing_program(spec: JobSpec, script: Script) -> tuple[str, ...]:
     if program.endswith(".py") or "{" in program or shutil.which(program):  # which takes a path from here, too
         return ()
     problem = f"script.command: there is no program {program} on this machine"
-    return _refuse_here(spec, problem, "install it, activate its environment, or give its path", ": the nodes need one")
+    return _refuse_here(spec, problem, "install it, activate its environment, or give its path", ": the nodes need it")
 
 
 def _warn_missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:
@@ -112,7 +112,7 @@ def _warn_missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:
     why = (tried.stderr.strip().splitlines() or ["no reason given"])[-1]
     problem = f"script.command: {python} cannot import torch: {why}"
     hint = "activate the environment that has torch, or give the path of its Python"
-    return _refuse_here(spec, problem, hint, "; on the nodes it has to")
+    return _refuse_here(spec, problem, hint, "; the Python of the nodes must be able to")
 
 
 def _refuse_here(spec: JobSpec, problem: str, hint: str, on_nodes: str) -> tuple[str, ...]:
@@ -223,7 +223,9 @@ def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection
             guarded=True,
         )
     except subprocess.TimeoutExpired:
-        raise JobFailed(f"building the model and the dataset took more than {timeout:g} s") from None
+        raise JobFailed(
+            f"building the model and the dataset took more than {timeout:g} s", "prepare the data beforehand"
+        ) from None
     elsewhere = ON_A_NODE if spec.cluster.kind == "slurm" else ""
     try:
         if not completed.stdout.strip():

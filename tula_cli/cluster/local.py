@@ -142,7 +142,7 @@ def _get_state_on_other_machine(snapshot: Snapshot, job: Job) -> SchedulerState:
     """Return the state of a job on another machine from shared files, as its processes are visible only there."""
     attempts = list_attempts_of_submission(snapshot, job)
     if not attempts:
-        return SchedulerState("running", f"waiting on {job.host}, or ended there: only that machine knows")
+        return SchedulerState("running", f"waiting on {job.host}, or ended there: its state is known only there")
     if attempts[-1].ended_at is not None:
         return SchedulerState("ended", f"on {job.host}, according to its files")
     heard = snapshot.last_sign_of_life(attempts[-1])

@@ -54,7 +54,7 @@ def batch_differs(*, expected: int, observed: float, at_end: bool) -> str:
     steps = "the last steps train" if at_end else "a step trains"
     return (
         f"The command was given batch {expected}, but {steps} on {observed:g} samples."
-        " Check that {local_batch}, {micro_batch} and {accumulate} stand behind the right options."
+        " Check that {local_batch}, {micro_batch} and {accumulate} are given to the right options."
     )
 
 
@@ -78,7 +78,7 @@ def epoch_steps_differ(*, expected: int, observed: int, dataset_size: int, batch
 
 @diagnostic
 def probes_differ(*, aspect: str, first: str, other: str) -> str:
-    return f"The probes differ in {aspect}: {first} and {other}. They did not all run the same training."
+    return f"The probes differ in {aspect}: {first} and {other}. Check that the command trains the same model with the same optimizer."
 
 
 @diagnostic

@@ -127,8 +127,8 @@ class MeasuredJob:
         steps = [step for step in join_steps(ranks) if not step.causes]
         if len(steps) < LEAST_STEPS:
             raise BadMeasurements(
-                f"{script}/{job} trained {max(rank.steps for rank in ranks)} steps, of which {len(steps)} could be timed;"
-                f" {LEAST_STEPS} after the first {WARMUP_STEPS}, without an evaluation or checkpoint, are needed",
+                f"{script}/{job}: only {len(steps)} of {max(rank.steps for rank in ranks)} steps could be timed, but {LEAST_STEPS} are"
+                f" needed (without evaluation or checkpoint, after the first {WARMUP_STEPS})",
                 "observe a longer part of the training",
             )
         waits = [step.wait for step in steps if step.wait is not None]

@@ -103,8 +103,8 @@ def find_program(words: Sequence[str], workdir: Path, *, path: Sequence[str] | N
 def _make_missing_file_error(what: str) -> NoCommandFile:
     return NoCommandFile(
         f"script.command: {what}",
-        "run tula in the folder in which the command runs, or correct the name; with script.code: none, only the job needs"
-        " the file",
+        "run tula in the folder in which the command runs, or correct the name. If only the nodes have the file, set"
+        " script.code: none",
     )
 
 

@@ -771,7 +771,7 @@ def find_largest_batch(arguments: ProfileArguments) -> LargestBatch | None:
     runs = select_runs(submission.call.runs, None)
     if len(runs) > 1:
         raise SpecError(
-            f"find_largest_batch works on one node type, and the job has {len(runs)}", "use tula profile --largest"
+            f"find_largest_batch works on one node type, but the job has {len(runs)}", "use tula profile --largest"
         )
     profiled = arguments.follow(_run_profile_work(submission, largest=True))
     if isinstance(profiled, DetachedJobs):

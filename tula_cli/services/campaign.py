@@ -66,7 +66,7 @@ def plan_trainings(
     """
     if len(trainings) != len(jobs):
         raise SpecError(
-            f"{format_count(len(trainings), 'number')} of trainings ({', '.join(map(str, trainings))}) for"
+            f"--trainings: got {format_count(len(trainings), 'number')} ({', '.join(map(str, trainings))}) for"
             f" {format_count(len(jobs), 'job')} ({', '.join(runs[0].id for runs in jobs)})",
             "give one number for each job, in the order of the jobs: --trainings 10 --trainings 20",
         )

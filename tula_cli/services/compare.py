@@ -229,7 +229,7 @@ def _require_fitting_methods(spec: JobSpec, grid: Grid) -> None:
     problems = tuple(Problem(method, why) for method, why in reasons.items() if why)
     if problems:
         fitting = ",".join(method for method, why in reasons.items() if not why) or "lbt"
-        raise SpecError("some methods are incompatible with the job", f"--methods {fitting}", problems=problems)
+        raise SpecError("some methods are incompatible with the job", f"use --methods {fitting}", problems=problems)
 
 
 def _inspect_user_code(run: Run, grid: Grid, inspect: Inspect) -> None:

@@ -50,6 +50,7 @@ class ProfilePlanned:
 
     plans: "Mapping[str | None, ProfilePlan] | Mapping[str | None, UpperBoundPlan]"
     cap: float | None  # search.max_node_hours
+    is_further_round: bool = False  # of a search whose plan was shown before
 
     @property
     def node_hours(self) -> float:

@@ -25,6 +25,7 @@ from tula_cli.cluster.slurm.site import (
 )
 from tula_cli.errors import SpecError
 from tula_cli.run.files import MODE_FOR_ALL, write_atomic
+from tula_cli.run.script_files import NoCommandFile, find_program, split_command
 from tula_cli.spec.json_schema import Kind, make_json_schema
 from tula_cli.spec.scripts.command_text import find_training_command
 from tula_cli.spec.scripts.launchers import NODES, KnownFacts, Unknown, read_slurm_options
@@ -196,6 +197,14 @@ _SEVERAL_PROCESSES = re.compile(
 )
 """Words in a script that may train in several processes, itself or by a library."""
 _IMPORTED = re.compile(r"^[ \t]*(?:from|import)[ \t]+(\w+)", re.MULTILINE)
+
+
+def warn_missing_file(command: str) -> Iterator[str]:
+    """Yield a warning if a command names a file that is not here: it may be only on the cluster, or not written yet."""
+    try:
+        find_program(split_command(command), Path.cwd())
+    except NoCommandFile as error:
+        yield f"{error.message}; {error.hint}"
 
 
 def _trains_in_one_process(command: str) -> bool:
@@ -677,7 +686,7 @@ def _list_sbatch_warnings(request: _Request, recognised: RecognisedCommand) -> I
     gpus, _, _ = request.gpus
     ranks = recognised.gpus_per_node or 1
     if not request.options:
-        yield "the script has no #SBATCH line, so what it asks for is not known: fill in section cluster"
+        yield "the script has no #SBATCH line, so its resources are unknown: fill in section cluster"
     if clusters := request.text("clusters"):
         yield f"the script is submitted to cluster {clusters}: run tula on a login node of that cluster"
     if gpus and gpus != ranks:

@@ -217,7 +217,7 @@ def parameter_server_collective() -> str:
 @diagnostic
 def run_directory_not_shared(*, host: str, folder: str, other_content: bool) -> str:
     content = "other content in" if other_content else "nothing in"
-    return f"{host} does not share the run directory: it reads {content} the file that was written to {folder}."
+    return f"{host} does not share the run directory: it sees {content} the file that tula wrote to {folder}."
 
 
 @diagnostic
@@ -304,7 +304,7 @@ def dataset_not_downloaded(*, folder: str) -> str:
 @diagnostic
 def environment_not_passed(*, variables: Sequence[str]) -> str:
     return (
-        f"These environment variables are not passed to sbatch, because the job file decides: {join_words(variables)}."
+        f"tula does not pass these environment variables to sbatch, which uses the job file: {join_words(variables)}."
     )
 
 

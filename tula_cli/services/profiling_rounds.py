@@ -216,6 +216,7 @@ class _Profiling:
     file: JobFile | None
     largest: bool
     confirmed: bool = False
+    is_started: bool = False  # the plan of the search was shown, and its first round submitted
     first_jobs: float = 0.0  # node-hours that building the model and the dataset on nodes has taken
 
     @property
@@ -310,13 +311,13 @@ class _Profiling:
         if any(submitted.has_missing for submitted in jobs):
             for run, plan in missing:
                 yield from map(WarningEvent, warn_balance_for_probes(run.spec, plan.node_hours_at_most))
-            planned_event = ProfilePlanned({run.name: plan for run, plan in planned}, self.cap)
+            planned_event = ProfilePlanned({run.name: plan for run, plan in planned}, self.cap, self.is_started)
             yield planned_event
             hours = [plan.node_hours_at_most for _, plan in planned]
             require_within_cap(hours, self.cap, first_jobs=self.first_jobs)
             if not self.confirmed:  # the rounds to come are within what was allowed
                 require_confirmed(self.dependencies.confirm, planned_event)
-            self.confirmed = True
+            self.confirmed = self.is_started = True
         save_runs([run for run, _ in planned], self.file)
         self._submit(jobs)
         return jobs

@@ -244,7 +244,7 @@ def resume_settings(spec: JobSpec) -> Resume:
     """
     if spec.script is None:
         raise SpecError(
-            "--rehearse is for a job with section script",
+            "--rehearse needs a job with section script",
             "run tula check without --rehearse: tula's own loop always resumes with the same samples",
         )
     if spec.script.resume is None:
@@ -254,8 +254,8 @@ def resume_settings(spec: JobSpec) -> Resume:
         )
     if "out" not in find_placeholders(spec.script.resume.checkpoint):
         raise SpecError(
-            f"script.resume.checkpoint: {spec.script.resume.checkpoint} is not in {{out}}, but the resume test must not overwrite"
-            " your files",
+            f"script.resume.checkpoint: {spec.script.resume.checkpoint} must be in {{out}}, because the resume test must not"
+            " overwrite your files",
             "make the script save in {out}",
         )
     return spec.script.resume

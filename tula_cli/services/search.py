@@ -143,7 +143,7 @@ def choose_next_round(
     )
     rows = _select_weighed(estimator, fitting)
     if not rows:
-        raise BadMeasurements("no step time can be derived from the probes", "use search.strategy: sweep")
+        raise BadMeasurements("the probes determine no step times", "use search.strategy: sweep")
     proposal = adaptive.propose(
         estimator.steps,
         [_make_candidate(estimator, row) for row in rows],

@@ -113,17 +113,14 @@ def render_inspection(inspection: "Inspection") -> Iterator["RenderableType"]:
         else f", of shape {'x'.join(map(str, inspection.sample_shape))}"
     )
     classes = "" if inspection.classes is None else f", {inspection.classes} classes"
-    capacity = (
-        "memory not known" if inspection.capacity is None else f"{format_bytes(inspection.capacity)} for each rank"
-    )
+    capacity = "" if inspection.capacity is None else f", {format_bytes(inspection.capacity)} for each rank"
     if inspection.script:
         yield f"script: {inspection.script}"
-        yield f"data: at most {inspection.dataset_size} samples in a batch"
     else:
         yield f"model: {inspection.parameters} parameters"
         yield from inspection.notes
         yield f"data: {inspection.dataset_size} samples to train on, {inspection.eval_size} to evaluate{shape}{classes}"
-    yield f"hardware: {inspection.hardware or format_count(inspection.gpus, 'GPU')} ({inspection.device}), {capacity}"
+    yield f"hardware: {inspection.hardware or format_count(inspection.gpus, 'GPU')} ({inspection.device}){capacity}"
 
 
 def render_hooks(path: Path) -> Iterator["RenderableType"]:
@@ -386,13 +383,13 @@ def _describe_excluded_memory(report: "EstimateReport") -> Iterator[str]:
     """Explain the memory outside of tensors: libraries and PyTorch's allocator, or the process on a CPU."""
     if report.gpu:
         yield (
-            "reserved: what PyTorch's allocator takes where there is room; needed: the least it runs in, and the libraries"
+            "reserved: what PyTorch's allocator takes if enough is free; needed: the minimum for a training, with the libraries"
             f" (CUDA context, cuBLAS, cuDNN, NCCL: {'as measured' if report.probed else 'a rule of thumb until a probe has measured them'})"
         )
     elif report.inspection.process:
-        yield f"on the CPU; the process itself holds {format_bytes(report.inspection.process)} beside that, which no limit counts"
+        yield f"on the CPU; the process itself takes another {format_bytes(report.inspection.process)}, which does not count towards a limit"
         if not report.probed:
             yield (
-                "the heap and workspaces take more than the tensors: half as much more is kept free until a probe has measured"
-                " them; very small jobs take two to three times the estimate"
+                "heap and workspaces take memory in addition to the tensors, so half as much again is kept free until a probe has"
+                " measured them; very small jobs take two to three times the estimate"
             )

@@ -58,8 +58,8 @@ def render_compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> 
         epochs = sum(cell.share for cell in (*plan.standing.wanted, *plan.standing.undecided))
         yield (
             f"round 1: all rows but lbt for {short[0]} of {short[1]} epochs; round 2: the best two at a batch, lbt and the job's"
-            f" own row in full; costs at most as much as {format_number(epochs)} full trainings, without rounds"
-            f" {sum(not cell.short for cell in plan.comparison.cells)}"
+            f" own row in full; in all at most the cost of {format_number(epochs)} full trainings (without rounds"
+            f" {sum(not cell.short for cell in plan.comparison.cells)})"
         )
     yield from _describe_costs(plan)
     for script in scripts:

@@ -53,7 +53,7 @@ def _render_report(report: "ObservedReport") -> Iterator["RenderableType"]:
     yield (
         f"{report.script}/{report.job}: {format_count(report.nodes)} with {report.gpus_per_node} {gpus}{plural}"
         f"{'' if report.nodes == 1 else ' each'}{batch}, {format_count(report.steps, 'step')}"
-        f"{'' if report.is_complete else ' when it was last heard of: it runs or was stopped'}"
+        f"{'' if report.is_complete else ' in its newest report; it is still running, or was stopped'}"
     )
     yield ""
     yield _make_step_table(report)

@@ -76,10 +76,25 @@ def render_unsettled_plan(plan: "UpperBoundPlan") -> Iterator["RenderableType"]:
     yield f"price: {plan.price}"
 
 
+def render_round(plans_by_type: "Mapping[str | None, ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
+    """Show what a further round of a search adds to the plan that was shown before."""
+    from tula_cli.services.profile import ProfilePlan
+
+    unfinished = {name: plan for name, plan in plans_by_type.items() if isinstance(plan, ProfilePlan) and plan.missing}
+    yield from render_by_type(unfinished, _render_added_probes)
+
+
+def _render_added_probes(plan: "ProfilePlan") -> Iterator[str]:
+    done = f", {plan.done} of {plan.total} done already" if plan.done else ""
+    yield f"{format_count(plan.missing, 'probe')} in {format_count(len({task.job for task in plan.tasks}), 'job')}{done}"
+    yield from plan.reasons
+    yield from [plan.certainty] * bool(plan.certainty)
+
+
 def _render_settled_plan(plan: "ProfilePlan") -> Iterator["RenderableType"]:
     if not plan.missing:
-        yield f"all {format_count(plan.total, 'probe')} have a result already"
-        yield from _render_certainty(plan.certainty)
+        yield f"all {format_count(plan.total, 'probe')} already have results"
+        yield from [plan.certainty] * bool(plan.certainty)
         return
     made = make_table(("job", "nodes", "probes", "batches", "batches per GPU"), left=(0, 3, 4))
     for task in plan.tasks:
@@ -88,21 +103,13 @@ def _render_settled_plan(plan: "ProfilePlan") -> Iterator["RenderableType"]:
         made.add_row(task.job, str(task.nodes), str(len(task.local_batches)), batches, list_numbers(task.local_batches))
     yield made
     yield ""
-    done = f", {plan.done} of {plan.total} done already" if plan.done else ""
-    yield f"{format_count(plan.missing, 'probe')} in {format_count(len({task.job for task in plan.tasks}), 'job')}{done}"
-    yield from plan.reasons
-    yield from _render_certainty(plan.certainty)
+    yield from _render_added_probes(plan)
     if any(task.bounds for task in plan.tasks):
         yield "All trials run in one job, each in new processes. The result of a trial decides on the next."
     elif plan.reasons:
         yield "Whether further rounds follow depends on the results; all stay within search.max_node_hours."
     yield describe_upper_bound(plan.minutes_at_most / 60, plan.node_hours_at_most, plan.price_at_most, plan.currency)
     yield f"price: {plan.price}"
-
-
-def _render_certainty(words: str) -> Iterator[str]:
-    if words:
-        yield words
 
 
 def render_report(report: "ProfileReport | LargestBatch") -> Iterator["RenderableType"]:
@@ -145,7 +152,7 @@ def render_profile_report(report: "ProfileReport") -> Iterator["RenderableType"]
     yield from (f"note: {note}" for note in report.notes)
     if report.missing:
         yield f"missing: {', '.join(report.missing)}; run tula profile again"
-    yield from _render_certainty(report.certainty)
+    yield from [report.certainty] * bool(report.certainty)
     yield ""
     yield "next: tula recommend"
 

@@ -206,8 +206,8 @@ def describe_measured_trainings(recommendation: "Recommendation") -> Iterator[st
         changed = ", less if the step time has changed" * any(steps.changed for steps in trainings)
         noise = ", ".join(format_percent(steps.noise) for steps in trainings)
         yield (
-            f"measured by {who}: {format_count(nodes)}, batch {batch}, {took}{probe_in_words}, up to {format_moment(trainings[-1].until)}; counts as known"
-            f" to {noise} %{changed}"
+            f"measured by {who}: {format_count(nodes)}, batch {batch}, {took}{probe_in_words}, up to {format_moment(trainings[-1].until)}; the fit assumes"
+            f" an accuracy of {noise} %{changed}"
         )
     yield from (f"not used in the fit: {why}" for why in recommendation.trainings_left_out)
 

@@ -264,7 +264,7 @@ def render_summary(
         values = describe_metrics(summary.metrics)
         yield f"after the last epoch: {values}" if summary.best_epoch else values
     if summary.ended:
-        yield f"ended {summary.ended} (train.early_stopping); what is predicted is for the epochs that it took"
+        yield f"ended {summary.ended} (train.early_stopping); predictions are for the epochs that were trained"
     yield ""
     yield _make_predicted_against_actual(summary, charge)
     if charge is not None:

@@ -138,7 +138,7 @@ class Auto(Section):
         if twice:
             raise ValueError(f"arms need distinct names, got {', '.join(twice)} twice")
         if any(arm.name == "lbt" and arm != GivenArm(name="lbt") for arm in self.arms):
-            raise ValueError("lbt is a built-in arm (the unchanged large batch); choose another name")
+            raise ValueError("lbt is a built-in arm (the large batch without other changes); choose another name")
         return self
 
 

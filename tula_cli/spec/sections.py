@@ -47,7 +47,7 @@ def _read_measurements(value: object) -> object:
     if value is None or value is False or isinstance(value, str):
         return [value] if isinstance(value, str) else []
     if value is True:
-        raise ValueError("is a list of measurements now; write [gradient_norms] in place of true")
+        raise ValueError("must be a list of measurements; write [gradient_norms] in place of true")
     if isinstance(value, tuple | set | frozenset):
         value = list(value)
     if isinstance(value, list):

@@ -206,11 +206,7 @@ def test_a_script_whose_batch_is_its_own_is_refused() -> None:
 @pytest.mark.parametrize(
     ("where", "train", "words"),
     [
-        (
-            {"batch": 2048},
-            {},
-            "decay reaches at most batch 1268, not 2048: the schedule .* only to 1/9.91",
-        ),
+        ({"batch": 2048}, {}, "decay reaches at most batch 1268, not 2048: the schedule .* only to 1/9.91"),
         ({"nodes": 256}, {"ramp_nodes": "same"}, "starts at train.reference_batch 128, which is less than one sample"),
         (
             {"nodes": 64},

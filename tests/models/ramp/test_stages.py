@@ -125,12 +125,7 @@ def test_stages_that_do_not_fit_are_refused(ramp: Any, where: dict[str, int], wo
             "",
             "no training on [2]: train.ramp: batch 511 is not divisible by 2 (GPUs x micro-batches of a step)",
         ),
-        (
-            [(64, 3)],
-            512,
-            "no training on [1]: train.ramp: batch 64 has 3 nodes, more than the training (1)",
-            "",
-        ),
+        ([(64, 3)], 512, "no training on [1]: train.ramp: batch 64 has 3 nodes, more than the training (1)", ""),
         (
             [(64, 2)],
             512,

@@ -282,7 +282,7 @@ def test_the_plan_says_how_many_trainings_and_node_hours_it_takes_at_most(run: R
     assert "at most 19 trainings to do, 0 of 19 done" in text
     assert (
         "round 1: all rows but lbt for 4 of 16 epochs" in text
-        and "at most as much as 16.0 full trainings, without rounds 18" in text
+        and "at most the cost of 16.0 full trainings (without rounds 18)" in text
     )
     launcher = Trains()
     trained(run, launcher, most=4)

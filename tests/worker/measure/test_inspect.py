@@ -133,7 +133,7 @@ def test_a_lightning_module_is_reported_that_its_own_step_is_not_called(user_cod
         "    def training_step(self, batch, number): raise AssertionError\n"
         "    def configure_optimizers(self): raise AssertionError\n",
     )
-    assert any("as a LightningModule has" in text for text in inspect_job(spec(model={"name": "lit:Lit"})).warnings)
+    assert any("To train as Lightning does" in text for text in inspect_job(spec(model={"name": "lit:Lit"})).warnings)
     assert not any("Lightning" in text for text in inspect_job(spec()).warnings)
 
 

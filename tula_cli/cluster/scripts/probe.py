@@ -94,8 +94,8 @@ def build_probe_result(
 
 def _warn_long_sync(sync: float, step: float) -> str:
     return (
-        f"synchronisation ({1000 * sync:.3g} ms) is longer than the whole step ({1000 * step:.3g} ms), of which it is a part:"
-        " the ranks waited for each other while it was measured; do not rely on it"
+        f"synchronisation ({1000 * sync:.3g} ms) is longer than the whole step ({1000 * step:.3g} ms), because"
+        " the ranks waited for each other while it was measured; do not rely on this value"
     )
 
 

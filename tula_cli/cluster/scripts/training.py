@@ -641,13 +641,13 @@ class ScriptTraining(ScriptProgram):
         """Yield a message for each damaged checkpoint that this start skips."""
         used, damaged = self._find_resumable_checkpoint()
         progress = self.training.script_progress()
-        resumes = f"resumes from {used.name}" if used is not None else "begins anew"
+        resumes = f"resumes from {used.name}" if used is not None else "starts from the beginning"
         for path in damaged:
             is_known = progress is not None and progress.checkpoint == str(path)
             samples = f" ({progress.samples} samples)" if progress is not None and is_known else ""
             yield (
-                f"the checkpoint {path.name}{samples} is damaged and passed over: the training {resumes}, and what came after"
-                " is trained again"
+                f"the checkpoint {path.name}{samples} is damaged and skipped: the training {resumes}, and trains everything after"
+                " that again"
             )
 
     def log_progress(self, attempt: ScriptAttempt, command: LeaderCommand, *, after: int) -> int:

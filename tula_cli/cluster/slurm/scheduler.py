@@ -258,6 +258,6 @@ def _find_accepted_job(script: Path, name: str, message: str) -> str:
         if time.monotonic() >= deadline:
             raise SchedulerError(
                 f"sbatch does not answer ({message}), and no job {name} has appeared in the queue",
-                "the controller is busy or unreachable; run the same command again later, it never submits a job twice",
+                "the controller is busy or unreachable; run the same command again later. It never submits a job twice",
             )
         time.sleep(ACCEPTANCE_LAG / 10)

@@ -453,9 +453,9 @@ def _list_node_settings(kind: NodeKind) -> Iterator[TemplateLine]:
             "train.workers", str(cpus - 1), "data-loader processes per GPU; the ranks share the node's CPUs"
         )
     if kind.limited_memory:
-        yield TemplateLine("cluster.slurm.memory", f"{kind.memory}M", "a node; the most that a job can have here")
+        yield TemplateLine("cluster.slurm.memory", f"{kind.memory}M", "per node; the maximum of a job here")
     elif kind.memory:
-        yield TemplateLine("cluster.slurm.memory", '"0"', f"a node; 0 is all it has, {kind.memory} MB")
+        yield TemplateLine("cluster.slurm.memory", '"0"', f"per node; 0: all memory of a node ({kind.memory} MB)")
 
 
 def describe_partition(partition: Partition) -> str:

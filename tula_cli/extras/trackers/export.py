@@ -384,7 +384,7 @@ def _update_with_warnings(sessions: Sequence[Session], active: Callable[[Run], b
 
 
 def _make_warning(error: TulaError) -> WarningEvent:
-    return WarningEvent(f"export: {error.message}; tula export sends the missing values")
+    return WarningEvent(f"export: {error.message}; run tula export to send the missing values")
 
 
 def _describe_count(session: Session) -> str:

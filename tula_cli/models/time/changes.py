@@ -160,10 +160,7 @@ ERRORS_APART = 3.0
 """Standard errors of the difference: 0.3 % of pairs of equal probes differ by more by chance, if errors are normal."""
 MIN_DIFFERENCE = 0.03
 """Share of the step time by which two identical jobs on one machine differ without any recorded cause."""
-TEST = (
-    f"beyond noise: further apart than {ERRORS_APART:g} standard errors of the two trimmed means (of single steps, and of five blocks of"
-    f" steps), and than {100 * MIN_DIFFERENCE:g} %"
-)
+TEST = f"within noise: a difference of at most {100 * MIN_DIFFERENCE:g} % or {ERRORS_APART:g} standard errors"
 
 
 @dataclass(frozen=True)

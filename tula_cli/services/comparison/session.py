@@ -126,7 +126,7 @@ def load_comparison(runs: Sequence[Run], *, node_type: str | None = None) -> tup
     run = choose_run_to_train(runs, node_type)
     comparison = run.comparison()
     if comparison is None:
-        raise BadMeasurements(f"nothing was compared in {run.id} yet", "tula compare job.yaml --batch N,M")
+        raise BadMeasurements(f"nothing was compared in {run.id} yet", "run tula compare job.yaml --batch N,M")
     return run, comparison
 
 

@@ -375,7 +375,7 @@ class AgsSteps:
 
 _ALONE = (
     "with one process there is no other gradient to compare with: use two or more GPUs under DistributedDataParallel"
-    " (search.nodes), or give it a part of the batch by tula_hooks.wrap(optimizer, model) and tula_hooks.small_batch(...)"
+    " (search.nodes), or pass a part of the batch with tula_hooks.wrap(optimizer, model) and tula_hooks.small_batch(...)"
 )
 _OFFER = "ags.source small_batch needs tula_hooks.small_batch(...) in the loop, after backward(); ags.preset: robust does not need it"
 

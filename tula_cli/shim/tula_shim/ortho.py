@@ -84,7 +84,7 @@ class OrthoSteps:
             raise self.failed  # the script has caught it
         if self._open is not None and self._open[0] is not optimizer:
             return None  # a step inside that of another optimizer
-        self._close(RuntimeError("the step was broken off"))
+        self._close(RuntimeError("the step was aborted"))
         ortho = self._get_ortho(optimizer)
         if ortho is None:
             return None

@@ -316,7 +316,7 @@ class Recorder:
             try:
                 self._timed = int(share_decision("steps", self._estimate_timed_steps, world=self.world))
             except NoStoreError as error:
-                self.notes.append(f"{plan.min_steps} steps were timed, the least: {error}")
+                self.notes.append(f"only {plan.min_steps} steps were timed, the minimum: {error}")
                 self._timed = plan.min_steps
         return plan.min_steps if self._timed is None else self._timed
 

@@ -67,7 +67,7 @@ def _list_missing_parts(script: dict[str, Any], placeholders: set[str]) -> Itera
             "script.resume.checkpoint",
             "path of its checkpoints; {out} is not in the command, so section resume is a comment",
         )
-    yield MissingKey("script.metric", "pattern of a metric in its output or in a file of JSON lines")
+    yield MissingKey("script.metric", "pattern of a metric in its output")
     yield MissingKey(
         "script.save",
         "how tula requests a checkpoint before a job has to stop; without it, the script's last checkpoint is used",

@@ -38,7 +38,7 @@ def _require_no_shell(text: str) -> str:
 def _refuse_file(value: object) -> object:
     """Refuse {jsonl: file, key: name}, which earlier versions read."""
     if isinstance(value, Mapping):
-        raise ValueError("is a pattern for the output; files with JSON lines are not read any more, so print the value")
+        raise ValueError("must be a pattern for the output; files with JSON lines are no longer read: print the value")
     return value
 
 

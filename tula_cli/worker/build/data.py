@@ -217,7 +217,7 @@ def count_samples(samples: Samples) -> int:
     if not hasattr(samples, "__len__"):
         raise SpecError(
             f"dataset {type(samples).__name__} has no length",
-            "a dataset has __len__ and __getitem__(index); an iterable one has __iter__, and dataset.length if it has no length",
+            "define __len__ in the dataset; for an iterable dataset without a length, set dataset.length",
         )
     try:
         return len(samples)
@@ -846,7 +846,7 @@ class InMemoryImages(torch.utils.data.Dataset[Any]):
 def _build_digits_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
     """Return the split of scikit-learn's 1797 handwritten digits, 8 x 8, gray."""
     if spec.dataset.args:
-        raise SpecError(f"dataset.args: digits takes none, got {', '.join(spec.dataset.args)}")
+        raise SpecError(f"dataset.args: dataset digits takes no arguments, got {', '.join(spec.dataset.args)}")
     table = _read_digits_table()
     images = (table[:, :64].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     labels = [int(label) for label in table[:, 64]]

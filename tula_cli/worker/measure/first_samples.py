@@ -90,8 +90,8 @@ def load_first_samples(spec: JobSpec, datasets: Datasets) -> FirstSamples:
         return FirstSamples(items[0], batch, len(items))
     item, looked_at = longest
     warning = (
-        f"samples differ in shape: memory is estimated for the largest of {looked_at} that were read,"
-        f" {describe_tree(item)}, and each probe takes one step of such samples alone; a larger one may still come"
+        f"samples differ in shape, so memory is estimated for the largest of {looked_at} that were read"
+        f" ({describe_tree(item)}), and each probe takes one step with only such samples; others may be larger"
         + _describe_padding(datasets)
     )
     return FirstSamples(item, batch, len(items), (warning,))

@@ -256,8 +256,8 @@ def _warn_ineffective_methods(model: torch.nn.Module) -> list[str]:
     """Return a warning if the model has methods that are not called."""
     if all(callable(getattr(model, name, None)) for name in ("training_step", "configure_optimizers")):
         return [
-            "the model has a training_step and configure_optimizers, as a LightningModule has: here they are not called, but its"
-            " forward, the loss and the optimizer of the job; to train as Lightning does, give your script (section script)"
+            "the model has a training_step and configure_optimizers, but tula does not call them: it uses forward, and the loss and"
+            " the optimizer of the job. To train as Lightning does, give your script (section script)"
         ]
     return []
 

@@ -298,7 +298,7 @@ def test_the_predicted_time_has_the_branches_in_it() -> None:
     ("auto", "words"),
     [
         ({"arms": [{"name": "a"}, {"name": "a", "lr_factor": 2}]}, "distinct names"),
-        ({"arms": [{"name": "lbt", "lr_factor": 2}]}, "the unchanged large batch"),
+        ({"arms": [{"name": "lbt", "lr_factor": 2}]}, "the large batch without other changes"),
         ({"branch_epochs": 0}, "branch_epochs"),
     ],
 )

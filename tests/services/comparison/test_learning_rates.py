@@ -214,7 +214,7 @@ def test_a_script_that_cannot_be_branched_is_refused_with_what_to_do(
 
 def test_a_checkpoint_outside_of_the_folder_of_the_script_is_not_overwritten(tmp_path: Path) -> None:
     job = script_job(resume={"checkpoint": "last.pt"})
-    with pytest.raises(SpecError, match=r"is not in \{out\}"):
+    with pytest.raises(SpecError, match=r"must be in \{out\}"):
         prepare(RunDir.create(tmp_path, job), job)
 
 

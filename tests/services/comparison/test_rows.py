@@ -67,7 +67,7 @@ def test_the_settings_are_laid_over_the_job_and_checked_by_the_spec() -> None:
             "lbt:lr=0.2",
             "method lbt has no section, so lr needs the name of its section write lbt:optimizer.lr=0.2",
         ),
-        ("lbt:model.name=vgg11", "section model is the same in all rows"),
+        ("lbt:model.name=vgg11", "a row cannot set section model, which is the same in all rows"),
         ("ags:train.seed=3", "sets train.seed, which --seeds changes"),
         ("ags:train.method=lbt", "sets train.method, which is the row's first word"),
         ("lbt:ags.delta=0.1", "section ags has no effect with method lbt"),

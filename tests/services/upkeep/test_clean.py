@@ -334,7 +334,7 @@ def test_what_was_submitted_since_the_look_is_left(run: RunDir) -> None:
     item = found(run)
     slurm_job(run)
     done = service.remove_files([item])
-    assert done.files == 0 and "submitted in the meantime" in done.problems[0]
+    assert done.files == 0 and "was submitted for this run in the meantime" in done.problems[0]
     assert len(names(folder)) == 3 and not (run.path / "lock").exists()
     item = found(run, ask=says())
     assert run.lock.acquire() == ""

@@ -188,7 +188,7 @@ def _parse_setting(row: str, variant: Variant, text: str) -> str:
     """Return a setting with the full path of its key."""
     key, _, value = text.partition("=")
     if not value.strip():
-        raise SpecError(f"--methods: {row!r}: {key} has no value", f"write {key}=VALUE; null is the default")
+        raise SpecError(f"--methods: {row!r}: {key} has no value", f"write {key}=VALUE; VALUE null sets the default")
     method_section = variant.training_method.section
     if "." not in key and not method_section:
         sections = [

@@ -97,7 +97,7 @@ def _check_plan(path: str, given: dict[str, Any]) -> Plan:
             raise PlanError(f"tula: the plan {path} lacks {name}")
     expected = given.get("expected")
     if not isinstance(expected, (dict, type(None))):
-        raise PlanError(f"tula: expected is {expected!r} in the plan {path}, but must be a mapping or null")
+        raise PlanError(f"tula: key expected is {expected!r} in the plan {path}, but must be a mapping or null")
     steps = int(number("steps", STEPS, 1))
     low = int(number("min_steps", steps, 1))
     return Plan(

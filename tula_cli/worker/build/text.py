@@ -166,7 +166,7 @@ def _list_source_files() -> list[tuple[str, bytes]]:
     if not included:
         raise SpecError(
             f"{root} does not contain the source of Python's standard library",
-            "run the jobs in a Python that has it, or use your own dataset",
+            "run the jobs with a Python installation that contains it, or use your own dataset",
         )
     included.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
     texts = ((name, (root / name).read_bytes()[:MAX_FILE_BYTES]) for name in included)

@@ -205,7 +205,7 @@ def test_of_a_job_with_several_node_types_one_run_is_named(tmp_path):
         add(run)
     with pytest.raises(SpecError, match="2 runs, one for each node type") as caught:
         choose_run(runs)
-    assert caught.value.hint == f"name one: {runs[0].id}, {runs[1].id}"
+    assert caught.value.hint == f"name one of them: {runs[0].id}, {runs[1].id}"
     assert choose_run(runs[:1]).id == runs[0].id
 
 

@@ -168,7 +168,7 @@ def require_list(**given: object) -> None:
     """
     for name, value in given.items():
         if value is not None and (isinstance(value, str) or not isinstance(value, Iterable)):
-            raise SpecError(f"{name} {value!r}: must be a list", f"for example [{value!r}]")
+            raise SpecError(f"{name} must be a list, got {value!r}", f"for example [{value!r}]")
 
 
 class Infeasible(TulaError):

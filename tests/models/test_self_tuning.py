@@ -317,7 +317,7 @@ def test_a_training_that_ends_before_its_branches_is_refused() -> None:
 def test_arms_scale_the_learning_rate_alone() -> None:
     with pytest.raises(SpecError) as caught:
         job(train={"lr_scaling": "linear"})
-    assert "whose arms scale the learning rate" in caught.value.problems[0].message
+    assert "whose branches set their own scaling of the learning rate" in caught.value.problems[0].message
 
 
 def test_the_signature_depends_on_the_arms_only_with_method_auto() -> None:

@@ -720,7 +720,7 @@ class Static(Factors):
     def __init__(self, factor: float | None = None) -> None:
         require_real_numbers(factor=factor)
         if factor is not None and not 0 < factor < math.inf:
-            raise ValueError(f"factor must be above 0, got {factor}")
+            raise ValueError(f"factor must be a finite number above 0, got {factor}")
         self.reads_b_small = factor is None
         self.factor = factor
 
@@ -791,7 +791,7 @@ class SmallBatch(Factors):
         if not 0 <= s_min <= 1:
             raise ValueError(f"s_min must be between 0 and 1, got {s_min}")
         if not 0 <= eps < math.inf:
-            raise ValueError(f"eps must not be negative or NaN, got {eps}")
+            raise ValueError(f"eps must be a finite number, at least 0, got {eps}")
         if not 0 <= ema < 1:
             raise ValueError(f"ema must be at least 0 and below 1, got {ema}")
         self.per, self.refresh, self.s_min, self.eps, self.ema = per, refresh, s_min, eps, ema

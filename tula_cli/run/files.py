@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import socket
 import stat
@@ -217,7 +218,7 @@ def read_error(path: Path, error: OSError) -> TulaError:
     if error.errno in IO_ERRNOS:
         return StorageFailed(message, NO_ANSWER)
     if error.errno in ACCESS_ERRNOS:
-        return make_ownership_error(path) or TulaError(message, f"make it readable: chmod u+r {path}")
+        return make_ownership_error(path) or TulaError(message, f"make it readable: chmod u+r {shlex.quote(str(path))}")
     return TulaError(message)
 
 

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 from tula_cli.errors import TulaError
-from tula_cli.run.files import write_atomic, write_error
+from tula_cli.run.files import make_folder, write_atomic, write_error
 from tula_cli.run.owner import require_ownership
 
 STALE_SECONDS = 300.0
@@ -35,7 +35,8 @@ class FolderLock:
         """
         require_ownership(self.path.parent)
         try:
-            self.path.mkdir(mode=0o700, parents=True)
+            make_folder(self.path.parent)
+            self.path.mkdir(mode=0o700)
         except FileExistsError:
             owner = _read_owner(self.path)
             if self._is_stale(owner):

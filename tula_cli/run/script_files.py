@@ -224,7 +224,8 @@ def _read_snapshot_record(code: Path | None) -> CodeSnapshot | None:
     code_snapshot = RunDir(code.parent.parent).code(code.name)
     if code_snapshot is None or not code.is_dir():
         raise JobFailed(
-            f"the snapshot of the code that was submitted is gone: {code}", "submit again: tula profile or tula train"
+            f"the snapshot of the submitted code is missing: {code}",
+            "submit the job again with tula profile or tula train",
         )
     return code_snapshot
 

@@ -98,7 +98,7 @@ def ags_on_one_rank(*, nodes: Sequence[int], other_nodes: Sequence[int]) -> str:
 def batch_not_scaled(*, b_small: int, batches: Sequence[int], method: str) -> str:
     return (
         f"train.method {method} has no effect at batch {join_words(batches)}:"
-        f" gradients are scaled only above ags.b_small ({b_small})."
+        f" gradients are scaled only at batches above ags.b_small ({b_small})."
     )
 
 
@@ -441,7 +441,7 @@ def row_trained_with_other_normalisation(*, method: str, batch: int, normalisati
 
 @diagnostic
 def metric_not_found(*, training: str, metric: str) -> str:
-    return f"{training}: the output of the script contains no {metric}. Check script.metric."
+    return f"{training}: the output of the script has no line that matches script.metric of {metric}. Correct this pattern."
 
 
 # --- `tula recommend`
@@ -557,4 +557,4 @@ def spot_time_is_expected() -> str:
 
 @diagnostic
 def observed_job_not_used(*, job: str, why: str) -> str:
-    return f"The observed job {job} is not used: {why}"
+    return f"The observed job {job} is not used: {why}."

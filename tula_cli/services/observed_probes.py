@@ -64,7 +64,12 @@ def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = N
                 raise NotMeasured("newer jobs have other hardware or another number of parameters")
             result = make_probe_result(measured, spec)
         except (BadMeasurements, NotMeasured) as error:
-            yield WarningEvent(messages.observed_job_not_used(job=f"{job.script}/{job.id}", why=str(error)))
+            yield WarningEvent(
+                messages.observed_job_not_used(
+                    job=f"{job.script}/{job.id}",
+                    why=error.message if isinstance(error, BadMeasurements) else str(error),
+                )
+            )
         else:
             kind = measured.kind
             results.setdefault(result.id, result)

@@ -159,7 +159,7 @@ class JobSpec(Section):
             )
         if self.train.lr_scaling in ("linear", "sqrt"):
             raise ValueError(
-                f"train.lr_scaling {self.train.lr_scaling} has no effect with method auto, whose arms scale the learning rate; remove it"
+                f"train.lr_scaling {self.train.lr_scaling} has no effect with train.method auto, whose branches set their own scaling of the learning rate; remove train.lr_scaling"
             )
         return self
 

@@ -48,7 +48,10 @@ def warmup_never_ends(*, warmup_epochs: float, epochs: int) -> str:
 
 @diagnostic
 def stream_read_again(*, samples: int) -> str:
-    return f"The stream is read from its start: {samples} samples of the epoch are skipped before the first step."
+    return (
+        "The training resumes in mid-epoch, so the stream is read again from its start."
+        f" The {samples} samples that were trained before are not trained again, but reading them delays the first step."
+    )
 
 
 @diagnostic

@@ -366,5 +366,5 @@ def test_each_branch_is_reported_once_when_it_ends_and_known_ones_with_the_plan(
 
 
 def test_without_a_search_there_is_nothing_to_show(run: RunDir) -> None:
-    with pytest.raises(BadMeasurements, match="no learning rate was searched for batch 64 on 1 node yet"):
+    with pytest.raises(BadMeasurements, match="there is no search for a learning rate at batch 64 on 1 node yet"):
         learning_rates.read_report(prepare(run)[0])

@@ -161,7 +161,7 @@ def test_check_tells_samples_of_different_lengths_and_estimates_the_longest() ->
     result = inspect_job(tokens())
     assert result.estimate_error == "" and result.footprints and result.classes == 3
     assert result.sample_shape == () and result.sample == "{ids: int64 (9), mask: bool (9), label: int}"
-    assert len(result.warnings) == 1 and "largest of 64 that were read, {ids: int64 (9)" in result.warnings[0]
+    assert len(result.warnings) == 1 and "largest of 64 that were read ({ids: int64 (9)" in result.warnings[0]
     assert inspect_job(tokens(**even("dict"))).warnings == ()
 
 

@@ -183,7 +183,7 @@ def check_stages(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) ->
     if above:
         raise SpecError(
             f"train.ramp: batch {above[0]} is not below {batch}, the batch of the training",
-            f"remove this stage: after its stages, the training continues at batch {batch}",
+            f"remove this stage: after the last stage of train.ramp, the training uses batch {batch} in any case",
         )
     if stages:
         ramp = build_ramp_on_nodes(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)

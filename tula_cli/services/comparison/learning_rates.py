@@ -344,11 +344,10 @@ def read_report(search: PreparedSearch, file: JobFile | None = None) -> Learning
     record = run.rate_search(task.key)
     if record is None and not run.attempts(task.id):
         first, *others = task.batches
-        with_others = f" and compared with batches {join_words(others)}" if others else ""
+        with_others = f" that also tries batches {join_words(others)}" if others else ""
         raise BadMeasurements(
-            f"no learning rate was searched for batch {first}{with_others} on {format_count(task.nodes)} yet",
-            "to start this search, remove --show; to show an earlier search, give the --batches of that search"
-            f"{', or none if it had none' if others else ''}",
+            f"there is no search for a learning rate at batch {first}{with_others} on {format_count(task.nodes)} yet",
+            f"to start it, remove --show; to show another search, {'remove' if others else 'add'} --batches",
         )
     if record is None or not _is_complete(run, task):
         raise make_error_of_job(run, task, "the search for a learning rate")

@@ -180,7 +180,8 @@ def _make_unknown_method_error(method: str, row: str) -> SpecError:
         return SpecError(f"--methods: {row!r}: {problem}", f"write {method_name}:KEY=VALUE, as in ags:delta=0.1")
     hint = suggest_nearest(method, list_known_methods()) or f"choose from: {', '.join(list_known_methods())}"
     return SpecError(
-        f"--methods: there is no method {method!r}", f"{hint}; write your own method as package.module:attribute"
+        f"--methods: there is no method {method!r}",
+        f"{hint} (a method of your own is named as package.module:attribute)",
     )
 
 
@@ -188,7 +189,7 @@ def _parse_setting(row: str, variant: Variant, text: str) -> str:
     """Return a setting with the full path of its key."""
     key, _, value = text.partition("=")
     if not value.strip():
-        raise SpecError(f"--methods: {row!r}: {key} has no value", f"write {key}=VALUE; VALUE null sets the default")
+        raise SpecError(f"--methods: {row!r}: {key} has no value", f"write {key}=VALUE")
     method_section = variant.training_method.section
     if "." not in key and not method_section:
         sections = [

@@ -83,21 +83,21 @@ def _check_plan(path: str, given: dict[str, Any]) -> Plan:
     def number(name: str, default: float, least: float) -> float:
         value = given.get(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
-            raise PlanError(f"tula: {name} is {value!r} in the plan {path}, but must be a number of at least {least:g}")
+            raise PlanError(f"tula: plan {path}: key {name!r} must be a number of at least {least:g}, got {value!r}")
         return value
 
     def read_choice(name: str, *values: str) -> str:
         value = given.get(name, values[0])
         if value not in values:
-            raise PlanError(f"tula: {name} is {value!r} in the plan {path}, but must be one of {', '.join(values)}")
+            raise PlanError(f"tula: plan {path}: key {name!r} must be one of {', '.join(values)}, got {value!r}")
         return str(value)
 
     for name in ("folder", "task"):
         if not isinstance(given.get(name), str):
-            raise PlanError(f"tula: the plan {path} lacks {name}")
+            raise PlanError(f"tula: plan {path}: key {name!r} is missing")
     expected = given.get("expected")
     if not isinstance(expected, (dict, type(None))):
-        raise PlanError(f"tula: key expected is {expected!r} in the plan {path}, but must be a mapping or null")
+        raise PlanError(f"tula: plan {path}: key 'expected' must be a mapping or null, got {expected!r}")
     steps = int(number("steps", STEPS, 1))
     low = int(number("min_steps", steps, 1))
     return Plan(

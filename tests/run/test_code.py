@@ -713,5 +713,5 @@ def test_ranks_and_their_loaders_run_what_was_submitted(here: Path, tmp_path: Pa
 def test_a_snapshot_that_is_gone_is_said_so(run: RunDir, submitted: tuple[ProbeTask, Path]) -> None:
     task, script = submitted
     (run.path / "code" / f"{task.code}.json").unlink()
-    with pytest.raises(AssertionError, match="the snapshot of the code that was submitted is gone"):
+    with pytest.raises(AssertionError, match="the snapshot of the submitted code is missing"):
         entered(run, task, script)

@@ -36,6 +36,9 @@ class FolderLock:
         require_ownership(self.path.parent)
         try:
             make_folder(self.path.parent)
+        except OSError as error:
+            raise write_error(self.path, error) from error
+        try:
             self.path.mkdir(mode=0o700)
         except FileExistsError:
             owner = _read_owner(self.path)

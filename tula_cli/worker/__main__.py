@@ -83,7 +83,8 @@ def change_to_job_folder(task: Task, run: RunDir) -> None:
     snapshot = run.code(task.code)
     if snapshot is None or not home.is_dir():
         raise JobFailed(
-            f"the snapshot of the code that was submitted is gone: {home}", "submit again: tula profile or tula train"
+            f"the snapshot of the submitted code is missing: {home}",
+            "submit the job again with tula profile or tula train",
         )
     folder = Path.cwd()  # as the lookup of import strings names it
     inherited_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)

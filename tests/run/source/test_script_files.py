@@ -321,7 +321,7 @@ def test_without_a_snapshot_a_command_stays_as_it_is_and_one_that_is_gone_is_rep
     with pytest.raises(JobFailed, match=r"is not in the command: other\.py"):
         move_command_to_snapshot(["other.py"], here, home)
     (home.parent / f"{home.name}.json").unlink()
-    with pytest.raises(JobFailed, match="the snapshot of the code that was submitted is gone"):
+    with pytest.raises(JobFailed, match="the snapshot of the submitted code is missing"):
         list_snapshot_python_path(home)
 
 

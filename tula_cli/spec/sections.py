@@ -259,7 +259,7 @@ class Optimizer(Section):
     groups: list[ParameterGroup] = []
 
     @model_validator(mode="after")
-    def _is_given_once(self) -> "Optimizer":
+    def _require_each_value_once(self) -> "Optimizer":
         for key in ("momentum", "weight_decay"):
             if (
                 key in self.args

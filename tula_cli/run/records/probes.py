@@ -161,7 +161,7 @@ class Measured(Record):
 
     @field_validator("energy")
     @classmethod
-    def _counter_has_moved(cls, joules: float | None) -> float | None:
+    def _ignore_counter_that_stands_still(cls, joules: float | None) -> float | None:
         """Take a counter that stands still for none; some virtual GPUs have such a counter."""
         return joules if joules is not None and joules > 0 else None
 

@@ -124,7 +124,7 @@ def recommended(run: RunDir, *, every: bool) -> Cost:
     status, text, cpu, peak = json.loads(watched.stdout)
     if status:
         raise subprocess.CalledProcessError(status, command, text)
-    result = run.recommendation()
+    result = run.read_recommendation()
     assert result is not None and result.candidates is not None
     return Cost(result.candidates, cpu, peak * 1024 / 1e6)
 

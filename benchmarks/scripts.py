@@ -99,7 +99,7 @@ class Place:
         )  # fmt: skip
 
     def run(self) -> RunDir:
-        return RunDir.newest(self.work / "tula-runs")
+        return RunDir.find_newest(self.work / "tula-runs")
 
 
 def _digest(path: Path) -> str:
@@ -119,7 +119,7 @@ def _ended(process: "subprocess.Popen[str]", most: int = TOLD) -> dict[str, Any]
 def profile(place: Place) -> dict[str, Any]:
     ended = _ended(place.tula("profile", "job.yaml", "--yes"))
     rows = []
-    for result in place.run().results():
+    for result in place.run().read_results():
         batch = result.nodes * result.gpus_per_node * result.local_batch
         row: dict[str, Any] = {"nodes": result.nodes, "batch": batch, "kind": result.kind}
         if isinstance(result, Measured):
@@ -138,7 +138,7 @@ def profile(place: Place) -> dict[str, Any]:
 
 def recommend(place: Place) -> dict[str, Any]:
     ended = _ended(place.tula("recommend", "--objective", "time", "--json"))
-    result = place.run().recommendation()
+    result = place.run().read_recommendation()
     return {**ended, "choice": result and {"nodes": result.choice.nodes, "batch": result.choice.batch}}
 
 
@@ -164,14 +164,14 @@ def _train(place: Place, seed: int, disturb: Callable[[RunDir, Path], None], **e
         new = [name for name in run.train_signatures() if name not in before]
         done = bool(new) and any(
             began < path.stat().st_mtime < time.time() - SETTLED
-            for path in _checkpoints(place, run.training(new[0]).path)
+            for path in _checkpoints(place, run.get_training(new[0]).path)
         )
         if done:
-            disturb(run, run.training(new[0]).path)
+            disturb(run, run.get_training(new[0]).path)
     ended = _ended(process)
     new = [name for name in run.train_signatures() if name not in before]
-    training = run.training(new[0]) if new else None
-    summary, result = (training.summary(), training.result()) if training else (None, None)
+    training = run.get_training(new[0]) if new else None
+    summary, result = (training.read_summary(), training.read_result()) if training else (None, None)
     return {
         **ended, "disturbed": done, "attempts": summary and summary.attempts, "causes": summary and list(summary.causes),
         "batch": summary and summary.batch, "samples": result and result.samples,
@@ -189,10 +189,10 @@ def _checkpoints(place: Place, training: Path) -> list[Path]:
 
 def killed(place: Place) -> dict[str, Any]:
     def kill(run: RunDir, training: Path) -> None:
-        task = run.training(training.name).newest_task()
+        task = run.get_training(training.name).read_newest_task()
         assert task is not None
         attempts = (ScriptAttempt(run.path, task.id, number) for number in range(9, 0, -1))
-        plan = str(next(attempt for attempt in attempts if attempt.heartbeat(0)).plan_path)
+        plan = str(next(attempt for attempt in attempts if attempt.read_heartbeat(0)).plan_path)
         ranks = find_processes_with_variable(
             "RANK"
         )  # the pid that its heart tells is one of a node's own, where there are several

@@ -57,15 +57,15 @@ def prove(tula: Tula, python: str, torch: str) -> None:
         AssertionError: something is not as it should be.
     """
     tula("profile", "job.yaml", "--yes")
-    for result in tula.run().results():
+    for result in tula.run().read_results():
         assert isinstance(result, Measured) and result.environment.torch.startswith(torch), result
         assert result.dataset_size == 320 and result.data_wait is not None and result.script is not None
         if result.nodes == 2:
             assert result.sync_time and result.compute_time and result.gradients is not None
-    assert len(tula.run().results()) == 2
+    assert len(tula.run().read_results()) == 2
     assert len(tula("recommend", "--objective", "time")["data"]["rows"]) == 2
     summary = tula("train", "--nodes", "2", "--batch", "32", "--yes")["data"]
-    result = tula.run().training(summary["signature"]).result()
+    result = tula.run().get_training(summary["signature"]).read_result()
     assert result is not None and (result.samples, summary["attempts"]) == (5 * 320, 1)
     refused = tula.start("profile", "job.yaml", "--set", "train.method=ags", "--yes")
     text = "".join(refused.communicate(timeout=240))

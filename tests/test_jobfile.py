@@ -29,7 +29,7 @@ def write(job: Path, **changes: Any) -> None:
 
 def run_of(job: Path, *overrides: str) -> RunDir:
     spec = load_spec(job, overrides=overrides)
-    run = RunDir.of(job.parent / "tula-runs", spec)
+    run = RunDir.from_spec(job.parent / "tula-runs", spec)
     run.save_job(spec, job_runs.find_settings_origin(run, job, overrides))
     return run
 
@@ -73,7 +73,7 @@ def test_a_file_that_is_gone_and_a_run_of_no_file_are_no_change(job: Path) -> No
     job.unlink()
     assert config_drift(run) is None
     bare = RunDir.create(job.parent / "others", make_runs.spec())
-    assert bare.job_file() is None and config_drift(bare) is None
+    assert bare.read_job_file() is None and config_drift(bare) is None
 
 
 def test_a_file_that_cannot_be_used_says_why(job: Path) -> None:
@@ -91,7 +91,7 @@ def test_what_was_set_on_the_command_line_is_laid_over_the_file_as_it_is_now(job
     write(job, optimizer={"lr": 0.5})
     assert config_drift(run) is not None and config_drift(run, "optimizer.lr=0.3") is None
     run.save_job(load_spec(run.path / "spec.yaml", overrides=["optimizer.lr=0.3"]), job_runs.find_settings_origin(run, None, ["optimizer.lr=0.3"]))  # fmt: skip
-    known = run.job_file()
+    known = run.read_job_file()
     assert known is not None and known.overrides == ("train.epochs=2", "optimizer.lr=0.3") and config_drift(run) is None
 
 

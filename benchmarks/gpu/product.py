@@ -95,7 +95,7 @@ def loader_processes(wanted: int, *, batch: int, trainings: int = 1) -> int:
 
 def newest(folder: Path) -> RunDir:
     """Return the run that commands in a folder have made."""
-    return RunDir.newest(folder / "tula-runs")
+    return RunDir.find_newest(folder / "tula-runs")
 
 
 def settings(values: Sequence[str]) -> list[str]:

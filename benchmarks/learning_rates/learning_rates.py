@@ -177,7 +177,7 @@ def search(job: JobSpec, batch: int, ranks: Ranks) -> RateSearch:
         run = RunDir.create(Path(folder), job)
         task = RateSearchTask(id="rates-0", job="rates-0", spec=job, workdir=".", nodes=1, key="0", batches=(batch,))
         run_rate_search(task, run, ranks, build_datasets(job))
-        record = run.rate_search("0")
+        record = run.read_rate_search("0")
         assert record is not None
         return record
 

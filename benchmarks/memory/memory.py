@@ -212,7 +212,7 @@ def measure(job: JobSpec, batches: Sequence[int], *, heap: bool) -> list[Measure
         run.write_task(task)
         command = [sys.executable, "-m", "tula_cli.worker", str(run.path), task.id, "1"]
         done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
-        outcome = [run.result(make_probe_id(1, batch)) for batch in batches]
+        outcome = [run.read_result(make_probe_id(1, batch)) for batch in batches]
     results = [result for result in outcome if isinstance(result, Measured)]
     if not results and not out_of_memory(done.stderr, job.cluster.device):
         raise SystemExit(f"the worker failed:\n{done.stderr[-2000:]}")

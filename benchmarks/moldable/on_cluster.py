@@ -126,13 +126,13 @@ def measure(cluster: Any, folder: Path, jobs: Sequence[OtherJob], nodes: str) ->
         time.sleep(BEFORE)
         start = time.time()
         tula("train", "job.yaml", "--nodes", nodes, "--batch", str(BATCH), "--no-wait")
-        training = tula.run().training(tula.run().train_signatures()[0])
+        training = tula.run().get_training(tula.run().train_signatures()[0])
         tula.until(training.summary, seconds=1200)
     finally:
         over.set()
         others.join()
         subprocess.run(["scancel", "--name=other"], check=True)
-    attempts, sizes = training.attempts(), {task.id: task.nodes for task in training.tasks()}
+    attempts, sizes = training.read_attempts(), {task.id: task.nodes for task in training.read_tasks()}
     end = max(attempt.ended_at or time.time() for attempt in attempts)
     return end - start, max(sizes[attempt.task] for attempt in attempts)
 

@@ -62,11 +62,11 @@ def trained(tula: Any, told: str, *arguments: str) -> Taken:
     tula("train", *arguments)
     run = tula.run()
     (signature,) = tula.until(run.train_signatures)  # once it has started
-    training, job = run.training(signature), run.job(tula.task().job)
-    tula.until(lambda: training.summary() is not None and not queue(), seconds=PATIENCE)
-    result, nodes, seconds, node_seconds = training.result(), 0, 0.0, 0.0
+    training, job = run.get_training(signature), run.find_job(tula.task().job)
+    tula.until(lambda: training.read_summary() is not None and not queue(), seconds=PATIENCE)
+    result, nodes, seconds, node_seconds = training.read_result(), 0, 0.0, 0.0
     assert result is not None and job is not None
-    for row in training.metrics():
+    for row in training.read_metrics():
         if row["kind"] == "start":
             nodes = row["nodes"]
         elif row["kind"] == "step":

@@ -89,13 +89,13 @@ def tula(nodes: int, way: Sequence[str], folder: Path, settings: Sequence[str]) 
     words = [word for setting in (*way, *settings) for word in ("--set", setting)]
     command = [sys.executable, "-m", "tula_cli", "train", "job.yaml", "--nodes", str(nodes), "--batch", "128", "-y"]
     _told([*command, "--no-wait", "-q", *words], folder=work)
-    run = RunDir.newest(work / "tula-runs")
-    (job,) = run.jobs()
+    run = RunDir.find_newest(work / "tula-runs")
+    (job,) = run.read_jobs()
     _until_gone(job.links or (job.scheduler_id,))
     (signature,) = run.train_signatures()
-    attempts = run.training(signature).attempts()
-    starts = [float(row["time"]) for row in run.training(signature).metrics() if row["kind"] == "start"]
-    if run.training(signature).summary() is None or len(attempts) != 2 or len(starts) != 2:
+    attempts = run.get_training(signature).read_attempts()
+    starts = [float(row["time"]) for row in run.get_training(signature).read_metrics() if row["kind"] == "start"]
+    if run.get_training(signature).read_summary() is None or len(attempts) != 2 or len(starts) != 2:
         raise SystemExit(f"a training did not end well: {attempts[-1].outcome}: {attempts[-1].message}")
     first, again = attempts
     return Start(starts[0] - job.submitted_at, first.started_at - job.submitted_at, starts[1] - again.started_at)

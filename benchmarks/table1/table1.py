@@ -184,7 +184,7 @@ def train(key: Key, options: argparse.Namespace, ranks: Ranks) -> Result:
                 return Result(batch, "diverged", math.nan, 0, 0, time.process_time() - started, restarts)
             restarts += 1
             task = task.model_copy(update={"max_lr_factor": limit, "attempt": 2})
-    return result_of(run.training(signature).result(), time.process_time() - started, restarts)
+    return result_of(run.get_training(signature).read_result(), time.process_time() - started, restarts)
 
 
 def open_null() -> IO[str]:
@@ -194,7 +194,7 @@ def open_null() -> IO[str]:
 
 def lower_limit(run: RunDir, signature: str) -> float | None:
     """Return half the factor of the learning rate at which a training diverged; None if the rate was not scaled."""
-    factors = [row.get("lr_factor") for row in run.training(signature).metrics() if row["kind"] == "diverged"]
+    factors = [row.get("lr_factor") for row in run.get_training(signature).read_metrics() if row["kind"] == "diverged"]
     factor = factors[-1] if factors else None
     return max(1.0, factor / 2) if factor and factor > 1 else None
 

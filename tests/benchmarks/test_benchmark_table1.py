@@ -297,7 +297,7 @@ def test_a_ramp_that_diverges_is_restarted_once_with_half_its_rate(options, monk
 
     def run_training(task, run, *_: object) -> None:
         limits.append(task.max_lr_factor)
-        folder = run.training(task.signature).path
+        folder = run.get_training(task.signature).path
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "metrics.jsonl").open("a") as rows:
             rows.write('{"kind": "diverged", "message": "loss is nan", "sound": true, "lr_factor": 16.0}\n')

@@ -92,7 +92,7 @@ class Here(make.FakeLauncher):
         elif isinstance(task, CheckTask):
             self._look(run, task)
         elif isinstance(task, EvaluateTask):
-            run.training(task.signature).write_evaluation(make.evaluated(task))
+            run.get_training(task.signature).write_evaluation(make.evaluated(task))
         else:
             self._train(run, task)
         return job
@@ -160,7 +160,7 @@ def inspection(**changes):
 
 
 def newest():
-    return RunDir.newest(Path("tula-runs").absolute())
+    return RunDir.find_newest(Path("tula-runs").absolute())
 
 
 # --- the whole way
@@ -284,7 +284,7 @@ def test_evaluate_tells_what_the_weights_come_to_and_status_tells_it_again(clust
     answer = tula("evaluate", "job.yaml", "--json")
     assert (answer.code, answer.json["error"]["code"]) == (4, "measurements")
     summary = tula("train", "job.yaml", "--nodes", "1", "--batch", "64", "-y", "--json").json["data"]
-    path = newest().training(summary["signature"]).checkpoint_path(640)
+    path = newest().get_training(summary["signature"]).get_checkpoint_path(640)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"")
     plan = tula("evaluate", "--dry-run").out
@@ -569,7 +569,7 @@ def test_what_a_saved_answer_assumes_is_reported_and_is_not_a_setting_of_the_job
     spec = newest().read_spec()
     dear = ("recommend", "job.yaml", "--set", "pricing.price=1000")
     assert "only shown, because of --set" in tula(*dear).err
-    assert newest().recommendation() is None
+    assert newest().read_recommendation() is None
     assert tula(*dear, "--save", "--json").json["data"]["saved"]
     assert newest().read_spec() == spec
     plan = tula("train", "--dry-run").out
@@ -1555,7 +1555,7 @@ def test_all_types_are_measured_compared_and_trained_on(two_types):
     assert profiled.code == 0
     assert set(profiled.json["data"]["types"]) == {"single", "pair"}
     assert [two_types.launchers[gpus].submitted for gpus in (1, 2)] == [["probe-n001", "probe-n002"]] * 2
-    assert {result.gpus_per_node for result in parts()["pair"].results()} == {2}
+    assert {result.gpus_per_node for result in parts()["pair"].read_results()} == {2}
     answer = tula("recommend", "--objective", "time", "--json").json["data"]
     assert {row["type"] for row in answer["rows"]} == {"single", "pair"}
     assert answer["choice"]["type"] == "pair", "twice the GPUs at the same speed each"
@@ -1606,7 +1606,7 @@ def test_the_screens_tell_the_types_apart(two_types):
     )
     assert set(tula("status", "--json").json["data"]["types"]) == {"single", "pair"}
     counted = {row["id"]: row["measured"] for row in tula("list", "--json").json["data"]}
-    assert counted == {part.id: len(part.results()) for part in parts().values()}
+    assert counted == {part.id: len(part.read_results()) for part in parts().values()}
     assert tula("logs", "--type", "pear").code == 2
     checked = tula("check", "job.yaml", "--json").json["data"]["types"]
     assert checked["pair"]["price"].startswith("1.7 USD")
@@ -1749,7 +1749,7 @@ def test_an_adaptive_search_goes_round_by_round_and_explains_each(cluster):
     assert answer.err.count("start?") == 0
     assert "initial probes: " in answer.err and "Expected gain of measuring all" in answer.out
     assert answer.err.count("price: ") == 1 and answer.err.count(" probes in ") >= 1, "the whole plan once"
-    assert 2 < len(newest().results()) < 10
+    assert 2 < len(newest().read_results()) < 10
     again = tula("profile", "job.yaml", "--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
     assert again.code == 0 and "Expected gain" in again.out and "initial probes: " not in again.err
 
@@ -1757,10 +1757,10 @@ def test_an_adaptive_search_goes_round_by_round_and_explains_each(cluster):
 def test_detached_one_call_is_one_round(cluster):
     words = ("profile", "job.yaml", "--no-wait", "--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
     assert tula(*words).code == 0
-    first = len(newest().results())
+    first = len(newest().read_results())
     assert "next: run tula profile again; it submits the next round" in tula("status").out
     assert tula(*words).code == 0
-    assert first == 4 <= len(newest().results())
+    assert first == 4 <= len(newest().read_results())
 
 
 class FailsAt(Here):
@@ -1783,7 +1783,7 @@ def test_an_adaptive_search_goes_on_without_a_probe_that_fails(cluster):
     cluster.launcher = FailsAt(4, 8)
     answer = tula("profile", "job.yaml", *ROUNDS, "--json")
     assert answer.json["status"] == "partial" and "Expected gain of measuring all" in answer.json["data"]["certainty"]
-    places = [(probe.nodes, probe.local_batch) for probe in newest().results() if probe.kind == "measured"]
+    places = [(probe.nodes, probe.local_batch) for probe in newest().read_results() if probe.kind == "measured"]
     assert (4, 16) in places and (4, 8) not in places, "the next batch stands in for it"
     assert cluster.launcher.submitted.count("probe-n004") < 4, "it is not tried in every round"
     before = len(cluster.launcher.submitted)
@@ -1803,14 +1803,14 @@ ADAPTIVE_SINGLE = ("--set", "node_types.single.search={strategy: adaptive, nodes
 
 def test_a_type_may_search_in_rounds_where_the_job_does_not(two_types):
     answer = tula("profile", "job.yaml", *ADAPTIVE_SINGLE)
-    assert answer.code == 0 and len(parts()["single"].results()) > 3
+    assert answer.code == 0 and len(parts()["single"].read_results()) > 3
     assert "Expected gain of measuring all" in answer.out
 
 
 def test_what_fails_on_one_type_does_not_end_the_rounds_of_another(two_types):
     two_types.launchers[2] = Here(fails="partly")
     tula("profile", "job.yaml", *ADAPTIVE_SINGLE)
-    assert len(parts()["single"].results()) > 3
+    assert len(parts()["single"].read_results()) > 3
     assert two_types.launchers[2].submitted == ["probe-n001", "probe-n002"], "that is not tried again in each round"
 
 

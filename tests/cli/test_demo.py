@@ -108,7 +108,7 @@ def test_the_demo_needs_no_torch(empty_folder: Path) -> None:
 def test_the_demo_is_small_and_its_probes_are_published_measurements() -> None:
     files = list_files(find_folder("demo"))
     assert sum(map(len, files.values())) < MAX_BYTES
-    results = RunDir.newest(find_folder("demo")).results()
+    results = RunDir.find_newest(find_folder("demo")).read_results()
     assert len(results) >= 8
     for probe in results:
         assert isinstance(probe, Measured)

@@ -145,7 +145,7 @@ class Chain:
         stages = (Stage(begin=0, batch=32, nodes=1), Stage(begin=96, batch=64, nodes=2))
         self.task = self.task.model_copy(update={"stages": stages})
         self.run.write_task(self.task)
-        job = self.run.job("train-s")
+        job = self.run.find_job("train-s")
         assert job is not None
         self.run.write_job(job.model_copy(update={"link_nodes": (1, 1, 1, 2, 2)}))
 
@@ -175,13 +175,13 @@ class Chain:
         """Leave an attempt behind as a killed supervisor does."""
         task = self.newest()
         attempt = Attempt(
-            task=task.id, number=len(self.run.attempts(task.id)) + 1, started_at=float(link), host="h",
+            task=task.id, number=len(self.run.read_attempts(task.id)) + 1, started_at=float(link), host="h",
             allocation=f"{link}.0", hosts=f"node{link}", samples=samples, cluster=compute_cluster_signature(task.spec.cluster),
         )  # fmt: skip
         self.run.write_attempt(attempt)
 
     def has_gpu_on_rank_0(self, task: str) -> None:
-        path = self.run.handover_path(task, 1)
+        path = self.run.get_handover_path(task, 1)
         path.parent.mkdir(exist_ok=True)
         path.write_text("node1 4711 cuda\n")
 
@@ -193,12 +193,12 @@ class Chain:
         self.run.write_task(self.newest().model_copy(update={"spec": spec}))
 
     def newest(self) -> TrainTask:
-        task = self.run.training("s").newest_task()
+        task = self.run.get_training("s").read_newest_task()
         assert task is not None
         return task
 
     def save(self, samples: int) -> None:
-        path = self.run.training("s").checkpoint_path(samples)
+        path = self.run.get_training("s").get_checkpoint_path(samples)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
 
@@ -218,7 +218,7 @@ class Chain:
         """
 
     def outcomes(self) -> list[str | None]:
-        return [attempt.outcome for attempt in self.run.training("s").attempts()]
+        return [attempt.outcome for attempt in self.run.get_training("s").read_attempts()]
 
 
 @pytest.fixture
@@ -244,10 +244,10 @@ def test_the_next_link_goes_on_and_tells_why(
     chain.will_finish()
     chain.start("12")
     assert chain.outcomes() == [how or "signal", "done"]
-    summary = chain.run.training("s").summary()
+    summary = chain.run.get_training("s").read_summary()
     assert summary is not None
     assert summary.causes == (words,)
-    attempt = chain.run.training("s").attempts()[-1]
+    attempt = chain.run.get_training("s").read_attempts()[-1]
     assert (attempt.task, attempt.hosts, attempt.samples) == ("train-s-2", "node12", 32)
 
 
@@ -291,7 +291,7 @@ def test_a_stage_that_ends_leaves_its_nodes_and_the_first_link_with_more_goes_on
     chain.will_finish()
     chain.start("14", nodes=2)
     assert chain.outcomes() == ["stage_end", "done"] and not chain.run.is_cancelled("train-s")
-    summary = chain.run.training("s").summary()
+    summary = chain.run.get_training("s").read_summary()
     assert summary is not None and (summary.nodes, summary.causes) == (2, ("batch 64 has 2 nodes",))
 
 
@@ -309,13 +309,15 @@ def test_each_link_of_a_moldable_training_uses_the_nodes_that_it_is_granted(chai
     chain.will_finish()
     chain.start("13", nodes=1)
     assert chain.outcomes() == ["preempted", "preempted", "done"]
-    training = chain.run.training("s")
-    assert [task.nodes for task in training.tasks()] == [4, 2, 4, 1]
-    assert [attempt.idle_nodes for attempt in training.attempts()] == [1, 0, 0]
-    summary = training.summary()
+    training = chain.run.get_training("s")
+    assert [task.nodes for task in training.read_tasks()] == [4, 2, 4, 1]
+    assert [attempt.idle_nodes for attempt in training.read_attempts()] == [1, 0, 0]
+    summary = training.read_summary()
     assert summary is not None and summary.nodes == 1
     assert summary.causes == (first.cause, "job 11 was preempted", "job 12 was preempted")
-    seconds = [attempt.ended_at - attempt.started_at for attempt in training.attempts() if attempt.ended_at is not None]
+    seconds = [
+        attempt.ended_at - attempt.started_at for attempt in training.read_attempts() if attempt.ended_at is not None
+    ]
     node_hours = sum(nodes * each for nodes, each in zip((3, 4, 1), seconds, strict=True)) / 3600
     assert summary.actual_cost == pytest.approx(node_hours, rel=0.05), "with the node that was idle"
 
@@ -326,7 +328,7 @@ def test_after_an_out_of_memory_other_numbers_of_nodes_have_no_larger_micro_batc
     smaller = Fallback(rung=0, splits=4, batch=64)
     relaunch = make_next_attempt(task, Failure(outcome="device_oom"), Relaunch(fallback=smaller))
     assert (relaunch.splits, relaunch.max_micro_batch) == (4, 16)
-    assert [relaunch.on_granted(nodes).splits for nodes in (1, 2, 4)] == [4, 2, 1]
+    assert [relaunch.with_granted_nodes(nodes).splits for nodes in (1, 2, 4)] == [4, 2, 1]
 
 
 def test_a_job_that_has_started_tula_ends_the_delay_of_the_next_one(chain: Chain, cluster: Cluster) -> None:
@@ -351,7 +353,7 @@ def test_jobs_that_the_supervisor_has_cancelled_are_reported_as_cancelled_by_tul
     if finishes:
         chain.will_finish()
     chain.start("12")
-    job, released = chain.run.job("train-s"), chain.run.read().released_links("train-s")
+    job, released = chain.run.find_job("train-s"), chain.run.read().read_released_jobs("train-s")
     assert job is not None and released == dict.fromkeys(LINKS[2:], why)
     cancelled = SchedulerState("ended", "CANCELLED by 0: it was cancelled by scancel or by an administrator")
     known = {
@@ -383,7 +385,7 @@ def test_a_link_with_more_nodes_than_the_stage_ends_that_and_goes_on_with_all(ch
     """)
     chain.start("14", nodes=2)
     assert chain.outcomes() == ["stage_end", "done"]
-    assert {attempt.allocation for attempt in chain.run.training("s").attempts()} == {"14.0"}
+    assert {attempt.allocation for attempt in chain.run.get_training("s").read_attempts()} == {"14.0"}
 
 
 def test_an_out_of_memory_in_a_stage_goes_on_with_more_nodes_at_the_same_batch(chain: Chain) -> None:
@@ -410,7 +412,7 @@ def test_a_stage_whose_supervisor_was_killed_goes_on_in_the_next_link_of_that_st
     """.replace("STOPPED", str(chain.run.path / "stopped" / "train-s-2.001"))
     chain.start("12")
     assert chain.outcomes() == ["preempted", "stage_end"]
-    assert [(task.nodes, task.cause) for task in chain.run.training("s").tasks()] == [
+    assert [(task.nodes, task.cause) for task in chain.run.get_training("s").read_tasks()] == [
         (1, ""), (1, "job 11 was preempted"), (2, "batch 64 has 2 nodes"),
     ]  # fmt: skip
     assert cluster.cancelled == ["13"]
@@ -456,13 +458,16 @@ def test_a_ramp_that_diverges_restarts_in_the_same_allocation_and_the_links_stay
     chain: Chain, cluster: Cluster
 ) -> None:
     row = {"kind": "diverged", "samples": 640, "lr_factor": 16.0}
-    chain.will_write(chain.run.training("s").metrics_path, json.dumps(row) + "\n")
+    chain.will_write(chain.run.get_training("s").metrics_path, json.dumps(row) + "\n")
     ending = textwrap.dedent(chain.script)
     chain.script = f"{ending}\nfrom tula_cli.errors import Diverged; raise Diverged('the loss is not finite')"
     chain.start("11")
     assert chain.outcomes() == ["diverged", "diverged"]
-    assert [(task.attempt, task.max_lr_factor) for task in chain.run.training("s").tasks()] == [(1, None), (2, 8.0)]
-    assert {attempt.job_id for attempt in chain.run.attempts()} == {"11"}
+    assert [(task.attempt, task.max_lr_factor) for task in chain.run.get_training("s").read_tasks()] == [
+        (1, None),
+        (2, 8.0),
+    ]
+    assert {attempt.job_id for attempt in chain.run.read_attempts()} == {"11"}
     assert cluster.cancelled == ["12", "13", "14", "15"]
 
 
@@ -498,9 +503,7 @@ def test_time_limits_go_on_for_as_long_as_checkpoints_advance(chain: Chain, clus
         cluster.endings[str(link)] = "time_limit"
         chain.save(100 * link)
         chain.will_write(chain.run.path / "stopped" / f"{chain.newest().id}.001", "time_limit")
-        chain.script += (
-            f"\n            pathlib.Path({str(chain.run.training('s').checkpoint_path(100 * link + 50))!r}).touch()"
-        )
+        chain.script += f"\n            pathlib.Path({str(chain.run.get_training('s').get_checkpoint_path(100 * link + 50))!r}).touch()"
         if link > 11:  # the link before left this as the newest task, the next one writes its own
             name = f"train-s-{link - 10}.001"
             chain.will_write(chain.run.path / "stopped" / name, "time_limit")
@@ -517,7 +520,7 @@ def test_a_time_limit_too_short_to_save_anything_ends_the_chain_with_advice(chai
     chain.will_finish()
     chain.start("12")
     assert chain.outcomes() == ["time_limit"]
-    assert "raise cluster.minutes" in chain.run.training("s").attempts()[-1].message
+    assert "raise cluster.minutes" in chain.run.get_training("s").read_attempts()[-1].message
     assert cluster.cancelled == ["11", "13", "14", "15"]
 
 
@@ -546,7 +549,7 @@ def test_a_requeue_by_an_administrator_goes_on_in_the_same_job(chain: Chain) -> 
     chain.will_finish()
     chain.start("11", restarts=1)
     assert chain.outcomes() == ["signal", "done"]
-    assert chain.run.training("s").attempts()[-1].allocation == "11.1"
+    assert chain.run.get_training("s").read_attempts()[-1].allocation == "11.1"
 
 
 def test_an_allocation_taken_while_it_trains_leaves_the_rest_to_the_next_link(chain: Chain, cluster: Cluster) -> None:
@@ -577,7 +580,7 @@ def test_ranks_that_are_done_when_the_allocation_is_taken_have_succeeded(chain: 
     """
     chain.start("11")
     assert chain.outcomes() == ["done"]
-    assert chain.run.training("s").summary() is not None
+    assert chain.run.get_training("s").read_summary() is not None
 
 
 def test_the_signal_that_warns_of_a_time_limit_ends_neither_supervisor_nor_ranks(chain: Chain) -> None:
@@ -645,7 +648,7 @@ def test_an_allocation_that_has_ended_a_branch_is_no_lack_of_progress(
 
 def test_allocations_that_ended_without_a_verdict_go_on_while_checkpoints_advance(chain: Chain) -> None:
     for link in LINKS:  # more than train.max_attempts
-        path = chain.run.training("s").checkpoint_path(10 * int(link))
+        path = chain.run.get_training("s").get_checkpoint_path(10 * int(link))
         path.parent.mkdir(parents=True, exist_ok=True)
         chain.script = f"open({str(path)!r}, 'w').close()\n{textwrap.dedent(TERM)}"
         chain.start(link)
@@ -682,7 +685,7 @@ def test_what_is_missing_on_the_node_is_reported_once_and_ends_the_chain(
         chain.run.write_task(chain.task.model_copy(update={"spec": make_runs.spec(cluster=slurm)}))
     chain.start("11")
     assert chain.outcomes() == ["user"]
-    assert "nosuch" in chain.run.training("s").attempts()[0].message
+    assert "nosuch" in chain.run.get_training("s").read_attempts()[0].message
     assert cluster.cancelled == ["12", "13", "14", "15"]
 
 
@@ -705,7 +708,7 @@ def test_a_killed_child_of_ours_does_not_hide_what_its_peer_said(chain: Chain, m
     chain.will_write(chain.run.path / "failures/train-s-1.001.0001.json", failure.model_dump_json())
     chain.script += "\n            import time; time.sleep(60)"
     chain.start("11")
-    (attempt,) = chain.run.training("s").attempts()
+    (attempt,) = chain.run.get_training("s").read_attempts()
     assert (attempt.outcome, attempt.rank, attempt.host) == ("peer", 1, "other")
 
 
@@ -747,7 +750,7 @@ def test_a_follower_sees_later_on_nfs_what_was_written_before_its_command(
         reads.append(number)
         return attempt if len(reads) == 3 else None
 
-    monkeypatch.setattr(RunDir, "attempt", appear_late)
+    monkeypatch.setattr(RunDir, "read_attempt", appear_late)
     for number, task in enumerate((chain.task.id, None)):
         chain.run.write_leader_command("11.0", number, LeaderCommand(task=task, attempt=1, ranks=1))
     Supervisor(chain.run, Allocation(1, 2, 0, "11")).follow()
@@ -858,7 +861,7 @@ def test_the_next_links_leave_out_the_node_of_a_faulty_device(
     chain.will_finish()
     chain.start("13")
     assert chain.outcomes() == ["device_fault", "device_fault", "done"]
-    summary = chain.run.training("s").summary()
+    summary = chain.run.get_training("s").read_summary()
     assert summary is not None
     first, second = summary.causes
     assert first == f"device_fault: RuntimeError: {ECC} on gpu11; excluded from now on: gpu11"
@@ -912,7 +915,7 @@ def test_that_no_node_has_shown_a_gpu_is_the_users_to_mend_and_no_nodes_fault(
     chain.script = dies_of(words)
     chain.start("11")
     assert chain.outcomes() == ["user"]
-    (attempt,) = chain.run.training("s").attempts()
+    (attempt,) = chain.run.get_training("s").read_attempts()
     assert f"{words} on {attempt.host}" in attempt.message
     assert "check that the job requests GPUs (on SLURM: cluster.slurm.gpus)" in attempt.message
     assert cluster.excluded == []
@@ -956,7 +959,7 @@ def test_a_driver_that_fails_is_a_fault_also_where_no_node_has_shown_a_gpu(chain
 def test_nodes_that_were_faulty_under_another_cluster_section_are_not_left_out(chain: Chain) -> None:
     chain.script = dies_of(ECC)
     chain.start("11")
-    (attempt,) = chain.run.training("s").attempts()
+    (attempt,) = chain.run.get_training("s").read_attempts()
     chain.asks_for(minutes=10, exclude="old1")
     assert make_submitit_parameters(chain.run, chain.newest())["exclude"] == f"old1,{attempt.host}"
     chain.asks_for(gpu_type="h100")
@@ -968,7 +971,7 @@ def test_what_a_kernel_may_have_caused_is_tried_once_more_and_then_the_users(cha
     chain.script = dies_of(words)
     chain.start("11")
     assert chain.outcomes() == ["device_error", "user"]
-    last = chain.run.training("s").attempts()[-1]
+    last = chain.run.get_training("s").read_attempts()[-1]
     assert words in last.message
     assert "as in the previous attempt" in last.message
     chain.start("12")
@@ -998,7 +1001,7 @@ def test_a_rank_that_the_runtime_aborts_leaves_its_words_in_the_log(chain: Chain
     """
     chain.start("11")
     assert chain.outcomes() == ["device_error", "user"]
-    assert "Memory access fault by GPU node-4" in chain.run.training("s").attempts()[0].message
+    assert "Memory access fault by GPU node-4" in chain.run.get_training("s").read_attempts()[0].message
 
 
 def probed(chain: Chain, error: str) -> tuple[ProbeTask, Attempt, Failed]:
@@ -1009,8 +1012,8 @@ def probed(chain: Chain, error: str) -> tuple[ProbeTask, Attempt, Failed]:
     chain.task = chain.task.model_copy(update={"id": probe.id})
     chain.script = dies_of(error)
     chain.start("11")
-    (attempt,) = chain.run.attempts(probe.id)
-    (result,) = chain.run.results()
+    (attempt,) = chain.run.read_attempts(probe.id)
+    (result,) = chain.run.read_results()
     assert isinstance(result, Failed)
     return probe, attempt, result
 
@@ -1041,7 +1044,7 @@ def filled(chain: Chain, folder: Path, link: str) -> Attempt:
     """Return the first attempt, in a link of the chain, which ends of a full disk."""
     chain.script = FULL.format(folder=folder)
     chain.start(link)
-    (last,) = chain.run.training("s").attempts()
+    (last,) = chain.run.get_training("s").read_attempts()
     return last
 
 
@@ -1091,18 +1094,18 @@ def test_a_link_that_is_released_too_early_holds_the_others_again(
         chain.start("12")
     assert ended.value.code == 13 and cluster.held == ["13", "14", "15"]
     assert chain.outcomes() == ["disk", "disk"]
-    again = chain.run.training("s").attempts()[-1]
+    again = chain.run.get_training("s").read_attempts()[-1]
     assert again.shortage is not None and again.shortage.needed == 2**61
 
 
 def test_where_nothing_tells_what_was_to_be_written_room_for_a_checkpoint_is_asked_for(chain: Chain) -> None:
     chain.script = "raise SystemExit(13)"  # a rank that could write nothing any more
     chain.start("11")
-    (last,) = chain.run.training("s").attempts()
+    (last,) = chain.run.get_training("s").read_attempts()
     assert last.outcome == "disk" and last.shortage is not None and last.shortage.needed is None
     release_held_jobs(chain.run, chain.task)  # nothing is known of its checkpoints, and the small files have room
     chain.save(96)
-    huge = chain.run.training("s").checkpoint_path(96)
+    huge = chain.run.get_training("s").get_checkpoint_path(96)
     os.truncate(huge, 2**42)  # a file with a hole, as large as no disk here
     with pytest.raises(DiskFull, match=r"4096\.?\d* GiB are needed, so .* are missing"):
         release_held_jobs(chain.run, chain.task)
@@ -1142,13 +1145,13 @@ def test_a_supervisor_that_fails_is_named_with_its_traceback_and_twice_at_once_e
     monkeypatch.setattr(WorkerProgram, "make_command", broken)
     with pytest.raises(Broken):
         chain.start("11")
-    (first,) = chain.run.training("s").attempts()
+    (first,) = chain.run.get_training("s").read_attempts()
     assert (first.outcome, first.host) == ("supervisor", get_node_name())
     assert first.message.startswith("tula's supervisor failed: Broken: no such key (test_chain.py, line ")
     assert "Broken: no such key" in chain.run.log_path(first.task, first.number).read_text()
     with pytest.raises(Broken):
         chain.start("12")
-    assert "twice in the same way within" in chain.run.training("s").attempts()[-1].message
+    assert "twice in the same way within" in chain.run.get_training("s").read_attempts()[-1].message
     chain.start("13")
     assert chain.outcomes() == ["supervisor", "supervisor"]
     assert set(cluster.cancelled) == {"11", "12", "14", "15"}, "no job of it repeats that"
@@ -1188,13 +1191,13 @@ def test_a_file_system_that_fails_under_a_supervisor_is_named_so(chain: Chain, m
 
 def test_what_a_follower_failed_of_is_the_end_that_its_leader_tells(chain: Chain, cluster: Cluster) -> None:
     chain.was_killed("11")
-    (lost,) = chain.run.training("s").attempts()
+    (lost,) = chain.run.get_training("s").read_attempts()
     error = Broken("at the other node")
     failure = find_failure_of_error(error, chain.run, chain.task)
     write_failure_of_follower(chain.run, chain.task, lost, 3, failure, error)
     chain.will_finish()
     chain.start("12")
-    first, _ = chain.run.training("s").attempts()
+    first, _ = chain.run.get_training("s").read_attempts()
     assert first.outcome == "supervisor" and "at the other node" in first.message
 
 
@@ -1318,7 +1321,7 @@ def test_every_kind_of_death_has_the_class_the_exit_code_and_the_host_of_the_doc
         monkeypatch.setattr(WorkerProgram, "make_command", lambda *_, **__: {}["no such key"])
     with contextlib.suppress(SystemExit, KeyError):
         chain.start("11")
-    first = chain.run.training("s").attempts()[0]
+    first = chain.run.get_training("s").read_attempts()[0]
     assert first.outcome == outcome, first.message
     assert first.host == get_node_name() and first.hosts == "node11" and first.message
     error = make_error_of_training(chain.task, [first], saved_samples=0)
@@ -1345,7 +1348,7 @@ def after_progress(chain: Chain, samples: int, end: str) -> str:
         "step_time": 0.1,
         "data_wait": 0.0,
     }
-    path = chain.run.training("s").metrics_path
+    path = chain.run.get_training("s").metrics_path
     return f"""
         import json, pathlib, sys
         path = pathlib.Path({str(path)!r})
@@ -1407,7 +1410,7 @@ def test_a_loss_that_is_not_finite_ends_a_script_at_once(chain: Chain, cluster: 
     chain.script = after_progress(chain, 64, "print('Loss is nan, stopping training'); sys.exit(1)")
     chain.start("11")
     assert chain.outcomes() == ["diverged"]
-    error = make_error_of_training(chain.task, chain.run.training("s").attempts(), saved_samples=0)
+    error = make_error_of_training(chain.task, chain.run.get_training("s").read_attempts(), saved_samples=0)
     assert error.exit_code == 9 and "Loss is nan, stopping training" in error.message
 
 
@@ -1422,7 +1425,7 @@ def test_a_storage_failure_waits_before_new_processes(
     monkeypatch.setattr(cluster_supervise, "FIRST_PAUSE", 0.3)
     chain.script = "import errno, os; raise OSError(errno.EIO, os.strerror(errno.EIO))"
     chain.start("11")
-    first, second, third = chain.run.training("s").attempts()
+    first, second, third = chain.run.get_training("s").read_attempts()
     assert {first.outcome, second.outcome, third.outcome} == {"storage"} and not cluster.cancelled
     assert second.started_at - (first.ended_at or 0) >= 0.3 and third.started_at - (second.ended_at or 0) >= 1.2
 
@@ -1444,7 +1447,7 @@ def test_a_storage_outage_that_outlasts_the_pauses_delays_the_next_jobs(chain: C
         chain.start(link)
     assert chain.outcomes() == ["storage"] * 12 and not cluster.cancelled
     assert cluster.delayed == [("12", 10), ("13", 20), ("14", 30), ("15", 30)]
-    last = chain.run.training("s").attempts()[2]
+    last = chain.run.get_training("s").read_attempts()[2]
     assert last.message.endswith("Input/output error; job 12 starts in 10 min at the earliest")
     chain.will_finish()
     chain.start("15")
@@ -1455,7 +1458,7 @@ def test_the_last_job_of_a_chain_ends_with_the_storage_failure(chain: Chain, clu
     chain.script = EIO
     chain.start("15")
     assert chain.outcomes() == ["storage"] * 3 and not cluster.delayed
-    error = make_error_of_training(chain.task, chain.run.training("s").attempts(), saved_samples=0)
+    error = make_error_of_training(chain.task, chain.run.get_training("s").read_attempts(), saved_samples=0)
     assert error.exit_code == 14
 
 
@@ -1472,7 +1475,10 @@ def test_where_the_next_job_cannot_be_delayed_it_is_said(chain: Chain, cluster: 
     cluster.complaint = "Access/permission denied"
     chain.script = EIO
     chain.start("11")
-    assert "job 12 could not be delayed: Access/permission denied" in chain.run.training("s").attempts()[-1].message
+    assert (
+        "job 12 could not be delayed: Access/permission denied"
+        in chain.run.get_training("s").read_attempts()[-1].message
+    )
     assert not cluster.cancelled
 
 
@@ -1498,7 +1504,7 @@ def test_a_time_limit_before_the_first_checkpoint_is_no_verdict_where_storage_ha
     chain: Chain, cluster: Cluster
 ) -> None:
     chain.was_killed("11")
-    (lost,) = chain.run.training("s").attempts()
+    (lost,) = chain.run.get_training("s").read_attempts()
     chain.run.write_attempt(lost.model_copy(update={"failure": Failure(outcome="storage"), "ended_at": 12.0}))
     chain.was_killed("11")
     cluster.endings = {"11": "time_limit"}
@@ -1528,4 +1534,7 @@ def test_supervisors_that_could_write_nothing_do_not_end_the_chain(chain: Chain,
     chain.will_finish()
     chain.start("15")
     assert chain.outcomes() == ["storage"] * 4 + ["done"]
-    assert chain.run.training("s").attempts()[0].message == "the file system failed under the supervisor of job 11"
+    assert (
+        chain.run.get_training("s").read_attempts()[0].message
+        == "the file system failed under the supervisor of job 11"
+    )

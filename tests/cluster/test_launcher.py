@@ -221,7 +221,7 @@ def test_links_of_stages_ask_for_their_nodes_and_come_first(slurm, run):
     assert job.link_nodes == (1, 1, 2, 2, 4, 4, 4, 4) == chains.list_nodes_of_links(task)
     messages = [next(line for line in slurm.script(link).splitlines() if "--nodes" in line) for link in job.links]
     assert messages == [f"#SBATCH --nodes={nodes}" for nodes in job.link_nodes]
-    assert [job.nodes_of(link) for link in job.links] == list(job.link_nodes)
+    assert [job.get_nodes(link) for link in job.links] == list(job.link_nodes)
     later = task.model_copy(update={"nodes": 4})
     assert chains.list_nodes_of_links(later) == (4,) * 5, "what is over has no links"
 
@@ -337,7 +337,7 @@ def test_a_job_that_is_being_ended_is_not_taken_for_a_new_one(slurm, run):
     first = submitted(run, probes(run))
     slurm.set(first.scheduler_id, "COMPLETING")
     assert submitted(run, probes(run)).scheduler_id == "1001"
-    assert run.job("probe-n002").submissions == 2
+    assert run.find_job("probe-n002").submissions == 2
 
 
 @pytest.mark.promise(
@@ -357,7 +357,7 @@ def test_two_command_lines_at_once_submit_once(slurm, run, sacct):
     with ThreadPoolExecutor() as pool:
         started = [pool.submit(train.submit_training, RunDir(run.path), plan, SlurmLauncher()) for _ in range(3)]
     assert {future.result() for future in started} == {plan.task.job}
-    assert len(slurm.jobs()) == len(run.job(plan.task.job).links)
+    assert len(slurm.jobs()) == len(run.find_job(plan.task.job).links)
     assert not (run.path / "lock").exists()
 
 

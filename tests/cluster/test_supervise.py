@@ -155,7 +155,7 @@ def training(run: RunDir) -> TrainTask:
 
 
 def outcomes(run: RunDir, task: str) -> list[str | None]:
-    return [attempt.outcome for attempt in run.attempts(task)]
+    return [attempt.outcome for attempt in run.read_attempts(task)]
 
 
 def test_a_probe_job_that_measures_everything_is_over(run: RunDir, ranks: Ranks, probe: ProbeTask) -> None:
@@ -180,7 +180,7 @@ def test_an_out_of_memory_is_a_result_and_bounds_the_larger_batches(
 ) -> None:
     ranks.will(textwrap.dedent(ranks.measure(1, 32)) + textwrap.dedent(ranks.fail(probe.id, CPU_OOM, "device_oom")))
     cluster_supervise.supervise(run.path, probe.id)
-    results = {result.local_batch: result for result in run.results()}
+    results = {result.local_batch: result for result in run.read_results()}
     assert results[32].kind == "measured"
     assert isinstance(results[64], OutOfMemory)
     assert not results[64].assumed
@@ -193,18 +193,18 @@ def test_a_lost_rank_is_started_again(run: RunDir, ranks: Ranks, probe: ProbeTas
     ranks.will(f"print({KILLED!r}); raise SystemExit(1)", ranks.measure(1, 32, 64, 128))
     cluster_supervise.supervise(run.path, probe.id)
     assert outcomes(run, probe.id) == ["signal", "done"]
-    assert "exitcode : -9" in run.attempts(probe.id)[0].message
+    assert "exitcode : -9" in run.read_attempts(probe.id)[0].message
 
 
 def test_a_probe_job_gives_up_after_some_restarts(run: RunDir, ranks: Ranks, probe: ProbeTask) -> None:
     ranks.will(f"print({KILLED!r}); raise SystemExit(1)")
     cluster_supervise.supervise(run.path, probe.id)
     assert len(ranks.starts) == decisions.MAX_RESTARTS + 1
-    failed = run.result(make_probe_id(1, 32))
+    failed = run.read_result(make_probe_id(1, 32))
     assert failed is not None
     assert failed.kind == "failed"
     assert failed.outcome == "signal"
-    assert run.result(make_probe_id(1, 64)) is None
+    assert run.read_result(make_probe_id(1, 64)) is None
 
 
 @pytest.mark.parametrize(("words", "outcome"), [("ValueError: mine", "user"), ("Diverged: not finite", "diverged")])
@@ -213,14 +213,14 @@ def test_what_one_batch_fails_by_itself_is_not_tried_again_but_the_other_batches
 ) -> None:
     ranks.will(ranks.fail(probe.id, words, outcome), ranks.measure(1, 64, 128))
     cluster_supervise.supervise(run.path, probe.id)
-    assert [result.kind for result in run.results()] == ["failed", "measured", "measured"]
+    assert [result.kind for result in run.read_results()] == ["failed", "measured", "measured"]
     assert len(ranks.starts) == 2
 
 
 def test_a_second_failure_of_the_users_code_ends_the_job(run: RunDir, ranks: Ranks, probe: ProbeTask) -> None:
     ranks.will(*(ranks.fail(probe.id, "ValueError: mine", "user", attempt=k) for k in (1, 2)))
     cluster_supervise.supervise(run.path, probe.id)
-    assert [result.kind for result in run.results()] == ["failed", "failed"]
+    assert [result.kind for result in run.read_results()] == ["failed", "failed"]
     assert len(ranks.starts) == 2
 
 
@@ -250,7 +250,7 @@ def test_a_full_disk_under_the_ranks_is_reported_with_the_folder_and_not_tried_a
 ) -> None:
     ranks.will("raise OSError(28, 'No space left on device', '/scratch/gone/1.pt')", ranks.finish(training.signature))
     cluster_supervise.supervise(run.path, training.id)
-    (attempt,) = run.attempts(training.id)
+    (attempt,) = run.read_attempts(training.id)
     assert attempt.outcome == "disk" and attempt.host
     assert attempt.shortage is not None and attempt.shortage.folder == "/scratch/gone"
     assert "free on the disk of /scratch/gone" in attempt.message
@@ -258,7 +258,9 @@ def test_a_full_disk_under_the_ranks_is_reported_with_the_folder_and_not_tried_a
     error = make_error_of_training(training, [attempt], saved_samples=0)
     assert (error.exit_code, error.code) == (13, "disk")
     cluster_supervise.supervise(run.path, training.id)  # as `tula train` starts it once there is room
-    assert run.training(training.signature).result() is not None and (run.path / shortages.RESERVE_NAME).exists()
+    assert (
+        run.get_training(training.signature).read_result() is not None and (run.path / shortages.RESERVE_NAME).exists()
+    )
 
 
 def test_ranks_that_could_not_write_why_they_ended_are_known_by_their_exit_code(
@@ -273,7 +275,7 @@ def test_an_out_of_memory_beats_the_peers_that_noticed_it_first(run: RunDir, ran
     peer = textwrap.dedent(ranks.fail(probe.id, GLOO, "peer", rank=0, at=1.0)).replace("sys.exit(1)", "")
     ranks.will(peer + textwrap.dedent(ranks.fail(probe.id, CPU_OOM, "device_oom", rank=1, at=2.0)))
     cluster_supervise.supervise(run.path, probe.id)
-    attempt = run.attempts(probe.id)[0]
+    attempt = run.read_attempts(probe.id)[0]
     assert (attempt.outcome, attempt.rank) == ("device_oom", 1)
 
 
@@ -290,7 +292,7 @@ def test_a_device_error_at_another_batch_is_not_one_that_came_twice(
     )
     cluster_supervise.supervise(run.path, probe.id)
     assert outcomes(run, probe.id)[:3] == ["device_error", "device_error", "user"]
-    result = run.result(make_probe_id(1, 128))
+    result = run.read_result(make_probe_id(1, 128))
     assert result is not None and result.kind == "failed"
     assert result.message.endswith("as in the previous attempt")
 
@@ -318,7 +320,7 @@ def test_a_killed_rank_is_distinguished_from_the_peers_that_lost_it(
 def told(run: RunDir, *batches: int) -> None:
     """Let the ranks of training s have told how far their micro-batches may be cut: on one GPU, to one sample."""
     splits = tuple(list_splits(batch, micro_batch=batch, micro_batches=1) for batch in batches)
-    run.training("s").write_micro_batches(MicroBatches(splits=splits, normalised=0))
+    run.get_training("s").write_micro_batches(MicroBatches(splits=splits, normalised=0))
 
 
 @pytest.mark.promise(
@@ -334,9 +336,9 @@ def test_training_out_of_memory_goes_on_in_smaller_micro_batches_and_then_at_a_s
     told(run, 6, 2)
     ranks.will(*(ranks.fail(f"train-s-{k}", CPU_OOM, "device_oom") for k in (1, 2)), ranks.finish("s"))
     cluster_supervise.supervise(run.path, training.id)
-    tasks = run.training("s").tasks()
+    tasks = run.get_training("s").read_tasks()
     assert [(task.batch, task.splits) for task in tasks] == [(6, 1), (6, 2), (6, 6)]
-    summary = run.training("s").summary()
+    summary = run.get_training("s").read_summary()
     assert summary is not None and summary.causes == (
         "out of memory at batch 6: micro-batch 3 x 2 now",
         "out of memory at batch 6: micro-batch 1 x 6 now",
@@ -351,9 +353,9 @@ def test_training_out_of_memory_with_micro_batches_of_one_sample_ends(
     ranks.will(*(ranks.fail(f"train-s-{k}", CPU_OOM, "device_oom") for k in (1, 2, 3)))
     cluster_supervise.supervise(run.path, training.id)
     assert ranks.starts == ["train-s-1", "train-s-2", "train-s-3"], "a smaller batch takes as much at a time"
-    newest = run.training("s").newest_task()
+    newest = run.get_training("s").read_newest_task()
     assert newest is not None and (newest.batch, newest.splits) == (4, 4)
-    error = make_error_of_training(newest, run.training("s").attempts(), saved_samples=0)
+    error = make_error_of_training(newest, run.get_training("s").read_attempts(), saved_samples=0)
     assert "out of memory at the smallest batch, 4 with micro-batches of 1:" in error.message
 
 
@@ -367,11 +369,11 @@ def test_training_out_of_memory_goes_on_at_the_next_smaller_batch_where_that_is_
     told(run, 128, 64, 32)
     ranks.will(ranks.fail("train-s-1", CPU_OOM, "device_oom"), ranks.finish("s"))
     cluster_supervise.supervise(run.path, training.id)
-    relaunch = run.task("train-s-2")
+    relaunch = run.read_task("train-s-2")
     assert isinstance(relaunch, TrainTask)
     assert relaunch.batch == 64
     assert [rung.batch for rung in relaunch.ladder] == [64, 32]
-    summary = run.training("s").summary()
+    summary = run.get_training("s").read_summary()
     assert summary is not None
     assert summary.start_batch == 128
     assert summary.attempts == 2
@@ -388,21 +390,21 @@ def test_a_crash_under_a_memory_limit_is_out_of_memory(tmp_path: Path, ranks: Ra
     run.write_task(task)
     ranks.will(f"print({KILLED.replace('-9', '-11')!r}); raise SystemExit(1)")
     cluster_supervise.supervise(run.path, "p")
-    assert isinstance(run.result(make_probe_id(1, 32)), OutOfMemory)
+    assert isinstance(run.read_result(make_probe_id(1, 32)), OutOfMemory)
 
 
 def test_training_out_of_memory_at_the_smallest_batch_ends(run: RunDir, ranks: Ranks, training: TrainTask) -> None:
     ranks.will(*(ranks.fail(f"train-s-{k}", CPU_OOM, "device_oom") for k in (1, 2, 3)))
     cluster_supervise.supervise(run.path, training.id)
     assert ranks.starts == ["train-s-1", "train-s-2", "train-s-3"]
-    assert run.training("s").summary() is None
+    assert run.get_training("s").read_summary() is None
 
 
 def test_a_training_that_diverges_is_not_started_again(run: RunDir, ranks: Ranks, training: TrainTask) -> None:
     ranks.will(ranks.fail("train-s-1", "Diverged: the loss is not finite", "diverged"), ranks.finish("s"))
     cluster_supervise.supervise(run.path, training.id)
-    assert ranks.starts == ["train-s-1"] and run.training("s").summary() is None
-    assert run.training("s").diverged() == run.attempts()[-1]
+    assert ranks.starts == ["train-s-1"] and run.get_training("s").read_summary() is None
+    assert run.get_training("s").find_diverged_attempt() == run.read_attempts()[-1]
 
 
 @pytest.mark.promise(
@@ -415,24 +417,24 @@ def test_a_ramp_that_diverges_is_started_again_once_at_half_the_factor(
     run: RunDir, ranks: Ranks, training: TrainTask
 ) -> None:
     row = {"kind": "diverged", "samples": 640, "message": "the loss is not finite", "sound": 512, "lr_factor": 8.0}
-    path = run.training("s").metrics_path
+    path = run.get_training("s").metrics_path
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(row) + "\n")
     words = "Diverged: the loss is not finite at epoch 2.00"
     ranks.will(*(ranks.fail(f"train-s-{k}", words, "diverged") for k in (1, 2)), ranks.finish("s"))
     cluster_supervise.supervise(run.path, training.id)
     assert ranks.starts == ["train-s-1", "train-s-2"], "once"
-    relaunch = run.task("train-s-2")
+    relaunch = run.read_task("train-s-2")
     assert isinstance(relaunch, TrainTask) and relaunch.max_lr_factor == 4
     assert relaunch.cause == f"{words}; restarted from the previous checkpoint with train.max_lr_factor 4"
-    assert run.training("s").diverged() == run.attempts()[-1]
+    assert run.get_training("s").find_diverged_attempt() == run.read_attempts()[-1]
 
 
 def test_host_memory_goes_on_once_with_fewer_loader_processes(run: RunDir, ranks: Ranks, training: TrainTask) -> None:
     ranks.will(*(ranks.fail(f"train-s-{k}", "DataLoader worker is killed", "host_oom") for k in (1, 2)))
     cluster_supervise.supervise(run.path, training.id)
     assert ranks.starts == ["train-s-1", "train-s-2"]
-    relaunch = run.task("train-s-2")
+    relaunch = run.read_task("train-s-2")
     assert isinstance(relaunch, TrainTask)
     assert (relaunch.workers, relaunch.batch) == (2, 128)
 
@@ -445,7 +447,7 @@ def test_loader_processes_from_the_cores_become_the_fewest_and_then_one(
     run.write_task(first)
     ranks.will(*(ranks.fail(f"train-s-{k}", "DataLoader worker is killed", "host_oom") for k in (1, 2, 3)))
     cluster_supervise.supervise(run.path, first.id)
-    tasks = [run.task(name) for name in ranks.starts]
+    tasks = [run.read_task(name) for name in ranks.starts]
     assert [task.workers for task in tasks if isinstance(task, TrainTask)] == ["auto", 2, 1]
 
 
@@ -459,13 +461,13 @@ def test_lost_processes_restart_training_a_bounded_number_of_times(
 
 def test_a_machine_that_has_lost_its_gpu_is_not_tried_again(run: RunDir, ranks: Ranks, training: TrainTask) -> None:
     run.write_attempt(make_runs.attempt("train-s-1", start=1.0, end=2.0))
-    handover = run.handover_path("train-s-1", 1)
+    handover = run.get_handover_path("train-s-1", 1)
     handover.parent.mkdir()
     handover.write_text("127.0.0.1 4711 cuda\n")
     ranks.will(ranks.fail("train-s-1", "NoGpu: torch sees no GPU on h", "device_fault", attempt=2, fault="no_gpu"))
     cluster_supervise.supervise(run.path, training.id)
     assert ranks.starts == ["train-s-1"]
-    last = run.attempts("train-s-1")[-1]
+    last = run.read_attempts("train-s-1")[-1]
     assert last.outcome == "user"
     assert "nvidia-smi" in last.message
 
@@ -486,7 +488,7 @@ def test_a_summary_that_a_killed_supervisor_still_owed_is_written(
     ranks.will("raise SystemExit(1)")
     cluster_supervise.supervise(run.path, training.id)
     assert ranks.starts == []
-    summary = run.training("s").summary()
+    summary = run.get_training("s").read_summary()
     assert summary is not None
     assert summary.actual_hours == pytest.approx(0.01)
 
@@ -504,10 +506,10 @@ def test_ranks_that_end_well_without_a_result_have_not_succeeded(
     ranks.will("")
     cluster_supervise.supervise(run.path, training.id)
     assert len(ranks.starts) == 2, "the same at once, twice"
-    assert "twice in the same way within" in run.training(training.signature).attempts()[-1].message
+    assert "twice in the same way within" in run.get_training(training.signature).read_attempts()[-1].message
     assert outcomes(run, training.id) == ["unknown"]
     cluster_supervise.supervise(run.path, probe.id)
-    failed = run.result(make_probe_id(1, 32))
+    failed = run.read_result(make_probe_id(1, 32))
     assert failed is not None
     assert failed.kind == "failed"
 
@@ -528,7 +530,7 @@ def test_a_probe_job_ends_when_its_minutes_are_over(tmp_path: Path, ranks: Ranks
     run.write_task(task)
     ranks.will("import time; time.sleep(60)")
     cluster_supervise.supervise(run.path, "p")
-    failed = run.result(make_probe_id(1, 32))
+    failed = run.read_result(make_probe_id(1, 32))
     assert failed is not None
     assert failed.kind == "failed"
     assert "max_minutes" in failed.message
@@ -544,7 +546,7 @@ def test_an_attempt_of_a_killed_supervisor_is_closed_at_its_last_sign_of_life(
     os.utime(log, (1500.0, 1500.0))
     ranks.will(ranks.finish("s"))
     cluster_supervise.supervise(run.path, training.id)
-    lost, done = run.attempts(training.id)
+    lost, done = run.read_attempts(training.id)
     assert (lost.outcome, lost.ended_at, lost.number) == ("signal", 1500.0, 1)
     assert (done.outcome, done.number) == ("done", 2)
 
@@ -555,7 +557,7 @@ _HOLD = """
     from tula_cli.cluster import local
     from tula_cli.run.directory import RunDir
     run, name, seconds = RunDir(pathlib.Path(sys.argv[2])), sys.argv[3], float(sys.argv[4])
-    task = run.task(name)
+    task = run.read_task(name)
     with local.draw_machine_ticket(run, task) as ticket, open(run.path / "times", "a") as times:
         print(name, "begin", time.monotonic(), file=times, flush=True)
         time.sleep(seconds)
@@ -647,7 +649,7 @@ def test_of_several_ranks_the_killed_one_is_reported_and_not_those_that_lost_it(
     monkeypatch.setattr(decisions, "MAX_RESTARTS", 0)
     run.write_task(probe.model_copy(update={"nodes": 2}))
     cluster_supervise.supervise(run.path, probe.id)
-    (attempt,) = run.attempts(probe.id)
+    (attempt,) = run.read_attempts(probe.id)
     assert (attempt.outcome, attempt.rank, attempt.message) == ("signal", 1, "its process was killed by SIGKILL")
 
 
@@ -660,7 +662,7 @@ def test_ranks_that_do_not_notice_the_loss_of_one_are_ended(
     monkeypatch.setattr(decisions, "MAX_RESTARTS", 0)
     run.write_task(probe.model_copy(update={"nodes": 2}))
     cluster_supervise.supervise(run.path, probe.id)
-    (attempt,) = run.attempts(probe.id)
+    (attempt,) = run.read_attempts(probe.id)
     assert attempt.outcome == "unknown", "rank 1 left of itself; that rank 0 was killed then is no finding"
 
 
@@ -699,7 +701,7 @@ def test_a_leader_waits_for_a_cause_where_ranks_have_only_lost_a_peer(run: RunDi
     writing.start()
     leader._await_reports()
     assert 0.4 < time.monotonic() - started < cluster_attempt.PEER_GRACE
-    assert [failure.outcome for failure in run.failures(task.id)].count("signal") == 1
+    assert [failure.outcome for failure in run.read_failures(task.id)].count("signal") == 1
 
 
 def test_srun_starts_a_rank_for_each_supervisor(run: RunDir, probe: ProbeTask) -> None:

@@ -32,14 +32,14 @@ cluster: {device: cpu}
 @pytest.mark.proof
 def test_a_script_goes_on_after_what_another_start_cures(tmp_path: Path, fault: str, outcome: str) -> None:
     training = trained(tmp_path, fault, code=0)
-    assert [attempt.outcome for attempt in training.attempts()] == [outcome, "done"]
-    result = training.result()
+    assert [attempt.outcome for attempt in training.read_attempts()] == [outcome, "done"]
+    result = training.read_result()
     assert result is not None and result.samples == 4 * 256
 
 
 def test_a_script_that_stops_at_nan_has_diverged_at_once(tmp_path: Path) -> None:
     training = trained(tmp_path, "nan", code=9)
-    assert [attempt.outcome for attempt in training.attempts()] == ["diverged"]
+    assert [attempt.outcome for attempt in training.read_attempts()] == ["diverged"]
 
 
 def trained(folder: Path, fault: str, *, code: int) -> TrainingRun:
@@ -48,4 +48,4 @@ def trained(folder: Path, fault: str, *, code: int) -> TrainingRun:
     tula = Tula(folder, JOB.replace("FAULT", fault))
     tula("train", "job.yaml", "--nodes", "1", "--batch", "32", "--no-rehearse", "--yes", code=code)
     run = tula.run()
-    return run.training(run.train_signatures()[0])
+    return run.get_training(run.train_signatures()[0])

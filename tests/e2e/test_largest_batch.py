@@ -34,14 +34,14 @@ def test_the_largest_batch_fits_and_the_search_continues_where_it_was_ended(tula
     }
     words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
     answer = tula("profile", "job.yaml", "--largest", *words)["data"]
-    fits = {result.local_batch: result.kind for result in tula.run().results()}
+    fits = {result.local_batch: result.kind for result in tula.run().read_results()}
     assert not answer["failed"] and answer["finished"] and answer["batch"] == 2 * answer["local_batch"]
     assert fits[answer["local_batch"]] == "measured" and fits[answer["too_large"]] == "out_of_memory"
     assert answer["too_large"] == answer["local_batch"] + 1 < 200 / 8
     assert 0 <= answer["headroom"] < 0.3 and answer["local_batch_with_margin"] <= answer["local_batch"]
 
     (tula.run().path / "results" / f"probe-n002-l{answer['too_large']:06d}.json").unlink()
-    starts = len(tula.run().attempts())
+    starts = len(tula.run().read_attempts())
     again = tula("profile", "job.yaml", "--largest", *words)["data"]
     assert (again["local_batch"], again["too_large"]) == (answer["local_batch"], answer["too_large"])
-    assert len(tula.run().attempts()) == starts + 1, "only the missing trial was repeated"
+    assert len(tula.run().read_attempts()) == starts + 1, "only the missing trial was repeated"

@@ -40,7 +40,7 @@ def test_the_main_job_from_profile_to_trained_model(tula, tmp_path: Path, open_u
     profile = tula("profile", "job.yaml")
     assert profile["status"] == "done"
     run = tula.run()
-    measured = [result for result in run.results() if isinstance(result, Measured)]
+    measured = [result for result in run.read_results() if isinstance(result, Measured)]
     # sweep: every batch at one node, the smallest, the middle and the largest at two
     at_two = {(2, 32), (2, 64), (2, 128)}
     assert {(probe.nodes, probe.local_batch) for probe in measured} == {(1, 64), (1, 128), (1, 256), *at_two}
@@ -48,8 +48,8 @@ def test_the_main_job_from_profile_to_trained_model(tula, tmp_path: Path, open_u
 
     again = tula("profile", "job.yaml", "--set", "pricing.price=7.5")
     assert again["run_id"] == profile["run_id"], "a price changes no measurement"
-    assert len(run.jobs()) == 2
-    assert all(job.submissions == 1 for job in run.jobs()), "nothing was measured again"
+    assert len(run.read_jobs()) == 2
+    assert all(job.submissions == 1 for job in run.read_jobs()), "nothing was measured again"
 
     answer = tula("recommend", "--objective", "time")
     choice = answer["data"]["choice"]
@@ -75,17 +75,17 @@ def test_the_main_job_from_profile_to_trained_model(tula, tmp_path: Path, open_u
         assert sum(seconds for name, seconds in parts.items() if name != "data") == pytest.approx(3600 * summary[hours])
     spent = summary["actual_parts"]
     assert min(spent["steps"], spent["evaluation"], spent["checkpoints"], spent["rest"]) > 0
-    result = run.training(summary["signature"]).result()
+    result = run.get_training(summary["signature"]).read_result()
     assert result is not None
     assert result.samples == 3 * (DIGITS // choice["batch"]) * choice["batch"]
     assert tula("train")["data"] == summary, "a finished run answers at once"
-    assert Path(summary["weights"]) == run.training(summary["signature"]).path / "best"
+    assert Path(summary["weights"]) == run.get_training(summary["signature"]).path / "best"
     (log,) = (run.path / "logs").glob(f"train-{summary['signature']}*.log")
     assert f"epoch 3 of 3: {result.samples} samples, loss " in log.read_text()
     assert tula("status")["status"] == "done"
 
     data = tula("evaluate")["data"]
-    best = run.training(summary["signature"]).result()
+    best = run.get_training(summary["signature"]).read_result()
     assert best is not None
     assert (data["weights"], data["test"], data["size"]) == ("best", False, 359)
     assert data["metrics"]["top1"] == pytest.approx(best.best_top1)
@@ -94,7 +94,8 @@ def test_the_main_job_from_profile_to_trained_model(tula, tmp_path: Path, open_u
     measuring = ("--set", "train.diagnostics=[gradient_noise]", "--set", "train.early_stopping.epochs=1")
     early = tula("train", "--nodes", "1", "--batch", "32", *measuring)["data"]
     assert (
-        early["batch"] == 32 and run.training(early["signature"]).result().ended == "train.early_stopping.epochs is 1"
+        early["batch"] == 32
+        and run.get_training(early["signature"]).read_result().ended == "train.early_stopping.epochs is 1"
     )
     efficiency = tula("recommend", "--objective", "accuracy-time")["data"]["efficiency"]
     assert "after 1 of 3 epochs" in efficiency
@@ -119,7 +120,7 @@ def test_out_of_memory_relaunches_at_the_next_smaller_batch_with_samples_and_sch
     assert summary["batch"] < 1024
     assert summary["causes"][0].startswith("out of memory at batch 1024")
     run = tula.run()
-    rows = run.training(summary["signature"]).metrics()
+    rows = run.get_training(summary["signature"]).read_metrics()
     starts = [row["batch"] for row in rows if row["kind"] == "start"]
     assert starts == [1024 >> k for k in range(len(starts))]
     ends = [row["samples"] for row in rows if row["kind"] == "epoch"]
@@ -153,7 +154,7 @@ def test_a_batch_that_does_not_fit_is_a_result_that_bounds_the_grid(tula) -> Non
     )
     hoarder = ("--set", "model={name: 'mine:Hoarder'}", "--set", "cluster.memory_per_gpu=200MB")
     tula("profile", "job.yaml", *hoarder, "--set", "search.nodes=[1]", "--set", "search.max_batch=512")
-    results = {result.local_batch: result for result in tula.run().results()}
+    results = {result.local_batch: result for result in tula.run().read_results()}
     assert isinstance(results[64], Measured)
     assert isinstance(results[128], OutOfMemory)
     assert not results[128].assumed
@@ -221,11 +222,11 @@ def test_a_command_line_that_is_interrupted_or_killed_ends_no_job_and_cancel_doe
     process.communicate(timeout=60)
     assert process.returncode == 6
     assert tula("status")["status"] == "done"
-    (attempt,) = tula.run().attempts()
+    (attempt,) = tula.run().read_attempts()
     assert attempt.outcome == "cancelled", "it went on without its command lines"
     summary = tula(*command)["data"]
     assert summary["attempts"] == 2
-    assert tula.run().attempts()[1].samples, "from a checkpoint"
+    assert tula.run().read_attempts()[1].samples, "from a checkpoint"
 
 
 def attached(tula, *command: str):
@@ -251,7 +252,7 @@ def test_killed_ranks_and_supervisors_change_no_bit_of_the_result(tula) -> None:
     command = ("train", "job.yaml", "--nodes", "2", "--batch", "128", "--set", "train.epochs=6")
     straight = tula(*command)["data"]
     run = tula.run()
-    last = run.training(straight["signature"]).path / "last"
+    last = run.get_training(straight["signature"]).path / "last"
     kept = tula.folder / "straight.pt"
     kept.write_bytes(last.read_bytes())
     for name in ("train", "tasks", "jobs", "attempts", "failures"):
@@ -261,7 +262,7 @@ def test_killed_ranks_and_supervisors_change_no_bit_of_the_result(tula) -> None:
     tula.until(tula.epochs_done)
     os.kill(tula.ranks(tula.task())[0], signal.SIGKILL)
     tula.until(lambda: tula.task().attempt == 2 and tula.epochs_done() >= 3)
-    attempt = run.attempts(tula.task().id)[-1]
+    attempt = run.read_attempts(tula.task().id)[-1]
     os.kill(attempt.pid, signal.SIGKILL)  # the supervisor
     process.communicate(timeout=60)
 
@@ -269,7 +270,7 @@ def test_killed_ranks_and_supervisors_change_no_bit_of_the_result(tula) -> None:
     assert summary["attempts"] == 3
     assert len(summary["causes"]) == 1
     assert "killed by SIGKILL" in summary["causes"][0]
-    result = run.training(straight["signature"]).result()
+    result = run.get_training(straight["signature"]).read_result()
     assert result is not None
     assert result.samples == 6 * (DIGITS // 128) * 128
     assert not weights_differ(kept, last)
@@ -323,7 +324,7 @@ def test_a_rank_that_hangs_is_reported_with_its_stack_and_started_again(tula) ->
     model = ("--set", "model={name: 'hanging:Net'}")
     summary = tula("train", "job.yaml", "--nodes", "2", "--batch", "128", *model)["data"]
     assert summary["attempts"] == 2 and summary["causes"][0].startswith("hung: no step finished for 2 s")
-    first, _ = tula.run().attempts()
+    first, _ = tula.run().read_attempts()
     assert (first.outcome, first.rank) == ("hung", 1)
     assert "in forward, " in first.message and "hanging.py line 13" in first.message
     assert first.message in str(tula("status")["data"]["attempts"])

@@ -25,7 +25,7 @@ def test_two_types_from_profile_to_trained_model(tula) -> None:
     run = tula.run()
     parts = {part.type: part for part in open_family(run)}
     for name, ranks in (("single", 1), ("pair", 2)):
-        results = parts[name].results()
+        results = parts[name].read_results()
         assert [(result.nodes, result.local_batch) for result in results] == [(1, 64 // ranks), (1, 128 // ranks)]
         assert all(isinstance(result, Measured) and result.gpus_per_node == ranks for result in results)
     assert [part.spec.name for part in parts.values()] == ["e2e-single", "e2e-pair"], "each is a run"
@@ -37,7 +37,7 @@ def test_two_types_from_profile_to_trained_model(tula) -> None:
 
     summary = tula("train")["data"]
     assert summary["batch"] == answer["choice"]["batch"]
-    assert parts["single"].training(summary["signature"]).summary() is not None
+    assert parts["single"].get_training(summary["signature"]).read_summary() is not None
     assert not parts["pair"].train_signatures()
     status = tula("status")
     assert status["status"] == "done" and set(status["data"]["types"]) == {"single", "pair"}
@@ -51,7 +51,7 @@ def test_numbers_of_gpus_from_profile_to_trained_model(tula) -> None:
     assert tula("profile", "job.yaml")["status"] == "done"
     run = tula.run()
     first, two = open_family(run)
-    probes = [[(r.nodes, r.gpus_per_node, r.local_batch) for r in part.results()] for part in (first, two)]
+    probes = [[(r.nodes, r.gpus_per_node, r.local_batch) for r in part.read_results()] for part in (first, two)]
     assert probes[0] == [(1, 1, 64), (1, 1, 128)]
     assert {(nodes, gpus) for nodes, gpus, _ in probes[1]} == {(1, 2), (2, 2)}
 

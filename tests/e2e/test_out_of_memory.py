@@ -43,8 +43,8 @@ def trained(tula, *, batch: int, fits: int, salt: int, **settings: str) -> dict:
     messages = [word for name, value in {**SETTINGS, **settings}.items() for word in ("--set", f"{name}={value}")]
     answer = tula("train", "job.yaml", "--nodes", "2", "--batch", str(batch), "--set", model, *messages)
     summary = answer["data"]
-    training = tula.run().training(summary["signature"])
-    result, rows = training.result(), training.metrics()
+    training = tula.run().get_training(summary["signature"])
+    result, rows = training.read_result(), training.read_metrics()
     assert result is not None
     assert (result.batch, result.samples) == (batch, EPOCHS * (DIGITS // batch) * batch)
     assert result.steps == EPOCHS * (DIGITS // batch), "no step is lost, and none is made twice"
@@ -70,7 +70,7 @@ def test_a_rank_that_is_out_of_memory_three_times_loses_nothing(tula) -> None:
     assert result["causes"] == [
         f"out of memory at batch 64: micro-batch {32 // parts} x {parts} now" for parts in (2, 4, 8)
     ]
-    assert len(tula.run().jobs()) == tula.run().jobs()[0].submissions == 1
+    assert len(tula.run().read_jobs()) == tula.run().read_jobs()[0].submissions == 1
 
 
 @pytest.mark.proof

@@ -82,7 +82,7 @@ def test_sentences_of_different_lengths_from_check_to_a_trained_model(tula) -> N
     choice = tula("recommend")["data"]["choice"]
     summary = tula("train")["data"]
     assert summary["batch"] == choice["batch"] in (16, 32)
-    result = tula.run().training(summary["signature"]).result()
+    result = tula.run().get_training(summary["signature"]).read_result()
     assert result is not None and result.samples == 6 * 256
     assert result.best_top1 > 60, "three classes"
 
@@ -98,8 +98,8 @@ def test_any_batch_from_check_to_a_training_that_is_killed(tula, kind: str) -> N
     command = ("train", "job.yaml", "--nodes", "2", "--batch", "32", "--set", "train.epochs=6")
     straight = tula(*command)["data"]
     run = tula.run()
-    last = run.training(straight["signature"]).path / "last"
-    whole = run.training(straight["signature"]).result()
+    last = run.get_training(straight["signature"]).path / "last"
+    whole = run.get_training(straight["signature"]).read_result()
     assert whole is not None and whole.samples > 6 * 192
     if kind == "transformer":
         assert "top1" not in straight["metrics"] and 1 < straight["metrics"]["perplexity"] < 256
@@ -107,7 +107,7 @@ def test_any_batch_from_check_to_a_training_that_is_killed(tula, kind: str) -> N
     kept = tula.folder / "straight.pt"
     kept.write_bytes(last.read_bytes())
     trained_anew_and_killed(tula, command, rank=0)
-    result = run.training(straight["signature"]).result()
+    result = run.get_training(straight["signature"]).read_result()
     assert result is not None and result.samples == whole.samples
     assert not weights_differ(kept, last)
 
@@ -127,14 +127,14 @@ def test_a_language_model_in_shares_from_check_to_a_training_that_is_killed(tula
     tula("recommend")
     run = tula.run()
     alone, together = (
-        run.result(f"probe-n{nodes:03d}-l{local_batch:06d}").memory for nodes, local_batch in ((1, 16), (2, 16))
+        run.read_result(f"probe-n{nodes:03d}-l{local_batch:06d}").memory for nodes, local_batch in ((1, 16), (2, 16))
     )
     assert together.parameters < 0.6 * alone.parameters and together.optimizer < 0.6 * alone.optimizer
     assert run.read_spec().ags.granularity == "tensor" and run.read_spec().ags.apply_to == "update"
 
     command = ("train", "job.yaml", "--nodes", "2", "--batch", "32")
     straight = tula(*command)["data"]
-    last = run.training(straight["signature"]).path / "last"
+    last = run.get_training(straight["signature"]).path / "last"
     kept = finetune.read_weights(str(last.resolve()))
     trained_anew_and_killed(tula, command, rank=1)
     weights = finetune.read_weights(str(last.resolve()))

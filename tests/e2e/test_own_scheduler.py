@@ -52,9 +52,9 @@ def installed(tula: Any) -> tiny_queue.TinyQueue:
 
 def sized(tula: Any, queue: tiny_queue.TinyQueue) -> None:
     """Let a training need about one and a half jobs on this machine as busy as it is now: by how long a probe took to start."""
-    first = next(job for job in tula.run().jobs() if job.id == "probe-n002")
+    first = next(job for job in tula.run().read_jobs() if job.id == "probe-n002")
     began = (queue._jobs() or {})[first.scheduler_id]["began"]
-    start = min(probe.measured_at for probe in tula.run().results() if probe.nodes == 2) - began
+    start = min(probe.measured_at for probe in tula.run().read_results() if probe.nodes == 2) - began
     limit = 25.0 + 2 * start  # seconds, of which a job leaves the last ten unused
     (tula.folder / "queue" / "settings.json").write_text(json.dumps({"nodes": 2, "minute": limit, "grace": 20.0}))
     (tula.folder / "pace").write_text(str(1.5 * (limit - 10 - start) / (STEPS * EPOCHS)))
@@ -77,20 +77,20 @@ def test_a_job_is_measured_and_trained_over_time_limits_on_a_scheduler_of_the_us
     queue = installed(tula)
     probed = tula("profile", "job.yaml", "--yes", "--wait")
     assert probed["status"] == "done"
-    measured = {(probe.nodes, probe.batch) for probe in tula.run().results() if isinstance(probe, Measured)}
+    measured = {(probe.nodes, probe.batch) for probe in tula.run().read_results() if isinstance(probe, Measured)}
     assert measured == {(1, 64), (1, 128), (2, 64), (2, 128)}
-    assert {job.scheduler for job in tula.run().jobs()} == {"tiny_queue:TinyQueue"}
+    assert {job.scheduler for job in tula.run().read_jobs()} == {"tiny_queue:TinyQueue"}
     sized(tula, queue)
     summary = trained(tula)
     run = tula.run()
-    training = run.training(summary["signature"])
-    ends = [attempt.outcome for attempt in training.attempts()]
+    training = run.get_training(summary["signature"])
+    ends = [attempt.outcome for attempt in training.read_attempts()]
     assert ends[-1] == "done" and set(ends[:-1]) == {"time_limit"}, ends
-    jobs = [attempt.job_id for attempt in training.attempts()]
+    jobs = [attempt.job_id for attempt in training.read_attempts()]
     assert len(set(jobs)) == len(ends), "each in a job of its own"
-    result = training.result()
+    result = training.read_result()
     assert result is not None and result.epochs == EPOCHS and result.samples == EPOCHS * STEPS * 64
-    (link,) = [job for job in run.jobs() if job.id.startswith("train")]
+    (link,) = [job for job in run.read_jobs() if job.id.startswith("train")]
     assert {state.state for state in queue.ask(link.links).values()} == {"ended"} and jobs[-1] in link.links
     status = tula("status")["data"]
     assert status["jobs"][-1]["scheduler"] == "tiny_queue:TinyQueue" and status["jobs"][-1]["state"] == "done"
@@ -105,8 +105,8 @@ def test_a_job_is_measured_and_trained_over_time_limits_on_a_scheduler_of_the_us
 def test_a_job_that_is_cancelled_there_is_over(tula: Any) -> None:
     queue = installed(tula)
     tula("train", "job.yaml", "--nodes", "1", "--batch", "64", "--yes", "--no-wait")
-    (job,) = tula.run().jobs()
-    tula.until(lambda: tula.run().attempts())
+    (job,) = tula.run().read_jobs()
+    tula.until(lambda: tula.run().read_attempts())
     assert tula("cancel")["data"]["cancelled"] == [job.id]
     tula.until(lambda: {state.state for state in queue.ask(job.ids).values()} == {"ended"})
     assert tula("status")["data"]["jobs"][0]["state"] == "cancelled"

@@ -44,7 +44,7 @@ def with_script(folder: Path, name: str, job: str) -> Tula:
 def test_a_script_under_ddp_is_measured_and_a_choice_is_made(tmp_path: Path) -> None:
     tula = with_script(tmp_path, "plain_ddp.py", DDP)
     tula("profile", "job.yaml", "--yes")
-    results = tula.run().results()
+    results = tula.run().read_results()
     assert [(type(r), r.nodes, r.local_batch) for r in results] == [(Measured, nodes, 32 // nodes) for nodes in (1, 2)]
     for result in results:
         assert isinstance(result, Measured) and result.dataset_size == 320 and result.data_wait is not None
@@ -62,12 +62,12 @@ def test_a_killed_script_goes_on_from_its_own_checkpoint_to_the_last_sample(tmp_
     training = tula.start("train", "job.yaml", "--nodes", "1", "--batch", "16", "--yes")
     out = tula.until(lambda: next(tmp_path.glob("tula-runs/resuming-*/train/*/out/*.pth"), None))
     run = tula.run()
-    beat = tula.until(lambda: ScriptAttempt(run.path, tula.task().id, 1).heartbeat(0))
+    beat = tula.until(lambda: ScriptAttempt(run.path, tula.task().id, 1).read_heartbeat(0))
     os.kill(beat.pid, signal.SIGKILL)
     output, complaint = training.communicate(timeout=240)
     assert training.returncode == 0, complaint
-    summary = run.training(run.train_signatures()[0]).summary()
-    result = run.training(run.train_signatures()[0]).result()
+    summary = run.get_training(run.train_signatures()[0]).read_summary()
+    result = run.get_training(run.train_signatures()[0]).read_result()
     assert summary is not None and result is not None and out.exists()
     assert summary.attempts == 2 and "SIGKILL" in summary.causes[0]
     assert (result.samples, result.steps) == (400 * 160, 4000), "of the epoch that was broken off nothing counts twice"
@@ -82,16 +82,16 @@ def test_gradient_scaling_goes_around_a_script_under_ddp(tmp_path: Path) -> None
         timeout=240
     )
     run = tula.run()
-    training = run.training(run.train_signatures()[0])
-    summary = training.summary()
+    training = run.get_training(run.train_signatures()[0])
+    summary = training.read_summary()
     assert summary is not None and summary.scaled is not None, complaint
     assert (summary.scaled.steps, summary.scaled.apply_to) == (30, "gradient")
     assert summary.scaled.scaled == pytest.approx(29 / 30) and 1 < summary.scaled.mean <= 2**0.5
     assert f"factor {summary.scaled.mean:.3g}" in output
     attempt = ScriptAttempt(run.path, tula.task().id, 1)
-    first, second = (attempt.newest_row(rank)["ags"]["mean"] for rank in (0, 1))
+    first, second = (attempt.read_newest_row(rank)["ags"]["mean"] for rank in (0, 1))
     assert first == second
-    assert [row for row in training.metrics() if row.get("ags")]
+    assert [row for row in training.read_metrics() if row.get("ags")]
     status = tula("status")["data"]
     assert status["training"]["ags"]["mean"] == pytest.approx(summary.scaled.mean)
 

@@ -35,5 +35,5 @@ def test_the_learning_rate_of_a_script_is_found_by_branches_from_its_checkpoint(
     assert data["overrides"] == ["train.lr_scaling=linear"]
     assert 0.05 < data["share"] < 0.1
     assert tula(*options)["data"] == data, "nothing is trained twice"
-    (task,) = tula.run().tasks()
-    assert len(tula.run().attempts(task.id)) == 4, "the training up to the checkpoint, and three branches"
+    (task,) = tula.run().read_tasks()
+    assert len(tula.run().read_attempts(task.id)) == 4, "the training up to the checkpoint, and three branches"

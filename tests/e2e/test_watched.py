@@ -55,13 +55,15 @@ def hog() -> Iterator[float]:
 def changes(tula: Any, *, since: float) -> list[StepChange]:
     """Return what the training under way has told of its steps, as far as it began then or later."""
     run = tula.run()
-    result = run.training(run.train_signatures()[0]).changes()
+    result = run.get_training(run.train_signatures()[0]).read_step_changes()
     return [change for change in result if change.began_at >= since - EARLY]
 
 
 def steps_told(tula: Any) -> int:
     run = tula.run()
-    return sum(row["kind"] == "step" for name in run.train_signatures() for row in run.training(name).metrics())
+    return sum(
+        row["kind"] == "step" for name in run.train_signatures() for row in run.get_training(name).read_metrics()
+    )
 
 
 def test_a_hog_is_reported_when_it_comes_and_when_it_goes(tula: Any) -> None:
@@ -83,5 +85,5 @@ def test_a_hog_is_reported_when_it_comes_and_when_it_goes(tula: Any) -> None:
     assert {slower.began_at, faster.began_at} <= {change["began_at"] for change in message}
     tula("cancel")
     process.communicate(timeout=60)
-    log = "\n".join(path.read_text() for path in tula.run().logs())
+    log = "\n".join(path.read_text() for path in tula.run().list_logs())
     assert "changed: since epoch" in log and "the nodes compute more slowly" in log

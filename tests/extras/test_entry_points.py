@@ -15,7 +15,7 @@ from tula_cli.cli import app
 from tula_cli.cli.options import ExtraCommand
 from tula_cli.entry_points import GROUP, find_extra, load_extra
 from tula_cli.errors import SpecError
-from tula_cli.run.package import keep_package
+from tula_cli.run.package import write_package_archive
 from tula_cli.show.screen import Screen
 
 if sys.version_info >= (3, 11):
@@ -122,7 +122,7 @@ def test_help_ends_with_an_example_that_is_understood(
 
 def test_a_job_finds_the_optional_packages_in_the_archive_of_its_run(tmp_path: Path) -> None:
     """Also where tula is installed for nobody: its metadata is in the archive."""
-    place = keep_package(tmp_path)
+    place = write_package_archive(tmp_path)
     program = (
         "import sys; sys.path = [path for path in sys.path if 'site-packages' not in path];"
         "from tula_cli.entry_points import load_extra;"

@@ -71,12 +71,12 @@ class Tula:
         return data
 
     def run(self) -> RunDir:
-        return RunDir.newest(self.folder / "tula-runs")
+        return RunDir.find_newest(self.folder / "tula-runs")
 
     def task(self) -> TrainTask:
         """Return the newest task of the newest training."""
         run = self.run()
-        task = run.training(run.train_signatures()[0]).newest_task()
+        task = run.get_training(run.train_signatures()[0]).read_newest_task()
         assert task is not None
         return task
 
@@ -94,6 +94,6 @@ class Tula:
         raise AssertionError(f"waited in vain\n{self.logs()}")
 
     def epochs_done(self) -> int:
-        runs = RunDir.all(self.folder / "tula-runs")
-        rows = [row for run in runs for name in run.train_signatures() for row in run.training(name).metrics()]
+        runs = RunDir.list_all(self.folder / "tula-runs")
+        rows = [row for run in runs for name in run.train_signatures() for row in run.get_training(name).read_metrics()]
         return sum(row["kind"] == "epoch" for row in rows)

@@ -94,7 +94,7 @@ class Trains(make.FakeLauncher):
                 "norm": {"q50": 3.0}, "delta": None, "factors": {"edges": [0.5, 1.0, 2.0], "counts": [0, 1, 3, 0]}
             }  # fmt: skip
             rows.append({"kind": "hessian", "samples": 4000, "eigenvalue": 7.5, "lr_bound": None})
-        run.training(task.signature).metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        run.get_training(task.signature).metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         run.write_summary(
             make.summary(
                 signature=task.signature, start_batch=task.batch, batch=task.batch, metrics=metrics, actual_hours=hours,

@@ -58,7 +58,7 @@ def whole_run(root: Path) -> RunDir:
     cell = Cell(method="lbt", batch=64, seed=0, nodes=2, signature=SIGNATURE, reference=True)
     fields = {"methods": ("lbt",), "batches": (64,), "seeds": 1, "nodes": 2, "controls": False}
     run.write_comparison(Comparison(**fields, cells=(cell,), created_at=make.START))
-    training = run.training(SIGNATURE)
+    training = run.get_training(SIGNATURE)
     task = EvaluateTask(
         id=f"evaluate-{SIGNATURE}-00", job=f"evaluate-{SIGNATURE}-00", spec=run.read_spec(), workdir="/", nodes=1,
         signature=SIGNATURE, key="00", weights="best", path=str(training.path / "best"), samples=2560, local_batch=64,
@@ -81,7 +81,7 @@ def rows() -> list[dict[str, object]]:
 
 def step_rows() -> list[StepRow]:
     return [
-        StepRow.of_step(samples=128 * k, batch=128 if k < 9 else 64, lr=0.1, norm=1.0 + k, delta=0.1)
+        StepRow.from_step(samples=128 * k, batch=128 if k < 9 else 64, lr=0.1, norm=1.0 + k, delta=0.1)
         for k in range(1, ROWS)
     ]
 

@@ -96,7 +96,7 @@ def compared(run: RunDir) -> RunDir:
             signature = f"{method}{batch}{seed}"
             cells.append(Cell(method=method, batch=batch, seed=seed, nodes=1, signature=signature, reference=reference))
             metrics = {"top1": top1 + seed, "top5": 99.0, "eval_loss": 0.5}
-            path = run.training(signature).metrics_path
+            path = run.get_training(signature).metrics_path
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(json.dumps(row) + "\n" for row in epochs(scaled=method == "ags")))
             run.write_summary(

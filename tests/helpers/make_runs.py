@@ -206,7 +206,7 @@ def add_training(
         )
     )  # fmt: skip
     run.write_job(job(name, nodes=2, at=at))
-    path = run.training(signature).metrics_path
+    path = run.get_training(signature).metrics_path
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return name
@@ -289,7 +289,7 @@ def node_report(number: int, **changes: Any) -> NodeReport:
 
 def cluster_report(run: RunDir, task: CheckTask, *changes: dict[str, Any]) -> ClusterReport:
     """Return the report of as many nodes as there are changes to what they say."""
-    token = run.checks.token(task.id)
+    token = run.checks.read_token(task.id)
     nodes = tuple(node_report(number, **{"token": token, **change}) for number, change in enumerate(changes))
     sizes = (Transfer(size=10**6, seconds=0.001), Transfer(size=4 * 10**6, seconds=0.02))
     return ClusterReport(

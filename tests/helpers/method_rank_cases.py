@@ -321,7 +321,7 @@ def relaunched(folder: Path, ranks: Ranks) -> dict[str, Any]:
     task = _broken_off(spec(**POLO, **NORM), run, ranks, after=5 * 96 + 64)
     smaller = train_task(task.spec, batch=8, signature=task.signature)
     _train(smaller, run, ranks)
-    result = run.training(task.signature).result()
+    result = run.get_training(task.signature).read_result()
     assert result is not None
     return {"starts": [(row["samples"], row["batch"]) for row in rows(run, task, "start")], "epochs": result.epochs}
 

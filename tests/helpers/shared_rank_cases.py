@@ -155,7 +155,7 @@ def left(folder: Path, ranks: Ranks) -> list[str]:
         run, data = RunDir(folder / name), build_datasets(TRAIN.spec)
         run_training(TRAIN, run, ranks, data, preemption=LeavesAt(ranks, leaves))
         if name == "broken":
-            between = sorted(path.name for path in run.training(TRAIN.signature).checkpoints())
+            between = sorted(path.name for path in run.get_training(TRAIN.signature).list_checkpoints())
             run_training(TRAIN, run, ranks, data, preemption=LeavesAt(ranks, 10**9))
         subject = trainer(TRAIN.spec, ranks)
         result = checkpoint.load_for_all(run, TRAIN.signature, ranks)
@@ -170,7 +170,7 @@ def left(folder: Path, ranks: Ranks) -> list[str]:
 def damaged(folder: Path, ranks: Ranks) -> list[Any]:
     """Damage the newest checkpoint; return the name of that which is then found, and of the one before it."""
     run = RunDir(folder / "through")
-    newest, before = run.training(TRAIN.signature).checkpoints()[:2]
+    newest, before = run.get_training(TRAIN.signature).list_checkpoints()[:2]
     if ranks.is_first:
         share = next(iter(sorted(newest.glob("*.distcp"))))
         content = bytearray(share.read_bytes())

@@ -192,7 +192,9 @@ def weights(subject: worker_train_loop.Trainer) -> dict[str, torch.Tensor]:
 
 def final_weights(run: RunDir, task: TrainTask) -> dict[str, torch.Tensor]:
     """Return parameters and buffers of a training's last checkpoint."""
-    state: dict[str, torch.Tensor] = torch.load(run.training(task.signature).path / "last", weights_only=True)["model"]
+    state: dict[str, torch.Tensor] = torch.load(run.get_training(task.signature).path / "last", weights_only=True)[
+        "model"
+    ]
     return state
 
 
@@ -269,7 +271,7 @@ def prediction(*, step_time: float, low: float | None, high: float | None) -> Pr
 
 
 def rows(run: RunDir, task: TrainTask, kind: str) -> Iterator[dict[str, Any]]:
-    return (row for row in run.training(task.signature).metrics() if row["kind"] == kind)
+    return (row for row in run.get_training(task.signature).read_metrics() if row["kind"] == kind)
 
 
 def error(outputs: torch.Tensor, batch: Any) -> torch.Tensor:

@@ -304,8 +304,8 @@ def trained_twice(folder: Path, ranks: Ranks) -> None:
     run_training(TRAIN, run, ranks, data)
     run_training(TRAIN, run, ranks, data)
     if ranks.is_first:
-        (run.training(TRAIN.signature).path / "result.json").unlink()
-        run.training(TRAIN.signature).checkpoints()[0].write_bytes(b"damaged")
+        (run.get_training(TRAIN.signature).path / "result.json").unlink()
+        run.get_training(TRAIN.signature).list_checkpoints()[0].write_bytes(b"damaged")
     ranks.broadcast(0)
     run_training(TRAIN, run, ranks, data)
 
@@ -316,7 +316,7 @@ def tuned(folder: Path, ranks: Ranks) -> dict[str, Any]:
     run_training(TUNED, run, ranks, data)
     choice = auto_tune.load_choice(TUNED, run, ranks)
     assert choice is not None
-    saved = torch.load(run.training(TUNED.signature).path / "last", weights_only=True)
+    saved = torch.load(run.get_training(TUNED.signature).path / "last", weights_only=True)
     return {"arm": choice.arm.model_dump(mode="json"), "epoch": choice.epoch, "steps": saved["position"]["steps"]}
 
 

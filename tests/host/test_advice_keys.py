@@ -67,7 +67,7 @@ def hints(spec: JobSpec, tmp_path: Path) -> Iterator[tuple[str, str]]:
         list_feasible_candidates(spec, dataset_size=10_000, max_local_batch=1)
     yield "before anything ran", caught.value.hint
     make.add_out_of_memory(run, 1, 16)
-    oom = run.result(make_probe_id(1, 16))
+    oom = run.read_result(make_probe_id(1, 16))
     assert isinstance(oom, OutOfMemory)
     with pytest.raises(Infeasible) as caught:
         require_measurements([], [oom], [], script=spec.script is not None)
@@ -76,7 +76,7 @@ def hints(spec: JobSpec, tmp_path: Path) -> Iterator[tuple[str, str]]:
 
 def _end_of_training(run: RunDir, outcome: OutcomeClass) -> TulaError:
     make.add_training(run)
-    task = run.training("ab12cd34").newest_task()
+    task = run.get_training("ab12cd34").read_newest_task()
     assert isinstance(task, TrainTask)
     last = make.attempt(task.id, end=2e9, outcome=outcome, message="so it was", rank=0)
     return make_error_of_training(task, [last], saved_samples=0)
@@ -90,7 +90,7 @@ def _end_of_probes(spec: JobSpec, outcome: OutcomeClass, folder: Path) -> TulaEr
     else:
         make.add_failed(run, 1, 32, "so it was", outcome=outcome)
     plan = profile.ProfilePlan(
-        tuple(run.tasks()), 1, 0, 20, Source(Path(), ""), **vars(compute_max_cost(spec, 0.3, None))
+        tuple(run.read_tasks()), 1, 0, 20, Source(Path(), ""), **vars(compute_max_cost(spec, 0.3, None))
     )
     with pytest.raises(TulaError) as caught:
         profile.make_profile_report(run, plan)

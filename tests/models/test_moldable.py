@@ -90,7 +90,7 @@ def test_of_a_script_only_one_that_accumulates_is_given_smaller_micro_batches_af
         for job in (script_job("-b {local_batch}"), script_job("-b {micro_batch} -a {accumulate}"))
     )
     assert whole.node_counts == divided.node_counts == (2, 4, 8)
-    shrunk = [task.model_copy(update={"max_micro_batch": 64}).on_granted(2) for task in (whole, divided)]
+    shrunk = [task.model_copy(update={"max_micro_batch": 64}).with_granted_nodes(2) for task in (whole, divided)]
     assert [(task.nodes, task.batch, task.splits) for task in shrunk] == [(2, 512, 1), (2, 512, 4)]
 
 
@@ -144,12 +144,12 @@ def test_a_task_takes_the_largest_size_that_it_is_granted_and_keeps_its_batch() 
     task = moldable_task(job, choose(NodeRange(2, 8), 512, truth=Truth(capacity=800 * MIB)))
     assert (task.node_counts, task.training_nodes) == ((2, 4, 8), 8)
     for granted, nodes, splits in ((8, 8, 1), (7, 4, 1), (3, 2, 2), (2, 2, 2)):
-        resized = task.on_granted(granted)
+        resized = task.with_granted_nodes(granted)
         assert (resized.nodes, resized.batch, resized.splits) == (nodes, 512, splits)
         assert resized.prediction == next(size.prediction for size in task.sizes if size.nodes == nodes)
-    shrunk = task.on_granted(2).model_copy(update={"max_micro_batch": 32})  # after an out-of-memory
-    assert [shrunk.on_granted(nodes).splits for nodes in (4, 8)] == [4, 2]
+    shrunk = task.with_granted_nodes(2).model_copy(update={"max_micro_batch": 32})  # after an out-of-memory
+    assert [shrunk.with_granted_nodes(nodes).splits for nodes in (4, 8)] == [4, 2]
     stages = (Stage(begin=0, batch=4), Stage(begin=100, batch=512))
     assert task.model_copy(update={"stages": stages}).with_usable_sizes().node_counts == (2, 4)
     smaller = task.model_copy(update={"ladder": task.ladder[1:]})
-    assert smaller.on_granted(4).batch == 256
+    assert smaller.with_granted_nodes(4).batch == 256

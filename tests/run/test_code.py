@@ -218,7 +218,7 @@ def take(run: RunDir, spec: JobSpec, workdir: Path) -> str:
 
 def copied(run: RunDir, name: str) -> set[str]:
     """Return the files of a snapshot that are copies, not links."""
-    home = run.code_dir(name)
+    home = run.get_code_dir(name)
     files = {path for path in home.rglob("*") if path.is_file() and not path.is_symlink()}
     return {path.relative_to(home).as_posix() for path in files if not any(p.is_symlink() for p in path.parents)}
 
@@ -227,10 +227,10 @@ def test_a_snapshot_keeps_what_was_there(here: Path, run: RunDir) -> None:
     write(here, mine="import pack", pack__init="x = 1", unrelated="")
     name = take(run, job(), here)
     write(here, pack__init="x = 2")
-    home = run.code_dir(name)
+    home = run.get_code_dir(name)
     assert copied(run, name) == {"mine.py", "pack/__init__.py"}
     assert (home / "pack" / "__init__.py").read_text() == "x = 1"
-    result = run.code(name)
+    result = run.read_code(name)
     assert result is not None
     assert (result.name, result.workdir, result.roots) == (name, str(here), (".",))
     assert result.modules == result.files == ("mine.py", "pack/__init__.py")
@@ -239,13 +239,13 @@ def test_a_snapshot_keeps_what_was_there(here: Path, run: RunDir) -> None:
 def test_the_same_code_is_copied_once_and_edited_code_beside_it(here: Path, run: RunDir) -> None:
     write(here, mine="x = 1")
     first = take(run, job(), here)
-    made = run.code_dir(first).stat().st_ino
+    made = run.get_code_dir(first).stat().st_ino
     assert take(run, job(), here) == first
-    assert run.code_dir(first).stat().st_ino == made
+    assert run.get_code_dir(first).stat().st_ino == made
     write(here, mine="x = 2")
     second = take(run, job(), here)
-    assert (run.code_dir(first) / "mine.py").read_text() == "x = 1"
-    assert (run.code_dir(second) / "mine.py").read_text() == "x = 2"
+    assert (run.get_code_dir(first) / "mine.py").read_text() == "x = 1"
+    assert (run.get_code_dir(second) / "mine.py").read_text() == "x = 2"
     assert {path.name for path in (run.path / "code").iterdir()} == {
         first, f"{first}.json", second, f"{second}.json",
     }  # fmt: skip
@@ -264,7 +264,7 @@ def test_a_package_comes_with_its_other_files_which_do_not_count_in_the_digest(h
     (here / "pack" / "labels.txt").write_text("dog")
     again = take(run, job("pack.net:Net"), here)
     assert again != name
-    assert (run.code_dir(again) / "pack" / "labels.txt").read_text() == "dog"
+    assert (run.get_code_dir(again) / "pack" / "labels.txt").read_text() == "dog"
     assert run_code.compute_code_digest(job("pack.net:Net"), here) == digest
 
 
@@ -283,8 +283,8 @@ def test_keys_in_a_package_are_neither_copied_nor_in_the_diff(here: Path, run: R
     (here / "pack" / "labels.txt").write_text("cat\n")
     name = take(run, job("pack.net:Net"), here)
     assert copied(run, name) == {"pack/__init__.py", "pack/net.py", "pack/id_map.py", "pack/labels.txt"}
-    assert all((run.code_dir(name) / "pack" / key).is_symlink() for key in keys), "code that reads them finds them"
-    record = run.code(name)
+    assert all((run.get_code_dir(name) / "pack" / key).is_symlink() for key in keys), "code that reads them finds them"
+    record = run.read_code(name)
     assert record is not None and "+cat" in record.diff
     assert "planted-now" not in record.diff
     written = [path for path in run.path.rglob("*") if path.is_file() and not path.is_symlink()]
@@ -303,7 +303,7 @@ def test_what_is_too_large_is_linked_and_told(here: Path, run: RunDir, monkeypat
         write(here / "pack" / "images", **{f"i{number}": ""})
     name = take(run, job(), here)
     assert copied(run, name) == {"mine.py", "pack/__init__.py", "pack/big.py", "pack/data0.bin", "pack/data1.bin"}
-    home = run.code_dir(name)
+    home = run.get_code_dir(name)
     for remaining in ("data2.bin", "a_weights.bin", "images"):
         assert (home / "pack" / remaining).is_symlink()
         assert (home / "pack" / remaining).resolve() == (here / "pack" / remaining).resolve()
@@ -318,7 +318,7 @@ def test_data_beside_a_module_is_found_by_its_own_path(here: Path, run: RunDir) 
     (here / "data" / "x.txt").write_text("1")
     (here / ".venv").mkdir()
     RunDir.create(here / "tula-runs", job())
-    home = run.code_dir(take(run, job(), here))
+    home = run.get_code_dir(take(run, job(), here))
     assert (home / "data" / "x.txt").read_text() == "1"
     assert {path.name for path in home.iterdir()} == {"mine.py", "data"}
 
@@ -332,7 +332,7 @@ def test_files_beside_the_code_that_are_too_many_to_link_are_reported(
     write(here, three="")
     (warning,) = run_code.choose_code(None, job(), here, keep=True).warnings
     assert warning == messages.folder_with_many_files(paths=".", most=3, folder=str(here))
-    assert [path.name for path in run.code_dir(take(run, job(), here)).iterdir()] == ["mine.py"]
+    assert [path.name for path in run.get_code_dir(take(run, job(), here)).iterdir()] == ["mine.py"]
 
 
 def test_code_that_changes_between_plan_and_submission_is_refused(here: Path, run: RunDir) -> None:
@@ -349,7 +349,7 @@ def test_a_crash_before_the_record_is_mended(here: Path, run: RunDir) -> None:
     name = take(run, job(), here)
     (run.path / "code" / f"{name}.json").unlink()
     assert take(run, job(), here) == name
-    assert run.code(name) is not None
+    assert run.read_code(name) is not None
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -365,9 +365,9 @@ def test_git_tells_the_commit_and_what_differs_from_it(
     write(here, mine="x = 1\n", unrelated="y = 1\n")
     git(here.parent, "add", ".")
     git(here.parent, "commit", "-qm", "first")
-    clean = run.code(take(run, job(), here))
+    clean = run.read_code(take(run, job(), here))
     write(here, mine="x = 2\n", unrelated="password = 2\n")
-    dirty = run.code(take(run, job(), here))
+    dirty = run.read_code(take(run, job(), here))
     assert clean is not None
     assert dirty is not None
     assert clean.commit == dirty.commit == git(here, "rev-parse", "HEAD").strip()
@@ -377,7 +377,7 @@ def test_git_tells_the_commit_and_what_differs_from_it(
     assert "password" not in dirty.diff
     monkeypatch.setattr(git_state, "MAX_DIFF", 10)
     write(here, mine="x = 3\n")
-    cut = run.code(take(run, job(), here))
+    cut = run.read_code(take(run, job(), here))
     assert cut is not None
     assert len(cut.diff) < 100
     assert "cut" in cut.diff
@@ -389,7 +389,7 @@ def test_without_git_or_a_repository_there_is_no_commit(
 ) -> None:
     monkeypatch.setenv("PATH", path)
     write(here, mine="")
-    result = run.code(take(run, job(), here))
+    result = run.read_code(take(run, job(), here))
     assert result is not None
     assert (result.commit, result.dirty, result.diff) == ("", False, "")
 
@@ -400,7 +400,7 @@ def test_without_git_or_a_repository_there_is_no_commit(
 def submit(run: RunDir, spec: JobSpec, launcher: FakeLauncher) -> dict[str, ProbeTask]:
     """Profile; return the tasks."""
     profile.submit_probes(run, profile.plan_probes(Run(run.path, spec), inspected()), launcher)
-    return {task.id: task for task in run.tasks() if isinstance(task, ProbeTask)}
+    return {task.id: task for task in run.read_tasks() if isinstance(task, ProbeTask)}
 
 
 def plan_training(run: RunDir, spec: JobSpec) -> train.TrainPlan:
@@ -411,10 +411,10 @@ def test_tasks_name_the_snapshot(here: Path, run: RunDir) -> None:
     write(here, mine="x = 1")
     tasks = submit(run, job(), FakeLauncher())
     (name,) = {task.code for task in tasks.values()}
-    assert (run.code_dir(name) / "mine.py").read_text() == "x = 1"
+    assert (run.get_code_dir(name) / "mine.py").read_text() == "x = 1"
     planned = plan_training(run, job())
     train.submit_training(run, planned, FakeLauncher())
-    task = run.task(planned.task.id)
+    task = run.read_task(planned.task.id)
     assert isinstance(task, TrainTask)
     assert (task.code, task.workdir) == (name, str(here))
     assert planned.code.warnings == ()
@@ -457,16 +457,16 @@ def test_training_takes_the_code_that_is_there_now_and_says_so(here: Path, run: 
     (warning,) = now.code.warnings
     assert warning == messages.code_changed_since_measurement(code="the code of mine:Net", run=run.id)
     train.submit_training(run, now, FakeLauncher())
-    task = run.task(now.task.id)
+    task = run.read_task(now.task.id)
     assert isinstance(task, TrainTask)
-    assert (run.code_dir(task.code) / "mine.py").read_text() == "x = 2"
+    assert (run.get_code_dir(task.code) / "mine.py").read_text() == "x = 2"
 
 
 def test_training_never_goes_on_from_a_checkpoint_of_other_code_and_says_so(here: Path, run: RunDir) -> None:
     write(here, mine="x = 1")
     before = plan_training(run, job())
     train.submit_training(run, before, FakeLauncher())
-    checkpoint = run.training(before.task.signature).checkpoint_path(640)
+    checkpoint = run.get_training(before.task.signature).get_checkpoint_path(640)
     checkpoint.parent.mkdir(parents=True)
     checkpoint.touch()
     assert plan_training(run, job()).resumes == 640
@@ -525,7 +525,7 @@ def test_the_run_of_a_job_is_that_of_its_code_as_it_is_now(here: Path) -> None:
     assert first.path.is_absolute() and first.path == make_runs_of_job(root, job())[0].path
     write(here, mine="x = 2")
     assert make_runs_of_job(root, job())[0].id != first.id
-    assert make_runs_of_job(root, make_runs.spec())[0].path == RunDir.of(root.absolute(), make_runs.spec()).path
+    assert make_runs_of_job(root, make_runs.spec())[0].path == RunDir.from_spec(root.absolute(), make_runs.spec()).path
     assert not root.exists()
 
 
@@ -544,7 +544,7 @@ def look(queue):
 
 if __name__ == "__main__":
     run = RunDir(Path(sys.argv[1]))
-    change_to_job_folder(run.task(sys.argv[2]), run)
+    change_to_job_folder(run.read_task(sys.argv[2]), run)
     answer = {"model": load("mine:VALUE", {}, kind="model"), "cwd": str(Path.cwd())}
     answer["far"] = importlib.util.find_spec("far") is not None
     answer["data"] = Path("data/x.txt").read_text()
@@ -567,7 +567,7 @@ def entered(run: RunDir, task: ProbeTask, script: Path, *methods: str, **environ
     inherited = environ.get("PYTHONPATH")
     done = subprocess.run(
         [sys.executable, "-m", script.stem, str(run.path), task.id, *methods],
-        cwd=run.code_dir(task.code),
+        cwd=run.get_code_dir(task.code),
         env={
             **os.environ,
             **environ,
@@ -639,9 +639,9 @@ def test_a_src_folder_is_taken_from_the_snapshot(
     with monkeypatch.context() as patch:
         patch.syspath_prepend(str(here / "src"))
         task = next(iter(submit(RunDir.create(run.path.parent, job(), code="x"), job(), FakeLauncher()).values()))
-        run = RunDir.of(run.path.parent, job(), code="x")
+        run = RunDir.from_spec(run.path.parent, job(), code="x")
     write(here, src__mine="import helper, pack\nVALUE = 4", src__helper="VALUE = 4", src__late="VALUE = 4")
-    result = run.code(task.code)
+    result = run.read_code(task.code)
     assert result is not None
     assert result.roots == (".", "src")
     for python_path in (str(here / "src"), "src"):
@@ -688,7 +688,7 @@ def test_ranks_and_their_loaders_run_what_was_submitted(here: Path, tmp_path: Pa
     planned = plan_training(run, spec)
     train.submit_training(run, planned, FakeLauncher())
     write(here, mine="raise SystemExit('edited')", helper="VERSION = 'edited'")
-    task = run.task(planned.task.id)
+    task = run.read_task(planned.task.id)
     assert isinstance(task, TrainTask)
     root = str(Path(imports.__file__).parents[1])
     done = subprocess.run(
@@ -696,15 +696,15 @@ def test_ranks_and_their_loaders_run_what_was_submitted(here: Path, tmp_path: Pa
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1",
             "-m", "tula_cli.worker", str(run.path), task.id, "1",
         ],
-        cwd=run.code_dir(task.code),
+        cwd=run.get_code_dir(task.code),
         env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert run.training(task.signature).result() is not None
+    assert run.get_training(task.signature).read_result() is not None
     assert {line for line in done.stdout.splitlines() if " by " in line} == {"item by submitted", "net by submitted"}
-    (environment,) = (row for row in run.training(task.signature).metrics() if row["kind"] == "environment")
+    (environment,) = (row for row in run.get_training(task.signature).read_metrics() if row["kind"] == "environment")
     assert environment["hosts"] == [os.uname().nodename]
     assert environment["variables"]["OMP_NUM_THREADS"] == "1"
     assert not {name for name in environment["variables"] if name in ("PATH", "HOME", "PYTHONPATH")}

@@ -153,7 +153,7 @@ def test_create_is_open_again(tmp_path):
     again = RunDir.create(tmp_path, make.spec(pricing={"price": 9.0}))
     assert again.id == first.id
     assert again.read_spec().pricing.price == 9.0
-    assert len(again.results()) == 1
+    assert len(again.read_results()) == 1
     assert RunDir.create(tmp_path, make.spec(model={"name": "resnet34"})).id != first.id
 
 
@@ -164,9 +164,9 @@ def test_only_the_owner_reads_a_run(run):
 def test_newest_is_the_last_one_used(tmp_path):
     first = RunDir.create(tmp_path, make.spec(name="first"))
     RunDir.create(tmp_path, make.spec(name="second"))
-    assert RunDir.newest(tmp_path).id.startswith("second")
+    assert RunDir.find_newest(tmp_path).id.startswith("second")
     RunDir.create(tmp_path, make.spec(name="first"))
-    assert RunDir.newest(tmp_path).id == first.id
+    assert RunDir.find_newest(tmp_path).id == first.id
 
 
 @pytest.mark.parametrize("pointer", [None, "", "gone-12345678\n"])
@@ -176,14 +176,14 @@ def test_newest_without_a_pointer_that_points_anywhere(tmp_path, pointer):
     (tmp_path / "latest").unlink()
     if pointer is not None:
         (tmp_path / "latest").write_text(pointer)
-    assert RunDir.newest(tmp_path).id == first.id
-    assert [run.id for run in RunDir.all(tmp_path)] == [first.id, second.id]
+    assert RunDir.find_newest(tmp_path).id == first.id
+    assert [run.id for run in RunDir.list_all(tmp_path)] == [first.id, second.id]
 
 
 def test_no_run_at_all(tmp_path):
     with pytest.raises(SpecError, match="no run under"):
-        RunDir.newest(tmp_path / "nothing")
-    assert RunDir.all(tmp_path / "nothing") == []
+        RunDir.find_newest(tmp_path / "nothing")
+    assert RunDir.list_all(tmp_path / "nothing") == []
 
 
 def test_a_folder_that_is_no_run(tmp_path):
@@ -198,29 +198,42 @@ def test_a_run_named_relative_to_the_working_directory(tmp_path, monkeypatch):
     run = RunDir.create(Path("tula-runs"), make.spec())
     make.add_measured(run, 1, 32)
     make.add_probes(run, 1, (32,))
-    assert [result.local_batch for result in run.results()] == [32]
-    assert [job.id for job in RunDir.open(Path("tula-runs") / run.id).jobs()] == ["probe-n001"]
+    assert [result.local_batch for result in run.read_results()] == [32]
+    assert [job.id for job in RunDir.open(Path("tula-runs") / run.id).read_jobs()] == ["probe-n001"]
 
 
 # --- reading
 
 
 def test_what_is_not_there_is_none(run):
-    assert run.result(make_probe_id(1, 32)) is None
-    assert run.recommendation() is None
-    assert run.training("ab12cd34").result() is None
-    assert run.results() == run.jobs() == run.tasks() == run.attempts() == run.failures("t") == run.logs() == []
-    assert run.training("ab12cd34").metrics() == run.training("ab12cd34").checkpoints() == run.train_signatures() == []
+    assert run.read_result(make_probe_id(1, 32)) is None
+    assert run.read_recommendation() is None
+    assert run.get_training("ab12cd34").read_result() is None
+    assert (
+        run.read_results()
+        == run.read_jobs()
+        == run.read_tasks()
+        == run.read_attempts()
+        == run.read_failures("t")
+        == run.list_logs()
+        == []
+    )
+    assert (
+        run.get_training("ab12cd34").read_metrics()
+        == run.get_training("ab12cd34").list_checkpoints()
+        == run.train_signatures()
+        == []
+    )
 
 
 def test_reads_what_was_written(run):
     make.add_measured(run, 2, 64)
     make.add_out_of_memory(run, 2, 128)
     make.add_failed(run, 1, 32)
-    kinds = [(result.nodes, result.local_batch, result.kind) for result in run.results()]
+    kinds = [(result.nodes, result.local_batch, result.kind) for result in run.read_results()]
     assert kinds == [(1, 32, "failed"), (2, 64, "measured"), (2, 128, "out_of_memory")]
     run.write_recommendation(make.recommendation())
-    assert run.recommendation() == make.recommendation()
+    assert run.read_recommendation() == make.recommendation()
 
 
 @pytest.mark.parametrize(
@@ -231,7 +244,7 @@ def test_a_damaged_file_is_named(run, content):
     path = run.path / "results" / f"{make_probe_id(1, 32)}.json"
     path.write_bytes(content)
     with pytest.raises(BadMeasurements) as caught:
-        run.results()
+        run.read_results()
     assert str(path) in caught.value.message
     assert "delete that file" in caught.value.hint
 
@@ -239,7 +252,7 @@ def test_a_damaged_file_is_named(run, content):
 def test_a_draft_of_another_writer_is_not_read(run):
     make.add_measured(run, 1, 32)
     (run.path / "results" / f".{make_probe_id(1, 64)}.json.host.12").write_text("{")
-    assert len(run.results()) == 1
+    assert len(run.read_results()) == 1
 
 
 def test_a_recommendation_of_an_older_version_is_read_without_what_was_removed(run):
@@ -249,7 +262,7 @@ def test_a_recommendation_of_an_older_version_is_read_without_what_was_removed(r
     row = {**written["choice"], "what_if": False, "result_time": {"minutes": 60, "links": 3, "wait": 1.0, "hours": 4.0}}
     older = {**written, **removed, "objective": "result-time", "choice": row}
     (run.path / "recommendation.json").write_text(json.dumps(older))
-    assert run.recommendation() == make.recommendation(objective="time")
+    assert run.read_recommendation() == make.recommendation(objective="time")
 
 
 def test_the_limits_of_a_recommendation_that_has_only_options_as_typed_are_read_from_these(run):
@@ -258,7 +271,7 @@ def test_the_limits_of_a_recommendation_that_has_only_options_as_typed_are_read_
     del written["limits"]
     (run.path / "recommendation.json").write_text(json.dumps(written))
     expected = QueryLimits(max_nodes=4, deadline_hours=1.5, min_efficiency=0.5, budget=7.5)
-    assert run.recommendation().limits == expected
+    assert run.read_recommendation().limits == expected
     query = Query(max_nodes=4, deadline_hours=1.5, min_efficiency=0.5, budget=7.5)
     assert QueryLimits.from_query(query) == expected
 
@@ -267,55 +280,62 @@ def test_a_newer_record_is_read_by_an_older_tula(run):
     make.add_out_of_memory(run, 1, 32)
     path = run.path / "results" / f"{make_probe_id(1, 32)}.json"
     path.write_text(path.read_text().replace("{", '{"from the future": 1,', 1))
-    assert run.results()[0].kind == "out_of_memory"
+    assert run.read_results()[0].kind == "out_of_memory"
 
 
 def test_a_row_that_is_still_being_written_is_left_out(run):
     make.add_training(run, rows=make.metrics())
-    with open(run.training("ab12cd34").metrics_path, "a") as file:
+    with open(run.get_training("ab12cd34").metrics_path, "a") as file:
         file.write('{"kind": "step", "ti')
-    assert len(run.training("ab12cd34").metrics()) == len(make.metrics())
+    assert len(run.get_training("ab12cd34").read_metrics()) == len(make.metrics())
 
 
 def test_newest_checkpoint_first(run):
     for samples in (500, 12_000, 3_000):
-        write_atomic(run.training("ab12cd34").checkpoint_path(samples), b"")
-    assert [int(path.stem) for path in run.training("ab12cd34").checkpoints()] == [12_000, 3_000, 500]
+        write_atomic(run.get_training("ab12cd34").get_checkpoint_path(samples), b"")
+    assert [int(path.stem) for path in run.get_training("ab12cd34").list_checkpoints()] == [12_000, 3_000, 500]
 
 
 @pytest.mark.parametrize(
     "name", ["my-backup.pt", "best-copy.pt", "7.pt", "000000012000-copy.pt", ".000000012000.pt.swp"]
 )
 def test_a_file_that_tula_did_not_name_is_no_checkpoint(run, name):
-    path = run.training("ab12cd34").checkpoint_path(500)
+    path = run.get_training("ab12cd34").get_checkpoint_path(500)
     for file in (path, path.with_name(name)):
         write_atomic(file, b"")
-    run.training("ab12cd34").drop_drafts()
-    assert run.training("ab12cd34").checkpoints() == [path] and run.training("ab12cd34").newest_samples() == 500
+    run.get_training("ab12cd34").drop_drafts()
+    assert (
+        run.get_training("ab12cd34").list_checkpoints() == [path]
+        and run.get_training("ab12cd34").find_newest_samples() == 500
+    )
     assert path.with_name(name).exists()
 
 
 def test_a_draft_that_was_left_behind_is_dropped(run):
-    draft = run.training("ab12cd34").checkpoint_path(500).with_name(".000000000500.pt.node1.example.org.4711")
+    draft = run.get_training("ab12cd34").get_checkpoint_path(500).with_name(".000000000500.pt.node1.example.org.4711")
     write_atomic(draft, b"")
-    run.training("ab12cd34").drop_drafts()
+    run.get_training("ab12cd34").drop_drafts()
     assert not draft.exists()
 
 
 def test_a_training_has_diverged_if_its_newest_attempt_did(run):
     for task in ("train-ab12cd34-1", "train-ab12cd35-1"):
         run.write_attempt(make.attempt(task, start=1.0, end=2.0, outcome="diverged"))
-    assert run.training("ab12cd34").diverged().task == "train-ab12cd34-1"
+    assert run.get_training("ab12cd34").find_diverged_attempt().task == "train-ab12cd34-1"
     run.write_attempt(make.attempt("train-ab12cd34-1", number=2, start=3.0))
-    assert run.training("ab12cd34").diverged() is run.training("00000000").diverged() is None
+    assert (
+        run.get_training("ab12cd34").find_diverged_attempt()
+        is run.get_training("00000000").find_diverged_attempt()
+        is None
+    )
 
 
 def test_a_mark_of_cancelling_comes_and_goes(run):
     assert not run.is_cancelled("probe-n001")
     run.cancel("probe-n001")
     assert run.is_cancelled("probe-n001")
-    assert run.jobs() == []
-    run.uncancel("probe-n001")
+    assert run.read_jobs() == []
+    run.remove_cancellation("probe-n001")
     assert not run.is_cancelled("probe-n001")
 
 
@@ -412,9 +432,9 @@ def test_a_number_that_no_measurement_has_is_damage(run, energy):
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, "energy": 0}).replace('"energy": 0', f'"energy": {energy}'))
     with pytest.raises(BadMeasurements, match=r"is damaged: .* is not a valid number"):
-        run.results()
+        run.read_results()
     path.write_text(json.dumps({**content, "extra": ": NaN, 1e999"}))  # a text, and a key of a newer version
-    assert len(run.results()) == 1
+    assert len(run.read_results()) == 1
 
 
 def test_a_job_in_a_folder_that_cannot_be_looked_into_counts_as_moved(run):
@@ -431,16 +451,16 @@ def test_a_probe_without_steps_nodes_or_memory_is_damaged(run, key, value):
     path = run.path / "results" / f"{make_probe_id(1, 32)}.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
     with pytest.raises(BadMeasurements, match="is damaged"):
-        run.results()
+        run.read_results()
 
 
 def test_checkpoints_of_the_training_that_saved_last_are_the_newest(run):
     def save(signature, *moments):
         saves = [Save(saved_at=at, batch=8, steps=10, samples=80, seconds=1.0) for at in moments]
-        run.training(signature).write_script_saves(ScriptSaves(saves=saves))
+        run.get_training(signature).write_script_saves(ScriptSaves(saves=saves))
 
-    assert run.newest_script_saves() == ()
+    assert run.find_newest_script_saves() == ()
     save("first", 1.0, 40.0)
     save("second", 30.0, 31.0, 32.0)
     save("third")
-    assert [save.saved_at for save in run.newest_script_saves()] == [1.0, 40.0]
+    assert [save.saved_at for save in run.find_newest_script_saves()] == [1.0, 40.0]

@@ -146,8 +146,8 @@ def test_a_job_of_a_newer_tula_does_not_continue_a_training_of_an_older_format(o
 
 
 def test_failures_of_an_older_format_are_read(older: RunDir) -> None:
-    (attempt,) = (item for item in older.attempts() if item.outcome == "user")
-    failed = older.result("probe-n002-l000256")
+    (attempt,) = (item for item in older.read_attempts() if item.outcome == "user")
+    failed = older.read_result("probe-n002-l000256")
     assert attempt.message == "KeyError: 'label'" and attempt.rank == 0
     assert isinstance(failed, Failed) and failed.message == "KeyError: 'label'"
 
@@ -271,7 +271,7 @@ def test_a_job_on_one_machine_gives_a_sign_of_life_each_minute(run: RunDir, monk
     monkeypatch.setattr(attempt.time, "monotonic", lambda: clock[0])
     touched: list[Path] = []
     monkeypatch.setattr(attempt.os, "utime", touched.append)
-    task = run.task(name)
+    task = run.read_task(name)
     assert isinstance(task, ProbeTask)
     running = attempt.RunningAttempt(
         run, Allocation(0, 1), None, GpuMemory(), task, make.attempt(name), LeaderCommand(task=name), 1e9, ChangeWatcher(run.path, Allocation(0, 1))  # type: ignore[arg-type]

@@ -34,10 +34,10 @@ def test_each_node_type_is_a_run_that_its_own_spec_identifies(family: tuple[Run,
     assert [run.id.rpartition("-")[0] for run in family] == ["toy-a", "toy-b.x"]
     for run in family:
         assert run.path.parent == tmp_path and not run.read_spec().node_types
-        assert RunDir.of(tmp_path, run.read_spec()).path == run.path
+        assert RunDir.from_spec(tmp_path, run.read_spec()).path == run.path
         assert run.job_name == "toy"
     (alone,) = make_runs(tmp_path, make.spec())
-    assert alone.path == RunDir.of(tmp_path, make.spec()).path and alone.name is None
+    assert alone.path == RunDir.from_spec(tmp_path, make.spec()).path and alone.name is None
 
 
 def test_runs_of_a_job_find_each_other_and_a_copy_is_alone(family: tuple[Run, ...], tmp_path: Path) -> None:
@@ -84,13 +84,13 @@ def test_runs_of_one_job_on_two_clusters_are_chosen_among(tmp_path: Path) -> Non
     assert {row.type for row in answer.recommendation.rows} == {run.id for run in runs}
     assert answer.chosen_run.path == runs[1].path
     save_answer(together, answer)
-    kept = [run.recommendation() for run in runs]
+    kept = [run.read_recommendation() for run in runs]
     assert kept[0] is not None and kept[1] is not None
     assert not any(row.type for recommendation in kept for row in recommendation.rows), (
         "as later commands call the runs"
     )
     assert kept[1].choice == answer.recommendation.choice.model_copy(update={"type": ""})
-    assert RunDir.newest(tmp_path).path == runs[1].path, "what tula train takes without an argument"
+    assert RunDir.find_newest(tmp_path).path == runs[1].path, "what tula train takes without an argument"
 
 
 def test_copies_of_a_run_are_compared_and_each_keeps_its_type(family: tuple[Run, ...], tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_copies_of_a_run_are_compared_and_each_keeps_its_type(family: tuple[Run,
     assert len({row.type for row in answer.recommendation.rows}) == 2
     save_answer(together, answer, every=True)
     for run in together:
-        kept = run.recommendation()
+        kept = run.read_recommendation()
         assert kept is not None and {row.type for row in kept.rows} == {"a"} == {kept.choice.type}
         assert (run.path / "results.csv").read_text().splitlines()[1].startswith("a,")
 

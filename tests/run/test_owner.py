@@ -167,16 +167,16 @@ def test_a_lock_and_a_record_of_another_user(shared: Path) -> None:
         without_rights(),
         pytest.raises(NotYours, match=r"recommendation\.json belongs to nobody: you may not read it"),
     ):
-        value.recommendation()
+        value.read_recommendation()
 
 
 def test_ones_own_run_is_the_newest_and_a_name_in_a_sticky_folder_stays(shared: Path, theirs: RunDir) -> None:
     shared.chmod(0o1777)
     opened(theirs)
     with without_rights():
-        assert RunDir.newest(shared).id == theirs.id
+        assert RunDir.find_newest(shared).id == theirs.id
         value = RunDir.create(shared, make.spec(name="own"))  # `latest` is another's, and cannot be replaced
-        assert RunDir.newest(shared).id == value.id
+        assert RunDir.find_newest(shared).id == value.id
     assert (shared / "latest").read_text().strip() == theirs.id
 
 
@@ -192,7 +192,7 @@ def test_what_is_closed_otherwise_is_no_other_users(shared: Path, monkeypatch: p
     with without_rights(), pytest.raises(CannotWrite, match="Permission denied"):
         RunDir.create(closed / "runs", make.spec())
     assert owner.find_other_owner(closed) == "nobody"
-    monkeypatch.setattr(owner, "_gives_all_to", lambda *_: True)  # a file system that gives all files to one user
+    monkeypatch.setattr(owner, "_owns_all_new_files", lambda *_: True)  # a file system that gives all files to one user
     assert not owner.find_other_owner(closed)
 
 

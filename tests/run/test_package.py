@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     (tmp_path / "a run").mkdir()
-    result = package.keep_package(tmp_path / "a run")
+    result = package.write_package_archive(tmp_path / "a run")
     assert result is not None
     return result
 
@@ -47,7 +47,7 @@ def test_a_job_imports_the_tula_that_it_was_submitted_with(place: Path, tmp_path
 def test_the_archive_is_written_once_and_holds_all_of_tula(place: Path) -> None:
     assert place == package.find_package_archive(place.parents[1])
     before = place.stat()
-    package.keep_package(place.parents[1])
+    package.write_package_archive(place.parents[1])
     assert place.stat().st_mtime_ns == before.st_mtime_ns
     assert list(place.parent.iterdir()) == [place]
     names = {str(path.relative_to(ROOT)) for path in (ROOT / "tula_cli").rglob("*.py")}

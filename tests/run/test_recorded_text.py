@@ -68,9 +68,9 @@ def test_what_failed_and_what_was_warned_of_is_recorded_without_secrets(tmp_path
         metrics.add("warning", Position(), 0.0, message=QUOTED, nested={"causes": [QUOTED]})
     scripted = task.model_copy(update={"spec": script_spec(epochs=2)})
     ScriptTraining(run, scripted)._add("warning", 0, message=QUOTED)
-    rows = list(run.training(task.signature).metrics())
+    rows = list(run.get_training(task.signature).read_metrics())
     assert len(rows) == 2 and all("HTTPError: 403" in row["message"] for row in rows)
-    (failed,) = [result for result in run.results() if isinstance(result, Failed)]
+    (failed,) = [result for result in run.read_results() if isinstance(result, Failed)]
     assert "HTTPError: 403" in failed.message
     assert [file for file in run.path.rglob("*") if file.is_file() and SECRET in file.read_text()] == []
 

@@ -12,18 +12,18 @@ from tula_cli.run.script_attempt import ScriptAttempt
 
 def test_nothing_is_there_before_it_is_written(tmp_path: Path) -> None:
     attempt = ScriptAttempt(tmp_path, "p", 1)
-    assert attempt.results() == attempt.failures() == attempt.rows(0) == []
-    assert attempt.heartbeat(0) is None and attempt.ends_at() is None and attempt.newest_row(0) == {}
+    assert attempt.read_results() == attempt.read_failures() == attempt.read_rows(0) == []
+    assert attempt.read_heartbeat(0) is None and attempt.read_end_time() is None and attempt.read_newest_row(0) == {}
 
 
 def test_the_output_of_a_script_is_the_folder_that_was_written_last(tmp_path: Path) -> None:
-    training = RunDir(tmp_path).training("ab12cd34")
-    assert training.script_output() is None
+    training = RunDir(tmp_path).get_training("ab12cd34")
+    assert training.find_script_output() is None
     for age, name in ((20, "out"), (10, "out-64")):
         folder = training.path / name
         folder.mkdir(parents=True)
         os.utime(folder, (1e9 - age, 1e9 - age))
-        assert training.script_output() == folder
+        assert training.find_script_output() == folder
 
 
 def test_the_newest_row_is_found_at_the_end_of_a_long_file(tmp_path: Path) -> None:
@@ -33,8 +33,8 @@ def test_the_newest_row_is_found_at_the_end_of_a_long_file(tmp_path: Path) -> No
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (attempt.path / "steps-0.jsonl").write_text(text + '{"kind": "row", "st')
     assert len(text) > 2 * script_attempt.TAIL
-    assert attempt.newest_row(0) == {"kind": "row", "step": 4999}
-    assert attempt.rows(0) == rows
+    assert attempt.read_newest_row(0) == {"kind": "row", "step": 4999}
+    assert attempt.read_rows(0) == rows
 
 
 def test_lines_of_the_end_begin_with_a_whole_one(tmp_path: Path) -> None:
@@ -51,4 +51,4 @@ def test_the_end_that_is_near_is_reported_once(tmp_path: Path) -> None:
     attempt.announce_end(1234.56)
     assert file_changes.read_news_state(attempt.run) not in (None, before), "followers look where there is news"
     attempt.announce_end(9.0)
-    assert attempt.ends_at() == 1234.6
+    assert attempt.read_end_time() == 1234.6

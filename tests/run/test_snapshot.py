@@ -43,22 +43,22 @@ def test_a_list_of_runs_reads_each_file_at_most_once(run):
 def test_what_was_read_does_not_change_within_a_look(run):
     job = make.add_training(run, rows=make.metrics())
     look = run.read()
-    assert [task.job for task in look.tasks] == [job] and look.training("ab12cd34").result() is None
+    assert [task.job for task in look.tasks] == [job] and look.get_training("ab12cd34").read_result() is None
     run.write_train_result(make.train_result())
-    assert look.training("ab12cd34").result() is None
-    assert run.read().training("ab12cd34").result() == make.train_result()
+    assert look.get_training("ab12cd34").read_result() is None
+    assert run.read().get_training("ab12cd34").read_result() == make.train_result()
 
 
 def test_attempts_are_found_by_their_job_over_all_its_tasks(run):
     name = make.add_training(run)
-    task = run.task(f"{name}-1")
+    task = run.read_task(f"{name}-1")
     run.write_task(task.model_copy(update={"id": f"{name}-2", "attempt": 2}))
     run.write_attempt(make.attempt(f"{name}-2", start=make.START + 20))
     run.write_attempt(make.attempt(f"{name}-1", start=make.START + 10))
     look = run.read()
-    assert [attempt.task for attempt in look.attempts_of(name)] == [f"{name}-1", f"{name}-2"]
-    assert [attempt.task for attempt in look.attempts_of(name, since=make.START + 15)] == [f"{name}-2"]
-    assert look.attempts_of("another") == []
+    assert [attempt.task for attempt in look.list_attempts_of_job(name)] == [f"{name}-1", f"{name}-2"]
+    assert [attempt.task for attempt in look.list_attempts_of_job(name, since=make.START + 15)] == [f"{name}-2"]
+    assert look.list_attempts_of_job("another") == []
 
 
 @pytest.mark.promise("the run directory", "a result is damaged", "its file is named, and the other results are shown")
@@ -69,7 +69,7 @@ def test_a_damaged_result_is_reported_beside_the_others(run):
     assert [result.local_batch for result in look.results] == [32]
     assert "is damaged" in look.damaged[0].message
     with pytest.raises(BadMeasurements, match="is damaged"):
-        run.results()
+        run.read_results()
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_the_hint_of_a_damaged_file_names_the_command_that_writes_it(name, hint)
 )
 def test_a_damaged_curve_is_reported_and_one_that_a_kill_has_cut_off_is_not(run):
     make.add_training(run, rows=make.metrics())
-    path = run.training("ab12cd34").metrics_path
+    path = run.get_training("ab12cd34").metrics_path
     rows = path.read_bytes()
     for normal in (rows, rows[:-9], rows + b'{"kind": "st\0\0\0\0', rows + b"\0" * 99):
         path.write_bytes(normal)
@@ -116,33 +116,33 @@ def test_scheduler_logs_are_found_by_the_ids_of_their_jobs(run):
     ):
         (run.submitit_dir / name).write_text(text)
     look = run.read()
-    assert [path.name for path in look.scheduler_logs(["12"])] == ["12_0_log.err"]
-    assert {path.name for path in look.started_logs(["12"])} == {"12_0_log.err", "12_0_log.out"}
+    assert [path.name for path in look.list_scheduler_logs(["12"])] == ["12_0_log.err"]
+    assert {path.name for path in look.list_started_logs(["12"])} == {"12_0_log.err", "12_0_log.out"}
 
 
 def test_a_copy_has_no_jobs_until_it_submits_its_own(run, tmp_path):
     job = make.add_training(run, rows=make.metrics())
-    run.write_job(run.job(job).model_copy(update={"folder": str(run.path)}))
+    run.write_job(run.find_job(job).model_copy(update={"folder": str(run.path)}))
     copy = RunDir(tmp_path / "copy")
     shutil.copytree(run.path, copy.path)
     linked = RunDir(tmp_path / "linked")
     linked.path.symlink_to(run.path)
-    assert [result.id for result in run.jobs()] == [outcome.id for outcome in linked.jobs()] == [job]
-    assert copy.jobs() == [] and copy.job(job) is None
+    assert [result.id for result in run.read_jobs()] == [outcome.id for outcome in linked.read_jobs()] == [job]
+    assert copy.read_jobs() == [] and copy.find_job(job) is None
     (words,) = copy.read().job_warnings
     assert words.values["original"] == str(run.path) and not run.read().job_warnings
-    copy.write_job(run.job(job).model_copy(update={"folder": str(copy.path)}))
-    assert copy.job(job) is not None and not copy.read().job_warnings
+    copy.write_job(run.find_job(job).model_copy(update={"folder": str(copy.path)}))
+    assert copy.find_job(job) is not None and not copy.read().job_warnings
 
 
 def test_what_waits_for_a_run_that_was_moved_is_over(run, tmp_path, monkeypatch):
     job = make.add_training(run, rows=make.metrics())
-    run.write_job(run.job(job).model_copy(update={"folder": str(run.path), "scheduler": "slurm"}))
+    run.write_job(run.find_job(job).model_copy(update={"folder": str(run.path), "scheduler": "slurm"}))
     monkeypatch.setattr(queue, "ask_states", lambda ids: {id_: SchedulerState("pending", "Dependency") for id_ in ids})
     moved = RunDir(tmp_path / "moved")
 
     def state(run):
-        return submit.SlurmLauncher().states(run.read(), run.jobs())[job]
+        return submit.SlurmLauncher().states(run.read(), run.read_jobs())[job]
 
     assert state(run).state == "pending"
     was = run.path

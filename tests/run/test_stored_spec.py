@@ -37,7 +37,7 @@ def test_the_job_is_read_from_yaml_and_from_json(run: RunDir) -> None:
 
 
 def test_tasks_are_read(run: RunDir) -> None:
-    (task,) = run.tasks()
+    (task,) = run.read_tasks()
     assert task.spec.search.strategy == "auto"
 
 

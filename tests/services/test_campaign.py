@@ -94,7 +94,7 @@ def test_a_budget_below_the_cheapest_plan_is_refused(run: RunDir) -> None:
 def test_limits_of_all_trainings_change_neither_the_knee_nor_the_options_of_one(
     trainings: int, budget: float, hours: float, cost: float
 ) -> None:
-    demo = RunDir.newest(find_folder("demo"))
+    demo = RunDir.find_newest(find_folder("demo"))
     within, free = plan(demo, trainings, budget=budget), plan(demo, trainings)
     assert (within.hours, within.cost) == pytest.approx((hours, cost), rel=1e-3)
     assert within.max_batch == free.max_batch == within.batch and within.at_fastest == free.at_fastest
@@ -208,7 +208,7 @@ def test_the_screen_compares_speed_and_node_hours_unless_both_are_equal(
 @pytest.fixture
 def two_jobs(run: RunDir) -> list[RunDir]:
     other = RunDir.create(run.path.parent, spec(name="other", train={"epochs": 3}, search={"max_batch": 4096}))
-    for result in run.results():
+    for result in run.read_results():
         other.write_result(result)
     return [run, other]
 

@@ -90,7 +90,7 @@ def test_a_scheduler_of_ones_own_that_is_not_there_is_reported_before_the_model_
         raise AssertionError("built")
 
     with pytest.raises(SpecError, match="there is no module 'no_such_site'"):
-        check_all([RunDir.of(Path("runs"), make.spec(cluster={"kind": "no_such_site:Pbs"}))], inspector=never)
+        check_all([RunDir.from_spec(Path("runs"), make.spec(cluster={"kind": "no_such_site:Pbs"}))], inspector=never)
 
 
 def test_jobs_are_those_of_the_search(found):
@@ -118,9 +118,9 @@ def test_what_is_expected_follows_from_the_nearest_probes_and_stays_below_the_mo
     for local in (32, 512):
         make.add_measured(run, 1, local)
     start, few, many = (
-        run.result("probe-n001-l000032").overheads.startup,
+        run.read_result("probe-n001-l000032").overheads.startup,
         *(
-            job.search.probe_seconds(statistics.median(run.result(f"probe-n001-l{local:06d}").step_times))
+            job.search.probe_seconds(statistics.median(run.read_result(f"probe-n001-l{local:06d}").step_times))
             for local in (32, 512)
         ),
     )
@@ -422,7 +422,7 @@ class Nodes:
 
     def log(self, *tasks: int) -> None:
         """Leave what SLURM writes for each of its tasks on the task's own node."""
-        job = self.run.job(self.task.job)
+        job = self.run.find_job(self.task.job)
         self.run.submitit_dir.mkdir(exist_ok=True)
         for number in tasks:
             (self.run.submitit_dir / f"{job.scheduler_id}_{number}_log.out").touch()
@@ -599,7 +599,7 @@ def test_the_same_check_is_taken_up_until_its_end_was_reported(nodes):
 
 def test_a_check_measures_nothing_and_trains_nothing(nodes):
     assert nodes.run.check_tasks() == [nodes.task]
-    assert nodes.run.tasks() == []
+    assert nodes.run.read_tasks() == []
 
 
 def test_the_logs_of_a_check_are_found(nodes):
@@ -741,7 +741,7 @@ def test_a_port_that_was_taken_is_tried_again(nodes):
 
 def test_a_job_that_ends_before_its_ranks_is_reported_by_its_log(nodes):
     nodes.log(0, 1)
-    job = nodes.run.job(nodes.task.job)
+    job = nodes.run.find_job(nodes.task.job)
     (nodes.run.submitit_dir / f"{job.scheduler_id}_0_log.err").write_text("module: command not found\n")
     with pytest.raises(JobFailed, match="module: command not found"):
         nodes.conclude()

@@ -368,7 +368,7 @@ def test_an_evaluation_that_is_not_finite_counts_with_its_accuracy(run: RunDir) 
     planned, launcher = plan(run), Trains()
     cell = next(cell for cell in planned.comparison.cells if (cell.method, cell.batch) == ("lbt-x4", 256))
     trainings.submit_cell(run, cell, launcher, inspect=inspect)
-    summary = run.training(cell.signature).summary()
+    summary = run.get_training(cell.signature).read_summary()
     run.write_summary(summary.model_copy(update={"metrics": {"top1": 10.0, "top5": 50.0}}))
     result = row(table(run, planned.comparison), "lbt-x4", 256)
     assert result.cells[0].state == "diverged"
@@ -504,7 +504,7 @@ def test_a_training_that_fell_back_to_a_smaller_batch_is_marked(run: RunDir) -> 
     planned, launcher = plan(run), Trains()
     cell = planned.comparison.cells[1]
     trainings.submit_cell(run, cell, launcher, inspect=inspect)
-    summary = run.training(cell.signature).summary()
+    summary = run.get_training(cell.signature).read_summary()
     assert summary is not None
     run.write_summary(summary.model_copy(update={"batch": 64}))
     report = table(run, planned.comparison)
@@ -515,7 +515,7 @@ def test_a_training_whose_batch_norm_saw_fewer_samples_is_marked(run: RunDir) ->
     planned, launcher = plan(run), Trains()
     cell = planned.comparison.cells[1]
     trainings.submit_cell(run, cell, launcher, inspect=inspect)
-    summary = run.training(cell.signature).summary()
+    summary = run.get_training(cell.signature).read_summary()
     assert summary is not None
     oom, killed = Failure(outcome="device_oom"), Failure(outcome="signal", message="killed")
     plain = Fallback(rung=0, splits=2, batch=128, micro_batch=64, micro_batches=2)
@@ -698,7 +698,7 @@ def test_a_script_whose_last_value_is_no_number_has_diverged(tmp_path: Path) -> 
     report = compared(tmp_path, TrainsScripts(), spec, methods=("lbt",), seeds=1, controls=False)
     run = RunDir(next((tmp_path / "tula-runs").glob("own-*")))
     cell = next(outcome.cells[0].cell for outcome in report.rows if outcome.batch == 128)
-    kept = run.training(cell.signature).summary()
+    kept = run.get_training(cell.signature).read_summary()
     run.write_summary(kept.model_copy(update={"metrics": {"best_acc": 0.8, "best_loss": 0.1}}))
     comparison = services_compare.plan_comparison(
         Run(run.path, spec), Grid(("lbt",), (64, 128), 1, 1, controls=False), inspect=inspect, now=1.0

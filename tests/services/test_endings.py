@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> RunDir:
 @pytest.fixture
 def task(run: RunDir) -> TrainTask:
     make.add_training(run)
-    task = run.training("ab12cd34").newest_task()
+    task = run.get_training("ab12cd34").read_newest_task()
     assert task is not None
     return task
 

@@ -49,7 +49,7 @@ class World(make.FakeLauncher):
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        self.run = RunDir.of(folder, spec())
+        self.run = RunDir.from_spec(folder, spec())
         self.confirmed: list[Any] = []
         self.events: list[Event] = []
         self.first_jobs = self.tried = 0
@@ -225,7 +225,7 @@ def test_what_the_first_job_told_is_known_to_check_estimate_and_train(world: Wor
     write_record(first_job.get_inspection_path(world.run, spec()), TOLD)
     report = services_check.check_all([world.run], inspector=world._inspect).reports[None]
     assert (report.inspection, report.unsettled) == (TOLD, None)
-    elsewhere = [RunDir.of(world.run.path / "elsewhere", spec())]
+    elsewhere = [RunDir.from_spec(world.run.path / "elsewhere", spec())]
     assert services_check.check_all(elsewhere, inspector=world._inspect).reports[None].unsettled is not None
     assert train.plan_training(world.run, nodes=1, batch=64, inspect=world._inspect).task.batch == 64
     answer = TOLD.model_copy(update={"footprints": tuple(footprint(Truth(), size) for size in (8, 16))})

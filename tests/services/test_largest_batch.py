@@ -78,7 +78,7 @@ def test_where_only_other_nodes_were_measured_nothing_fits(tmp_path: Path) -> No
 def test_a_search_between_two_trials_is_running_until_its_job_has_ended(tmp_path: Path) -> None:
     run, launcher = run_of(tmp_path, spec_of()), FakeLauncher()
     profile.submit_probes(run, largest_batch.plan_search(run, GPU), launcher)
-    task = run.task("largest-n001")
+    task = run.read_task("largest-n001")
     assert isinstance(task, ProbeTask)
     make_runs.add_measured(run, 1, task.local_batches[0])
     states = []

@@ -55,7 +55,7 @@ def test_logs_of_one_job(run):
 def test_logs_of_a_job_in_a_copy_of_its_run(run, tmp_path):
     make.add_probes(run, 1, (32,))
     write_log(run, "probe-n001", 1, "said\n")
-    (job,) = run.jobs()
+    (job,) = run.read_jobs()
     run.write_job(job.model_copy(update={"folder": str(run.path.resolve())}))
     copy = RunDir(shutil.copytree(run.path, tmp_path / "copy"))
     assert copy.read().jobs == [] and texts(logs.read_logs(copy, LogQuery(job="probe-n001"))) == ["said"]

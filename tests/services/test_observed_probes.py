@@ -72,15 +72,15 @@ def test_the_newest_measurement_of_a_configuration_counts(
         observed_probes, "list_observed_jobs", lambda root: [ObservedJob(folder / name) for name in jobs]
     )
     monkeypatch.setattr(observed_probes, "measure_observed_job", lambda job: jobs[job.id])
-    run = RunDir.of(tmp_path / "runs", spec)
+    run = RunDir.from_spec(tmp_path / "runs", spec)
     events = list(add_observed_probes([Run(run.path, spec)], str(folder)))
     assert [event.warning.values["job"] for event in events if isinstance(event, WarningEvent)] == ["train/2"]  # type: ignore[union-attr]
-    single, double = run.results()
+    single, double = run.read_results()
     assert isinstance(single, Measured) and isinstance(double, Measured)
     assert (single.step_times[0], double.nodes) == (0.2, 2)
     run.write_result(single.model_copy(update={"measured_at": 5.0, "step_times": (0.1,) * 20}))
     list(add_observed_probes([Run(run.path, spec)], str(folder)))
-    newer = run.result(single.id)
+    newer = run.read_result(single.id)
     assert isinstance(newer, Measured) and newer.step_times[0] == 0.1, "a later probe is kept"
     del jobs["1"], jobs["3"], jobs["4"]
     with pytest.raises(BadMeasurements, match="no observed job of"):
@@ -98,7 +98,7 @@ def test_overrides_are_not_stored_with_observed_jobs_unless_they_make_another_ru
 
     def add(*overrides: str) -> RunDir:
         assumed = load_spec(job_file, overrides=overrides)
-        run = Run(RunDir.of(tmp_path / "runs", assumed).path, assumed)
+        run = Run(RunDir.from_spec(tmp_path / "runs", assumed).path, assumed)
         file = JobFile(path=str(job_file), overrides=overrides)
         list(add_observed_probes([run], str(tmp_path / "train"), file))
         return run
@@ -106,28 +106,28 @@ def test_overrides_are_not_stored_with_observed_jobs_unless_they_make_another_ru
     plain = JobFile(path=str(job_file))
     for _ in range(2):  # the run is created, and is there
         run = add("search.nodes=[1]")
-        assert run.job_file() == plain and run.read_spec() == load_spec(job_file)
+        assert run.read_job_file() == plain and run.read_spec() == load_spec(job_file)
     renamed = add("name=other")
-    assert renamed.read_spec().name == "other" and renamed.job_file() == JobFile(
+    assert renamed.read_spec().name == "other" and renamed.read_job_file() == JobFile(
         path=plain.path, overrides=("name=other",)
     )
 
 
 def test_a_job_without_a_script_takes_no_observed_jobs(tmp_path: Path, spec: JobSpec) -> None:
     with pytest.raises(SpecError, match="no job was observed"):
-        list(add_observed_probes([RunDir.of(tmp_path, spec)], str(tmp_path / "train")))
-    several = [RunDir.of(tmp_path, spec), RunDir.of(tmp_path, spec)]
+        list(add_observed_probes([RunDir.from_spec(tmp_path, spec)], str(tmp_path / "train")))
+    several = [RunDir.from_spec(tmp_path, spec), RunDir.from_spec(tmp_path, spec)]
     with pytest.raises(SpecError, match="one number of GPUs per node, but this one has 2"):
         list(add_observed_probes(several, "train"))
     builtin = spec.model_copy(update={"script": None})
     with pytest.raises(SpecError, match="section script"):
-        list(add_observed_probes([RunDir.of(tmp_path, builtin)], "train"))
+        list(add_observed_probes([RunDir.from_spec(tmp_path, builtin)], "train"))
 
 
 def test_a_folder_stands_for_its_script_or_for_its_job(
     tmp_path: Path, spec: JobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, job = RunDir.of(tmp_path / "runs", spec), tmp_path / "tula-observed/train/job"
+    run, job = RunDir.from_spec(tmp_path / "runs", spec), tmp_path / "tula-observed/train/job"
     job.mkdir(parents=True)
     (beat,) = make_job(1, 4).heartbeats
     (job / "heartbeat-0.json").write_text(beat.model_dump_json())
@@ -142,7 +142,7 @@ def test_a_folder_stands_for_its_script_or_for_its_job(
         list(add_observed_probes([run], str(tmp_path / "elsewhere/empty")))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SpecError) as error:
-        RunDir.newest(tmp_path / "tula-runs")
+        RunDir.find_newest(tmp_path / "tula-runs")
     assert error.value.hint.endswith("--run DIR; tula observe --report shows the observed jobs")
 
 

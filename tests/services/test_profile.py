@@ -92,10 +92,10 @@ def test_jobs_are_submitted_with_their_task_written_first(run: RunDir) -> None:
     jobs = profile.submit_probes(run, plan, launcher)
     assert jobs == ("probe-n001", "probe-n002")
     assert launcher.submitted == list(jobs)
-    task = run.task("probe-n002")
+    task = run.read_task("probe-n002")
     assert isinstance(task, ProbeTask)
     assert task.local_batches == (16, 32, 64, 128, 256, 512)
-    assert [job.id for job in run.jobs()] == list(jobs)
+    assert [job.id for job in run.read_jobs()] == list(jobs)
 
 
 def test_a_second_call_attaches_to_what_is_under_way(run: RunDir) -> None:
@@ -307,7 +307,7 @@ def test_why_a_probe_of_a_script_failed_is_reported_once_with_what_to_do(tmp_pat
     (job,) = next(event for event in messages if isinstance(event, JobsProgress)).status.jobs
     assert job.state == "failed" and why not in live._describe_job(job)
     plan = profile.ProfilePlan(
-        tuple(run.tasks()), 1, 0, 20, Source(Path(), ""), **vars(compute_max_cost(run.read_spec(), 0.3, None))
+        tuple(run.read_tasks()), 1, 0, 20, Source(Path(), ""), **vars(compute_max_cost(run.read_spec(), 0.3, None))
     )
     with pytest.raises(JobFailed, match="a step trains on 8 samples") as error:
         profile.make_profile_report(run, plan)

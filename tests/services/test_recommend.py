@@ -90,7 +90,7 @@ def test_where_ranks_hold_each_other_up_the_choice_is_among_what_was_measured(tm
 
 def test_the_answer_is_stored(run: RunDir) -> None:
     answer = ask(run, "knee", curve="cost")
-    assert run.recommendation() == answer
+    assert run.read_recommendation() == answer
     assert answer.created_at == 1.0 and answer.curve == "cost"
 
 
@@ -199,7 +199,7 @@ def test_the_limit_that_leaves_nothing_is_named_with_the_closest(
 ) -> None:
     with pytest.raises(Infeasible, match=words):
         ask(run, **limits)
-    assert run.recommendation() is None
+    assert run.read_recommendation() is None
 
 
 def test_nodes_whose_step_time_is_unknown_are_to_be_profiled(tmp_path: Path) -> None:
@@ -546,7 +546,7 @@ def test_each_type_keeps_its_own_best(tmp_path: Path) -> None:
     run = two_types(tmp_path)
     answer = ask(run, "time")
     fast, slow = open_family(run)
-    known = [part.recommendation() for part in (fast, slow)]
+    known = [part.read_recommendation() for part in (fast, slow)]
     assert known[0] is not None and known[0].choice.batch == answer.choice.batch
     assert known[1] is not None and known[1].choice.type == "slow"
     assert f"--run {fast.path} --nodes {answer.choice.nodes}" in (fast.path / "recommended.yaml").read_text()
@@ -700,7 +700,7 @@ def test_a_script_is_recommended_by_its_steps_and_told_what_is_missing(script: R
         code for code in codes(warnings_of(script, "knee")) if code in ("times-exclude", "same-progress-unknown")
     ] == ["same-progress-unknown", "times-exclude"]
     assert result.efficiency == "" and result.choice.same_progress is None
-    assert RunDir.open(script.path).recommendation() == result
+    assert RunDir.open(script.path).read_recommendation() == result
 
 
 def test_the_cost_of_an_interruption_of_a_script_is_reported(tmp_path: Path) -> None:
@@ -714,8 +714,10 @@ def test_the_cost_of_an_interruption_of_a_script_is_reported(tmp_path: Path) -> 
     assert result.interruption.startswith("the checkpoint interval is unknown until the script trains")
     assert values(warnings_of(run), "no-spot-saves-unknown") == {"nodes": result.choice.nodes}
     save = Save(saved_at=5.0, batch=64, steps=100, samples=6400, seconds=None)
-    run.training("old").write_script_saves(ScriptSaves(saves=(save.model_copy(update={"saved_at": 1.0, "steps": 7}),)))
-    run.training("new").write_script_saves(ScriptSaves(saves=(save, save)))
+    run.get_training("old").write_script_saves(
+        ScriptSaves(saves=(save.model_copy(update={"saved_at": 1.0, "steps": 7}),))
+    )
+    run.get_training("new").write_script_saves(ScriptSaves(saves=(save, save)))
     result = ask(run, "cost")
     assert result.interruption.startswith("saves every 100 steps, ") and "(SIGUSR1)" in result.interruption
     assert result.choice.market == "spot" and "no-spot-saves-unknown" not in codes(warnings_of(run, "cost"))
@@ -747,7 +749,7 @@ def test_cells_of_what_was_not_measured_are_empty(script: RunDir) -> None:
     assert frame.step_time_s.notna().all() and frame[["sync_time_s", "data_wait_s"]].isna().all().all()
     stored = json.loads((script.path / "results" / "probe-n002-l000016.json").read_text())
     assert (stored["sync_time"], stored["gradients"], stored["memory"]["libraries"]) == (None, None, None)
-    assert isinstance(script.results()[0].memory, PeakMemory)  # type: ignore[union-attr]
+    assert isinstance(script.read_results()[0].memory, PeakMemory)  # type: ignore[union-attr]
 
 
 def test_a_damaged_job_is_reported_and_left_out(run: RunDir) -> None:

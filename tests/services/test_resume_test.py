@@ -109,7 +109,7 @@ def prepared(result: resume_test.TrainingStart, launcher: FakeLauncher | None = 
 )
 def test_a_job_that_cannot_be_tested_is_refused(tmp_path: Path, job: JobSpec, words: str) -> None:
     with pytest.raises(SpecError, match=words):
-        follow(resume_test.run_resume_test([RunDir.of(tmp_path, job)], lambda _: FakeLauncher()), lambda _: None)
+        follow(resume_test.run_resume_test([RunDir.from_spec(tmp_path, job)], lambda _: FakeLauncher()), lambda _: None)
 
 
 def test_a_batch_has_a_half_and_is_that_of_the_recommendation_or_of_the_script(run: RunDir) -> None:
@@ -169,7 +169,7 @@ def test_the_same_rehearsal_is_submitted_once(run: RunDir) -> None:
     launcher.says[first.job] = "ended"
     second = resume_test.submit_resume_test(part, launcher, code(), batch=None)
     assert launcher.submitted == [first.job, second.job] and second.id.endswith("-2")
-    assert isinstance(run.task(first.id), ResumeTestTask) and (first.nodes, first.batch) == (1, 100)
+    assert isinstance(run.read_task(first.id), ResumeTestTask) and (first.nodes, first.batch) == (1, 100)
 
 
 def test_status_shows_a_rehearsal_while_it_runs_and_what_it_found(run: RunDir) -> None:
@@ -187,7 +187,7 @@ def test_status_shows_a_rehearsal_while_it_runs_and_what_it_found(run: RunDir) -
 def test_what_found_nothing_out_is_no_success(run: RunDir) -> None:
     keep(run, None, why="not tested: no checkpoint within 30 s")
     nothing = resume_test.ResumeFinding(
-        ResumeTestRecords(run.path).records_of(compute_resume_test_signature(run.read_spec(), ""))[0],
+        ResumeTestRecords(run.path).read_records(compute_resume_test_signature(run.read_spec(), ""))[0],
         "rehearse",
         kept=False,
     )
@@ -250,7 +250,7 @@ def test_a_rehearsal_comes_once_before_the_first_long_training(run: RunDir) -> N
 def test_a_training_that_nobody_waits_for_is_submitted_behind_its_rehearsal(run: RunDir) -> None:
     launcher = FakeLauncher()
     job, text = prepared(training(run, run.read_spec()), launcher)
-    assert [job] == launcher.submitted and run.task(job).batch == 32  # type: ignore[union-attr]
+    assert [job] == launcher.submitted and run.read_task(job).batch == 32  # type: ignore[union-attr]
     assert isinstance(text[-1], Note) and f"starts after {job}" in text[-1].text
     keep(run, "none")
     with pytest.raises(JobFailed, match="cannot resume after an interruption: KeyError"):
@@ -274,7 +274,7 @@ def test_a_training_on_nodes_that_it_is_granted_is_submitted_behind_a_test_on_tw
     start = on_granted_nodes(run, job)
     start.require_other_nodes()
     name, _ = prepared(start, launcher)
-    task = run.task(name)
+    task = run.read_task(name)
     assert isinstance(task, ResumeTestTask) and launcher.submitted == [name]
     assert (task.nodes, task.first_nodes, task.batch) == (2, 1, 32)
 
@@ -343,7 +343,7 @@ def test_records_go_through_their_files(run: RunDir) -> None:
     ResumeTestRecords(run.path).write(rehearsal)
     assert (
         ResumeTestRecords(run.path).read("rehearse-k-1") == rehearsal
-        and ResumeTestRecords(run.path).newest_verdict("k") is None
+        and ResumeTestRecords(run.path).find_newest_verdict("k") is None
     )
     assert json.loads((run.path / "script" / "rehearse-k-1.json").read_text())["starts"][0]["length"]["epochs"] == 3
 

@@ -72,7 +72,7 @@ def test_the_charge_of_a_training_is_unknown_without_the_package(
 ) -> None:
     run = RunDir.create(tmp_path / "tula-runs", job(kind="billing"))
     name = add_training(run)
-    (task,) = run.training("ab12cd34").tasks()
+    (task,) = run.get_training("ab12cd34").read_tasks()
     run.write_task(task.model_copy(update={"spec": billed()}))
     run.write_job(make_job(name, scheduler="slurm"))
     assert find_site_charge(run, "ab12cd34") is None

@@ -116,11 +116,11 @@ def test_a_host_whose_clock_is_off_changes_neither_elapsed_time_nor_time_left(ru
     began, now = START + 300, START + 360  # by the clock of the file system, and of who asks
     name = make.add_training(run)
     rows = [{**row, "time": began + 55 + off} for row in make.metrics() if row["kind"] == "step"]
-    run.training("ab12cd34").metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run.get_training("ab12cd34").metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run.write_attempt(make.attempt(f"{name}-1", start=began + off, allocation="4711.0"))
     run.write_job(make.job(name, scheduler="slurm", at=began - 1))
     os.utime(run.path / "attempts" / f"{name}-1.001.json", (began, began))
-    os.utime(run.training("ab12cd34").metrics_path, (began + 55, began + 55))
+    os.utime(run.get_training("ab12cd34").metrics_path, (began + 55, began + 55))
     seen = services_status.run_status(run, make.FakeLauncher({name: "running"}), now=now)
     assert seen.training.eta == pytest.approx(rows[-1]["eta"] - 5)
     assert (seen.jobs[0].elapsed, seen.attempts[0].attempt.started_at) == (60, began)
@@ -311,7 +311,7 @@ def test_a_training_of_a_script_is_as_long_as_its_section_says(tmp_path, length,
 def test_a_training_whose_submission_was_refused_is_not_submitted_and_has_its_range_of_nodes(tmp_path):
     value = RunDir.create(tmp_path, make.spec())
     job = make.add_training(value)
-    (task,) = value.training("ab12cd34").tasks()
+    (task,) = value.get_training("ab12cd34").read_tasks()
     sizes = tuple(JobSize(nodes=n, micro_batch=128 // n, splits=1, ladder=task.ladder) for n in (2, 4, 8))
     value.write_task(task.model_copy(update={"nodes": 8, "sizes": sizes}))
     line = "training ab12cd34 on 2, 4 or 8 nodes, batch 128"
@@ -330,7 +330,7 @@ def test_a_training_whose_submission_was_refused_is_not_submitted_and_has_its_ra
 def test_time_and_cost_of_a_moldable_training_are_those_of_the_nodes_of_each_attempt(tmp_path, job_of):
     value = RunDir.create(tmp_path, job_of())
     job = make.add_training(value)
-    (task,) = value.training("ab12cd34").tasks()
+    (task,) = value.get_training("ab12cd34").read_tasks()
     sizes = [
         JobSize(
             nodes=nodes,
@@ -342,7 +342,7 @@ def test_time_and_cost_of_a_moldable_training_are_those_of_the_nodes_of_each_att
     ]
     on_two = task.model_copy(update={"nodes": 2, "sizes": tuple(sizes), "ladder": sizes[0].ladder})
     value.write_task(on_two)
-    on_eight = on_two.on_granted(8).model_copy(update={"id": f"{job}-2", "attempt": 2})
+    on_eight = on_two.with_granted_nodes(8).model_copy(update={"id": f"{job}-2", "attempt": 2})
     value.write_task(on_eight)
     value.write_attempt(make.attempt(f"{job}-1", start=START, end=START + 3600))
     value.write_attempt(make.attempt(f"{job}-2", start=START + 7200, idle_nodes=1))
@@ -445,7 +445,7 @@ def test_a_training_run_that_tunes_itself(run):
     run.write_tuning(make.tuning(branches))
     tuning = snapshot().training.tuning
     assert (tuning.arm, tuning.chosen) == (None, None)
-    with open(run.training("ab12cd34").metrics_path, "a") as file:
+    with open(run.get_training("ab12cd34").metrics_path, "a") as file:
         file.write(json.dumps({"kind": "branch", "time": START + 50, "samples": 1280, "epoch": 1, "eta": 30.0}) + "\n")
     assert snapshot().training.eta == 20, "a branch's row tells it too"
     run.write_tuning(make.tuning(branches, chosen="x2"))
@@ -485,7 +485,7 @@ def test_the_training_run_that_was_submitted_last_is_shown(run):
 
 def test_the_story_of_a_training_names_batches_and_causes(run):
     name = make.add_training(run)
-    first = run.task(f"{name}-1")
+    first = run.read_task(f"{name}-1")
     relaunch = {"id": f"{name}-2", "attempt": 2, "ladder": first.ladder[1:]}
     relaunch["recovery"] = make.out_of_memory_at(128)
     run.write_task(first.model_copy(update=relaunch))
@@ -562,7 +562,10 @@ def test_a_round_of_waiting_reads_what_a_look_reads(run, scheduler, monkeypatch)
         run.write_job(make.job(name, scheduler=scheduler))
         make.add_measured(run, nodes, 32)
     make.add_training(run)
-    launcher, jobs = make.FakeLauncher({job.id: "running" for job in run.jobs()}), [job.id for job in run.jobs()]
+    launcher, jobs = (
+        make.FakeLauncher({job.id: "running" for job in run.read_jobs()}),
+        [job.id for job in run.read_jobs()],
+    )
     opened.clear()
     services_status.run_status(run, launcher, now=START)
     look, clock = len(opened), Clock()
@@ -784,8 +787,10 @@ def test_runs_of_another_user_are_left_out_of_a_list(shared):
     value.path.chmod(0o755)
     other.path.chmod(0)
     with as_another_user():
-        assert [row.id for row in run_list.list_runs(shared)] == [run.id for run in RunDir.all(shared)] == [value.id]
-        assert RunDir.newest(shared).id == value.id  # the other was used last
+        assert (
+            [row.id for row in run_list.list_runs(shared)] == [run.id for run in RunDir.list_all(shared)] == [value.id]
+        )
+        assert RunDir.find_newest(shared).id == value.id  # the other was used last
         assert not other.exists
 
 

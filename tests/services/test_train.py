@@ -257,7 +257,7 @@ def test_how_a_run_ended_is_reported_by_its_class(
 
 def test_a_diverged_run_says_which_checkpoint_stays_and_what_to_do(run: RunDir) -> None:
     task = ended(run, "diverged", "Diverged: the loss is not finite at epoch 2.50, step 5, 320 samples")
-    write_atomic(run.training(task.signature).checkpoint_path(256), b"")
+    write_atomic(run.get_training(task.signature).get_checkpoint_path(256), b"")
     with pytest.raises(Diverged, match=r"step 5, 320 samples; the checkpoint at 256 samples is finite") as caught:
         train.load_summary(run, task.signature)
     assert caught.value.exit_code == 9 and "lower optimizer.lr" in caught.value.hint
@@ -292,7 +292,7 @@ def test_what_was_paid_goes_by_the_nodes_it_was_recommended_for(tmp_path: Path, 
     choice = make_runs.prediction(2, 128, market=market)
     task = trained_for_two_hours(run, choice)
     relaunch.write_summary(run, task)
-    summary = run.training(task.signature).summary()
+    summary = run.get_training(task.signature).read_summary()
     assert summary is not None and summary.actual_cost == pytest.approx(2 * 2 * 3.0 * share)
 
 
@@ -303,7 +303,7 @@ def test_a_training_that_ended_early_is_held_against_what_was_predicted_for_its_
     for ended, hours in (("no better epoch", 2.0), ("", 8.0)):
         run.write_train_result(result.model_copy(update={"ended": ended}))
         relaunch.write_summary(run, task)
-        summary = run.training(task.signature).summary()
+        summary = run.get_training(task.signature).read_summary()
         assert summary is not None and (summary.predicted_hours, summary.predicted_cost) == (hours, 2 * hours)
 
 
@@ -317,7 +317,7 @@ def test_the_energy_of_all_attempts_stands_beside_the_prediction(
     if seconds is not None:
         run.write_energy(task.signature, CountedEnergy(joules=7.2e6, seconds=seconds))
     relaunch.write_summary(run, task)
-    summary = run.training(task.signature).summary()
+    summary = run.get_training(task.signature).read_summary()
     assert summary is not None and summary.predicted_kwh == 3.0
     assert (summary.actual_kwh, summary.counted) == (2.0 if share else None, share and pytest.approx(share))
 
@@ -353,7 +353,7 @@ def test_after_a_fallback_the_prediction_is_that_of_smaller_micro_batches(tmp_pa
     for local in (32, 64, 128, 256):
         make_runs.add_measured(run, 1, local)
     run.write_task(plan(run, job, nodes=1, batch=128).task)
-    (task,) = run.tasks()
+    (task,) = run.read_tasks()
     assert isinstance(task, TrainTask) and task.prediction == task.ladder[0].prediction
     cut = task.model_copy(update={"splits": 2}).prediction
     assert cut is not None and cut.batch == 128 and cut.step_time > task.prediction.step_time
@@ -366,7 +366,7 @@ def test_an_out_of_memory_is_reported_with_the_batch_of_its_stage(run: RunDir) -
     known = MicroBatches(
         splits=tuple(list_splits(batch, micro_batch=batch // 2, micro_batches=1) for batch in (512, 256)), normalised=0
     )
-    files = run.training(task.signature)
+    files = run.get_training(task.signature)
     files.write_micro_batches(known)
     words = []
     for batch in (128, 512):

@@ -92,7 +92,7 @@ def test_the_same_command_resumes_the_stored_plan_and_trains_what_failed(run: Ru
     assert [bool(row.problem) for row in report.trainings] == [False, True, False]
     with pytest.raises(JobFailed, match=r"1 of 3 trainings failed: .*KeyError"):
         report.require_none_failed()
-    run.write_result(run.results()[0].model_copy(update={"measured_at": 1.0}))
+    run.write_result(run.read_results()[0].model_copy(update={"measured_at": 1.0}))
     again = Trains()
     repeated, _ = train(run, again, 3)
     assert [task.spec.train.seed for task in again.tasks] == [1] and repeated.plan == report.plan

@@ -120,7 +120,7 @@ def test_a_probe_leaves_nothing_that_a_training_would_start_from(run: ScriptRank
     assert tree(work) != before, "the script has written"
     answer = put_aside_probe_files(attempt)
     assert tree(work) == before and "outside of {out}" in answer and str(work) in answer
-    assert attempt.put_aside() == [answer]
+    assert attempt.read_moved_files() == [answer]
 
 
 def test_what_was_there_before_is_restored_and_early_files_stay(run: ScriptRanks, tmp_path: Path) -> None:

@@ -479,7 +479,7 @@ def test_the_status_and_the_plan_tell_the_stage_of_a_batch_that_grows(run):
     text = printed(show_status.render_status(snapshot(run, {train: "running"})))
     assert "batch 128 (now 32, stage 2 of 4)" in text and "beta2 0.998" in text
     assert "(predicted" not in text, "that is of steps at batch 128"
-    (task,) = run.tasks()
+    (task,) = run.read_tasks()
     value = task.spec.model_copy(
         update={"train": task.spec.train.model_copy(update={"ramp": "auto", "reference_batch": 32})}
     )
@@ -560,7 +560,7 @@ def test_the_summary_names_the_winner_and_what_it_took():
 
 def test_the_status_tells_the_story_of_attempts(run):
     name = make.add_training(run)
-    task = run.task(f"{name}-1")
+    task = run.read_task(f"{name}-1")
     cause = "time limit of job 7 reached"
     run.write_task(
         task.model_copy(
@@ -632,7 +632,7 @@ def test_the_schedulers_estimate_of_the_start_is_labelled_as_such(wait, reason, 
 def test_a_training_plan_tells_of_its_chain(run):
     make.add_training(run)
     plan = types.SimpleNamespace(
-        task=run.tasks()[0],
+        task=run.read_tasks()[0],
         prediction=None,
         source="as given",
         resumes=None,
@@ -658,7 +658,7 @@ def test_a_script_is_shown_by_its_name_and_as_long_as_it_is(tmp_path, length, pl
     value = RunDir.create(tmp_path, make.script_spec(**length))
     make.add_training(value, rows=make.metrics())
     plan = types.SimpleNamespace(
-        task=value.tasks()[0], prediction=None, source="as given", resumes=None, finished=False,
+        task=value.read_tasks()[0], prediction=None, source="as given", resumes=None, finished=False,
         interruption="saves each epoch",
         rehearses=True,
         balance=None,
@@ -680,7 +680,7 @@ def test_a_script_is_shown_by_its_name_and_as_long_as_it_is(tmp_path, length, pl
 def test_the_plan_of_a_finished_training_says_so_and_promises_nothing(run):
     make.add_training(run)
     plan = types.SimpleNamespace(
-        task=run.tasks()[0], prediction=make.prediction(2, 128), source="as given", resumes=128, finished=True
+        task=run.read_tasks()[0], prediction=make.prediction(2, 128), source="as given", resumes=128, finished=True
     )
     text = printed(show_train.render_train_plan(plan, links=(2, 2, 2), scripts=["#!/bin/bash"]))
     assert "already finished" in text
@@ -732,7 +732,7 @@ def test_one_line_a_change_where_nothing_can_be_drawn(run):
         for _ in range(3):
             live.update(snapshot(run, {name: "running"}))
         make.add_measured(run, 2, 16)
-        live.add_probe(ProbeFinished(run.results()[0], 1, 2, 30.0))
+        live.add_probe(ProbeFinished(run.read_results()[0], 1, 2, 30.0))
         for _ in range(3):
             live.update(snapshot(run, {name: "running"}))
     lines = shown.err.getvalue().splitlines()
@@ -773,7 +773,7 @@ def test_a_bar_shows_progress_rate_and_remaining_time_and_results_stay_above_it(
     shown = screen(err=Terminal())
     now = services_status.run_status(run, make.FakeLauncher({name: "running"}), now=START + 40)
     with show_live.open_live_display(shown) as live:
-        live.add_probe(ProbeFinished(run.results()[0], 1, 2, None))
+        live.add_probe(ProbeFinished(run.read_results()[0], 1, 2, None))
         live.update(now)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.err.getvalue())
     assert text.index("[1/2] 2 nodes, batch 32") < text.index("probe-n002 \u2501")
@@ -876,7 +876,7 @@ def test_the_measurements_name_what_did_not_fit_and_what_failed(run):
     report = profile.ProfileReport(
         measured=probes,
         out_of_memory=(out_of_memory(1, 64), out_of_memory(1, 128, assumed=True)),
-        failed=tuple(run.results()),
+        failed=tuple(run.read_results()),
         missing=("probe-n002-l000064",),
     )
     text = printed(show_profile.render_profile_report(report))
@@ -921,7 +921,7 @@ def test_samples_that_were_trained_again_are_reported():
 
 def make_profile_plan(run):
     return profile.ProfilePlan(
-        tasks=tuple(run.tasks()), total=6, done=4, minutes_at_most=20, node_hours_at_most=0.667, price_at_most=1.5,
+        tasks=tuple(run.read_tasks()), total=6, done=4, minutes_at_most=20, node_hours_at_most=0.667, price_at_most=1.5,
         currency="EUR", price="2.25 EUR per node-hour", code=Source(Path("/"), ""),
     )  # fmt: skip
 

@@ -155,16 +155,16 @@ class Soak:
 
     def samples(self) -> int:
         names = self.tula.run().train_signatures()
-        return self.tula.run().training(names[0]).newest_samples() if names else 0
+        return self.tula.run().get_training(names[0]).find_newest_samples() if names else 0
 
     def finished(self) -> bool:
         names = self.tula.run().train_signatures()
-        return bool(names) and self.tula.run().training(names[0]).summary() is not None
+        return bool(names) and self.tula.run().get_training(names[0]).read_summary() is not None
 
     def running(self) -> bool:
         """Return whether the ranks have made steps since the last kill."""
         names = self.tula.run().train_signatures()
-        rows = self.tula.run().training(names[0]).metrics() if names else []
+        rows = self.tula.run().get_training(names[0]).read_metrics() if names else []
         moved = bool(rows) and rows[-1]["kind"] in ("step", "epoch") and rows[-1]["time"] > self.killed_at
         return moved and bool(self.processes(self.subject.process))
 
@@ -248,22 +248,22 @@ def count_trained(checkpoint: Path) -> collections.Counter[int]:
 def check(soak: Soak, epochs: int) -> Path:
     """Check that every sample was trained once and every epoch told once; return the last checkpoint."""
     run, name = soak.tula.run(), soak.signature()
-    result = run.training(name).result()
+    result = run.get_training(name).read_result()
     assert result is not None
     expected = soak.subject.samples
     assert result.samples == epochs * expected, f"{result.samples} samples, not {epochs * expected}"
-    (checkpoint,) = run.training(name).path.glob(soak.subject.checkpoint)
+    (checkpoint,) = run.get_training(name).path.glob(soak.subject.checkpoint)
     if soak.subject.process == SCRIPT.name:
         trained = count_trained(checkpoint)
         assert trained == collections.Counter(dict.fromkeys(range(expected), epochs)), trained
     else:
-        samples = [row["samples"] for row in run.training(name).metrics() if row["kind"] == "epoch"]
+        samples = [row["samples"] for row in run.get_training(name).read_metrics() if row["kind"] == "epoch"]
         assert samples == [expected * (epoch + 1) for epoch in range(epochs)], samples
-    attempts = run.training(name).attempts()
+    attempts = run.get_training(name).read_attempts()
     starts = [attempt.samples or 0 for attempt in attempts]
     assert all(late >= early for early, late in itertools.pairwise(starts)), starts
     causes = collections.Counter(attempt.outcome for attempt in attempts)
-    sizes = {task.id: task.nodes for task in run.training(name).tasks()}
+    sizes = {task.id: task.nodes for task in run.get_training(name).read_tasks()}
     nodes = [sizes[attempt.task] for attempt in attempts]
     print(
         f"{len(attempts)} attempts: {dict(causes)}; {len({a.allocation for a in attempts})} allocations; nodes {nodes}"

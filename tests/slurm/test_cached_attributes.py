@@ -32,8 +32,8 @@ def taken(result: list[Attempt]) -> float:
 def probed(tula: Tula) -> float:
     """Return the seconds of a job that measures two batches on two nodes."""
     tula("profile", "job.yaml", "--set", "search.nodes=[2]", "--wait")
-    assert all(result.kind == "measured" for result in tula.run().results())
-    return taken(tula.run().attempts())
+    assert all(result.kind == "measured" for result in tula.run().read_results())
+    return taken(tula.run().read_attempts())
 
 
 def killed_and_trained(tula: Tula, cluster: SlurmCluster) -> float:

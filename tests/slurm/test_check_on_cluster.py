@@ -72,7 +72,7 @@ def test_a_waiting_check_is_taken_up_again(tula: Tula, on_slurm: SlurmCluster) -
     assert "Resources" in error["message"] or "Priority" in error["message"]
     subprocess.run(["scancel", "--name=neighbour"], check=True)
     assert tula(*CHECK)["data"]["report"]["id"] == "check-n002-1"
-    assert [job.submissions for job in tula.run().jobs()] == [1]
+    assert [job.submissions for job in tula.run().read_jobs()] == [1]
 
 
 def test_init_asks_the_scheduler_and_sbatch_takes_what_it_writes(tula: Tula, on_slurm: SlurmCluster) -> None:

@@ -45,11 +45,11 @@ def test_a_login_without_torch_takes_a_job_to_its_end(
     assert "run tula profile job.yaml" in refused["error"]["hint"]
     tula("profile", "job.yaml", "--wait", *without_torch)
     run = tula.run()
-    measured = {(r.nodes, r.local_batch) for r in run.results() if isinstance(r, Measured)}
+    measured = {(r.nodes, r.local_batch) for r in run.read_results() if isinstance(r, Measured)}
     assert measured == {(1, 64), (1, 128)}
     assert 0 < first_job.count_node_hours(run) < 0.1
     checked = tula("check", "job.yaml", *without_torch)["data"]["report"]
-    sizes = {result.dataset_size for result in run.results() if isinstance(result, Measured)}
+    sizes = {result.dataset_size for result in run.read_results() if isinstance(result, Measured)}
     assert {checked["inspection"]["dataset_size"]} == sizes, "what the first job told is known here from now on"
     assert tula("recommend", "--objective", "time")["data"]["choice"]["nodes"] == 1
     summary = tula("train", "--nodes", "1", "--batch", "128", "--set", "train.epochs=1", "--wait")["data"]

@@ -56,7 +56,7 @@ def fill(folder: Path) -> Path:
 
 def newest_checkpoint(run: RunDir) -> Path:
     (signature,) = run.train_signatures()
-    return run.training(signature).checkpoints()[0]
+    return run.get_training(signature).list_checkpoints()[0]
 
 
 @pytest.mark.promise(
@@ -69,32 +69,34 @@ def test_a_training_that_fills_its_disk_is_held_and_goes_on_to_the_same_weights(
     tula = on_small
     options = ("--nodes", "1", "--batch", "64", "--set", MODEL, "--set", "train.epochs=6")
     tula("train", "job.yaml", *options, "--run-dir", str(small))
-    run = RunDir.newest(small)
+    run = RunDir.find_newest(small)
     (signature,) = run.train_signatures() or tula.until(run.train_signatures)
-    training = run.training(signature)
-    tula.until(training.checkpoints)
+    training = run.get_training(signature)
+    tula.until(training.list_checkpoints)
     ballast = fill(small)
     place = ("--run", str(run.path))
     kept = tula.until(lambda: [job for job in tula("status", *place)["data"]["jobs"] if job["state"] == "held"])
-    assert training.result() is None
+    assert training.read_result() is None
     (job,) = kept
     assert (
         f"free on the disk of {training.path / 'checkpoints'}" in job["reason"]
         and "are missing; held: " in job["reason"]
     )
-    last = training.attempts()[-1]
+    last = training.read_attempts()[-1]
     assert (last.outcome, last.host.startswith("t")) == ("disk", True)
     assert last.shortage is not None and (last.shortage.missing or 0) > 0
 
     refused = tula("train", *place, *options[:4], code=13)["error"]
     assert "there is still too little space" in refused["message"] and refused["code"] == "disk"
-    submitted = run.job(f"train-{signature}")
+    submitted = run.find_job(f"train-{signature}")
 
     ballast.unlink()
     tula("train", *place, *options[:4])
     tula("train", "job.yaml", *options)  # the same undisturbed, elsewhere, once the node is free
-    tula.until(lambda: tula.run().training(signature).summary())
-    assert [attempt.outcome for attempt in training.attempts()] == ["disk", "done"]
-    assert run.job(f"train-{signature}") == submitted, "the held jobs of the chain were let go, and no other submitted"
+    tula.until(lambda: tula.run().get_training(signature).read_summary())
+    assert [attempt.outcome for attempt in training.read_attempts()] == ["disk", "done"]
+    assert run.find_job(f"train-{signature}") == submitted, (
+        "the held jobs of the chain were let go, and no other submitted"
+    )
     assert newest_checkpoint(run).stat().st_size > LEFT
     assert not weights_differ(newest_checkpoint(run), newest_checkpoint(tula.run()))

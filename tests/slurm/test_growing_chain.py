@@ -30,25 +30,25 @@ def grown(tula: Tula, *, pause: float = 0.0) -> None:
 def over(tula: Tula) -> bool:
     run = tula.run()
     result = all(attempt.outcome for attempt in attempts(tula))
-    return result and any(run.training(name).summary() for name in run.train_signatures())
+    return result and any(run.get_training(name).read_summary() for name in run.train_signatures())
 
 
 def nodes_of(tula: Tula) -> list[int]:
     """Return the nodes that each attempt had, by what its task says, held against those that its ranks had."""
     run = tula.run()
-    tasks = {task.id: task.nodes for task in run.training(run.train_signatures()[0]).tasks()}
+    tasks = {task.id: task.nodes for task in run.get_training(run.train_signatures()[0]).read_tasks()}
     return [tasks[attempt.task] for attempt in attempts(tula)]
 
 
 def test_links_have_the_nodes_of_their_stages_and_every_sample_is_trained_once_an_epoch(tula: Tula) -> None:
     grown(tula)
-    (job,) = tula.run().jobs()
+    (job,) = tula.run().read_jobs()
     assert sorted({*job.link_nodes}) == [1, 2, 4] and list(job.link_nodes) == sorted(job.link_nodes)
     tula.until(lambda: over(tula))
     assert [attempt.outcome for attempt in attempts(tula)] == ["stage_end", "stage_end", "done"]
     assert nodes_of(tula) == [1, 2, 4]
     links = [attempt.allocation.partition(".")[0] for attempt in attempts(tula)]
-    assert [job.nodes_of(link) for link in links] == [1, 2, 4]
+    assert [job.get_nodes(link) for link in links] == [1, 2, 4]
     assert links == [job.links[job.link_nodes.index(nodes)] for nodes in (1, 2, 4)], "nobody waits for surplus links"
     assert seen_samples.seen(tula.folder) == Counter(dict.fromkeys(range(SIZE), EPOCHS))
     worlds = Counter((row["world"], len(row["samples"])) for row in seen_samples.told(tula.folder))
@@ -70,7 +70,7 @@ def test_ranks_killed_at_a_change_of_nodes_train_every_sample_all_the_same(tula:
     outcomes = [attempt.outcome for attempt in attempts(tula)]
     assert outcomes[-1] == "done" and outcomes.count("stage_end") == 2, outcomes
     assert nodes_of(tula) == sorted(nodes_of(tula)) and {*nodes_of(tula)} == {1, 2, 4}
-    result = tula.run().training(tula.run().train_signatures()[0]).result()
+    result = tula.run().get_training(tula.run().train_signatures()[0]).read_result()
     assert (
         result is not None and result.samples == EPOCHS * SIZE and result.steps == SIZE // 8 + SIZE // 16 + SIZE // 32
     )
@@ -85,5 +85,5 @@ def test_tula_cancel_ends_the_links_of_all_stages(tula: Tula) -> None:
     tula("cancel")
     tula.until(lambda: not queue().strip())
     tula.until(lambda: [attempt.outcome for attempt in attempts(tula)] == ["cancelled"])
-    (job,) = tula.run().jobs()
+    (job,) = tula.run().read_jobs()
     assert tula.run().is_cancelled(job.id)

@@ -16,7 +16,7 @@ FEWEST, KILLS, EPOCHS = 3, 6, 16
 
 def newest(run: RunDir) -> Path:
     (signature,) = run.train_signatures()
-    return run.training(signature).checkpoints()[0]
+    return run.get_training(signature).list_checkpoints()[0]
 
 
 @pytest.mark.promise(
@@ -42,6 +42,6 @@ def test_a_training_killed_at_file_calls_has_the_weights_of_an_undisturbed_one(
     calls = collections.Counter(kill.split()[1] for kill in kills)
     assert len(calls) > 1, "at calls of several kinds"
     disturbed = newest(tula.run())
-    run = RunDir.newest(undisturbed)
-    tula.until(lambda: run.training(run.train_signatures()[0]).summary())
+    run = RunDir.find_newest(undisturbed)
+    tula.until(lambda: run.get_training(run.train_signatures()[0]).read_summary())
     assert not weights_differ(disturbed, newest(run))

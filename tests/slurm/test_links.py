@@ -73,9 +73,9 @@ def step_time(nodes: int, local_batch: int, *, rate: int) -> float:
 
 def recommended(tula: Tula) -> Recommendation:
     tula("profile", "job.yaml")
-    tula.until(lambda: len(tula.run().results()) == 6)  # sooner than --wait, which asks SLURM now and then only
+    tula.until(lambda: len(tula.run().read_results()) == 6)  # sooner than --wait, which asks SLURM now and then only
     tula("recommend", "--objective", "time")
-    result = tula.run().recommendation()
+    result = tula.run().read_recommendation()
     assert result is not None
     return result
 
@@ -85,7 +85,7 @@ def trained(tula: Tula) -> Summary:
     tula("train", "--set", "train.epochs=2")
     run = tula.run()
     result: list[Summary] = tula.until(
-        lambda: [s for name in run.train_signatures() if (s := run.training(name).summary())]
+        lambda: [s for name in run.train_signatures() if (s := run.get_training(name).read_summary())]
     )
     return result[0]
 
@@ -94,7 +94,7 @@ def trained(tula: Tula) -> Summary:
 def test_the_choice_follows_the_speed_of_the_links(over_links: Callable[[int], Tula], rate: int, nodes: int) -> None:
     tula = over_links(rate)
     answer = recommended(tula)
-    measured = {(r.nodes, r.local_batch) for r in tula.run().results() if isinstance(r, Measured)}
+    measured = {(r.nodes, r.local_batch) for r in tula.run().read_results() if isinstance(r, Measured)}
     assert measured == {(1, 64), (1, 128), (1, 256), (2, 32), (4, 16), (4, 32)}
 
     known = {(row.nodes, row.batch): step_time(row.nodes, row.local_batch, rate=rate) for row in answer.rows}
@@ -126,13 +126,15 @@ def test_a_link_that_slows_down_is_reported_and_the_training_goes_on_elsewhere(
     shutil.copy(HELPERS / "watched.py", tmp_path)  # not imported: it sets the pace of its process
     tula = Tula(tmp_path, MOVES)
     tula("profile", "job.yaml")
-    tula.until(lambda: len(tula.run().results()) == 2)
+    tula.until(lambda: len(tula.run().read_results()) == 2)
     begun = tula("train", "--nodes", "1-2", "--batch", "64")["data"]["plan"]["task"]
-    training = tula.run().training(begun["signature"])
-    tula.until(lambda: sum(row["kind"] == "step" for row in training.metrics()) >= SETTLED)
+    training = tula.run().get_training(begun["signature"])
+    tula.until(lambda: sum(row["kind"] == "step" for row in training.read_metrics()) >= SETTLED)
     for node in on_slurm.names:
         on_slurm.set_rate(node, "20mbit")
-    change = tula.until(lambda: [result for result in training.changes() if result.after.step > result.before.step])[0]
+    change = tula.until(
+        lambda: [result for result in training.read_step_changes() if result.after.step > result.before.step]
+    )[0]
     assert change.parts == ("network",)
     assert change.before.sync is not None and change.after.sync is not None
     assert change.after.sync > 2 * change.before.sync and change.seconds_left > change.seconds_left_before
@@ -141,14 +143,16 @@ def test_a_link_that_slows_down_is_reported_and_the_training_goes_on_elsewhere(
     tula.until(
         lambda: not queue()
     )  # a loaded machine may not have saved in SLURM's few seconds: it goes on all the same
-    saved = training.newest_samples()
+    saved = training.find_newest_samples()
     tula("train", "--nodes", "1-1", "--batch", "64")
-    later = tula.until(lambda: [row for row in training.metrics() if row["kind"] == "epoch" and row["samples"] > saved])
+    later = tula.until(
+        lambda: [row for row in training.read_metrics() if row["kind"] == "epoch" and row["samples"] > saved]
+    )
 
-    rows = training.metrics()
+    rows = training.read_metrics()
     starts = [(row["nodes"], row["batch"], row["samples"]) for row in rows if row["kind"] == "start"]
     assert starts == [(2, 64, 0), (1, 64, saved)] and saved > change.samples
-    assert [attempt.samples for attempt in training.attempts()] == [0, saved]
+    assert [attempt.samples for attempt in training.read_attempts()] == [0, saved]
     epochs = [(row["epoch"], row["samples"]) for row in rows if row["kind"] == "epoch"]
     assert epochs == [(epoch + 1, 1024 * (epoch + 1)) for epoch in range(later[-1]["epoch"])], (
         "no sample is lost or twice"

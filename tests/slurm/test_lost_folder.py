@@ -69,7 +69,7 @@ def test_no_job_of_a_chain_is_lost_while_the_run_directory_is_away(
     time.sleep(seconds)
     in_mounts_of(cluster, f"umount --lazy '{runs}'")
     tula.until(lambda: finished(tula))
-    job = tula.run().job(tula.task().job)
+    job = tula.run().find_job(tula.task().job)
     assert job is not None
     assert [attempt.job_id for attempt in attempts(tula)] == list(job.links[:2]), "the second job did the rest"
     log = (tula.run().submitit_dir / f"{job.links[1]}_0_log.err").read_text()
@@ -94,7 +94,7 @@ def test_a_run_directory_that_fails_under_a_running_job_costs_that_job(
     tula.until(lambda: [j for j in tula("status")["data"]["jobs"] if "waits" in j["reason"]])
     in_mounts_of(cluster, f"umount --lazy '{runs}'")
     tula.until(lambda: finished(tula))
-    job = tula.run().job(tula.task().job)
+    job = tula.run().find_job(tula.task().job)
     assert job is not None
     first, second = attempts(tula)
     assert (first.outcome, first.job_id, second.job_id) == ("storage", *job.links[:2]), first.message
@@ -127,7 +127,7 @@ def test_an_outage_under_a_running_job_delays_the_next_one(on_one_node: tuple[Tu
     submit(tula, *ONE, *pauses, "--set", model, "--set", "train.max_attempts=2")
     tula.until(tula.epochs_done)
     kill_file_system(cluster, data)
-    job = tula.run().job(tula.task().job)
+    job = tula.run().find_job(tula.task().job)
     assert job is not None
     last = tula.until(lambda: len(attempts(tula)) == 3 and (last := attempts(tula)[-1]).outcome and last)
     assert [attempt.outcome for attempt in attempts(tula)] == ["storage"] * 3, "the first one saved something"

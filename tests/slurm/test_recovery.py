@@ -28,11 +28,11 @@ def story(tula: Tula) -> list[tuple[str | None, str]]:
 
 def attempts(tula: Tula) -> list[Attempt]:
     run = tula.run()
-    return [attempt for name in run.train_signatures() for attempt in run.training(name).attempts()]
+    return [attempt for name in run.train_signatures() for attempt in run.get_training(name).read_attempts()]
 
 
 def job(tula: Tula) -> Job:
-    result = tula.run().job(tula.task().job)
+    result = tula.run().find_job(tula.task().job)
     assert result is not None
     return result
 
@@ -42,17 +42,19 @@ def finished(tula: Tula) -> Summary | None:
     run = tula.run()
     if not all(outcome for outcome, _ in story(tula)):
         return None
-    return next((summary for name in run.train_signatures() if (summary := run.training(name).summary())), None)
+    return next(
+        (summary for name in run.train_signatures() if (summary := run.get_training(name).read_summary())), None
+    )
 
 
 def trained(tula: Tula, epochs: int) -> None:
     """Assert that every sample was trained once and every epoch told once, whatever happened."""
     run = tula.run()
     signature = run.train_signatures()[0]
-    result = run.training(signature).result()
+    result = run.get_training(signature).read_result()
     assert result is not None
     assert result.samples == epochs * SAMPLES
-    rows = [row["samples"] for row in run.training(signature).metrics() if row["kind"] == "epoch"]
+    rows = [row["samples"] for row in run.get_training(signature).read_metrics() if row["kind"] == "epoch"]
     assert rows == [SAMPLES * (epoch + 1) for epoch in range(epochs)]
     starts = [attempt.samples for attempt in attempts(tula)]
     assert starts == sorted(starts), "no start lies behind the newest checkpoint"
@@ -278,4 +280,4 @@ def test_a_run_directory_that_the_nodes_do_not_see_is_reported(tula: Tula, on_sl
     )
     assert "No such file or directory on " in reason and "share" in reason
     assert str(folder) in reason
-    tula("cancel", "--run", str(RunDir.newest(folder).path))
+    tula("cancel", "--run", str(RunDir.find_newest(folder).path))

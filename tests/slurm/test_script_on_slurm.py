@@ -90,7 +90,7 @@ def on_cluster(folder: Path, job: str, *files: Path) -> Tula:
 def test_a_command_a_node_starts_the_ranks_of_all(tmp_path: Path, on_slurm: SlurmCluster) -> None:
     tula = on_cluster(tmp_path, TORCHRUN, ROOT / "tests" / "scripts" / "plain_ddp.py")
     tula("profile", "job.yaml", "--wait")
-    (result,) = tula.run().results()
+    (result,) = tula.run().read_results()
     assert isinstance(result, Measured), result
     assert (result.nodes, result.batch, result.dataset_size) == (2, 32, 320)
     assert result.environment.hosts == tuple(on_slurm.names[:2]) and result.environment.backend == "gloo"
@@ -105,7 +105,7 @@ def test_a_rank_that_is_killed_on_another_node_is_relaunched_from_the_scripts_ch
     training = tula.start("train", "job.yaml", "--nodes", "2", "--batch", "32", "--yes", "--wait")
     tula.until(lambda: next(tmp_path.glob("tula-runs/by-hand-*/train/*/out/state"), None))
     attempt = ScriptAttempt(tula.run().path, tula.task().id, 1)
-    beat = tula.until(lambda: attempt.heartbeat(1))
+    beat = tula.until(lambda: attempt.read_heartbeat(1))
     assert beat.host == on_slurm.names[1]
     plan, ranks = str(attempt.plan_path), find_processes_with_variable("RANK")
     (victim,) = [
@@ -118,7 +118,11 @@ def test_a_rank_that_is_killed_on_another_node_is_relaunched_from_the_scripts_ch
     assert training.returncode == 0, complaint + tula.logs()
     run = tula.run()
     summary, result = (
-        look() for look in (run.training(tula.task().signature).summary, run.training(tula.task().signature).result)
+        look()
+        for look in (
+            run.get_training(tula.task().signature).read_summary,
+            run.get_training(tula.task().signature).read_result,
+        )
     )
     assert summary is not None and result is not None
     assert summary.attempts == 2 and "SIGKILL" in summary.causes[0]
@@ -180,8 +184,8 @@ def test_a_search_for_the_learning_rate_of_a_script_continues_after_a_rank_was_k
     assert (data["chosen"]["rule"], data["nodes"]) == ("linear", 2)
     scale, low, high = data["critical_batch"]
     assert 0 < low < scale < (high or math.inf)
-    (task,) = run.tasks()
-    outcomes = [attempt.outcome for attempt in run.attempts(task.id)]
+    (task,) = run.read_tasks()
+    outcomes = [attempt.outcome for attempt in run.read_attempts(task.id)]
     assert outcomes.count("done") == 4 and outcomes.count("signal") == 1, outcomes
 
 
@@ -214,7 +218,7 @@ def test_a_script_of_sbatch_becomes_a_job_that_profiles(tmp_path: Path, on_slurm
     short = ("nodes=[2]", "min_batch=32", "max_batch=32", "min_steps=5", "min_seconds=0")
     settings = [f"--set=search.{text}" for text in short]
     tula("profile", "job.yaml", "--wait", "--yes", "--set=cluster.device=cpu", *settings)
-    (result,) = tula.run().results()
+    (result,) = tula.run().read_results()
     assert isinstance(result, Measured), result
     assert (result.nodes, result.batch, result.dataset_size) == (2, 32, 320)
     assert result.environment.hosts == tuple(on_slurm.names[:2]) and result.environment.backend == "gloo"
@@ -241,11 +245,11 @@ def test_what_another_start_cures_does_not_empty_the_chain(
     tula = on_cluster(tmp_path, FAILING.replace("FAULT", fault), ROOT / "tests" / "scripts" / "failing_loader.py")
     tula("train", "job.yaml", "--nodes", "2", "--batch", "64", "--no-rehearse", "--yes", "--wait")
     run = tula.run()
-    training = run.training(run.train_signatures()[0])
-    attempts = training.attempts()
+    training = run.get_training(run.train_signatures()[0])
+    attempts = training.read_attempts()
     assert [attempt.outcome for attempt in attempts] == [outcome, "done"], [item.message for item in attempts]
     assert (attempts[0].job_id == attempts[1].job_id) == (outcome != "user"), "the user's class goes on in the next job"
-    assert training.result() is not None
+    assert training.read_result() is not None
 
 
 OBSERVED = """#!/bin/bash
@@ -270,7 +274,7 @@ def test_a_step_of_two_nodes_is_observed_as_one_job(on_slurm: SlurmCluster, tmp_
     assert [request.nodes for request in report.other_requests] == [1, 4]
     (tmp_path / "job.yaml").write_text(TORCHRUN)
     spec = load_spec(tmp_path / "job.yaml")
-    run = RunDir.of(tmp_path / "runs", spec)
+    run = RunDir.from_spec(tmp_path / "runs", spec)
     list(add_observed_probes([run], str(tmp_path / "tula-observed" / "plain_ddp")))
-    (probe,) = run.results()
+    (probe,) = run.read_results()
     assert isinstance(probe, Measured) and (probe.nodes, probe.batch) == (2, 16) and probe.compute_time is not None

@@ -19,7 +19,7 @@ def test_trainings_of_a_plan_take_turns_on_its_nodes(tula: Tula) -> None:
     assert all(row["summary"] for row in ended["trainings"]) and ended["cost"] > 0
     run = tula.run()
     spans = [(attempt.started_at, attempt.ended_at or 0.0, task.nodes)
-             for task in run.tasks() if task.job in jobs for attempt in run.attempts_of(task)]  # fmt: skip
+             for task in run.read_tasks() if task.job in jobs for attempt in run.read_attempts_of_task(task)]  # fmt: skip
     assert len(spans) == 4, "each was trained once"
     in_use = [sum(nodes for begin, end, nodes in spans if begin <= moment < end) for moment, _, _ in spans]
     assert max(in_use) <= 2

@@ -36,8 +36,8 @@ def test_detached_profile_recommend_and_train_over_nodes(tula: Tula, on_slurm: S
     assert submitted["data"]["jobs"] == ["probe-n001", "probe-n002"]
     tula("profile", "job.yaml", "--wait")
     run = tula.run()
-    assert all(job.submissions == 1 for job in run.jobs()), "attached, not submitted again"
-    measured = {(r.nodes, r.local_batch): r for r in run.results() if isinstance(r, Measured)}
+    assert all(job.submissions == 1 for job in run.read_jobs()), "attached, not submitted again"
+    measured = {(r.nodes, r.local_batch): r for r in run.read_results() if isinstance(r, Measured)}
     assert set(measured) == {(1, 64), (1, 128), (2, 32), (2, 64)}
     assert len(measured[2, 32].environment.hosts) == 2
     assert measured[2, 32].sync_time > 0
@@ -47,7 +47,7 @@ def test_detached_profile_recommend_and_train_over_nodes(tula: Tula, on_slurm: S
     assert summary["attempts"] == 1
     assert summary["predicted_hours"] > 0
     assert choice["hours"] > 0
-    result = run.training(summary["signature"]).result()
+    result = run.get_training(summary["signature"]).read_result()
     assert result is not None
     assert result.samples == 4 * (1438 // 128) * 128
 
@@ -64,7 +64,7 @@ def test_methods_are_compared_side_by_side(tula: Tula, on_slurm: SlurmCluster) -
     submitted = tula(*grid)
     assert submitted["status"] == "pending"
     run = tula.run()
-    tula.until(lambda: sum(job.submissions for job in run.jobs()) == 3)
+    tula.until(lambda: sum(job.submissions for job in run.read_jobs()) == 3)
     answer = tula("compare", "--wait")["data"]
     assert answer["finished"] == answer["total"] == 3
     assert [(row["method"], row["batch"], row["reference"]) for row in answer["rows"]] == [
@@ -74,7 +74,7 @@ def test_methods_are_compared_side_by_side(tula: Tula, on_slurm: SlurmCluster) -
         assert row["samples"] == 4 * (1438 // row["batch"]) * row["batch"]
     again = tula(*grid)["data"]
     assert [row["top1"] for row in again["rows"]] == [row["top1"] for row in answer["rows"]]
-    assert [job.submissions for job in run.jobs()] == [1, 1, 1], "attached, not submitted again"
+    assert [job.submissions for job in run.read_jobs()] == [1, 1, 1], "attached, not submitted again"
 
 
 @pytest.mark.proof
@@ -83,7 +83,7 @@ def test_out_of_memory_of_the_ranks_goes_on_in_the_same_allocation(tula: Tula) -
     summary = tula("train", "job.yaml", "--nodes", "2", "--batch", "1024", *limit, "--wait")["data"]
     assert summary["start_batch"] == 1024
     assert summary["causes"][0].startswith("out of memory at batch 1024: micro-batch 256 x 2 now")
-    assert tula.run().jobs()[0].submissions == 1
+    assert tula.run().read_jobs()[0].submissions == 1
 
 
 @pytest.mark.proof
@@ -93,10 +93,10 @@ def test_one_job_of_two_nodes_finds_the_largest_batch_without_a_command_that_wai
     largest = ("profile", "job.yaml", "--largest", *model, "--set", "cluster.memory_per_gpu=1GB")
     assert tula(*largest)["status"] == "pending"
     run = tula.run()
-    tula.until(lambda: run.result("probe-n002-l000021") is not None)
+    tula.until(lambda: run.read_result("probe-n002-l000021") is not None)
     answer = tula(*largest, "--wait")["data"]
     assert (answer["local_batch"], answer["too_large"], answer["finished"]) == (20, 21, True)
-    assert [job.submissions for job in run.jobs()] == [1]
+    assert [job.submissions for job in run.read_jobs()] == [1]
 
 
 @pytest.mark.proof
@@ -124,10 +124,10 @@ def test_a_killed_rank_is_relaunched_in_the_same_allocation(tula: Tula, on_slurm
     assert process.returncode == 0, f"{answer}\n{errors}\n{tula.logs()}"
     summary = json.loads(answer)["data"]
     assert summary["attempts"] == 2
-    result = tula.run().training(summary["signature"]).result()
+    result = tula.run().get_training(summary["signature"]).read_result()
     assert result is not None
     assert result.samples == 12 * (1438 // 128) * 128
-    assert tula.run().jobs()[0].submissions == 1
+    assert tula.run().read_jobs()[0].submissions == 1
 
 
 def test_cancel_ends_the_allocation_and_stays_cancelled(tula: Tula) -> None:

@@ -150,15 +150,15 @@ def test_the_energy_of_a_training_is_that_of_all_its_attempts(
 ) -> None:
     monkeypatch.setattr(energy, "EnergyMeter", Meters([2.0, 5.0], [3.0, None]))
     first = TrainingEnergy(run, "ab12cd34", alone)
-    assert run.training("ab12cd34").energy() is None
+    assert run.get_training("ab12cd34").read_energy() is None
     first.save()
     first.save()
-    before = run.training("ab12cd34").energy()
+    before = run.get_training("ab12cd34").read_energy()
     assert before is not None and before.joules == 5 and before.seconds > 0
     second = TrainingEnergy(run, "ab12cd34", alone)
     second.save()
     second.save()  # the counter can be read no more: what was told before stays
-    result = run.training("ab12cd34").energy()
+    result = run.get_training("ab12cd34").read_energy()
     assert result is not None and result.joules == 8 and result.seconds > before.seconds
 
 
@@ -168,7 +168,7 @@ def test_without_a_counter_a_training_writes_nothing_and_asks_nobody(
     monkeypatch.setattr(energy, "EnergyMeter", Meters([]))
     counted = TrainingEnergy(run, "ab12cd34", alone)
     counted.save()
-    assert run.training("ab12cd34").energy() is None
+    assert run.get_training("ab12cd34").read_energy() is None
 
 
 def test_a_training_counts_to_the_end_of_each_epoch_and_to_its_own(
@@ -178,7 +178,7 @@ def test_a_training_counts_to_the_end_of_each_epoch_and_to_its_own(
     job = spec(train={"epochs": 2})
     task = train_task(job)
     run_training(task, run, alone, build_datasets(job))
-    result = run.training(task.signature).energy()
+    result = run.get_training(task.signature).read_energy()
     assert result is not None and result.joules == 4
 
 

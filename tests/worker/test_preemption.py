@@ -43,7 +43,7 @@ def test_a_run_that_had_to_leave_anywhere_goes_on_as_if_it_had_not(
     weights, losses = straight
     assert same(final_weights(run, task), weights)
     assert [row["eval_loss"] for row in rows(run, task, "epoch")] == losses
-    result = run.training(task.signature).result()
+    result = run.get_training(task.signature).read_result()
     assert result is not None
     assert result.samples == 2 * 96
 
@@ -52,7 +52,7 @@ def test_an_evaluation_left_before_its_end_is_made_up_for(alone: Ranks, run: Run
     task = train_task(spec())
     data = build_datasets(task.spec)
     run_training(task, run, alone, data, preemption=LeavesAt(alone, 6))
-    assert run.training(task.signature).newest_samples() == 96
+    assert run.get_training(task.signature).find_newest_samples() == 96
     assert not list(rows(run, task, "epoch"))
     run_training(task, run, alone, data, preemption=LeavesAt(alone, 2))
     assert [row["samples"] for row in rows(run, task, "epoch")] == [96]

@@ -53,7 +53,7 @@ def test_rank_0_tells_the_supervisor_its_device(
     if by_torchrun:
         one_rank.setenv("MASTER_ADDR", "127.0.0.1")
         one_rank.setenv("MASTER_PORT", str(find_free_port()))
-    handover = run.handover_path("train-s-1", 1)
+    handover = run.get_handover_path("train-s-1", 1)
     with join_process_group(spec().cluster, handover=handover):
         assert handover.read_text().split()[2:] == ["cpu"]
     attempt = Attempt(task="train-s-1", number=1, started_at=1.0)

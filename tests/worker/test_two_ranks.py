@@ -16,7 +16,7 @@ pytestmark = pytest.mark.torch
 
 
 def measured(two_ranks: Path, name: str, local_batch: int) -> Measured:
-    result = RunDir(two_ranks / name).result(f"probe-n001-l{local_batch:06d}")
+    result = RunDir(two_ranks / name).read_result(f"probe-n001-l{local_batch:06d}")
     assert isinstance(result, Measured)
     return result
 
@@ -56,7 +56,7 @@ def test_curvature_is_that_of_one_rank_and_the_same_on_both(two_ranks: Path, alo
 
 
 def test_both_ranks_take_the_same_choice(two_ranks: Path) -> None:
-    result = RunDir(two_ranks / "tuned").training(TUNED.signature).tuning()
+    result = RunDir(two_ranks / "tuned").get_training(TUNED.signature).read_tuning()
     assert result is not None and result.chosen is not None
     assert [branch.arm for branch in result.branches] == ["lbt", "x2", "robust"]
     arm = result.chosen.model_dump(mode="json")
@@ -99,7 +99,7 @@ def test_an_earlier_probe_leaves_no_memory_behind(two_ranks: Path) -> None:
 
 def test_a_damaged_checkpoint_is_passed_over_on_both_ranks(two_ranks: Path) -> None:
     run = RunDir(two_ranks / "train")
-    result = run.training(TRAIN.signature).result()
+    result = run.get_training(TRAIN.signature).read_result()
     assert result is not None
     assert (result.samples, result.steps) == (288, 18)
     assert [row["samples"] for row in rows(run, TRAIN, "start")] == [0, 272]

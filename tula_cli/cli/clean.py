@@ -97,7 +97,7 @@ def _find_runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "lis
     if not named:
         if root != Path(ROOT) and not root.is_dir():
             raise SpecError(f"--run-dir {root}: this folder does not exist", "name the folder that contains the runs")
-        every = RunDir.all(root.absolute())
+        every = RunDir.list_all(root.absolute())
         owned_runs = [run for run in every if not owner.find_other_owner(run.path)]
         if len(owned_runs) < len(every):
             screen.note(f"{len(every) - len(owned_runs)} of {len(every)} runs belong to other users and are not shown")

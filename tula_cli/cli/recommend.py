@@ -183,7 +183,7 @@ def _open_demo_run(screen: Screen, chosen: JobOrRun, *, saves: bool) -> "Run":
             "--demo uses its own run and saves nothing",
             "remove the job, --run, --observed and --save, or remove --demo",
         )
-    run = RunDir.newest(find_folder("demo"))
+    run = RunDir.find_newest(find_folder("demo"))
     screen.run_id = run.id
     screen.overrides = tuple(chosen.overrides)
     return open_run(run, chosen.overrides)

@@ -145,7 +145,7 @@ def _find_run_directories(
     elif os.environ.get("TULA_RUN"):
         runs, why = [RunDir.open(Path(os.environ["TULA_RUN"]).absolute())], "(from TULA_RUN)"
     else:
-        runs, why = list_siblings(RunDir.newest(root)), "(the newest)"
+        runs, why = list_siblings(RunDir.find_newest(root)), "(the newest)"
     screen.run_id = list_ids(runs)
     earlier_overrides = _list_overrides(runs[0])
     screen.overrides = (*earlier_overrides, *overrides)
@@ -171,7 +171,7 @@ def find_named_runs(named: Path, root: Path) -> "list[RunDir]":
     from tula_cli.run.directory import RunDir
 
     if (folder := _find_folder_of_newest(named, root)) is not None:
-        return [RunDir.newest(folder)]
+        return [RunDir.find_newest(folder)]
     # os.path's, which raise nothing where another user's folder is in the way.
     if os.path.isfile(named):  # noqa: PTH113
         return _find_runs_of_job(named, root)
@@ -210,11 +210,11 @@ def _suggest_runs(named: Path, root: Path) -> str:
     from tula_cli.plugins import suggest_nearest
     from tula_cli.run.directory import RunDir
 
-    runs = RunDir.all(root)
+    runs = RunDir.list_all(root)
     variants = [
         run.id
         for run in runs
-        if (part := run.variant()) is not None and run.id.rpartition("-")[0] == f"{named.name}-{part.type}"
+        if (part := run.read_variant()) is not None and run.id.rpartition("-")[0] == f"{named.name}-{part.type}"
     ]
     if variants:
         return f"the runs of job {named.name} are {', '.join(sorted(variants))}"
@@ -237,8 +237,8 @@ def _find_runs_of_job(job: Path, root: Path) -> "list[RunDir]":
 
     if runs := [run for run in make_runs_of_job(root, load(job)) if run.exists]:
         return [*runs]
-    for other in RunDir.all(root):
-        file = other.job_file()
+    for other in RunDir.list_all(root):
+        file = other.read_job_file()
         if file is not None and Path(file.path) == job.absolute():
             return list_siblings(other)
     raise SpecError(
@@ -248,7 +248,7 @@ def _find_runs_of_job(job: Path, root: Path) -> "list[RunDir]":
 
 def _list_overrides(run: "RunDir") -> tuple[str, ...]:
     """Return the overrides (`a.b=c`) of a run's settings, the last one of each key."""
-    file = run.job_file()
+    file = run.read_job_file()
     return tuple({text.partition("=")[0].strip(): text for text in (file.overrides if file else ())}.values())
 
 

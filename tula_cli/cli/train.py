@@ -86,12 +86,12 @@ def _answer_training(screen: Screen, training: "PreparedTraining", summary: "Sum
     from tula_cli.services.train import find_gain
 
     run = training.run
-    files = run.training(summary.signature)
-    weights, charge, gain = files.weights(), find_site_charge(run, summary.signature), find_gain(run, summary)
+    files = run.get_training(summary.signature)
+    weights, charge, gain = files.find_weights(), find_site_charge(run, summary.signature), find_gain(run, summary)
     data = {**dict(summary), "causes": summary.causes, "weights": weights, "site_charge": charge}
     data |= {} if gain is None else {"gain": gain}
     parts = show_train.render_summary(
-        summary, weights=weights, script_output=files.script_output(), charge=charge, gain=gain
+        summary, weights=weights, script_output=files.find_script_output(), charge=charge, gain=gain
     )
     return screen.answer(data, parts)
 

@@ -52,10 +52,10 @@ TERMINATION_GRACE = 25.0
 
 def open_attempt(run: RunDir, allocation: Allocation, task: Task) -> Attempt:
     """Record the start of a new attempt of a task and return it."""
-    training = run.training(task.signature) if isinstance(task, TrainTask) else None
+    training = run.get_training(task.signature) if isinstance(task, TrainTask) else None
     attempt = Attempt(
         task=task.id,
-        number=max((earlier.number for earlier in run.attempts(task.id)), default=0) + 1,
+        number=max((earlier.number for earlier in run.read_attempts(task.id)), default=0) + 1,
         started_at=time.time(),
         host=get_node_name(),
         pid=os.getpid(),
@@ -63,8 +63,8 @@ def open_attempt(run: RunDir, allocation: Allocation, task: Task) -> Attempt:
         hosts=allocation.hosts,
         idle_nodes=max(0, (allocation.nodes or 0) - task.nodes) if len(task.node_counts) > 1 else 0,
         cluster=compute_cluster_signature(task.spec.cluster),
-        samples=training.newest_samples() if training else None,
-        tuned=training.tuned_samples() if training else 0,
+        samples=training.find_newest_samples() if training else None,
+        tuned=training.count_tuned_samples() if training else 0,
         tula=__version__,
     )
     run.write_attempt(attempt)
@@ -339,9 +339,9 @@ class RunningAttempt:
         deadline, ranks_each = time.monotonic() + PEER_GRACE, count_ranks_of_supervisor(self.task)
         supervisors = set(range(0, self.command.ranks, ranks_each))
         while time.monotonic() < deadline:
-            failed = self.run.failed_ranks(self.task.id, self.attempt.number)
+            failed = self.run.list_failed_ranks(self.task.id, self.attempt.number)
             reported = supervisors <= {rank - rank % ranks_each for rank in failed}
-            if reported and has_cause(self.run.failures(self.task.id, self.attempt.number)):
+            if reported and has_cause(self.run.read_failures(self.task.id, self.attempt.number)):
                 return
             time.sleep(min(POLL, max(0.0, deadline - time.monotonic())))
 

@@ -64,7 +64,7 @@ class BatchLauncher:
         Raises:
             SchedulerError: the job was refused (with the scheduler's message), or the scheduler does not answer.
         """
-        earlier, names, nodes = run.job(task.job), self._link_names(run, task), list_nodes_of_links(task)
+        earlier, names, nodes = run.find_job(task.job), self._link_names(run, task), list_nodes_of_links(task)
         if earlier is not None and is_moved(earlier, run.path.resolve()):
             self.scheduler.cancel(earlier.ids[::-1])  # what still waits would find no run directory
         queued = self.queued_jobs(run, task, names)
@@ -104,7 +104,7 @@ class BatchLauncher:
         }
 
     def _get_state(self, snapshot: Snapshot, job: Job, states: Mapping[str, SchedulerState]) -> SchedulerState:
-        state = get_chain_state(job, states, forgotten=self.forgotten, released=snapshot.released_links(job.id))
+        state = get_chain_state(job, states, forgotten=self.forgotten, released=snapshot.read_released_jobs(job.id))
         if state.state == "pending" and is_moved(job, snapshot.here):
             return SchedulerState("ended", f"the run was moved from {job.folder} after the job was submitted")
         if state.young and any(attempt.ended_at is None for attempt in list_attempts_of_submission(snapshot, job)):
@@ -116,7 +116,7 @@ class BatchLauncher:
         ran = not state.reason or state.failed or state.forgotten
         if not (state.without_log or (state.state == "ended" and ran)) or list_attempts_of_submission(snapshot, job):
             return state
-        if snapshot.started_logs(job.ids):
+        if snapshot.list_started_logs(job.ids):
             return state
         reason = f"it wrote no log, so its nodes probably do not see {snapshot.path.resolve()}; choose a folder on a file system that all nodes share with --run-dir"
         return replace(state, reason=f"{state.reason}; {reason}" if state.reason else reason)
@@ -189,7 +189,7 @@ class BatchLauncher:
         Raises:
             SchedulerError: the job was refused, or the scheduler did not answer and the job is not in the queue.
         """
-        run.lock.heartbeat()
+        run.lock.renew()
         job = self.request(run, task, name, after)
         id_ = submit_script(self.scheduler, run, job, self.script_text(run, job, task))
         self.prepare(run, task, id_)
@@ -223,7 +223,7 @@ def submit_script(scheduler: Scheduler, run: RunDir, job: JobRequest, text: str)
         SchedulerError: the job was refused, the scheduler did not answer and the job is not in the queue, or the
             scheduler returned an invalid id.
     """
-    package.keep_package(run.path.resolve())
+    package.write_package_archive(run.path.resolve())
     id_ = scheduler.submit(run.write_script(job.name, text), job)
     if not isinstance(id_, str) or not id_ or _BAD_ID.search(id_):  # classes of users are not type-checked
         raise SchedulerError(
@@ -264,7 +264,7 @@ def _list_preceding_ids(run: RunDir, task: Task) -> Sequence[str]:
     """Return the ids of the jobs that the first job of a training waits for."""
     names = [task.predecessor] if task.predecessor else []
     names += task.follows if isinstance(task, TrainTask) else ()
-    return [id_ for name in names if (job := run.job(name)) is not None for id_ in job.ids]
+    return [id_ for name in names if (job := run.find_job(name)) is not None for id_ in job.ids]
 
 
 def _add_error_output(snapshot: Snapshot, job: Job, state: SchedulerState) -> SchedulerState:
@@ -272,10 +272,10 @@ def _add_error_output(snapshot: Snapshot, job: Job, state: SchedulerState) -> Sc
     if state.state != "ended" or not state.failed:
         return state
     started = {attempt.job_id for attempt in list_attempts_of_submission(snapshot, job)}
-    last_link = max((id_ for id_ in job.ids if snapshot.started_logs([id_])), key=job.ids.index, default=None)
+    last_link = max((id_ for id_ in job.ids if snapshot.list_started_logs([id_])), key=job.ids.index, default=None)
     if last_link is None or last_link in started:
         return state
-    for path in reversed(snapshot.scheduler_logs([last_link])):
+    for path in reversed(snapshot.list_scheduler_logs([last_link])):
         lines = [line.strip() for line in read_end(path, 2**16).splitlines()]
         error_lines = [
             line for line in lines if line and "Exited with exit code" not in line and "submitit" not in line

@@ -34,13 +34,13 @@ def list_chain_tasks(task: Task) -> Sequence[Task]:
     predicted = task.prediction
     hours = None if predicted is None else predicted.hours
     if task.sizes:  # as many jobs as it needs if each of them is granted the fewest nodes
-        smallest = task.on_granted(task.sizes[0].nodes).prediction
+        smallest = task.with_granted_nodes(task.sizes[0].nodes).prediction
         hours = None if smallest is None else smallest.hours
     links: list[Task] = []
     for nodes in sorted(
         {count for stage in task.stages if task.nodes <= (count := stage.nodes or 0) < task.training_nodes}
     ):
-        predicted_hours = None if predicted is None else predicted.hours_on(nodes)
+        predicted_hours = None if predicted is None else predicted.compute_hours_on_nodes(nodes)
         links += [task.model_copy(update={"nodes": nodes})] * _count_links_needed(task, predicted_hours, spare=1)
         hours = None if hours is None or predicted_hours is None else hours - predicted_hours
     last_task = task.model_copy(update={"nodes": task.training_nodes})

@@ -51,7 +51,7 @@ class RankExit:
 def find_failure_of_ranks(run: RunDir, task: Task, attempt: Attempt, exited: RankExit) -> Failure:
     """Return why the ranks of this supervisor failed."""
     device = compute_device(run, task)
-    recorded = find_root_failure(run.failures(task.id, attempt.number))
+    recorded = find_root_failure(run.read_failures(task.id, attempt.number))
     # The kernel's count is evidence, and outweighs what others saw: of a rank, or of a process that a rank of this node has lost.
     lost_process = recorded is not None and recorded.outcome == "signal" and recorded.host == get_node_name()
     shot = exited.oom_kill and (exited.exit_code < 0 or lost_process)
@@ -155,7 +155,7 @@ def compute_device(run: RunDir, task: Task) -> str:
     requested = task.spec.cluster.device
     if requested != "auto":
         return requested
-    devices_seen = {result.environment.device for result in run.results() if isinstance(result, Measured)}
+    devices_seen = {result.environment.device for result in run.read_results() if isinstance(result, Measured)}
     if devices_seen:
         return "cpu" if devices_seen == {"cpu"} else "cuda"
     return "cuda" if has_gpu() else "cpu"
@@ -163,7 +163,7 @@ def compute_device(run: RunDir, task: Task) -> str:
 
 def write_exit_report(run: RunDir, task: Task, attempt: Attempt, exited: RankExit, failure: Failure) -> None:
     """Write a failure record, read by the leader, for this supervisor's ranks unless the rank itself wrote one."""
-    written = {recorded.rank: recorded.outcome for recorded in run.failures(task.id, attempt.number)}
+    written = {recorded.rank: recorded.outcome for recorded in run.read_failures(task.id, attempt.number)}
     by_kernel = (
         exited.oom_kill and failure.outcome in ("host_oom", "device_oom") and written.get(exited.rank) == "signal"
     )
@@ -188,7 +188,7 @@ def write_exit_report(run: RunDir, task: Task, attempt: Attempt, exited: RankExi
 
 def find_root_cause(run: RunDir, task: Task, attempt: Attempt, failure: Failure) -> Failure:
     """Return the failure of an attempt from the records of all supervisors; `failure` if there are none."""
-    root = find_root_failure(run.failures(task.id, attempt.number))
+    root = find_root_failure(run.read_failures(task.id, attempt.number))
     return complete_failure(run, task, root, root.detail) if root else failure
 
 
@@ -297,5 +297,5 @@ def write_failure_of_follower(
 def find_failure_of_supervisors(run: RunDir, attempt: Attempt) -> Failure | None:
     """Return the failure of an attempt from the records of supervisors; None if no supervisor failed."""
     return find_root_failure(
-        failure for failure in run.failures(attempt.task, attempt.number) if failure.outcome in SUPERVISOR_OUTCOMES
+        failure for failure in run.read_failures(attempt.task, attempt.number) if failure.outcome in SUPERVISOR_OUTCOMES
     )

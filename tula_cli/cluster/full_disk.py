@@ -45,12 +45,12 @@ def _estimate_checkpoint_bytes(run: RunDir, last_attempt: Attempt) -> int | None
 
     An error of a full disk does not always report the size of the write, and a checkpoint is the largest file.
     """
-    task = run.task(last_attempt.task)
+    task = run.read_task(last_attempt.task)
     if not isinstance(task, TrainTask):
         return None
-    training = run.training(task.signature)
-    of_script = training.script_progress()
-    saved = training.checkpoints() if of_script is None else [Path(of_script.checkpoint)]
+    training = run.get_training(task.signature)
+    of_script = training.read_script_progress()
+    saved = training.list_checkpoints() if of_script is None else [Path(of_script.checkpoint)]
     sizes = [measure_file_size(path) for path in saved]
     if not any(sizes):
         probes = [states.memory for states in run.read().results if isinstance(states, Measured)]
@@ -65,7 +65,7 @@ def release_held_jobs(run: RunDir, task: TrainTask) -> None:
         DiskFull: space is still missing.
         SchedulerError: the scheduler did not release the jobs.
     """
-    attempts, job = run.training(task.signature).attempts(), run.job(task.job)
+    attempts, job = run.get_training(task.signature).read_attempts(), run.find_job(task.job)
     if not attempts or attempts[-1].outcome != "disk":
         return
     require_disk_space(run, attempts[-1])

@@ -101,7 +101,7 @@ def list_unfinished_jobs(run: RunDir, launcher: Launcher, job_ids: Iterable[str]
     Raises:
         SchedulerError: the scheduler does not answer.
     """
-    jobs = [job for id_ in job_ids if (job := run.job(id_)) is not None]
+    jobs = [job for id_ in job_ids if (job := run.find_job(id_)) is not None]
     states = launcher.states(run.read(), jobs)
     for state in states.values():
         if state.silent:
@@ -128,7 +128,7 @@ def submit_task(run: RunDir, launcher: Launcher, task: Task) -> None:
     Raises:
         SchedulerError: the scheduler refused the job.
     """
-    run.uncancel(task.job)
+    run.remove_cancellation(task.job)
     run.write_task(task)
     run.write_job(launcher.submit(run, task))
 

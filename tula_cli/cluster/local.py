@@ -59,7 +59,7 @@ class LocalLauncher:
         """
         if importlib.util.find_spec("torch") is None:
             raise JobFailed(f"{sys.executable} has no torch", "pip install 'tula-cli[torch]'")
-        earlier, submitted_at = run.job(task.job), time.time()
+        earlier, submitted_at = run.find_job(task.job), time.time()
         folder = run.path.resolve()
         path = make_environment_with_package(folder)["PYTHONPATH"]
         command = shlex.join([sys.executable, "-m", JOB_MODULE, "local", str(folder), task.id])
@@ -134,7 +134,9 @@ def make_environment_with_package(run: Path | None = None) -> dict[str, str]:
     path = os.pathsep.join([package_root, os.environ.get("PYTHONPATH", "")])
     return {
         **os.environ,
-        "PYTHONPATH": package.prepend_to_path(None if run is None else package.keep_package(run.resolve()), path),
+        "PYTHONPATH": package.prepend_to_path(
+            None if run is None else package.write_package_archive(run.resolve()), path
+        ),
     }
 
 
@@ -145,7 +147,7 @@ def _get_state_on_other_machine(snapshot: Snapshot, job: Job) -> SchedulerState:
         return SchedulerState("running", f"waiting on {job.host}, or ended there: its state is known only there")
     if attempts[-1].ended_at is not None:
         return SchedulerState("ended", f"on {job.host}, according to its files")
-    heard = snapshot.last_sign_of_life(attempts[-1])
+    heard = snapshot.find_last_sign_of_life(attempts[-1])
     if heard is not None and time.time() - heard > MAX_SILENCE:
         return SchedulerState("ended", f"on {job.host}, without a heartbeat since {format_moment(heard)}")
     return SchedulerState("running", f"on {job.host}, according to its files")
@@ -153,7 +155,7 @@ def _get_state_on_other_machine(snapshot: Snapshot, job: Job) -> SchedulerState:
 
 def list_attempts_of_submission(snapshot: Snapshot, job: Job) -> list[Attempt]:
     """Return the attempts of a job since its last submission."""
-    return snapshot.attempts_of(job.id, since=job.submitted_at - 1)
+    return snapshot.list_attempts_of_job(job.id, since=job.submitted_at - 1)
 
 
 def _is_alive(job: Job) -> bool:

@@ -260,7 +260,7 @@ class RankStart:
     def _find_python_folder(self) -> str:
         """Return the folder in which Python first finds the user's code: the submitted copy, or workdir without one."""
         task = self.task
-        code = self.run.code_dir(task.code) if task.code else Path(task.workdir)
+        code = self.run.get_code_dir(task.code) if task.code else Path(task.workdir)
         return str(code) if code.is_dir() else task.workdir  # the ranks say what is missing
 
 

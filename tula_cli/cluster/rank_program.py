@@ -152,7 +152,7 @@ class WorkerProgram(RankProgram):
     def samples_reached(self, command: LeaderCommand, attempt: Attempt) -> int | None:
         if not isinstance(self.task, TrainTask):
             return None
-        rows = self.run.training(self.task.signature).newest_metrics()
+        rows = self.run.get_training(self.task.signature).read_newest_metrics()
         steps: list[int] = [
             row["samples"] for row in rows if row["kind"] == "step" and row["time"] >= attempt.started_at
         ]
@@ -163,4 +163,4 @@ class WorkerProgram(RankProgram):
 
     def list_micro_batch_splits(self) -> MicroBatches | None:
         assert isinstance(self.task, TrainTask)
-        return self.run.training(self.task.signature).micro_batches()
+        return self.run.get_training(self.task.signature).read_micro_batches()

@@ -26,10 +26,10 @@ from tula_cli.run.training_run import TrainingRun
 
 def find_newest_task(run: RunDir, task_id: str) -> Task:
     """Return the task to start; for a training, its newest relaunch."""
-    task = run.task(task_id)
+    task = run.read_task(task_id)
     assert task is not None, f"{run.path} has no task {task_id}"
     if isinstance(task, TrainTask):
-        return run.training(task.signature).newest_task() or task
+        return run.get_training(task.signature).read_newest_task() or task
     return task
 
 
@@ -70,7 +70,7 @@ def read_history(
     """
     outcome = None if failure is None else failure.outcome
     ended = attempt if attempt.ended_at is not None else attempt.model_copy(update={"ended_at": time.time()})
-    current_batch = run.current_probe(task) if isinstance(task, ProbeTask) else None
+    current_batch = run.find_current_probe(task) if isinstance(task, ProbeTask) else None
     return History(
         attempt=ended,
         earlier=[other_attempt for other_attempt in earlier if other_attempt.ended_at is not None],
@@ -80,7 +80,7 @@ def read_history(
         allocation_ended=allocation_ended,
         cancelled=run.is_cancelled(task.job),
         finished=run.is_finished(task),
-        progress=run.training(task.signature).progress() if isinstance(task, TrainTask) else None,
+        progress=run.get_training(task.signature).count_trained_samples() if isinstance(task, TrainTask) else None,
         reached=reached,
         fallback=_choose_fallback(run, task) if isinstance(task, TrainTask) and outcome == "device_oom" else None,
         lr_factor=_find_lr_factor(run, task) if isinstance(task, TrainTask) and outcome == "diverged" else None,
@@ -99,20 +99,20 @@ def _find_next_trial(run: RunDir, task: Task, *, failed: int | None = None) -> i
         task: the task; None is returned unless it searches for the largest batch and every other trial has a result.
         failed: the trial that was out of memory, which is not recorded yet.
     """
-    if not isinstance(task, ProbeTask) or task.bounds is None or run.current_probe(task) != failed:
+    if not isinstance(task, ProbeTask) or task.bounds is None or run.find_current_probe(task) != failed:
         return None
     from tula_cli.models.memory.largest_batch import BatchBracket  # here: it needs numpy
 
     unrecorded = (
         () if failed is None else (OutOfMemory(**make_probe_identity(task, failed), assumed=False, message=""),)
     )
-    results = [*run.results(), *unrecorded]
+    results = [*run.read_results(), *unrecorded]
     return BatchBracket.from_results(task.spec, task.nodes, task.bounds, results).choose_next_trial()
 
 
 def _find_lr_factor(run: RunDir, task: TrainTask) -> float | None:
     """Return the learning-rate factor at which the loss of a growing batch diverged; None if it was not recorded."""
-    rows = (row for row in reversed(run.training(task.signature).metrics()) if row["kind"] == "diverged")
+    rows = (row for row in reversed(run.get_training(task.signature).read_metrics()) if row["kind"] == "diverged")
     return next((row.get("lr_factor") for row in rows), None)
 
 
@@ -130,7 +130,7 @@ def _find_batch_of_stage(run: RunDir, task: TrainTask) -> int | None:
     """Return the current batch of a growing batch if it is still below the final one; None otherwise or if unknown."""
     if task.spec.train.stages is None or task.script is not None:
         return None
-    rows = run.training(task.signature).metrics()
+    rows = run.get_training(task.signature).read_metrics()
     batch = next((int(row["batch"]) for row in reversed(rows) if row["kind"] == "stage"), task.batch)
     return batch if batch < task.batch else None
 
@@ -139,7 +139,7 @@ def _list_similar_attempts(run: RunDir, task: Task, earlier: Sequence[Attempt]) 
     """Return the earlier attempts at the same work as the newest one: of a probe job, at the same batch."""
     if not isinstance(task, ProbeTask):
         return earlier
-    results = [run.result(make_probe_id(task.nodes, local_batch)) for local_batch in task.local_batches]
+    results = [run.read_result(make_probe_id(task.nodes, local_batch)) for local_batch in task.local_batches]
     over = [result.measured_at for result in results if isinstance(result, Measured)]
     over += [attempt.ended_at or 0.0 for attempt in earlier if attempt.outcome == "user"]  # that batch is left out now
     return [attempt for attempt in earlier if (attempt.ended_at or 0.0) > max(over, default=0.0)]
@@ -150,7 +150,7 @@ def _has_gpus_elsewhere(run: RunDir, attempt: Attempt) -> bool:
 
     Always False on this machine, which is the only node.
     """
-    alike = [other_attempt for other_attempt in run.attempts() if other_attempt.cluster == attempt.cluster]
+    alike = [other_attempt for other_attempt in run.read_attempts() if other_attempt.cluster == attempt.cluster]
     return bool(attempt.allocation) and any(run.has_seen_gpus(other_attempt) for other_attempt in alike)
 
 
@@ -183,7 +183,7 @@ def carry_out(
         case TrainTask() if not isinstance(decision, Stop):
             assert failure is not None
             relaunch = make_next_attempt(task, failure, decision)
-            relaunch = relaunch if granted is None else relaunch.on_granted(granted)
+            relaunch = relaunch if granted is None else relaunch.with_granted_nodes(granted)
             run.write_task(relaunch)
             return relaunch
     return task if isinstance(decision, Relaunch) else None
@@ -206,7 +206,7 @@ def make_next_attempt(task: TrainTask, failure: Failure, decision: Relaunch | Re
 
 def resize_to_allocation(run: RunDir, task: TrainTask, granted: int) -> TrainTask:
     """Return a task on the nodes that its job was granted; where they differ, as a new attempt, which is recorded."""
-    resized = task.on_granted(granted)
+    resized = task.with_granted_nodes(granted)
     if resized.nodes == task.nodes:
         return task
     number = task.attempt + 1
@@ -222,7 +222,7 @@ def _carry_out_for_probe(
 ) -> ProbeTask | None:
     """Record the result of the current batch if the attempt gives one; return the task to start now, or None."""
     skip = decision.skip if isinstance(decision, Relaunch) else None
-    current = run.current_probe(task)
+    current = run.find_current_probe(task)
     is_result = skip is not None or (isinstance(decision, Stop) and decision.why == "batch_failed")
     if failure is not None and current is not None and is_result:
         if failure.outcome == "device_oom":
@@ -255,14 +255,14 @@ def _write_out_of_memory(run: RunDir, task: ProbeTask, current: int, message: st
 
 def write_summary(run: RunDir, task: TrainTask) -> None:
     """Record predicted and actual duration and cost; actual includes the wall-clock time of failed attempts."""
-    training = run.training(task.signature)
-    result, tasks, attempts = training.result(), training.tasks(), training.attempts()
+    training = run.get_training(task.signature)
+    result, tasks, attempts = training.read_result(), training.read_tasks(), training.read_attempts()
     assert result is not None
     assert tasks
     tasks_by_id = {each.id: each for each in tasks}
     now = time.time()  # the end of the newest attempt, which this process is part of
     hours = sum(attempt.count_seconds(now) for attempt in attempts) / 3600
-    prediction, energy = _predict_epochs(tasks[0], result), training.energy()
+    prediction, energy = _predict_epochs(tasks[0], result), training.read_energy()
     newest = tasks[-1].prediction  # of the batch and the nodes that the training ended with, as is result.step_time
     run.write_summary(
         Summary(
@@ -294,10 +294,10 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             ended=f"at epoch {result.epochs} of {task.spec.train.epochs}: {result.ended}" if result.ended else "",
             currency=task.spec.pricing.currency,
             recoveries=tuple(later_task.recovery or Recovery() for later_task in tasks[1:]),
-            lost=None if task.spec.script is None else training.script_saves().lost,
+            lost=None if task.spec.script is None else training.read_script_saves().lost,
             tuning=result.tuning,
             scaled=result.scaled,
-            changes=training.changes(),
+            changes=training.read_step_changes(),
             warnings=_list_warnings_of_training(training) if task.spec.script is not None else (),
         )
     )
@@ -313,7 +313,7 @@ def _predict_epochs(first_task: TrainTask, result: TrainResult) -> Prediction | 
 
 def _measure_time_parts(training: TrainingRun, seconds: float) -> TimeParts:
     """Return the breakdown of the seconds of a training, from metric rows up to its newest checkpoint."""
-    rows, tuning = list(training.metrics()), training.tuning()
+    rows, tuning = list(training.read_metrics()), training.read_tuning()
     steps = [row for row in rows if row["kind"] == "step"]
     stepping = sum(row["count"] * row["step_time"] for row in steps)
     evaluation = sum(row["eval_seconds"] for row in rows if row["kind"] == "epoch")
@@ -330,4 +330,4 @@ def _measure_time_parts(training: TrainingRun, seconds: float) -> TimeParts:
 
 
 def _list_warnings_of_training(training: TrainingRun) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(row["message"] for row in training.metrics() if row["kind"] == "warning"))
+    return tuple(dict.fromkeys(row["message"] for row in training.read_metrics() if row["kind"] == "warning"))

@@ -200,7 +200,7 @@ class Supervisor:
 
     def _await_resume_test(self, task: Task) -> None:
         """Wait for the resume test that precedes a training on this machine; on a scheduler, job dependencies do so."""
-        job = self.run.job(task.predecessor) if task.predecessor else None
+        job = self.run.find_job(task.predecessor) if task.predecessor else None
         while job is not None and start_time(int(job.scheduler_id)) == job.process_started:
             if self.run.is_cancelled(task.job):
                 return
@@ -234,7 +234,7 @@ class Supervisor:
             if isinstance(task, TrainTask) and task.stages and not self.allocation.has_nodes(task.nodes):
                 self._release_small_links(task)
                 return  # the first link with as many nodes goes on
-            shortages.keep_reserve(self.run.path)
+            shortages.allocate_reserve(self.run.path)
             attempt = open_attempt(self.run, self.allocation, task)
             attempt = self._record_conflicting_trainings(attempt)
             self._under_way = (task, attempt)
@@ -350,7 +350,7 @@ class Supervisor:
         job = self._find_job(task)
         if job is not None:
             waiting = self._list_later_jobs_of_chain(task)
-            large_enough = [link for link in waiting if job.nodes_of(link) >= task.nodes]
+            large_enough = [link for link in waiting if job.get_nodes(link) >= task.nodes]
             self._prompt = ""  # another job of the chain is the next one now
             self._end_delay(large_enough)
             too_small = [link for link in waiting if link not in large_enough]
@@ -381,12 +381,12 @@ class Supervisor:
         """Write a summary that is still missing, and cancel the jobs of the chain that are not needed."""
         if not isinstance(task, TrainTask):
             return
-        training = self.run.training(task.signature)
-        if training.result() and not training.summary():
+        training = self.run.get_training(task.signature)
+        if training.read_result() and not training.read_summary():
             write_summary(self.run, task)
         job = self._find_job(task)
         if job is not None:
-            why = "the training is finished" if training.result() else "they would fail in the same way"
+            why = "the training is finished" if training.read_result() else "they would fail in the same way"
             self._release_links(job, [link for link in job.links if link != self.allocation.job_id], why)
 
     def _release_links(self, job: Job, links: Sequence[str], why: str) -> None:
@@ -394,7 +394,7 @@ class Supervisor:
         waiting = [link for link in links if job.links.index(link) > job.links.index(self.allocation.job_id)]
         if waiting and not self.run.is_cancelled(job.id):
             with contextlib.suppress(OSError):  # the jobs are cancelled all the same
-                self.run.note_released(job.id, waiting, why)
+                self.run.record_released_jobs(job.id, waiting, why)
         self.allocation.scheduler.cancel(links)
 
     def _write_command(self, command: LeaderCommand) -> None:
@@ -415,7 +415,10 @@ class Supervisor:
         deadlines: dict[str, float] = {}
         for number in itertools.count():
             self.lookout.force_check()
-            while not self.lookout.is_due() or (command := self.run.leader_command(self.allocation.id, number)) is None:
+            while (
+                not self.lookout.is_due()
+                or (command := self.run.read_leader_command(self.allocation.id, number)) is None
+            ):
                 if self.allocation.termination.received:
                     return
                 self.lookout.pause()
@@ -437,7 +440,7 @@ class Supervisor:
         """
         patience_ends = time.monotonic() + NFS_LAG
         while True:
-            task, attempt = self.run.task(task_id), self.run.attempt(task_id, number)
+            task, attempt = self.run.read_task(task_id), self.run.read_attempt(task_id, number)
             if task is not None and attempt is not None:
                 return task, attempt
             if time.monotonic() > patience_ends:
@@ -485,7 +488,7 @@ class Supervisor:
 
     def _find_job(self, task: Task) -> Job | None:
         """Return the job record that contains this allocation; None until the submitting command has written it."""
-        job = self.run.job(task.job)
+        job = self.run.find_job(task.job)
         return job if job is not None and self.allocation.job_id in job.links else None
 
     def _is_predecessor_cancelled(self, job: Job, task: Task) -> bool:
@@ -494,12 +497,12 @@ class Supervisor:
         Jobs with too few nodes belong to an earlier stage, after which tula cancelled them; they are ignored.
         """
         earlier = job.links[: job.links.index(self.allocation.job_id)]
-        predecessors = [link for link in earlier if job.nodes_of(link) >= task.nodes]
+        predecessors = [link for link in earlier if job.get_nodes(link) >= task.nodes]
         return bool(predecessors) and self.allocation.scheduler.ended_how(predecessors[-1]) == "cancelled"
 
     def _list_attempts_of_submission(self, task: TrainTask) -> list[Attempt]:
         """Return the attempts of a training in this submission; attempts of earlier submissions do not count."""
-        attempts = self.run.training(task.signature).attempts()
+        attempts = self.run.get_training(task.signature).read_attempts()
         if self.allocation.is_local:
             return [attempt for attempt in attempts if attempt.started_at >= self.since]
         job = self._find_job(task)
@@ -509,17 +512,17 @@ class Supervisor:
     def _list_attempts_without_progress(self, task: Task) -> list[Attempt]:
         """Return the attempts of this job so far; of a training, those without a newer checkpoint since."""
         if not isinstance(task, TrainTask):
-            return [attempt for attempt in self.run.attempts(task.id) if attempt.started_at >= self.since]
-        progress = self.run.training(task.signature).progress()
+            return [attempt for attempt in self.run.read_attempts(task.id) if attempt.started_at >= self.since]
+        progress = self.run.get_training(task.signature).count_trained_samples()
         return [attempt for attempt in self._list_attempts_of_submission(task) if attempt.progress == progress]
 
     def _close_lost(self, task: Task) -> None:
         """Close attempts whose supervisor was killed: at the last change of their log, with the scheduler's reason."""
         run = self.run
-        for lost in run.attempts_of(task):
+        for lost in run.read_attempts_of_task(task):
             if lost.ended_at is not None:
                 continue
-            make_rank_program(run, run.task(lost.task) or task).recover_lost_attempt(lost)
+            make_rank_program(run, run.read_task(lost.task) or task).recover_lost_attempt(lost)
             log = run.log_path(lost.task, lost.number)
             ended_at = log.stat().st_mtime if log.exists() else lost.started_at
             killed = Failure(outcome="signal", message="its supervisor was killed")

@@ -107,7 +107,7 @@ def find_next_fallback(
         stage: the batch in use if it is a smaller one (`train.ramp`); its own micro-batches have to become smaller.
     """
     did_not_fit = Fallback(rung=0, splits=1, batch=batches[0], stage=stage)
-    batch_splits = micro_batches.splits_of_batch(batches[0]) if micro_batches is not None else None
+    batch_splits = micro_batches.get_splits(batches[0]) if micro_batches is not None else None
     if why_not or micro_batches is None or batch_splits is None:
         limit = why_not or "the ranks ended before they reported how far micro-batches can be split"
         return did_not_fit.model_copy(update={"rung": 1, "limit": limit}) if len(batches) > 1 else None
@@ -123,7 +123,7 @@ def find_next_fallback(
         return did_not_fit.model_copy(update=smaller_micro_batches)
     uncut = {"failed_micro_batch": int(failed), "limit": batch_splits.limit}
     for rung, batch in enumerate(batches[1:], 1):
-        smaller = micro_batches.splits_of_batch(batch)
+        smaller = micro_batches.get_splits(batch)
         if smaller is None:
             continue
         for split in (1, *smaller.into):

@@ -81,9 +81,9 @@ def list_removable_files(folder: Path, wish: CleanPolicy) -> Iterator[RemovableF
 def _list_removable_of_training(training: TrainingRun, wish: CleanPolicy) -> Iterator[RemovableFile]:
     folder = training.path / "checkpoints"
     entries = _list_entries(folder) if _is_folder(folder) else {}
-    whole = [name for name, mode in entries.items() if CHECKPOINT.fullmatch(name) and _as_written(name, mode)]
+    whole = [name for name, mode in entries.items() if CHECKPOINT.fullmatch(name) and _has_type_of_name(name, mode)]
     if whole:
-        over = training.result() is not None
+        over = training.read_result() is not None
         gone = over and training.signature in wish.compared
         kept = (
             set()
@@ -111,7 +111,7 @@ def _list_kept_checkpoints(training: TrainingRun, whole: list[str], *, over: boo
     )
     if over:
         return best if keep_best and best else best | (last or {whole[0]})
-    tuning = training.tuning()
+    tuning = training.read_tuning()
     if tuning is not None and tuning.chosen is None:
         return set(whole)  # its arms go back to where they branched off
     return {*whole[:RESUMED_FROM], *best, *last}
@@ -161,7 +161,7 @@ def _make_removable_file(kind: Kind, path: Path) -> RemovableFile:
     return RemovableFile(kind, path, measure_size_and_time(path)[0])
 
 
-def _as_written(name: str, mode: int) -> bool:
+def _has_type_of_name(name: str, mode: int) -> bool:
     """Return whether a checkpoint has the file type of its name: a file, or a folder of shares; never a link."""
     return stat.S_ISDIR(mode) if name.endswith(".dcp") else stat.S_ISREG(mode)
 

@@ -24,11 +24,11 @@ from tula_cli.run.files import make_folder, publish_folder
 from tula_cli.run.format import require_known_format
 from tula_cli.run.imports import (
     Source,
+    add_weights_digest,
     compute_digest_of_files,
     compute_weights_digest,
     import_strings,
     list_files_of_imports,
-    with_weights,
 )
 from tula_cli.run.job_runs import make_runs
 from tula_cli.run.records.tasks import CodeSnapshot
@@ -54,7 +54,7 @@ class ImportedCode:
 
     def compute_digest(self) -> str:
         digest = compute_digest_of_files(list_files_of_imports(self.spec, self.workdir), self.workdir)
-        return with_weights(digest, compute_weights_digest(self.spec))
+        return add_weights_digest(digest, compute_weights_digest(self.spec))
 
     def select(self) -> Selection:
         return select_imported_files(self.spec, self.workdir)
@@ -185,7 +185,7 @@ def _choose_snapshot(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: 
 def find_measured_snapshot(run: RunDir) -> CodeSnapshot | None:
     """Return the newest snapshot with which the run's probes were submitted, or None if they ran no user code."""
     names = {task.code for task in run.read().probe_tasks if task.code}
-    snapshots = [snapshot for name in names if run.code_dir(name).is_dir() and (snapshot := run.code(name))]
+    snapshots = [snapshot for name in names if run.get_code_dir(name).is_dir() and (snapshot := run.read_code(name))]
     return max(snapshots, key=lambda snapshot: snapshot.taken_at, default=None)
 
 
@@ -197,7 +197,9 @@ def list_runs_with_other_code(run: Run) -> list[RunDir]:
     spec = run.spec
     if not get_user_code(spec, Path.cwd()).is_copied:
         return []
-    runs_of_name = [other_run for other_run in RunDir.all(run.path.parent) if other_run.id.startswith(f"{spec.name}-")]
+    runs_of_name = [
+        other_run for other_run in RunDir.list_all(run.path.parent) if other_run.id.startswith(f"{spec.name}-")
+    ]
     return [
         other_run
         for other_run in runs_of_name
@@ -235,7 +237,7 @@ def take_snapshot(run: RunDir, spec: JobSpec, source: Source) -> str:
         return source.kept
     code = get_user_code(spec, source.workdir)
     selection = code.select()
-    draft = run.code_dir(f".draft.{socket.gethostname()}.{os.getpid()}")
+    draft = run.get_code_dir(f".draft.{socket.gethostname()}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)
     try:
         return _copy_snapshot(run, selection, draft, source, message=str(code))
@@ -264,9 +266,9 @@ def _copy_snapshot(run: RunDir, selection: Selection, draft: Path, source: Sourc
     contents = compute_digest_of_files((draft / file for file in names), draft)
     place_text = "\0".join(dict.fromkeys([str(source.workdir), str(base), selection.program or str(base)]))
     name = hashlib.sha256(f"{contents}\0{place_text}".encode()).hexdigest()[:8]
-    _link_the_rest(draft, base, {folder for file in names for folder in file.parents})
-    publish_folder(draft, run.code_dir(name))
-    if run.code(name) is None:
+    _link_uncopied_files(draft, base, {folder for file in names for folder in file.parents})
+    publish_folder(draft, run.get_code_dir(name))
+    if run.read_code(name) is None:
         run.write_code(_make_snapshot_record(selection, name, source))
     return name
 
@@ -294,7 +296,7 @@ def _make_snapshot_record(selection: Selection, name: str, source: Source) -> Co
     )
 
 
-def _link_the_rest(draft: Path, base: Path, folders: Iterable[Path]) -> None:
+def _link_uncopied_files(draft: Path, base: Path, folders: Iterable[Path]) -> None:
     """Link files that were not copied (data, weights, large files), for code that uses its `__file__`."""
     for folder in folders:
         for entry in list_entries(base / folder) or ():

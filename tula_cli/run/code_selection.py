@@ -99,13 +99,13 @@ def _list_paths_in_repository(base: Path, paths: Iterable[Path]) -> Sequence[str
     """
     inside: dict[Path, Path | None] = {Path(): None}
 
-    def holder(folder: Path) -> Path | None:
+    def find_repository(folder: Path) -> Path | None:
         if folder not in inside:
-            above = holder(folder.parent)
+            above = find_repository(folder.parent)
             inside[folder] = above or (folder if (base / folder / ".git").exists() else None)
         return inside[folder]
 
-    return sorted({str(holder(path.parent) or path) for path in paths})
+    return sorted({str(find_repository(path.parent) or path) for path in paths})
 
 
 def _run_git(folder: Path, *arguments: str) -> str:
@@ -168,7 +168,7 @@ def select_imported_files(spec: JobSpec, workdir: Path) -> Selection:
     left_out: list[Path] = []
     keys: list[Path] = []
     for package in _find_packages(modules, workdir):
-        _survey_package(package, set(modules), others, left_out, keys)
+        _classify_package_files(package, set(modules), others, left_out, keys)
     return Selection(workdir, roots, modules, tuple(others), tuple(left_out), keys=tuple(keys))
 
 
@@ -183,7 +183,7 @@ def _find_packages(modules: Iterable[Path], workdir: Path) -> list[Path]:
     return list(folders)
 
 
-def _survey_package(
+def _classify_package_files(
     package: Path, modules: set[Path], others: list[Path], left_out: list[Path], keys: list[Path]
 ) -> None:
     """Sort a package's other files, breadth-first, into those to copy, those beyond the limits, and keys."""

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from tula_cli.errors import SpecError
 from tula_cli.run import parsed_spec
-from tula_cli.run.file_changes import is_listed, touch_news, write_with_news
+from tula_cli.run.file_changes import announce_change, is_listed, write_with_news
 from tula_cli.run.files import (
     list_files,
     make_folder,
@@ -81,7 +81,7 @@ class ClusterChecks:
         """Write a token by which nodes verify that they see this folder and not another one of the same name."""
         write_atomic(self.path / f"{task_id}.token", f"{token}\n")
 
-    def token(self, task_id: str) -> str:
+    def read_token(self, task_id: str) -> str:
         return read_text(self.path / f"{task_id}.token")
 
     def sign_in(self, task_id: str, rank: int, host: str) -> None:
@@ -92,7 +92,7 @@ class ClusterChecks:
         """
         write_atomic(self.path / f"{task_id}.{rank:04d}.here", f"{host}\n")
 
-    def signed_in(self, task_id: str) -> dict[int, str]:
+    def read_signed_in_hosts(self, task_id: str) -> dict[int, str]:
         """Return the hosts of a check's ranks that could write here, by rank."""
         return {int(path.name.split(".")[-2]): read_text(path) for path in list_files(self.path, f"{task_id}.*.here")}
 
@@ -103,7 +103,7 @@ class ClusterChecks:
         """Save the findings before the network test, which may terminate the ranks."""
         write_record(self.path / f"{report.id}.draft", report)
 
-    def draft(self, task_id: str) -> ClusterReport | None:
+    def read_draft(self, task_id: str) -> ClusterReport | None:
         return read_record(self.path / f"{task_id}.draft", ClusterReport)
 
     def report(self, task_id: str) -> ClusterReport | None:
@@ -131,7 +131,7 @@ class RunDir:
     # --- which run
 
     @staticmethod
-    def of(root: Path, spec: JobSpec, *, code: str = "") -> "Run":
+    def from_spec(root: Path, spec: JobSpec, *, code: str = "") -> "Run":
         """Return the run of `spec` under `root`, which may not exist yet; nothing is written.
 
         Args:
@@ -144,7 +144,7 @@ class RunDir:
     @staticmethod
     def create(root: Path, spec: JobSpec, *, code: str = "") -> "Run":
         """Return the run of `spec` under `root`, creating it if it does not exist."""
-        run = RunDir.of(root, spec, code=code)
+        run = RunDir.from_spec(root, spec, code=code)
         run.save_job(spec)
         return run
 
@@ -182,7 +182,7 @@ class RunDir:
         return RunDir(path)
 
     @staticmethod
-    def newest(root: Path) -> "RunDir":
+    def find_newest(root: Path) -> "RunDir":
         """Return the most recently used readable run under `root`, preferring the user's own runs.
 
         Raises:
@@ -193,7 +193,7 @@ class RunDir:
         return RunDir(parsed_spec.find_newest_run(root, latest))
 
     @staticmethod
-    def all(root: Path) -> list["RunDir"]:
+    def list_all(root: Path) -> list["RunDir"]:
         """Return the runs under `root`, most recently changed first; unreadable runs of other users are left out.
 
         Raises:
@@ -217,10 +217,10 @@ class RunDir:
                 return validate(without_removed_values(parsed.spec), source=str(path))
         return validate(without_removed_values(read_yaml(path)), source=str(path))
 
-    def job_file(self) -> JobFile | None:
+    def read_job_file(self) -> JobFile | None:
         return read_record(self.path / "job_file.json", JobFile)
 
-    def variant(self) -> Variant | None:
+    def read_variant(self) -> Variant | None:
         """Return the part of its job that this run measures; None if the job has no variants."""
         return read_record(self.path / "variant.json", Variant)
 
@@ -236,10 +236,10 @@ class RunDir:
     def write_task(self, task: Task) -> None:
         write_with_news(self.path, f"tasks/{task.id}.json", task)
 
-    def task(self, task_id: str) -> Task | None:
+    def read_task(self, task_id: str) -> Task | None:
         return read_record(self.path / f"tasks/{task_id}.json", TASK)
 
-    def tasks(self) -> list[JobTask]:
+    def read_tasks(self) -> list[JobTask]:
         """Return the tasks that measure, test resuming, train or evaluate."""
         return self.read().tasks
 
@@ -255,22 +255,22 @@ class RunDir:
     def write_job(self, job: Job) -> None:
         write_record(self.path / f"jobs/{job.id}.json", job)
 
-    def job(self, job_id: str) -> Job | None:
+    def find_job(self, job_id: str) -> Job | None:
         """Return a job of this run, or None if there is none or it belongs to the run of which this one is a copy."""
         job = read_record(self.path / f"jobs/{job_id}.json", Job)
         return None if job is None or is_of_another_run(job, self.path.resolve()) else job
 
-    def jobs(self) -> list[Job]:
+    def read_jobs(self) -> list[Job]:
         return self.read().jobs
 
     def write_attempt(self, attempt: Attempt) -> None:
         write_record(self.path / f"attempts/{attempt.task}.{attempt.number:03d}.json", attempt)
 
-    def attempt(self, task_id: str, number: int) -> Attempt | None:
+    def read_attempt(self, task_id: str, number: int) -> Attempt | None:
         """Return one attempt by its file name, because the listing of an NFS folder may be half a minute old."""
         return read_record(self.path / f"attempts/{task_id}.{number:03d}.json", Attempt)
 
-    def attempts(self, task_id: str | None = None) -> list[Attempt]:
+    def read_attempts(self, task_id: str | None = None) -> list[Attempt]:
         """Return the attempts of one task (or of all), oldest first."""
         if task_id is None:
             return self.read().attempts
@@ -278,7 +278,7 @@ class RunDir:
         attempts = [attempt for path in paths if (attempt := read_record(path, Attempt))]
         return sorted(attempts, key=lambda attempt: (attempt.started_at, attempt.number))
 
-    def attempts_of(self, task: Task) -> list[Attempt]:
+    def read_attempts_of_task(self, task: Task) -> list[Attempt]:
         """Return the attempts of a task, oldest first; of a training, those of all its relaunches."""
         paths = list_files(self.path / "attempts", task.attempt_files)
         attempts = [attempt for path in paths if (attempt := read_record(path, Attempt))]
@@ -288,7 +288,7 @@ class RunDir:
         assert failure.rank is not None, "the failure of a rank"
         write_with_news(self.path, f"failures/{failure.task}.{failure.attempt:03d}.{failure.rank:04d}.json", failure)
 
-    def failures(self, task_id: str, attempt: int | None = None) -> list[Failure]:
+    def read_failures(self, task_id: str, attempt: int | None = None) -> list[Failure]:
         """Return the recorded failures of ranks, earliest first."""
         number = "*" if attempt is None else f"{attempt:03d}"
         paths = list_files(self.path / "failures", f"{task_id}.{number}.*.json")
@@ -296,9 +296,9 @@ class RunDir:
         return sorted(failures, key=lambda failure: failure.failed_at)
 
     def has_failure(self, task_id: str, attempt: int) -> bool:
-        return bool(self.failed_ranks(task_id, attempt))
+        return bool(self.list_failed_ranks(task_id, attempt))
 
-    def failed_ranks(self, task_id: str, attempt: int) -> list[int]:
+    def list_failed_ranks(self, task_id: str, attempt: int) -> list[int]:
         """Return the ranks of an attempt with a recorded failure."""
         paths = list_files(self.path / "failures", f"{task_id}.{attempt:03d}.*.json")
         return [int(path.name.split(".")[-2]) for path in paths]
@@ -308,19 +308,19 @@ class RunDir:
         if not self.is_cancelled(job_id):
             require_ownership(self.path)
             write_atomic(self.path / f"jobs/{job_id}.cancelled", f"{by}\n")
-            touch_news(self.path)
+            announce_change(self.path)
 
-    def cancelled_by(self, job_id: str) -> str:
+    def read_cancelling_command(self, job_id: str) -> str:
         """Return the command that cancelled a job; empty if it was not cancelled."""
         return read_text(self.path / f"jobs/{job_id}.cancelled")
 
-    def uncancel(self, job_id: str) -> None:
+    def remove_cancellation(self, job_id: str) -> None:
         (self.path / f"jobs/{job_id}.cancelled").unlink(missing_ok=True)
 
     def is_cancelled(self, job_id: str) -> bool:
         return is_listed(self.path / f"jobs/{job_id}.cancelled")
 
-    def note_released(self, job_id: str, ids: Iterable[str], why: str) -> None:
+    def record_released_jobs(self, job_id: str, ids: Iterable[str], why: str) -> None:
         """Record that the supervisor removed waiting jobs of a chain from the queue.
 
         The scheduler reports this only as a cancellation.
@@ -342,10 +342,10 @@ class RunDir:
     def write_result(self, result: Result) -> None:
         write_record(self.path / f"results/{result.id}.json", result)
 
-    def result(self, result_id: str) -> Result | None:
+    def read_result(self, result_id: str) -> Result | None:
         return read_record(self.path / f"results/{result_id}.json", RESULT)
 
-    def results(self) -> list[Result]:
+    def read_results(self) -> list[Result]:
         """Return all results, by nodes and local batch.
 
         Raises:
@@ -356,10 +356,10 @@ class RunDir:
             raise snapshot.damaged[0]
         return snapshot.results
 
-    def current_probe(self, task: ProbeTask) -> int | None:
+    def find_current_probe(self, task: ProbeTask) -> int | None:
         """Return the local batch that a job is measuring: the first without a valid result; None if all have one."""
         for local_batch in task.local_batches:
-            result = self.result(make_probe_id(task.nodes, local_batch))
+            result = self.read_result(make_probe_id(task.nodes, local_batch))
             if local_batch not in task.skip and (result is None or result.kind == "failed"):
                 return local_batch
         return None
@@ -368,16 +368,16 @@ class RunDir:
         """Return whether a task has all its results, i.e. valid result files."""
         match task:
             case TrainTask():
-                return self.training(task.signature).result() is not None
+                return self.get_training(task.signature).read_result() is not None
             case ProbeTask():
-                return self.current_probe(task) is None
+                return self.find_current_probe(task) is None
             case ResumeTestTask():
                 resume_test = ResumeTestRecords(self.path).read(task.id)
                 return resume_test is not None and resume_test.over_at is not None
             case EvaluateTask():
-                return self.training(task.signature).evaluation(task.key) is not None
+                return self.get_training(task.signature).read_evaluation(task.key) is not None
             case RateSearchTask():
-                search = self.rate_search(task.key)
+                search = self.read_rate_search(task.key)
                 return search is not None and search.finished
             case CheckTask():
                 return self.checks.report(task.id) is not None
@@ -385,7 +385,7 @@ class RunDir:
     def write_recommendation(self, recommendation: Recommendation) -> None:
         write_record(self.path / "recommendation.json", recommendation)
 
-    def recommendation(self) -> Recommendation | None:
+    def read_recommendation(self) -> Recommendation | None:
         return read_record(self.path / "recommendation.json", Recommendation)
 
     def write_text(self, name: str, text: str) -> Path:
@@ -398,7 +398,7 @@ class RunDir:
         """Return the files of `tula check --on-cluster`."""
         return ClusterChecks(self.path / "checks")
 
-    def training(self, train_signature: str) -> TrainingRun:
+    def get_training(self, train_signature: str) -> TrainingRun:
         """Return one training with all its relaunches; it need not exist yet."""
         return TrainingRun(self.path, train_signature)
 
@@ -407,9 +407,11 @@ class RunDir:
         folders = [path for path in (self.path / "train").glob("*") if path.is_dir()]
         return [path.name for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)]
 
-    def newest_script_saves(self) -> tuple[Save, ...]:
+    def find_newest_script_saves(self) -> tuple[Save, ...]:
         """Return the checkpoints of the script's training that saved most recently; empty if none has saved."""
-        saves_by_training = [self.training(signature).script_saves().saves for signature in self.train_signatures()]
+        saves_by_training = [
+            self.get_training(signature).read_script_saves().saves for signature in self.train_signatures()
+        ]
         return max(filter(None, saves_by_training), key=lambda saves: saves[-1].saved_at, default=())
 
     def write_train_result(self, result: TrainResult) -> None:
@@ -424,14 +426,14 @@ class RunDir:
     def write_rate_search(self, search: RateSearch) -> None:
         write_record(self.path / f"rates/{search.key}.json", search)
 
-    def rate_search(self, key: str) -> RateSearch | None:
+    def read_rate_search(self, key: str) -> RateSearch | None:
         """Return the state of a search for a learning rate; None before its first measurement."""
         return read_record(self.path / f"rates/{key}.json", RateSearch)
 
     def write_comparison(self, comparison: Comparison) -> None:
         write_record(self.path / "comparison.json", comparison)
 
-    def comparison(self) -> Comparison | None:
+    def read_comparison(self) -> Comparison | None:
         return read_record(self.path / "comparison.json", Comparison)
 
     def write_tuning(self, tuning: Tuning) -> None:
@@ -451,13 +453,13 @@ class RunDir:
         """Open a log for appending; raises TulaError if the disk is full or the folder cannot be written."""
         return open_to_append(path)
 
-    def handover_path(self, task_id: str, attempt: int) -> Path:
+    def get_handover_path(self, task_id: str, attempt: int) -> Path:
         """Return the file by which the ranks of an attempt find each other: address, port and device of rank 0."""
         return self.path / "handover" / f"{task_id}.{attempt:03d}"
 
     def has_seen_gpus(self, attempt: Attempt) -> bool:
         """Return whether rank 0 of an attempt had a GPU."""
-        return read_text(self.handover_path(attempt.task, attempt.number)).endswith(" cuda")
+        return read_text(self.get_handover_path(attempt.task, attempt.number)).endswith(" cuda")
 
     def write_stop(self, task_id: str, attempt: int, reason: str) -> None:
         """Record why the ranks saved and exited on their own: "time_limit", "stage_end" or "signal"."""
@@ -470,7 +472,7 @@ class RunDir:
     def write_leader_command(self, allocation: str, number: int, command: LeaderCommand) -> None:
         write_with_news(self.path, f"orders/{allocation}.{number:03d}.json", command)
 
-    def leader_command(self, allocation: str, number: int) -> LeaderCommand | None:
+    def read_leader_command(self, allocation: str, number: int) -> LeaderCommand | None:
         """Return a leader command, or None.
 
         The file is opened only once it is listed, because a failed lookup by name might be cached.
@@ -480,23 +482,23 @@ class RunDir:
 
     # --- the user's code
 
-    def code_dir(self, name: str) -> Path:
+    def get_code_dir(self, name: str) -> Path:
         """Return the folder of a snapshot of the user's code."""
         return self.path / "code" / name
 
     def write_code(self, snapshot: CodeSnapshot) -> None:
         write_record(self.path / f"code/{snapshot.name}.json", snapshot)
 
-    def code(self, name: str) -> CodeSnapshot | None:
+    def read_code(self, name: str) -> CodeSnapshot | None:
         """Return the record of a snapshot, or None if there is none of that name (or the name is empty)."""
         return read_record(self.path / f"code/{name}.json", CodeSnapshot) if name else None
 
-    def code_digests(self) -> set[str]:
+    def read_code_digests(self) -> set[str]:
         """Return the digests of all code with which jobs of this run were submitted."""
         snapshots = (read_record(path, CodeSnapshot) for path in list_files(self.path / "code"))
         return {snapshot.digest for snapshot in snapshots if snapshot}
 
-    def logs(self) -> list[Path]:
+    def list_logs(self) -> list[Path]:
         logs = [path for path in (self.path / "logs").glob("*.log") if path.is_file()]
         return sorted(logs, key=lambda path: path.stat().st_mtime)
 

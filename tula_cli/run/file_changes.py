@@ -98,7 +98,7 @@ _NAME = "news"
 _FOLDERS = ("orders", "handover", "failures")
 
 
-def touch_news(run: Path) -> None:
+def announce_change(run: Path) -> None:
     """Announce a change in a run directory, after it has become readable.
 
     Takes no space, and errors are ignored: supervisors also poll without it.
@@ -123,7 +123,7 @@ def write_with_news(run: Path, name: str, record: "BaseModel") -> None:
         TulaError: the disk is full or the folder cannot be written; the old record is unchanged.
     """
     write_record(run / name, record)
-    touch_news(run)
+    announce_change(run)
 
 
 def read_news_state(run: Path) -> tuple[int, int] | None:
@@ -143,4 +143,4 @@ def prepare_folders(run: Path, *others: str) -> None:
     """
     for name in (*_FOLDERS, *others):
         make_folder(run / name)
-    touch_news(run)
+    announce_change(run)

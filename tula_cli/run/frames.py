@@ -53,7 +53,7 @@ class Column:
     is_optional: bool
     description: str  # with the unit
 
-    def value_of(self, record: Record) -> Any:
+    def get_value(self, record: Record) -> Any:
         """Return the value of the column for a record; None if the nested record is missing."""
         holder = getattr(record, self.parent) if self.parent else record
         return None if holder is None else getattr(holder, self.field)
@@ -112,7 +112,7 @@ def make_record_frame(records: Sequence[Record], kind: type[Record]) -> "pd.Data
     return pd.DataFrame(
         {
             column.name: pd.Series(
-                [column.value_of(record) for record in records], dtype="Int64" if column.is_integer else column.dtype
+                [column.get_value(record) for record in records], dtype="Int64" if column.is_integer else column.dtype
             )
             for column in list_columns(kind)
         }

@@ -36,7 +36,7 @@ def compute_weights_digest(spec: JobSpec) -> str:
     return "" if spec.script is not None or spec.model.weights is None else compute_file_digest(spec.model.weights)
 
 
-def with_weights(code: str, weights: str) -> str:
+def add_weights_digest(code: str, weights: str) -> str:
     """Combine the digest of the user's code with that of the initial weights, if there are any."""
     return hashlib.sha256(f"{code}\0{weights}".encode()).hexdigest()[:8] if weights else code
 
@@ -92,7 +92,7 @@ class Source:
     @property
     def identity(self) -> str:
         """The digest of the code and the initial weights, by which a training is named."""
-        return with_weights(self.digest, self.weights)
+        return add_weights_digest(self.digest, self.weights)
 
 
 # --- which files

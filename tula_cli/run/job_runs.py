@@ -45,20 +45,20 @@ def make_runs(root: Path, spec: JobSpec, *, code: str = "") -> tuple[Run, ...]:
         spec: the job.
         code: digest of the user's code that the spec names; empty for none.
     """
-    jobs = [(variant, RunDir.of(root, job, code=code)) for variant, job in list_variants(spec)]
+    jobs = [(variant, RunDir.from_spec(root, job, code=code)) for variant, job in list_variants(spec)]
     names = tuple(run.id for _, run in jobs) if len(jobs) > 1 or spec.types else ()
     return _join_family([Run(run.path, run.spec, variant.model_copy(update={"runs": names})) for variant, run in jobs])
 
 
 def list_siblings(run: RunDir) -> list[RunDir]:
     """Return all existing runs of the job that a run is of, the run itself included."""
-    variant = run.variant()
+    variant = run.read_variant()
     if variant is None or variant.in_addition == "length":  # of another text length, which earlier versions measured
         return [run]
     siblings = [RunDir(run.path.parent / name) for name in variant.runs]
     if run.path not in [sibling.path for sibling in siblings]:  # it has no siblings, or was copied under another name
         return [run]
-    variants = [(sibling, sibling.variant()) for sibling in siblings if sibling.exists]
+    variants = [(sibling, sibling.read_variant()) for sibling in siblings if sibling.exists]
     return [sibling for sibling, other in variants if other is None or other.in_addition != "length"]
 
 
@@ -72,7 +72,7 @@ def open_family(run: RunDir, overrides: Sequence[str] = ()) -> tuple[Run, ...]:
     Raises:
         SpecError: an override changes settings that were measured, or is invalid.
     """
-    stored = [(sibling, sibling.variant() or Variant()) for sibling in list_siblings(run)]
+    stored = [(sibling, sibling.read_variant() or Variant()) for sibling in list_siblings(run)]
     node_types = {part.node_type for _, part in stored if part.node_type}
     return _join_family(
         [_open(sibling, part, _select_overrides(overrides, part, node_types)) for sibling, part in stored]
@@ -147,7 +147,7 @@ def save_runs(runs: Sequence[Run], file: JobFile | None) -> None:
         TulaError: they cannot be written.
     """
     for run in runs:
-        stored = run.variant()
+        stored = run.read_variant()
         run.save_job(run.spec, file)
         if run.part.runs:
             run.write_variant(run.part.model_copy(update={"chosen": stored.chosen if stored else ""}))
@@ -197,14 +197,14 @@ def find_chosen_run(runs: Sequence[Run]) -> Run | None:
     """Return the only run, or that of the job's stored recommendation; None if neither is known."""
     if len(runs) == 1:
         return runs[0]
-    names = {variant.chosen for run in runs if (variant := run.variant()) is not None}
+    names = {variant.chosen for run in runs if (variant := run.read_variant()) is not None}
     return next((run for run in runs if run.id in names), None)
 
 
 def find_recommendation(runs: Sequence[Run]) -> Recommendation | None:
     """Return the stored recommendation over all runs of a job."""
     chosen = find_chosen_run(runs)
-    return None if chosen is None else chosen.recommendation()
+    return None if chosen is None else chosen.read_recommendation()
 
 
 def mark_chosen_run(run: Run, compared: Sequence[Run]) -> None:
@@ -216,7 +216,7 @@ def mark_chosen_run(run: Run, compared: Sequence[Run]) -> None:
     if len(compared) == 1 or not existing <= {other.path for other in compared}:
         return
     for sibling in run.family:
-        if (variant := sibling.variant()) is not None:
+        if (variant := sibling.read_variant()) is not None:
             sibling.write_variant(variant.model_copy(update={"chosen": run.id}))
 
 
@@ -255,7 +255,7 @@ def _list_differences(first: Run, other: Run) -> list[str]:
 
 
 def _run_different_code(first: Run, other: Run) -> bool:
-    digests, others = first.code_digests(), other.code_digests()
+    digests, others = first.read_code_digests(), other.read_code_digests()
     return bool(digests and others) and digests.isdisjoint(others)
 
 
@@ -277,7 +277,7 @@ def find_settings_origin(run: RunDir, job: Path | None, overrides: Sequence[str]
     """Return where settings come from: `job`, else the file of the run's settings; with `overrides` added."""
     if job is not None:
         return JobFile(path=str(job.absolute()), overrides=tuple(overrides))
-    stored_file = run.job_file()
+    stored_file = run.read_job_file()
     return stored_file and JobFile(path=stored_file.path, overrides=(*stored_file.overrides, *overrides))
 
 

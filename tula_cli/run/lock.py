@@ -55,7 +55,7 @@ class FolderLock:
             raise
         return ""
 
-    def heartbeat(self) -> None:
+    def renew(self) -> None:
         """Renew the lock so that it does not become stale: sbatch on a busy controller takes a minute per job."""
         if _read_owner(self.path) == _make_owner_name():
             with contextlib.suppress(OSError):

@@ -21,7 +21,7 @@ def find_other_owner(path: Path) -> str:
         status = path.lstat()
     except OSError:
         return ""
-    if status.st_uid == os.geteuid() or _gives_all_to(status.st_uid, path):
+    if status.st_uid == os.geteuid() or _owns_all_new_files(status.st_uid, path):
         return ""
     return _get_user_name(status.st_uid)
 
@@ -108,7 +108,7 @@ def _has_access(path: Path, how: int) -> bool:
     return os.access(path, how, effective_ids=os.access in os.supports_effective_ids)
 
 
-def _gives_all_to(user: int, path: Path) -> bool:
+def _owns_all_new_files(user: int, path: Path) -> bool:
     """Return whether new files in a folder always belong to this user (root on NFS, anyone on CIFS).
 
     Ownership then has no meaning.

@@ -43,7 +43,7 @@ def find_package_archive(run: Path) -> Path | None:
     return run.absolute() / "code" / _make_archive_name() if _read_package_code() else None
 
 
-def keep_package(run: Path) -> Path | None:
+def write_package_archive(run: Path) -> Path | None:
     """Write the archive if it does not exist; return its path as `find_package_archive` does.
 
     Raises:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tula_cli.run.file_changes import is_listed, touch_news
+from tula_cli.run.file_changes import announce_change, is_listed
 from tula_cli.run.files import list_files, read_json_lines, read_record, read_text, write_atomic, write_record
 from tula_cli.run.records.scripts import Heartbeat, Killed, RankResult, ResumeTestResult, ScriptFailure, ShimPlan
 
@@ -52,9 +52,9 @@ class ScriptAttempt:
         """Announce the approaching time limit (Unix time) to all supervisors, because only the leader knows it."""
         if not (self.path / "ends_at").exists():
             write_atomic(self.path / "ends_at", f"{ends_at:.1f}\n")
-            touch_news(self.run)
+            announce_change(self.run)
 
-    def ends_at(self) -> float | None:
+    def read_end_time(self) -> float | None:
         """Return the time limit (Unix time) once it has been announced."""
         path = self.path / "ends_at"
         text = read_text(path) if is_listed(path) else ""
@@ -64,42 +64,42 @@ class ScriptAttempt:
         """Request that the hooks in the script's loop save and stop."""
         write_atomic(self.path / "save.json", '{"then": "stop"}\n')
 
-    def results(self) -> list[RankResult]:
+    def read_results(self) -> list[RankResult]:
         """Return the results that the ranks wrote at their end, by rank."""
         return read_rank_results(self.path, "result-*.json")
 
-    def first_results(self) -> list[RankResult]:
+    def read_first_results(self) -> list[RankResult]:
         """Return the results that the ranks of a training wrote after their first steps, by rank."""
         return read_rank_results(self.path, "begun-*.json")
 
-    def failures(self) -> list[ScriptFailure]:
+    def read_failures(self) -> list[ScriptFailure]:
         """Return the uncaught exceptions, earliest first."""
         failures = [read_record(path, ScriptFailure) for path in list_files(self.path, "failure-*.json")]
         return sorted((failure for failure in failures if failure is not None), key=lambda failure: failure.failed_at)
 
-    def rows(self, rank: int) -> list[dict[str, Any]]:
+    def read_rows(self, rank: int) -> list[dict[str, Any]]:
         """Return the rows that a rank writes every few seconds, oldest first; an incomplete row is left out."""
         return list(read_json_lines(self.path / f"steps-{rank}.jsonl"))
 
-    def notes(self, rank: int) -> list[str]:
+    def read_notes(self, rank: int) -> list[str]:
         """Return the notes that a rank of a training wrote at its first step."""
-        return [row["text"] for row in self.rows(rank) if row["kind"] == "note"]
+        return [row["text"] for row in self.read_rows(rank) if row["kind"] == "note"]
 
-    def loads(self, rank: int) -> list[dict[str, Any]]:
+    def read_loaded_files(self, rank: int) -> list[dict[str, Any]]:
         """Return the files that a rank of a training had loaded by its first step, with their modification times."""
-        return [row for row in self.rows(rank) if row["kind"] == "load"]
+        return [row for row in self.read_rows(rank) if row["kind"] == "load"]
 
-    def newest_row(self, rank: int) -> dict[str, Any]:
+    def read_newest_row(self, rank: int) -> dict[str, Any]:
         """Return the newest progress row of a rank if it is among the last lines, because the file grows for days."""
         rows = reversed(list(read_json_lines(self.path / f"steps-{rank}.jsonl", last_bytes=TAIL)))
         return next((row for row in rows if row["kind"] == "row"), {})
 
-    def gaps(self, rank: int) -> list[dict[str, Any]]:
+    def read_gaps(self, rank: int) -> list[dict[str, Any]]:
         """Return the rows, among the last lines, of steps that included an evaluation, a save or a new epoch."""
         rows = read_json_lines(self.path / f"steps-{rank}.jsonl", last_bytes=TAIL)
         return [row for row in rows if row["kind"] == "gap"]
 
-    def changed_files(self, host: str) -> list[dict[str, Any]]:
+    def read_changed_files(self, host: str) -> list[dict[str, Any]]:
         """Return the file changes recorded by the processes of a node, by process."""
         return [row for path in list_files(self.path, f"files-{host}-*.jsonl") for row in read_json_lines(path)]
 
@@ -108,14 +108,14 @@ class ScriptAttempt:
         """The folder for files that were written outside the script's own folder."""
         return self.path / "aside"
 
-    def put_aside(self) -> list[str]:
+    def read_moved_files(self) -> list[str]:
         """Return descriptions of the files that were moved there, or left changed, by all nodes."""
         return [row["text"] for row in read_json_lines(self.path / "aside.jsonl")]
 
-    def heartbeat(self, rank: int) -> Heartbeat | None:
+    def read_heartbeat(self, rank: int) -> Heartbeat | None:
         return read_record(self.path / f"heartbeat-{rank}.json", Heartbeat)
 
-    def killed(self) -> Killed | None:
+    def read_kill(self) -> Killed | None:
         """Return the record of the first start of a resume test about its checkpoint."""
         return read_record(self.path / "rehearsal.json", Killed)
 
@@ -130,7 +130,7 @@ class ResumeTestRecords:
     def __init__(self, run: Path) -> None:
         self.path = run / "script"
 
-    def folder(self, task_id: str) -> Path:
+    def get_folder(self, task_id: str) -> Path:
         """Return the folder for the script's own files during a resume test; it is removed at the end."""
         return (self.path / task_id).absolute()
 
@@ -140,17 +140,17 @@ class ResumeTestRecords:
     def read(self, task_id: str) -> ResumeTestResult | None:
         return read_record(self.path / f"{task_id}.json", ResumeTestResult)
 
-    def records_of(self, key: str) -> list[ResumeTestResult]:
+    def read_records(self, key: str) -> list[ResumeTestResult]:
         """Return the resume tests of a script and its code (`compute_resume_test_signature`), oldest first."""
         records = [read_record(path, ResumeTestResult) for path in list_files(self.path, f"rehearse-{key}-*.json")]
         return sorted(
             (rehearsal for rehearsal in records if rehearsal is not None), key=lambda records: records.began_at
         )
 
-    def newest_verdict(self, key: str) -> ResumeTestResult | None:
+    def find_newest_verdict(self, key: str) -> ResumeTestResult | None:
         """Return the newest resume test with a verdict, or None if there is none."""
-        return next((record for record in reversed(self.records_of(key)) if record.verdict is not None), None)
+        return next((record for record in reversed(self.read_records(key)) if record.verdict is not None), None)
 
-    def newest_on_other_nodes(self, key: str) -> ResumeTestResult | None:
+    def find_newest_on_other_nodes(self, key: str) -> ResumeTestResult | None:
         """Return the newest resume test that found whether the script resumes on other nodes, or None."""
-        return next((record for record in reversed(self.records_of(key)) if record.other_nodes is not None), None)
+        return next((record for record in reversed(self.read_records(key)) if record.other_nodes is not None), None)

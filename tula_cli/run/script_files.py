@@ -221,7 +221,7 @@ def list_snapshot_python_path(code: Path | None) -> list[str]:
 def _read_snapshot_record(code: Path | None) -> CodeSnapshot | None:
     if code is None:
         return None
-    code_snapshot = RunDir(code.parent.parent).code(code.name)
+    code_snapshot = RunDir(code.parent.parent).read_code(code.name)
     if code_snapshot is None or not code.is_dir():
         raise JobFailed(
             f"the snapshot of the submitted code is missing: {code}",

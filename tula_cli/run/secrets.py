@@ -93,10 +93,10 @@ _HARMLESS = re.compile(
 
 def may_be_secret(name: str, value: str) -> bool:
     """Return whether a variable or setting may be a password or token, by its name or its content."""
-    return bool(_NAMED.search(name)) or without_secrets(value) != value
+    return bool(_NAMED.search(name)) or redact_secrets(value) != value
 
 
-def without_secrets(text: str) -> str:
+def redact_secrets(text: str) -> str:
     """Return text, for example a command, with possible passwords and tokens replaced by ***."""
 
     def hide(match: re.Match[str]) -> str:
@@ -114,7 +114,7 @@ def without_secrets(text: str) -> str:
 def remove_secrets(value: Any) -> Any:
     """Return a JSON value with possible secrets in its strings replaced by ***."""
     if isinstance(value, str):
-        return without_secrets(value)
+        return redact_secrets(value)
     if isinstance(value, Mapping):
         return {key: remove_secrets(part) for key, part in value.items()}
     return [remove_secrets(part) for part in value] if isinstance(value, list | tuple) else value

@@ -99,7 +99,7 @@ class Snapshot:
     def _tasks_by_job(self) -> Mapping[str, list[JobTask]]:
         return _group_records(self.tasks, by=lambda task: task.job)
 
-    def tasks_of(self, job_id: str) -> list[JobTask]:
+    def list_tasks_of_job(self, job_id: str) -> list[JobTask]:
         """Return the tasks of a job, by their ids."""
         return self._tasks_by_job.get(job_id, [])
 
@@ -141,18 +141,18 @@ class Snapshot:
         job_attempts = [attempt for attempt in self.attempts if attempt.task in jobs]
         return _group_records(job_attempts, by=lambda attempt: jobs[attempt.task])
 
-    def attempts_of(self, job_id: str, *, since: float = float("-inf")) -> list[Attempt]:
+    def list_attempts_of_job(self, job_id: str, *, since: float = float("-inf")) -> list[Attempt]:
         """Return the attempts of a job that started at `since` (Unix time) or later, oldest first."""
         return [attempt for attempt in self._attempts_by_job.get(job_id, []) if attempt.started_at >= since]
 
-    def last_sign_of_life(self, attempt: Attempt) -> float | None:
+    def find_last_sign_of_life(self, attempt: Attempt) -> float | None:
         """Return when an attempt last wrote to its log (Unix time of the file system); None if it has no log yet."""
         try:
             return (self.path / f"logs/{attempt.task}.{attempt.number:03d}.log").stat().st_mtime
         except OSError:
             return None
 
-    def attempt_written(self, attempt: Attempt) -> float | None:
+    def get_attempt_write_time(self, attempt: Attempt) -> float | None:
         """Return when the record of an attempt was written (Unix time of the file system); None if missing."""
         try:
             return (self.path / f"attempts/{attempt.task}.{attempt.number:03d}.json").stat().st_mtime
@@ -163,11 +163,11 @@ class Snapshot:
     def _cancelled(self) -> frozenset[str]:
         return frozenset(path.stem for path in list_files(self.path / "jobs", "*.cancelled"))
 
-    def cancelled_by(self, job_id: str) -> str:
+    def read_cancelling_command(self, job_id: str) -> str:
         """Return the command that cancelled a job; empty if it was not cancelled."""
         return read_text(self.path / f"jobs/{job_id}.cancelled") if job_id in self._cancelled else ""
 
-    def released_links(self, job_id: str) -> dict[str, str]:
+    def read_released_jobs(self, job_id: str) -> dict[str, str]:
         """Return the jobs of a chain that its supervisor removed from the queue: the reason by scheduler id."""
         rows = read_text(self.path / f"jobs/{job_id}.released").splitlines()
         return {id_: why for id_, _, why in (row.partition(" ") for row in rows)}
@@ -208,11 +208,11 @@ class Snapshot:
         records = [self._read(path, ResumeTestResult) for path in list_files(self.path / "script", "rehearse-*.json")]
         return sorted((record for record in records if record is not None), key=lambda record: record.began_at)
 
-    def training(self, train_signature: str) -> TrainingRun:
+    def get_training(self, train_signature: str) -> TrainingRun:
         """Return one training with all its relaunches; its records are read through this snapshot, once each."""
         return TrainingRun(self.path, train_signature, read=self._read)
 
-    def rate_search(self, key: str) -> RateSearch | None:
+    def read_rate_search(self, key: str) -> RateSearch | None:
         """Return the state of a search for a learning rate; None before its first measurement."""
         return self._read(self.path / f"rates/{key}.json", RateSearch)
 
@@ -238,7 +238,7 @@ class Snapshot:
         snapshot = self if self.skip_damaged else Snapshot(self.path, skip_damaged=True)
         signatures = dict.fromkeys(task.signature for task in snapshot.train_tasks)
         begun_trainings = set(list_names(snapshot.path / "train")) if signatures else ()
-        trainings = [snapshot.training(signature) for signature in signatures if signature in begun_trainings]
+        trainings = [snapshot.get_training(signature) for signature in signatures if signature in begun_trainings]
         for training in trainings:
             training.read_records()
         of_records = [
@@ -256,20 +256,20 @@ class Snapshot:
             list_files(self.path / "submitit", "*_log.*"), by=lambda path: path.name.partition("_")[0]
         )
 
-    def started_logs(self, ids: Iterable[str]) -> list[Path]:
+    def list_started_logs(self, ids: Iterable[str]) -> list[Path]:
         """Return the logs, including empty ones, that SLURM created for jobs, by scheduler id.
 
         A job without any could not access the folder.
         """
         return [path for id_ in ids for path in self._scheduler_files.get(id_, [])]
 
-    def scheduler_logs(self, ids: Iterable[str]) -> list[Path]:
+    def list_scheduler_logs(self, ids: Iterable[str]) -> list[Path]:
         """Return the non-empty logs that SLURM kept for jobs, last written last.
 
         They show errors from before a supervisor started.
         """
         return sorted(
-            (path for path in self.started_logs(ids) if path.stat().st_size), key=lambda path: path.stat().st_mtime
+            (path for path in self.list_started_logs(ids) if path.stat().st_size), key=lambda path: path.stat().st_mtime
         )
 
     # ---

@@ -49,7 +49,7 @@ class StepRow(NamedTuple):
     last: float | None = None  # |G| of its last step: what the next one's change is of
 
     @classmethod
-    def of_step(
+    def from_step(
         cls,
         *,
         samples: int,
@@ -160,14 +160,14 @@ def parse_rows(lines: Iterable[Mapping[str, Any]]) -> list[StepRow]:
 def _group_alike_rows(rows: Iterable[StepRow]) -> Iterator[list[StepRow]]:
     number, previous = 0, None
 
-    def place(row: StepRow) -> int:
+    def number_row(row: StepRow) -> int:
         nonlocal number, previous
         if previous is not None and not (row.follows(previous) and row.steps == previous.steps):
             number += 1
         previous = row
         return number
 
-    for _, group in groupby(rows, place):
+    for _, group in groupby(rows, number_row):
         yield list(group)
 
 

@@ -88,38 +88,41 @@ class TrainingRun:
 
     # --- what was started; nothing of other trainings is read
 
-    def tasks(self) -> list[TrainTask]:
+    def read_tasks(self) -> list[TrainTask]:
         """Return the task of each relaunch, first attempt first."""
         tasks = [self._read(path, TASK) for path in list_files(self.run / "tasks", f"train-{self.signature}-*.json")]
         return sorted((task for task in tasks if isinstance(task, TrainTask)), key=lambda task: task.attempt)
 
-    def newest_task(self) -> TrainTask | None:
+    def read_newest_task(self) -> TrainTask | None:
         """Return the task of the latest attempt."""
-        tasks = self.tasks()
+        tasks = self.read_tasks()
         return tasks[-1] if tasks else None
 
-    def attempts(self) -> list[Attempt]:
+    def read_attempts(self) -> list[Attempt]:
         """Return the attempts over all relaunches, oldest first."""
         paths = list_files(self.run / "attempts", f"train-{self.signature}-*.json")
         attempts = [attempt for path in paths if (attempt := self._read(path, Attempt))]
         return sorted(attempts, key=lambda attempt: (attempt.started_at, attempt.task, attempt.number))
 
-    def diverged(self) -> Attempt | None:
+    def find_diverged_attempt(self) -> Attempt | None:
         """Return the newest attempt if it diverged and no relaunch follows it."""
-        newest, task = max(self.attempts(), key=lambda attempt: attempt.started_at, default=None), self.newest_task()
+        newest, task = (
+            max(self.read_attempts(), key=lambda attempt: attempt.started_at, default=None),
+            self.read_newest_task(),
+        )
         if newest is None or newest.outcome != "diverged" or (task is not None and task.id != newest.task):
             return None
         return newest
 
     # --- how far it is
 
-    def result(self) -> TrainResult | None:
+    def read_result(self) -> TrainResult | None:
         return self._read(self.path / "result.json", TrainResult)
 
-    def summary(self) -> Summary | None:
+    def read_summary(self) -> Summary | None:
         return self._read(self.path / "summary.json", Summary)
 
-    def weights(self) -> Path | None:
+    def find_weights(self) -> Path | None:
         """Return the checkpoint of the best epoch of tula's own loop; None if there is none yet.
 
         A file of torch.save, or, for a sharded model (`train.parallel: fsdp`), a folder of
@@ -128,12 +131,12 @@ class TrainingRun:
         best = self.path / "best"
         return best if best.exists() else None
 
-    def script_output(self) -> Path | None:
+    def find_script_output(self) -> Path | None:
         """Return the output folder of a script (`{out}`) that was written last; None without a script."""
         folders = [path for path in self.path.glob("out*") if path.is_dir()]
         return max(folders, key=lambda path: path.stat().st_mtime, default=None)
 
-    def evaluations(self) -> list[EvaluationRecord]:
+    def read_evaluations(self) -> list[EvaluationRecord]:
         """Return the results of `tula evaluate` on its weights, oldest first."""
         evaluations = [
             evaluation
@@ -142,7 +145,7 @@ class TrainingRun:
         ]
         return sorted(evaluations, key=lambda evaluation: evaluation.evaluated_at)
 
-    def evaluation(self, key: str) -> EvaluationRecord | None:
+    def read_evaluation(self, key: str) -> EvaluationRecord | None:
         return self._read(self._get_evaluation_path(key), EvaluationRecord)
 
     def write_evaluation(self, evaluated: EvaluationRecord) -> None:
@@ -154,55 +157,55 @@ class TrainingRun:
     def _get_evaluation_path(self, key: str) -> Path:
         return self.path / "evaluations" / f"{key}.json"
 
-    def tuning(self) -> Tuning | None:
+    def read_tuning(self) -> Tuning | None:
         """Return the state of a training's self-tuning; None before it starts."""
         return self._read(self.path / "tuning.json", Tuning)
 
-    def energy(self) -> CountedEnergy | None:
+    def read_energy(self) -> CountedEnergy | None:
         """Return the energy counted so far; None if the GPUs have no counter."""
         return self._read(self.path / "energy.json", CountedEnergy)
 
-    def script_progress(self) -> ScriptProgress | None:
+    def read_script_progress(self) -> ScriptProgress | None:
         """Return the newest checkpoint of a script; None if there is none, or tula's own loop trains."""
         return self._read(self.path / "script.json", ScriptProgress)
 
     def write_script_progress(self, progress: ScriptProgress) -> None:
         write_record(self.path / "script.json", progress)
 
-    def script_saves(self) -> ScriptSaves:
+    def read_script_saves(self) -> ScriptSaves:
         """Return the checkpoints that a script has saved, and the samples it lost."""
         return self._read(self.path / "saves.json", ScriptSaves) or ScriptSaves()
 
     def write_script_saves(self, saves: ScriptSaves) -> None:
         write_record(self.path / "saves.json", saves)
 
-    def micro_batches(self) -> MicroBatches | None:
+    def read_micro_batches(self) -> MicroBatches | None:
         """Return how far its micro-batches may be split; None before its ranks have reported it, and for a script."""
         return self._read(self.path / "micro_batches.json", MicroBatches)
 
     def write_micro_batches(self, known: MicroBatches) -> None:
         write_record(self.path / "micro_batches.json", known)
 
-    def newest_samples(self) -> int:
+    def find_newest_samples(self) -> int:
         """Return the samples of the newest checkpoint; 0 if there is none."""
-        script = self.script_progress()
-        return script.samples if script is not None else next((int(path.stem) for path in self.checkpoints()), 0)
+        script = self.read_script_progress()
+        return script.samples if script is not None else next((int(path.stem) for path in self.list_checkpoints()), 0)
 
-    def tuned_samples(self) -> int:
+    def count_tuned_samples(self) -> int:
         """Return the samples of finished branches, which are not trained again after a restart."""
-        tuning = self.tuning()
+        tuning = self.read_tuning()
         return tuning.samples if tuning is not None else 0
 
-    def progress(self) -> int:
+    def count_trained_samples(self) -> int:
         """Return the samples that a restart does not train again: up to the newest checkpoint, and in branches."""
-        return self.newest_samples() + self.tuned_samples()
+        return self.find_newest_samples() + self.count_tuned_samples()
 
     def read_records(self) -> None:
         """Read every existing record, so that the reader notices damaged ones."""
         records: dict[str, Callable[[], object]] = {
-            "result.json": self.result, "summary.json": self.summary, "tuning.json": self.tuning, "energy.json": self.energy,
-            "script.json": self.script_progress, "saves.json": self.script_saves, "micro_batches.json": self.micro_batches,
-            "evaluations": self.evaluations,
+            "result.json": self.read_result, "summary.json": self.read_summary, "tuning.json": self.read_tuning, "energy.json": self.read_energy,
+            "script.json": self.read_script_progress, "saves.json": self.read_script_saves, "micro_batches.json": self.read_micro_batches,
+            "evaluations": self.read_evaluations,
         }  # fmt: skip
         for name in list_names(self.path):
             if name in records:
@@ -210,11 +213,11 @@ class TrainingRun:
 
     # --- checkpoints and metrics
 
-    def checkpoint_path(self, samples: int, *, shares: bool = False) -> Path:
+    def get_checkpoint_path(self, samples: int, *, shares: bool = False) -> Path:
         """Return the path of a checkpoint: a file of torch.save, or a folder for a sharded model."""
         return self.path / "checkpoints" / f"{samples:012d}.{'dcp' if shares else 'pt'}"
 
-    def checkpoints(self) -> list[Path]:
+    def list_checkpoints(self) -> list[Path]:
         """Return the checkpoints, newest (most samples) first; other files in the folder are the user's."""
         paths = (self.path / "checkpoints").glob("*")
         return sorted((path for path in paths if CHECKPOINT.fullmatch(path.name)), reverse=True)
@@ -229,11 +232,11 @@ class TrainingRun:
     def metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
 
-    def changes(self) -> tuple[StepChange, ...]:
+    def read_step_changes(self) -> tuple[StepChange, ...]:
         """Return the detected changes of the step time, oldest first."""
-        return tuple(StepChange.model_validate(row["change"]) for row in self.metrics("change"))
+        return tuple(StepChange.model_validate(row["change"]) for row in self.read_metrics("change"))
 
-    def metrics(self, *kinds: str) -> list[dict[str, Any]]:
+    def read_metrics(self, *kinds: str) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl, of these kinds or of all; damaged and incomplete rows are left out.
 
         A long training has a million step rows: callers that do not need them should name the kinds.
@@ -246,18 +249,18 @@ class TrainingRun:
     def steps_path(self) -> Path:
         return self.path / "steps.jsonl"
 
-    def steps(self) -> StepSeries:
+    def read_steps(self) -> StepSeries:
         """Return the recorded values of every step, in columns; empty if nothing was recorded.
 
         Recorded if the method scales gradients, or with `train.diagnostics: [gradient_norms]`; never for a script.
         """
-        return to_columns(self.step_rows())
+        return to_columns(self.read_step_rows())
 
-    def step_rows(self) -> list[StepRow]:
+    def read_step_rows(self) -> list[StepRow]:
         """Return the recorded values of every step as rows, oldest first; damaged and incomplete rows are left out."""
         return read_steps(read_json_lines(self.steps_path))
 
-    def clock_ahead(self, rows: Sequence[Mapping[str, Any]]) -> float:
+    def compute_clock_lead(self, rows: Sequence[Mapping[str, Any]]) -> float:
         """Return the seconds by which the file system's clock is ahead of that of the writing host; 0 if they agree.
 
         Rows are written immediately, so the newest one is compared with the file's modification time. A difference
@@ -271,18 +274,18 @@ class TrainingRun:
             return 0.0
         return float(ahead) if CLOCKS_AGREE < abs(ahead) < A_COPY else 0.0
 
-    def newest_metrics(self) -> list[dict[str, Any]]:
+    def read_newest_metrics(self) -> list[dict[str, Any]]:
         """Return the rows in the last 16 KiB of metrics.jsonl."""
         return list(filter(_is_whole, read_json_lines(self.metrics_path, last_bytes=2**14)))
 
-    def sampled_metrics(self) -> Sequence[dict[str, Any]]:
+    def read_sampled_metrics(self) -> Sequence[dict[str, Any]]:
         """Return the rows as `metrics` does, but for a long training only every n-th step row and the newest one.
 
         The result is cached until the file changes; callers must not modify it.
         """
         return () if (version := self._get_version()) is None else _read_sampled_rows(self.metrics_path, *version)
 
-    def damaged_rows(self) -> list[int]:
+    def find_damaged_rows(self) -> list[int]:
         """Return the line numbers (from 1) of metrics.jsonl that are not valid rows.
 
         An incomplete row at the end of the file is still being written, or was cut off by a kill: it counts as damaged
@@ -291,7 +294,7 @@ class TrainingRun:
         finished = (self.path / "result.json").exists()
         return _list_damaged_lines(self.metrics_path, lambda line: is_row(line) or (not finished and _is_begun(line)))
 
-    def damaged_steps(self) -> list[int]:
+    def find_damaged_steps(self) -> list[int]:
         """Return the line numbers (from 1) of steps.jsonl that are damaged; an incomplete last line is not."""
         return _list_damaged_lines(
             self.steps_path, lambda line: is_step_line(parse_json_object(line) or {}) or _is_begun(line)

@@ -202,7 +202,7 @@ class Run:
         Raises:
             BadMeasurements: a result is damaged.
         """
-        return {run.name: run.results() for run in self._runs}
+        return {run.name: run.read_results() for run in self._runs}
 
     def results(self) -> "pd.DataFrame":
         """Return one row per probe; `RESULT_COLUMNS` and docs/reference/tables.md have the columns with their units.
@@ -229,7 +229,7 @@ class Run:
         Returns:
             None where there is none yet, and for a script, which saves where it likes.
         """
-        return next((path for run in self._runs if (path := run.training(signature).weights())), None)
+        return next((path for run in self._runs if (path := run.get_training(signature).find_weights())), None)
 
     def steps(self, signature: str) -> StepSeries:
         """Return what is kept of every step of a training, in columns, plain lists; empty ones where nothing is.
@@ -237,8 +237,8 @@ class Run:
         Args:
             signature: of the training, as `tula.train` returns it.
         """
-        trainings = (run.training(signature) for run in self._runs)
-        return next((training.steps() for training in trainings if training.steps_path.exists()), StepSeries())
+        trainings = (run.get_training(signature) for run in self._runs)
+        return next((training.read_steps() for training in trainings if training.steps_path.exists()), StepSeries())
 
     def report(self) -> "Document":
         """Return all that it has found, as `tula report` has it: plain values, in sections with tables and figures.

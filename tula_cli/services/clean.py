@@ -106,7 +106,7 @@ def _measure_run(run: RunDir, size: int, changed: float, *, keep_best: bool, com
     """Return the disk space of a run; nothing is removable if the run is damaged or of another format."""
     try:
         run_format.require_known_format(run.path)
-        cells = comparison.cells if compared and (comparison := run.comparison()) else ()
+        cells = comparison.cells if compared and (comparison := run.read_comparison()) else ()
         policy = CleanPolicy(keep_best, frozenset(cell.signature for cell in cells))
         removable = tuple(list_removable_files(run.path, policy))
     except TulaError as error:

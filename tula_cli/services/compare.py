@@ -216,7 +216,10 @@ def plan_comparison(run: Run, grid: Grid, *, inspect: Inspect, now: float) -> Co
 
 def is_cell_ended(run: RunDir, cell: Cell) -> bool:
     """Return whether a cell needs no further training: it has finished, or diverged and would diverge again."""
-    return run.training(cell.signature).summary() is not None or run.training(cell.signature).diverged() is not None
+    return (
+        run.get_training(cell.signature).read_summary() is not None
+        or run.get_training(cell.signature).find_diverged_attempt() is not None
+    )
 
 
 def _require_fitting_methods(spec: JobSpec, grid: Grid) -> None:
@@ -404,7 +407,7 @@ def compute_mean_hours_by_row(run: RunDir | Snapshot, comparison: Comparison) ->
     """Return the mean hours of the full trainings of each row; scaled from its short trainings if there are none."""
     by_length: dict[bool, dict[tuple[str, int], list[float]]] = {True: {}, False: {}}
     for cell in comparison.cells:
-        if summary := run.training(cell.signature).summary():
+        if summary := run.get_training(cell.signature).read_summary():
             row = by_length[cell.short is None].setdefault((cell.method, cell.batch), [])
             row.append(summary.actual_hours / cell.share)
     return {row: statistics.fmean(hours) for row, hours in {**by_length[False], **by_length[True]}.items()}
@@ -424,7 +427,7 @@ def estimate_hours(
 
 def choose_default_nodes(run: Run) -> int:
     """Return the recommended number of nodes, or the smallest one of the search if there is no recommendation."""
-    recommendation = run.recommendation()
+    recommendation = run.read_recommendation()
     return recommendation.choice.nodes if recommendation is not None else min(run.spec.search.nodes)
 
 
@@ -498,7 +501,7 @@ def list_default_batches(run: RunDir) -> tuple[int, ...]:
     Raises:
         BadMeasurements: the run has no recommendation.
     """
-    recommendation = run.recommendation()
+    recommendation = run.read_recommendation()
     if recommendation is None:
         raise BadMeasurements(
             f"{run.id} has no recommendation, and --batch is not given",

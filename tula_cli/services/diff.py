@@ -73,12 +73,12 @@ def _describe_code(run: RunDir) -> dict[str, str]:
     """Return commit and files of a run's newest code snapshot; a file by a digest of its content."""
     tasks = run.read()
     names = dict.fromkeys(task.code for task in (*tasks.probe_tasks, *tasks.tasks) if task.code)
-    snapshots = [snapshot for name in names if (snapshot := run.code(name)) is not None]
+    snapshots = [snapshot for name in names if (snapshot := run.read_code(name)) is not None]
     snapshot = max(snapshots, key=lambda snapshot: snapshot.taken_at, default=None)
     if snapshot is None:
         return {}
     commit = {"commit": snapshot.commit[:12] + " and changes" * snapshot.dirty} if snapshot.commit else {}
-    contents = {name: _read_file(run.code_dir(snapshot.name) / name) for name in sorted(snapshot.files)}
+    contents = {name: _read_file(run.get_code_dir(snapshot.name) / name) for name in sorted(snapshot.files)}
     return commit | {
         name: hashlib.sha256(content).hexdigest()[:8] for name, content in contents.items() if content is not None
     }
@@ -388,7 +388,7 @@ def compare_runs(before: Run, after: Run) -> RunDifference:
 
 def _make_overview(run: Run, probes: Sequence[Measured]) -> RunOverview:
     moments = [probe.measured_at for probe in probes]
-    return RunOverview(run.id, run.path, (min(moments), max(moments)) if moments else None, run.job_file())
+    return RunOverview(run.id, run.path, (min(moments), max(moments)) if moments else None, run.read_job_file())
 
 
 # --- The headline

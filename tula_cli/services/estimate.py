@@ -92,7 +92,7 @@ def estimate_all(
         run.type: estimate(
             run.spec,
             capacity=capacity,
-            results=run.results(),
+            results=run.read_results(),
             inspector=inspect_with_stored(inspector or inspect, run),
         )
         for run in select_runs(runs, node_type)

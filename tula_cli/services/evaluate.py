@@ -63,7 +63,7 @@ def prepare_evaluation(runs: Sequence[Run], request: EvaluationRequest) -> Prepa
             "use the script itself to evaluate its weights",
         )
     run, trained = _find_training(runs, request)
-    files = run.training(trained.signature)
+    files = run.get_training(trained.signature)
     name, path = _find_weights(files, request.weights)
     is_training_checkpoint = name in (BEST, LAST)
     if not (path.is_dir() or is_regular(path)):
@@ -82,7 +82,7 @@ def prepare_evaluation(runs: Sequence[Run], request: EvaluationRequest) -> Prepa
         weights=name, path=str(path), samples=int(path.stem) if is_training_checkpoint else None, local_batch=compute_micro_batch(trained),
         code=trained.code,
     )  # fmt: skip
-    return PreparedEvaluation(run, task, None if request.fresh else files.evaluation(key))
+    return PreparedEvaluation(run, task, None if request.fresh else files.read_evaluation(key))
 
 
 def _find_training(runs: Sequence[Run], request: EvaluationRequest) -> tuple[Run, TrainTask]:
@@ -121,7 +121,7 @@ def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str
         if not path.is_dir():
             _require_weights(path, requested)
         return str(path), path
-    best, newest = files.weights(), files.checkpoints()
+    best, newest = files.find_weights(), files.list_checkpoints()
     if not newest:
         raise BadMeasurements(
             f"training {files.signature} has saved no weights yet",
@@ -225,7 +225,7 @@ def _start_job(run: RunDir, task: EvaluateTask, launcher: Launcher) -> None:
     with lock_submission(run):
         if list_attachable_jobs(run, launcher, [task.job]):
             return
-        run.training(task.signature).drop_evaluation(task.key)
+        run.get_training(task.signature).drop_evaluation(task.key)
         submit_task(run, launcher, task)
 
 
@@ -236,7 +236,7 @@ def read_evaluation_result(run: RunDir, task: EvaluateTask) -> EvaluationRecord:
         JobFailed: the job has ended without a result, or was cancelled.
         TulaError: the evaluation failed, as classified by the table of exit reasons.
     """
-    evaluation = run.training(task.signature).evaluation(task.key)
+    evaluation = run.get_training(task.signature).read_evaluation(task.key)
     if evaluation is not None:
         return evaluation
     raise make_error_of_job(run, task, "evaluation")
@@ -244,7 +244,7 @@ def read_evaluation_result(run: RunDir, task: EvaluateTask) -> EvaluationRecord:
 
 def make_error_of_job(run: RunDir, task: EvaluateTask | RateSearchTask, subject: str) -> TulaError:
     """Return the error of a job that has ended without its result: of the class of its last failure."""
-    attempts = run.attempts(task.id)
+    attempts = run.read_attempts(task.id)
     last_attempt = attempts[-1] if attempts else None
     if last_attempt is None or last_attempt.failure is None or run.is_cancelled(task.job):
         return JobFailed(

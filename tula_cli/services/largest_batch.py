@@ -88,7 +88,7 @@ def plan_search(run: Run, inspection: Inspection) -> ProfilePlan:
     """
     spec, nodes, bounds = run.spec, get_search_nodes(run.spec), make_bounds(run.spec, inspection)
     source = choose_code(run, spec, Path.cwd(), keep=True)
-    done = [result for result in run.results() if result.nodes == nodes and not isinstance(result, Failed)]
+    done = [result for result in run.read_results() if result.nodes == nodes and not isinstance(result, Failed)]
     trial = BatchBracket.from_results(spec, nodes, bounds, done).choose_next_trial()
     seconds, steps = min(spec.search.max_seconds, TRIAL_SECONDS), min(spec.search.min_steps, LEAST_STEPS)
     short = {"max_seconds": seconds, "min_seconds": min(spec.search.min_seconds, seconds), "min_steps": steps}
@@ -123,7 +123,7 @@ def make_result(run: Run, inspection: Inspection, plan: ProfilePlan) -> LargestB
     """
     spec, nodes = run.spec, get_search_nodes(run.spec)
     report = make_profile_report(run, plan)
-    bracket = BatchBracket.from_results(spec, nodes, make_bounds(spec, inspection), run.results())
+    bracket = BatchBracket.from_results(spec, nodes, make_bounds(spec, inspection), run.read_results())
     if not bracket.fitting:
         raise OutOfMemoryAtMinimum(
             f"out of memory at local batch {bracket.failing} on {format_count(nodes)}",

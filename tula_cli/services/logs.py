@@ -126,9 +126,9 @@ def read_logs(
 def describe_place(run: RunDir, line: LogLine) -> str:
     """Return the heading for the first line from a log: its file and attempt, and the outcome of the attempt."""
     where = words.make_relative_path(line.file)
-    attempt = run.attempt(line.task, line.attempt) if line.task else None
+    attempt = run.read_attempt(line.task, line.attempt) if line.task else None
     if line.failure:
-        failure = find_root_failure(run.failures(line.task, line.attempt))
+        failure = find_root_failure(run.read_failures(line.task, line.attempt))
         assert failure is not None
         return f"rank {failure.rank} on {failure.host} failed first in attempt {line.attempt} of {line.task} ({failure.outcome})"
     if attempt is None:
@@ -149,11 +149,11 @@ def describe_missing_output(run: RunDir, query: LogQuery) -> str:
         subject = f"job {query.job} has" if query.job else "the jobs have"
         return f"{subject} not written {'a log' if query.rank is None else 'such lines'} yet"
     newest = logs[-1]
-    attempt = run.attempt(newest.task, newest.attempt)
+    attempt = run.read_attempt(newest.task, newest.attempt)
     ended = attempt is not None and attempt.ended_at is not None
     words = f"{newest.task or newest.file.name} has {'ended without output' if ended else 'not written a line yet'}"
     with_output = [log for log in _LogReader(run, LogQuery()).attempt_logs() if log.task and log.file.stat().st_size]
-    task = run.task(with_output[-1].task) if with_output else None
+    task = run.read_task(with_output[-1].task) if with_output else None
     return words if task is None else f"{words}. The newest job with output: tula logs --job {task.job}"
 
 
@@ -205,7 +205,7 @@ class _LogReader:
 
     def _task(self, log: _AttemptLog) -> Task | None:
         if log.task not in self._tasks:
-            self._tasks[log.task] = self.run.task(log.task) if log.task else None
+            self._tasks[log.task] = self.run.read_task(log.task) if log.task else None
         return self._tasks[log.task]
 
     def skip_to_end(self, logs: Iterable[_AttemptLog]) -> None:
@@ -239,7 +239,7 @@ class _LogReader:
     def first_failure(self, log: _AttemptLog) -> Iterator[LogLine]:
         """Yield, once per attempt, the output of the first failing rank, or of the requested rank if it failed."""
         key, requested_rank = (log.task, log.attempt), self.wanted.rank
-        failures = self.run.failures(*key) if log.task and key not in self._shown_failures else []
+        failures = self.run.read_failures(*key) if log.task and key not in self._shown_failures else []
         root_failure = find_root_failure(failure for failure in failures if requested_rank in (None, failure.rank))
         if root_failure is None:
             return
@@ -291,7 +291,7 @@ def limit_rate(
 def find_run_written_last(runs: Iterable[Run], job: str | None) -> Run | None:
     """Return the run that wrote a log last, among those that have the job; None if there is none."""
     having = [run for run in runs if job is None or job in _list_job_ids(run.read())]
-    return max(having, key=lambda run: max((log.stat().st_mtime for log in run.logs()), default=0.0), default=None)
+    return max(having, key=lambda run: max((log.stat().st_mtime for log in run.list_logs()), default=0.0), default=None)
 
 
 def _list_job_ids(snapshot: Snapshot) -> list[str]:
@@ -307,7 +307,9 @@ def _list_log_files(run: RunDir, job: str | None) -> list[Path]:
     """Return the log files of a job, or of all jobs, the last written last."""
     snapshot = run.read()
     if job is None:
-        return run.logs() or snapshot.scheduler_logs(id_ for job_record in snapshot.jobs for id_ in job_record.ids)
+        return run.list_logs() or snapshot.list_scheduler_logs(
+            id_ for job_record in snapshot.jobs for id_ in job_record.ids
+        )
     job_ids = _list_job_ids(snapshot)
     if job not in job_ids:
         raise SpecError(
@@ -315,8 +317,8 @@ def _list_log_files(run: RunDir, job: str | None) -> list[Path]:
             suggest_nearest(job, job_ids) or f"choose from: {', '.join(job_ids) or '-'}",
         )
     tasks = tuple(f"{task.id}." for task in (*snapshot.tasks, *snapshot.check_tasks) if task.job == job)
-    task_logs = [path for path in run.logs() if path.name.startswith(tasks)]
-    return task_logs or snapshot.scheduler_logs(
+    task_logs = [path for path in run.list_logs() if path.name.startswith(tasks)]
+    return task_logs or snapshot.list_scheduler_logs(
         id_ for job_record in snapshot.jobs if job_record.id == job for id_ in job_record.ids
     )
 

@@ -50,13 +50,13 @@ MAX_CLOCK_OFFSET = 1.0
 
 def find_silent_nodes(run: RunDir, report: ClusterReport) -> list[NodeReport]:
     """Return the nodes whose files are not visible here although they reported no write error."""
-    ranks, signed_in = report.ranks // len(report.nodes), run.checks.signed_in(report.id)
+    ranks, signed_in = report.ranks // len(report.nodes), run.checks.read_signed_in_hosts(report.id)
     return [node for node in report.nodes if not node.write_error and node.node * ranks not in signed_in]
 
 
 def list_node_problems(run: RunDir, task: CheckTask, report: ClusterReport) -> Iterator[Diagnostic]:
     """Yield the problems that keep jobs from running on these nodes."""
-    written, folder = run.checks.token(task.id), run.path.resolve()
+    written, folder = run.checks.read_token(task.id), run.path.resolve()
     for node in report.nodes:
         if node.token != written:
             yield messages.run_directory_not_shared(host=node.host, folder=str(folder), other_content=bool(node.token))
@@ -315,12 +315,12 @@ def _start_on_cluster(run: Run, launcher: Launcher, *, nodes: int) -> CheckTask:
     tasks = sorted(run.check_tasks(), key=lambda task: task.number)
     unreported = [task for task in tasks if task.nodes == nodes and not run.checks.is_reported(task.id)]
     for task in [task for task in unreported if task.spec != spec]:
-        if (job := run.job(task.job)) is not None:
+        if (job := run.find_job(task.job)) is not None:
             _cancel_check(run, launcher, task, job)
     name = f"check-n{nodes:03d}-{tasks[-1].number + 1 if tasks else 1}"
     fresh = CheckTask(id=name, job=name, spec=spec, workdir=str(Path.cwd()), nodes=nodes)
     task = next((task for task in reversed(unreported) if task.spec == spec), fresh)
-    if run.job(task.job) is None:
+    if run.find_job(task.job) is None:
         run.checks.write_token(task.id, secrets.token_hex(8))
         submit_task(run, launcher, task)
     return task
@@ -350,7 +350,7 @@ def watch_cluster(
         SchedulerError: the job will never start; it was cancelled.
         JobFailed: some nodes do not see the run directory, so that the job would wait forever; it was cancelled.
     """
-    job = run.job(task.job)
+    job = run.find_job(task.job)
     assert job is not None
     started, (pause, longest), hopeless = clock(), POLL_INTERVALS, 0
     some_since: float | None = None
@@ -380,7 +380,7 @@ def _is_over(run: RunDir, task: CheckTask) -> bool:
     """Return whether the check has an outcome: a report, a cancellation, or a failure that is not retried."""
     if run.checks.report(task.id) is not None or run.is_cancelled(task.job):
         return True
-    attempts = run.attempts(task.id)
+    attempts = run.read_attempts(task.id)
     return bool(attempts) and attempts[-1].outcome not in (None, "done", "port")
 
 
@@ -415,7 +415,7 @@ def conclude_cluster(
     Raises:
         JobFailed: the check failed; the message has what is known of the nodes.
     """
-    job = run.job(task.job)
+    job = run.find_job(task.job)
     assert job is not None
     deadline = clock() + get_backend(job.scheduler).file_lag
     while not _has_all_reports(run, task, job) and clock() < deadline:
@@ -423,7 +423,7 @@ def conclude_cluster(
     run.checks.mark_reported(task.id)
     report = run.checks.report(task.id)
     if report is None:
-        failure, draft = _check_failure(run, task, job), run.checks.draft(task.id)
+        failure, draft = _check_failure(run, task, job), run.checks.read_draft(task.id)
         if draft is None or run.is_cancelled(task.job):
             raise failure
         reason = failure.message
@@ -449,7 +449,7 @@ def _check_failure(run: RunDir, task: CheckTask, job: Job) -> TulaError:
 
     Such nodes cannot report any other reason.
     """
-    attempts = run.attempts(task.id)
+    attempts = run.read_attempts(task.id)
     last_attempt = attempts[-1] if attempts else None
     if run.is_cancelled(task.job):
         return JobFailed(f"{job.id} was cancelled", "run the same command to start another one")
@@ -480,7 +480,7 @@ def _list_nodes_seen(run: RunDir, task: CheckTask, job: Job) -> set[int]:
     tasks = 1 if task.spec.task_per_node else ranks  # of SLURM, on one node
     logs = [path.name.split("_")[1] for path in run.submitit_dir.glob(f"{job.scheduler_id}_*_log.out")]
     return {int(log) // tasks for log in logs if log.isdigit()} | {
-        rank // ranks for rank in run.checks.signed_in(task.id)
+        rank // ranks for rank in run.checks.read_signed_in_hosts(task.id)
     }
 
 

@@ -80,7 +80,7 @@ def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = N
         )
     save_runs(*_without_assumptions(run, file))
     for result in results.values():
-        known = run.result(result.id)
+        known = run.read_result(result.id)
         if not isinstance(known, Measured) or known.measured_at < result.measured_at:
             run.write_result(result)
     places = [describe_probe_place(result.nodes, result.local_batch) for result in reversed(results.values())]
@@ -92,7 +92,7 @@ def _without_assumptions(run: Run, file: JobFile | None) -> tuple[list[Run], Job
     if file is None or not file.overrides:
         return [run], file
     if run.exists:
-        return [run.with_spec(run.read_job())], run.job_file()
+        return [run.with_spec(run.read_job())], run.read_job_file()
     try:
         variants = list_variants(load_spec(Path(file.path)))
     except SpecError:  # the file is invalid without the overrides

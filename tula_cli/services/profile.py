@@ -92,7 +92,7 @@ def plan_probes(run: Run, inspection: Inspection, *, elsewhere: float = 0.0, aga
     largest = find_largest_local_batch(spec, inspection)
     chosen_by_auto = spec.search.strategy == "auto"
     spec = choose_strategy(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
-    results_by_id = {result.id: result for result in run.results()}
+    results_by_id = {result.id: result for result in run.read_results()}
     wanted_batches, round_ = _choose_batches(run.with_spec(spec), inspection, results_by_id, elsewhere=elsewhere)
     tasks = []
     for nodes, local_batches in wanted_batches.items():
@@ -161,7 +161,7 @@ def _collect_adaptive_inputs(run: Run, results_by_id: Known) -> dict[str, Any]:
     )
 
     return {
-        "attempts": run.attempts(),
+        "attempts": run.read_attempts(),
         "trained": list_observations_from_trainings(run, list(results_by_id.values())).steps,
         "others": read_measurements_of_other_sizes(run.sizes, CachedTrainings()),
     }
@@ -170,15 +170,15 @@ def _collect_adaptive_inputs(run: Run, results_by_id: Known) -> dict[str, Any]:
 def _list_begun_probes(run: RunDir) -> set[tuple[int, int]]:
     """Return all probes that were requested or have a result, as (nodes, local batch)."""
     requested = {(task.nodes, size) for task in run.read().probe_tasks for size in task.local_batches}
-    return requested | {(result.nodes, result.local_batch) for result in run.results() if _is_settled(result)}
+    return requested | {(result.nodes, result.local_batch) for result in run.read_results() if _is_settled(result)}
 
 
 def count_measured_node_hours(run: RunDir) -> float:
     """Return the node-hours used by profiling so far, including resume tests and the first job that built the model."""
-    tasks = [task for task in run.tasks() if isinstance(task, MeasuringTask)]
+    tasks = [task for task in run.read_tasks() if isinstance(task, MeasuringTask)]
     nodes = {task.id: task.nodes for task in tasks}
     return first_job.count_node_hours(run) + sum(
-        nodes[attempt.task] * attempt.count_seconds() / 3600 for attempt in run.attempts() if attempt.task in nodes
+        nodes[attempt.task] * attempt.count_seconds() / 3600 for attempt in run.read_attempts() if attempt.task in nodes
     )
 
 
@@ -245,7 +245,7 @@ def wait_for_exits(
     while remaining > 0 and any(
         run.is_finished(task)
         for id_ in list_unfinished_jobs(run, launcher, list(plan.jobs))
-        for task in run.read().tasks_of(id_)
+        for task in run.read().list_tasks_of_job(id_)
     ):
         sleep(pause)
         remaining -= pause
@@ -253,7 +253,7 @@ def wait_for_exits(
 
 def is_measured(run: RunDir, plan: ProfilePlan) -> bool:
     """Return whether every probe of a plan has a result, and at least one did not fail (measured or out of memory)."""
-    results = [run.result(make_probe_id(task.nodes, size)) for task in plan.tasks for size in task.local_batches]
+    results = [run.read_result(make_probe_id(task.nodes, size)) for task in plan.tasks for size in task.local_batches]
     return None not in results and any(map(_is_settled, results))
 
 
@@ -265,7 +265,7 @@ def make_profile_report(run: RunDir, plan: ProfilePlan) -> ProfileReport:
         JobFailed, Diverged: probes failed, and none was measured now.
         BadMeasurements: none was measured for another reason.
     """
-    results = run.results()
+    results = run.read_results()
     measured = tuple(result for result in results if isinstance(result, Measured))
     failed = tuple(result for result in results if isinstance(result, Failed))
     out_of_memory = tuple(result for result in results if isinstance(result, OutOfMemory))

@@ -140,7 +140,7 @@ def count_pending_probes(runs: Sequence[Run], launcher_for: "Callable[[JobSpec],
 
 
 def _count_pending_of_run(run: Run, launcher_for: "Callable[[JobSpec], Launcher]") -> int:
-    if not run.jobs():
+    if not run.read_jobs():
         return 0
     from tula_cli.services import status  # and with it the schedulers
 
@@ -346,7 +346,7 @@ def _build_answer(
         estimator.stages.stage_positions(Config(prediction.nodes, prediction.batch)), estimator.dataset_size
     )
     accuracy = None
-    if run.comparison() is not None:
+    if run.read_comparison() is not None:
         from tula_cli.services.comparison.accuracy import find_accuracy_evidence
 
         accuracy = find_accuracy_evidence(run, batch=prediction.batch)

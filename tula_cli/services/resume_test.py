@@ -188,7 +188,7 @@ def submit_and_wait(
         raise make_interruption_of_jobs([run]) from None
     record = ResumeTestRecords(run.path).read(task.id)
     if record is None or record.over_at is None:
-        attempts = run.attempts(task.id)
+        attempts = run.read_attempts(task.id)
         why = attempts[-1].message if attempts else "it has not started"
         raise JobFailed(f"{task.id} ended without a verdict: {why}", "tula logs shows its output")
     return ResumeFinding(record, resume_settings(run.spec).batch, kept=False)
@@ -205,7 +205,7 @@ def submit_resume_test(
     spec = run.spec
     key = compute_resume_test_signature(spec, code.digest)
     with lock_submission(run):
-        earlier = [task for task in run.tasks() if isinstance(task, ResumeTestTask) and task.key == key]
+        earlier = [task for task in run.read_tasks() if isinstance(task, ResumeTestTask) and task.key == key]
         unfinished = list_attachable_jobs(run, launcher, [task.job for task in earlier])
         if (task := next((task for task in earlier if task.job in unfinished), None)) is not None:
             return task
@@ -232,7 +232,7 @@ def describe_cap_exceeded(runs: Sequence[Run], *, nodes: int = 1) -> str:
 
 def load_finding(run: Run, code: Source) -> ResumeFinding | None:
     """Return the finding of an earlier resume test of this script with this code; None if there is none."""
-    record = ResumeTestRecords(run.path).newest_verdict(compute_resume_test_signature(run.spec, code.digest))
+    record = ResumeTestRecords(run.path).find_newest_verdict(compute_resume_test_signature(run.spec, code.digest))
     return None if record is None else ResumeFinding(record, resume_settings(run.spec).batch, kept=True)
 
 
@@ -272,7 +272,7 @@ def resume_test_batch(run: Run, *, local_batch: int | None = None, nodes: int = 
     """
     spec = run.spec
     assert spec.script is not None
-    recommendation = run.recommendation()
+    recommendation = run.read_recommendation()
     if local_batch is None and recommendation is not None:
         local_batch = recommendation.choice.local_batch
     gpus = spec.cluster.gpus_per_node
@@ -336,10 +336,10 @@ class TrainingStart:
         if not self.rehearse or not can_test_resume(self.run.spec):
             return False
         if self.changes_nodes:
-            return records.newest_on_other_nodes(self._key) is None
-        if not self.is_long or self.run.training(self.task.signature).attempts():
+            return records.find_newest_on_other_nodes(self._key) is None
+        if not self.is_long or self.run.get_training(self.task.signature).read_attempts():
             return False
-        return not any(record.over_at is not None for record in records.records_of(self._key))
+        return not any(record.over_at is not None for record in records.read_records(self._key))
 
     def require_other_nodes(self) -> None:
         """Check that the script of a training that may be granted other nodes resumes there, or is tested first.
@@ -350,7 +350,7 @@ class TrainingStart:
         """
         if not self.changes_nodes or self.is_test_due:
             return
-        spec, record = self.run.spec, ResumeTestRecords(self.run.path).newest_on_other_nodes(self._key)
+        spec, record = self.run.spec, ResumeTestRecords(self.run.path).find_newest_on_other_nodes(self._key)
         if record is not None:
             ResumeFinding(record, resume_settings(spec).batch, kept=True).require_other_nodes()
             return
@@ -440,10 +440,10 @@ def describe_interruption_cost(
     """
     if spec.script is None:
         return ""
-    results = () if run is None else run.results()
+    results = () if run is None else run.read_results()
     measured = next((result.dataset_size for result in results if isinstance(result, Measured)), None)
     size = spec.script.known_dataset_size or measured
     schedule = find_checkpoint_schedule(
-        spec.script, () if run is None else run.newest_script_saves(), dataset_size=size
+        spec.script, () if run is None else run.find_newest_script_saves(), dataset_size=size
     )
     return schedule.describe_loss(step_time, epoch_steps=size // batch if size and batch else None)

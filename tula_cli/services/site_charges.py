@@ -244,12 +244,12 @@ def find_site_charge(run: RunDir, signature: str) -> SiteCharge | None:
         run: the run with the training.
         signature: signature of the training.
     """
-    training = run.training(signature)
-    tasks = training.tasks()
+    training = run.get_training(signature)
+    tasks = training.read_tasks()
     task = tasks[-1] if tasks else None
-    job = None if task is None else run.job(task.job)
+    job = None if task is None else run.find_job(task.job)
     if task is None or job is None or job.scheduler != "slurm" or task.spec.pricing.slurm_billing is None:
         return None
-    earlier = {attempt.allocation.partition(".")[0] for attempt in training.attempts()} - {""}
+    earlier = {attempt.allocation.partition(".")[0] for attempt in training.read_attempts()} - {""}
     billing: SiteBilling | None = find_extra("slurm_site")
     return None if billing is None else billing.find_charge(task, sorted({*earlier, *job.ids}))

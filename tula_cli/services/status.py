@@ -227,10 +227,15 @@ def get_job_status(
     training: TrainingStatus | None,
     now: float,
 ) -> JobStatus:
-    tasks, attempts = snapshot.tasks_of(job.id), with_file_clock(snapshot, snapshot.attempts_of(job.id))
+    tasks, attempts = (
+        snapshot.list_tasks_of_job(job.id),
+        with_file_clock(snapshot, snapshot.list_attempts_of_job(job.id)),
+    )
     progress = get_job_progress(snapshot, tasks, results)
     recent = [attempt for attempt in attempts if _is_of_submission(attempt, job)]
-    state, reason = _get_job_state(progress, recent, scheduler, tasks[-1].spec, cancelled=snapshot.cancelled_by(job.id))
+    state, reason = _get_job_state(
+        progress, recent, scheduler, tasks[-1].spec, cancelled=snapshot.read_cancelling_command(job.id)
+    )
     if (
         state == "lost"
         and recent
@@ -306,12 +311,14 @@ def _list_planned_probes(tasks: Iterable[JobTask]) -> list[_PlannedProbe]:
 def get_job_progress(snapshot: Snapshot, tasks: list[JobTask], results: Results) -> _Progress:
     newest = tasks[-1]
     if isinstance(newest, TrainTask):
-        return _Progress(total=1, done=int(snapshot.training(newest.signature).summary() is not None), now=None)
+        return _Progress(
+            total=1, done=int(snapshot.get_training(newest.signature).read_summary() is not None), now=None
+        )
     if isinstance(newest, EvaluateTask):
-        resume_test = snapshot.training(newest.signature).evaluation(newest.key)
+        resume_test = snapshot.get_training(newest.signature).read_evaluation(newest.key)
         return _Progress(total=1, done=int(resume_test is not None), now=None)
     if isinstance(newest, RateSearchTask):
-        search = snapshot.rate_search(newest.key)
+        search = snapshot.read_rate_search(newest.key)
         return _Progress(total=1, done=int(search is not None and search.finished), now=None)
     if isinstance(newest, ResumeTestTask):
         over = any(
@@ -382,7 +389,7 @@ def with_file_clock(snapshot: Snapshot, attempts: Iterable[Attempt]) -> list[Att
 
 
 def _with_file_clock(snapshot: Snapshot, attempt: Attempt) -> Attempt:
-    written = None if attempt.ended_at is not None else snapshot.attempt_written(attempt)
+    written = None if attempt.ended_at is not None else snapshot.get_attempt_write_time(attempt)
     if written is None or not CLOCKS_AGREE < abs(written - attempt.started_at) < A_COPY:
         return attempt
     return attempt.model_copy(update={"started_at": written})
@@ -491,7 +498,9 @@ def run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | 
     pace = compute_mean_probe_seconds(files_snapshot.results, files_snapshot.attempts)
     tasks = [task for task in files_snapshot.tasks if only is None or task.job in only]
     tasked = [
-        job for job in files_snapshot.jobs if (only is None or job.id in only) and files_snapshot.tasks_of(job.id)
+        job
+        for job in files_snapshot.jobs
+        if (only is None or job.id in only) and files_snapshot.list_tasks_of_job(job.id)
     ]
     states = launcher.states(files_snapshot, tasked)
     training = _get_training_status(files_snapshot, tasks, states, now=now)
@@ -520,7 +529,9 @@ def run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | 
         ),
         notes=(*count_notes(result for result in files_snapshot.results if isinstance(result, Measured)),),
         rehearsal=files_snapshot.rehearsals[-1] if files_snapshot.rehearsals and only is None else None,
-        evaluations=tuple(files_snapshot.training(training.signature).evaluations()) if training is not None else (),
+        evaluations=tuple(files_snapshot.get_training(training.signature).read_evaluations())
+        if training is not None
+        else (),
         between_rounds=not moving and _is_between_rounds(files_snapshot),
     )
 
@@ -557,8 +568,8 @@ def _get_training_status(
     newest = _find_newest_train_task(files_snapshot, tasks)
     if newest is None:
         return None
-    files, scheduler = files_snapshot.training(newest.signature), states.get(newest.job)
-    rows, result = files.sampled_metrics(), files.result()
+    files, scheduler = files_snapshot.get_training(newest.signature), states.get(newest.job)
+    rows, result = files.read_sampled_metrics(), files.read_result()
     steps = [row for row in rows if row["kind"] == "step"]
     epochs = [row for row in rows if row["kind"] == "epoch"]
     moving = [row for row in rows if row["kind"] in ("start", "step", "epoch")]
@@ -566,8 +577,8 @@ def _get_training_status(
     latest = max((row for row in (last_step, last_epoch) if row), key=lambda row: row["samples"], default={})
     row = _find_newest_row_with_eta(rows)
     script, stage = newest.spec.script, _get_stage_status(rows, result, nodes=newest.nodes)
-    prediction = newest.prediction and newest.prediction.of_batch(stage.batch if stage else newest.batch)
-    summary = files.summary() if result is not None else None
+    prediction = newest.prediction and newest.prediction.get_prediction_at_batch(stage.batch if stage else newest.batch)
+    summary = files.read_summary() if result is not None else None
     is_running = scheduler is not None and scheduler.state == "running"
     status = TrainingStatus(
         signature=newest.signature,
@@ -594,15 +605,17 @@ def _get_training_status(
         eta=_estimate_remaining_training_seconds(
             row,
             finished=result is not None,
-            now=now - files.clock_ahead(rows) if _is_training(files_snapshot, newest.job, scheduler, row) else None,
+            now=now - files.compute_clock_lead(rows)
+            if _is_training(files_snapshot, newest.job, scheduler, row)
+            else None,
         ),
         noise=next((row for row in reversed(rows) if row["kind"] == "noise"), None),
-        tuning=_get_tuning_status(files.tuning()),
-        kwh=energy.kwh if (energy := files.energy()) is not None else None,
+        tuning=_get_tuning_status(files.read_tuning()),
+        kwh=energy.kwh if (energy := files.read_energy()) is not None else None,
         samples_asked=None if script is None else count_requested_samples(script),
         ags=_find_newest_scaling(rows),
         warnings=_list_training_warnings(rows),
-        changes=files.changes(),
+        changes=files.read_step_changes(),
         stage=stage,
         stages=newest.stages,
         submitted=newest.job in {job.id for job in files_snapshot.jobs} or bool(moving or result),
@@ -617,10 +630,10 @@ def _compute_spent_and_rest(
     files_snapshot: Snapshot, newest: TrainTask, status: TrainingStatus, *, now: float
 ) -> SpentAndRest:
     """Return time and cost so far, and of the rest: by the pace of the running job, or else as predicted for each size."""
-    tasks = {task.id: task for task in files_snapshot.tasks_of(newest.job) if isinstance(task, TrainTask)}
+    tasks = {task.id: task for task in files_snapshot.list_tasks_of_job(newest.job) if isinstance(task, TrainTask)}
     attempts = [
         attempt
-        for attempt in with_file_clock(files_snapshot, files_snapshot.attempts_of(newest.job))
+        for attempt in with_file_clock(files_snapshot, files_snapshot.list_attempts_of_job(newest.job))
         if attempt.task in tasks
     ]
     end = None if status.finished or status.possible_nodes else now
@@ -711,7 +724,7 @@ def _is_training(files_snapshot: Snapshot, job: str, scheduler: SchedulerState |
     """Return whether the attempt that wrote a row is still training: it has not ended, and its job is not waiting."""
     if scheduler is not None and (scheduler.state == "pending" or scheduler.suspended):
         return False
-    attempts = files_snapshot.attempts_of(job)
+    attempts = files_snapshot.list_attempts_of_job(job)
     return not attempts or (attempts[-1].ended_at is None and row.get("time", 0.0) >= attempts[-1].started_at)
 
 
@@ -758,7 +771,7 @@ def watch_jobs(
     """
     waiting_for, started, lost_since = set(job_ids), clock(), dict[str, float]()
     pause, longest = max(
-        (get_backend(job.scheduler).poll for job in run.jobs() if job.id in waiting_for),
+        (get_backend(job.scheduler).poll for job in run.read_jobs() if job.id in waiting_for),
         default=get_backend("local").poll,
     )
     hopeless = 0  # polls in sequence: a busy controller may give such a reason for a moment
@@ -815,7 +828,7 @@ def _are_complete(run: RunDir, job_ids: set[str]) -> bool:
     """Return whether the files show that these jobs are over; reading them is cheaper than querying the scheduler."""
     files_snapshot = run.read()
     results = {result.id: result for result in files_snapshot.results}
-    tasks_by_job = [files_snapshot.tasks_of(id_) for id_ in job_ids]
+    tasks_by_job = [files_snapshot.list_tasks_of_job(id_) for id_ in job_ids]
     return all(
         tasks and (progress := get_job_progress(files_snapshot, tasks, results)).done == progress.total
         for tasks in tasks_by_job
@@ -946,16 +959,16 @@ def load_summary(run: RunDir, signature: str) -> Summary:
         JobFailed: the training ended for another reason.
         Pending: the training has not ended.
     """
-    summary = run.training(signature).summary()
+    summary = run.get_training(signature).read_summary()
     if summary is not None:
         return summary
-    task = run.training(signature).newest_task()
+    task = run.get_training(signature).read_newest_task()
     if task is not None and run.is_cancelled(task.job):  # its ranks may not have ended yet
         raise JobFailed(f"training {signature} was cancelled", CANCELLED)
-    attempts = run.training(signature).attempts()
+    attempts = run.get_training(signature).read_attempts()
     if task is None or not attempts:
         raise Pending(f"training {signature} has not started", "tula status shows why")
-    raise make_error_of_training(task, attempts, saved_samples=run.training(signature).newest_samples())
+    raise make_error_of_training(task, attempts, saved_samples=run.get_training(signature).find_newest_samples())
 
 
 # --- Probes

@@ -27,7 +27,7 @@ from tula_cli.options import NodeRange, TrainRequest, parse_nodes
 from tula_cli.run.code import choose_code, get_user_code, take_snapshot
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
-from tula_cli.run.imports import Source, with_weights
+from tula_cli.run.imports import Source, add_weights_digest
 from tula_cli.run.job_runs import compare_jobs, find_chosen_run, save_runs, select_runs
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.failures import Recovery, Resize
@@ -128,10 +128,10 @@ def plan_training(
     """
     bounds = nodes if isinstance(nodes, NodeRange) else NodeRange(nodes, nodes)
     require_positive(nodes=bounds.most, batch=batch)
-    recommendation, spec = run.recommendation(), run.spec
+    recommendation, spec = run.read_recommendation(), run.spec
     choice = recommendation.choice if recommendation is not None else None
     if choice is None and (bounds.most is None or batch is None):
-        first = "tula recommend" if any(run.results()) else "tula profile and tula recommend"
+        first = "tula recommend" if any(run.read_results()) else "tula profile and tula recommend"
         missing = [name for name, value in (("--nodes", bounds.most), ("--batch", batch)) if value is None]
         raise BadMeasurements(
             f"{run.id} has no recommendation, and {' and '.join(missing)} {'are' if missing[1:] else 'is'} not given",
@@ -156,7 +156,7 @@ def plan_training(
     as_chosen = choice is not None and (choice.nodes, choice.batch) == (nodes, batch) and not sizes
     rungs = sizes[-1].ladder if sizes else _list_fallback_rungs(estimator, spec, nodes, batch, market)
     task = _make_train_task(spec, nodes, batch, code, rungs, sizes=sizes)
-    newest = run.training(task.signature).newest_task()
+    newest = run.get_training(task.signature).read_newest_task()
     if newest is None:
         task = _with_stages(run, task, recommendation if as_chosen else None, find_dataset_size(run, inspect))
     prediction = task.prediction
@@ -176,8 +176,8 @@ def plan_training(
         task=task,
         prediction=prediction,
         source=source,
-        finished=run.training(task.signature).summary() is not None,
-        resumes=run.training(task.signature).newest_samples() or None,
+        finished=run.get_training(task.signature).read_summary() is not None,
+        resumes=run.get_training(task.signature).find_newest_samples() or None,
         code=code,
         warnings=tuple(warnings),
         price=describe_price(spec.pricing),
@@ -193,7 +193,7 @@ def _with_stages(run: Run, task: TrainTask, recommended: Recommendation | None, 
     _require_size(spec, nodes, batch, size)
     stages = plan_stages(run.with_spec(spec), nodes, batch, size, recommended=recommended)
     task = task.model_copy(update={"stages": stages}).with_usable_sizes()
-    return move_task_to_stage_nodes(task, samples=run.training(task.signature).newest_samples())
+    return move_task_to_stage_nodes(task, samples=run.get_training(task.signature).find_newest_samples())
 
 
 def _describe_source(recommendation: Recommendation | None, given_names: Sequence[str]) -> str:
@@ -218,8 +218,8 @@ def _resume_task(run: RunDir, newest: TrainTask, requested: TrainTask) -> TrainT
     if not resumed.sizes:
         return resumed
     size = next((size for size in resumed.sizes if size.nodes == newest.nodes), resumed.sizes[-1])
-    resumed = resumed.on_size(size)
-    if resumed.nodes == newest.nodes or all(attempt.task != newest.id for attempt in run.attempts_of(newest)):
+    resumed = resumed.with_size(size)
+    if resumed.nodes == newest.nodes or all(attempt.task != newest.id for attempt in run.read_attempts_of_task(newest)):
         return resumed
     attempt, resize = newest.attempt + 1, Resize(nodes=resumed.nodes, nodes_before=newest.nodes, granted=None)
     changes = {"id": f"{newest.job}-{attempt}", "attempt": attempt, "recovery": Recovery(decision=resize)}
@@ -254,10 +254,14 @@ def _choose_code_to_train(run: Run, nodes: int | None, batch: int) -> Source:
     spec = run.spec
     code = choose_code(run, spec, Path.cwd(), keep=False)
     signature = compute_train_signature(spec, nodes=nodes, batch=batch, code=code.identity)
-    for digest in run.code_digests() - {code.digest}:
-        earlier = compute_train_signature(spec, nodes=nodes, batch=batch, code=with_weights(digest, code.weights))
-        samples = run.training(earlier).newest_samples()
-        if samples and not run.training(signature).newest_samples() and run.training(earlier).summary() is None:
+    for digest in run.read_code_digests() - {code.digest}:
+        earlier = compute_train_signature(spec, nodes=nodes, batch=batch, code=add_weights_digest(digest, code.weights))
+        samples = run.get_training(earlier).find_newest_samples()
+        if (
+            samples
+            and not run.get_training(signature).find_newest_samples()
+            and run.get_training(earlier).read_summary() is None
+        ):
             warning = messages.earlier_training_unfinished(
                 training=earlier, samples=samples, code=str(get_user_code(spec, Path.cwd()))
             )
@@ -267,7 +271,7 @@ def _choose_code_to_train(run: Run, nodes: int | None, batch: int) -> Source:
 
 def find_dataset_size(run: Run, inspect: Callable[[JobSpec], Inspection]) -> int:
     """Return the number of training samples: as a probe has recorded it, else as the inspection of the job finds it."""
-    measured = (result.dataset_size for result in run.results() if isinstance(result, Measured))
+    measured = (result.dataset_size for result in run.read_results() if isinstance(result, Measured))
     return next(measured, None) or first_job.inspect_with_stored(inspect, run)(run.spec).dataset_size
 
 
@@ -298,7 +302,7 @@ def _make_train_task(
         workers=spec.train.workers,
         sizes=sizes,
     )
-    return task.on_size(sizes[-1]) if sizes else task
+    return task.with_size(sizes[-1]) if sizes else task
 
 
 def _fit_estimator_if_measured(run: Run, recommended: Recommendation | None) -> Estimator | None:
@@ -466,7 +470,7 @@ def find_gain(run: Run, summary: Summary) -> "Gain | None":
     """Return what a finished training gained over the baseline of the recommendation of its run, if that is known."""
     from tula_cli.models.choice.baseline import compute_gain  # only needed at the end of a training
 
-    recommendation = run.recommendation()
+    recommendation = run.read_recommendation()
     if recommendation is None:
         return None
     return compute_gain(recommendation.headline, summary, length=describe_train_length(run.spec))
@@ -477,15 +481,15 @@ def find_gain(run: Run, summary: Summary) -> "Gain | None":
 
 def warn_interrupted_training(run: RunDir, task: TrainTask) -> list[Diagnostic]:
     """Return a warning if an interrupted training differs from this new one only in settings."""
-    if run.training(task.signature).newest_task() is not None:
+    if run.get_training(task.signature).read_newest_task() is not None:
         return []
     for signature in run.train_signatures():
-        training = run.training(signature)
-        newest, samples = training.newest_task(), training.newest_samples()
+        training = run.get_training(signature)
+        newest, samples = training.read_newest_task(), training.find_newest_samples()
         if (
             newest is None
             or not samples
-            or training.summary()
+            or training.read_summary()
             or (newest.training_nodes, newest.batch) != (task.training_nodes, task.batch)
         ):
             continue
@@ -504,7 +508,7 @@ def require_stopped(run: RunDir, task: TrainTask) -> None:
     Raises:
         SchedulerError: the task is not the one that is running.
     """
-    newest = run.training(task.signature).newest_task()
+    newest = run.get_training(task.signature).read_newest_task()
     if newest is not None and task.attempt > newest.attempt:
         raise SchedulerError(
             f"training {task.signature} is running on {format_count(newest.nodes)} at batch {newest.batch}",

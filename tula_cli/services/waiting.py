@@ -144,7 +144,7 @@ class _NewProbeResults:
 
 def _list_reported_failures(run: RunDir) -> set[str]:
     """Return the messages of failed probes if none was measured: the error that follows reports them."""
-    results = run.results()
+    results = run.read_results()
     if any(isinstance(result, Measured) for result in results):
         return set()
     return {result.message for result in results if isinstance(result, Failed)}
@@ -164,11 +164,11 @@ def warn_new_jobs(
     """Warn of jobs that will not start or have other settings, and of environment variables not passed to sbatch."""
     if spec.cluster.kind == "slurm" and (names := list_overriding_variables(os.environ)):
         yield WarningEvent(messages.environment_not_passed(variables=names))
-    submitted = [job for job in run.jobs() if job.id in jobs]
+    submitted = [job for job in run.read_jobs() if job.id in jobs]
     for id_, state in launcher.states(run.read(), submitted).items():
         if state.hopeless:
             yield WarningEvent(messages.job_will_not_start(job=id_, reason=state.reason))
-    tasks = {task.job: task for task in run.tasks()}
+    tasks = {task.job: task for task in run.read_tasks()}
     for id_ in under_way:
         if id_ in tasks and tasks[id_].spec.cluster != spec.cluster:
             yield WarningEvent(messages.other_cluster_section(job=id_))

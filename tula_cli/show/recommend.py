@@ -223,7 +223,7 @@ def render_same_progress(recommendation: "Recommendation") -> "Table":
             str(row.nodes),
             format_number(progress.epochs),
             _format_interval(progress.epochs_low, progress.epochs_high),
-            _list_caveat_signs(caveats.caveats_of(row), "progress_within_noise")
+            _list_caveat_signs(caveats.list_caveats(row), "progress_within_noise")
             + format_number(3600 * progress.hours / divisor),
             _format_interval(3600 * progress.hours_low / divisor, 3600 * progress.hours_high / divisor),
             format_number(progress.cost),
@@ -387,7 +387,7 @@ class _ColumnFormat:
         time, cost = self.format_time_and_cost(row)
         speed_up = self.baseline.compute_speed_up(row) if self.baseline and row is not None else None
         efficiency = None if row is None else row.scaling_efficiency
-        caveats = () if row is None else self.caveats.caveats_of(row)
+        caveats = () if row is None else self.caveats.list_caveats(row)
         return [
             time,
             *([_format_ratio(speed_up)] if self.baseline else []),
@@ -403,7 +403,7 @@ class _ColumnFormat:
     def format_time_and_cost(self, row: "Prediction | None") -> tuple[str, str]:
         if row is None:
             return "-", "-"
-        names = self.caveats.caveats_of(row)
+        names = self.caveats.list_caveats(row)
         time = _list_caveat_signs(names, "wide_interval", "time_within_noise")
         cost = _list_caveat_signs(names, "cost_within_noise")
         return time + format_number(3600 * row.hours / self.divisor), cost + format_number(row.cost)
@@ -473,5 +473,5 @@ def _format_kwh(row: "Prediction | None", caveats: "Caveats") -> str:
     return (
         "-"
         if row is None
-        else _list_caveat_signs(caveats.caveats_of(row), "energy_within_noise") + format_number(row.kwh)
+        else _list_caveat_signs(caveats.list_caveats(row), "energy_within_noise") + format_number(row.kwh)
     )

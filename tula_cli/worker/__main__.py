@@ -55,7 +55,7 @@ def main(*, entered: Callable[[], None] | None = None) -> None:
     die_with_parent()
     tag_lines(int(os.environ.get("RANK", "0")))
     run, task_id, attempt = RunDir(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
-    task = run.task(task_id)
+    task = run.read_task(task_id)
     assert task is not None, f"{run.path} has no task {task_id}"
     pin_run(run.path)
     try:
@@ -76,11 +76,11 @@ def change_to_job_folder(task: Task, run: RunDir) -> None:
     Raises:
         JobFailed: the snapshot of the submitted code is missing.
     """
-    home = run.code_dir(task.code).resolve()
+    home = run.get_code_dir(task.code).resolve()
     os.chdir(task.workdir)
     if not task.code:
         return
-    snapshot = run.code(task.code)
+    snapshot = run.read_code(task.code)
     if snapshot is None or not home.is_dir():
         raise JobFailed(
             f"the snapshot of the submitted code is missing: {home}",
@@ -107,7 +107,7 @@ def run_task(task: Task, run: RunDir, attempt: int) -> None:
     if isinstance(task, CheckTask):
         check_nodes(task, run, attempt=attempt)
         return
-    handover = run.handover_path(task.id, attempt)
+    handover = run.get_handover_path(task.id, attempt)
     with worker_ranks.join_process_group(task.spec.cluster, handover=handover, listen=task.is_timed) as ranks:
         device.configure_device(task.spec.train, ranks.device)
         datasets = build_datasets(task.spec)
@@ -116,7 +116,7 @@ def run_task(task: Task, run: RunDir, attempt: int) -> None:
             device.limit_gpu_memory(limit, ranks.device) if ranks.device.type == "cuda" else device.limit_memory(limit)
         match task:
             case ProbeTask():
-                record = run.attempt(task.id, attempt)
+                record = run.read_attempt(task.id, attempt)
                 run_probes(task, run, ranks, datasets, started_at=record.started_at if record else time.time())
             case TrainTask():
                 run_training(task, run, ranks, datasets, attempt=attempt)
@@ -212,7 +212,7 @@ def _find_current_local_batch(task: Task, run: RunDir) -> int | None:
         return task.local_batch
     if isinstance(task, RateSearchTask):
         return task.batches[0] // task.ranks
-    return run.current_probe(task) or task.local_batches[-1]
+    return run.find_current_probe(task) or task.local_batches[-1]
 
 
 if __name__ == "__main__":

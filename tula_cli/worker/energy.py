@@ -67,7 +67,7 @@ class TrainingEnergy:
         self._run, self._signature, self._ranks = run, signature, ranks
         self._meter, self._began = EnergyMeter(ranks), time.monotonic()
         self._counts = not ranks.max(float(not self._meter.has_counter))  # else nobody needs to be asked again
-        self._before = run.training(signature).energy() if ranks.is_first else None
+        self._before = run.get_training(signature).read_energy() if ranks.is_first else None
 
     def save(self) -> None:
         """Write the energy counted so far, so that it is kept if the training fails."""

@@ -37,7 +37,7 @@ def run_training(
             from before.
     """
     preemption = preemption or PreemptionHandler(ranks)
-    if ranks.broadcast(int(run.training(task.signature).result() is not None)):
+    if ranks.broadcast(int(run.get_training(task.signature).read_result() is not None)):
         return
     if task.max_lr_factor is not None:
         limited = task.spec.train.model_copy(update={"max_lr_factor": task.max_lr_factor})

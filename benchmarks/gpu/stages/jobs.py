@@ -47,9 +47,9 @@ def quickstart(stage: Stage) -> None:
 def told_by_run(stage: Stage) -> None:
     """Judge what the run has measured, and the training against what was predicted."""
     run = newest(stage.folder)
-    probes = [result for result in run.results() if isinstance(result, Measured)]
+    probes = [result for result in run.read_results() if isinstance(result, Measured)]
     (signature,) = run.train_signatures()
-    summary = run.training(signature).summary()
+    summary = run.get_training(signature).read_summary()
     assert summary is not None
     predicted, actual = summary.predicted_step, summary.actual_step
     error = predicted / actual - 1 if predicted and actual else None
@@ -95,9 +95,9 @@ def resume(stage: Stage) -> None:
         broken = train(stage, place / "killed", extra, killed=True)
         if whole is None or broken is None:
             continue
-        samples = [outcome.result().samples for outcome in (whole, broken)]  # type: ignore[union-attr]
-        resumed = [attempt.samples for attempt in broken.attempts()]
-        tops = [result.result().metrics["top1"] for result in (whole, broken)]  # type: ignore[union-attr]
+        samples = [outcome.read_result().samples for outcome in (whole, broken)]  # type: ignore[union-attr]
+        resumed = [attempt.samples for attempt in broken.read_attempts()]
+        tops = [result.read_result().metrics["top1"] for result in (whole, broken)]  # type: ignore[union-attr]
         record = {"samples": samples, "resumed_at": resumed, "equal_bits": same_weights(whole, broken)}
         stage.tell(resume={kind: {**record, "top1_diff": share(tops[1] - tops[0], 2)}})
         stage.require(samples[0] == samples[1], f"{kind}: {samples[1]} samples trained, {samples[0]} undisturbed")
@@ -122,7 +122,7 @@ def train(stage: Stage, folder: Path, extra: dict[str, Any], *, killed: bool) ->
     if ended.code:
         return None
     run = newest(folder)
-    return run.training(run.train_signatures()[0])
+    return run.get_training(run.train_signatures()[0])
 
 
 def kill_in_second_epoch(folder: Path, command: "subprocess.Popen[str]") -> bool:
@@ -131,10 +131,10 @@ def kill_in_second_epoch(folder: Path, command: "subprocess.Popen[str]") -> bool
         with contextlib.suppress(Exception):  # it is not there yet
             run = newest(folder)
             for signature in run.train_signatures():
-                training = run.training(signature)
-                if training.result() is not None:
+                training = run.get_training(signature)
+                if training.read_result() is not None:
                     return False
-                if training.newest_samples() > TRAINED:
+                if training.find_newest_samples() > TRAINED:
                     return killed(training)
         time.sleep(0.02)
     return False
@@ -142,7 +142,7 @@ def kill_in_second_epoch(folder: Path, command: "subprocess.Popen[str]") -> bool
 
 def killed(training: TrainingRun) -> bool:
     """Kill the process that started the ranks; the kernel ends those with it."""
-    for attempt in training.attempts():
+    for attempt in training.read_attempts():
         if attempt.ended_at is None and attempt.pid:
             os.kill(attempt.pid, signal.SIGKILL)
             return True
@@ -153,6 +153,8 @@ def same_weights(first: TrainingRun, second: TrainingRun) -> bool:
     """Return whether two trainings have ended with the same weights, bit for bit."""
     import torch
 
-    states = [torch.load(result.checkpoints()[0], map_location="cpu", weights_only=True) for result in (first, second)]
+    states = [
+        torch.load(result.list_checkpoints()[0], map_location="cpu", weights_only=True) for result in (first, second)
+    ]
     a, b = (state["model"] for state in states)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

@@ -75,12 +75,12 @@ def told_by_attempts(stage: Stage, run: RunDir, watch: Watch, base: int) -> list
     signatures = run.train_signatures()
     if not signatures:
         return []
-    training = run.training(signatures[0])
-    batches = {task.id: task.batch for task in training.tasks()}
-    results = [Told(attempt, batches[attempt.task]) for attempt in training.attempts()]
+    training = run.get_training(signatures[0])
+    batches = {task.id: task.batch for task in training.read_tasks()}
+    results = [Told(attempt, batches[attempt.task]) for attempt in training.read_attempts()]
     kept, relaunch, texts = [], [], []
     for report, following in itertools.pairwise(results):
-        failures = run.failures(report.attempt.task, report.attempt.number)
+        failures = run.read_failures(report.attempt.task, report.attempt.number)
         died = failures[0].failed_at if failures else report.attempt.ended_at or 0.0
         texts += [f"{failure.outcome}: {failure.message}" for failure in failures] or [report.attempt.message]
         back = watch.back_after(died, base, until=following.attempt.ended_at or time.time())
@@ -130,7 +130,7 @@ def probed(stage: Stage, content: dict[str, Any], batch: int, final: int, **envi
     """Let a probe meet the same batches: its results have to say which fit."""
     place: Path = stage.inside("probe")
     ended = tula("profile", str(write_job(place, content)), "--yes", folder=place, **environment)
-    results = {str(result.local_batch): result.kind for result in newest(place).results()}
+    results = {str(result.local_batch): result.kind for result in newest(place).read_results()}
     stage.tell(probe={"rc": ended.code, "results": results})
     wanted = {str(size): "measured" if size <= final else "out_of_memory" for size in (batch // 4, batch // 2, batch)}
     right = ended.code == 0 and results == wanted

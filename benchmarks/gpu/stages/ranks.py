@@ -94,8 +94,8 @@ def lost_peer(stage: Stage) -> None:
         return stage.require(False, f"two ranks on one device could not be started: {ended.error}")
     run = newest(folder)
     (signature,) = run.train_signatures()
-    attempts = run.training(signature).attempts()
-    failures = [failure for attempt in attempts for failure in run.failures(attempt.task, attempt.number)]
+    attempts = run.get_training(signature).read_attempts()
+    failures = [failure for attempt in attempts for failure in run.read_failures(attempt.task, attempt.number)]
     first = min((failure.failed_at for failure in failures), default=0.0)
     outlived = (attempts[0].ended_at or 0.0) - first if attempts else None
     remaining = ranks_alive()

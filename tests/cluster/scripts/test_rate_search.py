@@ -95,8 +95,8 @@ def search(folder: Path, **settings: Any) -> RateSearch:
     """Search to the end; return the record."""
     run, task = prepare(folder, **settings)
     supervise(run.path, task.id, environ=os.environ)
-    record = run.rate_search("k")
-    assert record is not None and record.finished, [attempt.message for attempt in run.attempts(task.id)]
+    record = run.read_rate_search("k")
+    assert record is not None and record.finished, [attempt.message for attempt in run.read_attempts(task.id)]
     assert not (run.path / "script" / task.id).exists(), "the script's files are gone"
     return record
 
@@ -121,11 +121,11 @@ def test_an_interrupted_search_trains_only_the_missing_branches(folder: Path) ->
     fails = "if options.lr == 0.02 and not Path('once').exists(): Path('once').touch(); raise KeyError('unlucky')"
     run, task = prepare(folder, within=fails, gpus=2)
     supervise(run.path, task.id, environ=os.environ)
-    stopped = run.rate_search("k")
+    stopped = run.read_rate_search("k")
     assert stopped is not None and not stopped.finished
-    assert "KeyError: 'unlucky'" in run.attempts(task.id)[-1].message
+    assert "KeyError: 'unlucky'" in run.read_attempts(task.id)[-1].message
     supervise(run.path, task.id, environ=os.environ)
-    record = run.rate_search("k")
+    record = run.read_rate_search("k")
     assert record is not None and record.finished
     assert record.branches[0] == stopped.branches[0]
     assert [branch.samples for branch in record.branches] == [320] * 3
@@ -136,8 +136,8 @@ def test_an_interrupted_search_trains_only_the_missing_branches(folder: Path) ->
 def test_a_script_that_saves_too_late_is_stopped(folder: Path) -> None:
     run, task = prepare(folder, saves="False")
     supervise(run.path, task.id, environ=os.environ)
-    assert run.rate_search("k") is None
-    assert "no checkpoint from which branches can start" in run.attempts(task.id)[-1].message
+    assert run.read_rate_search("k") is None
+    assert "no checkpoint from which branches can start" in run.read_attempts(task.id)[-1].message
 
 
 # --- what is seen of a start
@@ -170,7 +170,7 @@ def observe_branch(
 ) -> tuple[RunDir, Failure | None]:
     """Return the run, and why the second branch, with twice the learning rate, failed."""
     run, _ = observe_start(folder, [1.0] * 23)
-    task = next(task for task in run.tasks() if isinstance(task, RateSearchTask))
+    task = next(task for task in run.read_tasks() if isinstance(task, RateSearchTask))
     program, failure = ScriptRateSearch(run, task), None
     for number, seen in ((2, [0.01]), (3, rates)):
         command = program.make_command(attempt=number, meeting="")
@@ -193,7 +193,7 @@ def test_without_a_checkpoint_or_a_loss_no_branch_is_started(
 ) -> None:
     run, failure = observe_start(folder, losses, saved=saved)
     assert failure is not None and failure.permanent and message in failure.message
-    assert run.rate_search("k") is None
+    assert run.read_rate_search("k") is None
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_branch_that_tells_nothing_fails_with_the_reason(
 ) -> None:
     run, failure = observe_branch(folder, losses, rates)
     assert failure is not None and failure.permanent and message in failure.message
-    record = run.rate_search("k")
+    record = run.read_rate_search("k")
     assert record is not None and [branch.rule for branch in record.branches] == ["none"]
 
 
@@ -221,6 +221,6 @@ def test_a_branch_is_judged_by_its_last_steps_and_has_diverged_where_they_are_no
     folder: Path, losses: list[float | None], loss: float | None
 ) -> None:
     run, failure = observe_branch(folder, losses, [0.02])
-    record = run.rate_search("k")
+    record = run.read_rate_search("k")
     assert failure is None and record is not None
     assert (record.branches[1].loss, record.branches[1].diverged) == (pytest.approx(loss), loss is None)

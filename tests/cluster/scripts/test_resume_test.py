@@ -214,7 +214,7 @@ def test_each_rank_may_have_a_supervisor_of_its_own(folder: Path) -> None:
     following.join()
     text = ResumeTestRecords(run.path).read(task.id)
     assert text is not None and text.verdict == "any", text
-    assert [attempt.outcome for attempt in run.attempts(task.id)] == ["done"] * len(text.starts)
+    assert [attempt.outcome for attempt in run.read_attempts(task.id)] == ["done"] * len(text.starts)
 
 
 # --- a training that comes after its rehearsal
@@ -249,20 +249,20 @@ def training_after(folder: Path, verdict: Verdict, *, sizes: tuple[JobSize, ...]
 
 def test_a_training_waits_for_its_rehearsal(folder: Path) -> None:
     run = training_after(folder, "same")
-    (attempt,) = run.training("x").attempts()
+    (attempt,) = run.get_training("x").read_attempts()
     assert attempt.outcome == "done" and attempt.started_at >= (folder / "over").stat().st_mtime
 
 
 def test_a_training_that_its_rehearsal_forbids_does_not_start(folder: Path) -> None:
     run = training_after(folder, "none")
-    (attempt,) = run.training("x").attempts()
+    (attempt,) = run.get_training("x").read_attempts()
     assert attempt.outcome == "user" and "cannot resume after an interruption: KeyError: 'a'" in attempt.message
     assert not (run.path / "logs").exists()
 
 
 def test_a_training_does_not_start_on_nodes_that_it_is_granted_if_the_test_tried_no_others(folder: Path) -> None:
     sizes = tuple(JobSize(nodes=nodes, micro_batch=8, splits=1, ladder=(Rung(batch=16),)) for nodes in (1, 2))
-    (attempt,) = training_after(folder, "any", sizes=sizes).training("x").attempts()
+    (attempt,) = training_after(folder, "any", sizes=sizes).get_training("x").read_attempts()
     assert attempt.outcome == "user" and "not known to resume on another number of nodes" in attempt.message
 
 
@@ -279,10 +279,10 @@ def test_where_the_checkpoint_is_of_no_use_a_relaunch_begins_anew_and_the_summar
         )
     )  # fmt: skip
     supervise(run.path, "train-x-1", environ=os.environ)
-    summary, result = run.training("x").summary(), run.training("x").result()
+    summary, result = run.get_training("x").read_summary(), run.get_training("x").read_result()
     assert summary is not None and result is not None
     assert (summary.attempts, result.samples, result.steps) == (2, 1600, 100), "all of it again"
-    assert [row["samples"] for row in run.training("x").metrics() if row["kind"] == "start"] == [0, 0]
+    assert [row["samples"] for row in run.get_training("x").read_metrics() if row["kind"] == "start"] == [0, 0]
     (warning,) = summary.warnings
     assert "it starts again after each interruption" in warning and f"warning: {warning}" in list(
         show_train.render_summary(summary)

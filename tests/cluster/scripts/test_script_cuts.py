@@ -60,12 +60,12 @@ def test_batch_norm_bounds_it(tmp_path: Path, norms: list[str], into: tuple[int,
 def test_it_starts_from_the_accumulation_asked_for(tmp_path: Path) -> None:
     run, task = training(tmp_path, accumulate=2)
     write_norms(run, "")
-    value = ScriptTraining(run, task).list_micro_batch_splits().splits_of_batch(128)
+    value = ScriptTraining(run, task).list_micro_batch_splits().get_splits(128)
     assert value is not None and (value.micro_batch, value.micro_batches, value.into) == (32, 2, (2, 4, 8, 16, 32))
 
 
 def test_the_small_batch_of_gradient_scaling_stays_whole(tmp_path: Path) -> None:
     run, task = training(tmp_path, method="ags")  # its small batch of 16 samples is one GPU's
     write_norms(run, "")
-    value = ScriptTraining(run, task).list_micro_batch_splits().splits_of_batch(128)
+    value = ScriptTraining(run, task).list_micro_batch_splits().get_splits(128)
     assert value is not None and value.into == (2, 4) and value.limit == "AGS needs a small batch of 16 samples from it"

@@ -93,8 +93,8 @@ def test_what_an_attempt_saved_whose_supervisor_was_lost_counts(run: RunDir) -> 
     training = ScriptTraining(run, task(run, "train-x-1", 16))
     saves(training.output_folder, STARTED + 20)
     tells(run, "train-x-1", row("row", 5, STARTED + 10), row("gap", 31, STARTED + 21), step=60, samples=960)
-    training.recover_lost_attempt(run.attempts("train-x-1")[0])
-    result = run.training("x").script_progress()
+    training.recover_lost_attempt(run.read_attempts("train-x-1")[0])
+    result = run.get_training("x").read_script_progress()
     assert result is not None and (result.steps, result.samples) == (30, 480)
 
 
@@ -110,13 +110,13 @@ def test_steps_after_a_checkpoint_are_not_in_it_where_no_save_was_seen(run: RunD
         row("row", 50, STARTED + 30),
         **after,
     )
-    training.recover_lost_attempt(run.attempts("train-x-1")[0])
-    result = run.training("x").script_progress()
+    training.recover_lost_attempt(run.read_attempts("train-x-1")[0])
+    result = run.get_training("x").read_script_progress()
     assert result is not None and (result.steps, result.samples) == (25, 400)
 
 
 def test_a_smaller_batch_that_began_anew_goes_on_from_its_own_checkpoints(run: RunDir) -> None:
-    run.training("x").write_script_progress(
+    run.get_training("x").write_script_progress(
         ScriptProgress(samples=800, steps=50, batch=16, checkpoint="old", saved_at=STARTED + 1)
     )
     smaller = task(run, "train-x-2", 8)
@@ -127,8 +127,8 @@ def test_a_smaller_batch_that_began_anew_goes_on_from_its_own_checkpoints(run: R
     assert training.newest_checkpoint() is None, "what was there before"
     saves(training.output_folder, STARTED + 120)
     tells(run, "train-x-2", step=10, samples=80.0, stepped_at=STARTED + 119)
-    training.recover_lost_attempt(run.attempts("train-x-2")[0])
-    result = run.training("x").script_progress()
+    training.recover_lost_attempt(run.read_attempts("train-x-2")[0])
+    result = run.get_training("x").read_script_progress()
     assert result is not None and (result.samples, result.batch) == (80, 8)
     assert training.newest_checkpoint() == training.output_folder / "state.json"
 
@@ -150,7 +150,7 @@ def looked(run: RunDir, of: TrainTask, *, slower_from: int, looks: int = 70) -> 
         tells(run, of.id, *gaps, step=step, samples=16.0 * step, stepped_at=now)
         training.check_step_time(pace, ScriptAttempt(run.path, of.id, 1), command)
         training.check_step_time(pace, ScriptAttempt(run.path, of.id, 1), command)  # no step since
-    return list(run.training("x").changes())
+    return list(run.get_training("x").read_step_changes())
 
 
 @pytest.mark.parametrize("size", [160, None])
@@ -216,7 +216,7 @@ def test_a_training_that_was_too_short_to_be_ended_fails_at_its_end(run: RunDir)
     has_begun(run, file="result-0.json", why="ended", expected={"world": 1, "batch": 32})
     reason = training.settle_attempt(command, None)
     assert reason.outcome == "user" and "batch 32, but a step trains on 16 samples" in reason.description
-    assert run.training("x").result() is None
+    assert run.get_training("x").read_result() is None
 
 
 def folder_of(out: Path, name: str, when: float, *files: str) -> None:
@@ -268,9 +268,9 @@ def test_a_checkpoint_that_cannot_be_loaded_is_left_out_for_the_one_before(run: 
     folder_of(out, "step-30", STARTED + 20, "state")
     folder_of(out, "step-60", STARTED + 40, "state")
     newest = ScriptProgress(samples=960, steps=60, batch=16, checkpoint=str(out / "step-60"), saved_at=STARTED + 40)
-    run.training("x").write_script_progress(newest)
+    run.get_training("x").write_script_progress(newest)
     save = Save(saved_at=STARTED + 40, batch=16, steps=30, samples=480, seconds=20.0)
-    run.training("x").write_script_saves(ScriptSaves(saves=(save,)))
+    run.get_training("x").write_script_saves(ScriptSaves(saves=(save,)))
 
     reason = fails_at_once(run, first, out / "step-60")
     assert (
@@ -278,18 +278,18 @@ def test_a_checkpoint_that_cannot_be_loaded_is_left_out_for_the_one_before(run: 
         and "step-60 is skipped, and the previous checkpoint is tried: step-30" in reason.description
     )
     assert training.newest_checkpoint() == out / "step-30"
-    kept = run.training("x").script_progress()
+    kept = run.get_training("x").read_script_progress()
     assert kept is not None and (kept.samples, kept.steps, kept.checkpoint) == (480, 30, str(out / "step-30"))
-    assert run.training("x").script_saves().lost == (480,)
+    assert run.get_training("x").read_script_saves().lost == (480,)
     assert fails_at_once(run, first, out / "step-30").outcome == "user", "it is the script's own fault"
-    assert (training.newest_checkpoint(), run.training("x").script_progress()) == (out / "step-60", newest)
+    assert (training.newest_checkpoint(), run.get_training("x").read_script_progress()) == (out / "step-60", newest)
 
 
 def test_without_a_checkpoint_before_it_the_scripts_error_ends_the_training(run: RunDir) -> None:
     training = ScriptTraining(run, task(run, "train-x-1", 16))
     saves(training.output_folder, STARTED + 20)
     path = training.output_folder / "state.json"
-    run.training("x").write_script_progress(
+    run.get_training("x").write_script_progress(
         ScriptProgress(samples=480, steps=30, batch=16, checkpoint=str(path), saved_at=STARTED + 20)
     )
     assert fails_at_once(run, training.task, path).outcome == "user" and training.newest_checkpoint() == path
@@ -319,7 +319,7 @@ def test_a_training_whose_shim_gave_up_goes_on(run: RunDir) -> None:
     (ScriptAttempt(run.path, "train-x-1", 1).path / "failure-1.json").write_text(json.dumps(record))
     watched = watching(run, 2)
     watched.record_progress()
-    assert run.failures("train-x-1", 1) == [] and watched.find_reason_to_kill() is None
+    assert run.read_failures("train-x-1", 1) == [] and watched.find_reason_to_kill() is None
 
 
 def test_a_method_that_cannot_train_a_script_fails_it_even_where_it_ends_well(run: RunDir) -> None:
@@ -333,9 +333,9 @@ def test_a_method_that_cannot_train_a_script_fails_it_even_where_it_ends_well(ru
     value, command = task(run, "train-x-1", 16), LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16)
     result = ScriptTraining(run, value).settle_attempt(command, None)
     assert (result.outcome, result.message) == ("user", why)
-    assert run.training("x").result() is None
+    assert run.get_training("x").read_result() is None
     TrainingMonitor(ScriptTraining(run, value), command, range(1)).record_progress()
-    (failure,) = run.failures("train-x-1", 1)
+    (failure,) = run.read_failures("train-x-1", 1)
     assert (failure.outcome, failure.message) == ("user", why)
 
 
@@ -347,7 +347,7 @@ def test_what_a_rank_notes_at_its_first_step_is_a_warning_once(run: RunDir) -> N
     assert training.log_progress(attempt, command, after=0) == 9
     heartbeat(run, "train-x-1", 0, step=12)
     assert training.log_progress(attempt, command, after=9) == 12
-    rows = run.training("x").metrics()
+    rows = run.get_training("x").read_metrics()
     assert [first["message"] for first in rows if first["kind"] == "warning"] == ["AGS is the identity"]
     assert [item["ags"]["mean"] for item in rows if item["kind"] == "step"] == [1.2, 1.2]
 
@@ -362,13 +362,13 @@ def test_a_probe_that_was_overdue_without_a_step_says_so(run: RunDir) -> None:
 def test_an_epoch_is_unknown_where_nothing_tells_its_samples(run: RunDir) -> None:
     training = ScriptTraining(run, task(run, "train-x-1", 16))
     training.log_start(LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16))
-    assert run.training("x").metrics()[-1]["epoch"] == 0.0, "length.samples stands for it"
+    assert run.get_training("x").read_metrics()[-1]["epoch"] == 0.0, "length.samples stands for it"
     epochs = run.read_spec().model_copy(
         update={"script": run.read_spec().script.model_copy(update={"length": Length(epochs=3)})}
     )
     unknown = ScriptTraining(run, training.task.model_copy(update={"spec": epochs}))
     unknown.log_start(LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16))
-    assert run.training("x").metrics()[-1]["epoch"] is None
+    assert run.get_training("x").read_metrics()[-1]["epoch"] is None
 
 
 def test_a_metric_that_is_no_number_in_the_end_has_a_best_value_alone() -> None:
@@ -416,14 +416,14 @@ def test_what_lies_between_two_checkpoints_is_kept(run: RunDir) -> None:
     saves(training.output_folder, STARTED + 20)
     tells(run, "train-x-1", seen[0], step=31, samples=496.0, stepped_at=STARTED + 19)
     training.record_save(attempt, command())
-    assert run.training("x").script_saves().saves == (), "the row that tells its step may be on its way"
+    assert run.get_training("x").read_script_saves().saves == (), "the row that tells its step may be on its way"
     heartbeat(run, "train-x-1", 0, step=35, samples=560.0, stepped_at=STARTED + 25)
     training.record_save(attempt, command())
     training.record_save(attempt, command())
     saves(training.output_folder, STARTED + 40)
     tells(run, "train-x-1", *seen, step=65, samples=1040.0, stepped_at=STARTED + 45)
     training.record_save(attempt, command())
-    result = run.training("x").script_saves().saves
+    result = run.get_training("x").read_script_saves().saves
     assert [(save.steps, save.samples, save.seconds) for save in result] == [(30, 480, None), (30, 480, 20.0)]
 
 
@@ -433,12 +433,12 @@ def test_samples_that_an_interruption_costs_are_kept(run: RunDir) -> None:
     saves(training.output_folder, STARTED + 20)
     tells(run, "train-x-1", row("gap", 31, STARTED + 21), step=60, samples=960.0, stepped_at=STARTED + 40)
     training.settle_attempt(command(), Failure(outcome="time_limit", message="over"))
-    kept = run.training("x").script_saves()
+    kept = run.get_training("x").read_script_saves()
     assert kept.lost == (480,) and [save.samples for save in kept.saves] == [480]
     anew = run.read_spec().model_copy(update={"script": run.read_spec().script.model_copy(update={"resume": None})})
     without = ScriptTraining(run, training.task.model_copy(update={"spec": anew, "signature": "y"}))
     without.settle_attempt(command(), Failure(outcome="time_limit", message="over"))
-    assert run.training("y").script_saves().lost == (960,), "it starts again"
+    assert run.get_training("y").read_script_saves().lost == (960,), "it starts again"
 
 
 def test_a_training_that_never_steps_is_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,7 +496,7 @@ def alone(tmp_path: Path) -> RunDir:
         run.write_task(task(run, f"train-x-{number}", 16))
         run.write_attempt(Attempt(task=f"train-x-{number}", number=1, started_at=began))
     tells(run, "train-x-1", row("row", 5, STARTED + 10), row("gap", 31, STARTED + 21), step=60, samples=960)
-    run.training("x").write_script_saves(ScriptSaves(lost=(960,)))
+    run.get_training("x").write_script_saves(ScriptSaves(lost=(960,)))
     return run
 
 
@@ -517,9 +517,9 @@ def test_a_script_that_resumes_by_itself_is_counted_from_what_it_has_loaded(alon
     load = {"kind": "load", "path": str(out.resolve() / "epoch-1" / "state.json"), "written": STARTED + 20}
     training, base = second_start(alone, load)
     assert base == (480, 30)
-    kept = alone.training("x").script_saves()
+    kept = alone.get_training("x").read_script_saves()
     assert (kept.resumes_from, kept.lost) == ("{out}/epoch-*/state.json", (480,))
-    message = next(row for row in alone.training("x").newest_metrics() if row["kind"] == "warning")["message"]
+    message = next(row for row in alone.get_training("x").read_newest_metrics() if row["kind"] == "warning")["message"]
     assert "resumed by itself" in message and 'resume: {checkpoint: "{out}/epoch-*/state.json"}' in message
     assert training.resume_verdict == "same" and training.newest_checkpoint() == out / "epoch-1" / "state.json", (
         "the next start, too"
@@ -564,7 +564,7 @@ def test_an_epoch_is_what_the_loader_delivers(alone: RunDir, epoch: int | None, 
     assert training.total_samples == total
     heartbeat(alone, "train-x-1", 0, step=92, samples=float(total))
     training.settle_attempt(command, None)
-    rows = alone.training("x").newest_metrics()
+    rows = alone.get_training("x").read_newest_metrics()
     assert not [row for row in rows if row["kind"] == "warning" and "ended after" in row["message"]], rows
 
 
@@ -574,7 +574,7 @@ def test_steps_that_come_to_train_on_more_samples_are_reported_with_both_figures
     for step, samples in ((10, 16.0), (20, 16.5), (30, None), (40, 64.0), (50, 64.0), (60, 16.0)):
         heartbeat(alone, "train-x-1", 0, step=step, step_samples=samples)
         batch = training.check_step_samples(attempt, command, previous=batch)
-    rows = [row["message"] for row in alone.training("x").newest_metrics() if row["kind"] == "warning"]
+    rows = [row["message"] for row in alone.get_training("x").read_newest_metrics() if row["kind"] == "warning"]
     assert [message.partition(", but the command was given batch 16")[0] for message in rows] == [
         "by step 40, steps train on 64 samples",
         "by step 60, steps train on 16 samples",

@@ -134,8 +134,8 @@ def train_task(folder: Path, spec: JobSpec, *, ladder: tuple[int, ...] = (16,), 
 
 def ended(run: RunDir) -> tuple[TrainResult | None, list[tuple[str, str | None]]]:
     """Return the result of a training, and each attempt's task with how it ended."""
-    attempts = run.training("x").attempts()
-    return run.training("x").result(), [(attempt.task, attempt.outcome) for attempt in attempts]
+    attempts = run.get_training("x").read_attempts()
+    return run.get_training("x").read_result(), [(attempt.task, attempt.outcome) for attempt in attempts]
 
 
 # --- probes
@@ -144,7 +144,7 @@ def ended(run: RunDir) -> tuple[TrainResult | None, list[tuple[str, str | None]]
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_each_batch_is_a_start_of_the_command(folder: Path, nodes: int) -> None:
     run = probes(folder, job(folder, search={"min_steps": 6}), nodes=nodes)
-    results = run.results()
+    results = run.read_results()
     assert [type(result) for result in results] == [Measured, Measured], results
     for result, size in zip(results, (4, 8), strict=True):
         assert isinstance(result, Measured)
@@ -155,13 +155,13 @@ def test_each_batch_is_a_start_of_the_command(folder: Path, nodes: int) -> None:
         assert (result.dataset_size, result.eval_size, result.gradients) == (1600, None, None)
         assert result.environment.device == "cpu" and result.environment.nodes[0].ranks == nodes
         assert result.script is not None and result.script.lr is not None and result.script.lr.first == 0.5
-    assert [attempt.outcome for attempt in run.attempts("probe")] == ["done", "done"]
+    assert [attempt.outcome for attempt in run.read_attempts("probe")] == ["done", "done"]
     assert ScriptAttempt(run.path, "probe", 2).output_folder.is_dir(), "a probe has a folder of its own"
 
 
 def test_a_script_that_ignores_its_batch_is_reported_with_both_figures(folder: Path) -> None:
     run = probes(folder, job(folder, what_else="options.b = 3"))
-    first, second = run.results()
+    first, second = run.read_results()
     assert isinstance(first, Failed) and isinstance(second, Failed) and first.outcome == "user"
     assert "batch 4, but a step trains on 3 samples" in first.message
     assert "batch 8, but a step trains on 3 samples" in second.message
@@ -177,7 +177,7 @@ def test_a_script_that_ignores_its_batch_is_reported_with_both_figures(folder: P
     ],
 )
 def test_what_is_no_measurement_is_reported(folder: Path, what_else: str, words: str) -> None:
-    (result,) = probes(folder, job(folder, what_else=what_else), sizes=(4,)).results()
+    (result,) = probes(folder, job(folder, what_else=what_else), sizes=(4,)).read_results()
     assert isinstance(result, Failed) and result.outcome == "user"
     assert words in result.message
 
@@ -185,7 +185,7 @@ def test_what_is_no_measurement_is_reported(folder: Path, what_else: str, words:
 def test_a_batch_that_does_not_fit_bounds_the_others(folder: Path) -> None:
     full = "if options.b > 4: raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')"
     run = probes(folder, job(folder, what_else=full), sizes=(4, 8, 16))
-    small, middle, large = run.results()
+    small, middle, large = run.read_results()
     assert isinstance(small, Measured) and isinstance(middle, OutOfMemory) and isinstance(large, OutOfMemory)
     assert (middle.assumed, large.assumed) == (False, True)
     assert "Tried to allocate 2.00 GiB" in middle.message
@@ -200,40 +200,40 @@ def test_a_search_starts_the_script_anew_for_each_trial_until_the_largest_batch_
     spec = job(folder, what_else=full, cluster={"device": "cpu", "memory_per_gpu": "1GB"})
     bounds = BatchBounds(limit=48, start=4, capacity=spec.cluster.memory_per_gpu, footprints=())
     run = probes(folder, spec, nodes=nodes, sizes=(4,), bounds=bounds)
-    fits = {result.local_batch: result.kind for result in run.results()}
+    fits = {result.local_batch: result.kind for result in run.read_results()}
     assert (fits[4], fits[20], fits[21]) == ("measured", "measured", "out_of_memory")
     assert all((kind == "measured") == (size <= 20) for size, kind in fits.items())
-    task = run.task("probe")
+    task = run.read_task("probe")
     assert isinstance(task, ProbeTask) and sorted(task.local_batches) == sorted(fits), (
         "each is recorded as it was tried"
     )
-    assert len(run.attempts("probe")) == len(fits) <= 7
-    assert not any(result.assumed for result in run.results() if isinstance(result, OutOfMemory))
+    assert len(run.read_attempts("probe")) == len(fits) <= 7
+    assert not any(result.assumed for result in run.read_results() if isinstance(result, OutOfMemory))
 
 
 def test_a_search_that_fails_for_another_reason_ends(folder: Path) -> None:
     spec = job(folder, what_else="if options.b > 4: raise ValueError('no such batch')")
     bounds = BatchBounds(limit=48, start=4, capacity=2**30, footprints=())
     run = probes(folder, spec, sizes=(4,), bounds=bounds)
-    assert [result.kind for result in run.results()] == ["measured", "failed"]
+    assert [result.kind for result in run.read_results()] == ["measured", "failed"]
 
 
 def test_a_rank_that_fails_takes_the_others_along(folder: Path) -> None:
     within = "if rank == 1 and number == 4: raise ValueError('sample 7 is broken')\n    if number > 4: time.sleep(600)"
-    (result,) = probes(folder, job(folder, within=within), nodes=2, sizes=(4,)).results()
+    (result,) = probes(folder, job(folder, within=within), nodes=2, sizes=(4,)).read_results()
     assert isinstance(result, Failed) and result.message == "ValueError: sample 7 is broken"
 
 
 def test_a_script_that_steps_no_more_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScriptProbe, "silence", 0.5)
     stuck = job(folder, within="if number == 4: time.sleep(600)", search={"min_steps": 8})
-    (result,) = probes(folder, stuck, sizes=(4,)).results()
+    (result,) = probes(folder, stuck, sizes=(4,)).read_results()
     assert isinstance(result, Failed) and "stopped because it hangs" in result.message
 
 
 def test_a_command_that_is_not_there_is_reported(folder: Path) -> None:
     spec = job(folder, script={"command": "no-such-launcher {batch}"})
-    (result,) = probes(folder, spec, sizes=(4,)).results()
+    (result,) = probes(folder, spec, sizes=(4,)).read_results()
     assert isinstance(result, Failed) and "cannot start no-such-launcher" in result.message
 
 
@@ -243,7 +243,7 @@ def test_a_command_a_node_starts_its_ranks_itself(folder: Path) -> None:
     )
     command = "bash launch.sh {node_rank} {world} {local_batch}"
     spec = job(folder, script={"command": command, "launch": "node"}, cluster={"device": "cpu", "gpus_per_node": 2})
-    (result,) = probes(folder, spec, nodes=2, sizes=(4,)).results()
+    (result,) = probes(folder, spec, nodes=2, sizes=(4,)).read_results()
     assert isinstance(result, Measured), result
     assert (result.batch, result.environment.nodes[0].ranks) == (16, 4)
 
@@ -262,7 +262,7 @@ def test_what_was_submitted_is_what_runs(folder: Path, command: str, monkeypatch
     (folder / "amount.py").write_text("sixteen = 17")
     (folder / "train.py").write_text("raise SystemExit('edited')")
     supervise(run.path, "p", environ=os.environ)
-    assert isinstance(run.results()[0], Measured), run.results()
+    assert isinstance(run.read_results()[0], Measured), run.read_results()
 
 
 # --- trainings
@@ -273,7 +273,7 @@ def test_a_training_ends_with_its_samples_and_what_it_printed(folder: Path) -> N
     assert result is not None and attempts == [("train-x-1", "done")]
     assert (result.samples, result.steps, result.batch) == (1600, 100, 16)
     assert result.metrics == {"top1": 51.6, "best_top1": 51.6} and result.best_top1 == 51.6
-    summary, rows = run.training("x").summary(), run.training("x").metrics()
+    summary, rows = run.get_training("x").read_summary(), run.get_training("x").read_metrics()
     assert summary is not None and summary.attempts == 1
     assert rows[0]["kind"] == "start" and rows[-1]["samples"] == 1600
     assert not [row for row in rows if row["kind"] == "warning"]
@@ -287,7 +287,7 @@ def test_a_killed_training_goes_on_from_its_checkpoint(folder: Path) -> None:
     result, attempts = ended(run := training(folder, job(folder, within=kill, script={"command": COMMAND}), nodes=1))
     assert attempts == [("train-x-1", "signal"), ("train-x-2", "done")]
     assert result is not None and result.metrics["top1"] == 51.6
-    (first, again) = [row["samples"] for row in run.training("x").metrics() if row["kind"] == "start"]
+    (first, again) = [row["samples"] for row in run.get_training("x").read_metrics() if row["kind"] == "start"]
     assert first == 0 < again <= 320, "of 25 steps the 20 up to the checkpoint are kept; a heart beats once a second"
     assert result.samples == again + 80 * 16
 
@@ -302,20 +302,20 @@ def test_after_an_out_of_memory_the_same_batch_goes_on_in_smaller_micro_batches(
     plans = [ScriptAttempt(run.path, name, 1).plan_path for name, _ in attempts]
     expected = [json.loads(plan.read_text())["expected"] for plan in plans]
     assert [(plan["batch"], plan["accumulate"]) for plan in expected] == [(16, 1), (16, 2), (16, 4)]
-    starts = [row["samples"] for row in run.training("x").metrics() if row["kind"] == "start"]
+    starts = [row["samples"] for row in run.get_training("x").read_metrics() if row["kind"] == "start"]
     assert result is not None and result.batch == 16 and 0 < starts[1] < starts[2]
-    summary = run.training("x").summary()
+    summary = run.get_training("x").read_summary()
     assert summary is not None and summary.causes == tuple(
         f"out of memory at batch 16: micro-batch {size} x {16 // size} now" for size in (8, 4)
     )
-    assert json.loads((run.training("x").path / "out" / "state.json").read_text())["samples"] == 1600
+    assert json.loads((run.get_training("x").path / "out" / "state.json").read_text())["samples"] == 1600
 
 
 def test_a_command_that_cannot_accumulate_says_so(folder: Path) -> None:
     full = "if options.b == 16: raise RuntimeError('CUDA out of memory. Tried to allocate 2 GiB')"
     _, attempts = ended(run := training(folder, job(folder, within=full, script={"command": COMMAND}), ladder=(16, 8)))
     assert [outcome for _, outcome in attempts] == ["device_oom", "done"]
-    summary = run.training("x").summary()
+    summary = run.get_training("x").read_summary()
     assert summary is not None and summary.causes[0].endswith(
         "not split: the command has no {micro_batch} with {accumulate} or {accumulate_total}"
     )
@@ -333,16 +333,16 @@ def test_after_an_out_of_memory_the_next_smaller_batch_goes_on_as_far_as_it_may(
     result, attempts = ended(run := training(folder, spec, ladder=(16, 8)))
     assert attempts == [("train-x-1", "device_oom"), ("train-x-2", "done")]
     assert result is not None and result.batch == 8
-    (_, again) = [row["samples"] for row in run.training("x").metrics() if row["kind"] == "start"]
+    (_, again) = [row["samples"] for row in run.get_training("x").read_metrics() if row["kind"] == "start"]
     assert (again > 0) is began
-    assert json.loads((run.training("x").path / place / "state.json").read_text())["samples"] > 1500
+    assert json.loads((run.get_training("x").path / place / "state.json").read_text())["samples"] > 1500
 
 
 def test_a_training_that_is_shorter_than_asked_for_is_reported(folder: Path) -> None:
     spec = job(folder, script={"command": "train.py -b {local_batch} --out {out} --steps 40"})
     _, attempts = ended(run := training(folder, spec))
     assert attempts == [("train-x-1", "done")]
-    (warning,) = [row["message"] for row in run.training("x").metrics() if row["kind"] == "warning"]
+    (warning,) = [row["message"] for row in run.get_training("x").read_metrics() if row["kind"] == "warning"]
     assert "ended after 640 samples instead of 1600" in warning
 
 
@@ -350,7 +350,7 @@ def test_a_metric_that_is_nowhere_is_reported(folder: Path) -> None:
     spec = job(folder, script={"command": COMMAND, "metric": {"wer": "WER ([0-9.]+)"}})
     result, _ = ended(run := training(folder, spec))
     assert result is not None and result.metrics == {}
-    assert "wer does not occur in the output" in run.training("x").metrics()[-1]["message"]
+    assert "wer does not occur in the output" in run.get_training("x").read_metrics()[-1]["message"]
 
 
 # --- before a time limit
@@ -398,4 +398,4 @@ def test_a_script_is_asked_to_save_before_the_time_limit(
     began = time.time()
     reason = running.run_to_exit()
     assert (reason.outcome, reason.message) == ("time_limit", "time limit of job 7 reached")
-    assert (run.training("x").path / "out" / "state.json").exists()
+    assert (run.get_training("x").path / "out" / "state.json").exists()

@@ -114,5 +114,5 @@ def test_a_command_is_not_asked_for_by_name_before_it_is_there(tmp_path: Path, m
     run = RunDir.create(tmp_path, make_runs.spec())
     requested: list[Path] = []
     monkeypatch.setattr("tula_cli.run.directory.read_record", lambda path, _: requested.append(path))
-    assert run.leader_command("7.0", 0) is None
+    assert run.read_leader_command("7.0", 0) is None
     assert requested == []

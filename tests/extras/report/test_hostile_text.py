@@ -30,7 +30,7 @@ FORMULAS = {
 def compared(root: Path, method: str) -> RunDir:
     """Return a run whose comparison has a row of that name."""
     run = reports.compared(RunDir.create(root, reports.JOB))
-    comparison = run.comparison()
+    comparison = run.read_comparison()
     assert comparison is not None
     named = [cell.model_copy(update={"method": method}) if cell.method == "ags" else cell for cell in comparison.cells]
     run.write_comparison(comparison.model_copy(update={"methods": ("lbt", method), "cells": tuple(named)}))

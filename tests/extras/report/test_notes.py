@@ -20,7 +20,7 @@ from tula_cli.services import recommend as recommending
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A run whose probe of the choice, on one node, was disturbed: steps took three times as long there as they take."""
     run = reports.answered(reports.probed(tmp_path_factory.mktemp("caveats")), "cost")
-    kept = run.recommendation()
+    kept = run.read_recommendation()
     assert kept is not None and kept.choice.nodes == 1
     disturbed = measured(Truth(jitter=0.01), 1, kept.choice.batch)
     run.write_result(disturbed.model_copy(update={"step_times": tuple(3 * step for step in disturbed.step_times)}))

@@ -15,7 +15,7 @@ from tula_cli.run.records.recommendations import Recommendation
 
 @pytest.fixture
 def recommendation(tmp_path: Path) -> Recommendation:
-    stored = answered(probed(tmp_path)).recommendation()
+    stored = answered(probed(tmp_path)).read_recommendation()
     assert stored is not None
     return stored
 

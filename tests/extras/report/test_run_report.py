@@ -60,7 +60,7 @@ def trained_alone(tmp_path_factory: pytest.TempPathFactory) -> Document:
 
 
 def test_the_answer_is_the_one_that_recommend_has_kept(whole: RunDir, told: Document) -> None:
-    kept = whole.recommendation()
+    kept = whole.read_recommendation()
     assert kept is not None
     choice = kept.choice
     assert kept.headline is not None and told.answer.startswith(kept.headline.text)
@@ -97,7 +97,7 @@ def test_the_table_of_configurations_has_the_rows_of_recommend(whole: RunDir, to
 
 def test_an_answer_that_would_be_another_now_is_reported(tmp_path: Path) -> None:
     run = reports.answered(reports.probed(tmp_path))
-    kept = run.recommendation()
+    kept = run.read_recommendation()
     assert kept is not None
     other = next(row for row in kept.rows if row.batch != kept.choice.batch)
     run.write_recommendation(kept.model_copy(update={"choice": other}))
@@ -113,7 +113,7 @@ def test_without_an_answer_the_knee_is_reported(tmp_path: Path) -> None:
     document = report(run)
     now = recommending.recommend(open_family(run), Query(objective="knee"), now=1.0).recommendation
     assert f"{now.choice.nodes} nodes, batch {now.choice.batch} (" in document.answer or now.choice.nodes == 1
-    assert run.recommendation() is None, "a report keeps no answer"
+    assert run.read_recommendation() is None, "a report keeps no answer"
     assert section(document, "training").missing == "nothing was trained yet. Run tula train."
 
 
@@ -121,7 +121,7 @@ def test_without_an_answer_the_knee_is_reported(tmp_path: Path) -> None:
 
 
 def test_strong_scaling_is_that_of_the_choices_batch(whole: RunDir, told: Document) -> None:
-    result, kept = table(told, "strong_scaling"), whole.recommendation()
+    result, kept = table(told, "strong_scaling"), whole.read_recommendation()
     assert kept is not None
     assert set(column(result, "batch")) == {kept.choice.batch}
     samples, nodes = column(result, "samples/s"), column(result, "nodes")
@@ -154,7 +154,7 @@ def test_throughput_is_drawn_with_its_interval_and_the_ideal(told: Document) -> 
 
 
 def test_time_and_cost_are_drawn_by_batch_with_the_choice(whole: RunDir, told: Document) -> None:
-    kept = whole.recommendation()
+    kept = whole.read_recommendation()
     assert kept is not None
     for key, value in (("time_by_batch", kept.choice.hours), ("cost_by_batch", kept.choice.cost)):
         drawn = figure(told, key)
@@ -167,7 +167,7 @@ def test_time_and_cost_are_drawn_by_batch_with_the_choice(whole: RunDir, told: D
 
 
 def test_the_parts_of_a_step_are_the_step_together(whole: RunDir, told: Document) -> None:
-    drawn, probes = figure(told, "step_parts"), [r for r in whole.results() if r.kind == "measured"]
+    drawn, probes = figure(told, "step_parts"), [r for r in whole.read_results() if r.kind == "measured"]
     assert drawn.categories == tuple(f"{probe.nodes} x {probe.local_batch}" for probe in probes)
     together = [sum(item.y[place] or 0.0 for item in drawn.series) for place in range(len(probes))]
     assert together == pytest.approx([1000 * compute_trimmed_mean(probe.step_times) for probe in probes])
@@ -273,10 +273,12 @@ def test_the_change_of_gradients_is_drawn_and_curvature_beside_the_norm(told: Do
 def test_what_is_kept_of_every_step_is_drawn_in_place_of_medians(tmp_path: Path) -> None:
     run = reports.trained(RunDir.create(tmp_path, reports.JOB))
     rows = [
-        StepRow.of_step(samples=32 * step, batch=32, lr=0.1, norm=5.0 if step == 700 else 1.0, delta=0.5, scaled=False)
+        StepRow.from_step(
+            samples=32 * step, batch=32, lr=0.1, norm=5.0 if step == 700 else 1.0, delta=0.5, scaled=False
+        )
         for step in range(1, 1001)
     ]
-    run.training("ab12cd34").steps_path.write_text(format_rows(rows))
+    run.get_training("ab12cd34").steps_path.write_text(format_rows(rows))
     document = report(run)
     (norm,) = figure(document, "gradient_norm").series
     assert len(norm.x) == 500 and norm.x[-1] == 32_000.0, "two steps a point"
@@ -345,7 +347,7 @@ def test_each_node_type_has_its_probes_and_its_curve(by_type: Document) -> None:
 
 def test_a_choice_on_hardware_without_measurements_is_reported(tmp_path: Path) -> None:
     run = reports.answered(reports.probed(tmp_path))
-    stored = run.recommendation()
+    stored = run.read_recommendation()
     assert stored is not None
     choice = stored.choice.model_copy(update={"type": "sold"})
     run.write_recommendation(stored.model_copy(update={"choice": choice}))

@@ -62,7 +62,7 @@ def send(run: RunDir, *places: str, active: bool = False, **how: Any) -> tuple[t
 
 
 def write(run: RunDir, rows: Sequence[dict[str, Any]]) -> None:
-    run.training("ab12cd34").metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run.get_training("ab12cd34").metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def trained(run: RunDir, rows: Sequence[dict[str, Any]]) -> None:
@@ -169,7 +169,7 @@ def test_a_report_is_sent_where_it_has_changed(run: RunDir, place: str, tmp_path
 
 def test_a_row_that_is_being_written_waits(run: RunDir, place: str) -> None:
     trained(run, metrics())
-    path = run.training("ab12cd34").metrics_path
+    path = run.get_training("ab12cd34").metrics_path
     whole = path.read_text()
     path.write_text(whole[:-30])
     send(run, place)
@@ -301,14 +301,14 @@ def test_it_is_written_in_the_run_what_was_sent_and_another_user_s_run_is_left_a
     known = json.loads(read_text(record))
     assert known["uri"] == place and set(known["runs"]) == {"run"}
     monkeypatch.setattr(owner.os, "geteuid", lambda: 4711)
-    monkeypatch.setattr(owner, "_gives_all_to", lambda *_: False)
+    monkeypatch.setattr(owner, "_owns_all_new_files", lambda *_: False)
     with pytest.raises(NotYours):
         send(run, place)
 
 
 def test_a_damaged_curve_is_reported(run: RunDir, place: str) -> None:
     add_training(run, rows=metrics())
-    run.training("ab12cd34").metrics_path.write_bytes(b"\x8f\xe1\n")
+    run.get_training("ab12cd34").metrics_path.write_bytes(b"\x8f\xe1\n")
     _, message = send(run, place)
     assert ["cannot be read" in event.text for event in message if isinstance(event, WarningEvent)] == [True]
 

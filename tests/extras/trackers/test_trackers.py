@@ -47,7 +47,7 @@ def go_back(run: RunDir) -> None:
     begin = {**metrics()[0], "time": START + 100, "samples": 640, "attempt": 2}
     steps = [{**metrics()[1], "samples": at, "time": START + at, "loss": at / 1000} for at in (1280, 5120)]
     rows = [*metrics()[:2], begin, *steps]
-    run.training("ab12cd34").metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run.get_training("ab12cd34").metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run.write_train_result(train_result())
     run.write_summary(summary())
     run.write_attempt(attempt(f"{KEY}-1", end=START + 200))

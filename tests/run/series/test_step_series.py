@@ -10,7 +10,7 @@ from tula_cli.run.step_series import StepRow, format_rows, join_neighbours, pars
 
 def steps(count: int, *, batch: int = 8, start: int = 0, scaled: bool = False) -> list[StepRow]:
     return [
-        StepRow.of_step(
+        StepRow.from_step(
             samples=start + (at + 1) * batch,
             batch=batch,
             lr=0.1 / (1 + at // 3),
@@ -30,7 +30,7 @@ def back(rows: list[StepRow]) -> list[StepRow]:
 @pytest.mark.parametrize("scaled", [False, True])
 def test_rows_come_back_as_they_were_written(scaled: bool) -> None:
     rows = [*steps(7, scaled=scaled), *steps(4, batch=16, start=56, scaled=scaled), *steps(2, batch=16, start=1000)]
-    rows[2] = StepRow.of_step(samples=24, batch=8, lr=0.1, norm=math.inf, delta=math.nan)
+    rows[2] = StepRow.from_step(samples=24, batch=8, lr=0.1, norm=math.inf, delta=math.nan)
     assert back(rows) == rows
     assert len(format_rows(rows).splitlines()) == 3
     wide = join_neighbours(rows, most=4, must_stay_apart=lambda *_: False)

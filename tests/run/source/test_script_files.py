@@ -14,7 +14,7 @@ from tula_cli.run.code import make_runs_of_job
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.run.script_files import list_snapshot_python_path, move_command_to_snapshot, select_script_files
-from tula_cli.run.secrets import may_be_secret, without_secrets
+from tula_cli.run.secrets import may_be_secret, redact_secrets
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
 
@@ -62,7 +62,7 @@ def files(spec: JobSpec, workdir: Path, *path: str) -> tuple[list[str], list[str
 
 def take(run: RunDir, spec: JobSpec, workdir: Path) -> Path:
     """Take a snapshot; return its folder."""
-    return run.code_dir(code.take_snapshot(run, spec, code.choose_code(None, spec, workdir, keep=True)))
+    return run.get_code_dir(code.take_snapshot(run, spec, code.choose_code(None, spec, workdir, keep=True)))
 
 
 # --- what is copied
@@ -154,7 +154,7 @@ def test_a_repository_inside_comes_along(here: Path, run: RunDir) -> None:
     commit(here)
     write(here / "third", "new.py", {"net.py": "x = 2"})
     home = take(run, job(), here)
-    result = run.code(home.name)
+    result = run.read_code(home.name)
     assert result is not None
     assert result.modules == ("third/net.py", "third/new.py", "train.py")
     assert result.dirty, "its changes count"
@@ -273,7 +273,7 @@ def test_a_name_with_blanks_is_one_word(here: Path, run: RunDir) -> None:
 def test_a_module_is_found_in_the_snapshot(here: Path, run: RunDir) -> None:
     write(here, "pkg/__init__.py", "helper.py", {"pkg/train.py": "import helper"})
     home = take(run, job("python -m pkg.train -b {local_batch}"), here)
-    result = run.code(home.name)
+    result = run.read_code(home.name)
     assert result is not None
     assert result.modules == ("helper.py", "pkg/__init__.py", "pkg/train.py")
     words = ["python", "-m", "pkg.train", "-b", "8", "--config", "helper.py"]
@@ -296,7 +296,7 @@ def test_a_script_above_the_working_directory_comes_with_its_repository(here: Pa
     write(here, "train.py", "pkg/net.py", "exp/notes.txt")
     commit(here)
     home = take(run, job("../train.py {batch}"), here / "exp")
-    result = run.code(home.name)
+    result = run.read_code(home.name)
     assert result is not None
     assert (result.base, result.workdir, result.program) == (str(here), str(here / "exp"), "train.py")
     assert move_command_to_snapshot(["../train.py", "8"], here / "exp", home) == [str(home / "train.py"), "8"]
@@ -307,7 +307,7 @@ def test_a_script_elsewhere_without_git_comes_with_its_own_folder(here: Path, ru
     write(tmp_path / "shared", "outside.py")
     name = str(tmp_path / "shared" / "vision" / "train.py")
     home = take(run, job(f"{name} {{batch}}"), here)
-    result = run.code(home.name)
+    result = run.read_code(home.name)
     assert result is not None
     assert result.modules == ("deep/net.py", "train.py", "utils.py")
     assert move_command_to_snapshot([name, "8"], here, home) == [str(home / "train.py"), "8"]
@@ -335,7 +335,7 @@ def test_a_module_whose_package_is_a_repository_or_a_link_is_found_from_the_work
     for module, modules in (("pkg.train", {"pkg/train.py", "beside.py"}), ("far.fit", {"far/fit.py", "far/net.py"})):
         home = take(run, job(f"python -m {module} -b {{batch}}"), here)
         assert list_snapshot_python_path(home) == [str(home)]
-        result = run.code(home.name)
+        result = run.read_code(home.name)
         assert result is not None and {*result.modules} >= modules
 
 
@@ -428,11 +428,11 @@ def test_git_tells_what_differs_in_the_copied_files_and_nothing_of_others(here: 
     write(here, {"conf/train.py": "x = 1\n", "conf/credentials.json": "1\n", "conf/a.yaml": "a: 1\n"})
     commit(here)
     spec = job("conf/train.py {batch}")
-    clean = run.code(take(run, spec, here).name)
+    clean = run.read_code(take(run, spec, here).name)
     write(here, {"conf/credentials.json": "password\n"})
-    again = run.code(take(run, spec, here).name)
+    again = run.read_code(take(run, spec, here).name)
     write(here, {"conf/a.yaml": "a: 2\n"})
-    edited = run.code(take(run, spec, here).name)
+    edited = run.read_code(take(run, spec, here).name)
     assert clean is not None and again is not None and edited is not None
     assert (clean.commit, clean.dirty, clean.diff) == (git(here, "rev-parse", "HEAD").strip(), False, "")
     assert not again.dirty
@@ -479,9 +479,9 @@ SECRET = "s3cr3tXYZ9"
     ],
 )  # fmt: skip
 def test_secrets_in_text_are_hidden_once_and_for_all(text: str) -> None:
-    shown = without_secrets(text)
+    shown = redact_secrets(text)
     assert SECRET not in shown and "***" in shown
-    assert without_secrets(shown) == shown  # records are written and read many times
+    assert redact_secrets(shown) == shown  # records are written and read many times
 
 
 @pytest.mark.parametrize(
@@ -497,7 +497,7 @@ def test_secrets_in_text_are_hidden_once_and_for_all(text: str) -> None:
     ],
 )  # fmt: skip
 def test_text_without_secrets_is_left_as_it_is(text: str) -> None:
-    assert without_secrets(text) == text
+    assert redact_secrets(text) == text
 
 
 @pytest.mark.parametrize(
@@ -505,5 +505,5 @@ def test_text_without_secrets_is_left_as_it_is(text: str) -> None:
 )
 def test_hiding_secrets_takes_time_in_proportion_to_the_text(word: str) -> None:
     start = time.process_time()
-    without_secrets(word * 20_000)
+    redact_secrets(word * 20_000)
     assert time.process_time() - start < 20

@@ -40,7 +40,7 @@ class AtOnce(make.FakeLauncher):
                 run.checks.sign_in(task.id, rank, f"n{rank + 1}")
             run.checks.write_report(make.cluster_report(run, task, {}, {"torch": "2.7"}))
         elif isinstance(task, EvaluateTask):
-            run.training(task.signature).write_evaluation(make.evaluated(task))
+            run.get_training(task.signature).write_evaluation(make.evaluated(task))
         else:
             run.write_train_result(make.train_result(task.signature))
             metrics = {"top1": 90.0 - task.batch / 64 + task.spec.train.seed, "eval_loss": 1.0}
@@ -199,7 +199,7 @@ def test_ctrl_c_while_jobs_are_submitted_leaves_none_that_is_not_written_down(
         return submit(self, run, task)
 
     monkeypatch.setattr(AtOnce, "submit", pressed)
-    run = RunDir.of(Path("tula-runs").absolute(), make.spec())
+    run = RunDir.from_spec(Path("tula-runs").absolute(), make.spec())
     work = profiling_rounds.run_profile(
         [run],
         Dependencies(launcher.make_launcher, inspection.inspect, lambda _: True),
@@ -207,7 +207,7 @@ def test_ctrl_c_while_jobs_are_submitted_leaves_none_that_is_not_written_down(
     )
     with pytest.raises(Interruption, match="the jobs continue"):
         follow(work, lambda _: None)
-    assert [job.id for job in run.jobs()] == cluster.submitted == ["probe-n001", "probe-n002"]
+    assert [job.id for job in run.read_jobs()] == cluster.submitted == ["probe-n001", "probe-n002"]
     assert cluster.cancelled == []
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and not (run.path / "lock").exists()
 
@@ -229,7 +229,7 @@ def test_ctrl_c_while_a_training_is_submitted_tells_that_it_goes_on(
     press_ctrl_c_at_submission(monkeypatch)
     with pytest.raises(Interruption, match="the jobs continue"):
         tula.train(run, nodes=1, batch=64)
-    assert any(job.id.startswith("train-") for job in run.directories[0].jobs())
+    assert any(job.id.startswith("train-") for job in run.directories[0].read_jobs())
 
 
 def test_ctrl_c_while_a_node_check_is_submitted_tells_that_it_goes_on(
@@ -311,7 +311,7 @@ def test_a_comparison_that_is_refused_is_not_kept(cluster: AtOnce) -> None:
     run = tula.profile(make.SPEC)
     with pytest.raises(tula.TulaError, match="--no-wait"):
         tula.compare(run, batches=[64], wait=False, confirm=lambda _: pytest.fail("asked"))
-    assert run.directories[0].comparison() is None
+    assert run.directories[0].read_comparison() is None
 
 
 def test_work_returns_its_result_and_ends_where_it_is_reported() -> None:
@@ -450,7 +450,7 @@ def test_weights_are_evaluated_and_what_they_come_to_is_returned(cluster: AtOnce
     summary = tula.train(make.SPEC, nodes=1, batch=64)
     assert summary is not None and summary.gain is None  # nothing was recommended
     run = tula.Run.open(next(Path("tula-runs").glob("toy-*")))
-    path = run.directories[0].training(summary.signature).checkpoint_path(64)
+    path = run.directories[0].get_training(summary.signature).get_checkpoint_path(64)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"PK")
     result = tula.evaluate(run, weights="last", nodes=2)

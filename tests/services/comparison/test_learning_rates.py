@@ -346,7 +346,7 @@ def test_each_branch_is_reported_once_when_it_ends_and_known_ones_with_the_plan(
 
         def states(self, look: Any, jobs: Any) -> Any:
             if self.submitted:
-                known = run.rate_search(self.task.key)
+                known = run.read_rate_search(self.task.key)
                 losses = (0.5, 0.4, 0.3)[: len(known.branches) + 1 if known else 1]
                 run.write_rate_search(record(self.task, *losses, finished=len(losses) == 3))
                 self.says[self.task.job] = "ended" if len(losses) == 3 else "running"

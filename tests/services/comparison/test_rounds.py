@@ -426,7 +426,7 @@ def test_rows_of_one_accuracy_are_ranked_by_their_loss(run: RunDir) -> None:
         def _train(self, run: RunDir, task: TrainTask, method: str, short: bool) -> None:
             super()._train(run, task, method, short)
             if short:
-                summary = run.training(task.signature).summary()
+                summary = run.get_training(task.signature).read_summary()
                 assert summary is not None
                 loss = {"ags": 1.1, "lrs": 1.4, "ortho": 1.2, "ramp": 1.3}[method]
                 run.write_summary(summary.model_copy(update={"metrics": {"top1": 10.0, "eval_loss": loss}}))

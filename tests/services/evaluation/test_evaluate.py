@@ -42,10 +42,10 @@ def add_training(run: RunDir, name: str, *checkpoints: int, best: int | None = N
     )  # fmt: skip
     run.write_task(task)
     run.write_job(make.job(task.job, at=make.START + at))
-    files = run.training(name)
+    files = run.get_training(name)
     for samples in checkpoints:
-        files.checkpoint_path(samples).parent.mkdir(parents=True, exist_ok=True)
-        files.checkpoint_path(samples).write_bytes(b"")
+        files.get_checkpoint_path(samples).parent.mkdir(parents=True, exist_ok=True)
+        files.get_checkpoint_path(samples).write_bytes(b"")
     if best is not None:
         (files.path / "best").symlink_to(f"checkpoints/{best:012d}.pt")
     return task
@@ -76,7 +76,7 @@ def test_the_best_weights_of_the_training_that_was_started_last_are_evaluated(ru
         "c0de",
         "/data",
     )
-    assert task.path == str(run.training("bbbb").checkpoint_path(100))
+    assert task.path == str(run.get_training("bbbb").get_checkpoint_path(100))
     assert task.local_batch == 32 and task.nodes == 1  # a GPU's share of the training's batch
     assert ready(run, weights="last").task.samples == 200
     assert ready(run, training="aaaa").task.weights == "last"  # no epoch of it has ended
@@ -176,12 +176,12 @@ def test_it_is_submitted_once_and_told_from_then_on(run: RunDir) -> None:
     task = ready(run).task
     assert start(ready(run), launcher) == DetachedJobs((task.job,), ())
     assert start(ready(run), launcher) == DetachedJobs((task.job,), (task.job,))
-    run.training("aaaa").write_evaluation(make.evaluated(task))
+    run.get_training("aaaa").write_evaluation(make.evaluated(task))
     launcher.says[task.job] = "ended"
     assert start(ready(run), launcher) == make.evaluated(task)
     assert launcher.submitted == [task.job]
     assert start(ready(run, fresh=True), launcher) == DetachedJobs((task.job,), ())
-    assert run.training("aaaa").evaluation(task.key) is None, "what was known does not stand for what runs"
+    assert run.get_training("aaaa").read_evaluation(task.key) is None, "what was known does not stand for what runs"
 
 
 def test_a_cluster_is_asked_for_and_this_machine_is_not(run: RunDir) -> None:
@@ -205,7 +205,7 @@ class Ends(FakeLauncher):
             settings = {"outcome": self.outcome, "message": self.message, "rank": 1}
             run.write_attempt(make.attempt(task.id, start=make.START, end=make.START + 9, **settings))
         else:
-            run.training(task.signature).write_evaluation(make.evaluated(task))
+            run.get_training(task.signature).write_evaluation(make.evaluated(task))
         return job
 
 
@@ -239,7 +239,7 @@ def test_the_supervisor_starts_it_again_after_a_lost_process_and_not_after_the_u
     assert make.follow(run, task, Failure(outcome="user")) is None
     run.write_task(task)
     assert get_job_progress(Snapshot(run.path), [task], {}).done == 0
-    run.training("aaaa").write_evaluation(make.evaluated(task))
+    run.get_training("aaaa").write_evaluation(make.evaluated(task))
     assert run.is_finished(task)
     assert get_job_progress(Snapshot(run.path), [task], {}).complete
 

@@ -53,7 +53,7 @@ def train(run: RunDir, seconds: float, *, own: JobSpec | None = None, name: str 
         {"kind": "environment", "time": 0.0, "samples": 0, **environment},
         *({**fields, "step": 10 * at, "time": 1.0 + at, "samples": 1280 * at} for at in range(30)),
     ]
-    path = run.training(name).metrics_path
+    path = run.get_training(name).metrics_path
     path.parent.mkdir(parents=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -125,7 +125,7 @@ def test_the_newest_trainings_of_a_configuration_count(run: RunDir) -> None:
 
 def test_of_a_long_training_some_steps_are_read(run: RunDir) -> None:
     train(run, 0.08)
-    path = run.training("ab12cd34").metrics_path
+    path = run.get_training("ab12cd34").metrics_path
     head, step = path.read_text().splitlines()[:2], path.read_text().splitlines()[-1]
     path.write_text("\n".join([*head, *[step] * 15_000]) + "\n")
     (message,) = ask(run).trainings

@@ -58,7 +58,7 @@ def progress(low: float, high: float) -> SameProgress:
     ],
 )  # fmt: skip
 def test_caveats_of_a_configuration(other: Prediction, names: list[str]) -> None:
-    assert list(Caveats(CHOICE).caveats_of(other)) == names
+    assert list(Caveats(CHOICE).list_caveats(other)) == names
 
 
 def test_differences_of_energy_and_progress_are_compared_where_both_are_known() -> None:
@@ -67,8 +67,8 @@ def test_differences_of_energy_and_progress_are_compared_where_both_are_known() 
     )
     other = row(kwh=1.15, kwh_low=1.05, kwh_high=1.3, same_progress=progress(1.5, 3.0))
     apart = row(kwh=1.5, kwh_low=1.4, kwh_high=1.6, same_progress=progress(2.5, 3.0))
-    assert Caveats(choice).caveats_of(other) == ("energy_within_noise", "progress_within_noise")
-    assert Caveats(choice).caveats_of(apart) == ()
+    assert Caveats(choice).list_caveats(other) == ("energy_within_noise", "progress_within_noise")
+    assert Caveats(choice).list_caveats(apart) == ()
 
 
 def cells(made: Any) -> list[list[str]]:
@@ -111,7 +111,7 @@ def test_a_table_without_caveats_has_no_line_below() -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A run whose probe of the choice, on one node, was disturbed: steps took three times as long there as they take."""
     run = reports.answered(reports.probed(tmp_path_factory.mktemp("caveats")), "cost")
-    kept = run.recommendation()
+    kept = run.read_recommendation()
     assert kept is not None and kept.choice.nodes == 1
     disturbed = measured(Truth(jitter=0.01), 1, kept.choice.batch)
     run.write_result(disturbed.model_copy(update={"step_times": tuple(3 * step for step in disturbed.step_times)}))

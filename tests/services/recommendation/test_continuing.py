@@ -27,14 +27,14 @@ def run(tmp_path: Path) -> RunDir:
     run = RunDir.create(tmp_path, make_runs.spec(search={"nodes": [1, 2], "min_batch": 32}))
     task = plan(run, nodes=2, batch=128).task
     run.write_task(task)
-    checkpoint = run.training(task.signature).checkpoint_path(640)
+    checkpoint = run.get_training(task.signature).get_checkpoint_path(640)
     checkpoint.parent.mkdir(parents=True)
     write_atomic(checkpoint, b"")
     return run
 
 
 def first(run: RunDir) -> TrainTask:
-    return next(task for task in run.tasks() if isinstance(task, TrainTask))
+    return next(task for task in run.read_tasks() if isinstance(task, TrainTask))
 
 
 def test_each_part_of_a_training_is_paid_for_its_own_nodes(run: RunDir) -> None:
@@ -46,7 +46,7 @@ def test_each_part_of_a_training_is_paid_for_its_own_nodes(run: RunDir) -> None:
     run.write_attempt(make_runs.attempt(begun.id, start=make_runs.START, end=make_runs.START + hour))
     run.write_attempt(make_runs.attempt(task.id, start=make_runs.START + hour, end=make_runs.START + 3 * hour))
     relaunch.write_summary(run, task)
-    summary = run.training(begun.signature).summary()
+    summary = run.get_training(begun.signature).read_summary()
     assert summary is not None and summary.actual_hours == pytest.approx(3)
     price = run.read_spec().pricing.price
     assert summary.actual_cost == pytest.approx(price * (2 * 1 + 1 * 2))

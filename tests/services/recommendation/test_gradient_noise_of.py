@@ -40,7 +40,7 @@ def trained(run: RunDir, name: str, *, batch: int, noise: bool = True, factor: f
         for epoch, value in NOISES.items()
     ]
     make_runs.add_training(run, rows=rows, signature=name)
-    task = run.training(name).newest_task()
+    task = run.get_training(name).read_newest_task()
     assert task is not None
     job = make_runs.spec(
         train={**task.spec.train.model_dump(exclude_unset=True), "diagnostics": ["gradient_noise"] if noise else []}
@@ -90,7 +90,7 @@ def test_what_trainings_have_logged_is_read_once(run: RunDir, monkeypatch: pytes
     monkeypatch.setattr(training_run, "read_json_lines", counted)
     for objective in ("accuracy-time", "time"):
         recommend.recommend(open_family(run), Query(objective=objective), now=1.0)  # type: ignore[arg-type]
-    assert sorted(read) == [run.training(name * 8).metrics_path for name in "ab"]
+    assert sorted(read) == [run.get_training(name * 8).metrics_path for name in "ab"]
     trained(run, "a" * 8, batch=64, factor=2.0)
     assert find_noise_near_tenth(list_trainings_with_noise(run), reference=64, epochs=20).scale == pytest.approx(600)
 

@@ -96,10 +96,10 @@ def test_the_table_holds_what_was_measured_and_listed_and_all_where_that_is_aske
     every = table(run)
     assert set(listed) == places(answer.recommendation.rows) | {(n, n * b) for n, sizes in PLAN.items() for b in sizes}
     assert set(every) == {
-        (config.nodes, config.batch) for config in Estimator.fit(MANY, run.results()).configurations()
+        (config.nodes, config.batch) for config in Estimator.fit(MANY, run.read_results()).configurations()
     }
     assert all(every[place] == line for place, line in listed.items())
-    kept = run.recommendation()
+    kept = run.read_recommendation()
     assert kept == answer.recommendation, "what other commands read stays short"
 
 
@@ -112,8 +112,8 @@ def test_reasons_beyond_some_are_reported_together(run: RunDir) -> None:
     far = MANY.model_copy(
         update={"search": MANY.search.model_copy(update={"nodes": (1, 1008, 1260, 1680, 2016, 2520, 3360, 5040)})}
     )
-    small = [probe for probe in run.results() if probe.nodes <= 3]
-    for probe in run.results():
+    small = [probe for probe in run.read_results() if probe.nodes <= 3]
+    for probe in run.read_results():
         if probe not in small:
             (run.path / f"results/{probe.id}.json").unlink()
     warnings = recommend([Run(run.path, far)], Query(objective="time"), now=1.0).warnings
@@ -125,7 +125,7 @@ def test_reasons_beyond_some_are_reported_together(run: RunDir) -> None:
 def test_a_search_weighs_the_best_of_each_batch_and_what_was_measured(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forecast = Estimator.fit(MANY, run.results())
+    forecast = Estimator.fit(MANY, run.read_results())
     fitting = set(forecast.configurations())
     monkeypatch.setattr(search, "_MAX_WEIGHED", 10**6)
     whole = search._select_weighed(forecast, fitting)
@@ -135,7 +135,7 @@ def test_a_search_weighs_the_best_of_each_batch_and_what_was_measured(
     assert {row.batch for row in few} == {row.batch for row in whole} and few[0] == whole[0]
     assert {row for row in whole if row.measured} <= set(few) == {row for row in whole if row in few}
     assert Config(few[0].nodes, few[0].batch) in fitting
-    result = search.choose_next_round(MANY, run.results(), inspection=inspected(dataset_size=10**6))
+    result = search.choose_next_round(MANY, run.read_results(), inspection=inspected(dataset_size=10**6))
     assert "Expected gain" in result.words
 
 

@@ -41,16 +41,16 @@ def trained(
     run: RunDir, *samples: int, best: int = 0, over: bool = True, shares: bool = False, signature: str = SIGNATURE
 ) -> Path:
     """Add a training with checkpoints, of which the newest is the last one; return their folder."""
-    files = run.training(signature)
+    files = run.get_training(signature)
     for count in samples:
-        path = files.checkpoint_path(count, shares=shares)
+        path = files.get_checkpoint_path(count, shares=shares)
         (path if shares else path.parent).mkdir(parents=True, exist_ok=True)
         (path / "0.distcp" if shares else path).write_bytes(os.urandom(8192))
         if shares:
             (path / "rest.pt").write_bytes(os.urandom(4096))
     for link, count in (("last", max(samples)), ("best", best)):
         if count:
-            (files.path / link).symlink_to(Path("checkpoints") / files.checkpoint_path(count, shares=shares).name)
+            (files.path / link).symlink_to(Path("checkpoints") / files.get_checkpoint_path(count, shares=shares).name)
     if over:
         run.write_train_result(make.train_result(signature))
     return files.path / "checkpoints"
@@ -87,7 +87,7 @@ def test_of_a_finished_training_the_best_and_the_last_stay(run: RunDir) -> None:
     assert names(folder) == ["200.pt", "400.pt"]
     assert found(run).holdings == ()
     assert (folder.parent / "best").exists() and (folder.parent / "last").exists()
-    assert run.training(SIGNATURE).result() is not None
+    assert run.get_training(SIGNATURE).read_result() is not None
 
 
 def test_what_a_training_that_is_not_over_goes_on_from_stays(run: RunDir) -> None:
@@ -109,7 +109,7 @@ def test_keep_best_leaves_the_best_weights_to_be_evaluated(run: RunDir, shares: 
     assert found(run, keep_best=True).final == (SIGNATURE,)
     cleaned(run, keep_best=True)
     assert names(folder) == ["200.dcp" if shares else "200.pt"]
-    weights = run.training(SIGNATURE).weights()
+    weights = run.get_training(SIGNATURE).find_weights()
     assert weights is not None and weights.exists()
     assert not (folder.parent / "last").is_symlink(), "it would lead nowhere"
 
@@ -153,7 +153,7 @@ def test_trainings_of_a_comparison_go_where_that_is_asked_and_they_are_over(run:
     cleaned(run, compared=True)
     assert [names(folder) for folder in folders] == [[], ["100.pt", "200.pt"], ["100.pt", "200.pt"]]
     assert not (folders[0].parent / "best").is_symlink()
-    assert run.training("a").result() is not None
+    assert run.get_training("a").read_result() is not None
 
 
 def test_a_run_with_node_types_inside_is_left_as_it_is(run: RunDir) -> None:
@@ -214,7 +214,10 @@ def test_interrupted_anywhere_it_goes_on(run: RunDir, monkeypatch: pytest.Monkey
     with pytest.raises(KeyboardInterrupt):
         cleaned(run)
     monkeypatch.setattr(run_holdings, "_remove_folder", drop)
-    assert [path.name for path in run.training(SIGNATURE).checkpoints()] == ["000000000300.dcp", "000000000200.dcp"]
+    assert [path.name for path in run.get_training(SIGNATURE).list_checkpoints()] == [
+        "000000000300.dcp",
+        "000000000200.dcp",
+    ]
     assert not (run.path / "lock").exists()
     assert cleaned(run).files == 2
     assert names(folder) == ["300.dcp"]

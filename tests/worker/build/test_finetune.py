@@ -152,10 +152,10 @@ def test_a_resumed_training_needs_the_file_no_more(alone: Ranks, run: RunDir, sa
     of = job(weights=str(saved))
     task = train_task(of)
     train(run, alone, of)
-    (run.training(task.signature).path / "result.json").unlink()
+    (run.get_training(task.signature).path / "result.json").unlink()
     saved.unlink()
     train(run, alone, of)
-    assert run.training(task.signature).result() is not None
+    assert run.get_training(task.signature).read_result() is not None
 
 
 @pytest.mark.parametrize("key", ["model", "state_dict", None])
@@ -285,7 +285,7 @@ def test_ratios_hold_at_every_point_of_a_training(alone: Ranks, run: RunDir) -> 
     )
     task = train_task(of)
     run_training(task, run, alone, build_datasets(of))
-    for path in run.training(task.signature).checkpoints():
+    for path in run.get_training(task.signature).list_checkpoints():
         rates = [group["lr"] for group in torch.load(path, weights_only=True)["optimizer"]["param_groups"]]
         assert rates[0] == rates[1] > 0 and rates[2] == pytest.approx(10 * rates[0])
 

@@ -19,7 +19,7 @@ from tula_cli.worker.train import loop as worker_train_loop
 def probed(run: RunDir, alone: Ranks, local_batch: int, **changes: dict[str, Any]) -> GradientStats:
     task = probe_task(spec(**changes), local_batch)
     run_probes(task, run, alone, build_datasets(task.spec), started_at=0.0)
-    result = run.result(f"probe-n001-l{local_batch:06d}")
+    result = run.read_result(f"probe-n001-l{local_batch:06d}")
     assert isinstance(result, Measured)
     return result.gradients
 

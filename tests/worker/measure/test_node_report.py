@@ -62,7 +62,7 @@ def test_both_ranks_tell_what_they_see(run: RunDir, report: ClusterReport) -> No
         assert (node.node, node.ranks, node.host) == (number, 1, socket.gethostname())
         assert (node.torch, node.token, node.dataset, node.write_error) == (
             torch.__version__,
-            run.checks.token(report.id),
+            run.checks.read_token(report.id),
             True,
             "",
         )
@@ -90,13 +90,13 @@ def test_transfers_grow_until_one_takes_long(report: ClusterReport) -> None:
 
 
 def test_what_the_nodes_are_is_kept_before_the_network_is_tried(run: RunDir, report: ClusterReport) -> None:
-    draft = run.checks.draft(report.id)
+    draft = run.checks.read_draft(report.id)
     assert draft is not None
     assert draft == report.model_copy(update={"transfers": (), "latency": None})
 
 
 def test_each_rank_has_signed_in(run: RunDir) -> None:
-    assert run.checks.signed_in("check-n002-1") == dict.fromkeys(range(2), socket.gethostname())
+    assert run.checks.read_signed_in_hosts("check-n002-1") == dict.fromkeys(range(2), socket.gethostname())
 
 
 def test_the_first_transfer_that_takes_long_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def probed(ranks: Ranks, run: RunDir, name: str, **changes: Any) -> Measured:
         }
     )
     run_probes(probe_task(tiny, 2), run, ranks, build_datasets(tiny), started_at=time.time())
-    (result,) = run.results()
+    (result,) = run.read_results()
     assert isinstance(result, Measured)
     assert len(result.step_times) == 5
     assert result.memory.optimizer >= result.memory.gradients, "SGD's momentum"

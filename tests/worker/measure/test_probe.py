@@ -24,7 +24,7 @@ def probe(run: RunDir, ranks: Ranks, *local_batches: int, **changes: dict[str, A
     """Run the probes of a job and return the results that are now there."""
     task = probe_task(spec(**changes), *local_batches)
     run_probes(task, run, ranks, build_datasets(task.spec), started_at=time.time())
-    results = [run.result(f"probe-n001-l{local:06d}") for local in local_batches]
+    results = [run.read_result(f"probe-n001-l{local:06d}") for local in local_batches]
     assert all(isinstance(result, Measured) for result in results)
     return [result for result in results if isinstance(result, Measured)]
 
@@ -116,7 +116,7 @@ def test_a_training_that_diverges_in_its_first_steps_is_not_measured(alone: Rank
         Diverged, match=r"the weights are not finite at epoch \d\.\d\d, step 5, 80 samples, because a gradient was not"
     ):
         probe(run, alone, 16, optimizer={"lr": 1e30})
-    assert run.result("probe-n001-l000016") is None
+    assert run.read_result("probe-n001-l000016") is None
 
 
 def test_accumulation_is_measured_by_micro_batches(alone: Ranks, run: RunDir) -> None:

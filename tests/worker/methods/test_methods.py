@@ -77,7 +77,7 @@ def test_a_relaunch_at_another_batch_goes_on(alone: Ranks, run: RunDir, name: st
     run_one(run, alone, smaller)
     starts = [(row["samples"], row["batch"]) for row in rows(run, task, "start")]
     assert starts == [(0, 16), (96, 8)]
-    result = run.training(task.signature).result()
+    result = run.get_training(task.signature).read_result()
     assert result is not None
     assert (result.epochs, result.batch, result.samples) == (7, 8, 7 * 96)
 
@@ -106,7 +106,7 @@ def test_a_probe_measures_it(alone: Ranks, run: RunDir, name: str) -> None:
     sections = job(name)
     task = probe_task(spec(**sections), 16)
     run_probes(task, run, alone, build_datasets(task.spec), started_at=0.0)
-    result = run.result("probe-n001-l000016")
+    result = run.read_result("probe-n001-l000016")
     assert isinstance(result, Measured)
     assert len(result.step_times) == 5
     copies = 2 if name == "lamb" else 1

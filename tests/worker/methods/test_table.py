@@ -69,7 +69,7 @@ def test_a_broken_run_ends_at_the_same_weights(name: str, alone: Ranks, run: Run
 def test_a_relaunch_at_another_batch_goes_on(name: str, alone: Ranks, run: RunDir) -> None:
     task = broken_off(run, alone, name)
     train(run, alone, train_task(task.spec, batch=BATCH // 2, signature=task.signature))
-    result = run.training(task.signature).result()
+    result = run.get_training(task.signature).read_result()
     assert result is not None
     assert (result.epochs, result.batch, result.samples) == (3, BATCH // 2, 3 * EPOCH)
 
@@ -79,7 +79,7 @@ def test_micro_batches_that_are_cut_teach_the_same(name: str, alone: Ranks, run:
     job = spec(**sections(name, model={"args": {}}, ags={"delta": "inf"}))
     whole, task = RunDir.create(tmp_path / "whole", job), train_task(job)
     train(whole, alone, task)
-    known = whole.training(task.signature).micro_batches()
+    known = whole.get_training(task.signature).read_micro_batches()
     assert known is not None
     (expected_value,) = known.splits
     assert expected_value.into == {"ags": (2, 4)}.get(name, (2, 4, 8, 16)), expected_value.limit
@@ -87,7 +87,7 @@ def test_micro_batches_that_are_cut_teach_the_same(name: str, alone: Ranks, run:
     train(run, alone, task.model_copy(update={"splits": parts}))
     (start, *_) = rows(run, task, "start")
     assert start["micro_batch"] == expected_value.micro_batch // parts
-    results = [place.training(task.signature).result() for place in (run, whole)]
+    results = [place.get_training(task.signature).read_result() for place in (run, whole)]
     steps = 3 * STEPS + {"ramp": 1, "auto": STEPS}.get(
         name, 0
     )  # the first two have, or the first epoch has, half the batch
@@ -104,7 +104,7 @@ def test_it_is_probed_and_estimated(name: str, alone: Ranks, run: RunDir) -> Non
     assert inspection.footprints[0].memory.peak > inspection.footprints[0].memory.parameters > 0
     task = probe_task(job, BATCH)
     run_probes(task, run, alone, build_datasets(job), started_at=0.0)
-    result = run.result(f"probe-n001-l{BATCH:06d}")
+    result = run.read_result(f"probe-n001-l{BATCH:06d}")
     assert isinstance(result, Measured)
     assert result.memory.optimizer == pytest.approx(inspection.footprints[0].memory.optimizer, rel=0.01)
     assert result.memory.factors == inspection.footprints[0].memory.factors

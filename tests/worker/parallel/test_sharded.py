@@ -21,7 +21,7 @@ from worker_jobs import blocks, spec, trainer
 from tula_cli.errors import CannotWrite, SpecError, TulaError
 from tula_cli.optim import SmallBatch, TulaOptimizer
 from tula_cli.run.directory import RunDir
-from tula_cli.run.imports import with_weights
+from tula_cli.run.imports import add_weights_digest
 from tula_cli.run.records.probes import GradientStats, Measured
 from tula_cli.worker.build import finetune
 from tula_cli.worker.build.finetune import SafeLoadPlanner, _MetadataUnpickler
@@ -94,11 +94,11 @@ def test_every_rank_says_that_rank_0_cannot_write(shares: Path) -> None:
 
 
 def test_folders_are_kept_as_files_are(shares: Path) -> None:
-    training = RunDir(shares / "broken").training(TRAIN.signature)
-    kept = [path.name for path in training.checkpoints()]
+    training = RunDir(shares / "broken").get_training(TRAIN.signature)
+    kept = [path.name for path in training.list_checkpoints()]
     assert kept == ["000000000288.dcp", "000000000192.dcp"]
     assert (training.path / "last").resolve().name == kept[0]
-    assert (training.weights() or Path()).resolve().suffix == ".dcp"
+    assert (training.find_weights() or Path()).resolve().suffix == ".dcp"
     drafts = [".000000000300.dcp.draft", ".000000000192.dcp.old"]
     for name in drafts:
         (training.path / "checkpoints" / name).mkdir()
@@ -155,7 +155,7 @@ def test_a_checkpoint_of_another_model_is_refused(shares: Path, alone: Ranks) ->
 
 
 def test_a_probe_tells_compute_memory_and_noise_of_shares(shares: Path) -> None:
-    result = RunDir(shares / "probed").result("probe-n001-l000008")
+    result = RunDir(shares / "probed").read_result("probe-n001-l000008")
     assert isinstance(result, Measured)
     assert result.sync_time is None and result.compute_time is not None and result.compute_time > 0
     assert result.memory.gradients <= result.memory.parameters < 0.6 * 2380
@@ -216,12 +216,12 @@ def test_steps_alone_leave_the_shares_as_they_are(alone: Ranks) -> None:
 
 
 def test_a_training_in_copies_starts_from_a_folder_of_shares(shares: Path, tmp_path: Path) -> None:
-    path = (RunDir(shares / "broken").training(TRAIN.signature).path / "last").resolve()
+    path = (RunDir(shares / "broken").get_training(TRAIN.signature).path / "last").resolve()
     saved = torch.load(shares / "broken.pt")
     weights = finetune.read_weights(str(path))
     assert weights.keys() == saved.keys() and all(torch.equal(weights[name], saved[name]) for name in saved)
     job = spec(model={**shared_rank_cases.BLOCKS, "weights": str(path)})
-    assert with_weights("", job) != with_weights("", spec())
+    assert add_weights_digest("", job) != add_weights_digest("", spec())
     damaged = tmp_path / "000000000288.dcp"
     shutil.copytree(path, damaged)
     (damaged / ".metadata").write_bytes(b"x")
@@ -253,7 +253,7 @@ def test_members_of_enumerations_are_all_that_getattr_gets() -> None:
 
 def test_nothing_in_a_folder_is_run(shares: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    path = (RunDir(shares / "broken").training(TRAIN.signature).path / "last").resolve()
+    path = (RunDir(shares / "broken").get_training(TRAIN.signature).path / "last").resolve()
     shutil.copytree(path, tmp_path / "foreign.dcp")
     (tmp_path / "foreign.dcp" / ".metadata").write_bytes(pickle.dumps(Planted()))
     with pytest.raises(SpecError, match=r"the metadata names pathlib\.Path"):

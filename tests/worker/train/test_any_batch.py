@@ -76,7 +76,7 @@ def test_a_language_model_is_reported_by_its_perplexity(alone: Ranks, run: RunDi
     job = tokens(model={"name": "token_jobs:OfBytes"}, dataset=data)
     task = train_task(job, batch=8)
     run_training(task, run, alone, build_datasets(job))
-    result, epochs = run.training(task.signature).result(), list(rows(run, task, "epoch"))
+    result, epochs = run.get_training(task.signature).read_result(), list(rows(run, task, "epoch"))
     assert result is not None and result.best_top1 is None and "top1" not in result.metrics
     assert result.metrics["perplexity"] == pytest.approx(math.exp(epochs[-1]["eval_loss"]))
     assert [row["perplexity"] for row in epochs] == pytest.approx([math.exp(row["eval_loss"]) for row in epochs])

@@ -37,7 +37,7 @@ def save(run: RunDir, subject: Trainer, samples: int, *, is_best: bool = False) 
 
 
 def names(run: RunDir) -> list[int]:
-    return [int(path.stem) for path in run.training(NAME).checkpoints()]
+    return [int(path.stem) for path in run.get_training(NAME).list_checkpoints()]
 
 
 def test_a_checkpoint_holds_all_that_goes_on(alone: Ranks, run: RunDir) -> None:
@@ -47,7 +47,7 @@ def test_a_checkpoint_holds_all_that_goes_on(alone: Ranks, run: RunDir) -> None:
     assert checkpoint.restore_checkpoint(new, torch.load(path, weights_only=True)) == {"top1": 3.5, "epoch": 1.0}
     assert same(weights(new), weights(old))
     assert new.position == old.position == Position(epoch=1, done=32, samples=128, steps=8)
-    assert path == run.training(NAME).checkpoint_path(128)
+    assert path == run.get_training(NAME).get_checkpoint_path(128)
     assert repr(new.optimizer.state_dict()) == repr(old.optimizer.state_dict())
 
 
@@ -85,7 +85,7 @@ def test_a_copy_that_the_user_made_stays(alone: Ranks, run: RunDir) -> None:
     checkpoint.discard_after(run, NAME, 300)
     newest = checkpoint.load_newest(run, NAME)
     assert newest is not None
-    assert newest[0] == run.training(NAME).checkpoint_path(300)
+    assert newest[0] == run.get_training(NAME).get_checkpoint_path(300)
     assert names(run) == [300] and copy.read_bytes() == b"of the user's"
 
 
@@ -93,7 +93,7 @@ def test_links_are_relative_and_lead_to_a_checkpoint(alone: Ranks, run: RunDir, 
     subject = trainer(spec(), alone)
     save(run, subject, 100, is_best=True)
     save(run, subject, 200)
-    folder = run.training(NAME).path
+    folder = run.get_training(NAME).path
     assert os.readlink(folder / "best") == "checkpoints/000000000100.pt"
     assert os.readlink(folder / "last") == "checkpoints/000000000200.pt"
     moved = run.path.rename(tmp_path / "moved")
@@ -102,7 +102,7 @@ def test_links_are_relative_and_lead_to_a_checkpoint(alone: Ranks, run: RunDir, 
 
 def test_no_draft_is_left(alone: Ranks, run: RunDir) -> None:
     save(run, trainer(spec(), alone), 100, is_best=True)
-    result = {path.name for path in run.training(NAME).path.rglob("*")}
+    result = {path.name for path in run.get_training(NAME).path.rglob("*")}
     assert result == {"checkpoints", "000000000100.pt", "last", "best"}
 
 
@@ -161,7 +161,7 @@ def plain_zip(path: Path) -> None:
 def test_what_holds_no_state_is_set_aside_with_a_word(
     alone: Ranks, run: RunDir, write: Callable[[Path], object]
 ) -> None:
-    older, newest = save(run, trainer(spec(), alone), 100), run.training(NAME).checkpoint_path(200)
+    older, newest = save(run, trainer(spec(), alone), 100), run.get_training(NAME).get_checkpoint_path(200)
     message: list[str] = []
     for name in ("damaged-000000000200.pt", "damaged-2-000000000200.pt"):
         write(newest)
@@ -172,7 +172,7 @@ def test_what_holds_no_state_is_set_aside_with_a_word(
             f"the checkpoint {newest.name} (200 samples) is damaged, skipped and kept as checkpoints/{name}"
         )
         assert newest.with_name(name).read_bytes() == content
-    assert names(run) == [100] and run.training(NAME).newest_samples() == 100
+    assert names(run) == [100] and run.get_training(NAME).find_newest_samples() == 100
     assert not newest.with_name("attacked").exists()
 
 

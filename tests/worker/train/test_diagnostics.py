@@ -23,7 +23,9 @@ LEVELS = [0.05, 0.25, 0.5, 0.75, 0.95]
 
 def run_job(run: RunDir, ranks: Ranks, task: TrainTask) -> dict[str, torch.Tensor]:
     run_training(task, run, ranks, build_datasets(task.spec))
-    state: dict[str, torch.Tensor] = torch.load(run.training(task.signature).path / "last", weights_only=True)["model"]
+    state: dict[str, torch.Tensor] = torch.load(run.get_training(task.signature).path / "last", weights_only=True)[
+        "model"
+    ]
     return state
 
 

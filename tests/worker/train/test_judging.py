@@ -121,7 +121,7 @@ def test_check_tells_which_metrics_send_their_batches() -> None:
 
 def test_metrics_are_reported_in_rows_and_result_and_by_the_best_epoch(alone: Ranks, run: RunDir) -> None:
     task = train(run, alone, epochs=4, metrics=OWN, best_checkpoint={"metric": "error", "mode": "min"})
-    result = run.training(task.signature).result()
+    result = run.get_training(task.signature).read_result()
     epochs = list(rows(run, task, "epoch"))
     errors = [row["metrics"]["error"] for row in epochs]
     assert errors == [pytest.approx(100 - row["top1"]) for row in epochs]
@@ -139,7 +139,7 @@ def test_a_best_that_is_no_number_is_said_once_and_at_the_end(alone: Ranks, run:
     task = train(
         run, alone, epochs=2, metrics={"never": f"{HERE}:never"}, best_checkpoint={"metric": "never", "mode": "min"}
     )
-    result = run.training(task.signature).result()
+    result = run.get_training(task.signature).read_result()
     assert result is not None and result.best is not None
     assert (result.best.metric, result.best.value, result.best_epoch) == ("never", None, 1)
     (text,) = [row["message"] for row in rows(run, task, "warning")]
@@ -211,21 +211,21 @@ LOSS_BELOW_100 = {"best_checkpoint": {"metric": "loss"}, "early_stopping": {"tar
 
 def test_a_training_ends_at_its_target_with_a_result_and_stays_ended(alone: Ranks, run: RunDir) -> None:
     task = train(run, alone, epochs=50, **LOSS_BELOW_100)
-    result = run.training(task.signature).result()
+    result = run.get_training(task.signature).read_result()
     assert result is not None
     assert (result.epochs, result.samples) == (1, 96) and result.ended.startswith("loss is")
-    assert run.training(task.signature).weights() is not None
+    assert run.get_training(task.signature).find_weights() is not None
     train(run, alone, epochs=50, **LOSS_BELOW_100)
     assert len(list(rows(run, task, "start"))) == 1
 
 
 def test_a_training_killed_between_its_early_end_and_its_result_trains_no_more(alone: Ranks, run: RunDir) -> None:
     task = train(run, alone, epochs=50, **LOSS_BELOW_100)
-    result = run.training(task.signature).result()
+    result = run.get_training(task.signature).read_result()
     assert result is not None
-    (run.training(task.signature).path / "result.json").unlink()
+    (run.get_training(task.signature).path / "result.json").unlink()
     train(run, alone, epochs=50, **LOSS_BELOW_100)
-    again = run.training(task.signature).result()
+    again = run.get_training(task.signature).read_result()
     assert again is not None
     assert (again.samples, again.ended, again.metrics) == (result.samples, result.ended, result.metrics)
 
@@ -239,7 +239,7 @@ def test_a_training_ends_when_no_epoch_is_better(alone: Ranks, run: RunDir) -> N
         best_checkpoint={"metric": "size"},
         early_stopping={"patience": 2},
     )
-    result = run.training(task.signature).result()
+    result = run.get_training(task.signature).read_result()
     assert result is not None
     assert (result.epochs, result.best_epoch) == (3, 1) and result.ended == "no better epoch than 1 in 2 epochs"
 

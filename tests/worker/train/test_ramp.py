@@ -143,7 +143,7 @@ def test_kills_around_the_changes_change_no_bit(method: str, alone: Ranks, run: 
         with pytest.raises(Interrupted):
             ending = job(method, ends_after=after, **value)
             train(run, alone, train_task(ending, batch=32, signature=task.signature))
-        loaded = max(int(path.stem) for path in run.training(task.signature).checkpoints())
+        loaded = max(int(path.stem) for path in run.get_training(task.signature).list_checkpoints())
     train(run, alone, task)
     assert len(list(rows(run, task, "start"))) == 4
     unbroken = RunDir.create(tmp_path / "whole", task.spec)
@@ -153,7 +153,7 @@ def test_kills_around_the_changes_change_no_bit(method: str, alone: Ranks, run: 
 
 
 def loss(run: RunDir, task: TrainTask) -> float:
-    result = run.training(task.signature).result()
+    result = run.get_training(task.signature).read_result()
     assert result is not None and result.batch == 32
     return result.metrics["eval_loss"]
 
@@ -208,7 +208,7 @@ def test_a_decay_that_is_killed_anywhere_changes_no_bit(
         with pytest.raises(Interrupted):
             ending = spent(optimizer, ends_after=at + 16 - loaded, **more)
             train(run, alone, train_task(ending, batch=32, signature=task.signature))
-        loaded = max(int(path.stem) for path in run.training(task.signature).checkpoints())
+        loaded = max(int(path.stem) for path in run.get_training(task.signature).list_checkpoints())
     train(run, alone, task)
     assert len(list(rows(run, task, "start"))) == 4
     unbroken = RunDir.create(tmp_path / "whole", task.spec)

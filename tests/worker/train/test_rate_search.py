@@ -24,7 +24,7 @@ def search(run: RunDir, ranks: Ranks, *batches: int, **changes: Any) -> RateSear
     task = RateSearchTask(id="rates-0", job="rates-0", spec=job, workdir=".", nodes=1, key="0", batches=batches)
     run_rate_search(task, run, ranks, build_datasets(job))
     assert run.is_finished(task)
-    record = run.rate_search("0")
+    record = run.read_rate_search("0")
     assert record is not None
     return record
 

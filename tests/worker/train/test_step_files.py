@@ -53,7 +53,7 @@ def counted(trainer):
 training.worker_train_loop.run_steps = counted
 run = RunDir.create(folder / "runs", spec)
 run_training(task, run, Ranks(0, 1, 0, torch.device("cpu")), build_datasets(spec))
-assert run.training(task.signature).result().steps > last
+assert run.get_training(task.signature).read_result().steps > last
 print("asked:", *seen, sep="\\n")
 os._exit(0)
 """

@@ -163,7 +163,7 @@ def test_failure_of_a_rank_has_message_and_hint_of_the_original_error(
         with pytest.raises((type(error), RuntimeError), match="Caught") as raised:
             wrapper.reraise()
     worker_program.exit_with_failure(raised.value, task, run, 1)
-    (failure,) = run.failures(task.id, 1)
+    (failure,) = run.read_failures(task.id, 1)
     assert failure.message.startswith(message) and "HINT" not in failure.message
     assert (failure.outcome, failure.permanent) == ("user", permanent and from_loader)
 

@@ -39,7 +39,7 @@ def trained(run: RunDir, ranks: Ranks, job: JobSpec) -> Path:
     """Train; return the last checkpoint."""
     task = train_task(job)
     run_training(task, run, ranks, build_datasets(job))
-    return (run.training(task.signature).path / "last").resolve()
+    return (run.get_training(task.signature).path / "last").resolve()
 
 
 def evaluated(run: RunDir, ranks: Ranks, job: JobSpec, path: Path, **changes: Any) -> EvaluationRecord:
@@ -47,7 +47,7 @@ def evaluated(run: RunDir, ranks: Ranks, job: JobSpec, path: Path, **changes: An
     settings = {"key": "k", "weights": "last", "path": str(path), "samples": 192, "local_batch": 16, **changes}
     task = EvaluateTask(id="e", job="e", spec=job, workdir=".", nodes=1, signature=name, **settings)
     evaluate_checkpoint(task, run, ranks, build_datasets(job))
-    result = run.training(name).evaluation(task.key)
+    result = run.get_training(name).read_evaluation(task.key)
     assert result is not None
     return result
 
@@ -67,7 +67,7 @@ def test_the_last_weights_come_to_what_the_training_has_told_of_its_last_epoch(
     job = spec(model=NORM, dataset={"args": {"eval_size": 37}}, train=train)
     path = trained(run, alone, job)
     outcome = evaluated(run, alone, job, path)
-    result = run.training(outcome.signature).result()
+    result = run.get_training(outcome.signature).read_result()
     assert result is not None
     metrics = dict(result.metrics)
     metrics["loss"] = metrics.pop("eval_loss")

@@ -61,7 +61,7 @@ def files(run: RunDir) -> dict[Path, int]:
 def test_a_run_leaves_rows_checkpoints_and_a_result(alone: Ranks, run: RunDir) -> None:
     task = train_task(spec(train={"epochs": 4}))
     train(run, alone, task)
-    result = run.training(task.signature).result()
+    result = run.get_training(task.signature).read_result()
     assert result is not None
     assert (result.samples, result.steps, result.epochs, result.batch) == (384, 24, 4, 16)
     assert 0 <= result.metrics["top1"] <= result.best_top1 <= 100
@@ -73,12 +73,12 @@ def test_a_run_leaves_rows_checkpoints_and_a_result(alone: Ranks, run: RunDir) -
     assert epochs[-1]["eval_loss"] == result.metrics["eval_loss"]
     assert 0 < result.step_time == pytest.approx(statistics.fmean(row["step_time"] for row in epochs))
     best = 96 * result.best_epoch
-    assert {int(path.stem) for path in run.training(task.signature).checkpoints()} == {384, 288, best}
-    weights = run.training(task.signature).weights()
+    assert {int(path.stem) for path in run.get_training(task.signature).list_checkpoints()} == {384, 288, best}
+    weights = run.get_training(task.signature).find_weights()
     assert weights is not None
     build_model(task.spec, classes=3).load_state_dict(torch.load(weights, weights_only=True)["model"])
-    assert (run.training(task.signature).path / "best").readlink() == Path(f"checkpoints/{best:012d}.pt")
-    assert (run.training(task.signature).path / "last").readlink() == Path("checkpoints/000000000384.pt")
+    assert (run.get_training(task.signature).path / "best").readlink() == Path(f"checkpoints/{best:012d}.pt")
+    assert (run.get_training(task.signature).path / "last").readlink() == Path("checkpoints/000000000384.pt")
 
 
 def test_a_finished_run_does_nothing(alone: Ranks, run: RunDir) -> None:
@@ -103,7 +103,7 @@ def test_the_step_rows_tell_steps_without_their_refreshes_and_where_it_ran(alone
     train(run, alone, task)
     steps = list(rows(run, task, "step"))
     count, refreshed = (sum(row[name] for row in steps) for name in ("count", "refreshed"))
-    result = run.training(task.signature).result()
+    result = run.get_training(task.signature).read_result()
     assert result is not None and count == result.steps and 0 < refreshed < count
     assert all((row["plain_time"] is None) == (row["refreshed"] == row["count"]) for row in steps)
     (where,) = rows(run, task, "environment")
@@ -115,7 +115,10 @@ def test_a_training_that_diverges_ends_at_once_and_leaves_readable_files(alone: 
     with pytest.raises(Diverged, match=r"the loss is not finite at epoch 0.\d+, step [1-6], \d+ samples") as caught:
         train(run, alone, task)
     assert "optimizer.lr" in caught.value.hint
-    assert run.training(task.signature).result() is None and not run.training(task.signature).checkpoints()
+    assert (
+        run.get_training(task.signature).read_result() is None
+        and not run.get_training(task.signature).list_checkpoints()
+    )
     assert list(rows(run, task, "step"))[-1]["loss"] is None and not list(rows(run, task, "epoch"))
 
 
@@ -126,7 +129,7 @@ def test_the_newest_checkpoint_is_from_before_the_loss_was_no_number(alone: Rank
     datasets.train.samples.images[make_epoch_permutation(100, seed=3, epoch=0)[50]] = math.nan  # type: ignore[attr-defined]
     with pytest.raises(Diverged, match=r"the loss is not finite at epoch 0\.64, step 4, 64 samples"):
         run_training(task, run, alone, datasets)
-    assert run.training(task.signature).newest_samples() == 48
+    assert run.get_training(task.signature).find_newest_samples() == 48
     assert all(value.isfinite().all() for value in final_weights(run, task).values())
 
 
@@ -141,7 +144,7 @@ def test_a_ramp_that_diverges_restarts_once_from_before_with_half_the_factor(alo
     with pytest.raises(Diverged):
         run_training(task, run, alone, faulty)
     (row,) = rows(run, task, "diverged")
-    stays = run.training(task.signature).newest_samples()
+    stays = run.get_training(task.signature).find_newest_samples()
     assert row["lr_factor"] == 4 and 0 < stays <= row["sound"] < row["samples"]
     assert all(value.isfinite().all() for value in final_weights(run, task).values())
     again = make_runs.follow(run, task, diverged)
@@ -156,7 +159,7 @@ def test_a_ramp_that_diverges_restarts_once_from_before_with_half_the_factor(alo
     train(run, alone, again)
     start = list(rows(run, task, "start"))[-1]
     assert start["lr"] == pytest.approx(0.2) and start["cause"] == again.cause
-    assert run.training(task.signature).result() is not None
+    assert run.get_training(task.signature).read_result() is not None
 
 
 def test_an_evaluation_that_is_not_finite_is_said_once_and_the_training_goes_on(alone: Ranks, run: RunDir) -> None:
@@ -164,7 +167,7 @@ def test_an_evaluation_that_is_not_finite_is_said_once_and_the_training_goes_on(
     datasets = build_datasets(task.spec)
     datasets.eval.samples.images[0] = math.nan  # type: ignore[attr-defined]
     run_training(task, run, alone, datasets)
-    result = run.training(task.signature).result()
+    result = run.get_training(task.signature).read_result()
     assert result is not None
     assert "eval_loss" not in result.metrics and result.epochs == 2
     (text,) = [row["message"] for row in rows(run, task, "warning")]
@@ -176,7 +179,7 @@ def test_a_regression_keeps_the_epoch_of_the_least_loss(alone: Ranks, run: RunDi
     job = spec(**regression, model={"args": {"num_classes": 1}}, optimizer={"lr": 0.02}, train={"epochs": 4})
     task = train_task(job)
     train(run, alone, task)
-    result = run.training(task.signature).result()
+    result = run.get_training(task.signature).read_result()
     assert result is not None
     losses = [row["eval_loss"] for row in rows(run, task, "epoch")]
     assert result.best_epoch == 1 + losses.index(min(losses))
@@ -252,7 +255,7 @@ def test_a_resumed_run_ends_at_the_same_weights(
 
 def test_a_run_saved_in_mid_epoch_resumes_there(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
     task = interrupt(run, alone, after=170, train=EVERY_STEP)
-    assert [int(path.stem) for path in run.training(task.signature).checkpoints()][:2] == [160, 144]
+    assert [int(path.stem) for path in run.get_training(task.signature).list_checkpoints()][:2] == [160, 144]
     train(run, alone, task)
     assert [row["samples"] for row in rows(run, task, "start")] == [0, 160]
     assert same(final_weights(run, task), whole(tmp_path, alone, task.spec))
@@ -260,16 +263,16 @@ def test_a_run_saved_in_mid_epoch_resumes_there(alone: Ranks, run: RunDir, tmp_p
 
 def test_without_a_set_interval_a_short_run_saves_at_epochs_alone(alone: Ranks, run: RunDir) -> None:
     task = interrupt(run, alone, after=170)
-    assert [int(path.stem) for path in run.training(task.signature).checkpoints()] == [96]
+    assert [int(path.stem) for path in run.get_training(task.signature).list_checkpoints()] == [96]
 
 
 def test_rows_beyond_the_checkpoint_are_cut(alone: Ranks, run: RunDir) -> None:
     task = interrupt(run, alone, after=230, train={"epochs": 3})
-    with open(run.training(task.signature).metrics_path, "a") as file:
+    with open(run.get_training(task.signature).metrics_path, "a") as file:
         file.write(json.dumps({"kind": "step", "samples": 224, "loss": -1.0}) + "\n" + '{"kind": "torn')
-    run.training(task.signature).checkpoints()[0].unlink()
+    run.get_training(task.signature).list_checkpoints()[0].unlink()
     train(run, alone, task)
-    result = run.training(task.signature).metrics()
+    result = run.get_training(task.signature).read_metrics()
     assert [row["samples"] for row in result] == sorted(row["samples"] for row in result)
     assert [row["epoch"] for row in result if row["kind"] == "epoch"] == [1, 2, 3]
     assert not any(row.get("loss") == -1.0 for row in result)
@@ -277,12 +280,12 @@ def test_rows_beyond_the_checkpoint_are_cut(alone: Ranks, run: RunDir) -> None:
 
 def test_damaged_rows_before_the_checkpoint_stay_to_be_named(alone: Ranks, run: RunDir) -> None:
     task = interrupt(run, alone, after=230, train={"epochs": 3})
-    training = run.training(task.signature)
+    training = run.get_training(task.signature)
     first, *others = training.metrics_path.read_bytes().splitlines(keepends=True)
     training.metrics_path.write_bytes(first + first[:-20] + b"\n" + b"".join(others) + b'{"kind": "torn\n')
     train(run, alone, task)
-    assert training.damaged_rows() == [2]
-    assert [row["samples"] for row in training.metrics("epoch")] == [96, 192, 288]
+    assert training.find_damaged_rows() == [2]
+    assert [row["samples"] for row in training.read_metrics("epoch")] == [96, 192, 288]
 
 
 def test_a_run_broken_off_before_its_first_checkpoint_starts_anew(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
@@ -294,7 +297,7 @@ def test_a_run_broken_off_before_its_first_checkpoint_starts_anew(alone: Ranks, 
 
 def test_a_truncated_checkpoint_falls_back_to_the_one_before(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
     task = interrupt(run, alone, after=170, train=EVERY_STEP)
-    newest = run.training(task.signature).checkpoints()[0]
+    newest = run.get_training(task.signature).list_checkpoints()[0]
     newest.write_bytes(newest.read_bytes()[:-100])
     train(run, alone, task)
     assert [row["samples"] for row in rows(run, task, "start")] == [0, 144]
@@ -304,11 +307,11 @@ def test_a_truncated_checkpoint_falls_back_to_the_one_before(alone: Ranks, run: 
 def test_a_run_broken_off_before_its_result_still_owes_it(alone: Ranks, run: RunDir) -> None:
     task = train_task(spec(train={"epochs": 4}))
     train(run, alone, task)
-    first = run.training(task.signature).result()
+    first = run.get_training(task.signature).read_result()
     assert first is not None
-    (run.training(task.signature).path / "result.json").unlink()
+    (run.get_training(task.signature).path / "result.json").unlink()
     train(run, alone, task)
-    again = run.training(task.signature).result()
+    again = run.get_training(task.signature).read_result()
     assert again is not None
     assert again.model_dump(exclude={"finished_at"}) == first.model_dump(exclude={"finished_at"})
 
@@ -326,7 +329,7 @@ def test_a_relaunch_at_half_the_batch_trains_each_sample_of_the_epoch_once(alone
     assert [row["samples"] for row in epochs] == [128 + 96, 128 + 96 + 224]
     rates = [compute_learning_rate(task.spec, epoch, 32) for epoch in (192 / 230, 1 + 192 / 230)]
     assert [row["lr"] for row in epochs] == pytest.approx(rates)
-    result = run.training(task.signature).result()
+    result = run.get_training(task.signature).read_result()
     assert result is not None
     assert (result.batch, result.steps) == (32, 2 + 3 + 7)
     assert result.step_time == pytest.approx(statistics.fmean(row["step_time"] for row in epochs))
@@ -336,7 +339,7 @@ def test_the_step_time_is_that_of_the_last_batch_alone(alone: Ranks, run: RunDir
     first = interrupt(run, alone, after=150, batch=16, train={"epochs": 3})
     task = train_task(first.spec, batch=32, signature=first.signature)
     train(run, alone, task)
-    result, epochs = run.training(task.signature).result(), list(rows(run, task, "epoch"))
+    result, epochs = run.get_training(task.signature).read_result(), list(rows(run, task, "epoch"))
     assert result is not None and len(epochs) == 3
     assert result.step_time == pytest.approx(statistics.fmean(row["step_time"] for row in epochs[1:]))
 
@@ -344,7 +347,7 @@ def test_the_step_time_is_that_of_the_last_batch_alone(alone: Ranks, run: RunDir
 def test_where_every_step_refreshes_the_factors_none_is_timed(alone: Ranks, run: RunDir) -> None:
     task = train_task(spec(train={"method": "ags"}, ags={"b_small": 8}), batch=96)
     train(run, alone, task)
-    result = run.training(task.signature).result()
+    result = run.get_training(task.signature).read_result()
     assert result is not None and result.steps == 2
     assert result.step_time is None
 

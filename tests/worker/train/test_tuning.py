@@ -56,7 +56,7 @@ def two_arms(alone: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ru
 
 
 def record(run: RunDir, task: TrainTask) -> Tuning:
-    result = run.training(task.signature).tuning()
+    result = run.get_training(task.signature).read_tuning()
     assert result is not None
     return result
 
@@ -100,10 +100,10 @@ def test_branches_leave_a_record_and_rows_but_no_checkpoints(two_arms: tuple[Run
     assert [(row["arm"], row["top1"]) for row in branches] == [(branch.arm, branch.top1) for branch in outcome.branches]
     assert all(row["samples"] == 96 and row["eta"] > 0 for row in branches)
     assert [row["samples"] for row in rows(run, task, "epoch")] == [96, 192, 288, 384]
-    result = run.training(task.signature).result()
+    result = run.get_training(task.signature).read_result()
     assert result is not None
     assert (result.samples, result.tuning) == (384, outcome)
-    assert run.training(task.signature).progress() == 384 + 88 + 3 * 80, "the branches' beginning too"
+    assert run.get_training(task.signature).count_trained_samples() == 384 + 88 + 3 * 80, "the branches' beginning too"
 
 
 def test_a_finished_training_is_not_tuned_again(alone: Ranks, two_arms: tuple[RunDir, TrainTask, Tuning]) -> None:
@@ -351,7 +351,7 @@ def test_a_training_broken_off_after_the_choice_keeps_it(
     task = interrupt(run, alone, SCALED, after=96 + 88 + 2 * 80 + 96 + 40)
     first = record(run, task)
     assert first.chosen is not None and first.chosen.name == "scaled"
-    assert run.training(task.signature).newest_samples() == 192
+    assert run.get_training(task.signature).find_newest_samples() == 192
     train(run, alone, task)
     assert record(run, task) == first
     assert same(final_weights(run, task), by_hand(alone, first.chosen))
@@ -397,7 +397,7 @@ def test_an_arm_that_breaks_down_gives_way_to_the_next_and_in_the_end_to_the_lar
         row["message"] for row in rows(run, task, "warning") if row.get("code") == "arm-diverged-after-choice"
     ]
     assert message == "fast, scaled diverged after it was chosen. The training continues with lbt."
-    result = run.training(task.signature).result()
+    result = run.get_training(task.signature).read_result()
     assert result is not None and result.samples == 384
 
 
@@ -422,7 +422,7 @@ def test_the_checkpoint_where_arms_part_stays_while_the_choice_may_break_down(
     two_arms: tuple[RunDir, TrainTask, Tuning],
 ) -> None:
     run, task, result = two_arms
-    kept = [int(path.stem) for path in run.training(task.signature).checkpoints()]
+    kept = [int(path.stem) for path in run.get_training(task.signature).list_checkpoints()]
     assert result.start == 96 and 96 in kept and len(kept) <= checkpoint.CHECKPOINTS_KEPT + 2
 
 
@@ -431,9 +431,9 @@ def test_ranks_told_to_leave_in_a_branch_say_so_and_go_on_there(alone: Ranks, ru
     train(run, alone, task, LeavesAt(alone, 35))
     assert run.stop_reason(task.id, 1) == "time_limit"
     assert len(record(run, task).branches) == 1
-    assert [int(path.stem) for path in run.training(task.signature).checkpoints()] == [96]
+    assert [int(path.stem) for path in run.get_training(task.signature).list_checkpoints()] == [96]
     train(run, alone, task)
-    assert run.training(task.signature).result() is not None
+    assert run.get_training(task.signature).read_result() is not None
     assert len(list(rows(run, task, "branch"))) == 2
 
 
@@ -445,7 +445,7 @@ def test_arms_may_part_where_less_than_a_batch_is_left_of_an_epoch(alone: Ranks,
     checkpoint.save_checkpoint(run, task.signature, trainer, best={}, is_best=False)
     train(run, alone, task)
     assert record(run, task).start == 95
-    result = run.training(task.signature).result()
+    result = run.get_training(task.signature).read_result()
     assert result is not None
     assert result.epochs == 4
 

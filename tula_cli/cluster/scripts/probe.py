@@ -238,7 +238,7 @@ POLL = 0.5  # seconds
 def _read_rank_results(attempt: ScriptAttempt, ranks: int, *, patient: bool) -> list[RankResult]:
     """Return the results of the ranks; if `patient` and any is there, wait up to RESULT_LAG seconds for the others."""
     deadline = time.monotonic() + RESULT_LAG
-    while len(results := attempt.results()) < ranks and results and patient and time.monotonic() < deadline:
+    while len(results := attempt.read_results()) < ranks and results and patient and time.monotonic() < deadline:
         time.sleep(POLL)
     return results
 
@@ -252,7 +252,7 @@ class ScriptProbe(ScriptProgram):
 
     def make_command(self, *, attempt: int, meeting: str) -> LeaderCommand:
         command = super().make_command(attempt=attempt, meeting=meeting)
-        return command.model_copy(update={"batch": (self.run.current_probe(self.task) or 0) * self.task.ranks})
+        return command.model_copy(update={"batch": (self.run.find_current_probe(self.task) or 0) * self.task.ranks})
 
     def monitor(self, allocation: Allocation, command: LeaderCommand) -> ScriptMonitor:
         return ScriptMonitor(self, command, self.list_ranks(allocation))
@@ -277,7 +277,7 @@ class ScriptProbe(ScriptProgram):
         try:
             path, local_batch = self.run.log_path(self.task.id, command.attempt), command.batch // command.ranks
             result = build_probe_result(
-                self.task, ranks, local_batch=local_batch, cores=cores, log=path, notes=attempt.put_aside()
+                self.task, ranks, local_batch=local_batch, cores=cores, log=path, notes=attempt.read_moved_files()
             )
             self.run.write_result(result)
             with self.run.open_log(path) as log:

@@ -104,7 +104,7 @@ class ScriptRateSearch(ScriptProgram):
     def branch_plan(self, command: LeaderCommand) -> BranchPlan:
         if _get_branch(command).rule is None:
             return BranchPlan(steps=None, factor=1.0)
-        steps, record = self.plan.count_branch_steps(command.batch), self.run.rate_search(self.task.key)
+        steps, record = self.plan.count_branch_steps(command.batch), self.run.read_rate_search(self.task.key)
         is_first = record is None or not record.branches
         return BranchPlan(
             steps=steps,
@@ -114,11 +114,11 @@ class ScriptRateSearch(ScriptProgram):
 
     def find_reason_to_stop(self, command: LeaderCommand) -> Failure | None:
         """Return why the training before the branches is stopped: it saves no checkpoint; None if it is not."""
-        beat = self.attempt(command).heartbeat(0)
+        beat = self.attempt(command).read_heartbeat(0)
         if beat is None or _get_branch(command).rule is not None:
             return None
         trained, most = beat.step * command.batch, self.plan.start + rate_search.BRANCHES_SHARE * self.plan.total
-        if trained <= most + STEPS_AFTER_SAVE * command.batch or self.attempt(command).killed() is not None:
+        if trained <= most + STEPS_AFTER_SAVE * command.batch or self.attempt(command).read_kill() is not None:
             return None
         message = f"no checkpoint from which branches can start after {trained} samples: {_SAVE_HINT}"
         return blame_script(None, message, permanent=True)
@@ -151,7 +151,7 @@ class ScriptRateSearch(ScriptProgram):
         return (self.run.path / "script" / self.task.id).absolute()
 
     def _find_next_arm(self) -> RateArm | None:
-        record = self.run.rate_search(self.task.key)
+        record = self.run.read_rate_search(self.task.key)
         if record is None:
             return None
         return rate_search.find_next_arm(self.task.spec, self.task.batches, record.branches, record.start_loss)
@@ -173,8 +173,8 @@ class ScriptRateSearch(ScriptProgram):
         """Record the checkpoint or the branch of a start, and the end of the search after the last branch."""
         if self.run.is_cancelled(self.task.job):
             return failure
-        attempt, record = self.attempt(command), self.run.rate_search(self.task.key)
-        if broken := claims.describe_broken_claims(attempt.results(), resumed=bool(command.checkpoint)):
+        attempt, record = self.attempt(command), self.run.read_rate_search(self.task.key)
+        if broken := claims.describe_broken_claims(attempt.read_results(), resumed=bool(command.checkpoint)):
             return blame_script(failure, broken, permanent=True)
         if _get_branch(command).rule is None:
             result = self._observe_start(command, attempt, failure)
@@ -195,7 +195,7 @@ class ScriptRateSearch(ScriptProgram):
         self, command: LeaderCommand, attempt: ScriptAttempt, failure: Failure | None
     ) -> RateSearch | Failure:
         """Return the record of a search whose branches can start, or why they cannot."""
-        batch, killed, losses = command.batch, attempt.killed(), self._read_losses(attempt, command.ranks)
+        batch, killed, losses = command.batch, attempt.read_kill(), self._read_losses(attempt, command.ranks)
         if killed is None or not killed.killed:
             if failure is not None:
                 return failure
@@ -210,7 +210,7 @@ class ScriptRateSearch(ScriptProgram):
         if len(known) < len(before):
             message = f"the training diverges at script.reference.batch {batch}"
             return Failure(outcome="diverged", message=message, permanent=True)
-        rows = [row for row in attempt.rows(0) if row["kind"] == "row"]
+        rows = [row for row in attempt.read_rows(0) if row["kind"] == "row"]
         next_lr = find_learning_rates(rows, killed.steps)["next_lr"]
         return RateSearch(
             key=self.task.key,
@@ -273,7 +273,7 @@ class ScriptRateSearch(ScriptProgram):
 
         A schedule that is restored from the checkpoint may set the earlier learning rate again, at its next step.
         """
-        rates = [row["lr"] for row in attempt.rows(0) if row["kind"] == "row" and row["lr"]]
+        rates = [row["lr"] for row in attempt.read_rows(0) if row["kind"] == "row" and row["lr"]]
         if not rates or not record.start_lr:
             return ""
         expected = factor * record.start_lr
@@ -292,7 +292,8 @@ class ScriptRateSearch(ScriptProgram):
     def _read_losses(attempt: ScriptAttempt, ranks: int) -> Sequence[float | None]:
         """Return the loss of each step, the mean over the ranks; None where it was not finite, or not seen."""
         by_rank = [
-            {row["step"]: row["loss"] for row in attempt.rows(rank) if row["kind"] == "row"} for rank in range(ranks)
+            {row["step"]: row["loss"] for row in attempt.read_rows(rank) if row["kind"] == "row"}
+            for rank in range(ranks)
         ]
         of_first = by_rank[0]
         return [
@@ -303,7 +304,7 @@ class ScriptRateSearch(ScriptProgram):
 
 def _estimate_noise(attempt: ScriptAttempt, batch: int) -> tuple[float, float, float | None] | None:
     """Return the gradient noise scale with its 90 % interval, from the norms that the ranks recorded; None without them."""
-    ranks = attempt.results()
+    ranks = attempt.read_results()
     stats = merge_gradient_stats(ranks, local_batch=batch // max(1, len(ranks)), batch=batch)
     noise = None if stats is None else estimate_noise_scale([stats])
     if noise is None or not math.isfinite(noise.scale):

@@ -204,7 +204,7 @@ class ResumeTest(ScriptProgram):
     def _plan_initial_start(
         self, record: ResumeTestResult, length: Length, batch: int, remaining: float
     ) -> PlannedStart:
-        out = self.files.folder(self.task.id) / f"begin-{len(record.starts) + 1}"
+        out = self.files.get_folder(self.task.id) / f"begin-{len(record.starts) + 1}"
         seconds = max(MIN_SECONDS, TIME_SHARES["begin"] * remaining)
         return PlannedStart(
             phase="begin", nodes=self.task.first_nodes, batch=batch, length=length, out=str(out), seconds=seconds
@@ -214,7 +214,7 @@ class ResumeTest(ScriptProgram):
         self, phase: Phase, begin: ObservedStart, batch: int, remaining: float
     ) -> PlannedStart | None:
         """Return a start that resumes from the phase's copy of the checkpoint; None if there is no checkpoint."""
-        out = self.files.folder(self.task.id) / phase
+        out = self.files.get_folder(self.task.id) / phase
         start = PlannedStart(
             phase=phase,
             nodes=self.task.nodes if phase == "more" else self.task.first_nodes,
@@ -311,7 +311,7 @@ class ResumeTest(ScriptProgram):
 
     def _observe_start(self, start: PlannedStart, command: LeaderCommand, failure: Failure | None) -> ObservedStart:
         attempt, world = self.attempt(command), command.ranks
-        killed, rows = attempt.killed(), [row for row in attempt.rows(0) if row["kind"] == "row"]
+        killed, rows = attempt.read_kill(), [row for row in attempt.read_rows(0) if row["kind"] == "row"]
         size = (
             get_script(self.task.spec).known_dataset_size if get_script(self.task.spec).dataset_size != "auto" else None
         )
@@ -346,7 +346,7 @@ class ResumeTest(ScriptProgram):
         """Give each of the resuming starts a folder: that of the killed start, and copies of it."""
         if start.phase != "begin" or not _is_usable(observation):
             return
-        folder = self.files.folder(self.task.id)
+        folder = self.files.get_folder(self.task.id)
         for phase in ("same", "more", "half"):
             shutil.rmtree(folder / phase, ignore_errors=True)
         for phase in ("more", "half") if self.task.nodes > 1 else ("half",):
@@ -355,7 +355,7 @@ class ResumeTest(ScriptProgram):
 
     def _add_verdict(self, record: ResumeTestResult) -> ResumeTestResult:
         """Return the record with its verdict, and remove the files of the script."""
-        shutil.rmtree(self.files.folder(self.task.id), ignore_errors=True)
+        shutil.rmtree(self.files.get_folder(self.task.id), ignore_errors=True)
         begin = next(start for start in reversed(record.starts) if start.phase == "begin")
         lr_placeholders = {"lr", "lr_factor"} & get_script(self.task.spec).placeholders
         spec, half = self.task.spec, begin.batch // 2
@@ -374,7 +374,7 @@ class ResumeTest(ScriptProgram):
     def find_reason_to_stop(self, command: LeaderCommand) -> Failure | None:
         """Return why a resuming start must be stopped: it trained more than twice the remaining samples; else None."""
         start = _get_start(command)
-        if start.phase == "begin" or (beat := self.attempt(command).heartbeat(0)) is None:
+        if start.phase == "begin" or (beat := self.attempt(command).read_heartbeat(0)) is None:
             return None
         begin = next(earlier_start for earlier_start in reversed(self.record.starts) if earlier_start.phase == "begin")
         if begin.whole is None:
@@ -413,7 +413,7 @@ def _describe_ending(attempt: ScriptAttempt, failure: Failure | None, *, killed:
         return {"ended": "ended"}
     if failure.outcome == "cancelled":
         return {"ended": "cut"}
-    reported = next((recorded for recorded in attempt.failures() if recorded.where == "script"), None)
+    reported = next((recorded for recorded in attempt.read_failures() if recorded.where == "script"), None)
     if reported is None:
         return {"ended": "failed", "outcome": failure.outcome, "why": failure.summary}
     return {

@@ -78,7 +78,7 @@ class ScriptProgram(RankProgram):
 
     def settle_attempt(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
         """Record the results of an attempt; return why it failed, corrected by these results."""
-        refusals = (reported for reported in self.attempt(command).failures() if reported.where == "method")
+        refusals = (reported for reported in self.attempt(command).read_failures() if reported.where == "method")
         refused = next((refusal.description for refusal in refusals), "")
         if refused:  # it may have finished nevertheless
             return blame_script(failure, refused, permanent=True)
@@ -308,7 +308,7 @@ class ScriptStart:
     @property
     def _code_snapshot(self) -> Path | None:
         """The snapshot of the user's code; None if there is none."""
-        return self.run.code_dir(self.task.code).absolute() if self.task.code else None
+        return self.run.get_code_dir(self.task.code).absolute() if self.task.code else None
 
     def _list_gpus_of(self, node: int) -> str:
         """Return the GPUs of this machine that stand in for those of a node, as in CUDA_VISIBLE_DEVICES."""

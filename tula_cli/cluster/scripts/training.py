@@ -290,7 +290,7 @@ class TrainingMonitor(ScriptMonitor):
                 self.attempt, self.command, previous=self._batch or self.command.batch
             )
             self.program.check_step_time(self._pace, self.attempt, self.command)
-            if not self._claims_checked and (first_results := self.attempt.first_results()):
+            if not self._claims_checked and (first_results := self.attempt.read_first_results()):
                 self._broken = self.program.broken_claims(first_results, self.command)
                 self._claims_checked = len(first_results) >= first_results[0].world
         if time.monotonic() >= self._next_look:
@@ -304,7 +304,7 @@ class TrainingMonitor(ScriptMonitor):
     def _print_progress(self) -> None:
         """Print the progress of the script into the log of the job, at epoch ends and from time to time in between."""
         training = self.program
-        row = next((row for row in reversed(training.training.newest_metrics()) if row["kind"] == "step"), None)
+        row = next((row for row in reversed(training.training.read_newest_metrics()) if row["kind"] == "step"), None)
         age = time.monotonic() - self._began
         if row is None or (age < self._next_words and (row["epoch"] is None or row["epoch"] < self._next_epoch)):
             return
@@ -335,7 +335,7 @@ class TrainingMonitor(ScriptMonitor):
         self.attempt.announce_end(ends_at)
 
     def ends_at(self) -> float | None:
-        return self.attempt.ends_at()
+        return self.attempt.read_end_time()
 
     def ask_to_save(self) -> None:
         """Ask these ranks for a checkpoint in the way of script.save; only the leader does so by a file or hook."""
@@ -353,7 +353,7 @@ class TrainingMonitor(ScriptMonitor):
 
     def _rank_processes(self) -> list[int]:
         """Return the processes of these ranks: those of this attempt whose inner process id is that of a heartbeat."""
-        hearts = {beat.pid for rank in self.ranks if (beat := self.attempt.heartbeat(rank)) is not None}
+        hearts = {beat.pid for rank in self.ranks if (beat := self.attempt.read_heartbeat(rank)) is not None}
         plan = str(self.attempt.plan_path)
         return [
             pid
@@ -376,9 +376,9 @@ class TrainingMonitor(ScriptMonitor):
         """Return why the training is killed because no rank takes a step in time, or None."""
         if time.monotonic() - self._began <= self._first_step_limit:
             return None
-        has_heartbeat = any(self.attempt.heartbeat(rank) is not None for rank in range(self.command.ranks))
+        has_heartbeat = any(self.attempt.read_heartbeat(rank) is not None for rank in range(self.command.ranks))
         if has_heartbeat or any(
-            failure.where == "shim" for failure in self.attempt.failures()
+            failure.where == "shim" for failure in self.attempt.read_failures()
         ):  # it goes on without being watched
             return None
         limit = f"{self._first_step_limit / 60:.3g} min after its start (search.max_minutes, or 20 starts of a probe)"
@@ -410,7 +410,7 @@ class ScriptTraining(ScriptProgram):
 
     @property
     def training(self) -> TrainingRun:
-        return self.run.training(self.task.signature)
+        return self.run.get_training(self.task.signature)
 
     @property
     def world(self) -> int:
@@ -459,14 +459,14 @@ class ScriptTraining(ScriptProgram):
     @property
     def output_folder(self) -> Path:
         """The script's output folder; a new one if the batch has changed and the script cannot resume with another."""
-        first_batch = next((task.batch for task in self.training.tasks()), self.task.batch)
+        first_batch = next((task.batch for task in self.training.read_tasks()), self.task.batch)
         anew = self.task.batch != first_batch and not self._resumes_at_any_batch
         return (self.training.path / (f"out-{self.task.batch}" if anew else "out")).absolute()
 
     @property
     def resume_settings(self) -> Resume | None:
         """How the script resumes: as in the spec, else as observed when it resumed by itself; None if not."""
-        configured, pattern = get_script(self.task.spec).resume, self.training.script_saves().resumes_from
+        configured, pattern = get_script(self.task.spec).resume, self.training.read_script_saves().resumes_from
         return Resume(checkpoint=pattern, batch="same") if configured is None and pattern else configured
 
     @property
@@ -479,11 +479,11 @@ class ScriptTraining(ScriptProgram):
 
         "none" if a resume test found the checkpoint unusable, whatever the spec says; "same" without a resume test.
         """
-        resume, code = self.resume_settings, self.run.code(self.task.code)
+        resume, code = self.resume_settings, self.run.read_code(self.task.code)
         if resume is None:
             return "none"
         key = compute_resume_test_signature(self.task.spec, code.digest if code is not None else "")
-        resume_test = ResumeTestRecords(self.run.path).newest_verdict(key)
+        resume_test = ResumeTestRecords(self.run.path).find_newest_verdict(key)
         if resume_test is not None and resume_test.verdict == "none":
             return "none"
         if resume.batch != "rehearse":
@@ -505,14 +505,14 @@ class ScriptTraining(ScriptProgram):
 
     def _find_resumable_checkpoint(self) -> tuple[Path | None, list[Path]]:
         """Return the checkpoint to resume from, and the newer ones that are skipped because they are damaged."""
-        resume, attempts = self.resume_settings, self.training.attempts()
+        resume, attempts = self.resume_settings, self.training.read_attempts()
         if not self._resumes_at_any_batch:
-            alike = {task.id for task in self.training.tasks() if task.batch == self.task.batch}
+            alike = {task.id for task in self.training.read_tasks() if task.batch == self.task.batch}
             attempts = [attempt for attempt in attempts if attempt.task in alike]
         if resume is None or self.resume_verdict == "none" or not attempts:
             return None, []
         began = min(attempt.started_at for attempt in attempts)
-        useless = self.training.script_saves().left_out
+        useless = self.training.read_script_saves().left_out
         left_out = ("", 0.0) if useless is None else (useless.checkpoint, useless.saved_at)
         return find_newest_checkpoint(
             resume, self.placeholder_values, workdir=Path(self.task.workdir), since=began, left_out=left_out
@@ -539,9 +539,9 @@ class ScriptTraining(ScriptProgram):
     def _first_rank_results(self) -> Sequence[RankResult]:
         """Results of the first steps of the first start at this batch, on the whole dataset; empty until complete."""
         if not self._first_steps:
-            attempts = self.run.attempts(self.task.id)
+            attempts = self.run.read_attempts(self.task.id)
             first_results = (
-                ScriptAttempt(self.run.path, self.task.id, attempts[0].number).first_results() if attempts else []
+                ScriptAttempt(self.run.path, self.task.id, attempts[0].number).read_first_results() if attempts else []
             )
             if first_results and len(first_results) >= first_results[0].world:
                 self._first_steps.extend(first_results)
@@ -570,7 +570,7 @@ class ScriptTraining(ScriptProgram):
 
     def _has_resumed_by_itself(self, command: LeaderCommand) -> bool:
         """Return whether an attempt that was given no checkpoint has loaded one, as recorded at its first step."""
-        return self.training.script_saves().resumed_attempt == (command.task, command.attempt)
+        return self.training.read_script_saves().resumed_attempt == (command.task, command.attempt)
 
     def detect_own_resume(self, attempt: ScriptAttempt, command: LeaderCommand) -> None:
         """Detect, at the first step of an attempt, that the script has loaded a checkpoint of an earlier attempt.
@@ -579,13 +579,15 @@ class ScriptTraining(ScriptProgram):
         """
         earlier = [
             earlier_attempt
-            for earlier_attempt in self.training.attempts()
+            for earlier_attempt in self.training.read_attempts()
             if (earlier_attempt.task, earlier_attempt.number) != (command.task, command.attempt)
         ]
         if get_script(self.task.spec).resume is not None or command.checkpoint or not earlier:
             return
         first_start = min(earlier_attempt.started_at for earlier_attempt in earlier)
-        loads = [row for row in attempt.loads(0) if first_start <= row["written"] < _get_plan_write_time(attempt)]
+        loads = [
+            row for row in attempt.read_loaded_files(0) if first_start <= row["written"] < _get_plan_write_time(attempt)
+        ]
         if not loads:
             return
         newest = max(loads, key=lambda row: float(row["written"]))
@@ -599,7 +601,7 @@ class ScriptTraining(ScriptProgram):
         self.training.write_script_progress(
             ScriptProgress(samples=samples, steps=steps, batch=batch, checkpoint=str(path), saved_at=written)
         )
-        pattern, saves = self._make_pattern_like(path), self.training.script_saves()
+        pattern, saves = self._make_pattern_like(path), self.training.read_script_saves()
         lost = (*saves.lost[:-1], *(max(0, value - samples) for value in saves.lost[-1:]))
         update = {"lost": lost, "resumes_from": pattern, "resumed_attempt": (command.task, command.attempt)}
         self.training.write_script_saves(saves.model_copy(update=update))
@@ -620,7 +622,7 @@ class ScriptTraining(ScriptProgram):
     @property
     def _progress(self) -> ScriptProgress | None:
         """The newest recorded checkpoint, if the script may resume from it with this batch."""
-        progress = self.training.script_progress()
+        progress = self.training.read_script_progress()
         return (
             progress
             if progress is not None and (progress.batch == self.task.batch or self._resumes_at_any_batch)
@@ -640,7 +642,7 @@ class ScriptTraining(ScriptProgram):
     def _describe_damaged(self) -> Iterator[str]:
         """Yield a message for each damaged checkpoint that this start skips."""
         used, damaged = self._find_resumable_checkpoint()
-        progress = self.training.script_progress()
+        progress = self.training.read_script_progress()
         resumes = f"resumes from {used.name}" if used is not None else "starts from the beginning"
         for path in damaged:
             is_known = progress is not None and progress.checkpoint == str(path)
@@ -658,14 +660,14 @@ class ScriptTraining(ScriptProgram):
             command: command that started the attempt.
             after: steps at the last row.
         """
-        beat = attempt.heartbeat(0)
+        beat = attempt.read_heartbeat(0)
         if beat is None or beat.step <= after:
             return after
         if after == 0:
             self.detect_own_resume(attempt, command)
-        for note in attempt.notes(0) if after == 0 else ():
+        for note in attempt.read_notes(0) if after == 0 else ():
             self._add("warning", self.base(command)[0], message=note)
-        row = attempt.newest_row(0)
+        row = attempt.read_newest_row(0)
         samples, steps = self._find_reached_position(command, beat.step, beat.samples)
         batch = (beat.step_samples or 0) * self.world or self.task.batch
         remaining = None if self.total_samples is None else max(0, self.total_samples - samples) / batch * beat.seconds
@@ -689,7 +691,7 @@ class ScriptTraining(ScriptProgram):
             command: command that started the attempt.
             previous: samples per step observed, or requested, so far.
         """
-        beat = attempt.heartbeat(0)
+        beat = attempt.read_heartbeat(0)
         observed = None if beat is None or beat.step_samples is None else beat.step_samples * self.world
         changed = claims.find_changed_batch(observed, before=previous)
         if beat is None or changed is None:
@@ -707,11 +709,11 @@ class ScriptTraining(ScriptProgram):
         """Record a change of the step time."""
         from tula_cli.models.time.changes import describe_level_change  # numpy: of use while a script trains alone
 
-        beat = attempt.heartbeat(0)
+        beat = attempt.read_heartbeat(0)
         if beat is None or beat.lost is not None:
             return
         samples, _ = self._find_reached_position(command, beat.step, beat.samples)
-        level = pace.judge_steps(beat, attempt.gaps(0), samples=samples, epoch=self._convert_to_epochs(samples))
+        level = pace.judge_steps(beat, attempt.read_gaps(0), samples=samples, epoch=self._convert_to_epochs(samples))
         if level is None:
             return
         remaining_steps = None if self.total_samples is None else max(0, self.total_samples - samples) / self.task.batch
@@ -730,7 +732,7 @@ class ScriptTraining(ScriptProgram):
         """
         checkpoint = self.newest_checkpoint()
         saved_at = 0.0 if checkpoint is None else get_checkpoint_change_time(checkpoint)
-        saves, began, beat = self.training.script_saves(), _get_plan_write_time(attempt), attempt.heartbeat(0)
+        saves, began, beat = self.training.read_script_saves(), _get_plan_write_time(attempt), attempt.read_heartbeat(0)
         if settled and (beat is None or beat.stepped_at <= saved_at):
             return  # the row that tells in which step it was written comes with the next one
         if not max([began, *(save.saved_at for save in saves.saves[-1:])]) < saved_at <= time.time() - settled:
@@ -758,7 +760,7 @@ class ScriptTraining(ScriptProgram):
 
     def _record_lost(self, samples: int) -> None:
         """Record the samples lost by an attempt that reached `samples`: those after the newest checkpoint."""
-        progress, saves = self._progress, self.training.script_saves()
+        progress, saves = self._progress, self.training.read_script_saves()
         lost = max(0, samples - (0 if progress is None else progress.samples))
         self.training.write_script_saves(saves.model_copy(update={"lost": (*saves.lost, lost)}))
 
@@ -790,19 +792,19 @@ class ScriptTraining(ScriptProgram):
     # --- after an attempt
 
     def samples_reached(self, command: LeaderCommand, attempt: Attempt) -> int | None:
-        beat = self.attempt(command).heartbeat(0)
+        beat = self.attempt(command).read_heartbeat(0)
         return None if beat is None else self._find_reached_position(command, beat.step, beat.samples)[0]
 
     def record_results(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
         """Record the checkpoint of an attempt, and the result of a successful one; return why it failed in the end."""
         attempt = ScriptAttempt(self.run.path, self.task.id, command.attempt)
-        beat = attempt.heartbeat(0)
+        beat = attempt.read_heartbeat(0)
         step, counted = (beat.step, beat.samples) if beat is not None else (0, None)
         samples, steps = self._find_reached_position(command, step, counted)
         log = self.run.log_path(self.task.id, command.attempt)
         if failure is None and beat is None and not command.checkpoint:
             return Failure(outcome="user", message=f"the command exited with code 0, but {describe_missing_step(log)}")
-        if failure is None and (broken := self.broken_claims(attempt.results(), command)) is not None:
+        if failure is None and (broken := self.broken_claims(attempt.read_results(), command)) is not None:
             return broken
         if failure is not None and failure.outcome == "user" and beat is None:
             retried = self._fall_back_to_older(attempt, command, failure)
@@ -823,8 +825,8 @@ class ScriptTraining(ScriptProgram):
         None if the checkpoint is not the cause, or there is no older one. If the older one fails too, the script is the
         cause, and the newest checkpoint is used again.
         """
-        saves, progress = self.training.script_saves(), self._progress
-        failed = any(reported.where == "script" and reported.step == 0 for reported in attempt.failures())
+        saves, progress = self.training.read_script_saves(), self._progress
+        failed = any(reported.where == "script" and reported.step == 0 for reported in attempt.read_failures())
         if not failed or progress is None or progress.checkpoint != command.checkpoint:
             return None
         if saves.left_out is not None and saves.left_out.saved_at > progress.saved_at:
@@ -842,7 +844,7 @@ class ScriptTraining(ScriptProgram):
 
     def _use_older_checkpoint(self, progress: ScriptProgress, older: Path) -> None:
         """Record an older checkpoint to resume from; its samples are those of the newest, less the saves since."""
-        saved_at, saves = get_checkpoint_change_time(older), self.training.script_saves()
+        saved_at, saves = get_checkpoint_change_time(older), self.training.read_script_saves()
         since = [save for save in saves.saves if saved_at < save.saved_at <= progress.saved_at]
         samples = max(0, progress.samples - sum(save.samples for save in since))
         steps = max(0, progress.steps - sum(save.steps for save in since))
@@ -858,7 +860,7 @@ class ScriptTraining(ScriptProgram):
             task=lost.task, attempt=lost.number, checkpoint=progress.checkpoint if progress is not None else ""
         )
         attempt = ScriptAttempt(self.run.path, lost.task, lost.number)
-        beat = attempt.heartbeat(0)
+        beat = attempt.read_heartbeat(0)
         self.record_save(attempt, command, settled=0.0)
         samples, _ = self._find_reached_position(command, *((0, 0.0) if beat is None else (beat.step, beat.samples)))
         self._record_newest_checkpoint(attempt, command)
@@ -887,7 +889,7 @@ class ScriptTraining(ScriptProgram):
 
     def _write_result(self, samples: int, steps: int, seconds: float | None) -> None:
         script, task = get_script(self.task.spec), self.task
-        attempts = self.training.attempts()
+        attempts = self.training.read_attempts()
         logs = [self.run.log_path(attempt.task, attempt.number) for attempt in attempts]
         rows = read_metrics(script, logs)
         for name, values in rows.items():
@@ -910,7 +912,7 @@ class ScriptTraining(ScriptProgram):
                 step_time=seconds or None,
                 finished_at=time.time(),
                 scaled=summarize_scaling(
-                    ScriptAttempt(self.run.path, other_attempt.task, other_attempt.number).newest_row(0)
+                    ScriptAttempt(self.run.path, other_attempt.task, other_attempt.number).read_newest_row(0)
                     for other_attempt in attempts
                 ),
             )
@@ -922,9 +924,9 @@ class ScriptTraining(ScriptProgram):
         If no rank has reported whether the model has BatchNorm (it was killed), BatchNorm per rank is assumed.
         """
         run, task = self.run, self.task
-        attempts = run.attempts(task.id)
+        attempts = run.read_attempts(task.id)
         number = attempts[-1].number if attempts else 1
-        batch_norms = [failure.batch_norm for failure in ScriptAttempt(run.path, task.id, number).failures()]
+        batch_norms = [failure.batch_norm for failure in ScriptAttempt(run.path, task.id, number).read_failures()]
         norms = {norm for norm in batch_norms if norm is not None} or {"batch"}
         world, micro_batches = task.ranks, task.spec.train.accumulate
         over = [1] * ("batch" in norms) or [world] * ("sync" in norms)
@@ -954,12 +956,12 @@ def _find_position_at(attempt: ScriptAttempt, when: float) -> tuple[int, float |
     A row of a save records the step in which the checkpoint was written. Without one, the last row or heartbeat before
     it is used, which gives rather too few steps than too many.
     """
-    rows = attempt.rows(0)
+    rows = attempt.read_rows(0)
     after = [row for row in rows if row["kind"] == "gap" and "save" in row["causes"] and row["time"] >= when]
     if after:
         return after[0]["step"] - 1, after[0].get("before")  # a loader may be ahead by then, so no share of "samples"
     stood = [(row["step"], row["samples"]) for row in rows if "step" in row and row["time"] <= when]
-    beat = attempt.heartbeat(0)
+    beat = attempt.read_heartbeat(0)
     if beat is not None and beat.stepped_at <= when:
         stood.append((beat.step, beat.samples))
     return max(stood, key=lambda stand: stand[0], default=(0, None))

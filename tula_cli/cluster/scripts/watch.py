@@ -67,7 +67,7 @@ def put_aside_probe_files(attempt: ScriptAttempt) -> str:
     Returns:
         Description of the changes; empty if there were none.
     """
-    rows = attempt.changed_files(socket.gethostname())
+    rows = attempt.read_changed_files(socket.gethostname())
     stepped = min((row["stepped"] for row in rows if "stepped" in row), default=None)
     if stepped is None:
         return ""
@@ -232,9 +232,9 @@ class ScriptMonitor(RankMonitor):
 
     def _record_failures(self) -> None:
         """Write failure records, like those of a worker, for the failures that the shims of these ranks reported."""
-        shim_failures = self.attempt.failures()
+        shim_failures = self.attempt.read_failures()
         recorded_ranks = (
-            {failure.rank for failure in self.run.failures(self.task.id, self.command.attempt)}
+            {failure.rank for failure in self.run.read_failures(self.task.id, self.command.attempt)}
             if shim_failures
             else set()
         )
@@ -273,7 +273,7 @@ class ScriptMonitor(RankMonitor):
     @property
     def has_stepped(self) -> bool:
         """Whether any of these ranks has taken a step."""
-        return any(self.attempt.heartbeat(rank) is not None for rank in self.ranks)
+        return any(self.attempt.read_heartbeat(rank) is not None for rank in self.ranks)
 
     def find_reason_to_kill(self) -> Failure | None:
         """Return why the ranks must be killed, or None.
@@ -283,7 +283,7 @@ class ScriptMonitor(RankMonitor):
         if (reason := self.program.find_reason_to_stop(self.command)) is not None:
             return reason
         for rank in self.ranks:
-            beat = self.attempt.heartbeat(rank)
+            beat = self.attempt.read_heartbeat(rank)
             if beat is None or not self._is_silent(beat) or self._has_written_result(rank) or self._is_any_rank_alive():
                 continue
             message = (
@@ -298,7 +298,7 @@ class ScriptMonitor(RankMonitor):
 
     def _is_any_rank_alive(self) -> bool:
         """Return whether any rank on any node is alive; ranks that wait while it evaluates or saves are not stuck."""
-        beats = [self.attempt.heartbeat(rank) for rank in range(self.command.ranks)]
+        beats = [self.attempt.read_heartbeat(rank) for rank in range(self.command.ranks)]
         return any(beat is not None and (beat.lost is not None or not self._is_silent(beat)) for beat in beats)
 
     def _is_silent(self, beat: Heartbeat) -> bool:

@@ -91,7 +91,9 @@ def list_excluded_nodes(run: RunDir, task: Task, *, also: str = "") -> str:
         task: the first task of the job.
         also: a faulty node that is not recorded yet.
     """
-    recent = [attempt for attempt in run.attempts_of(task) if attempt.started_at > time.time() - FAULT_SECONDS]
+    recent = [
+        attempt for attempt in run.read_attempts_of_task(task) if attempt.started_at > time.time() - FAULT_SECONDS
+    ]
     section = compute_cluster_signature(task.spec.cluster)
     faulty = [attempt.host for attempt in recent if attempt.outcome == "device_fault" and attempt.cluster == section]
     return ",".join(dict.fromkeys(filter(None, [_get_slurm_section(task.spec).exclude, *faulty, also])))

@@ -31,7 +31,7 @@ def read_training_curves(run: RunDir, comparison: Comparison) -> list[TrainingCu
     curves = []
     for cell in (cell for cell in comparison.cells if cell.short is None):
         rows: dict[str, list[Row]] = {"epoch": [], "hessian": []}
-        for row in run.training(cell.signature).metrics(*rows):
+        for row in run.get_training(cell.signature).read_metrics(*rows):
             rows[row["kind"]].append(row)
         if rows["epoch"]:
             name = describe_method_label(cell.method, reference=cell.reference)

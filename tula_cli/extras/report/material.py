@@ -227,18 +227,18 @@ class TrainingMaterial:
     @cached_property
     def rows(self) -> Sequence[Row]:
         """Rows of the training's metrics; the steps of a long training are subsampled."""
-        return [row for row in self.files.sampled_metrics() if is_placed(row)]
+        return [row for row in self.files.read_sampled_metrics() if is_placed(row)]
 
     def rows_of_kind(self, *kinds: str) -> list[Row]:
         return [row for row in self.rows if row["kind"] in kinds]
 
     @cached_property
     def summary(self) -> Summary | None:
-        return self.files.summary()
+        return self.files.read_summary()
 
     @cached_property
     def attempts(self) -> list[Attempt]:
-        return self.files.attempts()
+        return self.files.read_attempts()
 
     @property
     def state(self) -> str:
@@ -268,7 +268,7 @@ def list_newest_trainings(material: Material) -> list[TrainingMaterial]:
 
 
 def _find_newest_training(run_material: RunMaterial) -> Iterator[TrainingMaterial]:
-    comparison = run_material.run.comparison()
+    comparison = run_material.run.read_comparison()
     compared = {cell.signature for cell in comparison.cells} if comparison is not None else set()
     tasks = run_material.look.train_tasks
     shown_tasks = [task for task in tasks if task.signature not in compared] or tasks
@@ -279,7 +279,7 @@ def _find_newest_training(run_material: RunMaterial) -> Iterator[TrainingMateria
     }
     count = len(newest_by_signature)
     trainings = [
-        TrainingMaterial(run_material, run_material.look.training(task.signature), task, count)
+        TrainingMaterial(run_material, run_material.look.get_training(task.signature), task, count)
         for task in sorted(newest_by_signature.values(), key=lambda task: submitted.get(task.job, 0.0), reverse=True)
     ]
     shown = next((training for training in trainings if training.state in ("done", *status.ACTIVE)), None)

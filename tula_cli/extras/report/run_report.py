@@ -8,7 +8,7 @@ from tula_cli.extras.report.material import Material, list_newest_trainings
 from tula_cli.extras.report.values import describe_software, is_priced
 from tula_cli.models.cost import describe_price
 from tula_cli.run.records.recommendations import Prediction
-from tula_cli.run.secrets import without_secrets
+from tula_cli.run.secrets import redact_secrets
 from tula_cli.services.document import Document, Fact
 from tula_cli.spec.job import JobSpec, describe_train_length
 from tula_cli.spec.workload import get_workload
@@ -117,7 +117,7 @@ def _list_facts(material: Material) -> Iterator[Fact]:
 def _list_code_facts(material: Material) -> Iterator[Fact]:
     """Yield the commit of the user's code; nothing if no code was recorded or it has no git commit."""
     names = [(part.run, task.code) for part in material.parts for task in part.look.tasks if task.code]
-    snapshot = names[-1][0].code(names[-1][1]) if names else None
+    snapshot = names[-1][0].read_code(names[-1][1]) if names else None
     if snapshot is not None and snapshot.commit:
         yield Fact("code", f"commit {snapshot.commit[:12]}{', with changes' if snapshot.dirty else ''}")
 
@@ -126,7 +126,7 @@ def _list_job_facts(spec: JobSpec) -> Iterator[Fact]:
     """Yield the script, or the model, the data and the optimizer of a job."""
     if spec.script is not None:
         command = spec.script.command
-        yield Fact("script", without_secrets(command if isinstance(command, str) else " ".join(command)))
+        yield Fact("script", redact_secrets(command if isinstance(command, str) else " ".join(command)))
         return
     yield Fact("model", _format_name_with_arguments(spec.model.name, spec.model.args))
     yield Fact("data", _format_name_with_arguments(spec.dataset.name, spec.dataset.args))

@@ -115,7 +115,7 @@ def build_configurations_table(rows: Sequence[Prediction], choice: Prediction, c
     has_spot = any(row.market == "spot" for row in rows)
 
     def list_notes(row: Prediction) -> list[str]:
-        return [*caveats.caveats_of(row), *["interval_unknown"] * (row.hours_low is None)]
+        return [*caveats.list_caveats(row), *["interval_unknown"] * (row.hours_low is None)]
 
     rows = sorted(rows, key=lambda row: get_configuration(row) != chosen)
     return build_table(
@@ -638,7 +638,7 @@ def _list_training_facts(training: TrainingMaterial) -> Iterator[Fact]:
     task, end = training.task, training.summary
     yield Fact("method", task.spec.train.method)
     yield Fact("attempts", str(len(training.attempts)))
-    if (result := training.files.result()) is not None:
+    if (result := training.files.read_result()) is not None:
         yield Fact("samples", f"{result.samples} in {result.steps} steps")
     if end is not None:
         at = f" at epoch {end.best_epoch}" if end.best_epoch else ""
@@ -648,7 +648,7 @@ def _list_training_facts(training: TrainingMaterial) -> Iterator[Fact]:
         else:
             yield Fact("result", f"{describe_best_epoch(end)}{at}")
         yield from (Fact(names.get(name, name), format_number(value, 4)) for name, value in end.metrics.items())
-    yield from (Fact("weights", describe_evaluation(evaluation)) for evaluation in training.files.evaluations())
+    yield from (Fact("weights", describe_evaluation(evaluation)) for evaluation in training.files.read_evaluations())
     warnings = dict.fromkeys(row["message"] for row in training.rows_of_kind("warning"))
     yield from (Fact("warning", text) for text in warnings)
 
@@ -689,7 +689,7 @@ def _build_predicted_against_actual(training: TrainingMaterial, end: Summary) ->
 
 
 def _build_attempts_table(training: TrainingMaterial) -> Table:
-    tasks = {task.id: task for task in training.files.tasks()}
+    tasks = {task.id: task for task in training.files.read_tasks()}
     at = training.part.now.at
     divisor, unit = choose_time_unit(max(attempt.count_seconds(at) for attempt in training.attempts))
     return build_table(
@@ -720,7 +720,7 @@ def _build_training_figures(training: TrainingMaterial) -> Iterator[Figure]:
     events = tuple(Annotation(float(row["samples"]), None, text, "event") for row, text in (*starts, *stages))
     changes = tuple(
         Annotation(float(change.samples), None, f"changed: {', '.join(change.parts)}", "event")
-        for change in training.files.changes()
+        for change in training.files.read_step_changes()
     )
     losses = (
         *_make_metric_series("training", steps or epochs, "loss"),
@@ -810,7 +810,7 @@ def _make_training_curve(training: TrainingMaterial) -> TrainingCurve:
         training.task.batch,
         training.rows_of_kind("epoch"),
         training.rows_of_kind("hessian"),
-        training.files.steps(),
+        training.files.read_steps(),
     )
 
 
@@ -822,7 +822,7 @@ HOW_TO_COMPARE = "no comparison. tula compare trains the job with several method
 def build_comparison_sections_of_parts(material: Material) -> Iterator[Section]:
     """Yield the sections of each part's comparison, or a single empty one if nothing was compared."""
     compared_parts = [
-        (part, comparison) for part in material.parts if (comparison := part.run.comparison()) is not None
+        (part, comparison) for part in material.parts if (comparison := part.run.read_comparison()) is not None
     ]
     if not compared_parts:
         yield Section("comparison", "Methods and batches", missing=HOW_TO_COMPARE)

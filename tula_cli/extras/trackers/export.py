@@ -215,7 +215,7 @@ class Session:
     def _record_run(self, key: str, sent: SentRun) -> None:
         self.sent = self.sent.model_copy(update={"runs": {**self.sent.runs, key: sent}})
         write_record(self.path, self.sent)
-        self._lock.heartbeat()
+        self._lock.renew()
 
 
 def _list_trainings(snapshot: Snapshot) -> list[list[TrainTask]]:
@@ -232,12 +232,14 @@ def _may_continue(snapshot: Snapshot, tasks: Sequence[TrainTask]) -> bool:
     A relaunch is recorded before the end of the attempt that it follows.
     """
     newest = tasks[-1]
-    attempts = snapshot.training(newest.signature).attempts()
+    attempts = snapshot.get_training(newest.signature).read_attempts()
     if not attempts or attempts[-1].outcome is None or attempts[-1].task != newest.id:
         return True
     last_attempt = attempts[-1]
     undecided = last_attempt.decision is None and last_attempt.outcome in ("signal", "disk")
-    return (undecided or resumes_elsewhere(last_attempt, newest.spec.cluster)) and not snapshot.cancelled_by(newest.job)
+    return (undecided or resumes_elsewhere(last_attempt, newest.spec.cluster)) and not snapshot.read_cancelling_command(
+        newest.job
+    )
 
 
 # --- All of a run, to all its trackers

@@ -17,7 +17,7 @@ from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Environment, Measured
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.run.secrets import may_be_secret, without_secrets
+from tula_cli.run.secrets import may_be_secret, redact_secrets
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.merge import flatten
@@ -57,7 +57,7 @@ def _format_setting(key: str, value: Any) -> Scalar | None:
         return None
     name = key.rpartition(".")[2]
     if isinstance(value, list):  # the words and lines of a command keep what is no secret
-        return None if may_be_secret(name, "") else without_secrets(" ".join(map(str, value)))
+        return None if may_be_secret(name, "") else redact_secrets(" ".join(map(str, value)))
     return None if may_be_secret(name, str(value)) else str(value)
 
 
@@ -151,11 +151,13 @@ def make_training_payload(
         active: whether its job is queued or running.
     """
     first, task = tasks[0], tasks[-1]
-    training = look.training(task.signature)
-    attempts, summary = training.attempts(), training.summary()
+    training = look.get_training(task.signature)
+    attempts, summary = training.read_attempts(), training.read_summary()
     began = min((attempt.started_at for attempt in attempts), default=0.0)
-    state = _get_training_state(training, attempts, active=active, cancelled=bool(look.cancelled_by(task.job)))
-    rows = training.metrics()
+    state = _get_training_state(
+        training, attempts, active=active, cancelled=bool(look.read_cancelling_command(task.job))
+    )
+    rows = training.read_metrics()
     environment = [_read_environment(row) for row in rows if row["kind"] == "environment"]
     points = collect_points(rows, batch=task.batch)
     settings = first.spec.model_dump(mode="json", exclude={"export"})
@@ -175,14 +177,14 @@ def make_training_payload(
             **_list_predicted_values(first),
             **(environment[-1] if environment else {}),
         },
-        {**_list_attempt_words(attempts, tasks), **{key: without_secrets(text) for key, text in texts.items() if text}},
+        {**_list_attempt_words(attempts, tasks), **{key: redact_secrets(text) for key, text in texts.items() if text}},
         select_finite_numbers(dict(_list_end_numbers(training))),
         points=points[:-1] if state == "running" else points,
     )
 
 
 def _get_training_state(training: TrainingRun, attempts: Sequence[Attempt], *, active: bool, cancelled: bool) -> State:
-    if training.result() is not None:
+    if training.read_result() is not None:
         return "finished"
     if active:
         return "running"
@@ -203,26 +205,26 @@ def _list_attempt_words(attempts: Iterable[Attempt], tasks: Sequence[TrainTask])
         where = f"{format_count(task.nodes)}, batch {task.batch}" if task else attempt.task
         start = f", from sample {attempt.samples}" if attempt.samples else ""
         why = f" ({task.cause})" if task and task.cause and attempt.number == 1 else ""
-        message = f": {without_secrets(get_first_line(attempt.message))}" if attempt.message else ""
+        message = f": {redact_secrets(get_first_line(attempt.message))}" if attempt.message else ""
         texts[f"attempt.{number:02d}"] = f"{where}{start}{why}: {attempt.outcome or 'running'}{message}"
     return texts
 
 
 def _list_end_numbers(training: TrainingRun) -> Iterator[tuple[str, Any]]:
     """Yield the results of a training, its time and cost as predicted and actual, and metrics of evaluated weights."""
-    if (result := training.result()) is not None:
+    if (result := training.read_result()) is not None:
         yield from ((f"final/{name}", value) for name, value in result.metrics.items())
         yield from (("best/epoch", result.best_epoch), ("best/top1", result.best_top1), ("best/loss", result.best_loss))
         yield from (("samples", result.samples), ("steps", result.steps))
         if result.best is not None:
             yield f"best/{result.best.metric}", result.best.value
-    if (summary := training.summary()) is not None:
+    if (summary := training.read_summary()) is not None:
         for name in ("hours", "cost", "step", "kwh"):
             yield from ((f"{when}/{name}", getattr(summary, f"{when}_{name}")) for when in ("predicted", "actual"))
         yield "attempts", summary.attempts
-    if (energy := training.energy()) is not None:
+    if (energy := training.read_energy()) is not None:
         yield "energy/kwh", energy.kwh
-    for evaluation in training.evaluations():
+    for evaluation in training.read_evaluations():
         weights = evaluation.weights if evaluation.weights in ("best", "last") else evaluation.key
         place = f"{'test' if evaluation.test else 'eval'}/{weights}"
         yield from ((f"{place}/{name}", value) for name, value in evaluation.metrics.items())

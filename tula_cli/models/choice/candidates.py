@@ -117,7 +117,7 @@ class Candidates:
         """Make a table of records, without the stages of a batch that grows."""
         columns = (column for column in list_columns(Prediction) if column.name != "stages")
         return cls.from_columns(
-            {column.name: np.array([column.value_of(row) for row in rows], dtype=column.dtype) for column in columns}
+            {column.name: np.array([column.get_value(row) for row in rows], dtype=column.dtype) for column in columns}
         )
 
     @classmethod

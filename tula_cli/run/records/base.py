@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer
 
-from tula_cli.run.secrets import without_secrets
+from tula_cli.run.secrets import redact_secrets
 
 OutcomeClass = Literal[
     "device_oom",
@@ -48,7 +48,7 @@ Seconds = Annotated[float, Field(gt=0)]
 """A duration that is never 0, such as that of a step."""
 
 
-RecordedText = Annotated[str, AfterValidator(without_secrets), PlainSerializer(without_secrets)]
+RecordedText = Annotated[str, AfterValidator(redact_secrets), PlainSerializer(redact_secrets)]
 """Text that another program may have written, from which possible secrets (tokens, URLs with passwords) are removed.
 
 Removed both on validation and on serialisation, because `model_copy` does not validate."""
@@ -129,6 +129,6 @@ class MicroBatches(Record):
         int  # micro-batches that BatchNorm takes its statistics over: several of SyncBatchNorm; 0 without either
     )
 
-    def splits_of_batch(self, batch: int) -> Splits | None:
+    def get_splits(self, batch: int) -> Splits | None:
         """Return the splits of a batch, or None if it is not included."""
         return next((splits for splits in self.splits if splits.batch == batch), None)

@@ -86,7 +86,7 @@ class Failure(Record):
         return f"{self.summary} on {self.host}" if self.outcome in NODE_FAILURES and self.host else self.summary
 
 
-def lift_failure(fields: object, *, ended_at: str = "") -> object:
+def convert_old_failure(fields: object, *, ended_at: str = "") -> object:
     """Return the fields of a record whose failure an older version stored as single fields, with them as a `Failure`.
 
     Args:

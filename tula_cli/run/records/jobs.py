@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import computed_field, model_validator
 
 from tula_cli.run.records.base import OutcomeClass, Record, RecordedText
-from tula_cli.run.records.failures import Decision, Failure, Shortage, lift_failure
+from tula_cli.run.records.failures import Decision, Failure, Shortage, convert_old_failure
 from tula_cli.run.records.results import PlannedBranch
 from tula_cli.run.records.scripts import PlannedStart
 
@@ -33,7 +33,7 @@ class Job(Record):
         """The scheduler's ids of all jobs of the chain."""
         return self.links or (self.scheduler_id,)
 
-    def nodes_of(self, link: str) -> int:
+    def get_nodes(self, link: str) -> int:
         """Return the number of nodes that a job of the chain requests."""
         return dict(zip(self.links, self.link_nodes, strict=False)).get(link, self.nodes)
 
@@ -62,7 +62,7 @@ class Attempt(Record):
     @model_validator(mode="before")
     @classmethod
     def _lift_failure(cls, fields: Any) -> Any:
-        return lift_failure(fields, ended_at="ended_at")
+        return convert_old_failure(fields, ended_at="ended_at")
 
     def count_seconds(self, now: float | None = None) -> float:
         """Return the seconds that it took; an open attempt lasts until `now`, or is not counted."""

@@ -16,7 +16,7 @@ from tula_cli.run.records.base import (
     RecordedText,
     Seconds,
 )
-from tula_cli.run.records.failures import Failure, lift_failure
+from tula_cli.run.records.failures import Failure, convert_old_failure
 from tula_cli.run.records.scripts import LearningRates
 
 
@@ -201,7 +201,7 @@ class Failed(Record):
     @model_validator(mode="before")
     @classmethod
     def _lift_failure(cls, fields: Any) -> Any:
-        return lift_failure(fields)
+        return convert_old_failure(fields)
 
     @computed_field  # type: ignore[prop-decorator]
     @property

@@ -153,11 +153,11 @@ class Prediction(Record):
         """The node-hours to be paid for."""
         return self.nodes * self.hours if self.node_hours is None else self.node_hours
 
-    def hours_on(self, nodes: int) -> float:
+    def compute_hours_on_nodes(self, nodes: int) -> float:
         """Return the hours of steps in the stages that run on `nodes` nodes, fewer than the training's own."""
         return sum(stage.steps * stage.step_time for stage in self.stages if stage.nodes == nodes) / 3600
 
-    def of_batch(self, batch: int) -> "Prediction | StageSteps | None":
+    def get_prediction_at_batch(self, batch: int) -> "Prediction | StageSteps | None":
         """Return the prediction for a step at a batch of this training; None if there is none."""
         if batch == self.batch:
             return self
@@ -178,7 +178,7 @@ class Caveats:
     def __init__(self, choice: Prediction) -> None:
         self._choice, self._intervals = choice, _list_quantity_intervals(choice)
 
-    def caveats_of(self, row: Prediction) -> tuple[str, ...]:
+    def list_caveats(self, row: Prediction) -> tuple[str, ...]:
         """Return the caveats of a configuration, by the keys of `CAVEATS`."""
         names = ["wide_interval"] * is_too_wide(row.hours_low, row.hours_high)
         if _list_configuration_fields(row) != _list_configuration_fields(self._choice):
@@ -537,7 +537,7 @@ class Recommendation(Record):
             chosen=row == self.choice,
             speed_up=headline.compute_speed_up(row) if headline is not None else None,
             accuracy_risk=headline.risk_basis.assess(row.batch, self.accuracy).level if headline is not None else None,
-            caveats=self.caveats.caveats_of(row),
+            caveats=self.caveats.list_caveats(row),
         )
 
     def plot(self, against: TradeOff = "cost") -> Any:

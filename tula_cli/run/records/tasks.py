@@ -29,7 +29,7 @@ class Rung(Record):
         int, Prediction
     ] = {}  # with each micro-batch in so many parts, of the first rung, where that is predicted
 
-    def on_splits(self, splits: int) -> Prediction | None:
+    def get_prediction_with_splits(self, splits: int) -> Prediction | None:
         """Return the prediction with each micro-batch in so many parts, or None."""
         return self.prediction if splits == 1 else self.cut.get(splits)
 
@@ -45,7 +45,7 @@ class JobSize(Record):
     @property
     def prediction(self) -> Prediction | None:
         """The prediction for so many nodes, or None."""
-        return self.ladder[0].on_splits(self.splits)
+        return self.ladder[0].get_prediction_with_splits(self.splits)
 
 
 class BaseTask(Record):
@@ -228,12 +228,12 @@ class TrainTask(BaseTask):
         """The nodes of the training: the most that it is granted, or those on which its last stage runs."""
         return (self.stages[-1].nodes if self.stages else None) or self.node_counts[-1]
 
-    def on_granted(self, nodes: int) -> "TrainTask":
+    def with_granted_nodes(self, nodes: int) -> "TrainTask":
         """Return this task on the largest of its sizes for which `nodes` nodes suffice; unchanged if it has no sizes."""
         size = next((size for size in reversed(self.sizes) if size.nodes <= nodes), None)
-        return self if size is None or size.nodes == self.nodes else self.on_size(size)
+        return self if size is None or size.nodes == self.nodes else self.with_size(size)
 
-    def on_size(self, size: JobSize) -> "TrainTask":
+    def with_size(self, size: JobSize) -> "TrainTask":
         """Return this task on a number of nodes, with its micro-batches, and fallbacks that divide on each of its sizes."""
         parts = self.spec.cluster.gpus_per_node * self.spec.train.accumulate
         divisor = math.lcm(*(count * parts for count in self.node_counts))
@@ -279,7 +279,7 @@ class TrainTask(BaseTask):
     @property
     def prediction(self) -> Prediction | None:
         """The prediction for the batch with the current micro-batches, or None."""
-        return self.ladder[0].on_splits(self.splits)
+        return self.ladder[0].get_prediction_with_splits(self.splits)
 
 
 class ResumeTestTask(MeasuringTask):

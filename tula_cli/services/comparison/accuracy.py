@@ -209,7 +209,7 @@ def build_compare_report(run: Run, comparison: Comparison, *, jobs: Iterable[Job
     spec = run.spec
     standing = rounds.decide_standing(snapshot, comparison, spec, hours=hours)
     cells = [
-        _make_cell_report(snapshot.training(cell.signature), cell, states.get(f"train-{cell.signature}"), spec)
+        _make_cell_report(snapshot.get_training(cell.signature), cell, states.get(f"train-{cell.signature}"), spec)
         for cell in standing.wanted
     ]
     columns = _list_metric_names(cells, spec)
@@ -256,14 +256,14 @@ def _list_metric_names(cells: Sequence[CellReport], spec: JobSpec) -> tuple[str,
 
 
 def _make_cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, spec: JobSpec) -> CellReport:
-    summary = training.summary()
+    summary = training.read_summary()
     if summary is None:
-        if attempt := training.diverged():
+        if attempt := training.find_diverged_attempt():
             return CellReport(cell, "diverged", attempt.message)
         if job is None or job.state == "done":  # a summary that is gone is trained again
             return CellReport(cell, "missing")
         return CellReport(cell, "running" if job.state == "suspended" else job.state, job.reason)
-    result, tuning = training.result(), training.tuning()
+    result, tuning = training.read_result(), training.read_tuning()
     cell_report = CellReport(
         cell=cell,
         state="done",
@@ -511,7 +511,7 @@ def find_accuracy_evidence(run: Run, *, batch: int) -> Accuracy | None:
         run: the run, for the node type of the choice.
         batch: global batch.
     """
-    comparison = run.comparison()
+    comparison = run.read_comparison()
     if comparison is None:
         return None
     from tula_cli.services.comparison.rows import make_row_of_job

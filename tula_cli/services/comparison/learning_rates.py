@@ -175,7 +175,9 @@ def prepare_search(
     hours = training.prediction.hours if training.prediction is not None else None
     arms = tuple(rate_search.list_arms(spec, batch))
     starts = 0 if spec.script is None else plan.branches + 1
-    seconds = max((result.overheads.startup for result in run.results() if isinstance(result, Measured)), default=0.0)
+    seconds = max(
+        (result.overheads.startup for result in run.read_results() if isinstance(result, Measured)), default=0.0
+    )
     return PreparedSearch(run, task, plan, arms, training.code, hours, training.price, starts * seconds / 3600)
 
 
@@ -188,7 +190,7 @@ def _require_branchable(run: Run, script: Script, divisor: int) -> tuple[int, in
         SpecError: it cannot, or it is not known.
     """
     reference = script.reference.batch
-    measured = next((result.dataset_size for result in run.results() if isinstance(result, Measured)), None)
+    measured = next((result.dataset_size for result in run.read_results() if isinstance(result, Measured)), None)
     size = script.known_dataset_size or measured
     finding, resumes = None, ""
     if script.resume is not None:
@@ -291,7 +293,7 @@ def _start_job(search: PreparedSearch, launcher: Launcher) -> None:
 
 def _list_branches(run: RunDir, task: RateSearchTask) -> tuple[RateBranch, ...]:
     """Return the branches that have ended."""
-    record = run.rate_search(task.key)
+    record = run.read_rate_search(task.key)
     return () if record is None else record.branches
 
 
@@ -318,7 +320,7 @@ def describe_branch(branch: RateBranch) -> str:
 
 def _find_batch_too_large(run: RunDir, task: RateSearchTask) -> int | None:
     """Return the batch at which the search ran out of memory after the batch in question was tried; None if none did."""
-    record, attempts = run.rate_search(task.key), run.attempts(task.id)
+    record, attempts = run.read_rate_search(task.key), run.read_attempts(task.id)
     failure = attempts[-1].failure if attempts else None
     if record is None or record.finished or failure is None or failure.outcome != "device_oom":
         return None
@@ -328,7 +330,7 @@ def _find_batch_too_large(run: RunDir, task: RateSearchTask) -> int | None:
 
 def _is_complete(run: RunDir, task: RateSearchTask) -> bool:
     """Return whether nothing is left to train."""
-    record = run.rate_search(task.key)
+    record = run.read_rate_search(task.key)
     return record is not None and (record.finished or _find_batch_too_large(run, task) is not None)
 
 
@@ -341,8 +343,8 @@ def read_report(search: PreparedSearch, file: JobFile | None = None) -> Learning
         TulaError: the job failed, as classified by the table of exit reasons.
     """
     run, task = search.run, search.task
-    record = run.rate_search(task.key)
-    if record is None and not run.attempts(task.id):
+    record = run.read_rate_search(task.key)
+    if record is None and not run.read_attempts(task.id):
         first, *others = task.batches
         with_others = f" that also tries batches {join_words(others)}" if others else ""
         raise BadMeasurements(

@@ -88,10 +88,10 @@ class Outcome:
 
 def read_outcome(run: RunDir | Snapshot, cell: Cell, spec: JobSpec) -> Outcome | None:
     """Return the result of a training; None if it has not ended."""
-    training = run.training(cell.signature)
-    summary = training.summary()
+    training = run.get_training(cell.signature)
+    summary = training.read_summary()
     if summary is None:
-        return None if training.diverged() is None else Outcome(cell, None)
+        return None if training.find_diverged_attempt() is None else Outcome(cell, None)
     of_script = next(iter(get_workload(spec).reported_metrics), "")
     metric = of_script or ("top1" if "top1" in summary.metrics else "loss")
     value = summary.metrics.get("eval_loss" if metric == "loss" and not of_script else metric)

@@ -107,7 +107,7 @@ def prepare(
     require_current_format(run.path)
     if run.type is not None:
         yield Note(f"node type {run.type}")
-    previous = run.comparison()
+    previous = run.read_comparison()
     grid = complete_grid(request, run, previous)
     if request.methods is None and previous is None:
         yield Note(compare.list_default_rows(run.spec, nodes=grid.nodes).words)
@@ -124,7 +124,7 @@ def load_comparison(runs: Sequence[Run], *, node_type: str | None = None) -> tup
         BadMeasurements: there is no comparison.
     """
     run = choose_run_to_train(runs, node_type)
-    comparison = run.comparison()
+    comparison = run.read_comparison()
     if comparison is None:
         raise BadMeasurements(f"nothing was compared in {run.id} yet", "run tula compare job.yaml --batch N,M")
     return run, comparison

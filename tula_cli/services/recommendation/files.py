@@ -37,7 +37,7 @@ def make_training_command(run: Run, choice: Prediction) -> str:
     """
     where = f"--run {shlex.quote(str(run.path.absolute()))}"
     train = f"tula train {where} --nodes {choice.nodes} --batch {choice.batch}"
-    folder = next((task.workdir for task in run.tasks() if isinstance(task, ProbeTask)), None)
+    folder = next((task.workdir for task in run.read_tasks() if isinstance(task, ProbeTask)), None)
     return train if folder is None else f"cd {shlex.quote(folder)} && {train}"
 
 

@@ -116,7 +116,7 @@ def gather_measurements(
         Pending, BadMeasurements, Infeasible: no node type is left.
     """
     all_measurements, errors = [], []
-    results_of = {run.type: run.results() for run in runs}
+    results_of = {run.type: run.read_results() for run in runs}
     all_results = [result for results in results_of.values() for result in results]
     noise = make_noise_path(runs, runs[0].spec, all_results)
     trainings, stage_objective = CachedTrainings(), choose_stage_objective(query.objective, query.curve)
@@ -127,12 +127,12 @@ def gather_measurements(
             estimator = Estimator.fit(
                 run.spec,
                 results,
-                attempts=run.attempts(),
-                saves=run.newest_script_saves(),
+                attempts=run.read_attempts(),
+                saves=run.find_newest_script_saves(),
                 trained=observations.steps,
                 other_sizes=sizes,
                 noise=noise,
-                queue=compute_median_queue_wait(run.jobs(), run.attempts()),
+                queue=compute_median_queue_wait(run.read_jobs(), run.read_attempts()),
                 stages_by=stage_objective,
             )
             unknown = _list_unknown_configurations(estimator, query)
@@ -253,16 +253,16 @@ def fit_estimator_of_recommendation(run: Run, *, stages_by: StageObjective = "ti
     Raises:
         BadMeasurements, Infeasible: as in `Estimator.fit`.
     """
-    spec, results, attempts = run.spec, run.results(), run.attempts()
+    spec, results, attempts = run.spec, run.read_results(), run.read_attempts()
     return Estimator.fit(
         spec,
         results,
         attempts=attempts,
-        saves=run.newest_script_saves(),
+        saves=run.find_newest_script_saves(),
         trained=list_observations_from_trainings(run, results).steps,
         other_sizes=read_measurements_of_other_sizes(run.sizes, CachedTrainings()),
         noise=make_noise_path([run], spec, results),
-        queue=compute_median_queue_wait(run.jobs(), attempts),
+        queue=compute_median_queue_wait(run.read_jobs(), attempts),
         stages_by=stages_by,
     )
 
@@ -333,7 +333,7 @@ def list_observations_from_trainings(
     names = run.train_signatures()
     if not measured or not names:
         return TrainingObservations()
-    tasks = run.tasks()
+    tasks = run.read_tasks()
     probed_job = next((task.spec for task in tasks if isinstance(task, ProbeTask)), run.spec)
     from tula_cli.run.code import find_measured_snapshot  # which runs without trainings do not need
 
@@ -347,7 +347,9 @@ def list_observations_from_trainings(
         ):
             continue
         training_observations = stretches.list_observations_from_training(
-            steps_here, run.training(name).sampled_metrics(), functools.partial(_describe_why_not_counted, measured)
+            steps_here,
+            run.get_training(name).read_sampled_metrics(),
+            functools.partial(_describe_why_not_counted, measured),
         )
         disagreements = {
             steps: why for steps in training_observations.steps if (why := _describe_disagreement(steps, measured))
@@ -382,7 +384,7 @@ def _runs_same_steps_as_probes(run: RunDir, task: TrainTask, probed_job: JobSpec
     method, train = task.spec.train.training_method, task.spec.train
     if method.tunes or method.probes_overestimate or ("gradient_norms" in train.diagnostics and not method.scales):
         return False
-    snapshot = run.code(task.code)
+    snapshot = run.read_code(task.code)
     return (snapshot.digest if snapshot is not None else "") == code and compute_measurement_signature(
         task.spec
     ) == compute_measurement_signature(probed_job)
@@ -417,13 +419,13 @@ class CachedTrainings:
 
     def __call__(self, run: Run) -> TrainingObservations:
         if run.path not in self._known:
-            self._known[run.path] = list_observations_from_trainings(run, run.results())
+            self._known[run.path] = list_observations_from_trainings(run, run.read_results())
         return self._known[run.path]
 
 
 def read_measurements_of_other_sizes(sizes: Sequence[Run], trainings: CachedTrainings) -> OtherSizes:
     """Return the measurements with other numbers of GPUs on the same nodes, as of `Run.sizes`."""
-    probes = [result for run in sizes for result in run.results() if isinstance(result, Measured)]
+    probes = [result for run in sizes for result in run.read_results() if isinstance(result, Measured)]
     return OtherSizes(tuple(probes), tuple(steps for run in sizes for steps in trainings(run).steps))
 
 
@@ -432,11 +434,11 @@ def read_measurements_of_other_sizes(sizes: Sequence[Run], trainings: CachedTrai
 
 def list_trainings_with_noise(run: RunDir) -> list[TrainingRun]:
     """Return the trainings of a run that measure their gradient noise."""
-    trainings = [run.training(signature) for signature in run.train_signatures()]
+    trainings = [run.get_training(signature) for signature in run.train_signatures()]
     return [
         training
         for training in trainings
-        if (task := training.newest_task()) and "gradient_noise" in task.spec.train.diagnostics
+        if (task := training.read_newest_task()) and "gradient_noise" in task.spec.train.diagnostics
     ]
 
 
@@ -472,7 +474,7 @@ def find_noise_near_tenth(trainings: Iterable[TrainingRun], *, reference: int, e
 
 
 def _list_noise_rows(trainings: Iterable[TrainingRun]) -> list[dict[str, Any]]:
-    return [row for training in trainings for row in training.sampled_metrics() if row["kind"] == "noise"]
+    return [row for training in trainings for row in training.read_sampled_metrics() if row["kind"] == "noise"]
 
 
 def make_noise_path(
@@ -529,7 +531,7 @@ def plan_stages(
         return ()
     if stages_setting == "noise" and recommended is not None and recommended.choice.type and recommended.stages:
         return recommended.stages
-    noise = make_noise_path([run], spec, run.results())
+    noise = make_noise_path([run], spec, run.read_results())
     if stages_setting == "noise" and noise is None:
         raise BadMeasurements(NOISE_NOT_MEASURED, HOW_TO_MEASURE)
     ramp = build_ramp_on_nodes(spec, batch=batch, nodes=nodes, dataset_size=dataset_size, noise=noise)

@@ -102,7 +102,7 @@ def check_nodes(task: CheckTask, run: RunDir, *, attempt: int) -> None:
     """
     write_error = _try_sign_in(task, run)  # before the ranks meet: who signed is told from who never came
     over_gloo = task.spec.cluster.model_copy(update={"device": "cpu"})
-    with join_process_group(over_gloo, handover=run.handover_path(task.id, attempt)) as ranks:
+    with join_process_group(over_gloo, handover=run.get_handover_path(task.id, attempt)) as ranks:
         views = [
             RankReport.loads(text) for text in ranks.gather(_make_rank_report(task, run, ranks, write_error).dumps())
         ]
@@ -153,7 +153,7 @@ def _make_rank_report(task: CheckTask, run: RunDir, ranks: Ranks, write_error: s
         shared=read_shared_memory(),
         interface=network.find_interface(address) or "",
         address=address,
-        token=run.checks.token(task.id),
+        token=run.checks.read_token(task.id),
         write_error=write_error,
         dataset=is_dataset_readable(task.spec),
         free_disk=shutil.disk_usage(run.path).free,

@@ -444,7 +444,7 @@ def run_probes(task: ProbeTask, run: RunDir, ranks: Ranks, datasets: Datasets, *
     task = task.model_copy(update={"spec": find_most_expensive_job(task.spec)})
     overheads: JobOverheads | None = None
     # Rank 0 decides for all: on NFS another node may still see the task before the newest trial was added to it.
-    while local_batch := ranks.broadcast((run.current_probe(task) or 0) if ranks.is_first else 0):
+    while local_batch := ranks.broadcast((run.find_current_probe(task) or 0) if ranks.is_first else 0):
         overheads = overheads or _measure_job_overheads(
             task, run, ranks, datasets, local_batch=local_batch, started_at=started_at
         )

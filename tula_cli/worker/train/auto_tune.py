@@ -207,7 +207,7 @@ def load_choice(task: TrainTask, run: RunDir, ranks: Ranks) -> Choice | None:
     A choice made at a larger batch (before an out-of-memory error) is kept, with the learning-rate factor limited to
     linear scaling.
     """
-    stored = run.training(task.signature).tuning() if ranks.is_first else None
+    stored = run.get_training(task.signature).read_tuning() if ranks.is_first else None
     is_chosen = stored is not None and stored.chosen is not None
     if not ranks.broadcast(int(is_chosen)):
         return None
@@ -241,7 +241,7 @@ def choose_next_arm(task: TrainTask, run: RunDir, ranks: Ranks, *, samples: int)
         samples: position of the training at the breakdown.
     """
     if ranks.is_first:
-        tuning = run.training(task.signature).tuning()
+        tuning = run.get_training(task.signature).read_tuning()
         assert tuning is not None and tuning.chosen is not None
         checkpoint.discard_after(run, task.signature, tuning.start)
         broken = (*tuning.broken, tuning.chosen.name)
@@ -338,7 +338,7 @@ def _load_record(context: BranchContext, run: RunDir, position: Position, arms: 
         arms=arms,
         beginning=_count_samples_of_beginning(context) if len(arms) > 1 else 0,
     )
-    tuning = run.training(context.task.signature).tuning() if context.ranks.is_first else None
+    tuning = run.get_training(context.task.signature).read_tuning() if context.ranks.is_first else None
     alike = tuning is not None and fresh == tuning.model_copy(update={"branches": (), "chosen": None})
     return tuning if tuning is not None and alike else fresh
 
@@ -433,7 +433,7 @@ def _choose(task: TrainTask, context: TrainContext) -> Choice:
     branch_steps = self_tuning.plan_tuning(task.spec, batch=task.batch, dataset_size=len(datasets.train)).steps
     Training(control, context, until=BRANCHING_EPOCH, ahead=branch_steps).train()
     with MetricsFile(
-        run, task, is_first=ranks.is_first, samples=run.training(task.signature).newest_samples()
+        run, task, is_first=ranks.is_first, samples=run.get_training(task.signature).find_newest_samples()
     ) as metrics:
         try:
             return run_tuning(task, run, ranks, split, preemption=context.preemption, log=metrics.add)

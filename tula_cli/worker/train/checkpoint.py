@@ -128,7 +128,7 @@ def save_checkpoint(
     checkpoints that must not be deleted.
     """
     shares = trainer.parallel.needs_all_ranks
-    path = run.training(signature).checkpoint_path(trainer.position.samples, shares=shares)
+    path = run.get_training(signature).get_checkpoint_path(trainer.position.samples, shares=shares)
     if shares:
         write_sharded(path, trainer, best=best, owed=owed, ended=ended)
     else:
@@ -151,14 +151,14 @@ def write_sharded(path: Path, trainer: Trainer, *, best: dict[str, float], owed:
 
 def _remove_outdated(run: RunDir, signature: str, path: Path, *, is_best: bool, keep: Collection[int]) -> None:
     """Point `last` (and `best`) at a new checkpoint, and delete those that are no longer needed."""
-    folder = run.training(signature).path
+    folder = run.get_training(signature).path
     _replace_link(folder / "last", path)
     if is_best:
         _replace_link(folder / "best", path)
     # A run that stands before a checkpoint of its own has found it damaged.
-    newest = [old for old in run.training(signature).checkpoints() if old <= path][:CHECKPOINTS_KEPT]
+    newest = [old for old in run.get_training(signature).list_checkpoints() if old <= path][:CHECKPOINTS_KEPT]
     retained = {*newest, _read_link_target(folder / "best"), _read_link_target(folder / "last")}
-    for old in run.training(signature).checkpoints():
+    for old in run.get_training(signature).list_checkpoints():
         if old not in retained and int(old.stem) not in keep:
             remove_path(old)
 
@@ -169,7 +169,7 @@ def discard_after(run: RunDir, signature: str, samples: int) -> None:
     `last` then points at that one, and so does `best` if its checkpoint is deleted; if none is left, both links are
     removed.
     """
-    folder, checkpoints = run.training(signature).path, run.training(signature).checkpoints()
+    folder, checkpoints = run.get_training(signature).path, run.get_training(signature).list_checkpoints()
     dropped = [path for path in checkpoints if int(path.stem) > samples]
     newest = next((path for path in checkpoints if path not in dropped), None)
     for link in (folder / "last", folder / "best"):
@@ -191,7 +191,7 @@ def load_newest(
         signature: of the training.
         tell: called with a message for each checkpoint that is renamed.
     """
-    for path in run.training(signature).checkpoints():
+    for path in run.get_training(signature).list_checkpoints():
         if path.suffix != ".pt":
             continue
         content = _read_checkpoint(path) if is_complete_archive(path) else None
@@ -209,8 +209,8 @@ def load_for_all(
     For a sharded model this is its `folder`, and the state that is not sharded. `tell` as in `load_newest`, called on
     rank 0.
     """
-    training = run.training(signature)
-    sharded = [path.name for path in training.checkpoints() if path.suffix != ".pt"] if ranks.is_first else []
+    training = run.get_training(signature)
+    sharded = [path.name for path in training.list_checkpoints() if path.suffix != ".pt"] if ranks.is_first else []
     folders = [training.path / "checkpoints" / name for name in json.loads(ranks.gather(json.dumps(sharded))[0])]
     for folder in folders:
         rest = (
@@ -228,7 +228,7 @@ def load_for_all(
         return None
     if newest is not None:
         return newest[1]
-    path = run.training(signature).checkpoint_path(samples)
+    path = run.get_training(signature).get_checkpoint_path(samples)
     wait_until_listed(path)  # it is there for rank 0; that it was missing may be kept on this node for a while
     content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return content

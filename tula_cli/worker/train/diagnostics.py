@@ -122,7 +122,7 @@ class Diagnostics:
         for at, unread in enumerate(waiting):
             square, scaled = squares[at], shares[at]
             norm = round_value("norm", None if square is None else math.sqrt(square))
-            row = StepRow.of_step(
+            row = StepRow.from_step(
                 samples=unread.samples,
                 batch=unread.batch,
                 lr=unread.lr,

@@ -31,8 +31,8 @@ def evaluate_checkpoint(task: EvaluateTask, run: RunDir, ranks: Ranks, datasets:
         SpecError: the test set cannot be built, or the weights do not fit the model.
         JobFailed: the checkpoint no longer exists.
     """
-    training = run.training(task.signature)
-    if ranks.broadcast(int(training.evaluation(task.key) is not None)):
+    training = run.get_training(task.signature)
+    if ranks.broadcast(int(training.read_evaluation(task.key) is not None)):
         return
     samples = build_test_dataset(task.spec, datasets)
     trainer = worker_train_loop.build_trainer(

@@ -45,7 +45,7 @@ class StepFile:
         """Drop the rows beyond `samples`, and continue after the others."""
         if not self.training.steps_path.exists():
             return
-        rows = [row for row in self.training.step_rows() if row.samples <= samples]
+        rows = [row for row in self.training.read_step_rows() if row.samples <= samples]
         widest = max((row.steps for row in rows), default=1)
         self.width = 2 ** (widest - 1).bit_length()
         self.complete_rows, self.open, complete = [], [], [row for row in rows if row.last is not None]
@@ -85,13 +85,13 @@ class StepFile:
 
     def _join_neighbours(self) -> None:
         """Join neighbouring rows, except those on both sides of a checkpoint: a training may resume from it."""
-        marks = sorted(int(path.stem) for path in self.training.checkpoints())
+        marks = sorted(int(path.stem) for path in self.training.list_checkpoints())
 
         def apart(first: int, after: int) -> bool:
             return any(first <= mark < after for mark in marks)
 
         self.width *= 2
-        self._rewrite(join_neighbours(self.training.step_rows(), most=self.width, must_stay_apart=apart))
+        self._rewrite(join_neighbours(self.training.read_step_rows(), most=self.width, must_stay_apart=apart))
 
     def _rewrite(self, rows: Sequence[StepRow]) -> None:
         write_atomic(self.training.steps_path, format_rows(rows))
@@ -112,9 +112,9 @@ class MetricsFile:
     """
 
     def __init__(self, run: RunDir, task: TrainTask, *, is_first: bool, samples: int) -> None:
-        self.path = run.training(task.signature).metrics_path
+        self.path = run.get_training(task.signature).metrics_path
         self.run, self.task, self.first, self.samples = run, task, is_first, samples
-        self.steps = StepFile(run.training(task.signature))  # of every one
+        self.steps = StepFile(run.get_training(task.signature))  # of every one
 
     def __enter__(self) -> "MetricsFile":
         if self.first:

@@ -33,7 +33,7 @@ def run_rate_search(task: RateSearchTask, run: RunDir, ranks: Ranks, datasets: D
         Diverged: the training diverges at the reference batch already.
     """
     text = ""
-    if ranks.is_first and (stored := run.rate_search(task.key)) is not None:
+    if ranks.is_first and (stored := run.read_rate_search(task.key)) is not None:
         text = stored.model_dump_json()
     text = ranks.gather(text)[0]
     search = RateSearch.model_validate_json(text) if text else None

@@ -106,12 +106,12 @@ class Training:
                 batches,
                 lambda batch: self_tuning.list_jobs_of_training(task.spec, batch),
             )
-            self.run.training(self.task.signature).write_micro_batches(splits)
+            self.run.get_training(self.task.signature).write_micro_batches(splits)
 
     def _resume(self) -> None:
         """Load the newest checkpoint, or the initial weights; every rank loads the one that rank 0 found."""
         if self.first:
-            self.run.training(self.task.signature).drop_drafts()
+            self.run.get_training(self.task.signature).drop_drafts()
         content = checkpoint.load_for_all(self.run, self.task.signature, self.context.ranks, self.damaged.append)
         if content is not None:
             self.best, self.owed = checkpoint.restore_checkpoint(self.trainer, content), bool(content.get("owed"))
@@ -298,7 +298,7 @@ class Training:
         judged."""
         if not self.divergence.judges_finite_losses:
             return []
-        known = (int(path.stem) for path in self.run.training(self.task.signature).checkpoints())
+        known = (int(path.stem) for path in self.run.get_training(self.task.signature).list_checkpoints())
         return [samples for samples in known if samples <= self.trainer.losses.sound][:1]
 
     # --- the end of an epoch, and of all
@@ -378,7 +378,7 @@ class Training:
         trainer, signature = self.trainer, self.task.signature
         values = result.values
         metrics = {"eval_loss": values.pop("loss"), **values}
-        metric, rows = self.task.spec.train.best_checkpoint.metric, self.run.training(signature).metrics()
+        metric, rows = self.task.spec.train.best_checkpoint.metric, self.run.get_training(signature).read_metrics()
         self.run.write_train_result(
             TrainResult(
                 signature=signature,
@@ -398,14 +398,14 @@ class Training:
                     rows, (self.task.nodes, trainer.sizes.batch, trainer.largest_micro_batch)
                 ),
                 finished_at=time.time(),
-                tuning=self.run.training(signature).tuning(),
+                tuning=self.run.get_training(signature).read_tuning(),
             )
         )
 
     def _finish(self) -> None:
         """Evaluate and write the result if it is missing: of a run resumed after its last step, or whose last epoch had
         less than a batch left."""
-        written = self.first and self.run.training(self.task.signature).result() is not None
+        written = self.first and self.run.get_training(self.task.signature).read_result() is not None
         if self.trainer.ranks.broadcast(int(written)):
             return
         self._check_divergence(weights=True)

@@ -68,7 +68,7 @@ class TrainingLog:
     @property
     def expected(self) -> Prediction | StageSteps | None:
         """Return the predicted step time at the current batch."""
-        return self.task.prediction and self.task.prediction.of_batch(self.batch)
+        return self.task.prediction and self.task.prediction.get_prediction_at_batch(self.batch)
 
     def add(self, kind: str, **values: Any) -> None:
         """Write a row at the trainer's position."""
@@ -230,7 +230,7 @@ class TrainingLog:
         """Return the predicted ratio of the step time at a batch to that at the current one, else the batches'
         ratio."""
         expected_now = self.expected
-        expected_then = self.task.prediction and self.task.prediction.of_batch(batch)
+        expected_then = self.task.prediction and self.task.prediction.get_prediction_at_batch(batch)
         return (
             expected_then.step_time / expected_now.step_time if expected_now and expected_then else batch / self.batch
         )

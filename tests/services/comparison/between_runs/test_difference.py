@@ -132,7 +132,7 @@ def test_of_many_differences_the_headline_names_six_and_counts_the_others(runs):
 def code(run: RunDir, files: dict[str, str], commit: str) -> None:
     name = f"c{len(files)}{commit}"
     for path, text in files.items():
-        (place := run.code_dir(name) / path).parent.mkdir(parents=True, exist_ok=True)
+        (place := run.get_code_dir(name) / path).parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text)
     run.write_code(
         CodeSnapshot(

@@ -77,5 +77,5 @@ def test_a_training_ends_after_the_epochs_that_until_names_by_the_schedule_of_al
         run_training(task, run, alone, build_datasets(job))
         rates.append([row["lr"] for row in rows(run, task, "epoch")])
     assert len(rates[0]) == 4 and rates[1] == rates[0][:2]
-    result = run.training(task.signature).result()
+    result = run.get_training(task.signature).read_result()
     assert result is not None and (result.epochs, result.ended) == (2, "train.early_stopping.epochs is 2")

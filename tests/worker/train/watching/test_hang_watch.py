@@ -27,7 +27,7 @@ class Watched:
     def __init__(self, folder: Path, world: int = 2) -> None:
         self.run = RunDir.create(folder, make.spec(train={"epochs": 4}))
         make.add_training(self.run)
-        task = self.run.training("ab12cd34").newest_task()
+        task = self.run.get_training("ab12cd34").read_newest_task()
         assert isinstance(task, TrainTask)
         self.task, self.ended = task, threading.Event()
         self.watch = HangWatch(run=self.run, task=task, attempt=3, rank=1, world=world, end=self._end)
@@ -65,7 +65,7 @@ def test_a_step_without_end_is_reported_with_its_place_and_all_stacks(
 ) -> None:
     assert watched.follow(steps(watched, 3)) == 3
     assert watched.ended.is_set()
-    (failure,) = watched.run.failures(watched.task.id, 3)
+    (failure,) = watched.run.read_failures(watched.task.id, 3)
     assert (failure.outcome, failure.rank) == ("hung", 1)
     assert failure.message.startswith("no step finished for 0 s, while one takes ")
     assert f"in stands_still, {__file__} line " in failure.message

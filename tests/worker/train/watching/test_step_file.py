@@ -30,7 +30,9 @@ def job(method: dict[str, Any], *, ends_after: int | None = None) -> Any:
 
 
 def steps(count: int, *, start: int = 0) -> list[StepRow]:
-    return [StepRow.of_step(samples=8 * (start + at + 1), batch=8, lr=0.1, norm=at, delta=None) for at in range(count)]
+    return [
+        StepRow.from_step(samples=8 * (start + at + 1), batch=8, lr=0.1, norm=at, delta=None) for at in range(count)
+    ]
 
 
 # --- of a training
@@ -47,7 +49,7 @@ def test_a_broken_training_has_the_rows_of_a_whole_one(
     whole = RunDir.create(tmp_path / "whole", task.spec)
     for place in (run, whole):
         run_training(task, place, alone, build_datasets(task.spec))
-    broken, unbroken = (place.training(task.signature).steps() for place in (run, whole))
+    broken, unbroken = (place.get_training(task.signature).read_steps() for place in (run, whole))
     assert len(list(rows(run, task, "start"))) == 2
     assert broken == unbroken
     assert broken.samples == [BATCH * (at + 1) for at in range(3 * STEPS)]
@@ -64,7 +66,7 @@ def test_the_change_after_another_batch_is_unknown(alone: Ranks, run: RunDir) ->
         run_training(train_task(context, signature=first.signature), run, alone, build_datasets(context))
     relaunched = second.model_copy(update={"signature": first.signature})
     run_training(relaunched, run, alone, build_datasets(second.spec))
-    result = run.training(first.signature).steps()
+    result = run.get_training(first.signature).read_steps()
     assert set(result.batch) == {BATCH, BATCH // 2} and result.samples[-1] == 3 * EPOCH
     assert [at for at, value in enumerate(result.delta) if value is None] == [0, result.batch.index(BATCH // 2)]
 
@@ -72,8 +74,8 @@ def test_the_change_after_another_batch_is_unknown(alone: Ranks, run: RunDir) ->
 def test_who_neither_scales_nor_asks_keeps_no_steps(alone: Ranks, run: RunDir) -> None:
     task = train_task(spec())
     run_training(task, run, alone, build_datasets(task.spec))
-    training = run.training(task.signature)
-    assert not training.steps_path.exists() and training.steps().samples == []
+    training = run.get_training(task.signature)
+    assert not training.steps_path.exists() and training.read_steps().samples == []
 
 
 def test_a_training_that_leaves_keeps_what_it_has_done(alone: Ranks, run: RunDir) -> None:
@@ -81,8 +83,12 @@ def test_a_training_that_leaves_keeps_what_it_has_done(alone: Ranks, run: RunDir
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tula_cli.worker.entry.PreemptionHandler", lambda ranks, **_: LeavesAt(ranks, 5))
         run_training(task, run, alone, build_datasets(task.spec))
-    assert run.training(task.signature).result() is None
-    assert run.training(task.signature).steps().samples[-1] == run.training(task.signature).newest_samples() > 0
+    assert run.get_training(task.signature).read_result() is None
+    assert (
+        run.get_training(task.signature).read_steps().samples[-1]
+        == run.get_training(task.signature).find_newest_samples()
+        > 0
+    )
 
 
 @pytest.mark.parametrize("method", [PLAIN, {"method": "ags"}, {"method": "static"}], ids=["lbt", "ags", "static"])
@@ -111,9 +117,9 @@ def test_a_long_training_is_thinned_out_and_no_step_is_lost(tmp_path: Path) -> N
     file = StepFile(training, most=40)
     for first in range(0, 1000, 7):
         file.add(steps(min(7, 1000 - first), start=first), close=first % 49 == 0)
-        assert len(training.step_rows()) == file.count <= 40
+        assert len(training.read_step_rows()) == file.count <= 40
     file.add([], close=True)
-    result = training.steps()
+    result = training.read_steps()
     assert sum(result.steps) == 1000 and result.samples[-1] == 8000
     assert file.width == max(result.steps) == 32
     assert max(value for value in result.norm_high if value is not None) == 6
@@ -125,11 +131,11 @@ def test_no_row_has_steps_from_both_sides_of_a_checkpoint(tmp_path: Path) -> Non
     for first in range(0, 60, 5):
         file.add(steps(5, start=first), close=True)
         if first in (20, 35, 50):
-            write_atomic(training.checkpoint_path(8 * (first + 5)), b"")
-    for path in training.checkpoints():
+            write_atomic(training.get_checkpoint_path(8 * (first + 5)), b"")
+    for path in training.list_checkpoints():
         again = StepFile(training, most=10)
         again.resume(int(path.stem))
-        result = training.steps()
+        result = training.read_steps()
         assert 8 * sum(result.steps) == result.samples[-1] == int(path.stem)
         assert again.width == file.width or len(result.samples) < 10
 
@@ -142,14 +148,14 @@ def test_a_line_that_a_kill_has_cut_is_dropped_before_others_follow(tmp_path: Pa
     again = StepFile(training)
     again.resume(24)
     again.add(steps(2, start=3), close=True)
-    assert training.steps().samples == [8, 16, 24, 32, 40]
+    assert training.read_steps().samples == [8, 16, 24, 32, 40]
 
 
 def test_metrics_cut_the_rows_also_where_nobody_adds_any(alone: Ranks, run: RunDir) -> None:
     task = train_task(spec())
-    StepFile(run.training(task.signature)).add(steps(5), close=True)
+    StepFile(run.get_training(task.signature)).add(steps(5), close=True)
     with metrics.MetricsFile(run, task, is_first=True, samples=16):
-        assert run.training(task.signature).steps().samples == [8, 16]
+        assert run.get_training(task.signature).read_steps().samples == [8, 16]
 
 
 def test_a_training_that_is_thinned_out_goes_on_where_it_was(
@@ -160,6 +166,6 @@ def test_a_training_that_is_thinned_out_goes_on_where_it_was(
     with pytest.raises(Interrupted):
         run_training(train_task(ending, signature=task.signature), run, alone, build_datasets(ending))
     run_training(task, run, alone, build_datasets(task.spec))
-    result = run.training(task.signature).steps()
+    result = run.get_training(task.signature).read_steps()
     assert sum(result.steps) == 3 * STEPS and result.samples[-1] == 3 * EPOCH
     assert max(result.steps) > 1

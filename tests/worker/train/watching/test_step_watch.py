@@ -66,7 +66,7 @@ def hogged(alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Iterat
 def test_a_hog_is_reported_once_when_it_comes_and_once_when_it_goes(
     hogged: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slower, faster = hogged.run.training(hogged.task.signature).changes()
+    slower, faster = hogged.run.get_training(hogged.task.signature).read_step_changes()
     assert slower.parts == faster.parts == ("compute",)
     assert [abs(change.samples // 8 - step) <= 1 for change, step in ((slower, HOG.start), (faster, HOG.stop))] == [
         True
@@ -80,7 +80,7 @@ def test_a_hog_is_reported_once_when_it_comes_and_once_when_it_goes(
 
 
 def test_it_is_said_in_words(hogged: Any) -> None:
-    slower, faster = map(describe_step_change, hogged.run.training(hogged.task.signature).changes())
+    slower, faster = map(describe_step_change, hogged.run.get_training(hogged.task.signature).read_step_changes())
     assert ": the nodes compute more slowly; computing 8" in slower and " USD more" in slower
     assert ": the nodes compute faster; computing 5" in faster and " USD less" in faster
 

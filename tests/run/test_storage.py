@@ -24,7 +24,7 @@ from tula_cli.run import disk_space, shortages
 
 run = Path(sys.argv[1])
 told = {"empty": disk_space.make_missing_bytes_error(run)}
-shortages.keep_reserve(run)
+shortages.allocate_reserve(run)
 try:
     write_atomic(run / "large", bytes(2**20))
 except DiskFull as error:

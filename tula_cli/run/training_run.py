@@ -40,7 +40,7 @@ from tula_cli.run.step_series import StepRow, StepSeries, is_step_line, to_colum
 from tula_cli.run.step_series import parse_rows as read_steps
 
 CHECKPOINT = re.compile(r"[0-9]{12,}\.(pt|dcp)")
-"""File names created by `checkpoint_path`."""
+"""File names created by `get_checkpoint_path`."""
 DRAFT = re.compile(r"\.[0-9]{12,}\.(pt\..+\.[0-9]+|dcp\.(draft|old))")
 """File names of checkpoints that are being written or replaced, by `write_atomic` or as shares."""
 

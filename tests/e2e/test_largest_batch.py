@@ -41,7 +41,10 @@ def test_the_largest_batch_fits_and_the_search_continues_where_it_was_ended(tula
     assert 0 <= answer["headroom"] < 0.3 and answer["local_batch_with_margin"] <= answer["local_batch"]
 
     (tula.run().path / "results" / f"probe-n002-l{answer['too_large']:06d}.json").unlink()
-    starts = len(tula.run().read_attempts())
+    attempts = len(tula.run().read_attempts())
     again = tula("profile", "job.yaml", "--largest", *words)["data"]
     assert (again["local_batch"], again["too_large"]) == (answer["local_batch"], answer["too_large"])
-    assert len(tula.run().read_attempts()) == starts + 1, "only the missing trial was repeated"
+    repeated = [attempt.failure.local_batch for attempt in tula.run().read_attempts()[attempts:] if attempt.failure]
+    assert answer["too_large"] in repeated, "the trial whose result is missing was repeated"
+    assert set(repeated) & set(fits) == {answer["too_large"]}, "no other trial was repeated"
+    assert len(tula.run().read_attempts()) == attempts + len(repeated), "no batch that fits was tried again"

@@ -276,6 +276,23 @@ def test_groups_have_their_own_rate_and_decay_and_the_last_one_counts(name: str)
     assert [group["lr"] for group in param_groups] == [0.1, 0.1, 1.0]
 
 
+def test_sgd_updates_sparse_embeddings_without_its_fused_kernel() -> None:
+    network = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
+    of = grouped(name="SGD", groups=[{"parameters": ["2"], "lr_factor": 10}])
+    dense, sparse = network[2], network[0].weight
+    optimizer = build_optimizer(of, make_parameter_groups(of.optimizer, network))
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 1.0]
+    optimizer = build_optimizer(spec(), make_parameter_groups(spec().optimizer, network))
+    assert [group["params"] for group in optimizer.param_groups] == [[dense.weight, dense.bias], [sparse]]
+    before = sparse.detach().clone()
+    network(torch.tensor([[0, 1], [1, 3]])).square().sum().backward()
+    assert sparse.grad is not None and sparse.grad.is_sparse
+    optimizer.step()
+    changed = (sparse != before).any(dim=1).tolist()
+    assert changed == [True, True, False, True, False] and optimizer.param_groups[0]["fused"] is True
+
+
 def test_ratios_hold_at_every_point_of_a_training(alone: Ranks, run: RunDir) -> None:
     of = spec(
         model={"args": {"norm": True}},

@@ -2,6 +2,7 @@
 
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,17 @@ def test_only_the_steps_of_the_window_are_seen(alone: Ranks) -> None:
     assert len(list(spy.watch(islice(steps, 3), subject.scaler))) == 3
     next(steps)
     assert len(spy.pairs()) == 3 and not spy.local and not spy.reduced
+
+
+def test_a_sparse_gradient_counts_rows_that_repeat_as_their_sum(alone: Ranks) -> None:
+    values = torch.tensor([[1.0, 0.0], [2.0, 0.0], [1.0, 4.0]])
+    rows = torch.sparse_coo_tensor(torch.tensor([[0, 2, 2]]), values, (4, 2), check_invariants=True)
+    recorder = GradientNormRecorder(alone)
+    recorder.watching = True
+    record_reduced = recorder(SimpleNamespace(buffer=lambda: rows))  # type: ignore[arg-type]
+    assert record_reduced is not None
+    record_reduced()
+    assert [float(norm) for norm in (*recorder.local, *recorder.reduced)] == pytest.approx([26**0.5] * 2)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

@@ -180,12 +180,14 @@ def make_parameter_groups(section: Optimizer, model: nn.Module) -> Parameters:
     """Return the trainable parameters of a model, in groups if the section defines some.
 
     Parameters in no group come first, with the section's own values. Parameters for Muon and for AdamW are in separate
-    groups.
+    groups, and those with sparse gradients too, which torch's fused SGD cannot update.
 
     Raises:
         SpecError: a pattern matches nothing, or a group is left without a parameter.
     """
     groups = _build_groups(section, model)
+    if section.name == "SGD":
+        return _split_off_sparse_gradients(groups, model)
     return split_parameters(groups, model) if section.name == "Muon" else groups
 
 
@@ -208,6 +210,21 @@ def _build_groups(section: Optimizer, model: nn.Module) -> Parameters:
             )
     ungrouped = [{"params": members[-1]}] if members[-1] else []
     return [*ungrouped, *(_make_group(section, index, members[index]) for index in range(len(section.groups)))]
+
+
+def _split_off_sparse_gradients(groups: Parameters, model: nn.Module) -> Parameters:
+    """Return the groups with the weights of sparse embeddings in groups of their own, for which `fused` is off."""
+    embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+    sparse = {embedding.weight for embedding in embeddings if embedding.sparse}
+    if not sparse.intersection(flatten_groups(groups)):
+        return groups
+    split = []
+    for group in [group for group in groups if isinstance(group, dict)] or [{"params": groups}]:
+        dense = [parameter for parameter in group["params"] if parameter not in sparse]
+        updated_by_rows = [parameter for parameter in group["params"] if parameter in sparse]
+        split += [{**group, "params": dense}] if dense else []
+        split += [{**group, "params": updated_by_rows, "fused": False}] if updated_by_rows else []
+    return split
 
 
 def _make_group(section: Optimizer, index: int, parameters: list[nn.Parameter]) -> dict[str, Any]:

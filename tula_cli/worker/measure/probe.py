@@ -205,8 +205,8 @@ class GradientNormRecorder:
         if not self.watching:
             return None
         gradient = bucket.buffer()
-        self.local.append(_compute_squared_bucket_norm(gradient))
-        return lambda: self.reduced.append(_compute_squared_bucket_norm(gradient))
+        self.local.append(_compute_bucket_norm(gradient))
+        return lambda: self.reduced.append(_compute_bucket_norm(gradient))
 
     def watch(self, steps: Iterator[Step], scaler: torch.amp.GradScaler) -> Iterator[Step]:
         """Yield the steps unchanged, and record the gradient norms of each."""
@@ -230,8 +230,9 @@ class GradientNormRecorder:
         return [(total / self.ranks.world, big) for total, big in zip(small, norms[:, 1].tolist(), strict=True)]
 
 
-def _compute_squared_bucket_norm(gradient: torch.Tensor) -> torch.Tensor:
-    norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+def _compute_bucket_norm(gradient: torch.Tensor) -> torch.Tensor:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
     return norm
 
 

@@ -138,6 +138,33 @@ def test_a_share_may_be_in_percent():
         parse_budget("5 USD")
 
 
+@pytest.mark.parametrize("text", ["inf", "nan", "-inf"])
+def test_a_limit_is_a_finite_number(text):
+    with pytest.raises(SpecError, match=f"--budget {text}: expected a number"):
+        parse_budget(text)
+    for name in ("min_efficiency", "deadline_hours", "budget"):
+        with pytest.raises(SpecError, match=f"{name} {text}: must be a finite number"):
+            Query(**{name: float(text)})
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "problem"),
+    [
+        ("profile", {"wait": "no"}, "wait 'no': must be True or False"),
+        ("check", {"fresh": 1}, "fresh 1: must be True or False"),
+        ("train", {"batch": 1.5}, "batch 1.5: must be a whole number"),
+        ("train", {"seeds": True}, "seeds True: must be a whole number"),
+        ("train", {"timeout": "3"}, "timeout '3': must be a number"),
+        ("plan_trainings", {"trainings": "3"}, "trainings must be a list, got '3'"),
+        ("plan_trainings", {"trainings": [2, "3"]}, "trainings '3': must be a whole number"),
+        ("plan_trainings", {"trainings": 0}, "trainings 0: must be 1 or more"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused(name: str, arguments: dict[str, object], problem: str) -> None:
+    with pytest.raises(SpecError, match=f"^{problem}"):
+        getattr(tula, name)("job.yaml", **arguments)
+
+
 def test_a_curve_without_a_knee_is_refused():
     with pytest.raises(SpecError, match="curve cost has no effect with objective time"):
         Query(objective="time", curve="cost")

@@ -123,10 +123,23 @@ def require_positive(**given: object) -> None:
         SpecError: a value is not a whole number, or is below 1.
     """
     for name, value in given.items():
+        require_whole_number(**{name: value})
+        if isinstance(value, Integral) and value < 1:
+            raise SpecError(f"{name} {value}: must be 1 or more")
+
+
+def require_whole_number(**given: object) -> None:
+    """Check that arguments are whole numbers.
+
+    Args:
+        given: values by argument name; None if not given.
+
+    Raises:
+        SpecError: a value is not a whole number.
+    """
+    for name, value in given.items():
         if value is not None and (not isinstance(value, Integral) or isinstance(value, bool)):
             raise SpecError(f"{name} {value!r}: must be a whole number")
-        if value is not None and value < 1:
-            raise SpecError(f"{name} {value}: must be 1 or more")
 
 
 def require_number(**given: object) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar, get_args
 
-from tula_cli.errors import SpecError
+from tula_cli.errors import SpecError, require_number, require_whole_number
 from tula_cli.words import split_outside_brackets
 
 MAX_COUNT = 2**31 - 1
@@ -90,8 +90,10 @@ def with_arguments(arguments: Callable[P, A]) -> Callable[[Callable[[A], R]], Ca
                 raise TypeError(f"{function.__name__}() {error}") from None
             checked = arguments(*args, **kwargs)
             for parameter, option in list_fields(arguments):
+                value = getattr(checked, parameter.name)
+                _check_type(parameter, value)
                 if option is not None:
-                    option.check_value(parameter.name, getattr(checked, parameter.name))
+                    option.check_value(parameter.name, value)
             return function(checked)
 
         plain = [field.replace(annotation=get_args(field.annotation)[0]) for field, _ in list_fields(arguments)]
@@ -101,6 +103,24 @@ def with_arguments(arguments: Callable[P, A]) -> Callable[[Callable[[A], R]], Ca
         return call
 
     return decorate
+
+
+def _check_type(parameter: inspect.Parameter, value: object) -> None:
+    """Check a truth value or a number, of which Python would otherwise use another type in its own way ("no" as true).
+
+    Raises:
+        SpecError: the argument takes only truth values, or only numbers, and this is something else.
+    """
+    annotation = get_args(parameter.annotation)[0]
+    allowed = set(get_args(annotation) or (annotation,))
+    if value is None and type(None) in allowed:
+        return
+    if allowed <= {bool, type(None)} and not isinstance(value, bool):
+        raise SpecError(f"{parameter.name} {value!r}: must be True or False")
+    if allowed <= {int, type(None)}:
+        require_whole_number(**{parameter.name: value})
+    if allowed <= {float, type(None)}:
+        require_number(**{parameter.name: value})
 
 
 def _describe_fields(options: Callable[..., object]) -> list[str]:
@@ -298,18 +318,26 @@ class EvaluationRequest:
     fresh: Annotated[bool, Option("Evaluate again, even if the result is known.", advanced=True)] = False
 
 
-def split_methods(text: str) -> tuple[str, ...] | None:
-    """Return the rows of `--methods`, split at commas outside brackets and quotes; None if there is none."""
-    return tuple(row.strip() for row in split_outside_brackets(text, ",") if row.strip()) or None
+def split_methods(text: str) -> tuple[str, ...]:
+    """Return the rows of `--methods`, split at commas outside brackets and quotes.
+
+    Raises:
+        SpecError: there is no row.
+    """
+    rows = tuple(row.strip() for row in split_outside_brackets(text, ",") if row.strip())
+    if not rows:
+        raise SpecError(f"--methods {text!r}: expected methods separated by commas", "for example --methods lbt,ags")
+    return rows
 
 
-def _split_batches(text: str) -> tuple[int, ...] | None:
+def _split_batches(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(word) for word in text.split(",") if word.strip()) or None
+        batches = tuple(int(word) for word in text.split(",") if word.strip())
     except ValueError:
-        raise SpecError(
-            f"--batch {text}: expected whole numbers separated by commas", "for example --batch 512,1024"
-        ) from None
+        batches = ()
+    if not batches:
+        raise SpecError(f"--batch {text!r}: expected whole numbers separated by commas", "for example --batch 512,1024")
+    return batches
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """The query of a recommendation: an objective, and the limits that the choice must satisfy."""
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
@@ -50,9 +51,12 @@ def parse_budget(text: str) -> float:
 
 def _parse_number(option: str, text: str, hint: str) -> float:
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
-        raise SpecError(f"{option} {text}: expected a number", hint) from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise SpecError(f"{option} {text}: expected a number", hint)
+    return number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +124,11 @@ class Query:
         if self.curve != "time" and self.objective != "knee":
             raise SpecError(f"curve {self.curve} has no effect with objective {self.objective}", "use objective knee")
         require_positive(nodes=self.nodes, max_nodes=self.max_nodes, max_batch=self.max_batch)
-        require_number(min_efficiency=self.min_efficiency, deadline_hours=self.deadline_hours, budget=self.budget)
+        for name in ("min_efficiency", "deadline_hours", "budget"):
+            limit = getattr(self, name)
+            require_number(**{name: limit})
+            if limit is not None and not math.isfinite(limit):
+                raise SpecError(f"{name} {limit}: must be a finite number", f"leave out {name} to set no limit")
         if self.min_efficiency is not None and self.min_efficiency > 1:
             raise SpecError(f"min_efficiency {self.min_efficiency:g}: must be at most 1", "0.8, not 80")
 

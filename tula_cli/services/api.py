@@ -18,7 +18,9 @@ from tula_cli.errors import (
     OverBudget,
     SpecError,
     require_callable,
+    require_list,
     require_number,
+    require_positive,
 )
 from tula_cli.models.choice.baseline import Gain
 from tula_cli.models.choice.campaign import Campaign
@@ -638,6 +640,9 @@ def plan_trainings(arguments: CampaignArguments) -> Campaign:
     """
     targets: Sequence[Target] = arguments.run if isinstance(arguments.run, list | tuple) else [arguments.run]  # type: ignore[list-item]
     trainings = [arguments.trainings] if isinstance(arguments.trainings, int) else arguments.trainings
+    require_list(trainings=trainings)
+    for number in trainings:
+        require_positive(trainings=number)
     jobs = [arguments.resolve(target).measured().runs for target in targets]
     return campaigns.plan_trainings(jobs, arguments, trainings, overrides=arguments.overrides, save=arguments.save)
 

@@ -23,7 +23,9 @@ def test_commas_part_rows_where_they_stand_in_no_bracket_and_no_quotes() -> None
     assert split_methods(text) == (
         "lbt", "ags:refresh={every: 5, }:delta=0.1", "lbt:optimizer.betas=[0.9,0.99]", "a.b:C:train.best_checkpoint={metric: 'x,y'}",
     )  # fmt: skip
-    assert split_methods(",") is None
+    for empty in (",", "", " , "):
+        with pytest.raises(SpecError, match="expected methods separated by commas"):
+            split_methods(empty)
 
 
 @pytest.mark.parametrize(

@@ -353,6 +353,15 @@ def test_a_metric_that_is_nowhere_is_reported(folder: Path) -> None:
     assert "wer does not occur in the output" in run.get_training("x").read_metrics()[-1]["message"]
 
 
+def test_a_metric_that_ends_as_nan_is_reported(folder: Path) -> None:
+    within = "print('WER nan' if number >= 12 else 'WER 0.5', flush=True)"
+    spec = job(folder, within=within, script={"command": COMMAND, "metric": {"wer": "WER ([0-9.]+|nan)"}})
+    result, attempts = ended(run := training(folder, spec))
+    assert [outcome for _, outcome in attempts] == ["done"]
+    assert result is not None and result.metrics == {"best_wer": 0.5}
+    assert "the last value of script.metric wer is nan" in run.get_training("x").read_metrics()[-1]["message"]
+
+
 # --- before a time limit
 
 

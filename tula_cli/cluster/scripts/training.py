@@ -897,6 +897,11 @@ class ScriptTraining(ScriptProgram):
                 self._add(
                     "warning", samples, message=f"script.metric {name} does not occur in the output of the script"
                 )
+            elif not math.isfinite(values[-1]):
+                message = (
+                    f"the last value of script.metric {name} is {values[-1]:g}: the training has probably diverged"
+                )
+                self._add("warning", samples, message=message)
         metrics = find_last_and_best(rows)
         self.run.write_train_result(
             TrainResult(

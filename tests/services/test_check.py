@@ -138,6 +138,13 @@ def test_a_check_tells_what_is_expected_beside_what_is_at_most(found):
     assert re.search(r"expected .* with one job at a time, .* node-h \(assuming 0.1 s per step\)\nat most", shown)
 
 
+@pytest.mark.parametrize("setting", ["setup", "wrapper"])
+def test_a_missing_file_of_the_jobs_is_an_error_before_anything_is_submitted(setting: str) -> None:
+    sections = {"setup": {"setup": "nowhere.sh"}, "wrapper": {"slurm": {"wrapper": "nowhere.sh"}}}
+    with pytest.raises(SpecError, match=rf"{setting}: cannot read .*nowhere\.sh: No such file or directory"):
+        check(spec(cluster={"kind": "slurm", **sections[setting]}))
+
+
 def test_slurm_has_no_machine_hours(found):
     assert check(spec(cluster={"kind": "slurm"})).machine_hours_at_most is None
 

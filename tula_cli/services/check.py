@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tula_cli.cluster.inspection import Inspect, NotInspectable, inspect
 from tula_cli.cluster.scheduler import make_scheduler
 from tula_cli.cluster.slurm.first_job import inspect_if_possible, inspect_with_stored
-from tula_cli.cluster.slurm.sbatch import warn_too_few_cpus
+from tula_cli.cluster.slurm.sbatch import check_setup_files, warn_too_few_cpus
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible, OverBudget
 from tula_cli.models.choice.grid import Limit, get_highest_limit
@@ -213,9 +214,11 @@ def check(
             takes, and its node checks how much shared memory the nodes have.
 
     Raises:
-        SpecError: the job cannot be built.
+        SpecError: the job cannot be built, or a file that its jobs need cannot be read.
         JobFailed: the user's code fails.
     """
+    if spec.cluster.kind == "slurm":
+        check_setup_files(spec.cluster, Path.cwd())
     answer = inspect_if_possible(spec, inspector or inspect) if online else None
     inspection = answer if isinstance(answer, Inspection) else None
     later = plan_upper_bound(spec, why=answer) if isinstance(answer, NotInspectable) else None

@@ -245,11 +245,7 @@ def _make_grant_lines(task: Task, folder: Path) -> list[str]:
 def _make_setup_lines(task: Task, slurm: Slurm) -> list[str]:
     """Return the shell lines before the job, read now, so that later changes of files do not affect the job."""
     workdir = Path(task.workdir)
-    outer = (
-        []
-        if isinstance(slurm.wrapper, list)
-        else _read_lines_of_file(WRAPPER, slurm.wrapper, setting="cluster.slurm.wrapper", workdir=workdir)
-    )
+    outer = _read_wrapper_lines(slurm, workdir)
     return [
         *_INHERITED,
         *read_setup_lines(task.spec.cluster, workdir),
@@ -271,6 +267,22 @@ def read_setup_lines(cluster: Cluster, workdir: Path) -> list[str]:
     if isinstance(cluster.setup, list):
         return ["# cluster.setup", *cluster.setup] if cluster.setup else []
     return _read_lines_of_file(SETUP, cluster.setup, setting="cluster.setup", workdir=workdir)
+
+
+def _read_wrapper_lines(slurm: Slurm, workdir: Path) -> list[str]:
+    if isinstance(slurm.wrapper, list):
+        return []
+    return _read_lines_of_file(WRAPPER, slurm.wrapper, setting="cluster.slurm.wrapper", workdir=workdir)
+
+
+def check_setup_files(cluster: Cluster, workdir: Path) -> None:
+    """Check that the files of `cluster.setup` and `cluster.slurm.wrapper` can be read, before a job is submitted.
+
+    Raises:
+        SpecError: a file cannot be read.
+    """
+    read_setup_lines(cluster, workdir)
+    _read_wrapper_lines(cluster.slurm or Slurm(), workdir)
 
 
 def make_export_lines(slurm: Slurm) -> list[str]:
@@ -302,8 +314,8 @@ def _read_lines_of_file(name: str, given: str | None, *, setting: str, workdir: 
         return [f"# {path}", *read_text_file(path).splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        hint = f"{setting} is a list, or the path of a file; [] is none"
-        raise SpecError(f"cannot read {path}: {reason}", hint) from None
+        hint = f"set {setting} to a list of shell lines, or to the path of a file with them; [] runs none"
+        raise SpecError(f"{setting}: cannot read {path}: {reason}", hint) from None
 
 
 def with_environment_defaults(spec: JobSpec) -> JobSpec:

@@ -34,17 +34,19 @@ def test_the_largest_batch_fits_and_the_search_continues_where_it_was_ended(tula
     }
     words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
     answer = tula("profile", "job.yaml", "--largest", *words)["data"]
-    fits = {result.local_batch: result.kind for result in tula.run().read_results()}
+    before = {result.local_batch: result for result in tula.run().read_results()}
+    fits = {local_batch: result.kind for local_batch, result in before.items()}
     assert not answer["failed"] and answer["finished"] and answer["batch"] == 2 * answer["local_batch"]
     assert fits[answer["local_batch"]] == "measured" and fits[answer["too_large"]] == "out_of_memory"
     assert answer["too_large"] == answer["local_batch"] + 1 < 200 / 8
     assert 0 <= answer["headroom"] < 0.3 and answer["local_batch_with_margin"] <= answer["local_batch"]
 
     (tula.run().path / "results" / f"probe-n002-l{answer['too_large']:06d}.json").unlink()
-    attempts = len(tula.run().read_attempts())
     again = tula("profile", "job.yaml", "--largest", *words)["data"]
-    assert (again["local_batch"], again["too_large"]) == (answer["local_batch"], answer["too_large"])
-    repeated = [attempt.failure.local_batch for attempt in tula.run().read_attempts()[attempts:] if attempt.failure]
-    assert answer["too_large"] in repeated, "the trial whose result is missing was repeated"
-    assert set(repeated) & set(fits) == {answer["too_large"]}, "no other trial was repeated"
-    assert len(tula.run().read_attempts()) == attempts + len(repeated), "no batch that fits was tried again"
+    # the memory of a process varies by some MB, so that a batch at the limit may fit once and not the next time
+    assert answer["local_batch"] <= again["local_batch"] <= answer["local_batch"] + 2
+    assert again["too_large"] == again["local_batch"] + 1
+    after = {result.local_batch: result for result in tula.run().read_results()}
+    assert answer["too_large"] in after, "the missing trial was repeated"
+    repeated = {local_batch for local_batch, result in before.items() if after[local_batch] != result}
+    assert repeated <= {answer["too_large"]}, "no trial with a result was repeated"

@@ -110,7 +110,7 @@ _CONTROLS = re.compile(
 )
 
 
-def without_controls(text: str) -> str:
+def strip_control_characters(text: str) -> str:
     """Return text without characters that control a terminal or reorder a line.
 
     These are control characters, escape sequences and bidi marks.

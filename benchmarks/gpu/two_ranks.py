@@ -102,7 +102,7 @@ def weights(trainer: Trainer) -> str:
 def exposed_synchronisation(trainer: Trainer, stream: Any) -> float:
     """Return the median seconds from the last local gradient to the end of the reduction."""
     with SynchronisationTimer(trainer.clock, trainer.parallel) as spy:
-        trainer.after_backward = spy.reduced
+        trainer.after_backward = spy.record_reduction
         list(itertools.islice(stream, 5))
         trainer.after_backward = None
     return trainer.ranks.max(spy.median())

@@ -51,7 +51,7 @@ def _rows(each: MeasuredSet, largest: int) -> Iterable[tuple[int, tuple[float, b
     fit = steptime.fit_step_time(seen, collective=each.collective)
     for place, o in each.truth.items():
         where = (place.nodes, place.gpus_per_node, place.local_batch)
-        if size(place) > largest and not fit.refusal(*where):
+        if size(place) > largest and not fit.describe_why_unpredictable(*where):
             result = fit.predict(*where)
             assert result.low is not None and result.high is not None
             times = 2 ** math.ceil(math.log2(size(place) / largest))

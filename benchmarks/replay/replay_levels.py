@@ -57,7 +57,11 @@ def _judged(
     cluster: str, app: str, seen: dict[Where, Observation], wanted: dict[Where, Observation], *, corner: bool
 ) -> Judged:
     fit = steptime.fit_step_time(list(seen.values()), collective="ring")
-    places = [place for place in wanted if not fit.refusal(place.nodes, place.gpus_per_node, place.local_batch)]
+    places = [
+        place
+        for place in wanted
+        if not fit.describe_why_unpredictable(place.nodes, place.gpus_per_node, place.local_batch)
+    ]
     nodes, gpus, batches = ([getattr(at, name) for at in places] for name in ("nodes", "gpus_per_node", "local_batch"))
     seconds = np.array([wanted[place].seconds for place in places])
     steps = fit.predict_all(nodes, gpus, batches)

@@ -20,7 +20,7 @@ from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services import search
 from tula_cli.spec.sections import Search
 
-PROBE = Search().probe_seconds  # a real probe: its warm-up, what it times, and its other looks
+PROBE = Search().estimate_probe_seconds  # a real probe: its warm-up, what it times, and its other looks
 START_UP = 30.0  # seconds of one job before its first step
 TOLERANCE = search.REGRET_TOLERANCE
 FEWEST = 5  # batches that a knee is judged on

@@ -154,7 +154,7 @@ class Trainings:
             by=by,
         )
         columns = to_columns([config])
-        stages = times.tabulate(*columns, self.predict_steps(*columns)).build_records(0)
+        stages = times.make_stage_table(*columns, self.predict_steps(*columns)).build_records(0)
         value = (EPOCHS * self.size - sum(stage.steps * stage.batch for stage in stages)) // config.batch
         every = [
             *stages,

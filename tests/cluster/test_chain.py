@@ -761,7 +761,7 @@ def test_a_rendezvous_of_the_shell_does_not_reach_the_ranks(chain: Chain) -> Non
     environ = {"MASTER_ADDR": "login1", "MASTER_PORT": "29500"}
     inherited = Allocation(0, 2, 0, "11", environ=environ)
     start = RankStart(chain.run, inherited, chain.task, LeaderCommand(task=chain.task.id, attempt=1, ranks=2))
-    assert not set(environ) & set(start.environments()[0])
+    assert not set(environ) & set(start.make_environments()[0])
 
 
 def test_a_rank_does_not_repeat_in_its_own_name_what_another_has_told(chain: Chain, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tula_cli.cluster.decisions import (
     attribute_failure,
     decide,
     find_rule,
-    resumes_elsewhere,
+    is_resumed_by_next_job,
 )
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure, Fallback, Relaunch, Requeue, Stop
@@ -313,4 +313,4 @@ def test_loader_processes_are_halved_once_or_down_from_auto(workers: Any, config
     ],
 )
 def test_whether_the_next_job_goes_on(last_attempt: Attempt, kind: str, elsewhere: bool) -> None:
-    assert resumes_elsewhere(last_attempt, spec_of(kind).cluster) == elsewhere
+    assert is_resumed_by_next_job(last_attempt, spec_of(kind).cluster) == elsewhere

@@ -198,7 +198,7 @@ def test_where_nothing_can_be_forked_ranks_are_executed_with_their_true_error(
         group = spawner.spawn([start, start], output, give_up=lambda: False)
         until(lambda: not group.is_running(), "the ranks do not end")
     assert spawner.executes
-    assert group.first_failure() == (0, 1)
+    assert group.find_first_failure() == (0, 1)
     assert log.read_text().count("has no task task\n") == 2
     assert capfd.readouterr().err.count("ImportError: this torch is broken") == 1
 

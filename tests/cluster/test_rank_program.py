@@ -72,4 +72,4 @@ def test_a_check_on_a_cluster_starts_every_rank_of_the_job(
     task = tasks(tmp_path, {"script": {**SCRIPT, "launch": launch}, "cluster": cluster})["check"]
     program, allocation = make_rank_program(RunDir(tmp_path), task), Allocation(index, 4, job_id="7", environ={})
     start = program.start(allocation, program.make_command(attempt=1, meeting=""))
-    assert [command.environment["RANK"] for command in start.rank_commands(tmp_path / "log")] == ranks
+    assert [command.environment["RANK"] for command in start.make_rank_commands(tmp_path / "log")] == ranks

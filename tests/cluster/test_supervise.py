@@ -558,10 +558,10 @@ _HOLD = """
     from tula_cli.run.directory import RunDir
     run, name, seconds = RunDir(pathlib.Path(sys.argv[2])), sys.argv[3], float(sys.argv[4])
     task = run.read_task(name)
-    with local.draw_machine_ticket(run, task) as ticket, open(run.path / "times", "a") as times:
+    with local.hold_machine_ticket(run, task) as ticket, open(run.path / "times", "a") as times:
         print(name, "begin", time.monotonic(), file=times, flush=True)
         time.sleep(seconds)
-        print(name, "end", time.monotonic(), [one.holder for one in ticket.conflicting_trainings()], file=times, flush=True)
+        print(name, "end", time.monotonic(), [one.holder for one in ticket.list_conflicting_trainings()], file=times, flush=True)
 """
 
 
@@ -625,7 +625,7 @@ def test_the_ranks_die_with_a_killed_supervisor(run: RunDir, tmp_path: Path, tra
 def test_every_rank_of_a_job_here_is_started_by_its_supervisor(run: RunDir, probe: ProbeTask, tmp_path: Path) -> None:
     two_nodes, command = probe.model_copy(update={"nodes": 2}), LeaderCommand(task=probe.id, attempt=1)
     here = Allocation(0, 1, environ={"MASTER_ADDR": "elsewhere"})
-    starts = RankStart(run, here, two_nodes, command).rank_commands(tmp_path / "log")
+    starts = RankStart(run, here, two_nodes, command).make_rank_commands(tmp_path / "log")
     assert [start.environment["RANK"] for start in starts] == ["0", "1"]
     assert {(start.environment["WORLD_SIZE"], start.environment["OMP_NUM_THREADS"]) for start in starts} == {("2", "1")}
     assert all("MASTER_ADDR" not in start.environment for start in starts), "they meet through a file"
@@ -708,7 +708,7 @@ def test_srun_starts_a_rank_for_each_supervisor(run: RunDir, probe: ProbeTask) -
     task = on_slurm(probe)
     start = RankStart(run, allocation(3, 4), task, LeaderCommand(task=task.id, attempt=2, ranks=4))
     assert start.argv() == [sys.executable, "-u", "-m", "tula_cli.worker", str(run.path), probe.id, "2"]
-    environment = start.environments()[0]
+    environment = start.make_environments()[0]
     ranks = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")}
     assert ranks == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "OMP_NUM_THREADS": "8"}
 
@@ -719,7 +719,7 @@ def test_torchrun_starts_the_ranks_of_a_node_where_all_agents_meet(run: RunDir, 
     start = RankStart(run, allocation(1, 2), task, command)
     wanted = {"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=4711", "--nproc-per-node=2"}
     assert wanted < set(start.argv())
-    environment = start.environments()[0]
+    environment = start.make_environments()[0]
     assert "RANK" not in environment, "torchrun sets it"
     assert environment["OMP_NUM_THREADS"] == "4"
     assert get_first_rank(allocation(1, 2), task) == 2

@@ -260,7 +260,7 @@ def norms(folder: Path, ranks: Ranks) -> list[list[Any]]:
 
     plain.synchronise, plain.after_backward = False, look
     list(islice(worker_train_loop.run_steps(plain), 4))
-    return [spy.pairs(), expected[1:]]
+    return [spy.gather_pairs(), expected[1:]]
 
 
 def hooked(folder: Path, ranks: Ranks) -> bool:

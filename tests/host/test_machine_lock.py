@@ -39,21 +39,21 @@ def probe(name: str, *names: str) -> TicketHolder:
 
 def test_a_waiting_probe_says_for_whom_it_waits_and_its_place() -> None:
     first, second, third = probe("a", "gpu 0"), probe("b", "gpu 0", "gpu 1"), probe("c", "gpu 1")
-    assert first.probes_to_wait_for() == [] and describe_waiting("a of /runs/one") == ""
-    assert second.probes_to_wait_for() == [first.ticket]
-    assert third.probes_to_wait_for() == [second.ticket], "it shares no device with the first"
+    assert first.list_probes_to_wait_for() == [] and describe_waiting("a of /runs/one") == ""
+    assert second.list_probes_to_wait_for() == [first.ticket]
+    assert third.list_probes_to_wait_for() == [second.ticket], "it shares no device with the first"
     assert (
         describe_waiting("b of /runs/one")
         == f"waiting for a of /runs/one (process {os.getpid()}, GPU 0) to finish measuring; place 1 in the queue of this machine"
     )
     fourth = probe("d", "gpu 0")
-    assert fourth.probes_to_wait_for() == [first.ticket, second.ticket] and "place 2 " in describe_waiting(
+    assert fourth.list_probes_to_wait_for() == [first.ticket, second.ticket] and "place 2 " in describe_waiting(
         "d of /runs/one"
     )
     first.close()
-    assert second.probes_to_wait_for() == [] and fourth.probes_to_wait_for() == [second.ticket]
+    assert second.list_probes_to_wait_for() == [] and fourth.list_probes_to_wait_for() == [second.ticket]
     second.close()
-    assert third.probes_to_wait_for() == [] == fourth.probes_to_wait_for()
+    assert third.list_probes_to_wait_for() == [] == fourth.list_probes_to_wait_for()
 
 
 # devices of two probes, and whether the later one waits
@@ -75,7 +75,7 @@ CONFLICTS = [
 @pytest.mark.parametrize(("first", "second", "waits"), CONFLICTS)
 def test_only_probes_that_share_a_device_wait_for_each_other(first: list[str], second: list[str], waits: bool) -> None:
     earlier, later = probe("a", *first), probe("b", *second)
-    assert bool(later.probes_to_wait_for()) is waits and not earlier.probes_to_wait_for()
+    assert bool(later.list_probes_to_wait_for()) is waits and not earlier.list_probes_to_wait_for()
     earlier.close()
     later.close()
 
@@ -83,12 +83,12 @@ def test_only_probes_that_share_a_device_wait_for_each_other(first: list[str], s
 def test_nobody_waits_for_a_training_and_a_probe_sees_it() -> None:
     training = TicketHolder("train-x of /runs/one", ["core 0", "core 1"], measures=False)
     measuring = probe("a", "core 1")
-    assert measuring.probes_to_wait_for() == [] and [
-        conflicting_training.holder for conflicting_training in measuring.conflicting_trainings()
+    assert measuring.list_probes_to_wait_for() == [] and [
+        conflicting_training.holder for conflicting_training in measuring.list_conflicting_trainings()
     ] == ["train-x of /runs/one"]
-    assert probe("b", "core 7").conflicting_trainings() == []
+    assert probe("b", "core 7").list_conflicting_trainings() == []
     training.close()
-    assert measuring.conflicting_trainings() == []
+    assert measuring.list_conflicting_trainings() == []
 
 
 def test_one_ticket_a_process_is_left_where_none_is_given_back() -> None:
@@ -98,7 +98,7 @@ def test_one_ticket_a_process_is_left_where_none_is_given_back() -> None:
     )
     assert child.stdout == "drawn\n" and len(list(make_ticket_folder().iterdir())) == 1
     assert list_living_tickets() == [], "a dead one is passed over at once"
-    assert probe("a", "gpu 0").probes_to_wait_for() == [] and len(list(make_ticket_folder().iterdir())) == 1
+    assert probe("a", "gpu 0").list_probes_to_wait_for() == [] and len(list(make_ticket_folder().iterdir())) == 1
 
 
 # what XDG_RUNTIME_DIR is, and whether the folder of tickets is in it
@@ -174,15 +174,17 @@ def test_a_session_folder_that_is_removed_at_logout_is_made_anew(places: Path) -
     for path in make_ticket_folder().iterdir():
         path.unlink()
     make_ticket_folder().rmdir()
-    assert first.probes_to_wait_for() == [], "the first to look draws the first ticket"
-    assert second.probes_to_wait_for() == [first.ticket]
+    assert first.list_probes_to_wait_for() == [], "the first to look draws the first ticket"
+    assert second.list_probes_to_wait_for() == [first.ticket]
 
 
 def test_a_number_that_another_probe_has_drawn_anew_is_not_taken_for_the_old_ticket(places: Path) -> None:
     first, second = probe("a", "gpu 0"), probe("b", "gpu 0")
     shutil.rmtree(make_ticket_folder())
-    assert second.probes_to_wait_for() == [] and second.ticket.number == 1, "the first to look draws the first ticket"
-    assert first.probes_to_wait_for() == [second.ticket], "although its own old number is 1"
+    assert second.list_probes_to_wait_for() == [] and second.ticket.number == 1, (
+        "the first to look draws the first ticket"
+    )
+    assert first.list_probes_to_wait_for() == [second.ticket], "although its own old number is 1"
     first.close()
     assert list_living_tickets() == [second.ticket]
 
@@ -195,20 +197,20 @@ def test_a_ticket_that_cannot_be_drawn_anew_closes_no_file_of_others(
     with monkeypatch.context() as patch:
         patch.setattr(machine_lock, "make_ticket_folder", lambda: (_ for _ in ()).throw(OSError("no space")))
         with pytest.raises(OSError, match="no space"):
-            ticket.probes_to_wait_for()
+            ticket.list_probes_to_wait_for()
         with open(os.devnull) as other:  # it gets the number of the descriptor that was closed
             with pytest.raises(OSError, match="no space"):
-                ticket.probes_to_wait_for()
+                ticket.list_probes_to_wait_for()
             ticket.close()
             assert other.read() == ""
-    assert ticket.probes_to_wait_for() == [] and len(list_living_tickets()) == 1, "it is drawn once that works"
+    assert ticket.list_probes_to_wait_for() == [] and len(list_living_tickets()) == 1, "it is drawn once that works"
     ticket.close()
 
 
 def test_a_ticket_of_another_version_is_waited_for(places: Path) -> None:
     other = probe("a", "gpu 0")
     (make_ticket_folder() / "1").write_text("{}")
-    assert probe("b", "gpu 5").probes_to_wait_for()[0].holder == "another process"
+    assert probe("b", "gpu 5").list_probes_to_wait_for()[0].holder == "another process"
     other.close()
 
 
@@ -273,7 +275,7 @@ for turn in range(turns):
         os.write(out, line.encode())
     out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     note("drawn")
-    while ticket.probes_to_wait_for():
+    while ticket.list_probes_to_wait_for():
         time.sleep(0.002)
     note("begin")
     time.sleep(chance.uniform(0, 0.02))

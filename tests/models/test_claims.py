@@ -190,9 +190,9 @@ def test_too_little_tells_no_power(rates: list[ObservedRate]) -> None:
 
 def test_the_base_of_a_schedule_is_what_counts() -> None:
     warming_up = LearningRates(base=0.4, first=0.001, timed=0.002, last=0.003)
-    assert ObservedRate.of(64, warming_up, 0.4) == ObservedRate(64, 0.4, 0.4)
-    assert ObservedRate.of(64, result().lr, None) == ObservedRate(64, None, 0.1)
-    assert ObservedRate.of(64, None, 0.1) is None
+    assert ObservedRate.from_rates(64, warming_up, 0.4) == ObservedRate(64, 0.4, 0.4)
+    assert ObservedRate.from_rates(64, result().lr, None) == ObservedRate(64, None, 0.1)
+    assert ObservedRate.from_rates(64, None, 0.1) is None
 
 
 def shards(

@@ -76,8 +76,8 @@ def test_the_parts_of_a_training_are_its_whole_time(step_time: float, every: flo
     overheads = Overheads(startup=30, eval_batch=0.5, eval_batch_size=64, checkpoint=2, refresh=3)
     branches = {"branches": 4, "branch_steps": 50, "branch_evals": 2} if tunes else {}
     time = TrainingTime(WorkCount(epochs=10, steps=100, eval_batches=4, refreshes=10, **branches), overheads, every)
-    parts = TimeParts(**time.parts(step_time, data_wait=0.001))
-    assert parts.total == pytest.approx(3600 * time.hours(step_time))
+    parts = TimeParts(**time.compute_parts(step_time, data_wait=0.001))
+    assert parts.total == pytest.approx(3600 * time.compute_hours(step_time))
     assert (parts.evaluation, parts.rest, parts.data) == (20.0, 30.0, pytest.approx(1.0))
     assert (parts.branches > 0) is tunes
 

@@ -140,7 +140,7 @@ def predict_progress(batch: int, *, epochs: int, noise: Noise) -> SameProgress:
         nodes=2, batch=batch, local_batch=batch // 2, step_time=1.0, step_low=None, step_high=None, hours=3.0,
         hours_low=2.7, hours_high=3.6, cost=12.0, peak_memory=None, headroom=None, measured=False,
     )  # fmt: skip
-    table = efficiency.with_same_progress(Candidates.from_predictions([row]), epochs=epochs, reference=128, noise=noise)
+    table = efficiency.add_same_progress(Candidates.from_predictions([row]), epochs=epochs, reference=128, noise=noise)
     progress = table.prediction(0).same_progress
     assert progress is not None
     return progress

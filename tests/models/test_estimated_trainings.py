@@ -44,10 +44,10 @@ def fitted(name: str) -> Estimator:
 @pytest.mark.parametrize("name", JOBS)
 def test_a_table_says_of_each_configuration_what_is_said_of_it_alone(name: str) -> None:
     result = fitted(name)
-    table = result.estimate(*result.known_configurations())
+    table = result.estimate(*result.find_known_configurations())
     assert len(table) > 10 and table["measured"].any() and not table["measured"].all()
-    spot = {Config(row.nodes, row.batch): row for row in result.on_spot(table).predictions()}
-    for config, row in zip(to_configs(*result.known_configurations()), table.predictions(), strict=True):
+    spot = {Config(row.nodes, row.batch): row for row in result.predict_on_spot(table).predictions()}
+    for config, row in zip(to_configs(*result.find_known_configurations()), table.predictions(), strict=True):
         alone = result.predict(config)
         assert same(row, alone)
         there = result.predict_if_known(config, "spot")
@@ -68,8 +68,8 @@ def same(one: Prediction, other: Prediction) -> bool:
 @pytest.mark.parametrize("name", JOBS)
 def test_hours_and_cost_are_those_of_the_formulas_for_single_numbers(name: str) -> None:
     result, job = fitted(name), fitted(name).spec
-    table = result.estimate(*result.known_configurations())
-    for here in (table, result.on_spot(table)):
+    table = result.estimate(*result.find_known_configurations())
+    for here in (table, result.predict_on_spot(table)):
         for row in here.take(range(0, len(here), 5)).predictions():
             hours, paid = one_by_one(result, job, row)
             assert (row.hours, row.cost) == pytest.approx((hours, paid), rel=1e-9)
@@ -78,7 +78,7 @@ def test_hours_and_cost_are_those_of_the_formulas_for_single_numbers(name: str) 
 def one_by_one(result: Estimator, job: JobSpec, row: Prediction) -> tuple[float, float]:
     """Return the hours and the cost of a row, by ints and floats and the record of overheads."""
     gpus, spot = job.cluster.gpus_per_node, row.market == "spot"
-    at = result.overheads.overheads_at(np.array([row.nodes]), np.array([row.local_batch]), np.array([row.batch]))
+    at = result.overheads.estimate_overheads(np.array([row.nodes]), np.array([row.local_batch]), np.array([row.batch]))
     overheads = Overheads(
         startup=at.startup[0], eval_batch=at.eval_batch[0], eval_batch_size=at.eval_batch_size[0],
         checkpoint=at.checkpoint[0], refresh=at.refresh[0],
@@ -113,13 +113,13 @@ def test_what_fits_and_is_known_is_what_nothing_speaks_against(name: str) -> Non
     }
     nodes = [1, 2, 4, 8, 16, 64, 128, 256]
     assert result.feasible(nodes) == [config for config, (why, _) in record.items() if not why]
-    assert to_configs(*result.known_configurations(nodes)) == [
+    assert to_configs(*result.find_known_configurations(nodes)) == [
         config for config, whys in record.items() if not any(whys)
     ]
-    assert to_configs(*result.unknown_configurations(nodes)) == [
+    assert to_configs(*result.find_unknown_configurations(nodes)) == [
         config for config, (why, other) in record.items() if not why and other
     ]
-    assert 0 < len(result.known_configurations(nodes)[0]) < len(result.feasible(nodes)) < len(candidates)
+    assert 0 < len(result.find_known_configurations(nodes)[0]) < len(result.feasible(nodes)) < len(candidates)
 
 
 def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +131,6 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_script_that_tells_little_has_a_table_too() -> None:
     result = Estimator.fit(spec(), [of_a_script(probe) for probe in probe_all(Truth(), PLAN)])
-    table = result.estimate(*result.known_configurations())
+    table = result.estimate(*result.find_known_configurations())
     assert np.isfinite(table["hours"]).all() and np.isnan(table["kwh"]).all()
-    assert same(table.prediction(3), result.predict(to_configs(*result.known_configurations())[3]))
+    assert same(table.prediction(3), result.predict(to_configs(*result.find_known_configurations())[3]))

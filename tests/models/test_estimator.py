@@ -248,7 +248,7 @@ def test_forecasts_of_post_local_sgd_are_named_as_upper_bounds() -> None:
 
 def test_the_ladder_goes_down_to_the_smallest_batch() -> None:
     forecast = Estimator.fit(spec(search={"min_batch": 64}), probe_all(Truth(), SWEEP))
-    ladder = forecast.fallback_rungs(4, 512)
+    ladder = forecast.list_oom_fallbacks(4, 512)
     assert [rung.batch for rung in ladder] == [512, 256, 128, 64]
     for rung in ladder:
         assert rung.prediction == forecast.predict(Config(4, rung.batch))
@@ -257,14 +257,14 @@ def test_the_ladder_goes_down_to_the_smallest_batch() -> None:
 def test_the_ladder_starts_at_any_batch_and_skips_what_does_not_fit() -> None:
     results = [*probe_all(Truth(), {2: (16, 32), 16: (2, 8)}), out_of_memory(2, 64)]
     forecast = Estimator.fit(spec(), results)
-    ladder = forecast.fallback_rungs(2, 1000)
+    ladder = forecast.list_oom_fallbacks(2, 1000)
     assert [rung.batch for rung in ladder] == [1000, 64, 32]
     assert ladder[0].prediction is None and ladder[1].prediction is not None
 
 
 def test_the_ladder_has_rungs_where_the_step_time_is_unknown() -> None:
     forecast = Estimator.fit(spec(), [measured(Truth(), 4, 64)])
-    assert [(rung.batch, rung.prediction is None) for rung in forecast.fallback_rungs(4, 256)] == [
+    assert [(rung.batch, rung.prediction is None) for rung in forecast.list_oom_fallbacks(4, 256)] == [
         (256, False), (128, True), (64, True), (32, True),
     ]  # fmt: skip
 
@@ -396,7 +396,7 @@ def test_unequal_parts_and_an_unknown_step_are_not_forecast() -> None:
 
 def test_the_first_rung_knows_its_cuts() -> None:
     results = probe_all(Truth(), SWEEP)
-    first, *rest = Estimator.fit(spec(), results).fallback_rungs(4, 64)
+    first, *rest = Estimator.fit(spec(), results).list_oom_fallbacks(4, 64)
     assert list(first.cut) == [2, 4, 8, 16] and not any(rung.cut for rung in rest)
-    (shrunk, *_) = Estimator.fit(spec(train={"oom_policy": "shrink"}), results).fallback_rungs(4, 64)
+    (shrunk, *_) = Estimator.fit(spec(train={"oom_policy": "shrink"}), results).list_oom_fallbacks(4, 64)
     assert not shrunk.cut and shrunk.prediction == first.prediction

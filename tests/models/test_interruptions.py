@@ -56,11 +56,11 @@ def test_how_often_a_script_saves_is_unknown_until_a_training_has_shown_it() -> 
 
 
 def test_an_interval_follows_the_step_time() -> None:
-    assert CheckpointSchedule(True, epochs=2).interval(0.5, epoch_steps=100) == 100.0
-    assert CheckpointSchedule(True, steps=30).interval(0.5, epoch_steps=100) == 15.0
-    assert CheckpointSchedule(True, seconds=600.0).interval(0.5, epoch_steps=100) == 600.0
-    assert CheckpointSchedule(True).interval(0.5, epoch_steps=100) is None
-    assert CheckpointSchedule(False).interval(0.5, epoch_steps=100) == math.inf
+    assert CheckpointSchedule(True, epochs=2).compute_interval(0.5, epoch_steps=100) == 100.0
+    assert CheckpointSchedule(True, steps=30).compute_interval(0.5, epoch_steps=100) == 15.0
+    assert CheckpointSchedule(True, seconds=600.0).compute_interval(0.5, epoch_steps=100) == 600.0
+    assert CheckpointSchedule(True).compute_interval(0.5, epoch_steps=100) is None
+    assert CheckpointSchedule(False).compute_interval(0.5, epoch_steps=100) == math.inf
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from tula_cli.models.out_of_memory import (
-    cannot_accumulate,
+    describe_why_not_splittable,
     find_next_fallback,
     list_divisors,
     list_splits,
@@ -129,7 +129,7 @@ def test_without_cutting_the_next_smaller_batch_follows(why: str, words: str) ->
 )
 def test_a_script_needs_both_placeholders(command: str, oom: str, words: str) -> None:
     spec = validate({"script": {"command": command, **SCRIPT}, "train": {"oom_policy": oom}}, source="test")
-    result = cannot_accumulate(spec)
+    result = describe_why_not_splittable(spec)
     assert result.startswith(words) and bool(result) is bool(words)
 
 

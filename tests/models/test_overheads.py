@@ -17,7 +17,7 @@ def at(nodes: int, local_batch: int) -> tuple[Ints, Ints, Ints]:
 def test_each_part_is_that_of_the_nearest_probe_that_tells_it() -> None:
     far = measured(Truth(), 8, 16)
     silent = [of_a_script(measured(Truth(), nodes, 64)) for nodes in (1, 2)]
-    result = OverheadModel(JOB, [*silent, far], shutdown=3.0).overheads_at(*at(2, 64))
+    result = OverheadModel(JOB, [*silent, far], shutdown=3.0).estimate_overheads(*at(2, 64))
     assert (result.startup, result.eval_batch, result.checkpoint, result.refresh) == (
         15.0, far.overheads.eval_batch, far.overheads.checkpoint, 0.0,
     )  # fmt: skip
@@ -26,7 +26,7 @@ def test_each_part_is_that_of_the_nearest_probe_that_tells_it() -> None:
 
 def test_what_no_probe_tells_stays_unknown() -> None:
     probes = [of_a_script(measured(Truth(), nodes, 64)) for nodes in (1, 2)]
-    result = OverheadModel(JOB, probes, shutdown=0.0).overheads_at(*at(4, 64))
+    result = OverheadModel(JOB, probes, shutdown=0.0).estimate_overheads(*at(4, 64))
     assert (result.startup, result.eval_batch, result.checkpoint, result.refresh) == (12.0, None, None, 0.0)
     assert result.eval_batch_size == 0
 

@@ -127,9 +127,9 @@ def test_a_branch_cools_down_in_its_second_half() -> None:
 
 
 def test_a_smaller_batch_bounds_the_factor_by_linear_scaling() -> None:
-    assert self_tuning.with_limited_lr_factor(Arm(name="x8", lr_factor=8), 4).lr_factor == 4
-    assert self_tuning.with_limited_lr_factor(Arm(name="x8", lr_factor=8), 0.5).lr_factor == 1
-    assert self_tuning.with_limited_lr_factor(Arm(name="slow", lr_factor=0.5), 4).lr_factor == 0.5
+    assert self_tuning.limit_lr_factor(Arm(name="x8", lr_factor=8), 4).lr_factor == 4
+    assert self_tuning.limit_lr_factor(Arm(name="x8", lr_factor=8), 0.5).lr_factor == 1
+    assert self_tuning.limit_lr_factor(Arm(name="slow", lr_factor=0.5), 4).lr_factor == 0.5
 
 
 def test_branches_end_with_the_training() -> None:

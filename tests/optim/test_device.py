@@ -133,7 +133,7 @@ class Memory:
         gc.collect()
         params = list(self.model.parameters())
         with LiveStorages() as storages:
-            storages.hold([*params, *(p.grad for p in params), *self.opt.factors.values])
+            storages.track([*params, *(p.grad for p in params), *self.opt.factors.values])
             storages.restart()
             before = storages.live_bytes
             take_small_batch(self.model, self.opt, x, y)

@@ -29,7 +29,7 @@ from tula_cli.services import nodes as services_nodes
 from tula_cli.services.check import check, check_all
 from tula_cli.services.estimate import estimate
 from tula_cli.services.nodes import check_node_count, conclude_cluster, start_on_cluster, watch_cluster
-from tula_cli.services.search_cost import ASSUMED_START, expect_search, list_measured_probes
+from tula_cli.services.search_cost import ASSUMED_START, estimate_search, list_measured_probes
 from tula_cli.show import check as show_check
 from tula_cli.show import check as show_estimate
 from tula_cli.spec.job import JobSpec
@@ -111,25 +111,25 @@ def test_bounds_are_jobs_times_nodes_times_their_longest(found):
 def test_what_is_expected_follows_from_the_nearest_probes_and_stays_below_the_most(tmp_path):
     job = spec(search={"nodes": [1, 2], "max_minutes": 20})
     jobs = [(1, (32, 64, 1024)), (2, (16,))]
-    supposed = expect_search(job, jobs, [])
+    supposed = estimate_search(job, jobs, [])
     assert supposed.probes == 0 and "0.1 s per step" in supposed.basis
-    assert supposed.hours == pytest.approx((2 * ASSUMED_START + 4 * job.search.probe_seconds(0.1)) / 3600)
+    assert supposed.hours == pytest.approx((2 * ASSUMED_START + 4 * job.search.estimate_probe_seconds(0.1)) / 3600)
     run = RunDir.create(tmp_path, job)
     for local in (32, 512):
         make.add_measured(run, 1, local)
     start, few, many = (
         run.read_result("probe-n001-l000032").overheads.startup,
         *(
-            job.search.probe_seconds(statistics.median(run.read_result(f"probe-n001-l{local:06d}").step_times))
+            job.search.estimate_probe_seconds(statistics.median(run.read_result(f"probe-n001-l{local:06d}").step_times))
             for local in (32, 512)
         ),
     )
-    known = expect_search(job, jobs, list_measured_probes(run))
+    known = estimate_search(job, jobs, list_measured_probes(run))
     assert known.probes == 2 and many > few
     assert known.hours == pytest.approx((2 * start + 3 * few + many) / 3600)
     assert known.node_hours == pytest.approx((3 * start + 4 * few + many) / 3600)
     brief = spec(search={"nodes": [1, 2], "max_minutes": 0.01})
-    assert expect_search(brief, jobs, list_measured_probes(run)).hours == pytest.approx(2 * 0.01 / 60)
+    assert estimate_search(brief, jobs, list_measured_probes(run)).hours == pytest.approx(2 * 0.01 / 60)
 
 
 def test_a_check_tells_what_is_expected_beside_what_is_at_most(found):

@@ -206,7 +206,7 @@ def test_without_methods_every_job_has_rows_that_fit_with_its_own(tmp_path: Path
     spec, grid = default_grid(tmp_path, **changes)
     value = make_row_of_job(spec)
     assert {"lbt", value} <= set(grid.methods) and len(grid.methods) <= 4
-    assert grid.rows(32)[0] == ("lbt", 32) and ("lbt-x4", 512) in grid.rows(32), "one control"
+    assert grid.list_rows(32)[0] == ("lbt", 32) and ("lbt-x4", 512) in grid.list_rows(32), "one control"
     services_compare._require_fitting_methods(spec, grid)
     made = services_compare.make_job_of_cell(spec, value, spec.train.seed)
     assert compute_train_signature(made, nodes=1, batch=512) == compute_train_signature(spec, nodes=1, batch=512), (
@@ -228,7 +228,7 @@ def test_all_rows_have_the_schedule_of_the_job(tmp_path: Path) -> None:
 
 def test_at_the_reference_batch_there_is_no_control_and_just_above_it_the_smaller_one(tmp_path: Path) -> None:
     spec, grid = default_grid(tmp_path, batch=32)
-    assert grid.rows(32) == [("lbt", 32), ("ags", 32), ("ramp", 32)]
+    assert grid.list_rows(32) == [("lbt", 32), ("ags", 32), ("ramp", 32)]
     assert services_compare.choose_default_control(spec, (32, 64)) == ("lbt-x2",)
 
 

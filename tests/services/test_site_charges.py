@@ -12,7 +12,7 @@ from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services import site_charges
-from tula_cli.services.site_charges import SiteCharge, check_balance, find_site_charge, with_site_billing
+from tula_cli.services.site_charges import SiteCharge, add_site_billing, check_balance, find_site_charge
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import SiteBill
 
@@ -28,13 +28,13 @@ def job(**pricing: object) -> JobSpec:
 
 def test_a_price_that_only_the_site_knows_names_the_extra_to_install() -> None:
     with pytest.raises(SpecError, match="optional package slurm_site is not installed") as error:
-        with_site_billing(job(kind="billing"), None)
+        add_site_billing(job(kind="billing"), None)
     assert "pip install 'tula-cli[slurm_site]'" in error.value.hint
 
 
 def test_a_price_of_the_job_file_needs_no_package() -> None:
     by_hour = job(price=2.0)
-    assert with_site_billing(by_hour, None) == by_hour
+    assert add_site_billing(by_hour, None) == by_hour
 
 
 CHARGE = SiteCharge(

@@ -30,7 +30,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     store = Store()
     group = SimpleNamespace(rank=0, get_rank=lambda: group.rank)
     monkeypatch.setattr(ranks_module, "get_process_group", lambda: group)
-    monkeypatch.setattr(ranks_module, "_store", lambda: store)
+    monkeypatch.setattr(ranks_module, "_get_store", lambda: store)
     return group
 
 
@@ -75,7 +75,7 @@ def test_a_request_is_seen_by_all_ranks_at_the_same_look(ranks: SimpleNamespace,
                 (tmp_path / "save.json").write_text('{"then": "stop"}')
             if step == 9:
                 (tmp_path / "save.json").unlink(missing_ok=True)
-            looks.append(requests.look(step, pulse, 2))
+            looks.append(requests.poll(step, pulse, 2))
         seen.append(looks)
     assert seen[0] == seen[1]
     assert [(number, requested) for number, requested in enumerate(seen[0], 1) if requested] == [(8, "stop")]
@@ -100,5 +100,5 @@ def test_requests_are_off_where_ranks_cannot_agree(monkeypatch: pytest.MonkeyPat
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     pulse = Asked(read_plan(str(tmp_path / "plan.json")))
     requests = Requests(pulse.plan)
-    assert [requests.look(step, pulse, 2) for step in (1, 2)] == ["", ""]
+    assert [requests.poll(step, pulse, 2) for step in (1, 2)] == ["", ""]
     assert "cannot be requested" in requests.note

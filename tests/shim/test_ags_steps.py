@@ -91,7 +91,7 @@ class Loop:
         loss = loss_of(8)
         loss.backward()
         if self.ags is not None:
-            self.ags.offer(loss_of)
+            self.ags.offer_loss(loss_of)
         elif isinstance(self.optimizer, TulaOptimizer) and self.optimizer.wants_small_batch:
             self.optimizer.small_batch(loss_of)
         return loss
@@ -131,7 +131,7 @@ def test_what_a_checkpoint_of_the_optimizer_holds_goes_on_exactly(
     again.ags = None
     again.around(ags).train(range(3, 6))
     assert torch.equal(again.weights, first.train(range(3, 6)).weights)
-    assert list(ags.take_notes()) == []
+    assert list(ags.pop_notes()) == []
     plain = Loop()
     plain.base.load_state_dict(state["optimizer"])  # without tula, what is more is left out
     assert plain.base.state_dict().keys() == {"state", "param_groups"}
@@ -143,7 +143,7 @@ def test_a_checkpoint_without_the_optimizer_is_reported_and_another_batch_begins
     first = Loop().around(around()).train(range(3))
     silent = around(resumed=True)
     Loop().around(silent)
-    assert ["factors start again at 1" in text for text in silent.take_notes()] == [True]
+    assert ["factors start again at 1" in text for text in silent.pop_notes()] == [True]
     smaller = around(b_large=4, available=4)
     again = Loop().around(smaller)
     again.base.load_state_dict(first.base.state_dict())
@@ -271,7 +271,7 @@ def test_a_communication_hook_of_the_scripts_own_is_refused_by_name(around: Call
     ags.split.hook = "fp16_compress_hook"
     ags.register_optimizer(loop.base)
     with pytest.raises(CannotScaleError, match=r"own communication hook \(fp16_compress_hook\).*source: small_batch"):
-        ags.seek()
+        ags.bind_largest()
 
 
 def test_an_optimizer_of_other_parameters_is_refused(around: Callable[..., AgsSteps]) -> None:
@@ -279,7 +279,7 @@ def test_an_optimizer_of_other_parameters_is_refused(around: Callable[..., AgsSt
     model = Ddp(nn.Linear(2, 2))
     ags.split.modules.append(weakref.ref(model))
     ags.register_optimizer(loop.base)
-    ags.seek()
+    ags.bind_largest()
     with pytest.raises(CannotScaleError, match="no optimizer has the parameters"):
         for _ in range(ags_module.PATIENCE):
             ags.after_step(loop.base)
@@ -293,9 +293,9 @@ def test_of_several_the_largest_model_and_optimizer_are_meant(around: Callable[.
     small = torch.optim.SGD(list(loop.net[0].parameters()), lr=0.1)  # type: ignore[arg-type]
     for optimizer in (torch.optim.SGD(other.parameters(), lr=0.1), small, loop.base):
         ags.register_optimizer(optimizer)
-    ags.seek()
+    ags.bind_largest()
     assert ags.tula is not None and ags.tula.base is loop.base and ags.tula.setup.model is models[1]
-    assert not [text for text in ags.take_notes() if "not scaled" in text], "its parameters are the same"
+    assert not [text for text in ags.pop_notes() if "not scaled" in text], "its parameters are the same"
 
 
 def test_what_smaller_optimizers_of_the_model_train_is_reported_to_be_unscaled(around: Callable[..., AgsSteps]) -> None:
@@ -306,9 +306,9 @@ def test_what_smaller_optimizers_of_the_model_train_is_reported_to_be_unscaled(a
     critic = torch.optim.RMSprop(torch.nn.Linear(2, 2).parameters(), lr=0.1)  # of a smaller model, as a GAN's
     for optimizer in (head, body, critic):
         ags.register_optimizer(optimizer)
-    ags.seek()
+    ags.bind_largest()
     assert ags.tula is not None and (ags.tula.base, ags.tula.setup.model) == (body, model)
-    messages = [text for text in ags.take_notes() if "not scaled" in text]
+    messages = [text for text in ags.pop_notes() if "not scaled" in text]
     assert len(messages) == 1 and "SGD (56 numbers)" in messages[0] and "AdamW (27 numbers)" in messages[0]
     assert "RMSprop (6 numbers)" in messages[0] and "of the largest model (" in messages[0]
 

@@ -167,7 +167,7 @@ def test_nothing_to_orthogonalise_is_an_error_and_muon_is_left_as_it_is(make: Ca
         net, mixed = nn.Linear(4, 4), make()
         for optimizer in (torch.optim.Muon([net.weight], lr=0.1), torch.optim.AdamW([net.bias], lr=0.1)):
             take_step(mixed, optimizer)
-        assert list(mixed.take_notes()) == ["not orthogonalised: Muon already orthogonalises its steps"]
+        assert list(mixed.pop_notes()) == ["not orthogonalised: Muon already orthogonalises its steps"]
 
 
 def test_half_weights_of_an_own_optimizer_are_refused_with_the_reason(

@@ -10,7 +10,7 @@ import pytest
 from read_diagnostics import codes
 from script_ranks import ScriptRanks
 
-from tula_cli.cluster.scripts.watch import put_aside_probe_files
+from tula_cli.cluster.scripts.watch import move_probe_files
 from tula_cli.models.claims import count_epoch_samples, list_mismatches
 from tula_cli.run.records.scripts import ExpectedValues, ShimPlan
 from tula_cli.run.script_attempt import ScriptAttempt
@@ -118,7 +118,7 @@ def test_a_probe_leaves_nothing_that_a_training_would_start_from(run: ScriptRank
     ended = run("various.py", *options, plan=plan)
     assert ended.results()[0].why == "stopped", ended.said
     assert tree(work) != before, "the script has written"
-    answer = put_aside_probe_files(attempt)
+    answer = move_probe_files(attempt)
     assert tree(work) == before and "outside of {out}" in answer and str(work) in answer
     assert attempt.read_moved_files() == [answer]
 
@@ -144,6 +144,6 @@ def test_what_was_there_before_is_restored_and_early_files_stay(run: ScriptRanks
     )
     run("various.py", *options, plan=plan).results()
     assert (work / "train.log").read_text().count("\n") > 1
-    put_aside_probe_files(attempt)
+    move_probe_files(attempt)
     assert (work / "train.log").read_text() == '{"epoch": -1}\n'
     assert (work / "prepared.txt").exists(), "it was written before the first step: no training is in it"

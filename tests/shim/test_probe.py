@@ -105,7 +105,7 @@ def test_a_script_that_scales_its_learning_rate_is_detected(run: ScriptRanks, tm
     rates = []
     for batch in (8, 16):
         seen = reference(run, tmp_path / str(batch), "-b", batch, "--scale-lr", expected=expecting(1, batch, lr=0.1))
-        rates.append(ObservedRate.of(batch, seen.lr, seen.expected.lr))
+        rates.append(ObservedRate.from_rates(batch, seen.lr, seen.expected.lr))
         assert list_mismatches([seen]) == []
     (warning,) = warn_scaling_of_script([rate for rate in rates if rate is not None])
     assert warning.values == {"exponent": pytest.approx(1), "rates": "0.003125 at batch 8, 0.00625 at batch 16"}

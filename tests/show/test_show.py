@@ -34,7 +34,7 @@ from tula_cli.show import status as show_status
 from tula_cli.show import train as show_train
 from tula_cli.show.screen import Lines, Screen
 from tula_cli.spec.sections import EarlyStopping
-from tula_cli.words import without_controls
+from tula_cli.words import strip_control_characters
 
 START = make.START
 
@@ -194,7 +194,7 @@ def with_progress(result):
 
     def beside(row):
         row = Candidates.from_predictions([row])
-        return efficiency.with_same_progress(row, epochs=60, reference=64, noise=noise).prediction(0)
+        return efficiency.add_same_progress(row, epochs=60, reference=64, noise=noise).prediction(0)
 
     words = efficiency.describe_noise(noise, reference=64, epochs=60)
     rows = tuple(beside(row) for row in result.rows)
@@ -344,7 +344,7 @@ HOSTILE = (
 
 @pytest.mark.parametrize(("text", "clean"), HOSTILE)
 def test_no_text_of_others_steers_the_terminal(text, clean):
-    assert without_controls(text) == clean
+    assert strip_control_characters(text) == clean
     shown = screen()
     shown.note(text)
     shown.warn(text)

@@ -23,7 +23,7 @@ from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import CheckTask
 from tula_cli.services import train
 from tula_cli.services.events import WarningEvent, follow
-from tula_cli.services.site_charges import check_balance_of_task, find_site_charge, with_site_billing
+from tula_cli.services.site_charges import add_site_billing, check_balance_of_task, find_site_charge
 from tula_cli.services.waiting import Dependencies, WaitPolicy
 from tula_cli.spec.job import JobSpec
 
@@ -115,7 +115,7 @@ def predicted_and_told(
     """Return the billing of jobs as predicted and as sacct has it, and their ids."""
     predicted, ids = [], []
     for number, (slurm, nodes) in enumerate(forms):
-        result = with_site_billing(job(**slurm), folder)
+        result = add_site_billing(job(**slurm), folder)
         assert result.pricing.slurm_billing is not None
         assert result.pricing.slurm_billing.usage_factor == (2 if slurm.get("qos") == "dear" else 1)
         predicted.append(compute_hourly_charge(result.pricing, nodes) / result.pricing.slurm_billing.usage_factor)

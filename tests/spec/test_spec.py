@@ -604,8 +604,8 @@ def test_template_shows_every_setting_of_slurm_as_it_can_be_written(write):
 
 
 def test_a_probe_is_expected_to_take_its_warm_up_its_window_and_its_other_looks():
-    assert spec().search.probe_seconds(0.1) == pytest.approx((10 + 20 + 3 * 5 + 10) * 0.1)
-    assert spec().search.probe_seconds(30) == pytest.approx((10 + 5 + 3 * 5 + 10) * 30)
+    assert spec().search.estimate_probe_seconds(0.1) == pytest.approx((10 + 20 + 3 * 5 + 10) * 0.1)
+    assert spec().search.estimate_probe_seconds(30) == pytest.approx((10 + 5 + 3 * 5 + 10) * 30)
 
 
 # --- sources

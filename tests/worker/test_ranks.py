@@ -124,8 +124,8 @@ def test_shared_cores_are_divided_and_the_poorest_rank_counts(told: list[Any], e
 
 @pytest.mark.parametrize(("cores", "expected"), [(1, 2), (2, 2), (3.5, 2), (4, 3), (9, 8), (64, 8)])
 def test_a_data_loader_takes_all_cores_but_one_within_bounds(cores: float, expected: int) -> None:
-    assert Train(epochs=1).loaders(cores) == expected
-    assert Train(epochs=1, workers=5).loaders(cores) == 5
+    assert Train(epochs=1).count_loaders(cores) == expected
+    assert Train(epochs=1, workers=5).count_loaders(cores) == 5
 
 
 @pytest.mark.parametrize(("text", "expected"), [("150000 100000", 1.5), ("max 100000", None), (None, None)])

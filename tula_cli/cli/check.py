@@ -72,12 +72,12 @@ def init(
     from tula_cli.host import devices
     from tula_cli.run.files import MODE_FOR_ALL, write_atomic
     from tula_cli.services.init import (
+        add_schema,
         make_job_from_command,
         make_job_from_sbatch,
         make_job_from_template,
         shorten_job,
         warn_missing_file,
-        with_schema,
     )
     from tula_cli.spec.job import describe_training_method
     from tula_cli.spec.load import validate
@@ -119,7 +119,7 @@ def init(
         default, reason = get_default_train(made.recognised.script["command"])
         method, line = default["method"], get_training_method(default["method"]).describe(None, reason)
         screen.warn_all((*made.warnings, *warn_missing_file(made.recognised.script["command"])))
-    write_atomic(output, with_schema(text if full else shorten_job(text), output), mode=MODE_FOR_ALL)
+    write_atomic(output, add_schema(text if full else shorten_job(text), output), mode=MODE_FOR_ALL)
     if kind == "slurm" and script is None:
         screen.note(show_check.describe_site(offered))
     screen.note(f"train.method is {method}: {get_training_method(method).summary.partition(';')[0]}.")

@@ -29,7 +29,7 @@ class TerminationSignal:
 
     received: bool = False
 
-    def listen(self) -> None:
+    def install_handlers(self) -> None:
         """Install signal handlers; those of submitit would end this process on the time-limit warning."""
         for number in END_SIGNALS:
             signal.signal(number, self._receive)
@@ -146,9 +146,9 @@ class Allocation:
         """Seconds between two polls of a script's ranks; longer if many supervisors share the file system."""
         return min(MAX_POLL, max(POLL, self.count / 50))
 
-    def time_limit_variable(self) -> dict[str, str]:
+    def make_time_limit_variable(self) -> dict[str, str]:
         """Return TULA_LEAVE_AT, the Unix time at which ranks save and exit; empty without a time limit."""
-        return {} if self.ends_at is None else {"TULA_LEAVE_AT": f"{self.leave_time(self.ends_at):.1f}"}
+        return {} if self.ends_at is None else {"TULA_LEAVE_AT": f"{self.compute_leave_time(self.ends_at):.1f}"}
 
     def find_termination(self, allocation_id: str = "") -> Failure:
         """Return why the scheduler ended an allocation (`allocation_id`; default: this allocation)."""
@@ -165,7 +165,7 @@ class Allocation:
         message = f"job {job_id} was ended from outside, or its supervisor was killed"
         return Failure(outcome="signal", message=message)
 
-    def leave_time(self, ends_at: float) -> float:
+    def compute_leave_time(self, ends_at: float) -> float:
         """Return when the ranks of an allocation that starts now and ends at `ends_at` must exit (Unix times)."""
         share, least, most = TIME_LIMIT_MARGIN
         return ends_at - min(most, max(least, share * (ends_at - time.time())))

@@ -119,7 +119,7 @@ class RunningAttempt:
         log = self._log
         kills = failures.count_oom_kills()
         try:
-            starts = self._program.start(self.allocation, self.command).rank_commands(log)
+            starts = self._program.start(self.allocation, self.command).make_rank_commands(log)
         except JobFailed as error:  # of a script: no such network interface here
             return self._report_not_started(f"{error.message}; {error.hint}")
         with self.run.open_log(log) as output:
@@ -136,7 +136,7 @@ class RunningAttempt:
                 output.write(f"tula: {moved}\n".encode())
         if stopped is not None:
             return stopped
-        child, code = group.first_failure() or (0, 0)
+        child, code = group.find_first_failure() or (0, 0)
         return self._judge_exit(
             RankExit(code, failures.count_oom_kills() > kills, read_end(log, LOG_TAIL), self._first_rank + child)
         )
@@ -163,7 +163,7 @@ class RunningAttempt:
         mark = self.allocation.environ.get(MARK_VARIABLE)
         if mark is None:
             return
-        if killed := kill_leftovers(mark, spare=self.spawner.surviving_processes()):
+        if killed := kill_leftovers(mark, spare=self.spawner.list_surviving_processes()):
             yield f"killed processes of an earlier attempt: {', '.join(map(str, killed))}"
         if self.task.spec.cluster.device != "cpu" and has_gpu():
             memory_holders = self.memory.wait_until_back(
@@ -228,7 +228,7 @@ class RunningAttempt:
             if (remaining := self._compute_seconds_to_leave(is_due)) is not None:
                 self._end_ranks(group, deadline=time.monotonic() + remaining)
                 return self._make_time_limit_failure()
-            failed = group.first_failure() is not None
+            failed = group.find_first_failure() is not None
             self._monitor.record_progress()
             if (stuck := self._monitor.find_reason_to_kill()) is not None:
                 group.kill()
@@ -262,7 +262,7 @@ class RunningAttempt:
     @cached_property
     def _leave_at(self) -> float | None:
         """Unix time at which to leave before the time limit, computed once; None without a limit, and for followers."""
-        return None if self.allocation.ends_at is None else self.allocation.leave_time(self.allocation.ends_at)
+        return None if self.allocation.ends_at is None else self.allocation.compute_leave_time(self.allocation.ends_at)
 
     def _compute_seconds_to_leave(self, is_due: bool) -> float | None:
         """Return the seconds that a script has left to save before the time limit, or None if it need not save yet.
@@ -297,7 +297,7 @@ class RunningAttempt:
 
     def _end_waiting_ranks(self, group: RankGroup) -> Failure | None:
         """Kill ranks that wait in a collective for a failed rank; None if the failed rank is one of this supervisor."""
-        has_failed_rank = group.first_failure() is not None
+        has_failed_rank = group.find_first_failure() is not None
         group.kill()
         # Not its own end, so not its own report.
         if has_failed_rank:

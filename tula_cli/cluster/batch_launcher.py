@@ -53,7 +53,7 @@ class BatchLauncher:
             make_rank_program,  # for a dry run alone, not for each look at the jobs
         )
 
-        text = self.script_text(run, self.request(run, task, self._link_names(run, task)[0]), task)
+        text = self.render_job_script(run, self.make_request(run, task, self._list_job_names(run, task)[0]), task)
         if not (preview_text := make_rank_program(run, task).preview_command()):
             return text
         return f"{text.rstrip()}\n\n# started by tula on each GPU or node: {preview_text}\n"
@@ -64,10 +64,10 @@ class BatchLauncher:
         Raises:
             SchedulerError: the job was refused (with the scheduler's message), or the scheduler does not answer.
         """
-        earlier, names, nodes = run.find_job(task.job), self._link_names(run, task), list_nodes_of_links(task)
+        earlier, names, nodes = run.find_job(task.job), self._list_job_names(run, task), list_nodes_of_links(task)
         if earlier is not None and is_moved(earlier, run.path.resolve()):
             self.scheduler.cancel(earlier.ids[::-1])  # what still waits would find no run directory
-        queued = self.queued_jobs(run, task, names)
+        queued = self.list_queued_jobs(run, task, names)
         if earlier and any(job.id in earlier.ids for job in queued.values()):
             return earlier
         ids = [queued[name].id for name in names if name in queued]
@@ -78,7 +78,9 @@ class BatchLauncher:
             run.path, *([f"train/{task.signature}/checkpoints"] if isinstance(task, TrainTask) else [])
         )
         new = list(zip(list_chain_tasks(task), names, strict=True))[_count_submitted_links(names, queued) :]
-        ids += self._submit_links(run, new, after=self.jobs_to_name(ids), preceding=_list_preceding_ids(run, task))
+        ids += self._submit_links(
+            run, new, after=self.select_jobs_to_name(ids), preceding=_list_preceding_ids(run, task)
+        )
         submissions = earlier.submissions if earlier else 0
         return Job(
             id=task.job,
@@ -137,7 +139,7 @@ class BatchLauncher:
 
     # --- one job
 
-    def request(self, run: RunDir, task: Task, name: str, after: Sequence[str] = ()) -> JobRequest:
+    def make_request(self, run: RunDir, task: Task, name: str, after: Sequence[str] = ()) -> JobRequest:
         """Return the resources and command to request from the scheduler: each task of the job starts a supervisor."""
         cluster = task.spec.cluster
         arguments = (PROGRAM, self.kind, str(run.path.resolve()), task.id, json.dumps(cluster.options))
@@ -155,32 +157,32 @@ class BatchLauncher:
             patience=task.folder_patience,
         )
 
-    def script_text(self, run: RunDir, job: JobRequest, task: Task) -> str:
+    def render_job_script(self, run: RunDir, job: JobRequest, task: Task) -> str:
         """Return the script of one job."""
         return self.scheduler.script(job)
 
     def prepare(self, run: RunDir, task: Task, id_: str) -> None:
         """Write files that a submitted job needs besides its script: none if the scheduler starts tula directly."""
 
-    def name_of_first_job(self, run: RunDir, task: Task) -> str:
+    def make_first_job_name(self, run: RunDir, task: Task) -> str:
         """Return the name of a task's first job; has a hash of the run's path, as queues may not report scripts."""
         return f"tula-{run.id}-{hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:6]}-{task.job}"
 
-    def queued_jobs(self, run: RunDir, task: Task, names: Sequence[str]) -> dict[str, Queued]:
-        """Return the jobs of a task's chain that are in the queue, by the names that `_link_names` gives."""
+    def list_queued_jobs(self, run: RunDir, task: Task, names: Sequence[str]) -> dict[str, Queued]:
+        """Return the jobs of a task's chain that are in the queue, by the names that `_list_job_names` gives."""
         return find_queued(self.scheduler, run, names)
 
-    def jobs_to_name(self, ids: Sequence[str]) -> Sequence[str]:
+    def select_jobs_to_name(self, ids: Sequence[str]) -> Sequence[str]:
         """Return the queued jobs that the next job of their chain has to name in its dependency."""
         return ids
 
-    def jobs_waited_for(self, after: Sequence[str], ids: Sequence[str]) -> Sequence[str]:
+    def select_awaited_jobs(self, after: Sequence[str], ids: Sequence[str]) -> Sequence[str]:
         """Return the jobs that the next job waits for: those already queued (`after`) and those submitted now."""
         return (*after, *ids)
 
-    def _link_names(self, run: RunDir, task: Task) -> list[str]:
+    def _list_job_names(self, run: RunDir, task: Task) -> list[str]:
         """Return the names of the jobs to submit, by which a job is found again if its id was not recorded."""
-        first_name = self.name_of_first_job(run, task)
+        first_name = self.make_first_job_name(run, task)
         return [first_name, *(f"{first_name}.{number}" for number in range(2, len(list_chain_tasks(task)) + 1))]
 
     def _submit_link(self, run: RunDir, task: Task, name: str, *, after: Sequence[str]) -> str:
@@ -190,8 +192,8 @@ class BatchLauncher:
             SchedulerError: the job was refused, or the scheduler did not answer and the job is not in the queue.
         """
         run.lock.renew()
-        job = self.request(run, task, name, after)
-        id_ = submit_script(self.scheduler, run, job, self.script_text(run, job, task))
+        job = self.make_request(run, task, name, after)
+        id_ = submit_script(self.scheduler, run, job, self.render_job_script(run, job, task))
         self.prepare(run, task, id_)
         return id_
 
@@ -208,7 +210,9 @@ class BatchLauncher:
         ids: list[str] = []
         for task, name in named:
             try:
-                ids.append(self._submit_link(run, task, name, after=(*preceding, *self.jobs_waited_for(after, ids))))
+                ids.append(
+                    self._submit_link(run, task, name, after=(*preceding, *self.select_awaited_jobs(after, ids)))
+                )
             except SchedulerError:
                 if not ids and not after:
                     raise

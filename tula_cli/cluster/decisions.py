@@ -298,7 +298,7 @@ def attribute_failure(task: Task, failure: Failure | None, history: History) -> 
     )
 
 
-def resumes_elsewhere(attempt: Attempt, cluster: Cluster) -> bool:
+def is_resumed_by_next_job(attempt: Attempt, cluster: Cluster) -> bool:
     """Return whether a job that has ended an attempt leaves the rest to the next job of its chain."""
     if attempt.decision is not None:
         return isinstance(attempt.decision, Requeue)

@@ -367,14 +367,14 @@ class CachedInspection:
         if self.keep:
             after = self.facts(spec)  # building may have downloaded the dataset
             if {**facts_before, "dataset": None} == {**after, "dataset": None}:
-                self._keep(self._make_path(after), inspection)
+                self._store(self._make_path(after), inspection)
         return inspection
 
     def _make_path(self, facts: Facts) -> Path:
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
         return self.root / FOLDER / f"{digest[:16]}.json"
 
-    def _keep(self, path: Path, inspection: Inspection) -> None:
+    def _store(self, path: Path, inspection: Inspection) -> None:
         # A folder that cannot be written costs the next command some seconds, not this one its answer.
         with contextlib.suppress(TulaError, OSError):
             make_folder(path.parent)
@@ -430,7 +430,7 @@ def list_unmeasured_settings(spec: JobSpec) -> Facts:
         "test": spec.dataset.test and spec.dataset.test.model_dump(mode="json"),
         "metrics": train.metrics,
         "schedule": [spec.schedule.kind, train.epochs] if is_import_string(spec.schedule.kind) else None,
-        "ags": spec.ags.parameters if train.training_method.reads("ags") else None,  # patterns that must match
+        "ags": spec.ags.parameters if train.training_method.uses_section("ags") else None,  # patterns that must match
         "arms": spec.auto.model_dump(mode="json") if train.training_method.tunes else None,
     }
 

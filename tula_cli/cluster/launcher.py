@@ -89,7 +89,7 @@ def lock_submission(run: RunDir, *, sleep: Callable[[float], None] = time.sleep)
         sleep(LOCK_POLL)
         waited += LOCK_POLL
     try:
-        with hold_interrupts():
+        with delay_interrupts():
             yield
     finally:
         run.lock.release()
@@ -134,7 +134,7 @@ def submit_task(run: RunDir, launcher: Launcher, task: Task) -> None:
 
 
 @contextlib.contextmanager
-def hold_interrupts() -> Iterator[None]:
+def delay_interrupts() -> Iterator[None]:
     """Delay Ctrl-C until the end of the block; a second Ctrl-C takes effect at once.
 
     Has no effect outside the main thread, where Python raises no KeyboardInterrupt, or if the program has another
@@ -149,13 +149,13 @@ def hold_interrupts() -> Iterator[None]:
         return
     pressed = False
 
-    def hold(_: int, __: FrameType | None) -> None:
+    def handle_interrupt(_: int, __: FrameType | None) -> None:
         nonlocal pressed
         if pressed:
             raise KeyboardInterrupt
         pressed = True
 
-    signal.signal(signal.SIGINT, hold)
+    signal.signal(signal.SIGINT, handle_interrupt)
     try:
         yield
     finally:

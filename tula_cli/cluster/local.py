@@ -164,7 +164,7 @@ def _is_alive(job: Job) -> bool:
 
 
 @contextlib.contextmanager
-def draw_machine_ticket(run: RunDir, task: Task) -> Iterator[machine_lock.TicketHolder | None]:
+def hold_machine_ticket(run: RunDir, task: Task) -> Iterator[machine_lock.TicketHolder | None]:
     """Yield the ticket of a job in the machine's measuring lock; a probe waits for its turn, other jobs only register.
 
     The kernel releases the ticket when this process exits. A probe that is cancelled while it waits proceeds without
@@ -191,7 +191,7 @@ def draw_machine_ticket(run: RunDir, task: Task) -> Iterator[machine_lock.Ticket
     try:
         while measures and not run.is_cancelled(task.job):
             with contextlib.suppress(OSError):  # as for want of descriptors: nothing is known
-                if not ticket.probes_to_wait_for():
+                if not ticket.list_probes_to_wait_for():
                     break
             time.sleep(POLL)
         yield ticket

@@ -131,7 +131,7 @@ class ForkServer:
                 self._send({**asdict(start), "parent": os.getpid()})
                 answer = self._read_answer(give_up)
         except ConnectionError:
-            raise ForkUnavailable(self._end_of_server()) from None
+            raise ForkUnavailable(self._describe_server_exit()) from None
         except OSError as error:
             raise ForkUnavailable(str(error)) from error
         if "error" in answer:
@@ -152,13 +152,13 @@ class ForkServer:
                     raise ForkUnavailable("given up") from None
                 continue
             if not received:
-                raise ForkUnavailable(self._end_of_server())
+                raise ForkUnavailable(self._describe_server_exit())
             self._received += received
         line, _, self._received = self._received.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def _end_of_server(self) -> str:
+    def _describe_server_exit(self) -> str:
         return f"the process that imports it ended with exit code {self.process.wait()}"
 
     def close(self) -> None:
@@ -218,11 +218,11 @@ class RankStart:
     task: Task
     command: LeaderCommand
 
-    def rank_commands(self, log: Path) -> list[RankCommand]:
+    def make_rank_commands(self, log: Path) -> list[RankCommand]:
         """Return the processes that this supervisor starts, which write to `log`: torchrun, its single rank, or all ranks
         of this machine."""
         argv, folder = tuple(self.argv()), self._find_python_folder()
-        return [RankCommand(argv, environment, folder, str(log)) for environment in self.environments()]
+        return [RankCommand(argv, environment, folder, str(log)) for environment in self.make_environments()]
 
     def argv(self) -> list[str]:
         """Return the command line of a rank, or of torchrun, which starts the ranks of a node."""
@@ -242,11 +242,11 @@ class RankStart:
             return [*torchrun, *worker]
         return [*torchrun, "--no-python", *wrapper, sys.executable, "-u", *worker]
 
-    def environments(self) -> list[dict[str, str]]:
+    def make_environments(self) -> list[dict[str, str]]:
         """Return the environment of each process that this supervisor starts."""
         allocation = self.allocation
         threads = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(allocation.count_cores_per_rank(self.task) or 1)}
-        variables = {**allocation.environ, **threads, **allocation.time_limit_variable()}
+        variables = {**allocation.environ, **threads, **allocation.make_time_limit_variable()}
         if uses_torchrun(self.task):
             return [variables]
         # A rendezvous of the site's set-up lines, or of a shell, is not ours.
@@ -280,7 +280,7 @@ class RankGroup:
     def is_running(self) -> bool:
         return None in [child.poll() for child in self.children]
 
-    def first_failure(self) -> tuple[int, int] | None:
+    def find_first_failure(self) -> tuple[int, int] | None:
         """Return index and exit code of the failed process that is most likely the root cause; None if none has failed.
 
         A killed process takes precedence over its peers, which have failed in consequence. SIGABRT does not count as a
@@ -310,7 +310,7 @@ class RankGroup:
 
     def kill(self) -> None:
         """Kill every rank and its process group."""
-        self._first_failure = self.first_failure()
+        self._first_failure = self.find_first_failure()
         for child in self.children:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
@@ -364,7 +364,7 @@ class RankSpawner:
             self.close()
             return None
 
-    def surviving_processes(self) -> list[int]:
+    def list_surviving_processes(self) -> list[int]:
         """Return the ids of processes that outlive an attempt on purpose: the fork server."""
         return [self.server.process.pid] if self.server is not None else []
 

@@ -68,7 +68,7 @@ class RankMonitor:
 class StartsRanks(Protocol):
     """How one supervisor starts its ranks of one attempt."""
 
-    def rank_commands(self, log: Path) -> list[RankCommand]:
+    def make_rank_commands(self, log: Path) -> list[RankCommand]:
         """Return the processes that this supervisor starts, which write to `log`."""
         ...
 

@@ -7,7 +7,7 @@ from tula_cli.cluster.decisions import History
 from tula_cli.cluster.rank_programs import make_rank_program
 from tula_cli.models.choice.early_stopping import shorten_prediction
 from tula_cli.models.cost import compute_attempt_cost
-from tula_cli.models.out_of_memory import cannot_accumulate, find_next_fallback
+from tula_cli.models.out_of_memory import describe_why_not_splittable, find_next_fallback
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.failures import Failure, Fallback, Recovery, Relaunch, Requeue, Resize, Stop
 from tula_cli.run.records.jobs import Attempt
@@ -118,7 +118,7 @@ def _find_lr_factor(run: RunDir, task: TrainTask) -> float | None:
 
 def _choose_fallback(run: RunDir, task: TrainTask) -> Fallback | None:
     """Return the fallback after an out-of-memory of a training; None if no configuration would use less memory."""
-    why_not = cannot_accumulate(task.spec)
+    why_not = describe_why_not_splittable(task.spec)
     micro_batches = None if why_not else make_rank_program(run, task).list_micro_batch_splits()
     batches = [rung.batch for rung in task.ladder]
     return find_next_fallback(

@@ -28,7 +28,7 @@ from tula_cli.cluster.failures import (
     write_supervisor_failure,
 )
 from tula_cli.cluster.full_disk import require_disk_space
-from tula_cli.cluster.local import draw_machine_ticket
+from tula_cli.cluster.local import hold_machine_ticket
 from tula_cli.cluster.rank_processes import (
     RankSpawner,
     get_first_rank,
@@ -166,10 +166,10 @@ class Supervisor:
         """
         if self.allocation.is_local:
             self._await_resume_test(find_newest_task(self.run, task_id))
-            with draw_machine_ticket(self.run, find_newest_task(self.run, task_id)) as self._ticket:
+            with hold_machine_ticket(self.run, find_newest_task(self.run, task_id)) as self._ticket:
                 self._lead_job(task_id)
             return
-        self.allocation.termination.listen()
+        self.allocation.termination.install_handlers()
         if self.allocation.is_leader:
             self.allocation.ends_at = self.allocation.scheduler.ends_at(self.allocation.job_id, self.allocation.environ)
             self._lead_job(task_id)
@@ -279,7 +279,9 @@ class Supervisor:
 
     def _record_conflicting_trainings(self, attempt: Attempt) -> Attempt:
         """Record in a probe's attempt the trainings of this user that now use its GPUs or cores; return the attempt."""
-        trainings = self._ticket.conflicting_trainings() if self._ticket is not None and self._ticket.measures else []
+        trainings = (
+            self._ticket.list_conflicting_trainings() if self._ticket is not None and self._ticket.measures else []
+        )
         names = tuple(dict.fromkeys([*attempt.disturbed_by, *(training.holder for training in trainings)]))
         if names == attempt.disturbed_by:
             return attempt

@@ -50,16 +50,16 @@ def _read_cgroup_limits(groups: Path, membership: Path) -> Iterator[int]:
     for line in (_read_text(membership) or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            limit_files += [groups / inner / "memory.max" for inner in _with_parents(path)]
+            limit_files += [groups / inner / "memory.max" for inner in _list_parents(path)]
         elif "memory" in controllers.split(","):
-            limit_files += [groups / "memory" / inner / "memory.limit_in_bytes" for inner in _with_parents(path)]
+            limit_files += [groups / "memory" / inner / "memory.limit_in_bytes" for inner in _list_parents(path)]
     for file in dict.fromkeys(limit_files):
         text = _read_text(file)
         if text is not None and text.isdigit():
             yield int(text)
 
 
-def _with_parents(path: str) -> list[PurePosixPath]:
+def _list_parents(path: str) -> list[PurePosixPath]:
     inner = PurePosixPath(path.lstrip("/"))
     return [inner, *inner.parents]
 

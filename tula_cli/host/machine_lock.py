@@ -36,7 +36,7 @@ class Ticket:
     devices: tuple[str, ...]  # "gpu <UUID or number>", "core <number>"
     measures: bool = True  # a training does not: nobody waits for it
 
-    def conflicts(self, other: "Ticket") -> bool:
+    def conflicts_with(self, other: "Ticket") -> bool:
         """Return whether two tickets share a device; a ticket without devices (unreadable) may use any."""
         return not (self.devices and other.devices) or bool(set(self.devices) & set(other.devices))
 
@@ -95,7 +95,7 @@ def _make_private(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _hold_draw_lock(folder: Path) -> Iterator[None]:
+def _lock_ticket_numbers(folder: Path) -> Iterator[None]:
     """Prevent other processes from drawing tickets in the block, so that numbers rise in order of arrival."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -160,12 +160,12 @@ class TicketHolder:
     def __init__(self, holder: str, devices: Collection[str], *, measures: bool) -> None:
         self.holder, self.devices, self.measures = holder, tuple(devices), measures
         self._handle: int | None = None
-        self._draw()
+        self._take_number()
 
-    def _draw(self) -> None:
+    def _take_number(self) -> None:
         self.folder = make_ticket_folder()
         draft = self.folder / f".{os.getpid()}"
-        with _hold_draw_lock(self.folder):
+        with _lock_ticket_numbers(self.folder):
             living = {ticket.number for ticket in _list_living_tickets(self.folder)}
             for number in _list_ticket_numbers(self.folder):
                 if number not in living:
@@ -187,7 +187,7 @@ class TicketHolder:
     def _path(self) -> Path:
         return self.folder / str(self.ticket.number)
 
-    def probes_to_wait_for(self) -> list[Ticket]:
+    def list_probes_to_wait_for(self) -> list[Ticket]:
         """Return the measuring and waiting probes that this probe has to wait for.
 
         If the ticket was removed, e.g. with the session's folder at logout, a new one is drawn first.
@@ -197,12 +197,14 @@ class TicketHolder:
         """
         if not self._is_there():  # the session's folder was removed at logout: the others draw anew as well
             self._close_handle()
-            self._draw()
+            self._take_number()
         return list_probes_ahead(self.ticket, _list_living_tickets(self.folder))
 
-    def conflicting_trainings(self) -> list[Ticket]:
+    def list_conflicting_trainings(self) -> list[Ticket]:
         """Return the tickets of trainings that now use a device of this ticket."""
-        return [ticket for ticket in list_living_tickets() if not ticket.measures and ticket.conflicts(self.ticket)]
+        return [
+            ticket for ticket in list_living_tickets() if not ticket.measures and ticket.conflicts_with(self.ticket)
+        ]
 
     def close(self) -> None:
         """Remove the ticket and release its lock."""
@@ -227,7 +229,9 @@ class TicketHolder:
 def list_probes_ahead(ticket: Ticket, queue: Collection[Ticket]) -> list[Ticket]:
     """Return the probes of a queue that come before a ticket and share a device with it."""
     return [
-        queued for queued in queue if queued.measures and queued.number < ticket.number and queued.conflicts(ticket)
+        queued
+        for queued in queue
+        if queued.measures and queued.number < ticket.number and queued.conflicts_with(ticket)
     ]
 
 

@@ -155,7 +155,7 @@ def _check_epoch(ranks: Sequence[RankResult]) -> Diagnostic | None:
     given = ranks[0].expected.dataset
     if given is not None and loader.sampler == STREAM:
         return None  # its length is what the dataset says of itself, of a rank's part or of all
-    if (given is not None or _hold_shards(ranks)) and abs(seen - size / batch) <= 1 + _ABOUT * size / batch:
+    if (given is not None or _have_own_shards(ranks)) and abs(seen - size / batch) <= 1 + _ABOUT * size / batch:
         return None  # a round figure, or shards that differ in their length
     return messages.epoch_steps_differ(
         expected=high, observed=math.ceil(seen), dataset_size=size, batch=batch, is_given=given is not None
@@ -170,12 +170,12 @@ def find_dataset_size(ranks: Sequence[RankResult]) -> int | None:
     given, sizes = ranks[0].expected.dataset, [rank.loader.dataset if rank.loader else None for rank in ranks]
     if given is not None:
         return given
-    if _hold_shards(ranks) and None not in sizes:
+    if _have_own_shards(ranks) and None not in sizes:
         return sum(size for size in sizes if size is not None)
     return sizes[0]
 
 
-def _hold_shards(ranks: Sequence[RankResult]) -> bool:
+def _have_own_shards(ranks: Sequence[RankResult]) -> bool:
     """Return whether each rank has its own shard of the dataset: the contents of any two ranks differ."""
     contents = [rank.loader.content if rank.loader is not None else "" for rank in ranks]
     return len(contents) > 1 and "" not in contents and len(set(contents)) == len(contents) == ranks[0].world
@@ -217,7 +217,7 @@ class ObservedRate:
     seen: float
 
     @classmethod
-    def of(cls, batch: int, rates: LearningRates | None, given: float | None) -> "ObservedRate | None":
+    def from_rates(cls, batch: int, rates: LearningRates | None, given: float | None) -> "ObservedRate | None":
         """Return the learning rate of a probe, or None if its optimizer has none.
 
         The base rate of a scheduler is used if there is one: a warm-up counted in epochs is further advanced after the
@@ -256,7 +256,11 @@ def warn_scaling_of_script(rates: Sequence[ObservedRate]) -> list[Diagnostic]:
 def warn_inconsistent_probes(measured: Iterable[Measured]) -> list[Diagnostic]:
     """Return warnings about differences between the probes of a script, and about scaling of its learning rate."""
     seen = [(probe.batch, probe.script) for probe in measured if probe.script is not None]
-    rates = [rate for batch, script in seen if (rate := ObservedRate.of(batch, script.lr, script.lr_given)) is not None]
+    rates = [
+        rate
+        for batch, script in seen
+        if (rate := ObservedRate.from_rates(batch, script.lr, script.lr_given)) is not None
+    ]
     has_rates = any(rate.given is not None for rate in rates)  # else it is the script's own matter
     differences = find_differences([script for _, script in seen]) if seen else []
     return [*differences, *(warn_scaling_of_script(rates) if has_rates else [])]

@@ -116,7 +116,7 @@ def count_work(
 
     from tula_cli.models.choice.columns import compute_by_value
 
-    def evals(samples: int | None) -> Number:
+    def count_evaluations(samples: int | None) -> Number:
         if samples is None or eval_batch_size is None:
             return 0
         return np.where(eval_batch_size > 0, -(-samples // np.maximum(1, world * eval_batch_size)), 0)[()]
@@ -124,7 +124,7 @@ def count_work(
     work = WorkCount(
         epochs=spec.train.epochs_at_most,
         steps=dataset_size // batch,
-        eval_batches=evals(eval_size),
+        eval_batches=count_evaluations(eval_size),
         refreshes=compute_by_value(
             lambda global_batch: refresh.count_refreshes(spec, batch=global_batch, steps=dataset_size // global_batch),
             batch,
@@ -139,7 +139,7 @@ def count_work(
         work,
         branches=compute_by_value(lambda global_batch: tuning(global_batch).branches, batch),
         branch_steps=compute_by_value(lambda global_batch: tuning(global_batch).steps, batch),
-        branch_evals=evals(self_tuning.count_holdout_samples(dataset_size)),
+        branch_evals=count_evaluations(self_tuning.count_holdout_samples(dataset_size)),
     )
 
 
@@ -217,7 +217,7 @@ class TrainingTime:
     checkpoint_every: Number  # seconds
     rate: Number = 0.0  # interruptions a second
 
-    def hours(self, step_time: Number) -> Number:
+    def compute_hours(self, step_time: Number) -> Number:
         """Return the hours at a step time (seconds); infinite if interruptions prevent the training from ending."""
         seconds = compute_training_seconds(
             self.work,
@@ -228,7 +228,7 @@ class TrainingTime:
         )
         return seconds / 3600
 
-    def parts(self, step_time: Number, *, data_wait: Number | None) -> dict[str, Number]:
+    def compute_parts(self, step_time: Number, *, data_wait: Number | None) -> dict[str, Number]:
         """Return the breakdown of the time without interruptions, in seconds by the fields of a `TimeParts`.
 
         Args:

@@ -136,15 +136,15 @@ def _solve_moments(stats: GradientStats) -> _Moments:
 
 
 def _combine_moments(moments: Sequence[_Moments], shares: Sequence[float]) -> _Moments:
-    def mean(values: Iterable[float], power: int) -> float:
+    def compute_mean(values: Iterable[float], power: int) -> float:
         return sum(share**power * value for share, value in zip(shares, values, strict=True))
 
     return _Moments(
-        sqr=mean((probe_moments.sqr for probe_moments in moments), 1),
-        trace=mean((probe_moments.trace for probe_moments in moments), 1),
-        sqr_variance=mean((probe_moments.sqr_variance for probe_moments in moments), 2),
-        trace_variance=mean((probe_moments.trace_variance for probe_moments in moments), 2),
-        covariance=mean((probe_moments.covariance for probe_moments in moments), 2),
+        sqr=compute_mean((probe_moments.sqr for probe_moments in moments), 1),
+        trace=compute_mean((probe_moments.trace for probe_moments in moments), 1),
+        sqr_variance=compute_mean((probe_moments.sqr_variance for probe_moments in moments), 2),
+        trace_variance=compute_mean((probe_moments.trace_variance for probe_moments in moments), 2),
+        covariance=compute_mean((probe_moments.covariance for probe_moments in moments), 2),
     )
 
 
@@ -208,7 +208,7 @@ def compute_equivalent_epochs(epochs: float, batch: Number, *, reference: float,
     return epochs * compute_steps_ratio(batch, reference=reference, noise=noise) * batch / reference
 
 
-def with_same_progress(rows: Candidates, *, epochs: int, reference: int, noise: Noise) -> Candidates:
+def add_same_progress(rows: Candidates, *, epochs: int, reference: int, noise: Noise) -> Candidates:
     """Add epochs, time and cost for the same progress as `epochs` at the reference batch to the table of candidates.
 
     If the batch grows (`train.ramp`), each stage makes the progress of its batch in its share of the epochs.

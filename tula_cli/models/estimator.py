@@ -39,7 +39,12 @@ from tula_cli.models.observations import (
     require_measurements,
     require_one_hardware,
 )
-from tula_cli.models.out_of_memory import cannot_accumulate, find_smallest_ruled_out, is_ruled_out_by, list_splits
+from tula_cli.models.out_of_memory import (
+    describe_why_not_splittable,
+    find_smallest_ruled_out,
+    is_ruled_out_by,
+    list_splits,
+)
 from tula_cli.models.overheads import OverheadModel, compute_median_shutdown
 from tula_cli.models.power import PowerModel
 from tula_cli.models.ramp.by_noise import NoisePath
@@ -172,7 +177,7 @@ class Estimator:
 
     def configurations(self, nodes: Iterable[int] | None = None) -> list[Config]:
         """Return the configurations of the spec (or on other numbers of nodes), whether they fit or not."""
-        return to_configs(*self._grid(nodes))
+        return to_configs(*self._make_grid(nodes))
 
     @cached_property
     def count(self) -> int:
@@ -181,9 +186,9 @@ class Estimator:
 
     @cached_property
     def _grid_of_spec(self) -> tuple[Ints, Ints]:
-        return self._grid(self.spec.search.nodes)
+        return self._make_grid(self.spec.search.nodes)
 
-    def _grid(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
+    def _make_grid(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
         """Return nodes and batches of the configurations."""
         if nodes is None:
             return self._grid_of_spec
@@ -203,37 +208,39 @@ class Estimator:
 
     def _feasible(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
         """Return nodes and batches of the configurations that fit, considering memory, OOM probes and ramp stages."""
-        counts, batch = self._grid(nodes)
+        counts, batch = self._make_grid(nodes)
         local_batch, sharded = batch // (counts * self.spec.cluster.gpus_per_node), self.spec.train.sharded
-        fits = local_batch <= (compute_by_value(self._max_local_batch, counts) if sharded else self._max_local_batch(1))
+        fits = local_batch <= (
+            compute_by_value(self._compute_max_local_batch, counts) if sharded else self._compute_max_local_batch(1)
+        )
         for oom in self.ooms:
             fits &= ~is_ruled_out_by(oom, counts, local_batch, sharded=sharded)
-        fits[list(self._probes_at(counts, local_batch))] = True
-        fits &= self.stages.fits_mask(counts, batch)
+        fits[list(self._find_probes(counts, local_batch))] = True
+        fits &= self.stages.compute_fits_mask(counts, batch)
         return counts[fits], batch[fits]
 
-    def _to_begin_at(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
+    def _find_starting_configurations(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
         """Return nodes and batches of the feasible configurations at which a training may start, given its ramp stages."""
         counts, batch = self._feasible(nodes)
         begin = self.stages.can_begin_mask(counts, batch)
         return counts[begin], batch[begin]
 
-    def _max_local_batch(self, nodes: int) -> float:
+    def _compute_max_local_batch(self, nodes: int) -> float:
         largest = self.largest_local_batch(nodes)
         return inf if largest is None else largest
 
-    def known_configurations(self, nodes: Iterable[int] | None = None) -> tuple[Ints, Ints]:
+    def find_known_configurations(self, nodes: Iterable[int] | None = None) -> tuple[Ints, Ints]:
         """Return nodes and batches of the candidates to start at whose step time can be predicted from the probes."""
-        counts, batch = self._to_begin_at(nodes)
-        refused = self._unknown_mask(counts, batch)
+        counts, batch = self._find_starting_configurations(nodes)
+        refused = self._compute_unknown_mask(counts, batch)
         return counts[~refused], batch[~refused]
 
-    def _unknown_mask(self, nodes: Ints, batch: Ints) -> Flags:
+    def _compute_unknown_mask(self, nodes: Ints, batch: Ints) -> Flags:
         """Return a mask of the configurations whose step time cannot be predicted (see `describe_why_unknown`)."""
         gpus = self.spec.cluster.gpus_per_node
         local_batch = batch // (nodes * gpus)
-        refused = self.steps.refused(nodes, gpus, local_batch)
-        refused[list(self._probes_at(nodes, local_batch))] = False
+        refused = self.steps.find_unpredictable(nodes, gpus, local_batch)
+        refused[list(self._find_probes(nodes, local_batch))] = False
         return refused
 
     def describe_why_infeasible(self, config: Config) -> str:
@@ -274,7 +281,7 @@ class Estimator:
         local_batch = config.local_batch(self.spec.cluster.gpus_per_node)
         if (config.nodes, local_batch) in self.probes:
             return ""
-        return self.steps.refusal(config.nodes, self.spec.cluster.gpus_per_node, local_batch)
+        return self.steps.describe_why_unpredictable(config.nodes, self.spec.cluster.gpus_per_node, local_batch)
 
     def predict(self, config: Config) -> Prediction:
         """Predict a configuration; a measured step time takes precedence over the fit.
@@ -296,17 +303,17 @@ class Estimator:
 
     def predictions(self, nodes: Iterable[int] | None = None) -> tuple[Prediction, ...]:
         """Predict every feasible configuration whose step time is known from the probes, on demand, fastest first."""
-        return self.estimate(*self.known_configurations(nodes)).ordered().predictions()
+        return self.estimate(*self.find_known_configurations(nodes)).ordered().predictions()
 
     def candidates(self, nodes: Iterable[int] | None = None) -> Candidates:
         """Predict the same configurations on each market of the pricing, fastest first."""
-        on_demand = self.estimate(*self.known_configurations(nodes))
-        return Candidates.concatenate([on_demand, self.on_spot(on_demand)]).ordered()
+        on_demand = self.estimate(*self.find_known_configurations(nodes))
+        return Candidates.concatenate([on_demand, self.predict_on_spot(on_demand)]).ordered()
 
-    def unknown_configurations(self, nodes: Iterable[int] | None = None) -> tuple[Ints, Ints]:
+    def find_unknown_configurations(self, nodes: Iterable[int] | None = None) -> tuple[Ints, Ints]:
         """Return nodes and batches of the candidates to start at whose step time is unknown, in order."""
-        counts, batch = self._to_begin_at(nodes)
-        refused = self._unknown_mask(counts, batch)
+        counts, batch = self._find_starting_configurations(nodes)
+        refused = self._compute_unknown_mask(counts, batch)
         return counts[refused], batch[refused]
 
     def estimate(self, nodes: Ints, batch: Ints) -> Candidates:
@@ -318,9 +325,9 @@ class Estimator:
         tables = []
         for start in range(0, max(1, len(nodes)), _BLOCK):
             counts, batches = nodes[start : start + _BLOCK], batch[start : start + _BLOCK]
-            probes = self._probes_at(counts, batches // (counts * self.spec.cluster.gpus_per_node))
-            steps = self._step_times(counts, batches)
-            stages = self.stages.tabulate(counts, batches, steps)
+            probes = self._find_probes(counts, batches // (counts * self.spec.cluster.gpus_per_node))
+            steps = self._estimate_step_times(counts, batches)
+            stages = self.stages.make_stage_table(counts, batches, steps)
             tables.append(self._predict_trainings(counts, batches, steps, probes, stages))
         return Candidates.concatenate(tables)
 
@@ -332,10 +339,10 @@ class Estimator:
 
     def _read_forecast(self, on_demand: Candidates, market: Market) -> Prediction | None:
         """Return the only row of a table on a market; None if `on_spot` leaves it out."""
-        rows = self.on_spot(on_demand) if market == "spot" else on_demand
+        rows = self.predict_on_spot(on_demand) if market == "spot" else on_demand
         return rows.prediction(0) if len(rows) else None
 
-    def fallback_rungs(self, nodes: int, batch: int, *, market: Market = "on_demand") -> tuple[Rung, ...]:
+    def list_oom_fallbacks(self, nodes: int, batch: int, *, market: Market = "on_demand") -> tuple[Rung, ...]:
         """Return `batch` and every smaller feasible candidate on that number of nodes, descending.
 
         The first rung is `batch` whether or not it is a candidate; each rung has a prediction for `market` if there is
@@ -346,13 +353,13 @@ class Estimator:
         first_rung, *rest = (
             Rung(batch=config.batch, prediction=self.predict_if_known(config, market)) for config in rungs
         )
-        return first_rung.model_copy(update={"cut": self._predictions_by_split(rungs[0], market)}), *rest
+        return first_rung.model_copy(update={"cut": self._predict_by_split(rungs[0], market)}), *rest
 
-    def _predictions_by_split(self, config: Config, market: Market) -> dict[int, Prediction]:
+    def _predict_by_split(self, config: Config, market: Market) -> dict[int, Prediction]:
         """Return the predictions of a configuration with split micro-batches, by the number of parts."""
         accumulate, local_batch = self.spec.train.accumulate, config.local_batch(self.spec.cluster.gpus_per_node)
         splits = list_splits(config.batch, micro_batch=local_batch // accumulate, micro_batches=accumulate)
-        into = () if cannot_accumulate(self.spec) else splits.into
+        into = () if describe_why_not_splittable(self.spec) else splits.into
         predictions = {split: self.predict_split(config, split, market) for split in into}
         return {split: row for split, row in predictions.items() if row is not None}
 
@@ -369,22 +376,22 @@ class Estimator:
         ):
             return None
         nodes, batch, size = to_columns([smaller])[0], to_columns([config])[1], smaller.local_batch(gpus)
-        probes = self._probes_at(nodes, np.array([size]))
-        step = self._step_times(*to_columns([smaller]))
+        probes = self._find_probes(nodes, np.array([size]))
+        step = self._estimate_step_times(*to_columns([smaller]))
         alone = (probes and probes[0].compute_time) or self.steps.compute(config.nodes, gpus, size)
-        longer = step.scaled(1 + (split - 1) * alone / float(step.seconds[0]))
-        stages = self.stages.tabulate(nodes, batch, self._step_times(nodes, batch))
+        longer = step.scale(1 + (split - 1) * alone / float(step.seconds[0]))
+        stages = self.stages.make_stage_table(nodes, batch, self._estimate_step_times(nodes, batch))
         forecast = self._predict_trainings(nodes, batch, longer, {}, stages, memory_batches=np.array([size]))
         return self._read_forecast(forecast, market)
 
     # --- Step times
 
-    def _probes_at(self, nodes: Ints, local_batch: Ints) -> dict[int, Measured]:
+    def _find_probes(self, nodes: Ints, local_batch: Ints) -> dict[int, Measured]:
         """Return the probes of the given configurations by index; configurations without one are left out."""
         places_by_index = index_probes(self.probes, nodes, local_batch)
         return {index: self.probes[place] for index, place in places_by_index.items()}
 
-    def _step_times(self, nodes: Ints, batch: Ints) -> Estimates:
+    def _estimate_step_times(self, nodes: Ints, batch: Ints) -> Estimates:
         """Return the step times, measured ones if available."""
         gpus, local_batch = self.spec.cluster.gpus_per_node, batch // (nodes * self.spec.cluster.gpus_per_node)
         step_times = self.steps.predict_all(nodes, np.full(len(nodes), gpus), local_batch)
@@ -397,7 +404,7 @@ class Estimator:
                 None if probe is None else probe.step_times, self.trained.get(configuration, ()), float(spread)
             )
             assert measured is not None
-            step_times.put_measured(index, measured)
+            step_times.set_measured(index, measured)
         return step_times
 
     # --- Whole trainings
@@ -415,9 +422,11 @@ class Estimator:
         return StageTimes(
             self.spec,
             self.dataset_size,
-            predict_steps=self._step_times,
-            find_unknown=self._unknown_mask,
-            startup=lambda nodes, batch: self.overheads.overheads_at(nodes, batch // (nodes * gpus), batch).startup,
+            predict_steps=self._estimate_step_times,
+            find_unknown=self._compute_unknown_mask,
+            startup=lambda nodes, batch: (
+                self.overheads.estimate_overheads(nodes, batch // (nodes * gpus), batch).startup
+            ),
             noise=self.noise,
             is_too_large=lambda config: bool(self.describe_why_too_large(config)),
             queue=self.queue,
@@ -445,10 +454,12 @@ class Estimator:
         """
         gpus = self.spec.cluster.gpus_per_node
         local_batch = batch // (nodes * gpus)
-        time, startup = self.time(nodes, batch, stages), self.overheads.startup_spread / 3600
-        hours = time.hours(steps.seconds)
-        paid = hours - self.stages.unused_node_hours(nodes, batch, stages) / nodes
-        reserved, headroom = self._memory(nodes, local_batch if memory_batches is None else memory_batches, probes)
+        time, startup = self.make_training_time(nodes, batch, stages), self.overheads.startup_spread / 3600
+        hours = time.compute_hours(steps.seconds)
+        paid = hours - self.stages.compute_unused_node_hours(nodes, batch, stages) / nodes
+        reserved, headroom = self._estimate_memory(
+            nodes, local_batch if memory_batches is None else memory_batches, probes
+        )
         measured = ~np.isnan(steps.fitted)
         parts = {} if self.spec.script else _break_down_time(time, steps.seconds, probes)
         candidates = Candidates.from_columns(
@@ -461,8 +472,8 @@ class Estimator:
                 "step_high": steps.high,
                 "step_fitted": steps.fitted,
                 "hours": hours,
-                "hours_low": np.maximum(0.0, hours - np.hypot(hours - time.hours(steps.low), startup)),
-                "hours_high": hours + np.hypot(time.hours(steps.high) - hours, startup),
+                "hours_low": np.maximum(0.0, hours - np.hypot(hours - time.compute_hours(steps.low), startup)),
+                "hours_high": hours + np.hypot(time.compute_hours(steps.high) - hours, startup),
                 "cost": cost.compute_cost(
                     self.spec.pricing, hours=paid, nodes=nodes, gpus_per_node=gpus, reserved=reserved
                 ),
@@ -471,7 +482,7 @@ class Estimator:
                 "headroom": headroom,
                 "measured": measured,
                 "scaling_efficiency": self._compute_scaling_efficiency(local_batch, steps.seconds),
-                "trained": self._trained_at(nodes, local_batch, measured),
+                "trained": self._find_newest_trainings(nodes, local_batch, measured),
                 "further": nodes > max(count for count, _ in (*self.probes, *self.trained)),
                 "refresh_share": time.work.refreshes * time.overheads.refresh / (3600 * hours),
                 "type": np.full(len(nodes), ""),
@@ -490,12 +501,12 @@ class Estimator:
         gpus = self.spec.cluster.gpus_per_node
         sizes, places = np.unique(local_batch, return_inverse=True)
         nodes = np.full(len(sizes), min(self.spec.search.nodes))
-        seconds = self._step_times(nodes, sizes * nodes * gpus).seconds
-        known = np.where(self._unknown_mask(nodes, sizes * nodes * gpus), np.nan, seconds)
+        seconds = self._estimate_step_times(nodes, sizes * nodes * gpus).seconds
+        known = np.where(self._compute_unknown_mask(nodes, sizes * nodes * gpus), np.nan, seconds)
         efficiency: Floats = known[places] / step_time
         return efficiency
 
-    def _memory(self, nodes: Ints, local_batch: Ints, probes: Mapping[int, Measured]) -> tuple[Floats, Floats]:
+    def _estimate_memory(self, nodes: Ints, local_batch: Ints, probes: Mapping[int, Measured]) -> tuple[Floats, Floats]:
         """Return the bytes that a GPU reserves, measured if available, and the share of its memory left free."""
         model = self.memory.for_ranks(nodes * self.spec.cluster.gpus_per_node)
         reserved = model.reserved(local_batch) + np.zeros(len(nodes))
@@ -504,7 +515,7 @@ class Estimator:
         free = np.nan if self.capacity is None else 1 - model.needed(local_batch) / self.capacity
         return reserved, free + np.zeros(len(nodes))
 
-    def _trained_at(self, nodes: Ints, local_batch: Ints, measured: Flags) -> NDArray[np.str_]:
+    def _find_newest_trainings(self, nodes: Ints, local_batch: Ints, measured: Flags) -> NDArray[np.str_]:
         """Return the newest training that measured each configuration; empty if none did."""
         signatures = np.full(len(nodes), "", dtype=object)
         for index, place in index_probes(self.trained, nodes, local_batch).items():
@@ -516,7 +527,7 @@ class Estimator:
         drawn = model.predict(rows["step_time"], rows["local_batch"])
         for index, probe in probes.items():
             if probe.energy is not None:
-                measured_power = model.measured(probe)
+                measured_power = model.get_measured_power(probe)
                 drawn.watts[index] = measured_power.watts
                 if drawn.error is not None:
                     drawn.error[index] = measured_power.error
@@ -531,7 +542,7 @@ class Estimator:
             }
         )
 
-    def on_spot(self, on_demand: Candidates) -> Candidates:
+    def predict_on_spot(self, on_demand: Candidates) -> Candidates:
         """Return the forecasts of the same configurations on spot nodes, in their order.
 
         Configurations are left out if interruptions are so frequent that the training never ends; all are left out if
@@ -543,7 +554,7 @@ class Estimator:
             return on_demand.take([])
         nodes, batch = on_demand["nodes"], on_demand["batch"]
         stages = on_demand.stages.take(on_demand["stages"])
-        training = self._training(nodes, batch, stages, pricing.spot)
+        training = self._make_hours_function(nodes, batch, stages, pricing.spot)
         hours, low, high = (training(on_demand[name]) for name in ("step_time", "step_low", "step_high"))
         share = hours / on_demand["hours"]
         spot = on_demand.with_columns(
@@ -566,15 +577,19 @@ class Estimator:
         )
         return spot.take(np.isfinite(hours))
 
-    def _training(self, nodes: Ints, batch: Ints, stages: StageTable, spot: Spot) -> Callable[[Floats], Floats]:
+    def _make_hours_function(
+        self, nodes: Ints, batch: Ints, stages: StageTable, spot: Spot
+    ) -> Callable[[Floats], Floats]:
         """Return a function from step times to the expected hours of the whole training on spot nodes."""
-        time = self.time(nodes, batch, stages, spot=spot)
-        return time.hours if self.saving is None else functools.partial(self.saving.hours_on_spot, time)
+        time = self.make_training_time(nodes, batch, stages, spot=spot)
+        return time.compute_hours if self.saving is None else functools.partial(self.saving.compute_hours_on_spot, time)
 
-    def time(self, nodes: Ints, batch: Ints, stages: StageTable, *, spot: Spot | None = None) -> cost.TrainingTime:
+    def make_training_time(
+        self, nodes: Ints, batch: Ints, stages: StageTable, *, spot: Spot | None = None
+    ) -> cost.TrainingTime:
         """Return the models of training time by step time; on spot nodes of the expected time."""
         gpus, every = self.spec.cluster.gpus_per_node, self.spec.train.checkpoint_every
-        overheads = self.overheads.overheads_at(nodes, batch // (nodes * gpus), batch)
+        overheads = self.overheads.estimate_overheads(nodes, batch // (nodes * gpus), batch)
         work = cost.count_work(
             self.spec,
             batch=batch,
@@ -613,7 +628,8 @@ def _break_down_time(time: cost.TrainingTime, step_time: Floats, probes: Mapping
     for index, probe in probes.items():
         waits[index] = np.nan if probe.data_wait is None else probe.data_wait
     return {
-        name: seconds + np.zeros(len(step_time)) for name, seconds in time.parts(step_time, data_wait=waits).items()
+        name: seconds + np.zeros(len(step_time))
+        for name, seconds in time.compute_parts(step_time, data_wait=waits).items()
     }
 
 

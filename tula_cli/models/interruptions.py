@@ -27,20 +27,20 @@ class CheckpointSchedule:
         """Whether the cost of an interruption is known."""
         return not self.resumes or any(value is not None for value in (self.epochs, self.steps, self.seconds))
 
-    def hours_on_spot(self, training: TrainingTime, step_time: Any) -> Any:
+    def compute_hours_on_spot(self, training: TrainingTime, step_time: Any) -> Any:
         """Return the expected hours on spot nodes of a training by a script that alone decides when it saves.
 
         Args:
             training: its work, overheads and interruption rate.
             step_time: seconds; a number, or an array of them.
         """
-        work, interval = training.work, self.interval(step_time, epoch_steps=training.work.steps)
+        work, interval = training.work, self.compute_interval(step_time, epoch_steps=training.work.steps)
         if interval is None:
             return math.inf
         stepping, overheads = work.epochs * work.steps * step_time, training.overheads
         return compute_script_seconds(stepping, overheads=overheads, interval=interval, rate=training.rate) / 3600
 
-    def interval(self, step_time: Any, *, epoch_steps: Any) -> Any | None:
+    def compute_interval(self, step_time: Any, *, epoch_steps: Any) -> Any | None:
         """Return the seconds between two checkpoints; infinite if the script cannot resume, None if unknown.
 
         Args:
@@ -65,7 +65,11 @@ class CheckpointSchedule:
         if not self.is_known:
             return f"the checkpoint interval is unknown until the script trains{self._setting_text}"
         interval_text = self._interval_text
-        timed = None if step_time is None or epoch_steps is None else self.interval(step_time, epoch_steps=epoch_steps)
+        timed = (
+            None
+            if step_time is None or epoch_steps is None
+            else self.compute_interval(step_time, epoch_steps=epoch_steps)
+        )
         seconds = self.seconds if timed is None else timed
         if seconds is None:
             return f"saves {interval_text}: an interruption costs half of that on average{self._setting_text}"

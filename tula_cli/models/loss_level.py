@@ -65,8 +65,8 @@ class LossLevel:
             self.first = level
         if level < self.lowest:
             self.lowest = level
-            self.noise = self._spread()
-        limit = self._limit()
+            self.noise = self._compute_spread()
+        limit = self._compute_limit()
         if not self.above and max([loss, *self.newest[-FEW:]]) - self.lowest <= SOUND * limit:
             self.sound = samples
         if loss - self.lowest <= limit and not self.above:
@@ -88,18 +88,18 @@ class LossLevel:
             return
         self.highest = max(self.highest, level) if self.above else level
         is_partial = self.highest - self.lowest < WHOLE * (first_level - self.lowest)
-        fall = max(RECOVERED * (self.highest - self.lowest), OF_SPREAD * self._spread())
+        fall = max(RECOVERED * (self.highest - self.lowest), OF_SPREAD * self._compute_spread())
         if is_partial and self.highest - level > fall:
-            self.lowest, self.noise, self.above = level, self._spread(), 0
+            self.lowest, self.noise, self.above = level, self._compute_spread(), 0
         else:
             self.above += PARTLY if is_partial else 1
 
-    def _spread(self) -> float:
+    def _compute_spread(self) -> float:
         """Return the standard deviation of single steps about the level, robust to outliers."""
         level = self.level
         return 1.4826 * statistics.median(abs(value - level) for value in self.newest)
 
-    def _limit(self) -> float:
+    def _compute_limit(self) -> float:
         """Return the rise above the lowest level from which the loss is too high."""
         if self.first is None:
             return math.inf

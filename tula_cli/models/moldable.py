@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from tula_cli.errors import Infeasible, SpecError
 from tula_cli.models.choice.grid import Config, list_batches
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.out_of_memory import cannot_accumulate, list_splits
+from tula_cli.models.out_of_memory import describe_why_not_splittable, list_splits
 from tula_cli.models.ramp.stage_nodes import compute_batch_divisor, list_nodes_named_by_stages
 from tula_cli.options import NodeRange
 from tula_cli.run.records.base import Market
@@ -123,7 +123,7 @@ def _list_size(spec: JobSpec, config: Config, estimator: Estimator | None, marke
     if splits is None:
         return
     if estimator is not None:
-        first_rung, *smaller = estimator.fallback_rungs(config.nodes, config.batch, market=market)
+        first_rung, *smaller = estimator.list_oom_fallbacks(config.nodes, config.batch, market=market)
         if splits > 1 and splits not in first_rung.cut and (row := estimator.predict_split(config, splits, market)):
             first_rung = first_rung.model_copy(update={"cut": {**first_rung.cut, splits: row}})
     else:
@@ -145,4 +145,4 @@ def _count_splits(spec: JobSpec, config: Config, estimator: Estimator | None) ->
     fits = (
         part for part in splits.into if not estimator.describe_why_too_large(Config(config.nodes, config.batch // part))
     )
-    return None if cannot_accumulate(spec) else next(fits, None)
+    return None if describe_why_not_splittable(spec) else next(fits, None)

@@ -22,7 +22,7 @@ LESS_MEMORY = (
 LESS_MEMORY_FOR_SCRIPT = "search more nodes, lower search.min_batch, or use more accumulation, activation checkpointing or bf16 in the script"
 
 
-def cannot_accumulate(spec: JobSpec) -> str:
+def describe_why_not_splittable(spec: JobSpec) -> str:
     """Return why a job's micro-batches must not be split after an out-of-memory error; empty if they may."""
     if spec.train.oom_policy == "shrink":
         return "train.oom_policy is shrink"
@@ -80,10 +80,10 @@ def make_batch_norm_limit(*, ranks: int = 1) -> tuple[Callable[[int], bool], str
         ranks: number of ranks over which statistics are taken (SyncBatchNorm), else 1.
     """
 
-    def holds(micro_batch: int) -> bool:
+    def is_met(micro_batch: int) -> bool:
         return micro_batch * ranks >= MIN_NORMALISED
 
-    return holds, f"BatchNorm would compute its statistics over fewer than {MIN_NORMALISED} samples"
+    return is_met, f"BatchNorm would compute its statistics over fewer than {MIN_NORMALISED} samples"
 
 
 def find_next_fallback(

@@ -34,7 +34,7 @@ class OverheadModel:
     probes: Sequence[Measured]  # at least one
     shutdown: float  # seconds from the last measurement of a job to its end
 
-    def overheads_at(self, nodes: Ints, local_batch: Ints, batch: Ints) -> OverheadColumns:
+    def estimate_overheads(self, nodes: Ints, local_batch: Ints, batch: Ints) -> OverheadColumns:
         """Return the overheads of configurations, from the probes with the nearest local batch.
 
         Overheads that do not depend on the batch are taken from the nearest number of nodes.
@@ -48,7 +48,9 @@ class OverheadModel:
             compute_ratios([probe.local_batch for probe in near], local_batch),
             compute_ratios([probe.nodes for probe in near], nodes),
         )
-        startup = self._medians_by_nodes([(probe.nodes, probe.overheads.startup) for probe in self.probes], nodes)
+        startup = self._compute_medians_by_nodes(
+            [(probe.nodes, probe.overheads.startup) for probe in self.probes], nodes
+        )
         saves = [(probe.nodes, save) for probe in self.probes if (save := probe.overheads.checkpoint) is not None]
         return OverheadColumns(
             startup=startup + self.shutdown,
@@ -56,7 +58,7 @@ class OverheadModel:
             if probes
             else None,
             eval_batch_size=np.array([probe.overheads.eval_batch_size or 0 for probe in near])[nearest_probe],
-            checkpoint=self._medians_by_nodes(saves, nodes) if saves else None,
+            checkpoint=self._compute_medians_by_nodes(saves, nodes) if saves else None,
             refresh=refresh.compute_refresh_seconds(
                 self.spec, self.probes, nodes=nodes, local_batch=local_batch, batch=batch
             ),
@@ -72,7 +74,7 @@ class OverheadModel:
             spread.append(statistics.median(startups))
         return Z90 * statistics.stdev(spread) if len(spread) > 1 else 0.0
 
-    def _medians_by_nodes(self, values: Sequence[tuple[int, float]], nodes: Ints) -> Floats:
+    def _compute_medians_by_nodes(self, values: Sequence[tuple[int, float]], nodes: Ints) -> Floats:
         """Return the median values at the nearest measured number of nodes, shape (n,)."""
         counts = list(dict.fromkeys(count for count, _ in values))
         medians = [

@@ -43,7 +43,7 @@ class PowerModel:
     error: float | None  # half the 90 % interval of one more measurement, a share of it; None without a residual
     _spread: Floats = field(repr=False)  # inverse of the normal equations, of as many rows as there are coefficients
 
-    def measured(self, probe: Measured) -> Power:
+    def get_measured_power(self, probe: Measured) -> Power:
         """Return the measured power of a probe, which must have an energy reading."""
         return Power(_compute_mean_watts(probe), self.error)
 

@@ -81,7 +81,7 @@ def make_job_of_arm(spec: JobSpec, arm: Arm) -> JobSpec:
     scaling = spec.train.lr_scaling if METHODS[arm.method].ramps else "none"
     train = spec.train.model_copy(update={"method": arm.method, "lr_scaling": scaling, "ramp": "auto"})
     schedule = spec.schedule.model_copy(update={"warmup_epochs": spec.schedule.warmup_epochs or 0.0})
-    optimizer = _with_decay(spec.optimizer, arm.decay_factor)
+    optimizer = _scale_weight_decay(spec.optimizer, arm.decay_factor)
     changes = {"train": train, "schedule": schedule, "ags": _make_acting_ags(spec), "optimizer": optimizer}
     return spec.model_copy(update=changes)
 
@@ -96,7 +96,7 @@ def _make_acting_ags(spec: JobSpec) -> Ags:
     return spec.ags.model_copy(update={"apply_to": spec.ags.apply_to or "update"})
 
 
-def _with_decay(optimizer: Optimizer, factor: float) -> Optimizer:
+def _scale_weight_decay(optimizer: Optimizer, factor: float) -> Optimizer:
     groups = [
         group if group.weight_decay is None else group.model_copy(update={"weight_decay": factor * group.weight_decay})
         for group in optimizer.groups
@@ -148,7 +148,7 @@ def compute_cooldown_factor(epoch: float, *, start: float, length: float) -> flo
     return min(1.0, max(0.0, 2 * (start + length - epoch) / length))
 
 
-def with_limited_lr_factor(arm: Arm, limit: float) -> Arm:
+def limit_lr_factor(arm: Arm, limit: float) -> Arm:
     """Return an arm with its learning-rate factor limited to `limit` (linear scaling), for a batch that was reduced."""
     return arm.model_copy(update={"lr_factor": min(arm.lr_factor, max(1.0, limit))})
 
@@ -223,7 +223,7 @@ def plan_tuning(spec: JobSpec, *, batch: int, dataset_size: int) -> TuningPlan:
     if len(arms) == 1:
         return TuningPlan(0, 0, holdout)
     size, after = dataset_size - holdout, BRANCHING_EPOCH
-    beginning = Ramp(stages.plan_stages_of_training(spec, arms[0], batch=batch, size=size)).remaining_steps(
+    beginning = Ramp(stages.plan_stages_of_training(spec, arms[0], batch=batch, size=size)).count_remaining_steps(
         size=size, epochs=after
     )
     samples = _count_samples(beginning)
@@ -241,16 +241,16 @@ def count_trained_samples(spec: JobSpec, arm: Arm, *, batch: int, size: int) -> 
     ramp = Ramp(stages.plan_stages_of_branch(spec, arm, batch=batch, start=start, length=length))
     epoch, samples_done, trained = BRANCHING_EPOCH, 0, 0
     while True:
-        steps = next(ramp.steps_of_epoch(epoch, samples_done=samples_done, size=size), None)
+        steps = next(ramp.list_epoch_steps(epoch, samples_done=samples_done, size=size), None)
         if steps is None:
             epoch, samples_done = epoch + 1, 0
             if epoch * size - start >= length:
                 return trained
             continue
         samples_done, trained = samples_done + steps[0], trained + steps[0]
-        is_epoch_end = next(ramp.steps_of_epoch(epoch, samples_done=samples_done, size=size), None) is None
+        is_epoch_end = next(ramp.list_epoch_steps(epoch, samples_done=samples_done, size=size), None) is None
         epoch, samples_done = (epoch + 1, 0) if is_epoch_end else (epoch, samples_done)
-        if has_ended(epoch * size + samples_done - start, length, ramp.batch_at(epoch * size + samples_done)):
+        if has_ended(epoch * size + samples_done - start, length, ramp.find_batch(epoch * size + samples_done)):
             return trained
 
 

@@ -75,7 +75,7 @@ def _summarize_step_time(model: StepModel) -> Iterator[RegressionSummary]:
 
 
 def _summarize_overlap(model: Overlap, name: str, share: str) -> RegressionSummary:
-    names, result = model.coordinates, model.regression()
+    names, result = model.coordinates, model.make_regression_result()
     about = (
         "the step-time model at its most probable parameters, by generalised least squares: one row per step time and, if"
         f" measured, per compute time, and {format_count(len(names), 'row')} for the priors. Each value is the number of prior"
@@ -87,7 +87,7 @@ def _summarize_overlap(model: Overlap, name: str, share: str) -> RegressionSumma
 
 
 def _summarize_paper_fit(steps: StepTimeFit) -> RegressionSummary:
-    points, seconds = steps.measured_points()
+    points, seconds = steps.list_measured_points()
     columns = {"fixed": np.ones(len(points)), "local batch": points.local_batch}
     if len(np.unique(points.replicas)) > 1:
         columns["1 - 1/N"] = 1 - 1 / np.where(points.alone, 1.0, points.replicas)

@@ -531,11 +531,11 @@ class Setup:
         """s_max = sqrt(b_large / b_small) (line 12), with `small_batch_size` for b_small."""
         return compute_factor_limit(self.b_large, self.small_batch_size)
 
-    def norms(self, grads: Sequence[Tensor]) -> list[Tensor]:
+    def compute_norms(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Return the l2 norm of each gradient, 0-dim, equal on all ranks; with shards every rank must call this."""
         return sharding.compute_sharded_norms(grads) if self.sharded else gradient_stats.norms(grads)
 
-    def squared_norm(self, grads: Sequence[Tensor]) -> Tensor:
+    def compute_squared_norm(self, grads: Sequence[Tensor]) -> Tensor:
         """Return the squared l2 norm over all gradients together, 0-dim, likewise."""
         return sharding.compute_sharded_squared_norm(grads) if self.sharded else gradient_stats.squared_norm(grads)
 
@@ -864,7 +864,7 @@ class SmallBatch(Factors):
         grads = self.setup.compute_small_batch_gradients(loss, params, turn=self.n_refresh, step=step, scaler=scaler)
         staged = {p: g for p, g in zip(params, grads, strict=True) if g is not None}
         if self.per == "tensor":  # only the norms are needed, so the gradients are freed at once
-            staged = dict(zip(staged, self.setup.norms(list(staged.values())), strict=True))
+            staged = dict(zip(staged, self.setup.compute_norms(list(staged.values())), strict=True))
         self._finite = are_finite(list(staged.values())) if staged else None
         # A refresh at every step does not wait for the device: `_replace_non_finite` keeps the previous factors.
         if self._each_step or self._finite is None or bool(self._finite):
@@ -888,7 +888,7 @@ class SmallBatch(Factors):
         params = [p for p in staged if p in grads and not grads[p].is_sparse]
         if self.per == "tensor":
             # `staged` holds norms
-            large = self.setup.norms([grads[p] for p in params])
+            large = self.setup.compute_norms([grads[p] for p in params])
             factors = compute_tensor_factors([staged[p] for p in params], large, self.eps, self.bounds)
             return dict(zip(params, self._replace_non_finite(params, factors), strict=True))
         # one by one, so that small gradients and factors never exist twice; results of a collective may be overwritten
@@ -1305,7 +1305,9 @@ class TulaOptimizer(Wrapper):
         if calm is not None and self.apply_to == "gradient":
             scale_([grads[p] for p in used], list(used.values()), calm)
         if self.max_grad_norm is not None and grads:
-            clip_(list(grads.values()), self.max_grad_norm, square=self.setup.squared_norm(list(grads.values())))
+            clip_(
+                list(grads.values()), self.max_grad_norm, square=self.setup.compute_squared_norm(list(grads.values()))
+            )
         with self._scale_update(used, calm):
             yield
         self.factors.finish_step()
@@ -1320,7 +1322,7 @@ class TulaOptimizer(Wrapper):
 
     def _decide_and_refresh(self, grads: dict[Tensor, Tensor], due: bool) -> Tensor:
         """Return whether to scale this step (line 5), and compute the factors of the next if due (line 10)."""
-        calm = self.gate.decide(self.setup.squared_norm(list(grads.values())), has_factors=self.factors.ready)
+        calm = self.gate.decide(self.setup.compute_squared_norm(list(grads.values())), has_factors=self.factors.ready)
         if due:
             self.factors.refresh_factors(self._select_scaled(grads))
         return calm

@@ -34,11 +34,11 @@ class Bounds(NamedTuple):
 
     def rounded(self, dtype: torch.dtype) -> Bounds:
         """Return the bounds as numbers of `dtype`, rounded inwards so that no stored factor leaves the interval."""
-        return _round_bounds(self, dtype)
+        return _round_bounds_inwards(self, dtype)
 
 
 @cache
-def _round_bounds(bounds: Bounds, dtype: torch.dtype) -> Bounds:
+def _round_bounds_inwards(bounds: Bounds, dtype: torch.dtype) -> Bounds:
     low, high = torch.tensor(bounds.low, dtype=dtype), torch.tensor(bounds.high, dtype=dtype)
     if low.item() < bounds.low:
         low = torch.nextafter(low, high)

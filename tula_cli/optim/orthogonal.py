@@ -53,7 +53,7 @@ COUPLED = INDEPENDENT_OF_WEIGHTS - {"AdamW"} | {"ASGD"}
 """Those whose weight decay is a part of the gradient (L2), unless a parameter group has `decoupled_weight_decay`."""
 
 
-def refusal(base: torch.optim.Optimizer) -> str:
+def describe_why_not_orthogonalizable(base: torch.optim.Optimizer) -> str:
     """Return why the steps of an optimizer cannot be orthogonalised; empty if they can."""
     names = _list_class_names(base)
     return next((f"{name.removesuffix('WithAdamW')} {why}" for name, why in REFUSED.items() if name in names), "")
@@ -94,7 +94,7 @@ class Ortho(Wrapper):
     """
 
     def __init__(self, base: torch.optim.Optimizer, *, model: nn.Module, max_grad_norm: float | None = None) -> None:
-        if why := refusal(base):
+        if why := describe_why_not_orthogonalizable(base):
             raise ValueError(f"{why}; use torch.optim.SGD or AdamW")
         refuse_sharded(base, model, "Ortho", shares=True)
         super().__init__(base)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
-from tula_cli.words import format_count, without_controls
+from tula_cli.words import format_count, strip_control_characters
 
 MAX_ROWS = 20
 """Rows shown of one table; a notebook cell is an overview, and `.frame()` has every row."""
@@ -44,4 +44,4 @@ def _render_cells(cells: Sequence[str], tag: str) -> str:
 
 
 def _escape(text: str) -> str:
-    return escape(without_controls(text))
+    return escape(strip_control_characters(text))

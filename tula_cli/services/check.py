@@ -27,8 +27,8 @@ from tula_cli.services.job_warnings import (
 from tula_cli.services.profile import UpperBoundPlan, compute_max_node_hours, plan_upper_bound
 from tula_cli.services.resume_test import describe_interruption_cost
 from tula_cli.services.search import ON_ALL_NODES, choose_probes, find_largest_local_batch
-from tula_cli.services.search_cost import Expectation, choose_strategy, expect_search, list_measured_probes
-from tula_cli.services.site_charges import with_site_billing
+from tula_cli.services.search_cost import Expectation, choose_strategy, estimate_search, list_measured_probes
+from tula_cli.services.site_charges import add_site_billing
 from tula_cli.services.waiting import require_within_cap
 from tula_cli.spec.job import JobSpec, describe_training_method
 from tula_cli.words import format_count, format_number, join_words
@@ -100,7 +100,7 @@ class CheckResult:
     cap: float | None  # node-hours of search.max_node_hours
 
     def __repr__(self) -> str:
-        return f"<CheckResult: {'; '.join(self._summaries())}>"
+        return f"<CheckResult: {'; '.join(self._list_summaries())}>"
 
     def _repr_html_(self) -> str:
         """Return the profiling jobs, their maximum cost and the warnings, for a notebook."""
@@ -117,12 +117,12 @@ class CheckResult:
         ]
         columns = ["nodes", "probes", "batches", "batches/GPU"]
         warnings = [warning.text for report in self.reports.values() for warning in report.warnings]
-        title, *others = self._summaries()
+        title, *others = self._list_summaries()
         return render_html(
             title, columns if None in self.reports else ["node type", *columns], rows, notes=[*others, *warnings]
         )
 
-    def _summaries(self) -> list[str]:
+    def _list_summaries(self) -> list[str]:
         """Return one line per node type."""
         return [f"{name}: {report.summary}" if name else report.summary for name, report in self.reports.items()]
 
@@ -187,12 +187,12 @@ def check_all(
     for run in runs:
         if online:
             job, inspect_run = (
-                with_site_billing(run.spec, run.path.parent),
+                add_site_billing(run.spec, run.path.parent),
                 inspect_with_stored(inspector or inspect, run),
             )
             reports[run.type] = check(job, inspector=inspect_run, run=run)
         else:
-            reports[run.type] = check(with_site_billing(run.spec, None), online=False)
+            reports[run.type] = check(add_site_billing(run.spec, None), online=False)
     return CheckResult(reports, runs[0].spec.search.max_node_hours)
 
 
@@ -252,7 +252,7 @@ def check(
         settings=describe_computing(spec, inspection),
         method_line=describe_training_method(spec),
         interruption=describe_interruption_cost(run, spec),
-        expected=expect_search(spec, list(sizes.items()), list_measured_probes(run)) if jobs else None,
+        expected=estimate_search(spec, list(sizes.items()), list_measured_probes(run)) if jobs else None,
     )
 
 

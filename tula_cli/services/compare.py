@@ -81,7 +81,7 @@ class Grid:
             require_positive(batch=batch)
         require_positive(seeds=self.seeds, nodes=self.nodes)
 
-    def rows(self, reference: int) -> list[tuple[str, int]]:
+    def list_rows(self, reference: int) -> list[tuple[str, int]]:
         """Return (method, batch) of every row, the reference first; controls only for batches above the reference."""
         rows = [(REFERENCE, reference)]
         for batch in self.batches:
@@ -111,7 +111,7 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
     if not variant.training_method.ramps:
         train.pop("ramp", None)  # what a row is held against is trained at one batch
     content["train"] = {**train, "method": variant.method, "seed": seed, **variant.train}
-    if spec.script is not None and not variant.training_method.reads("ags"):
+    if spec.script is not None and not variant.training_method.uses_section("ags"):
         content.pop("ags", None)  # a script is not told what means nothing to it
     if spec.script is None:
         content["optimizer"] = {**content["optimizer"], "lr": spec.optimizer.lr * variant.lr, **variant.optimizer}
@@ -378,7 +378,7 @@ def _list_rows_of_grid(spec: JobSpec, grid: Grid) -> list[tuple[str, int]]:
 
     For a script, controls are left out if their learning rate equals that of another row without gradient scaling.
     """
-    rows = grid.rows(spec.train.reference_batch)
+    rows = grid.list_rows(spec.train.reference_batch)
     if spec.script is None or "lr" not in get_workload(spec).settings:
         return rows
 

@@ -253,7 +253,7 @@ def _compare_results(before: Result, after: Result) -> StepDifference:
     beyond = steps is not None and steps.is_beyond_noise
     causes = find_changed_parts(step_parts[0], step_parts[1]) if beyond and step_parts[0] and step_parts[1] else ()
 
-    def both(name: str) -> ValuePair:
+    def make_pair(name: str) -> ValuePair:
         values = [getattr(parts, name) if parts is not None else None for parts in step_parts]
         return ValuePair(values[0], values[1])
 
@@ -262,10 +262,10 @@ def _compare_results(before: Result, after: Result) -> StepDifference:
         batch=before.nodes * before.gpus_per_node * before.local_batch,
         local_batch=before.local_batch,
         outcomes=(before.kind, after.kind),
-        step=both("step"),
-        compute=both("compute"),
-        sync=both("sync"),
-        data_wait=both("data"),
+        step=make_pair("step"),
+        compute=make_pair("compute"),
+        sync=make_pair("sync"),
+        data_wait=make_pair("data"),
         memory=ValuePair(*(probe.memory.peak if probe else None for probe in (probe_before, probe_after))),
         ratio=steps.ratio if steps else None,
         beyond_noise=beyond,

@@ -73,7 +73,7 @@ def _read_beginning(path: Path) -> str:
         raise SpecError(f"cannot read {path}: {error.strerror}") from None
 
 
-def with_schema(text: str, job: Path) -> str:
+def add_schema(text: str, job: Path) -> str:
     """Write the schemas next to a new job file, and return its text with the line that refers to the schema.
 
     Args:
@@ -160,7 +160,7 @@ def make_job_from_command(
         TulaError: the installation lacks its templates.
     """
     gpus_available = gpus if kind == "local" else _count_gpus(offered)
-    recognised = with_length(
+    recognised = add_length(
         recognise_line(line, KnownFacts(answers or {}, gpus=gpus_available), keeps_setup=kind == "slurm"), answers
     )
     one_process = recognised.gpus_per_node is None and _trains_in_one_process(recognised.script["command"])
@@ -180,7 +180,7 @@ def make_job_from_command(
         text = _set_key(
             text, "nodes", "[1]", "more need a script that joins a process group: torch.distributed, a trainer"
         )
-    text = with_batches(text, recognised)
+    text = add_batches(text, recognised)
     warnings = [*recognised.warnings, *_list_machine_warnings(recognised, offered, gpus=gpus if kind == "local" else 0)]
     if one_process:
         warnings.append(
@@ -224,7 +224,7 @@ def _trains_in_one_process(command: str) -> bool:
     return bool(files)
 
 
-def with_length(recognised: RecognisedCommand, answers: Mapping[str, str] | None) -> RecognisedCommand:
+def add_length(recognised: RecognisedCommand, answers: Mapping[str, str] | None) -> RecognisedCommand:
     """Return the recognised command with the number of epochs that the user answered, if any."""
     epochs = (answers or {}).get(LENGTH_QUESTION)
     return (
@@ -344,9 +344,9 @@ def _adapt_site_settings(text: str, recognised: RecognisedCommand, offered: Site
     return re.sub(r"^    cpus_per_task: .*$", line, text, count=1, flags=re.MULTILINE)
 
 
-def with_batches(text: str, recognised: RecognisedCommand) -> str:
+def add_batches(text: str, recognised: RecognisedCommand) -> str:
     """Set the range of batches to measure around the current batch, the GPUs per node, and today's configuration."""
-    text = _with_baseline(text, recognised)
+    text = _add_baseline(text, recognised)
     if recognised.gpus_per_node is not None:
         text = _set_key(
             text,
@@ -376,7 +376,7 @@ def with_batches(text: str, recognised: RecognisedCommand) -> str:
     return re.sub(r"^(  min_batch:.*)$", lambda line: line[0] + above, text, count=1, flags=re.MULTILINE)
 
 
-def _with_baseline(text: str, recognised: RecognisedCommand) -> str:
+def _add_baseline(text: str, recognised: RecognisedCommand) -> str:
     """Add today's configuration if it has several nodes, because the search also includes fewer."""
     if recognised.nodes == 1:
         return text
@@ -450,7 +450,7 @@ class _Request:
     options: Mapping[str, Option]  # by long names with underscores
     answered: int = 0  # nodes, as the user said
 
-    def text(self, name: str) -> str:
+    def get_text(self, name: str) -> str:
         return self.options[name].value.text if name in self.options else ""
 
     def count(self, name: str, default: int = 0) -> int:
@@ -459,7 +459,7 @@ class _Request:
         Raises:
             SpecError: the value is not a number.
         """
-        if not (text := self.text(name)):
+        if not (text := self.get_text(name)):
             return default
         if not re.fullmatch(r"[1-9]\d{0,5}", text):
             raise SpecError(
@@ -498,7 +498,7 @@ class _Request:
         """GPUs per node, their type, and the option that requests them; 0 if none are requested."""
         forms = (("gres", 1), ("gpus_per_node", 1), ("gpus_per_task", self.tasks_per_node), ("gpus", 1 / self.nodes))
         for name, times in forms:
-            text = self.text(name)
+            text = self.get_text(name)
             gpus = parse_gres(text if name == "gres" else f"gpu:{text}") if text else ()
             if gpus:
                 form = name if name in ("gres", "gpus_per_task") and "," not in text else "gpus_per_node"
@@ -508,7 +508,7 @@ class _Request:
     @property
     def other_resources(self) -> str:
         return ",".join(
-            resource for resource in self.text("gres").split(",") if resource and not resource.startswith("gpu")
+            resource for resource in self.get_text("gres").split(",") if resource and not resource.startswith("gpu")
         )
 
 
@@ -530,14 +530,14 @@ def make_job_from_sbatch(
     text = text.removeprefix("\ufeff")
     _check_shell(text)
     known = KnownFacts(answers or {})
-    request = replace(_read_request(text), answered=known.answer(NODES) or 0)
+    request = replace(_read_request(text), answered=known.parse_answer(NODES) or 0)
     _check_folder(request)
     gpus, _, _ = request.gpus
     known = replace(known, gpus=gpus, nodes=request.nodes, tasks_per_node=request.tasks_per_node)
     command = find_training_command(text, keeps_setup=True, variables=_list_slurm_variables(request))
-    recognised = with_length(recognise_command(command, known), answers)
+    recognised = add_length(recognise_command(command, known), answers)
     request = replace(request, options={**_list_srun_options(recognised.slurm), **request.options})
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.text("job_name")).strip("._-")[:64]
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.get_text("job_name")).strip("._-")[:64]
     written = write_job_around(f"tula init --from-sbatch {shlex.quote(source)}", recognised, "slurm", name=name)
     written = write_settings(
         written, [*_list_setting_lines(request, recognised, offered), *list_shell_settings(recognised)]
@@ -554,7 +554,7 @@ def make_job_from_sbatch(
     ]
     recognised = replace(recognised, left_out=(*left_out, *recognised.left_out))
     return FromCommand(
-        with_batches(written, recognised),
+        add_batches(written, recognised),
         recognised,
         list_missing(recognised),
         (*recognised.warnings, *_list_sbatch_warnings(request, recognised)),
@@ -594,7 +594,7 @@ def _check_shell(text: str) -> None:
 
 
 def _check_folder(request: _Request) -> None:
-    if (folder := request.text("chdir")) and Path(folder).expanduser().resolve() != Path.cwd():
+    if (folder := request.get_text("chdir")) and Path(folder).expanduser().resolve() != Path.cwd():
         raise SpecError(
             f"#SBATCH {request.options['chdir'].written} is ignored: jobs run in the folder in which tula runs",
             f"run tula init in {folder}",
@@ -613,7 +613,7 @@ def _list_slurm_variables(request: _Request) -> dict[str, str]:
         "SLURM_GPUS": gpus * request.nodes,
         "SLURM_CPUS_PER_TASK": request.count("cpus_per_task"),
     }
-    texts = {"SLURM_JOB_NAME": request.text("job_name"), "SLURM_SUBMIT_DIR": str(Path.cwd())}
+    texts = {"SLURM_JOB_NAME": request.get_text("job_name"), "SLURM_SUBMIT_DIR": str(Path.cwd())}
     return {name: str(value) for name, value in {**counts, **texts}.items() if value}
 
 
@@ -633,7 +633,7 @@ def _list_setting_lines(
     request: _Request, recognised: RecognisedCommand, offered: Site | None
 ) -> Iterator[TemplateLine]:
     for name, key in _SETTINGS.items():
-        if text := request.text(name):
+        if text := request.get_text(name):
             yield TemplateLine(f"cluster.slurm.{key}", quote_word(text), f"--{name.replace('_', '-')}")
     gpus, kind, form = request.gpus
     yield TemplateLine(
@@ -670,12 +670,12 @@ def _list_setting_lines(
 
 def _list_measuring_settings(request: _Request, offered: Site | None) -> Iterator[TemplateLine]:
     """Yield the settings for the searched nodes and the time limits of jobs."""
-    limit = parse_minutes(request.text("time"))
+    limit = parse_minutes(request.get_text("time"))
     if limit:
         yield TemplateLine(
-            "cluster.minutes", str(limit), f"time limit of a training job, --time {request.text('time')}"
+            "cluster.minutes", str(limit), f"time limit of a training job, --time {request.get_text('time')}"
         )
-    partition = offered.find_partition(request.text("partition")) if offered else None
+    partition = offered.find_partition(request.get_text("partition")) if offered else None
     most = partition.usable if partition is not None and partition.usable else 2 * request.nodes
     nodes = sorted({max(1, request.nodes // 2), request.nodes, min(most, 2 * request.nodes)})
     minutes = max(1, min(_MINUTES, (limit or _MINUTES) - ROOM))
@@ -687,7 +687,7 @@ def _list_sbatch_warnings(request: _Request, recognised: RecognisedCommand) -> I
     ranks = recognised.gpus_per_node or 1
     if not request.options:
         yield "the script has no #SBATCH line, so its resources are unknown: fill in section cluster"
-    if clusters := request.text("clusters"):
+    if clusters := request.get_text("clusters"):
         yield f"the script is submitted to cluster {clusters}: run tula on a login node of that cluster"
     if gpus and gpus != ranks:
         yield (

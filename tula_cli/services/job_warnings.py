@@ -63,9 +63,9 @@ def count_loader_processes(spec: JobSpec, inspection: Inspection | None, *, rank
     if train.workers != "auto":
         return train.workers, train.workers
     if spec.cluster.kind == "local":
-        return (train.loaders(inspection.cpus / ranks),) * 2 if inspection else (FEWEST_WORKERS, MOST_WORKERS)
+        return (train.count_loaders(inspection.cpus / ranks),) * 2 if inspection else (FEWEST_WORKERS, MOST_WORKERS)
     cpus_per_task = slurm.cpus_per_task if slurm is not None else None
-    return (train.loaders(cpus_per_task),) * 2 if cpus_per_task else (FEWEST_WORKERS, MOST_WORKERS)
+    return (train.count_loaders(cpus_per_task),) * 2 if cpus_per_task else (FEWEST_WORKERS, MOST_WORKERS)
 
 
 # --- Settings that are unlikely together

@@ -73,7 +73,7 @@ class _AttemptLog:
     first: int = 0  # the lowest rank in it
     tagged: bool = True  # lines of ranks but the lowest begin with the rank
 
-    def line(self, raw: bytes) -> LogLine:
+    def parse_line(self, raw: bytes) -> LogLine:
         # A progress bar writes over itself: its last state is what a terminal shows. A lost node leaves blocks of zeros.
         text = raw.replace(b"\0", b"").rstrip(b"\r\n").rpartition(b"\r")[2].decode(errors="replace")
         rank = words.parse_rank(text)
@@ -104,20 +104,20 @@ def read_logs(
         TulaError: a log cannot be read.
     """
     reader = _LogReader(run, query)
-    logs = reader.attempt_logs()
+    logs = reader.list_attempt_logs()
     shown = logs if query.every else logs[-1:]
     reader.skip_to_end(log for log in logs if log not in shown)
     for log in shown:
-        yield from reader.first_failure(log)
+        yield from reader.read_first_failure(log)
     if query.last is not None:
-        yield from reader.last_lines(shown, query.last)
+        yield from reader.read_last_lines(shown, query.last)
     for log in shown:
-        yield from reader.new_lines(log, with_incomplete=not follow)
+        yield from reader.read_new_lines(log, with_incomplete=not follow)
     while follow:
         is_active = active()
-        for log in reader.attempt_logs():
-            yield from reader.new_lines(log, with_incomplete=not is_active)
-            yield from reader.first_failure(log)
+        for log in reader.list_attempt_logs():
+            yield from reader.read_new_lines(log, with_incomplete=not is_active)
+            yield from reader.read_first_failure(log)
         if not is_active:
             return
         sleep(get_backend("local").poll[0])
@@ -144,7 +144,7 @@ def describe_place(run: RunDir, line: LogLine) -> str:
 
 def describe_missing_output(run: RunDir, query: LogQuery) -> str:
     """Return why no line of the requested logs was shown, and which job has written a log, if there is one."""
-    logs = _LogReader(run, query).attempt_logs()
+    logs = _LogReader(run, query).list_attempt_logs()
     if query.rank is not None or not logs:
         subject = f"job {query.job} has" if query.job else "the jobs have"
         return f"{subject} not written {'a log' if query.rank is None else 'such lines'} yet"
@@ -152,7 +152,9 @@ def describe_missing_output(run: RunDir, query: LogQuery) -> str:
     attempt = run.read_attempt(newest.task, newest.attempt)
     ended = attempt is not None and attempt.ended_at is not None
     words = f"{newest.task or newest.file.name} has {'ended without output' if ended else 'not written a line yet'}"
-    with_output = [log for log in _LogReader(run, LogQuery()).attempt_logs() if log.task and log.file.stat().st_size]
+    with_output = [
+        log for log in _LogReader(run, LogQuery()).list_attempt_logs() if log.task and log.file.stat().st_size
+    ]
     task = run.read_task(with_output[-1].task) if with_output else None
     return words if task is None else f"{words}. The newest job with output: tula logs --job {task.job}"
 
@@ -168,30 +170,30 @@ class _LogReader:
     _shown_failures: set[tuple[str, int]] = field(default_factory=set)  # attempts whose failure was shown
     _tasks: dict[str, Task | None] = field(default_factory=dict)
 
-    def attempt_logs(self) -> list[_AttemptLog]:
+    def list_attempt_logs(self) -> list[_AttemptLog]:
         """Return the log of each attempt that contains the rank, the last written last."""
         attempts = _group_logs_by_attempt(_list_log_files(self.run, self.wanted.job))
-        selected = [log for logs in attempts if (log := self._with_rank(logs)) is not None]
+        selected = [log for logs in attempts if (log := self._select_log_of_rank(logs)) is not None]
         if attempts and not selected:
-            ranks = max(self._rank_count(logs[0]) for logs in attempts)
+            ranks = max(self._count_ranks(logs[0]) for logs in attempts)
             raise SpecError(
                 f"--rank {self.wanted.rank}: no log of this rank in {self.run.path}", f"ranks are 0 to {ranks - 1}"
             )
         return selected
 
-    def _with_rank(self, logs: Sequence[_AttemptLog]) -> _AttemptLog | None:
+    def _select_log_of_rank(self, logs: Sequence[_AttemptLog]) -> _AttemptLog | None:
         """Return the log of an attempt that contains the rank's lines; None if there is none."""
-        rank, placed = self.wanted.rank or 0, self._with_first_ranks(logs)
+        rank, placed = self.wanted.rank or 0, self._list_first_ranks(logs)
         candidates = [log for log in placed if log.first <= rank]
-        if not candidates or rank >= self._rank_count(candidates[-1]):
+        if not candidates or rank >= self._count_ranks(candidates[-1]):
             if self.wanted.rank is not None:
                 return None
             candidates = placed[:1]
         return replace(candidates[-1], changed=max(log.changed for log in logs))
 
-    def _with_first_ranks(self, logs: Sequence[_AttemptLog]) -> list[_AttemptLog]:
+    def _list_first_ranks(self, logs: Sequence[_AttemptLog]) -> list[_AttemptLog]:
         """Return an attempt's logs with the lowest rank of each; a log has the ranks up to those of the next log."""
-        task = self._task(logs[0])
+        task = self._read_task(logs[0])
         if task is None:
             return list(logs)
         ranks_each = count_ranks_of_supervisor(task)
@@ -199,11 +201,11 @@ class _LogReader:
         tagged = task.script is None or has_one_rank
         return [replace(log, first=log.first * ranks_each, tagged=tagged) for log in logs]
 
-    def _rank_count(self, log: _AttemptLog) -> int:
-        task = self._task(log)
+    def _count_ranks(self, log: _AttemptLog) -> int:
+        task = self._read_task(log)
         return log.first + 1 if task is None else task.ranks
 
-    def _task(self, log: _AttemptLog) -> Task | None:
+    def _read_task(self, log: _AttemptLog) -> Task | None:
         if log.task not in self._tasks:
             self._tasks[log.task] = self.run.read_task(log.task) if log.task else None
         return self._tasks[log.task]
@@ -217,7 +219,7 @@ class _LogReader:
     def _set_offset(self, log: _AttemptLog, offset: int) -> None:
         self._offsets[log.file], self._inodes[log.file] = offset, log.file.stat().st_ino
 
-    def last_lines(self, logs: Sequence[_AttemptLog], count: int) -> list[LogLine]:
+    def read_last_lines(self, logs: Sequence[_AttemptLog], count: int) -> list[LogLine]:
         """Return the last requested lines of logs, read backwards, and mark the logs as read."""
         lines: list[LogLine] = []
         for log in reversed(logs):
@@ -230,13 +232,13 @@ class _LogReader:
         try:
             with open_file(log.file) as file:
                 for raw in read_lines_back(file, end=self._offsets[log.file], block=_MAX_LINE):
-                    line = log.line(raw)
+                    line = log.parse_line(raw)
                     if self._is_of_rank(line) and not _HARMLESS.search(raw):
                         yield line
         except OSError as error:
             raise read_error(log.file, error) from error
 
-    def first_failure(self, log: _AttemptLog) -> Iterator[LogLine]:
+    def read_first_failure(self, log: _AttemptLog) -> Iterator[LogLine]:
         """Yield, once per attempt, the output of the first failing rank, or of the requested rank if it failed."""
         key, requested_rank = (log.task, log.attempt), self.wanted.rank
         failures = self.run.read_failures(*key) if log.task and key not in self._shown_failures else []
@@ -247,7 +249,7 @@ class _LogReader:
         for text in (root_failure.detail.strip() or root_failure.message).splitlines():
             yield LogLine(log.file, text, log.task, log.attempt, root_failure.rank, failure=True)
 
-    def new_lines(self, log: _AttemptLog, *, with_incomplete: bool) -> Iterator[LogLine]:
+    def read_new_lines(self, log: _AttemptLog, *, with_incomplete: bool) -> Iterator[LogLine]:
         """Yield the lines added to a log since it was last read; an incomplete last line only if `with_incomplete`."""
         try:
             with open_file(log.file) as file:
@@ -263,7 +265,7 @@ class _LogReader:
                     if not raw.endswith(b"\n") and len(raw) < _MAX_LINE and not with_incomplete:
                         return
                     self._offsets[log.file] += len(raw)
-                    line = log.line(raw)
+                    line = log.parse_line(raw)
                     if self._is_of_rank(line) and not _HARMLESS.search(raw):
                         yield line
         except OSError as error:
@@ -279,13 +281,13 @@ def limit_rate(
     """Return a check that repeats its last answer for `pause` seconds, since a scheduler serves many users."""
     at, answer = float("-inf"), False
 
-    def remembered() -> bool:
+    def check_or_remember() -> bool:
         nonlocal at, answer
         if clock() - at >= pause:
             answer, at = check(), clock()
         return answer
 
-    return remembered
+    return check_or_remember
 
 
 def find_run_written_last(runs: Iterable[Run], job: str | None) -> Run | None:

@@ -224,7 +224,7 @@ def run_node_check(
     last_state = None
     try:
         for state in watch_cluster(run, launcher, task, timeout=timeout):
-            if (state_shown := _to_the_minute(state)) != last_state:
+            if (state_shown := _round_to_minute(state)) != last_state:
                 yield NodeCheckProgress(task, state)
             last_state = state_shown
         return conclude_cluster(run, task)
@@ -242,7 +242,7 @@ def _make_interruption(run: RunDir, task: CheckTask | None) -> Interruption:
     return Interruption(f"interrupted; {task.job} continues", hint)
 
 
-def _to_the_minute(state: SchedulerState) -> SchedulerState:
+def _round_to_minute(state: SchedulerState) -> SchedulerState:
     """Return a state with its expected start rounded to minutes: squeue's estimate varies by seconds between polls."""
     return state if state.starts_at is None else replace(state, starts_at=state.starts_at // 60)
 

@@ -78,7 +78,7 @@ def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = N
             f"no observed job of {name} can be used as a probe",
             "the warnings say why; tula profile measures the job itself",
         )
-    save_runs(*_without_assumptions(run, file))
+    save_runs(*_drop_overrides(run, file))
     for result in results.values():
         known = run.read_result(result.id)
         if not isinstance(known, Measured) or known.measured_at < result.measured_at:
@@ -87,7 +87,7 @@ def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = N
     yield Note(f"probes taken from observed jobs: {'; '.join(places)}")
 
 
-def _without_assumptions(run: Run, file: JobFile | None) -> tuple[list[Run], JobFile | None]:
+def _drop_overrides(run: Run, file: JobFile | None) -> tuple[list[Run], JobFile | None]:
     """Return a run and the file of its settings as they are stored: without overrides that measure the same."""
     if file is None or not file.overrides:
         return [run], file

@@ -12,7 +12,7 @@ import numpy as np
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible
 from tula_cli.models import cost, efficiency
-from tula_cli.models.choice.baseline import keep_baseline, make_headline, predict_baseline
+from tula_cli.models.choice.baseline import make_headline, predict_baseline, prefer_baseline
 from tula_cli.models.choice.candidates import Candidates, Limit, list_limits
 from tula_cli.models.choice.columns import Flags
 from tula_cli.models.choice.grid import Config
@@ -25,7 +25,7 @@ from tula_cli.models.choice.objective import (
 )
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.ramp.by_noise import describe_stages, with_epochs
+from tula_cli.models.ramp.by_noise import add_stage_epochs, describe_stages
 from tula_cli.models.ramp.stage_nodes import describe_stage_nodes
 from tula_cli.query import Query
 from tula_cli.run.directory import Run
@@ -174,7 +174,7 @@ def recommend(
             the closest configuration.
         SpecError: the job names no such node type.
     """
-    runs = [with_site_bill(run) for run in select_runs(runs, query.node_type)]
+    runs = [add_site_bill(run) for run in select_runs(runs, query.node_type)]
     waiting = pending if isinstance(pending, Mapping) else {run.type: pending for run in runs}
     all_measurements, warnings = gather_measurements(runs, query, waiting)
     if query.objective == "energy":
@@ -209,7 +209,7 @@ def _select_run(candidates: Candidates, measurements: TypeMeasurements) -> Candi
     return of_run.with_columns({"type": measurements.run.part.type or ""})
 
 
-def with_site_bill(run: Run) -> Run:
+def add_site_bill(run: Run) -> Run:
     """Return a run with the billing of SLURM if its price is taken from there."""
     if run.spec.pricing.kind != "billing":
         return run
@@ -230,7 +230,7 @@ def _predict_candidates(all_measurements: Sequence[TypeMeasurements], query: Que
         table = estimator.candidates(counts).with_columns({"type": measurements.type})
         if noise is not None:
             epochs = get_workload(spec).count_epochs(estimator.dataset_size)
-            table = efficiency.with_same_progress(
+            table = efficiency.add_same_progress(
                 table, epochs=epochs, reference=spec.train.reference_batch, noise=noise
             )
         tables.append(table)
@@ -338,12 +338,12 @@ def _build_answer(
     run, estimator = measurements.run, measurements.estimator
     baseline = predict_baseline(estimator, noise, node_type=measurements.type)
     if query.objective == "knee":
-        choice = keep_baseline(choice, baseline, choosable)
+        choice = prefer_baseline(choice, baseline, choosable)
     prediction = choice.prediction
     knees = _describe_knees(measurements, candidates, query) if query.objective == "knee" else ""
     epochs = describe_epochs(prediction, measurements, query.objective)
-    stages = with_epochs(
-        estimator.stages.stage_positions(Config(prediction.nodes, prediction.batch)), estimator.dataset_size
+    stages = add_stage_epochs(
+        estimator.stages.list_stage_positions(Config(prediction.nodes, prediction.batch)), estimator.dataset_size
     )
     accuracy = None
     if run.read_comparison() is not None:

@@ -172,7 +172,7 @@ def _select_weighed(estimator: "Estimator", fitting: Set[Config]) -> tuple[Predi
     from tula_cli.models.choice.columns import to_configs
     from tula_cli.models.choice.objective import find_best_few
 
-    rows = estimator.estimate(*estimator.known_configurations()).ordered()
+    rows = estimator.estimate(*estimator.find_known_configurations()).ordered()
     rows = rows.take([config in fitting for config in to_configs(rows["nodes"], rows["batch"])])
     is_candidate = rows["measured"].copy()
     is_candidate[
@@ -194,7 +194,7 @@ def _make_candidate(estimator: "Estimator", row: Prediction) -> "Candidate":
         size=row.nodes,
         steps=row.hours * 3600 / row.step_time,
         price=row.cost / row.hours if row.hours else 0.0,
-        probe_seconds=row.nodes * search.probe_seconds(row.step_time),
+        probe_seconds=row.nodes * search.estimate_probe_seconds(row.step_time),
         job_seconds=row.nodes * (start + estimator.shutdown),
         measured=row.step_time if row.measured else None,
         doubt=_compute_reducible_deviation(estimator, row),

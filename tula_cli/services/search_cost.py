@@ -38,7 +38,9 @@ class Expectation:
         )
 
 
-def expect_search(spec: JobSpec, jobs: Sequence[tuple[int, Sequence[int]]], probes: Sequence[Measured]) -> Expectation:
+def estimate_search(
+    spec: JobSpec, jobs: Sequence[tuple[int, Sequence[int]]], probes: Sequence[Measured]
+) -> Expectation:
     """Return the expected duration and node-hours of a search.
 
     Args:
@@ -68,7 +70,7 @@ def list_measured_probes(run: RunDir | None) -> list[Measured]:
 
 def _estimate_probe_seconds(spec: JobSpec, probes: Sequence[Measured], local_batch: int) -> float:
     step = find_nearest_step_time(probes, local_batch)
-    return spec.search.probe_seconds(ASSUMED_STEP if step is None else step)
+    return spec.search.estimate_probe_seconds(ASSUMED_STEP if step is None else step)
 
 
 def _find_nearest_probe(probes: Sequence[Measured], local_batch: int) -> Measured:
@@ -103,9 +105,9 @@ def choose_strategy(spec: JobSpec, *, dataset_size: int, largest: Limit, run: Ru
     begun_strategies = [task.spec.search.strategy for task in tasks]
     begun_strategies = [name for name in begun_strategies if name in ("sweep", "adaptive")]
     if begun_strategies:
-        return _with_search_strategy(spec, begun_strategies[-1])
+        return _set_search_strategy(spec, begun_strategies[-1])
     share = _estimate_sweep_share(spec, list_measured_probes(run), dataset_size, largest)
-    return _with_search_strategy(spec, "sweep" if share is None or share <= MAX_SWEEP_SHARE else "adaptive")
+    return _set_search_strategy(spec, "sweep" if share is None or share <= MAX_SWEEP_SHARE else "adaptive")
 
 
 def _estimate_sweep_share(spec: JobSpec, probes: Sequence[Measured], dataset_size: int, largest: Limit) -> float | None:
@@ -115,7 +117,7 @@ def _estimate_sweep_share(spec: JobSpec, probes: Sequence[Measured], dataset_siz
     """
     try:
         full, sweep = (
-            choose_probes(_with_search_strategy(spec, name), dataset_size=dataset_size, max_local_batch=largest)
+            choose_probes(_set_search_strategy(spec, name), dataset_size=dataset_size, max_local_batch=largest)
             for name in ("full", "sweep")
         )
     except Infeasible:
@@ -134,8 +136,8 @@ def _estimate_sweep_share(spec: JobSpec, probes: Sequence[Measured], dataset_siz
         return None
     step = find_nearest_step_time(probes, local_batch) or ASSUMED_STEP
     node_hours = fewest * todo.epochs * todo.steps * step / 3600
-    return float(expect_search(spec, list(sweep.items()), probes).node_hours / node_hours)
+    return float(estimate_search(spec, list(sweep.items()), probes).node_hours / node_hours)
 
 
-def _with_search_strategy(spec: JobSpec, strategy: str) -> JobSpec:
+def _set_search_strategy(spec: JobSpec, strategy: str) -> JobSpec:
     return spec.model_copy(update={"search": spec.search.model_copy(update={"strategy": strategy})})

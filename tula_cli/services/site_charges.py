@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
-from tula_cli.cluster.slurm.sbatch import with_environment_defaults
+from tula_cli.cluster.slurm.sbatch import fill_environment_defaults
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.entry_points import find_extra, load_extra
 from tula_cli.errors import OverBudget, SpecError
@@ -116,7 +116,7 @@ def _load_site_billing() -> SiteBilling:
 # --- Prices
 
 
-def with_site_billing(spec: JobSpec, root: Path | None, *, billing: SiteBilling | None = None) -> JobSpec:
+def add_site_billing(spec: JobSpec, root: Path | None, *, billing: SiteBilling | None = None) -> JobSpec:
     """Return a job with its billing (`pricing.slurm_billing`); other pricing is unchanged.
 
     Args:
@@ -134,13 +134,13 @@ def with_site_billing(spec: JobSpec, root: Path | None, *, billing: SiteBilling 
 
 
 def bill_run_by_site(run: Run) -> Run:
-    """Return a run with the billing of its site (`with_site_billing`)."""
-    return run.with_spec(with_site_billing(run.spec, run.path.parent))
+    """Return a run with the billing of its site (`add_site_billing`)."""
+    return run.with_spec(add_site_billing(run.spec, run.path.parent))
 
 
 def _find_bill(spec: JobSpec, root: Path | None, billing: SiteBilling | None) -> SiteBill:
     """Return SLURM's billing of a node."""
-    spec = with_environment_defaults(spec)
+    spec = fill_environment_defaults(spec)
     if spec.cluster.kind != "slurm":
         raise SpecError(
             f"pricing.kind billing: the billing is queried from SLURM, but cluster.kind is {spec.cluster.kind}",

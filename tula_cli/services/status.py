@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tula_cli.cluster.decisions import resumes_elsewhere
+from tula_cli.cluster.decisions import is_resumed_by_next_job
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.diagnostics import Diagnostic
@@ -229,7 +229,7 @@ def get_job_status(
 ) -> JobStatus:
     tasks, attempts = (
         snapshot.list_tasks_of_job(job.id),
-        with_file_clock(snapshot, snapshot.list_attempts_of_job(job.id)),
+        adjust_to_file_clock(snapshot, snapshot.list_attempts_of_job(job.id)),
     )
     progress = get_job_progress(snapshot, tasks, results)
     recent = [attempt for attempt in attempts if _is_of_submission(attempt, job)]
@@ -362,7 +362,7 @@ def _get_state_from_attempts(
 ) -> tuple[JobState, str]:
     last_attempt = attempts[-1] if attempts else None
     if last_attempt is not None and last_attempt.ended_at is not None:
-        if scheduler.state == "unknown" and resumes_elsewhere(last_attempt, spec.cluster):
+        if scheduler.state == "unknown" and is_resumed_by_next_job(last_attempt, spec.cluster):
             return "queued", scheduler.reason  # the next link of its chain goes on
         measured = last_attempt.outcome == "done" or (last_attempt.outcome == "device_oom" and progress.now is not None)
         if measured:  # its supervisor saw all results: they are on their way here (NFS, Lustre)
@@ -383,12 +383,12 @@ def _get_state_from_attempts(
     return "queued", scheduler.reason or "the scheduler does not know the job"
 
 
-def with_file_clock(snapshot: Snapshot, attempts: Iterable[Attempt]) -> list[Attempt]:
+def adjust_to_file_clock(snapshot: Snapshot, attempts: Iterable[Attempt]) -> list[Attempt]:
     """Return attempts; those still open start by the clock of the file system, as their host's clock may be wrong."""
-    return [_with_file_clock(snapshot, attempt) for attempt in attempts]
+    return [_adjust_to_file_clock(snapshot, attempt) for attempt in attempts]
 
 
-def _with_file_clock(snapshot: Snapshot, attempt: Attempt) -> Attempt:
+def _adjust_to_file_clock(snapshot: Snapshot, attempt: Attempt) -> Attempt:
     written = None if attempt.ended_at is not None else snapshot.get_attempt_write_time(attempt)
     if written is None or not CLOCKS_AGREE < abs(written - attempt.started_at) < A_COPY:
         return attempt
@@ -520,7 +520,7 @@ def run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | 
         failed=sum(isinstance(result, Failed) for result in files_snapshot.results),
         jobs=tuple(jobs),
         training=training,
-        attempts=_list_attempt_statuses(tasks, with_file_clock(files_snapshot, files_snapshot.attempts)),
+        attempts=_list_attempt_statuses(tasks, adjust_to_file_clock(files_snapshot, files_snapshot.attempts)),
         recommendation=files_snapshot.recommendation,
         warnings=(
             *files_snapshot.job_warnings,
@@ -633,7 +633,7 @@ def _compute_spent_and_rest(
     tasks = {task.id: task for task in files_snapshot.list_tasks_of_job(newest.job) if isinstance(task, TrainTask)}
     attempts = [
         attempt
-        for attempt in with_file_clock(files_snapshot, files_snapshot.list_attempts_of_job(newest.job))
+        for attempt in adjust_to_file_clock(files_snapshot, files_snapshot.list_attempts_of_job(newest.job))
         if attempt.task in tasks
     ]
     end = None if status.finished or status.possible_nodes else now

@@ -158,7 +158,7 @@ def plan_training(
     task = _make_train_task(spec, nodes, batch, code, rungs, sizes=sizes)
     newest = run.get_training(task.signature).read_newest_task()
     if newest is None:
-        task = _with_stages(run, task, recommendation if as_chosen else None, find_dataset_size(run, inspect))
+        task = _add_stages(run, task, recommendation if as_chosen else None, find_dataset_size(run, inspect))
     prediction = task.prediction
     warnings: list[Diagnostic] = []
     if newest is not None:
@@ -187,7 +187,7 @@ def plan_training(
     )
 
 
-def _with_stages(run: Run, task: TrainTask, recommended: Recommendation | None, size: int) -> TrainTask:
+def _add_stages(run: Run, task: TrainTask, recommended: Recommendation | None, size: int) -> TrainTask:
     """Return a new task with its ramp stages, after checking that its batch fits `size` training samples."""
     spec, nodes, batch = task.spec, task.nodes, task.batch
     _require_size(spec, nodes, batch, size)
@@ -318,7 +318,7 @@ def _list_fallback_rungs(
     """Return the batch and its out-of-memory fallbacks, with predictions if there are measurements."""
     if estimator is not None:
         with contextlib.suppress(BadMeasurements, Infeasible):
-            return estimator.fallback_rungs(nodes, batch, market=market)
+            return estimator.list_oom_fallbacks(nodes, batch, market=market)
     divisor = nodes * spec.cluster.gpus_per_node * spec.train.accumulate
     smaller = [b for b in list_batches(spec.search.min_batch, batch) if b < batch and b % divisor == 0]
     return tuple(Rung(batch=b) for b in [batch, *reversed(smaller)])

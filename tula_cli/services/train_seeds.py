@@ -122,7 +122,7 @@ class PreparedSeeds:
         Raises:
             TulaError: the user's code has changed since the trainings were prepared.
         """
-        run = self.run.with_spec(_with_seed(self.run.spec, training.seed))
+        run = self.run.with_spec(_set_seed(self.run.spec, training.seed))
         plan = plan_training(run, nodes=training.nodes, batch=training.batch, inspect=self.inspect)
         if plan.task.signature != training.signature:
             raise TulaError("the code of the job has changed since the first training was started", "run it again")
@@ -145,7 +145,7 @@ def _sum_costs(trainings: Iterable[SeedTraining]) -> float:
     return sum(training.summary.actual_cost for training in trainings if training.summary is not None)
 
 
-def _with_seed(spec: JobSpec, seed: int) -> JobSpec:
+def _set_seed(spec: JobSpec, seed: int) -> JobSpec:
     return spec.model_copy(update={"train": spec.train.model_copy(update={"seed": seed})})
 
 
@@ -207,7 +207,7 @@ def prepare_seeds(runs: Sequence[Run], request: TrainRequest, inspect: Inspect) 
     for number, scheduled in enumerate(plan.schedule):
         seed = spec.train.seed + number
         signature = compute_train_signature(
-            _with_seed(run.spec, seed), nodes=scheduled.nodes, batch=plan.batch, code=code.identity
+            _set_seed(run.spec, seed), nodes=scheduled.nodes, batch=plan.batch, code=code.identity
         )
         training = SeedTraining(seed, scheduled.nodes, plan.batch, signature, None, "")
         trainings.append(_read_training(run, training))

@@ -109,7 +109,7 @@ class DrawnLive(Live):
         from rich.live import Live as RichLive
         from rich.progress import BarColumn, Progress, TextColumn
 
-        console = screen._console(screen.err)
+        console = screen._make_console(screen.err)
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[state]}"))
         self._bars = Progress(*columns, console=console, auto_refresh=False)
         self._bar_of: dict[str, TaskID] = {}

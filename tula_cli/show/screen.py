@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.show.tables import print_part, style_text
-from tula_cli.words import without_controls
+from tula_cli.words import strip_control_characters
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -124,7 +124,7 @@ class Screen:
 
     def _print(self, text: str) -> None:
         """Write to stderr; on a terminal, wrap at spaces and print above a live display."""
-        text = without_controls(text)
+        text = strip_control_characters(text)
         if self.drawn is not None:
             self.drawn.print(text)
             return
@@ -135,7 +135,7 @@ class Screen:
 
     def confirm(self, question: str) -> bool:
         """Ask a yes/no question on the terminal; any answer except y or yes counts as no."""
-        print(f"{without_controls(question)} [y/N] ", end="", file=self.err, flush=True)
+        print(f"{strip_control_characters(question)} [y/N] ", end="", file=self.err, flush=True)
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
     def ask(self, why: str, question: str, choices: Sequence[str] = ()) -> str | None:
@@ -159,7 +159,7 @@ class Screen:
         if self.as_json:
             self._data = to_plain_data(data)
             return
-        console = self._console(self.out)
+        console = self._make_console(self.out)
         for part in parts:
             print_part(console, part)
         self.out.flush()  # warnings follow on stderr, which may be the same file
@@ -167,22 +167,26 @@ class Screen:
     def print_aside(self, parts: Iterable["RenderableType"]) -> None:
         """Show parts that do not belong to the answer on stderr."""
         if not self.quiet:
-            console = self._console(self.err)
+            console = self._make_console(self.err)
             for part in parts:
                 print_part(console, part)
 
     def line(self, text: str, data: Any) -> None:
         """Print one line of an endless answer (`tula logs`): text, or one JSON object per line."""
-        print(json.dumps(to_plain_data(data)) if self.as_json else without_controls(text), file=self.out, flush=True)
+        print(
+            json.dumps(to_plain_data(data)) if self.as_json else strip_control_characters(text),
+            file=self.out,
+            flush=True,
+        )
 
     def finish(self) -> None:
         """Print the envelope of a command that has given an answer."""
         if self.as_json and self._answered:
-            self._envelope(None)
+            self._print_envelope(None)
 
     def fail(self, error: TulaError) -> None:
         """Print an error and its hint, and add them to the envelope."""
-        console = self._console(self.err)
+        console = self._make_console(self.err)
         heading = "" if error.code == "interrupted" else "error: "
         print_part(console, style_text(f"{heading}{error.message}", "bold red", until=len(heading)))
         for problem in error.problems if isinstance(error, SpecError) else ():
@@ -192,12 +196,12 @@ class Screen:
         if self.verbose and error.__cause__ is not None:
             self.print_traceback(error.__cause__)
         if self.as_json:  # last: whoever reads it may be gone
-            self._envelope(error)
+            self._print_envelope(error)
 
     def print_traceback(self, error: BaseException) -> None:
-        print(without_controls("".join(traceback.format_exception(error))), end="", file=self.err, flush=True)
+        print(strip_control_characters("".join(traceback.format_exception(error))), end="", file=self.err, flush=True)
 
-    def _envelope(self, error: TulaError | None) -> None:
+    def _print_envelope(self, error: TulaError | None) -> None:
         envelope = {
             "schema_version": SCHEMA_VERSION,
             "command": self.command,
@@ -226,14 +230,14 @@ class Screen:
     @property
     def width(self) -> int:
         """Columns of stdout; 80 if stdout is not a terminal and COLUMNS is not set."""
-        return self._console(self.out).width
+        return self._make_console(self.out).width
 
     @property
     def colored(self) -> bool:
         """Whether the answer may use colours."""
-        return self._console(self.out).color_system is not None
+        return self._make_console(self.out).color_system is not None
 
-    def _console(self, file: TextIO) -> "Console":
+    def _make_console(self, file: TextIO) -> "Console":
         from rich.console import Console, ConsoleOptions, RenderableType
         from rich.segment import Segment
 
@@ -242,7 +246,7 @@ class Screen:
 
             def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
                 for segment in super().render(renderable, options):
-                    yield segment if segment.control else segment._replace(text=without_controls(segment.text))
+                    yield segment if segment.control else segment._replace(text=strip_control_characters(segment.text))
 
         no_color = self.color is False or bool(os.environ.get("NO_COLOR"))
         return CleanConsole(file=file, no_color=no_color, color_system=None if no_color else "auto", highlight=False, markup=False, emoji=False)  # fmt: skip

@@ -140,7 +140,7 @@ def _describe_job_sizes(task: "TrainTask") -> Iterator[str]:
 
 
 def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
-    from tula_cli.models.out_of_memory import cannot_accumulate
+    from tula_cli.models.out_of_memory import describe_why_not_splittable
     from tula_cli.spec.job import describe_train_length
     from tula_cli.spec.scripts.placeholders import get_program_name
 
@@ -169,7 +169,7 @@ def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
         purpose = "can resume (--no-rehearse skips it)" if nodes == 1 else "can resume, also on other nodes"
         yield f"first, a test of at most {minutes} on {format_count(nodes)} checks that the script {purpose}"
     if len(task.ladder) > 1:
-        first = "" if cannot_accumulate(task.spec) else "in smaller micro-batches, then "
+        first = "" if describe_why_not_splittable(task.spec) else "in smaller micro-batches, then "
         smaller = ", ".join(str(rung.batch) for rung in task.ladder[1:])
         yield f"after an out-of-memory error: {first}at the next smaller batch: {smaller}"
     if plan.interruption:

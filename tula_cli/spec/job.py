@@ -108,7 +108,7 @@ class JobSpec(Section):
         if self.baseline == Baseline():
             content.pop("baseline", None)
         if self.script is not None:
-            return script_section.without_script_defaults(content)
+            return script_section.remove_script_defaults(content)
         content.pop("script", None)
         return content
 
@@ -192,14 +192,14 @@ class JobSpec(Section):
         if self.script is not None or self.train.stages == "decay":
             return self
         if has_adam_defaults(self) and "kind" not in self.schedule.model_fields_set:
-            object.__setattr__(self, "schedule", _with_defaults(self.schedule, LATE_DECAY))  # it is frozen
+            object.__setattr__(self, "schedule", _set_defaults(self.schedule, LATE_DECAY))  # it is frozen
         if (
             max_grad_norm is not None
             and self.optimizer.name in SGD_LIKE
             and self.loss.name in CROSS_ENTROPIES
             and "max_grad_norm" not in self.train.model_fields_set
         ):
-            object.__setattr__(self, "train", _with_defaults(self.train, {"max_grad_norm": max_grad_norm}))
+            object.__setattr__(self, "train", _set_defaults(self.train, {"max_grad_norm": max_grad_norm}))
         return self
 
     @model_validator(mode="after")
@@ -342,7 +342,7 @@ class JobSpec(Section):
         return job
 
 
-def _with_defaults(section: SectionType, defaults: Mapping[str, Any]) -> SectionType:
+def _set_defaults(section: SectionType, defaults: Mapping[str, Any]) -> SectionType:
     """Return a section with other default values, which do not count as set by the job."""
     return type(section).model_construct(section.model_fields_set, **{**dict(section), **defaults})
 
@@ -481,7 +481,7 @@ def get_default_beta1(spec: JobSpec, batch: int) -> float | None:
     return LARGE_BATCH_BETA1 if is_large and has_default else None
 
 
-def with_beta1(optimizer: Optimizer, beta1: float) -> Optimizer:
+def set_beta1(optimizer: Optimizer, beta1: float) -> Optimizer:
     """Return an optimizer section with another first beta; the second beta is unchanged."""
     second = optimizer.args.get("betas", (None, DEFAULT_BETA2))[1]
     return optimizer.model_copy(update={"args": {**optimizer.args, "betas": [beta1, second]}})

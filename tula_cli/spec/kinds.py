@@ -229,17 +229,17 @@ def _reject_boolean(value: object) -> object:
 _CHECKS_BY_TYPE = {"str": as_typed, "int": _reject_boolean, "float": _reject_boolean}
 
 
-def _with_checks(schema: Any) -> Any:
+def _add_checks(schema: Any) -> Any:
     """Return a pydantic schema in which the value of each text and number is checked before its type."""
     if isinstance(schema, list | tuple):
-        return type(schema)(_with_checks(part) for part in schema)
+        return type(schema)(_add_checks(part) for part in schema)
     if not isinstance(schema, dict):
         return schema
     if check := _CHECKS_BY_TYPE.get(schema.get("type", "")):
         return no_info_before_validator_function(check, cast("CoreSchema", schema))
     if schema.get("type") == "function-before" and schema["function"]["function"] in _CHECKS_BY_TYPE.values():
         return schema
-    return {key: part if key == "metadata" else _with_checks(part) for key, part in schema.items()}
+    return {key: part if key == "metadata" else _add_checks(part) for key, part in schema.items()}
 
 
 class Section(BaseModel):
@@ -250,7 +250,7 @@ class Section(BaseModel):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Accept a number, as typed in the file, for every key whose value is text; and no boolean for a number."""
-        schema: CoreSchema = _with_checks(handler(source))
+        schema: CoreSchema = _add_checks(handler(source))
         return schema
 
 

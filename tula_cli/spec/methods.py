@@ -52,7 +52,7 @@ class TrainingMethod:
         """Whether it trains as its arms do (worker/train/auto_tune.py)."""
         return self.section == "auto"
 
-    def reads(self, section: str) -> bool:
+    def uses_section(self, section: str) -> bool:
         """Return whether a section of the job has an effect: ags also on a self-tuning training, whose arms may scale."""
         return section not in ("ags", "auto") or self.section in (section, "auto")
 

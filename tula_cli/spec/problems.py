@@ -111,8 +111,8 @@ def _suggest_key(key: str, names: list[str], *, of_script: bool) -> str:
     if known:
         return known if " " in known else f"did you mean {known}?"
     if same_name:
-        best = min(map(_rank_key, same_name))
-        return f"did you mean {' or '.join([path for path in same_name if _rank_key(path) == best][:3])}?"
+        best = min(map(_make_sort_key, same_name))
+        return f"did you mean {' or '.join([path for path in same_name if _make_sort_key(path) == best][:3])}?"
     if close := difflib.get_close_matches(key, names, n=1, cutoff=0.6):
         return f"did you mean {close[0]}?"
     if close := difflib.get_close_matches(plain, paths, n=1, cutoff=0.8):
@@ -120,7 +120,7 @@ def _suggest_key(key: str, names: list[str], *, of_script: bool) -> str:
     return f"known here: {', '.join(sorted(names))}"
 
 
-def _rank_key(path: str) -> tuple[bool, int]:
+def _make_sort_key(path: str) -> tuple[bool, int]:
     """Return a sort key that prefers keys outside variants and scripts, and then those near the top level."""
     return path.startswith(("auto.", "node_types.", "script.")), path.count(".")
 

@@ -464,7 +464,7 @@ class Train(Section):
         """How the batch grows; None if it does not."""
         return "auto" if self.ramp is None and self.training_method.ramps else self.ramp
 
-    def loaders(self, cores: float) -> int:
+    def count_loaders(self, cores: float) -> int:
         """Return the number of data-loader processes of a rank with `cores` CPU cores."""
         if self.workers != "auto":
             return self.workers
@@ -527,7 +527,7 @@ class Search(Section):
         """Maximum number of steps for each additional timing of a probe, and for measuring gradients."""
         return self.min_steps
 
-    def timed_steps(self, step_time: float) -> int:
+    def estimate_timed_steps(self, step_time: float) -> int:
         """Return the number of steps that a probe is expected to time if steps are steady.
 
         Args:
@@ -536,14 +536,14 @@ class Search(Section):
         wanted = max(self.min_steps, math.ceil(self.min_seconds / step_time))
         return max(LEAST_STEPS, min(wanted, math.ceil(self.max_seconds / step_time)))
 
-    def probe_seconds(self, step_time: float) -> float:
+    def estimate_probe_seconds(self, step_time: float) -> float:
         """Return the expected duration of a probe's steps in seconds: warm-up, timed steps and additional timings.
 
         Args:
             step_time: seconds per step.
         """
         looks = LOOKS * LEAST_STEPS + self.split_steps  # steady steps are looked at for as few as tell anything
-        return (self.min_steps + self.timed_steps(step_time) + looks) * step_time
+        return (self.min_steps + self.estimate_timed_steps(step_time) + looks) * step_time
 
 
 # --- Exports
@@ -552,7 +552,7 @@ TRACKERS = ("mlflow", "wandb", "tensorboard")
 _WITH_PASSWORD = re.compile(r"://[^/@\s]*@")
 
 
-def without_password(uri: str) -> str:
+def strip_password(uri: str) -> str:
     """Return the address of a tracker.
 
     Raises:
@@ -572,7 +572,7 @@ class Export(Section):
     to: Line  # mlflow, wandb, tensorboard, or package.module:callable that returns an exporter
     # mlflow: the tracking URI; null: $MLFLOW_TRACKING_URI, otherwise a database in the run. tensorboard: a folder;
     # null: one in the run. wandb: a server (https://...), or a folder for offline data; null: a folder in the run.
-    uri: Annotated[Line, AfterValidator(without_password)] | None = None
+    uri: Annotated[Line, AfterValidator(strip_password)] | None = None
     project: Line | None = None  # MLflow experiment or W&B project; null: the job's name
 
     @model_validator(mode="after")

@@ -82,7 +82,7 @@ def compute_train_signature(spec: JobSpec, *, nodes: int | None, batch: int, cod
     if (beta1 := get_default_beta1(spec, batch)) is not None:
         parts["optimizer"]["beta1"] = beta1
     parts["schedule"]["warmup_epochs"] = get_warmup_epochs(spec)
-    acts = spec.ags if spec.train.training_method.reads("ags") else Ags()  # to others the section means nothing
+    acts = spec.ags if spec.train.training_method.uses_section("ags") else Ags()  # to others the section means nothing
     parts["ags"] = {"exclude": (), "norm_ewma": 0.0, **acts.resolved().model_dump(exclude={"preset"})}
     parts["schedule"]["args"] = {}
     parts["train"] = _REMOVED["trained"] | spec.train.model_dump(

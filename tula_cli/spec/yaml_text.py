@@ -54,7 +54,7 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        _refuse_repeats(self, node)
+        _reject_duplicate_keys(self, node)
         return super().construct_mapping(node, deep)
 
 
@@ -66,11 +66,11 @@ if yaml.__with_libyaml__:
         yaml_implicit_resolvers = {}
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            _refuse_repeats(self, node)
+            _reject_duplicate_keys(self, node)
             return super().construct_mapping(node, deep)
 
 
-def _refuse_repeats(loader: "yaml.constructor.SafeConstructor", node: yaml.MappingNode) -> None:
+def _reject_duplicate_keys(loader: "yaml.constructor.SafeConstructor", node: yaml.MappingNode) -> None:
     seen = set()
     for key_node, _ in node.value:
         if key_node.tag == "tag:yaml.org,2002:merge":

@@ -4,7 +4,7 @@ import contextlib
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.spec.job import get_default_beta1, with_beta1
+from tula_cli.spec.job import get_default_beta1, set_beta1
 from tula_cli.worker.build.data import Datasets
 from tula_cli.worker.energy import TrainingEnergy
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
@@ -43,7 +43,7 @@ def run_training(
         limited = task.spec.train.model_copy(update={"max_lr_factor": task.max_lr_factor})
         task = task.model_copy(update={"spec": task.spec.model_copy(update={"train": limited})})
     if (beta1 := get_default_beta1(task.spec, task.batch)) is not None:
-        optimizer = with_beta1(task.spec.optimizer, beta1)
+        optimizer = set_beta1(task.spec.optimizer, beta1)
         task = task.model_copy(update={"spec": task.spec.model_copy(update={"optimizer": optimizer})})
     energy = TrainingEnergy(run, task.signature, ranks)
     with contextlib.suppress(Preempted):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tula_cli
-from tula_cli.cluster.scripts.watch import put_aside_probe_files
+from tula_cli.cluster.scripts.watch import move_probe_files
 from tula_cli.run.script_attempt import ScriptAttempt
 
 SHIM = Path(tula_cli.__file__).parent / "shim"
@@ -116,7 +116,7 @@ def test_a_change_is_undone(tmp_path: Path, name: str) -> None:
     _, expected = probe(tmp_path / "untouched", files, "")
     attempt, work = probe(tmp_path / "probe", files, opened + RUN + code)
     assert tree(work) != tree(expected), "the script has written"
-    words = put_aside_probe_files(attempt)
+    words = move_probe_files(attempt)
     assert tree(work) == tree(expected)
     assert "could not be restored" not in words
 
@@ -126,7 +126,7 @@ def test_what_is_only_opened_is_left_alone_without_a_word(tmp_path: Path, name: 
     files, code = READS[name]
     attempt, work = probe(tmp_path, files, RUN + code)
     before = tree(work)
-    assert put_aside_probe_files(attempt) == "" and tree(work) == before and not attempt.aside.exists()
+    assert move_probe_files(attempt) == "" and tree(work) == before and not attempt.aside.exists()
 
 
 def test_processes_of_a_node_share_the_copies(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_processes_of_a_node_share_the_copies(tmp_path: Path) -> None:
         tmp_path, {"a": "1", "b": "1"}, RUN + "open('a', 'a').write('2'); open('b', 'r+')", processes=3
     )
     assert sorted(path.read_text() for path in (attempt.path / "before").iterdir()) == ["1", "1"]
-    put_aside_probe_files(attempt)
+    move_probe_files(attempt)
     assert tree(work) == {"a": b"1".hex(), "b": b"1".hex()}
 
 
@@ -143,6 +143,6 @@ def test_beyond_the_limit_only_what_has_changed_is_reported(tmp_path: Path) -> N
     attempt, work = probe(
         tmp_path, files, RUN + "open('a', 'a').write('2'); open('b', 'r+'); open('c', 'a').write('2')", 100
     )
-    words = put_aside_probe_files(attempt)
+    words = move_probe_files(attempt)
     assert f"{work / 'c'}, which could not be restored" in words and str(work / "b") not in words
     assert (work / "a").read_text() == "1" * 60

@@ -402,7 +402,7 @@ def test_a_script_is_asked_to_save_before_the_time_limit(
         float("inf"),
         ChangeWatcher(run.path, allocation),
     )
-    monkeypatch.setattr(Allocation, "leave_time", lambda *_: time.time() + 2.0)
+    monkeypatch.setattr(Allocation, "compute_leave_time", lambda *_: time.time() + 2.0)
     monkeypatch.setattr(RunningAttempt, "_leave_at", property(lambda _: began + 2.0))
     began = time.time()
     reason = running.run_to_exit()

@@ -69,7 +69,7 @@ def start(
 def commands(result: ScriptStart) -> list[str]:
     return [
         " ".join(rank_command.command[2:] if rank_command.command[1] == "-u" else rank_command.command)
-        for rank_command in result.rank_commands(Path("log"))
+        for rank_command in result.make_rank_commands(Path("log"))
     ]
 
 
@@ -78,7 +78,7 @@ def test_each_rank_on_this_machine_is_a_process(tmp_path: Path) -> None:
         tmp_path, "a.py -b {local_batch} --lr {lr} -n {world} -r {rank} -s {steps} -w {workers}", train=True, batch=32
     )
     assert commands(result) == [f"a.py -b 16 --lr 0.1 -n 2 -r {rank} -s 10 -w 1" for rank in (0, 1)]
-    first, second = result.rank_commands(Path("log"))
+    first, second = result.make_rank_commands(Path("log"))
     expected = {
         "RANK": "1",
         "LOCAL_RANK": "1",
@@ -102,7 +102,7 @@ def test_on_slurm_each_supervisor_starts_its_own(tmp_path: Path, launcher: str, 
     result = start(tmp_path, "a.py {batch} {node_rank} {rank} {local_rank}", index=index, cluster=cluster)
     assert commands(result) == [f"a.py 32 1 {rank} {rank % 2}" for rank in ranks]
     assert get_first_rank(result.allocation, result.task) == ranks[0]
-    environment = result.rank_commands(Path("log"))[0].environment
+    environment = result.make_rank_commands(Path("log"))[0].environment
     assert environment["LOCAL_WORLD_SIZE"] == "2" and environment["OMP_NUM_THREADS"] == (
         "6" if launcher == "srun" else "3"
     )
@@ -112,7 +112,7 @@ def test_a_command_a_node_is_one_task_of_slurm_and_knows_no_rank(tmp_path: Path)
     command = "torchrun --nnodes {nodes} --node-rank {node_rank} --nproc-per-node {gpus_per_node} --master-port {master_port} a.py {local_batch}"
     result = start(tmp_path, command, index=1, script={"launch": "node"}, cluster=SLURM)
     assert commands(result) == ["torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2 --master-port 4711 a.py 8"]
-    (rank_command,) = result.rank_commands(Path("log"))
+    (rank_command,) = result.make_rank_commands(Path("log"))
     assert not rank_command.environment.keys() & {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS"}
     assert get_first_rank(result.allocation, result.task) == 2
     submitit_parameters = sbatch.make_submitit_parameters(result.run, result.task)
@@ -128,9 +128,14 @@ def test_commands_of_two_nodes_on_this_machine_have_gpus_of_their_own(
 ) -> None:
     monkeypatch.setattr("tula_cli.cluster.scripts.start.has_gpu", lambda: True)
     result = start(tmp_path, "a {batch}", script={"launch": "node"}, cluster={"gpus_per_node": 2})
-    assert [item.environment["CUDA_VISIBLE_DEVICES"] for item in result.rank_commands(Path("log"))] == ["0,1", "2,3"]
+    assert [item.environment["CUDA_VISIBLE_DEVICES"] for item in result.make_rank_commands(Path("log"))] == [
+        "0,1",
+        "2,3",
+    ]
     on_cpu = start(tmp_path, "a {batch}", script={"launch": "node"}, cluster={"device": "cpu"})
-    assert [rank_command.environment["CUDA_VISIBLE_DEVICES"] for rank_command in on_cpu.rank_commands(Path("log"))] == [
+    assert [
+        rank_command.environment["CUDA_VISIBLE_DEVICES"] for rank_command in on_cpu.make_rank_commands(Path("log"))
+    ] == [
         "",
         "",
     ]
@@ -140,7 +145,7 @@ def test_a_checkpoint_is_reported_and_a_probe_has_words_of_its_own(tmp_path: Pat
     script = {"resume": {"args": "--resume {checkpoint}", "checkpoint": "{out}/*"}, "probe_args": "--no-eval"}
     assert commands(start(tmp_path, "a.py {batch}", script=script))[0] == "a.py 32 --no-eval"
     again = start(tmp_path, "a.py {batch}", train=True, script=script, checkpoint="/x y/1.pt")
-    assert again.rank_commands(Path("log"))[0].command[-2:] == ("--resume", "/x y/1.pt")
+    assert again.make_rank_commands(Path("log"))[0].command[-2:] == ("--resume", "/x y/1.pt")
     assert commands(start(tmp_path, "a.py {batch}", train=True, script=script))[0] == "a.py 32"
 
 

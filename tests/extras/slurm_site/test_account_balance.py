@@ -9,11 +9,11 @@ from tula_cli.extras.slurm_site import SlurmSite
 from tula_cli.extras.slurm_site.balance import compute_needed_minutes
 from tula_cli.extras.slurm_site.bill import get_user_name
 from tula_cli.services.site_charges import (
+    add_site_billing,
     check_balance,
     require_balance,
     require_known_balance,
     warn_balance_for_probes,
-    with_site_billing,
 )
 from tula_cli.spec.resources import SiteBill
 
@@ -22,7 +22,7 @@ SITE = SlurmSite(Slurm(get_user_name()))
 
 def job(*, pricing=None, **slurm):
     cluster = {"kind": "slurm", "device": "cpu", "slurm": {"partition": "billed", "account": "proj", **slurm}}
-    return with_site_billing(spec(cluster=cluster, pricing={"kind": "billing", **(pricing or {})}), None, billing=SITE)
+    return add_site_billing(spec(cluster=cluster, pricing={"kind": "billing", **(pricing or {})}), None, billing=SITE)
 
 
 def test_a_job_takes_minutes_of_each_tres_times_its_usage_factor():
@@ -112,7 +112,7 @@ def test_each_type_of_node_has_its_own_bill():
     cluster = {"kind": "slurm", "device": "cpu", "slurm": {}}
     job_by_type = spec(cluster=cluster, pricing={"kind": "billing"}, node_types=types).by_type()
     results = {
-        name: with_site_billing(expected_value, None, billing=SITE) for name, expected_value in job_by_type.items()
+        name: add_site_billing(expected_value, None, billing=SITE) for name, expected_value in job_by_type.items()
     }
     assert {name: own.pricing.slurm_billing.node for name, own in results.items()} == {
         "a": pytest.approx(0.6),

@@ -9,7 +9,7 @@ from tula_cli.errors import SpecError
 from tula_cli.extras.slurm_site import SlurmSite
 from tula_cli.extras.slurm_site.bill import FOLDER, KEPT_SECONDS, find_site_bill, get_user_name
 from tula_cli.models.cost import compute_cost, compute_hourly_charge, compute_max_cost, describe_price
-from tula_cli.services.site_charges import with_site_billing
+from tula_cli.services.site_charges import add_site_billing
 
 
 def job(*, gpus=1, device="cpu", pricing=None, **slurm):
@@ -18,7 +18,7 @@ def job(*, gpus=1, device="cpu", pricing=None, **slurm):
 
 
 def billed(requested, ask=None, root=None):
-    return with_site_billing(requested, root, billing=SlurmSite(ask or Slurm(get_user_name()))).pricing
+    return add_site_billing(requested, root, billing=SlurmSite(ask or Slurm(get_user_name()))).pricing
 
 
 # What `sacct` showed of real jobs that asked for the same (AllocTRES billing=).

@@ -156,19 +156,19 @@ def test_the_belief_after_a_measurement_is_that_of_the_normal_distribution() -> 
     rng = np.random.default_rng(0)
     root = rng.standard_normal((4, 4))
     belief = adaptive._Belief(np.zeros(4), root @ root.T, np.full(4, 0.3))
-    after = belief.after(2)
+    after = belief.add_expected_measurement(2)
     row = belief.covariance[2]
     expected = belief.covariance - np.outer(row, row) / (row[2] + 0.3)
     assert after.covariance == pytest.approx(expected)
-    draws = belief.samples()
+    draws = belief.draw_samples()
     assert np.cov(draws.T) == pytest.approx(belief.covariance, abs=0.8)
 
 
 def test_the_knee_is_the_least_of_time_times_the_root_of_the_batch() -> None:
     batches = np.array([64, 128, 256, 512, 1024])
-    knee = adaptive._Knee.of(np.zeros(5), batches)
-    assert knee.batch(np.log([1.0, 0.5, 0.45, 0.42, 0.4])) == 1
-    assert knee.batch(np.log([1.0, 0.5, 0.25, 0.24, 0.23])) == 2
+    knee = adaptive._Knee.from_batches(np.zeros(5), batches)
+    assert knee.find_knee(np.log([1.0, 0.5, 0.45, 0.42, 0.4])) == 1
+    assert knee.find_knee(np.log([1.0, 0.5, 0.25, 0.24, 0.23])) == 2
     known = np.log([1.0, 0.5, 0.45, 0.42, 0.4])
-    assert knee.regret(known, np.log([[1.0, 0.5, 0.25, 0.24, 0.23]])) == pytest.approx(2**0.5 - 1)
-    assert knee.regret(known, known[None]) == 0
+    assert knee.compute_regret(known, np.log([[1.0, 0.5, 0.25, 0.24, 0.23]])) == pytest.approx(2**0.5 - 1)
+    assert knee.compute_regret(known, known[None]) == 0

@@ -100,7 +100,7 @@ def test_nothing_is_lost_or_handed_out_twice(choices: list[tuple[int, int]]) -> 
             allocator.release(drop)
             del live[drop]
         assert sum(live.values()) <= allocator.allocated <= allocator.peak <= allocator.reserved
-        assert sorted(allocator.names()) == sorted(live)
+        assert sorted(allocator.list_names()) == sorted(live)
     for name in live:
         allocator.release(name)
     assert allocator.allocated == 0

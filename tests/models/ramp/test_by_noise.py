@@ -15,9 +15,9 @@ from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp.by_noise import (
     GROWTH,
     NoisePath,
+    add_stage_epochs,
     describe_stages,
     plan_stages_by_noise,
-    with_epochs,
 )
 from tula_cli.models.ramp.stages import Ramp, build_ramp
 from tula_cli.run.records.recommendations import Stage
@@ -42,27 +42,27 @@ def stages(subject: NoisePath, *, batch: int = 2048) -> tuple[Stage, ...]:
 
 def test_the_noise_passes_through_what_was_measured_and_grows_as_whole_trainings_do() -> None:
     subject = path((0, 50), (2, 400))
-    assert subject.noise_at(0) == pytest.approx(50) and subject.noise_at(2) == pytest.approx(400)
-    assert 50 < subject.noise_at(1) < 400
-    assert subject.noise_at(9) == pytest.approx((128 + 400) * (10 / 3) ** GROWTH - 128)
+    assert subject.interpolate_noise(0) == pytest.approx(50) and subject.interpolate_noise(2) == pytest.approx(400)
+    assert 50 < subject.interpolate_noise(1) < 400
+    assert subject.interpolate_noise(9) == pytest.approx((128 + 400) * (10 / 3) ** GROWTH - 128)
     assert NoisePath.from_measurements({}, reference=128) is None
     assert subject.measured_at == 2
 
 
 def test_before_a_lone_measurement_it_was_as_much_smaller() -> None:
     subject = path((2, 400))
-    assert subject.noise_at(0) == pytest.approx(max(0.0, (128 + 400) / 3**GROWTH - 128))
-    assert path((2, 10)).noise_at(0) == 0.0
+    assert subject.interpolate_noise(0) == pytest.approx(max(0.0, (128 + 400) / 3**GROWTH - 128))
+    assert path((2, 10)).interpolate_noise(0) == 0.0
 
 
 def test_a_noise_that_does_not_stay_counts_for_no_more_than_the_next() -> None:
     subject = path((0, 900), (1, 300), (2, 5000), (3, 600))
-    assert subject.noise_at(0) == subject.noise_at(1) == pytest.approx(300)
-    assert subject.noise_at(2) == subject.noise_at(3) == pytest.approx(600)
+    assert subject.interpolate_noise(0) == subject.interpolate_noise(1) == pytest.approx(300)
+    assert subject.interpolate_noise(2) == subject.interpolate_noise(3) == pytest.approx(600)
 
 
 def test_a_gradient_that_is_lost_in_its_noise_allows_any_batch() -> None:
-    assert stages(path((0, math.inf))) == (Stage(begin=0, batch=2048, noise=path((0, math.inf)).noise_at(0)),)
+    assert stages(path((0, math.inf))) == (Stage(begin=0, batch=2048, noise=path((0, math.inf)).interpolate_noise(0)),)
 
 
 MOMENTS = st.integers(0, 20_000_000).map(lambda millionths: millionths / 1e6)
@@ -74,10 +74,10 @@ POINTS = st.dictionaries(MOMENTS, st.floats(0, 1e5), min_size=1, max_size=5)
 @settings(max_examples=100)
 def test_first_is_where_it_comes_to_a_scale(points: dict[float, float], scale: float) -> None:
     subject = path(*points.items())
-    epoch = subject.first_epoch_with(scale)
-    assert subject.noise_at(epoch) >= scale * (1 - 1e-6) - 1e-3
+    epoch = subject.find_first_epoch(scale)
+    assert subject.interpolate_noise(epoch) >= scale * (1 - 1e-6) - 1e-3
     if epoch > 1e-3:
-        assert subject.noise_at(epoch * (1 - 1e-3)) <= scale * (1 + 1e-6) + 1e-3
+        assert subject.interpolate_noise(epoch * (1 - 1e-3)) <= scale * (1 + 1e-6) + 1e-3
 
 
 # --- stages
@@ -88,12 +88,15 @@ def test_a_batch_begins_where_the_noise_scale_has_come_to_it() -> None:
     result = stages(subject)
     assert [stage.batch for stage in result] == [128, 256, 512, 1024, 2048]
     for stage in result[1:4]:
-        assert subject.noise_at(stage.begin / SIZE) == pytest.approx(stage.batch, rel=1e-3) and stage.noise is not None
-        assert subject.noise_at((stage.begin - 2) / SIZE) < stage.batch
+        assert (
+            subject.interpolate_noise(stage.begin / SIZE) == pytest.approx(stage.batch, rel=1e-3)
+            and stage.noise is not None
+        )
+        assert subject.interpolate_noise((stage.begin - 2) / SIZE) < stage.batch
 
 
 def test_it_starts_at_the_doubling_that_the_noise_at_the_start_allows() -> None:
-    assert stages(path((0, 600)))[0] == Stage(begin=0, batch=512, noise=path((0, 600)).noise_at(0))
+    assert stages(path((0, 600)))[0] == Stage(begin=0, batch=512, noise=path((0, 600)).interpolate_noise(0))
     assert stages(path((0, 10)))[0].batch == 128, "never below the reference batch"
     assert [stage.batch for stage in stages(path((0, 10)), batch=100)] == [100]
 
@@ -102,7 +105,7 @@ def test_a_batch_that_the_noise_never_comes_to_begins_at_the_end() -> None:
     result = stages(path((0, 10), (2, 100)))
     assert result[-1] == Stage(begin=SIZE * EPOCHS, batch=2048) and result[-2].batch < 1024
     ramp = Ramp(result)
-    steps = ramp.remaining_steps(size=SIZE, epochs=EPOCHS)
+    steps = ramp.count_remaining_steps(size=SIZE, epochs=EPOCHS)
     assert steps[2048] == 0 and sum(steps.values()) > 0
 
 
@@ -157,7 +160,7 @@ def test_a_forecast_knows_the_stages_and_what_they_lack() -> None:
     results = probe_all(Truth(dataset_size=12_800), {2: (16, 32, 64, 128), 16: (2, 64)})
     known = Estimator.fit(spec, results, noise=path((0, 20), (1, 70), reference=32))
     row = known.predict(Config(2, 256))
-    stages = known.stages.stage_positions(Config(2, 256))
+    stages = known.stages.list_stage_positions(Config(2, 256))
     assert [stage.batch for stage in row.stages] == [32, 64, 128] == [stage.batch for stage in stages[:-1]]
     assert row.stages[0].steps == pytest.approx(stages[1].begin / 32, abs=1)
     assert not {"noise-only-at-start", "noise-not-measured"} & set(codes(known.warnings))
@@ -172,14 +175,14 @@ def test_a_forecast_knows_the_stages_and_what_they_lack() -> None:
 
 def test_stages_in_words() -> None:
     planned = (Stage(begin=0, batch=128), Stage(begin=20_000, batch=256), Stage(begin=50_000, batch=512))
-    answer = describe_stages(with_epochs(stages(path((0, 60), (2, 400))), SIZE))
+    answer = describe_stages(add_stage_epochs(stages(path((0, 60), (2, 400))), SIZE))
     assert answer.startswith(
         "batch 128 from epoch 0: noise scale 60.0; batch 256 from epoch 1.14: noise scale 256; batch 512"
     )
     assert (
-        describe_stages(with_epochs(planned, SIZE))
+        describe_stages(add_stage_epochs(planned, SIZE))
         == "batch 128 from epoch 0; batch 256 from epoch 2.00; batch 512 from epoch 5.00"
     )
-    assert describe_stages(with_epochs(stages(path((0, 10), (2, 100))), SIZE)).endswith(
+    assert describe_stages(add_stage_epochs(stages(path((0, 10), (2, 100))), SIZE)).endswith(
         "batch 2048: never, because the noise scale remains below it"
     )

@@ -84,7 +84,7 @@ def test_rate_and_batch_are_worth_the_rate_of_the_reference_batch(schedule: Any,
     subject = job(schedule, {"name": name, "lr": 0.1})
     ramp = build_ramp(subject, batch=batch, divisor=1, dataset_size=SIZE)
     for passed in range(0, EPOCHS * SIZE, 997):
-        value, epoch = ramp.batch_at(passed), passed / SIZE
+        value, epoch = ramp.find_batch(passed), passed / SIZE
         worth = (value / 128) ** (1 if name == "SGD" else 0.5)
         assert compute_learning_rate(subject, epoch, value) == pytest.approx(
             compute_reference_rate(subject, epoch) * worth
@@ -99,7 +99,7 @@ def test_rate_and_batch_are_worth_the_rate_of_the_reference_batch(schedule: Any,
 
 @pytest.mark.parametrize(("kind", "least"), [("cosine", 0.36), ("linear", 0.33)])
 def test_a_decay_to_nothing_saves_more_than_30_percent_of_the_steps(kind: str, least: float) -> None:
-    result = of({"kind": kind}).remaining_steps(size=SIZE, epochs=EPOCHS)
+    result = of({"kind": kind}).count_remaining_steps(size=SIZE, epochs=EPOCHS)
     assert 1 - sum(result.values()) / (EPOCHS * (SIZE // 128)) >= least
 
 

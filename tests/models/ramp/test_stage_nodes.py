@@ -162,7 +162,9 @@ def test_node_hours_and_hours_are_the_sums_over_the_stages_and_their_starts() ->
             forecast("cost", ramp=None).predict(Config(count, stage.batch)).step_time
         )
     model = forecast("cost", ramp=None)
-    start = float(model.overheads.overheads_at(*(__import__("numpy").array([n]) for n in (8, 32, 256))).startup[0])
+    start = float(
+        model.overheads.estimate_overheads(*(__import__("numpy").array([n]) for n in (8, 32, 256))).startup[0]
+    )
     changes = len({*nodes, 8}) - 1
     longer = sum(a.steps * (a.step_time - b.step_time) for a, b in zip(grown.stages, same.stages, strict=True))
     assert grown.hours - same.hours == pytest.approx((longer + changes * start) / 3600)

@@ -14,9 +14,9 @@ from tula_cli.models.choice.early_stopping import compute_remaining_share, short
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.efficiency import (
     Noise,
+    add_same_progress,
     compute_equivalent_constant_noise,
     compute_equivalent_epochs,
-    with_same_progress,
 )
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp.by_noise import NoisePath
@@ -107,7 +107,7 @@ def test_what_a_training_would_refuse_to_begin_at_is_not_offered_and_stays_to_fa
     assert min(row.batch for row in subject.predictions()) == 128
     assert "batch 64 is not below 64, the batch of the training" in subject.describe_why_not_startable(Config(2, 64))
     assert subject.describe_why_infeasible(Config(2, 64)) == "" == subject.describe_why_not_startable(Config(2, 128))
-    assert [rung.batch for rung in subject.fallback_rungs(2, 256)] == [256, 128, 64, 32, 16]
+    assert [rung.batch for rung in subject.list_oom_fallbacks(2, 256)] == [256, 128, 64, 32, 16]
 
 
 def test_a_stage_of_which_nothing_tells_takes_as_long_as_the_training_and_that_is_said() -> None:
@@ -123,7 +123,7 @@ def test_the_same_progress_knows_that_stages_lose_less() -> None:
     noise = Noise(scale=100.0, low=80.0, high=120.0, error=10.0, probes=4)
     rows = [forecast(ramp).estimate(*to_columns([Config(2, 256)])) for ramp in (None, "auto")]
     plain, grown = (
-        with_same_progress(row, epochs=10, reference=32, noise=noise).prediction(0).same_progress for row in rows
+        add_same_progress(row, epochs=10, reference=32, noise=noise).prediction(0).same_progress for row in rows
     )
     assert plain is not None and grown is not None
     whole = compute_equivalent_constant_noise(100.0, reference=32, epochs=10)
@@ -176,12 +176,12 @@ def test_the_stages_of_many_are_those_of_each_ramp(
     gpus = subject.cluster.gpus_per_node
     counts = random.choice([1, 2, 3, 4, 6], 12)
     nodes, batch = to_columns([Config(int(n), int(n) * gpus * 12 * 2 ** int(random.integers(0, 6))) for n in counts])
-    table = times.tabulate(nodes, batch, predict(nodes, batch))
+    table = times.make_stage_table(nodes, batch, predict(nodes, batch))
     for row, (count, value) in enumerate(zip(nodes.tolist(), batch.tolist(), strict=True)):
         ramp = build_ramp_on_nodes(subject, batch=value, nodes=count, dataset_size=size, noise=noise)
         is_stage = table.batch[row] > 0
         assert table.batch[row][is_stage].tolist() == [stage.batch for stage in ramp.stages]
-        assert table.steps[row][is_stage].tolist() == list(ramp.remaining_steps(size=size, epochs=7).values())
+        assert table.steps[row][is_stage].tolist() == list(ramp.count_remaining_steps(size=size, epochs=7).values())
         begins = np.minimum([stage.begin for stage in ramp.stages] + [7 * size], 7 * size)
         assert table.share[row][is_stage] == pytest.approx(np.diff(begins) / (7 * size))
         assert table.steps[row][~is_stage].sum() == 0 and [stage.batch for stage in table.build_records(row)] == [

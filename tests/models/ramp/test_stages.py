@@ -83,10 +83,10 @@ def test_steps_are_those_of_a_walk(size: int, batches: list[int], data: st.DataO
     walked = dict.fromkeys(sorted(batches), 0)
     for epoch in range(epochs):
         done = 0 if epoch else start
-        while (batch := ramp.batch_at(epoch * size + done)) <= size - done:
+        while (batch := ramp.find_batch(epoch * size + done)) <= size - done:
             walked[batch] += 1
             done += batch
-    assert ramp.remaining_steps(size=size, epochs=epochs, samples_done=start) == walked
+    assert ramp.count_remaining_steps(size=size, epochs=epochs, samples_done=start) == walked
 
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [

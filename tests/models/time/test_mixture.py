@@ -53,7 +53,7 @@ def test_of_a_small_model_both_are_fitted_where_its_compute_is_known(overlapped:
     assert len(fit.model.members) == 2 and (fit.model.overlapped > 0.5) == overlapped
     assert "compute hides" in fit.words and "whole steps alone" not in fit.words
     nodes, batches = np.transpose(UNSEEN)
-    predicted = fit.model.predict(fit.points(nodes, np.ones(len(UNSEEN)), batches))[0]
+    predicted = fit.model.predict(fit.make_points(nodes, np.ones(len(UNSEEN)), batches))[0]
     assert worst(predicted, overlapped=overlapped) < 0.05
 
 
@@ -62,7 +62,7 @@ def test_steps_in_which_nothing_is_hidden_are_recognised() -> None:
     assert len(fit.model.members) == 2 and fit.model.overlapped < 0.5
     assert f"compute hides synchronisation with probability {100 * fit.model.overlapped:.0f} %" in fit.words
     nodes, batches = np.transpose(UNSEEN)
-    points = fit.points(nodes, np.ones(len(UNSEEN)), batches)
+    points = fit.make_points(nodes, np.ones(len(UNSEEN)), batches)
     overlap_alone, together = (
         worst(model.predict(points)[0], overlapped=False) for model in (fit.model.members[0], fit.model)
     )
@@ -78,7 +78,7 @@ def test_steps_that_hide_their_synchronisation_are_recognised() -> None:
 def test_a_prediction_holds_how_far_the_members_are_apart() -> None:
     fit = fitted([(1, 16), (1, 256), (8, 16)], overlapped=True)
     assert len(fit.model.members) == 2
-    points = fit.points([8, 8], [1, 1], [64, 256])
+    points = fit.make_points([8, 8], [1, 1], [64, 256])
     mean, sd = fit.model.predict(points)
     means, sds = zip(*(member.predict(points) for member in fit.model.members), strict=True)
     assert mean == pytest.approx(fit.model.weights @ means)

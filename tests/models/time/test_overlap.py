@@ -52,8 +52,8 @@ def test_derivatives_are_those_of_the_model(gpus: Floats | None) -> None:
         inside=np.array([False, True, False, False, False]),
         gpus=gpus,
     )
-    frame = formulas.ReferenceFrame.of(at_points, truth(at_points)[1], SHAPES["ring"], formulas.PRIORS)
-    at, rng, small = frame.at(at_points), np.random.default_rng(3), 1e-6
+    frame = formulas.ReferenceFrame.from_points(at_points, truth(at_points)[1], SHAPES["ring"], formulas.PRIORS)
+    at, rng, small = frame.compute_features(at_points), np.random.default_rng(3), 1e-6
     for _ in range(5):
         z = 0.7 * rng.standard_normal(frame.size)
         result = formulas.evaluate(z, at)
@@ -72,17 +72,19 @@ def test_the_fit_is_the_most_probable_one() -> None:
     rng = np.random.default_rng(0)
     step, compute = (part * np.exp(0.05 * rng.standard_normal(len(at_points))) for part in truth(at_points))
     data = models_time_overlap._Data(
-        formulas.ReferenceFrame.of(at_points, compute, SHAPES["ring"], formulas.PRIORS).at(at_points),
+        formulas.ReferenceFrame.from_points(at_points, compute, SHAPES["ring"], formulas.PRIORS).compute_features(
+            at_points
+        ),
         np.log(step),
         np.log(compute),
         np.zeros(len(at_points)),
     )
-    spread = data.spread_as(formulas.evaluate(np.zeros(data.at.frame.size), data.at), 1.0)
+    spread = data.compute_spread(formulas.evaluate(np.zeros(data.at.frame.size), data.at), 1.0)
     best = models_time_overlap._maximize_posterior(np.zeros(data.at.frame.size), data, spread)
     for index in range(len(best.z)):
         for away in (-0.1, 0.1):
             z = best.z + away * np.eye(len(best.z))[index]
-            assert models_time_overlap._Fitted.at(z, data, spread).improbability > best.improbability
+            assert models_time_overlap._Fitted.evaluate_at(z, data, spread).improbability > best.improbability
 
 
 @pytest.mark.parametrize("nodes", [(1,), (2, 4), (1, 2, 4, 8, 16)])
@@ -92,7 +94,7 @@ def test_the_covariance_is_that_of_generalised_least_squares_by_statsmodels(
 ) -> None:
     result = fitted(grid(nodes), noise=noise).fitted
     assert result.covariance == pytest.approx(result.regression.cov_params(), rel=1e-8, abs=1e-12)
-    assert result.gauss_newton_step(0.0) == pytest.approx(result.regression.params, rel=1e-8, abs=1e-10)
+    assert result.compute_gauss_newton_step(0.0) == pytest.approx(result.regression.params, rel=1e-8, abs=1e-10)
 
 
 @pytest.mark.parametrize("damping", [1e-9, 1e-2, 10.0])
@@ -102,7 +104,9 @@ def test_a_damped_step_is_least_squares_with_rows_that_hold_each_coordinate(damp
     hold = np.diag(np.sqrt(damping * (1 + np.square(whitener @ result.jacobian).sum(axis=0))))
     rows = np.vstack([whitener @ result.jacobian, np.eye(size), hold])
     target = np.concatenate([whitener @ (result.off + result.jacobian @ result.z), np.zeros(size), hold @ result.z])
-    assert result.gauss_newton_step(damping) == pytest.approx(OLS(target, rows).fit().params, rel=1e-8, abs=1e-10)
+    assert result.compute_gauss_newton_step(damping) == pytest.approx(
+        OLS(target, rows).fit().params, rel=1e-8, abs=1e-10
+    )
 
 
 @pytest.mark.parametrize("nodes", [(1, 2, 4, 8, 16), (2, 4, 8, 16)])

@@ -38,7 +38,7 @@ def test_more_nodes_than_were_measured_are_less_certain_and_not_any_number() -> 
     step_time = fit_step_time([overlapped(n, b) for n, b in GRID if n <= 4], collective="ring")
     widths = [e.high / e.low for n in (4, 8, 16, 32) if (e := step_time.predict(n, 1, 64)).high and e.low]
     assert len(widths) == 4 and widths == sorted(widths)
-    assert step_time.refusal(33, 1, 64) == "33 nodes are more than 8 times the 4 that were measured"
+    assert step_time.describe_why_unpredictable(33, 1, 64) == "33 nodes are more than 8 times the 4 that were measured"
 
 
 def test_all_at_once_is_the_same_as_one_by_one() -> None:
@@ -95,26 +95,26 @@ def test_a_fit_that_misses_a_probe_is_not_said_to_be_exact() -> None:
 def test_one_number_of_nodes_predicts_only_that() -> None:
     step_time = fit_step_time([observation(4, b, 0.1 + 0.001 * b) for b in (16, 64, 256)], collective="ring")
     assert step_time.predict(4, 1, 128).seconds == pytest.approx(0.228, rel=0.05)
-    assert "one number of nodes" in step_time.refusal(8, 1, 64)
+    assert "one number of nodes" in step_time.describe_why_unpredictable(8, 1, 64)
 
 
 def test_one_local_batch_predicts_only_that() -> None:
     step_time = fit_step_time([overlapped(n, 64) for n in (2, 4, 8)], collective="ring")
     assert step_time.predict(16, 1, 64).seconds == pytest.approx(overlapped(16, 64).seconds, rel=0.25)
-    assert "one local batch" in step_time.refusal(2, 1, 32)
+    assert "one local batch" in step_time.describe_why_unpredictable(2, 1, 32)
 
 
 def test_one_probe_predicts_only_itself() -> None:
     step_time = fit_step_time([observation(4, 64, 0.3)], collective="reduce_scatter_allgather")
     assert step_time.predict(4, 1, 64).seconds == pytest.approx(0.3, rel=0.02)
-    assert step_time.refusal(2, 1, 64) and step_time.refusal(4, 1, 32)
+    assert step_time.describe_why_unpredictable(2, 1, 64) and step_time.describe_why_unpredictable(4, 1, 32)
     assert step_time.error is None
 
 
 def test_equal_probes_are_one_point_between_them() -> None:
     step_time = fit_step_time([observation(4, 64, 0.3), observation(4, 64, 0.32)], collective="ring")
     assert 0.3 < step_time.predict(4, 1, 64).seconds < 0.32
-    assert step_time.refusal(4, 1, 128)
+    assert step_time.describe_why_unpredictable(4, 1, 128)
 
 
 def test_no_probe_or_a_time_that_is_none_is_refused() -> None:
@@ -131,7 +131,7 @@ def test_traffic_counts_nodes_where_there_are_several_even_with_one_node_among_t
     step_time = fit_step_time([*seen, *alone], collective="ring")
     assert step_time.predict(6, 8, 32).seconds == pytest.approx(overlapped(6, 32).seconds, rel=0.06)
     assert step_time.predict(1, 8, 32).seconds == pytest.approx(0.032, rel=0.15)
-    assert step_time.refusal(8, 4, 32) == "only 8 GPUs per node were measured, not 4"
+    assert step_time.describe_why_unpredictable(8, 4, 32) == "only 8 GPUs per node were measured, not 4"
 
 
 def test_traffic_counts_gpus_inside_one_node() -> None:
@@ -142,7 +142,7 @@ def test_traffic_counts_gpus_inside_one_node() -> None:
     ]
     step_time = fit_step_time(seen, collective="ring")
     assert step_time.predict(1, 8, 32).seconds == pytest.approx(overlapped(8, 32).seconds, rel=0.1)
-    assert "only one node" in step_time.refusal(8, 8, 32)
+    assert "only one node" in step_time.describe_why_unpredictable(8, 8, 32)
 
 
 def two_level(nodes: int, gpus: int, batch: int) -> Observation:
@@ -161,8 +161,8 @@ def test_nodes_of_several_gpus_follow_from_one_node_and_nodes_of_one_gpu() -> No
         estimate, truth = step_time.predict(nodes, gpus, batch), two_level(nodes, gpus, batch).seconds
         assert estimate.low is not None and estimate.high is not None and estimate.low < truth < estimate.high
         assert estimate.seconds == pytest.approx(truth, rel=0.25)
-    assert step_time.refusal(2, 16, 16) == "only 1, 2, 4, 8 GPUs per node were measured, not 16"
-    assert "more than 8 times" in step_time.refusal(33, 8, 16)
+    assert step_time.describe_why_unpredictable(2, 16, 16) == "only 1, 2, 4, 8 GPUs per node were measured, not 16"
+    assert "more than 8 times" in step_time.describe_why_unpredictable(33, 8, 16)
 
 
 def test_one_probe_on_several_nodes_of_several_gpus_tells_most_of_the_others() -> None:

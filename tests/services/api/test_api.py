@@ -15,7 +15,7 @@ from make_results import Truth, footprint, measured
 
 import tula_cli as tula
 from tula_cli.cluster import inspection, launcher
-from tula_cli.cluster.launcher import hold_interrupts
+from tula_cli.cluster.launcher import delay_interrupts
 from tula_cli.errors import CannotWrite, Interruption, SchedulerError, SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.job_runs import find_config_drift
@@ -269,7 +269,7 @@ def test_a_node_check_that_is_refused_makes_no_run(cluster: AtOnce, monkeypatch:
 
 
 def test_a_second_ctrl_c_is_not_held_back() -> None:
-    with pytest.raises(KeyboardInterrupt), hold_interrupts():
+    with pytest.raises(KeyboardInterrupt), delay_interrupts():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         pytest.fail("it was")

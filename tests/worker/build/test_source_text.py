@@ -84,7 +84,9 @@ def test_a_language_model_is_built_from_its_configuration_and_takes_its_own_loss
     batch = make_batch(None, build_datasets(spec).train.first_samples(2))
     outputs = call.compute_outputs(model, batch)
     assert outputs.logits.shape == (2, 32, 256)
-    assert call.loss_from_outputs(outputs, batch) is outputs.loss and 4 < float(outputs.loss) < 7, "ln 256 is 5.5"
+    assert call.compute_loss_from_outputs(outputs, batch) is outputs.loss and 4 < float(outputs.loss) < 7, (
+        "ln 256 is 5.5"
+    )
 
 
 def test_a_classifier_has_the_classes_of_its_dataset() -> None:

@@ -390,7 +390,7 @@ def test_sizes_grow_with_every_power_of_the_batch():
     recording = Recording(
         early=1, in_use=1, events=(), sizes=(numbers, 12 * numbers, 4 * numbers**2, 40), small=range(2, 3)
     )
-    assert recording.sizes_at(10, small_batch=6) == [numbers, 120, 4 * 36, 40]
+    assert recording.compute_sizes(10, small_batch=6) == [numbers, 120, 4 * 36, 40]
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def states(
     )
     for _ in range(looks):
         state_recorder.sample()
-    return state_recorder.first_and_last()
+    return state_recorder.get_first_and_last()
 
 
 def test_the_first_look_and_the_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_what_cannot_be_read_is_none(monkeypatch: pytest.MonkeyPatch, nvml: Modu
 def test_a_cpu_has_no_such_state(alone: Ranks) -> None:
     state_recorder = GpuStateRecorder(alone)
     state_recorder.sample()
-    assert state_recorder.first_and_last() is None
+    assert state_recorder.get_first_and_last() is None
 
 
 def test_the_bits_are_those_of_the_package() -> None:

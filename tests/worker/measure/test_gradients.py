@@ -30,7 +30,7 @@ def test_alone_both_norms_are_of_the_one_gradient(alone: Ranks) -> None:
     spy, expected = GradientNormRecorder.attach(subject), []
     subject.after_backward = lambda: expected.append(float(gradient(subject).square().sum()))
     list(spy.watch(islice(worker_train_loop.run_steps(subject), 2), subject.scaler))
-    assert spy.pairs() == [pytest.approx((norm, norm), rel=1e-5) for norm in expected]
+    assert spy.gather_pairs() == [pytest.approx((norm, norm), rel=1e-5) for norm in expected]
 
 
 def test_only_the_steps_of_the_window_are_seen(alone: Ranks) -> None:
@@ -40,7 +40,7 @@ def test_only_the_steps_of_the_window_are_seen(alone: Ranks) -> None:
         pass
     assert len(list(spy.watch(islice(steps, 3), subject.scaler))) == 3
     next(steps)
-    assert len(spy.pairs()) == 3 and not spy.local and not spy.reduced
+    assert len(spy.gather_pairs()) == 3 and not spy.local and not spy.reduced
 
 
 def test_a_sparse_gradient_counts_rows_that_repeat_as_their_sum(alone: Ranks) -> None:

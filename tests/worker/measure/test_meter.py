@@ -126,7 +126,7 @@ def test_an_unknown_field_of_the_process_is_reported() -> None:
 def test_the_spy_times_each_backward_and_leaves_no_hook(alone: Ranks) -> None:
     subject = trainer(spec(), alone)
     with SynchronisationTimer(subject.clock, subject.parallel) as spy:
-        subject.after_backward = spy.reduced
+        subject.after_backward = spy.record_reduction
         steps = list(islice(worker_train_loop.run_steps(subject), 5))
     assert len(spy.exposed) == 5
     assert 0 < spy.median() < max(subject.clock.seconds(step.start, step.end) for step in steps)

@@ -59,7 +59,7 @@ def noisy(seconds: float, share: float) -> Iterator[float]:
 )
 def test_steady_steps_are_timed_for_as_long_as_is_asked(seconds: float, search: dict[str, float], steps: int) -> None:
     assert len(taken(count_steps_to_time, itertools.repeat(seconds), **search)) == pytest.approx(steps, abs=1)
-    assert Search.model_validate(search).timed_steps(seconds) == steps
+    assert Search.model_validate(search).estimate_timed_steps(seconds) == steps
 
 
 @pytest.mark.parametrize("share", [0.03, 0.1])

@@ -121,7 +121,7 @@ def test_padding_is_distinguished_from_tokens_by_mask_and_labels(batch: Any, fou
     counter = TokenCounter()
     counter.add(batch)
     counter.add(batch)
-    assert counter.means_per_sample() == found
+    assert counter.compute_means_per_sample() == found
 
 
 def test_a_training_tells_tokens_a_second_without_their_padding(alone: Ranks, run: RunDir) -> None:
@@ -222,21 +222,21 @@ class Anything(nn.Module):
     ],
 )
 def test_a_model_is_called_with_what_its_signature_takes(model: nn.Module, batch: Any, given: Any) -> None:
-    assert ModelCall.of(model, lambda *_: torch.zeros(())).compute_outputs(model, batch) == given
+    assert ModelCall.from_model(model, lambda *_: torch.zeros(())).compute_outputs(model, batch) == given
 
 
 def test_a_missing_parameter_and_a_missing_target_are_named() -> None:
-    call = ModelCall.of(Two(), nn.CrossEntropyLoss(), names=("model mine:Two", "loss cross_entropy"))
+    call = ModelCall.from_model(Two(), nn.CrossEntropyLoss(), names=("model mine:Two", "loss cross_entropy"))
     with pytest.raises(SpecError, match="model mine:Two needs other, but the batch has one, label"):
         call.compute_outputs(Two(), {"one": 1, "label": 2})
     with pytest.raises(SpecError, match="loss cross_entropy needs a target"):
-        call.loss_from_outputs(torch.zeros(2, 3), {"one": torch.zeros(2), "other": torch.zeros(2)})
+        call.compute_loss_from_outputs(torch.zeros(2, 3), {"one": torch.zeros(2), "other": torch.zeros(2)})
 
 
 def test_a_loss_that_is_no_number_is_refused() -> None:
-    call = ModelCall.of(Classifier(), nn.CrossEntropyLoss(), default=True)
+    call = ModelCall.from_model(Classifier(), nn.CrossEntropyLoss(), default=True)
     with pytest.raises(SpecError, match=r"its \.loss is float32 \(4\), not one number"):
-        call.loss_from_outputs({"loss": torch.zeros(4)}, {})
+        call.compute_loss_from_outputs({"loss": torch.zeros(4)}, {})
 
 
 def test_a_cut_keeps_the_tree_and_what_belongs_to_the_whole_batch() -> None:

@@ -152,15 +152,17 @@ def test_the_eigenvalue_is_that_of_the_explicit_hessian_with_batchnorm_and_dropo
     assert [(count, len(targets)) for count, (_, targets) in batches] == [(4, 4)] * 10  # a quarter of a micro-batch
     surface = LossSurface(subject.parallel.module, subject.call, batches, alone, seed=0)
     matrix = explicit(surface)
-    vector = surface.direction()
-    torch.testing.assert_close(surface.product(vector), torch.from_numpy(matrix) @ vector, rtol=1e-3, atol=1e-4)
+    vector = surface.make_direction()
+    torch.testing.assert_close(
+        surface.multiply_hessian(vector), torch.from_numpy(matrix) @ vector, rtol=1e-3, atol=1e-4
+    )
     curvature = measure_curvature(subject, samples=40)
     true = np.linalg.eigvalsh(matrix)
     assert curvature.error <= TOLERANCE * curvature.smoothness
     assert curvature.eigenvalue == pytest.approx(true.max(), abs=curvature.error)
     assert curvature.smoothness == pytest.approx(np.abs(true).max(), abs=curvature.error)
     assert curvature.converged and curvature.batch == 40
-    assert curvature.gradient_norm == pytest.approx(float(surface.gradient()[1].norm()), rel=1e-5)
+    assert curvature.gradient_norm == pytest.approx(float(surface.compute_gradient()[1].norm()), rel=1e-5)
 
 
 def test_the_loss_and_gradient_are_means_over_all_samples_whatever_the_batches(alone: Ranks) -> None:
@@ -170,10 +172,10 @@ def test_the_loss_and_gradient_are_means_over_all_samples_whatever_the_batches(a
     model = subject.parallel.module
     whole = LossSurface(model, subject.call, [(10, (inputs, targets))], alone, seed=0)
     split = LossSurface(model, subject.call, parts, alone, seed=0)
-    for first, other in zip(whole.gradient(), split.gradient(), strict=True):
+    for first, other in zip(whole.compute_gradient(), split.compute_gradient(), strict=True):
         torch.testing.assert_close(first, other)
-    vector = whole.direction()
-    torch.testing.assert_close(whole.product(vector), split.product(vector))
+    vector = whole.make_direction()
+    torch.testing.assert_close(whole.multiply_hessian(vector), split.multiply_hessian(vector))
 
 
 def test_more_samples_than_there_are_is_all_of_them(alone: Ranks) -> None:
@@ -194,8 +196,8 @@ class Linear(nn.Module):
 
 def test_a_linear_loss_has_no_curvature(alone: Ranks) -> None:
     model, batch = Linear(), (torch.randn(5, 4), torch.zeros(5))
-    surface = LossSurface(model, ModelCall.of(model, lambda out, _: out.mean()), [(5, batch)], alone, seed=0)
-    assert surface.product(surface.direction()).tolist() == [0.0] * 6
+    surface = LossSurface(model, ModelCall.from_model(model, lambda out, _: out.mean()), [(5, batch)], alone, seed=0)
+    assert surface.multiply_hessian(surface.make_direction()).tolist() == [0.0] * 6
 
 
 # --- what cannot be differentiated twice, and what can
@@ -237,7 +239,7 @@ class Attention(nn.Module):
 def surface_of(model: nn.Module, ranks: Ranks) -> LossSurface:
     torch.manual_seed(0)
     batch = (torch.randn(6, 1, 4, 4), torch.randint(3, (6,)))
-    return LossSurface(model, ModelCall.of(model, nn.CrossEntropyLoss()), [(6, batch)], ranks, seed=0)
+    return LossSurface(model, ModelCall.from_model(model, nn.CrossEntropyLoss()), [(6, batch)], ranks, seed=0)
 
 
 def test_a_layer_without_a_second_derivative_is_named_in_one_line(alone: Ranks) -> None:
@@ -245,7 +247,7 @@ def test_a_layer_without_a_second_derivative_is_named_in_one_line(alone: Ranks) 
     with pytest.raises(
         SpecError, match=r"train.diagnostics: hessian: a layer of the model has no second derivative: .*@once_diff"
     ):
-        surface.product(surface.direction())
+        surface.multiply_hessian(surface.make_direction())
 
 
 def test_another_error_stays_what_it_is(alone: Ranks) -> None:
@@ -253,19 +255,19 @@ def test_another_error_stays_what_it_is(alone: Ranks) -> None:
         raise RuntimeError("out of memory")
 
     surface = surface_of(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), alone)
-    surface.call = ModelCall.of(surface.model, broken)
+    surface.call = ModelCall.from_model(surface.model, broken)
     with pytest.raises(RuntimeError, match="out of memory"):
-        surface.product(surface.direction())
+        surface.multiply_hessian(surface.make_direction())
 
 
 def test_attention_has_a_second_derivative_where_fast_kernels_are_off(alone: Ranks) -> None:
     surface = surface_of(Attention(), alone)
-    vector = surface.direction()
+    vector = surface.make_direction()
     with pytest.raises(SpecError, match=r"no second derivative: derivative for .* is not implemented"):
-        surface.product(vector)
+        surface.multiply_hessian(vector)
     with hessian._use_plain_attention():
         expected = torch.from_numpy(explicit(surface)) @ vector
-        torch.testing.assert_close(surface.product(vector), expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(surface.multiply_hessian(vector), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_recomputed_activations_change_nothing(alone: Ranks) -> None:

@@ -73,7 +73,7 @@ def interrupt(run: RunDir, ranks: Ranks, *arms: dict[str, Any], after: int, batc
 def by_hand(ranks: Ranks, arm: Arm) -> dict[str, torch.Tensor]:
     """Return the weights of a training that goes on as an arm after an epoch of batch 8, without any tuning."""
     data = build_datasets(job())
-    plain, value = (auto_tune.Choice(a, 1.0).task(train_task(job()), size=100) for a in (Arm(name="lbt"), arm))
+    plain, value = (auto_tune.Choice(a, 1.0).make_task(train_task(job()), size=100) for a in (Arm(name="lbt"), arm))
     first = worker_train_loop.build_trainer(plain, ranks, data, batch=16, workers=0, refresh=True)
     list(itertools.islice(worker_train_loop.run_steps(first), 12))
     then = worker_train_loop.build_trainer(value, ranks, data, batch=16, workers=0, refresh=True)

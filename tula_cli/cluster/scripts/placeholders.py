@@ -103,4 +103,4 @@ def count_loader_workers(task: Task, *, threads: int | None, ranks_here: int) ->
     requested = task.loader_workers
     if requested != "auto":
         return requested
-    return task.spec.train.loaders(threads or len(os.sched_getaffinity(0)) / ranks_here)
+    return task.spec.train.count_loaders(threads or len(os.sched_getaffinity(0)) / ranks_here)

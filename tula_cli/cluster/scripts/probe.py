@@ -8,7 +8,7 @@ from statistics import median
 
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.scripts.placeholders import get_learning_rate, get_script
-from tula_cli.cluster.scripts.start import PROBE_SILENCE, ScriptProgram, blame_script
+from tula_cli.cluster.scripts.start import PROBE_SILENCE, ScriptProgram, make_script_failure
 from tula_cli.cluster.scripts.watch import ScriptMonitor, describe_missing_step
 from tula_cli.errors import BadMeasurements
 from tula_cli.models.claims import JointStep, clean_steps, find_dataset_size, list_mismatches
@@ -257,18 +257,18 @@ class ScriptProbe(ScriptProgram):
     def monitor(self, allocation: Allocation, command: LeaderCommand) -> ScriptMonitor:
         return ScriptMonitor(self, command, self.list_ranks(allocation))
 
-    def output_folder_of(self, command: LeaderCommand) -> Path:
-        return self.attempt(command).output_folder
+    def get_output_folder(self, command: LeaderCommand) -> Path:
+        return self.get_attempt(command).output_folder
 
-    def further_arguments(self, command: LeaderCommand) -> str:
+    def get_extra_arguments(self, command: LeaderCommand) -> str:
         return self.script.probe_args
 
     def hook_save_path(self, command: LeaderCommand, values: Mapping[str, str | float]) -> str:
-        return str(self.output_folder_of(command) / "checkpoint.pt")
+        return str(self.get_output_folder(command) / "checkpoint.pt")
 
     def record_results(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
         """Write the result of the measured batch."""
-        attempt, may_lag = self.attempt(command), self.task.spec.cluster.backend.has_queue
+        attempt, may_lag = self.get_attempt(command), self.task.spec.cluster.backend.has_queue
         ranks = _read_rank_results(attempt, command.ranks, patient=failure is None and may_lag)
         stopped = len(ranks) == command.ranks and all(rank.why == "stopped" for rank in ranks)
         if failure is not None and not stopped:
@@ -283,7 +283,7 @@ class ScriptProbe(ScriptProgram):
             with self.run.open_log(path) as log:
                 log.write(f"{result.description}\n".encode())
         except NotMeasured as error:
-            return blame_script(failure, str(error))
+            return make_script_failure(failure, str(error))
         return None
 
     def preview_command(self) -> str:

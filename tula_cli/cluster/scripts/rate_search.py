@@ -23,7 +23,7 @@ from tula_cli.cluster.scripts.placeholders import (
 )
 from tula_cli.cluster.scripts.probe import merge_gradient_stats
 from tula_cli.cluster.scripts.resume_test import find_learning_rates
-from tula_cli.cluster.scripts.start import ScriptProgram, blame_script
+from tula_cli.cluster.scripts.start import ScriptProgram, make_script_failure
 from tula_cli.cluster.scripts.watch import ScriptMonitor, find_last_script_line
 from tula_cli.models import claims, rate_search
 from tula_cli.models.efficiency import estimate_noise_scale
@@ -80,10 +80,10 @@ class ScriptRateSearch(ScriptProgram):
     def monitor(self, allocation: Allocation, command: LeaderCommand) -> ScriptMonitor:
         return ScriptMonitor(self, command, self.list_ranks(allocation))
 
-    def output_folder_of(self, command: LeaderCommand) -> Path:
+    def get_output_folder(self, command: LeaderCommand) -> Path:
         return Path(_get_branch(command).out)
 
-    def spec_of(self, command: LeaderCommand) -> JobSpec:
+    def make_spec(self, command: LeaderCommand) -> JobSpec:
         rule = _get_branch(command).rule
         return self.task.spec if rule is None else rate_search.make_job_of_rule(self.task.spec, rule)
 
@@ -94,34 +94,34 @@ class ScriptRateSearch(ScriptProgram):
         first = self.plan.count_start_steps(self._reference_batch)
         return training.make_kill_plan(
             self.script,
-            self._list_path_values(self.output_folder_of(command), self._reference_batch),
+            self._list_path_values(self.get_output_folder(command), self._reference_batch),
             workdir=Path(self.task.workdir),
             after=STEPS_AFTER_SAVE,
             ask_at=first,
             first=first,
         )
 
-    def branch_plan(self, command: LeaderCommand) -> BranchPlan:
+    def make_branch_plan(self, command: LeaderCommand) -> BranchPlan:
         if _get_branch(command).rule is None:
             return BranchPlan(steps=None, factor=1.0)
         steps, record = self.plan.count_branch_steps(command.batch), self.run.read_rate_search(self.task.key)
         is_first = record is None or not record.branches
         return BranchPlan(
             steps=steps,
-            factor=compute_lr_scale(self.spec_of(command), command.batch),
+            factor=compute_lr_scale(self.make_spec(command), command.batch),
             norms=math.ceil(NORMS_SHARE * steps) if is_first else 0,
         )
 
     def find_reason_to_stop(self, command: LeaderCommand) -> Failure | None:
         """Return why the training before the branches is stopped: it saves no checkpoint; None if it is not."""
-        beat = self.attempt(command).read_heartbeat(0)
+        beat = self.get_attempt(command).read_heartbeat(0)
         if beat is None or _get_branch(command).rule is not None:
             return None
         trained, most = beat.step * command.batch, self.plan.start + rate_search.BRANCHES_SHARE * self.plan.total
-        if trained <= most + STEPS_AFTER_SAVE * command.batch or self.attempt(command).read_kill() is not None:
+        if trained <= most + STEPS_AFTER_SAVE * command.batch or self.get_attempt(command).read_kill() is not None:
             return None
         message = f"no checkpoint from which branches can start after {trained} samples: {_SAVE_HINT}"
-        return blame_script(None, message, permanent=True)
+        return make_script_failure(None, message, permanent=True)
 
     def preview_command(self) -> str:
         start = PlannedBranch(rule=None, out=str(self._folder / "start"))
@@ -173,9 +173,9 @@ class ScriptRateSearch(ScriptProgram):
         """Record the checkpoint or the branch of a start, and the end of the search after the last branch."""
         if self.run.is_cancelled(self.task.job):
             return failure
-        attempt, record = self.attempt(command), self.run.read_rate_search(self.task.key)
+        attempt, record = self.get_attempt(command), self.run.read_rate_search(self.task.key)
         if broken := claims.describe_broken_claims(attempt.read_results(), resumed=bool(command.checkpoint)):
-            return blame_script(failure, broken, permanent=True)
+            return make_script_failure(failure, broken, permanent=True)
         if _get_branch(command).rule is None:
             result = self._observe_start(command, attempt, failure)
         else:
@@ -200,12 +200,12 @@ class ScriptRateSearch(ScriptProgram):
             if failure is not None:
                 return failure
             message = f"the script ended after {len(losses) * batch} samples without a checkpoint to branch from"
-            return blame_script(failure, f"{message}: {_SAVE_HINT}", permanent=True)
+            return make_script_failure(failure, f"{message}: {_SAVE_HINT}", permanent=True)
         if self._find_newest_checkpoint(Path(_get_branch(command).out), batch) is None:
-            return blame_script(None, "the checkpoint from which branches would start is incomplete")
+            return make_script_failure(None, "the checkpoint from which branches would start is incomplete")
         before = losses[: killed.steps][-max(rate_search.MIN_STEPS, round(JUDGED_SHARE * self.plan.length / batch)) :]
         if all(loss is None for loss in losses):
-            return blame_script(None, NO_LOSS, permanent=True)
+            return make_script_failure(None, NO_LOSS, permanent=True)
         known = [loss for loss in before if loss is not None]
         if len(known) < len(before):
             message = f"the training diverges at script.reference.batch {batch}"
@@ -228,7 +228,7 @@ class ScriptRateSearch(ScriptProgram):
         self, command: LeaderCommand, attempt: ScriptAttempt, failure: Failure | None, record: RateSearch
     ) -> RateSearch | Failure:
         """Return the record with one branch more, or why that was not trained to its end."""
-        plan, rule = self.branch_plan(command), _get_branch(command).rule
+        plan, rule = self.make_branch_plan(command), _get_branch(command).rule
         assert plan.steps is not None
         assert rule is not None
         losses = self._read_losses(attempt, command.ranks)
@@ -240,7 +240,7 @@ class ScriptRateSearch(ScriptProgram):
         ):
             line = find_last_script_line(self.run.log_path(self.task.id, command.attempt))
             ended = f"the branch ended after {len(losses)} of {plan.steps} steps; last line of the script: {line}"
-            return blame_script(failure, problem or ended, permanent=True)
+            return make_script_failure(failure, problem or ended, permanent=True)
         judged = losses[-max(2, math.ceil(JUDGED_SHARE * plan.steps)) :]
         known = [loss for loss in judged if loss is not None]
         samples = len(losses) * command.batch
@@ -264,7 +264,7 @@ class ScriptRateSearch(ScriptProgram):
 
     def _find_branch_rate(self, command: LeaderCommand, record: RateSearch, factor: float) -> float:
         """Return the learning rate of the command line; with {lr_factor}, a multiple of that at the checkpoint (or of 1)."""
-        given = get_learning_rate(self.spec_of(command), command.batch)
+        given = get_learning_rate(self.make_spec(command), command.batch)
         return factor * (record.start_lr or 1.0) if given is None else given
 
     @staticmethod

@@ -131,7 +131,7 @@ class ResumeTest(ScriptProgram):
     # --- its starts
 
     def make_command(self, *, attempt: int, meeting: str) -> LeaderCommand:
-        command, start = super().make_command(attempt=attempt, meeting=meeting), self.first_start()
+        command, start = super().make_command(attempt=attempt, meeting=meeting), self.find_next_start()
         ranks = start.nodes * self.task.spec.cluster.gpus_per_node
         update = {"ranks": ranks, "batch": start.batch, "checkpoint": start.checkpoint, "rehearsal": start}
         return command.model_copy(update=update)
@@ -139,10 +139,10 @@ class ResumeTest(ScriptProgram):
     def monitor(self, allocation: Allocation, command: LeaderCommand) -> ScriptMonitor:
         return ScriptMonitor(self, command, self.list_ranks(allocation))
 
-    def output_folder_of(self, command: LeaderCommand) -> Path:
+    def get_output_folder(self, command: LeaderCommand) -> Path:
         return Path(_get_start(command).out)
 
-    def spec_of(self, command: LeaderCommand) -> JobSpec:
+    def make_spec(self, command: LeaderCommand) -> JobSpec:
         script = self.script.model_copy(update={"length": _get_start(command).length})
         return self.task.spec.model_copy(update={"script": script})
 
@@ -161,7 +161,7 @@ class ResumeTest(ScriptProgram):
 
     # --- what comes next
 
-    def first_start(self) -> PlannedStart:
+    def find_next_start(self) -> PlannedStart:
         """Return the next start of an unfinished test; its time limit runs from the first call."""
         record = self.record
         self.files.write(record)
@@ -226,7 +226,7 @@ class ResumeTest(ScriptProgram):
         resume = get_script(self.task.spec).resume
         assert resume is not None
         checkpoint, _ = training.find_newest_checkpoint(
-            resume, self.placeholder_values(start), workdir=Path(self.task.workdir), since=0.0
+            resume, self.get_placeholder_values(start), workdir=Path(self.task.workdir), since=0.0
         )
         return None if checkpoint is None else start.model_copy(update={"checkpoint": str(checkpoint)})
 
@@ -268,7 +268,7 @@ class ResumeTest(ScriptProgram):
             return None
         return Length(samples=math.ceil(1.5 * saved)) if begin.whole > 2 * saved else None
 
-    def placeholder_values(self, start: PlannedStart) -> dict[str, str | float]:
+    def get_placeholder_values(self, start: PlannedStart) -> dict[str, str | float]:
         """Return the values of the placeholders in paths for a start."""
         return list_placeholder_values(
             self.task.spec, ScriptProcess(start.nodes, 0, "", 0), batch=start.batch, out=Path(start.out),
@@ -282,7 +282,7 @@ class ResumeTest(ScriptProgram):
             return None
         return training.make_kill_plan(
             script,
-            self.placeholder_values(start),
+            self.get_placeholder_values(start),
             workdir=Path(self.task.workdir),
             after=STEPS_AFTER_SAVE,
             ask_at=STEPS_BEFORE_KILL,
@@ -310,7 +310,7 @@ class ResumeTest(ScriptProgram):
         return failure if outcome.ended == "failed" else None
 
     def _observe_start(self, start: PlannedStart, command: LeaderCommand, failure: Failure | None) -> ObservedStart:
-        attempt, world = self.attempt(command), command.ranks
+        attempt, world = self.get_attempt(command), command.ranks
         killed, rows = attempt.read_kill(), [row for row in attempt.read_rows(0) if row["kind"] == "row"]
         size = (
             get_script(self.task.spec).known_dataset_size if get_script(self.task.spec).dataset_size != "auto" else None
@@ -374,7 +374,7 @@ class ResumeTest(ScriptProgram):
     def find_reason_to_stop(self, command: LeaderCommand) -> Failure | None:
         """Return why a resuming start must be stopped: it trained more than twice the remaining samples; else None."""
         start = _get_start(command)
-        if start.phase == "begin" or (beat := self.attempt(command).read_heartbeat(0)) is None:
+        if start.phase == "begin" or (beat := self.get_attempt(command).read_heartbeat(0)) is None:
             return None
         begin = next(earlier_start for earlier_start in reversed(self.record.starts) if earlier_start.phase == "begin")
         if begin.whole is None:

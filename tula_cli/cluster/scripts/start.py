@@ -59,7 +59,7 @@ class ScriptProgram(RankProgram):
     def script(self) -> Script:
         return get_script(self.task.spec)
 
-    def attempt(self, command: LeaderCommand) -> ScriptAttempt:
+    def get_attempt(self, command: LeaderCommand) -> ScriptAttempt:
         return ScriptAttempt(self.run.path, self.task.id, command.attempt)
 
     def find_meeting_address(self) -> str:
@@ -78,10 +78,10 @@ class ScriptProgram(RankProgram):
 
     def settle_attempt(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
         """Record the results of an attempt; return why it failed, corrected by these results."""
-        refusals = (reported for reported in self.attempt(command).read_failures() if reported.where == "method")
+        refusals = (reported for reported in self.get_attempt(command).read_failures() if reported.where == "method")
         refused = next((refusal.description for refusal in refusals), "")
         if refused:  # it may have finished nevertheless
-            return blame_script(failure, refused, permanent=True)
+            return make_script_failure(failure, refused, permanent=True)
         return self.record_results(command, failure)
 
     @abstractmethod
@@ -100,7 +100,7 @@ class ScriptProgram(RankProgram):
             task=self.task.id, attempt=1, ranks=self.task.ranks, meeting="127.0.0.1:0", batch=batch, branch=branch
         )
         start = self.start(Allocation(0, 1, environ={}), command)
-        return shlex.join(start.argv(start.processes()[0]))
+        return shlex.join(start.argv(start.list_processes()[0]))
 
     @property
     def log_patterns(self) -> list[str]:
@@ -113,18 +113,18 @@ class ScriptProgram(RankProgram):
     # --- of one start
 
     @abstractmethod
-    def output_folder_of(self, command: LeaderCommand) -> Path:
+    def get_output_folder(self, command: LeaderCommand) -> Path:
         """Return the script's output folder, {out}."""
 
-    def watched_folders(self, command: LeaderCommand) -> tuple[str, ...] | None:
+    def list_watched_folders(self, command: LeaderCommand) -> tuple[str, ...] | None:
         """Return the folders outside of which changed files are noted and restored; None: the script may write anywhere."""
-        return (str(self.output_folder_of(command)),)
+        return (str(self.get_output_folder(command)),)
 
-    def spec_of(self, command: LeaderCommand) -> JobSpec:
+    def make_spec(self, command: LeaderCommand) -> JobSpec:
         """Return the job with the settings of this start."""
         return self.task.spec
 
-    def further_arguments(self, command: LeaderCommand) -> str:
+    def get_extra_arguments(self, command: LeaderCommand) -> str:
         """Return the arguments after the command line: those to resume, if there is a checkpoint."""
         resume = self.script.resume
         return resume.args if resume is not None and command.checkpoint else ""
@@ -133,7 +133,7 @@ class ScriptProgram(RankProgram):
         """Return the checkpoint path for the script's callback: resume.checkpoint without *, else a file in {out}."""
         resume = self.script.resume
         if resume is None or "*" in resume.checkpoint:
-            return str(self.output_folder_of(command) / "checkpoint.pt")
+            return str(self.get_output_folder(command) / "checkpoint.pt")
         return fill(resume.checkpoint, values)
 
     @property
@@ -149,12 +149,12 @@ class ScriptProgram(RankProgram):
         """Return how the shim kills the start after a checkpoint; None if it does not."""
         return None
 
-    def branch_plan(self, command: LeaderCommand) -> BranchPlan | None:
+    def make_branch_plan(self, command: LeaderCommand) -> BranchPlan | None:
         """Return how the shim shapes and ends a branch of a search for a learning rate; None for other starts."""
         return None
 
 
-def blame_script(failure: Failure | None, message: str, *, permanent: bool = False) -> Failure:
+def make_script_failure(failure: Failure | None, message: str, *, permanent: bool = False) -> Failure:
     """Return the failure of a script whose ranks may have succeeded, or have failed for another reason."""
     rank, host = (None, "") if failure is None else (failure.rank, failure.host)
     return Failure(outcome="user", message=message, rank=rank, host=host, permanent=permanent)
@@ -184,16 +184,16 @@ class ScriptStart:
 
     @property
     def attempt(self) -> ScriptAttempt:
-        return self.program.attempt(self.command)
+        return self.program.get_attempt(self.command)
 
-    def rank_commands(self, log: Path) -> list[RankCommand]:
+    def make_rank_commands(self, log: Path) -> list[RankCommand]:
         """Return the processes that this supervisor starts; creates the output folder, the copied shim and the plan.
 
         Raises:
             TulaError: the run directory cannot be written.
             JobFailed: this node lacks the configured network interface, or the snapshot of the code is gone.
         """
-        folder = self.program.output_folder_of(self.command)
+        folder = self.program.get_output_folder(self.command)
         try:
             make_folder(folder)
             shim = copy_shim(self.run.path)
@@ -203,20 +203,22 @@ class ScriptStart:
             self.attempt.write_plan(self.plan())
         return [
             RankCommand(self.argv(process), self._make_environment(process, shim), self.task.workdir, str(log))
-            for process in self.processes()
+            for process in self.list_processes()
         ]
 
-    def processes(self) -> list[ScriptProcess]:
+    def list_processes(self) -> list[ScriptProcess]:
         """Return the processes of this supervisor: a rank, all ranks of a node or machine, or a command per node."""
         task, allocation = self.task, self.allocation
         address, _, port = self.command.meeting.rpartition(":")
 
-        def place(node: int, rank: int | None = None, local_rank: int | None = None) -> ScriptProcess:
+        def make_process(node: int, rank: int | None = None, local_rank: int | None = None) -> ScriptProcess:
             return ScriptProcess(task.nodes, node, address.strip("[]"), int(port), rank, local_rank)
 
         if self.program.script.launch == "node":
-            return [place(node) for node in (range(task.nodes) if allocation.is_local else [allocation.index])]
-        return [place(position.node, position.rank, position.local_rank) for position in allocation.list_ranks(task)]
+            return [make_process(node) for node in (range(task.nodes) if allocation.is_local else [allocation.index])]
+        return [
+            make_process(position.node, position.rank, position.local_rank) for position in allocation.list_ranks(task)
+        ]
 
     def plan(self) -> ShimPlan:
         """Return the plan for the shim."""
@@ -226,7 +228,7 @@ class ScriptStart:
             world=self.command.ranks,
             batch=self.command.batch,
             accumulate=spec.train.accumulate * self.task.micro_batch_splits if counted else None,
-            lr=placeholders.get_learning_rate(program.spec_of(self.command), self.command.batch)
+            lr=placeholders.get_learning_rate(program.make_spec(self.command), self.command.batch)
             if "lr" in script.placeholders
             else None,
             dataset=None if script.dataset_size == "auto" else script.dataset_size,
@@ -245,15 +247,15 @@ class ScriptStart:
             split_steps=search.split_steps,
             row=0.0 if program.records_steps else ROW_SECONDS,
             save=script.save == "hooks",
-            checkpoint=program.hook_save_path(self.command, self._list_values(self.processes()[0])),
+            checkpoint=program.hook_save_path(self.command, self._list_values(self.list_processes()[0])),
             ags=methods.make_ags_plan(
                 self.run, self.task, self.command, count_steps_per_epoch=program.count_steps_per_epoch
             ),
             ortho=methods.make_ortho_plan(self.run, self.task, self.command),
             schedule=self.command.rehearsal is not None,
-            files=program.watched_folders(self.command),
+            files=program.list_watched_folders(self.command),
             rehearsal=program.kill_plan(self.command),
-            branch=program.branch_plan(self.command),
+            branch=program.make_branch_plan(self.command),
         )
 
     def _list_values(self, process: ScriptProcess) -> dict[str, str | float]:
@@ -263,7 +265,7 @@ class ScriptStart:
             self.task, threads=self.allocation.count_cores_per_rank(self.task), ranks_here=command.ranks
         )
         return placeholders.list_placeholder_values(
-            program.spec_of(command), process, batch=command.batch, out=program.output_folder_of(command),
+            program.make_spec(command), process, batch=command.batch, out=program.get_output_folder(command),
             run=self.run.path.absolute(), workers=workers, checkpoint=command.checkpoint,
             splits=self.task.micro_batch_splits,
         )  # fmt: skip
@@ -272,7 +274,7 @@ class ScriptStart:
         """Return the command line of a process."""
         values = self._list_values(process)
         arguments = render(self.program.script.command, values)
-        arguments += render(self.program.further_arguments(self.command), values)
+        arguments += render(self.program.get_extra_arguments(self.command), values)
         arguments = move_command_to_snapshot(arguments, Path(self.task.workdir), self._code_snapshot)
         if arguments[0].endswith(".py"):
             arguments = [sys.executable, "-u", *arguments]

@@ -199,7 +199,7 @@ def read_metrics(script: Script, logs: Iterable[Path]) -> dict[str, list[float]]
         for name, pattern in script.metric.items():
             values_by_metric[name] += re.findall(pattern, text, re.MULTILINE)
     return {
-        name: [number for value in values if (number := _as_number(value)) is not None]
+        name: [number for value in values if (number := _parse_number(value)) is not None]
         for name, values in values_by_metric.items()
     }
 
@@ -234,7 +234,7 @@ def find_last_and_best(values_by_metric: Mapping[str, Iterable[float]]) -> dict[
     return metrics
 
 
-def _as_number(value: object) -> float | None:
+def _parse_number(value: object) -> float | None:
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -291,7 +291,7 @@ class TrainingMonitor(ScriptMonitor):
             )
             self.program.check_step_time(self._pace, self.attempt, self.command)
             if not self._claims_checked and (first_results := self.attempt.read_first_results()):
-                self._broken = self.program.broken_claims(first_results, self.command)
+                self._broken = self.program.check_claims(first_results, self.command)
                 self._claims_checked = len(first_results) >= first_results[0].world
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + SAVE_SECONDS
@@ -341,7 +341,7 @@ class TrainingMonitor(ScriptMonitor):
         """Ask these ranks for a checkpoint in the way of script.save; only the leader does so by a file or hook."""
         how = self.program.script.save
         if how in SIGNALS:
-            for pid in self._rank_processes():
+            for pid in self._find_rank_processes():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, SIGNALS[how])
         elif self.leads and how == "hooks":
@@ -351,7 +351,7 @@ class TrainingMonitor(ScriptMonitor):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
 
-    def _rank_processes(self) -> list[int]:
+    def _find_rank_processes(self) -> list[int]:
         """Return the processes of these ranks: those of this attempt whose inner process id is that of a heartbeat."""
         hearts = {beat.pid for rank in self.ranks if (beat := self.attempt.read_heartbeat(rank)) is not None}
         plan = str(self.attempt.plan_path)
@@ -426,10 +426,10 @@ class ScriptTraining(ScriptProgram):
     def monitor(self, allocation: Allocation, command: LeaderCommand) -> TrainingMonitor:
         return TrainingMonitor(self, command, self.list_ranks(allocation), leads=allocation.is_leader)
 
-    def output_folder_of(self, command: LeaderCommand) -> Path:
+    def get_output_folder(self, command: LeaderCommand) -> Path:
         return self.output_folder
 
-    def watched_folders(self, command: LeaderCommand) -> None:
+    def list_watched_folders(self, command: LeaderCommand) -> None:
         return None
 
     @property
@@ -784,7 +784,7 @@ class ScriptTraining(ScriptProgram):
         """Return `samples` in epochs; None if the samples per epoch are unknown."""
         return samples / self.epoch_samples if self.epoch_samples else None
 
-    def broken_claims(self, ranks: Sequence[RankResult], command: LeaderCommand) -> Failure | None:
+    def check_claims(self, ranks: Sequence[RankResult], command: LeaderCommand) -> Failure | None:
         """Return why the reported first steps of an attempt contradict its settings; None if they do not."""
         violation = claims.describe_broken_claims(ranks, resumed=bool(command.checkpoint))
         return Failure(outcome="user", message=violation, permanent=True) if violation else None
@@ -792,7 +792,7 @@ class ScriptTraining(ScriptProgram):
     # --- after an attempt
 
     def samples_reached(self, command: LeaderCommand, attempt: Attempt) -> int | None:
-        beat = self.attempt(command).read_heartbeat(0)
+        beat = self.get_attempt(command).read_heartbeat(0)
         return None if beat is None else self._find_reached_position(command, beat.step, beat.samples)[0]
 
     def record_results(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
@@ -804,7 +804,7 @@ class ScriptTraining(ScriptProgram):
         log = self.run.log_path(self.task.id, command.attempt)
         if failure is None and beat is None and not command.checkpoint:
             return Failure(outcome="user", message=f"the command exited with code 0, but {describe_missing_step(log)}")
-        if failure is None and (broken := self.broken_claims(attempt.read_results(), command)) is not None:
+        if failure is None and (broken := self.check_claims(attempt.read_results(), command)) is not None:
             return broken
         if failure is not None and failure.outcome == "user" and beat is None:
             retried = self._fall_back_to_older(attempt, command, failure)
@@ -937,13 +937,13 @@ class ScriptTraining(ScriptProgram):
         over = [1] * ("batch" in norms) or [world] * ("sync" in norms)
         limits = [make_batch_norm_limit(ranks=ranks) for ranks in over]
 
-        def of(batch: int) -> Splits:
+        def make_splits(batch: int) -> Splits:
             micro_batch = batch // world // micro_batches
             fewest = refresh.compute_max_samples_drawn(task.spec, batch, available=micro_batch, world=world)
             ags_limit = (lambda samples: samples >= fewest, f"AGS needs a small batch of {fewest} samples from it")
             return list_splits(batch, micro_batch=micro_batch, micro_batches=micro_batches, limits=[ags_limit, *limits])
 
-        splits = tuple(of(rung.batch) for rung in task.ladder)
+        splits = tuple(make_splits(rung.batch) for rung in task.ladder)
         return MicroBatches(splits=splits, normalised=over[0] if over and batch_norms else 0)
 
 

@@ -58,7 +58,7 @@ class ChangedFile:
         return self.path.is_file() and filecmp.cmp(self.path, self.copy, shallow=False)
 
 
-def put_aside_probe_files(attempt: ScriptAttempt) -> str:
+def move_probe_files(attempt: ScriptAttempt) -> str:
     """Move files that a start created after its first step into its folder, and restore changed or removed ones.
 
     Files written before the first step are kept, as they do not depend on training (downloads, prepared data,
@@ -206,7 +206,7 @@ class ScriptMonitor(RankMonitor):
 
     @property
     def attempt(self) -> ScriptAttempt:
-        return self.program.attempt(self.command)
+        return self.program.get_attempt(self.command)
 
     @property
     def log(self) -> Path:
@@ -225,7 +225,7 @@ class ScriptMonitor(RankMonitor):
 
     def put_aside(self) -> str:
         """Undo changes outside the script's folder on this node; return a description of them."""
-        return put_aside_probe_files(self.attempt)
+        return move_probe_files(self.attempt)
 
     tolerates_shim_failures: ClassVar[bool] = False
     """Whether the script continues without being watched if the shim fails."""

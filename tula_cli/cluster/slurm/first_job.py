@@ -83,14 +83,14 @@ def inspect_with_stored(inspect: Inspect, run: RunDir) -> Inspect:
                 get_inspection_path(run, spec).unlink(missing_ok=True)  # from now on the newer one counts
         return inspection
 
-    def recall_or_build(spec: JobSpec) -> Inspection:
+    def load_or_build(spec: JobSpec) -> Inspection:
         if (stored := load_inspection(run, spec)) is None:
             return inspect(spec)
         if cached:
             cached.note("using the model and dataset sizes found by a job on a node (--fresh repeats that job)")
         return stored
 
-    return build_anew if cached and cached.fresh else recall_or_build
+    return build_anew if cached and cached.fresh else load_or_build
 
 
 def inspect_if_possible(spec: JobSpec, inspect: Inspect) -> Inspection | NotInspectable:

@@ -318,7 +318,7 @@ def _read_lines_of_file(name: str, given: str | None, *, setting: str, workdir: 
         raise SpecError(f"{setting}: cannot read {path}: {reason}", hint) from None
 
 
-def with_environment_defaults(spec: JobSpec) -> JobSpec:
+def fill_environment_defaults(spec: JobSpec) -> JobSpec:
     """Return a job with its unset options filled from sbatch's environment variables (e.g. SBATCH_ACCOUNT)."""
     if spec.cluster.kind != "slurm":
         return spec

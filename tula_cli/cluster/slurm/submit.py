@@ -37,14 +37,14 @@ class SlurmLauncher(BatchLauncher):
     def __init__(self) -> None:
         super().__init__(SlurmScheduler(), "slurm")
 
-    def request(self, run: RunDir, task: Task, name: str, after: Sequence[str] = ()) -> JobRequest:
+    def make_request(self, run: RunDir, task: Task, name: str, after: Sequence[str] = ()) -> JobRequest:
         """Return a request with the name of the script; other options come from `sbatch.make_submitit_parameters`."""
         return JobRequest(name, "", nodes=task.nodes, after=tuple(after), logs=run.submitit_dir)
 
-    def script_text(self, run: RunDir, job: JobRequest, task: Task) -> str:
+    def render_job_script(self, run: RunDir, job: JobRequest, task: Task) -> str:
         chained = count_links(task) > 1
         waits_for = [*([f"afterany:{':'.join(job.after)}"] if job.after else []), *(["singleton"] if chained else [])]
-        number = job.name.removeprefix(self.name_of_first_job(run, task)).lstrip(".")
+        number = job.name.removeprefix(self.make_first_job_name(run, task)).lstrip(".")
         if number and job.after:
             waits_for.append(f"after:{job.after[-1]}+{start_delay(int(number))}")
         name = make_chain_name(run, task) if chained else job.name
@@ -53,21 +53,21 @@ class SlurmLauncher(BatchLauncher):
     def prepare(self, run: RunDir, task: Task, id_: str) -> None:
         _write_call(run, task, id_)
 
-    def name_of_first_job(self, run: RunDir, task: Task) -> str:
+    def make_first_job_name(self, run: RunDir, task: Task) -> str:
         """Return a name without a hash of the run's path, as SLURM reports the path of each job's script."""
         return f"tula-{run.id}-{task.job}"
 
-    def queued_jobs(self, run: RunDir, task: Task, names: Sequence[str]) -> dict[str, Queued]:
+    def list_queued_jobs(self, run: RunDir, task: Task, names: Sequence[str]) -> dict[str, Queued]:
         folder = run.submitit_dir.resolve()
         queued = self.scheduler.queued([*names, make_chain_name(run, task)])
         scripts = {Path(job.script): job for job in queued}
         listed_jobs = {path.stem: job for path, job in scripts.items() if path.parent.resolve() == folder}
         return {name: job for name, job in listed_jobs.items() if name in names}
 
-    def jobs_to_name(self, ids: Sequence[str]) -> Sequence[str]:
+    def select_jobs_to_name(self, ids: Sequence[str]) -> Sequence[str]:
         return ids[-1:]  # it waits for the others, which have the same name
 
-    def jobs_waited_for(self, after: Sequence[str], ids: Sequence[str]) -> Sequence[str]:
+    def select_awaited_jobs(self, after: Sequence[str], ids: Sequence[str]) -> Sequence[str]:
         return ids[-1:] or after
 
 

@@ -76,13 +76,13 @@ def _draw_quantity(
 ) -> Iterator[Figure]:
     series = list(make_mean_series(curves, rows, quantity.path))
     if quantity.ends is not None and len(curves) == 1 and series:
-        series = [_with_spread(series[0], rows(curves[0]), quantity)]
+        series = [_add_spread(series[0], rows(curves[0]), quantity)]
     if series:
         scale = choose_scale((y for line in series for y in line.y), span=1) if quantity.log else "linear"
         yield Figure(quantity.key, quantity.title, quantity.caption, "samples seen", quantity.label, tuple(series), y_scale=scale, paper=quantity.paper)  # fmt: skip
 
 
-def _with_spread(series: Series, rows: Sequence[Row], quantity: Quantity) -> Series:
+def _add_spread(series: Series, rows: Sequence[Row], quantity: Quantity) -> Series:
     assert quantity.ends is not None
     folder = quantity.path.rpartition(".")[0]
     at = {float(row["samples"]): row for row in rows if is_placed(row)}

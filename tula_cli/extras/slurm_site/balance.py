@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tula_cli.cluster.slurm.sbatch import with_environment_defaults
+from tula_cli.cluster.slurm.sbatch import fill_environment_defaults
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SchedulerError
 from tula_cli.extras.slurm_site.bill import Ask, find_account, get_user_name
@@ -38,7 +38,7 @@ def read_account_balance(spec: JobSpec, *, qos: str, ask: Ask) -> Balance:
         qos: QOS of the job.
         ask: runs a command of SLURM and returns its output.
     """
-    spec = with_environment_defaults(spec)
+    spec = fill_environment_defaults(spec)
     try:
         account = find_account(spec, ask)
     except SchedulerError as error:

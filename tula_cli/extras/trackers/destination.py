@@ -16,7 +16,7 @@ from tula_cli.errors import SpecError, TrackerError, TulaError
 from tula_cli.plugins import load
 from tula_cli.run.directory import Run
 from tula_cli.services.tracking import FOLDER
-from tula_cli.spec.sections import TRACKERS, Export, without_password
+from tula_cli.spec.sections import TRACKERS, Export, strip_password
 
 Scalar = str | int | float | bool
 State = Literal["running", "finished", "failed", "killed"]
@@ -170,7 +170,7 @@ def resolve_destination(export: Export, run: Run, *, environ: Mapping[str, str] 
     """
     folder = run.path.absolute() / FOLDER
     try:
-        place = without_password(export.uri) if export.uri else _get_default_place(export.to, folder, environ)
+        place = strip_password(export.uri) if export.uri else _get_default_place(export.to, folder, environ)
     except ValueError as error:
         raise SpecError(f"--uri: {error}") from None
     return Destination(export.to, _make_absolute(export.to, place), export.project or run.job_name, folder)
@@ -178,7 +178,7 @@ def resolve_destination(export: Export, run: Run, *, environ: Mapping[str, str] 
 
 def _get_default_place(to: str, folder: Path, environ: Mapping[str, str]) -> str:
     if to == "mlflow":
-        return without_password(environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}")
+        return strip_password(environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}")
     return str(folder / to) if to in TRACKERS else ""
 
 

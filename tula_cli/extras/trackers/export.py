@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tula_cli import words
 from tula_cli.cluster import launcher
-from tula_cli.cluster.decisions import resumes_elsewhere
+from tula_cli.cluster.decisions import is_resumed_by_next_job
 from tula_cli.entry_points import find_extra
 from tula_cli.errors import Interruption, SpecError, TrackerError, TulaError
 from tula_cli.extras.trackers.destination import Destination, Exporter, TrackedRun, resolve_destination
@@ -237,9 +237,9 @@ def _may_continue(snapshot: Snapshot, tasks: Sequence[TrainTask]) -> bool:
         return True
     last_attempt = attempts[-1]
     undecided = last_attempt.decision is None and last_attempt.outcome in ("signal", "disk")
-    return (undecided or resumes_elsewhere(last_attempt, newest.spec.cluster)) and not snapshot.read_cancelling_command(
-        newest.job
-    )
+    return (
+        undecided or is_resumed_by_next_job(last_attempt, newest.spec.cluster)
+    ) and not snapshot.read_cancelling_command(newest.job)
 
 
 # --- All of a run, to all its trackers

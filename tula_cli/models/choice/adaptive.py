@@ -88,15 +88,15 @@ def propose(fit: StepTimeFit, candidates: Sequence[Candidate], *, tolerance: flo
         candidates: every feasible configuration, probed or not; at least one.
         tolerance: expected regret below which nothing more is measured, as a share of a decision's time or cost.
     """
-    belief = _Belief.of(fit, candidates)
-    problem = _Problem.of(candidates)
-    regrets = problem.regrets(belief)
+    belief = _Belief.from_fit(fit, candidates)
+    problem = _Problem.from_candidates(candidates)
+    regrets = problem.compute_regrets(belief)
     words = describe_regrets(regrets)
     open_ = np.array([candidate.measured is None for candidate in candidates])
     if max(regrets.values()) <= tolerance:
         return Proposal((), regrets, f"The search is finished: the choice is settled. {words}")
-    training = problem.node_seconds(belief.mean)
-    picks = tuple(_round(problem, belief, open_, tolerance, training))
+    training = problem.compute_node_seconds(belief.mean)
+    picks = tuple(_plan_round(problem, belief, open_, tolerance, training))
     takes = f"The training takes {training / 3600:.2g} node-hours in its fastest configuration."
     return Proposal(
         picks,
@@ -125,8 +125,8 @@ class _Belief:
     noise: Floats  # (n,) variance of one measurement
 
     @classmethod
-    def of(cls, fit: StepTimeFit, candidates: Sequence[Candidate]) -> "_Belief":
-        points = fit.points(
+    def from_fit(cls, fit: StepTimeFit, candidates: Sequence[Candidate]) -> "_Belief":
+        points = fit.make_points(
             [c.nodes for c in candidates], [c.gpus_per_node for c in candidates], [c.local_batch for c in candidates]
         )
         mean, covariance = fit.model.joint(points)
@@ -139,17 +139,17 @@ class _Belief:
                 covariance[index, index] = max(DEFAULT_REPEAT_SD, candidate.doubt) ** 2
         return cls(mean, covariance, noise)
 
-    def gain(self, index: int) -> Floats:
+    def compute_gain(self, index: int) -> Floats:
         """Return the change of all means if a measurement is one standard deviation above its expectation."""
         moved: Floats = self.covariance[:, index] / math.sqrt(self.covariance[index, index] + self.noise[index])
         return moved
 
-    def after(self, index: int) -> "_Belief":
+    def add_expected_measurement(self, index: int) -> "_Belief":
         """Return the belief after a measurement that equals its expectation."""
-        gain = self.gain(index)
+        gain = self.compute_gain(index)
         return _Belief(self.mean, self.covariance - np.outer(gain, gain), self.noise)
 
-    def samples(self) -> Floats:
+    def draw_samples(self) -> Floats:
         """Return posterior samples, shape (_SAMPLES, n); deterministic for a given belief."""
         values, vectors = np.linalg.eigh(self.covariance)
         root = vectors * np.sqrt(np.maximum(values, 0.0))
@@ -167,7 +167,7 @@ class _Decision:
     allowed: Flags  # (n,)
     share: float  # of its objective
 
-    def values(self, log_step: Floats) -> Floats:
+    def compute_values(self, log_step: Floats) -> Floats:
         """Return ln of the time or cost, infinite if not allowed; shape as given, (..., n)."""
         return np.where(self.allowed, log_step + self.weights, np.inf)
 
@@ -181,7 +181,7 @@ class _Problem:
     knee: "_Knee | None"
 
     @classmethod
-    def of(cls, candidates: Sequence[Candidate]) -> "_Problem":
+    def from_candidates(cls, candidates: Sequence[Candidate]) -> "_Problem":
         log_steps = np.log([c.steps for c in candidates])
         log_price = np.log([max(c.price, 1e-300) for c in candidates])
         batches = np.array([c.batch for c in candidates])
@@ -191,26 +191,26 @@ class _Problem:
             for name, weights in (("time", log_steps), ("cost", log_steps + log_price))
             for bound in bounds
         ]
-        knee = _Knee.of(log_steps, batches) if len(bounds) >= _FEWEST_FOR_KNEE else None
+        knee = _Knee.from_batches(log_steps, batches) if len(bounds) >= _FEWEST_FOR_KNEE else None
         return cls(candidates, tuple(decisions), knee)
 
-    def regrets(self, belief: _Belief) -> dict[str, float]:
+    def compute_regrets(self, belief: _Belief) -> dict[str, float]:
         """Return the expected regret of deciding now, by objective."""
-        samples = belief.samples()
+        samples = belief.draw_samples()
         largest = {"time": 0.0, "cost": 0.0}
-        for decision, chosen in zip(self.decisions, self.choices(belief.mean), strict=True):
-            values = decision.values(samples)
+        for decision, chosen in zip(self.decisions, self.select_candidates(belief.mean), strict=True):
+            values = decision.compute_values(samples)
             lost = float(np.expm1(values[:, chosen] - values.min(axis=1)).mean())
             largest[decision.objective] += decision.share * lost
         if self.knee is not None:
-            largest["knee"] = self.knee.regret(belief.mean, samples)
+            largest["knee"] = self.knee.compute_regret(belief.mean, samples)
         return largest
 
-    def choices(self, mean: Floats) -> list[int]:
+    def select_candidates(self, mean: Floats) -> list[int]:
         """Return the candidate that each decision selects."""
-        return [int(np.argmin(decision.values(mean))) for decision in self.decisions]
+        return [int(np.argmin(decision.compute_values(mean))) for decision in self.decisions]
 
-    def node_seconds(self, mean: Floats) -> float:
+    def compute_node_seconds(self, mean: Floats) -> float:
         """Return the node-seconds of the fastest training, by which relative savings are converted to node-seconds."""
         seconds = np.exp(mean) * [c.steps for c in self.candidates]
         fastest = int(np.argmin(seconds))
@@ -218,14 +218,14 @@ class _Problem:
 
     def compute_benefit(self, belief: _Belief, choices: Sequence[int], index: int) -> float:
         """Return the expected improvement of the decisions by a probe over `choices`, as a share of time or cost."""
-        gain = belief.gain(index)
+        gain = belief.compute_gain(index)
         outcomes = belief.mean + _OUTCOMES[:, None] * gain
         total = 0.0
         for decision, chosen in zip(self.decisions, choices, strict=True):
-            after = decision.values(outcomes)
+            after = decision.compute_values(outcomes)
             total += decision.share * float((after[:, chosen] - after.min(axis=1)).mean())
         if self.knee is not None:
-            total += self.knee.regret(belief.mean, outcomes)
+            total += self.knee.compute_regret(belief.mean, outcomes)
         return total
 
 
@@ -248,32 +248,32 @@ class _Knee:
     log_batch: Floats  # (batches,)
 
     @classmethod
-    def of(cls, weights: Floats, batches: NDArray[np.int_]) -> "_Knee":
+    def from_batches(cls, weights: Floats, batches: NDArray[np.int_]) -> "_Knee":
         unique = np.unique(batches)
         return cls(weights, batches[None, :] == unique[:, None], np.log(unique))
 
-    def curve(self, log_step: Floats) -> Floats:
+    def compute_curve(self, log_step: Floats) -> Floats:
         """Return the fastest ln time at each batch, shape (..., batches)."""
         values = np.where(self.members, (log_step + self.weights)[..., None, :], np.inf)
         best: Floats = values.min(axis=-1)
         return best
 
-    def batch(self, curve: Floats) -> NDArray[np.intp]:
+    def find_knee(self, curve: Floats) -> NDArray[np.intp]:
         """Return the index of the knee of each curve."""
         best: NDArray[np.intp] = np.argmin(curve + self.log_batch / 2, axis=-1)
         return best
 
-    def regret(self, mean: Floats, others: Floats) -> float:
+    def compute_regret(self, mean: Floats, others: Floats) -> float:
         """Return the mean relative excess over the minimum of each other curve at the knee of the mean curve.
 
         The value at a knee is time x sqrt(batch).
         """
-        chosen = int(self.batch(self.curve(mean)))
-        curves = self.curve(others) + self.log_batch / 2
+        chosen = int(self.find_knee(self.compute_curve(mean)))
+        curves = self.compute_curve(others) + self.log_batch / 2
         return float(np.expm1(curves[:, chosen] - curves.min(axis=-1)).mean())
 
 
-def _round(
+def _plan_round(
     problem: _Problem, belief: _Belief, open_: Flags, tolerance: float, training: float
 ) -> Iterable[ProbeChoice]:
     """Yield probes one after the other, each chosen as if the previous ones had come out as expected.
@@ -282,7 +282,7 @@ def _round(
     """
     started: set[tuple[int, int]] = set()
     remaining = [index for index in range(len(open_)) if open_[index]]
-    choices = problem.choices(belief.mean)  # what comes out as expected changes none of them
+    choices = problem.select_candidates(belief.mean)  # what comes out as expected changes none of them
     while remaining:
         benefits = np.array([problem.compute_benefit(belief, choices, index) for index in remaining])
         costs = np.array([_count_node_seconds(problem.candidates[index], started) for index in remaining])
@@ -295,7 +295,7 @@ def _round(
         candidate = problem.candidates[index]
         yield ProbeChoice(candidate, describe_pick(candidate, belief, index, float(benefits[best])))
         started.add((candidate.nodes, candidate.gpus_per_node))
-        belief = belief.after(index)
+        belief = belief.add_expected_measurement(index)
 
 
 def _count_node_seconds(candidate: Candidate, started: set[tuple[int, int]]) -> float:

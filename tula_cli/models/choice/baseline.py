@@ -71,7 +71,7 @@ def predict_baseline(estimator: Estimator, noise: Noise | None, *, node_type: st
     if noise is not None:
         epochs = get_workload(spec).count_epochs(estimator.dataset_size)
         reference = spec.train.reference_batch
-        forecast = efficiency.with_same_progress(forecast, epochs=epochs, reference=reference, noise=noise)
+        forecast = efficiency.add_same_progress(forecast, epochs=epochs, reference=reference, noise=noise)
     return Baseline(config, forecast.prediction(0))
 
 
@@ -193,7 +193,7 @@ def _compute_log_deviation(row: Prediction) -> float:
     return math.log(row.hours_high / row.hours_low) / INTERVAL if row.hours_low > 0 else math.inf
 
 
-def keep_baseline(choice: Choice, baseline: Baseline, candidates: Candidates) -> Choice:
+def prefer_baseline(choice: Choice, baseline: Baseline, candidates: Candidates) -> Choice:
     """Return today's configuration as the choice if it is a candidate that is as good as the knee, else the choice."""
     today, knee = baseline.prediction, choice.prediction
     if today is None or Config(knee.nodes, knee.batch) == baseline.config:
@@ -237,7 +237,7 @@ def _describe_time_change(time: Change) -> str:
     divisor, unit = choose_time_unit(3600 * max(time.before, time.after))
     values = _describe_values(time, 3600 / divisor, unit)
     if _is_about_equal(time):
-        return f"about as fast ({values}{_note_noise(time)})"
+        return f"about as fast ({values}{_explain_noise(time)})"
     if time.within_noise:
         return f"time uncertain ({values}, within noise)"
     factor = format_number(max(time.ratio, 1 / time.ratio), 2)
@@ -248,7 +248,7 @@ def _describe_cost_change(cost: Change, currency: str) -> str:
     """Describe a change of cost: "30 % cheaper (0.0145 -> 0.0102 USD)"."""
     values = _describe_values(cost, 1.0, currency)
     if _is_about_equal(cost):
-        return f"at about the same cost ({values}{_note_noise(cost)})"
+        return f"at about the same cost ({values}{_explain_noise(cost)})"
     if cost.within_noise:
         return f"cost uncertain ({values})"
     return f"{_describe_share(cost, 'cheaper', 'more expensive')} ({values})"
@@ -257,7 +257,7 @@ def _describe_cost_change(cost: Change, currency: str) -> str:
 def _describe_energy_change(energy: Change) -> str:
     values = _describe_values(energy, 1.0, "kWh")
     if _is_about_equal(energy):
-        return f"about as much energy ({values}{_note_noise(energy)})"
+        return f"about as much energy ({values}{_explain_noise(energy)})"
     if energy.within_noise:
         return f"energy uncertain ({values})"
     return f"{_describe_share(energy, 'less energy', 'more energy')} ({values})"
@@ -275,7 +275,7 @@ def _describe_values(change: Change, factor: float, unit: str) -> str:
     return f"{format_number(factor * change.before)} -> {format_number(factor * change.after)} {unit}"
 
 
-def _note_noise(change: Change) -> str:
+def _explain_noise(change: Change) -> str:
     """Explain why a difference that shows in the numbers is called none."""
     return ", within noise" * (abs(math.log(change.ratio)) >= math.log1p(ALIKE))
 

@@ -182,15 +182,15 @@ def find_lower_bound(jobs: Sequence[JobTrainings], nodes: int, target: Target) -
     """
     hours = sorted({option.hours for job in jobs for batch in job.batches for option in batch})
     if target.minimises == "cost":
-        return _relax(jobs, target.deadline, nodes * target.deadline, value="cost")
+        return _compute_relaxed_minimum(jobs, target.deadline, nodes * target.deadline, value="cost")
     for least, following in itertools.pairwise([*hours, math.inf]):  # the options that are no longer than the makespan
-        bound = max(least, _relax(jobs, least, target.budget, value="node_hours") / nodes)
+        bound = max(least, _compute_relaxed_minimum(jobs, least, target.budget, value="node_hours") / nodes)
         if bound < following:
             return bound
     return math.inf
 
 
-def _relax(
+def _compute_relaxed_minimum(
     jobs: Sequence[JobTrainings], longest: float, limit: float, *, value: Literal["cost", "node_hours"]
 ) -> float:
     """Return the least sum of a value with the sum of the other one within a limit, by Lagrangian multipliers.

@@ -43,7 +43,7 @@ def find_knee(batches: Sequence[int], values: Sequence[float]) -> int | None:
     """
     if len(batches) < FEWEST or max(values) <= min(values) * (1 + ALIKE):
         return None
-    x, y = _continue_curve(*_lower_hull(np.log2(batches), np.log2(values)))
+    x, y = _extend_curve(*_compute_lower_hull(np.log2(batches), np.log2(values)))
     nearest = _find_nearest_batch(batches, _locate_knee(x, y))
     return nearest if batches[0] < nearest < batches[-1] else None
 
@@ -55,7 +55,7 @@ def run_kneedle(batches: Sequence[int], values: Sequence[float]) -> int | None:
     """
     if len(batches) < FEWEST or max(values) <= min(values) * (1 + ALIKE):
         return None
-    hull_x, hull_y = _lower_hull(np.log2(batches), np.log2(values))
+    hull_x, hull_y = _compute_lower_hull(np.log2(batches), np.log2(values))
     x = np.arange(hull_x[0], hull_x[-1] + 0.5)
     knee = _locate_knee(x, np.interp(x, hull_x, hull_y))
     return None if knee is None else _find_nearest_batch(batches, knee)
@@ -103,7 +103,7 @@ def _find_nearest_batch(batches: Sequence[int], log_batch: float | None) -> int:
     return min(batches, key=lambda batch: abs(math.log2(batch) - (math.inf if log_batch is None else log_batch)))
 
 
-def _lower_hull(x: Floats, y: Floats) -> tuple[Floats, Floats]:
+def _compute_lower_hull(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     """Return the lower convex hull, so that no dent due to noise is taken for the knee."""
     hull: list[int] = []
     for i in range(len(x)):
@@ -118,7 +118,7 @@ def _is_above_chord(x: Floats, y: Floats, left: int, middle: int, right: int) ->
     return bool(y[middle] >= chord)
 
 
-def _continue_curve(x: Floats, y: Floats) -> tuple[Floats, Floats]:
+def _extend_curve(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     """Return the curve at every doubling (kneed needs equal steps), extended on both sides.
 
     The chord of the extended curve falls by half a doubling per step.
@@ -229,7 +229,7 @@ def describe_open_knees(steps: StepTimeFit, line: Candidates, *, gpus_per_node: 
     if len(np.unique(line["batch"])) < FEWEST:
         return ""
     line = line.take(find_best_few(line, curve, most=_MOST_DRAWN))
-    drawn = steps.draws(line["nodes"], np.full(len(line), gpus_per_node), line["local_batch"])
+    drawn = steps.draw_samples(line["nodes"], np.full(len(line), gpus_per_node), line["local_batch"])
     share_by_batch = count_knee_shares(line["batch"], drawn + np.log(line[_COLUMNS[curve]]) - np.log(line["step_time"]))
     shares_in_words = ", ".join(
         f"{batch} in {100 * share:.0f} %" for batch, share in share_by_batch.items() if share >= _RARE
@@ -295,7 +295,7 @@ def _choose_least(rows: Candidates, curve: Quantity, among: str) -> Choice:
     count = f"the only {among} configuration" if len(rows) == 1 else f"of {len(rows)} {among} configurations"
     reason = f"the {what} {count}{_describe_noise_range(rows, curve)}" if len(rows) > 1 else count
     alternative = describe_uncertain_alternative(best, rows, curve)
-    reason += f"; {alternative}" * bool(alternative) + _as_good(best, rows, curve)
+    reason += f"; {alternative}" * bool(alternative) + _name_equal_batches(best, rows, curve)
     return Choice(best, reason, tuple(others))
 
 
@@ -328,7 +328,7 @@ def _choose_knee(rows: Candidates, curve: Curve) -> Choice:
     batches = [row.batch for row in line]
     batch = find_knee(batches, values)
     if batch is None:
-        chosen, reason = _without_knee(line, curve)
+        chosen, reason = _choose_without_knee(line, curve)
     else:
         chosen = next(row for row in line if row.batch == batch)
         reason = f"the knee of {curve} against batch{_describe_gain(chosen, line, curve)}"
@@ -340,7 +340,7 @@ def _choose_knee(rows: Candidates, curve: Curve) -> Choice:
         (place for place, row in enumerate(line) if row.batch != chosen.batch),
         key=lambda place: (abs(math.log2(line[place].batch / chosen.batch)), order[place]),
     )
-    reason += _as_good(chosen, rows, curve)
+    reason += _name_equal_batches(chosen, rows, curve)
     return Choice(chosen, reason, tuple(line[place] for place in others[:_RUNNERS_UP]))
 
 
@@ -367,7 +367,7 @@ def _compute_fitted_over_forecast(rows: Candidates) -> Floats:
     return np.where(np.isnan(rows["step_fitted"]), 1.0, rows["step_fitted"] / rows["step_time"])
 
 
-def _without_knee(line: Sequence[Prediction], curve: Curve) -> tuple[Prediction, str]:
+def _choose_without_knee(line: Sequence[Prediction], curve: Curve) -> tuple[Prediction, str]:
     best = min(_get_value_on_curve(row, curve) for row in line)
     chosen = next(row for row in line if _get_value_on_curve(row, curve) <= best * (1 + FALLBACK))
     few = f"there {'is' if len(line) == 1 else 'are'} only {format_count(len(line), 'batch')}"
@@ -395,7 +395,7 @@ def _describe_gain(chosen: Prediction, line: Sequence[Prediction], curve: Curve)
     )
 
 
-def _as_good(chosen: Prediction, rows: Candidates, curve: Quantity) -> str:
+def _name_equal_batches(chosen: Prediction, rows: Candidates, curve: Quantity) -> str:
     """Name the neighbouring batches that cannot be distinguished from the chosen one.
 
     The resolution is one step of the batch.

@@ -92,7 +92,7 @@ class CachingAllocator:
         """Change the name of a block."""
         self._block_by_name[new] = self._block_by_name.pop(old)
 
-    def names(self) -> tuple[int, ...]:
+    def list_names(self) -> tuple[int, ...]:
         """Return the names with an allocated block."""
         return tuple(self._block_by_name)
 
@@ -184,7 +184,7 @@ def replay_allocations(
         for turn in range(turns):
             flushes_before = allocator.flushes
             _run_events(allocator, step, sizes)
-            _settle(allocator, [*setup, *late], late if turn else [])
+            _rename_allocations(allocator, [*setup, *late], late if turn else [])
             for number in [] if turn else late:
                 allocator.allocate(number, round(sizes[number]))
     except NoDeviceMemory:
@@ -192,9 +192,9 @@ def replay_allocations(
     return Usage(allocated=allocator.peak, reserved=allocator.most, flushes=allocator.flushes - flushes_before)
 
 
-def _settle(allocator: CachingAllocator, stays: Sequence[int], replaced: Sequence[int]) -> None:
+def _rename_allocations(allocator: CachingAllocator, stays: Sequence[int], replaced: Sequence[int]) -> None:
     """Rename the allocations that a step left over to the numbers it released; release them if the counts differ."""
-    allocated = set(allocator.names())
+    allocated = set(allocator.list_names())
     free = [number for number in replaced if number not in allocated]
     unplaced = sorted(allocated.difference(stays))
     if len(unplaced) == len(free):

@@ -135,7 +135,7 @@ class MemoryModel:
             max(0.0, self.states.static + self.activations(last_corner) - self.activations.last_slope() * last_corner)
         )
 
-    def activations_at(self, micro_batch: Number) -> Number:
+    def compute_activations(self, micro_batch: Number) -> Number:
         return np.maximum(0.0, self.activations(micro_batch))
 
     def footprint(self, local_batch: int) -> Footprint:
@@ -153,7 +153,7 @@ class MemoryModel:
         memory = Components(
             **self.states.model_dump(),
             batch=round(self.batch_slope * micro_batch),
-            activations=round(self.activations_at(micro_batch)),
+            activations=round(self.compute_activations(micro_batch)),
             peak=self.peak(local_batch),
             reserved=self.reserved(local_batch),
             libraries=self.libraries,
@@ -162,16 +162,16 @@ class MemoryModel:
 
     def peak(self, local_batch: Number) -> Number:
         """Return the memory in use at the peak (Eq. 3)."""
-        return _round_bytes(self._peak(local_batch / self.accumulate))
+        return _round_bytes(self._compute_peak(local_batch / self.accumulate))
 
     def reserved(self, local_batch: Number) -> Number:
         """Return the memory reserved at the peak if the device has space for it: the memory that is priced."""
         micro_batch = local_batch / self.accumulate
-        return _round_bytes(np.maximum(1.0, self.reserved_ratio(micro_batch)) * self._peak(micro_batch))
+        return _round_bytes(np.maximum(1.0, self.reserved_ratio(micro_batch)) * self._compute_peak(micro_batch))
 
     def needed(self, local_batch: Number) -> Number:
         """Return the minimum device memory for a local batch, libraries included."""
-        return _round_bytes(self._needed(local_batch / self.accumulate))
+        return _round_bytes(self._compute_needed(local_batch / self.accumulate))
 
     def largest_local_batch(self, capacity: int | None, *, margin: float) -> int | None:
         """Return the largest local batch that leaves `margin` of the capacity free.
@@ -187,25 +187,29 @@ class MemoryModel:
             return None
         limit = capacity * (1 - margin)
         corners = [0.0, *(x for x in self.activations.xs if x > 0)]
-        below = [x for x in corners if self._needed(x) <= limit]
+        below = [x for x in corners if self._compute_needed(x) <= limit]
         if not below:
             return 0
         at = max(below)
-        slope = self._needed(at + 1) - self._needed(at) if at == corners[-1] else self._piece(at, corners)
+        slope = (
+            self._compute_needed(at + 1) - self._compute_needed(at)
+            if at == corners[-1]
+            else self._compute_slope_from(at, corners)
+        )
         if slope <= 0:
             return None if at == corners[-1] else math.floor(at) * self.accumulate
-        return math.floor(at + float(limit - self._needed(at)) / slope) * self.accumulate
+        return math.floor(at + float(limit - self._compute_needed(at)) / slope) * self.accumulate
 
-    def _piece(self, at: float, corners: Sequence[float]) -> float:
+    def _compute_slope_from(self, at: float, corners: Sequence[float]) -> float:
         """Return the slope of the piece that starts at a corner."""
         end = corners[corners.index(at) + 1]
-        return float((self._needed(end) - self._needed(at)) / (end - at))
+        return float((self._compute_needed(end) - self._compute_needed(at)) / (end - at))
 
-    def _peak(self, micro_batch: Number) -> Number:
-        return self.states.static + self.batch_slope * micro_batch + self.activations_at(micro_batch)
+    def _compute_peak(self, micro_batch: Number) -> Number:
+        return self.states.static + self.batch_slope * micro_batch + self.compute_activations(micro_batch)
 
-    def _needed(self, micro_batch: Number) -> Number:
-        return self.room * self._peak(micro_batch) + self.libraries
+    def _compute_needed(self, micro_batch: Number) -> Number:
+        return self.room * self._compute_peak(micro_batch) + self.libraries
 
 
 def _round_bytes(size: Number) -> Number:
@@ -260,7 +264,7 @@ def fit_memory_model(
 def _make_point_of_probe(probe: Measured, *, sharded: bool) -> _Point:
     memory = probe.memory
     if sharded and isinstance(memory, Components):
-        memory = _undivide(memory, probe.nodes * probe.gpus_per_node)
+        memory = _merge_shards(memory, probe.nodes * probe.gpus_per_node)
     if probe.capacity is None and probe.environment.device == "cpu":  # no limit counts what the process holds itself
         memory = memory.model_copy(update={"libraries": 0})
     on_heap = probe.environment.device == "cpu"
@@ -282,7 +286,7 @@ def _move_to_peak(point: _Point, size: int) -> _Point:
     return replace(point, memory=memory.model_copy(update=changes))
 
 
-def _undivide(memory: Components, ranks: int) -> Components:
+def _merge_shards(memory: Components, ranks: int) -> Components:
     """Return the memory of a rank if it held the states of the whole model, with all else unchanged."""
     states = {name: ranks * getattr(memory, name) for name in ("parameters", "gradients", "optimizer")}
     extra = sum(states.values()) * (ranks - 1) // ranks
@@ -429,5 +433,5 @@ def _compute_median_error(model: MemoryModel, points: Sequence[_Point]) -> float
     """
     if len({point.micro_batch for point in points}) < 3:
         return None
-    off = [abs(model._peak(point.micro_batch) / max(point.memory.peak, 1) - 1) for point in points]
+    off = [abs(model._compute_peak(point.micro_batch) / max(point.memory.peak, 1) - 1) for point in points]
     return float(np.median(off))

@@ -52,7 +52,7 @@ class NoisePath:
         """Epochs done at the newest measurement."""
         return self.points[-1][0]
 
-    def noise_at(self, epoch: float) -> float:
+    def interpolate_noise(self, epoch: float) -> float:
         """Return the noise scale (samples) after `epoch` epochs."""
         x, line = math.log1p(epoch), self._line
         for (x0, y0), (x1, y1) in pairwise(line):
@@ -60,7 +60,7 @@ class NoisePath:
                 return self._scale(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
         return self._scale(line[-1][1] + GROWTH * (x - line[-1][0]))
 
-    def first_epoch_with(self, scale: float) -> float:
+    def find_first_epoch(self, scale: float) -> float:
         """Return the epochs done from which on the noise scale is at least `scale` (samples)."""
         y, line = math.log(self.reference + scale), self._line
         if y <= line[0][1]:
@@ -92,13 +92,13 @@ def plan_stages_by_noise(path: NoisePath, *, batch: int, size: int, epochs: int)
     total = size * epochs
     doubled = [path.reference << k for k in range(batch.bit_length()) if path.reference << k < batch]
     batches = [*doubled, batch]
-    start = max(0, sum(stage_batch <= path.noise_at(0.0) for stage_batch in batches) - 1)
-    stages = [Stage(begin=0, batch=batches[start], noise=path.noise_at(0.0))]
+    start = max(0, sum(stage_batch <= path.interpolate_noise(0.0) for stage_batch in batches) - 1)
+    stages = [Stage(begin=0, batch=batches[start], noise=path.interpolate_noise(0.0))]
     for following in batches[start + 1 :]:
-        begin = math.ceil(max(stages[-1].begin + MIN_STAGE_SHARE * total, path.first_epoch_with(following) * size))
+        begin = math.ceil(max(stages[-1].begin + MIN_STAGE_SHARE * total, path.find_first_epoch(following) * size))
         if begin > (1 - MIN_STAGE_SHARE) * total:
             return (*stages, Stage(begin=total, batch=batch))
-        stages.append(Stage(begin=begin, batch=following, noise=path.noise_at(begin / size)))
+        stages.append(Stage(begin=begin, batch=following, noise=path.interpolate_noise(begin / size)))
     return tuple(stages)
 
 
@@ -112,7 +112,7 @@ def warn_missing_noise(noise: NoisePath | None) -> list[Diagnostic]:
 # --- in words
 
 
-def with_epochs(stages: Iterable[Stage], size: int) -> tuple[Stage, ...]:
+def add_stage_epochs(stages: Iterable[Stage], size: int) -> tuple[Stage, ...]:
     """Return stages for storage, with the epoch (of `size` samples) in which each starts."""
     return tuple(stage.model_copy(update={"epoch": stage.begin / size}) for stage in stages)
 

@@ -59,7 +59,7 @@ class StageTimes:
         if not isinstance(self.spec.train.stages, list):
             return ""
         try:
-            stages = self.stage_positions(config)
+            stages = self.list_stage_positions(config)
             assign_nodes_to_stages(stages, list_nodes_named_by_stages(self.spec), spec=self.spec, nodes=config.nodes)
         except SpecError as error:
             return describe_error(error)
@@ -74,7 +74,7 @@ class StageTimes:
             return ""
         return describe_stage_refusal(self.spec, batch=config.batch, nodes=config.nodes, dataset_size=self.dataset_size)
 
-    def fits_mask(self, nodes: Ints, batch: Ints) -> Flags:
+    def compute_fits_mask(self, nodes: Ints, batch: Ints) -> Flags:
         """Return a mask, shape (n,), of the configurations for which `describe_why_infeasible` has no objection."""
         if not isinstance(self.spec.train.stages, list):
             return np.ones(len(nodes), dtype=bool)
@@ -88,7 +88,7 @@ class StageTimes:
             [not self.describe_why_not_startable(config) for config in to_configs(nodes, batch)], dtype=bool
         )
 
-    def stage_positions(self, config: Config) -> tuple[Stage, ...]:
+    def list_stage_positions(self, config: Config) -> tuple[Stage, ...]:
         """Return the stages of a training at a configuration with their positions; empty if its batch does not grow."""
         if self.spec.train.stages is None:
             return ()
@@ -98,7 +98,7 @@ class StageTimes:
 
     # --- Many configurations
 
-    def tabulate(self, nodes: Ints, batch: Ints, steps: Estimates) -> StageTable:
+    def make_stage_table(self, nodes: Ints, batch: Ints, steps: Estimates) -> StageTable:
         """Return the stages of configurations with their durations; `NO_STAGES` if the batch does not grow.
 
         Args:
@@ -115,7 +115,7 @@ class StageTimes:
         counts = count_steps_of_stages(batches, end, size=size, epochs=epochs)
         share = np.where(batches > 0, np.maximum(0.0, np.minimum(end, total) - begin) / total, 0.0)
         stage_nodes = self._choose_nodes(nodes, batch, batches, counts, steps)
-        return self._with_step_times(stage_nodes, batches, counts, share, steps)
+        return self._add_step_times(stage_nodes, batches, counts, share, steps)
 
     def _plan(self, nodes: Ints, batch: Ints) -> tuple[Floats, Ints]:
         """Return where stages begin (samples) and their batches, shape (n, stages), the own batch of each row last.
@@ -153,7 +153,7 @@ class StageTimes:
             stage_nodes[:, :-1][batches[:, :-1] == named_batch] = count
         if isinstance(self.spec.train.stages, list) or self.spec.train.ramp_nodes == "same":
             return stage_nodes
-        options = self._list_options(nodes, batches)
+        options = self._list_stage_nodes_by_batch(nodes, batches)
         pairs = sorted({(count, stage_batch) for (_, stage_batch), counts_ in options.items() for count in counts_})
         known = self._predict_pairs(pairs)
         startup = self.startup(nodes, batch)
@@ -172,7 +172,7 @@ class StageTimes:
                 stage_nodes[row, present] = choose_stage_nodes([*choices, last_stage], change, by=self.by)[:-1]
         return stage_nodes
 
-    def _list_options(self, nodes: Ints, batches: Ints) -> dict[tuple[int, int], Sequence[int]]:
+    def _list_stage_nodes_by_batch(self, nodes: Ints, batches: Ints) -> dict[tuple[int, int], Sequence[int]]:
         """Return the numbers of nodes on which a stage may run, by the nodes of its training and its batch."""
         pairs = {
             (training_nodes, stage_batch)
@@ -181,11 +181,11 @@ class StageTimes:
             if stage_batch
         }
         return {
-            (training_nodes, stage_batch): self._nodes_of_stage(training_nodes, stage_batch)
+            (training_nodes, stage_batch): self._list_stage_nodes(training_nodes, stage_batch)
             for training_nodes, stage_batch in pairs
         }
 
-    def _nodes_of_stage(self, nodes: int, batch: int) -> Sequence[int]:
+    def _list_stage_nodes(self, nodes: int, batch: int) -> Sequence[int]:
         counts = list_allowed_stage_nodes(self.spec, batch, nodes=nodes)
         unknown = self.find_unknown(np.array(counts), np.full(len(counts), batch)).tolist()
         if nodes in counts and unknown[counts.index(nodes)]:
@@ -205,7 +205,7 @@ class StageTimes:
         seconds, unknown = self.predict_steps(nodes, batch).seconds.tolist(), self.find_unknown(nodes, batch).tolist()
         return {pair: time for pair, time, refused in zip(pairs, seconds, unknown, strict=True) if not refused}
 
-    def _with_step_times(
+    def _add_step_times(
         self, nodes: Ints, batches: Ints, counts: Floats, share: Floats, steps: Estimates
     ) -> StageTable:
         """Return the table of stages with their step times, predicted once for each pair of nodes and batch."""
@@ -213,7 +213,7 @@ class StageTimes:
         pair_index, pair_nodes, pair_batch = _find_distinct_pairs(nodes[cells], batches[cells])
         predicted, is_unknown = self.predict_steps(pair_nodes, pair_batch), self.find_unknown(pair_nodes, pair_batch)
 
-        def spread(of_pairs: Floats, of_rows: Floats) -> Floats:
+        def spread_values(of_pairs: Floats, of_rows: Floats) -> Floats:
             values = np.repeat(of_rows[:, None], batches.shape[1], axis=1)
             values[cells] = np.where(is_unknown[pair_index], of_rows[cells[0]], of_pairs[pair_index])
             return values
@@ -223,9 +223,9 @@ class StageTimes:
             batch=batches,
             steps=counts,
             share=share,
-            step_time=spread(predicted.seconds, steps.seconds),
-            step_low=spread(predicted.low, steps.low),
-            step_high=spread(predicted.high, steps.high),
+            step_time=spread_values(predicted.seconds, steps.seconds),
+            step_low=spread_values(predicted.low, steps.low),
+            step_high=spread_values(predicted.high, steps.high),
         )
 
     def count_equivalent_work(self, work: WorkCount, table: StageTable) -> WorkCount:
@@ -239,7 +239,7 @@ class StageTimes:
         changes = table.count_changes()
         return replace(work, steps=steps, changes=changes, queued=changes * self.queue)
 
-    def unused_node_hours(self, nodes: Ints, batch: Ints, table: StageTable) -> Floats:
+    def compute_unused_node_hours(self, nodes: Ints, batch: Ints, table: StageTable) -> Floats:
         """Return the node-hours, shape (n,), saved compared with all nodes of a training for all its hours."""
         if table is NO_STAGES or (table.nodes == nodes[:, None]).all():
             return np.zeros(len(nodes))

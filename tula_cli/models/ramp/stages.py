@@ -52,7 +52,7 @@ class Ramp:
         """Return the ramp of a training with a constant batch."""
         return cls((Stage(begin=0, batch=batch),))
 
-    def stage_at(self, passed: int) -> int:
+    def find_stage(self, passed: int) -> int:
         """Return the number, from 0, of the stage of a training after `passed` samples."""
         return max(0, bisect_right(self._begins, passed) - 1)
 
@@ -60,11 +60,11 @@ class Ramp:
     def _begins(self) -> list[int]:
         return [stage.begin for stage in self.stages]
 
-    def batch_at(self, passed: int) -> int:
+    def find_batch(self, passed: int) -> int:
         """Return the global batch of the step that starts after `passed` samples."""
-        return self.stages[self.stage_at(passed)].batch
+        return self.stages[self.find_stage(passed)].batch
 
-    def steps_of_epoch(self, epoch: int, *, samples_done: int, size: int) -> Iterator[tuple[int, int]]:
+    def list_epoch_steps(self, epoch: int, *, samples_done: int, size: int) -> Iterator[tuple[int, int]]:
         """Yield (batch, steps) of the rest of an epoch; a partial batch at its end is left out.
 
         Args:
@@ -74,7 +74,7 @@ class Ramp:
         """
         while True:
             passed = epoch * size + samples_done
-            number = self.stage_at(passed)
+            number = self.find_stage(passed)
             batch, following = self.stages[number].batch, number + 1
             steps = max(0, size - samples_done) // batch
             if following < len(self.stages):
@@ -84,7 +84,7 @@ class Ramp:
             yield batch, steps
             samples_done += steps * batch
 
-    def remaining_steps(self, *, size: int, epochs: int, epoch: int = 0, samples_done: int = 0) -> dict[int, int]:
+    def count_remaining_steps(self, *, size: int, epochs: int, epoch: int = 0, samples_done: int = 0) -> dict[int, int]:
         """Return the steps at each batch, ascending, from a position to the end of the last epoch.
 
         Args:

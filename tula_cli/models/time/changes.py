@@ -297,13 +297,18 @@ _FASTER: dict[StepPart, str] = {"compute": "the nodes compute faster", "network"
 def compute_median_parts(samples: Sequence[StepParts]) -> StepParts:
     """Return the median of each part over samples, of which there must be at least one."""
 
-    def of(name: str) -> float | None:
+    def compute_median_part(name: str) -> float | None:
         values = [value for sample in samples if (value := getattr(sample, name)) is not None]
         return statistics.median(values) if values else None
 
-    step = of("step")
+    step = compute_median_part("step")
     assert step is not None
-    return StepParts(step=step, data=of("data"), compute=of("compute"), sync=of("sync"))
+    return StepParts(
+        step=step,
+        data=compute_median_part("data"),
+        compute=compute_median_part("compute"),
+        sync=compute_median_part("sync"),
+    )
 
 
 def describe_level_change(level: "Level", task: TrainTask, seconds_left: Callable[[float], float | None]) -> StepChange:

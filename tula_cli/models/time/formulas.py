@@ -156,32 +156,32 @@ class Process:
     _root: Floats  # lower Cholesky factor of the covariance at the places
 
     @classmethod
-    def over(cls, positions: Floats, residual: SmoothResidual) -> "Process":
+    def from_positions(cls, positions: Floats, residual: SmoothResidual) -> "Process":
         unique = np.unique(positions)
         sd, length, white = residual.sd, residual.length, residual.white
         process = cls(unique, sd, length, white, np.zeros((0, 0)))
-        covariance = process._covariance(unique, unique) + 1e-10 * np.eye(len(unique))
+        covariance = process._compute_covariance(unique, unique) + 1e-10 * np.eye(len(unique))
         return cls(unique, sd, length, white, np.asarray(np.linalg.cholesky(covariance), dtype=float))
 
-    def map(self, at: Floats) -> Floats:
+    def compute_map(self, at: Floats) -> Floats:
         """Return the matrix, shape (n, places), that maps coordinates to the expected values at `at`."""
         if not len(self.places):
             return np.zeros((len(at), 0))
         distinct, where = np.unique(at, return_inverse=True)
-        mapped = np.asarray(np.linalg.solve(self._root, self._covariance(self.places, distinct)), dtype=float)
+        mapped = np.asarray(np.linalg.solve(self._root, self._compute_covariance(self.places, distinct)), dtype=float)
         return mapped.T[where]
 
-    def unseen_variance(self, mapped: Floats) -> Floats:
+    def compute_unseen_variance(self, mapped: Floats) -> Floats:
         """Return the variance not explained by the values at the places, shape (n,), where `map` returns `mapped`."""
         explained: Floats = np.square(mapped).sum(axis=1)
         return np.maximum(0.0, self.sd**2 + self.white**2 - explained)
 
-    def unseen_covariance(self, at: Floats) -> Floats:
+    def compute_unseen_covariance(self, at: Floats) -> Floats:
         """Return the covariance not explained by the values at the places, shape (n, n)."""
-        mapped = self.map(at)
-        return self._covariance(at, at) - mapped @ mapped.T
+        mapped = self.compute_map(at)
+        return self._compute_covariance(at, at) - mapped @ mapped.T
 
-    def _covariance(self, left_positions: Floats, right_positions: Floats) -> Floats:
+    def _compute_covariance(self, left_positions: Floats, right_positions: Floats) -> Floats:
         off = np.abs(left_positions[:, None] - right_positions[None, :])
         smooth: Floats = self.sd**2 * np.exp(-0.5 * (off / self.length) ** 2)
         return smooth + self.white**2 * (off < 1e-9)
@@ -198,7 +198,7 @@ class Rows:
     by_compute: Floats  # and by that of ln c
     by_across: Floats  # and by that of ln m between nodes; 0 where nodes of one size were measured
 
-    def covariance(self, others: "Rows", priors: Priors) -> Floats:
+    def compute_covariance(self, others: "Rows", priors: Priors) -> Floats:
         """Return the covariance of the local residuals between these rows and others, shape (n, m)."""
         off = [
             np.subtract.outer(np.log(a), np.log(b))
@@ -212,7 +212,7 @@ class Rows:
             + np.outer(self.by_across, others.by_across) * _compute_local_covariance(priors.local_sync, *off)
         )
 
-    def variance(self, priors: Priors) -> Floats:
+    def compute_variance(self, priors: Priors) -> Floats:
         """Return the diagonal of the rows' own covariance, shape (n,)."""
         residuals = (priors.local_step, priors.local_compute, priors.local_sync)
         by = (self.by_step, self.by_compute, self.by_across)
@@ -278,7 +278,9 @@ class ReferenceFrame:
     priors: Priors
 
     @classmethod
-    def of(cls, points: Points, compute: Floats, shape: Callable[[Floats], Floats], priors: Priors) -> "ReferenceFrame":
+    def from_points(
+        cls, points: Points, compute: Floats, shape: Callable[[Floats], Floats], priors: Priors
+    ) -> "ReferenceFrame":
         smallest = float(points.local_batch.min())
         across = ~points.alone & ~points.inside
         return cls(
@@ -287,8 +289,8 @@ class ReferenceFrame:
             replicas=float(points.replicas[across].min()) if across.any() else 2.0,
             gpus=None if points.gpus is None else (float(points.gpus.min()), float(points.gpus.max())),
             shape=shape,
-            u=Process.over(np.log(points.local_batch), priors.compute),
-            v=Process.over(np.log(points.replicas[across]), priors.sync),
+            u=Process.from_positions(np.log(points.local_batch), priors.compute),
+            v=Process.from_positions(np.log(points.replicas[across]), priors.sync),
             priors=priors,
         )
 
@@ -296,7 +298,7 @@ class ReferenceFrame:
     def size(self) -> int:
         return PARAMETERS + len(self.u.places) + len(self.v.places)
 
-    def at(self, points: Points) -> FeaturePoints:
+    def compute_features(self, points: Points) -> FeaturePoints:
         across = ~points.alone & ~points.inside
         replicas = np.where(across, points.replicas, self.replicas)
         least = self.shape(np.array([self.replicas]))
@@ -311,8 +313,8 @@ class ReferenceFrame:
             log_gpus=np.log(points.sizes / fewest),
             log_inner=np.log(points.sizes / most),
             single=points.sizes == 1,
-            u=self.u.map(np.log(points.local_batch)),
-            v=self.v.map(np.log(replicas)) * across[:, None],
+            u=self.u.compute_map(np.log(points.local_batch)),
+            v=self.v.compute_map(np.log(replicas)) * across[:, None],
         )
 
 

@@ -78,34 +78,36 @@ class Overlap:
 
     def predict(self, points: Points) -> tuple[Floats, Floats]:
         """Return ln t and the standard deviation of one measurement of it, each of shape (n,)."""
-        at = self.frame.at(points)
-        values, whitened = self._whitened_at(at)
-        by_z = self._remaining_derivatives(values, whitened)
+        at = self.frame.compute_features(points)
+        values, whitened = self._whiten(at)
+        by_z = self._compute_remaining_derivatives(values, whitened)
         variance = np.einsum("ij,jk,ik->i", by_z, self.fitted.covariance, by_z)
-        variance += values.by_compute**2 * self.frame.u.unseen_variance(at.u)
-        variance += values.by_across**2 * self.frame.v.unseen_variance(at.v) + self._noise_variance(values)
-        variance += _make_step_rows(at, values).variance(self.frame.priors) - np.square(whitened).sum(axis=0)
+        variance += values.by_compute**2 * self.frame.u.compute_unseen_variance(at.u)
+        variance += values.by_across**2 * self.frame.v.compute_unseen_variance(at.v) + self._compute_noise_variance(
+            values
+        )
+        variance += _make_step_rows(at, values).compute_variance(self.frame.priors) - np.square(whitened).sum(axis=0)
         return values.log_step + whitened.T @ self.fitted.residuals, np.sqrt(variance)
 
     def joint(self, points: Points) -> tuple[Floats, Floats]:
         """Return ln t, shape (n,), and its covariance without the noise of a measurement, shape (n, n)."""
-        at = self.frame.at(points)
-        values, whitened = self._whitened_at(at)
-        by_z, rows = self._remaining_derivatives(values, whitened), _make_step_rows(at, values)
+        at = self.frame.compute_features(points)
+        values, whitened = self._whiten(at)
+        by_z, rows = self._compute_remaining_derivatives(values, whitened), _make_step_rows(at, values)
         covariance = by_z @ self.fitted.covariance @ by_z.T
-        u = self.frame.u.unseen_covariance(np.log(points.local_batch))
-        v = self.frame.v.unseen_covariance(np.log(points.replicas))
+        u = self.frame.u.compute_unseen_covariance(np.log(points.local_batch))
+        v = self.frame.v.compute_unseen_covariance(np.log(points.replicas))
         covariance += u * np.outer(values.by_compute, values.by_compute)
         covariance += v * np.outer(values.by_across, values.by_across)
-        covariance += rows.covariance(rows, self.frame.priors) - whitened.T @ whitened
+        covariance += rows.compute_covariance(rows, self.frame.priors) - whitened.T @ whitened
         return values.log_step + whitened.T @ self.fitted.residuals, covariance
 
-    def _whitened_at(self, at: FeaturePoints) -> tuple[ModelValues, Floats]:
+    def _whiten(self, at: FeaturePoints) -> tuple[ModelValues, Floats]:
         """Return the model at points, and its local residuals' whitened covariance with the probes, shape (rows, n)."""
         values, spread = evaluate(self.fitted.z, at), self.fitted.spread
-        return values, spread.whitener @ spread.rows.covariance(_make_step_rows(at, values), self.frame.priors)
+        return values, spread.whitener @ spread.rows.compute_covariance(_make_step_rows(at, values), self.frame.priors)
 
-    def _remaining_derivatives(self, values: ModelValues, whitened: Floats) -> Floats:
+    def _compute_remaining_derivatives(self, values: ModelValues, whitened: Floats) -> Floats:
         """Return derivatives of ln t by z, less those of the local residuals, which depend on z too."""
         return values.of_step - whitened.T @ (self.fitted.spread.whitener @ self.fitted.jacobian)
 
@@ -119,7 +121,7 @@ class Overlap:
         """ln of the probability density of the probes, up to a constant that is equal for all fits to them."""
         return self.fitted.log_evidence
 
-    def regression(self) -> "RegressionResultsWrapper":
+    def make_regression_result(self) -> "RegressionResultsWrapper":
         """Return the final generalised least squares as a statsmodels result; `coordinates` names its parameters."""
         return self.fitted.regression
 
@@ -135,14 +137,14 @@ class Overlap:
 
     def measurement_noise(self, points: Points) -> Floats:
         """Return the standard deviation of ln t from one job to the next, shape (n,)."""
-        return np.sqrt(self._noise_variance(evaluate(self.fitted.z, self.frame.at(points))))
+        return np.sqrt(self._compute_noise_variance(evaluate(self.fitted.z, self.frame.compute_features(points))))
 
     def parts(self, points: Points) -> tuple[Floats, Floats, Floats]:
         """Return the step time, the compute and the synchronisation within it (hidden or not). Seconds."""
-        values = evaluate(self.fitted.z, self.frame.at(points))
+        values = evaluate(self.fitted.z, self.frame.compute_features(points))
         return np.exp(values.log_step), np.exp(values.log_compute), values.sync
 
-    def _noise_variance(self, values: ModelValues) -> Floats:
+    def _compute_noise_variance(self, values: ModelValues) -> Floats:
         priors = self.frame.priors
         return self.noise**2 * (priors.step_noise**2 + (priors.sync_noise * values.by_sync) ** 2)
 
@@ -160,11 +162,13 @@ def fit_overlap(
         collective: a key of SHAPES.
         priors: prior assumptions.
     """
-    frame = ReferenceFrame.of(points, np.where(np.isfinite(compute), compute, step), SHAPES[collective], priors)
-    data = _Data(frame.at(points), np.log(step), np.log(compute), np.nan_to_num(spread))
+    frame = ReferenceFrame.from_points(
+        points, np.where(np.isfinite(compute), compute, step), SHAPES[collective], priors
+    )
+    data = _Data(frame.compute_features(points), np.log(step), np.log(compute), np.nan_to_num(spread))
     z, noise = np.zeros(frame.size), 1.0
     for attempt in range(_ROUNDS):
-        spread_as = data.spread_as(evaluate(z, data.at), noise)
+        spread_as = data.compute_spread(evaluate(z, data.at), noise)
         starts = _list_starting_points(z, data) if attempt == 0 else [z]
         fitted = min(
             (_maximize_posterior(start, data, spread_as) for start in starts), key=lambda fit: fit.improbability
@@ -209,7 +213,7 @@ class _Data:
         together = ~self.at.points.alone
         return bool(together.any()) and not bool(self.has_compute[together].any())
 
-    def spread_as(self, values: ModelValues, level: float) -> _Spread:
+    def compute_spread(self, values: ModelValues, level: float) -> _Spread:
         """Return the covariance of the rows if the noise is `level` times that of other clusters."""
         has, points, repeat_variance, priors = self.has_compute, self.at.points, self.spread**2, self.at.frame.priors
         step = level**2 * (priors.step_noise**2 + (priors.sync_noise * values.by_sync) ** 2) + repeat_variance
@@ -222,10 +226,10 @@ class _Data:
             by_compute=np.concatenate([values.by_compute, np.ones(has.sum())]),
             by_across=np.concatenate([values.by_across * (self.at.frame.gpus is not None), np.zeros(has.sum())]),
         )
-        covariance = rows.covariance(rows, priors) + np.diag(np.concatenate([step, compute[has]]))
+        covariance = rows.compute_covariance(rows, priors) + np.diag(np.concatenate([step, compute[has]]))
         return _Spread(rows, covariance, np.linalg.inv(np.linalg.cholesky(covariance)))
 
-    def residuals_of(self, values: ModelValues) -> tuple[Floats, Floats]:
+    def compute_residuals(self, values: ModelValues) -> tuple[Floats, Floats]:
         """Return the residuals of the rows, and the derivatives of the model's values for them."""
         has = self.has_compute
         off = np.concatenate([self.log_step - values.log_step, (self.log_compute - values.log_compute)[has]])
@@ -242,8 +246,8 @@ class _Fitted:
     spread: _Spread
 
     @classmethod
-    def at(cls, z: Floats, data: _Data, spread: _Spread) -> "_Fitted":
-        return cls(z, *data.residuals_of(evaluate(z, data.at)), spread)
+    def evaluate_at(cls, z: Floats, data: _Data, spread: _Spread) -> "_Fitted":
+        return cls(z, *data.compute_residuals(evaluate(z, data.at)), spread)
 
     @cached_property
     def residuals(self) -> Floats:
@@ -291,7 +295,7 @@ class _Fitted:
         model = GLS(target, np.vstack([self.jacobian, np.eye(size)]), sigma=spread)
         return model.fit(cov_type="fixed scale", cov_kwds={"scale": 1.0})
 
-    def gauss_newton_step(self, damping: float) -> Floats:
+    def compute_gauss_newton_step(self, damping: float) -> Floats:
         """Return the coordinates of a damped Gauss-Newton step.
 
         Damping adds rows that pull each coordinate towards its current value (Marquardt 1963).
@@ -314,9 +318,9 @@ def _list_starting_points(z: Floats, data: _Data) -> list[Floats]:
 
 def _maximize_posterior(start: Floats, data: _Data, spread: _Spread) -> _Fitted:
     """Find the most probable coordinates by damped Gauss-Newton steps."""
-    fitted, damping = _Fitted.at(start, data, spread), 1e-2
+    fitted, damping = _Fitted.evaluate_at(start, data, spread), 1e-2
     for _ in range(_ITERATIONS):
-        trial = _Fitted.at(fitted.gauss_newton_step(damping), data, spread)
+        trial = _Fitted.evaluate_at(fitted.compute_gauss_newton_step(damping), data, spread)
         if trial.improbability < fitted.improbability:
             gained, fitted = fitted.improbability - trial.improbability, trial
             damping = max(damping / 5, 1e-9)

@@ -88,13 +88,13 @@ class Estimates:
         )
         return Estimate(float(self.seconds[index]), low, high, fitted)
 
-    def put_measured(self, index: int, measured: Estimate) -> None:
+    def set_measured(self, index: int, measured: Estimate) -> None:
         """Put the estimate by measurements in place of that by the model, in the arrays themselves."""
         self.fitted[index] = self.seconds[index]
         for column, value in ((self.seconds, measured.seconds), (self.low, measured.low), (self.high, measured.high)):
             column[index] = math.nan if value is None else value
 
-    def scaled(self, factor: float) -> "Estimates":
+    def scale(self, factor: float) -> "Estimates":
         """Return the step times multiplied by a factor, with the same relative intervals."""
         return Estimates(
             factor * self.seconds, factor * self.low, factor * self.high, np.full(len(self.seconds), math.nan)
@@ -144,7 +144,7 @@ class _Scope:
     def noun(self) -> str:
         return "node" if self.across else "GPU"
 
-    def points(self, nodes: Floats, gpus_per_node: Floats, local_batch: Floats) -> Points:
+    def make_points(self, nodes: Floats, gpus_per_node: Floats, local_batch: Floats) -> Points:
         alone = nodes * gpus_per_node == 1
         return Points(
             replicas=nodes if self.across else gpus_per_node,
@@ -154,7 +154,7 @@ class _Scope:
             gpus=gpus_per_node if self.levels else None,
         )
 
-    def refusal(self, nodes: int, gpus_per_node: int) -> str:
+    def describe_why_unpredictable(self, nodes: int, gpus_per_node: int) -> str:
         if not self.across and nodes > 1:
             return "only one node was measured: the communication time of several nodes is unknown"
         if self.across and not min(self.gpus_per_node) <= gpus_per_node <= max(self.gpus_per_node):
@@ -184,23 +184,25 @@ class StepTimeFit:
         """Whether probes had several numbers of GPUs per node."""
         return self._scope.levels
 
-    def refusal(self, nodes: int, gpus_per_node: int, local_batch: int) -> str:
+    def describe_why_unpredictable(self, nodes: int, gpus_per_node: int, local_batch: int) -> str:
         """Return why a configuration cannot be predicted from the measurements; empty if it can."""
-        if why := self._refusal_on(nodes, gpus_per_node):
+        if why := self._describe_why_nodes_unpredictable(nodes, gpus_per_node):
             return why
         if len(self._batches) == 1 and local_batch not in self._batches:
             return "only one local batch was measured: how the step time grows with it is unknown"
         return ""
 
-    def refused(self, nodes: Ints, gpus_per_node: int, local_batch: Ints) -> Flags:
+    def find_unpredictable(self, nodes: Ints, gpus_per_node: int, local_batch: Ints) -> Flags:
         """Return which of many configurations cannot be predicted, shape (n,)."""
-        refused_nodes = [count for count in np.unique(nodes).tolist() if self._refusal_on(count, gpus_per_node)]
+        refused_nodes = [
+            count for count in np.unique(nodes).tolist() if self._describe_why_nodes_unpredictable(count, gpus_per_node)
+        ]
         is_refused = np.isin(nodes, refused_nodes)
         return is_refused | ~np.isin(local_batch, list(self._batches)) if len(self._batches) == 1 else is_refused
 
-    def _refusal_on(self, nodes: int, gpus_per_node: int) -> str:
+    def _describe_why_nodes_unpredictable(self, nodes: int, gpus_per_node: int) -> str:
         """Return why no local batch can be predicted on these nodes; empty if some can."""
-        if why := self._scope.refusal(nodes, gpus_per_node):
+        if why := self._scope.describe_why_unpredictable(nodes, gpus_per_node):
             return why
         replicas, requested = self._replicas, nodes if self._scope.across else gpus_per_node
         if len(replicas) == 1 and requested not in replicas:
@@ -228,7 +230,7 @@ class StepTimeFit:
         columns = [np.asarray(column, dtype=float) for column in (nodes, gpus_per_node, local_batch)]
         blocks = range(0, max(1, len(columns[0])), _BLOCK)
         blocks_predicted = [
-            self.model.predict(self.points(*(column[at : at + _BLOCK] for column in columns))) for at in blocks
+            self.model.predict(self.make_points(*(column[at : at + _BLOCK] for column in columns))) for at in blocks
         ]
         log_seconds, sd = (np.concatenate(column_blocks) for column_blocks in zip(*blocks_predicted, strict=True))
         return Estimates(
@@ -244,26 +246,26 @@ class StepTimeFit:
         The prior is 3 % for steps without synchronisation. It is scaled by the deviation of the run's probes and
         trainings from the fit, and from each other if several measured one configuration.
         """
-        return self.model.measurement_noise(self.points(nodes, gpus_per_node, local_batch))
+        return self.model.measurement_noise(self.make_points(nodes, gpus_per_node, local_batch))
 
     def compute(self, nodes: int, gpus_per_node: int, local_batch: int) -> float:
         """Return the seconds of a step without synchronisation; `refusal` is not checked."""
-        return float(self.model.parts(self.points([nodes], [gpus_per_node], [local_batch]))[1][0])
+        return float(self.model.parts(self.make_points([nodes], [gpus_per_node], [local_batch]))[1][0])
 
-    def points(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Points:
+    def make_points(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Points:
         """Return configurations in the coordinates of the model."""
-        return self._scope.points(
+        return self._scope.make_points(
             np.asarray(nodes, dtype=float), np.asarray(gpus_per_node, dtype=float), np.asarray(local_batch, dtype=float)
         )
 
-    def measured_points(self) -> tuple[Points, Floats]:
+    def list_measured_points(self) -> tuple[Points, Floats]:
         """Return the measured configurations and their step times in seconds."""
         columns = ([getattr(o, name) for o in self._seen] for name in ("nodes", "gpus_per_node", "local_batch"))
-        return self.points(*columns), np.array([o.seconds for o in self._seen])
+        return self.make_points(*columns), np.array([o.seconds for o in self._seen])
 
-    def draws(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers, *, count: int = 256) -> Floats:
+    def draw_samples(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers, *, count: int = 256) -> Floats:
         """Return posterior samples of ln step times, shape (count, n), without single-job noise; deterministic."""
-        mean, covariance = self.model.joint(self.points(nodes, gpus_per_node, local_batch))
+        mean, covariance = self.model.joint(self.make_points(nodes, gpus_per_node, local_batch))
         values, vectors = np.linalg.eigh(covariance)
         drawn = np.random.default_rng(0).standard_normal((count, len(mean)))
         samples: Floats = mean + drawn @ (vectors * np.sqrt(np.maximum(values, 0.0))).T
@@ -284,7 +286,7 @@ def fit_step_time(observations: Iterable[Observation], *, collective: str, prior
     sorted_observations = sorted(observations, key=lambda o: (o.nodes, o.gpus_per_node, o.local_batch))
     seconds = _check_seconds(sorted_observations)
     scope = _Scope.from_observations(sorted_observations)
-    points = scope.points(
+    points = scope.make_points(
         np.array([o.nodes for o in sorted_observations], dtype=float),
         np.array([o.gpus_per_node for o in sorted_observations], dtype=float),
         np.array([o.local_batch for o in sorted_observations], dtype=float),
@@ -331,10 +333,10 @@ def _check_seconds(observations: Sequence[Observation]) -> Floats:
 def _count_measurements(observations: Sequence[Observation]) -> int:
     """Count the measurements: one per configuration, and one more if its compute was measured apart."""
     configurations = {(o.nodes, o.gpus_per_node, o.local_batch) for o in observations}
-    return len(configurations) + len(_with_separate_compute(observations))
+    return len(configurations) + len(_find_separate_compute(observations))
 
 
-def _with_separate_compute(observations: Iterable[Observation]) -> set[tuple[int, int, int]]:
+def _find_separate_compute(observations: Iterable[Observation]) -> set[tuple[int, int, int]]:
     """Return the configurations whose compute was measured apart from their synchronisation."""
     together = (o for o in observations if o.nodes * o.gpus_per_node > 1)
     return {(o.nodes, o.gpus_per_node, o.local_batch) for o in together if o.compute_time > 0}

@@ -341,10 +341,10 @@ def _compare_with_reference(rows: Sequence[ComparisonRow], metric: str) -> list[
     """Return the rows with their gap to the reference, and the share of lbt's gap that they recover."""
     reference = next((row for row in rows if row.reference), None)
     plain = {row.batch: row for row in rows if row.method == REFERENCE and not row.reference}
-    return [row if row.reference else _with_gap(row, reference, plain.get(row.batch), metric) for row in rows]
+    return [row if row.reference else _add_gap(row, reference, plain.get(row.batch), metric) for row in rows]
 
 
-def _with_gap(
+def _add_gap(
     row: ComparisonRow, reference: ComparisonRow | None, plain: ComparisonRow | None, metric: str
 ) -> ComparisonRow:
     small, row_stat = _compute_stats_over_common_seeds(metric, reference, row)

@@ -160,7 +160,7 @@ def prepare_search(
     plan = rate_search.plan_search(spec, (batch, *others), dataset_size=size, save_every=save_every)
     if plan.share > EXPENSIVE_SHARE:
         yield WarningEvent(messages.expensive_rate_search(share=plan.share, samples=plan.length, steps=MIN_STEPS))
-    key = compute_digest({"training": _sign(run, nodes, batch, training.code), "batches": others})
+    key = compute_digest({"training": _compute_signature(run, nodes, batch, training.code), "batches": others})
     task = RateSearchTask(
         id=f"rates-{key}",
         job=f"rates-{key}",
@@ -228,7 +228,7 @@ def _require_branchable(run: Run, script: Script, divisor: int) -> tuple[int, in
     return size, saved or (size if script.length.epochs is not None else 0)
 
 
-def _sign(run: Run, nodes: int, batch: int, code: Source) -> str:
+def _compute_signature(run: Run, nodes: int, batch: int, code: Source) -> str:
     """Return a signature that is the same for all rules of the learning rate."""
     return compute_train_signature(
         rate_search.make_job_of_rule(run.spec, "linear"), nodes=nodes, batch=batch, code=code.identity

@@ -195,7 +195,7 @@ def _parse_setting(row: str, variant: Variant, text: str) -> str:
         sections = [
             name
             for name in SECTIONS
-            if variant.training_method.reads(name)
+            if variant.training_method.uses_section(name)
             and key in getattr(JobSpec.model_fields[name].annotation, "model_fields", ())
         ]
         keys = [f"{variant.method}:{section}.{key}={value}" for section in sections]
@@ -212,7 +212,7 @@ def _parse_setting(row: str, variant: Variant, text: str) -> str:
         )
     if why := FIXED.get(path):
         raise SpecError(f"--methods: {row!r} sets {path}, {why}", "leave it out")
-    if not variant.training_method.reads(section):
+    if not variant.training_method.uses_section(section):
         raise SpecError(
             f"--methods: {row!r}: section {section} has no effect with method {variant.method}", "leave it out"
         )

@@ -202,7 +202,7 @@ def _train_missing(
             together = trainings.wait_for_all(run, plan, launcher, jobs)
             yield from export_while_waiting(run, None, map(ComparisonProgress, together))
             tried |= {cell.signature for cell in plan.missing}
-            plan = trainings.advance_plan(run, plan, tried)
+            plan = trainings.update_plan(run, plan, tried)
     except KeyboardInterrupt:
         hint = f"run the same command to follow it; tula cancel {words.make_relative_path(run.path)} ends it"
         message = "interrupted; finished trainings are kept, and running ones continue"

@@ -113,7 +113,7 @@ def train_cells_one_by_one(
         if failed == MAX_FIRST_FAILURES and failed == len(tried) + ended_before:
             raise JobFailed(f"the first {failed} trainings have all failed: {problem}", "tula logs shows their output")
         if plan.comparison.has_rounds:
-            plan = advance_plan(run, plan, tried)
+            plan = update_plan(run, plan, tried)
             waiting = list(plan.missing)
             other_hours = sum_hours((*waiting, *plan.standing.undecided), _estimate_hours_now(run, plan))
         yield _describe_progress(plan)(
@@ -129,7 +129,7 @@ def train_cells_one_by_one(
             return
 
 
-def advance_plan(run: Run, plan: ComparePlan, tried: Collection[str]) -> ComparePlan:
+def update_plan(run: Run, plan: ComparePlan, tried: Collection[str]) -> ComparePlan:
     """Return the plan updated with the trainings that have ended since, without those that this call has tried."""
     unfinished = [cell for cell in plan.comparison.cells if not is_cell_ended(run, cell)]
     failed = {cell.signature for cell in unfinished} & set(tried)

@@ -18,7 +18,7 @@ from tula_cli.models.efficiency import EARLY_SHARE, Noise, estimate_noise_scale
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes, TooFew
 from tula_cli.models.overheads import compute_median_queue_wait
-from tula_cli.models.ramp.by_noise import HOW_TO_MEASURE, NOISE_NOT_MEASURED, NoisePath, with_epochs
+from tula_cli.models.ramp.by_noise import HOW_TO_MEASURE, NOISE_NOT_MEASURED, NoisePath, add_stage_epochs
 from tula_cli.models.ramp.stage_nodes import StageObjective, build_ramp_on_nodes, choose_stage_objective
 from tula_cli.models.time import stretches
 from tula_cli.models.time.noise import compute_trimmed_mean
@@ -282,7 +282,7 @@ def _make_pending_error(pending: int, why: str) -> Pending:
 
 def _list_unknown_configurations(estimator: Estimator, query: Query) -> tuple[UnknownConfigurations, ...]:
     """Return the configurations within the limits whose step time does not follow from the probes, by reason."""
-    nodes, batch = estimator.unknown_configurations(query.node_counts)
+    nodes, batch = estimator.find_unknown_configurations(query.node_counts)
     max_nodes, max_batch = (np.inf if limit is None else limit for limit in (query.max_nodes, query.max_batch))
     is_within_limits = (nodes <= max_nodes) & (batch <= max_batch)
     nodes, batch = nodes[is_within_limits], batch[is_within_limits]
@@ -535,7 +535,7 @@ def plan_stages(
     if stages_setting == "noise" and noise is None:
         raise BadMeasurements(NOISE_NOT_MEASURED, HOW_TO_MEASURE)
     ramp = build_ramp_on_nodes(spec, batch=batch, nodes=nodes, dataset_size=dataset_size, noise=noise)
-    return with_epochs(ramp.stages, dataset_size)
+    return add_stage_epochs(ramp.stages, dataset_size)
 
 
 # --- Warnings

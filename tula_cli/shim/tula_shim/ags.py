@@ -79,7 +79,7 @@ class AgsSteps:
             optimizer.register_state_dict_post_hook(self._add_state)
             optimizer.register_load_state_dict_pre_hook(self._load)
 
-    def seek(self) -> None:
+    def bind_largest(self) -> None:
         """Bind to the largest DDP module and the largest optimizer of its parameters, once both exist.
 
         Raises:
@@ -151,7 +151,7 @@ class AgsSteps:
         self._target = target
         if tula.identity is not None:
             self.notes.append(tula.identity)
-        self._note_others(base, model)
+        self._record_other_parameters(base, model)
         if (state := self._loaded.pop(base, None)) is not None:
             self._resume(state)
         elif self.settings["resumed"]:
@@ -159,7 +159,7 @@ class AgsSteps:
                 "the checkpoint contains no state of AGS, so its factors start again at 1: does the script save its optimizer?"
             )
 
-    def _note_others(self, base: Any, model: Any) -> None:
+    def _record_other_parameters(self, base: Any, model: Any) -> None:
         """Note the parameters, also of other models (a GAN has two), that other optimizers train unscaled."""
         scaled, module = {id(parameter) for parameter in list_parameters(base)}, getattr(model, "module", model)
         counts = [
@@ -300,7 +300,7 @@ class AgsSteps:
         if self.tula is not None:
             self.tula._discard_pending()
 
-    def offer(self, loss: Callable[[int], Any]) -> None:
+    def offer_loss(self, loss: Callable[[int], Any]) -> None:
         """Compute the small batch's gradient if AGS needs it in this step (`TulaOptimizer.small_batch`)."""
         self.offered = True
         if self.tula is not None and self.tula.wants_small_batch:
@@ -343,7 +343,7 @@ class AgsSteps:
             self.fail(f"{error}: it was saved by another version of tula")
         self._refreshes = self.tula.factors.n_refresh
 
-    def take_notes(self) -> Iterator[str]:
+    def pop_notes(self) -> Iterator[str]:
         """Yield the pending notes, each once."""
         while self.notes:
             yield self.notes.pop(0)
@@ -409,10 +409,10 @@ def evaluate_closure(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         return None
     with enable_grad():
         loss = closure()
-    return _with_closure(lambda: loss, args, kwargs)
+    return _replace_closure(lambda: loss, args, kwargs)
 
 
-def _with_closure(closure: Callable[[], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _replace_closure(closure: Callable[[], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
     if "closure" in kwargs:
         return args, {**kwargs, "closure": closure}
     return (args[0], closure, *args[2:]), kwargs
@@ -435,7 +435,7 @@ def hook_steps(ags: Callable[[], AgsSteps]) -> None:
 
     @functools.wraps(run)
     def backward(*arguments: Any, **named: Any) -> Any:
-        ags().seek()
+        ags().bind_largest()
         return run(*arguments, **named)
 
     torch.optim.Optimizer.__init__ = __init__  # type: ignore[method-assign]

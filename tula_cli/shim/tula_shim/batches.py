@@ -54,7 +54,7 @@ class DeliveredBatches:
         if before.batches == 1:
             self._return_batches(key, before)
         if before.untrained[1] and not before.trained:
-            self._change_counts(key, before.untrained, -1)
+            self._add_counts(key, before.untrained, -1)
             current.withheld, current.withheld_from = before.untrained, before
         before.withheld_from = None
 
@@ -65,10 +65,10 @@ class DeliveredBatches:
 
     def _return_batches(self, key: int, of: LoaderPass) -> None:
         if of.withheld[1]:
-            self._change_counts(key, of.withheld, 1)
+            self._add_counts(key, of.withheld, 1)
             of.withheld = [0, 0, 0.0]
 
-    def _change_counts(self, key: int, counts: list[float], sign: int) -> None:
+    def _add_counts(self, key: int, counts: list[float], sign: int) -> None:
         pending = self.pending.setdefault(key, [0, 0, 0.0])
         for place, value in enumerate(counts):
             pending[place] += sign * value
@@ -115,7 +115,7 @@ class DeliveredBatches:
             samples = _get_at_path(batch, path) if path is not None else None
         return samples
 
-    def take(self) -> dict[int, list[float]]:
+    def pop_delivered(self) -> dict[int, list[float]]:
         """Return the batches delivered since the last call; they count even if no backward pass of torch was seen."""
         self.count_backward()
         taken, self.pending = self.pending, {}

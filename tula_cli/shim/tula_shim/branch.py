@@ -34,7 +34,7 @@ class BranchSteps:
         risen = min(1.0, 4 * done / self.steps)
         return (1 + (self._factor - 1) * risen) / self._factor * min(1.0, 2 * (self.steps - done) / self.steps)
 
-    def shape(self, optimizer: Any, share: float) -> None:
+    def scale_learning_rates(self, optimizer: Any, share: float) -> None:
         """Multiply the learning rates of an optimizer for one step."""
         for group in optimizer.param_groups:
             if "lr" in group and id(group) not in self._rates:  # another one may step it from within
@@ -54,7 +54,7 @@ class BranchSteps:
                 unscaled: Any = getattr(tensor, "_tula_unscaled", tensor)
                 self._losses.append(unscaled.detach().reshape(()))
 
-    def take_loss(self) -> Any:
+    def read_loss(self) -> Any:
         """Return the loss of the step that has just ended; None if no backward pass of torch was seen."""
         losses, self._losses = self._losses, []
         return sum(losses[1:], losses[0]) if losses else None
@@ -70,7 +70,7 @@ def hook_branch(mine: Any) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     register_optimizer_step_pre_hook(
-        lambda optimizer, *_: mine.branch.shape(optimizer, mine.branch.compute_share(mine.step))
+        lambda optimizer, *_: mine.branch.scale_learning_rates(optimizer, mine.branch.compute_share(mine.step))
     )
     register_optimizer_step_post_hook(lambda optimizer, *_: mine.branch.restore(optimizer))
     scaler = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler

@@ -26,7 +26,7 @@ def small_batch(loss: Callable[[int], Any]) -> None:
     """Offer AGS the loss of a given number of samples, for the small batch's gradient."""
     mine = get_recorder()
     if mine.ags is not None:
-        mine.ags.offer(loss)
+        mine.ags.offer_loss(loss)
 
 
 def step(samples: float | None, loss: Any, lr: Any) -> None:
@@ -39,10 +39,10 @@ def step(samples: float | None, loss: Any, lr: Any) -> None:
     if lr is None:
         lr = get_learning_rate(mine.optimizers.clock)
     count_step(mine, lr=lr, samples=samples, loss=loss.detach() if hasattr(loss, "detach") else loss)
-    obey(mine)
+    fulfil_requests(mine)
 
 
-def obey(mine: Any) -> None:
+def fulfil_requests(mine: Any) -> None:
     """Save if requested, and stop afterwards if that is requested."""
     if mine.asked_to and mine.requests.save(mine.step, mine.samples(), mine.rank):
         _stop_after_save(mine)

@@ -118,12 +118,12 @@ class Files:
         self._seen[place] = self.stepped
         self._here.busy = True
         try:
-            kept = self._keep(place) if first else {"existed": None, "copy": None, "modified": None}
+            kept = self._back_up(place) if first else {"existed": None, "copy": None, "modified": None}
             self._write(path=place, folder=folder, late=self.stepped, **kept)
         finally:
             self._here.busy = False
 
-    def _keep(self, place: str) -> dict[str, Any]:
+    def _back_up(self, place: str) -> dict[str, Any]:
         """Return whether a path existed before this probe, its copy, and its modification time (ns)."""
         try:
             status = os.lstat(place)

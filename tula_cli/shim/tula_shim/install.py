@@ -103,7 +103,7 @@ def _hook_ags(mine: Recorder) -> None:
 def _hook_optimizers(mine: Recorder) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    def stepped(optimizer: Any, *_: object) -> None:
+    def record_step(optimizer: Any, *_: object) -> None:
         if mine.over:
             return
         clock = mine.optimizers.record_step(optimizer)
@@ -113,7 +113,7 @@ def _hook_optimizers(mine: Recorder) -> None:
             mine.restart()
         count_step(mine, lr=get_learning_rate(optimizer))
 
-    register_optimizer_step_post_hook(stepped)
+    register_optimizer_step_post_hook(record_step)
 
 
 def count_step(mine: Recorder, *, lr: Any, samples: float | None = None, loss: Any = None) -> None:
@@ -172,13 +172,13 @@ def _hook_gaps(mine: Recorder) -> None:
     train, save = torch.nn.Module.train, torch.save
 
     @functools.wraps(train)
-    def switched(self: Any, mode: bool = True) -> Any:
+    def record_and_switch_mode(self: Any, mode: bool = True) -> Any:
         if not mode:
             mine.record_disturbance(EVAL)
         return train(self, mode)
 
     @functools.wraps(save)
-    def saving(*arguments: Any, **named: Any) -> Any:
+    def record_and_save(*arguments: Any, **named: Any) -> Any:
         mine.record_disturbance(SAVE)
         mine.record_activity(at_once=True)  # what a checkpoint holds is to be known, whatever comes next
         if mine.files is not None:
@@ -190,13 +190,13 @@ def _hook_gaps(mine: Recorder) -> None:
     load = torch.load
 
     @functools.wraps(load)
-    def loading(*arguments: Any, **named: Any) -> Any:
+    def record_and_load(*arguments: Any, **named: Any) -> Any:
         mine.record_load(named["f"] if "f" in named else arguments[0] if arguments else None)
         return load(*arguments, **named)
 
-    torch.load = loading
-    torch.nn.Module.train = switched  # type: ignore[method-assign]
-    torch.save = saving
+    torch.load = record_and_load
+    torch.nn.Module.train = record_and_switch_mode  # type: ignore[method-assign]
+    torch.save = record_and_save
 
 
 def write_at_exit(mine: Recorder) -> None:

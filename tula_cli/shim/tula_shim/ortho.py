@@ -162,7 +162,7 @@ class OrthoSteps:
                 reference = group.setdefault(REFERENCE_BETA2, group["betas"][1])
                 group["betas"] = (group["betas"][0], reference ** self.plan.ortho["beta2_power"])
 
-    def take_notes(self) -> Iterator[str]:
+    def pop_notes(self) -> Iterator[str]:
         """Yield the pending notes, each once."""
         while self.notes:
             yield self.notes.pop(0)

@@ -71,7 +71,7 @@ def share_decision(name: str, decide: Callable[[], str], *, world: int) -> str:
     if world == 1:
         return decide()
     group = get_process_group()
-    store = _store() if group is not None else None
+    store = _get_store() if group is not None else None
     if group is None or store is None:
         raise NoStoreError("the script has several ranks but no torch process group, so they cannot agree on a step")
     key = f"tula/{name}"
@@ -84,7 +84,7 @@ def share_decision(name: str, decide: Callable[[], str], *, world: int) -> str:
     return str(stored, "utf-8") if isinstance(stored, bytes) else str(stored)
 
 
-def _store() -> Any | None:
+def _get_store() -> Any | None:
     from torch.distributed import distributed_c10d
 
     find = getattr(distributed_c10d, "_get_default_store", None)  # the same from torch 2.0 to 2.15

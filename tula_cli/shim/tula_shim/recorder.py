@@ -147,25 +147,25 @@ class Recorder:
         if self.step == 0:
             self._start_training()
         self.step += 1
-        self._take_notes()
-        counts = self.delivered.take()
+        self._write_notes()
+        counts = self.delivered.pop_delivered()
         if samples is not None:
             self._reported_samples = (self._reported_samples or 0) + samples
         self.pulse.record_step(self.step, self.samples())
         if self.branch is not None:
-            seen = self.branch.take_loss()
+            seen = self.branch.read_loss()
             loss = seen if loss is None else loss
         if self.plan.training:
             causes = [name for cause, name in CAUSES.items() if self.gap & cause] if self.gap else []
             self.pulse.write_row_if_due(causes, lr=lr, loss=loss)
             self.killing.after_step(self.step, self.pulse.before, self.rank, self.delivered.size())
-            self.asked_to = self.requests.look(self.step, self.pulse, self.world)
+            self.asked_to = self.requests.poll(self.step, self.pulse, self.world)
             self._begin_training(counts, samples)
         elif self.plan.observing:
             self._observe(counts, samples)
         else:
             self.lrs.append(lr)
-            self._keep(counts, samples)
+            self._store_step(counts, samples)
         self.split.after_step()
         self.gap, self.backwards = 0, 0
         if self.branch is not None:
@@ -202,8 +202,8 @@ class Recorder:
         folder = name_observed_folder(self.root, self.world)
         self.plan = self.pulse.plan = dataclasses.replace(self.plan, folder=folder)
 
-    def _take_notes(self) -> None:
-        notes = [text for steps in (self.ags, self.ortho) if steps is not None for text in steps.take_notes()]
+    def _write_notes(self) -> None:
+        notes = [text for steps in (self.ags, self.ortho) if steps is not None for text in steps.pop_notes()]
         for text in notes:
             if self.plan.training:
                 self.pulse.note(self.step, text)
@@ -216,7 +216,7 @@ class Recorder:
         self.begun = remaining == 0
         if remaining >= 0:
             self.phase = WARMUP if self.step <= self.plan.warmup else TIMED
-            self._keep(counts, samples)
+            self._store_step(counts, samples)
 
     def _observe(self, counts: dict[int, list[float]], samples: float | None) -> None:
         """Measure the first steps as a probe does, with nothing changed, then only add up.
@@ -227,7 +227,7 @@ class Recorder:
         self.begun = False
         if self.phase == OBSERVED:
             return
-        self._keep(counts, samples)
+        self._store_step(counts, samples)
         timed = self.step - self.plan.warmup
         if self.phase == WARMUP and timed == 0:
             self.phase = TIMED
@@ -264,7 +264,7 @@ class Recorder:
                 totals[cause] += max(0.0, seconds - waited - self.pulse.median)
         self._stepped = now
 
-    def _keep(self, counts: dict[int, list[float]], samples: float | None) -> None:
+    def _store_step(self, counts: dict[int, list[float]], samples: float | None) -> None:
         end = self.mark()
         if self._begin is not None:
             interval = Interval(self._begin, end, counts, samples, self.backwards, self.gap)

@@ -127,7 +127,7 @@ class Requests:
         self._every = 0
         self._off = not plan.save
 
-    def look(self, step: int, pulse: Pulse, world: int) -> str:
+    def poll(self, step: int, pulse: Pulse, world: int) -> str:
         """Return "save" or "stop" if requested after this step, else "". `pulse` provides the step time."""
         if self._off or step < self.plan.warmup or (self._every and step % self._every):
             return ""

@@ -77,14 +77,14 @@ class _Reader:
 
     def read(self, pipelines: Sequence[_Pipeline]) -> TrainingCommand:
         programs = [pipeline for pipeline in pipelines if self._is_program(pipeline)]
-        training = self._training(programs)
+        training = self._find_training(programs)
         for pipeline in pipelines:
             if pipeline is training or pipeline in programs:
                 continue
             if pipeline[0].start > training[0].start and self.keeps_setup:
                 self.left_out.append(self._get_raw_text(pipeline))  # it is no set-up
             else:
-                self._take(pipeline)
+                self._record_preceding(pipeline)
         self._check_alone(training)
         for name, word in training[0].assignments:
             if name in RANK_VARIABLES:
@@ -131,7 +131,7 @@ class _Reader:
         is_piped = any(is_program_start(command.program) for command in pipeline[1:])
         return is_piped or (is_program and words[-1].text not in ("--version", "-V"))
 
-    def _training(self, programs: Sequence[_Pipeline]) -> _Pipeline:
+    def _find_training(self, programs: Sequence[_Pipeline]) -> _Pipeline:
         if not programs:
             what = "no command starts a program" if self.text.strip() else "the command is empty"
             raise SpecError(what, "give the complete command with which you start it today")
@@ -144,13 +144,13 @@ class _Reader:
             )
         return likely[0] if likely else programs[0]
 
-    def _take(self, pipeline: _Pipeline) -> None:
+    def _record_preceding(self, pipeline: _Pipeline) -> None:
         """Take over a command before the training: as set-up, as environment, or as left out."""
         first, raw = pipeline[0], self._get_raw_text(pipeline)
         name = first.program[0].name if first.program else ""
         writes_file = any(re.match(r"1?>", text) and "/dev/null" not in text for text in first.redirections)
         if name in ("cd", "pushd"):
-            self._take_folder(pipeline)
+            self._record_folder(pipeline)
         elif not first.words or (name in _PRINTS and not writes_file):
             self.left_out.append(raw)
         elif not name and self._is_rendezvous(first, raw):
@@ -178,7 +178,7 @@ class _Reader:
         uses = any(re.search(rf"\$\{{?{name}\b", raw) for name in self.rendezvous)
         return uses or bool(_RENDEZVOUS.search(raw) or RANK_VARIABLES & {name for name, _ in command.assignments})
 
-    def _take_folder(self, pipeline: _Pipeline) -> None:
+    def _record_folder(self, pipeline: _Pipeline) -> None:
         words = pipeline[0].program
         target = words[1] if len(words) > 1 else ShellWord("", "")
         is_here = not target.unknown and Path(target.text or Path.home()).resolve() == Path.cwd()

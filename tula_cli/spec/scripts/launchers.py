@@ -55,7 +55,7 @@ class KnownFacts:
     tasks_per_node: int = 0  # likewise
     starts_ranks: bool = False  # what stands before it starts one process for each GPU
 
-    def answer(self, key: str) -> int | None:
+    def parse_answer(self, key: str) -> int | None:
         return int(self.answers[key]) if self.answers.get(key, "").isdigit() else None
 
 
@@ -139,7 +139,7 @@ def find_launcher(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
         Unknown: the number of processes is unknown.
         SpecError: there is no script, or the launcher is not supported.
     """
-    rest, left_out = _without_prefix(words)
+    rest, left_out = _strip_prefix(words)
     if not rest:
         raise SpecError("the command is empty", _WHOLE)
     place = _start(rest)
@@ -155,7 +155,7 @@ def find_launcher(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
 
 def is_program_start(words: Sequence[ShellWord]) -> bool:
     """Return whether a command starts a Python program, a launcher or a shell script."""
-    rest, _ = _without_prefix(words)
+    rest, _ = _strip_prefix(words)
     return bool(rest) and (_is_start(rest[0]) or (rest[0].name in _WRAPPERS and _start(rest) > 0))
 
 
@@ -164,7 +164,7 @@ def has_launcher(words: Sequence[ShellWord]) -> bool:
     return any(word.name in _LAUNCHERS or word.text in _LAUNCHERS for word in words)
 
 
-def _without_prefix(words: Sequence[ShellWord]) -> tuple[list[ShellWord], list[str]]:
+def _strip_prefix(words: Sequence[ShellWord]) -> tuple[list[ShellWord], list[str]]:
     """Return a command without prefixes such as `time`, `nohup` and `tula observe --`, and the removed words."""
     size = next((place for place, word in enumerate(words) if word.name not in _LEFT_OUT), len(words))
     texts = [word.text for word in words]
@@ -227,7 +227,7 @@ def _launch(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
         folder = first.text.rpartition("/")[0]  # its python is the one that runs the ranks
         interpreter = str(Path(folder, "python")) if folder else "python"
         start = words[:size] if launcher is _ACCELERATE else [ShellWord(interpreter, interpreter, first.unknown)]
-        return _take(launcher, start, words[size:], known)
+        return _parse_launch(launcher, start, words[size:], known)
     if _PYTHON.fullmatch(first.name):
         return _launch_by_python(words, known)
     size = next((place for place, word in enumerate(words, 1) if word.text.endswith(".sh")), 1)
@@ -247,7 +247,7 @@ def _launch_by_python(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
     name = words[place].name
     if (launcher := _LAUNCHERS.get(name)) and launcher is not _SRUN:
         start = words[: place + 1] if launcher is _ACCELERATE else words[: place - (words[place - 1].text == "-m")]
-        return _take(launcher, start, words[place + 1 :], known)
+        return _parse_launch(launcher, start, words[place + 1 :], known)
     if words[place - 1].text == "-m" and re.search(r"launch|\.distributed\b|elastic", name):
         raise SpecError(f"{name} is a launcher that tula does not support", _HOW_TO_START)
     return _make_launch_without_launcher(
@@ -266,7 +266,7 @@ def count(option: Option | None, key: str, known: KnownFacts, *, missing: str = 
     """
     if (number := _parse_number(option)) is not None:
         return number
-    if (answer := known.answer(key)) is not None:
+    if (answer := known.parse_answer(key)) is not None:
         return answer
     if key == PROCESSES and known.gpus and (option is None or option.value.text in ("gpu", "cuda", "auto", "-1")):
         return known.gpus
@@ -290,7 +290,7 @@ def _parse_number(option: Option | None) -> int | None:
 
 
 def _ask_processes(what: str, hint: str, known: KnownFacts) -> int:
-    if (answer := known.answer(PROCESSES)) is not None:
+    if (answer := known.parse_answer(PROCESSES)) is not None:
         return answer
     question = f"how many {PROCESSES} does it start by itself ({what})?"
     raise Unknown(f"{what}: the number of processes that it starts is unknown", hint, key=PROCESSES, question=question)
@@ -311,7 +311,7 @@ def _count_processes_per_node(
     return world // machines
 
 
-def _with_counts(
+def _add_counts(
     launch: Launch, launcher: str, machines: int, processes: int, nodes: Option | None, each: Option | None
 ) -> Launch:
     """Return a launch with its numbers of nodes and processes, and the options that gave them."""
@@ -320,7 +320,9 @@ def _with_counts(
     return replace(launch, launcher=launcher, nodes=machines, per_node=processes, sources=sources)
 
 
-def _take(launcher: _Launcher, start: Sequence[ShellWord], words: Sequence[ShellWord], known: KnownFacts) -> Launch:
+def _parse_launch(
+    launcher: _Launcher, start: Sequence[ShellWord], words: Sequence[ShellWord], known: KnownFacts
+) -> Launch:
     """Return the launch of a launcher's command: each rank's program, or accelerate with tula's numbers filled in."""
     options, rest = _split_options(launcher, words)
     if not rest:
@@ -347,7 +349,7 @@ def _take(launcher: _Launcher, start: Sequence[ShellWord], words: Sequence[Shell
         others = [word for option in options if option.meaning not in taken for word in option.words]
         program = (*start, *map(fill_placeholders, _ACCELERATE_ON_NODES.split()), *others, rest[0])
         launch = Launch(program, tuple(rest[1:]), "node")
-        return _with_counts(launch, launcher.name, machines, processes, nodes, each or total)
+        return _add_counts(launch, launcher.name, machines, processes, nodes, each or total)
     if launcher is _COMPOSER:
         machines = max(1, count(total, PROCESSES, known) // processes) if total else 1
         start = (
@@ -360,7 +362,7 @@ def _take(launcher: _Launcher, start: Sequence[ShellWord], words: Sequence[Shell
     hands_on = launcher.local_rank and not given.keys() & {"use_env", "no_local_rank"}
     flag = _find_local_rank_flag(known.folder / rest[0].text) if hands_on else ""
     rank_option = (fill_placeholders(f"{flag}={{local_rank}}"),) if flag else ()
-    return _with_counts(Launch(program, (*rank_option, *rest[1:])), launcher.name, machines, processes, nodes, each)
+    return _add_counts(Launch(program, (*rank_option, *rest[1:])), launcher.name, machines, processes, nodes, each)
 
 
 def _split_options(launcher: _Launcher, words: Sequence[ShellWord]) -> tuple[list[Option], list[ShellWord]]:
@@ -432,9 +434,9 @@ def _launch_by_srun(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
     if launch.launcher:  # it starts the processes, and srun has it once a node
         return launch if launch.nodes > 1 else replace(launch, nodes=machines)
     if not (each or tasks) and known.tasks_per_node:
-        return _with_counts(launch, "srun", machines, known.tasks_per_node, nodes, None)
+        return _add_counts(launch, "srun", machines, known.tasks_per_node, nodes, None)
     per_node = _count_processes_per_node(each, tasks, machines, known, missing="srun's --ntasks-per-node")
-    return _with_counts(launch, "srun", machines, per_node, nodes, each or tasks)
+    return _add_counts(launch, "srun", machines, per_node, nodes, each or tasks)
 
 
 _SLURM_SHORT = {
@@ -505,7 +507,7 @@ def _make_launch_without_launcher(launch: Launch, known: KnownFacts, *, is_scrip
         )
     else:
         return launch
-    return _with_counts(replace(launch, launch="rank" if each == 1 else "node"), name, 1, each, None, several)
+    return _add_counts(replace(launch, launch="rank" if each == 1 else "node"), name, 1, each, None, several)
 
 
 def _is_several(option: Option) -> bool:
@@ -540,7 +542,7 @@ def _launch_by_lightning(launch: Launch, options: Mapping[str, Option], known: K
     bare = () if is_python or script[0].text.endswith(".py") else (ShellWord("--no-python", ""),)
     program = (*start, *map(fill_placeholders, _TORCHRUN_ON_NODES.split()), *bare, *script)
     launch = replace(launch, program=program, arguments=tuple(arguments), launch="node")
-    return _with_counts(launch, "lightning", machines, processes, nodes, devices)
+    return _add_counts(launch, "lightning", machines, processes, nodes, devices)
 
 
 def make_per_node_words(processes: int) -> str:

@@ -118,14 +118,14 @@ def recognise_command(command: TrainingCommand, known: KnownFacts) -> Recognised
     launch = find_launcher(command.words, replace(known, gpus=len(devices) or known.gpus))
     environment = [f"{name}={value}" for name, value in command.environment.items()]
     reader = _Reader(launch, known, len(environment))
-    arguments = reader.take([*(ShellWord(text, text) for text in environment), *launch.arguments])
+    arguments = reader.read_words([*(ShellWord(text, text) for text in environment), *launch.arguments])
     words = [*arguments[: len(environment)], *launch.program, *arguments[len(environment) :]]
     if environment:  # a shell's way to set them; the program does the same
         words = [ShellWord("env", "env"), *words]
     for word in (*launch.wrapper, *words):
         refuse_unknown(word)
     return RecognisedCommand(
-        reader.section(" ".join(_quote_word(_escape_braces(word)) for word in words)),
+        reader.make_section(" ".join(_quote_word(_escape_braces(word)) for word in words)),
         launch.per_node,
         reader.flags,
         reader.values,
@@ -156,7 +156,7 @@ class _Reader:
     def ranks(self) -> int:
         return (self.launch.per_node or 1) * self.launch.nodes
 
-    def take(self, words: Sequence[ShellWord]) -> list[ShellWord]:
+    def read_words(self, words: Sequence[ShellWord]) -> list[ShellWord]:
         """Return the words with placeholders, and without an option that resumes from a checkpoint."""
         options = [option for option in read_options(words) if not option.value.filled]
         given = {_find_option_role(option) for option in options if option.place >= self.variables}
@@ -165,7 +165,7 @@ class _Reader:
         ]
         flags = {option.place + len(option.words) - 1: option.label for option in options}
         for place, word in enumerate(words):
-            self._take_by_hand(word, flags.get(place, word.raw))
+            self._record_placeholders(word, flags.get(place, word.raw))
         values = []
         for option, placeholder in [*self._list_batch_options(options), *self._list_other_options(options)]:
             self.flags[option.label] = placeholder
@@ -179,13 +179,13 @@ class _Reader:
                 del result[option.place : option.place + len(option.words)]
         return result
 
-    def _take_by_hand(self, word: ShellWord, flag: str) -> None:
+    def _record_placeholders(self, word: ShellWord, flag: str) -> None:
         """Record placeholders written by the user, and the values in them: {local_batch=64}."""
         for name, value in _BY_HAND.findall("" if word.filled else word.text):
             if name not in PLACEHOLDERS:
                 continue
             self.by_hand.add(name)
-            if value and not _fits(name, value):
+            if value and not _is_valid_value(name, value):
                 raise SpecError(
                     f"{word.text}: {value!r} is not a valid value of {{{name}}}",
                     "give the number that the command uses today",
@@ -204,7 +204,7 @@ class _Reader:
                 yield option, "epochs"
             elif (
                 placeholder in {*PLACEHOLDERS} - {*BATCHES, "accumulate", *seen}
-                and _fits(placeholder, text)
+                and _is_valid_value(placeholder, text)
                 and (placeholder == "out" or not option.value.unknown)
             ):
                 seen.add(placeholder)
@@ -222,7 +222,9 @@ class _Reader:
         kinds: dict[str, list[Option]] = {}
         for option in options:
             is_training = not any(_OTHER_PHASE.search(part) for part in option.path)
-            if is_training and (option.flag.lower() != "b=" or _fits("batch", option.value.text)):  # b=x is no batch
+            if is_training and (
+                option.flag.lower() != "b=" or _is_valid_value("batch", option.value.text)
+            ):  # b=x is no batch
                 kinds.setdefault(_find_option_meaning(option), []).append(option)
         global_options = kinds.get("batch", [])
         local_options = [*kinds.get("local_batch", []), *kinds.get("some_batch", [])]
@@ -313,20 +315,20 @@ class _Reader:
         question = f"{option.written}: is this {what} of one process, or of all {self.ranks}?"
         raise Unknown(message, hint, key=key, question=question, choices=("one", "all"))
 
-    def number(self, name: str) -> float | None:
+    def get_number(self, name: str) -> float | None:
         return parse_number(self.values[name]) if name in self.values else None
 
-    def section(self, command: str) -> dict[str, Any]:
-        batch = self.number("batch")
+    def make_section(self, command: str) -> dict[str, Any]:
+        batch = self.get_number("batch")
         if batch is None:
-            micro = self.number("micro_batch") or 0
-            each = self.number("local_batch") or micro * (self.number("accumulate") or 1)
-            total = self.number("accumulate_total")
+            micro = self.get_number("micro_batch") or 0
+            each = self.get_number("local_batch") or micro * (self.get_number("accumulate") or 1)
+            total = self.get_number("accumulate_total")
             batch = micro * total if total else each * self.ranks
         reference: dict[str, Any] = {"batch": int(batch)} if batch else {}
-        if (lr := self.number("lr")) is not None:
+        if (lr := self.get_number("lr")) is not None:
             reference["lr"] = lr
-        lengths = {name: int(value) for name in _LENGTHS if (value := self.number(name)) is not None}
+        lengths = {name: int(value) for name in _LENGTHS if (value := self.get_number(name)) is not None}
         section: dict[str, Any] = {"command": command, "launch": self.launch.launch, "reference": reference}
         if lengths:
             section["length"] = dict([next(iter(lengths.items()))])
@@ -346,7 +348,7 @@ def _find_option_role(option: Option) -> str:
 
 
 def _check_count(option: Option, what: str) -> None:
-    if option.value.unknown or not _fits("batch", option.value.text):
+    if option.value.unknown or not _is_valid_value("batch", option.value.text):
         raise SpecError(
             f"{option.written}: {option.value.text!r} is not a number of {what}",
             "give the current number",
@@ -361,7 +363,9 @@ def _make_no_batch_error(options: Sequence[Option], words: Sequence[ShellWord]) 
         if names
         else "it has no options with values"
     )
-    numbers = [option for option in options if _fits("batch", option.value.text) and not _find_option_meaning(option)]
+    numbers = [
+        option for option in options if _is_valid_value("batch", option.value.text) and not _find_option_meaning(option)
+    ]
     maybe = [f"{option.flag}{{local_batch}}" for option in numbers if MAY_BE_BATCH.search(option.flag)]
     example = maybe[0] if maybe else "--batch-size {local_batch}"
     script = next((word.text for word in words if word.text.endswith(".py")), "")
@@ -381,7 +385,7 @@ def _make_no_batch_error(options: Sequence[Option], words: Sequence[ShellWord]) 
 # --- words
 
 
-def _fits(placeholder: str, text: str) -> bool:
+def _is_valid_value(placeholder: str, text: str) -> bool:
     """Return whether an option's value is valid for its placeholder."""
     value = parse_number(text)
     if placeholder in _COUNTS:

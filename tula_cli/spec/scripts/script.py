@@ -227,7 +227,7 @@ def get_default_train(command: object) -> tuple[dict[str, str], str]:
 def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a job with a script, with placeholders for required sections that the job does not have.
 
-    These are never shown: the worker of tula's loop is not started, and `without_script_defaults` removes them.
+    These are never shown: the worker of tula's loop is not started, and `remove_script_defaults` removes them.
 
     Args:
         content: content of the job as read.
@@ -251,7 +251,7 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
     method = train["method"]
     if method not in (there_are := [name for name, known in METHODS.items() if known.on_scripts]):
         raise ValueError(f"train.method {method} needs tula's own loop; for a script, use {', '.join(there_are)}")
-    reads_ags = METHODS[method].reads("ags")
+    reads_ags = METHODS[method].uses_section("ags")
     if not reads_ags and content.get("ags") is not None:
         raise ValueError(f"section ags has no effect with train.method: {method}. Remove it, or set train.method: ags")
     length, reference = (_get_mapping_at(content["script"], name) for name in ("length", "reference"))
@@ -280,9 +280,9 @@ def _as_mapping(part: Any) -> Mapping[str, Any]:
     return part if isinstance(part, Mapping) else {}
 
 
-def without_script_defaults(content: dict[str, Any]) -> dict[str, Any]:
+def remove_script_defaults(content: dict[str, Any]) -> dict[str, Any]:
     """Return the written content of a job with a script, without the additions of `fill_script_defaults`."""
-    reads_ags = METHODS[content.get("train", {}).get("method", "lbt")].reads("ags")
+    reads_ags = METHODS[content.get("train", {}).get("method", "lbt")].uses_section("ags")
     kept = {key: value for key, value in content.items() if key not in OWN_LOOP and (key != "ags" or reads_ags)}
     if "train" in kept:
         kept["train"] = {key: value for key, value in kept["train"].items() if key in TRAIN}

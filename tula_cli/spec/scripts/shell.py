@@ -98,7 +98,7 @@ def split_commands(text: str, variables: Mapping[str, str] | None = None) -> lis
         ValueError: a quotation or a bracket is not closed.
         SpecError: a space follows the backslash that would continue a line.
     """
-    commands, result = list(_Scanner(text, dict(variables or {})).commands()), []
+    commands, result = list(_Scanner(text, dict(variables or {})).read_commands()), []
     while commands:
         size = _count_block_size(commands)
         inside = tuple(commands[:size])
@@ -144,7 +144,7 @@ class _Scanner:
             self.position = match.end()
         return match
 
-    def commands(self) -> Iterator[Command]:
+    def read_commands(self) -> Iterator[Command]:
         words: list[ShellWord] = []
         redirections: list[str] = []
         start = 0
@@ -213,7 +213,7 @@ class _Scanner:
             elif kind == "array":
                 inner = _Scanner(written[1:-1], self.variables, self.arrays)
                 name = self.text[start : piece.start() - 1]
-                self.arrays[name] = [word for command in inner.commands() for word in command.words]
+                self.arrays[name] = [word for command in inner.read_commands() for word in command.words]
                 unknown = unknown or written
             elif kind == "escaped" and self._match(_LINE_END):
                 line = self.text.count("\n", 0, piece.start()) + 1
@@ -305,7 +305,7 @@ class Option:
     def written(self) -> str:
         return " ".join(word.raw for word in self.words)
 
-    def filled(self, value: str) -> tuple[ShellWord, ...]:
+    def fill(self, value: str) -> tuple[ShellWord, ...]:
         """Return the option's words with a text that contains placeholders as its value."""
         if self.flag.endswith(" "):
             return (self.words[0], fill_placeholders(value))
@@ -349,7 +349,7 @@ def fill_options(words: Sequence[ShellWord], values: Sequence[tuple[Option | Non
     """Return the words with new texts as values of the given options."""
     result = list(words)
     for option, text in sorted(((o, text) for o, text in values if o), key=lambda pair: -pair[0].place):
-        result[option.place : option.place + len(option.words)] = option.filled(text)
+        result[option.place : option.place + len(option.words)] = option.fill(text)
     return result
 
 

@@ -61,14 +61,16 @@ def slice_batch(batch: Any, *, samples: int, start: int = 0, stop: int, from_use
             per sample or tensors with all samples.
     """
 
-    def part(path: Any, leaf: Any) -> Any:
+    def slice_leaf(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
             return tuple(leaf[start:stop]) if isinstance(leaf, tuple) else leaf[start:stop] if _is_list(leaf) else leaf
         if len(leaf) != samples:
             raise _describe_wrong_first_dimension(path, leaf, samples)
         return leaf[start:stop]
 
-    return tree_map_with_path(part, batch, is_leaf=_make_sample_list_predicate(batch, samples, from_user=from_user))
+    return tree_map_with_path(
+        slice_leaf, batch, is_leaf=_make_sample_list_predicate(batch, samples, from_user=from_user)
+    )
 
 
 def allocate_batch(batch: Any, *, samples: int, to: int, from_user: bool = False) -> Any:
@@ -79,7 +81,7 @@ def allocate_batch(batch: Any, *, samples: int, to: int, from_user: bool = False
         TypeError: the batch has a list with an entry per sample.
     """
 
-    def larger(path: Any, leaf: Any) -> Any:
+    def allocate_leaf(path: Any, leaf: Any) -> Any:
         if _is_list(leaf):
             raise TypeError(
                 f"batch{keystr(path)} is a list with one entry per sample, whose memory cannot be estimated"
@@ -90,7 +92,9 @@ def allocate_batch(batch: Any, *, samples: int, to: int, from_user: bool = False
             raise _describe_wrong_first_dimension(path, leaf, samples)
         return torch.empty((to, *leaf.shape[1:]), dtype=leaf.dtype)
 
-    return tree_map_with_path(larger, batch, is_leaf=_make_sample_list_predicate(batch, samples, from_user=from_user))
+    return tree_map_with_path(
+        allocate_leaf, batch, is_leaf=_make_sample_list_predicate(batch, samples, from_user=from_user)
+    )
 
 
 def list_tensors(batch: Any) -> list[torch.Tensor]:
@@ -179,7 +183,7 @@ def find_sequence_length(batch: Any) -> int | None:
 
 @dataclass
 class TokenCounter:
-    """Counts samples and tokens over batches, on the GPU if they are there: only `means_per_sample` blocks the host."""
+    """Counts samples and tokens over batches, on the GPU if they are there: only `compute_means_per_sample` blocks the host."""
 
     samples: int = 0
     places: int = 0  # padding counted
@@ -195,7 +199,7 @@ class TokenCounter:
         self.places += ids.numel()
         self.real = self.real + (ids.numel() if mask is None else mask.sum())
 
-    def means_per_sample(self) -> tuple[float, float] | None:
+    def compute_means_per_sample(self) -> tuple[float, float] | None:
         """Return the mean length of a sample, with and without padding; None if no text was counted."""
         return (self.places / self.samples, float(self.real) / self.samples) if self.samples else None
 
@@ -287,7 +291,7 @@ class ForwardSignature:
     any_number: bool  # *args
 
     @classmethod
-    def of(cls, function: Callable[..., Any]) -> "ForwardSignature":
+    def from_function(cls, function: Callable[..., Any]) -> "ForwardSignature":
         parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         return cls(
@@ -317,9 +321,9 @@ class ModelCall:
     names: tuple[str, str] = ("model", "loss")  # for messages
 
     @classmethod
-    def of(cls, model: nn.Module, loss: LossFunction, **how: Any) -> "ModelCall":
+    def from_model(cls, model: nn.Module, loss: LossFunction, **how: Any) -> "ModelCall":
         """Return the call of a model, before it is wrapped, and a loss."""
-        return cls(ForwardSignature.of(model.forward), loss, whole=takes_batch(loss), **how)
+        return cls(ForwardSignature.from_function(model.forward), loss, whole=takes_batch(loss), **how)
 
     def compute_outputs(self, model: nn.Module, batch: Any) -> Any:
         """Call the model or its wrapper.
@@ -329,10 +333,10 @@ class ModelCall:
         """
         if self._is_pair(batch):
             return model(batch[0])
-        args, named = self.forward_arguments(batch)
+        args, named = self.get_forward_arguments(batch)
         return model(*args, **named)
 
-    def loss_from_outputs(self, outputs: Any, batch: Any) -> torch.Tensor:
+    def compute_loss_from_outputs(self, outputs: Any, batch: Any) -> torch.Tensor:
         """Return the loss of the model's outputs.
 
         Raises:
@@ -344,7 +348,7 @@ class ModelCall:
             if model_loss.ndim:
                 raise SpecError(f"{self.names[0]}: its .loss is {describe_tree(model_loss)}, not one number")
             return model_loss
-        target = batch[1] if self._is_pair(batch) else self.target_of(batch)
+        target = batch[1] if self._is_pair(batch) else self.get_target(batch)
         if target is None:
             raise SpecError(
                 f"{self.names[1]} needs a target, but the batch {describe_tree(batch)} has only the inputs"
@@ -355,9 +359,9 @@ class ModelCall:
 
     def compute_loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the loss of a batch."""
-        return self.loss_from_outputs(self.compute_outputs(model, batch), batch)
+        return self.compute_loss_from_outputs(self.compute_outputs(model, batch), batch)
 
-    def forward_arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def get_forward_arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of `forward` for a batch, in order and by name."""
         fields = list_named_entries(batch)
         if fields is not None and (isinstance(batch, Mapping) or self._names_any_parameter(fields)):
@@ -374,7 +378,7 @@ class ModelCall:
         several = isinstance(inputs[0], tuple | list) and (self.takes.any_number or self.takes.positional > 1)
         return (tuple(inputs[0]) if several else (inputs[0],)), {}
 
-    def target_of(self, batch: Any) -> Any:
+    def get_target(self, batch: Any) -> Any:
         """Return the target of a batch; None if it has none."""
         fields = list_named_entries(batch)
         if fields is None or not (isinstance(batch, Mapping) or self._names_any_parameter(fields)):
@@ -382,10 +386,10 @@ class ModelCall:
         for key in TARGETS:
             if key in fields:
                 return fields[key]
-        unused = list(self.unused_entries(batch).values())
+        unused = list(self.find_unused_entries(batch).values())
         return unused[0] if len(unused) == 1 else None
 
-    def unused_entries(self, batch: Any) -> dict[str, Any]:
+    def find_unused_entries(self, batch: Any) -> dict[str, Any]:
         """Return the entries of a batch, or of its inputs, that are not passed to `forward`."""
         tree = (
             batch

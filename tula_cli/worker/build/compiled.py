@@ -30,6 +30,6 @@ def compile_model(model: nn.Module, train: Train, *, shapes: int = 1) -> None:
         model.compile(backend=BACKEND, mode=mode, dynamic=False)
 
 
-def without_compilation(train: Train) -> AbstractContextManager[Any]:
+def disable_compilation(train: Train) -> AbstractContextManager[Any]:
     """Run models uncompiled inside the context: for passes that are rare, or differentiated twice."""
     return torch.compiler.set_stance("force_eager") if train.compile else nullcontext()

@@ -289,15 +289,15 @@ class MicroBatchSampler(Sampler[list[Key]]):
         for epoch in range(self.start.epoch, self.epochs):
             user_order = self.own_order(epoch)
             order = make_epoch_permutation(self.size, seed=self.seed, epoch=epoch) if user_order is None else user_order
-            for begin, batch in self.steps_of_epoch(epoch):
+            for begin, batch in self.list_epoch_steps(epoch):
                 rank_indices = order[begin + self.rank : begin + batch : self.world]
                 for micro_batch in rank_indices.view(self.parts[batch], -1).tolist():
                     yield [(epoch, index) for index in micro_batch]
 
-    def steps_of_epoch(self, epoch: int) -> Iterator[tuple[int, int]]:
+    def list_epoch_steps(self, epoch: int) -> Iterator[tuple[int, int]]:
         """Yield, for each step of an epoch, the samples of the epoch done before it, and its batch."""
         samples_done = self.start.done if epoch == self.start.epoch else 0
-        for batch, steps in self.ramp.steps_of_epoch(epoch, samples_done=samples_done, size=self.size):
+        for batch, steps in self.ramp.list_epoch_steps(epoch, samples_done=samples_done, size=self.size):
             yield from ((begin, batch) for begin in range(samples_done, samples_done + steps * batch, batch))
             samples_done += steps * batch
 
@@ -317,7 +317,7 @@ class StreamBatches(IterableDataset[Any]):
         batches = self.batches
         for epoch in range(batches.start.epoch, batches.epochs):
             stream: Iterator[Any] | None = None
-            for begin, batch in batches.steps_of_epoch(epoch):
+            for begin, batch in batches.list_epoch_steps(epoch):
                 stream = stream or self.stream.rank_share(epoch, start=begin, rank=batches.rank, world=batches.world)
                 for _ in range(batches.parts[batch]):
                     yield make_batch(
@@ -909,10 +909,12 @@ class FakeImages(torch.utils.data.Dataset[Any]):
 def _build_fake_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
     """Return noise images: `size` for training, and `eval_fraction` times as many others for evaluation."""
 
-    def shape(size: int = 1000, image_size: Sequence[int] = (3, 224, 224), num_classes: int = 10) -> tuple[Any, ...]:
+    def make_shape(
+        size: int = 1000, image_size: Sequence[int] = (3, 224, 224), num_classes: int = 10
+    ) -> tuple[Any, ...]:
         return size, tuple(image_size), num_classes
 
-    size, image_size, classes = call_with_arguments(shape, spec.dataset.args, path="dataset.args", name="FakeData")
+    size, image_size, classes = call_with_arguments(make_shape, spec.dataset.args, path="dataset.args", name="FakeData")
     if len(image_size) != 3 or image_size[0] not in (1, 3) or min(image_size[1:]) < 1:
         raise SpecError(
             f"dataset.args.image_size: must be [channels, height, width] with 1 or 3 channels, got {image_size}"

@@ -76,10 +76,10 @@ def _is_included_by_last_match(name: str, patterns: Sequence[str], kinds: dict[s
 def _matches_pattern(name: str, pattern: str, kinds: dict[str, set[str]]) -> bool:
     if pattern in kinds:
         return name in kinds[pattern]
-    return any(fnmatchcase(name_part, pattern) for name_part in _with_parents(name))
+    return any(fnmatchcase(name_part, pattern) for name_part in _list_prefixes(name))
 
 
-def _with_parents(name: str) -> Iterator[str]:
+def _list_prefixes(name: str) -> Iterator[str]:
     """Yield a name's prefixes: the modules that contain it, outermost first, and the name itself."""
     parts = name.split(".")
     for end in range(1, len(parts) + 1):

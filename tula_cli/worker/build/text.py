@@ -91,7 +91,7 @@ def build_block_datasets(spec: JobSpec, *_: Any) -> tuple[Blocks, Blocks, None]:
     length, size = _require_positive(
         call_with_arguments(settings, spec.dataset.args, path="dataset.args", name="python_source")
     )
-    held_out, train_files = _hold_out_files(_take_bytes(_list_source_files(), size), spec.dataset.eval_fraction)
+    held_out, train_files = _hold_out_files(_read_bytes(_list_source_files(), size), spec.dataset.eval_fraction)
     datasets = Blocks(_join_bytes(train_files), length), Blocks(_join_bytes(held_out), length)
     if not all(map(len, datasets)):
         raise SpecError(
@@ -124,7 +124,7 @@ def build_fragment_datasets(spec: JobSpec, *_: Any) -> tuple[Fragments, Fragment
     splits: tuple[tuple[list[bytes], list[int]], ...] = (([], []), ([], []))
     for label, name in enumerate(sorted(largest)):
         for (texts, labels), files in zip(
-            splits, _hold_out_files(_take_bytes(several[name], size), spec.dataset.eval_fraction), strict=True
+            splits, _hold_out_files(_read_bytes(several[name], size), spec.dataset.eval_fraction), strict=True
         ):
             new = [fragment for text in files for fragment in _split_lines(text, length)]
             texts += new
@@ -173,7 +173,7 @@ def _list_source_files() -> list[tuple[str, bytes]]:
     return [(name, text.replace(b"\0", b" ")) for name, text in texts if text.strip()]
 
 
-def _take_bytes(files: Sequence[tuple[str, bytes]], size: int) -> list[bytes]:
+def _read_bytes(files: Sequence[tuple[str, bytes]], size: int) -> list[bytes]:
     """Return the first files up to `size` bytes in total; at most a fifth of that of each, so that there are
     several."""
     chunks: list[bytes] = []

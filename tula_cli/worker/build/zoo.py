@@ -181,7 +181,7 @@ def make_model_call(spec: JobSpec, model: nn.Module, loss: LossFunction) -> Mode
         model: as it was built, before anything wraps it.
         loss: as returned by `build_loss`, on any device.
     """
-    return ModelCall.of(
+    return ModelCall.from_model(
         model,
         loss,
         takes_all_outputs=is_import_string(spec.loss.name),

@@ -46,10 +46,10 @@ class LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.hold(tree_leaves(result))
+        self.track(tree_leaves(result))
         return result
 
-    def hold(self, values: Iterable[Any]) -> None:
+    def track(self, values: Iterable[Any]) -> None:
         """Count the storages of the tensors among the values until they are freed."""
         for value in values:
             if isinstance(value, torch.Tensor):
@@ -60,7 +60,7 @@ class LiveStorages(TorchDispatchMode):
         """Start a new peak at the bytes in use now."""
         self.peak = self.live_bytes
 
-    def alive(self) -> list[int]:
+    def list_alive(self) -> list[int]:
         """Return the numbers of the storages in use, ascending."""
         return sorted(number for _, number in self._live.values())
 
@@ -223,7 +223,7 @@ class Recording:
     sizes: tuple[int, ...]  # bytes at the micro-batch of the fake step
     small: range  # numbers that come to be on AGS's small batch
 
-    def sizes_at(self, micro_batch: int, *, small_batch: int) -> list[float]:
+    def compute_sizes(self, micro_batch: int, *, small_batch: int) -> list[float]:
         """Return the bytes of each number at another micro-batch."""
         sizes = [
             _scale_size(size, micro_batch) if number >= self.in_use else float(size)
@@ -275,7 +275,7 @@ class FakeStep:
         """The parameters that AGS scales if the method uses it: all except `list_excluded_parameters`."""
         left_out = (
             set(list_excluded_parameters(self.model, self.spec.ags))
-            if self.spec.train.training_method.reads("ags")
+            if self.spec.train.training_method.uses_section("ags")
             else set()
         )
         return [p for p in self.parameters if p not in left_out]
@@ -295,7 +295,7 @@ class FakeStep:
         """Return the memory that the method needs in a step."""
         return get_method(self.spec).memory(self.spec, self.scaled, several=self.several)
 
-    def batch(self, size: int) -> Any:
+    def make_batch(self, size: int) -> Any:
         """Return a fake micro-batch shaped like the sample."""
         return allocate_batch(self.sample, samples=COPIES, to=size, from_user=self.spec.dataset.collate_fn is not None)
 
@@ -313,7 +313,7 @@ class FakeStep:
             accumulate=self.spec.train.accumulate,
         )
 
-    def allocator_margin(self) -> float:
+    def compute_allocator_margin(self) -> float:
         """Return the smallest capacity with which the allocator works, as a multiple of the memory in use.
 
         At that capacity the allocator returns cached memory during its first steps, and none once it has settled.
@@ -330,27 +330,27 @@ class FakeStep:
 
     def _replay(self, micro_batch: int, *, capacity: int | None = None) -> Usage:
         recording = self._recording = self._recording or self._record()
-        sizes = recording.sizes_at(micro_batch, small_batch=compute_max_small_batch(self.spec))
+        sizes = recording.compute_sizes(micro_batch, small_batch=compute_max_small_batch(self.spec))
         if not self.gpu:
             peak = compute_peak_without_allocator(range(recording.in_use), recording.events, sizes)
             return Usage(allocated=peak, reserved=peak)
         early, late = range(recording.early), range(recording.early, recording.in_use)
         return replay_allocations(early, late, recording.events, sizes, capacity=capacity)
 
-    def output(self, size: int) -> Any:
+    def make_output(self, size: int) -> Any:
         """Return the model's fake output for `size` samples."""
-        with self._active():
-            return self.call.compute_outputs(self.model, self.batch(size))
+        with self._activate():
+            return self.call.compute_outputs(self.model, self.make_batch(size))
 
     def _record(self) -> Recording:
         """Run one optimizer step on fake tensors and record its storages."""
-        with self._active():
+        with self._activate():
             alive, first_number, first_event = (
-                self.storages.alive(),
+                self.storages.list_alive(),
                 len(self.storages.sizes),
                 len(self.storages.events),
             )
-            batch = self.batch(REFERENCE_SAMPLES)
+            batch = self.make_batch(REFERENCE_SAMPLES)
             self._backward(batch)
             small = len(self.storages.sizes)
             staged = self._refresh(batch) if self.memory.small_batch else []
@@ -368,7 +368,7 @@ class FakeStep:
         )
 
     @contextmanager
-    def _active(self) -> Iterator[None]:
+    def _activate(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(self.fake)
             stack.enter_context(self.storages)
@@ -469,7 +469,7 @@ def build_fake_step(
     batch = make_batch(collate, [sample] * COPIES)
     fake_step = FakeStep(spec, batch, gpu, fake, storages, model, call, optimizer)
     with fake, storages:
-        storages.hold([*model.parameters(), *model.buffers()])
+        storages.track([*model.parameters(), *model.buffers()])
         fake_step.buckets = make_ddp_buckets(fake_step.parameters)
         for parameter in fake_step.parameters:
             parameter.register_post_accumulate_grad_hook(fake_step.move_to_bucket)

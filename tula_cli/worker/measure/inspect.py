@@ -85,7 +85,7 @@ def estimate_footprints(fake_step: FakeStep, *, largest: int = MICRO_BATCHES[-1]
     """
     below = [size for size in MICRO_BATCHES if size < largest]
     sizes = (*below, MICRO_BATCHES[min(len(below), len(MICRO_BATCHES) - 1)])
-    accumulate, room = fake_step.spec.train.accumulate, fake_step.allocator_margin()
+    accumulate, room = fake_step.spec.train.accumulate, fake_step.compute_allocator_margin()
     gathered = _count_gathered_bytes(fake_step.model) if fake_step.spec.train.sharded else 0
     components = {size * accumulate: _add_extra(fake_step.measure(size), gathered) for size in sizes}
     return tuple(
@@ -167,7 +167,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
             collate=datasets.collate,
         )
         footprints = estimate_footprints(fake_step, largest=max(1, len(datasets.train)))
-        model, call, optimizer, output = fake_step.model, fake_step.call, fake_step.optimizer, fake_step.output(2)
+        model, call, optimizer, output = fake_step.model, fake_step.call, fake_step.optimizer, fake_step.make_output(2)
         warnings += _list_lone_sample_problems(spec, fake_step)
         if _has_users_code(spec):  # fake tensors have not the values of the samples, and fewer checks of their types
             notes += _try_real_step(spec, datasets, device, model)
@@ -177,8 +177,8 @@ def inspect_job(spec: JobSpec) -> Inspection:
     except Exception as error:  # noqa: BLE001
         estimate_error = f"{type(error).__name__}: {_get_first_line(error)}"
         model, call, optimizer, output = _run_real_step(spec, datasets)
-    warnings += _check_output(spec, find_scores(output), call.target_of(first_samples.batch), datasets.classes)
-    if is_import_string(spec.dataset.name) and _is_class_target(call.target_of(first_samples.batch)):
+    warnings += _check_output(spec, find_scores(output), call.get_target(first_samples.batch), datasets.classes)
+    if is_import_string(spec.dataset.name) and _is_class_target(call.get_target(first_samples.batch)):
         _check_output(spec, find_scores(output), find_class_numbers(datasets), datasets.classes)
     get_method(spec).check(spec, model, optimizer)
     warnings += [*_warn_unused_entries(spec, call, first_samples.batch), *_warn_ineffective_methods(model)]
@@ -246,7 +246,7 @@ def _warn_unused_entries(spec: JobSpec, call: ModelCall, batch: Any) -> list[str
     unused = (
         []
         if call.whole
-        else [key for key, value in call.unused_entries(batch).items() if value is not call.target_of(batch)]
+        else [key for key, value in call.find_unused_entries(batch).items() if value is not call.get_target(batch)]
     )
     warning = f"{', '.join(unused)} of the batch are not used: neither forward of {spec.model.name} nor the loss has such a parameter"
     return [warning] if unused else []
@@ -382,9 +382,9 @@ def _run_real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, ModelC
         with fake_tensor_step.make_fake_autocast(spec):
             output = call.compute_outputs(model, batch)
             stage = f"loss {spec.loss.name} cannot take the output of {spec.model.name}, {_describe_shape(output)}"
-            if call.target_of(batch) is not None:
-                stage += f", with the target {describe_tree(call.target_of(batch))}"
-            value = call.loss_from_outputs(output, batch)
+            if call.get_target(batch) is not None:
+                stage += f", with the target {describe_tree(call.get_target(batch))}"
+            value = call.compute_loss_from_outputs(output, batch)
         if not bool(torch.isfinite(value).all()):
             raise JobFailed(
                 f"the loss of the first two samples is {value.item():g}, so training is not possible",
@@ -478,7 +478,7 @@ def _list_lone_sample_problems(spec: JobSpec, fake_step: fake_tensor_step.FakeSt
     if spec.search.min_batch // (ranks * spec.train.accumulate) > 1:
         return []
     try:
-        fake_step.output(1)
+        fake_step.make_output(1)
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise

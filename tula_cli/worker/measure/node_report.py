@@ -218,7 +218,7 @@ def _measure_clock_offset(ranks: Ranks, rank: int) -> tuple[float, float]:
     best = (math.inf, 0.0)
     for _ in range(CLOCK_ROUNDS if rank else 0):
         if ranks.is_first:
-            best = min(best, _round_trip(rank))
+            best = min(best, _measure_round_trip(rank))
         elif ranks.rank == rank:
             dist.recv(torch.zeros(1, dtype=torch.float64), src=0)
             dist.send(torch.tensor([time.time()], dtype=torch.float64), dst=0)
@@ -226,7 +226,7 @@ def _measure_clock_offset(ranks: Ranks, rank: int) -> tuple[float, float]:
     return (offset, length / 2) if rank and ranks.is_first else (0.0, 0.0)
 
 
-def _round_trip(rank: int) -> tuple[float, float]:
+def _measure_round_trip(rank: int) -> tuple[float, float]:
     """Return the length of the round trip, and how far the other clock is ahead of this one at its middle. Seconds."""
     answer = torch.zeros(1, dtype=torch.float64)
     start = time.time()

@@ -123,7 +123,7 @@ REASONS = {0x04: "power cap", 0x08: "hardware slowdown", 0x20: "heat", 0x40: "he
 
 
 class GpuStateRecorder:
-    """The state of this rank's GPU at the first and the last sample; `first_and_last` combines those of all ranks."""
+    """The state of this rank's GPU at the first and the last sample; `get_first_and_last` combines those of all ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -136,7 +136,7 @@ class GpuStateRecorder:
         if self._device is not None and (state := _read(*self._device)) is not None:
             self._looks = [*self._looks[:1], state]
 
-    def first_and_last(self) -> tuple[GpuState, GpuState] | None:
+    def get_first_and_last(self) -> tuple[GpuState, GpuState] | None:
         """Return the combined state of all GPUs at the first and the last sample, or None if no GPU reports it; every
         rank must call this."""
         samples_here = [state.model_dump() for state in self._looks]
@@ -223,7 +223,7 @@ class GradientNormRecorder:
         self.steps.append(torch.stack(norms))
         self.local, self.reduced = [], []
 
-    def pairs(self) -> list[Pair]:
+    def gather_pairs(self) -> list[Pair]:
         """Return the recorded pairs, with local norms averaged over all ranks; every rank must call this."""
         norms = torch.stack(self.steps).double().cpu()
         small = self.ranks.sum(norms[:, 0].tolist())
@@ -339,7 +339,7 @@ def measure_loader_time(trainer: Trainer) -> tuple[float, Tokens | None]:
         if time.perf_counter() - began > trainer.spec.search.max_seconds:
             break
     seconds = trainer.ranks.max((time.perf_counter() - began) / taken * trainer.parts)
-    tokens = counter.means_per_sample()
+    tokens = counter.compute_means_per_sample()
     return seconds, tokens and Tokens(length=tokens[0], real=tokens[1])
 
 
@@ -365,7 +365,7 @@ def _measure_gradient_stats(trainer: Trainer, stream: Iterator[Step], *, norms: 
         recorder = GradientNormRecorder.attach(trainer)
         for _ in recorder.watch(itertools.islice(stream, norms), trainer.scaler):
             pass
-        return summarise(recorder.pairs(), local_batch=trainer.local_batch, batch=trainer.batch)
+        return summarise(recorder.gather_pairs(), local_batch=trainer.local_batch, batch=trainer.batch)
     if room is not None and room < _MEMORY_MARGIN * count_half_batch_bytes(trainer):
         return summarise([], local_batch=half, batch=2 * half)
     _run_steps(
@@ -384,7 +384,7 @@ def _measure_synchronisation_time(trainer: Trainer, stream: Iterator[Step], coun
     if not isinstance(trainer.parallel, Replicated):
         return None
     with SynchronisationTimer(trainer.clock, trainer.parallel) as spy:
-        _run_steps(trainer, stream, count, spy.reduced)
+        _run_steps(trainer, stream, count, spy.record_reduction)
     return trainer.ranks.max(spy.median())
 
 
@@ -596,7 +596,7 @@ def _time_steps(trainer: Trainer, stream: Iterator[Step]) -> TimedWindow:
         steps=blocks.steps,
         waits=blocks.waits,
         joules=None if joules is None else joules / len(blocks.steps),
-        gpus=states.first_and_last(),
+        gpus=states.get_first_and_last(),
     )
 
 
@@ -668,7 +668,7 @@ def _measure_eval_time(trainer: Trainer) -> float:
     """Return the seconds of one evaluation batch; the first pass starts the loader's processes and is not counted."""
     evaluator = evaluation.Evaluator(trainer)
     evaluator.evaluate(max_batches=1)
-    batches = min(EVAL_BATCHES, evaluator.batch_count(0))  # the same on all ranks
+    batches = min(EVAL_BATCHES, evaluator.count_batches(0))  # the same on all ranks
     began = time.perf_counter()
     evaluator.evaluate(max_batches=batches)
     trainer.clock.wait()

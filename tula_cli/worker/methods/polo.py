@@ -42,7 +42,7 @@ class PostLocal(Plain):
             return
         loop.apart = True
         samples_done, size = loop.position.done, len(loop.datasets.train)
-        remaining = loop.sizes.ramp.steps_of_epoch(loop.position.epoch, samples_done=samples_done, size=size)
+        remaining = loop.sizes.ramp.list_epoch_steps(loop.position.epoch, samples_done=samples_done, size=size)
         if is_average_due(
             samples_done, batch=loop.batch, end=samples_done + sum(batch * steps for batch, steps in remaining)
         ):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from tula_cli.optim.orthogonal import REFUSED, refusal
+from tula_cli.optim.orthogonal import REFUSED, describe_why_not_orthogonalizable
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.methods.ortho import WithOrtho
 from tula_cli.worker.methods.plain import Configuration, Memory
@@ -22,10 +22,10 @@ class WithRamp(WithOrtho):
     def wrap(
         self, base: torch.optim.Optimizer, parallel: Parallel, configuration: Configuration
     ) -> torch.optim.Optimizer:
-        return base if refusal(base) else super().wrap(base, parallel, configuration)
+        return base if describe_why_not_orthogonalizable(base) else super().wrap(base, parallel, configuration)
 
     def check(self, spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if not refusal(optimizer):
+        if not describe_why_not_orthogonalizable(optimizer):
             super().check(spec, model, optimizer)
 
     def memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:

@@ -111,7 +111,7 @@ def load_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
     state = _make_sharded_state(model, optimizer)
     states = state["optimizer"]["state"]
     try:
-        untouched = _without_state(states, SafeShardReader(folder).read_metadata().state_dict_metadata)
+        untouched = _find_stateless_parameters(states, SafeShardReader(folder).read_metadata().state_dict_metadata)
         optimizer_state = {
             **state["optimizer"],
             "state": {name: states[name] for name in states if name not in untouched},
@@ -134,7 +134,7 @@ def load_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
             optimizer.state.pop(parameter, None)
 
 
-def _without_state(states: dict[str, Any], saved: Collection[str]) -> set[str]:
+def _find_stateless_parameters(states: dict[str, Any], saved: Collection[str]) -> set[str]:
     """Return the parameters without optimizer state in a checkpoint: unused ones, which never received a gradient."""
     return {name for name in states if not any(key.startswith(f"optimizer.state.{name}.") for key in saved)}
 

@@ -87,7 +87,7 @@ class Choice:
             return False
         return epoch - self.epoch >= 2 * self.branch_epochs and not loss <= self.limit
 
-    def task(self, task: TrainTask, *, size: int) -> TrainTask:
+    def make_task(self, task: TrainTask, *, size: int) -> TrainTask:
         """Return the task as the arm trains it, with `size` samples per epoch."""
         return make_task_of_arm(
             task, self.arm, plan_stages_of_training(task.spec, self.arm, batch=task.batch, size=size)
@@ -215,7 +215,7 @@ def load_choice(task: TrainTask, run: RunDir, ranks: Ranks) -> Choice | None:
     assert tuning.chosen is not None
     arm = tuning.chosen
     if task.batch != tuning.batch:
-        arm = self_tuning.with_limited_lr_factor(arm, task.batch / task.spec.train.reference_batch)
+        arm = self_tuning.limit_lr_factor(arm, task.batch / task.spec.train.reference_batch)
     control = self_tuning.find_control_branch(tuning.branches)
     branch_epochs = max((branch.epochs for branch in tuning.branches), default=0.0)
     limit = control.loss if control is not None else None
@@ -345,9 +345,9 @@ def _load_record(context: BranchContext, run: RunDir, position: Position, arms: 
 
 def _count_samples_of_beginning(context: BranchContext) -> int:
     """Return the number of samples of the training from which all branches start."""
-    control = Choice(Arm(name=self_tuning.CONTROL_ARM), 0.0).task(context.task, size=context.size)
+    control = Choice(Arm(name=self_tuning.CONTROL_ARM), 0.0).make_task(context.task, size=context.size)
     sizes = compute_batch_sizes(control, batch=control.batch, world=context.ranks.world, dataset_size=context.size)
-    steps = sizes.ramp.remaining_steps(size=context.size, epochs=BRANCHING_EPOCH)
+    steps = sizes.ramp.count_remaining_steps(size=context.size, epochs=BRANCHING_EPOCH)
     return sum(batch * count for batch, count in steps.items())
 
 
@@ -429,7 +429,7 @@ def _choose(task: TrainTask, context: TrainContext) -> Choice:
     if (choice := load_choice(task, run, ranks)) is not None:
         return choice
     split = hold_out_samples(task.spec, datasets, batch=task.batch)
-    control = Choice(Arm(name=self_tuning.CONTROL_ARM), 0.0).task(task, size=len(datasets.train))
+    control = Choice(Arm(name=self_tuning.CONTROL_ARM), 0.0).make_task(task, size=len(datasets.train))
     branch_steps = self_tuning.plan_tuning(task.spec, batch=task.batch, dataset_size=len(datasets.train)).steps
     Training(control, context, until=BRANCHING_EPOCH, ahead=branch_steps).train()
     with MetricsFile(
@@ -447,7 +447,7 @@ class ArmTraining(Training):
     """A training that continues with the chosen arm, and gives way to the next arm if this one breaks down."""
 
     def __init__(self, choice: Choice, task: TrainTask, context: TrainContext) -> None:
-        super().__init__(choice.task(task, size=len(context.datasets.train)), context)
+        super().__init__(choice.make_task(task, size=len(context.datasets.train)), context)
         self.choice, self.keep = choice, (choice.start,)
         self.trainer.lr_factor = choice.lr_factor
         self.behind = 0  # epochs in a row that ended where the choice should not have led

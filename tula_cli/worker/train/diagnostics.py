@@ -109,7 +109,7 @@ class Diagnostics:
         elif factors.n_refresh != self.refreshes_seen:
             self.factor, self.refreshes_seen = factors.mean, factors.n_refresh
 
-    def take_rows(self) -> list[StepRow]:
+    def pop_rows(self) -> list[StepRow]:
         """Return the rows of the steps since the last call; waits for the device."""
         self._read_waiting()
         rows, self.rows = self.rows, []

@@ -60,7 +60,9 @@ class DivergenceDetector:
             return
         trainer, steps = self.trainer, self.losses[self.judged :]
         size, epochs = len(trainer.datasets.train), trainer.spec.train.epochs
-        longest = compute_max_spike_steps(sum(trainer.sizes.ramp.remaining_steps(size=size, epochs=epochs).values()))
+        longest = compute_max_spike_steps(
+            sum(trainer.sizes.ramp.count_remaining_steps(size=size, epochs=epochs).values())
+        )
         for (at, batch, _), loss in zip(steps, _list_loss_values(steps), strict=True):
             trainer.losses.add(loss, samples=at.samples, lr_factor=compute_lr_scale(trainer.spec, batch))
             if trainer.losses.above >= longest:

@@ -36,7 +36,7 @@ def evaluate_checkpoint(task: EvaluateTask, run: RunDir, ranks: Ranks, datasets:
         return
     samples = build_test_dataset(task.spec, datasets)
     trainer = worker_train_loop.build_trainer(
-        task.model_copy(update={"spec": _without_training_state(task.spec)}),
+        task.model_copy(update={"spec": _remove_training_state(task.spec)}),
         ranks,
         dataclasses.replace(datasets, eval=samples),
         batch=task.local_batch * ranks.world,
@@ -61,7 +61,7 @@ def evaluate_checkpoint(task: EvaluateTask, run: RunDir, ranks: Ranks, datasets:
     )
 
 
-def _without_training_state(spec: JobSpec) -> JobSpec:
+def _remove_training_state(spec: JobSpec) -> JobSpec:
     """Return a job with the same model, and a method and optimizer that hold no state, because no step is taken."""
     plain = {"method": "lbt", "lr_scaling": "auto", "accumulate": 1, "compile": False}
     train = spec.train.model_copy(update={**plain, "activation_checkpointing": False})

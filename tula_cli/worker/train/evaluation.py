@@ -17,7 +17,7 @@ from tula_cli.plugins import load
 from tula_cli.spec.sections import Train
 from tula_cli.words import compute_perplexity
 from tula_cli.worker.build.batches import find_scores, is_language_model_output, make_batch, takes_batch
-from tula_cli.worker.build.compiled import without_compilation
+from tula_cli.worker.build.compiled import disable_compilation
 from tula_cli.worker.build.construct import call_with_arguments
 from tula_cli.worker.build.data import build_eval_loader
 from tula_cli.worker.build.norms import list_batch_norms
@@ -115,9 +115,9 @@ class UserMetrics:
                     self._add_batch_value(name, shown)
             elif self._uses_own_batches(metric) or can_merge_states(metric):
                 if shown is not None:
-                    self._call_metric(name, metric.update, *shown.arguments_for(metric.update))
+                    self._call_metric(name, metric.update, *shown.get_arguments(metric.update))
             else:
-                for arguments in self._gather_batches(None if shown is None else shown.arguments_for(metric.update)):
+                for arguments in self._gather_batches(None if shown is None else shown.get_arguments(metric.update)):
                     self._call_metric(name, metric.update, *arguments)
 
     def _uses_own_batches(self, metric: Any) -> bool:
@@ -199,7 +199,7 @@ class MetricInput:
         self.outputs, self.scores, self.target = outputs, scores, target
         self.batch, self.samples = batch, samples
 
-    def arguments_for(self, update: Callable[..., Any]) -> tuple[Any, ...]:
+    def get_arguments(self, update: Callable[..., Any]) -> tuple[Any, ...]:
         """Return the arguments of a metric's update: scores and target, or outputs and batch (`takes_batch`)."""
         return (self.outputs, self.batch) if takes_batch(update) else (self.scores, self.target)
 
@@ -275,7 +275,7 @@ class Evaluator:
             dist.broadcast(buffer, src=0)
         trainer.parallel.eval()
         sums = torch.zeros(5, dtype=torch.float64, device=trainer.ranks.device)
-        common, most, batches_done = self.batch_count(trainer.ranks.world - 1), self.batch_count(0), 0
+        common, most, batches_done = self.count_batches(trainer.ranks.world - 1), self.count_batches(0), 0
         self.user_metrics.reset()
         newest: Any = None
         for index, batch in enumerate(self.loader):
@@ -310,33 +310,33 @@ class Evaluator:
             return
         if batch is None:  # fewer samples than ranks
             batch = make_batch(trainer.datasets.collate, trainer.datasets.train.first_samples(1))
-        with without_compilation(trainer.spec.train), make_autocast_context(trainer):
+        with disable_compilation(trainer.spec.train), make_autocast_context(trainer):
             trainer.call.compute_outputs(trainer.parallel.module, to_device(trainer, batch))
 
-    def _sample_count(self, rank: int) -> int:
+    def _count_samples(self, rank: int) -> int:
         """Return the number of samples of a rank."""
         return len(range(rank, len(self.trainer.datasets.eval), self.trainer.ranks.world))
 
-    def batch_count(self, rank: int) -> int:
+    def count_batches(self, rank: int) -> int:
         """Return the number of batches of a rank: the first ranks may have one more than the last."""
-        return math.ceil(self._sample_count(rank) / self.trainer.largest_micro_batch)
+        return math.ceil(self._count_samples(rank) / self.trainer.largest_micro_batch)
 
     def _get_batch_size(self, index: int) -> int:
         """Return the number of samples in this rank's batch number `index`; the last batch may have fewer."""
         size = self.trainer.largest_micro_batch
-        return min(size, self._sample_count(self.trainer.ranks.rank) - index * size)
+        return min(size, self._count_samples(self.trainer.ranks.rank) - index * size)
 
     def _score_batch(self, batch: Any, count: int) -> torch.Tensor:
         """Return sums over a batch of `count` samples: loss, top-1 hits, top-5 hits, samples, samples of language."""
         trainer = self.trainer
         odd = count != trainer.largest_micro_batch  # the last batch, which is not worth a compilation
         with (
-            without_compilation(trainer.spec.train) if odd else contextlib.nullcontext(),
+            disable_compilation(trainer.spec.train) if odd else contextlib.nullcontext(),
             make_autocast_context(trainer),
         ):
             outputs = trainer.call.compute_outputs(trainer.parallel.module, batch)
-            loss = trainer.call.loss_from_outputs(outputs, batch)
-        guesses, targets = find_scores(outputs), trainer.call.target_of(batch)
+            loss = trainer.call.compute_loss_from_outputs(outputs, batch)
+        guesses, targets = find_scores(outputs), trainer.call.get_target(batch)
         self.user_metrics.update(MetricInput(outputs, scores=guesses, target=targets, batch=batch, samples=count))
         if not _is_classification(guesses, targets):
             hits1 = hits5 = torch.tensor(float("nan"))
@@ -405,7 +405,7 @@ def recompute_batch_norm_statistics(trainer: Trainer, *, batches: int, between: 
     try:
         with contextlib.closing(worker_train_loop.list_upcoming_micro_batches(trainer)) as stream:
             for batch in itertools.islice(stream, batches):
-                with without_compilation(trainer.spec.train), make_autocast_context(trainer):
+                with disable_compilation(trainer.spec.train), make_autocast_context(trainer):
                     trainer.call.compute_outputs(trainer.parallel.module, batch)
                 between()
     finally:

@@ -16,7 +16,7 @@ import torch
 from tula_cli.models.efficiency import Pair, estimate_noise_scale, summarise
 from tula_cli.optim import sharding
 from tula_cli.optim.ags import restore_buffers
-from tula_cli.worker.build.compiled import without_compilation
+from tula_cli.worker.build.compiled import disable_compilation
 from tula_cli.worker.build.data import count_remaining_steps
 from tula_cli.worker.parallel.sharding import Sharded
 from tula_cli.worker.seeding import compute_stable_seed, seed_torch
@@ -104,7 +104,7 @@ def compute_gradient(trainer: Trainer, batch: Any) -> Gradient:
     batches."""
 
     def loss() -> torch.Tensor:
-        with without_compilation(trainer.spec.train), worker_train_loop.make_autocast_context(trainer):
+        with disable_compilation(trainer.spec.train), worker_train_loop.make_autocast_context(trainer):
             return trainer.call.compute_loss(trainer.parallel.module, batch)
 
     if isinstance(trainer.parallel, Sharded):

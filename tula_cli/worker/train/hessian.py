@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from tula_cli.errors import SpecError
 from tula_cli.optim.ags import restore_buffers
 from tula_cli.worker.build.batches import ModelCall
-from tula_cli.worker.build.compiled import without_compilation
+from tula_cli.worker.build.compiled import disable_compilation
 from tula_cli.worker.build.data import StreamedDataset, build_fixed_loader, make_epoch_permutation
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import compute_stable_seed, seed_torch
@@ -108,19 +108,19 @@ def measure_curvature(trainer: Trainer, *, samples: int, between: Callable[[], N
         SpecError: a layer has no second derivative.
     """
     began = time.monotonic()
-    with _restore_afterwards(trainer.parallel.module), _use_plain_attention(), without_compilation(trainer.spec.train):
+    with _restore_afterwards(trainer.parallel.module), _use_plain_attention(), disable_compilation(trainer.spec.train):
         batches = _load_batches(trainer, samples)
         surface = LossSurface(
             trainer.parallel.module, trainer.call, batches, trainer.ranks, seed=trainer.spec.train.seed
         )
-        loss, gradient = surface.gradient()
+        loss, gradient = surface.compute_gradient()
 
         def product(vector: Tensor) -> Tensor:
-            result = surface.product(vector)
+            result = surface.multiply_hessian(vector)
             between()
             return result
 
-        extremes = run_lanczos(product, surface.direction())
+        extremes = run_lanczos(product, surface.make_direction())
     return Curvature(
         eigenvalue=extremes.largest,
         smoothness=extremes.magnitude,
@@ -227,13 +227,13 @@ class LossSurface:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.samples = round(ranks.sum([float(sum(count for count, _ in batches))])[0])
 
-    def direction(self) -> Tensor:
+    def make_direction(self) -> Tensor:
         """Return a seeded random start vector, the same on every rank."""
         generator = torch.Generator().manual_seed(compute_stable_seed(self.seed, _STREAM))
         size = sum(p.numel() for p in self.parameters)
         return torch.randn(size, generator=generator, dtype=self._dtype).to(self.ranks.device)
 
-    def gradient(self) -> tuple[float, Tensor]:
+    def compute_gradient(self) -> tuple[float, Tensor]:
         """Return the mean loss and its gradient."""
         total, loss = self._make_zeros(), 0.0
         for weight, value in self._compute_losses():
@@ -241,7 +241,7 @@ class LossSurface:
             loss += weight * float(value.detach())
         return self.ranks.sum([loss])[0], self._sum_over_ranks(total)
 
-    def product(self, vector: Tensor) -> Tensor:
+    def multiply_hessian(self, vector: Tensor) -> Tensor:
         """Return the Hessian times a vector.
 
         Raises:

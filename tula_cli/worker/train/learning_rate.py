@@ -58,7 +58,7 @@ def _load_user_schedule(name: str, epochs: int) -> Callable[[float], float]:
         else functools.partial(target, **arguments)
     )
 
-    def factor(epoch: float) -> float:
+    def compute_factor(epoch: float) -> float:
         try:
             value = float(schedule(epoch))
         except Exception as error:  # whatever the user's code raises
@@ -70,4 +70,4 @@ def _load_user_schedule(name: str, epochs: int) -> Callable[[float], float]:
             )
         return value
 
-    return factor
+    return compute_factor

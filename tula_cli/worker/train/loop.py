@@ -21,7 +21,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Workers
 from tula_cli.worker.build import zoo
 from tula_cli.worker.build.batches import BatchSizes, LossFunction, ModelCall, slice_batch
-from tula_cli.worker.build.compiled import compile_model, without_compilation
+from tula_cli.worker.build.compiled import compile_model, disable_compilation
 from tula_cli.worker.build.data import Datasets, MicroBatchSampler, Position, build_train_loader
 from tula_cli.worker.build.finetune import make_parameter_groups
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
@@ -92,7 +92,7 @@ class Trainer:
     @property
     def batch(self) -> int:
         """The global batch of the coming step."""
-        return self.sizes.ramp.batch_at(self.samples_passed)
+        return self.sizes.ramp.find_batch(self.samples_passed)
 
     @property
     def splits(self) -> int:
@@ -182,13 +182,13 @@ def build_trainer(
         datasets=datasets,
         parallel=parallel,
         base=base,
-        optimizer=method.wrap(base, parallel, Configuration(spec, sizes.ramp.batch_at(0), ranks.world, refresh)),
+        optimizer=method.wrap(base, parallel, Configuration(spec, sizes.ramp.find_batch(0), ranks.world, refresh)),
         method=method,
         scaler=torch.amp.GradScaler(ranks.device.type, enabled=spec.train.precision == "fp16"),
         loss=loss,
         call=call,
         sizes=sizes,
-        workers=spec.train.loaders(ranks.cores()) if workers == "auto" else workers,
+        workers=spec.train.count_loaders(ranks.cores()) if workers == "auto" else workers,
         clock=Clock(ranks.device),
         lr_ratios=zoo.compute_lr_ratios(base, spec.optimizer.lr),
         beta2s_at={batch: zoo.compute_beta2_by_group(base, spec, batch) for batch in sizes.splits},
@@ -214,7 +214,7 @@ def run_steps(trainer: Trainer) -> Generator[Step, None, None]:
     stream = load_micro_batches(trainer, epochs)
     trainer.parallel.train()
     while (position := trainer.position).epoch < epochs:
-        stages = list(trainer.sizes.ramp.steps_of_epoch(position.epoch, samples_done=position.done, size=size))
+        stages = list(trainer.sizes.ramp.list_epoch_steps(position.epoch, samples_done=position.done, size=size))
         remaining = sum(count for _, count in stages)
         for _, count in stages:
             if trainer.ags and trainer.refresh_each_epoch:
@@ -326,7 +326,7 @@ def _refresh_method(trainer: Trainer) -> bool:
         small = slice_batch(
             trainer.last_batch, samples=samples, stop=count, from_user=trainer.datasets.collate is not None
         )
-        with nullcontext() if each_step else without_compilation(trainer.spec.train), make_autocast_context(trainer):
+        with nullcontext() if each_step else disable_compilation(trainer.spec.train), make_autocast_context(trainer):
             return trainer.call.compute_loss(trainer.parallel.module, small)
 
     return trainer.method.refresh(trainer, small_loss)

@@ -87,11 +87,11 @@ class StepFile:
         """Join neighbouring rows, except those on both sides of a checkpoint: a training may resume from it."""
         marks = sorted(int(path.stem) for path in self.training.list_checkpoints())
 
-        def apart(first: int, after: int) -> bool:
+        def are_apart(first: int, after: int) -> bool:
             return any(first <= mark < after for mark in marks)
 
         self.width *= 2
-        self._rewrite(join_neighbours(self.training.read_step_rows(), most=self.width, must_stay_apart=apart))
+        self._rewrite(join_neighbours(self.training.read_step_rows(), most=self.width, must_stay_apart=are_apart))
 
     def _rewrite(self, rows: Sequence[StepRow]) -> None:
         write_atomic(self.training.steps_path, format_rows(rows))

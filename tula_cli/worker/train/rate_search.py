@@ -13,7 +13,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import RateBranch, RateSearch
 from tula_cli.run.records.tasks import RateSearchTask, Rung, TrainTask
 from tula_cli.spec.ags import Arm
-from tula_cli.spec.job import JobSpec, get_default_beta1, with_beta1
+from tula_cli.spec.job import JobSpec, get_default_beta1, set_beta1
 from tula_cli.worker.build.data import Datasets
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import auto_tune, gradient_noise
@@ -85,7 +85,7 @@ def _make_task(task: RateSearchTask, plan: SearchPlan, size: int, spec: JobSpec,
     warmup = min(spec.schedule.warmup_epochs or 0.0, plan.start / size)
     schedule = spec.schedule.model_copy(update={"warmup_epochs": warmup})
     beta1 = get_default_beta1(spec, batch)
-    optimizer = spec.optimizer if beta1 is None else with_beta1(spec.optimizer, beta1)
+    optimizer = spec.optimizer if beta1 is None else set_beta1(spec.optimizer, beta1)
     return TrainTask(
         **task.model_dump(include={"id", "job", "workdir", "nodes", "code"}),
         spec=spec.model_copy(update={"schedule": schedule, "optimizer": optimizer}),

@@ -48,7 +48,7 @@ class SynchronisationTimer:
     def _record_ready_gradient(self, _: torch.Tensor) -> None:
         self.last = self.clock.mark()
 
-    def reduced(self) -> None:
+    def record_reduction(self) -> None:
         """Record the end of the reduction, to be called when backward has returned.
 
         On the CPU the reduction is then over; on a GPU the stream waits for it.
@@ -99,7 +99,7 @@ class StepWatch:
         self.watching = self.can_separate_parts and trainer.ranks.world > 1 and not trainer.local_sgd
         if self.watching:
             self.spy.__enter__()
-            trainer.on_backward = self.spy.reduced
+            trainer.on_backward = self.spy.record_reduction
 
     def _stop_sampling(self) -> None:
         """Remove the hooks of the synchronisation timer."""

@@ -328,7 +328,7 @@ class Training:
         if is_best := self.first and early_stopping.is_better(
             result.values, self.best, self.task.spec.train.best_checkpoint
         ):
-            self._remember_best(result)
+            self._store_best(result)
         self._decide_to_stop(result)
         if self.first:
             lr = step.lr if step else self.trainer.lr
@@ -350,7 +350,7 @@ class Training:
             why = early_stopping.describe_stop(result.values, self.best, train, epoch=epoch)
         self.ended = self.trainer.ranks.gather(why)[0]
 
-    def _remember_best(self, result: Evaluation) -> None:
+    def _store_best(self, result: Evaluation) -> None:
         """Store an evaluation as the best so far."""
         self.best = early_stopping.remember_best(
             result.values, self.task.spec.train.best_checkpoint, epoch=self.trainer.position.epoch
@@ -413,7 +413,7 @@ class Training:
         if self.first:
             self.log.warn_of_evaluation(result)
             if not self.best:
-                self._remember_best(result)
+                self._store_best(result)
         if self.takes_part_in_saving:
             self._save(is_best=False)
         if self.first:

@@ -116,7 +116,7 @@ class TrainingLog:
     def begin_stage(self) -> None:
         """Write the row of a new stage, which starts with the coming step; its steps are judged separately."""
         trainer, stages = self.trainer, self.trainer.sizes.ramp.stages
-        self.batch, stage_number = trainer.batch, trainer.sizes.ramp.stage_at(trainer.samples_passed)
+        self.batch, stage_number = trainer.batch, trainer.sizes.ramp.find_stage(trainer.samples_passed)
         self.step_times, self.changed = [], False
         self.window.clear()
         self.drift = StepTimeDrift(self.expected)
@@ -187,7 +187,7 @@ class TrainingLog:
     def keep_steps(self, *, close: bool) -> None:
         """Write the recorded values of each step; with `close`, before a checkpoint, all of them."""
         if self.diagnostics:
-            self.metrics.steps.add(self.diagnostics.take_rows(), close=close)
+            self.metrics.steps.add(self.diagnostics.pop_rows(), close=close)
 
     def _print_steps(self, loss: float, step_time: float, remaining: float) -> None:
         trainer, of = self.trainer, self.task.spec.train.epochs_at_most
@@ -211,7 +211,7 @@ class TrainingLog:
 
     def _compute_token_rates(self, step_time: float) -> dict[str, float | None]:
         """Return the tokens per second over all GPUs and the share of padding; None if batches are not text."""
-        means = self.tokens.means_per_sample()
+        means = self.tokens.compute_means_per_sample()
         if means is None or not step_time:
             return {"tokens_per_second": None, "padding": None}
         length, real = means
@@ -220,13 +220,15 @@ class TrainingLog:
     def _estimate_remaining_seconds(self, step_time: float, overhead: float) -> float:
         trainer, position = self.trainer, self.trainer.position
         size, epochs = len(trainer.datasets.train), self.task.spec.train.epochs_at_most
-        remaining_steps = trainer.sizes.ramp.remaining_steps(
+        remaining_steps = trainer.sizes.ramp.count_remaining_steps(
             size=size, epochs=epochs, epoch=position.epoch, samples_done=position.done
         )
-        stepping = sum(steps * step_time * self._step_time_ratio(batch) for batch, steps in remaining_steps.items())
+        stepping = sum(
+            steps * step_time * self._predict_step_time_ratio(batch) for batch, steps in remaining_steps.items()
+        )
         return stepping + step_time * self.ahead + overhead * max(0, epochs - position.epoch - 1)
 
-    def _step_time_ratio(self, batch: int) -> float:
+    def _predict_step_time_ratio(self, batch: int) -> float:
         """Return the predicted ratio of the step time at a batch to that at the current one, else the batches'
         ratio."""
         expected_now = self.expected
@@ -360,7 +362,7 @@ class TrainingLog:
         prediction = self.expected
         if prediction is None:
             return None
-        min_steps = max(len(self.step_times), self.task.spec.search.timed_steps(prediction.step_time))
+        min_steps = max(len(self.step_times), self.task.spec.search.estimate_timed_steps(prediction.step_time))
         while len(self.window) > min_steps:
             self.window.popleft()
         return compute_trimmed_mean(list(self.window)) if len(self.window) == min_steps else None

@@ -105,7 +105,7 @@ def test_following_a_step_does_not_wait_for_the_device(method: dict[str, Any], a
             result.record_step(subject, done[-1])
         assert not seen.waits
         with watched() as seen:
-            result.take_rows()
+            result.pop_rows()
         assert seen.waits  # there they are read
 
 

@@ -125,7 +125,7 @@ def require_positive(**given: object) -> None:
     for name, value in given.items():
         require_whole_number(**{name: value})
         if isinstance(value, Integral) and value < 1:
-            raise SpecError(f"{name} {value}: must be 1 or more")
+            raise SpecError(f"{name} {value}: must be at least 1")
 
 
 def require_whole_number(**given: object) -> None:
@@ -139,7 +139,7 @@ def require_whole_number(**given: object) -> None:
     """
     for name, value in given.items():
         if value is not None and (not isinstance(value, Integral) or isinstance(value, bool)):
-            raise SpecError(f"{name} {value!r}: must be a whole number")
+            raise SpecError(f"{name} {value!r}: must be an integer")
 
 
 def require_number(**given: object) -> None:

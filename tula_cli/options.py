@@ -54,7 +54,7 @@ class Option:
             if not isinstance(number, int | float) or isinstance(number, bool):
                 continue
             if self.minimum is not None and not number >= self.minimum:
-                raise SpecError(f"{label} {max(number, -MAX_COUNT):.12g}: must be {self.minimum:g} or more")
+                raise SpecError(f"{label} {max(number, -MAX_COUNT):.12g}: must be at least {self.minimum:g}")
             maximum = MAX_COUNT if self.maximum is None and isinstance(number, int) else self.maximum
             if maximum is not None and not number <= maximum:
                 raise SpecError(f"{label}: must be at most {maximum}")
@@ -238,7 +238,7 @@ def parse_nodes(text: str) -> int | NodeRange:
         raise SpecError(f"--nodes {text}: expected a number of nodes or a range", "for example 4, 2-8, 2-, -8 or auto")
     least, most = (int(bound) if bound else None for bound in match.groups()[1:])
     if "0" in {bound.lstrip("0") or "0" for bound in match.groups() if bound} or match[0] == "-1":
-        raise SpecError(f"--nodes {text}: must be 1 or more", "for example 4, 2-8, 2-, -8 or auto")
+        raise SpecError(f"--nodes {text}: must be at least 1", "for example 4, 2-8, 2-, -8 or auto")
     if least is not None and most is not None and least > most:
         raise SpecError(f"--nodes {text}: the range is empty", f"--nodes {most}-{least}")
     return int(match[1]) if match[1] else NodeRange(least, most)
@@ -326,7 +326,7 @@ def split_methods(text: str) -> tuple[str, ...]:
     """
     rows = tuple(row.strip() for row in split_outside_brackets(text, ",") if row.strip())
     if not rows:
-        raise SpecError(f"--methods {text!r}: expected methods separated by commas", "for example --methods lbt,ags")
+        raise SpecError(f"--methods {text!r}: must be methods separated by commas", "for example --methods lbt,ags")
     return rows
 
 
@@ -336,7 +336,7 @@ def _split_batches(text: str) -> tuple[int, ...]:
     except ValueError:
         batches = ()
     if not batches:
-        raise SpecError(f"--batch {text!r}: expected whole numbers separated by commas", "for example --batch 512,1024")
+        raise SpecError(f"--batch {text!r}: must be integers separated by commas", "for example --batch 512,1024")
     return batches
 
 

@@ -251,9 +251,9 @@ def shorten_pair(before: str, after: str, longest: int) -> tuple[str, str]:
 _EXPECTED_VALUES: Mapping[str, str] = {
     "Value error, ": "",
     "Input should be": "must be",
-    "a valid integer, unable to parse string as an integer": "a whole number",
-    "a valid integer, got a number with a fractional part": "a whole number",
-    "a valid integer": "a whole number",
+    "a valid integer, unable to parse string as an integer": "an integer",
+    "a valid integer, got a number with a fractional part": "an integer",
+    "a valid integer": "an integer",
     "a valid number, unable to parse string as a number": "a number",
     "a valid number": "a number",
     "a valid boolean, unable to interpret input": "true or false",

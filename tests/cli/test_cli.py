@@ -318,7 +318,7 @@ def test_a_run_is_found_by_flag_variable_and_name(cluster, monkeypatch):
         shown = tula("status", *named)
         assert (
             shown.err
-            == f"run {make_relative_path(first.path)}; --set name=first of an earlier command still applies (name the job file to omit it)\n"
+            == f"run {make_relative_path(first.path)}; --set name=first of an earlier command still applies (name the job file to use its values)\n"
         )
         assert tula("status", *named, "--json").json["overrides"] == ["name=first"]
     assert "did you mean first" in tula("logs", first.id.replace("first", "frst")).err
@@ -532,7 +532,7 @@ def test_the_removed_objective_of_recommend_names_its_replacement(cluster):
 @pytest.mark.parametrize(
     ("option", "replacement"),
     [
-        (("--what-if", "compute=2.1x"), "run tula profile on that hardware"),
+        (("--what-if", "compute=2.1x"), "run tula profile and tula recommend on that hardware"),
         (("--with-run", "tula-runs/other"), "set search.gpus_per_node in the job"),
         (("--validate",), "tula recommend --explain shows the fit"),
     ],
@@ -873,7 +873,7 @@ def test_list(cluster):
 @pytest.mark.parametrize(
     ("words", "replacement"),
     [
-        (("list", "--accuracy"), "tula status and tula report show the trainings of a run"),
+        (("list", "--accuracy"), "show predicted and actual values of the trainings of a run"),
         (("profile", "job.yaml", "--progress"), "a training with train.diagnostics=[gradient_noise] measures it"),
     ],
 )
@@ -1038,7 +1038,7 @@ def test_init_asks_on_a_terminal_what_the_command_does_not_tell(monkeypatch):
     monkeypatch.setattr("sys.stdin", answers)
     answer = tula("init", "-o", "new.yaml", "--from-command", line)
     assert answer.code == 0, answer.err
-    assert "'many' is not a whole number from 1 on" in answer.err
+    assert "'many' is not an integer of at least 1" in answer.err
     assert "is this the batch of one process, or of all 4? [one/all]" in answer.err
     assert "understood: 4 processes per node: global batch 64; 30 epochs; learning rate 0.1" in answer.out
     monkeypatch.setattr("sys.stdin", type("Gone", (io.StringIO,), {"isatty": lambda _: True})(""))
@@ -1099,7 +1099,7 @@ def test_check_estimates_the_memory(cluster):
     assert data["largest_local_batch"] == 30
     refused = tula("check", "job.yaml", "--memory", "much")
     assert refused.code == 2
-    assert "--memory: 'much' is not a size" in refused.err
+    assert "--memory: must be a size such as 16GiB or 800MB, got 'much'" in refused.err
     for other in ("--offline", "--show-origin", "--on-cluster", "--rehearse"):
         refused = tula("check", "job.yaml", "--memory", "1GiB", other)
         assert refused.code == 2 and "Traceback" not in refused.err, refused.err
@@ -1349,7 +1349,7 @@ def test_a_usage_error_shows_what_to_type(here):
     observed = tula("observe", "python", "train.py", "--batch-size", "64")
     assert observed.code == 2 and "HINT: put -- before the command: tula observe -- python" in observed.err
     assert "HINT: tula diff [OPTIONS] RUN_A RUN_B" in tula("diff", "a").err
-    assert "--nodes -1: must be 1 or more" in tula("train", "--nodes", "-1").err
+    assert "--nodes -1: must be at least 1" in tula("train", "--nodes", "-1").err
 
 
 def test_init_writes_into_no_missing_folder(here):

@@ -360,14 +360,14 @@ def test_names_are_those_of_the_table_or_import_strings() -> None:
     assert make.spec(cluster={"kind": "slurm"}).cluster.kind == "slurm"
     with pytest.raises(SpecError) as error:
         make.spec(cluster={"kind": "slrum"})
-    assert "unknown scheduler 'slrum': did you mean slurm?" in str(error.value.problems[0])
+    assert "unknown scheduler 'slrum'; did you mean slurm?" in str(error.value.problems[0])
     with pytest.raises(SpecError) as error:
         make.spec(cluster={"kind": OWN, "slurm": {}})
-    assert "section slurm has no effect with kind 'tiny_queue:TinyQueue'" in str(error.value.problems[0])
+    assert "cluster.slurm: has no effect with cluster.kind: tiny_queue:TinyQueue" in str(error.value.problems[0])
     for settings, problem in (
-        ({"options": {"home": "x"}}, "options has no effect with kind 'local'"),
-        ({"minutes": 3, "setup": []}, "minutes, setup have no effect with kind 'local'"),
-        ({"kind": OWN, "setup": "lines.sh"}, "only with kind: slurm can it name a file"),
+        ({"options": {"home": "x"}}, "cluster.options: has no effect with cluster.kind: local"),
+        ({"minutes": 3, "setup": []}, "minutes, setup have no effect with cluster.kind: local"),
+        ({"kind": OWN, "setup": "lines.sh"}, "the path of a file is only valid with cluster.kind: slurm"),
     ):
         with pytest.raises(SpecError) as error:
             make.spec(cluster={"kind": "local", **settings})

@@ -92,7 +92,9 @@ def test_settings_that_arms_have_no_more_are_refused_with_what_to_do(setting: di
     with pytest.raises(SpecError) as caught:
         job(auto={"arms": [{"name": "late", "method": "ramp", **setting}]})
     (problem,) = caught.value.problems
-    assert problem.path == f"auto.arms[0].{next(iter(setting))}" and problem.message == "this key was removed"
+    assert (
+        problem.path == f"auto.arms[0].{next(iter(setting))}" and problem.message == "this key was removed: delete it"
+    )
     assert problem.hint
 
 
@@ -297,7 +299,7 @@ def test_the_predicted_time_has_the_branches_in_it() -> None:
 @pytest.mark.parametrize(
     ("auto", "words"),
     [
-        ({"arms": [{"name": "a"}, {"name": "a", "lr_factor": 2}]}, "distinct names"),
+        ({"arms": [{"name": "a"}, {"name": "a", "lr_factor": 2}]}, "a different name"),
         ({"arms": [{"name": "lbt", "lr_factor": 2}]}, "the large batch without other changes"),
         ({"branch_epochs": 0}, "branch_epochs"),
     ],
@@ -311,13 +313,13 @@ def test_what_cannot_be_meant_is_refused(auto: dict[str, Any], words: str) -> No
 def test_a_training_that_ends_before_its_branches_is_refused() -> None:
     with pytest.raises(SpecError) as caught:
         job(train={"epochs": 1})
-    assert "so nothing would be trained" in caught.value.problems[0].message
+    assert "set train.epochs to 2 or more" in caught.value.problems[0].message
 
 
 def test_arms_scale_the_learning_rate_alone() -> None:
     with pytest.raises(SpecError) as caught:
         job(train={"lr_scaling": "linear"})
-    assert "whose branches set their own scaling of the learning rate" in caught.value.problems[0].message
+    assert "which tries several learning rates itself" in caught.value.problems[0].message
 
 
 def test_the_signature_depends_on_the_arms_only_with_method_auto() -> None:

@@ -752,7 +752,7 @@ def test_wrong_settings_are_named(kind: type, wrong: dict[str, Any]) -> None:
 def test_a_wrong_kind_is_named_with_what_is_wanted() -> None:
     with pytest.raises(ValueError, match=r"^delta must be a number, got '0\.5'$"):
         Gate("0.5")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"whole number of steps of at least 1, got 2\.5$"):
+    with pytest.raises(ValueError, match=r"an integer of at least 1 \(steps\), got 2\.5$"):
         SmallBatch(refresh=2.5)  # type: ignore[arg-type]
 
 

@@ -276,9 +276,9 @@ def test_a_diverged_seed_has_no_loss_to_compare(run: RunDir) -> None:
     [
         ({"methods": ("lbz",)}, "did you mean lb"),
         ({"batches": ()}, "batch: none given"),
-        ({"batches": (128, 0)}, "batch 0: must be 1 or more"),
-        ({"seeds": 0}, "seeds 0: must be 1 or more"),
-        ({"nodes": 0}, "nodes 0: must be 1 or more"),
+        ({"batches": (128, 0)}, "batch 0: must be at least 1"),
+        ({"seeds": 0}, "seeds 0: must be at least 1"),
+        ({"nodes": 0}, "nodes 0: must be at least 1"),
     ],
 )
 def test_a_grid_of_nonsense_is_refused(changes: dict, words: str) -> None:

@@ -22,7 +22,7 @@ def test_trackers_change_neither_measurements_nor_weights_and_stand_where_they_a
     [
         ({"to": "tensorbord"}, "did you mean tensorboard"),
         ({"to": "mlflow", "uri": "https://me:secret@host"}, "must not contain a user name or password"),
-        ({"to": "mlflow", "every": 0.5}, "30 seconds; tula export --every"),
+        ({"to": "mlflow", "every": 0.5}, "30 seconds; tula export --follow --every"),
         ({"to": "mlflow", "when": "always"}, "when"),
     ],
 )

@@ -61,10 +61,10 @@ def test_a_problem_of_a_site_file_or_variable_names_it(tmp_path: Path) -> None:
         )  # fmt: skip
     problems = {problem.path: problem.message for problem in caught.value.problems}
     assert problems == {
-        "cluster.slurm.reservation": f"this key was removed; it is set by {site}",
-        "export[0].by": f"this key was removed; it is set by {site}",
-        "search.packing": "this key was removed",
-        "train.tf32": f"this key was removed; it is set by {ENV_PREFIX}TRAIN__TF32",
+        "cluster.slurm.reservation": f"this key was removed: delete it; it is set by {site}",
+        "export[0].by": f"this key was removed: delete it; it is set by {site}",
+        "search.packing": "this key was removed: delete it",
+        "train.tf32": f"this key was removed: delete it; it is set by {ENV_PREFIX}TRAIN__TF32",
         "serch": f"no such key; it is set by {ENV_PREFIX}SERCH__NODES",
         "trian": "no such key",
     }
@@ -128,7 +128,7 @@ def test_both_names_of_a_key_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         loaded(tmp_path, text)
     assert [str(problem) for problem in caught.value.problems] == [
-        "train.oom: this key was removed (it is now train.oom_policy, which is also set)"
+        "train.oom: this key was removed: delete it (its new name train.oom_policy is also set)"
     ]
 
 
@@ -158,7 +158,7 @@ def test_old_keys_of_a_node_type_with_a_dot_in_its_name_have_advice() -> None:
     types = {"a.b": {"search": {"packing": "single"}}}
     with pytest.raises(SpecError) as caught:
         load_job({**CONTENT, "train": {"epochs": 3}, "node_types": types})
-    assert "each number of nodes is measured in a separate job" in str(caught.value.problems)
+    assert "tula measures each number of nodes in a separate job" in str(caught.value.problems)
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,11 @@ def test_costs_are_in_units_unless_they_have_a_price(pricing, price, currency):
 @pytest.mark.parametrize(
     ("pricing", "words"),
     [
-        ({"kind": "billing", "currency": "EUR"}, "currency EUR needs a price per billing-hour"),
+        ({"kind": "billing", "currency": "EUR"}, "EUR needs pricing.price, the price of a billing-hour"),
         ({"kind": "gpu_hour"}, "pricing.price: is required"),
         (
             {"price": 1.0, "slurm_billing": {"node": 5}},
-            "slurm_billing is only valid with kind: billing, but kind is node_hour",
+            "is only valid with pricing.kind: billing, got pricing.kind: node_hour",
         ),
         ({"kind": "billing", "qos_factors": {"a": 2}}, "pricing.qos_factors: this key was removed"),
         ({"kind": "billing", "partition_factors": {"a": 2}}, "pricing.partition_factors: this key was removed"),

@@ -117,16 +117,16 @@ def test_what_is_quoted_is_not_for_a_shell(end: str) -> None:
         ({"command": COMMAND + " $ARGS"}, "'$ARGS' needs a shell"),
         ({"command": COMMAND + ' --data="$DATA/x"'}, "needs a shell"),
         ({"command": COMMAND + "; date"}, "needs a shell"),
-        ({"command": COMMAND + " --resume {checkpoint}"}, "belongs in resume.args"),
+        ({"command": COMMAND + " --resume {checkpoint}"}, "to script.resume.args"),
         ({"command": COMMAND + " --gpu {local_rank}", "launch": "node"}, "differs between the processes of a node"),
-        ({"command": "train.py -b {local_batch}"}, "reference.lr has no effect"),
-        ({"reference": {"batch": 256}}, "command has {lr}, but reference.lr is not set"),
-        ({"command": COMMAND + " --epochs {epochs}", "length": {"steps": 9}}, "but length.epochs is not set"),
+        ({"command": "train.py -b {local_batch}"}, "reference.lr: has no effect"),
+        ({"reference": {"batch": 256}}, "command: has {lr}, but script.reference.lr is not set"),
+        ({"command": COMMAND + " --epochs {epochs}", "length": {"steps": 9}}, "but script.length.epochs is not set"),
         ({"length": {}}, "got none"),
         ({"length": {"epochs": 1, "steps": 2}}, "got epochs and steps"),
         ({"metric": {"top1": "Acc"}}, "must have exactly one group"),
         ({"metric": {"top1": "Acc ("}}, "regular expression"),
-        ({"save": "SIGKILL"}, "not a way to request a checkpoint"),
+        ({"save": "SIGKILL"}, "or file:PATH, got 'SIGKILL'"),
         ({"save": "file:{oot}/stop"}, "did you mean {out}"),
     ],
 )
@@ -145,7 +145,7 @@ def test_a_wrong_pattern_is_one_problem() -> None:
 
 def test_a_metric_is_a_pattern_of_the_output_and_no_file() -> None:
     assert section(metric={"top1": "Acc@1 ([0-9.]+)"}).metric == {"top1": "Acc@1 ([0-9.]+)"}
-    with pytest.raises(ValidationError, match="files with JSON lines are no longer read"):
+    with pytest.raises(ValidationError, match="tula no longer reads files with JSON lines"):
         section(metric={"loss": {"jsonl": "{out}/log.jsonl", "key": "loss"}})
 
 
@@ -323,7 +323,7 @@ def test_a_job_without_a_script_is_written_as_ever() -> None:
         ({"train": {"epochs": 3}}, "train.epochs has no effect on a script"),
         (
             {"train": {"method": "polo"}},
-            "train.method polo needs tula's own loop; for a script, use ags, lbt, lrs, ortho",
+            "train.method: polo needs tula's own training loop; for a script, set train.method to one of ags, lbt, lrs, ortho",
         ),
         ({"train": {"method": "lbt"}, "ags": {"delta": 0.1}}, "section ags has no effect with train.method: lbt"),
         ({"train": {"method": "ags"}, "ags": {"presett": "paper"}}, "ags.presett"),

@@ -28,7 +28,7 @@ from tula_cli.version import __version__
 from tula_cli.words import describe_expected_value
 
 WORKFLOW = (
-    Command("init", "check", "Write a job file that runs as it is, with the keys that matter.", "tula init slurm"),
+    Command("init", "check", "Write a job file with the most important keys.", "tula init slurm"),
     Command(
         "check", "check", "Check a job file, and show what profiling it would cost.", "tula check job.yaml --on-cluster"
     ),
@@ -111,7 +111,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 REPLACED: Mapping[str, str] = {
-    "estimate": "type tula check job.yaml --memory 32GiB",
+    "estimate": "use tula check job.yaml --memory 32GiB",
     "schema": "tula init writes .tula/job.schema.json and .tula/site.schema.json beside the job file",
 }
 """Commands that were removed, and what to use instead."""
@@ -122,12 +122,12 @@ REMOVED_OPTIONS: Mapping[tuple[str, str], str] = {
     ),
     **dict.fromkeys(
         (("tula check", "--site"), ("tula check", "--run-setup")),
-        "tula check job.yaml names the site file of a wrong key; --on-cluster tries the settings in a job",
+        "tula check job.yaml names the site file that sets a wrong key; tula check job.yaml --on-cluster tests the settings in a job",
     ),
     (
         "tula recommend",
         "--validate",
-    ): "tula recommend --explain shows the fit, and tula train predicted and actual values",
+    ): "tula recommend --explain shows the fit; tula train compares predicted with actual values",
     **dict.fromkeys(
         ((f"tula {name}", "--cancel-on-interrupt") for name in ("profile", "train", "compare", "evaluate")),
         "tula cancel cancels the jobs",
@@ -135,22 +135,25 @@ REMOVED_OPTIONS: Mapping[tuple[str, str], str] = {
     (
         "tula recommend",
         "--pareto",
-    ): "the table of tula recommend marks these rows with P; results.csv has a column pareto",
+    ): "tula recommend marks the configurations of the Pareto front with P; results.csv has a column pareto",
     ("tula recommend", "--from-training"): "tula train --nodes 2-8 uses the nodes that its jobs are granted",
-    ("tula logs", "--since"): "tula logs --all shows all attempts, and -n the last lines",
+    ("tula logs", "--since"): "use tula logs --all for all attempts, or tula logs -n 50 for the last 50 lines",
     ("tula compare", "--html"): "tula report --html writes a page with the comparison",
-    ("tula recommend", "--with-run"): "set search.gpus_per_node in the job, and run tula profile",
-    ("tula recommend", "--what-if"): "run tula profile on that hardware, and tula recommend on its run",
-    ("tula list", "--accuracy"): "tula status and tula report show the trainings of a run, predicted against actual",
+    ("tula recommend", "--with-run"): "set search.gpus_per_node in the job file, and run tula profile",
+    ("tula recommend", "--what-if"): "run tula profile and tula recommend on that hardware",
+    (
+        "tula list",
+        "--accuracy",
+    ): "tula status and tula report show predicted and actual values of the trainings of a run",
     (
         "tula profile",
         "--progress",
-    ): "a training with train.diagnostics=[gradient_noise] measures it, and train.early_stopping.epochs ends it early",
+    ): "to measure the gradient noise, train with --set train.diagnostics=[gradient_noise]; train.early_stopping.epochs ends the training early",
 }
 """Options that were removed, by command, and what to use instead."""
 REMOVED_VALUES: Mapping[tuple[str, str, str], str] = {
     ("tula recommend", "--objective", "result-time"): (
-        "choose by time: the answer shows the scheduler's own estimate of the start"
+        "use --objective time; the output shows when the scheduler expects to start the job"
     ),
 }
 """Values of options that were removed, by command and option, and what to use instead."""
@@ -214,7 +217,7 @@ def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
     if hint := REPLACED.get(screen.command):
         return _report_error(screen, SpecError(f"command {screen.command} was removed", hint))
     if _has_empty_argument(screen.command, arguments):
-        hint = "set the variable of the shell that stands for it, or leave the argument out"
+        hint = "if a shell variable stands for this argument, set the variable; otherwise remove the argument"
         return _report_error(screen, SpecError("an argument is empty", hint))
     try:
         with _show_old_keys(screen):
@@ -285,7 +288,7 @@ def _describe_machine_error(error: OSError) -> TulaError | None:
     """Return the error for a file or disk that cannot be used, or a removed working directory; None for other errors."""
     if error.errno in FULL_DISK_ERRNOS:
         hint = "free some disk space, and run the same command again"
-        return DiskFull(f"cannot write {error.filename or 'the answer'}: {error.strerror}", hint)
+        return DiskFull(f"cannot write {error.filename or 'the output'}: {error.strerror}", hint)
     if isinstance(error, FileNotFoundError) and _has_lost_working_directory():
         hint = "change to an existing folder (cd) and run the same command again"
         return SpecError("the current folder was deleted", hint)
@@ -385,14 +388,14 @@ def _exit_on_broken_pipe() -> int:
     return READER_IS_GONE
 
 
-_REPORT = "this is a bug in tula; please report it with the lines above"
+_REPORT = "this is a bug in tula; please report the lines above"
 
 
 def _report_defect(screen: Screen, kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Show an unexpected error of tula or of user code with its traceback, also in the envelope."""
     screen.print_traceback(error.with_traceback(trace))
     theirs = _find_user_line(trace)
-    hint = f"raised in {theirs}, which is not part of tula" if theirs else _REPORT
+    hint = f"the error was raised in {theirs}, which is not part of tula; correct this code" if theirs else _REPORT
     _report_error(screen, TulaError(f"{kind.__name__}: {error}", hint))
 
 

@@ -60,7 +60,7 @@ def init(
     full: Annotated[bool, typer.Option("--full", help="Write all keys, with defaults and explanations.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Write a job file that runs as it is, with the keys that matter.
+    """Write a job file with the most important keys.
 
     With --from-command or --from-sbatch, the job runs your own script. If a value is missing in its command, tula
     init asks for it, or exits with an error if there is no terminal.
@@ -86,7 +86,7 @@ def init(
     from tula_cli.spec.yaml_text import parse_yaml
 
     if output == Path("-"):
-        raise SpecError("-o -: tula init cannot write to standard output", "name a file with -o")
+        raise SpecError("-o -: tula init cannot write to standard output", "name a file, for example -o job.yaml")
     if output.is_dir():
         raise SpecError(f"-o {output} is a folder", f"name a file, for example -o {output / 'job.yaml'}")
     if output.exists() and not force:
@@ -157,14 +157,13 @@ def _ask_missing(screen: Screen, make: "Callable[[dict[str, str]], FromCommand]"
         if made.complete or not asks or LENGTH_QUESTION in answers or "length" in made.recognised.script:
             return made
         answers[LENGTH_QUESTION] = (
-            screen.ask("", "how many epochs does it train? (Enter alone: add it to the file later)") or ""
+            screen.ask("", "how many epochs does the command train? (press Enter to set the number in the file later)")
+            or ""
         )
 
 
 def _write_hooks(screen: Screen, given: object, *, force: bool) -> None:
-    refuse(
-        given is not None, "--from-command", "writes a job file and --hooks a file for the script; run them separately"
-    )
+    refuse(given is not None, "--from-command", "cannot be combined with --hooks; run tula init once with each option")
     from tula_cli.assets import find_asset
     from tula_cli.run.files import MODE_FOR_ALL, write_atomic
 
@@ -239,7 +238,11 @@ def check(screen: Screen, options: CheckOptions) -> None:
     if options.on_cluster:
         _refuse_all({**foreign, "--fresh": options.fresh}, to="--on-cluster")
         return _check_on_cluster(screen, job, options)
-    refuse(options.nodes is not None, "--nodes", "needs --on-cluster; search.nodes sets the nodes of the probes")
+    refuse(
+        options.nodes is not None,
+        "--nodes",
+        "needs --on-cluster; to set the numbers of nodes of the probes, set search.nodes",
+    )
     refuse(options.timeout is not None, "--timeout", "needs --on-cluster or --rehearse")
     return _check_job(screen, job, options)
 
@@ -356,5 +359,5 @@ def _parse_memory_size(text: str) -> int:
     except ValueError as error:
         raise SpecError(f"--memory: {error}") from None
     if size <= 0:
-        raise SpecError(f"--memory: {text!r} must be greater than 0", "for example --memory 16GiB")
+        raise SpecError(f"--memory: must be a size above 0, got {text!r}", "for example --memory 16GiB")
     return size

@@ -29,13 +29,16 @@ def clean(
     root: Root = ROOT,
     older: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Clean only runs in which no file has changed for this time (12h, 30d, 8w)."),
+        typer.Option(
+            metavar="TIME",
+            help="Clean only runs in which no file has changed for at least this time, such as 12h, 30d or 8w.",
+        ),
     ] = None,
     keep: Annotated[
         Literal["best"] | None,
         typer.Option(
             metavar="best",
-            help="Keep only the best checkpoint of finished trainings, which can be evaluated, but not resumed.",
+            help="Keep only the best checkpoint of finished trainings. They can still be evaluated, but not resumed.",
         ),
     ] = None,
     compared: Annotated[
@@ -62,7 +65,7 @@ def clean(
     if named and (kept_run := next((run_space for run_space in run_spaces if run_space.kept), None)):
         kept_words = f"{kept_run.id}: {kept_run.kept}; nothing was deleted"
         raise (
-            Pending(kept_words, f"cancel its jobs with tula cancel {kept_run.id}, or do not name this run")
+            Pending(kept_words, f"cancel its jobs with tula cancel {kept_run.id}, or remove it from the command")
             if kept_run.lives
             else BadMeasurements(kept_words)
         )
@@ -70,7 +73,11 @@ def clean(
         shown = (
             show_clean.render_spaces(run_spaces, width=screen.width)
             if run_spaces
-            else ["all runs have changed since then" if older else f"there are no runs in {root}"]
+            else [
+                "no run is that old: files of all runs have changed since then"
+                if older
+                else f"there are no runs in {root}"
+            ]
         )
         return screen.answer(show_clean.clean_data(run_spaces, None), shown)
     screen.print_aside(show_clean.render_spaces(run_spaces, width=screen.width))
@@ -78,7 +85,7 @@ def clean(
         return screen.answer(show_clean.clean_data(run_spaces, None), ["nothing was deleted"])
     done = service.remove_files(run_spaces)
     for problem in done.problems:
-        screen.warn(f"could not delete all files of {problem}")
+        screen.warn(f"cannot delete all files of {problem}")
     return screen.answer(show_clean.clean_data(run_spaces, done), show_clean.describe_cleaned(done))
 
 
@@ -116,7 +123,7 @@ def _confirm_deletion(screen: Screen, *, yes: bool) -> bool:
     if not sys.stdin.isatty():
         raise SpecError(
             "nothing was deleted: confirmation is needed, but there is no terminal",
-            "add --yes, or --dry-run to see what would be deleted",
+            "add --yes to delete, or --dry-run to see what would be deleted",
         )
     return screen.confirm("delete these files?")
 

@@ -21,7 +21,8 @@ def observe(
     report: Annotated[
         bool,
         typer.Option(
-            "--report", help="Report on the newest job, on SCRIPT or on SCRIPT/JOB, without running a command."
+            "--report",
+            help="Report on observed jobs without running a command: on the newest job, on SCRIPT or on SCRIPT/JOB.",
         ),
     ] = False,
     install: Annotated[
@@ -58,7 +59,7 @@ def observe(
         screen.answer(installed, render_installation(install.absolute(), root))
     elif report:
         if len(words) > 1:
-            raise SpecError(f"--report takes one name, not {len(words)}", "tula observe --report SCRIPT")
+            raise SpecError(f"--report takes one name, got {len(words)}", "run tula observe --report SCRIPT")
         reports = service.report_observed(folder.expanduser(), words[0] if words else None)
         screen.answer({"jobs": reports}, render_observations(reports))
     elif words:
@@ -86,7 +87,7 @@ def _show_report(screen: Screen, folder: Path, job: str, code: int) -> None:
         screen.warn(f"no report: {failed}{error.message}; {error.hint}")
         reports = []
     except Exception as error:  # noqa: BLE001 - the job's exit code counts, whatever is wrong with its report
-        screen.warn(f"no report, because of a bug in tula ({error!r}); please report it")
+        screen.warn(f"no report, because of a bug in tula ({error!r}); please report this bug")
         reports = []
     if screen.as_json:
         screen.answer({"exit_code": code, "jobs": reports}, ())

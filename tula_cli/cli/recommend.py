@@ -44,8 +44,7 @@ def recommend(
         typer.Option(
             min=1,
             metavar="N",
-            help="Plan N trainings that together use at most --max-nodes nodes. For several jobs, give --run and"
-            " --trainings once per job.",
+            help="Plan N trainings that together use at most --max-nodes nodes at a time. For several jobs, give --run and --trainings once per job.",
         ),
     ] = None,
     observed: Observed = None,
@@ -116,7 +115,7 @@ def _show_campaign(
     plan = service.plan_trainings(jobs, query, trainings, overrides=overrides, save=save)
     if save:
         has_queue = jobs[0][0].spec.cluster.backend.has_queue
-        one_by_one = "" if has_queue else ", which runs one training after the other on this machine"
+        one_by_one = "" if has_queue else "; on this machine, this command runs one training after the other"
         screen.note(f"The plan is stored for tula train --seeds {plan.trainings}{one_by_one}.")
     first, last = show_recommend.render_demo_lines() if demo else ((), ())
     data = {**vars(plan), **({"demo": show_recommend.DEMO} if demo else {})}
@@ -180,7 +179,7 @@ def _open_demo_run(screen: Screen, chosen: JobOrRun, *, saves: bool) -> "Run":
 
     if chosen.is_named or saves:
         raise SpecError(
-            "--demo uses its own run and saves nothing",
+            "--demo uses a run that is part of tula, and saves nothing",
             "remove the job, --run, --observed and --save, or remove --demo",
         )
     run = RunDir.find_newest(find_folder("demo"))
@@ -202,7 +201,7 @@ def _require_measured(screen: Screen, jobs: "Sequence[Sequence[Run]]", chosen: J
 
         if len(jobs) > 1:
             raise SpecError(
-                f"--observed {observed}: it is not clear for which of {len(jobs)} jobs",
+                f"--observed {observed}: is only possible for one job, but {len(jobs)} jobs are named",
                 "add the observed jobs to each job first: tula recommend --run RUN --observed SCRIPT",
             )
         follow_work(screen, add_observed_probes(jobs[0], observed, chosen.find_settings_origin(jobs[0])))

@@ -153,7 +153,7 @@ def _find_run_directories(
         made_with = [f"--set {shlex.quote(text)}" for text in earlier_overrides]
         earlier = (
             f"; {' '.join(made_with)} of an earlier command still {'applies' if len(made_with) == 1 else 'apply'}"
-            " (name the job file to omit it)"
+            " (name the job file to use its values)"
             if made_with
             else ""
         )
@@ -314,7 +314,7 @@ def _make_edited_error(screen: Screen, run: "RunDir", config_drift: "ConfigDrift
     )
     what = "cannot be used" if config_drift.problem else f"differs from the run ({', '.join(config_drift.changes)})"
     return SpecError(
-        f"{name} {what}, so it is not clear which settings to train with; nothing was started",
+        f"{name} {what}, so the settings of the training are ambiguous; nothing was started",
         f"to use the file: {check.describe_file_use(config_drift, screen.command)}; to use the run: tula {screen.command} --run {run_path}",
     )
 

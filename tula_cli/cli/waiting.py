@@ -115,7 +115,10 @@ def make_confirm(screen: Screen, spec: "JobSpec", *, yes: bool) -> "Callable[[Pl
         if yes or (spec.search.max_node_hours is not None and not sys.stdin.isatty()):
             return True
         if not sys.stdin.isatty():
-            raise OverBudget("confirmation is needed, but there is no terminal", "add -y, or set search.max_node_hours")
+            raise OverBudget(
+                "confirmation is needed, but there is no terminal",
+                "add --yes, or set a limit, for example --set search.max_node_hours=10",
+            )
         if screen.quiet:  # it has not shown what the question is about
             screen.quiet = False
             _show_message(screen, planned)

@@ -203,7 +203,7 @@ class Schedule:
                 raise ValueError(f"steps_per_epoch must be at least 1, got {steps}")
             return cls(every=None, steps=steps, usual=steps)
         if not isinstance(refresh, Integral) or isinstance(refresh, bool) or refresh < 1:
-            raise ValueError(f'refresh must be "epoch" or a whole number of steps of at least 1, got {refresh!r}')
+            raise ValueError(f'refresh must be "epoch" or an integer of at least 1 (steps), got {refresh!r}')
         return cls(every=int(refresh), steps=int(refresh), usual=int(refresh))
 
     @property

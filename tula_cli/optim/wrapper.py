@@ -49,7 +49,7 @@ def get_rank_and_world(model: nn.Module) -> tuple[int, int]:
 
 def require_whole_numbers(**arguments: object) -> None:
     """Raise a ValueError if an argument is not a whole number."""
-    _refuse_kind(Integral, "a whole number", arguments)
+    _refuse_kind(Integral, "an integer", arguments)
 
 
 def require_real_numbers(**arguments: object) -> None:

@@ -463,7 +463,7 @@ class _Request:
             return default
         if not re.fullmatch(r"[1-9]\d{0,5}", text):
             raise SpecError(
-                f"#SBATCH {self.options[name].written}: {text!r} is not a whole number above 0",
+                f"#SBATCH {self.options[name].written}: {text!r} must be an integer of at least 1",
                 f"write one number, for example --{name.replace('_', '-')}=4",
             )
         return int(text)

@@ -148,7 +148,7 @@ class Screen:
             answer = sys.stdin.readline().strip()
             if not answer or answer in choices or (not choices and answer.isdigit() and int(answer)):
                 return answer or None
-            expected = f"one of {', '.join(choices)}" if choices else "a whole number from 1 on"
+            expected = f"one of {', '.join(choices)}" if choices else "an integer of at least 1"
             print(f"{answer!r} is not {expected}; Enter alone gives no answer", file=self.err)
 
     # --- the answer

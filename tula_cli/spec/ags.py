@@ -68,11 +68,11 @@ class Ags(Section):
             return self
         if granularity == "element":
             raise ValueError(
-                "source: local_norms has one norm per tensor; set granularity: tensor or source: small_batch"
+                "source: local_norms computes one norm per tensor; set ags.granularity: tensor or ags.source: small_batch"
             )
         if self.b_small != "auto":
             raise ValueError(
-                f"b_small {self.b_small} has no effect with source: local_norms, which uses the batch of each GPU; remove it, or set source: small_batch"
+                "b_small: has no effect with ags.source: local_norms, which uses the batch of each GPU; remove the key, or set ags.source: small_batch"
             )
         return self
 
@@ -136,9 +136,11 @@ class Auto(Section):
         names = [arm.name for arm in self.arms]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"arms need distinct names, got {', '.join(twice)} twice")
+            raise ValueError(f"arms: each arm must have a different name, but {', '.join(twice)} occurs twice")
         if any(arm.name == "lbt" and arm != GivenArm(name="lbt") for arm in self.arms):
-            raise ValueError("lbt is a built-in arm (the large batch without other changes); choose another name")
+            raise ValueError(
+                "arms: lbt is the name of the built-in arm (the large batch without other changes); choose another name"
+            )
         return self
 
 
@@ -156,10 +158,10 @@ def divide_section(ags: Ags, train: "Train") -> Ags:
     if not train.training_method.scales:
         return ags
     if ags.granularity == "element":
-        raise ValueError("train.parallel: fsdp only supports factors per tensor; set ags.granularity: tensor")
+        raise ValueError("train.parallel: fsdp supports only one AGS factor per tensor; set ags.granularity: tensor")
     if ags.resolved().source == "local_norms":
         raise ValueError(
-            "train.parallel: fsdp cannot compare gradients of single GPUs; set ags.source: small_batch or ags.preset: paper"
+            "train.parallel: fsdp does not provide the gradients of single GPUs; set ags.source: small_batch or ags.preset: paper"
         )
     return ags.model_copy(update={"granularity": "tensor"})
 
@@ -169,13 +171,17 @@ def _describe_why_not_on_shares(train: "Train") -> str:
     if train.training_method.on_shares:
         return ""
     can = ", ".join(name for name, method in METHODS.items() if method.on_shares)
-    return f"train.method {train.method} needs whole gradients or weights, which train.parallel: fsdp does not have; use {can}"
+    return (
+        f"train.method {train.method} needs complete gradients or weights on each GPU; set train.method to one of {can}"
+    )
 
 
 def _needs_the_whole(train: "Train") -> str:
     refused = {
-        "train.precision: fp16 scales the loss by each GPU's part of the gradient; set bf16": train.precision == "fp16",
-        "train.compile needs the whole model; remove it": bool(train.compile),
-        "train.diagnostics: hessian needs whole weights; remove it": "hessian" in train.diagnostics,
+        "train.precision: fp16 scales the loss by each GPU's part of the gradient; set train.precision: bf16": train.precision
+        == "fp16",
+        "train.compile needs the complete model on each GPU; remove train.compile": bool(train.compile),
+        "train.diagnostics: [hessian] needs the complete weights on each GPU; remove hessian": "hessian"
+        in train.diagnostics,
     }
     return next((why for why, is_refused in refused.items() if is_refused), "")

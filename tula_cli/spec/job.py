@@ -95,7 +95,7 @@ class JobSpec(Section):
     def _keys_are_current_and_script_replaces_the_loop(cls, content: Any) -> Any:
         content = replace_old_keys(content)
         if place := find_null_character(content):
-            raise ValueError(f"{place} contains a null character, which no path, variable or argument can contain")
+            raise ValueError(f"{place} contains a null character, which paths, variables and arguments cannot contain")
         if not isinstance(content, Mapping) or content.get("script") is None:
             return content
         return script_section.fill_script_defaults(content)
@@ -125,7 +125,7 @@ class JobSpec(Section):
         rule = self.train.training_method.choose_lr_rule(self.train.lr_scaling, is_adaptive=False)
         if self.script is not None and rule != "none" and not self.script.placeholders & {"lr", "lr_factor"}:
             raise ValueError(
-                f"train.method {self.train.method} scales the learning rate ({rule}), but script.command has neither {{lr}} nor {{lr_factor}}; add one of them, or set train.method: lbt if the script scales it"
+                f"train.method: {self.train.method} scales the learning rate ({rule}), but script.command has neither {{lr}} nor {{lr_factor}}; add one of the two, or set train.method: lbt if the script itself scales the learning rate"
             )
         return self
 
@@ -145,7 +145,7 @@ class JobSpec(Section):
     def _names_of_parameters_are_known(self) -> "JobSpec":
         if self.script is not None and isinstance(self.ags.parameters, tuple):
             raise ValueError(
-                "patterns in ags.parameters only apply to tula's own loop; in a script, exclude parameters where you wrap the optimizer"
+                "ags.parameters: patterns only apply to tula's own training loop; in a script, pass only the parameters to scale to tula_hooks.wrap"
             )
         return self
 
@@ -155,11 +155,11 @@ class JobSpec(Section):
             return self
         if self.train.epochs <= BRANCHING_EPOCH:
             raise ValueError(
-                f"method auto branches after epoch {BRANCHING_EPOCH}, and train.epochs is {self.train.epochs}, so nothing would be trained with the chosen settings"
+                f"train.method: auto compares settings after epoch {BRANCHING_EPOCH}, but train.epochs is {self.train.epochs}; set train.epochs to {BRANCHING_EPOCH + 1} or more"
             )
         if self.train.lr_scaling in ("linear", "sqrt"):
             raise ValueError(
-                f"train.lr_scaling {self.train.lr_scaling} has no effect with train.method auto, whose branches set their own scaling of the learning rate; remove train.lr_scaling"
+                f"train.lr_scaling: {self.train.lr_scaling} has no effect with train.method: auto, which tries several learning rates itself; remove train.lr_scaling"
             )
         return self
 
@@ -206,7 +206,7 @@ class JobSpec(Section):
     def _schedule_fits_the_method(self) -> "JobSpec":
         if self.train.training_method.constant_schedule and self.schedule.kind != "constant":
             raise ValueError(
-                f"method {self.train.method} averages weights instead of decreasing the learning rate; set schedule.kind: constant, not {self.schedule.kind} (a warm-up is allowed)"
+                f"schedule.kind: must be constant with train.method: {self.train.method}, which averages weights instead of decreasing the learning rate, got {self.schedule.kind} (a warm-up is allowed)"
             )
         return self
 
@@ -217,8 +217,7 @@ class JobSpec(Section):
         kind = self.schedule.kind
         if is_import_string(kind):
             raise ValueError(
-                f"train.ramp: decay does not work with your own schedule.kind ({kind}), whose halvings of the learning rate are"
-                " unknown. Set the stages, for example train.ramp: [{epochs: 30, batch: 128}, {epochs: 10, batch: 256}], and"
+                f"train.ramp: decay needs a built-in schedule, because tula does not know where schedule.kind: {kind} halves the learning rate. Set the stages, for example train.ramp: [{{epochs: 30, batch: 128}}, {{epochs: 10, batch: 256}}], and"
                 f" train.lr_scaling: {_get_noise_rule(self)}"
             )
         if compute_max_decay_growth(self) < 2:
@@ -227,7 +226,7 @@ class JobSpec(Section):
                 + (
                     " never does"
                     if kind == "constant"
-                    else f" does not in {describe_train_length(self)} of these settings"
+                    else f" does not in {describe_train_length(self)} with these settings"
                 )
                 + "; set schedule.kind: cosine, linear, one-cycle or multistep (with a rate that ends below half), or"
                 " train.ramp: auto"
@@ -239,7 +238,7 @@ class JobSpec(Section):
         available, searched = self.cluster.gpus_per_node, self.search.gpus_per_node or []
         if not self.node_types and max(searched, default=0) > available:
             raise ValueError(
-                f"search.gpus_per_node contains {max(searched)}, but a node has {format_count(available, 'GPU')} (cluster.gpus_per_node)"
+                f"search.gpus_per_node: contains {max(searched)}, but a node has {format_count(available, 'GPU')} (cluster.gpus_per_node)"
             )
         return self
 
@@ -256,9 +255,11 @@ class JobSpec(Section):
             raise ValidationError.from_exception_data("JobSpec", problems)
         if len(set(currencies.values())) > 1:
             priced = ", ".join(f"{name} in {currency}" for name, currency in currencies.items())
-            raise ValueError(f"all node_types need the same pricing.currency, got {priced}")
+            raise ValueError(f"node_types: all node types must have the same pricing.currency, got {priced}")
         if len(names := [name for each in self.node_types for name in self._named(each)]) > len(set(names)):
-            raise ValueError(f"node_types and search.gpus_per_node produce the same name more than once: {names}")
+            raise ValueError(
+                f"node_types: node_types and search.gpus_per_node produce the same name more than once: {', '.join(names)}; rename a node type"
+            )
         return self
 
     @property
@@ -525,7 +526,7 @@ def describe_misfit(spec: JobSpec) -> str:
     if misfit := spec.train.training_method.describe_misfit(name, divides_gradients=divides):
         return misfit
     if spec.optimizer.beta2_half_life is not None and ":" not in name and name not in WITH_BETA2:
-        return f"keeps optimizer.beta2_half_life, but {name} has no beta2; set optimizer.name: AdamW, or remove it"
+        return f"does not replace optimizer.name: {name}, which has no beta2, so optimizer.beta2_half_life has no effect; set optimizer.name: AdamW, or remove optimizer.beta2_half_life"
     return ""
 
 
@@ -544,16 +545,13 @@ def _describe_settings(spec: JobSpec) -> str:
     """Describe the schedule, beta1 and clipping that the job's method sets by default; empty if it sets none."""
     method, name, schedule = spec.train.training_method, spec.optimizer.name, spec.schedule
     if spec.train.stages == "decay":
-        return "The batch grows instead of the learning rate decaying (train.ramp: decay)"
+        return "The batch grows instead of a decrease of the learning rate (train.ramp: decay)"
     if has_adam_defaults(spec):
         above = LARGE_BATCH_RATIO * spec.train.reference_batch
-        late = f", falling linearly from {schedule.decay_from:g} of the epochs on" if schedule.decay_from else ""
+        late = f", decreasing after {schedule.decay_from:g} of the epochs" if schedule.decay_from else ""
         has_default = get_default_beta1(spec, above + 1) is not None
-        beta1 = f"is {LARGE_BATCH_BETA1:g} above batch {above} unless optimizer.args.betas is given"
-        return (
-            f"With {name} the schedule of the learning rate is {schedule.kind}{late}, and beta1"
-            f" {beta1 if has_default else 'that of optimizer.args.betas'}"
-        )
+        beta1 = f"is {LARGE_BATCH_BETA1:g} at batches above {above} unless optimizer.args.betas is set"
+        return f"With {name}, the learning-rate schedule is {schedule.kind}{late}, and beta1 {beta1 if has_default else 'is that of optimizer.args.betas'}"
     if method.max_grad_norm is None or name not in SGD_LIKE or spec.train.max_grad_norm is None:
         return ""
     return f"Gradients are clipped: train.max_grad_norm is {spec.train.max_grad_norm:g}"

@@ -35,22 +35,22 @@ def parse_size(value: object) -> object:
         ValueError: the value is not a size, is below a megabyte (a forgotten unit), or exceeds any machine's memory.
     """
     if isinstance(value, bool):
-        raise ValueError(f"{str(value).lower()} is not a size; write it like 16GiB or 800MB")
+        raise ValueError(f"must be a size such as 16GiB or 800MB, got {str(value).lower()}")
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", value.upper())
         if match is None:
-            raise ValueError(f"{value!r} is not a size; write it like 16GiB or 800MB")
+            raise ValueError(f"must be a size such as 16GiB or 800MB, got {value!r}")
         size: object = math.floor(Fraction(match[1]) * _SIZE_UNITS[match[2] or ""] + Fraction(1, 2))
     else:
         size = value
     if isinstance(size, int | float) and size >= _MOST_MEMORY:
-        raise ValueError(f"{_shorten_value(value)} is more memory than tula supports; write a size like 16GiB or 800MB")
+        raise ValueError(f"must be less than 1 EiB, got {_shorten_value(value)}")
     if isinstance(size, int | float) and 0 < size < _LEAST_MEMORY:
         if isinstance(value, str) and value.strip()[-1:].isalpha():
-            raise ValueError(
-                f"{value!r} is less than 1MB, too little for any training; write a size like 16GiB or 800MB"
-            )
-        raise ValueError(f"{value!r} is {size:g} bytes; add the unit, for example {size:g}GiB")
+            raise ValueError(f"must be at least 1MB, such as 16GiB or 800MB, got {value!r}")
+        raise ValueError(
+            f"{value!r} is {size:g} bytes, below the minimum of 1MB; add the unit, for example {size:g}GiB"
+        )
     return size
 
 
@@ -58,13 +58,13 @@ def parse_minutes(value: object) -> object:
     """Convert SLURM's D-HH, D-HH:MM, D-HH:MM:SS, HH:MM:SS and MM:SS to minutes, rounded up; numbers are minutes."""
     if isinstance(value, bool):
         raise ValueError(
-            f"{str(value).lower()} is not a time limit; write minutes, or HH:MM:SS or D-HH:MM:SS as in SLURM"
+            f"must be a number of minutes, or HH:MM:SS or D-HH:MM:SS as in SLURM, got {str(value).lower()}"
         )
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", value.strip())
     if match is None:
-        raise ValueError(f"{value!r} is not a time limit; write minutes, or HH:MM:SS or D-HH:MM:SS as in SLURM")
+        raise ValueError(f"must be a number of minutes, or HH:MM:SS or D-HH:MM:SS as in SLURM, got {value!r}")
     days, *parts = (int(part) if part else 0 for part in match.groups())
     if match[1] is None and match[4] is None:  # without days two parts are minutes and seconds
         parts = [0, *parts[:2]]
@@ -81,16 +81,16 @@ def as_typed(value: object) -> object:
     if isinstance(value, TypedInt | TypedFloat):
         return value.typed
     if isinstance(value, bool):
-        raise ValueError(f"{str(value).lower()} must be text; quote it: '{str(value).lower()}'")
+        raise ValueError(f"must be text, got {str(value).lower()}; write '{str(value).lower()}' with quotes")
     if isinstance(value, float):
-        raise ValueError(f"must be text, got the number {value!r}; quote it: '{value!r}'")
+        raise ValueError(f"must be text, got the number {value!r}; write '{value!r}' with quotes")
     return str(value) if isinstance(value, int) else value
 
 
 def require_one_line(value: str) -> str:
     """Reject text that is not a single printable line."""
     if not value.isprintable():
-        raise ValueError(f"{value!r} must be one line of text without tabs or control characters")
+        raise ValueError(f"must be one line of text without tabs and control characters, got {value!r}")
     return value
 
 
@@ -123,7 +123,7 @@ def require_plain_data(value: dict[str, Any]) -> dict[str, Any]:
         seen += 1
         if depth > _DEEPEST or seen > _LARGEST:
             raise ValueError(
-                f"arguments with more than {_DEEPEST} levels or {_LARGEST} values are not supported; write them to a file"
+                f"must have at most {_DEEPEST} levels and {_LARGEST} values; write larger arguments to a file that your code reads"
             )
         if isinstance(item, dict):
             pending += [(f"{place}.{_check_key(place, key)}", inner, depth + 1) for key, inner in item.items()]
@@ -151,7 +151,7 @@ def _to_plain(value: Any) -> Any:
 
 def _check_key(place: str, key: object) -> str:
     if not isinstance(key, str):
-        raise ValueError(f"{place[1:] or 'a key'}: {_shorten_value(key)} is not text; put this key in quotes")
+        raise ValueError(f"key {_shorten_value(key)}{place and f' of {place[1:]}'} must be text; put the key in quotes")
     return key
 
 
@@ -172,13 +172,15 @@ def check_word(value: str) -> str:
 
 def require_shell_words(value: str) -> str:
     if "\0" in value:
-        raise ValueError(f"{value!r} contains a NUL character, which is not allowed in a command")
+        raise ValueError(f"must not contain a null character, got {value!r}")
     try:
         words = shlex.split(value)
     except ValueError as error:
-        raise ValueError(f"{value!r} is not a command: {str(error).lower()}") from None
+        raise ValueError(
+            f"must be a command that a shell can split into words, got {value!r}: {str(error).lower()}"
+        ) from None
     if not words:
-        raise ValueError("the command is empty")
+        raise ValueError("must not be empty")
     return value
 
 
@@ -188,10 +190,10 @@ _MAX_PRICE = 1e12
 def check_price(value: object) -> object:
     if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
         raise ValueError(
-            f"a price must be above 0, got {_shorten_value(value)}; to show costs in node-hours, remove section pricing"
+            f"must be a number above 0, got {_shorten_value(value)}; to show costs in node-hours, remove section pricing"
         )
     if isinstance(value, int | float) and value > _MAX_PRICE:
-        raise ValueError(f"a price must be at most {_MAX_PRICE:g}, got {_shorten_value(value)}")
+        raise ValueError(f"must be a number of at most {_MAX_PRICE:g}, got {_shorten_value(value)}")
     return value
 
 
@@ -259,12 +261,12 @@ def require_known_method(value: str) -> str:
     module, colon, attribute = value.partition(":")
     if module in METHODS and colon:
         raise ValueError(
-            f"{value!r}: settings after a colon are only for rows of tula compare; in a job, set them in its sections"
+            f"must be a method without settings, got {value!r}; set the settings in the section of the method (only tula compare --methods takes settings after a colon)"
         )
     if value in METHODS or (module and attribute):
         return value
     if colon:
-        raise ValueError(f"{value!r} is not package.module:attribute")
+        raise ValueError(f"must be the name of a method or package.module:attribute, got {value!r}")
     known = " or ".join(f"'{name}'" for name in METHODS)
     raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": known})
 

@@ -71,21 +71,15 @@ class TrainingMethod:
     def describe_ramp_conflict(self, ramp: object, lr_scaling: str) -> str:
         """Return why train.ramp is impossible with this method and train.lr_scaling; empty if it is possible."""
         if self.tunes:
-            return f"ramp: method {self.name} needs a constant batch; use another method, such as ramp"
+            return f"ramp: has no effect with train.method: {self.name}, which needs a constant batch; remove train.ramp, or set train.method: ramp"
         if ramp != "decay":
             return ""
         if self.scales:
-            return (
-                f"ramp: decay scales the learning rate with the batch, but method {self.name} scales gradients already;"
-                " use method ramp, ortho, lbt or lrs"
-            )
+            return f"ramp: decay scales the learning rate with the batch, but train.method: {self.name} already scales the gradients; set train.method to ramp, ortho, lbt or lrs"
         if self.constant_schedule:
-            return (
-                f"ramp: decay spends the decay of the learning rate as batch, and method {self.name} has none; use ramp:"
-                " auto, or another method"
-            )
+            return f"ramp: decay raises the batch where the learning rate would decrease, but train.method: {self.name} keeps the learning rate constant; set train.ramp: auto, or another train.method"
         if lr_scaling == "none":
-            return "ramp: decay scales the learning rate with the batch; remove lr_scaling: none"
+            return "ramp: decay scales the learning rate with the batch; remove train.lr_scaling: none"
         return ""
 
     def describe_misfit(self, optimizer: str, *, divides_gradients: bool) -> str:
@@ -100,7 +94,7 @@ class TrainingMethod:
         if self.orthogonalises and not self.ramps and optimizer == "Muon":
             return "orthogonalises the updates of another optimizer, but Muon already does so; set train.method: ramp or lbt"
         if self.scales and divides_gradients:
-            return f"scales gradients, but {optimizer} normalises them; set ags.apply_to: update"
+            return f"scales gradients, but {optimizer} normalises gradients; set ags.apply_to: update"
         return ""
 
     def describe(self, optimizer: str | None, default: str = "", settings: str = "") -> str:
@@ -124,18 +118,17 @@ class TrainingMethod:
             )
         if optimizer == "Muon":
             return (
-                "Muon itself orthogonalises its updates" if self.ramps else "Try train.method: ramp with tula compare"
+                "Muon already orthogonalises its updates" if self.ramps else "Try train.method: ramp with tula compare"
             )
         if not (self.ramps or self.tunes):
             orthogonalised = (
-                f"With {optimizer} orthogonalised updates matter most: try" if "Adam" in optimizer else "Try"
+                f"With {optimizer}, orthogonalised updates bring the largest gain: try"
+                if "Adam" in optimizer
+                else "Try"
             )
             return f"{orthogonalised} train.method: ramp with tula compare"
         if "Adam" in optimizer:
-            return (
-                f"With {optimizer} and few steps, also try schedule: {{kind: linear, decay_from: 0.7}} with the first of"
-                " optimizer.args.betas at 0.8"
-            )
+            return f"With {optimizer} and few steps, also try schedule: {{kind: linear, decay_from: 0.7}} with optimizer.args.betas: [0.8, 0.999]"
         return ""
 
 
@@ -174,7 +167,7 @@ _METHODS = (
         lr_scaling="linear",
         warmup_epochs=5.0,
         replaces=("SGD",),
-        summary="scales the step of every tensor by its norm",
+        summary="scales the step of each tensor by the norm of the tensor",
     ),
     TrainingMethod(
         "lamb",
@@ -182,15 +175,15 @@ _METHODS = (
         lr_scaling="sqrt",
         warmup_epochs=5.0,
         replaces=("Adam", "AdamW"),
-        summary="scales the step of every tensor by its norm",
+        summary="scales the step of each tensor by the norm of the tensor",
     ),
     TrainingMethod(
         "polo",
         "polo",
         warmup_epochs=5.0,
-        on_one_gpu="on one GPU, polo is plain SGD with a warm-up: there are no replicas to average",
+        on_one_gpu="on one GPU, polo is plain SGD with a warm-up, because there are no replicas to average",
         probes_overestimate=True,
-        summary="GPUs train independently and average their weights at intervals; saves synchronisation",
+        summary="GPUs train independently and average their weights at intervals, which saves synchronisation",
     ),
     TrainingMethod(
         "static",

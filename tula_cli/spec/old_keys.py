@@ -29,12 +29,12 @@ NODE_TYPE_SECTIONS = ("cluster", "pricing", "search")
 """Sections of which a node type, or a site file, may give a part. Kept here because the command line imports it without pydantic."""
 
 REMOVED_STRATEGIES: Mapping[str, str] = {
-    "five": "use adaptive (equally cheap, better choices), or partial (the four corners)",
-    "few": "use partial (the four corners)",
-    "two": "use partial (the four corners)",
+    "five": "set adaptive (same cost, better choices), or partial (the four corners of the search)",
+    "few": "set partial (the four corners of the search)",
+    "two": "set partial (the four corners of the search)",
 }
 REMOVED_METHODS: Mapping[str, str] = {
-    "adascale": "use ramp, which loses less accuracy, or write the method as your own"
+    "adascale": "set ramp, which loses less accuracy, or write your own method (package.module:attribute)"
 }
 REMOVED_VALUES: Mapping[str, Mapping[str, str]] = {
     "search.strategy": REMOVED_STRATEGIES,
@@ -42,70 +42,71 @@ REMOVED_VALUES: Mapping[str, Mapping[str, str]] = {
 }
 """By key, the values that were removed, and what to use instead."""
 
-_FACTOR_ADVICE = "set the factor of the job's QOS and partition as pricing.price, with currency: SU if costs are in SU"
-_ARMS_ADVICE = "an arm has a name, a method and lr_factor; train other settings as a separate job"
+_FACTOR_ADVICE = (
+    "set pricing.price to the factor of the job's QOS and partition, and pricing.currency: SU if costs are in SU"
+)
+_ARMS_ADVICE = "an arm of auto.arms has only name, method and lr_factor; train other settings in a separate job"
 REMOVED: Mapping[str, str] = {
     "ags.exclude": 'set ags.parameters, for example ["*", "!embeddings", "!norms"]',
-    "auto.after": "the arms branch off after one epoch at train.reference_batch",
-    "cluster.scheduler": "set its keys in section cluster: options, minutes, python and setup",
+    "auto.after": "the arms of auto.arms branch off after one epoch at train.reference_batch",
+    "cluster.scheduler": "set cluster.options, cluster.minutes, cluster.python and cluster.setup",
     "cluster.slurm.limits": (
         "set cluster.minutes to one of the limits, and search.nodes to the numbers of nodes that have this limit"
     ),
-    "cluster.slurm.reservation": "write cluster.slurm.extra: {reservation: NAME}",
-    "pricing.date": "write it as a comment",
+    "cluster.slurm.reservation": "set cluster.slurm.extra: {reservation: NAME}",
+    "pricing.date": "write the value as a comment",
     "pricing.partition_factors": _FACTOR_ADVICE,
     "pricing.per_node": (
-        "if SLURM cannot be queried, set kind: node_hour, with the billing of a whole node as price and currency: SU"
+        "if SLURM cannot be queried, set pricing.kind: node_hour, pricing.price to the billing of a whole node, and pricing.currency: SU"
     ),
     "pricing.qos_factors": _FACTOR_ADVICE,
     "pricing.slurm_billing.charge_factor": _FACTOR_ADVICE,
-    "pricing.source": "write it as a comment",
+    "pricing.source": "write the value as a comment",
     "pricing.spot.wait_minutes": "tula does not predict how long it takes to replace a reclaimed node",
     "pricing.unit": "tula shows billing-hours as SU",
     "schedule.args": "set the arguments in the module of the callable, for example with functools.partial",
     "script.probe": (
-        "set the arguments of probes as script.probe_args; a probe sets WANDB_MODE=disabled, and exits at once after its"
-        " last step"
+        "set script.probe_args to the arguments of probes; a probe always sets WANDB_MODE=disabled, and exits after its last step"
     ),
-    "script.resume.checkpoint_interval": "how often a script saves is learned from its trainings",
-    "script.resume.every": "how often a script saves is learned from its trainings",
+    "script.resume.checkpoint_interval": "tula observes in trainings how often the script saves",
+    "script.resume.every": "tula observes in trainings how often the script saves",
     "search.warmup_steps": "set search.min_steps, which also applies to the warm-up",
     "train.channels_last": "tula uses channels-last for models with 2-d convolutions on NVIDIA GPUs with tensor cores",
-    "train.fsdp_blocks": "blocks are the members of every nn.ModuleList and nn.Sequential",
-    "train.ramp_noise": "with train.ramp: noise, the batch grows up to the noise scale",
+    "train.fsdp_blocks": "the members of every nn.ModuleList and nn.Sequential are the blocks",
+    "train.ramp_noise": "with train.ramp: noise, the batch grows up to the gradient noise scale",
     "train.tf32": "to compute without TF32, set the environment variable NVIDIA_TF32_OVERRIDE=0",
     "ags.consensus": "the gradient norm of rank 0 decides for all ranks",
-    "ags.eps": "both presets have 1e-8",
-    "ags.norm_ewma": "AGS compares the norms themselves, not averages of them",
-    "ags.s_min": "both presets have 0.001",
-    "ags.scale_ema": "the preset sets it: paper 0, robust 0.9",
-    "auto.arms.ags": "set section ags, which arms with method ags use",
+    "ags.eps": "both presets use 1e-8",
+    "ags.norm_ewma": "AGS compares the norms of single steps, not averages over steps",
+    "ags.s_min": "both presets use 0.001",
+    "ags.scale_ema": "set ags.preset, which determines the value: paper uses 0, robust 0.9",
+    "auto.arms.ags": "set section ags, which applies to all arms with method: ags",
     "auto.arms.beta1": _ARMS_ADVICE,
     "auto.arms.decay_factor": _ARMS_ADVICE,
     "auto.arms.decay_from": _ARMS_ADVICE,
     "auto.arms.warmup_epochs": _ARMS_ADVICE,
     "auto.holdout": "arms are compared on a tenth of the training samples, but at most 10,000",
-    "export.by": "commands that wait for jobs send results; if no command waits, use tula export --follow",
-    "export.every": "commands that wait send results every 30 seconds; tula export --every sets another interval",
-    "schedule.peak": "one-cycle reaches the full learning rate after 0.3 of the epochs",
-    "search.memory_margin": "a tenth of the memory is kept free; cluster.memory_per_gpu limits the memory of a rank",
-    "search.packing": "each number of nodes is measured in a separate job",
+    "export.by": "commands that wait for jobs send results; if no command waits, run tula export --follow",
+    "export.every": "commands that wait for jobs send results every 30 seconds; tula export --follow --every 60 sets another interval",
+    "schedule.peak": "one-cycle reaches the full learning rate after 30 % of the epochs",
+    "search.memory_margin": "tula keeps a tenth of the memory free; to limit the memory of a rank, set cluster.memory_per_gpu",
+    "search.packing": "tula measures each number of nodes in a separate job",
     "search.sequence": (
         "profile another text length as a separate job, for example --set name=job-512 --set dataset.args.length=512"
     ),
     "search.steps": "set search.min_steps, search.min_seconds or search.max_seconds, which end a probe",
-    "search.tolerance": "adaptive stops if the expected regret is below 1 %; search.max_node_hours limits its cost",
+    "search.tolerance": "the adaptive search stops if the expected regret is below 1 %; to limit its cost, set search.max_node_hours",
     "train.cudnn_benchmark": "cuDNN uses its fastest algorithms on NVIDIA GPUs, unless train.deterministic is true",
     "train.ghost_batch": "BatchNorm computes its statistics over the samples that a GPU processes at a time",
-    "train.early_stopping.at_least": "set early_stopping.target to a value of best_checkpoint.metric",
+    "train.early_stopping.at_least": "set train.early_stopping.target to a value of train.best_checkpoint.metric",
     "train.early_stopping.at_most": (
-        "set early_stopping.target, and best_checkpoint.mode: min if lower values are better"
+        "set train.early_stopping.target, and train.best_checkpoint.mode: min if lower values are better"
     ),
-    "train.early_stopping.metric": "set best_checkpoint.metric, which early_stopping also uses",
-    "train.gradient_noise": "write diagnostics: [gradient_noise]; it has no settings any more",
-    "train.hessian": "write diagnostics: [hessian]; it has no settings any more",
-    "train.ramp.samples": "set the length of a stage in epochs, which may be fractional",
-    "train.tensorboard": "export: [{to: tensorboard}]",
+    "train.early_stopping.metric": "set train.best_checkpoint.metric, which train.early_stopping also uses",
+    "train.gradient_noise": "set train.diagnostics: [gradient_noise], which has no settings",
+    "train.hessian": "set train.diagnostics: [hessian], which has no settings",
+    "train.ramp.samples": "set epochs, the length of the stage, which may be fractional",
+    "train.tensorboard": "set export: [{to: tensorboard}]",
 }
 """Advice on what to do instead of a key that no longer exists."""
 
@@ -230,7 +231,7 @@ def advise_key(path: str) -> str:
     """Return advice for a key `a.b.c` that no longer exists; empty if there is none."""
     path_in_job = _get_path_in_job(path)
     if path_in_job in RENAMED:
-        return f"it is now {RENAMED[path_in_job]}, which is also set"
+        return f"its new name {RENAMED[path_in_job]} is also set"
     return REMOVED.get(path_in_job, "")
 
 

@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin
@@ -13,10 +14,7 @@ from tula_cli.spec.old_keys import REMOVED_VALUES, advise_key
 from tula_cli.spec.resources import NodeType
 from tula_cli.words import describe_expected_value
 
-_BATCH = (
-    "tula chooses the batch; see train.reference_batch (the batch that optimizer.lr was tuned for), search.min_batch,"
-    " search.max_batch, and tula train --batch"
-)
+_BATCH = "tula chooses the batch; set train.reference_batch (the batch that optimizer.lr was tuned for), search.min_batch or search.max_batch, or use tula train --batch"
 _USUAL_NAMES: Mapping[str, str] = {
     **dict.fromkeys(
         ("batch", "batch_size", "batchsize", "bs", "local_batch", "local_batch_size", "micro_batch", "micro_batch_size",
@@ -42,13 +40,25 @@ _USUAL_NAMES: Mapping[str, str] = {
 """Names used by other programs for a key, with its path here or advice."""
 
 _SECTION = "must be a section"
-_WANTED: Mapping[str, str] = {
+_EXPECTED: Mapping[str, str] = {
     **dict.fromkeys(("model_type", "model_attributes_type", "dataclass_type"), _SECTION),
-    **dict.fromkeys(("tuple_type", "list_type"), "must be a list, as in [a, b]"),
+    **dict.fromkeys(("tuple_type", "list_type"), "must be a list such as [a, b]"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "must be an integer"),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    "finite_number": "must be a finite number",
     "dict_type": "must be a mapping (name: value)",
     "string_type": "must be text",
+    "string_too_short": "must not be empty",
 }
-"""Descriptions of the expected type, by pydantic's error type."""
+"""Descriptions of the expected value, by pydantic's error type."""
+_BOUNDS: Mapping[str, tuple[str, str]] = {
+    "greater_than": ("gt", "above"),
+    "greater_than_equal": ("ge", "of at least"),
+    "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "of at most"),
+}
+"""By pydantic's error type, the name of the bound in the error, and the words before the bound."""
 
 
 def describe_problem(item: Any, *, of_script: bool = False) -> Problem:
@@ -61,7 +71,7 @@ def describe_problem(item: Any, *, of_script: bool = False) -> Problem:
     path = _format_path(item["loc"])
     if item["type"] == "extra_forbidden":
         if hint := advise_key(re.sub(r"\[\d+\]", "", path)):
-            return Problem(path, "this key was removed", hint)
+            return Problem(path, "this key was removed: delete it", hint)
         return Problem(
             path,
             "no such key",
@@ -77,21 +87,61 @@ def describe_problem(item: Any, *, of_script: bool = False) -> Problem:
         and key.split(".")[0] in _list_keys_at(item["loc"])
     ):
         return Problem(f"{path}.{key}" if item["loc"] else key, reason)  # the check of a section names the key
+    if item["type"] == "value_error":
+        return Problem(path, message[:1].lower() + message[1:])
+    hint = _find_key_of_name(item) if _EXPECTED.get(item["type"]) == _SECTION else ""
     if item["type"] == "literal_error":
         key, value = ".".join(path.split(".")[-2:]), str(item["input"])
         if advice := REMOVED_VALUES.get(key, {}).get(value):
             return Problem(path, f"{value!r} was removed", advice)
-        expected = item["ctx"]["expected"].replace(" or ", ", ")
-        close = difflib.get_close_matches(str(item["input"]).lower(), re.findall(r"'([^']+)'", expected), n=1)
-        choice = f"one of {expected}" if "," in expected else expected
-        return Problem(path, f"{item['input']!r} must be {choice}", f"did you mean {close[0]}?" if close else "")
-    if item["type"] == "string_pattern_mismatch":
-        return Problem(
-            path,
-            f"{item['input']!r} must have at most 64 letters, digits, '.', '_' or '-', and start with a letter or digit",
-        )
-    shown = "" if item["type"] == "value_error" or isinstance(item["input"], dict) else f", got {item['input']!r}"
-    return Problem(path, message[:1].lower() + message[1:] + shown, _find_key_of_name(item))
+        close = difflib.get_close_matches(value.lower(), _list_choices(item), n=1)
+        hint = f"did you mean {close[0]}?" if close else ""
+    return Problem(path, f"{message}, got {_format_value(item['input'])}", hint)
+
+
+def _describe_expected(item: Any) -> str:
+    """Describe the expected value; for a section, list its keys."""
+    kind, context = item["type"], item.get("ctx", {})
+    if kind == "literal_error":
+        *first, last = _list_choices(item)
+        return f"must be {', '.join(first)} or {last}" if first else f"must be {last}"
+    if kind == "too_short":
+        return "must not be empty" if isinstance(item["input"], str) else "must be a list with at least 1 entry"
+    if kind == "string_pattern_mismatch":
+        return _describe_pattern(context["pattern"])
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        bound = context[name]
+        return f"must be {'an integer' if isinstance(bound, int) else 'a number'} {words} {bound:.15g}"
+    if kind not in _EXPECTED:
+        return describe_expected_value(item["msg"])
+    names = _list_keys_at(item["loc"]) if _EXPECTED[kind] == _SECTION else []
+    return _EXPECTED[kind] + (f" (keys: {', '.join(names)})" if names else "")
+
+
+def _list_choices(item: Any) -> list[str]:
+    """Return the values that a pydantic error about a choice lists."""
+    return re.findall(r"'([^']+)'", item["ctx"]["expected"])
+
+
+def _describe_pattern(pattern: str) -> str:
+    """Describe the names that one of the patterns of the spec matches."""
+    if most := re.search(r"\{0,(\d+)\}", pattern):
+        return f"must be 1 to {int(most[1]) + 1} letters, digits, '.', '_' or '-', the first a letter or a digit"
+    return "must be letters, digits, '_', '.' or '-', the first a letter or '_'"
+
+
+def _format_value(value: object) -> str:
+    """Format a value that a user has set as in YAML, with quotes around text."""
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_format_value, value))}]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return repr(value)
 
 
 def _suggest_key(key: str, names: list[str], *, of_script: bool) -> str:
@@ -117,7 +167,7 @@ def _suggest_key(key: str, names: list[str], *, of_script: bool) -> str:
         return f"did you mean {close[0]}?"
     if close := difflib.get_close_matches(plain, paths, n=1, cutoff=0.8):
         return f"did you mean {paths[close[0]][0]}?"
-    return f"known here: {', '.join(sorted(names))}"
+    return f"keys of this section: {', '.join(sorted(names))}"
 
 
 def _make_sort_key(path: str) -> tuple[bool, int]:
@@ -146,14 +196,6 @@ def _list_paths_of_keys() -> dict[str, list[str]]:
     return paths
 
 
-def _describe_expected(item: Any) -> str:
-    """Describe the expected value; for a section, list its keys."""
-    if item["type"] not in _WANTED:
-        return describe_expected_value(item["msg"])
-    names = _list_keys_at(item["loc"]) if _WANTED[item["type"]] == _SECTION else []
-    return _WANTED[item["type"]] + (f" of that name (with {', '.join(names)})" if names else "")
-
-
 def merge_unions(problems: list[Problem]) -> tuple[Problem, ...]:
     """Merge the problems that pydantic reports for the branches of a union into one per path.
 
@@ -171,11 +213,23 @@ def merge_unions(problems: list[Problem]) -> tuple[Problem, ...]:
         if len(problems_here) == 1
         else Problem(
             path,
-            "; or ".join(dict.fromkeys(p.message for p in problems_here)),
+            _join_alternatives(list(dict.fromkeys(p.message for p in problems_here))),
             next((p.hint for p in problems_here if p.hint), ""),
         )
         for path, problems_here in by_path.items()
     )
+
+
+_EXPECTED_AND_GIVEN = re.compile(r"must be (?P<expected>.+?), got (?P<given>.+)", re.DOTALL)
+
+
+def _join_alternatives(messages: list[str]) -> str:
+    """Join the descriptions of the kinds of values that a key accepts: "must be auto or an integer, got 'x'"."""
+    parsed = [match for message in messages if (match := _EXPECTED_AND_GIVEN.fullmatch(message))]
+    if len(parsed) < len(messages) or len({match["given"] for match in parsed}) > 1:
+        return "; or ".join(messages)
+    expected = [match["expected"] for match in parsed]
+    return f"must be {(', or ' if ' or ' in expected[0] else ' or ').join(expected)}, got {parsed[0]['given']}"
 
 
 _UNION_BRANCHES = re.compile(
@@ -186,7 +240,7 @@ _UNION_BRANCHES = re.compile(
 def _format_path(location: tuple[Any, ...]) -> str:
     """Format a location as `a.b[2].c`, without pydantic's names for branches of unions."""
     parts = [part for part in location if isinstance(part, int) or not _UNION_BRANCHES.match(str(part))]
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".") or "the spec"
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".") or "the job file"
 
 
 def _list_keys_at(location: tuple[Any, ...]) -> list[str]:

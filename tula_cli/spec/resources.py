@@ -26,8 +26,8 @@ from tula_cli.spec.slurm_options import Slurm
 def _check_kind(name: str) -> str:
     if name in BACKENDS or is_import_string(name):
         return name
-    hint = suggest_name(name, BACKENDS) or "use package.module:attribute for your own scheduler"
-    raise ValueError(f"unknown scheduler {name!r}: {hint}")
+    hint = suggest_name(name, BACKENDS) or "set local, slurm, or package.module:attribute for your own scheduler"
+    raise ValueError(f"unknown scheduler {name!r}; {hint}")
 
 
 _WRITTEN_KIND = WithJsonSchema({"anyOf": [{"enum": list(BACKENDS)}, {"type": "string", "pattern": "^[^:]+:.+$"}]})
@@ -58,19 +58,23 @@ class Cluster(Section):
     @model_validator(mode="after")
     def _settings_belong_to_their_scheduler(self) -> "Cluster":
         if self.kind != "slurm" and self.slurm is not None:
-            raise ValueError(f"section slurm has no effect with kind {self.kind!r}; set kind: slurm")
+            raise ValueError(
+                f"slurm: has no effect with cluster.kind: {self.kind}; remove section slurm, or set cluster.kind: slurm"
+            )
         if self.is_included and self.options:
             raise ValueError(
-                f"options has no effect with kind {self.kind!r}, only with your own scheduler (package.module:attribute)"
+                f"options: has no effect with cluster.kind: {self.kind}, only with your own scheduler (cluster.kind: package.module:attribute); remove the key"
             )
         defaults = type(self).model_fields
         given = [name for name in ("minutes", "python", "setup") if getattr(self, name) != defaults[name].default]
         if given and not self.backend.has_queue:
             raise ValueError(
-                f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect with kind {self.kind!r}, which submits no jobs"
+                f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect with cluster.kind: {self.kind}, which submits no jobs; remove {'this key' if len(given) == 1 else 'these keys'}"
             )
         if isinstance(self.setup, str) and self.kind != "slurm":
-            raise ValueError("setup must be a list of shell lines; only with kind: slurm can it name a file")
+            raise ValueError(
+                "setup: must be a list of shell lines; the path of a file is only valid with cluster.kind: slurm"
+            )
         return self
 
     @property
@@ -138,7 +142,7 @@ class Pricing(Section):
             if "price" not in self.model_fields_set or (self.price == 1.0 and self.currency in _NO_MONEY):
                 if self.currency not in ("USD", *_NO_MONEY):
                     raise ValueError(
-                        f"currency {self.currency} needs a price per billing-hour; without a price, costs are in {BILLING_UNIT}"
+                        f"currency: {self.currency} needs pricing.price, the price of a billing-hour; without a price, costs are in {BILLING_UNIT}"
                     )
                 object.__setattr__(self, "currency", BILLING_UNIT)  # it is frozen
             return self
@@ -146,7 +150,7 @@ class Pricing(Section):
             details = InitErrorDetails(type="missing", loc=("price",), input={})
             raise ValidationError.from_exception_data("Pricing", [details])
         if self.slurm_billing is not None:
-            raise ValueError(f"slurm_billing is only valid with kind: billing, but kind is {self.kind}")
+            raise ValueError(f"slurm_billing: is only valid with pricing.kind: billing, got pricing.kind: {self.kind}")
         return self
 
 
@@ -164,7 +168,9 @@ class NodeType(Section):
     @model_validator(mode="after")
     def _one_cap_for_all(self) -> "NodeType":
         if "max_node_hours" in self.search:
-            raise ValueError("search.max_node_hours limits all node types together; set it in the job's section search")
+            raise ValueError(
+                "search.max_node_hours: limits all node types together; set this key in section search of the job, not in a node type"
+            )
         return self
 
 

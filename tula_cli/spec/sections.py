@@ -47,13 +47,13 @@ def _read_measurements(value: object) -> object:
     if value is None or value is False or isinstance(value, str):
         return [value] if isinstance(value, str) else []
     if value is True:
-        raise ValueError("must be a list of measurements; write [gradient_norms] in place of true")
+        raise ValueError("must be a list of measurements such as [gradient_norms], got true")
     if isinstance(value, tuple | set | frozenset):
         value = list(value)
     if isinstance(value, list):
         for entry in value:
             if value.count(entry) > 1:
-                raise ValueError(f"has {entry} twice")
+                raise ValueError(f"must list each measurement once, but lists {entry} twice")
     return value
 
 
@@ -93,7 +93,7 @@ class EarlyStopping(Section):
     @model_validator(mode="after")
     def _something_ends_it(self) -> "EarlyStopping":
         if not self.by_metric and self.epochs is None:
-            raise ValueError("needs target, patience or epochs, for example {target: 0.76}")
+            raise ValueError("must set target, patience or epochs, for example {target: 0.76}")
         return self
 
 
@@ -118,7 +118,7 @@ class Model(Section):
     @model_validator(mode="after")
     def _strict_is_about_weights(self) -> "Model":
         if not self.strict and self.weights is None:
-            raise ValueError("strict has no effect without weights")
+            raise ValueError("strict: false has no effect without model.weights; set model.weights, or remove strict")
         return self
 
 
@@ -176,16 +176,18 @@ class Dataset(Section):
             return self
         tested = self.tested
         if tested.name != "ImageFolder" and not is_import_string(tested.name):
-            raise ValueError(f"test: {tested.name} has no test set; use ImageFolder or package.module:callable")
+            raise ValueError(
+                f"test: dataset {tested.name} has no separate test set; set test.name: ImageFolder or package.module:callable"
+            )
         if (tested.name, tested.root, tested.args) == (self.name, self.root, self.args):
             raise ValueError(
-                "test is the same dataset as the training set; set another name or root, or args such as {split: test}"
+                "test: must differ from the training set; set test.name, test.root or test.args, for example test.args: {split: test}"
             )
         if tested.name == "ImageFolder" and self.test.root is None:
-            raise ValueError("test: ImageFolder needs root, a folder with one subfolder per class")
+            raise ValueError("test.root: is required with ImageFolder: a folder with one subfolder per class")
         if tested.name != "ImageFolder" and self.test.root is not None:
             raise ValueError(
-                f"test: root has no effect on {tested.name}; set args that select the test set, such as {{split: test}}"
+                f"test.root: has no effect with dataset {tested.name}; set test.args to select the test set, for example test.args: {{split: test}}"
             )
         return self
 
@@ -213,10 +215,10 @@ def import_string_of(entry: str | dict[str, dict[str, Any]] | None, key: str) ->
         ValueError: the entry is not an import string.
     """
     if isinstance(entry, dict) and len(entry) != 1:
-        raise ValueError(f"{key}: must be one import string, got {', '.join(entry) or 'none'}")
+        raise ValueError(f"{key}: must be one import string package.module:attribute, got {', '.join(entry) or 'none'}")
     name = next(iter(entry)) if isinstance(entry, dict) else entry
     if name is not None and ":" not in name:
-        raise ValueError(f"{key}: an import string is package.module:attribute, got {name!r}")
+        raise ValueError(f"{key}: must be an import string package.module:attribute, got {name!r}")
     return name
 
 
@@ -267,7 +269,9 @@ class Optimizer(Section):
                 and key in self.model_fields_set
                 and self.args[key] != getattr(self, key)
             ):
-                raise ValueError(f"{key} is {getattr(self, key):g}, and {self.args[key]} in args; remove one of them")
+                raise ValueError(
+                    f"{key}: is {getattr(self, key):g}, but optimizer.args.{key} is {self.args[key]}; remove one of the two keys"
+                )
         return self
 
 
@@ -298,20 +302,26 @@ class Schedule(Section):
     def _settings_belong_to_the_kind(self) -> "Schedule":
         if self.kind not in SCHEDULES and not is_import_string(self.kind):
             hint = suggest_name(self.kind, SCHEDULES) or f"use {', '.join(SCHEDULES)}, or package.module:callable"
-            raise ValueError(f"unknown kind {self.kind!r}; {hint}")
-        kind = f"to kind {self.kind!r}" if "kind" in self.model_fields_set else "where schedule.kind is not given"
+            raise ValueError(f"kind: unknown schedule {self.kind!r}; {hint}")
+        kind = (
+            f"with schedule.kind: {self.kind}" if "kind" in self.model_fields_set else "while schedule.kind is not set"
+        )
         if self.kind == "multistep" and not self.milestones:
-            raise ValueError("multistep needs milestones (epochs), for example [30, 60, 80]")
+            raise ValueError("milestones: is required with schedule.kind: multistep, for example [30, 60, 80] (epochs)")
         if self.kind != "multistep" and self.milestones:
-            raise ValueError(f"milestones has no effect {kind}; use kind: multistep")
+            raise ValueError(f"milestones: has no effect {kind}; set schedule.kind: multistep")
         if sorted(self.milestones) != self.milestones:
-            raise ValueError(f"milestones must ascend, got {self.milestones}")
+            raise ValueError(f"milestones: must be in ascending order, got {self.milestones}")
         if self.kind not in FALLING and self.min_lr:
-            raise ValueError(f"min_lr has no effect {kind}; use kind: {', '.join(FALLING)}")
+            raise ValueError(
+                f"min_lr: has no effect {kind}; set schedule.kind to {', '.join(FALLING[:-1])} or {FALLING[-1]}"
+            )
         if self.kind == "one-cycle" and self.warmup_epochs:
-            raise ValueError("one-cycle has its own warm-up; remove warmup_epochs")
+            raise ValueError(
+                "warmup_epochs: has no effect with schedule.kind: one-cycle, which has a warm-up itself; remove the key"
+            )
         if self.kind != "linear" and self.decay_from:
-            raise ValueError(f"decay_from has no effect {kind}; use kind: linear")
+            raise ValueError(f"decay_from: has no effect {kind}; set schedule.kind: linear")
         return self
 
 
@@ -396,18 +406,18 @@ class Train(Section):
     def _metrics_are_known(self) -> "Train":
         for name, entry in self.metrics.items():
             if name in _RESERVED:
-                raise ValueError(f"metrics.{name}: this name is already in use")
+                raise ValueError(f"metrics.{name}: tula uses this name itself; choose another name")
             import_string_of(entry, f"metrics.{name}")
         known = ("auto", *BUILT_IN, *self.metrics)
         stopping = self.early_stopping
         name = self.best_checkpoint.metric
         if name not in known:
             raise ValueError(
-                f"best_checkpoint.metric: there is no metric {name!r}; {suggest_nearest(name, known) or ', '.join(known)}"
+                f"best_checkpoint.metric: there is no metric {name!r}; {suggest_nearest(name, known) or 'use ' + ', '.join(known)}"
             )
         if stopping is not None and stopping.target is not None and name == "auto":
             raise ValueError(
-                "early_stopping.target needs best_checkpoint.metric, which is auto; set it, for example to top1"
+                "early_stopping.target: needs a metric, but train.best_checkpoint.metric is auto; set the metric, for example train.best_checkpoint.metric: top1"
             )
         return self
 
@@ -432,7 +442,7 @@ class Train(Section):
         method = self.training_method
         if self.lr_scaling == "none" and method.without_rule:
             raise ValueError(
-                f"method {method.name} scales the learning rate; with lr_scaling: none, use method {method.without_rule}"
+                f"lr_scaling: none contradicts train.method: {method.name}, which scales the learning rate; set train.method: {method.without_rule}"
             )
         return self
 
@@ -451,12 +461,14 @@ class Train(Section):
         named = self.ramp if isinstance(self.ramp, list) else []
         batches = [stage.batch for stage in named]
         if sorted(set(batches)) != batches:
-            raise ValueError(f"ramp: batches must increase, got {batches}")
+            raise ValueError(f"ramp: the batches of the stages must increase, got {batches}")
         nodes = [stage.nodes for stage in named if stage.nodes is not None]
         if sorted(nodes) != nodes:
-            raise ValueError(f"ramp: nodes must not decrease, got {nodes}")
+            raise ValueError(f"ramp: the numbers of nodes of the stages must not decrease, got {nodes}")
         if (epochs := sum(stage.epochs for stage in named)) >= self.epochs:
-            raise ValueError(f"ramp: its stages last {epochs:g} epochs, but epochs is {self.epochs}")
+            raise ValueError(
+                f"ramp: the stages last {epochs:g} epochs and must end before train.epochs ({self.epochs}); shorten the stages, or raise train.epochs"
+            )
         return self
 
     @property
@@ -514,12 +526,14 @@ class Search(Section):
     @model_validator(mode="after")
     def _bounds_are_ordered(self) -> "Search":
         if self.max_batch is not None and self.max_batch < self.min_batch:
-            raise ValueError(f"max_batch {self.max_batch} is below min_batch {self.min_batch}")
+            raise ValueError(f"max_batch: must be at least search.min_batch ({self.min_batch}), got {self.max_batch}")
         if self.max_seconds < self.min_seconds:
-            raise ValueError(f"max_seconds {self.max_seconds:g} is below min_seconds {self.min_seconds:g}")
+            raise ValueError(
+                f"max_seconds: must be at least search.min_seconds ({self.min_seconds:g} s), got {self.max_seconds:g}"
+            )
         for name, sizes in (("nodes", self.nodes), ("gpus_per_node", self.gpus_per_node or [])):
             if len(set(sizes)) != len(sizes):
-                raise ValueError(f"{name} contains a size twice: {sizes}")
+                raise ValueError(f"{name}: must list each number once, got {sizes}")
         return self
 
     @property
@@ -560,8 +574,7 @@ def strip_password(uri: str) -> str:
     """
     if _WITH_PASSWORD.search(uri):
         raise ValueError(
-            "must not contain a user name or password; set the tracker's own variables, such as"
-            " MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or WANDB_API_KEY"
+            "must not contain a user name or password; set the environment variables of the tracker instead, such as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or WANDB_API_KEY"
         )
     return uri
 
@@ -586,5 +599,5 @@ class Export(Section):
     def _tensorboard_has_a_folder(self) -> "Export":
         uri = self.uri or ""
         if self.to == "tensorboard" and "://" in uri and not uri.startswith("file:///"):
-            raise ValueError(f"tensorboard needs a folder, but got {uri}; set a path, or file:///path")
+            raise ValueError(f"uri: must be a folder for tensorboard, got {uri}; set a path, or file:///path")
         return self

@@ -23,7 +23,7 @@ _SBATCH_SETTINGS = {
     "ntasks-per-node": "cluster.gpus_per_node",
     "tasks-per-node": "cluster.gpus_per_node",
     "ntasks-per-gpu": "cluster.gpus_per_node",
-    "time": "cluster.minutes for training jobs, search.max_minutes for profiling jobs",
+    "time": "cluster.minutes (training jobs) or search.max_minutes (profiling jobs)",
     "partition": "cluster.slurm.partition",
     "account": "cluster.slurm.account",
     "qos": "cluster.slurm.qos",
@@ -53,47 +53,49 @@ def normalize_option_name(name: str) -> str:
 
 def _check_option_name(name: str) -> str:
     if not re.fullmatch(r"[a-z][a-z0-9_-]+", name):
-        raise ValueError(f"{name!r} is not the long name of an option (such as mail-type for --mail-type)")
+        raise ValueError(f"must be the long name of an option, such as mail-type for --mail-type, got {name!r}")
     return name
 
 
 def _check_sbatch_option(name: str) -> str:
     if setting := _SBATCH_SETTINGS.get(normalize_option_name(_check_option_name(name))):
-        raise ValueError(f"{name!r} has its own setting: {setting}")
+        raise ValueError(f"remove this option, and set {setting}")
     if normalize_option_name(name) in _SBATCH_OURS:
-        raise ValueError(f"{name!r} is set by tula; remove it")
+        raise ValueError("tula sets this itself; remove the key")
     if normalize_option_name(name) == "clusters":
         raise ValueError(
-            f"{name!r} submits to another cluster than the one whose queue tula queries; run tula on a login node of that cluster"
+            f"{name!r} selects another cluster than the one that tula queries; run tula on a login node of that cluster"
         )
     return name
 
 
 def _check_srun_option(name: str) -> str:
     if normalize_option_name(_check_option_name(name)) == "cpus-per-task":
-        raise ValueError(f"{name!r} has its own setting: cluster.slurm.cpus_per_task")
+        raise ValueError("remove this option, and set cluster.slurm.cpus_per_task")
     if normalize_option_name(name) in _SRUN_OURS:
-        raise ValueError(f"{name!r} is set by tula; remove it")
+        raise ValueError("tula sets this itself; remove the key")
     return name
 
 
 def _check_slurm_memory(value: str) -> str:
     if value and not re.fullmatch(r"\d+[KMGT]?B?", value.upper()):
-        raise ValueError(f"{value!r} is not a size for sbatch; write it like 64G, or 0 for all memory of a node")
+        raise ValueError(f"must be a size such as 64G, or 0 for all memory of a node, got {value!r}")
     return value
 
 
 def _check_gpu_type(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_.-]*", value):
-        raise ValueError(f"{value!r} is not a type of GPU (such as a100 in gpu:a100:4)")
+        raise ValueError(f"must be a type of GPU, such as a100 in gpu:a100:4, got {value!r}")
     return value
 
 
 def _check_variable(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise ValueError(f"{name!r} is not the name of an environment variable")
+        raise ValueError(
+            f"must be the name of an environment variable: letters, digits and '_', the first no digit, got {name!r}"
+        )
     if name in _RANK_VARIABLES:
-        raise ValueError(f"{name!r} is set by tula; remove it")
+        raise ValueError("tula sets this itself; remove the key")
     return name
 
 
@@ -104,7 +106,7 @@ def _check_option_value(value: object) -> object:
         return value
     if not isinstance(value, int | float | str):
         raise ValueError(
-            f"{value!r} must be text, a number, a list of them, true (option without value) or false (no option)"
+            f"must be text, a number, a list of text and numbers, true (option without value) or false (no option), got {value!r}"
         )
     return require_one_line(str(as_typed(value)))
 
@@ -178,11 +180,14 @@ def _list_gpu_problems(slurm: Slurm) -> _Unfit:
     if slurm.launcher == "torchrun" and slurm.gpus == "gpus_per_task":
         yield (
             ("gpus",),
-            "gpus_per_task assigns GPUs per task, but launcher: torchrun has one task per node; use gpus_per_node or gres",
+            "gpus_per_task requests GPUs for each task, but launcher: torchrun starts one task per node; set gpus_per_node or gres",
         )
     if slurm.gpus == "none":
         if slurm.gpu_type:
-            yield ("gpu_type",), f"{slurm.gpu_type!r} has no effect with gpus: none"
+            yield (
+                ("gpu_type",),
+                f"{slurm.gpu_type!r} has no effect with cluster.slurm.gpus: none; remove gpu_type, or set gpus: gpus_per_node",
+            )
         return
     for name, value in slurm.extra.items():
         # Other resources than GPUs have no other way in than gres.
@@ -191,15 +196,24 @@ def _list_gpu_problems(slurm: Slurm) -> _Unfit:
             and value not in (*_NOTHING, "0")
             and (normalize_option_name(name) != "gres" or "gpu" in str(value))
         ):
-            yield ("extra", name), "requests GPUs a second time; use gpus and gpu_type, or set gpus: none"
+            yield (
+                ("extra", name),
+                "requests GPUs a second time; remove it and set cluster.slurm.gpus and gpu_type, or set cluster.slurm.gpus: none",
+            )
 
 
 def _list_option_problems(slurm: Slurm) -> _Unfit:
     given = [normalize_option_name(name) for name, value in slurm.extra.items() if value]
     for name in ("mem-per-cpu", "mem-per-gpu"):
         if name in given and slurm.memory:
-            yield ("extra", name), f"and memory ({slurm.memory}) exclude each other"
+            yield (
+                ("extra", name),
+                f"cannot be combined with cluster.slurm.memory ({slurm.memory}); remove one of the two",
+            )
     if "cpus-per-gpu" in given and slurm.cpus_per_task:
-        yield ("extra", "cpus-per-gpu"), f"and cpus_per_task ({slurm.cpus_per_task}) exclude each other"
+        yield (
+            ("extra", "cpus-per-gpu"),
+            f"cannot be combined with cluster.slurm.cpus_per_task ({slurm.cpus_per_task}); remove one of the two",
+        )
     for name in sorted({name for name in given if given.count(name) > 1}):
-        yield ("extra", name), "is given twice, with '-' and with '_'"
+        yield ("extra", name), "is given twice, with '-' and with '_'; remove one of the two"

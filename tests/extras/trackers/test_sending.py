@@ -345,7 +345,7 @@ def test_trackers_are_those_named_else_those_of_the_job() -> None:
         (["mlflow", "wandb"], "x", "are settings of one tracker"),
         (["mlflo"], None, "did you mean mlflow"),
         (["mlflow"], "http://me:pw@host", "must not contain a user name or password"),
-        (["tensorboard"], "http://x.example", "--uri: tensorboard needs a folder, but got http://x.example"),
+        (["tensorboard"], "http://x.example", "--uri: must be a folder for tensorboard, got http://x.example"),
         (["tensorboard"], "file://host/board", "set a path, or file:///path"),
     ],
 )

@@ -180,12 +180,12 @@ def test_a_warm_up_stays() -> None:
         ({"kind": "linear", "decay_from": 0.99}, {}, "schedule.kind linear does not in 20 epochs"),
         (COSINE, {"early_stopping": {"epochs": 5}}, "schedule.kind cosine does not in 5 of 20 epochs"),
         ({"kind": "cosine", "warmup_epochs": 6}, {"early_stopping": {"epochs": 5}}, "does not in 5 of 20 epochs"),
-        ({"kind": "mine:halves"}, {}, "your own schedule.kind \\(mine:halves\\).* Set the stages, .*lr_scaling: linear"),
-        (COSINE, {"method": "ags"}, "but method ags scales gradients already; use method ramp"),
-        (COSINE, {"method": "static"}, "but method static scales gradients already"),
-        ({}, {"method": "schedule_free"}, "method schedule_free has none"),
-        (COSINE, {"method": "auto"}, "method auto needs a constant batch"),
-        (COSINE, {"lr_scaling": "none"}, "remove lr_scaling: none"),
+        ({"kind": "mine:halves"}, {}, "schedule.kind: mine:halves halves.* Set the stages, .*lr_scaling: linear"),
+        (COSINE, {"method": "ags"}, "but train.method: ags already scales the gradients; set train.method to ramp"),
+        (COSINE, {"method": "static"}, "but train.method: static already scales the gradients"),
+        ({}, {"method": "schedule_free"}, "train.method: schedule_free keeps the learning rate constant"),
+        (COSINE, {"method": "auto"}, "train.method: auto, which needs a constant batch"),
+        (COSINE, {"lr_scaling": "none"}, "remove train.lr_scaling: none"),
         (COSINE, {"ramp": "decy"}, "did you mean decay"),
     ],
 )  # fmt: skip
@@ -200,7 +200,7 @@ def test_a_script_whose_batch_is_its_own_is_refused() -> None:
     script = {"command": "train.py --batch {local_batch}", "length": {"epochs": 2}}
     with pytest.raises(SpecError) as caught:
         validate({"script": script, "train": {"ramp": "decay"}}, source="a test")
-    assert any("train.ramp has no effect on a script" in str(problem) for problem in caught.value.problems)
+    assert any("train.ramp: has no effect on a script" in str(problem) for problem in caught.value.problems)
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_what_does_not_divide_among_the_nodes_of_a_stage_is_refused() -> None:
         assign_nodes_to_stages(stages, {24: 4}, spec=job(), nodes=2)
     with pytest.raises(SpecError, match=r"has 16 nodes, more than the training \(8\)"):
         build_ramp_on_nodes(job(ramp=[{"epochs": 1, "batch": 32, "nodes": 16}]), batch=64, nodes=8, dataset_size=1000)
-    with pytest.raises(Exception, match="nodes must not decrease"):
+    with pytest.raises(Exception, match="nodes of the stages must not decrease"):
         job(ramp=[{"epochs": 1, "batch": 32, "nodes": 2}, {"epochs": 1, "batch": 64, "nodes": 1}])
     assert assign_nodes_to_stages(stages, {}, spec=job(), nodes=8) == stages
 

@@ -280,20 +280,20 @@ def test_values_that_the_command_line_would_refuse_are_one_error(cluster: AtOnce
     calls: list[tuple[str, Any]] = [
         ("unknown objective 'tme'; use one of time, cost", lambda: tula.recommend(run, objective="tme")),  # type: ignore[arg-type]
         ("unknown curve 'both'; use one of time, cost", lambda: tula.recommend(run, curve="both")),  # type: ignore[arg-type]
-        ("nodes 0: must be 1 or more", lambda: tula.recommend(run, nodes=0)),
-        ("max_batch -1: must be 1 or more", lambda: tula.recommend(run, max_batch=-1)),
-        ("deadline_hours -1: must be 0 or more", lambda: tula.recommend(run, deadline_hours=-1)),
+        ("nodes 0: must be at least 1", lambda: tula.recommend(run, nodes=0)),
+        ("max_batch -1: must be at least 1", lambda: tula.recommend(run, max_batch=-1)),
+        ("deadline_hours -1: must be at least 0", lambda: tula.recommend(run, deadline_hours=-1)),
         ("overrides must be a list, got 'pricing.price=3'", lambda: tula.recommend(run, overrides="pricing.price=3")),
-        ("nodes 0: must be 1 or more", lambda: tula.train(run, nodes=0, batch=64)),
-        ("batch -64: must be 1 or more", lambda: tula.train(run, nodes=1, batch=-64)),
-        ("seeds 0: must be 1 or more", lambda: tula.compare(run, batches=[64], seeds=0)),
-        ("nodes 0: must be 1 or more", lambda: tula.compare(run, batches=[64], nodes=0)),
-        ("batch -64: must be 1 or more", lambda: tula.compare(run, batches=[64, -64])),
+        ("nodes 0: must be at least 1", lambda: tula.train(run, nodes=0, batch=64)),
+        ("batch -64: must be at least 1", lambda: tula.train(run, nodes=1, batch=-64)),
+        ("seeds 0: must be at least 1", lambda: tula.compare(run, batches=[64], seeds=0)),
+        ("nodes 0: must be at least 1", lambda: tula.compare(run, batches=[64], nodes=0)),
+        ("batch -64: must be at least 1", lambda: tula.compare(run, batches=[64, -64])),
         ("^--methods: there is no method 'agz'", lambda: tula.compare(run, batches=[64], methods=["agz"])),
-        ("nodes 0: must be 1 or more", lambda: tula.check_nodes(run, nodes=0)),
-        ("nodes -2: must be 1 or more", lambda: tula.check_nodes(run, nodes=-2)),
-        ("batch 'x': must be a whole number", lambda: tula.train(run, nodes=1, batch="x")),  # type: ignore[arg-type]
-        ("nodes 1.5: must be a whole number", lambda: tula.train(run, nodes=1.5, batch=64)),  # type: ignore[arg-type]
+        ("nodes 0: must be at least 1", lambda: tula.check_nodes(run, nodes=0)),
+        ("nodes -2: must be at least 1", lambda: tula.check_nodes(run, nodes=-2)),
+        ("batch 'x': must be an integer", lambda: tula.train(run, nodes=1, batch="x")),  # type: ignore[arg-type]
+        ("nodes 1.5: must be an integer", lambda: tula.train(run, nodes=1.5, batch=64)),  # type: ignore[arg-type]
         ("timeout '5': must be a number", lambda: tula.profile(run, timeout="5")),  # type: ignore[arg-type]
         ("budget 'all': must be a number", lambda: tula.recommend(run, budget="all")),  # type: ignore[arg-type]
         ("confirm True: must be a function", lambda: tula.profile(run, confirm=True)),  # type: ignore[arg-type]
@@ -413,7 +413,7 @@ def test_memory_is_estimated_from_what_was_built_and_then_from_probes(
     assert [row.memory.peak for row in report.rows] == sorted(row.memory.peak for row in report.rows)
     tula.profile(make.SPEC)
     assert tula.estimate(make.SPEC)[None].probed
-    with pytest.raises(ValueError, match="'much' is not a size"):
+    with pytest.raises(ValueError, match="got 'much'"):
         tula.estimate(make.SPEC, memory="much")
 
 

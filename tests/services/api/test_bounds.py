@@ -12,8 +12,8 @@ from tula_cli.spec.merge import apply_overrides
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ({"batch": 0}, "batch 0: must be 1 or more"), ({"batch": 10**400}, "batch: must be at most 2147483647"),
-        ({"seeds": 5000}, "seeds: must be at most 1000"), ({"batch": -(10**400)}, "batch -2147483647: must be 1 or more"),
+        ({"batch": 0}, "batch 0: must be at least 1"), ({"batch": 10**400}, "batch: must be at most 2147483647"),
+        ({"seeds": 5000}, "seeds: must be at most 1000"), ({"batch": -(10**400)}, "batch -2147483647: must be at least 1"),
     ],
 )  # fmt: skip
 def test_a_number_out_of_bounds_is_refused_before_a_job_is_read(arguments: dict[str, Any], problem: str) -> None:

@@ -90,7 +90,7 @@ def test_what_is_no_row_is_refused(row: str, words: str) -> None:
     [
         ("ags:dleta=0.1", "ags.dleta", "did you mean delta"),
         ("ags:delta=-1", "ags.delta", "at least 0"),
-        ("lbt:train.epochs=none", "train.epochs", "whole number"),
+        ("lbt:train.epochs=none", "train.epochs", "integer"),
     ],
 )
 def test_a_setting_that_the_spec_does_not_take_is_reported_as_it_tells_it(row: str, path: str, words: str) -> None:

@@ -113,7 +113,7 @@ def test_what_is_not_there_is_reported(run: RunDir) -> None:
     os.mkfifo(run.path / "pipe")
     with pytest.raises(SpecError, match="pipe: not a file of weights"):
         ready(run, weights=run.path / "pipe")
-    with pytest.raises(SpecError, match="nodes 0: must be 1 or more"):
+    with pytest.raises(SpecError, match="nodes 0: must be at least 1"):
         ready(run, nodes=0)
     with pytest.raises(SpecError, match="this job has section script"):
         ready(run, make.script_spec(epochs=3))

@@ -141,7 +141,10 @@ def test_a_run_that_left_while_statistics_were_taken_goes_on_as_if_it_had_not(al
 def test_a_learning_rate_that_falls_is_refused(schedule: dict[str, Any]) -> None:
     with pytest.raises(SpecError) as error:
         spec(train=FREE, schedule=schedule)
-    assert f"set schedule.kind: constant, not {schedule['kind']}" in str(error.value.problems or error.value)
+    assert (
+        f"must be constant with train.method: schedule_free, which averages weights instead of decreasing the learning rate, got {schedule['kind']}"
+        in str(error.value.problems or error.value)
+    )
 
 
 def test_a_missing_package_is_reported_with_the_line_to_type(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,7 +194,7 @@ def test_what_makes_no_batch_is_reported_with_its_shapes(changes: dict[str, Any]
 def test_collate_fn_has_to_be_an_import_string() -> None:
     with pytest.raises(SpecError) as caught:
         tokens(dataset={"collate_fn": "padded"})
-    assert "an import string is package.module:attribute, got 'padded'" in caught.value.problems[0].message
+    assert "must be an import string package.module:attribute, got 'padded'" in caught.value.problems[0].message
 
 
 # --- calls and cuts

@@ -247,11 +247,11 @@ def test_a_training_ends_when_no_epoch_is_better(alone: Ranks, run: RunDir) -> N
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        ({"metrics": {"top1": "a:b"}}, "metrics.top1: this name is already in use"),
-        ({"metrics": {"f1": "f1"}}, "an import string is package.module:attribute"),
+        ({"metrics": {"top1": "a:b"}}, "metrics.top1: tula uses this name"),
+        ({"metrics": {"f1": "f1"}}, "must be an import string package.module:attribute"),
         ({"best_checkpoint": {"metric": "los"}}, "there is no metric 'los'; did you mean loss"),
-        ({"early_stopping": {}}, "needs target, patience or epochs"),
-        ({"early_stopping": {"target": 0.5}}, "target needs best_checkpoint.metric, which is auto"),
+        ({"early_stopping": {}}, "must set target, patience or epochs"),
+        ({"early_stopping": {"target": 0.5}}, "but train.best_checkpoint.metric is auto"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(keys: dict[str, Any], why: str) -> None:

@@ -90,7 +90,7 @@ def test_a_rule_that_is_given_wins_over_the_methods_own(method):
 
 
 def test_a_rule_that_undoes_the_method_is_refused():
-    with pytest.raises(ValueError, match="method lrs"):
+    with pytest.raises(ValueError, match="method: lrs"):
         spec(method="lrs", lr_scaling="none")
 
 
@@ -209,7 +209,7 @@ def test_a_schedule_that_gives_no_factor_is_reported(name, why):
     [
         ({"kind": "cosin"}, "did you mean cosine"),
         ({"kind": "zzz"}, "use constant, multistep, cosine, linear, one-cycle"),
-        ({"kind": "one-cycle", "warmup_epochs": 2}, "one-cycle has its own warm-up"),
+        ({"kind": "one-cycle", "warmup_epochs": 2}, "one-cycle, which has a warm-up itself"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(schedule, why):

@@ -294,7 +294,7 @@ def list_requested_trackers(spec: JobSpec, to: Sequence[str], request: ExportReq
         first_error = error.errors()[0]
         reason = first_error["msg"].removeprefix("Value error, ")
         option = next(iter(first_error["loc"]), "to" if reason.startswith("to: ") else "uri")
-        raise SpecError(f"--{option}: {reason.removeprefix('to: ')}") from None
+        raise SpecError(f"--{option}: {reason.removeprefix(f'{option}: ')}") from None
 
 
 def export_run(

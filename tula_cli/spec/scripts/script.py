@@ -38,7 +38,9 @@ def _require_no_shell(text: str) -> str:
 def _refuse_file(value: object) -> object:
     """Refuse {jsonl: file, key: name}, which earlier versions read."""
     if isinstance(value, Mapping):
-        raise ValueError("must be a pattern for the output; files with JSON lines are no longer read: print the value")
+        raise ValueError(
+            "must be a pattern for the output of the script, because tula no longer reads files with JSON lines; make the script print the value"
+        )
     return value
 
 
@@ -46,10 +48,10 @@ def _require_pattern(text: str) -> str:
     try:
         groups = re.compile(text).groups
     except re.error as error:
-        raise ValueError(f"{text!r} is not a regular expression: {error}") from None
+        raise ValueError(f"must be a regular expression, got {text!r}: {error}") from None
     if groups != 1:
         raise ValueError(
-            f"{text!r} must have exactly one group, around the number, for example 'top1 ([0-9.]+)'; it has {groups}"
+            f"must have exactly one group, around the number, as in 'top1 ([0-9.]+)', but {text!r} has {groups}"
         )
     return text
 
@@ -57,9 +59,7 @@ def _require_pattern(text: str) -> str:
 def _require_save_request(text: str) -> str:
     if text in ("none", "hooks", "SIGUSR1", "SIGUSR2", "SIGTERM") or re.fullmatch(r"file:.+", text):
         return _require_known_placeholders(text)
-    raise ValueError(
-        f"{text!r} is not a way to request a checkpoint; use none, hooks, SIGUSR1, SIGUSR2, SIGTERM or file:PATH"
-    )
+    raise ValueError(f"must be none, hooks, SIGUSR1, SIGUSR2, SIGTERM or file:PATH, got {text!r}")
 
 
 Filled = Annotated[Line, AfterValidator(_require_known_placeholders)]
@@ -78,7 +78,7 @@ class Length(Section):
     def _require_one_length(self) -> "Length":
         given = self.model_dump(exclude_none=True)
         if len(given) != 1:
-            raise ValueError(f"give exactly one of epochs, samples and steps, got {' and '.join(given) or 'none'}")
+            raise ValueError(f"must set exactly one of epochs, samples and steps, got {' and '.join(given) or 'none'}")
         return self
 
 
@@ -159,12 +159,11 @@ class Script(Section):
         placeholders = set(find_placeholders(self.command))
         if not placeholders & BATCHES:
             raise ValueError(
-                "command has no placeholder for the batch; write {local_batch} (a GPU's), {batch} (all GPUs') or"
-                " {micro_batch} in place of its number"
+                "command: has no placeholder for the batch; replace the number of the batch by {local_batch} (batch of one GPU), {batch} (batch of all GPUs) or {micro_batch}"
             )
         if "micro_batch" in placeholders and not placeholders & {"accumulate", "accumulate_total"}:
             raise ValueError(
-                "command has {micro_batch} but neither {accumulate} nor {accumulate_total}, so the script cannot know the number of micro-batches per step. Add {accumulate}, or write {local_batch} in place of {micro_batch}"
+                "command: has {micro_batch} but neither {accumulate} nor {accumulate_total}, so the script does not get the number of micro-batches per step. Add {accumulate}, or replace {micro_batch} by {local_batch}"
             )
         return self
 
@@ -173,24 +172,27 @@ class Script(Section):
         placeholders = self.placeholders
         if self.launch == "node" and (of_rank := sorted(placeholders & OF_A_RANK)):
             raise ValueError(
-                f"command has {{{of_rank[0]}}}, which differs between the processes of a node; with launch: node, tula starts"
-                " only one process per node. Remove the placeholder, or set launch: rank"
+                f"command: {{{of_rank[0]}}} differs between the processes of a node, but with script.launch: node tula starts only one process per node. Remove the placeholder, or set script.launch: rank"
             )
         for name, value in (("lr", self.reference.lr), ("epochs", self.length.epochs)):
             if name in placeholders and value is None:
                 where = "reference.lr" if name == "lr" else "length.epochs"
-                raise ValueError(f"command has {{{name}}}, but {where} is not set; set it, or remove the placeholder")
+                raise ValueError(
+                    f"command: has {{{name}}}, but script.{where} is not set; set script.{where}, or remove the placeholder"
+                )
         if self.reference.lr is not None and not placeholders & {"lr", "lr_factor"}:
             raise ValueError(
-                "reference.lr has no effect: command has neither {lr} nor {lr_factor}; remove it if the script scales its learning rate"
+                "reference.lr: has no effect, because script.command has neither {lr} nor {lr_factor}; add {lr} to the command, or remove reference.lr if the script scales its learning rate"
             )
         for name in ("steps", "samples"):
             if name in placeholders and self.known_dataset_size is None:
                 raise ValueError(
-                    f"command has {{{name}}}, which cannot be computed from length.epochs without dataset_size; set dataset_size"
+                    f"command: {{{name}}} cannot be computed from script.length.epochs while script.dataset_size is auto; set script.dataset_size to the samples per epoch"
                 )
         if "checkpoint" in find_placeholders(self.command):
-            raise ValueError("{checkpoint} belongs in resume.args, because there is no checkpoint at the first start")
+            raise ValueError(
+                "command: must not contain {checkpoint}, because there is no checkpoint at the first start; move {checkpoint} to script.resume.args"
+            )
         return self
 
 
@@ -221,7 +223,7 @@ def get_default_train(command: object) -> tuple[dict[str, str], str]:
         takes_rate = False
     if takes_rate:
         return {"method": "lrs", "lr_scaling": "sqrt"}, reason
-    return {"method": "lbt"}, f"{reason}, and its command has no learning rate to scale"
+    return {"method": "lbt"}, f"{reason}, and script.command has no {{lr}} that could be scaled"
 
 
 def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,24 +238,31 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: the content has a setting that would not reach the script.
     """
     if foreign := [name for name in OWN_LOOP if content.get(name) is not None]:
-        rest = "have no effect with section script, which builds its own; remove them"
-        rest = rest if foreign[1:] else "has no effect with section script, which builds its own; remove it"
+        rest = "have no effect with section script, because the script builds its model and data itself; remove these sections"
+        rest = (
+            rest
+            if foreign[1:]
+            else "has no effect with section script, because the script builds its model and data itself; remove this section"
+        )
         raise ValueError(f"{', '.join(foreign)} {rest}")
     train = {key: value for key, value in (content.get("train") or {}).items() if value is not None}
     if unknown := sorted(key for key in train.keys() - TRAIN if not advise_key(f"train.{key}")):
         raise ValueError(
-            f"train.{unknown[0]} has no effect on a script, whose command decides; only these keys of section train have:"
-            f" {', '.join(sorted(TRAIN))}"
+            f"train.{unknown[0]}: has no effect on a script; set it in the command of the script. The keys of section train that affect a script are {', '.join(sorted(TRAIN))}"
         )
     if "method" not in train:
         default, _ = get_default_train(_as_mapping(content["script"]).get("command"))
         train = {"method": "lbt", **train} if "lr_scaling" in train else {**default, **train}
     method = train["method"]
     if method not in (there_are := [name for name, known in METHODS.items() if known.on_scripts]):
-        raise ValueError(f"train.method {method} needs tula's own loop; for a script, use {', '.join(there_are)}")
+        raise ValueError(
+            f"train.method: {method} needs tula's own training loop; for a script, set train.method to one of {', '.join(there_are)}"
+        )
     reads_ags = METHODS[method].uses_section("ags")
     if not reads_ags and content.get("ags") is not None:
-        raise ValueError(f"section ags has no effect with train.method: {method}. Remove it, or set train.method: ags")
+        raise ValueError(
+            f"section ags has no effect with train.method: {method}; remove section ags, or set train.method: ags"
+        )
     length, reference = (_get_mapping_at(content["script"], name) for name in ("length", "reference"))
     return {
         **content,

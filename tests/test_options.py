@@ -152,12 +152,12 @@ def test_a_limit_is_a_finite_number(text):
     [
         ("profile", {"wait": "no"}, "wait 'no': must be True or False"),
         ("check", {"fresh": 1}, "fresh 1: must be True or False"),
-        ("train", {"batch": 1.5}, "batch 1.5: must be a whole number"),
-        ("train", {"seeds": True}, "seeds True: must be a whole number"),
+        ("train", {"batch": 1.5}, "batch 1.5: must be an integer"),
+        ("train", {"seeds": True}, "seeds True: must be an integer"),
         ("train", {"timeout": "3"}, "timeout '3': must be a number"),
         ("plan_trainings", {"trainings": "3"}, "trainings must be a list, got '3'"),
-        ("plan_trainings", {"trainings": [2, "3"]}, "trainings '3': must be a whole number"),
-        ("plan_trainings", {"trainings": 0}, "trainings 0: must be 1 or more"),
+        ("plan_trainings", {"trainings": [2, "3"]}, "trainings '3': must be an integer"),
+        ("plan_trainings", {"trainings": 0}, "trainings 0: must be at least 1"),
     ],
 )
 def test_an_argument_of_another_type_is_refused(name: str, arguments: dict[str, object], problem: str) -> None:

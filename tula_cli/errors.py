@@ -94,8 +94,8 @@ class RunGone(TulaError):
 
     def __init__(self, path: object) -> None:
         super().__init__(
-            f"the run directory {path} is no longer there: it was moved or removed, and its jobs end",
-            "if it was moved, run the same command with --run and its new path: it resumes from the newest checkpoint",
+            f"the run directory {path} was moved or removed, so its jobs stop",
+            "if you moved the directory, run the same command with --run and the new path to resume from the newest checkpoint",
         )
 
 

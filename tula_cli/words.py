@@ -48,7 +48,7 @@ def format_interval_of_hours(low: float | None, high: float | None) -> str:
     """Return an interval in parentheses, marked if it is too uncertain to decide by; empty if there is no interval."""
     if low is None or high is None:
         return ""
-    wide = ", too uncertain to decide by" * is_too_wide(low, high)
+    wide = ", too uncertain for a decision" * is_too_wide(low, high)
     return f" ({format_duration(3600 * low)} to {format_duration(3600 * high)}{wide})"
 
 

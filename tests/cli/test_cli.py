@@ -524,7 +524,7 @@ def test_just_looking_changes_nothing_that_later_commands_take(cluster, question
 def test_the_removed_objective_of_recommend_names_its_replacement(cluster):
     refused = tula("recommend", "--objective", "result-time")
     assert refused.code == 2
-    assert "tula recommend --objective: value result-time was removed\nHINT: choose by time" in refused.err
+    assert "tula recommend --objective: value result-time was removed\nHINT: use --objective time" in refused.err
     other = tula("recommend", "--objective", "soon")
     assert other.code == 2 and "was removed" not in other.err and "'soon' is not one of" in other.err
 
@@ -874,7 +874,7 @@ def test_list(cluster):
     ("words", "replacement"),
     [
         (("list", "--accuracy"), "show predicted and actual values of the trainings of a run"),
-        (("profile", "job.yaml", "--progress"), "a training with train.diagnostics=[gradient_noise] measures it"),
+        (("profile", "job.yaml", "--progress"), "train with --set train.diagnostics=[gradient_noise]"),
     ],
 )
 def test_a_removed_option_names_what_replaces_it(cluster, words, replacement):

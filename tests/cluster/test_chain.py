@@ -232,7 +232,7 @@ def chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> 
         ("time_limit", "time limit of job 11 reached"),
         ("preempted", "job 11 was preempted"),
         ("node_failure", "a node of job 11 failed"),
-        (None, "signal: job 11 was ended from outside, or its supervisor was killed"),
+        (None, "signal: job 11 was stopped by something other than tula, or its supervisor was killed"),
     ],
 )
 def test_the_next_link_goes_on_and_tells_why(
@@ -344,7 +344,7 @@ def test_a_job_without_a_later_one_has_no_delay_to_end(chain: Chain, cluster: Cl
 
 
 @pytest.mark.parametrize(
-    ("finishes", "why"), [(True, "the training is finished"), (False, "they would fail in the same way")]
+    ("finishes", "why"), [(True, "the training is finished"), (False, "later jobs would fail in the same way")]
 )
 def test_jobs_that_the_supervisor_has_cancelled_are_reported_as_cancelled_by_tula(
     chain: Chain, finishes: bool, why: str
@@ -355,10 +355,10 @@ def test_jobs_that_the_supervisor_has_cancelled_are_reported_as_cancelled_by_tul
     chain.start("12")
     job, released = chain.run.find_job("train-s"), chain.run.read().read_released_jobs("train-s")
     assert job is not None and released == dict.fromkeys(LINKS[2:], why)
-    cancelled = SchedulerState("ended", "CANCELLED by 0: it was cancelled by scancel or by an administrator")
+    cancelled = SchedulerState("ended", "CANCELLED by 0: the job was cancelled by scancel or by an administrator")
     known = {
         **dict.fromkeys(LINKS, cancelled),
-        "12": SchedulerState("ended", "FAILED: its script ended with an error", failed=True),
+        "12": SchedulerState("ended", "FAILED: the script of the job ended with an error", failed=True),
     }
     state = get_chain_state(job, known, forgotten="", released=released)
     assert state.failed and state.released == f"tula cancelled 13 to 15 of its chain: {why}"
@@ -1368,7 +1368,7 @@ def test_a_failure_after_progress_is_tried_once_more_in_the_next_job(chain: Chai
     chain.script = after_progress(chain, 64, "{}['label']")
     chain.start("11")
     assert chain.outcomes() == ["user"] and not cluster.cancelled
-    assert "started once more" in chain.newest().cause
+    assert "tula starts it again" in chain.newest().cause
     chain.start("12")
     assert chain.outcomes() == ["user", "user"]
     assert set(cluster.cancelled) == {"11", "13", "14", "15"}

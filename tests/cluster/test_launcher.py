@@ -528,7 +528,7 @@ def test_from_submission_to_the_next_link_and_the_end(versions, run):
     job = services_status.run_status(run, launcher, now=time.time()).jobs[0]
     assert (job.state, job.reason) == (
         "queued",
-        "continues after job 1000 (NODE_FAIL: a node of its allocation failed)",
+        "continues after job 1000 (NODE_FAIL: a node of the job failed)",
     )
     assert services_status.cancel_jobs(open_family(run), lambda _: launcher) == [plan.task.job]
     assert services_status.run_status(run, launcher, now=time.time()).jobs[0].state == "cancelled"

@@ -198,7 +198,7 @@ def test_what_a_scheduler_cannot_do_it_says(tmp_path: Path) -> None:
     here = next(this_machine(tmp_path))
     id_ = here.submit(here.job())
     assert here.scheduler.hold([id_]) and here.scheduler.release([id_]), "no job waits here"
-    assert exclude_nodes(here.scheduler, [id_], "node1") == "this machine cannot keep waiting jobs off nodes"
+    assert exclude_nodes(here.scheduler, [id_], "node1") == "this machine cannot exclude nodes from waiting jobs"
     assert isinstance(SlurmScheduler(), AvoidsNodes) and not isinstance(here.scheduler, AvoidsNodes)
     with pytest.raises(SchedulerError, match="cannot wait for each other"):
         here.submit(here.job(name="later", after=(id_,)))
@@ -405,5 +405,7 @@ def test_an_id_that_is_no_text_is_refused_with_what_it_was(tmp_path: Path) -> No
 def test_a_process_that_its_scheduler_does_not_know_supervises_nothing(tmp_path: Path) -> None:
     from tula_cli.cluster.allocation import Allocation
 
-    with pytest.raises(SchedulerError, match="method place of TinyQueue does not recognise this process"):
+    with pytest.raises(
+        SchedulerError, match=r"method place\(\) of scheduler TinyQueue returned nothing for this process"
+    ):
         Allocation.from_environment({}, tiny_queue.TinyQueue(str(tmp_path)))

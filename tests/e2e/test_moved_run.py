@@ -35,7 +35,7 @@ def test_a_copy_touches_no_job_of_the_run_and_a_run_that_is_moved_goes_on_where_
     run.path.rename(moved)
     _, words = process.communicate(timeout=60)
     assert process.returncode == 1, words
-    assert f"{run.id} is no longer there: it was moved or removed, and its jobs end" in words
+    assert f"{run.id} was moved or removed, so its jobs stop" in words
     tula.until(lambda: not tula.ranks_of(run.path))
     assert not run.path.exists(), "nothing grows where the run was"
 

@@ -44,7 +44,7 @@ def test_a_waiting_probe_says_for_whom_it_waits_and_its_place() -> None:
     assert third.list_probes_to_wait_for() == [second.ticket], "it shares no device with the first"
     assert (
         describe_waiting("b of /runs/one")
-        == f"waiting for a of /runs/one (process {os.getpid()}, GPU 0) to finish measuring; place 1 in the queue of this machine"
+        == f"waiting for a of /runs/one (process {os.getpid()}, GPU 0) to finish measuring; position 1 in the queue of this machine"
     )
     fourth = probe("d", "gpu 0")
     assert fourth.list_probes_to_wait_for() == [first.ticket, second.ticket] and "place 2 " in describe_waiting(

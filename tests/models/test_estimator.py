@@ -97,8 +97,8 @@ def test_an_out_of_memory_masks_its_local_batch_and_larger_ones_everywhere(assum
     results = [*probe_all(Truth(capacity=None), {2: (16, 32, 64), 16: (2, 8)}), out_of_memory(2, 128, assumed=assumed)]
     forecast = Estimator.fit(spec(), results)
     assert max(row.local_batch for row in forecast.predictions()) == 64
-    assert "128 was out of memory" in forecast.describe_why_infeasible(Config(8, 8 * 256))
-    with pytest.raises(Infeasible, match="128 was out of memory"):
+    assert "128 ran out of memory" in forecast.describe_why_infeasible(Config(8, 8 * 256))
+    with pytest.raises(Infeasible, match="128 ran out of memory"):
         forecast.predict(Config(4, 512))
 
 

@@ -60,7 +60,7 @@ def test_only_nodes_among_which_the_batch_divides_are_used() -> None:
 def test_a_range_without_such_a_number_is_refused() -> None:
     with pytest.raises(Infeasible, match="from 3 to 3"):
         choose(NodeRange(3, 3), 32)
-    with pytest.raises(Infeasible, match="begins at 9, and by the recommendation it ends at 8"):
+    with pytest.raises(Infeasible, match="lower bound is 9, and its upper bound from the recommendation is 8"):
         choose(NodeRange(9), 32)
 
 

@@ -103,7 +103,7 @@ def test_waits_for_data_and_fewer_nodes_are_advised() -> None:
 @pytest.mark.parametrize("ranks", [0, 3])
 def test_missing_ranks_are_said(ranks: int) -> None:
     records = [make_rank(rank, world=4, gpus=4, seconds=0.1, sync=0.01) for rank in range(ranks)]
-    with pytest.raises(BadMeasurements, match=r"not been measured yet|only 3 of 4 ranks"):
+    with pytest.raises(BadMeasurements, match=r"no step has been measured yet|only 3 of 4 ranks"):
         MeasuredJob.from_records("train", "job", records, [], 0.0)
 
 

@@ -69,7 +69,7 @@ def test_what_a_dropped_last_batch_leaves_out_is_no_fault() -> None:
         (1280, {"rates": ((32, 0.1), (2560, 0.2))}, False, "learning rate is 0.2000 after 2560 samples instead of 0.1000"),
         (1280, {"ended": "failed", "outcome": "user", "why": "no rng-1.pt"}, False, "its own checkpoint: no rng-1.pt"),
         (1280, {"ended": "failed", "outcome": "device_oom", "why": "no memory"}, None, "instead of 1: no memory"),
-        (1280, {"ended": "cut", "samples": 800}, None, "it trains, but did not finish"),
+        (1280, {"ended": "cut", "samples": 800}, None, "the script trains, but did not finish"),
         (1280, {"whole": None}, None, "were not compared"),
         (64, {"samples": 3776}, None, "only 64 samples, too few to notice samples counted per rank"),
     ],
@@ -126,7 +126,7 @@ def test_what_was_not_reached_is_reported_and_not_assumed() -> None:
 def test_of_a_resume_that_was_cut_short_only_what_was_compared_is_said() -> None:
     cut = start("same", 32, 800, ended="cut", first_lr=0.1)
     result = judge_resume_test([begin(next_lr=0.1), cut], lr_ratio=1.0)
-    assert result.verdict is None and "from where it resumed: raise search.max_minutes" in result.reasons[0]
+    assert result.verdict is None and "from which it resumed is unknown: raise search.max_minutes" in result.reasons[0]
     result = judge_resume_test([begin(next_lr=0.2), cut], lr_ratio=1.0)
     assert result.verdict == "same" and "learning rate is 0.1000" in result.faults[0], "its learning rate was compared"
 

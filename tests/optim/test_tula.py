@@ -785,7 +785,7 @@ def test_a_model_without_the_bases_parameters_is_refused() -> None:
 
 
 def test_a_small_batch_above_the_large_one_is_refused() -> None:
-    with pytest.raises(ValueError, match=f"b_small, {4 * B_LARGE}, is above b_large, {B_LARGE}"):
+    with pytest.raises(ValueError, match=rf"b_small must be at most b_large \({B_LARGE}\), got {4 * B_LARGE}"):
         tula(mlp(), b_small=4 * B_LARGE)
 
 

@@ -378,7 +378,7 @@ def test_out_of_memory_in_a_probe_bounds_the_estimate(found):
     report = estimate(spec(), results=[probe(16), out_of_memory(1, 64)])
     assert report.largest_local_batch == 63
     assert [report.fits(row) for row in report.rows] == [True, True, False]
-    assert "a local batch of 64 was out of memory" in report.correction
+    assert "a local batch of 64 ran out of memory" in report.correction
 
 
 def test_what_ran_fits_even_above_the_margin(found):

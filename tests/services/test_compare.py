@@ -235,14 +235,16 @@ def test_at_the_reference_batch_there_is_no_control_and_just_above_it_the_smalle
 def test_what_the_default_rows_leave_out_is_said_with_the_reason(tmp_path: Path) -> None:
     spec, _ = default_grid(tmp_path, optimizer={"name": "AdamW"}, train={"epochs": 4})
     words = services_compare.list_default_rows(spec, nodes=1).words
-    assert words.startswith("rows that fit this job: lbt, sqrt, ramp (ramp is the method of the job)")
+    assert words.startswith("methods that fit this job: lbt, sqrt, ramp (ramp is the method of the job)")
     assert words.endswith("--methods names others, of ags, lrs, lamb, polo, static, ortho, schedule_free, auto")
     spec, _ = default_grid(
         tmp_path / "3", optimizer={"name": "AdamW"}, train={"epochs": 4}, schedule={"warmup_epochs": 5}
     )
     assert "without sqrt, which never leaves its 5 epochs" in services_compare.list_default_rows(spec, nodes=1).words
     fsdp, _ = default_grid(tmp_path / "2", optimizer={"name": "AdamW"}, train={"method": "lbt", "parallel": "fsdp"})
-    assert services_compare.list_default_rows(fsdp, nodes=1).words.startswith("rows that fit this job: lbt, sqrt, ramp")
+    assert services_compare.list_default_rows(fsdp, nodes=1).words.startswith(
+        "methods that fit this job: lbt, sqrt, ramp"
+    )
 
 
 def test_settings_of_ags_train_nothing_else_again(run: RunDir) -> None:

@@ -327,7 +327,7 @@ def test_a_further_round_stays_within_the_cap_on_node_hours(rounds: RunDir) -> N
         rounds.write_attempt(make_runs.attempt(f"probe-n{nodes:03d}", start=start, end=start + 3600))
     assert capped(100.0).missing
     stopped = capped(5.1)
-    assert not stopped.missing and "5 of 5.1 are spent. To continue, raise the cap" in stopped.certainty
+    assert not stopped.missing and "5 of 5.1 are spent. To continue, raise the limit" in stopped.certainty
 
 
 def test_what_is_no_longer_searched_is_not_tried_again(rounds: RunDir) -> None:

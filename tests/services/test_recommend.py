@@ -95,10 +95,10 @@ def test_the_answer_is_stored(run: RunDir) -> None:
 
 
 def test_how_sure_the_knee_is_is_reported_in_shares_of_the_curves_that_may_be(run: RunDir) -> None:
-    answer = re.findall(r"within the uncertainty of the probes the knee is ([^;]*)", ask(run, "knee").reason)
+    answer = re.findall(r"given the uncertainty of the probes, the knee is ([^;]*)", ask(run, "knee").reason)
     shares = {int(batch): int(share) for batch, share in re.findall(r"(\d+) in (\d+) %", answer[0])}
     assert 0 < sum(shares.values()) <= 101 and shares.keys() <= {row.batch for row in ask(run, "knee").rows}
-    assert "within the uncertainty of the probes" not in ask(run, "time").reason
+    assert "given the uncertainty of the probes" not in ask(run, "time").reason
 
 
 def test_more_nodes_than_any_probe_had_are_reported_to_be_extrapolated(run: RunDir) -> None:
@@ -695,7 +695,7 @@ def script(tmp_path: Path) -> RunDir:
 
 def test_a_script_is_recommended_by_its_steps_and_told_what_is_missing(script: RunDir) -> None:
     result = ask(script, "knee")
-    assert "by their whole steps alone" in result.fit
+    assert "only from the times of complete steps" in result.fit
     assert [
         code for code in codes(warnings_of(script, "knee")) if code in ("times-exclude", "same-progress-unknown")
     ] == ["same-progress-unknown", "times-exclude"]

@@ -104,7 +104,7 @@ def test_a_job_that_has_just_ended_well_is_not_lost_before_its_results_are_here(
     run.write_attempt(make.attempt(name, end=START + 100 - apart, outcome=outcome))
     launcher = make.FakeLauncher({name: "ended"})
     job = only_job(run, launcher)
-    assert (job.state, job.reason) == ("running", "it has finished; its results are not visible here yet")
+    assert (job.state, job.reason) == ("running", "the job has finished, but its results are not visible here yet")
     assert only_job(run, launcher, now=START + 200).state == "lost"
 
 
@@ -252,7 +252,9 @@ def test_the_schedulers_verdict_is_reported(run):
     run.write_attempt(make.attempt(name, end=START + 9, outcome="signal", message="terminated"))
     job = only_job(run, verdict)
     assert (job.state, job.reason) == ("failed", "terminated (its scheduler: TIMEOUT: its time limit was reached)")
-    failed = make.FakeLauncher({name: "ended"}, reason="FAILED: its script ended with an error", flags={"failed": True})
+    failed = make.FakeLauncher(
+        {name: "ended"}, reason="FAILED: the script of the job ended with an error", flags={"failed": True}
+    )
     assert only_job(run, failed).reason == "terminated", "which says more"
 
 

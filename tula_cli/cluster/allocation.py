@@ -89,7 +89,9 @@ class Allocation:
         job_place = job_scheduler.place(environ)
         if job_place is None:
             if not isinstance(job_scheduler, LocalScheduler | SlurmScheduler):
-                raise SchedulerError(f"method place of {job_scheduler.name} does not recognise this process")
+                raise SchedulerError(
+                    f"method place() of scheduler {job_scheduler.name} returned nothing for this process"
+                )
             return cls(0, 1, environ=environ, scheduler=LocalScheduler())
         return cls(
             index=job_place.index,
@@ -162,7 +164,7 @@ class Allocation:
         if how in TERMINATED_MESSAGES:
             by = f" ({self.scheduler.cancel_command})" if self.scheduler.cancel_command else ""
             return Failure(outcome=how, message=TERMINATED_MESSAGES[how].format(job_id, by))
-        message = f"job {job_id} was ended from outside, or its supervisor was killed"
+        message = f"job {job_id} was stopped by something other than tula, or its supervisor was killed"
         return Failure(outcome="signal", message=message)
 
     def compute_leave_time(self, ends_at: float) -> float:
@@ -176,6 +178,6 @@ TERMINATED_MESSAGES: dict[OutcomeClass, str] = {
     "preempted": "job {0} was preempted",
     "node_failure": "a node of job {0} failed",
     "cancelled": "job {0} was cancelled{1}",
-    "host_oom": "job {0} was out of memory",
+    "host_oom": "job {0} ran out of memory",
     "storage": "the file system failed under the supervisor of job {0}",
 }

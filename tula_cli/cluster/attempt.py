@@ -394,7 +394,7 @@ def cap_log(log: Path, *, most: int = MAX_LOG, keep: Sequence[str] = ()) -> None
             file.truncate(head)
             file.write(_DROPPED_LINE % (dropped, most >> 20) + retained + end)
     except OSError as error:
-        sys.stderr.write(f"tula: {log} has grown beyond {most >> 20} MiB and cannot be cut: {error.strerror}\n")
+        sys.stderr.write(f"tula: {log} is larger than {most >> 20} MiB and cannot be truncated: {error.strerror}\n")
 
 
 def _find_matching_lines(file: BinaryIO, begin: int, end: int, patterns: Sequence[str]) -> Iterator[bytes]:

@@ -120,7 +120,7 @@ class BatchLauncher:
             return state
         if snapshot.list_started_logs(job.ids):
             return state
-        reason = f"it wrote no log, so its nodes probably do not see {snapshot.path.resolve()}; choose a folder on a file system that all nodes share with --run-dir"
+        reason = f"the job wrote no log, so its nodes probably do not see {snapshot.path.resolve()}; set --run-dir to a folder on a file system that all nodes share"
         return replace(state, reason=f"{state.reason}; {reason}" if state.reason else reason)
 
     def cancel(self, run: RunDir, job: Job) -> None:
@@ -134,7 +134,7 @@ class BatchLauncher:
         if complaint := self.scheduler.cancel(job.ids[::-1]):
             raise SchedulerError(
                 f"{self.scheduler.cancel_command or self.scheduler.name}: {complaint}",
-                f"{job.id} starts nothing new, but may still be running; run tula cancel again",
+                f"{job.id} will not start another attempt, but may still be running; run tula cancel again",
             )
 
     # --- one job
@@ -232,7 +232,7 @@ def submit_script(scheduler: Scheduler, run: RunDir, job: JobRequest, text: str)
     if not isinstance(id_, str) or not id_ or _BAD_ID.search(id_):  # classes of users are not type-checked
         raise SchedulerError(
             f"{scheduler.name} gave a job the id {id_!r}",
-            "make submit() return text without '/', '_' and white space; the job may already be in the queue, so look there",
+            "make submit() return text without '/', '_' and white space; check the queue, because the job may already have been submitted",
         )
     return id_
 

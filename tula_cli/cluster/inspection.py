@@ -88,8 +88,13 @@ def _warn_missing_program(spec: JobSpec, script: Script) -> tuple[str, ...]:
     program = shlex.split(script.command)[0]
     if program.endswith(".py") or "{" in program or shutil.which(program):  # which takes a path from here, too
         return ()
-    problem = f"script.command: there is no program {program} on this machine"
-    return _refuse_here(spec, problem, "install it, activate its environment, or give its path", ": the nodes need it")
+    problem = f"script.command: the program {program} does not exist on this machine"
+    return _refuse_here(
+        spec,
+        problem,
+        "install the program, activate its environment, or give its path in script.command",
+        ": the nodes need it",
+    )
 
 
 def _warn_missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:
@@ -111,8 +116,8 @@ def _warn_missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:
         return ()
     why = (tried.stderr.strip().splitlines() or ["no reason given"])[-1]
     problem = f"script.command: {python} cannot import torch: {why}"
-    hint = "activate the environment that has torch, or give the path of its Python"
-    return _refuse_here(spec, problem, hint, "; the Python of the nodes must be able to")
+    hint = "activate the environment that has torch, or give the path of that environment's Python in script.command"
+    return _refuse_here(spec, problem, hint, "; the Python of the nodes must be able to import torch")
 
 
 def _refuse_here(spec: JobSpec, problem: str, hint: str, on_nodes: str) -> tuple[str, ...]:
@@ -125,8 +130,8 @@ def _refuse_here(spec: JobSpec, problem: str, hint: str, on_nodes: str) -> tuple
 # --- The inspection
 
 PROGRAM = "tula_cli.worker.measure.inspect"
-TORCH_MISSING = "pip install 'tula-cli[torch]', or, on SLURM, set cluster.python to an interpreter that has torch"
-ON_A_NODE = "run tula profile job.yaml: its first job builds them on a node"
+TORCH_MISSING = "run pip install 'tula-cli[torch]', or, on SLURM, set cluster.python to a Python that has torch"
+ON_A_NODE = "run tula profile job.yaml, whose first job builds the model and the dataset on a node"
 _STEP_WORDS = ("srun:", "slurmstepd:")  # what SLURM says beside a program that fails
 INSPECTION_TIMEOUT = 600.0  # seconds; a first download of a dataset is part of it
 
@@ -160,7 +165,7 @@ RESOURCE_LIMITS = (
         r"CPU time limit exceeded",
         (signal.SIGXCPU,),
         {"ulimit -t": resource.RLIMIT_CPU},
-        "raise the limit of CPU time (ulimit -t)",
+        "raise the limit of CPU time: ulimit -t unlimited",
     ),
     ResourceLimit(
         "processes and threads",
@@ -177,7 +182,7 @@ RESOURCE_LIMITS = (
         r"|[Ff]ailed to allocate memory|[Mm]emory (cgroup|exhausted)|cgroup out.of.memory|CPU out of memory",
         (signal.SIGKILL, signal.SIGBUS),
         {"ulimit -v": resource.RLIMIT_AS},
-        "raise the limit of memory (ulimit -v, or that of your session), or use a machine with more memory",
+        "raise the memory limit (ulimit -v, or the limit of your session), or use a machine with more memory",
     ),
 )
 

@@ -84,7 +84,7 @@ def lock_submission(run: RunDir, *, sleep: Callable[[float], None] = time.sleep)
         if waited >= LOCK_PATIENCE:
             raise SchedulerError(
                 f"another tula command ({owner}) is submitting jobs of {run.id}",
-                f"wait until it has finished; if it no longer runs, remove {run.path / 'lock'}",
+                f"wait until that command has finished; if it no longer runs, remove {run.path / 'lock'}",
             )
         sleep(LOCK_POLL)
         waited += LOCK_POLL

@@ -91,7 +91,7 @@ class LocalLauncher:
             return SchedulerState("ended")
         if attempts := list_attempts_of_submission(snapshot, job):
             trainings = ", ".join(attempts[-1].disturbed_by)
-            return SchedulerState("running", f"its times may be disturbed by {trainings}" if trainings else "")
+            return SchedulerState("running", f"{trainings} may have disturbed its times" if trainings else "")
         waits = machine_lock.describe_waiting(_describe_holder(snapshot.here, job.id))
         return SchedulerState("pending", waits or "starting")
 
@@ -184,7 +184,7 @@ def hold_machine_ticket(run: RunDir, task: Task) -> Iterator[machine_lock.Ticket
     except OSError as error:
         if measures:
             sys.stderr.write(
-                f"tula: warning: {error}: this probe does not wait for others, which may disturb its times\n"
+                f"tula: warning: {error}: this probe does not wait for other probes on this machine, which may disturb its times\n"
             )
         yield None
         return

@@ -9,15 +9,9 @@ from tula_cli.diagnostics import diagnostic
 def cpus_per_task_not_set(*, workers: int | None, needed: int | None) -> str:
     loaders = "its data loader" if workers is None else f"its {workers} train.workers"
     value = "the cores of a node divided by its GPUs" if needed is None else str(needed)
-    return (
-        f"cluster.slurm.cpus_per_task is not set. SLURM may give a rank and {loaders} a single core, and loading data"
-        f" then slows the GPUs down. Set it to {value}."
-    )
+    return f"cluster.slurm.cpus_per_task is not set. SLURM may then assign a single core to a rank and {loaders}, so that loading data slows the GPUs down. Set cluster.slurm.cpus_per_task: {value}."
 
 
 @diagnostic
 def too_few_cpus_per_task(*, cpus_per_task: int, workers: int) -> str:
-    return (
-        f"cluster.slurm.cpus_per_task {cpus_per_task} is too small: a rank and its {workers} data-loader processes need"
-        f" {workers + 1} cores, or loading data slows the GPUs down."
-    )
+    return f"cluster.slurm.cpus_per_task: {cpus_per_task} is too small, so loading data slows the GPUs down: a rank and its {workers} data-loader processes need {workers + 1} cores."

@@ -288,7 +288,7 @@ def exclude_nodes(scheduler: Scheduler, ids: Sequence[str], nodes: str) -> str:
     """Exclude nodes for pending jobs, if the scheduler can; return an error message, or empty."""
     if isinstance(scheduler, AvoidsNodes):
         return scheduler.exclude(ids, nodes)
-    return f"{scheduler.name} cannot keep waiting jobs off nodes"
+    return f"{scheduler.name} cannot exclude nodes from waiting jobs"
 
 
 # --- This machine as a scheduler
@@ -317,7 +317,7 @@ class LocalScheduler:
         """Start a process that outlives this one, its terminal and Ctrl-C."""
         if job.after:
             raise SchedulerError(
-                "jobs on this machine cannot wait for each other", "start each one when the previous ones have finished"
+                "jobs on this machine cannot wait for each other", "submit each job after the previous job has finished"
             )
         _reap_children()
         try:
@@ -405,7 +405,7 @@ def load_scheduler(kind: str, options: Mapping[str, Any] | None = None) -> Sched
     try:
         scheduler = cls(**(options or {}))
     except TypeError as error:
-        raise SpecError(f"scheduler {kind!r}: {error}", "cluster.options are its arguments") from error
+        raise SpecError(f"scheduler {kind!r}: {error}", "set cluster.options to the arguments of the class") from error
     if missing := [name for name in PROTOCOL_MEMBERS if not hasattr(scheduler, name)]:
         raise SpecError(
             f"scheduler {kind!r} has no {', '.join(missing)}",

@@ -365,7 +365,7 @@ class Supervisor:
             return
         self._prompt = waiting[0]
         if complaint := scheduler.end_delay(waiting[0], self.allocation.job_id):
-            sys.stderr.write(f"tula: job {waiting[0]} may start some minutes late: {complaint}\n")
+            sys.stderr.write(f"tula: job {waiting[0]} may start up to some minutes late: {complaint}\n")
 
     def _delay(self, id_: str, minutes: int) -> str:
         """Delay the start of a job until at least `minutes` from now; return an error message, or empty."""
@@ -388,7 +388,7 @@ class Supervisor:
             write_summary(self.run, task)
         job = self._find_job(task)
         if job is not None:
-            why = "the training is finished" if training.read_result() else "they would fail in the same way"
+            why = "the training is finished" if training.read_result() else "later jobs would fail in the same way"
             self._release_links(job, [link for link in job.links if link != self.allocation.job_id], why)
 
     def _release_links(self, job: Job, links: Sequence[str], why: str) -> None:
@@ -447,7 +447,7 @@ class Supervisor:
                 return task, attempt
             if time.monotonic() > patience_ends:
                 raise TulaError(
-                    f"task {task_id}, attempt {number}, named by the leader, is not readable after {NFS_LAG:g} s"
+                    f"task {task_id}, attempt {number}, named by the leader, cannot be read after {NFS_LAG:g} s"
                 )
             time.sleep(POLL)
 

@@ -59,10 +59,10 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
         severity=0,
     ),
     "user": FailureKind(
-        "the model, the data, the script or the spec failed",
+        "the model, the data, the script or the job file caused an error",
         JobFailed,
-        "tula logs shows the whole traceback; correct the model, the data or the job file, and run the same command again",
-        "correct the script or its section and run the same command again; tula logs shows what the script wrote",
+        "read the traceback with tula logs, correct the model, the data or the job file, and run the same command again",
+        "read the output of the script with tula logs, correct the script or section script, and run the same command again",
     ),
     "diverged": FailureKind(
         "loss or weights were not finite, or the loss of a growing batch rose and stayed high",
@@ -70,8 +70,7 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
         "the same command would diverge again: set a lower train.max_lr_factor (if the learning rate grows with the batch),"
         " lower optimizer.lr, lengthen schedule.warmup_epochs, set train.max_grad_norm,"
         " or compute with train.precision fp32 or bf16",
-        "the same command would diverge again: set a lower script.reference.lr, or if the command has no {{lr}} a lower learning"
-        " rate in the script; lengthen the script's warm-up, clip its gradients, or compute in fp32 or bf16 there",
+        "the same command would diverge again: set a lower script.reference.lr, or or a lower learning rate in the script if the command has no {{lr}}; lengthen the script's warm-up, clip its gradients, or compute in fp32 or bf16 there",
     ),
     "device_fault": FailureKind(
         "a device or a node was faulty",
@@ -87,10 +86,9 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
         "a GPU reported an error of a kernel: if this happens again on another node, the script or a library has a bug",
     ),
     "disk": FailureKind(
-        "the disk of the run, or one that the job writes to, is full (space, quota or number of files)",
+        "a disk that the job writes to is full (space, quota or number of files)",
         DiskFull,
-        "free some space (or quota) and run the same command again: it resumes from the newest checkpoint and releases held"
-        " jobs",
+        "free some space or quota, and run the same command again, which resumes from the newest checkpoint and releases held jobs",
     ),
     "storage": FailureKind(
         "the file system did not answer or lost a file (a timeout, a stale handle, a disk error)",
@@ -101,14 +99,12 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
     "supervisor": FailureKind(
         "tula's own supervisor failed",
         TulaError,
-        "this is a bug in tula, or its run directory was changed: please report it with the output of tula logs; run the"
-        " same command again to resume from the newest checkpoint",
+        "this is a bug in tula, or the run directory was changed: please report the output of tula logs; run the same command again to resume from the newest checkpoint",
     ),
     "hung": FailureKind(
         "a step of a rank did not finish, although its process was alive",
         JobFailed,
-        "tula logs shows the stack of the rank that hung, and so what it waits for (data, a lock, a file system);"
-        " run the same command again to resume from the newest checkpoint",
+        "the stack of the rank in tula logs shows what the rank waited for (data, a lock, a file system); run the same command again to resume from the newest checkpoint",
     ),
     "host_limit": FailureKind(
         "a limit of the node was reached (open files, processes, threads)",
@@ -154,13 +150,13 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
     "signal": FailureKind(
         "a process was killed",
         JobFailed,
-        "the job was killed by something other than tula; run the same command again to resume it",
+        "the job was killed by something other than tula; run the same command again to resume the job",
         severity=3,
     ),
     "peer": FailureKind(
-        "a rank was lost, and no log says why",
+        "a rank was lost, and no log shows why",
         JobFailed,
-        "a rank was lost and its log does not say why: check the network (cluster.interface) and tula logs",
+        "a rank was lost, and its log does not show why: check the network (cluster.interface) and the output of tula logs",
         severity=4,
     ),
 }

@@ -240,5 +240,5 @@ def describe_waiting(holder: str) -> str:
     queue = list_living_tickets()
     for ticket in queue:
         if ticket.holder == holder and ticket.measures and (probes := list_probes_ahead(ticket, queue)):
-            return f"waiting for {probes[0]} to finish measuring; place {len(probes)} in the queue of this machine"
+            return f"waiting for {probes[0]} to finish measuring; position {len(probes)} in the queue of this machine"
     return ""

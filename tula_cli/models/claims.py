@@ -72,7 +72,7 @@ def clean_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ...]:
     if not clean:
         raise BadMeasurements(
             f"all {len(join_steps(ranks))} timed steps contain an evaluation, a checkpoint or the start of an epoch",
-            "raise search.min_steps, or make the script evaluate less often in probes (script.probe_args)",
+            "raise search.min_steps, or set script.probe_args so that the script evaluates less often in probes",
         )
     return clean
 

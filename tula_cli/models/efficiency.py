@@ -270,7 +270,7 @@ def describe_noise(noise: Noise, *, reference: int, epochs: int) -> str:
     at = f"after {noise.epoch:g} of {epochs} epochs" if noise.epoch else "at the start of training"
     source = "a training" if noise.epoch else probes
     return (
-        f"gradient noise scale {value} {at} ({bounds}{source}), {format_number(mean)} on average over the training if it grows with"
-        f" epochs^{GROWTH:g}; epochs for the same progress as {epochs} at batch {reference}, if the learning rate suits each batch"
-        " as plain SGD with a scaled learning rate does: an assumption, not a measurement, for other methods"
+        f"gradient noise scale {value} {at} ({bounds}{source}), {format_number(mean)} on average over the training if the scale"
+        f" grows with epochs^{GROWTH:g}; the epochs for the same progress as {epochs} at batch {reference} are predicted for plain SGD"
+        " with a scaled learning rate, and are an assumption for other methods"
     )

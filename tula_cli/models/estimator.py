@@ -270,7 +270,7 @@ class Estimator:
             return ""
         oom = find_smallest_ruled_out(self.ooms, config.nodes, local_batch, sharded=self.spec.train.sharded)
         if oom is not None:
-            return f"a local batch of {oom} was out of memory"
+            return f"a local batch of {oom} ran out of memory"
         largest = self.largest_local_batch(config.nodes)
         if largest is not None and local_batch > largest:
             return f"at most {largest} samples fit one GPU with {100 * MEMORY_MARGIN:.0f} % of its memory left free"
@@ -292,12 +292,13 @@ class Estimator:
         """
         if why := self.describe_why_infeasible(config):
             raise Infeasible(
-                f"batch {config.batch} on {format_count(config.nodes)}: {why}", "tula recommend shows what fits"
+                f"batch {config.batch} on {format_count(config.nodes)}: {why}",
+                "to see the configurations that fit, run tula recommend",
             )
         if why := self.describe_why_unknown(config):
             raise BadMeasurements(
                 f"cannot predict batch {config.batch} on {format_count(config.nodes)}: {why}",
-                "measure more configurations with tula profile",
+                "run tula profile to measure more configurations",
             )
         return self.estimate(*to_columns([config])).prediction(0)
 

@@ -72,7 +72,7 @@ class CheckpointSchedule:
         )
         seconds = self.seconds if timed is None else timed
         if seconds is None:
-            return f"saves {interval_text}: an interruption costs half of that on average{self._setting_text}"
+            return f"saves {interval_text}: an interruption costs half of this interval on average{self._setting_text}"
         lasts = f", {format_duration(seconds)}" if self.steps or self.epochs else ""
         return f"saves {interval_text}{lasts}: an interruption costs {format_duration(seconds / 2)} on average{self._setting_text}"
 

@@ -23,17 +23,14 @@ def stage_times_not_measured() -> str:
 
 @diagnostic
 def noise_not_measured() -> str:
-    return (
-        "train.ramp: noise needs the gradient noise scale, which was not measured: times are those of train.ramp: auto, and"
-        " tula train refuses to start. Measure it with train.diagnostics: [gradient_noise], or set train.ramp: auto."
-    )
+    return "train.ramp: noise needs the gradient noise scale, which was not measured. The times shown are those of train.ramp: auto, and tula train would refuse to start. Train with train.diagnostics: [gradient_noise] to measure the scale, or set train.ramp: auto."
 
 
 @diagnostic
 def noise_only_at_start() -> str:
     return (
         "The stages of train.ramp: noise are based on the noise at the start of training, which may not be typical."
-        " train.diagnostics: [gradient_noise] measures it after each epoch."
+        " To measure the noise after each epoch, set train.diagnostics: [gradient_noise]."
     )
 
 
@@ -62,14 +59,14 @@ def batch_differs(*, expected: int, observed: float, at_end: bool) -> str:
 def micro_batches_differ(*, expected: int, observed: float) -> str:
     return (
         f"The command was given {expected} micro-batches per step, but {observed:g} were observed."
-        " Check whether the script divides them by its number of ranks."
+        " Check whether the script divides the number of micro-batches by its number of ranks."
     )
 
 
 @diagnostic
 def epoch_steps_differ(*, expected: int, observed: int, dataset_size: int, batch: int, is_given: bool) -> str:
     source = " (script.dataset_size)" if is_given else ""
-    advice = "" if is_given else " If it does, set script.dataset_size to the samples of all ranks."
+    advice = "" if is_given else " If each rank does, set script.dataset_size to the samples of all ranks together."
     return (
         f"An epoch of {dataset_size} samples{source} has {expected} steps at batch {batch}, but the script's epoch has"
         f" {observed}. Check that each rank reads its own part (DistributedSampler).{advice}"
@@ -145,7 +142,7 @@ def software_differs(*, versions: Sequence[str]) -> str:
 def allocator_thrashed(*, where: str, retries: int) -> str:
     return (
         f"The probe at {where} ran out of cached GPU memory {retries} times, so its steps are slower than necessary."
-        " A smaller local batch avoids this."
+        " To avoid this, use a smaller local batch."
     )
 
 
@@ -158,7 +155,7 @@ def waiting_for_data(*, share: float, where: str, loader_ms: float | None, step_
     )
     return (
         f"Steps wait for the data loader for more than {100 * share:.0f} % of their time ({where}).{rates}"
-        " Faster GPUs or links do not help; more train.workers may."
+        " Faster GPUs or a faster network do not help. Raise train.workers."
     )
 
 
@@ -175,7 +172,7 @@ def gpus_throttled(*, reasons: Sequence[str], where: str, megahertz: int, watts:
 
 @diagnostic
 def step_times_drift(*, probes: Sequence[str]) -> str:
-    return f"The step time drifts within a probe: {'; '.join(probes)}."
+    return f"The step time changes steadily within a probe: {'; '.join(probes)}."
 
 
 @diagnostic
@@ -195,7 +192,7 @@ def fit_misses(*, kind: str, where: Sequence[str]) -> str:
 def memory_grows_differently(*, factor: float) -> str:
     return (
         f"Memory grows {factor:.2g} times as fast with the batch as estimated, and predictions use this measured growth."
-        " Before you train with a much larger batch, measure it."
+        " Before you train at a much larger batch, measure the memory there with tula profile."
     )
 
 
@@ -206,7 +203,7 @@ def straggler(*, name: str, factor: float, slow_probes: int, probes: int, waits_
     exclude = "" if name.startswith("rank ") else f", or exclude it (cluster.slurm.exclude: {name})"
     return (
         f"Straggler: {name} {work} {factor:.2g} times as slowly as the others in {slow_probes} of"
-        f" {format_count(probes, 'probe')}, so it delays every step. Check {advice}{exclude}, then measure again."
+        f" {format_count(probes, 'probe')}, so this node delays every step. Check {advice}{exclude}, then measure again."
     )
 
 

@@ -36,9 +36,9 @@ def require_moldable(spec: JobSpec) -> None:
     elif list_nodes_named_by_stages(spec) or (spec.train.stages is not None and spec.train.ramp_nodes == "auto"):
         why = "the stages of train.ramp have their own numbers of nodes (train.ramp_nodes)"
     elif method.tunes or method.on_one_gpu:
-        why = f"method {spec.train.method} trains other weights on another number of GPUs"
+        why = f"train.method: {spec.train.method} gives different weights on a different number of GPUs"
     elif slurm.gpus == "gpus_per_task" and spec.cluster.device != "cpu":
-        why = "cluster.slurm.gpus is gpus_per_task, which fixes the number of tasks"
+        why = "cluster.slurm.gpus: gpus_per_task fixes the number of tasks"
     else:
         return
     raise SpecError(f"--nodes cannot be a range: {why}", "give one number: --nodes 4")
@@ -81,7 +81,7 @@ def choose_job_sizes(
     least = bounds.least or (math.ceil(LEAST_SHARE * most) if begins_at_share and efficiency is None else 1)
     if least > most:
         raise Infeasible(
-            f"no number of nodes is in the range: it begins at {least}, and by the recommendation it ends at {most}",
+            f"the range contains no number of nodes: its lower bound is {least}, and its upper bound from the recommendation is {most}",
             f"give both bounds: --nodes {least}-{2 * least}",
         )
     several = range(least, min(most, batch) + 1)  # on more nodes, GPUs would have no sample
@@ -102,7 +102,9 @@ def choose_job_sizes(
 
 
 def _find_upper_bound(spec: JobSpec, recommendation: Recommendation | None) -> int:
-    assert recommendation is not None, "without a recommendation the upper bound is given"
+    assert recommendation is not None, (
+        "there is no recommendation, so give the upper bound, for example tula train --nodes 2-8"
+    )
     limits = recommendation.limits
     if limits.min_efficiency is not None:
         return limits.nodes or limits.max_nodes or max(spec.search.nodes)

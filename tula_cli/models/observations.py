@@ -24,9 +24,7 @@ T = TypeVar("T", Measured, OutOfMemory, Failed)
 Probe = tuple[int, int]
 """Nodes and local batch of a probe."""
 
-_PIN = (
-    "request one kind of node (cluster.slurm.constraint), delete the results of the others, and run tula profile again"
-)
+_PIN = "set cluster.slurm.constraint to request one kind of node, delete the results of the other nodes in results/ of the run, and run tula profile again"
 
 _WAITING = 0.3  # a loader that a step waits for this share of its time sets the pace
 
@@ -111,7 +109,7 @@ def require_measurements(
         raise TooFew(
             f"no probe was measured; the one on {describe_probe_place(failed[0].nodes, failed[0].local_batch)} failed:"
             f" {failed[0].message}",
-            "see tula logs, then run tula profile again",
+            "read the log with tula logs, correct the cause, and run tula profile again",
         )
     raise TooFew("no probe was measured", "run tula profile first")
 

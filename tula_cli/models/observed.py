@@ -116,13 +116,13 @@ class MeasuredJob:
         if not ranks:
             trained = max((beat.step for beat in heartbeats), default=0)
             raise BadMeasurements(
-                f"{script}/{job} has not been measured yet ({trained} steps so far)",
-                "run the same command again when it has trained for half a minute",
+                f"{script}/{job}: no step has been measured yet ({trained} steps so far)",
+                "run the same command again after the job has trained for half a minute",
             )
         if len(ranks) < ranks[0].world:
             raise BadMeasurements(
                 f"{script}/{job}: only {len(ranks)} of {ranks[0].world} ranks have written their measurements",
-                "all ranks need the same folder: use a shared file system, or start them through srun or one torchrun",
+                "all ranks must write to the same folder: put the folder on a shared file system (--folder), or start all ranks with srun or one torchrun",
             )
         steps = [step for step in join_steps(ranks) if not step.causes]
         if len(steps) < LEAST_STEPS:
@@ -255,8 +255,7 @@ def _list_notes(job: MeasuredJob) -> list[str]:
     notes = list(dict.fromkeys(job.ranks[0].notes))
     if job.sync_seconds is None and not notes:
         notes.append(
-            f"Computing and exchanging gradients were not measured, because the training has only {job.steps} steps:"
-            f" train at least {WARMUP_STEPS + MAX_TIMED_STEPS} steps."
+            f"The times for computing and for exchanging gradients were not measured, because the training has only {job.steps} steps. Train at least {WARMUP_STEPS + MAX_TIMED_STEPS} steps."
         )
     return notes
 

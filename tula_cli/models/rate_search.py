@@ -106,17 +106,18 @@ def require_searchable(spec: JobSpec, batch: int) -> None:
     if batch <= reference:
         raise SpecError(
             f"batch {batch} is not above {key} {reference}, whose learning rate is {rate}",
-            f"name a larger batch with --batch, or set {key} to the batch that {rate} was tuned for",
+            f"give a larger batch with --batch, or set {key} to the batch that {rate} was tuned for",
         )
     if not _is_searchable(train.training_method):
         searchable = ", ".join(name for name, method in METHODS.items() if _is_searchable(method))
         raise SpecError(
-            f"a learning rate cannot be searched for train.method {train.method}, which has its own rule for it",
-            f"search with one of {searchable}: --set train.method=lrs",
+            f"a learning rate cannot be searched for train.method {train.method}, which sets the learning rate by a rule",
+            f"use one of {searchable}, for example --set train.method=lrs",
         )
     if train.stages == "decay":
         raise SpecError(
-            "a learning rate cannot be searched with train.ramp: decay, which sets it", "add --set train.ramp=auto"
+            "a learning rate cannot be searched with train.ramp: decay, which sets the learning rate",
+            "add --set train.ramp=auto",
         )
     if train.sharded:
         raise SpecError(

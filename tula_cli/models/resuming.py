@@ -14,10 +14,7 @@ CURVE_TOLERANCE = 0.03
 changes little."""
 ROUNDING = 1e-6
 """Relative rounding error of a learning rate stored as a 32-bit number or written on a command line."""
-NO_STEP_SEEN = (
-    "no step of a torch optimizer was observed: check that it uses torch.optim and that its Python starts without"
-    " -I, -E and -S"
-)
+NO_STEP_SEEN = "no step of a torch optimizer was observed: check that the script uses torch.optim, and that Python is started without -I, -E and -S"
 
 
 @dataclass(frozen=True)
@@ -181,7 +178,7 @@ def _judge_samples(begin: ObservedStart, start: ObservedStart) -> _ResumedStart:
         return _ResumedStart(lost_progress=anew, reasons=(verdict,), faults=(verdict,))
     if start.ended == "cut":
         reached = f"{start.samples} of {remaining} samples in {format_duration(start.seconds)}"
-        message = f"{at} it trains, but did not finish ({reached}), so it is unknown from where it resumed: raise search.max_minutes"
+        message = f"{at} the script trains, but did not finish ({reached}), so the position from which it resumed is unknown: raise search.max_minutes"
         return _ResumedStart(reasons=(message,))
     if beyond < -tolerance:
         message = f"{at} it trains {saved + start.samples} samples in total instead of {total}: {-beyond} too few"
@@ -258,7 +255,7 @@ def _find_schedule_fault(begin: ObservedStart, same: ObservedStart, half: Observ
         and counts
         and abs(schedule_before.at - after.at) <= 1 < after.at
     ):
-        why = f"it counts steps, but steps before the checkpoint had {begin.batch} samples"
+        why = f"the schedule counts steps, but steps before the checkpoint had {begin.batch} samples"
         return f"{at} its schedule ({after.name}) resumes at step {after.at}, as at batch {same.batch}: {why}"
     differing = [_find_first_difference(begin, same, half, factor) for factor in _list_curve_factors(same, half, ratio)]
     if not differing or not all(differing):

@@ -93,7 +93,7 @@ class Gate:
     def __init__(self, delta: float = 0.5) -> None:
         require_real_numbers(delta=delta)
         if not delta >= 0:
-            raise ValueError(f"delta must not be negative or NaN, got {delta}")
+            raise ValueError(f"delta must be a number of at least 0, got {delta}")
         self.delta = delta
         self.square: Tensor | None = None
         self.change: Tensor | None = None
@@ -109,7 +109,7 @@ class Gate:
             ValueError: it is already attached to one.
         """
         if self._world is not None:
-            raise ValueError("this Gate belongs to another TulaOptimizer; create one for each")
+            raise ValueError("this Gate belongs to another TulaOptimizer; create a Gate for each TulaOptimizer")
         self._world = world
 
     def decide(self, square: Tensor, *, has_factors: bool) -> Tensor:
@@ -119,7 +119,7 @@ class Gate:
             square: |G|^2 of the raw gradients, 0-dim.
             has_factors: whether factors exist; without them no step counts as scaled.
         """
-        assert self._world is not None, "bind the gate to an optimizer before it decides"
+        assert self._world is not None, "bind the Gate to an optimizer before the first step"
         if self._world > 1:
             dist.broadcast(square, 0)
         rise = compute_gradient_change(square, self.square)
@@ -504,9 +504,7 @@ class Setup:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1 sample, got {value}")
         if b_small > b_large:
-            raise ValueError(
-                f"b_small, {b_small}, is above b_large, {b_large}, but the small batch must be a part of the large one"
-            )
+            raise ValueError(f"b_small must be at most b_large ({b_large}), got {b_small}")
         excluded, sharded = (
             frozenset(find_embeddings(model) if exclude is None else exclude),
             sharding.is_sharded(model),
@@ -734,7 +732,7 @@ class Static(Factors):
 
     @property
     def identity(self) -> str | None:
-        return "AGS does not change the gradients, because its factor is 1" if self._number == 1 else None
+        return "AGS does not change the gradients, because the factor is 1" if self._number == 1 else None
 
     @property
     def bounds(self) -> Bounds:
@@ -789,11 +787,11 @@ class SmallBatch(Factors):
         require_real_numbers(s_min=s_min, eps=eps, ema=ema)
         require_one_of("per", per, ("element", "tensor"))
         if not 0 <= s_min <= 1:
-            raise ValueError(f"s_min must be between 0 and 1, got {s_min}")
+            raise ValueError(f"s_min must be a number from 0 to 1, got {s_min}")
         if not 0 <= eps < math.inf:
-            raise ValueError(f"eps must be a finite number, at least 0, got {eps}")
+            raise ValueError(f"eps must be a finite number of at least 0, got {eps}")
         if not 0 <= ema < 1:
-            raise ValueError(f"ema must be at least 0 and below 1, got {ema}")
+            raise ValueError(f"ema must be a number of at least 0 and below 1, got {ema}")
         self.per, self.refresh, self.s_min, self.eps, self.ema = per, refresh, s_min, eps, ema
         self.schedule = Schedule.of(refresh, None)
         self._factor: dict[Tensor, Tensor] = {}
@@ -1171,7 +1169,7 @@ class TulaOptimizer(Wrapper):
         require_one_of("preset", preset, tuple(AGS_PRESETS))
         require_real_numbers(max_grad_norm=max_grad_norm)
         if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be above 0, got {max_grad_norm}")
+            raise ValueError(f"max_grad_norm must be a number above 0, got {max_grad_norm}")
         refuse_sharded(base, model, shares=True)
         sizes: dict[str, Any] = {"b_large": b_large, "b_small": b_small, "available": available}
         self.setup = Setup.of(base, model, **sizes, steps_per_epoch=steps_per_epoch, seed=seed, exclude=exclude)
@@ -1429,7 +1427,7 @@ class TulaOptimizer(Wrapper):
 
 def _check_state(state: Mapping[str, Any]) -> None:
     if "base" not in state or "ags" not in state:
-        raise ValueError('this is not the state of a TulaOptimizer: it has no "base" and "ags"')
+        raise ValueError('the state is not that of a TulaOptimizer: the keys "base" and "ags" are missing')
     _check_version(state["ags"])
 
 

@@ -83,7 +83,7 @@ class Lars(_Layerwise):
     ) -> None:
         _require_nonnegative(lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps)
         if not trust_coefficient > 0:
-            raise ValueError(f"trust_coefficient must be above 0, got {trust_coefficient}")
+            raise ValueError(f"trust_coefficient must be a number above 0, got {trust_coefficient}")
         if nesterov and not momentum:
             raise ValueError("nesterov needs a momentum above 0")
         defaults = {
@@ -165,7 +165,7 @@ class Lamb(_Layerwise):
     ) -> None:
         _require_nonnegative(lr=lr, eps=eps, weight_decay=weight_decay)
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas must be two numbers from 0 to below 1, got {betas}")
+            raise ValueError(f"betas must be two numbers of at least 0 and below 1, got {betas}")
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
     def _update_tensors(self, group: dict[str, Any], params: list[Tensor], *, adapted: bool) -> None:

@@ -59,7 +59,7 @@ def _run_listing(top: Path, *options: str) -> str:
         # Without them the code would be taken for other code.
         raise TulaError(
             f"git has not listed the files of {top} within {LISTING_TIMEOUT:g} s",
-            "find the reason with git status, or set script.code: none, which does not use git",
+            "run git status to find the reason, or set script.code: none, with which tula does not use git",
         ) from None
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -23,7 +23,7 @@ _MAX_SUMMED = 2**20
 minutes."""
 _MAX_RANGES = 5
 _CONSEQUENCES = {
-    "results/*": "its configuration counts as not measured",
+    "results/*": "this configuration counts as not measured",
     "recommendation.json": "no recommendation is shown until tula recommend has run again",
     "comparison.json": "the request of tula compare is unknown and its table is not shown",
     "tasks/*": "its job is not shown",
@@ -31,10 +31,10 @@ _CONSEQUENCES = {
     "script/*": "this resume test of the script is not shown",
     "train/*/result.json": "the training counts as not finished",
     "train/*/summary.json": "its predicted and actual values are not compared",
-    "train/*/tuning.json": "the arms that it tried and its choice are unknown",
+    "train/*/tuning.json": "the settings that this training tried and its choice are unknown",
     "train/*/energy.json": "the measured energy is not shown",
     "train/*/evaluations/*": "this result of tula evaluate is not shown",
-    "train/*/saves.json": "what the script has saved and lost is unknown",
+    "train/*/saves.json": "the progress that the script has saved and lost is unknown",
     "train/*/script.json": "the newest checkpoint of the script is unknown",
     "train/*/micro_batches.json": "how far its micro-batches may be split is unknown",
 }

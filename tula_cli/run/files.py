@@ -29,7 +29,7 @@ _MAX_BYTES = 2**28
 """Maximum bytes of a file that is read as a whole."""
 MAX_LINE = 2**24
 """Maximum bytes of a line that is read as a whole: longer ones are not records."""
-NO_ANSWER = "the file system did not answer: run the same command again once it does; nothing that was saved is lost"
+NO_ANSWER = "the file system did not answer: run the same command again later; all saved files are kept"
 
 
 class _PinnedRun:
@@ -113,7 +113,8 @@ def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None], *, 
     try:
         if mode == MODE_FOR_ALL and path.exists() and not (path.is_file() or path.is_dir()):
             raise CannotWrite(
-                f"cannot write {path}: it is a device or a pipe, and a file would replace it", "name a file"
+                f"cannot write {path}: this path is a device or a pipe, which tula does not replace by a file",
+                "name a file",
             )
         make_folder(path.parent, mode=0o777 if mode == MODE_FOR_ALL else 0o700)
         with _open_new(draft, mode) as file:
@@ -150,7 +151,7 @@ def write_error(path: Path, error: OSError, *, needed: int | None = None) -> Tul
         free, quota = describe_free_space(path.parent), error.errno == errno.EDQUOT
         return DiskFull(
             f"{message}{f' ({free})' if free and not quota else ''}",
-            "free some space and run the same command again; nothing is lost",
+            "free some space and run the same command again; all saved files are kept",
             folder=str(path.parent),
             quota=quota,
             needed=needed,

@@ -59,7 +59,7 @@ def compute_file_digest(name: str) -> str:
     except OSError as error:
         raise SpecError(
             f"model.weights: cannot read {name}: {error.strerror}",
-            f"give a path relative to {Path.cwd()}, or an absolute one",
+            f"give a path relative to {Path.cwd()}, or an absolute path",
         ) from error
 
 
@@ -180,7 +180,7 @@ def _read_file(file: Path) -> bytes:
     except OSError as error:
         raise SpecError(
             f"cannot read {file}: {error.strerror}",
-            "make it readable, because an import string of the job refers to it",
+            "make the file readable, because an import string of the job refers to this file",
         ) from error
 
 

@@ -25,12 +25,12 @@ def damaged_weights(*, problem: str, consequence: str) -> str:
 
 @diagnostic
 def damaged_job(*, problem: str) -> str:
-    return f"{problem}, so the job is not shown. If it still runs, end it with the scheduler, then delete that file."
+    return f"{problem}, so the job is not shown. If the job still runs, cancel the job with the scheduler, then delete that file."
 
 
 @diagnostic
 def copy_of_run(*, original: str) -> str:
-    return f"This run is a copy of {original}. The jobs of that run are neither shown nor cancelled here."
+    return f"This run is a copy of {original}. The jobs of that run are not shown or cancelled here."
 
 
 # --- The code that runs
@@ -43,7 +43,7 @@ def code_not_copied() -> str:
 
 @diagnostic
 def command_names_no_file() -> str:
-    return "script.command names none of your files, so no code is copied and jobs run it as it is when they start."
+    return "script.command names none of your files, so no code is copied: jobs run the program that exists when they start."
 
 
 @diagnostic

@@ -103,8 +103,7 @@ def find_program(words: Sequence[str], workdir: Path, *, path: Sequence[str] | N
 def _make_missing_file_error(what: str) -> NoCommandFile:
     return NoCommandFile(
         f"script.command: {what}",
-        "run tula in the folder in which the command runs, or correct the name. If only the nodes have the file, set"
-        " script.code: none",
+        "run tula in the folder in which the command runs, or correct the name of the file in script.command. If the file exists only on the nodes, set script.code: none",
     )
 
 

@@ -73,7 +73,7 @@ def plan_trainings(
     if save and len(jobs) > 1:
         raise SpecError(
             "a plan for several jobs cannot be stored, because tula train --seeds submits the trainings of one job",
-            "start each job with the nodes and times of the plan, or store a plan for each job alone",
+            "start each job with the nodes and times of the plan, or store a separate plan for each job",
         )
     one_at_a_time = save and not jobs[0][0].spec.cluster.backend.has_queue
     plan = plan_campaign(jobs, query, trainings, overrides=overrides, one_at_a_time=one_at_a_time)
@@ -312,7 +312,7 @@ def _list_common_node_types(names: Sequence[str], considered: Sequence[_Consider
         return common
     described = [f"{name}: {', '.join(of_job) or 'none named'}" for name, of_job in zip(names, types, strict=True)]
     raise SpecError(
-        f"the jobs have no node type in common ({'; '.join(described)})", "measure all of them on nodes of one type"
+        f"the jobs have no node type in common ({'; '.join(described)})", "measure all jobs on nodes of one type"
     )
 
 

@@ -445,7 +445,7 @@ class DefaultRows:
         """Text that lists the rows and the reasons why others are left out."""
         why = "".join(f"; without {method}, which {reason}" for method, reason in self.refused.items())
         return (
-            f"rows that fit this job: {', '.join(self.methods)} ({self.method} is the method of the job){why}; --methods names others, of"
+            f"methods that fit this job: {', '.join(self.methods)} ({self.method} is the method of the job){why}; --methods names others, of"
             f" {', '.join(self.others)}"
         )
 

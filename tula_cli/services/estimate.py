@@ -118,14 +118,14 @@ def estimate(
     if spec.script is not None:
         raise SpecError(
             "the memory of a script cannot be estimated, because tula cannot build its model",
-            "tula profile measures it, and tula recommend --explain shows it for each batch",
+            "run tula profile to measure the memory; tula recommend --explain then shows the memory for each batch",
         )
     inspection = (inspector or inspect)(spec)
     probed = _ProbedMemory.from_results(results, capacity=capacity)
     if not inspection.footprints and not probed.probes:
         raise JobFailed(
             f"memory cannot be estimated: {inspection.estimate_error}",
-            "tula profile measures it, and stops at the first batch that does not fit",
+            "run tula profile, which measures the memory and stops at the first batch that does not fit",
         )
     ranks = max(spec.search.nodes) * spec.cluster.gpus_per_node
     model = memory.fit_memory_model(
@@ -218,7 +218,7 @@ class _ProbedMemory:
             off = "" if model.error is None else f"; median error of the peaks {100 * model.error:.1f} %"
             sentences.append(f"{source} of this job ({span}{off})")
         if self.smallest_oom is not None:
-            sentences.append(f"a local batch of {self.smallest_oom} was out of memory")
+            sentences.append(f"a local batch of {self.smallest_oom} ran out of memory")
         return "; ".join(sentences)
 
 

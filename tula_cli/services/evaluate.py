@@ -60,7 +60,7 @@ def prepare_evaluation(runs: Sequence[Run], request: EvaluationRequest) -> Prepa
     if runs[0].spec.script is not None:
         raise SpecError(
             "tula evaluate is for tula's own loop, and this job has section script",
-            "use the script itself to evaluate its weights",
+            "evaluate the weights with the script itself",
         )
     run, trained = _find_training(runs, request)
     files = run.get_training(trained.signature)
@@ -132,7 +132,7 @@ def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str
     if requested == BEST:
         raise BadMeasurements(
             f"training {files.signature} has not finished an epoch yet, so it has no best weights",
-            "--weights last uses the newest ones",
+            "use --weights last for the newest weights",
         )
     return LAST, newest[0].absolute()
 
@@ -154,7 +154,8 @@ def _require_weights(path: Path, requested: str | Path) -> None:
             "give the path of a file with weights, or best or last",
         ) from None
     raise SpecError(
-        f"--weights {requested}: not a file of weights", "give a file of torch.save or .safetensors, or best or last"
+        f"--weights {requested}: is not a file of weights",
+        "give a file written by torch.save, a .safetensors file, best or last",
     )
 
 
@@ -248,7 +249,8 @@ def make_error_of_job(run: RunDir, task: EvaluateTask | RateSearchTask, subject:
     last_attempt = attempts[-1] if attempts else None
     if last_attempt is None or last_attempt.failure is None or run.is_cancelled(task.job):
         return JobFailed(
-            f"{task.id} ended without a result", "tula logs shows its output; run the same command to start it again"
+            f"{task.id} ended without a result",
+            "read the output of the evaluation with tula logs; run the same command to start the evaluation again",
         )
     where = f" (rank {last_attempt.rank} on {last_attempt.host})" if last_attempt.rank is not None else ""
     hint = advise(last_attempt.failure, task.spec)

@@ -62,7 +62,7 @@ def make_bounds(spec: JobSpec, inspection: Inspection) -> BatchBounds:
     if cluster.memory_per_gpu is None and not cluster.backend.may_have_gpu(cluster.device, here=inspection.device):
         raise SpecError(
             "the largest batch is unlimited: the job runs on CPUs, whose processes have no memory limit",
-            "set cluster.memory_per_gpu",
+            "set cluster.memory_per_gpu, for example to 16GiB",
         )
     ranks = get_search_nodes(spec) * cluster.gpus_per_node
     largest = min(inspection.dataset_size, spec.search.max_batch or inspection.dataset_size)

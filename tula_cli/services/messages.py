@@ -28,7 +28,7 @@ def expensive_rate_search(*, share: float, samples: int, steps: int) -> str:
 @diagnostic
 def branches_learned_little(*, start: float, lowest: float) -> str:
     return (
-        f"The branches hardly learned: the lowest loss is {lowest:.4g} after {start:.4g} at their start. Their losses cannot tell"
+        f"The losses of the branches hardly decreased: the lowest loss is {lowest:.4g} after {start:.4g} at their start. Their losses cannot tell"
         " learning rates apart; compare short trainings with tula compare --methods lbt,sqrt,lrs instead."
     )
 
@@ -37,7 +37,7 @@ def branches_learned_little(*, start: float, lowest: float) -> str:
 def branches_below_learning_rate(*, lr: float, reference: float) -> str:
     return (
         f"The script used learning rate {format_number(lr)} where the branches start, below script.reference.lr"
-        f" {format_number(reference)}: it is still warming up, or its schedule has lowered it. The search did not test"
+        f" {format_number(reference)}: the script is still warming up, or its schedule has lowered the learning rate. The search did not test"
         " whether the training is stable at the full learning rate."
     )
 
@@ -65,7 +65,7 @@ def warmup_after_end(*, warmup_epochs: float, epochs: int) -> str:
 def beta2_half_life_below_batch(*, half_life: float, reference_batch: int) -> str:
     return (
         f"optimizer.beta2_half_life {half_life:g} is less than one batch (train.reference_batch: {reference_batch})."
-        " It is in samples, not steps; 'auto' derives it from the optimizer's beta2."
+        " The half-life is in samples, not steps; 'auto' derives it from the optimizer's beta2."
     )
 
 
@@ -112,7 +112,7 @@ def shared_memory_too_small(*, free_bytes: int, ranks: int, needed_bytes: int, l
     return (
         f"/dev/shm has {format_bytes(free_bytes)} free, but one batch of each of {format_count(ranks, 'rank')} needs"
         f" {format_bytes(needed_bytes)} at local batch {local_batch}. {_SHARED_MEMORY_ADVICE}"
-        " With train.workers: 0 none is needed."
+        " With train.workers: 0, no shared memory is needed."
     )
 
 
@@ -133,7 +133,7 @@ def node_type_left_out(*, node_type: str | None, problems: Sequence[str]) -> str
 def first_job_inspects(*, reason: str, minutes: float, remedy: str) -> str:
     return (
         f"{reason}. The dataset size and the memory are therefore unknown here; the first job of tula profile determines"
-        f" them on a node, in at most {minutes:g} min. To determine them here: {remedy}."
+        f" them on a node, in at most {minutes:g} min. To determine both here: {remedy}."
     )
 
 
@@ -154,7 +154,7 @@ def no_feasible_batch(*, reason: str, advice: str) -> str:
 def search_exceeds_cap(*, node_hours: float, cap: float) -> str:
     return (
         f"Profiling may take {format_number(node_hours)} node-hours, but search.max_node_hours is {cap:g}."
-        " Raise it, lower search.max_minutes, search fewer nodes, or set search.strategy: partial."
+        " Raise search.max_node_hours, lower search.max_minutes, search fewer nodes, or set search.strategy: partial."
     )
 
 
@@ -162,7 +162,7 @@ def search_exceeds_cap(*, node_hours: float, cap: float) -> str:
 def first_job_exceeds_cap(*, node_hours: float, cap: float, remedy: str) -> str:
     return (
         f"The job that builds the model and the dataset may take {format_number(node_hours)} node-hours, but"
-        f" search.max_node_hours is {cap:g}. Raise it, or build them here: {remedy}."
+        f" search.max_node_hours is {cap:g}. Raise search.max_node_hours, or build the model and the dataset here: {remedy}."
     )
 
 
@@ -178,7 +178,7 @@ def memory_not_estimated(*, reason: str) -> str:
 
 @diagnostic
 def nodes_without_batch(*, nodes: Sequence[int]) -> str:
-    return f"search.nodes {list(nodes)} is left out: no batch is feasible there."
+    return f"search.nodes {list(nodes)} is left out: no batch is feasible on so many nodes."
 
 
 @diagnostic
@@ -295,7 +295,7 @@ def jobs_run_on_cpu() -> str:
 
 @diagnostic
 def dataset_not_downloaded(*, folder: str) -> str:
-    return f"dataset.root ({folder}) does not exist yet. It is downloaded before the first job."
+    return f"dataset.root ({folder}) does not exist yet. tula downloads the dataset before the first job."
 
 
 # --- Jobs that were submitted
@@ -456,7 +456,7 @@ def probes_pending(*, probes: int) -> str:
 def probe_failed(*, nodes: int, local_batch: int, reason: str) -> str:
     return (
         f"The probe on {format_count(nodes)} with local batch {local_batch} failed: {reason.rstrip('.')}."
-        " Run tula profile to repeat it."
+        " Run tula profile to repeat the probe."
     )
 
 
@@ -464,7 +464,7 @@ def probe_failed(*, nodes: int, local_batch: int, reason: str) -> str:
 def probe_disturbed(*, task: str, trainings: Sequence[str]) -> str:
     return (
         f"{task} measured while {join_words(trainings)} ran on the same GPUs or cores, so its step times may be too long."
-        " To repeat it, delete its results and run tula profile."
+        " To repeat the probe, delete its results and run tula profile."
     )
 
 
@@ -557,4 +557,4 @@ def spot_time_is_expected() -> str:
 
 @diagnostic
 def observed_job_not_used(*, job: str, why: str) -> str:
-    return f"The observed job {job} is not used: {why}."
+    return f"The observed job {job} is not used, because {why}."

@@ -85,7 +85,7 @@ def run_observed(command: Sequence[str], root: Path, *, quiet_stdout: bool = Fal
             process = subprocess.Popen(command, env=environment, stdout=2 if quiet_stdout else None)
         except OSError as error:
             raise CommandNotStarted(
-                f"cannot start {command[0]}: {error.strerror}", "give the command as in the shell"
+                f"cannot start {command[0]}: {error.strerror}", "give the command as you type it in the shell"
             ) from None
         signals.forward_to(process)
         code = process.wait()
@@ -168,7 +168,7 @@ def report_job(root: Path, job: str) -> list[ObservedReport]:
     if not jobs:
         raise BadMeasurements(
             "no step of a torch optimizer was observed",
-            "observe the command that trains; a command that clears PYTHONPATH or ends before it trains cannot be observed",
+            "observe the command that trains: tula cannot observe a command that clears PYTHONPATH or ends before it trains",
         )
     return [_report(observed, everything) for observed in jobs]
 

@@ -47,7 +47,7 @@ def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = N
     """
     run, spec = runs[0], runs[0].spec
     if spec.script is None:
-        raise SpecError("--observed needs a job with section script", "or measure it with tula profile")
+        raise SpecError("--observed needs a job with section script", "or measure the job with tula profile")
     if len(runs) > 1:
         raise SpecError(
             f"--observed needs a job of one kind of node and one number of GPUs per node, but this one has {len(runs)}",
@@ -67,7 +67,7 @@ def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = N
             yield WarningEvent(
                 messages.observed_job_not_used(
                     job=f"{job.script}/{job.id}",
-                    why=error.message if isinstance(error, BadMeasurements) else str(error),
+                    why=_describe_reason(error, job),
                 )
             )
         else:
@@ -76,7 +76,7 @@ def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = N
     if not results:
         raise BadMeasurements(
             f"no observed job of {name} can be used as a probe",
-            "the warnings say why; tula profile measures the job itself",
+            "the warnings show why; run tula profile to measure the job instead",
         )
     save_runs(*_drop_overrides(run, file))
     for result in results.values():
@@ -85,6 +85,12 @@ def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = N
             run.write_result(result)
     places = [describe_probe_place(result.nodes, result.local_batch) for result in reversed(results.values())]
     yield Note(f"probes taken from observed jobs: {'; '.join(places)}")
+
+
+def _describe_reason(error: BadMeasurements | NotMeasured, job: ObservedJob) -> str:
+    """Return why an observed job cannot be used, without the name of the job, with which an error begins."""
+    reason = error.message if isinstance(error, BadMeasurements) else str(error)
+    return reason.removeprefix(f"{job.script}/{job.id}: ")
 
 
 def _drop_overrides(run: Run, file: JobFile | None) -> tuple[list[Run], JobFile | None]:
@@ -133,11 +139,10 @@ def make_probe_result(job: MeasuredJob, spec: JobSpec) -> Measured:
         is_local = per_machine == job.world  # all processes share this machine, whatever the number per node
         advice = "; with cluster.gpus_per_node=1, each process counts as a node" if is_local else ""
         raise NotMeasured(
-            f"it had {format_count(job.world, 'rank')} on {format_count(job.nodes)}, which is not {per_node} per node"
-            f" (cluster.gpus_per_node{advice})"
+            f"it had {format_count(job.world, 'rank')} on {format_count(job.nodes)}, which is not {per_node} per node (cluster.gpus_per_node{advice})"
         )
     if job.local_batch is None:
-        raise NotMeasured("its batch is unknown, because it reads its data without a torch DataLoader")
+        raise NotMeasured("the batch is unknown, because the script reads its data without a torch DataLoader")
     expected = ExpectedValues(
         world=job.world,
         batch=job.local_batch * job.world,

@@ -188,10 +188,7 @@ def _limit_round_to_cap(spec: JobSpec, round_: Round, *, spent: float) -> Round:
     at_most = compute_max_node_hours(spec, list(round_.probes))
     if cap is None or not round_.probes or not round_.words or spent + at_most <= cap:
         return round_
-    why = (
-        f"Stopped: a further round may take {at_most:.3g} node-hours, and {spent:.2g} of {cap:g} are spent. To continue, raise"
-        " the cap with --set search.max_node_hours=..."
-    )
+    why = f"Stopped: a further round may take {at_most:.3g} node-hours, and {spent:.2g} of {cap:g} are spent. To continue, raise the limit: --set search.max_node_hours={2 * cap:g}"
     return Round({}, (), f"{round_.words} {why}")
 
 

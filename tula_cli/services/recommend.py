@@ -268,9 +268,9 @@ def _make_nothing_fits_error(estimator: Estimator, query: Query) -> Infeasible:
             "no batch is divisible by its number of GPUs",
         )
         hint = (
-            "tula recommend without --nodes shows those that are"
+            "run tula recommend without --nodes to see the numbers of nodes that are possible"
             if on
-            else "tula check shows which configurations are searched"
+            else "run tula check to see which configurations are searched"
         )
     return Infeasible(f"no configuration is feasible{on}: {why}", hint)
 

@@ -110,12 +110,12 @@ class ResumeFinding:
         if self.rehearsal.other_nodes is None:
             raise ResumeUntested(
                 f"--nodes cannot be a range: whether the script resumes on another number of nodes is unknown: {self.why}",
-                "remove that cause and run the same command again, which tests it again; or give one number: --nodes 4",
+                "remove this cause and run the same command again to repeat the test; or give one number, for example --nodes 4",
             )
         if not self.rehearsal.other_nodes:
             raise CannotResume(
                 f"--nodes cannot be a range: the script does not resume on another number of nodes: {self.why}",
-                "correct how the script resumes, or give one number: --nodes 4",
+                "correct how the script resumes, or give one number, for example --nodes 4",
             )
 
 
@@ -152,12 +152,14 @@ def run_resume_test(
     code = choose_code(run, run.spec, Path.cwd(), keep=False)
     if not fresh and (earlier := load_finding(run, code)) is not None:
         yield Note(
-            f"resuming was already tested {words.format_moment(earlier.rehearsal.over_at)}; --fresh tests it again"
+            f"resuming was already tested {words.format_moment(earlier.rehearsal.over_at)}; --fresh repeats the test"
         )
         return earlier
     require_current_format(run.path)
     if over := describe_cap_exceeded(runs):
-        raise OverBudget(over, "raise the limit with --set search.max_node_hours=..., or lower search.max_minutes")
+        raise OverBudget(
+            over, "raise the limit, for example --set search.max_node_hours=100, or lower search.max_minutes"
+        )
     save_runs([run], file)
     policy = WaitPolicy(wait=True, timeout=timeout)
     return (yield from submit_and_wait(run, launcher_for(run.spec), code, policy, batch=None))
@@ -190,7 +192,7 @@ def submit_and_wait(
     if record is None or record.over_at is None:
         attempts = run.read_attempts(task.id)
         why = attempts[-1].message if attempts else "it has not started"
-        raise JobFailed(f"{task.id} ended without a verdict: {why}", "tula logs shows its output")
+        raise JobFailed(f"{task.id} ended without a verdict: {why}", "read the output with tula logs")
     return ResumeFinding(record, resume_settings(run.spec).batch, kept=False)
 
 
@@ -290,9 +292,7 @@ def resume_test_batch(run: Run, *, local_batch: int | None = None, nodes: int = 
 
 LONG_TRAINING_HOURS = 1.0
 """Hours above which a training is preceded by a resume test."""
-WITHOUT_RESUME_TEST = (
-    "correct how the script resumes; or use tula train --no-rehearse, which starts again after each interruption"
-)
+WITHOUT_RESUME_TEST = "correct how the script resumes, or use tula train --no-rehearse, which starts the training again after each interruption"
 
 
 @dataclass(frozen=True)
@@ -363,7 +363,7 @@ class TrainingStart:
             why, hint = self.over_cap, "raise search.max_node_hours"
         else:
             why, hint = "but --no-rehearse prevents the test", "remove --no-rehearse"
-        raise SpecError(f"{untested}, {why}", f"{hint}, or give one number: --nodes 4")
+        raise SpecError(f"{untested}, {why}", f"{hint}, or give one number, for example --nodes 4")
 
 
 def can_test_resume(spec: JobSpec) -> bool:

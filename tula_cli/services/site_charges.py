@@ -15,7 +15,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import SiteBill
 from tula_cli.words import format_count, format_number
 
-NODE_HOUR_ADVICE = "set pricing.kind: node_hour, with the billing of a whole node as its price and currency: SU"
+NODE_HOUR_ADVICE = "set pricing.kind: node_hour, pricing.price to the billing of a whole node, and pricing.currency: SU"
 """What to set if the billing of SLURM is unknown."""
 
 
@@ -217,12 +217,13 @@ def require_balance(balance_check: BalanceCheck) -> None:
     if balance_check.lacking or balance_check.lacking_at_most:
         why = balance_check.lacking or f"At the upper end of the 90 % interval: {balance_check.lacking_at_most}"
         raise OverBudget(
-            f"--within-balance: nothing was submitted. {why}", "use fewer epochs, cheaper nodes or another account"
+            f"--within-balance: nothing was submitted. {why}",
+            "lower train.epochs, or use cheaper nodes or another account (cluster.slurm.account)",
         )
     if balance_check.unknown:
         raise OverBudget(
             f"--within-balance: nothing was submitted, because the balance cannot be checked: {balance_check.unknown}",
-            "remove the option, or ask the site to show limits and usage to its users",
+            "remove --within-balance, or ask the administrators to show limits and usage to users",
         )
 
 

@@ -241,7 +241,7 @@ def get_job_status(
         and recent
         and _has_just_ended(recent[-1], progress, now, grace=get_backend(job.scheduler).grace)
     ):
-        state, reason = "running", "it has finished; its results are not visible here yet"
+        state, reason = "running", "the job has finished, but its results are not visible here yet"
     if scheduler.released and state in ("failed", "diverged", "lost"):
         reason = f"{reason}; {scheduler.released}"
     end = now if state in ("running", "suspended") else progress.measured_at

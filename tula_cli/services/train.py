@@ -279,7 +279,7 @@ def _require_size(spec: JobSpec, nodes: int, batch: int, dataset_size: int) -> N
     if batch > dataset_size:
         raise SpecError(
             f"batch {batch} is larger than the dataset: {dataset_size} training samples",
-            f"the largest power of two that fits is {1 << (dataset_size.bit_length() - 1)}",
+            f"set a smaller --batch; the largest power of two that fits is {1 << (dataset_size.bit_length() - 1)}",
         )
     self_tuning.require_tuning_samples(spec, batch=batch, dataset_size=dataset_size)
     check_stages(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)
@@ -512,5 +512,5 @@ def require_stopped(run: RunDir, task: TrainTask) -> None:
     if newest is not None and task.attempt > newest.attempt:
         raise SchedulerError(
             f"training {task.signature} is running on {format_count(newest.nodes)} at batch {newest.batch}",
-            f"tula cancel {make_relative_path(run.path)} saves a checkpoint and stops it; then run the same command to resume it",
+            f"run tula cancel {make_relative_path(run.path)} to save a checkpoint and stop the training, then run the same command to resume it",
         )

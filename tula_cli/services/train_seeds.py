@@ -184,7 +184,7 @@ def prepare_seeds(runs: Sequence[Run], request: TrainRequest, inspect: Inspect) 
     if unused := [name for name, value in options.items() if value is not None]:
         raise SpecError(
             f"{join_words(unused)} {'has' if len(unused) == 1 else 'have'} no effect with --seeds",
-            f"give limits to the plan: tula recommend --trainings {request.seeds} --save",
+            f"set the limits of the plan: tula recommend --trainings {request.seeds} --save",
         )
     if request.seeds > 1 and spec.script is not None and not takes_seed(spec.script):
         raise SpecError(

@@ -1,5 +1,6 @@
 """Shared parts of the commands that submit jobs: their dependencies, confirmation, and waiting."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -83,8 +84,9 @@ def require_within_cap(node_hours: Sequence[float], cap: float | None, *, first_
     """
     types = f" of all {len(node_hours)} node types" if len(node_hours) > 1 else ""
     subjects = [*([f"the probes{types}"] if node_hours else []), *([FIRST_JOB] if first_jobs else [])]
-    if problem := describe_beyond_cap(" and ".join(subjects), sum(node_hours) + first_jobs, cap):
-        hint = "raise it with --set search.max_node_hours=..., lower search.max_minutes, or search fewer nodes"
+    needed = sum(node_hours) + first_jobs
+    if problem := describe_beyond_cap(" and ".join(subjects), needed, cap):
+        hint = f"raise the limit with --set search.max_node_hours={math.ceil(needed)}, lower search.max_minutes, or search fewer nodes"
         raise OverBudget(problem, hint)
 
 
@@ -105,7 +107,7 @@ def wait_for_jobs(run: Run, launcher: Launcher, jobs: Sequence[str], wait_policy
     awaited_jobs = [job for job in run_status.jobs if job.id in jobs]
     if unfinished := [f"{job.id} ({job.state})" for job in awaited_jobs if job.state in status.ACTIVE]:
         raise Pending(
-            f"not finished within the timeout: {', '.join(unfinished)}", "run the same command again to follow them"
+            f"not finished within the timeout: {', '.join(unfinished)}", "run the same command again to follow the jobs"
         )
     reported = _list_reported_failures(run)
     for job in awaited_jobs:
@@ -154,7 +156,7 @@ def make_interruption_of_jobs(runs: Sequence[Run]) -> Interruption:
     """Return the error to raise on Ctrl-C while jobs of some runs are submitted or running."""
     cancels = "; ".join(f"tula cancel {words.make_relative_path(run.path)}" for run in runs)
     return Interruption(
-        "interrupted; the jobs continue", f"run the same command again to follow them; {cancels} stops them"
+        "interrupted; the jobs continue", f"run the same command again to follow the jobs; {cancels} stops them"
     )
 
 

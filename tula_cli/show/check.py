@@ -125,7 +125,7 @@ def render_inspection(inspection: "Inspection") -> Iterator["RenderableType"]:
 
 def render_hooks(path: Path) -> Iterator["RenderableType"]:
     """Yield the lines to add to a script's training loop."""
-    yield f"wrote {path}; keep it in the folder of the script; without tula it has no effect"
+    yield f"wrote {path}; keep this file in the folder of the script; without tula, the file has no effect"
     yield ""
     yield "import tula_hooks as tula"
     yield "optimizer = tula.wrap(optimizer, model)    # before the loop"
@@ -254,10 +254,10 @@ def _render_network(report: "ClusterReport", names: Sequence[str]) -> Iterator["
 
 _PHASES = {"begin": "from the start", "same": "resumed", "more": "on more nodes", "half": "resumed at half"}
 _RESUMES = {
-    "none": "it cannot resume from its own checkpoint: after an interruption it would start from the beginning",
-    "same": "it resumes from its checkpoint at the same batch",
-    "epoch": "it resumes from its checkpoint, at another batch only from the end of an epoch",
-    "any": "it resumes from its checkpoint, also at another batch",
+    "none": "the script cannot resume from its own checkpoint: after an interruption it would start from the beginning",
+    "same": "the script resumes from its checkpoint at the same batch",
+    "epoch": "the script resumes from its checkpoint, at another batch only from the end of an epoch",
+    "any": "the script resumes from its checkpoint, also at another batch",
 }
 
 
@@ -285,7 +285,7 @@ def render_resume_test(resume_finding: "ResumeFinding") -> Iterator["RenderableT
             "-" if row.first_lr is None else format_number(row.first_lr, 4), format_number(row.seconds), row.ended,
         )  # fmt: skip
     yield made
-    yield "The test trains fewer samples than a training if the command has a placeholder for the length."
+    yield "If the command has a placeholder for the length, the test trains fewer samples than a training."
     yield ""
     yield from resume_finding.rehearsal.told
     verdict = resume_finding.rehearsal.verdict

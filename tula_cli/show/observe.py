@@ -27,22 +27,20 @@ def render_observations(reports: Sequence["ObservedReport"]) -> Iterator["Render
         return
     yield ""
     if reports[-1].configurations_fitted < 2:
-        yield (
-            "next: observe the script with another batch or number of processes; tula recommends from two such jobs."
-            " To measure now: tula init --from-command '...'"
-        )
+        yield "next: observe the script with another batch or number of processes;"
+        yield "tula needs two such jobs for a recommendation"
+        yield "or measure the script now: tula init --from-command '...'"
     else:
-        yield (
-            "To choose nodes and batch size from these jobs: tula init --from-command '...', then"
-            f" tula recommend job.yaml --observed {reports[-1].script}"
-        )
+        yield "next: to choose nodes and batch size from these jobs, run tula init --from-command '...',"
+        yield f"then tula recommend job.yaml --observed {reports[-1].script}"
 
 
 def render_installation(folder: Path, root: Path) -> Iterator[str]:
     """Yield the line for a shell or module file, and where observations will be."""
     yield f'export PYTHONPATH={shlex.quote(str(folder))}"${{PYTHONPATH:+:$PYTHONPATH}}"'
     yield ""
-    yield f"With this line, every training with torch is observed in {root}. TULA_OBSERVE=0 turns it off."
+    yield f"With this line, tula observes every training with torch and writes to {root}."
+    yield "To turn this off, set TULA_OBSERVE=0."
     yield f"Read the observations with tula observe --report --folder {root}."
 
 

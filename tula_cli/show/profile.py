@@ -71,7 +71,7 @@ def render_unsettled_plan(plan: "UpperBoundPlan") -> Iterator["RenderableType"]:
         yield f"the first job builds them on 1 node, in at most {plan.first_job_minutes:g} min, and determines the probes"
     more = " in the first round" if plan.adaptive else ""
     yield f"then probes on {list_numbers(plan.nodes)} nodes, at most {format_number(plan.probe_node_hours)} node-h{more}"
-    cap = "" if plan.cap is None else "; what would go beyond search.max_node_hours is not started"
+    cap = "" if plan.cap is None else "; probes beyond search.max_node_hours are not started"
     yield f"{describe_upper_bound(None, plan.node_hours_at_most, plan.price_at_most, plan.currency)}{cap}"
     yield f"price: {plan.price}"
 
@@ -105,7 +105,7 @@ def _render_settled_plan(plan: "ProfilePlan") -> Iterator["RenderableType"]:
     yield ""
     yield from _render_added_probes(plan)
     if any(task.bounds for task in plan.tasks):
-        yield "All trials run in one job, each in new processes. The result of a trial decides on the next."
+        yield "All trials run in one job, each in new processes. The result of each trial determines the next trial."
     elif plan.reasons:
         yield "Whether further rounds follow depends on the results; all stay within search.max_node_hours."
     yield describe_upper_bound(plan.minutes_at_most / 60, plan.node_hours_at_most, plan.price_at_most, plan.currency)

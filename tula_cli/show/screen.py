@@ -149,7 +149,7 @@ class Screen:
             if not answer or answer in choices or (not choices and answer.isdigit() and int(answer)):
                 return answer or None
             expected = f"one of {', '.join(choices)}" if choices else "an integer of at least 1"
-            print(f"{answer!r} is not {expected}; Enter alone gives no answer", file=self.err)
+            print(f"{answer!r} is not {expected}; press Enter to skip the question", file=self.err)
 
     # --- the answer
 

@@ -94,7 +94,7 @@ def _describe_planned_branches(task: "TrainTask") -> Iterator[str]:
         return
     count = len(self_tuning.list_arms_of_training(task.spec, task.batch))
     if count == 1:
-        yield f"nothing to tune: batch {task.batch} is not above train.reference_batch"
+        yield f"no tuning: batch {task.batch} is not above train.reference_batch"
         return
     epochs = count * self_tuning.compute_branch_epochs(task.spec, count)
     branches = f"{count} branches of {format_number(epochs)} epochs in all"
@@ -181,7 +181,7 @@ def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
         yield "train.early_stopping may end it earlier; times and costs are for all epochs"
     currency = task.spec.pricing.currency
     at_most = predicted.hours_high
-    wide = ", too uncertain to decide by" * is_too_wide(predicted.hours_low, at_most)
+    wide = ", too uncertain for a decision" * is_too_wide(predicted.hours_low, at_most)
     high = "" if at_most is None else f" (90 % interval up to {format_duration(3600 * at_most)}{wide})"
     on_spot = ", on spot nodes" * (predicted.market == "spot")
     energy = "" if predicted.kwh is None else f", {format_number(predicted.kwh)} kWh"

@@ -183,7 +183,7 @@ def observe_branch(
 @pytest.mark.parametrize(
     ("losses", "saved", "message"),
     [
-        ([None] * 23, 20, "no loss was seen"),
+        ([None] * 23, 20, "no loss was observed"),
         ([1.0] * 18 + [None] * 5, 20, "the training diverges at script.reference.batch 16"),
         ([1.0] * 23, None, "ended after 368 samples without a checkpoint to branch from"),
     ],

@@ -263,7 +263,10 @@ def test_a_training_that_its_rehearsal_forbids_does_not_start(folder: Path) -> N
 def test_a_training_does_not_start_on_nodes_that_it_is_granted_if_the_test_tried_no_others(folder: Path) -> None:
     sizes = tuple(JobSize(nodes=nodes, micro_batch=8, splits=1, ladder=(Rung(batch=16),)) for nodes in (1, 2))
     (attempt,) = training_after(folder, "any", sizes=sizes).get_training("x").read_attempts()
-    assert attempt.outcome == "user" and "not known to resume on another number of nodes" in attempt.message
+    assert (
+        attempt.outcome == "user"
+        and "unknown whether the script can resume on another number of nodes" in attempt.message
+    )
 
 
 def test_where_the_checkpoint_is_of_no_use_a_relaunch_begins_anew_and_the_summary_says_so(folder: Path) -> None:

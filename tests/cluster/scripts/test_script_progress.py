@@ -274,8 +274,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_left_out_for_the_one_before(run: 
 
     reason = fails_at_once(run, first, out / "step-60")
     assert (
-        reason.outcome == "unknown"
-        and "step-60 is skipped, and the previous checkpoint is tried: step-30" in reason.description
+        reason.outcome == "unknown" and "skipped step-60; trying the previous checkpoint step-30" in reason.description
     )
     assert training.newest_checkpoint() == out / "step-30"
     kept = run.get_training("x").read_script_progress()
@@ -592,4 +591,4 @@ def test_steps_that_come_to_train_on_more_samples_are_reported_with_both_figures
 def test_the_last_line_of_a_script_says_why_it_took_no_step(tmp_path: Path, log: str, line: str) -> None:
     (tmp_path / "log").write_text(log)
     assert find_last_script_line(tmp_path / "log") == line
-    assert (line or "starts without -I") in describe_missing_step(tmp_path / "log")
+    assert (line or "is started without -I") in describe_missing_step(tmp_path / "log")

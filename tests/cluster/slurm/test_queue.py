@@ -101,7 +101,10 @@ def test_one_question_tells_how_all_jobs_stand(versions):
     assert states[running] == SchedulerState("running")
     assert states[waiting] == SchedulerState("pending", "Resources", 2e9)
     assert states[done] == SchedulerState("ended")
-    assert (states[failed].state, states[failed].reason) == ("ended", "FAILED: its script ended with an error")
+    assert (states[failed].state, states[failed].reason) == (
+        "ended",
+        "FAILED: the script of the job ended with an error",
+    )
     assert len(versions.calls("squeue")) == 1
     assert not versions.calls("sacct")
 
@@ -222,10 +225,13 @@ def test_a_reason_that_waiting_does_not_cure_is_reported(versions):
     [
         ("JobHeldUser", "JobHeldUser: will not start, you hold it: scontrol release {id}"),
         ("JobHeldAdmin", "an administrator holds the job: ask them to release it (scontrol release {id})"),
-        ("ReqNodeNotAvail, UnavailableNodes:node[1-2]", "it starts when they return: sinfo --list-reasons shows why"),
+        (
+            "ReqNodeNotAvail, UnavailableNodes:node[1-2]",
+            "the job starts when these nodes return (sinfo --list-reasons shows why",
+        ),
         (
             "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions",
-            "when they return",
+            "when these nodes return",
         ),
         ("ReqNodeNotAvail, Reserved for maintenance", "ReqNodeNotAvail, Reserved for maintenance"),
     ],
@@ -434,7 +440,7 @@ def test_cancels_these_ids_and_nothing_else(slurm):
         (
             "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
             "QOSMaxSubmitJobPerUserLimit",
-            "until some of your jobs have ended",
+            "until some of your jobs have finished",
         ),
         ("sbatch: unrecognized option '--no-such-option=1'", "no-such-option", "cluster section"),
         ("", "without a reason", "cluster section"),
@@ -494,7 +500,7 @@ def test_a_hopeless_reason_is_explained_by_its_form(reason, words):
         ("FAILED", "tula: gave up after 600 s: /run: Stale file handle on n1", "FAILED: gave up after 600 s: /run: Stale"),
         ("PENDING", "tula: delayed by 30 min, because job 7 gave up: x", "BeginTime (delayed by 30 min, because job 7"),
         ("RUNNING", "(null)", ""),
-        ("FAILED", "a comment | of the user's", "FAILED: its script ended with an error"),
+        ("FAILED", "a comment | of the user's", "FAILED: the script of the job ended with an error"),
     ],
 )  # fmt: skip
 def test_a_job_without_a_log_reports_by_its_comment(state, comment, words):

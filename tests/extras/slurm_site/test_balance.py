@@ -64,5 +64,5 @@ def test_an_account_that_is_not_shown(account):
     requested = SPEC.model_copy(update={"cluster": SPEC.cluster.model_copy(update={"slurm": slurm})})
     assert (
         read_account_balance(requested, qos="", ask=Slurm(get_user_name())).unseen
-        == "account hidden is not shown (PrivateData?)"
+        == "SLURM does not show account hidden"
     )

@@ -88,7 +88,7 @@ def test_a_tracker_that_fails_is_a_warning_and_no_more(
     run = run_with(tmp_path, export=[export])
     training(run)
     (message,) = waited(run, JOB)
-    assert message.startswith(words) and "tula export sends what is missing" in message
+    assert message.startswith(words) and "run tula export to send the missing values" in message
 
 
 def test_nothing_is_written_where_nothing_is_asked_for(tmp_path: Path) -> None:

@@ -81,11 +81,11 @@ def test_ends_near_the_optimum_with_a_part_of_the_probes() -> None:
     ("regrets", "expected"),
     [
         ({"time": 0.05, "cost": 1.0}, "Expected gain of measuring all configurations: time 5.0 %, cost 100.0 %."),
-        ({"time": 3.0, "cost": 2.0}, "The choice is uncertain, because time and cost are known too roughly."),
+        ({"time": 3.0, "cost": 2.0}, "The choice is uncertain, because time and cost are not known precisely enough."),
         (
             {"time": 0.05, "cost": 2.0},
             "Expected gain of measuring all configurations: time 5.0 %."
-            " The choice is uncertain, because cost is known too roughly.",
+            " The choice is uncertain, because cost is not known precisely enough.",
         ),
     ],
 )

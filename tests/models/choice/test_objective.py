@@ -240,7 +240,9 @@ def test_an_uncertain_forecast_has_to_be_clearly_better_than_a_certain_one() -> 
     certain = between(2, 64, 1.0, 0.97, 1.03)
     choice = choose([between(4, 128, 0.9, 0.4, 2.0), certain], objective="time")
     assert choice.prediction == certain
-    assert "4 nodes, batch 128 is predicted to need 10.0 % less time, but this is less certain" in choice.reason
+    assert (
+        "4 nodes, batch 128 is predicted to need 10.0 % less time, but this prediction is less certain" in choice.reason
+    )
     slower = between(2, 32, 1.5, 1.4, 1.6)
     ranked = choose([slower, certain, between(4, 128, 0.9, 0.4, 2.0)], objective="time").runners_up
     assert [other.hours for other in ranked] == [0.9, 1.5]

@@ -51,7 +51,7 @@ def test_of_a_small_model_both_are_fitted_where_its_compute_is_known(overlapped:
     priors = choose_priors(gradient_bytes=1 << 20, sharded=False)
     fit = fitted(SWEEP, overlapped=overlapped, whole=False, priors=priors)
     assert len(fit.model.members) == 2 and (fit.model.overlapped > 0.5) == overlapped
-    assert "compute hides" in fit.words and "whole steps alone" not in fit.words
+    assert "compute hides" in fit.words and "only from the times of complete steps" not in fit.words
     nodes, batches = np.transpose(UNSEEN)
     predicted = fit.model.predict(fit.make_points(nodes, np.ones(len(UNSEEN)), batches))[0]
     assert worst(predicted, overlapped=overlapped) < 0.05

@@ -287,7 +287,7 @@ def test_whole_steps_tell_what_was_not_measured(probes: list[tuple[int, int]], s
         for n, b in held_out
     ]
     assert max(off) < 0.1 and np.median(off) < 0.03
-    assert "by their whole steps alone, compute hides synchronisation with" in step_time.words
+    assert "only from the times of complete steps, compute hides synchronisation with" in step_time.words
 
 
 def test_probes_with_and_without_synchronisation_apart_are_fitted_together() -> None:

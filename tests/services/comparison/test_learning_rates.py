@@ -192,12 +192,16 @@ def write_resume_test(run: RunDir, job: JobSpec, verdict: Verdict, *, saved: int
     [
         (script_job(resume=None), None, "script.resume is missing"),
         (script_job(command="train.py -b {batch}", reference={"batch": 16}), None, "neither {lr} nor {lr_factor}"),
-        (script_job(resume={"batch": "rehearse"}), None, "whether it can resume at another batch is not known"),
-        (script_job(resume={"batch": "rehearse"}), "same", "it cannot resume at another batch (it counts steps)"),
+        (script_job(resume={"batch": "rehearse"}), None, "unknown whether the script can resume at another batch"),
+        (
+            script_job(resume={"batch": "rehearse"}),
+            "same",
+            "the script cannot resume at another batch (it counts steps)",
+        ),
         (script_job(resume={"batch": "same"}), None, "script.resume.batch: same"),
-        (script_job(), "none", "it cannot resume at another batch (it counts steps)"),
+        (script_job(), "none", "the script cannot resume at another batch (it counts steps)"),
         (script_job(reference={"batch": 15, "lr": 0.1}, launch="node"), None, "15 is not divisible by 2"),
-        (script_job(length={"epochs": 4}, dataset_size="auto"), None, "the samples of an epoch are not known"),
+        (script_job(length={"epochs": 4}, dataset_size="auto"), None, "the number of samples per epoch is unknown"),
     ],
 )
 def test_a_script_that_cannot_be_branched_is_refused_with_what_to_do(

@@ -247,7 +247,7 @@ def test_one_seed_has_two_rounds(run: RunDir) -> None:
     assert (
         report.complete
         and not any(row.dropped for row in report.rows)
-        and "one seed cannot tell the methods apart" in report.answer
+        and "cannot be distinguished with one seed" in report.answer
     )
 
 

@@ -24,7 +24,7 @@ def test_commas_part_rows_where_they_stand_in_no_bracket_and_no_quotes() -> None
         "lbt", "ags:refresh={every: 5, }:delta=0.1", "lbt:optimizer.betas=[0.9,0.99]", "a.b:C:train.best_checkpoint={metric: 'x,y'}",
     )  # fmt: skip
     for empty in (",", "", " , "):
-        with pytest.raises(SpecError, match="expected methods separated by commas"):
+        with pytest.raises(SpecError, match="must be methods separated by commas"):
             split_methods(empty)
 
 
@@ -71,7 +71,7 @@ def test_the_settings_are_laid_over_the_job_and_checked_by_the_spec() -> None:
         ),
         ("lbt:model.name=vgg11", "a row cannot set section model, which is the same in all rows"),
         ("ags:train.seed=3", "sets train.seed, which --seeds changes"),
-        ("ags:train.method=lbt", "sets train.method, which is the row's first word"),
+        ("ags:train.method=lbt", "sets train.method, which is the first word of the row"),
         ("lbt:ags.delta=0.1", "section ags has no effect with method lbt"),
         ("ags:auto.branch_epochs=1", "section auto has no effect with method ags"),
         ("ags:delta=", "delta has no value"),

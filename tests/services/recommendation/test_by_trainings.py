@@ -153,7 +153,7 @@ def test_settings_that_change_no_step_are_no_hindrance(run: RunDir) -> None:
     [
         ({"hardware": "Other GPU"}, "it ran on Other GPU, the probes on Test GPU"),
         ({"torch": "2.9"}, "it ran with torch 2.9, the probes with 2.6"),
-        ({"oversubscribed": True}, "its ranks shared cores or GPUs"),
+        ({"oversubscribed": True}, "the ranks of the training shared cores or GPUs"),
     ],
 )
 def test_one_that_ran_elsewhere_is_left_out_and_that_is_said(run: RunDir, where: dict[str, Any], why: str) -> None:

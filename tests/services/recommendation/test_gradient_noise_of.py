@@ -127,7 +127,7 @@ def test_a_training_begins_with_its_stages_in_the_task(tmp_path: Path) -> None:
     run = noisy_run(tmp_path)
     with pytest.raises(BadMeasurements, match="needs the gradient noise scale") as refused:
         plan(run, nodes=2, batch=512)
-    assert "a training with train.diagnostics: [gradient_noise]" in refused.value.hint
+    assert "train once with train.diagnostics: [gradient_noise]" in refused.value.hint
     trained(run, "b" * 8, batch=64)
     task = plan(run, nodes=2, batch=512).task
     assert [stage.batch for stage in task.stages] == [64, 128, 256, 512]

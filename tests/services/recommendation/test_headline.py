@@ -137,7 +137,7 @@ def test_a_choice_that_is_the_baseline_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("baseline", "problem"),
     [
-        ({"nodes": 2, "batch": 2048}, "was out of memory"),
+        ({"nodes": 2, "batch": 2048}, "ran out of memory"),
         ({"nodes": 2, "batch": 65}, "is not divisible"),
         ({"batch": 10**9}, "larger than the dataset"),
     ],

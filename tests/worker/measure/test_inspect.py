@@ -285,7 +285,9 @@ def test_an_interpreter_that_cannot_run_here_is_distinguished_from_a_model_that_
     with pytest.raises(NotInspectable, match=r"/nosuch/python cannot build .*No such file") as error:
         inspect(spec(cluster=elsewhere))
     assert "pip install 'tula-cli[torch]'" in error.value.hint
-    assert error.value.hint.startswith("run tula profile job.yaml: its first job builds them on a node")
+    assert error.value.hint.startswith(
+        "run tula profile job.yaml, whose first job builds the model and the dataset on a node"
+    )
     assert "tula profile" not in make_interpreter_error("python", "").hint, "as it was on the node already"
     message = "ModuleNotFoundError: No module named 'torch'\nsrun: error: node1: task 0: Exited with exit code 1"
     assert make_interpreter_error("python", message).message.endswith("No module named 'torch'")
@@ -345,7 +347,7 @@ def test_a_limit_of_the_machine_is_named_with_what_to_do(code, said, name, sign,
         inspect(spec(cluster={"kind": kind, "device": "cpu"} if kind == "local" else {"kind": kind}))
     assert f"the limit of {name} was exceeded" in error.value.message and sign in error.value.message
     assert "pip install" not in error.value.hint and "raise the limit" in error.value.hint
-    assert error.value.hint.startswith("run tula profile job.yaml: its first job") is (kind == "slurm")
+    assert error.value.hint.startswith("run tula profile job.yaml, whose first job") is (kind == "slurm")
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_lars_and_lamb_take_over_the_optimizers_settings(alone: Ranks) -> None:
         ("lamb", {"name": "SGD"}, "method lamb replaces Adam or AdamW"),
         ("lamb", {"name": "Adam", "momentum": 0.9}, "Adam has no argument momentum"),
         ("lars", {"args": {"dampening": 0.1}}, r"optimizer.args.dampening: SGD has no such argument"),
-        ("lars", {"args": {"trust_coefficient": -1.0}}, "trust_coefficient must be above 0"),
+        ("lars", {"args": {"trust_coefficient": -1.0}}, "trust_coefficient must be a number above 0"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(

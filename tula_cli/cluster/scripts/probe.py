@@ -132,13 +132,12 @@ def _select_counted_steps(ranks: Sequence[RankResult], log: Path) -> Sequence[Jo
     if len(steps) < LEAST_STEPS and ranks[0].why == "stopped":
         raise NotMeasured(
             f"only {len(steps)} of {len(ranks[0].timed)} timed steps contain no evaluation, checkpoint or start of an epoch;"
-            f" at least {LEAST_STEPS} are needed: raise search.min_steps, or make the script evaluate less often in probes"
-            " (script.probe_args)"
+            f" at least {LEAST_STEPS} are needed: raise search.min_steps, or set script.probe_args so that the script evaluates less often in probes"
         )
     if len(steps) < LEAST_STEPS:
         raise NotMeasured(
             f"the script ended after {ranks[0].steps} steps, of which {len(steps)} could be timed, but"
-            f" {LEAST_STEPS} are needed: make it train longer in probes (script.probe_args)"
+            f" {LEAST_STEPS} are needed: set script.probe_args so that the script trains longer in probes"
         )
     return steps
 

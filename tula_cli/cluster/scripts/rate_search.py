@@ -312,11 +312,10 @@ def _estimate_noise(attempt: ScriptAttempt, batch: int) -> tuple[float, float, f
     return noise.scale, noise.low, noise.high if math.isfinite(noise.high) else None
 
 
-_SAVE_HINT = "set script.save to how a checkpoint is requested, or let the script save more often"
-NO_LOSS = (
-    "no loss was seen, because no backward pass of torch starts from a single value; report it in the loop:"
-    " tula_hooks.step(loss=...)"
+_SAVE_HINT = (
+    "set script.save so that tula can request a checkpoint (for example SIGUSR1), or make the script save more often"
 )
+NO_LOSS = "no loss was observed, because no backward pass of torch starts from a single value; report the loss in the training loop: tula_hooks.step(loss=loss)"
 
 
 def _is_close(observed: float, expected: float) -> bool:

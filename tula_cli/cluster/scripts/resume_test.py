@@ -435,12 +435,12 @@ def require_resumable(run: RunDir, task: Task) -> None:
     resume_test = ResumeTestRecords(run.path).read(task.predecessor)
     if resume_test is not None and resume_test.verdict == "none":
         raise JobFailed(
-            f"not started: its script cannot resume after an interruption: {'; '.join(resume_test.faults)}",
-            "correct how it resumes; or use tula train --no-rehearse, which starts again after each interruption",
+            f"not started: the script cannot resume after an interruption: {'; '.join(resume_test.faults)}",
+            "correct how the script resumes, or use tula train --no-rehearse, which starts the training again after each interruption",
         )
     if len(task.node_counts) > 1 and (resume_test is None or not resume_test.other_nodes):
         why = "; ".join(resume_test.faults or resume_test.told) if resume_test is not None else "the test did not run"
         raise JobFailed(
-            f"not started: its script is not known to resume on another number of nodes: {why}",
-            "correct how it resumes, or give one number of nodes: tula train --nodes 4",
+            f"not started: it is unknown whether the script can resume on another number of nodes: {why}",
+            "correct how the script resumes, or give one number of nodes: tula train --nodes 4",
         )

@@ -648,8 +648,7 @@ class ScriptTraining(ScriptProgram):
             is_known = progress is not None and progress.checkpoint == str(path)
             samples = f" ({progress.samples} samples)" if progress is not None and is_known else ""
             yield (
-                f"the checkpoint {path.name}{samples} is damaged and skipped: the training {resumes}, and trains everything after"
-                " that again"
+                f"the checkpoint {path.name}{samples} is damaged and skipped: the training {resumes}, and repeats all later samples"
             )
 
     def log_progress(self, attempt: ScriptAttempt, command: LeaderCommand, *, after: int) -> int:
@@ -838,7 +837,7 @@ class ScriptTraining(ScriptProgram):
             self.training.write_script_saves(saves)
             return None
         self._use_older_checkpoint(progress, older)
-        message = f"{failure.description}; {Path(progress.checkpoint).name} is skipped, and the previous checkpoint is tried: {older.name}"
+        message = f"{failure.description}; skipped {Path(progress.checkpoint).name}; trying the previous checkpoint {older.name}"
         self._add("warning", progress.samples, message=message)
         return Failure(outcome="unknown", message=message, rank=failure.rank, host=failure.host)
 
@@ -940,7 +939,10 @@ class ScriptTraining(ScriptProgram):
         def make_splits(batch: int) -> Splits:
             micro_batch = batch // world // micro_batches
             fewest = refresh.compute_max_samples_drawn(task.spec, batch, available=micro_batch, world=world)
-            ags_limit = (lambda samples: samples >= fewest, f"AGS needs a small batch of {fewest} samples from it")
+            ags_limit = (
+                lambda samples: samples >= fewest,
+                f"AGS needs a small batch of {fewest} samples from each micro-batch",
+            )
             return list_splits(batch, micro_batch=micro_batch, micro_batches=micro_batches, limits=[ags_limit, *limits])
 
         splits = tuple(make_splits(rung.batch) for rung in task.ladder)
@@ -951,7 +953,7 @@ def _explain_length(fewer: bool) -> str:
     return (
         "check that its command contains {epochs}, {steps} or {samples}, and that script.dataset_size is right"
         if fewer
-        else "check whether it counts from the beginning when it resumes from its checkpoint"
+        else "check whether the script counts samples from the beginning when it resumes from its checkpoint"
     )
 
 

@@ -138,11 +138,11 @@ def _describe_moved(moved: Sequence[str], remaining: Sequence[str], folder: Path
     sentences = []
     if moved:
         sentences.append(
-            f"the script writes outside of {{out}}: {_list_names(moved)}; put aside in {folder}, so that no training starts from it"
+            f"the script wrote files outside of {{out}}: {_list_names(moved)}; tula moved these files to {folder}, so that no training starts from them"
         )
     if remaining:
         sentences.append(
-            f"the script changed {_list_names(remaining)}, which could not be restored: check it before a training starts from it"
+            f"the script changed {_list_names(remaining)}, and tula could not restore the earlier content: check these files before a training starts from them"
         )
     return "; ".join(sentences)
 

@@ -193,7 +193,7 @@ def inspect_on_node(
     if not log.exists():
         raise SchedulerError(
             f"job {job.id}, which builds the model and the dataset, wrote no log in {log.parent}",
-            "its node cannot write there: give --run-dir a folder on a file system that all nodes share",
+            "the node of the job cannot write to this folder: set --run-dir to a folder on a file system that all nodes share",
         )
     try:
         if not output.strip():

@@ -29,34 +29,32 @@ PENDING = (
     "PENDING", "CONFIGURING", "POWER_UP_NODE", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD",
 )  # fmt: skip
 RUNNING = ("RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED")
-_STOPPED = """suspended by an administrator or for a job of higher priority; it continues when it is resumed: ask the
-administrators (scontrol resume {id}), or cancel it with tula cancel and start again""".replace("\n", " ")
+_STOPPED = """suspended by an administrator or for a job of higher priority: ask the administrators to resume the job
+(scontrol resume {id}), or cancel the job with tula cancel and start again""".replace("\n", " ")
 COMMENT_PREFIX = "tula: "
 WAITS, GAVE_UP, DELAYED = f"{COMMENT_PREFIX}waits", f"{COMMENT_PREFIX}gave up", f"{COMMENT_PREFIX}delayed"
 """Prefixes of the comments in the queue by which a job that cannot open its log reports its state."""
-_NOT_LAUNCHED = """its script could not be started on its node (disk, unknown user or failed prolog): administrators find the
-cause in slurmd.log of the node, under {id}""".replace("\n", " ")
+_NOT_LAUNCHED = """the script of the job could not be started on the node (disk, unknown user or failed prolog): ask the
+administrators to look for job {id} in slurmd.log of the node""".replace("\n", " ")
 _AWAY = re.compile(r"ReqNodeNotAvail\W+Unavailable|Nodes required for job are DOWN|^NodeDown")
 """squeue's reasons for jobs whose nodes are down or drained."""
 _MAINTENANCE = re.compile(r"Reserved for maintenance|ReqNodeNotAvail(?!\W+Unavailable)")
 """squeue's reasons for jobs that would still run when a reservation of their nodes starts."""
 RESERVATIONS = ("scontrol", "--oneliner", "show", "reservation")
-_UNTIL_BACK = (
-    "it starts when they return: sinfo --list-reasons shows why they are down; or request other nodes (cluster.slurm)"
-)
+_UNTIL_BACK = "the job starts when these nodes return (sinfo --list-reasons shows why they are down); to use other nodes, change section cluster.slurm"
 ENDED = {
     "COMPLETED": "",
-    "FAILED": "its script ended with an error",
-    "CANCELLED": "it was cancelled by scancel or by an administrator",
-    "TIMEOUT": "its time limit was reached",
+    "FAILED": "the script of the job ended with an error",
+    "CANCELLED": "the job was cancelled by scancel or by an administrator",
+    "TIMEOUT": "the time limit of the job was reached",
     "DEADLINE": "its deadline was reached",
-    "NODE_FAIL": "a node of its allocation failed",
-    "BOOT_FAIL": "a node of its allocation did not boot",
-    "LAUNCH_FAILED": "it could not be launched on its nodes",
-    "RECONFIG_FAIL": "its nodes could not be configured",
-    "PREEMPTED": "a job of higher priority took its nodes",
-    "OUT_OF_MEMORY": "it used more memory than it requested",
-    "REVOKED": "another cluster of the federation runs it",
+    "NODE_FAIL": "a node of the job failed",
+    "BOOT_FAIL": "a node of the job did not boot",
+    "LAUNCH_FAILED": "the job could not be launched on its nodes",
+    "RECONFIG_FAIL": "the nodes of the job could not be configured",
+    "PREEMPTED": "a job of higher priority took the nodes",
+    "OUT_OF_MEMORY": "the job used more memory than it requested",
+    "REVOKED": "another cluster of the federation runs the job",
 }
 """SLURM's states of ended jobs, and their meaning."""
 _WHO = {"QOS": "the QOS", "Assoc": "the account", "Association": "the account", "Max": "the QOS"}
@@ -88,14 +86,14 @@ HOPELESS = tuple((re.compile(form), why) for form, why in {
     "PartitionInactive": "the partition is inactive",
     "BadConstraints": "no node satisfies the constraints",
     "AccountNotAllowed": "the account may not use the partition",
-    "QOSNotAllowed": "the QOS may not be used here",
+    "QOSNotAllowed": "the QOS is not allowed on this partition",
     "InvalidAccount": "the account does not exist",
     "InvalidQOS": "the QOS does not exist",
     "Inva(?:lid|ild)Reason": "SLURM does not name the reason",
     ".*not (?:in group )?permitted to use this partition.*": "the account, the QOS or you may not use the partition",
-    "Reservation(?:Deleted|Invalid)|Reservation .* (?:was deleted|is invalid|has ended)": "its reservation no longer exists",
-    "DeadLine": "it cannot end before its deadline",
-    "DependencyNeverSatisfied": "it waits for a job that failed",
+    "Reservation(?:Deleted|Invalid)|Reservation .* (?:was deleted|is invalid|has ended)": "the reservation of the job no longer exists",
+    "DeadLine": "the job cannot end before its deadline",
+    "DependencyNeverSatisfied": "the job depends on a job that failed",
     "BurstBufferOperation|Burst buffer .*error.*": "its burst buffer failed",
     # what somebody has to release
     "JobHoldMaxRequeue|.*requeued held": f"SLURM holds it after it failed to start: {_HELD}",

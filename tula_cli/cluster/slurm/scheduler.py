@@ -40,24 +40,24 @@ def require_plain_path(run: Path) -> None:
     raise SpecError(
         f"the run directory {path} contains {pattern}, which SLURM would replace (for example, %j by"
         " the id of the job)",
-        "choose another folder with --run-dir, or rename this one",
+        "choose another folder with --run-dir, or rename this folder",
     )
 
 
 # --- Refusals of sbatch
 
 HINTS = {
-    "maxsubmitjob": "wait until some of your jobs have ended, or cancel some; squeue --user $USER lists them",
-    "accounting/qos policy": "request less, or set cluster.slurm.account or qos; sacctmgr show assoc, qos lists limits",
-    "account": "set cluster.slurm.account; sacctmgr show user $USER withassoc lists yours",
-    "partition": "set cluster.slurm.partition; sinfo lists them",
-    "qos": "set cluster.slurm.qos; sacctmgr show qos lists them",
-    "reservation": "set reservation in cluster.slurm.extra; scontrol show reservation lists them",
+    "maxsubmitjob": "wait until some of your jobs have finished, or cancel some; squeue --user $USER lists your jobs",
+    "accounting/qos policy": "request fewer nodes or less time, or set another cluster.slurm.account or cluster.slurm.qos; the limits are listed by sacctmgr show assoc and sacctmgr show qos",
+    "account": "set cluster.slurm.account; sacctmgr show user $USER withassoc lists your accounts",
+    "partition": "set cluster.slurm.partition; sinfo lists the partitions",
+    "qos": "set cluster.slurm.qos; sacctmgr show qos lists the QOS",
+    "reservation": "set cluster.slurm.extra.reservation; scontrol show reservation lists the reservations",
     "feature": "set cluster.slurm.constraint; sinfo -o '%f' lists the features",
-    "node count": "search fewer nodes, or another partition",
+    "node count": "lower the numbers in search.nodes, or set another cluster.slurm.partition",
     "time limit": "lower search.max_minutes or cluster.minutes",
     "memory": "lower cluster.slurm.memory",
-    "gres": "check cluster.gpus_per_node against sinfo -o '%G'",
+    "gres": "compare cluster.gpus_per_node with the GPUs that sinfo -o '%G' lists",
     "contact slurm controller": "the controller is down or unreachable; run the same command again later",
     "timed out": "the controller is busy; run the same command again later",
 }
@@ -69,7 +69,7 @@ def make_refusal_error(output: str) -> SchedulerError:
     messages = [line.strip().removeprefix("sbatch: error: ") for line in output.splitlines() if "sbatch:" in line]
     text = "; ".join(messages) or output.strip().rpartition("\n")[2] or "without a reason"
     hint = next(
-        (hint for keyword, hint in HINTS.items() if keyword in text.lower()), "check the cluster section of the job"
+        (hint for keyword, hint in HINTS.items() if keyword in text.lower()), "check section cluster of the job file"
     )
     return SchedulerError(f"sbatch refused the job: {text}", hint)
 
@@ -258,6 +258,6 @@ def _find_accepted_job(script: Path, name: str, message: str) -> str:
         if time.monotonic() >= deadline:
             raise SchedulerError(
                 f"sbatch does not answer ({message}), and no job {name} has appeared in the queue",
-                "the controller is busy or unreachable; run the same command again later. It never submits a job twice",
+                "the controller is busy or unreachable; run the same command again later, which never submits a job twice",
             )
         time.sleep(ACCEPTANCE_LAG / 10)

@@ -99,10 +99,7 @@ def build_comparison_table(report: CompareReport, *, first_round: bool = False) 
     )
     if first_round and report.epochs is not None:
         key, title, marks = "methods_first_round", f"First round: {report.epochs[0]} of {report.epochs[1]} epochs", []
-        caption = (
-            "Short trainings with a schedule of that length; only the best were trained in full. Do not compare them with full"
-            " trainings."
-        )
+        caption = "Short trainings, each with a schedule of that length; only the best methods were trained in full. Do not compare these values with those of full trainings."
     return build_table(
         key,
         title,

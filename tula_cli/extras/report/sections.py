@@ -240,7 +240,7 @@ def build_tradeoff_figure(
     if against == "cost":
         best = [row for row in ordered if row.pareto]
         name, label, quantity = "Pareto front", f"cost ({currency})", "cost"
-        meaning = "No configuration is both faster and cheaper than one on the Pareto front."
+        meaning = "No configuration is both faster and cheaper than a configuration on the Pareto front."
     else:
         fastest = {row.nodes: row for row in reversed(ordered)}
         best = [fastest[nodes] for nodes in sorted(fastest)]
@@ -407,7 +407,7 @@ def build_measured_section(material: Material) -> Section:
         return replace(section, missing="no probe has a result. Run tula profile.")
     jobs = [job for part in material.parts for job in part.now.jobs if job.kind == "probe"]
     remaining = sum(job.total - job.done for job in jobs)
-    waiting = f", {remaining} still to come (tula profile)" if remaining else ""
+    waiting = f", {remaining} still missing (run tula profile)" if remaining else ""
     figures = tuple(figure for part in material.parts for figure in _build_parts_figure(part))
     text = [f"{format_count(len(material.measured), 'probe')} measured{waiting}."]
     if material.measured and not figures:
@@ -816,7 +816,7 @@ def _make_training_curve(training: TrainingMaterial) -> TrainingCurve:
 
 # --- Methods compared
 
-HOW_TO_COMPARE = "no comparison. tula compare trains the job with several methods and batches and shows their accuracy"
+HOW_TO_COMPARE = "no comparison. Run tula compare to train the job with several methods and batches"
 
 
 def build_comparison_sections_of_parts(material: Material) -> Iterator[Section]:

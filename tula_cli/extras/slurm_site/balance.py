@@ -44,7 +44,7 @@ def read_account_balance(spec: JobSpec, *, qos: str, ask: Ask) -> Balance:
     except SchedulerError as error:
         return Balance("", (), f"the accounting does not report the account: {error.message}")
     if not account:
-        return Balance("", (), "you have no default account in the accounting; set cluster.slurm.account")
+        return Balance("", (), "SLURM's accounting has no default account for you; set cluster.slurm.account")
     partition = (spec.cluster.slurm and spec.cluster.slurm.partition) or ""
     qos = qos.lower()
     limits, missing = _read_limits_of_controller(account, partition, ask)
@@ -67,7 +67,7 @@ def _read_limits_of_controller(account: str, partition: str, ask: Ask) -> tuple[
         blocks_of_account = [block for block in blocks if block.get("Account") == name]
         shared = next((block for block in blocks_of_account if not block.get("UserName")), None)
         if shared is None:
-            return limits, f"account {name} is not shown (PrivateData?)"
+            return limits, f"SLURM does not show account {name}; PrivateData in slurmdbd.conf may hide it"
         if name == account:
             for block in blocks_of_account:
                 of_user = block.get("UserName", "").partition("(")[0] == get_user_name()

@@ -158,7 +158,7 @@ class Destination:
         except Exception as error:  # networks, databases and the user's code: each raises its own errors
             reason = (str(error).strip().splitlines() or [""])[0]
             raise TrackerError(
-                f"{self.to}: {type(error).__name__}: {reason[:200]}", "the next tula export sends what is missing"
+                f"{self.to}: {type(error).__name__}: {reason[:200]}", "run tula export to send the missing values"
             ) from error
 
 

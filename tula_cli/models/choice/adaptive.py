@@ -94,7 +94,7 @@ def propose(fit: StepTimeFit, candidates: Sequence[Candidate], *, tolerance: flo
     words = describe_regrets(regrets)
     open_ = np.array([candidate.measured is None for candidate in candidates])
     if max(regrets.values()) <= tolerance:
-        return Proposal((), regrets, f"The search is finished: the choice is settled. {words}")
+        return Proposal((), regrets, f"The search is finished: further probes would not change the choice. {words}")
     training = problem.compute_node_seconds(belief.mean)
     picks = tuple(_plan_round(problem, belief, open_, tolerance, training))
     takes = f"The training takes {training / 3600:.2g} node-hours in its fastest configuration."
@@ -112,7 +112,7 @@ def describe_regrets(regrets: Mapping[str, float]) -> str:
     sentences = [f"Expected gain of measuring all configurations: {', '.join(gains)}."] * bool(gains)
     if unknown:
         subject = f"{' and '.join(unknown)} {'are' if unknown[1:] else 'is'}"
-        sentences.append(f"The choice is uncertain, because {subject} known too roughly.")
+        sentences.append(f"The choice is uncertain, because {subject} not known precisely enough.")
     return " ".join(sentences)
 
 
@@ -305,7 +305,4 @@ def _count_node_seconds(candidate: Candidate, started: set[tuple[int, int]]) -> 
 
 def describe_pick(candidate: Candidate, belief: _Belief, index: int, worth: float) -> str:
     spread = math.expm1(Z90 * math.sqrt(belief.covariance[index, index]))
-    return (
-        f"{describe_probe_place(candidate.nodes, candidate.local_batch)}: its step time is uncertain by {100 * spread:.0f} %; measuring it is expected to improve"
-        f" the decisions by {100 * worth:.1f} %"
-    )
+    return f"{describe_probe_place(candidate.nodes, candidate.local_batch)}: its step time is uncertain by {100 * spread:.0f} %; a probe of this configuration is expected to improve the decisions by {100 * worth:.1f} %"

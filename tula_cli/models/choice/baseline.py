@@ -203,7 +203,7 @@ def prefer_baseline(choice: Choice, baseline: Baseline, candidates: Candidates) 
         return choice
     kept = same.prediction(0)
     runners_up = [knee, *(row for row in choice.runners_up if row != kept)][: max(1, len(choice.runners_up))]
-    reason = f"today's configuration is at least as good as {_describe_place(knee)}, which would be chosen otherwise: {choice.reason}"
+    reason = f"today's configuration is at least as good as {_describe_place(knee)}, the choice without section baseline: {choice.reason}"
     return Choice(kept, reason, tuple(runners_up))
 
 
@@ -302,7 +302,7 @@ def _describe_comparison(baseline: Baseline, spec: JobSpec, chosen: Prediction, 
 def _describe_interval(row: Prediction) -> str:
     if row.hours_low is None or row.hours_high is None:
         return ""
-    wide = ", too uncertain to decide by" * is_too_wide(row.hours_low, row.hours_high)
+    wide = ", too uncertain for a decision" * is_too_wide(row.hours_low, row.hours_high)
     return f"90 % interval: {format_duration(3600 * row.hours_low)} to {format_duration(3600 * row.hours_high)}{wide}."
 
 

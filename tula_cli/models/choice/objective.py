@@ -234,7 +234,7 @@ def describe_open_knees(steps: StepTimeFit, line: Candidates, *, gpus_per_node: 
     shares_in_words = ", ".join(
         f"{batch} in {100 * share:.0f} %" for batch, share in share_by_batch.items() if share >= _RARE
     )
-    return f"; within the uncertainty of the probes the knee is {shares_in_words}" if shares_in_words else ""
+    return f"; given the uncertainty of the probes, the knee is {shares_in_words}" if shares_in_words else ""
 
 
 def _sort_rows(rows: Candidates, curve: Quantity) -> Ints:
@@ -271,10 +271,10 @@ _COLUMNS: dict[Quantity, str] = {
 
 def _get_value_on_curve(row: Prediction, curve: Quantity) -> float:
     if curve == "energy":
-        assert row.kwh is not None, "choose by energy where it is known"
+        assert row.kwh is not None, "choose among the configurations with known energy"
         return row.kwh
     if curve == "accuracy-time":
-        assert row.same_progress is not None, "choose by time to the same progress where it is known"
+        assert row.same_progress is not None, "choose among the configurations with known time to the same progress"
         return row.same_progress.hours
     return row.hours if curve == "time" else row.cost
 
@@ -308,7 +308,7 @@ def describe_uncertain_alternative(chosen: Prediction, rows: Candidates, curve: 
     what = {"cost": "money", "energy": "energy"}.get(curve, "time")
     saved = f"{format_number(100 * (1 - least_value / value), 2)} % less {what}"
     place = f"{format_count(least.nodes)}, batch {least.batch}"
-    return f"{place} is predicted to need {saved}, but this is less certain (measure it to be sure)"
+    return f"{place} is predicted to need {saved}, but this prediction is less certain; add the configuration to the search to measure it"
 
 
 def _describe_noise_range(rows: Candidates, curve: Quantity) -> str:

@@ -147,7 +147,7 @@ class MemoryModel:
         if not self.by_component:
             raise BadMeasurements(
                 "the probes recorded only their peak memory, not its components",
-                "tula recommend needs only the peak",
+                "nothing to do: tula recommend uses only the peak",
             )
         micro_batch = local_batch / self.accumulate
         memory = Components(

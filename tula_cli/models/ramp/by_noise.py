@@ -24,7 +24,7 @@ each of them left out: 0.60 to 0.70)."""
 MAX_NOISE = 1e12
 """Noise scale, in samples, that is assumed if the gradient cannot be distinguished from its noise."""
 NOISE_NOT_MEASURED = "train.ramp: noise needs the gradient noise scale, which was not measured"
-HOW_TO_MEASURE = "measure it in a training with train.diagnostics: [gradient_noise], or set train.ramp: auto"
+HOW_TO_MEASURE = "train once with train.diagnostics: [gradient_noise] to measure the scale, or set train.ramp: auto"
 
 
 @dataclass(frozen=True)

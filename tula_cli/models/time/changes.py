@@ -368,7 +368,11 @@ def describe_step_change(change: StepChange) -> str:
         for name, text in named.items()
         if (old := getattr(parts_before, name)) is not None and (new := getattr(after, name)) is not None
     ]
-    unknown = "the affected part is unknown for a script" if parts_before.data is None else "no single part explains it"
+    unknown = (
+        "the affected part is unknown for a script"
+        if parts_before.data is None
+        else "no single part of the step explains the change"
+    )
     why = ", ".join(causes[part] for part in change.parts) or unknown
     extra_cost = change.cost_more
     price = (

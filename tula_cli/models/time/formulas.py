@@ -70,7 +70,7 @@ class Priors:
 
     def __post_init__(self) -> None:
         if not 0 < self.additive < 1:
-            raise ValueError(f"additive is {self.additive}, but must be a probability above 0 and below 1")
+            raise ValueError(f"additive must be a probability above 0 and below 1, got {self.additive}")
 
     @property
     def parameters(self) -> tuple[Prior, ...]:

@@ -401,7 +401,7 @@ def _describe_fit(
     parts_text = ", overlapped with synchronisation ".join(ranges)
     alone = ""
     if len(model.members) > 1:
-        by_steps = " by their whole steps alone" * model.whole_steps_alone
+        by_steps = " only from the times of complete steps" * model.whole_steps_alone
         alone = f"{by_steps}, compute hides synchronisation with probability {100 * model.overlapped:.0f} %"
     trained = sum(o.doubt is not None for o in observations)
     sources = format_count(len(points) - trained, "probe") + f" and {format_count(trained, 'training')}" * bool(trained)

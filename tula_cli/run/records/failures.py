@@ -153,7 +153,7 @@ class Relaunch(Record):
     @property
     def consequence(self) -> str:
         """Description of what follows, to append to that of the failure; empty if there is nothing to report."""
-        return "the training had made progress, so it is started once more" if self.after_progress else ""
+        return "the training had made progress, so tula starts it again" if self.after_progress else ""
 
     def describe_cause(self, failure: Failure) -> str:
         """Return why a training is relaunched after a failure."""
@@ -188,7 +188,7 @@ class Requeue(Record):
         """As in `Relaunch`."""
         refused = f": {self.complaint}"
         if self.after_progress:
-            return "the training had made progress, so it is started once more"
+            return "the training had made progress, so tula starts it again"
         if self.first == "exclude" and self.nodes:
             return (
                 f"{self.nodes} could not be excluded{refused}"

@@ -445,9 +445,9 @@ def describe_best(report: CompareReport, script: Script | None) -> str:
     if alike:
         alternatives = ", ".join(f"{row.method} has {describe_spread(row.stat(report.metric))}" for row in alike)
         unclear = (
-            "no method is best beyond the noise of the seeds"
+            "the differences between the methods are within the noise of the seeds"
             if first.seeds > 1
-            else "one seed cannot tell the methods apart"
+            else "the methods cannot be distinguished with one seed"
         )
         seed = "add {seed} to script.command, then" if script is not None and not takes_seed(script) else ""
         remedy = " ".join(filter(None, [seed, f"train more seeds: tula compare --seeds {max(5, 2 * first.seeds)}."]))

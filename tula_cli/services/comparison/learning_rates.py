@@ -198,23 +198,23 @@ def _require_branchable(run: Run, script: Script, divisor: int) -> tuple[int, in
         resumes = script.resume.batch if finding is None else finding.resumes
     problem, advice = "", ""
     if script.resume is None:
-        problem, advice = "script.resume is missing", "describe how the script resumes in script.resume"
+        problem, advice = "script.resume is missing", "set script.resume to how the script resumes"
     elif not script.placeholders & {"lr", "lr_factor"}:
         problem, advice = (
-            "its command has neither {lr} nor {lr_factor}",
+            "script.command has neither {lr} nor {lr_factor}",
             "pass the learning rate to the script with {lr}",
         )
     elif resumes == "rehearse":
-        problem = "whether it can resume at another batch is not known"
-        advice = "run tula check --rehearse, which tests that"
+        problem = "it is unknown whether the script can resume at another batch"
+        advice = "run tula check --rehearse, which tests whether the script can resume"
     elif resumes not in ("epoch", "any"):
-        problem = f"it cannot resume at another batch ({finding.why if finding else f'script.resume.batch: {resumes}'})"
+        problem = f"the script cannot resume at another batch ({finding.why if finding else f'script.resume.batch: {resumes}'})"
         advice = "correct how the script resumes, and run tula check --rehearse"
     elif reference % divisor:
         problem = f"script.reference.batch {reference} is not divisible by {divisor} (nodes x GPUs per node x train.accumulate)"
         advice = "search on fewer nodes: --nodes 1"
     elif size is None:
-        problem, advice = "the samples of an epoch are not known", "set script.dataset_size"
+        problem, advice = "the number of samples per epoch is unknown", "set script.dataset_size"
     if problem or size is None:
         raise SpecError(
             f"tula cannot start short trainings of the script from its checkpoint: {problem}",
@@ -265,7 +265,7 @@ def run_search(
         yield planned
         cap = run.spec.search.max_node_hours
         if problem := describe_beyond_cap("the search for a learning rate", planned.node_hours or 0.0, cap):
-            raise OverBudget(problem, "raise the limit with --set search.max_node_hours=...")
+            raise OverBudget(problem, "raise the limit, for example --set search.max_node_hours=100")
         if known := len(_list_branches(run, task)):
             yield Note(f"{known} of {search.plan.branches} branches have already been trained")
         require_confirmed(dependencies.confirm, planned)

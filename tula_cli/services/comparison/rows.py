@@ -89,9 +89,9 @@ REFERENCE = "lbt"
 SECTIONS = ("ags", "auto", "optimizer", "schedule", "train")
 """Sections of the job that a row may change; model and data must be the same in all rows to be comparable."""
 FIXED = {
-    "train.method": "which is the row's first word",
+    "train.method": "which is the first word of the row",
     "train.seed": "which --seeds changes",
-    "train.reference_batch": "which is the reference of all rows",
+    "train.reference_batch": "which is the reference for all rows",
 }
 _SETTING = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*=")
 _IMPORTED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")

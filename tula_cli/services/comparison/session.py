@@ -83,7 +83,7 @@ class ComparisonResult:
         if failed and not report.complete and not self.active:
             raise JobFailed(
                 f"{failed} of {words.format_count(report.total, 'training')} failed",
-                "tula logs shows their output; run the same command to try them again",
+                "read the output of the trainings with tula logs; run the same command to start the trainings again",
             )
 
 
@@ -126,7 +126,10 @@ def load_comparison(runs: Sequence[Run], *, node_type: str | None = None) -> tup
     run = choose_run_to_train(runs, node_type)
     comparison = run.read_comparison()
     if comparison is None:
-        raise BadMeasurements(f"nothing was compared in {run.id} yet", "run tula compare job.yaml --batch N,M")
+        raise BadMeasurements(
+            f"nothing was compared in {run.id} yet",
+            "run tula compare, for example tula compare job.yaml --batch 512,1024",
+        )
     return run, comparison
 
 
@@ -179,7 +182,7 @@ def _require_waiting(spec: JobSpec, wait_policy: WaitPolicy) -> None:
     if not spec.cluster.backend.has_queue and wait_policy.wait is False:
         raise SpecError(
             "--no-wait is not possible: on this machine trainings run one after the other, and this command starts each of them",
-            "remove it; finished trainings are kept if you interrupt the command",
+            "remove --no-wait; if you interrupt the command, finished trainings are kept",
         )
 
 

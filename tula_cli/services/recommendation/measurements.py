@@ -304,7 +304,7 @@ def _require_enough(estimator: Estimator, unknown: Sequence[UnknownConfiguration
     if len(estimator.probes) < 2:
         raise BadMeasurements(
             f"one probe is too few for a recommendation: {why}",
-            "run tula profile; it measures what is missing"
+            "run tula profile to measure the missing configurations"
             + ("" if estimator.spec.script is None else ". Or observe another batch of the script (tula observe)"),
         )
 
@@ -404,7 +404,7 @@ def _describe_why_not_counted(
         return f"it ran with torch {environment['torch']}, the probes with {', '.join(sorted(versions))}"
     alike = [probe.oversubscribed for probe in measured if probe.nodes == task.nodes] or [False]
     if environment.get("oversubscribed", False) and not all(alike):
-        return "its ranks shared cores or GPUs"
+        return "the ranks of the training shared cores or GPUs"
     return ""
 
 

@@ -156,7 +156,7 @@ class AgsSteps:
             self._resume(state)
         elif self.settings["resumed"]:
             self.notes.append(
-                "the checkpoint contains no state of AGS, so its factors start again at 1: does the script save its optimizer?"
+                "the checkpoint contains no state of AGS, so its factors start again at 1: check whether the script saves the state of its optimizer"
             )
 
     def _record_other_parameters(self, base: Any, model: Any) -> None:
@@ -264,8 +264,7 @@ class AgsSteps:
         self._without = 0 if refreshed else self._without + 1
         if self._without > (MOST_WITHOUT if self._refreshes else PATIENCE):
             self.fail(
-                f"no gradient came through its DistributedDataParallel in {self._without} steps: does the script call"
-                " the module inside it, or reduce by itself?"
+                f"no gradient came through its DistributedDataParallel in {self._without} steps: check whether the script calls the wrapped module directly or reduces gradients without DistributedDataParallel"
             )
 
     @property

@@ -449,7 +449,7 @@ def test_between_two_links_a_chain_tells_how_the_last_one_ended(slurm, run):
     slurm.set(job.links[0], "TIMEOUT", "TimeLimit")
     answer = state(run, job)
     assert answer.state == "pending"
-    assert answer.reason == "continues after job 1000 (TIMEOUT: its time limit was reached)"
+    assert answer.reason == "continues after job 1000 (TIMEOUT: the time limit of the job was reached)"
 
 
 def test_a_chain_is_over_when_its_last_link_is(slurm, run):

@@ -61,7 +61,7 @@ def test_how_jobs_of_a_real_cluster_stand(recorded):
     assert (results["waiting"].reason, results["link"].reason) == ("Resources", "Dependency")
     assert results["waiting"].starts_at == find_end_time(recorded["running"], {}) == 1_795_262_039
     assert "will not start" in results["closed"].reason
-    assert "could not be started on its node" in results["unshared"].reason
+    assert "could not be started on the node" in results["unshared"].reason
     assert ask_states([recorded["unknown"]]) == {}
 
 
@@ -113,7 +113,7 @@ def test_sacct_tells_of_jobs_that_squeue_has_forgotten(versions):
     running, over = versions.add("a", "RUNNING"), versions.add("b", "TIMEOUT", forgotten=True)
     states = ask_states([running, over])
     assert states[running].state == "running"
-    assert states[over] == SchedulerState("ended", "TIMEOUT: its time limit was reached")
+    assert states[over] == SchedulerState("ended", "TIMEOUT: the time limit of the job was reached")
 
 
 def test_a_single_job_that_squeue_calls_invalid_is_asked_of_sacct(versions):
@@ -262,7 +262,7 @@ def test_a_job_that_stands_still_says_so_and_how_it_goes_on(versions, word):
 
 def test_a_job_that_could_not_start_on_its_node_says_so(slurm):
     job = slurm.add("a", "FAILED", "JobLaunchFailure")
-    assert "could not be started on its node" in ask_states([job])[job].reason
+    assert "could not be started on the node" in ask_states([job])[job].reason
 
 
 def test_sacct_is_asked_once_a_minute_about_a_job(slurm, monkeypatch):
@@ -442,8 +442,8 @@ def test_cancels_these_ids_and_nothing_else(slurm):
             "QOSMaxSubmitJobPerUserLimit",
             "until some of your jobs have finished",
         ),
-        ("sbatch: unrecognized option '--no-such-option=1'", "no-such-option", "cluster section"),
-        ("", "without a reason", "cluster section"),
+        ("sbatch: unrecognized option '--no-such-option=1'", "no-such-option", "section cluster"),
+        ("", "without a reason", "section cluster"),
     ],
 )  # fmt: skip
 def test_a_refusal_keeps_sbatchs_words_and_says_what_to_do(words, message, hint):

@@ -339,7 +339,7 @@ class Estimator:
         return self._read_forecast(self.estimate(*to_columns([config])), market)
 
     def _read_forecast(self, on_demand: Candidates, market: Market) -> Prediction | None:
-        """Return the only row of a table on a market; None if `on_spot` leaves it out."""
+        """Return the only row of a table on a market; None if `predict_on_spot` leaves it out."""
         rows = self.predict_on_spot(on_demand) if market == "spot" else on_demand
         return rows.prediction(0) if len(rows) else None
 

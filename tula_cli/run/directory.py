@@ -304,7 +304,7 @@ class RunDir:
         return [int(path.name.split(".")[-2]) for path in paths]
 
     def cancel(self, job_id: str, *, by: str = "tula cancel") -> None:
-        """Mark a job as cancelled by the user: nothing starts or restarts it until `uncancel`."""
+        """Mark a job as cancelled by the user: nothing starts or restarts it until `remove_cancellation`."""
         if not self.is_cancelled(job_id):
             require_ownership(self.path)
             write_atomic(self.path / f"jobs/{job_id}.cancelled", f"{by}\n")

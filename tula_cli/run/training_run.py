@@ -279,7 +279,7 @@ class TrainingRun:
         return list(filter(_is_whole, read_json_lines(self.metrics_path, last_bytes=2**14)))
 
     def read_sampled_metrics(self) -> Sequence[dict[str, Any]]:
-        """Return the rows as `metrics` does, but for a long training only every n-th step row and the newest one.
+        """Return the rows as `read_metrics` does, but for a long training only every n-th step row and the newest one.
 
         The result is cached until the file changes; callers must not modify it.
         """

@@ -172,7 +172,7 @@ class Process:
         return mapped.T[where]
 
     def compute_unseen_variance(self, mapped: Floats) -> Floats:
-        """Return the variance not explained by the values at the places, shape (n,), where `map` returns `mapped`."""
+        """Return the variance not explained by the values at the places, shape (n,), where `compute_map` returns `mapped`."""
         explained: Floats = np.square(mapped).sum(axis=1)
         return np.maximum(0.0, self.sd**2 + self.white**2 - explained)
 

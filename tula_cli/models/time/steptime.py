@@ -222,11 +222,11 @@ class StepTimeFit:
         return frozenset(o.local_batch for o in self._seen)
 
     def predict(self, nodes: int, gpus_per_node: int, local_batch: int) -> Estimate:
-        """Return the time of one optimizer step with its 90 % prediction interval; `refusal` is not checked."""
+        """Return the time of one optimizer step with its 90 % prediction interval; `describe_why_unpredictable` is not checked."""
         return self.predict_all([nodes], [gpus_per_node], [local_batch]).at(0)
 
     def predict_all(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Estimates:
-        """Return the step times at many configurations, with their intervals; `refusal` is not checked."""
+        """Return the step times at many configurations, with their intervals; `describe_why_unpredictable` is not checked."""
         columns = [np.asarray(column, dtype=float) for column in (nodes, gpus_per_node, local_batch)]
         blocks = range(0, max(1, len(columns[0])), _BLOCK)
         blocks_predicted = [
@@ -249,7 +249,7 @@ class StepTimeFit:
         return self.model.measurement_noise(self.make_points(nodes, gpus_per_node, local_batch))
 
     def compute(self, nodes: int, gpus_per_node: int, local_batch: int) -> float:
-        """Return the seconds of a step without synchronisation; `refusal` is not checked."""
+        """Return the seconds of a step without synchronisation; `describe_why_unpredictable` is not checked."""
         return float(self.model.parts(self.make_points([nodes], [gpus_per_node], [local_batch]))[1][0])
 
     def make_points(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Points:

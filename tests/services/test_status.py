@@ -251,7 +251,10 @@ def test_the_schedulers_verdict_is_reported(run):
     assert (only_job(run, verdict).state, only_job(run, verdict).reason) == ("lost", verdict.reason)
     run.write_attempt(make.attempt(name, end=START + 9, outcome="signal", message="terminated"))
     job = only_job(run, verdict)
-    assert (job.state, job.reason) == ("failed", "terminated (its scheduler: TIMEOUT: the time limit of the job was reached)")
+    assert (job.state, job.reason) == (
+        "failed",
+        "terminated (its scheduler: TIMEOUT: the time limit of the job was reached)",
+    )
     failed = make.FakeLauncher(
         {name: "ended"}, reason="FAILED: the script of the job ended with an error", flags={"failed": True}
     )

@@ -135,7 +135,7 @@ class OrthoSteps:
         if self.plan.ortho["code"] not in sys.path:
             sys.path.append(self.plan.ortho["code"])  # not removed: parts of it are imported late
         library = importlib.import_module(f"{PACKAGE}.orthogonal")
-        if why := library.refusal(optimizer):
+        if why := library.describe_why_not_orthogonalizable(optimizer):
             self.notes.append(f"not orthogonalised: {why}")
             return None
         model = self._declared.get(optimizer)

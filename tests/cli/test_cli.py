@@ -1333,7 +1333,7 @@ def test_13_an_answer_on_a_full_disk(here, words):
         started = process(*words.split(), cwd=here, stdout=full)
         _, err = started.communicate(timeout=60)
     assert started.returncode == DiskFull.exit_code
-    assert "error: cannot write the answer: No space left on device\n" in err and "Traceback" not in err
+    assert "error: cannot write the output: No space left on device\n" in err and "Traceback" not in err
 
 
 def test_an_error_keeps_its_exit_code_where_it_cannot_be_written(here):

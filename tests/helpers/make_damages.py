@@ -257,7 +257,7 @@ DAMAGES: dict[str, Damage] = {
     "summary cut": Damage(half(f"{TRAINING}/summary.json"), f"{TRAINING}/summary.json", ("predicted",), CURVE),
     "summary empty": Damage(content(f"{TRAINING}/summary.json", b""), f"{TRAINING}/summary.json", ("predicted",)),
     "evaluation cut": Damage(half(f"{TRAINING}/evaluations/00.json"), f"{TRAINING}/evaluations/00.json", ("evaluate",)),
-    "state of tuning cut": Damage(half(f"{TRAINING}/tuning.json"), f"{TRAINING}/tuning.json", ("arms",)),
+    "state of tuning cut": Damage(half(f"{TRAINING}/tuning.json"), f"{TRAINING}/tuning.json", ("settings that this training tried",)),
     "energy zeroed": Damage(zeroed(f"{TRAINING}/energy.json", 0, 9), f"{TRAINING}/energy.json", ("energy",)),
     "saves of a script cut": Damage(half(f"{TRAINING}/saves.json"), f"{TRAINING}/saves.json", ("lost",)),
     "recommendation cut": Damage(half("recommendation.json"), "recommendation.json", ("tula recommend",)),

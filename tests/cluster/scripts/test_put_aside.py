@@ -144,5 +144,5 @@ def test_beyond_the_limit_only_what_has_changed_is_reported(tmp_path: Path) -> N
         tmp_path, files, RUN + "open('a', 'a').write('2'); open('b', 'r+'); open('c', 'a').write('2')", 100
     )
     words = move_probe_files(attempt)
-    assert f"{work / 'c'}, which could not be restored" in words and str(work / "b") not in words
+    assert f"the script changed {work / 'c'}, and tula could not restore" in words and str(work / "b") not in words
     assert (work / "a").read_text() == "1" * 60

@@ -68,4 +68,8 @@ def test_the_small_batch_of_gradient_scaling_stays_whole(tmp_path: Path) -> None
     run, task = training(tmp_path, method="ags")  # its small batch of 16 samples is one GPU's
     write_norms(run, "")
     value = ScriptTraining(run, task).list_micro_batch_splits().get_splits(128)
-    assert value is not None and value.into == (2, 4) and value.limit == "AGS needs a small batch of 16 samples from it"
+    assert (
+        value is not None
+        and value.into == (2, 4)
+        and value.limit == "AGS needs a small batch of 16 samples from each micro-batch"
+    )

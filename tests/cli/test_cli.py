@@ -1854,7 +1854,7 @@ def test_an_argument_that_cannot_be_used_is_named_as_it_is_typed(here, words, er
 
 def test_a_file_does_not_replace_a_pipe(here):
     os.mkfifo("job")
-    assert "it is a device or a pipe" in tula("init", "-o", "job", "--force").err
+    assert "is a device or a pipe" in tula("init", "-o", "job", "--force").err
     assert Path("job").is_fifo()
 
 

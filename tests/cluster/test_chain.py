@@ -736,7 +736,7 @@ def test_a_follower_waits_for_what_a_command_is_about(chain: Chain, monkeypatch:
     monkeypatch.setattr(cluster_supervise, "NFS_LAG", 0.5)
     follower = Supervisor(chain.run, Allocation(1, 2, 0, "11"))
     chain.run.write_leader_command("11.0", 0, LeaderCommand(task="train-s-1", attempt=1, ranks=2))
-    with pytest.raises(TulaError, match="named by the leader, is not readable"):
+    with pytest.raises(TulaError, match="named by the leader, cannot be read"):
         follower.follow()
 
 

@@ -47,7 +47,7 @@ def test_a_waiting_probe_says_for_whom_it_waits_and_its_place() -> None:
         == f"waiting for a of /runs/one (process {os.getpid()}, GPU 0) to finish measuring; position 1 in the queue of this machine"
     )
     fourth = probe("d", "gpu 0")
-    assert fourth.list_probes_to_wait_for() == [first.ticket, second.ticket] and "place 2 " in describe_waiting(
+    assert fourth.list_probes_to_wait_for() == [first.ticket, second.ticket] and "position 2 " in describe_waiting(
         "d of /runs/one"
     )
     first.close()

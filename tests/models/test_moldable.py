@@ -121,8 +121,8 @@ def test_open_bounds_follow_from_deadline_efficiency_and_the_recommended_nodes()
         ({"cluster": {"kind": "local"}}, "only SLURM"),
         ({"train": {"method": "ags", "ramp": [{"epochs": 1, "batch": 32, "nodes": 1}]}}, "train.ramp_nodes"),
         ({"train": {"method": "ags", "ramp": "auto", "ramp_nodes": "auto"}}, "train.ramp_nodes"),
-        ({"train": {"method": "polo"}}, "method polo"),
-        ({"train": {"method": "auto"}}, "method auto"),
+        ({"train": {"method": "polo"}}, "train.method: polo"),
+        ({"train": {"method": "auto"}}, "train.method: auto"),
         ({"cluster": {"kind": "slurm", "slurm": {"gpus": "gpus_per_task"}}}, "gpus_per_task"),
     ],
 )

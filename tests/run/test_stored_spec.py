@@ -50,7 +50,7 @@ def test_overrides_are_laid_over_it_and_are_checked_as_a_job_file_is(run: RunDir
 def test_a_job_file_with_it_is_refused(run: RunDir, tmp_path: Path) -> None:
     with pytest.raises(SpecError) as refused:
         load_spec(run.path / "spec.yaml", environ={}, site_files=())
-    assert "use adaptive" in str(refused.value.problems)
+    assert "set adaptive" in str(refused.value.problems)
 
 
 def test_all_else_of_a_stored_job_is_kept() -> None:

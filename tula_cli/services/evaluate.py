@@ -154,7 +154,7 @@ def _require_weights(path: Path, requested: str | Path) -> None:
             "give the path of a file with weights, or best or last",
         ) from None
     raise SpecError(
-        f"--weights {requested}: is not a file of weights",
+        f"--weights {requested}: not a file of weights",
         "give a file written by torch.save, a .safetensors file, best or last",
     )
 

@@ -68,7 +68,7 @@ def test_the_upper_end_of_the_interval_is_held_to_it_too():
             check_balance(job(), nodes=1, hours=0.01, billing=SlurmSite(Slurm(get_user_name(), without=["assoc_mgr"]))),
             "access denied",
         ),
-        (check_balance(job(account="hidden"), nodes=1, hours=0.01, billing=SITE), "account hidden is not shown"),
+        (check_balance(job(account="hidden"), nodes=1, hours=0.01, billing=SITE), "SLURM does not show account hidden"),
     ],
 )
 def test_what_cannot_be_known_is_reported_and_not_promised(found, words):

@@ -64,5 +64,5 @@ def test_an_account_that_is_not_shown(account):
     requested = SPEC.model_copy(update={"cluster": SPEC.cluster.model_copy(update={"slurm": slurm})})
     assert (
         read_account_balance(requested, qos="", ask=Slurm(get_user_name())).unseen
-        == "SLURM does not show account hidden"
+        == "SLURM does not show account hidden; PrivateData in slurmdbd.conf may hide it"
     )

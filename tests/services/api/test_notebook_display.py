@@ -55,7 +55,7 @@ def test_a_result_is_one_short_line(
     compared = make_comparisons.trained(RunDir.create(tmp_path / "c", make.spec()), make_comparisons.Trains())
     for result in (recommendation, checked, *checked.reports.values(), compared):
         assert str(result) == repr(result) and "\n" not in repr(result)
-        assert repr(result).startswith(f"<{type(result).__name__}: ") and len(repr(result)) < 250
+        assert repr(result).startswith(f"<{type(result).__name__}: ") and len(repr(result)) < 300
     choice = recommendation.choice
     assert f"{choice.nodes} node" in repr(recommendation) and f"batch {choice.batch} " in repr(recommendation)
     assert repr(run) == f"Run({str(run.path)!r})"

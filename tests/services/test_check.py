@@ -815,7 +815,7 @@ def own_job(command: str, **sections) -> JobSpec:
 
 
 def test_a_program_that_is_missing_is_reported_before_anything_starts():
-    with pytest.raises(SpecError, match="there is no program torchrunn on this machine"):
+    with pytest.raises(SpecError, match="the program torchrunn does not exist on this machine"):
         check(own_job("torchrunn train.py -b {local_batch}"))
     on_slurm = {"cluster": {"kind": "slurm", "minutes": 60}}
     result = check(own_job("torchrunn train.py -b {local_batch}", **on_slurm))

@@ -311,7 +311,7 @@ def test_why_a_probe_of_a_script_failed_is_reported_once_with_what_to_do(tmp_pat
     )
     with pytest.raises(JobFailed, match="a step trains on 8 samples") as error:
         profile.make_profile_report(run, plan)
-    assert error.value.hint.startswith("correct the script or its section")
+    assert error.value.hint.startswith("read the output of the script with tula logs")
     make_runs.add_measured(run, 1, 64)
     assert any(isinstance(event, WarningEvent) for event in wait_for_jobs(run, launcher, [name], WaitPolicy()))
 

@@ -306,7 +306,7 @@ def test_a_range_of_nodes_is_refused_if_the_script_cannot_be_tested(
 ) -> None:
     with pytest.raises(SpecError, match=words) as error:
         on_granted_nodes(run, spec(**script), **options).require_other_nodes()
-    assert error.value.hint.endswith("or give one number: --nodes 4")
+    assert error.value.hint.endswith("or give one number, for example --nodes 4")
 
 
 @pytest.mark.parametrize(

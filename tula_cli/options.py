@@ -106,10 +106,10 @@ def with_arguments(arguments: Callable[P, A]) -> Callable[[Callable[[A], R]], Ca
 
 
 def _check_type(parameter: inspect.Parameter, value: object) -> None:
-    """Check a truth value or a number, of which Python would otherwise use another type in its own way ("no" as true).
+    """Check the type of a boolean or a number; Python itself would take "no" as true.
 
     Raises:
-        SpecError: the argument takes only truth values, or only numbers, and this is something else.
+        SpecError: the value is not of the type that the argument takes.
     """
     annotation = get_args(parameter.annotation)[0]
     allowed = set(get_args(annotation) or (annotation,))

@@ -19,7 +19,6 @@ from tula_cli.errors import (
     SpecError,
     require_callable,
     require_list,
-    require_number,
     require_positive,
 )
 from tula_cli.models.choice.baseline import Gain
@@ -419,7 +418,6 @@ class Submission:
         Raises:
             SpecError: the job, an override or an argument cannot be used, or a folder is no run.
         """
-        require_number(timeout=timeout)
         require_callable(confirm=arguments.confirm)
         call = arguments.resolve(target)
         inspect = make_inspector(call.runs[0].path.parent, fresh=fresh, report_event=arguments.on_event)
@@ -689,7 +687,6 @@ def check_nodes(arguments: NodeCheckArguments) -> ClusterCheck:
         SchedulerError: it was refused, or will never start.
         KeyboardInterrupt: Ctrl-C; the job goes on, and the same call attaches to it again.
     """
-    require_number(timeout=arguments.timeout)
     call = arguments.resolve(arguments.job)
     work = node_checking.run_node_check(
         call.runs,
@@ -992,7 +989,6 @@ class ExportArguments(ExportRequest):
     root: Root = ROOT
 
     def __post_init__(self) -> None:
-        require_number(every=self.every)
         require_callable(on_event=self.on_event)
 
 
@@ -1046,7 +1042,6 @@ def rehearse(arguments: TestResumeArguments) -> ResumeFinding:
         SchedulerError: it was refused, or will never start.
         KeyboardInterrupt: Ctrl-C; the job goes on, and the same call attaches to it again.
     """
-    require_number(timeout=arguments.timeout)
     call = arguments.resolve(arguments.job)
     work = run_resume_test(
         call.runs,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tula_cli.errors import BadMeasurements, Infeasible
-from tula_cli.models.choice.grid import Config, Limit, get_highest_limit, list_candidates
+from tula_cli.models.choice.grid import Config, LimitByNodes, get_highest_limit, list_candidates
 from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT, find_smallest_ruled_out
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt
@@ -35,7 +35,7 @@ ByNodes = Mapping[int, Sequence[int]]
 """Map from number of nodes (ascending) to local batches (ascending); no entry is empty."""
 
 
-def choose_probes(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> dict[int, tuple[int, ...]]:
+def choose_probes(spec: JobSpec, *, dataset_size: int, max_local_batch: LimitByNodes) -> dict[int, tuple[int, ...]]:
     """Return the probes of the spec's strategy: a map from number of nodes to ascending local batches.
 
     For `adaptive` they are the first round, for `auto` a sweep (`search_cost.choose_strategy` decides between them). A
@@ -220,7 +220,7 @@ def group_probes_by_nodes(chosen: Iterable[tuple[int, int]]) -> dict[int, tuple[
     return {nodes: tuple(local_batches) for nodes, local_batches in by_nodes.items()}
 
 
-def find_largest_local_batch(spec: JobSpec, inspection: Inspection) -> Limit:
+def find_largest_local_batch(spec: JobSpec, inspection: Inspection) -> LimitByNodes:
     """Return the largest local batch that fits according to the memory estimate, less the margin.
 
     Returns:
@@ -240,7 +240,7 @@ def find_largest_local_batch(spec: JobSpec, inspection: Inspection) -> Limit:
     }
 
 
-def list_feasible_candidates(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> list[Config]:
+def list_feasible_candidates(spec: JobSpec, *, dataset_size: int, max_local_batch: LimitByNodes) -> list[Config]:
     """Return the candidates within all bounds, ordered by nodes, then batch.
 
     Raises:
@@ -253,7 +253,7 @@ def list_feasible_candidates(spec: JobSpec, *, dataset_size: int, max_local_batc
     return candidates
 
 
-def _list_candidates(spec: JobSpec, *, max_batch: int, max_local_batch: Limit) -> list[Config]:
+def _list_candidates(spec: JobSpec, *, max_batch: int, max_local_batch: LimitByNodes) -> list[Config]:
     return list_candidates(
         spec.search.nodes,
         gpus_per_node=spec.cluster.gpus_per_node,
@@ -264,7 +264,7 @@ def _list_candidates(spec: JobSpec, *, max_batch: int, max_local_batch: Limit) -
     )
 
 
-def _make_infeasible_error(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> Infeasible:
+def _make_infeasible_error(spec: JobSpec, *, dataset_size: int, max_local_batch: LimitByNodes) -> Infeasible:
     """Return an error that names the bound that excludes every batch: dataset, divisibility or memory."""
     search = spec.search
     if search.min_batch > dataset_size:

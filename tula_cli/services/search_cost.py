@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tula_cli.errors import Infeasible
-from tula_cli.models.choice.grid import Limit
+from tula_cli.models.choice.grid import LimitByNodes
 from tula_cli.models.cost import count_work
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
@@ -87,7 +87,7 @@ once, and it chooses better under a bound on the batch (benchmarks/replay/replay
 """
 
 
-def choose_strategy(spec: JobSpec, *, dataset_size: int, largest: Limit, run: RunDir | None) -> JobSpec:
+def choose_strategy(spec: JobSpec, *, dataset_size: int, largest: LimitByNodes, run: RunDir | None) -> JobSpec:
     """Return the job with `search.strategy: auto` replaced by a strategy.
 
     The strategy that the run has started with is kept; otherwise it depends on the cost of a sweep relative to the
@@ -110,7 +110,7 @@ def choose_strategy(spec: JobSpec, *, dataset_size: int, largest: Limit, run: Ru
     return _set_search_strategy(spec, "sweep" if share is None or share <= MAX_SWEEP_SHARE else "adaptive")
 
 
-def _estimate_sweep_share(spec: JobSpec, probes: Sequence[Measured], dataset_size: int, largest: Limit) -> float | None:
+def _estimate_sweep_share(spec: JobSpec, probes: Sequence[Measured], dataset_size: int, largest: LimitByNodes) -> float | None:
     """Return the node-hours of a sweep as a share of those of a training's steps; None if nothing can be searched.
 
     The training has the fewest nodes, and the largest batch that is feasible there.

@@ -5,16 +5,16 @@ from typing import NamedTuple
 
 from tula_cli.errors import SpecError
 
-Limit = int | Mapping[int, int | None] | None
+LimitByNodes = int | Mapping[int, int | None] | None
 """The largest local batch that fits one GPU, by number of nodes if the GPUs share a model; None if unbounded."""
 
 
-def get_limit_on_nodes(limit: Limit, nodes: int) -> int | None:
+def get_limit_on_nodes(limit: LimitByNodes, nodes: int) -> int | None:
     """Return the limit for a number of nodes."""
     return limit.get(nodes) if isinstance(limit, Mapping) else limit
 
 
-def get_highest_limit(limit: Limit) -> int | None:
+def get_highest_limit(limit: LimitByNodes) -> int | None:
     """Return the highest limit over all numbers of nodes; None if one of them is unbounded."""
     if not isinstance(limit, Mapping):
         return limit
@@ -67,7 +67,7 @@ def list_candidates(
     gpus_per_node: int,
     min_batch: int,
     max_batch: int,
-    max_local_batch: Limit = None,
+    max_local_batch: LimitByNodes = None,
     accumulate: int = 1,
 ) -> list[Config]:
     """Return every feasible configuration, ordered by nodes, then batch.

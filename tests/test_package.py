@@ -89,7 +89,7 @@ def contracts(tree: Path) -> "subprocess.CompletedProcess[str]":
         ("services/recommend.py", "import torch", "torch in the worker and the optimizers alone"),
         ("models/cost.py", "from tula_cli import show", "the arrows of the architecture"),
         (
-            "models/memory/memory.py",
+            "models/memory.py",
             "import tula_cli.run.directory",
             "a model of time, memory or cost reads no file and starts no job",
         ),
@@ -99,7 +99,7 @@ def contracts(tree: Path) -> "subprocess.CompletedProcess[str]":
         ("words.py", "import rich", "rich in show alone, typer in cli"),
         ("show/status.py", "import typer", "typer in cli alone"),
         (
-            "models/choice/grid.py",
+            "models/choice/candidates.py",
             "from tula_cli.optim import TulaOptimizer",
             "torch in the worker and the optimizers alone",
         ),

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from tula_cli.host.machine import read_shared_memory
-from tula_cli.models.memory.host_memory import estimate_data_memory
+from tula_cli.models.memory import estimate_data_memory
 from tula_cli.run.directory import RunDir
 
 

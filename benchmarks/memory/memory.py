@@ -36,9 +36,9 @@ from gpu.trials import LEFT_FREE, TrialFailed, Trials, largest, out_of_memory  #
 
 from tula_cli.cluster.inspection import inspect  # noqa: E402
 from tula_cli.errors import BadMeasurements  # noqa: E402
-from tula_cli.models.memory import memory  # noqa: E402
-from tula_cli.models.memory.memory import MemoryModel  # noqa: E402
-from tula_cli.models.time import steptime  # noqa: E402
+from tula_cli.models import memory  # noqa: E402
+from tula_cli.models.memory import MemoryModel  # noqa: E402
+from tula_cli.models.time import step_time  # noqa: E402
 from tula_cli.run.directory import RunDir  # noqa: E402
 from tula_cli.run.files import write_atomic  # noqa: E402
 from tula_cli.run.records.inspections import Inspection  # noqa: E402
@@ -224,9 +224,9 @@ def compute_error(result: Sequence[Measured], seen: Sequence[int]) -> float | No
     unseen = [probe for index, probe in enumerate(result) if index not in seen]
     if not unseen or len(set(seen)) < len(seen):
         return None
-    probes = [steptime.Observation(1, 1, result[i].local_batch, result[i].step_times, _alone(result[i])) for i in seen]
+    probes = [step_time.Observation(1, 1, result[i].local_batch, result[i].step_times, _alone(result[i])) for i in seen]
     try:
-        fitted = steptime.fit_step_time(probes, collective="ring")
+        fitted = step_time.fit_step_time(probes, collective="ring")
         off = [abs(fitted.predict(1, 1, p.local_batch).seconds / _median(p) - 1) for p in unseen]
     except BadMeasurements:
         return None

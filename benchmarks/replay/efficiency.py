@@ -31,7 +31,7 @@ from tula_cli.models.efficiency import (
     compute_equivalent_constant_noise,
     compute_steps_ratio,
 )
-from tula_cli.models.ramp.by_noise import GROWTH
+from tula_cli.models.ramp import GROWTH
 
 COLUMNS = ("app", "global_batch", "epoch", "iteration", "metric", "grad_sqr", "grad_var")
 LEVELS = (0.5, 0.8, 0.95)

@@ -34,7 +34,7 @@ from replay_baselines import MODELS
 from replay_data import KINDS, MeasuredSet, Where, load, read
 from replay_score import STRATEGIES, Score, metered, predictor, score, true_knee, truth
 
-from tula_cli.models.time import steptime
+from tula_cli.models.time import step_time
 from tula_cli.models.time.noise import Z90
 
 __all__ = ["load", "score"]
@@ -286,7 +286,7 @@ def measured_rows(sets: Iterable[MeasuredSet], strategy: str) -> MeasuredRows | 
         again = [place for place in probes if place in each.first and place in each.again]
         if each.gpus_per_node is None or not again:
             continue
-        fit = steptime.fit_step_time(list(probes.values()), collective=each.collective)
+        fit = step_time.fit_step_time(list(probes.values()), collective=each.collective)
         columns = ([p.nodes for p in again], [p.gpus_per_node for p in again], [p.local_batch for p in again])
         for place, repeats in zip(again, fit.repeat_deviation(*columns), strict=True):
             off = math.log(each.truth[place].seconds / probes[place].seconds)

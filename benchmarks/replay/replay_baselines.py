@@ -10,8 +10,7 @@ from replay_data import Where
 from scipy.optimize import minimize, nnls
 
 from tula_cli.models.time import stragglers
-from tula_cli.models.time.formulas import PRIORS, Priors
-from tula_cli.models.time.steptime import Estimate, Observation
+from tula_cli.models.time.step_time import PRIORS, Estimate, Observation, Priors
 
 Floats = NDArray[np.float64]
 Predictor = Callable[[Sequence[Where]], list[Estimate]]

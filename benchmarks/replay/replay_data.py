@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 
 import pandas as pd
 
-from tula_cli.models.time.steptime import Observation
+from tula_cli.models.time.step_time import Observation
 
 Kind = Literal["one GPU a node", "several GPUs a node", "one node"]
 KINDS: tuple[Kind, ...] = ("one GPU a node", "several GPUs a node", "one node")

@@ -14,7 +14,7 @@ import numpy as np
 from replay_command import run
 from replay_data import MeasuredSet
 
-from tula_cli.models.time import steptime
+from tula_cli.models.time import step_time
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def _rows(each: MeasuredSet, largest: int) -> Iterable[tuple[int, tuple[float, b
     seen = [o for place, o in each.truth.items() if size(place) <= largest and place in each.batches]
     if len({(o.nodes, o.gpus_per_node) for o in seen}) < 2:
         return
-    fit = steptime.fit_step_time(seen, collective=each.collective)
+    fit = step_time.fit_step_time(seen, collective=each.collective)
     for place, o in each.truth.items():
         where = (place.nodes, place.gpus_per_node, place.local_batch)
         if size(place) > largest and not fit.describe_why_unpredictable(*where):

@@ -13,8 +13,8 @@ import numpy as np
 from replay_command import run
 from replay_data import MeasuredSet, Where
 
-from tula_cli.models.time import steptime
-from tula_cli.models.time.steptime import Observation
+from tula_cli.models.time import step_time
+from tula_cli.models.time.step_time import Observation
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def _rows(cluster: str, app: str, sets: list[MeasuredSet]) -> Iterator[Judged]:
 def _judged(
     cluster: str, app: str, seen: dict[Where, Observation], wanted: dict[Where, Observation], *, corner: bool
 ) -> Judged:
-    fit = steptime.fit_step_time(list(seen.values()), collective="ring")
+    fit = step_time.fit_step_time(list(seen.values()), collective="ring")
     places = [
         place
         for place in wanted

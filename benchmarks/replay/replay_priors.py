@@ -2,7 +2,7 @@
 
     python benchmarks/replay/replay_priors.py TABLE.csv... [--json] [--turns 8]
 
-The priors of the step-time model come from measurements (`tula_cli.models.time.formulas.PRIORS`), so errors on the same
+The priors of the step-time model come from measurements (`tula_cli.models.time.step_time.PRIORS`), so errors on the same
 measurements flatter them. Here they are found anew by expectation maximisation (empirical Bayes), from a vague start and
 without looking at any error of prediction: every set is fitted to all that was measured of it; the parameters of all sets
 then give the new priors their means and spreads, and so on. Sets of one app are alike, so what is to be expected of another
@@ -25,9 +25,8 @@ from replay_baselines import with_priors
 from replay_data import MeasuredSet, load
 from replay_score import score
 
-from tula_cli.models.time import steptime
-from tula_cli.models.time.formulas import PARAMETERS, PRIORS, Prior, Priors, SmoothResidual
-from tula_cli.models.time.mixture import StepModel
+from tula_cli.models.time import step_time
+from tula_cli.models.time.step_time import PARAMETERS, PRIORS, Prior, Priors, SmoothResidual, StepModel
 
 Floats = NDArray[np.float64]
 
@@ -80,7 +79,7 @@ def found_on(sets: Sequence[MeasuredSet], *, turns: int) -> Priors:
     """Return the priors that the sets make each other, after some turns of expectation maximisation from VAGUE."""
     priors = VAGUE
     for _ in range(turns):
-        fits = [steptime.fit_step_time(list(s.truth.values()), collective=s.collective, priors=priors) for s in sets]
+        fits = [step_time.fit_step_time(list(s.truth.values()), collective=s.collective, priors=priors) for s in sets]
         priors = refined(priors, [Posterior.of(fit.model) for fit in fits], [each.app for each in sets])
     return priors
 

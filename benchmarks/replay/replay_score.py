@@ -13,8 +13,8 @@ from replay_data import MeasuredSet, Offer, Where
 
 from tula_cli.models.choice import adaptive, objective
 from tula_cli.models.choice.candidates import Candidates
-from tula_cli.models.time import steptime
-from tula_cli.models.time.steptime import Estimate, Observation
+from tula_cli.models.time import step_time
+from tula_cli.models.time.step_time import Estimate, Observation
 from tula_cli.query import Curve
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services import search
@@ -47,14 +47,14 @@ def in_rounds(offer: Offer, measure: Measure) -> None:
     start = adaptive.choose_first_probes(offer.by_size.items(), whole_steps=offer.whole_steps)
     seen = measure(offer.at(size, batch) for size, batch in start)
     while True:
-        fit = steptime.fit_step_time(seen, collective=offer.collective)
+        fit = step_time.fit_step_time(seen, collective=offer.collective)
         picks = adaptive.propose(fit, _open_candidates(offer, fit, seen), tolerance=TOLERANCE).picks
         if not picks:
             return
         seen += measure(Where(p.candidate.nodes, p.candidate.gpus_per_node, p.candidate.local_batch) for p in picks)
 
 
-def _open_candidates(offer: Offer, fit: steptime.StepTimeFit, seen: Iterable[Observation]) -> list[adaptive.Candidate]:
+def _open_candidates(offer: Offer, fit: step_time.StepTimeFit, seen: Iterable[Observation]) -> list[adaptive.Candidate]:
     places = offer.candidates
     columns = ([p.nodes for p in places], [p.gpus_per_node for p in places], [p.local_batch for p in places])
     measured = {Where(o.nodes, o.gpus_per_node, o.local_batch): o.seconds for o in seen}

@@ -17,8 +17,8 @@ from replay_command import run
 from replay_data import MeasuredSet, Where
 from replay_score import PROBE, START_UP
 
-from tula_cli.models.time import steptime
-from tula_cli.models.time.steptime import Observation
+from tula_cli.models.time import step_time
+from tula_cli.models.time.step_time import Observation
 from tula_cli.services.search import STRATEGIES, ByNodes, choose_smallest_and_middle
 
 Grid = Mapping[int, Mapping[int, list[int]]]
@@ -89,8 +89,8 @@ def _candidates(own: Iterable[MeasuredSet]) -> Truth:
 def _judged(design: str, truth: Truth, probes: set[Where], *, together: bool) -> Judged:
     counts = sorted({place.gpus_per_node for place in truth})
     seen = {gpus: [truth[place] for place in probes if together or place.gpus_per_node == gpus] for gpus in counts}
-    item = steptime.fit_step_time(seen[counts[0]], collective="ring") if together else None
-    fits = {gpus: item or steptime.fit_step_time(seen[gpus], collective="ring") for gpus in counts}
+    item = step_time.fit_step_time(seen[counts[0]], collective="ring") if together else None
+    fits = {gpus: item or step_time.fit_step_time(seen[gpus], collective="ring") for gpus in counts}
     seconds = {place: truth[place].seconds for place in probes}
     off, kept, at_most = [], [], []
     for place, o in truth.items():

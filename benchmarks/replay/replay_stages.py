@@ -28,11 +28,9 @@ import numpy as np
 from replay_baselines import MODELS, Predictor
 from replay_data import MeasuredSet, Where, load
 
-from tula_cli.models.choice.columns import Ints, to_columns, to_configs
-from tula_cli.models.choice.grid import Config
-from tula_cli.models.ramp.stage_nodes import StageObjective
-from tula_cli.models.ramp.stage_times import StageTimes
-from tula_cli.models.time.steptime import Estimates
+from tula_cli.models.choice.candidates import Config, Ints, to_columns, to_configs
+from tula_cli.models.ramp_costs import StageObjective, StageTimes
+from tula_cli.models.time.step_time import Estimates
 from tula_cli.run.records.recommendations import StageSteps
 from tula_cli.spec.job import JobSpec
 

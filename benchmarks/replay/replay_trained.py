@@ -15,9 +15,9 @@ import numpy as np
 from replay_command import run
 from replay_data import MeasuredSet, Where
 
-from tula_cli.models.time import steptime
+from tula_cli.models.time import step_time
 from tula_cli.models.time.noise import Floats
-from tula_cli.models.time.steptime import DEFAULT_REPEAT_SD, Observation, StepTimeFit
+from tula_cli.models.time.step_time import DEFAULT_REPEAT_SD, Observation, StepTimeFit
 from tula_cli.services.search import STRATEGIES
 
 JUDGED = ("partial", "sweep")
@@ -68,12 +68,12 @@ def _trainings(each: MeasuredSet, strategy: str) -> Iterator[list[tuple[Row, Row
     chosen = STRATEGIES[strategy](offer.by_size)
     seen = [offer.at(size, local_batch) for size, batches in chosen.items() for local_batch in batches]
     probes = [each.truth[place] for place in seen]
-    fit = steptime.fit_step_time(probes, collective=each.collective)
+    fit = step_time.fit_step_time(probes, collective=each.collective)
     rates = {place: _predicted(fit, place)[0] / place.replicas / place.local_batch for place in offer.candidates}
     best = {min((p for p in rates if each.batches[p] <= cap), key=lambda p: rates[p]) for cap in each.batches.values()}
     for place in sorted(best - set(seen)):
         training = replace(each.truth[place], compute_time=math.nan, doubt=DEFAULT_REPEAT_SD)
-        later = steptime.fit_step_time([*probes, training], collective=each.collective)
+        later = step_time.fit_step_time([*probes, training], collective=each.collective)
         neighbour = [other for other in offer.candidates if other not in seen and _beside(place, other)]
         if neighbour:
             yield [(_row(fit, each.truth[other]), _row(later, each.truth[other])) for other in neighbour]

@@ -16,7 +16,7 @@ from replay_baselines import MODELS
 from replay_data import MeasuredSet, Offer, Where, load
 from replay_score import STRATEGIES, KneeMissed, Measure, Meter, score, truth
 
-from tula_cli.models.time.steptime import Estimate, Observation
+from tula_cli.models.time.step_time import Estimate, Observation
 from tula_cli.run.records.recommendations import Prediction
 
 TABLE = Path(__file__).parents[1] / "fixtures" / "step_times.csv"

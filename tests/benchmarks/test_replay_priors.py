@@ -10,8 +10,7 @@ import replay_priors
 from replay_data import MeasuredSet, Where, load
 from replay_priors import Posterior, found_on, judged, mean, refined, rows
 
-from tula_cli.models.time.formulas import PRIORS
-from tula_cli.models.time.steptime import Observation
+from tula_cli.models.time.step_time import PRIORS, Observation
 
 TABLE = Path(__file__).parents[1] / "fixtures" / "step_times.csv"
 

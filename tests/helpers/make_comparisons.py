@@ -14,7 +14,7 @@ from make_results import inspected
 from tula_cli.cli import app
 from tula_cli.cluster import inspection
 from tula_cli.cluster import launcher as cluster_launcher
-from tula_cli.cluster.scripts.placeholders import get_learning_rate
+from tula_cli.cluster.scripts.start import get_learning_rate
 from tula_cli.options import ComparisonRequest
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.inspections import Inspection

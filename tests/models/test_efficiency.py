@@ -16,7 +16,7 @@ from tula_cli.models.efficiency import (
     estimate_noise_scale,
     summarise,
 )
-from tula_cli.models.ramp.by_noise import GROWTH
+from tula_cli.models.ramp import GROWTH
 from tula_cli.run.records.probes import GradientStats
 from tula_cli.run.records.recommendations import Prediction, SameProgress
 

@@ -5,9 +5,9 @@ import math
 import pytest
 from make_results import Truth, of_a_script, probe_all
 
-from tula_cli.models import cost, interruptions
+from tula_cli.models import cost
+from tula_cli.models.cost import CheckpointSchedule
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.interruptions import CheckpointSchedule
 from tula_cli.run.records.probes import Overheads
 from tula_cli.run.records.results import Save
 from tula_cli.spec.job import JobSpec
@@ -34,7 +34,7 @@ def saves(*samples: int, batch: int = 32, seconds: float | None = 7.0) -> list[S
 def saving(*samples: int, spec: JobSpec | None = None, seconds: float | None = 7.0) -> CheckpointSchedule:
     script = (spec or job()).script
     assert script is not None
-    return interruptions.find_checkpoint_schedule(script, saves(*samples, seconds=seconds), dataset_size=SIZE)
+    return cost.find_checkpoint_schedule(script, saves(*samples, seconds=seconds), dataset_size=SIZE)
 
 
 def test_an_epochs_last_batch_may_be_dropped() -> None:

@@ -6,7 +6,7 @@ import make_runs
 import pytest
 from make_results import Truth, measured
 
-from tula_cli.models.memory.largest_batch import RESOLUTION, BatchBracket
+from tula_cli.models.largest_batch import RESOLUTION, BatchBracket
 from tula_cli.run.records.base import Components, Footprint, PeakMemory
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.tasks import BatchBounds

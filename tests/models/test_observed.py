@@ -13,7 +13,7 @@ from tula_cli.models.observed import (
     predict_request,
     report_observed_job,
 )
-from tula_cli.models.time.steptime import Observation
+from tula_cli.models.time.step_time import Observation
 
 
 def test_parts_of_a_step_memory_and_shares_are_those_of_the_records() -> None:

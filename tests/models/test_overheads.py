@@ -3,7 +3,7 @@
 import numpy as np
 from make_results import Truth, measured, of_a_script, spec
 
-from tula_cli.models.choice.columns import Ints
+from tula_cli.models.choice.candidates import Ints
 from tula_cli.models.overheads import OverheadModel, compute_median_queue_wait
 from tula_cli.run.records.jobs import Attempt, Job
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tula_cli.run import file_changes
-from tula_cli.run.file_changes import is_listed, read_file_identity, wait_until_listed
+from tula_cli.run import files
+from tula_cli.run.files import is_listed, read_file_identity, wait_until_listed
 
 
 def refused(*_: object) -> int:
@@ -19,7 +19,7 @@ def refused(*_: object) -> int:
 @pytest.mark.parametrize("call", ["as here", "none", "refused"])
 def test_the_answer_is_that_of_a_stat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     if call != "as here":
-        monkeypatch.setattr(file_changes, "_load_statx", lambda: refused if call == "refused" else None)
+        monkeypatch.setattr(files, "_load_statx", lambda: refused if call == "refused" else None)
     file = tmp_path / "a file"
     assert read_file_identity(file) is None
     file.write_text("")

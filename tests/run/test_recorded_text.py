@@ -17,7 +17,7 @@ from tula_cli.run.records.results import Summary
 from tula_cli.run.records.scripts import ObservedStart, RankResult, ScriptFailure
 from tula_cli.spec.load import validate
 from tula_cli.worker.build.data import Position
-from tula_cli.worker.train.metrics import MetricsFile
+from tula_cli.worker.train.training_log import MetricsFile
 
 SECRET = "s3cr3tXYZ9"
 QUOTED = f"HTTPError: 403 of https://user:{SECRET}@host/x?sig={SECRET} (HF_TOKEN={SECRET}, --password {SECRET})"

@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from tula_cli.run import file_changes, script_attempt
+from tula_cli.run import files, script_attempt
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import read_json_lines
 from tula_cli.run.script_attempt import ScriptAttempt
@@ -47,8 +47,8 @@ def test_lines_of_the_end_begin_with_a_whole_one(tmp_path: Path) -> None:
 
 def test_the_end_that_is_near_is_reported_once(tmp_path: Path) -> None:
     attempt = ScriptAttempt(tmp_path, "t", 1)
-    before = file_changes.read_news_state(attempt.run)
+    before = files.read_news_state(attempt.run)
     attempt.announce_end(1234.56)
-    assert file_changes.read_news_state(attempt.run) not in (None, before), "followers look where there is news"
+    assert files.read_news_state(attempt.run) not in (None, before), "followers look where there is news"
     attempt.announce_end(9.0)
     assert attempt.read_end_time() == 1234.6

@@ -29,7 +29,7 @@ from tula_cli.services import nodes as services_nodes
 from tula_cli.services.check import check, check_all
 from tula_cli.services.estimate import estimate
 from tula_cli.services.nodes import check_node_count, conclude_cluster, start_on_cluster, watch_cluster
-from tula_cli.services.search_cost import ASSUMED_START, estimate_search, list_measured_probes
+from tula_cli.services.search import ASSUMED_START, estimate_search, list_measured_probes
 from tula_cli.show import check as show_check
 from tula_cli.show import check as show_estimate
 from tula_cli.spec.job import JobSpec

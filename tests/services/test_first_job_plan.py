@@ -25,7 +25,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.files import read_record, write_record
 from tula_cli.run.records.inspections import FirstJob, Inspection
 from tula_cli.services import check as services_check
-from tula_cli.services import profile, profiling_rounds, train
+from tula_cli.services import profile, train
 from tula_cli.services.estimate import estimate_all
 from tula_cli.services.events import Event, ProfilePlanned, follow
 from tula_cli.services.waiting import Dependencies, WaitPolicy
@@ -91,9 +91,7 @@ class World(make.FakeLauncher):
         return Dependencies(lambda _: self, self.inspector(fresh=fresh), confirm)
 
     def profile(self, job: JobSpec | None = None, *, fresh: bool = False) -> Any:
-        work = profiling_rounds.run_profile(
-            [self.run.with_spec(job or spec())], self.means(fresh=fresh), WaitPolicy(wait=True)
-        )
+        work = profile.run_profile([self.run.with_spec(job or spec())], self.means(fresh=fresh), WaitPolicy(wait=True))
         return follow(work, self.events.append)
 
     def planned(self) -> list[ProfilePlanned]:
@@ -190,7 +188,7 @@ def test_what_a_first_job_told_holds_for_the_settings_that_it_has_read(
 
 
 def test_a_dry_run_shows_the_first_job_and_touches_nothing(world: World) -> None:
-    would = follow(profiling_rounds.make_dry_run([world.run], world.means()), world.events.append)
+    would = follow(profile.make_dry_run([world.run], world.means()), world.events.append)
     (text,) = would[None].scripts
     assert "-m tula_cli.worker.measure.inspect" in text
     assert f"#SBATCH --time={first_job.MINUTES}" in text

@@ -26,7 +26,7 @@ from tula_cli.run.records.tasks import JobSize
 from tula_cli.services import profile, run_list
 from tula_cli.services import status as services_status
 from tula_cli.services.events import ProbeFinished
-from tula_cli.services.largest_batch import LargestBatch
+from tula_cli.services.profile import LargestBatch
 from tula_cli.show import live as show_live
 from tula_cli.show import profile as show_profile
 from tula_cli.show import recommend, tables

@@ -24,7 +24,7 @@ def profile(
     Run the same command again to follow jobs that are running and to measure what is missing.
     """
     from tula_cli.run.owner import require_ownership
-    from tula_cli.services import profiling_rounds
+    from tula_cli.services import profile
     from tula_cli.services.waiting import WaitPolicy
 
     runs = chosen.open(screen)
@@ -36,13 +36,11 @@ def profile(
     )
     wait_policy = WaitPolicy(wait, timeout)
     if dry_run:
-        would = follow_work(screen, profiling_rounds.make_dry_run(runs, dependencies, largest=largest))
+        would = follow_work(screen, profile.make_dry_run(runs, dependencies, largest=largest))
         return screen.answer(tables.list_data_by_type(would), show_profile.render_dry_run(would))
     file = chosen.find_settings_origin(runs)
-    profiled = follow_work(
-        screen, profiling_rounds.run_profile(runs, dependencies, wait_policy, file=file, largest=largest)
-    )
-    if isinstance(profiled, profiling_rounds.SubmittedProbes):
+    profiled = follow_work(screen, profile.run_profile(runs, dependencies, wait_policy, file=file, largest=largest))
+    if isinstance(profiled, profile.SubmittedProbes):
         return answer_detached(screen, runs, profiled, {"plan": tables.list_data_by_type(profiled.plans)})
     screen.status = "partial" if profiled.partial else screen.status
     data = tables.list_data_by_type(profiled.reports)

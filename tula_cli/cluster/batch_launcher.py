@@ -18,7 +18,7 @@ from tula_cli.cluster.chains import (
 from tula_cli.cluster.local import list_attempts_of_submission
 from tula_cli.cluster.scheduler import JobRequest, Queued, Scheduler, SchedulerState
 from tula_cli.errors import SchedulerError
-from tula_cli.run import file_changes, package
+from tula_cli.run import files, package
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import read_end
 from tula_cli.run.records.jobs import Job
@@ -74,7 +74,7 @@ class BatchLauncher:
         for id_ in ids:
             self.prepare(run, task, id_)  # whoever submitted it may have been killed before that
         submitted_at = min((_get_script_write_time(job) for job in queued.values()), default=time.time())
-        file_changes.prepare_folders(
+        files.prepare_folders(
             run.path, *([f"train/{task.signature}/checkpoints"] if isinstance(task, TrainTask) else [])
         )
         new = list(zip(list_chain_tasks(task), names, strict=True))[_count_submitted_links(names, queued) :]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tula_cli.cluster.allocation import POLL, Allocation
-from tula_cli.run import file_changes
+from tula_cli.run import files
 
 MAX_PACE = 1.5
 """Maximum seconds between two stats: with PEER_GRACE, peers of a dead rank exit within 7 s."""
@@ -59,7 +59,7 @@ class ChangeWatcher:
         if now < self._next_stat:
             return False
         self._next_stat = now + self._stat_interval
-        previous, self._state = self._state, file_changes.read_news_state(self.run)
+        previous, self._state = self._state, files.read_news_state(self.run)
         if self._state != previous:
             self._reads_after_news = [now + later for later in READS_AFTER_NEWS]
         elif self._reads_after_news and now >= self._reads_after_news[0]:

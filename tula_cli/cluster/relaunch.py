@@ -101,7 +101,7 @@ def _find_next_trial(run: RunDir, task: Task, *, failed: int | None = None) -> i
     """
     if not isinstance(task, ProbeTask) or task.bounds is None or run.find_current_probe(task) != failed:
         return None
-    from tula_cli.models.memory.largest_batch import BatchBracket  # here: it needs numpy
+    from tula_cli.models.largest_batch import BatchBracket  # here: it needs numpy
 
     unrecorded = (
         () if failed is None else (OutOfMemory(**make_probe_identity(task, failed), assumed=False, message=""),)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tula_cli.models.choice.candidates import NO_STAGES, Candidates
-from tula_cli.models.ramp.by_noise import GROWTH
+from tula_cli.models.ramp import GROWTH
 from tula_cli.models.time.noise import Z90
 from tula_cli.run.records.probes import GradientStats
 from tula_cli.words import format_number

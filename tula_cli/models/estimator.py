@@ -14,20 +14,21 @@ from numpy.typing import NDArray
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible
-from tula_cli.models import cost, power
-from tula_cli.models.choice.candidates import Candidates, StageTable
-from tula_cli.models.choice.columns import (
+from tula_cli.models import cost, memory, power
+from tula_cli.models.choice.candidates import (
+    Candidates,
+    Config,
     Flags,
     Floats,
     Ints,
+    StageTable,
     compute_by_value,
+    list_candidates,
     to_columns,
     to_configs,
 )
-from tula_cli.models.choice.grid import Config, list_candidates
-from tula_cli.models.interruptions import CheckpointSchedule, find_checkpoint_schedule
-from tula_cli.models.memory import memory
-from tula_cli.models.memory.memory import MemoryModel
+from tula_cli.models.cost import CheckpointSchedule, find_checkpoint_schedule
+from tula_cli.models.memory import MemoryModel
 from tula_cli.models.observations import (
     NO_OTHER_SIZES,
     OtherSizes,
@@ -47,11 +48,10 @@ from tula_cli.models.out_of_memory import (
 )
 from tula_cli.models.overheads import OverheadModel, compute_median_shutdown
 from tula_cli.models.power import PowerModel
-from tula_cli.models.ramp.by_noise import NoisePath
-from tula_cli.models.ramp.stage_nodes import StageObjective
-from tula_cli.models.ramp.stage_times import StageTimes
+from tula_cli.models.ramp import NoisePath
+from tula_cli.models.ramp_costs import StageObjective, StageTimes
 from tula_cli.models.time import stretches
-from tula_cli.models.time.steptime import Estimates, StepTimeFit
+from tula_cli.models.time.step_time import Estimates, StepTimeFit
 from tula_cli.models.time.stragglers import fit_with_stragglers
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.inspections import Inspection

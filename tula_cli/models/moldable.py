@@ -8,10 +8,10 @@ import math
 from collections.abc import Iterator
 
 from tula_cli.errors import Infeasible, SpecError
-from tula_cli.models.choice.grid import Config, list_batches
+from tula_cli.models.choice.candidates import Config, list_batches
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.out_of_memory import describe_why_not_splittable, list_splits
-from tula_cli.models.ramp.stage_nodes import compute_batch_divisor, list_nodes_named_by_stages
+from tula_cli.models.ramp_costs import compute_batch_divisor, list_nodes_named_by_stages
 from tula_cli.options import NodeRange
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.recommendations import Prediction, QueryLimits, Recommendation

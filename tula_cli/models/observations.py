@@ -9,9 +9,9 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.models import claims, messages, refresh
 from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT
-from tula_cli.models.ramp.by_noise import NoisePath, warn_missing_noise
+from tula_cli.models.ramp import NoisePath, warn_missing_noise
 from tula_cli.models.time.noise import compute_trimmed_mean
-from tula_cli.models.time.steptime import Observation
+from tula_cli.models.time.step_time import Observation
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import TrainedSteps

@@ -1,6 +1,6 @@
 """Reports on observed jobs: the parts of a step, memory, and predictions for other numbers of GPUs.
 
-From one configuration the step-time model rests on its priors (`formulas.PRIORS`); `benchmarks/observe` holds it against
+From one configuration the step-time model rests on its priors (`step_time.PRIORS`); `benchmarks/observe` holds it against
 published measurements. Further jobs of the same script are fitted together with it.
 """
 
@@ -16,7 +16,7 @@ from tula_cli.errors import BadMeasurements
 from tula_cli.models import messages
 from tula_cli.models.claims import join_steps
 from tula_cli.models.time.noise import Z90
-from tula_cli.models.time.steptime import Observation, StepTimeFit, fit_step_time
+from tula_cli.models.time.step_time import Observation, StepTimeFit, fit_step_time
 from tula_cli.run.records.scripts import Heartbeat, RankResult
 from tula_cli.spec.sections import LEAST_STEPS, MEMORY_MARGIN
 

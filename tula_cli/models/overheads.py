@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from tula_cli.models import refresh
-from tula_cli.models.choice.columns import Floats, Ints, compute_ratios, find_nearest
+from tula_cli.models.choice.candidates import Floats, Ints, compute_ratios, find_nearest
 from tula_cli.models.time.noise import Z90
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Measured

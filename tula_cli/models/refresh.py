@@ -9,7 +9,7 @@ from tula_cli.spec.ags import Every
 from tula_cli.spec.job import JobSpec
 
 if TYPE_CHECKING:
-    from tula_cli.models.choice.columns import Floats, Ints
+    from tula_cli.models.choice.candidates import Floats, Ints
 
 
 def compute_small_batch_size(spec: JobSpec, batch: int) -> int:
@@ -79,8 +79,8 @@ def compute_refresh_seconds(
     """
     import numpy as np
 
-    from tula_cli.models.choice.columns import compute_by_value, find_nearest
-    from tula_cli.models.choice.columns import compute_ratios as doublings
+    from tula_cli.models.choice.candidates import compute_by_value, find_nearest
+    from tula_cli.models.choice.candidates import compute_ratios as doublings
 
     refreshed = compute_by_value(lambda size: has_separate_refreshes(spec, size), batch)
     if not refreshed.any():

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from tula_cli.errors import SpecError
-from tula_cli.models.ramp import stages
-from tula_cli.models.ramp.stages import Ramp
+from tula_cli.models import ramp
+from tula_cli.models.ramp import Ramp
 from tula_cli.run.records.results import Branch
 from tula_cli.spec.ags import BRANCHING_EPOCH, Ags, Arm
 from tula_cli.spec.job import JobSpec
@@ -223,7 +223,7 @@ def plan_tuning(spec: JobSpec, *, batch: int, dataset_size: int) -> TuningPlan:
     if len(arms) == 1:
         return TuningPlan(0, 0, holdout)
     size, after = dataset_size - holdout, BRANCHING_EPOCH
-    beginning = Ramp(stages.plan_stages_of_training(spec, arms[0], batch=batch, size=size)).count_remaining_steps(
+    beginning = Ramp(ramp.plan_stages_of_training(spec, arms[0], batch=batch, size=size)).count_remaining_steps(
         size=size, epochs=after
     )
     samples = _count_samples(beginning)
@@ -238,19 +238,19 @@ def count_trained_samples(spec: JobSpec, arm: Arm, *, batch: int, size: int) -> 
     """
     start = BRANCHING_EPOCH * size
     length = count_branch_samples(spec, len(list_arms_of_training(spec, batch)), size)
-    ramp = Ramp(stages.plan_stages_of_branch(spec, arm, batch=batch, start=start, length=length))
+    stages = Ramp(ramp.plan_stages_of_branch(spec, arm, batch=batch, start=start, length=length))
     epoch, samples_done, trained = BRANCHING_EPOCH, 0, 0
     while True:
-        steps = next(ramp.list_epoch_steps(epoch, samples_done=samples_done, size=size), None)
+        steps = next(stages.list_epoch_steps(epoch, samples_done=samples_done, size=size), None)
         if steps is None:
             epoch, samples_done = epoch + 1, 0
             if epoch * size - start >= length:
                 return trained
             continue
         samples_done, trained = samples_done + steps[0], trained + steps[0]
-        is_epoch_end = next(ramp.list_epoch_steps(epoch, samples_done=samples_done, size=size), None) is None
+        is_epoch_end = next(stages.list_epoch_steps(epoch, samples_done=samples_done, size=size), None) is None
         epoch, samples_done = (epoch + 1, 0) if is_epoch_end else (epoch, samples_done)
-        if has_ended(epoch * size + samples_done - start, length, ramp.find_batch(epoch * size + samples_done)):
+        if has_ended(epoch * size + samples_done - start, length, stages.find_batch(epoch * size + samples_done)):
             return trained
 
 

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tula_cli.models.choice.grid import Config
+from tula_cli.models.choice.candidates import Config
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.time.formulas import Floats
-from tula_cli.models.time.mixture import Overlap, StepModel
-from tula_cli.models.time.steptime import StepTimeFit
+from tula_cli.models.time.step_time import Floats, Overlap, StepModel, StepTimeFit
 from tula_cli.words import format_count
 
 if TYPE_CHECKING:

@@ -19,9 +19,8 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.run import code_selection, messages
 from tula_cli.run.code_selection import Selection, list_entries, list_selection_warnings, select_imported_files
-from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.directory import Run, RunDir, require_known_format
 from tula_cli.run.files import make_folder, publish_folder
-from tula_cli.run.format import require_known_format
 from tula_cli.run.imports import (
     Source,
     add_weights_digest,
@@ -40,8 +39,7 @@ from tula_cli.run.script_files import (
     split_command,
 )
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.scripts.placeholders import get_program_name
-from tula_cli.spec.scripts.script import Script
+from tula_cli.spec.scripts.script import Script, get_program_name
 from tula_cli.spec.signature import compute_measurement_signature
 
 

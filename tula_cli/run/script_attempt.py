@@ -3,8 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-from tula_cli.run.file_changes import announce_change, is_listed
-from tula_cli.run.files import list_files, read_json_lines, read_record, read_text, write_atomic, write_record
+from tula_cli.run.files import (
+    announce_change,
+    is_listed,
+    list_files,
+    read_json_lines,
+    read_record,
+    read_text,
+    write_atomic,
+    write_record,
+)
 from tula_cli.run.records.scripts import Heartbeat, Killed, RankResult, ResumeTestResult, ScriptFailure, ShimPlan
 
 TAIL = 16_384

@@ -49,8 +49,7 @@ from tula_cli.query import Query
 from tula_cli.run.code import make_runs_of_job
 from tula_cli.run.directory import Run as HardwareRun
 from tula_cli.run.directory import RunDir
-from tula_cli.run.frames import make_frame
-from tula_cli.run.html_table import render_html
+from tula_cli.run.frames import make_frame, render_html
 from tula_cli.run.job_runs import (
     find_recommendation,
     find_settings_origin,
@@ -69,7 +68,7 @@ from tula_cli.services import campaign as campaigns
 from tula_cli.services import check as checking
 from tula_cli.services import estimate as estimating
 from tula_cli.services import nodes as node_checking
-from tula_cli.services import profiling_rounds
+from tula_cli.services import profile as profiling
 from tula_cli.services import recommend as recommending
 from tula_cli.services import status as status_service
 from tula_cli.services import train as training
@@ -82,10 +81,10 @@ from tula_cli.services.document import Document, TextForm, load_report_package
 from tula_cli.services.estimate import EstimateReport
 from tula_cli.services.evaluate import prepare_evaluation, run_evaluation
 from tula_cli.services.events import Event, Note, Planned, WarningEvent, Work, follow
-from tula_cli.services.largest_batch import LargestBatch
 from tula_cli.services.nodes import ClusterCheck
 from tula_cli.services.observe import report_observed
 from tula_cli.services.observed_probes import add_observed_probes
+from tula_cli.services.profile import LargestBatch
 from tula_cli.services.resume_test import ResumeFinding, run_resume_test
 from tula_cli.services.status import RunStatus
 from tula_cli.services.tracking import ExportResult, load_trackers_package
@@ -745,9 +744,9 @@ def profile(arguments: ProfileArguments) -> Run:
 
 def _run_profile_work(
     submission: Submission, *, largest: bool = False
-) -> Work[profiling_rounds.ProfileResult | profiling_rounds.SubmittedProbes]:
+) -> Work[profiling.ProfileResult | profiling.SubmittedProbes]:
     call = submission.call
-    return profiling_rounds.run_profile(
+    return profiling.run_profile(
         call.runs, submission.dependencies, submission.wait_policy, file=call.file, largest=largest
     )
 

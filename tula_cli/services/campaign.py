@@ -30,8 +30,7 @@ from tula_cli.models.choice.campaign import (
     sum_costs,
 )
 from tula_cli.models.choice.campaign_of_jobs import JobsPlan, JobTrainings, Target, plan_jobs
-from tula_cli.models.choice.candidates import Candidates
-from tula_cli.models.choice.columns import Floats
+from tula_cli.models.choice.candidates import Candidates, Floats
 from tula_cli.query import Query
 from tula_cli.run.directory import Run
 from tula_cli.run.files import read_record, write_atomic

@@ -10,10 +10,10 @@ from tula_cli.cluster.slurm.first_job import inspect_if_possible, inspect_with_s
 from tula_cli.cluster.slurm.sbatch import check_setup_files, warn_too_few_cpus
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible, OverBudget
-from tula_cli.models.choice.grid import LimitByNodes, get_highest_limit
+from tula_cli.models.choice.candidates import LimitByNodes, get_highest_limit
 from tula_cli.models.cost import MaxCost, compute_max_cost
 from tula_cli.run.directory import Run, RunDir
-from tula_cli.run.html_table import render_html
+from tula_cli.run.frames import render_html
 from tula_cli.run.job_runs import select_runs
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.services import messages
@@ -26,8 +26,15 @@ from tula_cli.services.job_warnings import (
 )
 from tula_cli.services.profile import UpperBoundPlan, compute_max_node_hours, plan_upper_bound
 from tula_cli.services.resume_test import describe_interruption_cost
-from tula_cli.services.search import ON_ALL_NODES, choose_probes, find_largest_local_batch
-from tula_cli.services.search_cost import Expectation, choose_strategy, estimate_search, list_measured_probes
+from tula_cli.services.search import (
+    ON_ALL_NODES,
+    Expectation,
+    choose_probes,
+    choose_strategy,
+    estimate_search,
+    find_largest_local_batch,
+    list_measured_probes,
+)
 from tula_cli.services.site_charges import add_site_billing
 from tula_cli.services.waiting import require_within_cap
 from tula_cli.spec.job import JobSpec, describe_training_method
@@ -301,7 +308,7 @@ def _check_cap(spec: JobSpec, node_hours: float, later: UpperBoundPlan | None) -
 def _check_stages(spec: JobSpec, inspection: Inspection | None) -> tuple[list[Diagnostic], list[Diagnostic]]:
     if spec.train.stages is None:
         return [], []
-    from tula_cli.models.ramp.stage_nodes import describe_unusable_stages  # numpy, which other jobs do not need
+    from tula_cli.models.ramp_costs import describe_unusable_stages  # numpy, which other jobs do not need
 
     return describe_unusable_stages(spec, dataset_size=inspection.dataset_size if inspection else None)
 

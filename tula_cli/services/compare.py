@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tula_cli.cluster.scripts.placeholders import get_learning_rate
+from tula_cli.cluster.scripts.start import get_learning_rate
 from tula_cli.cluster.slurm import first_job
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Problem, SpecError, require_positive

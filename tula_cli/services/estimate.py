@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from tula_cli.cluster.inspection import Inspect, inspect
 from tula_cli.cluster.slurm.first_job import inspect_with_stored
 from tula_cli.errors import Infeasible, JobFailed, SpecError
-from tula_cli.models.choice.grid import list_batches
-from tula_cli.models.memory import memory
-from tula_cli.models.memory.host_memory import DataMemory, estimate_data_memory
-from tula_cli.models.memory.memory import MemoryModel
+from tula_cli.models import memory
+from tula_cli.models.choice.candidates import list_batches
+from tula_cli.models.memory import DataMemory, MemoryModel, estimate_data_memory
 from tula_cli.models.observations import describe_mixed_hardware, find_capacity
 from tula_cli.run.directory import Run
 from tula_cli.run.job_runs import select_runs

@@ -1,5 +1,6 @@
-"""`tula profile`: find the missing probes and their maximum cost, and submit them."""
+"""`tula profile`: find the missing probes and their maximum cost, submit them in rounds over all node types, and wait."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,26 +10,45 @@ from typing import Any
 from tula_cli.cluster.inspection import NotInspectable
 from tula_cli.cluster.launcher import Launcher, list_attachable_jobs, list_unfinished_jobs, lock_submission, submit_task
 from tula_cli.cluster.slurm import first_job
-from tula_cli.errors import BadMeasurements, JobFailed, OutOfMemoryAtMinimum
+from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum, SpecError, TulaError
 from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.models.cost import MaxCost, compute_max_cost
+from tula_cli.models.largest_batch import BatchBracket
+from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT
 from tula_cli.run.code import choose_code, take_snapshot
-from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.directory import Run, RunDir, require_current_format
 from tula_cli.run.imports import Source
+from tula_cli.run.job_runs import save_runs
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-from tula_cli.run.records.tasks import MeasuringTask, ProbeTask, make_probe_id
+from tula_cli.run.records.results import JobFile
+from tula_cli.run.records.tasks import BatchBounds, MeasuringTask, ProbeTask, make_probe_id
+from tula_cli.services import messages
+from tula_cli.services.events import Note, ProfilePlanned, WarningEvent, Work
 from tula_cli.services.search import (
     Round,
     choose_next_round,
     choose_probes,
+    choose_strategy,
     find_largest_local_batch,
     group_probes_by_nodes,
     list_feasible_candidates,
 )
-from tula_cli.services.search_cost import choose_strategy
+from tula_cli.services.site_charges import bill_run_by_site, warn_balance_for_probes
 from tula_cli.services.status import count_notes
+from tula_cli.services.waiting import (
+    Dependencies,
+    DetachedJobs,
+    WaitPolicy,
+    make_interruption_of_jobs,
+    require_confirmed,
+    require_within_cap,
+    wait_for_jobs,
+    warn_new_jobs,
+)
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.sections import LEAST_STEPS, MEMORY_MARGIN
+from tula_cli.words import describe_part, format_count
 
 MAX_EXIT_SECONDS = 60.0
 """How long to wait for a job to exit that has all its results."""
@@ -154,7 +174,7 @@ def _collect_adaptive_inputs(run: Run, results_by_id: Known) -> dict[str, Any]:
     """Return the inputs of an adaptive search other than probes, as arguments of `choose_next_round`."""
     if not run.exists:
         return {}
-    from tula_cli.services.recommendation.measurements import (
+    from tula_cli.services.measurements import (
         CachedTrainings,
         list_observations_from_trainings,
         read_measurements_of_other_sizes,
@@ -337,3 +357,459 @@ def plan_upper_bound(spec: JobSpec, *, why: NotInspectable | None) -> UpperBound
         cap=cap,
         adaptive=search.strategy in ("auto", "adaptive"),
     )
+
+
+TRIAL_SECONDS = 10.0
+"""Longest warm-up and longest timing of a trial, in seconds: with its other measurements it takes about a minute at most."""
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """The largest batch that has fitted on one number of nodes. Batches are in samples, memory in bytes of one GPU."""
+
+    nodes: int
+    gpus_per_node: int
+    batch: int  # global
+    local_batch: int  # of one GPU; it ran
+    too_large: int | None  # the smallest local batch above it that did not fit; None if none was tried
+    limit: int  # largest local batch of the search: that of the dataset or of search.max_batch
+    capacity: int | None  # None if unknown
+    headroom: float | None  # share of the capacity that the largest local batch leaves free
+    margin: float  # share of the capacity that tula keeps free in a training
+    local_batch_with_margin: int | None  # largest local batch that leaves the margin free; None if unknown
+    finished: bool  # whether the search is over; else the same command continues it
+    measured: tuple[Measured, ...]  # on these nodes
+    out_of_memory: tuple[OutOfMemory, ...]
+    failed: tuple[Failed, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the search is over."""
+        return self.finished
+
+
+def get_search_nodes(spec: JobSpec) -> int:
+    """Return the number of nodes on which the largest batch is searched: the fewest of search.nodes."""
+    return min(spec.search.nodes)
+
+
+def make_largest_batch_bounds(spec: JobSpec, inspection: Inspection) -> BatchBounds:
+    """Return the bounds of the search.
+
+    Raises:
+        SpecError: the ranks run on CPUs without a memory limit, so that no batch would fail.
+        Infeasible: the dataset or search.max_batch does not allow one sample per GPU and micro-batch.
+    """
+    cluster, step = spec.cluster, spec.train.accumulate
+    if cluster.memory_per_gpu is None and not cluster.backend.may_have_gpu(cluster.device, here=inspection.device):
+        raise SpecError(
+            "the largest batch is unlimited: the job runs on CPUs, whose processes have no memory limit",
+            "set cluster.memory_per_gpu, for example to 16GiB",
+        )
+    ranks = get_search_nodes(spec) * cluster.gpus_per_node
+    largest = min(inspection.dataset_size, spec.search.max_batch or inspection.dataset_size)
+    limit = largest // (ranks * step) * step
+    if not limit:
+        raise Infeasible(
+            f"a batch of at most {largest} is not divisible by {ranks} GPUs x {step} accumulation steps",
+            "search fewer nodes",
+        )
+    return BatchBounds(
+        limit=limit,
+        start=min(limit, max(1, spec.search.min_batch // (ranks * step)) * step),
+        capacity=inspection.capacity or cluster.memory_per_gpu,
+        footprints=inspection.footprints,
+    )
+
+
+def plan_largest_batch_search(run: Run, inspection: Inspection) -> ProfilePlan:
+    """Return the job that searches for the largest batch, from its next trial; without tasks if that is known.
+
+    Raises:
+        SpecError, Infeasible: as of `make_largest_batch_bounds`; or a file of the user's code cannot be read.
+    """
+    spec, nodes, bounds = run.spec, get_search_nodes(run.spec), make_largest_batch_bounds(run.spec, inspection)
+    source = choose_code(run, spec, Path.cwd(), keep=True)
+    done = [result for result in run.read_results() if result.nodes == nodes and not isinstance(result, Failed)]
+    trial = BatchBracket.from_results(spec, nodes, bounds, done).choose_next_trial()
+    seconds, steps = min(spec.search.max_seconds, TRIAL_SECONDS), min(spec.search.min_steps, LEAST_STEPS)
+    short = {"max_seconds": seconds, "min_seconds": min(spec.search.min_seconds, seconds), "min_steps": steps}
+    job = f"largest-n{nodes:03d}"
+    task = ProbeTask(
+        id=job,
+        job=job,
+        spec=spec.model_copy(update={"search": spec.search.model_copy(update=short)}),
+        workdir=str(source.workdir),
+        nodes=nodes,
+        local_batches=() if trial is None else (trial,),
+        bounds=bounds,
+    )
+    tasks = () if trial is None else (task,)
+    node_hours = compute_max_node_hours(spec, [task.nodes for task in tasks])
+    return ProfilePlan(
+        **vars(compute_max_cost(spec, node_hours, inspection.capacity)),
+        tasks=tasks,
+        total=len(done) + len(tasks),
+        done=len(done),
+        minutes_at_most=len(tasks) * spec.measuring_minutes(),
+        code=source,
+    )
+
+
+def make_largest_batch(run: Run, inspection: Inspection, plan: ProfilePlan) -> LargestBatch:
+    """Return the largest batch known so far.
+
+    Raises:
+        OutOfMemoryAtMinimum: not even the smallest batch fits.
+        JobFailed, BadMeasurements: as of `make_profile_report`.
+    """
+    spec, nodes = run.spec, get_search_nodes(run.spec)
+    report = make_profile_report(run, plan)
+    bracket = BatchBracket.from_results(spec, nodes, make_largest_batch_bounds(spec, inspection), run.read_results())
+    if not bracket.fitting:
+        raise OutOfMemoryAtMinimum(
+            f"out of memory at local batch {bracket.failing} on {format_count(nodes)}",
+            LESS_MEMORY if spec.script is None else LESS_MEMORY_FOR_SCRIPT,
+        )
+    return LargestBatch(
+        nodes=nodes,
+        gpus_per_node=spec.cluster.gpus_per_node,
+        batch=bracket.fitting * nodes * spec.cluster.gpus_per_node,
+        local_batch=bracket.fitting,
+        too_large=bracket.failing,
+        limit=bracket.bounds.limit,
+        capacity=bracket.capacity,
+        headroom=bracket.compute_headroom(),
+        margin=MEMORY_MARGIN,
+        local_batch_with_margin=bracket.estimate_largest(margin=MEMORY_MARGIN),
+        finished=bracket.choose_next_trial() is None,
+        measured=tuple(result for result in report.measured if result.nodes == nodes),
+        out_of_memory=tuple(result for result in report.out_of_memory if result.nodes == nodes),
+        failed=tuple(result for result in report.failed if result.nodes == nodes),
+    )
+
+
+Plans = Sequence[tuple[Run, ProfilePlan]]
+
+
+@dataclass(frozen=True)
+class ProfileResult:
+    """The measurements of each variant (node type); the key is None for a job without variants."""
+
+    reports: Mapping[str | None, ProfileReport | LargestBatch]
+    partial: bool  # a probe failed or has no result, or a type has none at all
+
+
+@dataclass(frozen=True)
+class SubmittedProbes(DetachedJobs):
+    """Submitted probes that are not waited for, and the plans that they belong to."""
+
+    plans: Mapping[str | None, ProfilePlan]
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The job scripts for one node type, as text."""
+
+    plan: ProfilePlan | UpperBoundPlan
+    scripts: tuple[str, ...]
+
+
+Inspections = Mapping[str | None, Inspection]
+"""Inspections of the model and the dataset, by the name of a variant."""
+
+
+def plan_variants(
+    runs: Sequence[Run], inspections: Inspections, *, again: bool = True, largest: bool = False
+) -> Work[list[tuple[Run, ProfilePlan]]]:
+    """Return the probes to measure for each variant; yield a warning for one that has none, if another can be trained.
+
+    Args:
+        runs: the run of each variant, which need not exist yet.
+        inspections: inspection of each variant.
+        again: whether failed probes are measured again.
+        largest: whether to search for the largest batch; each trial follows from the one before.
+
+    Raises:
+        Infeasible: no variant that can be trained has a feasible configuration.
+    """
+    planned: list[tuple[Run, ProfilePlan]] = []
+    errors = []
+    rounds = any(run.spec.search.strategy in ("auto", "adaptive") for run in runs)
+    spent = {run.name: count_measured_node_hours(run) if rounds else 0.0 for run in runs}
+    for run in runs:
+        elsewhere = sum(spent.values()) - spent[run.name] + sum(plan.node_hours_at_most for _, plan in planned)
+        inspection = inspections[run.name]
+        for text in inspection.warnings:
+            yield WarningEvent(messages.inspection_warning(text=text))
+        try:
+            plan = (
+                plan_largest_batch_search(run, inspection)
+                if largest
+                else plan_probes(run, inspection, elsewhere=elsewhere, again=again)
+            )
+            planned.append((run, plan))
+        except Infeasible as error:
+            errors.append((run.name, error))
+    if not planned:
+        raise errors[0][1]
+    for name, infeasible in errors:
+        if name is not None:
+            yield WarningEvent(messages.part_left_out(part=describe_part(name), reason=infeasible.message))
+    yield from (WarningEvent(warning) for _, plan in planned for warning in plan.code.warnings)
+    return planned
+
+
+def inspect_variant(run: Run, dependencies: Dependencies) -> Inspection | NotInspectable:
+    """Return a stored or new inspection of a variant, or the error; as of `inspect_if_possible`."""
+    return first_job.inspect_if_possible(run.spec, first_job.inspect_with_stored(dependencies.inspect, run))
+
+
+def _plan_first_jobs(
+    runs: Sequence[Run], inspections: Mapping[str | None, Inspection | NotInspectable]
+) -> dict[str | None, UpperBoundPlan]:
+    """Return the plan of each variant of a job of which some model and dataset must first be inspected on a node."""
+    failures = {name: inspection for name, inspection in inspections.items() if isinstance(inspection, NotInspectable)}
+    return {run.name: plan_upper_bound(run.spec, why=failures.get(run.name)) for run in runs}
+
+
+def make_dry_run(
+    runs: Sequence[Run], dependencies: Dependencies, *, largest: bool = False
+) -> Work[dict[str | None, DryRun]]:
+    """Return the jobs that would be submitted on each node type; nothing is written.
+
+    Args:
+        runs, dependencies, largest: as of `run_profile`.
+
+    Raises:
+        Infeasible: no configuration is feasible.
+    """
+    variants = _prepare_runs(runs)
+    inspections = {variant.name: inspect_variant(variant, dependencies) for variant in variants}
+    settled = {
+        name: inspection for name, inspection in inspections.items() if not isinstance(inspection, NotInspectable)
+    }
+    if len(settled) < len(inspections):
+        planned = _plan_first_jobs(variants, inspections)
+        scripts = {
+            variant.name: ()
+            if variant.name in settled
+            else (first_job.render_inspection_script(variant, variant.spec),)
+            for variant in variants
+        }
+        return {name: DryRun(plan, scripts[name]) for name, plan in planned.items()}
+    dry_runs = {}
+    for variant, plan in (yield from plan_variants(variants, settled, largest=largest)):
+        launcher = dependencies.launcher_for(variant.spec)
+        dry_runs[variant.name] = DryRun(plan, tuple(launcher.script(variant, task) for task in plan.tasks))
+    return dry_runs
+
+
+def _prepare_runs(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs to measure, with the billing of their site, after checking that jobs may be submitted in them."""
+    for run in runs:
+        require_current_format(run.path)
+    return [bill_run_by_site(run) for run in runs]
+
+
+def run_profile(
+    runs: Sequence[Run],
+    dependencies: Dependencies,
+    wait_policy: WaitPolicy,
+    *,
+    file: JobFile | None = None,
+    largest: bool = False,
+) -> Work[ProfileResult | SubmittedProbes]:
+    """Measure the missing probes, round after round; jobs that are already running are attached to.
+
+    Args:
+        runs: the runs of a job, which need not exist yet.
+        dependencies: launcher, inspection, and the confirmation that is requested before jobs are submitted.
+        wait_policy: whether and how long to wait.
+        file: the file that the spec comes from.
+        largest: search for the largest batch that fits, on the fewest nodes, instead of the probes of the search.
+
+    Raises:
+        OtherFormat: the run has an older format.
+        Infeasible: no configuration is feasible.
+        OverBudget: the search exceeds search.max_node_hours, or was not confirmed.
+        Pending: the timeout has passed.
+        Interruption: Ctrl-C; the jobs continue to run.
+        JobFailed, OutOfMemoryAtMinimum, BadMeasurements: nothing was measured.
+        SchedulerError: the scheduler refused a job.
+    """
+    runs = _prepare_runs(runs)
+    return (yield from _Profiling(runs, dependencies, wait_policy, file, largest).work())
+
+
+@dataclass
+class _SubmittedRun:
+    """The jobs that measure one variant of a job."""
+
+    run: Run
+    plan: ProfilePlan
+    launcher: Launcher
+    started: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.under_way = list_unfinished_jobs(self.run, self.launcher, list(self.plan.jobs))
+
+    @property
+    def has_missing(self) -> bool:
+        """Whether some of the jobs are still to be submitted."""
+        return len(self.under_way) < len(self.plan.jobs)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the results may lead to a further round."""
+        return self.plan.in_rounds and is_measured(self.run, self.plan)
+
+
+@dataclass
+class _Profiling:
+    """The state of one call of `run_profile`."""
+
+    runs: Sequence[Run]
+    dependencies: Dependencies
+    wait_policy: WaitPolicy
+    file: JobFile | None
+    largest: bool
+    confirmed: bool = False
+    is_started: bool = False  # the plan of the search was shown, and its first round submitted
+    first_jobs: float = 0.0  # node-hours that building the model and the dataset on nodes has taken
+
+    @property
+    def cap(self) -> float | None:
+        """Maximum node-hours of all runs together."""
+        return self.runs[0].spec.search.max_node_hours
+
+    def _inspect_variants(self, deadline: float | None) -> Work[Inspections]:
+        """Inspect the model and the dataset: here or, if that is not possible, on a node after confirmation."""
+        results = {run.name: inspect_variant(run, self.dependencies) for run in self.runs}
+        inspections = {
+            name: inspection for name, inspection in results.items() if not isinstance(inspection, NotInspectable)
+        }
+        elsewhere = [run for run in self.runs if run.name not in inspections]
+        if not elsewhere:
+            return inspections
+        for run in elsewhere:
+            self.dependencies.launcher_for(run.spec)  # says so where nothing can be submitted from here
+        plans = _plan_first_jobs(self.runs, results)
+        planned_event = ProfilePlanned(plans, self.cap)
+        yield planned_event
+        require_within_cap([], self.cap, first_jobs=sum(plan.first_job_node_hours for plan in plans.values()))
+        require_confirmed(self.dependencies.confirm, planned_event)
+        self.confirmed = True
+        save_runs(elsewhere, self.file)
+        for run in elsewhere:
+            inspections[run.name] = first_job.inspect_on_node(run, run.spec, timeout=self._remaining_seconds(deadline))
+            self.first_jobs += first_job.count_newest_node_hours(run)
+        return inspections
+
+    def _remaining_seconds(self, deadline: float | None) -> float | None:
+        """Return the seconds until the deadline, or None without a deadline."""
+        return None if deadline is None else max(0.0, deadline - self.wait_policy.clock())
+
+    def work(self) -> Work[ProfileResult | SubmittedProbes]:
+        timeout, clock = self.wait_policy.timeout, self.wait_policy.clock
+        deadline = None if timeout is None else clock() + timeout
+        inspections = yield from self._inspect_variants(deadline)
+        stopped: set[str | None] = set()  # types whose last round ended without all its results
+        measures_failed_again = True  # what failed before; what fails now is left to the next call
+        while True:
+            planned = yield from plan_variants(
+                self.runs, inspections, again=measures_failed_again, largest=self.largest
+            )
+            missing = [(run, plan) for run, plan in planned if plan.missing and run.name not in stopped]
+            if not missing:
+                save_runs([run for run, _ in planned], self.file)
+                if not any(
+                    plan.certainty for _, plan in planned
+                ):  # the report says when a search in rounds is finished
+                    yield Note("all probes already have results")
+                break
+            jobs = yield from self._start(planned, missing)
+            if not all(self.wait_policy.should_wait(submitted.run.spec) for submitted in jobs):
+                return (yield from _list_submitted_probes(planned, jobs))
+            yield from self._wait(jobs, deadline)
+            measures_failed_again = False
+            unfinished = {submitted.run.name for submitted in jobs if submitted.may_go_on}
+            stopped |= {submitted.run.name for submitted in jobs} - unfinished
+            if not unfinished:
+                break
+        return (yield from self._collect_reports(planned, inspections))
+
+    def _collect_reports(self, planned: Plans, inspections: Inspections) -> Work[ProfileResult]:
+        """Return the measurements; a variant without any is a warning if another can be trained.
+
+        Raises:
+            TulaError: no variant that can be trained was measured.
+        """
+        reports: dict[str | None, ProfileReport | LargestBatch] = {}
+        errors: list[TulaError] = []
+        for run, plan in planned:
+            try:
+                reports[run.name] = (
+                    make_largest_batch(run, inspections[run.name], plan)
+                    if self.largest
+                    else make_profile_report(run, plan)
+                )
+            except (BadMeasurements, JobFailed, OutOfMemoryAtMinimum) as error:
+                errors.append(error)
+                if run.name is not None:
+                    yield WarningEvent(messages.part_failed(part=describe_part(run.name), reason=error.message))
+        if not reports:
+            raise errors[0]
+        return ProfileResult(reports, bool(errors) or any(not report.is_complete for report in reports.values()))
+
+    def _start(self, planned: Plans, missing: Plans) -> Work[list[_SubmittedRun]]:
+        """Submit a round, after confirmation if there are jobs to submit."""
+        for run, plan in missing:
+            wait_for_exits(run, self.dependencies.launcher_for(run.spec), plan)
+        jobs = [_SubmittedRun(run, plan, self.dependencies.launcher_for(run.spec)) for run, plan in missing]
+        if any(submitted.has_missing for submitted in jobs):
+            for run, plan in missing:
+                yield from map(WarningEvent, warn_balance_for_probes(run.spec, plan.node_hours_at_most))
+            planned_event = ProfilePlanned({run.name: plan for run, plan in planned}, self.cap, self.is_started)
+            yield planned_event
+            hours = [plan.node_hours_at_most for _, plan in planned]
+            require_within_cap(hours, self.cap, first_jobs=self.first_jobs)
+            if not self.confirmed:  # the rounds to come are within what was allowed
+                require_confirmed(self.dependencies.confirm, planned_event)
+            self.confirmed = self.is_started = True
+        save_runs([run for run, _ in planned], self.file)
+        self._submit(jobs)
+        return jobs
+
+    def _submit(self, jobs: Sequence[_SubmittedRun]) -> None:
+        """Submit the jobs of each variant.
+
+        Raises:
+            Interruption: Ctrl-C; submitted jobs continue to run.
+        """
+        try:
+            for submitted in jobs:
+                submitted.started = submit_probes(submitted.run, submitted.plan, submitted.launcher)
+        except KeyboardInterrupt:
+            raise make_interruption_of_jobs([submitted.run for submitted in jobs]) from None
+
+    def _wait(self, jobs: Sequence[_SubmittedRun], deadline: float | None) -> Work[None]:
+        """Wait until `deadline` for the jobs of one variant after another; all of them have been submitted."""
+        try:
+            for submitted in jobs:
+                if submitted.run.name is not None:
+                    yield Note(f"{describe_part(submitted.run.name)}:")
+                wait_policy = dataclasses.replace(self.wait_policy, timeout=self._remaining_seconds(deadline))
+                yield from wait_for_jobs(submitted.run, submitted.launcher, submitted.started, wait_policy)
+        except KeyboardInterrupt:
+            raise make_interruption_of_jobs([submitted.run for submitted in jobs]) from None
+
+
+def _list_submitted_probes(planned: Plans, jobs: Sequence[_SubmittedRun]) -> Work[SubmittedProbes]:
+    for submitted in jobs:
+        yield from warn_new_jobs(
+            submitted.run, submitted.launcher, submitted.started, submitted.under_way, submitted.run.spec
+        )
+    started = [job for submitted in jobs for job in submitted.run.name_jobs(submitted.started)]
+    unfinished = [job for submitted in jobs for job in submitted.run.name_jobs(submitted.under_way)]
+    return SubmittedProbes(tuple(started), tuple(unfinished), {run.name: plan for run, plan in planned})

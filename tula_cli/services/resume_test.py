@@ -9,10 +9,9 @@ from tula_cli import words
 from tula_cli.cluster.launcher import Launcher, list_attachable_jobs, lock_submission, submit_task
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import CannotResume, JobFailed, OverBudget, ResumeUntested, SpecError
-from tula_cli.models.interruptions import find_checkpoint_schedule
+from tula_cli.models.cost import find_checkpoint_schedule
 from tula_cli.run.code import choose_code, take_snapshot
-from tula_cli.run.directory import Run, RunDir
-from tula_cli.run.format import require_current_format
+from tula_cli.run.directory import Run, RunDir, require_current_format
 from tula_cli.run.imports import Source
 from tula_cli.run.job_runs import get_only_run, save_runs
 from tula_cli.run.records.probes import Measured
@@ -31,8 +30,7 @@ from tula_cli.services.waiting import (
     wait_for_jobs,
 )
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.scripts.placeholders import find_placeholders
-from tula_cli.spec.scripts.script import Resume
+from tula_cli.spec.scripts.script import Resume, find_placeholders
 from tula_cli.spec.signature import compute_resume_test_signature
 
 # --- The test

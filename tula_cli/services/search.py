@@ -1,7 +1,7 @@
 """Choose the configurations to measure: full and partial search of the paper (III-A-2), a sweep in between, or rounds.
 
 A probe is a number of nodes and a local batch. All local batches of one number of nodes are measured in one job, in
-ascending order.
+ascending order. The expected duration of a search suggests the strategy.
 """
 
 import math
@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tula_cli.errors import BadMeasurements, Infeasible
-from tula_cli.models.choice.grid import Config, LimitByNodes, get_highest_limit, list_candidates
+from tula_cli.models.choice.candidates import Config, LimitByNodes, get_highest_limit, list_candidates
+from tula_cli.models.cost import count_work
 from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT, find_smallest_ruled_out
+from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from tula_cli.models.choice.adaptive import Candidate
     from tula_cli.models.estimator import Estimator
     from tula_cli.models.observations import OtherSizes
-
 REGRET_TOLERANCE = 0.01
 """Expected regret at which search.strategy `adaptive` stops, as a share of time or cost."""
 _MAX_WEIGHED = 100
@@ -38,7 +39,7 @@ ByNodes = Mapping[int, Sequence[int]]
 def choose_probes(spec: JobSpec, *, dataset_size: int, max_local_batch: LimitByNodes) -> dict[int, tuple[int, ...]]:
     """Return the probes of the spec's strategy: a map from number of nodes to ascending local batches.
 
-    For `adaptive` they are the first round, for `auto` a sweep (`search_cost.choose_strategy` decides between them). A
+    For `adaptive` they are the first round, for `auto` a sweep (`choose_strategy` decides between them). A
     job that is measured in addition to another one (`JobSpec.measured_with_fewer_gpus`) takes two batches on the
     fewest nodes. Numbers of nodes without a feasible batch are left out.
 
@@ -104,7 +105,7 @@ def choose_next_round(
     from tula_cli.models.choice import adaptive
     from tula_cli.models.estimator import Estimator  # numpy and more: of no use to the other strategies
     from tula_cli.models.observations import OtherSizes
-    from tula_cli.models.time.formulas import may_hide_nothing
+    from tula_cli.models.time.step_time import may_hide_nothing
     from tula_cli.models.time.stragglers import choose_priors_of_job
 
     candidates = list_feasible_candidates(
@@ -169,7 +170,7 @@ def _select_weighed(estimator: "Estimator", fitting: Set[Config]) -> tuple[Predi
     """
     import numpy as np
 
-    from tula_cli.models.choice.columns import to_configs
+    from tula_cli.models.choice.candidates import to_configs
     from tula_cli.models.choice.objective import find_best_few
 
     rows = estimator.estimate(*estimator.find_known_configurations()).ordered()
@@ -229,7 +230,7 @@ def find_largest_local_batch(spec: JobSpec, inspection: Inspection) -> LimitByNo
     """
     if inspection.capacity is None or not inspection.footprints:
         return None
-    from tula_cli.models.memory import memory
+    from tula_cli.models import memory
 
     model = memory.fit_memory_model(inspection.footprints, accumulate=spec.train.accumulate, sharded=spec.train.sharded)
     capacity, margin, gpus = inspection.capacity, MEMORY_MARGIN, spec.cluster.gpus_per_node
@@ -340,3 +341,135 @@ STRATEGIES: Mapping[str, Callable[[ByNodes], dict[int, set[int]]]] = {
 
 ON_ALL_NODES = ("full", "sweep")
 """Strategies that measure on every number of nodes with a feasible batch, except for jobs measured in addition."""
+
+# --- Expected cost of profiling
+
+ASSUMED_STEP = 0.1
+"""Seconds per step that are assumed if no probe has measured any."""
+ASSUMED_START = 20.0
+"""Seconds from the start of a job to its first step that are assumed if no probe has measured any."""
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """The duration and node-hours of all probes of a search."""
+
+    hours: float  # one job after the other
+    node_hours: float
+    probes: int  # whose step times it follows from; 0: from `ASSUMED_STEP`
+
+    @property
+    def basis(self) -> str:
+        """Return a description of the step times that the expectation is based on."""
+        if not self.probes:
+            return f"(assuming {ASSUMED_STEP:g} s per step)"
+        return (
+            "(from the step time of 1 probe)" if self.probes == 1 else f"(from the step times of {self.probes} probes)"
+        )
+
+
+def estimate_search(
+    spec: JobSpec, jobs: Sequence[tuple[int, Sequence[int]]], probes: Sequence[Measured]
+) -> Expectation:
+    """Return the expected duration and node-hours of a search.
+
+    Args:
+        spec: the job.
+        jobs: nodes and local batches of each job of the search.
+        probes: probes of the job, which measure the time of a step; a batch without a probe takes that of the nearest
+            probed batch. Without probes, durations are assumed.
+    """
+    start = statistics.median(probe.overheads.startup for probe in probes) if probes else ASSUMED_START
+    most = 60 * spec.search.max_minutes
+    seconds = [
+        min(most, start + sum(_estimate_probe_seconds(spec, probes, local) for local in batches)) for _, batches in jobs
+    ]
+    node_seconds = sum(nodes * seconds_of_job for (nodes, _), seconds_of_job in zip(jobs, seconds, strict=True))
+    return Expectation(sum(seconds) / 3600, node_seconds / 3600, len(probes))
+
+
+def find_nearest_step_time(probes: Sequence[Measured], local_batch: int) -> float | None:
+    """Return the median step time, in seconds, of the probe nearest to a local batch; None if there are no probes."""
+    return statistics.median(_find_nearest_probe(probes, local_batch).step_times) if probes else None
+
+
+def list_measured_probes(run: RunDir | None) -> list[Measured]:
+    """Return the successful probes of a run, which need not exist yet."""
+    return [] if run is None or not run.exists else [r for r in run.read_results() if isinstance(r, Measured)]
+
+
+def _estimate_probe_seconds(spec: JobSpec, probes: Sequence[Measured], local_batch: int) -> float:
+    step = find_nearest_step_time(probes, local_batch)
+    return spec.search.estimate_probe_seconds(ASSUMED_STEP if step is None else step)
+
+
+def _find_nearest_probe(probes: Sequence[Measured], local_batch: int) -> Measured:
+    return min(probes, key=lambda probe: max(probe.local_batch, local_batch) / min(probe.local_batch, local_batch))
+
+
+# --- The strategy of a search
+
+MAX_SWEEP_SHARE = 0.01
+"""Share of the training's node-hours up to which `search.strategy: auto` is a sweep.
+
+A sweep takes about this share of a training of ten hours. Its cost hardly matters then, it waits in the queue only
+once, and it chooses better under a bound on the batch (benchmarks/replay/replay_worth.py).
+"""
+
+
+def choose_strategy(spec: JobSpec, *, dataset_size: int, largest: LimitByNodes, run: RunDir | None) -> JobSpec:
+    """Return the job with `search.strategy: auto` replaced by a strategy.
+
+    The strategy that the run has started with is kept; otherwise it depends on the cost of a sweep relative to the
+    training.
+
+    Args:
+        spec: the job; a strategy other than auto is kept.
+        dataset_size: training samples.
+        largest: the largest local batch that fits one GPU.
+        run: the run of the job, which need not exist yet.
+    """
+    if spec.search.strategy != "auto":
+        return spec
+    tasks = run.read().probe_tasks if run is not None and run.exists else []
+    begun_strategies = [task.spec.search.strategy for task in tasks]
+    begun_strategies = [name for name in begun_strategies if name in ("sweep", "adaptive")]
+    if begun_strategies:
+        return _set_search_strategy(spec, begun_strategies[-1])
+    share = _estimate_sweep_share(spec, list_measured_probes(run), dataset_size, largest)
+    return _set_search_strategy(spec, "sweep" if share is None or share <= MAX_SWEEP_SHARE else "adaptive")
+
+
+def _estimate_sweep_share(
+    spec: JobSpec, probes: Sequence[Measured], dataset_size: int, largest: LimitByNodes
+) -> float | None:
+    """Return the node-hours of a sweep as a share of those of a training's steps; None if nothing can be searched.
+
+    The training has the fewest nodes, and the largest batch that is feasible there.
+    """
+    try:
+        full, sweep = (
+            choose_probes(_set_search_strategy(spec, name), dataset_size=dataset_size, max_local_batch=largest)
+            for name in ("full", "sweep")
+        )
+    except Infeasible:
+        return None
+    fewest, gpus = min(full), spec.cluster.gpus_per_node
+    local_batch = full[fewest][-1]
+    todo = count_work(
+        spec,
+        batch=local_batch * fewest * gpus,
+        world=fewest * gpus,
+        dataset_size=dataset_size,
+        eval_size=None,
+        eval_batch_size=None,
+    )
+    if not todo.steps:
+        return None
+    step = find_nearest_step_time(probes, local_batch) or ASSUMED_STEP
+    node_hours = fewest * todo.epochs * todo.steps * step / 3600
+    return float(estimate_search(spec, list(sweep.items()), probes).node_hours / node_hours)
+
+
+def _set_search_strategy(spec: JobSpec, strategy: str) -> JobSpec:
+    return spec.model_copy(update={"search": spec.search.model_copy(update={"strategy": strategy})})

@@ -14,10 +14,10 @@ from tula_cli.cluster.slurm import first_job
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible, SchedulerError, SpecError, require_positive
 from tula_cli.models import moldable, self_tuning
-from tula_cli.models.choice.grid import check_divides, list_batches
+from tula_cli.models.choice.candidates import check_divides, list_batches
 from tula_cli.models.cost import describe_price
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.ramp.stage_nodes import (
+from tula_cli.models.ramp_costs import (
     check_stages,
     choose_stage_objective_of,
     compute_batch_divisor,
@@ -25,8 +25,7 @@ from tula_cli.models.ramp.stage_nodes import (
 )
 from tula_cli.options import NodeRange, TrainRequest, parse_nodes
 from tula_cli.run.code import choose_code, get_user_code, take_snapshot
-from tula_cli.run.directory import Run, RunDir
-from tula_cli.run.format import require_current_format
+from tula_cli.run.directory import Run, RunDir, require_current_format
 from tula_cli.run.imports import Source, add_weights_digest
 from tula_cli.run.job_runs import compare_jobs, find_chosen_run, save_runs, select_runs
 from tula_cli.run.records.base import Market
@@ -38,7 +37,7 @@ from tula_cli.run.records.results import JobFile, Summary
 from tula_cli.run.records.tasks import JobSize, Rung, TrainTask
 from tula_cli.services import messages, resume_test
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
-from tula_cli.services.recommendation.measurements import (
+from tula_cli.services.measurements import (
     fit_estimator_of_recommendation,
     plan_stages,
 )

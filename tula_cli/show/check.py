@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tula_cli.services.init import FromCommand
     from tula_cli.services.nodes import ClusterCheck
     from tula_cli.services.resume_test import ResumeFinding
-    from tula_cli.services.search_cost import Expectation
+    from tula_cli.services.search import Expectation
 
 _MAX_CHANGES_SHOWN = 6  # of an edited job, that are spelled out
 

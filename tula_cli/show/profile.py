@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-    from tula_cli.services.largest_batch import LargestBatch
-    from tula_cli.services.profile import ProfilePlan, ProfileReport, UpperBoundPlan
-    from tula_cli.services.profiling_rounds import DryRun
+    from tula_cli.services.profile import DryRun, LargestBatch, ProfilePlan, ProfileReport, UpperBoundPlan
 
 
 def render_all_types(plans: "Sequence[ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:

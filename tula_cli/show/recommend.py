@@ -287,7 +287,7 @@ def _select_rows(recommendation: "Recommendation") -> list[dict[str, "Prediction
 
     Otherwise the choice and runners-up come first, then the Pareto front, then measured configurations.
     """
-    from tula_cli.services.recommendation.files import MAX_ROWS_LISTED  # and numpy, which no look has time for
+    from tula_cli.services.recommend import MAX_ROWS_LISTED  # and numpy, which no look has time for
 
     configs = _group_by_config(recommendation.rows)
     if len(configs) <= MAX_ROWS_LISTED and _describe_total(recommendation) <= MAX_ROWS_LISTED:

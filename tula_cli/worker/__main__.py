@@ -102,7 +102,7 @@ def run_task(task: Task, run: RunDir, attempt: int) -> None:
     from tula_cli.worker.entry import run_training
     from tula_cli.worker.measure.node_report import check_nodes
     from tula_cli.worker.measure.probe import run_probes
-    from tula_cli.worker.train.evaluate_checkpoint import evaluate_checkpoint
+    from tula_cli.worker.train.evaluation import evaluate_checkpoint
 
     if isinstance(task, CheckTask):
         check_nodes(task, run, attempt=attempt)

@@ -22,8 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from tula_cli.errors import JobFailed
 from tula_cli.host import network
 from tula_cli.host.machine import read_cpu_quota
-from tula_cli.run.file_changes import is_listed
-from tula_cli.run.files import write_atomic
+from tula_cli.run.files import is_listed, write_atomic
 from tula_cli.spec.resources import Cluster
 from tula_cli.worker import nccl
 from tula_cli.worker.device import choose_device, set_current_gpu

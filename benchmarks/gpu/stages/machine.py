@@ -137,7 +137,7 @@ def write_images(folder: Path, *, count: int, side: int) -> None:
 
 def loaded_a_second(folder: Path, workers: int, *, crop: int, least: float) -> float:
     """Return the images a second of the product's loader, for at least so many seconds after its first batches."""
-    from tula_cli.models.ramp.stages import Ramp
+    from tula_cli.models.ramp import Ramp
     from tula_cli.spec.job import JobSpec
     from tula_cli.worker.build.data import MicroBatchSampler, Position, build_datasets, build_train_loader
 

@@ -15,8 +15,8 @@ from gpu.rig import CARD_MODELS, SHORT, job
 from gpu.stage import Stage, share
 from gpu.trials import RESOLUTION, TrialFailed, Trials, largest
 from tula_cli.cluster.inspection import inspect
-from tula_cli.models.memory import memory as memory_model
-from tula_cli.models.memory.memory import MemoryModel
+from tula_cli.models import memory as memory_model
+from tula_cli.models.memory import MemoryModel
 from tula_cli.run.files import write_atomic
 from tula_cli.run.records.base import Footprint
 from tula_cli.spec.job import JobSpec

@@ -14,7 +14,7 @@ import pytest
 from tula_cli.cluster import directory_watcher as lookouts
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.directory_watcher import ChangeWatcher
-from tula_cli.run import file_changes
+from tula_cli.run import files
 from tula_cli.run.directory import RunDir
 
 HELPERS = Path(__file__).parents[2] / "helpers"
@@ -93,7 +93,7 @@ def test_a_supervisor_reads_where_something_is_new_and_always_where_no_news_is_w
         monkeypatch.setattr(lookouts, name, value)
     monkeypatch.setattr(lookouts, "READ_WITHOUT_NEWS", (600.0, 600.0))
     run = RunDir.create(tmp_path, make_runs.spec())
-    file_changes.prepare_folders(run.path)
+    files.prepare_folders(run.path)
     watcher = ChangeWatcher(run.path, Allocation(1, 2, 1, str(tmp_path), nodes=1))
     assert watcher.is_due()
     assert not watcher.is_due(), "nothing is new"

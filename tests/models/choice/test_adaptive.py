@@ -5,7 +5,7 @@ import pytest
 
 from tula_cli.models.choice import adaptive
 from tula_cli.models.choice.adaptive import Candidate, Proposal, choose_first_probes, describe_regrets, propose
-from tula_cli.models.time.steptime import Observation, StepTimeFit, fit_step_time
+from tula_cli.models.time.step_time import Observation, StepTimeFit, fit_step_time
 
 SAMPLES = 1e8  # of one training
 START = 30.0  # seconds

@@ -1,6 +1,6 @@
 import numpy as np
 
-from tula_cli.models.choice.columns import compute_by_value, compute_ratios, find_nearest
+from tula_cli.models.choice.candidates import compute_by_value, compute_ratios, find_nearest
 
 
 def test_of_equally_near_ones_the_next_distance_decides_then_the_order() -> None:

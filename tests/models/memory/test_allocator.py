@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_cli.models.memory.allocator import (
+from tula_cli.models.allocator import (
     CachingAllocator,
     NoDeviceMemory,
     compute_peak_without_allocator,

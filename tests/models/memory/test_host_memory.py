@@ -2,7 +2,7 @@
 
 import pytest
 
-from tula_cli.models.memory.host_memory import count_max_ready_batches, estimate_data_memory
+from tula_cli.models.memory import count_max_ready_batches, estimate_data_memory
 
 MB = 2**20
 

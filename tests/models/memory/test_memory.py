@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from make_results import MIB, Truth, footprint, measured, of_a_script
 
 from tula_cli.errors import BadMeasurements
-from tula_cli.models.memory.memory import fit_memory_model
+from tula_cli.models.memory import fit_memory_model
 from tula_cli.run.records.base import Components, Footprint, ModelStates, PeakMemory
 from tula_cli.run.records.probes import Measured
 

@@ -10,16 +10,17 @@ from make_results import Truth, probe_all
 from make_results import spec as measured_spec
 from read_diagnostics import codes
 
-from tula_cli.models.choice.grid import Config
+from tula_cli.models.choice.candidates import Config
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.ramp.by_noise import (
+from tula_cli.models.ramp import (
     GROWTH,
     NoisePath,
+    Ramp,
     add_stage_epochs,
+    build_ramp,
     describe_stages,
     plan_stages_by_noise,
 )
-from tula_cli.models.ramp.stages import Ramp, build_ramp
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.spec.load import validate
 from tula_cli.spec.sections import MIN_STAGE_SHARE

@@ -12,10 +12,10 @@ from make_results import Truth, probe_all
 from make_results import spec as searched
 
 from tula_cli.errors import SpecError
-from tula_cli.models.choice.grid import Config
+from tula_cli.models.choice.candidates import Config
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.ramp.stage_nodes import check_stages, describe_stage_nodes, describe_unusable_stages
-from tula_cli.models.ramp.stages import Ramp, build_ramp
+from tula_cli.models.ramp import Ramp, build_ramp
+from tula_cli.models.ramp_costs import check_stages, describe_stage_nodes, describe_unusable_stages
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.spec.job import JobSpec, compute_lr_scale, compute_reference_rate, get_max_lr_factor
 from tula_cli.spec.load import validate

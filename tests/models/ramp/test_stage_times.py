@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from make_results import Truth, probe_all, spec
 from read_diagnostics import codes
 
-from tula_cli.models.choice.columns import to_columns
+from tula_cli.models.choice.candidates import Config, to_columns
 from tula_cli.models.choice.early_stopping import compute_remaining_share, shorten_prediction
-from tula_cli.models.choice.grid import Config
 from tula_cli.models.efficiency import (
     Noise,
     add_same_progress,
@@ -19,10 +18,9 @@ from tula_cli.models.efficiency import (
     compute_equivalent_epochs,
 )
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.ramp.by_noise import NoisePath
-from tula_cli.models.ramp.stage_nodes import build_ramp_on_nodes
-from tula_cli.models.ramp.stage_times import StageTimes
-from tula_cli.models.time.steptime import Estimates
+from tula_cli.models.ramp import NoisePath
+from tula_cli.models.ramp_costs import StageTimes, build_ramp_on_nodes
+from tula_cli.models.time.step_time import Estimates
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import EarlyStopping
 

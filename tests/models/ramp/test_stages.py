@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tula_cli.errors import SpecError
-from tula_cli.models.ramp.stage_nodes import check_stages, describe_unusable_stages
-from tula_cli.models.ramp.stages import Ramp, Stage, build_ramp
+from tula_cli.models.ramp import Ramp, Stage, build_ramp
+from tula_cli.models.ramp_costs import check_stages, describe_unusable_stages
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
 from tula_cli.spec.sections import Search

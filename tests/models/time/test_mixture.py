@@ -3,10 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from tula_cli.models.time import steptime
-from tula_cli.models.time.formulas import PRIORS, SHARDED, Priors, choose_priors
-from tula_cli.models.time.mixture import Overlap
-from tula_cli.models.time.steptime import Observation, StepTimeFit
+from tula_cli.models.time import step_time
+from tula_cli.models.time.step_time import PRIORS, SHARDED, Observation, Overlap, Priors, StepTimeFit, choose_priors
 
 SWEEP = [*((1, b) for b in (16, 32, 64, 128, 256)), (2, 16), (4, 16), (8, 16), (8, 64), (8, 256)]
 UNSEEN = [(n, b) for n in (2, 4, 8) for b in (32, 64, 128, 256) if (n, b) not in SWEEP]
@@ -26,7 +24,7 @@ def fitted(
     for nodes, batch in probes:
         seconds, compute = step(nodes, batch, overlapped=overlapped)
         seen.append(Observation(nodes, 1, batch, (seconds,) * 10, math.nan if whole else compute))
-    return steptime.fit_step_time(seen, collective="ring", priors=priors)
+    return step_time.fit_step_time(seen, collective="ring", priors=priors)
 
 
 def worst(predicted: np.ndarray, *, overlapped: bool) -> float:

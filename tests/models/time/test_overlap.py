@@ -2,12 +2,11 @@ import numpy as np
 import pytest
 from statsmodels.regression.linear_model import OLS
 
-from tula_cli.models.time import formulas
-from tula_cli.models.time import mixture as models_time_overlap
-from tula_cli.models.time.formulas import SHAPES, Points
-from tula_cli.models.time.mixture import Overlap
+from tula_cli.models.time import step_time
+from tula_cli.models.time import step_time as models_time_overlap
+from tula_cli.models.time.step_time import SHAPES, Overlap, Points
 
-Floats = formulas.Floats
+Floats = step_time.Floats
 BATCHES = (16, 32, 64, 128, 256)
 
 
@@ -52,15 +51,15 @@ def test_derivatives_are_those_of_the_model(gpus: Floats | None) -> None:
         inside=np.array([False, True, False, False, False]),
         gpus=gpus,
     )
-    frame = formulas.ReferenceFrame.from_points(at_points, truth(at_points)[1], SHAPES["ring"], formulas.PRIORS)
+    frame = step_time.ReferenceFrame.from_points(at_points, truth(at_points)[1], SHAPES["ring"], step_time.PRIORS)
     at, rng, small = frame.compute_features(at_points), np.random.default_rng(3), 1e-6
     for _ in range(5):
         z = 0.7 * rng.standard_normal(frame.size)
-        result = formulas.evaluate(z, at)
+        result = step_time.evaluate(z, at)
         for index in range(frame.size):
             step = np.zeros(frame.size)
             step[index] = small
-            ahead, behind = formulas.evaluate(z + step, at), formulas.evaluate(z - step, at)
+            ahead, behind = step_time.evaluate(z + step, at), step_time.evaluate(z - step, at)
             by_step = (ahead.log_step - behind.log_step) / (2 * small)
             by_compute = (ahead.log_compute - behind.log_compute) / (2 * small)
             assert result.of_step[:, index] == pytest.approx(by_step, abs=2e-7)
@@ -72,14 +71,14 @@ def test_the_fit_is_the_most_probable_one() -> None:
     rng = np.random.default_rng(0)
     step, compute = (part * np.exp(0.05 * rng.standard_normal(len(at_points))) for part in truth(at_points))
     data = models_time_overlap._Data(
-        formulas.ReferenceFrame.from_points(at_points, compute, SHAPES["ring"], formulas.PRIORS).compute_features(
+        step_time.ReferenceFrame.from_points(at_points, compute, SHAPES["ring"], step_time.PRIORS).compute_features(
             at_points
         ),
         np.log(step),
         np.log(compute),
         np.zeros(len(at_points)),
     )
-    spread = data.compute_spread(formulas.evaluate(np.zeros(data.at.frame.size), data.at), 1.0)
+    spread = data.compute_spread(step_time.evaluate(np.zeros(data.at.frame.size), data.at), 1.0)
     best = models_time_overlap._maximize_posterior(np.zeros(data.at.frame.size), data, spread)
     for index in range(len(best.z)):
         for away in (-0.1, 0.1):

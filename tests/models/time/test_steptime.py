@@ -8,7 +8,7 @@ from read_diagnostics import values
 
 from tula_cli.errors import BadMeasurements
 from tula_cli.models.time.noise import compute_block_deviation, compute_trimmed_mean
-from tula_cli.models.time.steptime import Observation, estimate_measured, fit_step_time
+from tula_cli.models.time.step_time import Observation, estimate_measured, fit_step_time
 
 GRID = [(nodes, batch) for nodes in (2, 4, 8, 16) for batch in (16, 64, 256)]
 

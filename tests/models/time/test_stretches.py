@@ -13,9 +13,9 @@ from read_diagnostics import codes
 
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.observations import as_observation
-from tula_cli.models.time import steptime, stretches
+from tula_cli.models.time import step_time, stretches
 from tula_cli.models.time.noise import Z90
-from tula_cli.models.time.steptime import DEFAULT_REPEAT_SD, Observation, estimate_measured
+from tula_cli.models.time.step_time import DEFAULT_REPEAT_SD, Observation, estimate_measured
 from tula_cli.models.time.stretches import list_observations_from_training
 from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.run.records.tasks import Rung, TrainTask
@@ -159,7 +159,7 @@ NEAR = [(8, 32), (8, 128), (4, 64), (16, 64), (8, 256), (16, 32)]
 
 def unseen(seen: Sequence[Observation]) -> tuple[float, float, float]:
     """Return the mean error at the neighbours, the share of them inside their intervals, and how wide these are."""
-    fit = steptime.fit_step_time(seen, collective="ring")
+    fit = step_time.fit_step_time(seen, collective="ring")
     nodes, local_batches = zip(*NEAR, strict=True)
     steps = fit.predict_all(nodes, [1] * len(NEAR), local_batches)
     seconds, low, high = steps.seconds, steps.low, steps.high

@@ -15,8 +15,7 @@ from make_results import inspected
 from tula_cli import entry_points
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.frames import list_columns
-from tula_cli.run.html_table import MAX_ROWS, render_html
+from tula_cli.run.frames import MAX_ROWS, list_columns, render_html
 from tula_cli.run.job_runs import make_runs, open_run
 from tula_cli.run.records.recommendations import ADDED_COLUMNS, Prediction, Recommendation
 from tula_cli.services import messages

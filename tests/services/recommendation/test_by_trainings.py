@@ -12,8 +12,8 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.job_runs import open_family, open_run
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.tasks import Rung, TrainTask
+from tula_cli.services.measurements import MAX_TRAININGS, fit_estimator_of_recommendation
 from tula_cli.services.recommend import recommend
-from tula_cli.services.recommendation.measurements import MAX_TRAININGS, fit_estimator_of_recommendation
 from tula_cli.show import tables
 from tula_cli.spec.job import JobSpec
 

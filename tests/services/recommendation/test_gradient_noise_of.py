@@ -16,7 +16,7 @@ from tula_cli.run.files import read_json_lines
 from tula_cli.run.job_runs import open_family, open_run
 from tula_cli.run.records.probes import GradientStats
 from tula_cli.services import recommend, train
-from tula_cli.services.recommendation.measurements import (
+from tula_cli.services.measurements import (
     find_noise_near_tenth,
     list_trainings_with_noise,
     make_noise_path,

@@ -12,7 +12,7 @@ from read_diagnostics import values
 
 from tula_cli.cli import app
 from tula_cli.models.choice import candidates
-from tula_cli.models.choice.grid import Config
+from tula_cli.models.choice.candidates import Config
 from tula_cli.models.estimator import Estimator
 from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir
@@ -20,8 +20,7 @@ from tula_cli.run.frames import read_records
 from tula_cli.run.job_runs import open_family
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services import search
-from tula_cli.services.recommend import Answer, recommend, save_answer
-from tula_cli.services.recommendation.files import MAX_ROWS_LISTED
+from tula_cli.services.recommend import MAX_ROWS_LISTED, Answer, recommend, save_answer
 from tula_cli.show import recommend as show_recommend
 from tula_cli.show.screen import Screen
 

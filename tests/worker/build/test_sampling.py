@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tula_cli.models.memory.host_memory import LOADERS_AT_A_TIME, estimate_data_memory
-from tula_cli.models.ramp.stages import Ramp
+from tula_cli.models.memory import LOADERS_AT_A_TIME, estimate_data_memory
+from tula_cli.models.ramp import Ramp
 from tula_cli.worker.build.data import (
     Key,
     MicroBatchSampler,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from worker_jobs import Interrupted, final_weights, prediction, rows, same, spec, train_task, trainer, weights
 
 from tula_cli.errors import SpecError
-from tula_cli.models.ramp.stages import Ramp, Stage
+from tula_cli.models.ramp import Ramp, Stage
 from tula_cli.optim import Ortho
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import StageSteps

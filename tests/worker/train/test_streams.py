@@ -15,7 +15,7 @@ from torch.utils.data import WeightedRandomSampler
 from worker_jobs import same, trained, trainer, weights
 
 from tula_cli.errors import SpecError
-from tula_cli.models.ramp.stages import Ramp
+from tula_cli.models.ramp import Ramp
 from tula_cli.run.directory import RunDir
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker import __main__ as worker_program

@@ -16,7 +16,7 @@ from tula_cli.worker.build.data import build_datasets, build_test_dataset
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.inspect import inspect_job
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.train.evaluate_checkpoint import evaluate_checkpoint
+from tula_cli.worker.train.evaluation import evaluate_checkpoint
 
 HERE = __name__
 NORM = {"args": {"norm": True, "dropout": 0.2}}

@@ -7,8 +7,13 @@ from pathlib import Path
 from statistics import median
 
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.scripts.placeholders import get_learning_rate, get_script
-from tula_cli.cluster.scripts.start import PROBE_SILENCE, ScriptProgram, make_script_failure
+from tula_cli.cluster.scripts.start import (
+    PROBE_SILENCE,
+    ScriptProgram,
+    get_learning_rate,
+    get_script,
+    make_script_failure,
+)
 from tula_cli.cluster.scripts.watch import ScriptMonitor, describe_missing_step
 from tula_cli.errors import BadMeasurements
 from tula_cli.models.claims import JointStep, clean_steps, find_dataset_size, list_mismatches

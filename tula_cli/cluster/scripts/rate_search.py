@@ -15,15 +15,16 @@ from statistics import fmean
 
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.scripts import training
-from tula_cli.cluster.scripts.placeholders import (
+from tula_cli.cluster.scripts.probe import merge_gradient_stats
+from tula_cli.cluster.scripts.resume_test import find_learning_rates
+from tula_cli.cluster.scripts.start import (
     ScriptProcess,
+    ScriptProgram,
     get_learning_rate,
     get_script,
     list_placeholder_values,
+    make_script_failure,
 )
-from tula_cli.cluster.scripts.probe import merge_gradient_stats
-from tula_cli.cluster.scripts.resume_test import find_learning_rates
-from tula_cli.cluster.scripts.start import ScriptProgram, make_script_failure
 from tula_cli.cluster.scripts.watch import ScriptMonitor, find_last_script_line
 from tula_cli.models import claims, rate_search
 from tula_cli.models.efficiency import estimate_noise_scale

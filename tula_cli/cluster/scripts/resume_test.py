@@ -9,8 +9,7 @@ from typing import Any
 
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.scripts import training
-from tula_cli.cluster.scripts.placeholders import ScriptProcess, get_script, list_placeholder_values
-from tula_cli.cluster.scripts.start import ScriptProgram
+from tula_cli.cluster.scripts.start import ScriptProcess, ScriptProgram, get_script, list_placeholder_values
 from tula_cli.cluster.scripts.watch import ScriptMonitor, find_last_script_line
 from tula_cli.errors import JobFailed
 from tula_cli.models.resuming import judge_resume_test
@@ -23,8 +22,7 @@ from tula_cli.run.records.scripts import KillPlan, ObservedStart, Phase, Planned
 from tula_cli.run.records.tasks import ResumeTestTask, Task
 from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
 from tula_cli.spec.job import JobSpec, compute_lr_scale
-from tula_cli.spec.scripts.placeholders import find_placeholders
-from tula_cli.spec.scripts.script import Length, count_requested_samples, count_script_samples
+from tula_cli.spec.scripts.script import Length, count_requested_samples, count_script_samples, find_placeholders
 
 # --- Rows and tracebacks of a start
 

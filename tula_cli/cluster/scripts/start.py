@@ -1,4 +1,4 @@
-"""A user's script as a program, and its start: command line and environment of each process, plan for the shim."""
+"""A user's script as a program, and its start: command line with its values, environment of each process, plan for the shim."""
 
 import os
 import shlex
@@ -15,9 +15,8 @@ from tula_cli.cluster.rank_processes import (
     find_rendezvous_address,
 )
 from tula_cli.cluster.rank_program import RankProgram
-from tula_cli.cluster.scripts import methods, placeholders
+from tula_cli.cluster.scripts import methods
 from tula_cli.cluster.scripts.methods import copy_shim
-from tula_cli.cluster.scripts.placeholders import ScriptProcess, get_script
 from tula_cli.host.devices import has_gpu
 from tula_cli.host.network import make_interface_variables
 from tula_cli.run.directory import RunDir
@@ -30,9 +29,106 @@ from tula_cli.run.records.scripts import BranchPlan, ExpectedValues, KillPlan, S
 from tula_cli.run.records.tasks import Task
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.run.script_files import list_snapshot_python_path, move_command_to_snapshot
-from tula_cli.spec.job import JobSpec
-from tula_cli.spec.scripts.placeholders import fill, render
-from tula_cli.spec.scripts.script import Script
+from tula_cli.spec.job import JobSpec, compute_lr_scale
+from tula_cli.spec.scripts.script import Script, count_script_samples, count_script_steps, fill, render
+
+
+@dataclass(frozen=True)
+class ScriptProcess:
+    """The position of a process in a job, and the rendezvous address."""
+
+    nodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    rank: int | None = None  # None where the command starts the ranks of a node itself
+    local_rank: int | None = None
+
+
+def list_placeholder_values(
+    spec: JobSpec,
+    process: ScriptProcess,
+    *,
+    batch: int,
+    out: Path,
+    run: Path,
+    workers: int,
+    checkpoint: str = "",
+    splits: int = 1,
+) -> dict[str, str | float]:
+    """Return the value of each placeholder that has one.
+
+    Args:
+        spec: the job, with a script.
+        process: the process.
+        batch: global batch.
+        out: folder of the script's files.
+        run: the run directory.
+        workers: data-loader processes per rank.
+        checkpoint: the newest checkpoint; empty if there is none.
+        splits: number of parts into which each micro-batch of train.accumulate is split.
+    """
+    script, gpus = get_script(spec), spec.cluster.gpus_per_node
+    local_batch = batch // (process.nodes * gpus)
+    accumulate = spec.train.accumulate * splits
+    micro_batch = local_batch // accumulate
+    values: dict[str, str | float | None] = {
+        "batch": batch,
+        "local_batch": local_batch,
+        "micro_batch": micro_batch,
+        "accumulate": accumulate,
+        "accumulate_total": batch // micro_batch,
+        "lr": get_learning_rate(spec, batch),
+        "lr_factor": compute_lr_scale(spec, batch),
+        "epochs": script.length.epochs,
+        "seed": spec.train.seed,
+        "workers": workers,
+        "nodes": process.nodes,
+        "gpus_per_node": gpus,
+        "world": process.nodes * gpus,
+        "node_rank": process.node_rank,
+        "master_addr": process.master_addr,
+        "master_port": process.master_port,
+        "rank": process.rank,
+        "local_rank": process.local_rank,
+        "out": str(out),
+        "checkpoint": checkpoint or None,
+        "tula_run": str(run),
+    }
+    size = script.known_dataset_size
+    if size is not None:
+        values["steps"], values["samples"] = (
+            count_script_steps(script, batch, size),
+            count_script_samples(script, size),
+        )
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def get_script(spec: JobSpec) -> Script:
+    """Return the script of a job that has one."""
+    assert spec.script is not None, "a job of tula's own loop"
+    return spec.script
+
+
+def get_learning_rate(spec: JobSpec, batch: int) -> float | None:
+    """Return the learning rate for the command line at a global batch; None if the script sets it itself."""
+    lr = get_script(spec).reference.lr
+    return None if lr is None else lr * compute_lr_scale(spec, batch)
+
+
+def count_loader_workers(task: Task, *, threads: int | None, ranks_here: int) -> int:
+    """Return the data-loader processes per rank: as configured, else from the number of cores per rank.
+
+    Args:
+        task: the task.
+        threads: cores that the scheduler allocates per rank; None if the ranks share this machine.
+        ranks_here: number of ranks that share this machine.
+    """
+    requested = task.loader_workers
+    if requested != "auto":
+        return requested
+    return task.spec.train.count_loaders(threads or len(os.sched_getaffinity(0)) / ranks_here)
+
 
 MAX_PROBE_STEPS = 1000
 """Maximum timed steps of a probe, reached if steps are very short."""
@@ -228,7 +324,7 @@ class ScriptStart:
             world=self.command.ranks,
             batch=self.command.batch,
             accumulate=spec.train.accumulate * self.task.micro_batch_splits if counted else None,
-            lr=placeholders.get_learning_rate(program.make_spec(self.command), self.command.batch)
+            lr=get_learning_rate(program.make_spec(self.command), self.command.batch)
             if "lr" in script.placeholders
             else None,
             dataset=None if script.dataset_size == "auto" else script.dataset_size,
@@ -261,10 +357,10 @@ class ScriptStart:
     def _list_values(self, process: ScriptProcess) -> dict[str, str | float]:
         """Return the values of the placeholders."""
         command, program = self.command, self.program
-        workers = placeholders.count_loader_workers(
+        workers = count_loader_workers(
             self.task, threads=self.allocation.count_cores_per_rank(self.task), ranks_here=command.ranks
         )
-        return placeholders.list_placeholder_values(
+        return list_placeholder_values(
             program.make_spec(command), process, batch=command.batch, out=program.get_output_folder(command),
             run=self.run.path.absolute(), workers=workers, checkpoint=command.checkpoint,
             splits=self.task.micro_batch_splits,

@@ -17,8 +17,13 @@ from typing import TYPE_CHECKING, Any
 from tula_cli import words
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.scripts.methods import NEVER_STEPS, summarize_scaling
-from tula_cli.cluster.scripts.placeholders import ScriptProcess, get_learning_rate, get_script, list_placeholder_values
-from tula_cli.cluster.scripts.start import ScriptProgram
+from tula_cli.cluster.scripts.start import (
+    ScriptProcess,
+    ScriptProgram,
+    get_learning_rate,
+    get_script,
+    list_placeholder_values,
+)
 from tula_cli.cluster.scripts.watch import ScriptMonitor, describe_missing_step
 from tula_cli.errors import JobFailed
 from tula_cli.host.leftovers import find_processes_with_variable
@@ -42,8 +47,7 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
 from tula_cli.run.secrets import remove_secrets
 from tula_cli.run.training_run import TrainingRun
-from tula_cli.spec.scripts.placeholders import fill
-from tula_cli.spec.scripts.script import Resume, Script, count_script_samples
+from tula_cli.spec.scripts.script import Resume, Script, count_script_samples, fill
 from tula_cli.spec.signature import compute_resume_test_signature
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError
 from tula_cli.extras.report.values import Row, get_metric_value, is_placed
 from tula_cli.models.choice.baseline import is_as_good, make_headline, predict_baseline
-from tula_cli.models.choice.grid import Config
+from tula_cli.models.choice.candidates import Config
 from tula_cli.models.choice.objective import Choice
 from tula_cli.query import Query
 from tula_cli.run.directory import Run
@@ -23,8 +23,8 @@ from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services import recommend as recommending
 from tula_cli.services import status
+from tula_cli.services.measurements import TypeMeasurements, find_gradient_noise_of_job
 from tula_cli.services.recommend import Answer
-from tula_cli.services.recommendation.measurements import TypeMeasurements, find_gradient_noise_of_job
 from tula_cli.services.status import RunStatus
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.workload import get_workload

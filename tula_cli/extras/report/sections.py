@@ -29,16 +29,16 @@ from tula_cli.extras.report.values import (
     make_chosen_mark,
     thin_out,
 )
-from tula_cli.models.choice.grid import Config
+from tula_cli.models.choice.candidates import Config
 from tula_cli.models.choice.objective import find_envelope
-from tula_cli.models.memory.memory import MemoryModel
+from tula_cli.models.memory import MemoryModel
 from tula_cli.models.time.noise import Z90, compute_standard_error, compute_trimmed_mean, split_step
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import HIGHEST_EFFICIENCY, Caveats, Prediction, Recommendation, TradeOff
 from tula_cli.run.records.results import Summary
 from tula_cli.services.comparison import accuracy
 from tula_cli.services.document import Annotation, Cell, Column, Fact, Figure, Section, Series, Style, Table
-from tula_cli.services.recommendation.measurements import TypeMeasurements
+from tula_cli.services.measurements import TypeMeasurements
 from tula_cli.show.status import describe_evaluation, describe_training
 from tula_cli.show.train import describe_best_epoch, list_time_parts
 from tula_cli.spec.sections import MEMORY_MARGIN

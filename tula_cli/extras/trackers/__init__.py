@@ -15,7 +15,7 @@ class Trackers:
 
     @property
     def command(self) -> Callable[..., None]:
-        from tula_cli.extras.trackers.command import export
+        from tula_cli.extras.trackers.export import export
 
         return export
 

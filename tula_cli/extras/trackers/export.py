@@ -4,17 +4,20 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 
 from tula_cli import words
+from tula_cli.cli.runs import ExistingRun
+from tula_cli.cli.waiting import follow_work
 from tula_cli.cluster import launcher
 from tula_cli.cluster.decisions import is_resumed_by_next_job
 from tula_cli.entry_points import find_extra
 from tula_cli.errors import Interruption, SpecError, TrackerError, TulaError
 from tula_cli.extras.trackers.destination import Destination, Exporter, TrackedRun, resolve_destination
 from tula_cli.extras.trackers.payload import RunPayload, make_run_payload, make_training_payload
-from tula_cli.options import ExportRequest
+from tula_cli.options import ExportRequest, Trackers
 from tula_cli.run.directory import Run
 from tula_cli.run.files import read_record, write_atomic, write_record
 from tula_cli.run.job_runs import list_runs_with_data
@@ -27,9 +30,13 @@ from tula_cli.services import status
 from tula_cli.services.document import ReportPackage
 from tula_cli.services.events import Event, Note, WarningEvent, Work
 from tula_cli.services.tracking import FOLDER, ExportResult
+from tula_cli.show.screen import Screen
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Export
+from tula_cli.words import format_count
 
+if TYPE_CHECKING:
+    from tula_cli.services.tracking import ExportResult
 # --- What is sent besides values
 
 FILES = ("recommended.yaml", "results.csv")
@@ -397,3 +404,47 @@ def _describe_count(session: Session) -> str:
 def _has_active_jobs(run: Run) -> bool:
     """Return whether a job of a run is queued or running, as the scheduler reports it."""
     return status.run_status(run, launcher.make_launcher(run.spec, submits=False), now=time.time()).active()
+
+
+def export(
+    screen: Screen,
+    chosen: ExistingRun,
+    to: Trackers = (),
+    *,
+    request: ExportRequest,
+) -> None:
+    """Send results to MLflow, Weights & Biases or TensorBoard.
+
+    Sends parameters, probes, the recommendation and trainings. Data that were sent before are not sent again.
+    """
+
+    runs = chosen.find(screen)
+    results = follow_work(screen, export_requested(runs, list(to), request))
+    screen.answer(results, describe_exports(results))
+    require_sent(results)
+
+
+def describe_exports(results: "Sequence[ExportResult]") -> "Iterator[str]":
+    """Yield two lines per tracker: what was sent, and where it can be viewed."""
+    for result in results:
+        counts = ((result.new_runs, "run"), (result.new_points, "point"), (result.files, "file"))
+        new = ", ".join(format_count(count, noun) for count, noun in counts if count) or "nothing new"
+        runs = format_count(result.runs, "run")
+        if result.offline:
+            failed = "; incomplete, because of a write error" if result.problem else ""
+            yield f"{result.to} (offline): wrote {new}; {runs} in the folder{failed}; not sent until you run"
+        else:
+            failed = "; incomplete, because it did not answer" if result.problem else ""
+            yield f"{result.to}: sent {new}; {runs} there now{failed}"
+        yield f"  {_describe_destination(result)}"
+
+
+def _describe_destination(result: "ExportResult") -> str:
+    """Return the command or address for viewing the exported data."""
+    if result.to == "tensorboard":
+        return f"tensorboard --logdir {result.uri}"
+    if result.offline:
+        return f"wandb sync {result.uri}/wandb/offline-run-*   (project {result.project})"
+    if result.to == "mlflow" and result.uri.startswith("sqlite:"):
+        return f"mlflow ui --backend-store-uri {result.uri}   (experiment {result.project})"
+    return f"{result.uri or result.to}   (project {result.project})"

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_cli.models.time.noise import Z90
-from tula_cli.models.time.steptime import DEFAULT_REPEAT_SD, StepTimeFit
+from tula_cli.models.time.step_time import DEFAULT_REPEAT_SD, StepTimeFit
 from tula_cli.words import describe_probe_place, format_percent
 
 Floats = NDArray[np.float64]

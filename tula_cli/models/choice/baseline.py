@@ -10,13 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from tula_cli.models import efficiency
-from tula_cli.models.choice.candidates import Candidates
-from tula_cli.models.choice.columns import to_columns
-from tula_cli.models.choice.grid import Config
+from tula_cli.models.choice.candidates import Candidates, Config, to_columns
 from tula_cli.models.choice.objective import ALIKE, INTERVAL, KNEE_SAVES, Choice, describe_uncertain_alternative
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.estimator import Estimator
-from tula_cli.models.ramp.by_noise import MAX_NOISE
+from tula_cli.models.ramp import MAX_NOISE
 from tula_cli.models.time.noise import Z90
 from tula_cli.query import Objective
 from tula_cli.run.records.recommendations import (

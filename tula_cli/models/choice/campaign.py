@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from tula_cli.diagnostics import Diagnostic
-from tula_cli.models.choice.candidates import Candidates, find_pareto_front
-from tula_cli.models.choice.columns import Floats, Ints
+from tula_cli.models.choice.candidates import Candidates, Floats, Ints, find_pareto_front
 from tula_cli.query import Query
 from tula_cli.run.frames import make_frame
 from tula_cli.run.records.recommendations import Prediction

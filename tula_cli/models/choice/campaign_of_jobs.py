@@ -22,7 +22,7 @@ from tula_cli.models.choice.campaign import (
     schedule_in_order,
     sum_costs,
 )
-from tula_cli.models.choice.columns import Floats
+from tula_cli.models.choice.candidates import Floats
 
 _MAX_COMBINATIONS = 24
 """Number of combinations of batches, one of each job, that are tried."""

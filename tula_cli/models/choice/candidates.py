@@ -1,21 +1,152 @@
-"""The table of candidates: what can be chosen, and the forecast of a training with each."""
+"""The table of candidates: the grid of configurations that can be chosen, and the forecast of a training with each."""
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tula_cli.models.choice.columns import Flags, Floats, Ints
+from tula_cli.errors import SpecError
 from tula_cli.query import Query
 from tula_cli.run.frames import list_columns, make_column_frame, read_records
 from tula_cli.run.records.recommendations import Prediction, StageSteps
 
 if TYPE_CHECKING:
     import pandas as pd
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+
+LimitByNodes = int | Mapping[int, int | None] | None
+"""The largest local batch that fits one GPU, by number of nodes if the GPUs share a model; None if unbounded."""
+
+
+def get_limit_on_nodes(limit: LimitByNodes, nodes: int) -> int | None:
+    """Return the limit for a number of nodes."""
+    return limit.get(nodes) if isinstance(limit, Mapping) else limit
+
+
+def get_highest_limit(limit: LimitByNodes) -> int | None:
+    """Return the highest limit over all numbers of nodes; None if one of them is unbounded."""
+    if not isinstance(limit, Mapping):
+        return limit
+    bounds = [bound for bound in limit.values() if bound is not None]
+    return max(bounds) if len(bounds) == len(limit) else None
+
+
+class Config(NamedTuple):
+    """A number of nodes and a global batch (samples per optimizer step over all GPUs)."""
+
+    nodes: int
+    batch: int
+
+    def local_batch(self, gpus_per_node: int) -> int:
+        """Return the samples per optimizer step on one GPU."""
+        return self.batch // (self.nodes * gpus_per_node)
+
+
+def list_batches(minimum: int, maximum: int) -> list[int]:
+    """Return minimum * 2^k up to and including maximum, ascending."""
+    sizes, batch = [], minimum
+    while batch <= maximum:
+        sizes.append(batch)
+        batch *= 2
+    return sizes
+
+
+def check_divides(batch: int, parts: int) -> None:
+    """Check that a batch divides among nodes x GPUs per node x train.accumulate.
+
+    Raises:
+        SpecError: it does not; the hint names the nearest batches that do.
+    """
+    if batch % parts:
+        raise SpecError(
+            f"batch {batch} is not divisible by {parts} (nodes x GPUs per node x train.accumulate)",
+            name_nearest_multiples(batch, parts),
+        )
+
+
+def name_nearest_multiples(batch: int, divisor: int) -> str:
+    """Return the hint that names the multiples of `divisor` next to a batch that it does not divide."""
+    below = batch // divisor * divisor
+    return f"the nearest are {below} and {below + divisor}" if below else f"the nearest is {divisor}"
+
+
+def list_candidates(
+    nodes: Iterable[int],
+    *,
+    gpus_per_node: int,
+    min_batch: int,
+    max_batch: int,
+    max_local_batch: LimitByNodes = None,
+    accumulate: int = 1,
+) -> list[Config]:
+    """Return every feasible configuration, ordered by nodes, then batch.
+
+    Args:
+        nodes: cluster sizes.
+        gpus_per_node: GPUs of one node.
+        min_batch: smallest global batch.
+        max_batch: largest global batch (at most the dataset's size).
+        max_local_batch: largest batch that fits one GPU; None if memory sets no bound.
+        accumulate: micro-batches per optimizer step; the local batch must divide by it.
+    """
+    feasible, sizes = [], list_batches(min_batch, max_batch)
+    for count in sorted(set(nodes)):
+        world, most = count * gpus_per_node, get_limit_on_nodes(max_local_batch, count)
+        for batch in sizes:
+            if batch % (world * accumulate):
+                continue
+            if most is not None and batch // world > most:
+                continue
+            feasible.append(Config(count, batch))
+    return feasible
+
+
+def to_columns(configs: Sequence[Config]) -> tuple[Ints, Ints]:
+    """Convert configurations to arrays of nodes and batches, shape (n,)."""
+    pairs = np.array(configs, dtype=np.int64).reshape(-1, 2)
+    return pairs[:, 0], pairs[:, 1]
+
+
+def to_configs(nodes: Ints, batch: Ints) -> list[Config]:
+    """Convert arrays of nodes and batches, shape (n,), to configurations."""
+    return [Config(*place) for place in zip(nodes.tolist(), batch.tolist(), strict=True)]
+
+
+def compute_ratios(known: Sequence[int], at: Ints | Floats) -> Floats:
+    """Return the ratio, at least 1, between each value of `at` and each known value, shape (len(at), len(known))."""
+    column, other = at[:, None], np.asarray(known, dtype=float)[None, :]
+    ratios: Floats = np.maximum(column / other, other / column)
+    return ratios
+
+
+def find_nearest(*distances: Floats) -> Ints:
+    """Return for each row the column of the least distance, shape (n,); ties go to the next distance, then the first.
+
+    Args:
+        distances: in order of priority, each of shape (n, m).
+    """
+    candidates = np.ones(distances[0].shape, dtype=bool)
+    for distance in distances:
+        here = np.where(candidates, distance, np.inf)
+        candidates &= here == here.min(axis=1, keepdims=True)
+    nearest_index: Ints = candidates.argmax(axis=1)
+    return nearest_index
+
+
+def compute_by_value(of: Callable[[int], float], values: Ints | int) -> Any:
+    """Apply a function to a number, or to each value of an array, shape (n,), calling it once per distinct value."""
+    if isinstance(values, int):
+        return of(values)
+    distinct, where = np.unique(values, return_inverse=True)
+    values_by_position: NDArray[Any] = np.array([of(value) for value in distinct.tolist()])[where]
+    return values_by_position
 
 
 @dataclass(frozen=True)

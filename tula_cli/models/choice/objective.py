@@ -15,10 +15,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tula_cli.models.choice.candidates import Candidates
-from tula_cli.models.choice.columns import Floats, Ints
+from tula_cli.models.choice.candidates import Candidates, Floats, Ints
 from tula_cli.models.time.noise import Z90
-from tula_cli.models.time.steptime import StepTimeFit
+from tula_cli.models.time.step_time import StepTimeFit
 from tula_cli.query import Curve, Objective
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.words import format_count, format_number, is_too_wide

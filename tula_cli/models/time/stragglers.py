@@ -14,10 +14,16 @@ from statistics import median, median_low
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.models import messages
 from tula_cli.models.observations import as_observation
-from tula_cli.models.time import steptime, stretches
-from tula_cli.models.time.formulas import PRIORS, LocalResidual, Priors, choose_priors
-from tula_cli.models.time.mixture import StepModel
-from tula_cli.models.time.steptime import Observation, StepTimeFit
+from tula_cli.models.time import step_time, stretches
+from tula_cli.models.time.step_time import (
+    PRIORS,
+    LocalResidual,
+    Observation,
+    Priors,
+    StepModel,
+    StepTimeFit,
+    choose_priors,
+)
 from tula_cli.run.records.base import Components
 from tula_cli.run.records.probes import Measured, RankPace
 from tula_cli.run.records.recommendations import TrainedSteps
@@ -73,7 +79,7 @@ def fit_with_stragglers(
         trained: step times of trainings, used in addition to the probes.
 
     Raises:
-        BadMeasurements: as `steptime.fit_step_time`.
+        BadMeasurements: as `step_time.fit_step_time`.
     """
     probes = [as_observation(probe) for probe in measured]
     observations = [*probes, *map(stretches.as_observation, trained)]
@@ -128,12 +134,12 @@ def fit_observed(
         named: warnings of known stragglers.
 
     Raises:
-        BadMeasurements: as `steptime.fit_step_time`.
+        BadMeasurements: as `step_time.fit_step_time`.
     """
-    fit = steptime.fit_step_time(observations, collective=collective, priors=priors)
+    fit = step_time.fit_step_time(observations, collective=collective, priors=priors)
     causes = list(named) or warn_unexplained_waits(probes, fit.model)
     if causes:
-        fit = steptime.fit_step_time(observations, collective=collective, priors=replace(priors, local_step=STALLED))
+        fit = step_time.fit_step_time(observations, collective=collective, priors=replace(priors, local_step=STALLED))
     return fit, causes
 
 

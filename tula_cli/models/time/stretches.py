@@ -22,7 +22,7 @@ from tula_cli.models.time.noise import (
     compute_standard_error,
     compute_trimmed_mean,
 )
-from tula_cli.models.time.steptime import DEFAULT_REPEAT_SD, T_BLOCKS, Estimate, Observation, estimate_measured
+from tula_cli.models.time.step_time import DEFAULT_REPEAT_SD, T_BLOCKS, Estimate, Observation, estimate_measured
 from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.run.records.tasks import TrainTask
 

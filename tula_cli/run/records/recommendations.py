@@ -480,7 +480,7 @@ class Recommendation(Record):
 
     def _repr_html_(self) -> str:
         """Return the choice and the configurations, the chosen one first, for a notebook."""
-        from tula_cli.run.html_table import render_html  # which commands do not need
+        from tula_cli.run.frames import render_html  # which commands do not need
 
         divisor, unit = choose_time_unit(3600 * max(row.hours for row in self.rows))
         is_typed = any(row.type for row in self.rows)

@@ -11,8 +11,7 @@ from tula_cli.cluster.scripts.training import is_lower_better
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.models.time.noise import Z90
 from tula_cli.run.directory import Run
-from tula_cli.run.frames import make_frame
-from tula_cli.run.html_table import render_html
+from tula_cli.run.frames import make_frame, render_html
 from tula_cli.run.records.recommendations import Accuracy
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.training_run import TrainingRun

@@ -10,13 +10,11 @@ from tula_cli.cluster.launcher import Launcher, list_attachable_jobs, list_unfin
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Diverged, OverBudget, SpecError
 from tula_cli.models import rate_search
-from tula_cli.models.ramp.stage_nodes import compute_batch_divisor
+from tula_cli.models.ramp_costs import compute_batch_divisor
 from tula_cli.models.rate_search import MIN_STEPS, RateArm, SearchPlan
 from tula_cli.run.code import choose_code, take_snapshot
-from tula_cli.run.directory import Run, RunDir
-from tula_cli.run.format import require_current_format
-from tula_cli.run.frames import make_frame
-from tula_cli.run.html_table import render_html
+from tula_cli.run.directory import Run, RunDir, require_current_format
+from tula_cli.run.frames import make_frame, render_html
 from tula_cli.run.imports import Source
 from tula_cli.run.job_runs import save_runs
 from tula_cli.run.records.probes import Measured

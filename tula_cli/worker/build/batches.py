@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_map_with_path
 
 from tula_cli.errors import SpecError
-from tula_cli.models.ramp.stages import Ramp
+from tula_cli.models.ramp import Ramp
 from tula_cli.plugins import load
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.construct import call_with_arguments

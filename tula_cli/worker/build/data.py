@@ -26,8 +26,8 @@ from torchvision.transforms import v2
 from tula_cli.errors import SpecError
 from tula_cli.host import devices
 from tula_cli.host.processes import die_with_parent
-from tula_cli.models.memory.host_memory import PREFETCH_FACTOR
-from tula_cli.models.ramp.stages import Ramp
+from tula_cli.models.memory import PREFETCH_FACTOR
+from tula_cli.models.ramp import Ramp
 from tula_cli.plugins import is_import_string, load, suggest_nearest
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import text

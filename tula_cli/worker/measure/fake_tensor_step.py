@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tula_cli.models.memory.allocator import Usage, compute_peak_without_allocator, replay_allocations
+from tula_cli.models.allocator import Usage, compute_peak_without_allocator, replay_allocations
 from tula_cli.optim.gradient_stats import chunk_indices
 from tula_cli.plugins import is_import_string
 from tula_cli.run.records.base import Components

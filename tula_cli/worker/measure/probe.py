@@ -20,7 +20,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from tula_cli.errors import Diverged
 from tula_cli.host import failures
 from tula_cli.models.efficiency import Pair, summarise
-from tula_cli.models.memory.host_memory import PREFETCH_FACTOR
+from tula_cli.models.memory import PREFETCH_FACTOR
 from tula_cli.models.self_tuning import find_most_expensive_job
 from tula_cli.models.time.noise import compute_standard_error, compute_trimmed_mean
 from tula_cli.optim.ddp_hook import add_listener

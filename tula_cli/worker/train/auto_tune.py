@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from torch.utils.data import Subset
 
 from tula_cli.models import self_tuning
-from tula_cli.models.ramp.stages import Stages, plan_stages_of_branch, plan_stages_of_training
+from tula_cli.models.ramp import Stages, plan_stages_of_branch, plan_stages_of_training
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Branch, Tuning
 from tula_cli.run.records.tasks import TrainTask
@@ -45,8 +45,8 @@ from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.batch_partition import compute_batch_sizes
 from tula_cli.worker.train.evaluation import Evaluation
 from tula_cli.worker.train.loop import Trainer
-from tula_cli.worker.train.metrics import MetricsFile
 from tula_cli.worker.train.training import TrainContext, Training
+from tula_cli.worker.train.training_log import MetricsFile
 
 # --- Trials
 

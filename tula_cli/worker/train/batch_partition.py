@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from tula_cli.errors import SpecError
 from tula_cli.models.out_of_memory import list_splits
-from tula_cli.models.ramp.stages import Ramp, build_ramp, list_stages_below
+from tula_cli.models.ramp import Ramp, build_ramp, list_stages_below
 from tula_cli.run.records.base import MicroBatches, Splits
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.tasks import LoopTask, TrainTask

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tula_cli.models.loss_level import LossLevel
-from tula_cli.models.ramp.stages import Ramp
+from tula_cli.models.ramp import Ramp
 from tula_cli.optim import TulaOptimizer
 from tula_cli.run.records.tasks import LoopTask
 from tula_cli.spec.job import JobSpec

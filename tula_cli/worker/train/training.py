@@ -29,9 +29,8 @@ from tula_cli.worker.train.divergence import DivergenceDetector
 from tula_cli.worker.train.evaluation import Evaluation
 from tula_cli.worker.train.hang_watch import HangWatch
 from tula_cli.worker.train.loop import Step
-from tula_cli.worker.train.metrics import MetricsFile, compute_mean_step_time
 from tula_cli.worker.train.step_watch import StepWatch
-from tula_cli.worker.train.training_log import TrainingLog
+from tula_cli.worker.train.training_log import MetricsFile, TrainingLog, compute_mean_step_time
 
 
 @dataclass(frozen=True)

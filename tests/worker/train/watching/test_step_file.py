@@ -15,9 +15,9 @@ from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train import metrics
+from tula_cli.worker.train import training_log
 from tula_cli.worker.train.diagnostics import Diagnostics
-from tula_cli.worker.train.metrics import StepFile
+from tula_cli.worker.train.training_log import StepFile
 
 STEPS, BATCH = 6, 16
 EPOCH = STEPS * BATCH
@@ -154,14 +154,14 @@ def test_a_line_that_a_kill_has_cut_is_dropped_before_others_follow(tmp_path: Pa
 def test_metrics_cut_the_rows_also_where_nobody_adds_any(alone: Ranks, run: RunDir) -> None:
     task = train_task(spec())
     StepFile(run.get_training(task.signature)).add(steps(5), close=True)
-    with metrics.MetricsFile(run, task, is_first=True, samples=16):
+    with training_log.MetricsFile(run, task, is_first=True, samples=16):
         assert run.get_training(task.signature).read_steps().samples == [8, 16]
 
 
 def test_a_training_that_is_thinned_out_goes_on_where_it_was(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "StepFile", functools.partial(StepFile, most=4))
+    monkeypatch.setattr(training_log, "StepFile", functools.partial(StepFile, most=4))
     task, ending = train_task(job(PLAIN)), job(PLAIN, ends_after=EPOCH + 40)
     with pytest.raises(Interrupted):
         run_training(train_task(ending, signature=task.signature), run, alone, build_datasets(ending))

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tula_cli.models.memory.memory import MemoryModel, fit_memory_model
+from tula_cli.models.memory import MemoryModel, fit_memory_model
 from tula_cli.run.records.base import Footprint
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.tasks import BatchBounds

@@ -13,13 +13,13 @@ import numpy as np
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible, Pending
 from tula_cli.models import efficiency
-from tula_cli.models.choice.grid import Config
+from tula_cli.models.choice.candidates import Config
 from tula_cli.models.efficiency import EARLY_SHARE, Noise, estimate_noise_scale
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes, TooFew
 from tula_cli.models.overheads import compute_median_queue_wait
-from tula_cli.models.ramp.by_noise import HOW_TO_MEASURE, NOISE_NOT_MEASURED, NoisePath, add_stage_epochs
-from tula_cli.models.ramp.stage_nodes import StageObjective, build_ramp_on_nodes, choose_stage_objective
+from tula_cli.models.ramp import HOW_TO_MEASURE, NOISE_NOT_MEASURED, NoisePath, add_stage_epochs
+from tula_cli.models.ramp_costs import StageObjective, build_ramp_on_nodes, choose_stage_objective
 from tula_cli.models.time import stretches
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.models.time.stretches import TrainingObservations

@@ -1,1 +1,0 @@
-"""Models of GPU memory and host memory."""

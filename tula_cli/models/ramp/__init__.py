@@ -1,1 +1,0 @@
-"""A batch size that grows over the first epochs (`train.ramp`): its stages, their nodes and their cost."""

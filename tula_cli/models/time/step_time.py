@@ -1,0 +1,1193 @@
+"""The time of one optimizer step, fitted to probes (the paper's Eq. 2, with compute and synchronisation overlapped).
+
+The formulas come first, with their derivatives by the whitened coordinates that are fitted; then the model, and a
+mixture of two of them that differ in how sharply compute hides synchronisation; then the fit to measurements.
+
+If no probe has measured compute apart from synchronisation, the exponent p of the overlap can only be inferred from how
+the steps on the most nodes grow with the batch. PyTorch's DDP hides synchronisation behind the backward pass (the p of
+the priors) if the gradients fill several of its buckets; many other frameworks and scripts do one after the other (p =
+1, the paper's Eq. 2). For jobs without that measurement and for small models both are fitted, each weighted by its
+posterior probability: the prior probability times the evidence (Laplace's approximation; MacKay 2003, chapter 27). The
+variance of a prediction includes the difference between the two.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tula_cli.diagnostics import Diagnostic
+from tula_cli.errors import BadMeasurements
+from tula_cli.models import messages
+from tula_cli.models.time.noise import BLOCKS, Z90, compute_block_deviation, compute_trimmed_mean
+from tula_cli.words import describe_probe_place, format_count
+
+if TYPE_CHECKING:
+    from statsmodels.regression.linear_model import RegressionResultsWrapper
+# --- Priors
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Prior:
+    """The prior of one parameter: a normal distribution."""
+
+    mean: float
+    sd: float
+
+
+@dataclass(frozen=True)
+class SmoothResidual:
+    """Standard deviation (of a logarithm) and correlation length (of its argument) of a smooth residual."""
+
+    sd: float
+    length: float
+    white: float  # beside the smooth part, what belongs to one place alone
+
+
+@dataclass(frozen=True)
+class LocalResidual:
+    """A residual over ln b and ln N together: its standard deviation and its correlation lengths over both."""
+
+    sd: float
+    batch: float
+    replicas: float
+
+
+@dataclass(frozen=True)
+class Priors:
+    """All prior assumptions of the fit."""
+
+    slope: Prior = Prior(0.0, 2.0)  # ln k, against the scale of the probes
+    floor: Prior = Prior(0.85, 1.4)  # ln of f over k times the smallest batch
+    level: Prior = Prior(-1.6, 1.5)  # ln m_0, against the compute of the smallest batch
+    growth: Prior = Prior(0.0, 0.6)  # rho, beyond the collective's shape
+    inside: Prior = Prior(-0.9, 1.1)  # ln of synchronisation inside one node over m_0
+    forward: Prior = Prior(-0.95, 0.7)  # logit phi
+    exposed: Prior = Prior(-2.6, 1.0)  # ln tau
+    shared: Prior = Prior(0.0, 0.3)  # growth of synchronisation between nodes with the GPUs of each
+    inner: Prior = Prior(0.7, 0.4)  # and of that inside a node
+    crowded: Prior = Prior(0.1, 0.2)  # growth of the floor with the GPUs of a node, whose processes share its CPU
+    compute: SmoothResidual = SmoothResidual(0.06, 1.2, 0.05)  # residual of ln c over ln b
+    sync: SmoothResidual = SmoothResidual(0.28, 0.25, 0.2)  # residual of ln m over ln R
+    local_step: LocalResidual = LocalResidual(0.04, 1.0, 0.5)  # residual of ln t over both
+    local_compute: LocalResidual = LocalResidual(0.04, 1.5, 0.7)  # residual of ln c over both
+    local_sync: LocalResidual = LocalResidual(
+        0.2, math.inf, 0.5
+    )  # residual of ln m between nodes, where nodes of several sizes were measured
+    p: float = 7.5  # how sharply compute and synchronisation take over from each other
+    additive: float = 1 / 21  # probability that compute hides no synchronisation: then p is 1
+    q: float = 1.2  # the same for floor and slope
+    step_noise: float = 0.03  # of a step time, from one job to the next
+    compute_noise: float = 0.04  # of its compute, measured apart
+    sync_noise: float = 0.05  # of its synchronisation
+
+    def __post_init__(self) -> None:
+        if not 0 < self.additive < 1:
+            raise ValueError(f"additive must be a probability above 0 and below 1, got {self.additive}")
+
+    @property
+    def parameters(self) -> tuple[Prior, ...]:
+        return (
+            self.slope,
+            self.floor,
+            self.level,
+            self.growth,
+            self.inside,
+            self.forward,
+            self.exposed,
+            self.shared,
+            self.inner,
+            self.crowded,
+        )
+
+    @cached_property
+    def means(self) -> Floats:
+        return np.array([prior.mean for prior in self.parameters])
+
+    @cached_property
+    def sds(self) -> Floats:
+        return np.array([prior.sd for prior in self.parameters])
+
+
+PRIORS = Priors()
+"""Fitted to public measurements; `benchmarks/replay/replay_priors.py` evaluates them on data to which they were not
+fitted. `additive` comes from step times whose synchronisation was hidden from the fit, and from the same times
+recomposed without any overlap, leaving out each application and each cluster once (docs/explanation/how-it-measures.md)."""
+
+SHARDED = replace(PRIORS, level=Prior(PRIORS.level.mean + math.log(1.5), PRIORS.level.sd), forward=Prior(-3.0, 1.0))
+"""Priors for a sharded model. Two all-gathers and a reduce-scatter move half as much again as an all-reduce, which is
+one of each (Rajbhandari et al. 2020, section 7), and the forward pass hides its all-gathers as the backward pass hides
+its traffic."""
+
+_BUCKETS = (1 << 20) + (25 << 20)
+"""Bytes of DDP's first two buckets of gradients (Li et al. 2020, section 4.2; torch's defaults)."""
+
+
+def choose_priors(*, gradient_bytes: int, sharded: bool) -> Priors:
+    """Return the priors of a job.
+
+    If the gradients fill at most two buckets, DDP sends all but the first bucket only after the backward pass, so that
+    the prior probability that compute hides nothing is one half. Measured gradients of a sharded model, which has no
+    buckets, were not hidden either.
+
+    Args:
+        gradient_bytes: of the whole model; 0 if unknown.
+        sharded: whether the ranks share the model.
+    """
+    priors = SHARDED if sharded else PRIORS
+    return replace(priors, additive=0.5) if 0 < gradient_bytes <= _BUCKETS else priors
+
+
+def may_hide_nothing(priors: Priors) -> bool:
+    """Return whether the priors make it likely that compute hides nothing, even if compute is measured apart."""
+    return priors.additive > PRIORS.additive
+
+
+PARAMETERS = 10
+SLOPE, FLOOR, LEVEL, GROWTH, INSIDE, FORWARD, EXPOSED, SHARED, INNER, CROWDED = range(PARAMETERS)
+SHAPES: Mapping[str, Callable[[Floats], Floats]] = {
+    # A ring's traffic grows as 1 - 1/R, by 1.9 from 2 to 16; measured rings do so evenly, not mostly from 2 to 4.
+    "ring": lambda replicas: replicas**0.2,
+    "tree": lambda replicas: np.log2(replicas),
+    "reduce_scatter_allgather": lambda replicas: 2 * (1 - 1 / replicas) + 0.2 * np.log2(replicas),
+    "parameter_server": lambda replicas: replicas - 1,
+}
+"""Growth of synchronisation with the number of replicas (two or more), up to a factor."""
+
+
+# --- Correlated residuals
+
+
+@dataclass(frozen=True)
+class Process:
+    """A Gaussian process over a logarithm; its values at some places are given by whitened coordinates."""
+
+    places: Floats
+    sd: float
+    length: float
+    white: float
+    _root: Floats  # lower Cholesky factor of the covariance at the places
+
+    @classmethod
+    def from_positions(cls, positions: Floats, residual: SmoothResidual) -> "Process":
+        unique = np.unique(positions)
+        sd, length, white = residual.sd, residual.length, residual.white
+        process = cls(unique, sd, length, white, np.zeros((0, 0)))
+        covariance = process._compute_covariance(unique, unique) + 1e-10 * np.eye(len(unique))
+        return cls(unique, sd, length, white, np.asarray(np.linalg.cholesky(covariance), dtype=float))
+
+    def compute_map(self, at: Floats) -> Floats:
+        """Return the matrix, shape (n, places), that maps coordinates to the expected values at `at`."""
+        if not len(self.places):
+            return np.zeros((len(at), 0))
+        distinct, where = np.unique(at, return_inverse=True)
+        mapped = np.asarray(np.linalg.solve(self._root, self._compute_covariance(self.places, distinct)), dtype=float)
+        return mapped.T[where]
+
+    def compute_unseen_variance(self, mapped: Floats) -> Floats:
+        """Return the variance not explained by the values at the places, shape (n,), where `compute_map` returns `mapped`."""
+        explained: Floats = np.square(mapped).sum(axis=1)
+        return np.maximum(0.0, self.sd**2 + self.white**2 - explained)
+
+    def compute_unseen_covariance(self, at: Floats) -> Floats:
+        """Return the covariance not explained by the values at the places, shape (n, n)."""
+        mapped = self.compute_map(at)
+        return self._compute_covariance(at, at) - mapped @ mapped.T
+
+    def _compute_covariance(self, left_positions: Floats, right_positions: Floats) -> Floats:
+        off = np.abs(left_positions[:, None] - right_positions[None, :])
+        smooth: Floats = self.sd**2 * np.exp(-0.5 * (off / self.length) ** 2)
+        return smooth + self.white**2 * (off < 1e-9)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows to which local residuals contribute: ln t (with all residuals) or ln c. Arrays of one length."""
+
+    batch: Floats
+    replicas: Floats
+    gpus: Floats  # of a node, where they are not as many everywhere
+    by_step: Floats  # derivative by the residual of ln t: 1, and 0 for a ln c
+    by_compute: Floats  # and by that of ln c
+    by_across: Floats  # and by that of ln m between nodes; 0 where nodes of one size were measured
+
+    def compute_covariance(self, others: "Rows", priors: Priors) -> Floats:
+        """Return the covariance of the local residuals between these rows and others, shape (n, m)."""
+        off = [
+            np.subtract.outer(np.log(a), np.log(b))
+            for a, b in ((self.batch, others.batch), (self.replicas, others.replicas), (self.gpus, others.gpus))
+        ]
+        step = np.outer(self.by_step, others.by_step) * _compute_local_covariance(priors.local_step, *off)
+        compute = np.outer(self.by_compute, others.by_compute) * _compute_local_covariance(priors.local_compute, *off)
+        return (
+            step
+            + compute
+            + np.outer(self.by_across, others.by_across) * _compute_local_covariance(priors.local_sync, *off)
+        )
+
+    def compute_variance(self, priors: Priors) -> Floats:
+        """Return the diagonal of the rows' own covariance, shape (n,)."""
+        residuals = (priors.local_step, priors.local_compute, priors.local_sync)
+        by = (self.by_step, self.by_compute, self.by_across)
+        contributions = [(factor * residual.sd) ** 2 for factor, residual in zip(by, residuals, strict=True)]
+        return np.asarray(np.sum(contributions, axis=0), dtype=float)
+
+
+def _compute_local_covariance(residual: LocalResidual, batch: Floats, replicas: Floats, gpus: Floats) -> Floats:
+    off = (batch / residual.batch) ** 2 + (replicas / residual.replicas) ** 2 + (gpus / residual.replicas) ** 2
+    return np.asarray(residual.sd**2 * np.exp(-0.5 * off))
+
+
+# --- Formulas
+
+
+@dataclass(frozen=True)
+class Points:
+    """Configurations in the coordinates of the model; arrays of one length."""
+
+    replicas: Floats  # that synchronise: nodes, or GPUs where there is one node
+    local_batch: Floats
+    alone: Flags  # one GPU in all: nothing to synchronise
+    inside: Flags  # the GPUs of one node, where the others are several nodes
+    gpus: Floats | None = None  # of a node, where nodes of several sizes were measured; None: as many everywhere
+
+    def __len__(self) -> int:
+        return len(self.replicas)
+
+    @property
+    def sizes(self) -> Floats:
+        """GPUs per node; ones if the number is the same everywhere."""
+        return np.ones(self.replicas.shape) if self.gpus is None else self.gpus
+
+
+@dataclass(frozen=True)
+class FeaturePoints:
+    """Points with all quantities that are constant during a fit."""
+
+    points: Points
+    frame: "ReferenceFrame"
+    across: Flags  # whose synchronisation follows the shape over the replicas
+    log_batch: Floats
+    log_replicas: Floats  # against the fewest measured
+    log_shape: Floats  # against that of the fewest measured
+    log_gpus: Floats  # of a node, against the fewest measured
+    log_inner: Floats  # and against the most
+    single: Flags  # one GPU a node, where other nodes have more: nothing to synchronise inside
+    u: Floats  # (n, places of u)
+    v: Floats  # (n, places of v)
+
+
+@dataclass(frozen=True)
+class ReferenceFrame:
+    """The reference point of the parameters, and the places of the residuals."""
+
+    log_scale: float  # ln seconds a sample
+    log_batch: float  # of the smallest batch
+    replicas: float  # the fewest that synchronise
+    gpus: tuple[float, float] | None  # of a node, the fewest and the most; None where nodes of one size were measured
+    shape: Callable[[Floats], Floats]
+    u: Process
+    v: Process
+    priors: Priors
+
+    @classmethod
+    def from_points(
+        cls, points: Points, compute: Floats, shape: Callable[[Floats], Floats], priors: Priors
+    ) -> "ReferenceFrame":
+        smallest = float(points.local_batch.min())
+        across = ~points.alone & ~points.inside
+        return cls(
+            log_scale=float(np.median(np.log(compute / (points.local_batch + smallest)))),
+            log_batch=math.log(smallest),
+            replicas=float(points.replicas[across].min()) if across.any() else 2.0,
+            gpus=None if points.gpus is None else (float(points.gpus.min()), float(points.gpus.max())),
+            shape=shape,
+            u=Process.from_positions(np.log(points.local_batch), priors.compute),
+            v=Process.from_positions(np.log(points.replicas[across]), priors.sync),
+            priors=priors,
+        )
+
+    @cached_property
+    def size(self) -> int:
+        return PARAMETERS + len(self.u.places) + len(self.v.places)
+
+    def compute_features(self, points: Points) -> FeaturePoints:
+        across = ~points.alone & ~points.inside
+        replicas = np.where(across, points.replicas, self.replicas)
+        least = self.shape(np.array([self.replicas]))
+        fewest, most = self.gpus or (1.0, 1.0)
+        return FeaturePoints(
+            points=points,
+            frame=self,
+            across=across,
+            log_batch=np.log(points.local_batch),
+            log_replicas=np.log(replicas / self.replicas),
+            log_shape=np.log(self.shape(replicas) / least),
+            log_gpus=np.log(points.sizes / fewest),
+            log_inner=np.log(points.sizes / most),
+            single=points.sizes == 1,
+            u=self.u.compute_map(np.log(points.local_batch)),
+            v=self.v.compute_map(np.log(replicas)) * across[:, None],
+        )
+
+
+@dataclass(frozen=True)
+class ModelValues:
+    """Values of the model at some points.
+
+    Derivatives of ln t and ln c are with respect to the whitened coordinates, shape (n, size).
+    """
+
+    log_step: Floats
+    log_compute: Floats
+    sync: Floats  # seconds
+    of_step: Floats
+    of_compute: Floats
+    by_compute: Floats  # derivative of ln t by ln c
+    by_sync: Floats  # and by ln m
+    by_across: Floats  # and by ln of the part of m that is between nodes
+
+
+def evaluate(z: Floats, at: FeaturePoints) -> ModelValues:
+    """Evaluate the model and its derivatives.
+
+    Args:
+        z: whitened coordinates, shape (size,).
+        at: the points.
+    """
+    frame, priors, parameter_count = at.frame, at.frame.priors, PARAMETERS
+    theta, residuals = priors.means + priors.sds * z[:parameter_count], z[parameter_count:]
+    u, v = residuals[: at.u.shape[1]], residuals[at.u.shape[1] :]
+    slope, floor, level, growth, inside, forward, exposed, shared, inner, crowded = theta[:, None]
+    log_slope = frame.log_scale + slope + at.log_batch
+    log_floor = frame.log_scale + slope + floor + frame.log_batch + crowded * at.log_gpus
+    log_power = np.logaddexp(priors.q * log_slope, priors.q * log_floor)
+    log_level = frame.log_scale + frame.log_batch + math.log(2) + level
+    log_across = np.clip(
+        log_level + growth * at.log_replicas + at.log_shape + shared * at.log_gpus + v @ at.v.T, -60.0, 60.0
+    )
+    log_inside = np.clip(log_level + inside + inner * at.log_inner, -60.0, 60.0)
+    # Where nodes of one size were measured, what they synchronise inside is part of their level.
+    together = at.points.inside if frame.gpus is None else ~at.points.alone & ~at.single
+    log_across, log_inside = np.where(at.across, log_across, -np.inf), np.where(together, log_inside, -np.inf)
+    floor_share = np.exp(priors.q * log_floor - log_power)  # of the floor in the compute's sum of q-th powers
+    # Clipped where they saturate: a step that is tried and rejected may go anywhere.
+    phi = float(1 / (1 + np.exp(-np.clip(forward[0], -30.0, 30.0))))
+    tau = float(np.exp(np.minimum(exposed[0], 5.0)))
+
+    log_compute, log_sync = log_power / priors.q + u @ at.u.T, np.logaddexp(log_across, log_inside)
+    log_backward = np.log1p(-phi) + log_compute
+    # ln of the joint duration of the backward pass and the synchronisation that it hides.
+    log_longer = np.logaddexp(priors.p * log_backward, priors.p * log_sync) / priors.p
+    compute, sync, longer = np.exp(log_compute), np.exp(log_sync), np.exp(log_longer)
+    log_step = np.log(phi * compute + longer + tau * sync)
+    step = np.exp(log_step)
+    backward_share, sync_share = (np.exp(priors.p * (part - log_longer)) for part in (log_backward, log_sync))
+    by_compute = (phi * compute + longer * backward_share) / step
+    by_sync = (longer * sync_share + tau * sync) / step
+    inside_share = np.exp(log_inside - np.where(sync > 0, log_sync, 0.0))
+    by_inside, by_across = by_sync * inside_share, by_sync * (1 - inside_share)
+
+    of_compute = np.zeros((len(at.points), frame.size))
+    of_compute[:, SLOPE] = 1.0
+    of_compute[:, FLOOR] = floor_share
+    of_compute[:, CROWDED] = floor_share * at.log_gpus
+    of_compute[:, parameter_count : parameter_count + at.u.shape[1]] = at.u
+    of_step = by_compute[:, None] * of_compute
+    of_step[:, LEVEL] = by_sync
+    of_step[:, GROWTH] = by_across * at.log_replicas
+    of_step[:, SHARED] = by_across * at.log_gpus
+    of_step[:, INSIDE] = by_inside
+    of_step[:, INNER] = by_inside * at.log_inner
+    of_step[:, FORWARD] = (compute - longer * backward_share / (1 - phi)) * phi * (1 - phi) / step
+    of_step[:, EXPOSED] = tau * sync / step
+    of_step[:, parameter_count + at.u.shape[1] :] = by_across[:, None] * at.v
+    of_step[:, :parameter_count] *= priors.sds
+    of_compute[:, :parameter_count] *= priors.sds
+    return ModelValues(log_step, log_compute, sync, of_step, of_compute, by_compute, by_sync, by_across)
+
+
+# --- The exponent of overlap
+#
+#     t(R, b) = phi c + [((1 - phi) c)^p + m^p]^(1/p) + tau m
+#     c(b) = [f^q + (k b)^q]^(1/q) exp(u(ln b))                      local compute: floor f, slope k
+#     m(R) = m_0 shape(R) / shape(R_0) (R / R_0)^rho exp(v(ln R))    synchronisation; none for one replica
+#
+# A share 1 - phi of the compute (the backward pass) hides the synchronisation as far as it can; p says how sharply one takes
+# over from the other, and tau is the share of the synchronisation that nothing hides. u and v are smooth residuals (Gaussian
+# processes). The paper's Eq. 2 is the case p = 1, phi = 0, tau = 0 without residuals: the parts simply add up.
+#
+# Where nodes of several sizes were measured, g GPUs each, the synchronisation between nodes is told apart from that inside them:
+#
+#     m(N, g) = m(N) g^sigma + m_g (g / g_most)^kappa                the second for g > 1, the first for N > 1
+#     f(g) = f g^eta                                                 the floor is the work of a CPU that the GPUs share
+#
+# What a job does at one batch on one number of nodes follows from neither alone, and its neighbours do likewise: ln t and
+# ln c have residuals over (ln b, ln N) as well (and over ln g, as ln m has then). They are no coordinates of the fit but part of the covariance of the probes
+# (generalised least squares); what they tell of a place follows from the probes about it (kriging).
+#
+# A handful of probes does not determine all that. Every parameter has a prior, found on public measurements
+# (benchmarks/replay/replay.py), and the fit is the most probable one (MAP); where the probes say more than the prior, they decide.
+# Times are seconds, batches samples, and everything is fitted in logarithms: errors are shares of the step time.
+
+_NOISE_WEIGHT = 6.0  # the noises of the priors count as much as so many residuals
+_ROUNDS = 3  # of estimating the noise
+_ITERATIONS = 25
+_TOLERANCE = 1e-4
+_LEVELS = (0.0, 1.0, 2.0, 3.0)  # of synchronisation that a fit to whole steps alone begins at, in standard deviations
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The fitted model of one overlap exponent."""
+
+    noise: float  # its estimate, as a multiple of what other clusters show
+    frame: ReferenceFrame = field(repr=False)
+    fitted: "_Fitted" = field(repr=False)
+    _data: "_Data" = field(repr=False)
+
+    def predict(self, points: Points) -> tuple[Floats, Floats]:
+        """Return ln t and the standard deviation of one measurement of it, each of shape (n,)."""
+        at = self.frame.compute_features(points)
+        values, whitened = self._whiten(at)
+        by_z = self._compute_remaining_derivatives(values, whitened)
+        variance = np.einsum("ij,jk,ik->i", by_z, self.fitted.covariance, by_z)
+        variance += values.by_compute**2 * self.frame.u.compute_unseen_variance(at.u)
+        variance += values.by_across**2 * self.frame.v.compute_unseen_variance(at.v) + self._compute_noise_variance(
+            values
+        )
+        variance += _make_step_rows(at, values).compute_variance(self.frame.priors) - np.square(whitened).sum(axis=0)
+        return values.log_step + whitened.T @ self.fitted.residuals, np.sqrt(variance)
+
+    def joint(self, points: Points) -> tuple[Floats, Floats]:
+        """Return ln t, shape (n,), and its covariance without the noise of a measurement, shape (n, n)."""
+        at = self.frame.compute_features(points)
+        values, whitened = self._whiten(at)
+        by_z, rows = self._compute_remaining_derivatives(values, whitened), _make_step_rows(at, values)
+        covariance = by_z @ self.fitted.covariance @ by_z.T
+        u = self.frame.u.compute_unseen_covariance(np.log(points.local_batch))
+        v = self.frame.v.compute_unseen_covariance(np.log(points.replicas))
+        covariance += u * np.outer(values.by_compute, values.by_compute)
+        covariance += v * np.outer(values.by_across, values.by_across)
+        covariance += rows.compute_covariance(rows, self.frame.priors) - whitened.T @ whitened
+        return values.log_step + whitened.T @ self.fitted.residuals, covariance
+
+    def _whiten(self, at: FeaturePoints) -> tuple[ModelValues, Floats]:
+        """Return the model at points, and its local residuals' whitened covariance with the probes, shape (rows, n)."""
+        values, spread = evaluate(self.fitted.z, at), self.fitted.spread
+        return values, spread.whitener @ spread.rows.compute_covariance(_make_step_rows(at, values), self.frame.priors)
+
+    def _compute_remaining_derivatives(self, values: ModelValues, whitened: Floats) -> Floats:
+        """Return derivatives of ln t by z, less those of the local residuals, which depend on z too."""
+        return values.of_step - whitened.T @ (self.fitted.spread.whitener @ self.fitted.jacobian)
+
+    @property
+    def whole_steps_alone(self) -> bool:
+        """Whether steps include synchronisation, and no probe has measured their compute apart from it."""
+        return self._data.whole_steps_alone
+
+    @property
+    def log_evidence(self) -> float:
+        """ln of the probability density of the probes, up to a constant that is equal for all fits to them."""
+        return self.fitted.log_evidence
+
+    def make_regression_result(self) -> "RegressionResultsWrapper":
+        """Return the final generalised least squares as a statsmodels result; `coordinates` names its parameters."""
+        return self.fitted.regression
+
+    @property
+    def coordinates(self) -> tuple[str, ...]:
+        """Names of the fitted coordinates: parameters, and residuals of compute and of synchronisation."""
+        batches, replicas = (np.exp(process.places) for process in (self.frame.u, self.frame.v))
+        return (
+            *(parameter.name for parameter in fields(Priors)[:PARAMETERS]),
+            *(f"compute at {batch:g}" for batch in batches),
+            *(f"sync at {count:g}" for count in replicas),
+        )
+
+    def measurement_noise(self, points: Points) -> Floats:
+        """Return the standard deviation of ln t from one job to the next, shape (n,)."""
+        return np.sqrt(self._compute_noise_variance(evaluate(self.fitted.z, self.frame.compute_features(points))))
+
+    def parts(self, points: Points) -> tuple[Floats, Floats, Floats]:
+        """Return the step time, the compute and the synchronisation within it (hidden or not). Seconds."""
+        values = evaluate(self.fitted.z, self.frame.compute_features(points))
+        return np.exp(values.log_step), np.exp(values.log_compute), values.sync
+
+    def _compute_noise_variance(self, values: ModelValues) -> Floats:
+        priors = self.frame.priors
+        return self.noise**2 * (priors.step_noise**2 + (priors.sync_noise * values.by_sync) ** 2)
+
+
+def fit_overlap(
+    points: Points, *, step: Floats, compute: Floats, spread: Floats, collective: str, priors: Priors = PRIORS
+) -> Overlap:
+    """Fit the model to probes.
+
+    Args:
+        points: the measured configurations; at least one.
+        step: seconds per step, shape (n,).
+        compute: seconds per step without synchronisation; nan if not measured.
+        spread: standard deviation of the step time within its job, as a share of it; nan if unknown.
+        collective: a key of SHAPES.
+        priors: prior assumptions.
+    """
+    frame = ReferenceFrame.from_points(
+        points, np.where(np.isfinite(compute), compute, step), SHAPES[collective], priors
+    )
+    data = _Data(frame.compute_features(points), np.log(step), np.log(compute), np.nan_to_num(spread))
+    z, noise = np.zeros(frame.size), 1.0
+    for attempt in range(_ROUNDS):
+        spread_as = data.compute_spread(evaluate(z, data.at), noise)
+        starts = _list_starting_points(z, data) if attempt == 0 else [z]
+        fitted = min(
+            (_maximize_posterior(start, data, spread_as) for start in starts), key=lambda fit: fit.improbability
+        )
+        z = fitted.z
+        if attempt < _ROUNDS - 1:
+            noise = _estimate_noise(noise, fitted)
+    return Overlap(noise, frame, fitted, data)
+
+
+def _make_step_rows(at: FeaturePoints, values: ModelValues) -> Rows:
+    """Return the rows of ln t at points."""
+    points = at.points
+    by = np.ones(len(points)), values.by_compute, values.by_across * (at.frame.gpus is not None)
+    return Rows(points.local_batch, points.replicas, points.sizes, *by)
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """Covariance of the probes' rows, ln t of all and ln c of some, about the model: noise and local residuals."""
+
+    rows: Rows
+    covariance: Floats
+    whitener: Floats  # inverse of its lower Cholesky factor: takes the rows to independent ones of variance 1
+
+
+@dataclass(frozen=True)
+class _Data:
+    """The measurements: ln of seconds, and the relative spread of the steps within each job."""
+
+    at: FeaturePoints
+    log_step: Floats
+    log_compute: Floats  # nan where not measured
+    spread: Floats
+
+    @cached_property
+    def has_compute(self) -> Flags:
+        return np.isfinite(self.log_compute)
+
+    @property
+    def whole_steps_alone(self) -> bool:
+        together = ~self.at.points.alone
+        return bool(together.any()) and not bool(self.has_compute[together].any())
+
+    def compute_spread(self, values: ModelValues, level: float) -> _Spread:
+        """Return the covariance of the rows if the noise is `level` times that of other clusters."""
+        has, points, repeat_variance, priors = self.has_compute, self.at.points, self.spread**2, self.at.frame.priors
+        step = level**2 * (priors.step_noise**2 + (priors.sync_noise * values.by_sync) ** 2) + repeat_variance
+        compute = (level * priors.compute_noise) ** 2 + repeat_variance
+        rows = Rows(
+            batch=np.concatenate([points.local_batch, points.local_batch[has]]),
+            replicas=np.concatenate([points.replicas, points.replicas[has]]),
+            gpus=np.concatenate([points.sizes, points.sizes[has]]),
+            by_step=np.concatenate([np.ones(len(has)), np.zeros(has.sum())]),
+            by_compute=np.concatenate([values.by_compute, np.ones(has.sum())]),
+            by_across=np.concatenate([values.by_across * (self.at.frame.gpus is not None), np.zeros(has.sum())]),
+        )
+        covariance = rows.compute_covariance(rows, priors) + np.diag(np.concatenate([step, compute[has]]))
+        return _Spread(rows, covariance, np.linalg.inv(np.linalg.cholesky(covariance)))
+
+    def compute_residuals(self, values: ModelValues) -> tuple[Floats, Floats]:
+        """Return the residuals of the rows, and the derivatives of the model's values for them."""
+        has = self.has_compute
+        off = np.concatenate([self.log_step - values.log_step, (self.log_compute - values.log_compute)[has]])
+        return off, np.vstack([values.of_step, values.of_compute[has]])
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """The model linearised at some coordinates, and the residuals of the probes' rows."""
+
+    z: Floats
+    off: Floats
+    jacobian: Floats
+    spread: _Spread
+
+    @classmethod
+    def evaluate_at(cls, z: Floats, data: _Data, spread: _Spread) -> "_Fitted":
+        return cls(z, *data.compute_residuals(evaluate(z, data.at)), spread)
+
+    @cached_property
+    def residuals(self) -> Floats:
+        """Whitened residuals: independent with variance 1 if all assumptions hold."""
+        return self.spread.whitener @ self.off
+
+    @cached_property
+    def improbability(self) -> float:
+        """-2 ln of the posterior density, up to a constant."""
+        return float(self.residuals @ self.residuals + self.z @ self.z)
+
+    @cached_property
+    def log_evidence(self) -> float:
+        """ln of the probability density of the rows by Laplace's approximation, up to a constant."""
+        scale, curvature = np.linalg.slogdet(self.spread.whitener)[1], np.linalg.slogdet(self.precision)[1]
+        return float(scale - (self.improbability + curvature) / 2)
+
+    @cached_property
+    def whitened(self) -> Floats:
+        """The jacobian of the whitened rows."""
+        return self.spread.whitener @ self.jacobian
+
+    @cached_property
+    def precision(self) -> Floats:
+        """Inverse covariance of the coordinates: the information of the rows, plus 1 each from the priors."""
+        return np.asarray(self.whitened.T @ self.whitened + np.eye(len(self.z)))
+
+    @cached_property
+    def covariance(self) -> Floats:
+        """Covariance of the coordinates after the probes, the same as in `regression`."""
+        return np.asarray(np.linalg.inv(self.precision), dtype=float)
+
+    @cached_property
+    def regression(self) -> "RegressionResultsWrapper":
+        """Generalised least squares of the linearised model by statsmodels.
+
+        The priors are further rows, one per coordinate.
+        """
+        from statsmodels.regression.linear_model import GLS  # takes more than a second, and of use to a summary alone
+
+        rows, size = len(self.off), len(self.z)
+        spread = np.eye(rows + size)
+        spread[:rows, :rows] = self.spread.covariance
+        target = np.concatenate([self.off + self.jacobian @ self.z, np.zeros(size)])
+        model = GLS(target, np.vstack([self.jacobian, np.eye(size)]), sigma=spread)
+        return model.fit(cov_type="fixed scale", cov_kwds={"scale": 1.0})
+
+    def compute_gauss_newton_step(self, damping: float) -> Floats:
+        """Return the coordinates of a damped Gauss-Newton step.
+
+        Damping adds rows that pull each coordinate towards its current value (Marquardt 1963).
+        """
+        weight = damping * (1 + np.square(self.whitened).sum(axis=0))
+        target = self.whitened.T @ (self.residuals + self.whitened @ self.z) + weight * self.z
+        return np.linalg.solve(self.precision + np.diag(weight), target)
+
+
+def _list_starting_points(z: Floats, data: _Data) -> list[Floats]:
+    """Return the starting points of the fit.
+
+    Whole steps alone can be explained by a floor of the compute or by synchronisation. Both may be maxima, and an
+    ascent from little synchronisation ends at the floor.
+    """
+    if not data.whole_steps_alone:
+        return [z]
+    return [z + level * np.eye(len(z))[LEVEL] for level in _LEVELS]
+
+
+def _maximize_posterior(start: Floats, data: _Data, spread: _Spread) -> _Fitted:
+    """Find the most probable coordinates by damped Gauss-Newton steps."""
+    fitted, damping = _Fitted.evaluate_at(start, data, spread), 1e-2
+    for _ in range(_ITERATIONS):
+        trial = _Fitted.evaluate_at(fitted.compute_gauss_newton_step(damping), data, spread)
+        if trial.improbability < fitted.improbability:
+            gained, fitted = fitted.improbability - trial.improbability, trial
+            damping = max(damping / 5, 1e-9)
+            if gained < _TOLERANCE * max(1.0, fitted.improbability):
+                break
+        elif (damping := damping * 6) > 1e8:
+            break
+    return fitted
+
+
+def _estimate_noise(noise: float, fitted: _Fitted) -> float:
+    """Return the noise level of the residuals, as a multiple of that of other clusters.
+
+    The level of other clusters is weighted as `_NOISE_WEIGHT` residuals.
+    """
+    residuals = fitted.residuals
+    degrees_of_freedom = max(0.0, len(residuals) - len(fitted.z) + float(np.trace(fitted.covariance)))
+    return math.sqrt((_NOISE_WEIGHT + residuals @ residuals * noise**2) / (_NOISE_WEIGHT + degrees_of_freedom))
+
+
+# --- The mixture
+
+_MAX_LOG_ODDS = 50.0  # ln of the odds: more makes no difference
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """The step-time model: one fit to the probes, or two under different assumptions with their probabilities."""
+
+    members: tuple[Overlap, ...]  # the first overlaps
+    weights: Floats  # their probabilities, shape (members,)
+
+    @property
+    def whole_steps_alone(self) -> bool:
+        """Whether no probe has measured compute apart from the synchronisation in its steps."""
+        return self.members[0].whole_steps_alone
+
+    @property
+    def overlapped(self) -> float:
+        """The probability that the backward pass hides synchronisation."""
+        return float(self.weights[0])
+
+    @property
+    def noise(self) -> float:
+        return float(self.weights @ [member.noise for member in self.members])
+
+    def predict(self, points: Points) -> tuple[Floats, Floats]:
+        """Return ln t and the standard deviation of one measurement of it, each of shape (n,)."""
+        means, sds = (np.array(rows) for rows in zip(*(member.predict(points) for member in self.members), strict=True))
+        mean = self.weights @ means
+        return mean, np.sqrt(self.weights @ (sds**2 + (means - mean) ** 2))
+
+    def joint(self, points: Points) -> tuple[Floats, Floats]:
+        """Return ln t, shape (n,), and its covariance without the noise of a measurement, shape (n, n)."""
+        means, covariances = (
+            np.array(rows) for rows in zip(*(member.joint(points) for member in self.members), strict=True)
+        )
+        mean = self.weights @ means
+        deviations = means - mean
+        return mean, np.tensordot(self.weights, covariances, 1) + (self.weights * deviations.T) @ deviations
+
+    def measurement_noise(self, points: Points) -> Floats:
+        """Return the standard deviation of ln t from one job to the next, shape (n,)."""
+        return np.sqrt(self.weights @ np.square([member.measurement_noise(points) for member in self.members]))
+
+    def parts(self, points: Points) -> tuple[Floats, Floats, Floats]:
+        """Return the expected step time, compute and synchronisation within it (hidden or not). Seconds."""
+        step, compute, sync = np.tensordot(self.weights, [member.parts(points) for member in self.members], 1)
+        return step, compute, sync
+
+
+def fit_step_model(
+    points: Points, *, step: Floats, compute: Floats, spread: Floats, collective: str, priors: Priors = PRIORS
+) -> StepModel:
+    """Fit the model to probes.
+
+    It has two members if compute was not measured apart, or if the priors make it likely that compute hides nothing.
+
+    Arguments as of `fit_overlap`.
+    """
+    fit = functools.partial(fit_overlap, points, step=step, compute=compute, spread=spread, collective=collective)
+    overlapped = fit(priors=priors)
+    if points.alone.all() or not (overlapped.whole_steps_alone or may_hide_nothing(priors)):
+        return StepModel((overlapped,), np.ones(1))
+    additive = fit(priors=replace(priors, p=1.0))
+    log_odds = math.log(priors.additive / (1 - priors.additive)) + additive.log_evidence - overlapped.log_evidence
+    odds = math.exp(min(_MAX_LOG_ODDS, log_odds))
+    return StepModel((overlapped, additive), np.array([1.0, odds]) / (1 + odds))
+
+
+Ints = NDArray[np.int64]
+Numbers = Sequence[int] | Floats | Ints
+
+T_BLOCKS = 2.132  # Student's t, 95 %, for five blocks (4 degrees of freedom)
+DEFAULT_REPEAT_SD = 0.015
+"""Standard deviation of the mean step time between jobs, as a share, on the steadiest clusters: the minimum assumed.
+The value for the current cluster is estimated by the fit (`StepTimeFit.repeat_deviation`)."""
+_MAX_STEADY_NOISE = 0.1  # a probe whose noise is above this share of its step time is pointed out
+MAX_EXTRAPOLATION = 8
+"""Maximum ratio of the nodes of a prediction to the most nodes of any probe."""
+_MAX_RELATIVE_MISS = 0.25  # so is one that the fit misses by more than this share
+_BLOCK = 512
+"""Configurations that are predicted at a time: with more of them BLAS occupies all cores, mostly waiting."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The steps of one probe, or of a training at one configuration. Seconds."""
+
+    nodes: int
+    gpus_per_node: int
+    local_batch: int  # samples an optimizer step on one GPU
+    step_times: tuple[float, ...]  # one an optimizer step, after warm-up; of a training, one a stretch of them
+    compute_time: float  # a step without synchronisation; nan where it was not measured
+    doubt: float | None = None  # of a training: its noise, which its own steps alone do not tell; None of a probe
+
+    @property
+    def seconds(self) -> float:
+        return compute_trimmed_mean(self.step_times)
+
+    @property
+    def noise(self) -> float | None:
+        """Drift of the step time within the probe, as a share of it; None if there are too few steps."""
+        if self.doubt is not None:
+            return self.doubt
+        spread = compute_block_deviation(self.step_times)
+        return None if spread is None else spread / self.seconds
+
+    def __str__(self) -> str:
+        return describe_probe_place(self.nodes, self.local_batch)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step time in seconds, with a 90 % interval (None if its width is unknown)."""
+
+    seconds: float
+    low: float | None = None
+    high: float | None = None
+    fitted: float | None = None  # what the model says where seconds are measured ones
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Step times in seconds at many configurations, with their 90 % intervals: arrays of shape (n,), nan if unknown."""
+
+    seconds: Floats
+    low: Floats
+    high: Floats
+    fitted: Floats  # by the model, where seconds are measured ones; else nan
+
+    def at(self, index: int) -> Estimate:
+        """Return the estimate at one of the configurations."""
+        low, high, fitted = (
+            None if math.isnan(column[index]) else float(column[index]) for column in (self.low, self.high, self.fitted)
+        )
+        return Estimate(float(self.seconds[index]), low, high, fitted)
+
+    def set_measured(self, index: int, measured: Estimate) -> None:
+        """Put the estimate by measurements in place of that by the model, in the arrays themselves."""
+        self.fitted[index] = self.seconds[index]
+        for column, value in ((self.seconds, measured.seconds), (self.low, measured.low), (self.high, measured.high)):
+            column[index] = math.nan if value is None else value
+
+    def scale(self, factor: float) -> "Estimates":
+        """Return the step times multiplied by a factor, with the same relative intervals."""
+        return Estimates(
+            factor * self.seconds, factor * self.low, factor * self.high, np.full(len(self.seconds), math.nan)
+        )
+
+
+def estimate_measured(step_times: Sequence[float], repeats: float) -> Estimate:
+    """Return the estimate for a configuration that was measured.
+
+    The interval is that of one more block of steps, in another job on the same cluster.
+
+    Args:
+        step_times: of one job.
+        repeats: standard deviation of one job from the mean of all jobs, as a share; the difference of two jobs
+            includes both.
+    """
+    seconds, spread = compute_trimmed_mean(step_times), compute_block_deviation(step_times)
+    if spread is None:
+        return Estimate(seconds)
+    half = math.hypot(T_BLOCKS * spread * math.sqrt(1 + 1 / BLOCKS), Z90 * math.sqrt(2) * repeats * seconds)
+    return Estimate(seconds, max(0.0, seconds - half), seconds + half)
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """The replicas that synchronise with each other: the nodes, or the GPUs of the only node that was measured."""
+
+    gpus_per_node: frozenset[int]
+    across: bool
+
+    @classmethod
+    def from_observations(cls, observations: Iterable[Observation]) -> "_Scope":
+        all_observations = list(observations)
+        return cls(
+            frozenset(o.gpus_per_node for o in all_observations), across=any(o.nodes > 1 for o in all_observations)
+        )
+
+    @property
+    def levels(self) -> bool:
+        """Whether nodes with several numbers of GPUs were measured.
+
+        Synchronisation inside and between nodes can then be separated.
+        """
+        return self.across and len(self.gpus_per_node) > 1
+
+    @property
+    def noun(self) -> str:
+        return "node" if self.across else "GPU"
+
+    def make_points(self, nodes: Floats, gpus_per_node: Floats, local_batch: Floats) -> Points:
+        alone = nodes * gpus_per_node == 1
+        return Points(
+            replicas=nodes if self.across else gpus_per_node,
+            local_batch=local_batch,
+            alone=alone,
+            inside=(nodes == 1) & ~alone & self.across,
+            gpus=gpus_per_node if self.levels else None,
+        )
+
+    def describe_why_unpredictable(self, nodes: int, gpus_per_node: int) -> str:
+        if not self.across and nodes > 1:
+            return "only one node was measured: the communication time of several nodes is unknown"
+        if self.across and not min(self.gpus_per_node) <= gpus_per_node <= max(self.gpus_per_node):
+            return f"only {_list_numbers(self.gpus_per_node)} GPUs per node were measured, not {gpus_per_node}"
+        return ""
+
+
+@dataclass(frozen=True)
+class StepTimeFit:
+    """The step-time model of one kind of node, fitted to its probes."""
+
+    words: str  # the fit in one line
+    warnings: tuple[Diagnostic, ...]
+    error: float | None  # median relative residual; None where exactly determined
+    model: StepModel = field(repr=False)
+    priors: Priors = field(repr=False)
+    _scope: _Scope = field(repr=False)
+    _seen: tuple[Observation, ...] = field(repr=False)
+
+    @property
+    def determined_exactly(self) -> bool:
+        """Whether there are no more measurements than parameters, so that no residual shows the quality of the fit."""
+        return self.error is None
+
+    @property
+    def levels(self) -> bool:
+        """Whether probes had several numbers of GPUs per node."""
+        return self._scope.levels
+
+    def describe_why_unpredictable(self, nodes: int, gpus_per_node: int, local_batch: int) -> str:
+        """Return why a configuration cannot be predicted from the measurements; empty if it can."""
+        if why := self._describe_why_nodes_unpredictable(nodes, gpus_per_node):
+            return why
+        if len(self._batches) == 1 and local_batch not in self._batches:
+            return "only one local batch was measured: how the step time grows with it is unknown"
+        return ""
+
+    def find_unpredictable(self, nodes: Ints, gpus_per_node: int, local_batch: Ints) -> Flags:
+        """Return which of many configurations cannot be predicted, shape (n,)."""
+        refused_nodes = [
+            count for count in np.unique(nodes).tolist() if self._describe_why_nodes_unpredictable(count, gpus_per_node)
+        ]
+        is_refused = np.isin(nodes, refused_nodes)
+        return is_refused | ~np.isin(local_batch, list(self._batches)) if len(self._batches) == 1 else is_refused
+
+    def _describe_why_nodes_unpredictable(self, nodes: int, gpus_per_node: int) -> str:
+        """Return why no local batch can be predicted on these nodes; empty if some can."""
+        if why := self._scope.describe_why_unpredictable(nodes, gpus_per_node):
+            return why
+        replicas, requested = self._replicas, nodes if self._scope.across else gpus_per_node
+        if len(replicas) == 1 and requested not in replicas:
+            return f"only one number of {self._scope.noun}s was measured: how the step time changes with it is unknown"
+        if requested > MAX_EXTRAPOLATION * (most := max(replicas)):
+            return (
+                f"{requested} {self._scope.noun}s are more than {MAX_EXTRAPOLATION} times the {most} that were measured"
+            )
+        return ""
+
+    @cached_property
+    def _replicas(self) -> frozenset[int]:
+        return frozenset(o.nodes if self._scope.across else o.gpus_per_node for o in self._seen)
+
+    @cached_property
+    def _batches(self) -> frozenset[int]:
+        return frozenset(o.local_batch for o in self._seen)
+
+    def predict(self, nodes: int, gpus_per_node: int, local_batch: int) -> Estimate:
+        """Return the time of one optimizer step with its 90 % prediction interval; `describe_why_unpredictable` is not checked."""
+        return self.predict_all([nodes], [gpus_per_node], [local_batch]).at(0)
+
+    def predict_all(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Estimates:
+        """Return the step times at many configurations, with their intervals; `describe_why_unpredictable` is not checked."""
+        columns = [np.asarray(column, dtype=float) for column in (nodes, gpus_per_node, local_batch)]
+        blocks = range(0, max(1, len(columns[0])), _BLOCK)
+        blocks_predicted = [
+            self.model.predict(self.make_points(*(column[at : at + _BLOCK] for column in columns))) for at in blocks
+        ]
+        log_seconds, sd = (np.concatenate(column_blocks) for column_blocks in zip(*blocks_predicted, strict=True))
+        return Estimates(
+            seconds=np.exp(log_seconds),
+            low=np.exp(log_seconds - Z90 * sd),
+            high=np.exp(log_seconds + Z90 * sd),
+            fitted=np.full(len(log_seconds), math.nan),
+        )
+
+    def repeat_deviation(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Floats:
+        """Return the standard deviation between one job and the mean of all jobs, as a share, shape (n,).
+
+        The prior is 3 % for steps without synchronisation. It is scaled by the deviation of the run's probes and
+        trainings from the fit, and from each other if several measured one configuration.
+        """
+        return self.model.measurement_noise(self.make_points(nodes, gpus_per_node, local_batch))
+
+    def compute(self, nodes: int, gpus_per_node: int, local_batch: int) -> float:
+        """Return the seconds of a step without synchronisation; `describe_why_unpredictable` is not checked."""
+        return float(self.model.parts(self.make_points([nodes], [gpus_per_node], [local_batch]))[1][0])
+
+    def make_points(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Points:
+        """Return configurations in the coordinates of the model."""
+        return self._scope.make_points(
+            np.asarray(nodes, dtype=float), np.asarray(gpus_per_node, dtype=float), np.asarray(local_batch, dtype=float)
+        )
+
+    def list_measured_points(self) -> tuple[Points, Floats]:
+        """Return the measured configurations and their step times in seconds."""
+        columns = ([getattr(o, name) for o in self._seen] for name in ("nodes", "gpus_per_node", "local_batch"))
+        return self.make_points(*columns), np.array([o.seconds for o in self._seen])
+
+    def draw_samples(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers, *, count: int = 256) -> Floats:
+        """Return posterior samples of ln step times, shape (count, n), without single-job noise; deterministic."""
+        mean, covariance = self.model.joint(self.make_points(nodes, gpus_per_node, local_batch))
+        values, vectors = np.linalg.eigh(covariance)
+        drawn = np.random.default_rng(0).standard_normal((count, len(mean)))
+        samples: Floats = mean + drawn @ (vectors * np.sqrt(np.maximum(values, 0.0))).T
+        return samples
+
+
+def fit_step_time(observations: Iterable[Observation], *, collective: str, priors: Priors = PRIORS) -> StepTimeFit:
+    """Fit the step-time model to probes.
+
+    Args:
+        observations: one per probe, in any order; repeated configurations count each.
+        collective: a key of `SHAPES`.
+        priors: assumptions before any probe.
+
+    Raises:
+        BadMeasurements: there is no observation, or a step time is not positive.
+    """
+    sorted_observations = sorted(observations, key=lambda o: (o.nodes, o.gpus_per_node, o.local_batch))
+    seconds = _check_seconds(sorted_observations)
+    scope = _Scope.from_observations(sorted_observations)
+    points = scope.make_points(
+        np.array([o.nodes for o in sorted_observations], dtype=float),
+        np.array([o.gpus_per_node for o in sorted_observations], dtype=float),
+        np.array([o.local_batch for o in sorted_observations], dtype=float),
+    )
+    model = fit_step_model(
+        points,
+        step=seconds,
+        compute=np.array([o.compute_time if o.compute_time > 0 else math.nan for o in sorted_observations]),
+        spread=np.array([math.nan if o.noise is None else o.noise for o in sorted_observations]),
+        collective=collective,
+        priors=priors,
+    )
+    fitted = np.exp(model.predict(points)[0])
+    residuals = fitted / seconds - 1
+    # With no more measurements than parameters the priors may still keep the fit from a probe: then there is a residual.
+    has_residuals = _count_measurements(sorted_observations) > _count_parameters(sorted_observations, scope) or bool(
+        (np.abs(residuals) > _MAX_RELATIVE_MISS).any()
+    )
+    error = float(np.median(np.abs(residuals))) if has_residuals else None
+    return StepTimeFit(
+        words=_describe_fit(model, points, scope, error, sorted_observations),
+        warnings=tuple(_list_fit_warnings(sorted_observations, seconds, residuals)),
+        error=error,
+        model=model,
+        priors=priors,
+        _scope=scope,
+        _seen=tuple(sorted_observations),
+    )
+
+
+def _check_seconds(observations: Sequence[Observation]) -> Floats:
+    if not observations:
+        raise BadMeasurements("no probe was measured", "run tula profile first")
+    for observation in observations:
+        times = observation.step_times
+        if not times or not all(math.isfinite(time) and time > 0 for time in times):
+            raise BadMeasurements(
+                f"the step times of the probe with {observation} are not all positive numbers",
+                "delete this probe in folder results of the run, then run tula profile again",
+            )
+    return np.array([observation.seconds for observation in observations])
+
+
+def _count_measurements(observations: Sequence[Observation]) -> int:
+    """Count the measurements: one per configuration, and one more if its compute was measured apart."""
+    configurations = {(o.nodes, o.gpus_per_node, o.local_batch) for o in observations}
+    return len(configurations) + len(_find_separate_compute(observations))
+
+
+def _find_separate_compute(observations: Iterable[Observation]) -> set[tuple[int, int, int]]:
+    """Return the configurations whose compute was measured apart from their synchronisation."""
+    together = (o for o in observations if o.nodes * o.gpus_per_node > 1)
+    return {(o.nodes, o.gpus_per_node, o.local_batch) for o in together if o.compute_time > 0}
+
+
+def _count_parameters(observations: Sequence[Observation], scope: _Scope) -> int:
+    """Count the parameters to determine: floor and slope of compute, level and growth of synchronisation."""
+    batches = {o.local_batch for o in observations}
+    synchronising = {
+        o.nodes if scope.across else o.gpus_per_node for o in observations if o.nodes * o.gpus_per_node > 1
+    }
+    return min(len(batches), 2) + min(len(synchronising), 2)
+
+
+def _list_fit_warnings(observations: Sequence[Observation], seconds: Floats, residuals: Floats) -> Iterator[Diagnostic]:
+    """Yield warnings about the reliability of the fit."""
+    probes = (o for o in observations if o.doubt is None)
+    unsteady = [f"{o} by {100 * o.noise:.0f} %" for o in probes if o.noise is not None and o.noise > _MAX_STEADY_NOISE]
+    if unsteady:
+        yield messages.step_times_drift(probes=unsteady)
+    # A larger local batch with a clearly shorter step: another algorithm, a change of clocks, or a disturbed probe.
+    falling = [
+        f"{smaller} and {larger.local_batch}"
+        for (smaller, time_before), (larger, after) in itertools.pairwise(zip(observations, seconds, strict=True))
+        if (smaller.nodes, smaller.gpus_per_node) == (larger.nodes, larger.gpus_per_node)
+        and smaller.local_batch < larger.local_batch
+        and after < time_before * (1 - _MAX_STEADY_NOISE)
+    ]
+    if falling:
+        yield messages.step_time_falls_with_batch(pairs=falling)
+    misses: dict[str, list[str]] = {}
+    for o, measured, off in zip(observations, seconds, residuals, strict=True):
+        if abs(off) > _MAX_RELATIVE_MISS:
+            times = f"{_format_duration(measured)} measured, {_format_duration(measured * (1 + off))} fitted"
+            misses.setdefault("probe" if o.doubt is None else "training", []).append(f"{o} ({times})")
+    for kind, where in misses.items():
+        yield messages.fit_misses(kind=kind, where=where)
+
+
+def _describe_fit(
+    model: StepModel, points: Points, scope: _Scope, error: float | None, observations: Sequence[Observation]
+) -> str:
+    """Describe the fit in one line: compute over the batch, synchronisation over the replicas, and the error.
+
+    If no measurement separates the two, the description says that only whole step times were used.
+    """
+    batches = np.unique(points.local_batch)[[0, -1]]
+    fewest, most = (
+        (None, None) if points.gpus is None else (np.full(2, end) for end in (points.gpus.min(), points.gpus.max()))
+    )
+    ends = Points(np.full(2, points.replicas.min()), batches, np.full(2, True), np.full(2, False), fewest)
+    compute = model.parts(ends)[1]
+    ranges = [_describe_range(compute, [f"local batch {batch:g}" for batch in batches])]
+    together = np.unique(points.replicas[~points.alone])
+    if len(together):
+        counts = together[[0, -1]]
+        inside = np.array([bool(points.inside[points.replicas == count].all()) for count in counts])
+        sync = model.parts(Points(counts, np.full(2, batches[0]), np.full(2, False), inside, most))[2]
+        of = "" if most is None else f" of {round(most[0])} GPUs"
+        ranges.append(_describe_range(sync, [f"{format_count(round(count), scope.noun)}{of}" for count in counts]))
+    quality = "exactly determined, no residual" if error is None else f"median residual {100 * error:.1f} %"
+    parts_text = ", overlapped with synchronisation ".join(ranges)
+    alone = ""
+    if len(model.members) > 1:
+        by_steps = " only from the times of complete steps" * model.whole_steps_alone
+        alone = f"{by_steps}, compute hides synchronisation with probability {100 * model.overlapped:.0f} %"
+    trained = sum(o.doubt is not None for o in observations)
+    sources = format_count(len(points) - trained, "probe") + f" and {format_count(trained, 'training')}" * bool(trained)
+    return f"step = compute {parts_text} ({sources}{alone}, {quality})"
+
+
+def _describe_range(seconds: Floats, positions: Sequence[str]) -> str:
+    first_text, last_text = (
+        f"{_format_duration(time)} at {where}" for time, where in zip(seconds, positions, strict=True)
+    )
+    return first_text if positions[0] == positions[1] else f"{first_text} to {last_text}"
+
+
+def _format_duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _list_numbers(numbers: Iterable[int]) -> str:
+    return ", ".join(str(number) for number in sorted(numbers))

@@ -1,1 +1,0 @@
-"""Components of `tula recommend`."""

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
@@ -481,20 +480,6 @@ def warn_of_event(event: Event) -> None:
         warnings.warn(event.text, stacklevel=2)
 
 
-def save_or_warn(write: Callable[[], object], *, is_required: bool) -> None:
-    """Write what was asked for, or else where it can be: then it is a Python warning that it cannot.
-
-    Raises:
-        CannotWrite, OtherFormat: what was asked for cannot be written.
-    """
-    try:
-        write()
-    except (CannotWrite, OtherFormat) as error:
-        if is_required:
-            raise
-        warnings.warn(f"not saved: {error.message}", stacklevel=3)
-
-
 # --- Functions that submit nothing
 
 
@@ -599,8 +584,14 @@ def recommend(arguments: RecommendArguments) -> Recommendation:
         answer.chosen_run.path
     )
     if renews if arguments.save is None else arguments.save:
-        write = partial(recommending.save_answer, overrides=arguments.overrides, job=call.job, every=arguments.every)
-        save_or_warn(partial(write, call.runs, answer), is_required=bool(arguments.save))
+        try:
+            recommending.save_answer(
+                call.runs, answer, overrides=arguments.overrides, job=call.job, every=arguments.every
+            )
+        except (CannotWrite, OtherFormat) as error:
+            if arguments.save:
+                raise
+            warnings.warn(f"not saved: {error.message}", stacklevel=2)
     return answer.with_all_rows() if arguments.every else recommendation
 
 

@@ -26,7 +26,7 @@ from tula_cli.run.clean import (
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.snapshot import Snapshot
-from tula_cli.spec.backend import BACKENDS, get_backend
+from tula_cli.spec.backend import get_backend
 
 JUST_SUBMITTED_SECONDS = 600.0
 """Seconds after its submission for which a job that SLURM does not list counts as pending."""
@@ -164,7 +164,8 @@ def _describe_why_alive(
         if snapshot.damaged_jobs:
             return f"{snapshot.damaged_jobs[0].message}, so it is unknown whether that job runs"
         local = LocalLauncher().states(snapshot, [job for job in jobs if job.scheduler == "local"])
-        if job_ids := [id_ for job in jobs if job.scheduler not in BACKENDS for id_ in job.ids]:
+        # SLURM was asked for the jobs of all runs at once; every other scheduler is asked for those of this run.
+        if job_ids := [id_ for job in jobs if job.scheduler not in ("local", "slurm") for id_ in job.ids]:
             states = {**states, **make_scheduler(RunDir(snapshot.path).read_spec().cluster).ask(job_ids)}
     except TulaError as error:
         return error.message

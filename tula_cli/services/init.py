@@ -299,7 +299,7 @@ def _set_key(text: str, key: str, value: str, why: str, *, section: str = "") ->
 
 def _fit_to_machine(text: str, *, per_node: int, gpus: int, cores: int | None) -> str:
     if gpus < 1:
-        processes = _describe_processes(per_node)
+        processes = format_count(per_node, "process")
         node_comment = f"numbers of nodes to measure; here a node is {processes} of this machine"
         nodes = [1, 2]
         if cores is not None and 2 * per_node > cores:
@@ -308,7 +308,7 @@ def _fit_to_machine(text: str, *, per_node: int, gpus: int, cores: int | None) -
                 f"here a node is {processes}; 2 nodes would need {2 * per_node} CPU cores, this machine has {cores}"
             )
     else:
-        nodes = [2**power for power in range(max(1, gpus // per_node).bit_length())]
+        nodes = _list_powers_of_two(max(1, gpus // per_node))
         node_comment = (
             f"numbers of nodes to measure; here a node is {format_count(per_node, 'GPU')} of the {gpus} of this machine"
         )
@@ -358,22 +358,15 @@ def add_batches(text: str, recognised: RecognisedCommand) -> str:
     text = re.sub(r"^  max_batch:.*\n", "", text, count=1, flags=re.MULTILINE)
     batch = recognised.script["reference"].get("batch")
     if batch is None:
-        lines = _set_key(text, "min_batch", "32", "smallest global batch; batches are min_batch x 2^k")
-        return re.sub(
-            r"^(  min_batch:.*)$",
-            r"\1" + "\n  max_batch: 256 # largest global batch",
-            lines,
-            count=1,
-            flags=re.MULTILINE,
-        )
-    nodes = [int(number) for number in re.findall(r"\d+", re.findall(r"^  nodes: \[(.*)\]", text, re.MULTILINE)[0])]
-    least, most = choose_batch_range(recognised, batch, nodes)
-    below = "half of the current batch" if least < batch else "the current batch"
-    text = _set_key(
-        text, "min_batch", str(least), f"{below}, {batch}; batches are min_batch x 2^k, each a start of the script"
-    )
-    above = f"\n  max_batch: {most} # {most // batch} times the current batch; memory may limit it further"
-    return re.sub(r"^(  min_batch:.*)$", lambda line: line[0] + above, text, count=1, flags=re.MULTILINE)
+        least, smallest = 32, "smallest global batch; batches are min_batch x 2^k"
+        largest = "256 # largest global batch"
+    else:
+        nodes = [int(number) for number in re.findall(r"\d+", re.findall(r"^  nodes: \[(.*)\]", text, re.MULTILINE)[0])]
+        least, most = choose_batch_range(recognised, batch, nodes)
+        below = "half of the current batch" if least < batch else "the current batch"
+        smallest = f"{below}, {batch}; batches are min_batch x 2^k, each a start of the script"
+        largest = f"{most} # {most // batch} times the current batch; memory may limit it further"
+    return _set_key(text, "min_batch", str(least), f"{smallest}\n  max_batch: {largest}")
 
 
 def _add_baseline(text: str, recognised: RecognisedCommand) -> str:
@@ -414,7 +407,7 @@ def _list_machine_warnings(recognised: RecognisedCommand, offered: Site | None, 
     requested, partition = recognised.gpus_per_node, offered.default if offered is not None else None
     if requested is None:
         return []
-    description = f"the command starts {_describe_processes(requested)} per node"
+    description = f"the command starts {format_count(requested, 'process')} per node"
     if 0 < gpus < requested:
         return [f"{description}, but this machine has {format_count(gpus, 'GPU')}: set cluster.gpus_per_node"]
     available = _count_gpus(offered) or requested
@@ -423,10 +416,6 @@ def _list_machine_warnings(recognised: RecognisedCommand, offered: Site | None, 
     return [
         f"{description}, but those of partition {partition.name} have {format_count(available, 'GPU')}: set cluster.gpus_per_node"
     ]
-
-
-def _describe_processes(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"
 
 
 # --- From a script of sbatch
@@ -692,7 +681,7 @@ def _list_sbatch_warnings(request: _Request, recognised: RecognisedCommand) -> I
     if gpus and gpus != ranks:
         yield (
             f"the script asks for {format_count(gpus, 'GPU')} per node, and its command starts"
-            f" {'1 process' if ranks == 1 else f'{ranks} processes'}: cluster.gpus_per_node is {ranks}"
+            f" {format_count(ranks, 'process')}: cluster.gpus_per_node is {ranks}"
         )
     if "nodes" in request.options and recognised.nodes != request.nodes:
         yield (

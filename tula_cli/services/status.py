@@ -50,7 +50,6 @@ from tula_cli.run.records.tasks import (
     JobTask,
     ProbeTask,
     RateSearchTask,
-    ResumeTestTask,
     TrainTask,
     make_probe_id,
 )
@@ -234,14 +233,14 @@ def get_job_status(
     progress = get_job_progress(snapshot, tasks, results)
     recent = [attempt for attempt in attempts if _is_of_submission(attempt, job)]
     state, reason = _get_job_state(
-        progress, recent, scheduler, tasks[-1].spec, cancelled=snapshot.read_cancelling_command(job.id)
+        progress,
+        recent,
+        scheduler,
+        tasks[-1].spec,
+        cancelled=snapshot.read_cancelling_command(job.id),
+        now=now,
+        grace=get_backend(job.scheduler).grace,
     )
-    if (
-        state == "lost"
-        and recent
-        and _has_just_ended(recent[-1], progress, now, grace=get_backend(job.scheduler).grace)
-    ):
-        state, reason = "running", "the job has finished, but its results are not visible here yet"
     if scheduler.released and state in ("failed", "diverged", "lost"):
         reason = f"{reason}; {scheduler.released}"
     end = now if state in ("running", "suspended") else progress.measured_at
@@ -289,58 +288,56 @@ def _list_link_statuses(job: Job, task: JobTask) -> tuple[LinkStatus, ...]:
     )
 
 
-@dataclass(frozen=True)
-class _PlannedProbe:
-    id: str
-    probe: ProbeConfiguration
-
-
-def _list_planned_probes(tasks: Iterable[JobTask]) -> list[_PlannedProbe]:
-    """Return the probes of a job, ascending, in the order in which it runs them."""
-    probes_by_id = {}
-    for task in tasks:
-        if isinstance(task, ProbeTask):
-            for local in task.local_batches:
-                batch = local * task.ranks
-                probes_by_id[task.nodes, local] = _PlannedProbe(
-                    make_probe_id(task.nodes, local), ProbeConfiguration(task.nodes, local, batch)
-                )
-    return [probes_by_id[key] for key in sorted(probes_by_id)]
+def _list_planned_probes(tasks: Iterable[JobTask]) -> dict[str, ProbeConfiguration]:
+    """Return the probes of a job by their ids, in the order in which it runs them."""
+    ranks = {
+        (task.nodes, local): task.ranks for task in tasks if isinstance(task, ProbeTask) for local in task.local_batches
+    }
+    return {
+        make_probe_id(nodes, local): ProbeConfiguration(nodes, local, local * ranks[nodes, local])
+        for nodes, local in sorted(ranks)
+    }
 
 
 def get_job_progress(snapshot: Snapshot, tasks: list[JobTask], results: Results) -> _Progress:
     newest = tasks[-1]
-    if isinstance(newest, TrainTask):
-        return _Progress(
-            total=1, done=int(snapshot.get_training(newest.signature).read_summary() is not None), now=None
-        )
-    if isinstance(newest, EvaluateTask):
-        resume_test = snapshot.get_training(newest.signature).read_evaluation(newest.key)
-        return _Progress(total=1, done=int(resume_test is not None), now=None)
-    if isinstance(newest, RateSearchTask):
-        search = snapshot.read_rate_search(newest.key)
-        return _Progress(total=1, done=int(search is not None and search.finished), now=None)
-    if isinstance(newest, ResumeTestTask):
-        over = any(
-            resume_test.task == newest.id and resume_test.over_at is not None for resume_test in snapshot.rehearsals
-        )
-        return _Progress(total=1, done=int(over), now=None)
+    if not isinstance(newest, ProbeTask):
+        return _Progress(total=1, done=int(_has_result(snapshot, newest)), now=None)
     probes = _list_planned_probes(tasks)
-    results_here = {planned.id: results[planned.id] for planned in probes if planned.id in results}
+    results_here = {id_: results[id_] for id_ in probes if id_ in results}
     failed = {id_: result.message for id_, result in results_here.items() if isinstance(result, Failed)}
-    undone = [planned.probe for planned in probes if planned.id not in results_here or planned.id in failed]
+    undone = [probe for id_, probe in probes.items() if id_ not in results_here or id_ in failed]
     return _Progress(
         total=len(probes),
         done=len(probes) - len(undone),
         now=undone[0] if undone else None,
         measured_at=max((r.measured_at for r in results_here.values() if isinstance(r, Measured)), default=None),
         failed=tuple(failed.values()),
-        may_grow=isinstance(newest, ProbeTask) and newest.bounds is not None,
+        may_grow=newest.bounds is not None,
     )
 
 
+def _has_result(snapshot: Snapshot, task: JobTask) -> bool:
+    match task:
+        case TrainTask():
+            return snapshot.get_training(task.signature).read_summary() is not None
+        case EvaluateTask():
+            return snapshot.get_training(task.signature).read_evaluation(task.key) is not None
+        case RateSearchTask():
+            search = snapshot.read_rate_search(task.key)
+            return search is not None and search.finished
+    return any(test.task == task.id and test.over_at is not None for test in snapshot.rehearsals)
+
+
 def _get_job_state(
-    progress: _Progress, attempts: list[Attempt], scheduler: SchedulerState, spec: JobSpec, *, cancelled: str
+    progress: _Progress,
+    attempts: list[Attempt],
+    scheduler: SchedulerState,
+    spec: JobSpec,
+    *,
+    cancelled: str,
+    now: float,
+    grace: float,
 ) -> tuple[JobState, str]:
     """Return a job's state and reason, by results, then cancellation, then the scheduler, then attempts."""
     live = scheduler.state in ("pending", "running")
@@ -354,17 +351,19 @@ def _get_job_state(
         return "queued", scheduler.reason
     if scheduler.state == "running":
         return "suspended" if scheduler.suspended else "running", scheduler.reason
-    return _get_state_from_attempts(progress, attempts, scheduler, spec)
+    return _get_state_from_attempts(progress, attempts, scheduler, spec, now=now, grace=grace)
 
 
 def _get_state_from_attempts(
-    progress: _Progress, attempts: list[Attempt], scheduler: SchedulerState, spec: JobSpec
+    progress: _Progress, attempts: list[Attempt], scheduler: SchedulerState, spec: JobSpec, *, now: float, grace: float
 ) -> tuple[JobState, str]:
     last_attempt = attempts[-1] if attempts else None
     if last_attempt is not None and last_attempt.ended_at is not None:
         if scheduler.state == "unknown" and is_resumed_by_next_job(last_attempt, spec.cluster):
             return "queued", scheduler.reason  # the next link of its chain goes on
         measured = last_attempt.outcome == "done" or (last_attempt.outcome == "device_oom" and progress.now is not None)
+        if measured and abs(now - last_attempt.ended_at) < grace:
+            return "running", "the job has finished, but its results are not visible here yet"
         if measured:  # its supervisor saw all results: they are on their way here (NFS, Lustre)
             return "lost", f"finished, but only {progress.done} of {progress.total} results are visible here"
         if last_attempt.outcome == "diverged":
@@ -385,25 +384,18 @@ def _get_state_from_attempts(
 
 def adjust_to_file_clock(snapshot: Snapshot, attempts: Iterable[Attempt]) -> list[Attempt]:
     """Return attempts; those still open start by the clock of the file system, as their host's clock may be wrong."""
-    return [_adjust_to_file_clock(snapshot, attempt) for attempt in attempts]
-
-
-def _adjust_to_file_clock(snapshot: Snapshot, attempt: Attempt) -> Attempt:
-    written = None if attempt.ended_at is not None else snapshot.get_attempt_write_time(attempt)
-    if written is None or not CLOCKS_AGREE < abs(written - attempt.started_at) < A_COPY:
-        return attempt
-    return attempt.model_copy(update={"started_at": written})
+    adjusted = []
+    for attempt in attempts:
+        written = None if attempt.ended_at is not None else snapshot.get_attempt_write_time(attempt)
+        if written is not None and CLOCKS_AGREE < abs(written - attempt.started_at) < A_COPY:
+            attempt = attempt.model_copy(update={"started_at": written})
+        adjusted.append(attempt)
+    return adjusted
 
 
 def _is_of_submission(attempt: Attempt, job: Job) -> bool:
     """Return whether an attempt belongs to a job's last submission, by its allocation or else by its time."""
     return attempt.job_id in job.ids or attempt.started_at >= job.submitted_at - MAX_CLOCK_DIFFERENCE
-
-
-def _has_just_ended(last_attempt: Attempt, progress: _Progress, now: float, *, grace: float) -> bool:
-    """Return whether an attempt ended with all results so recently that their files may not be visible yet."""
-    saw_all = last_attempt.outcome == "done" or (last_attempt.outcome == "device_oom" and progress.now is not None)
-    return saw_all and last_attempt.ended_at is not None and abs(now - last_attempt.ended_at) < grace
 
 
 def _sum_elapsed_seconds(attempts: list[Attempt], *, end: float | None) -> float | None:

@@ -222,11 +222,6 @@ def is_lower_better(name: str) -> bool:
     return _LESS_IS_BETTER.search(name) is not None
 
 
-def find_best_value(name: str, values: Iterable[float]) -> float:
-    """Return the best of a metric's values: the minimum or maximum, depending on its name."""
-    return (min if is_lower_better(name) else max)(values)
-
-
 def find_last_and_best(values_by_metric: Mapping[str, Iterable[float]]) -> dict[str, float]:
     """Return the last value of each metric, and the best one with the prefix `best_`, if they are finite."""
     metrics: dict[str, float] = {}
@@ -234,7 +229,7 @@ def find_last_and_best(values_by_metric: Mapping[str, Iterable[float]]) -> dict[
         known_values = list(values)
         finite = [value for value in known_values if math.isfinite(value)]
         metrics |= {name: known_values[-1]} if finite and math.isfinite(known_values[-1]) else {}
-        metrics |= {f"best_{name}": find_best_value(name, finite)} if finite else {}
+        metrics |= {f"best_{name}": (min if is_lower_better(name) else max)(finite)} if finite else {}
     return metrics
 
 
@@ -773,6 +768,9 @@ class ScriptTraining(ScriptProgram):
         samples_seen = step * self.task.batch if samples is None else round(samples * self.world)
         return samples_before + samples_seen, steps + step
 
+    def _warn(self, samples: int, message: str) -> None:
+        self._add("warning", samples, message=message)
+
     def _add(self, kind: str, samples: int, **values: Any) -> None:
         row = {
             "kind": kind,
@@ -800,7 +798,7 @@ class ScriptTraining(ScriptProgram):
 
     def record_results(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
         """Record the checkpoint of an attempt, and the result of a successful one; return why it failed in the end."""
-        attempt = ScriptAttempt(self.run.path, self.task.id, command.attempt)
+        attempt = self.get_attempt(command)
         beat = attempt.read_heartbeat(0)
         step, counted = (beat.step, beat.samples) if beat is not None else (0, None)
         samples, steps = self._find_reached_position(command, step, counted)
@@ -887,8 +885,12 @@ class ScriptTraining(ScriptProgram):
     def _warn_short(self, samples: int) -> None:
         total = self.total_samples
         if total is not None and abs(samples - total) > max(SHORT_TOLERANCE * total, self.task.batch):
-            message = f"the script ended after {samples} samples instead of {total}: {_explain_length(samples < total)}"
-            self._add("warning", samples, message=message)
+            check = (
+                "check that its command contains {epochs}, {steps} or {samples}, and that script.dataset_size is right"
+                if samples < total
+                else "check whether the script counts samples from the beginning when it resumes from its checkpoint"
+            )
+            self._warn(samples, f"the script ended after {samples} samples instead of {total}: {check}")
 
     def _write_result(self, samples: int, steps: int, seconds: float | None) -> None:
         script, task = get_script(self.task.spec), self.task
@@ -897,14 +899,12 @@ class ScriptTraining(ScriptProgram):
         rows = read_metrics(script, logs)
         for name, values in rows.items():
             if not values:
-                self._add(
-                    "warning", samples, message=f"script.metric {name} does not occur in the output of the script"
-                )
+                self._warn(samples, f"script.metric {name} does not occur in the output of the script")
             elif not math.isfinite(values[-1]):
-                message = (
-                    f"the last value of script.metric {name} is {values[-1]:g}: the training has probably diverged"
+                self._warn(
+                    samples,
+                    f"the last value of script.metric {name} is {values[-1]:g}: the training has probably diverged",
                 )
-                self._add("warning", samples, message=message)
         metrics = find_last_and_best(rows)
         self.run.write_train_result(
             TrainResult(
@@ -951,14 +951,6 @@ class ScriptTraining(ScriptProgram):
 
         splits = tuple(make_splits(rung.batch) for rung in task.ladder)
         return MicroBatches(splits=splits, normalised=over[0] if over and batch_norms else 0)
-
-
-def _explain_length(fewer: bool) -> str:
-    return (
-        "check that its command contains {epochs}, {steps} or {samples}, and that script.dataset_size is right"
-        if fewer
-        else "check whether the script counts samples from the beginning when it resumes from its checkpoint"
-    )
 
 
 def _find_position_at(attempt: ScriptAttempt, when: float) -> tuple[int, float | None]:

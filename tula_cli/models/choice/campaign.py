@@ -313,12 +313,11 @@ class _CheapestPlan:
         self._trainings, self._decimals = trainings, decimals
         self._options = dict(_group_by_nodes(options, nodes))
         self._narrower = {width: [o for o in options if o.nodes < width] for width in self._options}
-        self._widths = list(self._options)
 
     @functools.cache  # noqa: B019 - of one plan, which ends with it
     def divide(self, nodes: int, hours: float, below: int | None = None) -> tuple[Floats, Ints, Ints]:
         """Divide nodes into groups smaller than `below` that finish within `hours`; values are costs."""
-        widths = [width for width in self._widths if width <= nodes and (below is None or width < below)]
+        widths = [width for width in self._options if width <= nodes and (below is None or width < below)]
         groups = {width: self._group(width, hours)[0] for width in widths}
         return _divide_nodes(groups, nodes, self._trainings, np.add)
 

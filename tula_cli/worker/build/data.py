@@ -404,19 +404,10 @@ def build_train_loader(
     pin: bool,
     collate: Collate | None = None,
 ) -> DataLoader[Any]:
+    options = _make_worker_options(dataset, workers, pin=pin)
     if isinstance(dataset, StreamedDataset):
-        workers = min(workers, STREAM_WORKERS)
-        return DataLoader(
-            StreamBatches(dataset, batches, collate),
-            batch_size=None,
-            **_make_worker_options(workers, pin=pin),
-        )
-    return DataLoader(
-        dataset,
-        batch_sampler=batches,
-        collate_fn=collate,
-        **_make_worker_options(workers, pin=pin),
-    )
+        return DataLoader(StreamBatches(dataset, batches, collate), batch_size=None, **options)
+    return DataLoader(dataset, batch_sampler=batches, collate_fn=collate, **options)
 
 
 def build_eval_loader(
@@ -431,28 +422,18 @@ def build_eval_loader(
     collate: Collate | None = None,
 ) -> DataLoader[Any]:
     """Return this rank's share of the evaluation data: every world-th sample, each exactly once over all ranks."""
+    options = _make_worker_options(dataset, workers, pin=pin)
+    # A generator of its own: the generator of the process remains unchanged.
+    options |= {"generator": torch.Generator(), "persistent_workers": options["num_workers"] > 0}
     if isinstance(dataset, StreamedDataset):
-        workers = min(workers, STREAM_WORKERS)
-        return DataLoader(
-            EvaluationBatches(dataset, rank=rank, world=world, batch=batch, collate=collate),
-            batch_size=None,
-            generator=torch.Generator(),
-            **_make_worker_options(workers, pin=pin),
-            persistent_workers=workers > 0,
-        )
-    return DataLoader(
-        dataset,
-        batch_size=batch,
-        sampler=range(rank, size, world),
-        collate_fn=collate,
-        generator=torch.Generator(),  # its own: the process's generator stays as it is
-        **_make_worker_options(workers, pin=pin),
-        persistent_workers=workers > 0,
-    )
+        share = EvaluationBatches(dataset, rank=rank, world=world, batch=batch, collate=collate)
+        return DataLoader(share, batch_size=None, **options)
+    return DataLoader(dataset, batch_size=batch, sampler=range(rank, size, world), collate_fn=collate, **options)
 
 
-def _make_worker_options(workers: int, *, pin: bool) -> dict[str, Any]:
+def _make_worker_options(dataset: Dataset[Any] | StreamedDataset, workers: int, *, pin: bool) -> dict[str, Any]:
     """Return the options of a data loader that depend on its number of worker processes."""
+    workers = min(workers, STREAM_WORKERS) if isinstance(dataset, StreamedDataset) else workers
     return {
         "num_workers": workers,
         "prefetch_factor": PREFETCH_FACTOR if workers else None,
@@ -470,7 +451,7 @@ def build_fixed_loader(
         batch_sampler=[keys[start : start + batch] for start in range(0, len(keys), batch)],
         collate_fn=collate,
         generator=torch.Generator(),
-        **_make_worker_options(workers, pin=False),
+        **_make_worker_options(dataset, workers, pin=False),
     )
 
 

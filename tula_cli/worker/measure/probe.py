@@ -352,26 +352,22 @@ def _measure_gradient_stats(trainer: Trainer, stream: Iterator[Step], *, norms: 
     those of a training.
     """
     pairs: list[Pair] = []
-    half = trainer.micro_batch // 2
-    if not trainer.parallel.separates_communication:
-        if trainer.micro_batch < 4:
-            return summarise([], local_batch=trainer.local_batch, batch=trainer.batch)
-        _run_steps(
-            trainer, stream, trainer.spec.search.split_steps, lambda: pairs.append(measure_half_batch_norms(trainer))
-        )
-        samples = trainer.parallel.count_samples_of_gradient(half)
-        return summarise(pairs, local_batch=samples, batch=2 * samples)
-    if _compute_max_search_ranks(trainer) > 1 or trainer.micro_batch < 4:  # batch norm cannot do with one sample
+    too_small, replicated = trainer.micro_batch < 4, trainer.parallel.separates_communication
+    if replicated and (too_small or _compute_max_search_ranks(trainer) > 1):  # batch norm cannot do with one sample
         recorder = GradientNormRecorder.attach(trainer)
         for _ in recorder.watch(itertools.islice(stream, norms), trainer.scaler):
             pass
         return summarise(recorder.gather_pairs(), local_batch=trainer.local_batch, batch=trainer.batch)
-    if room is not None and room < _MEMORY_MARGIN * count_half_batch_bytes(trainer):
-        return summarise([], local_batch=half, batch=2 * half)
-    _run_steps(
-        trainer, stream, trainer.spec.search.split_steps, lambda: pairs.append(measure_half_batch_norms(trainer))
-    )
-    return summarise(pairs, local_batch=half, batch=2 * half)
+    if too_small:
+        return summarise([], local_batch=trainer.local_batch, batch=trainer.batch)
+    fits = not replicated or room is None or room >= _MEMORY_MARGIN * count_half_batch_bytes(trainer)
+    if fits:
+        _run_steps(
+            trainer, stream, trainer.spec.search.split_steps, lambda: pairs.append(measure_half_batch_norms(trainer))
+        )
+    half = trainer.micro_batch // 2
+    samples = half if replicated else trainer.parallel.count_samples_of_gradient(half)
+    return summarise(pairs, local_batch=samples, batch=2 * samples)
 
 
 def _compute_max_search_ranks(trainer: Trainer) -> int:
@@ -533,7 +529,8 @@ def measure_probe(
     steps = ranks.broadcast(count_steps_for_median(window.steps, trainer.spec.search) if ranks.is_first else 0)
     breakdown = measure_breakdown(trainer, stream, steps=steps, norms=min(MAX_NORM_STEPS, len(window.steps)), room=room)
     if retries:
-        return _find_out_of_memory_by_retries(task, local_batch, retries)
+        message = f"it fits only because the allocator flushed its cache {retries} times"
+        return OutOfMemory(**make_probe_identity(task, local_batch), assumed=False, message=message)
     return Measured(
         **make_probe_identity(task, local_batch),
         batch=trainer.batch,
@@ -617,11 +614,6 @@ class StepBlocks:
             self.at_work()
             self.steps += measure_step_seconds(trainer, block)
             self.waits += [trainer.clock.seconds(step.start, step.loaded) for step in block]
-
-
-def _find_out_of_memory_by_retries(task: ProbeTask, local_batch: int, retries: int) -> OutOfMemory:
-    message = f"it fits only because the allocator flushed its cache {retries} times"
-    return OutOfMemory(**make_probe_identity(task, local_batch), assumed=False, message=message)
 
 
 def _measure_peak_components(trainer: Trainer, meter: device.MemoryMeter) -> Components:

@@ -88,9 +88,8 @@ def test_the_page_of_results_shows_what_was_measured() -> None:
         ),
         ("ramp recovers", "docs/explanation/accuracy.md", "`ramp` recovers {} of this loss"),
         ("lbt loses", "docs/explanation/accuracy.md", "the small networks measured so far by {}."),
-        ("ags gains", "README.md", "gains {} on average in a reduced Table I"),
-        ("ags gains", "docs/explanation/accuracy.md", "gains {} on average"),
-        ("median error", "README.md", "the median error is {}"),
+        ("ags gains", "README.md", "(`ags`) gains {} of accuracy on average"),
+        ("median error", "README.md", "the median error of the predicted step time is {}"),
         ("probing cost", "README.md", "tula's search cost {} of probing all"),
     ],
 )

@@ -109,17 +109,17 @@ Result = Measured | OutOfMemory | Failed
 
 @dataclass(frozen=True)
 class Status:
-    """How far a run is, on each type of node; None is the type of a job that names none."""
+    """The status of a run by node type; the key is None if the job names no node types."""
 
     types: Mapping[str | None, RunStatus]
 
     @property
     def active(self) -> bool:
-        """Whether a job is queued or running."""
+        """Whether any job is queued or running."""
         return any(run_status.active() for run_status in self.types.values())
 
     def frame(self) -> "pd.DataFrame":
-        """Return one row a job: id, kind, nodes, state, reason, probes done and in all, node-hours."""
+        """Return one row per job: node type, id, kind, nodes, state, reason, probes finished and in all, node-hours."""
         columns = ("id", "kind", "nodes", "state", "reason", "done", "total", "node_hours")
         rows = [
             {"node_type": name or "", **{column: getattr(job, column) for column in columns}}
@@ -133,10 +133,10 @@ class Status:
 class Run:
     """The measurements, recommendation and trainings of one job: a run directory, or one for each of its node types.
 
-    Every method looks at the files anew. `tula.profile` returns one; `Run.open` opens a run directory that is there.
+    Every method reads the files again. `tula.profile` returns a run; `Run.open` opens an existing run directory.
     """
 
-    path: Path  # of the first run directory
+    path: Path  # the first run directory
     directories: tuple[HardwareRun, ...] = field(repr=False, compare=False)
 
     @classmethod
@@ -144,13 +144,13 @@ class Run:
         """Return the run in a folder.
 
         Raises:
-            SpecError: there is no such folder, or it is not a run directory.
+            SpecError: the folder does not exist, or is not a run directory.
         """
         return cls.of([open_run(RunDir.open(Path(path).absolute()))])
 
     @classmethod
     def of(cls, directories: Sequence[HardwareRun]) -> "Run":
-        """Return the handle of the runs of a job."""
+        """Return the run made of a job's run directories, one per node type."""
         return cls(directories[0].path, tuple(directories))
 
     def __repr__(self) -> str:
@@ -184,11 +184,11 @@ class Run:
 
     @property
     def id(self) -> str:
-        """The folder's name: that of the job and a signature of what its measurements depend on."""
+        """The folder's name: the job's name and a hash of the settings that its measurements depend on."""
         return self.path.name
 
     def spec(self) -> JobSpec:
-        """Return the job's settings, resolved; of a job with node types, those of the first one."""
+        """Return the job's resolved settings; for a job with node types, those of the first type."""
         return self.directories[0].read_spec()
 
     @property
@@ -196,7 +196,7 @@ class Run:
         return list_runs_with_data(self.directories)
 
     def probes(self) -> dict[str | None, list[Result]]:
-        """Return what was measured, as typed records by node type; None of a job without types.
+        """Return the results of the probes by node type; the key is None if the job names no node types.
 
         Raises:
             BadMeasurements: a result is damaged.
@@ -216,31 +216,31 @@ class Run:
         )
 
     def recommendation(self) -> Recommendation | None:
-        """Return the answer that training takes; None where there is none yet."""
+        """Return the recommendation that `tula.train` uses, or None if there is none yet."""
         return find_recommendation(self.directories)
 
     def weights(self, signature: str) -> Path | None:
-        """Return the checkpoint of the best epoch of a training: a file of torch.save whose key "model" is a state_dict.
+        """Return the checkpoint of a training's best epoch: a torch.save file with a state_dict under the key "model".
 
         Args:
-            signature: of the training, as `tula.train` returns it.
+            signature: the training's signature, as returned by `tula.train`.
 
         Returns:
-            None where there is none yet, and for a script, which saves where it likes.
+            The file; None if there is none yet, and for scripts, which save checkpoints themselves.
         """
         return next((path for run in self._runs if (path := run.get_training(signature).find_weights())), None)
 
     def steps(self, signature: str) -> StepSeries:
-        """Return what is kept of every step of a training, in columns, plain lists; empty ones where nothing is.
+        """Return the recorded values of every step of a training, as columns (plain lists); empty if there are none.
 
         Args:
-            signature: of the training, as `tula.train` returns it.
+            signature: the training's signature, as returned by `tula.train`.
         """
         trainings = (run.get_training(signature) for run in self._runs)
         return next((training.read_steps() for training in trainings if training.steps_path.exists()), StepSeries())
 
     def report(self) -> "Document":
-        """Return all that it has found, as `tula report` has it: plain values, in sections with tables and figures.
+        """Return the report that `tula report` shows: sections with tables and figures, as plain values.
 
         Raises:
             SpecError: tula's optional package report is not installed.
@@ -249,7 +249,7 @@ class Run:
         return load_report_package().build(self._runs, now=time.time())
 
     def status(self) -> Status:
-        """Return how far its jobs and its training are; the scheduler is asked."""
+        """Return the status of the run's jobs and of its newest training; queries the scheduler."""
         return Status(
             {
                 run.name: status_service.run_status(
@@ -303,12 +303,12 @@ def _make_result_row(node_type: str | None, result: Result) -> dict[str, Any]:
     }
 
 
-# --- What the functions share
+# --- Common arguments
 
 Job = str | Path | Mapping[str, Any] | JobSpec
 """A job: the path of a job.yaml, its content as a mapping, or a spec."""
 Target = Job | Run
-"""A run, or the path of its folder, or the job that it is of."""
+"""A run, the path of its folder, or its job."""
 OnEvent = Callable[[Event], object]
 Confirm = Callable[[Planned], bool]
 
@@ -324,10 +324,10 @@ class Settings:
     overrides: Overrides = ()
 
     def resolve(self, target: Target) -> "Call":
-        """Return the run that is meant, with its settings.
+        """Return the runs of a target with its settings and the overrides.
 
         Raises:
-            SpecError: the job or an override cannot be used, or a folder is no run.
+            SpecError: the job or an override is invalid, or a folder is not a run directory.
         """
         return Call.from_target(target, root=self.root, overrides=self.overrides)
 
@@ -338,24 +338,24 @@ class JobArguments(Settings):
 
     on_event: Annotated[
         OnEvent | None,
-        "is given every event; without it what deserves a warning is a Python warning, and the rest is dropped.",
+        "called with every event; None: warnings become Python warnings, and other events are dropped.",
     ] = None
 
     def __post_init__(self) -> None:
         require_callable(on_event=self.on_event)
 
     def follow(self, work: Work[T]) -> T:
-        """Run work and return its result; its events go to the caller's function, or else become Python warnings."""
+        """Run work and return its result; pass its events to `on_event`, or turn its warnings into Python warnings."""
         return follow(work, self.on_event or warn_of_event)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubmitArguments(JobArguments):
-    """Arguments of all functions that ask before they submit jobs."""
+    """Arguments of all functions that submit jobs after a confirmation."""
 
     confirm: Annotated[
         Confirm | None,
-        "is given what is planned (with `.node_hours`), and returns whether to submit it; None for yes, within"
+        "called with the plan (with `.node_hours`), returns whether to submit it; None: submit within"
         " search.max_node_hours.",
     ] = None
     wait: Wait = None
@@ -366,15 +366,15 @@ class Call:
     """The subject of a call: the runs of a job (which may not exist yet) with its settings, and their origin."""
 
     runs: tuple[HardwareRun, ...]
-    job: Path | None  # the file of the settings; None for those of the run, of a mapping or of a spec
+    job: Path | None  # the job file; None if the settings are those of a run, a mapping or a spec
     overrides: tuple[str, ...] = ()
 
     @classmethod
     def from_target(cls, target: Target, *, root: str | Path = ROOT, overrides: Sequence[str] = ()) -> "Call":
-        """Return the runs that are meant; of a job those under `root`.
+        """Return the runs of a target; those of a job are under `root`.
 
         Raises:
-            SpecError: the job or an override cannot be used, or a folder is no run.
+            SpecError: the job or an override is invalid, or a folder is not a run directory.
         """
         if isinstance(target, str | Path) and Path(target).is_dir():
             target = Run.open(target)
@@ -385,14 +385,14 @@ class Call:
 
     @property
     def file(self) -> JobFile | None:
-        """Where the settings come from, as a run keeps it."""
+        """The job file and overrides that the settings come from, as a run records them; None without a job file."""
         return find_settings_origin(self.runs[0], self.job, self.overrides)
 
     def measured(self) -> "Call":
-        """Return this call, about runs of which at least one is there.
+        """Return this call if at least one of its runs exists.
 
         Raises:
-            BadMeasurements: there is none.
+            BadMeasurements: no run exists yet.
         """
         if not any(run.exists for run in self.runs):
             raise BadMeasurements(f"{self.runs[0].job_name} has no measurements yet", "call profile first")
@@ -411,10 +411,10 @@ class Submission:
     def from_arguments(
         cls, target: Target, arguments: SubmitArguments, *, timeout: float | None = None, fresh: bool = False
     ) -> "Submission":
-        """Return the call that the arguments of a function make.
+        """Return the submission for a function's arguments.
 
         Raises:
-            SpecError: the job, an override or an argument cannot be used, or a folder is no run.
+            SpecError: the job, an override or an argument is invalid, or a folder is not a run directory.
         """
         require_callable(confirm=arguments.confirm)
         call = arguments.resolve(target)
@@ -428,7 +428,7 @@ def load_job(job: Job, overrides: Sequence[str] = ()) -> JobSpec:
     """Return the settings of a job, with overrides.
 
     Raises:
-        SpecError: the job or an override cannot be used.
+        SpecError: the job or an override is invalid.
     """
     if isinstance(job, str | Path):
         return load_spec(Path(job), overrides=overrides)
@@ -443,23 +443,23 @@ def load_job(job: Job, overrides: Sequence[str] = ()) -> JobSpec:
 
 
 def make_inspector(root: str | Path, *, fresh: bool = False, report_event: OnEvent | None = None) -> CachedInspection:
-    """Return what inspects jobs, and remembers under `root` what it found."""
+    """Return an inspector of jobs that caches its results under `root`."""
     note = report_event or warn_of_event
     return CachedInspection(Path(root).absolute(), inspection.inspect, fresh=fresh, note=lambda text: note(Note(text)))
 
 
 def _find_measured_run(target: Target, root: str | Path) -> Run:
-    """Return the run of a target, which must be there already.
+    """Return the existing run of a target.
 
     Raises:
-        SpecError: the job cannot be used.
-        BadMeasurements: there is no run of it yet.
+        SpecError: the job is invalid.
+        BadMeasurements: the job has no run yet.
     """
     return Run.of(Call.from_target(target, root=root).measured().runs)
 
 
 def _make_confirm(spec: JobSpec, confirm: Confirm | None) -> Confirm:
-    """Return who is asked before jobs are submitted: nobody where the job has a cap."""
+    """Return the function that confirms a plan: `confirm`, or one that accepts every plan of a job with a cap."""
 
     def allowed(planned: Planned) -> bool:
         if confirm is not None:
@@ -475,12 +475,12 @@ def _make_confirm(spec: JobSpec, confirm: Confirm | None) -> Confirm:
 
 
 def warn_of_event(event: Event) -> None:
-    """Make a Python warning of what deserves one, and drop the rest."""
+    """Issue a Python warning for a warning event; ignore other events."""
     if isinstance(event, WarningEvent):
         warnings.warn(event.text, stacklevel=2)
 
 
-# --- Functions that submit nothing
+# --- Functions that submit no jobs
 
 
 @dataclass(frozen=True)
@@ -490,19 +490,19 @@ class CheckArguments(Settings):
     job: JobArgument
     _: KW_ONLY
     node_type: NodeType = None
-    online: Annotated[bool, "also build the model and the dataset, in a process of its own."] = True
+    online: Annotated[bool, "also build the model and the dataset, in a separate process."] = True
     fresh: Fresh = False
 
 
 @with_arguments(CheckArguments)
 def check(arguments: CheckArguments) -> CheckResult:
-    """Check a job, and return what its search would measure and cost.
+    """Check a job, and return the plan and the cost of its search.
 
     Returns:
-        A report for each type of node; `require_sound("my job")` raises where nothing can run.
+        A report for each node type; its `require_sound("my job")` raises an error if nothing can run.
 
     Raises:
-        SpecError: the job cannot be used or built.
+        SpecError: the job is invalid or cannot be built.
         JobFailed: the user's code fails.
 
     Example:
@@ -520,22 +520,22 @@ class EstimateArguments(Settings):
 
     job: JobArgument
     _: KW_ONLY
-    memory: Annotated[int | str | None, 'of one GPU, in bytes or like "16GiB"; None for what is known.'] = None
+    memory: Annotated[int | str | None, 'memory of one GPU, in bytes or like "16GiB"; None: as known.'] = None
     node_type: NodeType = None
     fresh: Fresh = False
 
 
 @with_arguments(EstimateArguments)
 def estimate(arguments: EstimateArguments) -> dict[str | None, EstimateReport]:
-    """Estimate the memory of one GPU by batch size; needs no GPU. Where the job has been probed, that corrects it.
+    """Estimate the memory of one GPU by batch size, without a GPU; existing probes of the job correct the estimate.
 
     Returns:
-        A report for each type of node; None is the type of a job that names none.
+        A report for each node type; the key is None if the job names no node types.
 
     Raises:
-        SpecError: the job cannot be used or built.
+        SpecError: the job is invalid or cannot be built.
         JobFailed: the user's code fails.
-        ValueError: `memory` is no size.
+        ValueError: `memory` is not a size.
     """
     call = arguments.resolve(arguments.job)
     capacity = None if arguments.memory is None else int(parse_size(arguments.memory))  # type: ignore[call-overload]
@@ -545,31 +545,31 @@ def estimate(arguments: EstimateArguments) -> dict[str | None, EstimateReport]:
 
 @dataclass(frozen=True)
 class RecommendArguments(Settings, Query):
-    """Arguments of `recommend`: the query, and what becomes of the answer."""
+    """Arguments of `recommend`: the query, and whether to save the answer."""
 
     run: RunArgument
     _: KW_ONLY
     every: Every = False
     save: Annotated[
         bool | None,
-        "whether `train` uses this answer; None: only if it is the first, or updates an answer to the same criteria, and can"
-        " be written.",
+        "save the answer, so that `train` uses it; None: only if it is the first answer or updates one to the same"
+        " criteria, and the run is writable.",
     ] = None
     observed: Observed = None
 
 
 @with_arguments(RecommendArguments)
 def recommend(arguments: RecommendArguments) -> Recommendation:
-    """Choose nodes and batch size from what was measured.
+    """Choose the number of nodes and the batch size from the measurements.
 
     Returns:
-        The choice, and the configurations that it is listed with: `recommendation.frame()` is a table of them.
+        The choice and the other configurations in its table; `recommendation.frame()` returns the table.
 
     Raises:
-        SpecError: the job or an override cannot be used.
-        BadMeasurements: nothing, or too little, was measured.
-        Pending: probes are under way, and those done do not determine the answer yet.
-        Infeasible: nothing is within the limits.
+        SpecError: the job or an override is invalid.
+        BadMeasurements: there are no or too few measurements.
+        Pending: probes are running, and the finished ones do not determine the answer yet.
+        Infeasible: no configuration is within the limits.
 
     Example:
         >>> tula.recommend(run, objective="cost", deadline_hours=24).choice.nodes
@@ -601,26 +601,26 @@ class CampaignArguments(Settings, Query):
 
     run: Annotated[
         Target | Sequence[Target],
-        "a run, the path of its folder, or its job; or a sequence of these, of different jobs.",
+        "a run, the path of its folder, or its job; or a sequence of these, for different jobs.",
     ]
-    trainings: Annotated[int | Sequence[int], "how many trainings to plan; of several jobs, how many of each."]
+    trainings: Annotated[int | Sequence[int], "number of trainings; for several jobs, one number for each."]
     _: KW_ONLY
-    save: Annotated[bool, "whether `train` with as many seeds uses this plan."] = False
+    save: Annotated[bool, "save the plan, so that `train` with the same number of seeds uses it."] = False
 
 
 @with_arguments(CampaignArguments)
 def plan_trainings(arguments: CampaignArguments) -> Campaign:
-    """Plan many trainings on a limited number of nodes: nodes of each, and how many run side by side.
+    """Plan many trainings on a limited number of nodes: the nodes of each, and how many run concurrently.
 
-    `max_nodes` limits the nodes in use at a time; `deadline_hours` and `budget` are those of all trainings together.
+    `max_nodes` limits the nodes in use at a time; `deadline_hours` and `budget` apply to all trainings together.
 
     Returns:
-        The plan: `campaign.frame()` is a table of its waves.
+        The plan; `campaign.frame()` returns a table of its waves.
 
     Raises:
-        SpecError: a job or an override cannot be used, there are no or too many trainings, or not one number for each job.
-        BadMeasurements: nothing, or too little, was measured.
-        Pending: probes are under way, and those done do not determine the answer yet.
+        SpecError: a job or an override is invalid, or `trainings` is below 1, too large, or not one number per job.
+        BadMeasurements: there are no or too few measurements.
+        Pending: probes are running, and the finished ones do not determine the answer yet.
         Infeasible: no configuration or no plan is within the limits.
 
     Example:
@@ -636,15 +636,15 @@ def plan_trainings(arguments: CampaignArguments) -> Campaign:
 
 
 def status(run: Target, *, root: str | Path = ROOT) -> Status:
-    """Tell how far a run's jobs and its training are; `.frame()` is a table of the jobs.
+    """Return the status of a run's jobs and of its newest training; `.frame()` returns a table of the jobs.
 
     Args:
         run: a run, the path of its folder, or its job.
-        root: where the runs of jobs are kept.
+        root: folder that contains the runs of jobs.
 
     Raises:
-        SpecError: the job cannot be used.
-        BadMeasurements: there is no run of it yet.
+        SpecError: the job is invalid.
+        BadMeasurements: the job has no run yet.
     """
     return _find_measured_run(run, root).status()
 
@@ -654,7 +654,7 @@ def status(run: Target, *, root: str | Path = ROOT) -> Status:
 
 @dataclass(frozen=True)
 class NodeCheckArguments(JobArguments):
-    """Arguments of `check_nodes`; there is nothing to confirm, and it always waits."""
+    """Arguments of `check_nodes`, which needs no confirmation and always waits."""
 
     job: RunArgument
     _: KW_ONLY
@@ -665,17 +665,17 @@ class NodeCheckArguments(JobArguments):
 
 @with_arguments(NodeCheckArguments)
 def check_nodes(arguments: NodeCheckArguments) -> ClusterCheck:
-    """Look at the nodes of the cluster in a job of a minute or so, and wait for it: `tula check --on-cluster`.
+    """Check nodes of the cluster in a job of about a minute, and wait for it: `tula check --on-cluster`.
 
     Returns:
-        What each node told, problems and warnings; `require_sound("my job")` raises where there are problems.
+        The report of each node, problems and warnings; `require_sound("my job")` raises an error if there are problems.
 
     Raises:
-        SpecError: the job cannot be used, names several types of node, or `nodes` is below 1 or more than there are.
-        Pending: `timeout` is over.
-        JobFailed: it has failed.
-        SchedulerError: it was refused, or will never start.
-        KeyboardInterrupt: Ctrl-C; the job goes on, and the same call attaches to it again.
+        SpecError: the job is invalid, names several node types, or does not have `nodes` nodes.
+        Pending: the job is unfinished after `timeout` seconds.
+        JobFailed: the job failed.
+        SchedulerError: the scheduler rejected the job, or will never start it.
+        KeyboardInterrupt: Ctrl-C; the job continues, and the same call attaches to it again.
     """
     call = arguments.resolve(arguments.job)
     work = node_checking.run_node_check(
@@ -695,9 +695,7 @@ class ProfileArguments(SubmitArguments):
 
     job: RunArgument
     _: KW_ONLY
-    max_node_hours: Annotated[
-        float | None, "in place of the job's search.max_node_hours: how many node-hours it may use."
-    ] = None
+    max_node_hours: Annotated[float | None, "node-hours that probes may use; replaces search.max_node_hours."] = None
     timeout: Timeout = None
     fresh: Fresh = False
 
@@ -710,19 +708,21 @@ class ProfileArguments(SubmitArguments):
 
 @with_arguments(ProfileArguments)
 def profile(arguments: ProfileArguments) -> Run:
-    """Measure short training runs over nodes and batch sizes: only what is missing; jobs under way are attached to.
+    """Measure short training runs over node counts and batch sizes; a repeated call measures only missing ones.
+
+    Attaches to jobs of the same search that are queued or running.
 
     Returns:
-        The run; `run.results()` is a table of its probes.
+        The run; `run.results()` returns a table of its probes.
 
     Raises:
-        SpecError: the job cannot be used or built.
+        SpecError: the job is invalid or cannot be built.
         Infeasible: no configuration fits.
-        OverBudget: more than the cap on node-hours, or not confirmed, or neither a cap nor `confirm`.
-        Pending: `timeout` is over.
-        JobFailed, OutOfMemoryAtMinimum, BadMeasurements: nothing was measured.
-        SchedulerError: a job was refused.
-        KeyboardInterrupt: Ctrl-C; the jobs go on, and the same call attaches to them again.
+        OverBudget: the plan exceeds the cap, `confirm` declined it, or neither a cap nor `confirm` is given.
+        Pending: jobs are unfinished after `timeout` seconds.
+        JobFailed, OutOfMemoryAtMinimum, BadMeasurements: no probe succeeded.
+        SchedulerError: the scheduler rejected a job.
+        KeyboardInterrupt: Ctrl-C; the jobs continue, and the same call attaches to them again.
 
     Example:
         >>> run = tula.profile("job.yaml", max_node_hours=2)
@@ -749,12 +749,12 @@ def find_largest_batch(arguments: ProfileArguments) -> LargestBatch | None:
     Each trial is a probe in new processes, whose result `recommend` uses too; a repeated call continues the search.
 
     Returns:
-        The largest batch so far; None if the job is not waited for.
+        The largest batch so far; None if the call does not wait for the job.
 
     Raises:
-        SpecError: the job cannot be used or built, names several node types, or runs on CPUs without a memory limit.
+        SpecError: the job is invalid, cannot be built, names several node types, or runs on CPUs without a memory limit.
         OutOfMemoryAtMinimum: not even the smallest batch fits.
-        OverBudget, Pending, JobFailed, BadMeasurements, SchedulerError, KeyboardInterrupt: as of `profile`.
+        OverBudget, Pending, JobFailed, BadMeasurements, SchedulerError, KeyboardInterrupt: see `profile`.
 
     Example:
         >>> tula.find_largest_batch("job.yaml", max_node_hours=1).local_batch
@@ -783,29 +783,29 @@ class TrainArguments(SubmitArguments, TrainRequest):
 
 
 class TrainingSummary(Summary):
-    """The summary of a training with what it gained over today's configuration."""
+    """The summary of a training, with its gain over the baseline configuration."""
 
     gain: Gain | None  # None without a forecast of the baseline, or if it was trained itself
 
 
 @with_arguments(TrainArguments)
 def train(arguments: TrainArguments) -> TrainingSummary | SeedsReport | None:
-    """Train at the recommended nodes and batch size, or attach to the training, or go on from its newest checkpoint.
+    """Train with the recommended nodes and batch size, attach to a running training, or resume an interrupted one.
 
     Returns:
-        Predicted against actual, how good it is, and the gain over today's configuration.
-        With `seeds`, all trainings of the plan with their states, finished or not: `report.frame()` is a table of them.
+        Predicted and actual duration and cost, the final metrics, and the gain over the baseline configuration.
+        With `seeds`, all trainings of the plan with their states, finished or not; `report.frame()` returns a table.
         None if the call does not wait for the training (`tula.status(run)` shows it).
 
     Raises:
-        SpecError: the job or the batch cannot be used.
-        BadMeasurements: nothing is recommended, and nodes and batch are not given.
-        OverBudget: not confirmed, or neither search.max_node_hours nor `confirm` is there.
-        Pending: `timeout` is over.
-        CannotResume: its script cannot go on from its own checkpoint, and it takes more than an hour.
-        OutOfMemoryAtMinimum, Diverged, DeviceFault, JobFailed: it has ended so.
-        SchedulerError: it was refused.
-        KeyboardInterrupt: Ctrl-C; the training goes on, and the same call attaches to it again.
+        SpecError: the job or the batch is invalid.
+        BadMeasurements: there is no recommendation, and nodes and batch are not given.
+        OverBudget: `confirm` declined the plan, or neither search.max_node_hours nor `confirm` is given.
+        Pending: the training is unfinished after `timeout` seconds.
+        CannotResume: the training takes more than an hour, and its script cannot resume from its own checkpoint.
+        OutOfMemoryAtMinimum, Diverged, DeviceFault, JobFailed: the training failed.
+        SchedulerError: the scheduler rejected the job.
+        KeyboardInterrupt: Ctrl-C; the training continues, and the same call attaches to it again.
     """
     submission = Submission.from_arguments(arguments.run, arguments, timeout=arguments.timeout)
     call, inspect = submission.call, submission.dependencies.inspect
@@ -833,17 +833,17 @@ class CompareArguments(SubmitArguments, ComparisonRequest):
 
 @with_arguments(CompareArguments)
 def compare(arguments: CompareArguments) -> CompareReport:
-    """Train with several methods, batches and seeds, and compare the accuracy; what is trained already stays.
+    """Train with several methods, batches and seeds, and compare the accuracy; finished trainings are not repeated.
 
     Returns:
-        The table, whole or partial (trainings that failed are counted in it); `report.frame()` is one of pandas.
+        The comparison, complete or partial, with the number of failed trainings; `report.frame()` returns a table.
 
     Raises:
-        SpecError: the job, a method or a batch cannot be used, or not to wait on this machine.
+        SpecError: the job, a method or a batch is invalid, or `wait` is False on this machine.
         BadMeasurements: no batch is given, known or recommended.
-        OverBudget: not confirmed, or neither search.max_node_hours nor `confirm` is there.
+        OverBudget: `confirm` declined the plan, or neither search.max_node_hours nor `confirm` is given.
         JobFailed: the first trainings have all failed.
-        KeyboardInterrupt: Ctrl-C; what is trained stays, and what runs goes on.
+        KeyboardInterrupt: Ctrl-C; finished trainings are kept, and running ones continue.
     """
     submission = Submission.from_arguments(arguments.run, arguments)
     call = submission.call
@@ -865,26 +865,26 @@ class LearningRateArguments(SubmitArguments):
     nodes: Annotated[int | None, "number of nodes (default: as recommended, otherwise the fewest in search.nodes)."] = (
         None
     )
-    near_batches: Annotated[bool, "whether half and twice the batch are tried too."] = False
+    near_batches: Annotated[bool, "also try half and twice the batch."] = False
     node_type: NodeType = None
     timeout: Timeout = None
 
 
 @with_arguments(LearningRateArguments)
 def find_learning_rate(arguments: LearningRateArguments) -> LearningRateReport | None:
-    """Find the learning rate of a large batch by short branches from one checkpoint: `tula compare --learning-rates`.
+    """Find the learning rate for a large batch by short trainings from one checkpoint: `tula compare --learning-rates`.
 
-    A repeated call trains only what is missing.
+    A repeated call runs only the missing short trainings (branches).
 
     Returns:
-        The learning rate, and how to train with it; `report.frame()` is a table of the branches. None if the job is not
-        waited for.
+        The learning rate, and how to train with it; `report.frame()` returns a table of the branches. None if the call
+        does not wait for the job.
 
     Raises:
         SpecError: the batch or the method cannot be searched, or the script cannot be branched.
         BadMeasurements: no batch is given or recommended.
         Diverged: every learning rate diverges.
-        OverBudget, Pending, OutOfMemoryAtMinimum, DeviceFault, JobFailed, SchedulerError, KeyboardInterrupt: as of `train`.
+        OverBudget, Pending, OutOfMemoryAtMinimum, DeviceFault, JobFailed, SchedulerError, KeyboardInterrupt: as `train`.
 
     Example:
         >>> tula.find_learning_rate("job.yaml", batch=1024).answer
@@ -905,19 +905,20 @@ def find_learning_rate(arguments: LearningRateArguments) -> LearningRateReport |
 
 
 def diff(before: str | Path | Run, after: str | Path | Run, *, root: str | Path = ROOT) -> RunDifference:
-    """Tell what is different between two runs: `tula diff`. Nothing is written.
+    """Compare two runs, A and B: `tula diff`. Nothing is written.
 
     Args:
-        before: A: a run, the path of its folder, or its name under `root`.
-        after: B, alike.
-        root: where runs are kept.
+        before: run A: a run, the path of its folder, or its name under `root`.
+        after: run B, given like `before`.
+        root: folder that contains the runs.
 
     Returns:
-        `.headline` is the answer in a line or two, `.same` whether nothing differs, `.frame()` a table of step times.
+        The difference: `.headline` summarises it in one or two lines, `.same` is whether there is none, and `.frame()`
+        returns a table of step times.
 
     Raises:
-        SpecError: there is no such run, both are the same one, or the job has a run for each of several node types.
-        BadMeasurements: a record of theirs is damaged.
+        SpecError: a run does not exist, A and B are the same run, or a run has several node types.
+        BadMeasurements: a record of a run is damaged.
 
     Example:
         >>> print(*tula.diff("digits-1f0c5b7e", "digits-9a4e02cd").headline, sep="\\n")
@@ -935,7 +936,7 @@ def _find_directories(named: str | Path | Run, root: Path) -> tuple[HardwareRun,
 
 @dataclass(frozen=True)
 class EvaluateArguments(SubmitArguments, EvaluationRequest):
-    """Arguments of `evaluate`. Nobody is asked on this machine."""
+    """Arguments of `evaluate`; `confirm` is not called for evaluations on this machine."""
 
     run: RunArgument
     _: KW_ONLY
@@ -944,20 +945,20 @@ class EvaluateArguments(SubmitArguments, EvaluationRequest):
 
 @with_arguments(EvaluateArguments)
 def evaluate(arguments: EvaluateArguments) -> EvaluationRecord | None:
-    """Evaluate the weights of a training on dataset.test; without one on the samples that training is evaluated on.
+    """Evaluate the weights of a training on dataset.test, or on the training's evaluation samples if it is not set.
 
     Returns:
-        Loss, top-1 and top-5 (percent), perplexity and train.metrics, those that there are, as `.metrics`; None where nobody
-        waits for it (`tula.status(run)` tells).
+        `.metrics` has those available of loss, top-1 and top-5 (percent), perplexity and train.metrics. None if the
+        call does not wait for the job (`tula.status(run)` shows it).
 
     Raises:
-        SpecError: the job, the training or the file cannot be used, or a script trains by itself.
-        BadMeasurements: nothing is trained yet, or nothing of it is saved.
-        OverBudget: not confirmed, or neither search.max_node_hours nor `confirm` is there.
-        Pending: `timeout` is over.
-        DeviceFault, JobFailed: it has ended so.
-        SchedulerError: it was refused.
-        KeyboardInterrupt: Ctrl-C; the job goes on, and the same call attaches to it again.
+        SpecError: the job, the training or the file is invalid, or the job trains with a script.
+        BadMeasurements: there is no training yet, or it has no saved weights.
+        OverBudget: `confirm` declined the plan, or neither search.max_node_hours nor `confirm` is given.
+        Pending: the job is unfinished after `timeout` seconds.
+        DeviceFault, JobFailed: the job failed.
+        SchedulerError: the scheduler rejected the job.
+        KeyboardInterrupt: Ctrl-C; the job continues, and the same call attaches to it again.
 
     Example:
         >>> tula.evaluate(run, weights="best").metrics["top1"]
@@ -975,7 +976,7 @@ class ExportArguments(ExportRequest):
     run: RunArgument
     to: Trackers = ()
     _: KW_ONLY
-    on_event: Annotated[OnEvent | None, "as of `profile`."] = None
+    on_event: Annotated[OnEvent | None, "called with every event, as in `profile`."] = None
     root: Root = ROOT
 
     def __post_init__(self) -> None:
@@ -984,17 +985,19 @@ class ExportArguments(ExportRequest):
 
 @with_arguments(ExportArguments)
 def export(arguments: ExportArguments) -> tuple[ExportResult, ...]:
-    """Send a run's settings, probes, recommendation and trainings to trackers: `tula export`. What was sent is not sent again.
+    """Send a run's settings, probes, recommendation, trainings and report (Markdown) to trackers: `tula export`.
+
+    A repeated call sends only new data.
 
     Returns:
-        What was sent to each, and how much of it is new. The report on the run is sent as Markdown.
+        For each tracker, what was sent and how much of it is new.
 
     Raises:
-        SpecError: the job or an argument cannot be used, a tracker's package is missing, or nothing says where to.
-        BadMeasurements: there is no run of it yet.
-        TrackerError: one did not answer, or not to all; the same call sends what was missed.
+        SpecError: the job or an argument is invalid, a tracker's package is missing, or no tracker is given.
+        BadMeasurements: the job has no run yet.
+        TrackerError: a tracker did not accept all data; the same call sends the rest.
         TulaError: the run cannot be read or written.
-        KeyboardInterrupt: Ctrl-C while it follows.
+        KeyboardInterrupt: Ctrl-C, with `follow`.
 
     Example:
         >>> tula.export(run, "mlflow", uri="http://tracking.example.org:5000")[0].new_points
@@ -1007,30 +1010,30 @@ def export(arguments: ExportArguments) -> tuple[ExportResult, ...]:
 
 @dataclass(frozen=True)
 class TestResumeArguments(JobArguments):
-    """Arguments of `rehearse`; there is nothing to confirm, and it always waits."""
+    """Arguments of `rehearse`, which needs no confirmation and always waits."""
 
     job: RunArgument
     _: KW_ONLY
-    fresh: Annotated[bool, "rehearse although there is a verdict."] = False
+    fresh: Annotated[bool, "repeat the test even if there is a verdict."] = False
     node_type: NodeType = None
     timeout: Timeout = None
 
 
 @with_arguments(TestResumeArguments)
 def rehearse(arguments: TestResumeArguments) -> ResumeFinding:
-    """Try how a script goes on from its own checkpoint, in a job of one node, and wait for it: `tula check --rehearse`.
+    """Test in a job on one node whether a script resumes from its own checkpoint, and wait: `tula check --rehearse`.
 
     Returns:
-        What was found (`.resumes`, `.why`, `.rehearsal`); `require_found("my job")` raises where nothing was, and
-        `require_resumable("my job", "")` where its checkpoint is of no use to the script.
+        The finding (`.resumes`, `.why`, `.rehearsal`); `require_found("my job")` raises an error if the test was
+        inconclusive, `require_resumable("my job", "")` if the script cannot resume from its checkpoint.
 
     Raises:
-        SpecError: the job cannot be used, has no script with a resume, or names several types of node.
-        OverBudget: it may take more than is left of search.max_node_hours.
-        Pending: `timeout` is over.
-        JobFailed: it ended without having found anything.
-        SchedulerError: it was refused, or will never start.
-        KeyboardInterrupt: Ctrl-C; the job goes on, and the same call attaches to it again.
+        SpecError: the job is invalid, has no script.resume, or names several node types.
+        OverBudget: the test may use more than the remaining node-hours of search.max_node_hours.
+        Pending: the job is unfinished after `timeout` seconds.
+        JobFailed: the job ended without a result.
+        SchedulerError: the scheduler rejected the job, or will never start it.
+        KeyboardInterrupt: Ctrl-C; the job continues, and the same call attaches to it again.
     """
     call = arguments.resolve(arguments.job)
     work = run_resume_test(
@@ -1045,29 +1048,29 @@ def rehearse(arguments: TestResumeArguments) -> ResumeFinding:
 
 
 def observed_jobs(root: str | Path = OBSERVED, name: str | None = None) -> list[ObservedReport]:
-    """Return what `tula observe` saw of jobs that ran anyway.
+    """Return the measurements that `tula observe` took of jobs.
 
     Args:
         root: folder of the observations.
         name: SCRIPT for all jobs of a script, SCRIPT/JOB for one; None for the newest job.
 
     Raises:
-        SpecError: there is no such job.
+        SpecError: the job does not exist.
         BadMeasurements: the job has not been measured yet.
     """
     return report_observed(Path(root).expanduser(), name)
 
 
 def report(run: Target, *, root: str | Path = ROOT) -> Document:
-    """Return all that a run has found: sections with tables and figures, in plain values.
+    """Return the report of a run: sections with tables and figures, as plain values.
 
     Args:
         run: a run, the path of its folder, or its job.
-        root: where the runs of jobs are kept.
+        root: folder that contains the runs of jobs.
 
     Raises:
-        SpecError: the job cannot be used, or tula's optional package report is not installed.
-        BadMeasurements: there is no run of it yet.
+        SpecError: the job is invalid, or tula's optional package report is not installed.
+        BadMeasurements: the job has no run yet.
         TulaError: a record of the run cannot be read.
 
     Example:
@@ -1082,11 +1085,11 @@ def report_text(run: Target, *, form: TextForm = "markdown", root: str | Path = 
     Args:
         run: a run, the path of its folder, or its job.
         form: "markdown", "latex" or "csv".
-        root: where the runs of jobs are kept.
+        root: folder that contains the runs of jobs.
 
     Raises:
-        SpecError: the job cannot be used, or there is no such form.
-        BadMeasurements: there is no run of it yet.
+        SpecError: the job is invalid, or `form` is unknown.
+        BadMeasurements: the job has no run yet.
         TulaError: a record of the run cannot be read.
 
     Example:

@@ -35,17 +35,17 @@ Market = Literal["on_demand", "spot"]
 
 
 Count = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""A whole number that fits 64 bits, as in arrays: a record with a larger one is damaged."""
+"""An integer that fits in 64 bits, as arrays need: a record with a larger one is damaged."""
 
 
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
-"""A whole number from 1 on."""
+"""An integer from 1 on."""
 
 NonNegative = Annotated[float, Field(ge=0)]
-"""A duration that may be 0; a negative one was taken from a clock that was set back."""
+"""A duration in seconds that may be 0; a negative one results from a clock that was set back, and is an error."""
 
 Seconds = Annotated[float, Field(gt=0)]
-"""A duration that is never 0, such as that of a step."""
+"""A duration in seconds that is never 0, such as that of a step."""
 
 
 RecordedText = Annotated[str, AfterValidator(redact_secrets), PlainSerializer(redact_secrets)]
@@ -60,16 +60,16 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
 
-# --- Parts of a memory footprint
+# --- Memory
 
 
 class ModelStates(Record):
     """The terms of Eq. 3 that do not depend on the batch: ZeRO's model states, and the factors of AGS. Bytes."""
 
-    parameters: Count  # and buffers
+    parameters: Count  # including buffers
     gradients: Count
-    optimizer: Count  # its state
-    factors: Count  # AGS scaling factors; the paper leaves them out
+    optimizer: Count  # optimizer state
+    factors: Count  # AGS scaling factors, which Eq. 3 does not include
 
     @property
     def static(self) -> int:
@@ -78,26 +78,26 @@ class ModelStates(Record):
 
 
 class Components(ModelStates):
-    """Eq. 3 of one rank at the peak of a step, and the memory of its allocator and libraries. Bytes."""
+    """The terms of Eq. 3 on one rank at the peak of a step, and the memory of its allocator and libraries. Bytes."""
 
     batch: Count  # inputs and targets of one micro-batch
-    activations: Count  # and workspaces: the peak less all of the above
-    peak: Count  # in use at a time
-    reserved: Count  # what the allocator holds for that where it has room (CUDA); the peak on the CPU
-    # What takes from the capacity beside that: on a GPU the context, cuBLAS and NCCL; on the CPU what the process held
-    # before, and under a limit only the part that the limit counts.
+    activations: Count  # activations and workspaces: the peak minus all of the above
+    peak: Count  # largest memory in use at any time
+    reserved: Count  # held by the CUDA allocator for this peak if the GPU is not nearly full; on the CPU the peak
     libraries: Count = 0
+    """Memory in addition to `reserved`: on a GPU the context, cuBLAS and NCCL; on the CPU the process before training, of
+    which a memory limit may count only a part."""
 
 
 class PeakMemory(Record):
-    """The peak of one rank if its components are unknown, as for a user's script. Bytes."""
+    """The peak memory of one rank if its components are unknown, as for a user's script. Bytes."""
 
-    # Counted from the tensors that its optimizer holds; None where it has none. What the rest of the peak is (activations,
-    # batch, workspaces; on the CPU the process itself) is not known apart.
     states: ModelStates | None
-    peak: Count  # in use at a time; on the CPU what was resident
-    reserved: Count  # as of Components
-    libraries: Count | None = None  # as of Components, beside the peak; None where it was not measured
+    """Sizes of the tensors that the optimizer holds; None if no optimizer was observed. How the rest of the peak divides
+    into activations, batch and workspaces (on the CPU also the process itself) is unknown."""
+    peak: Count  # largest memory in use at any time; on the CPU resident memory
+    reserved: Count  # as in Components
+    libraries: Count | None = None  # as in Components; None if not measured
 
 
 class Footprint(Record):
@@ -105,7 +105,7 @@ class Footprint(Record):
 
     local_batch: Count
     memory: Components
-    room: Count = 0  # bytes: the least that a GPU's allocator gets by with; 0 where that was not simulated
+    room: Count = 0  # bytes: smallest sufficient size of the CUDA allocator's reserved memory; 0 if not simulated
 
 
 # --- Micro-batches
@@ -115,19 +115,18 @@ class Splits(Record):
     """The numbers of parts into which micro-batches may be split at one batch, and why not into more."""
 
     batch: int  # global
-    micro_batch: int  # samples that a GPU takes at a time, uncut
-    micro_batches: int  # of a step on one GPU, uncut
-    into: tuple[int, ...]  # numbers of parts from 2, ascending
-    limit: str  # why there are no more of them, in words
+    micro_batch: int  # samples per micro-batch on one GPU, before splitting
+    micro_batches: int  # micro-batches per step on one GPU, before splitting
+    into: tuple[int, ...]  # possible numbers of parts, 2 or more, ascending; empty if it cannot be split
+    limit: str  # reason why micro-batches cannot be split into more parts, for messages
 
 
 class MicroBatches(Record):
     """The splits of every batch that a training may fall back to; written by rank 0, which knows the model."""
 
     splits: tuple[Splits, ...]
-    normalised: (
-        int  # micro-batches that BatchNorm takes its statistics over: several of SyncBatchNorm; 0 without either
-    )
+    normalised: int
+    """Micro-batches over which BatchNorm computes its statistics: 1, or several with SyncBatchNorm; 0 without either."""
 
     def get_splits(self, batch: int) -> Splits | None:
         """Return the splits of a batch, or None if it is not included."""

@@ -10,7 +10,7 @@ from tula_cli.spec.sections import Workers
 from tula_cli.words import format_bytes, format_count
 
 FaultName = Literal["memory", "link", "gpu_lost", "gpu_busy", "fabric", "driver", "mps", "locked_memory", "no_gpu"]
-"""The faults of a node or a device that messages of drivers tell apart."""
+"""The faults of a node or a device that can be distinguished by the messages of drivers."""
 
 NODE_FAILURES: frozenset[OutcomeClass] = frozenset(
     ("device_fault", "device_error", "storage", "supervisor", "hung", "host_limit")
@@ -24,12 +24,13 @@ ALLOCATOR_ADVICE = " If reserved "
 class Shortage(Record):
     """The free and total space of a full file system. Bytes."""
 
-    folder: str  # that was written to
-    free: int  # to this user
+    folder: str  # folder in which a file was to be written
+    free: int  # free space available to this user
     total: int
-    files_free: int | None = None  # None where the file system does not count them
-    needed: int | None = None  # of what was to be written; None where that is not known
-    quota: bool = False  # the user's quota is used up, of which `free` knows nothing
+    files_free: int | None = None
+    """Number of files that can still be created; None if the file system does not count them."""
+    needed: int | None = None  # size of the data to write; None if unknown
+    quota: bool = False  # the user's quota is used up, which `free` does not include
 
     @property
     def missing(self) -> int | None:
@@ -56,7 +57,8 @@ class Failure(Record):
     """
 
     outcome: OutcomeClass
-    message: RecordedText = ""  # of the program, the scheduler or the supervisor; its first line says what happened
+    message: RecordedText = ""
+    """Message of the program, the scheduler or the supervisor; its first line describes the failure."""
     rank: int | None = None  # None if no single rank failed
     host: str = ""
     task: str = ""
@@ -64,15 +66,15 @@ class Failure(Record):
     pid: int = 0
     detail: RecordedText = ""  # traceback, or the end of the log; only in the file of the rank
     local_batch: int | None = None
-    signal: str = ""  # that killed a process, "SIGSEGV"; empty if none is known
-    fault: FaultName | None = None  # of a device_fault, if the driver's message tells it
-    shortage: Shortage | None = None  # of a full disk
+    signal: str = ""  # signal that killed a process, "SIGSEGV"; empty if none is known
+    fault: FaultName | None = None  # fault named by the driver's message, for outcome device_fault; None if unknown
+    shortage: Shortage | None = None  # free and missing space, for outcome disk; None if unknown
     permanent: bool = False  # a new start would fail in the same way: settings and script contradict each other
     failed_at: float = Field(default_factory=time.time)  # Unix time
 
     @property
     def summary(self) -> str:
-        """The message; generic for a lost peer, whose cause only another rank knows; the facts of torch's on memory."""
+        """The message of the failure; for outcomes peer and disk a generic one, for device_oom without torch's advice."""
         if self.outcome == "peer" and self.rank is not None:
             return f"rank {self.rank} lost its connection to another rank, which reported no error"
         if self.outcome == "disk" and self.shortage is not None:
@@ -100,25 +102,25 @@ def convert_old_failure(fields: object, *, ended_at: str = "") -> object:
     return {**fields, "failure": {**known, "failed_at": fields.get(ended_at) or 0.0}}
 
 
-# --- What follows
+# --- Decisions
 
 
 class Fallback(Record):
     """The configuration to train after an out-of-memory error, and what did not fit."""
 
-    rung: int  # of the OOM fallbacks, from 0: the batch that did not fit
-    splits: int  # parts that each micro-batch is computed in
-    batch: int  # that did not fit, global
-    stage: int | None = None  # the batch that was in use, if it was a smaller one (`train.ramp`)
-    micro_batch: int | None = None  # samples of the smaller micro-batches; None if the next batch is used
-    micro_batches: int = 0  # of them in a step
-    normalised: int = 0  # samples that BatchNorm takes its statistics over; 0 without BatchNorm, or if unchanged
-    failed_micro_batch: int | None = None  # that is not split further, so that a smaller batch is used
-    limit: str = ""  # why micro-batches are not split (further)
+    rung: int  # index in `TrainTask.ladder` of the batch to use; 0: the batch that did not fit, with more splits
+    splits: int  # parts into which each micro-batch is split
+    batch: int  # global batch that did not fit
+    stage: int | None = None  # batch of the stage that ran out of memory, if smaller than `batch` (`train.ramp`)
+    micro_batch: int | None = None  # samples per smaller micro-batch; None if the next smaller batch is used
+    micro_batches: int = 0  # smaller micro-batches per step
+    normalised: int = 0  # samples over which BatchNorm computes its statistics; 0 without BatchNorm, or if unchanged
+    failed_micro_batch: int | None = None  # samples of the micro-batch that did not fit and is not split further
+    limit: str = ""  # reason why micro-batches are not split (further)
 
     @property
     def statistics(self) -> str:
-        """Over how many samples BatchNorm takes its statistics from now on; empty if that has not changed."""
+        """The number of samples of BatchNorm's statistics from now on, as text; empty if it has not changed."""
         return f"BatchNorm's statistics over {self.normalised} samples" if self.normalised else ""
 
     @property
@@ -139,16 +141,16 @@ class Relaunch(Record):
     """New processes in the same allocation, with the settings that change."""
 
     kind: Literal["relaunch"] = "relaunch"
-    pause: bool = False  # wait first, longer after each repetition
-    after_progress: bool = False  # tried once more, because the training had made progress
-    nodes: int | None = None  # of the next stage (`train.ramp`)
+    pause: bool = False  # wait before the start, longer after each repetition
+    after_progress: bool = False  # restarted because the training had made progress
+    nodes: int | None = None  # new number of nodes for a stage of `train.ramp`; None if unchanged
     nodes_before: int = 0
-    stage_batch: int = 0  # of that stage
-    fallback: Fallback | None = None
-    workers: int | None = None  # data-loader processes per rank
+    stage_batch: int = 0  # global batch of this stage
+    fallback: Fallback | None = None  # after an out-of-memory error
+    workers: int | None = None  # new number of data-loader processes per rank; None if unchanged
     workers_before: Workers = 0
-    max_lr_factor: float | None = None
-    skip: int | None = None  # a probe's local batch, which is left out from now on
+    max_lr_factor: float | None = None  # new value of train.max_lr_factor; None if unchanged
+    skip: int | None = None  # local batch of a probe to leave out from now on; None if all are measured
 
     @property
     def consequence(self) -> str:
@@ -176,12 +178,13 @@ class Requeue(Record):
     """The task resumes in the next job of the chain."""
 
     kind: Literal["requeue"] = "requeue"
-    first: Literal["", "exclude", "delay", "hold"] = ""  # what is done to the later jobs: without the node, later, held
+    first: Literal["", "exclude", "delay", "hold"] = ""
+    """Action on the later jobs: exclude the node, delay them, hold them."""
     after_progress: bool = False  # as in Relaunch
     jobs: tuple[str, ...] = ()  # the later jobs that were delayed or held
     nodes: str = ""  # all excluded nodes
-    minutes: int = 0  # of a delay
-    complaint: str = ""  # of the scheduler, which refused
+    minutes: int = 0  # length of the delay
+    complaint: str = ""  # error of the scheduler if it refused the action, else empty
 
     @property
     def consequence(self) -> str:
@@ -214,13 +217,13 @@ class Requeue(Record):
 
 
 class Stop(Record):
-    """Nothing follows."""
+    """The task is not started again."""
 
     kind: Literal["stop"] = "stop"
     why: Literal["", "cancelled", "batch_failed", "same_failure", "nothing_saved", "supervisors_failed"] = ""
-    seconds: float | None = None  # of the longer of two attempts that failed in the same way
-    samples: int | None = None  # after which both failed
-    setting: str = ""  # the time limit of jobs
+    seconds: float | None = None  # duration of the longer of two attempts that failed in the same way
+    samples: int | None = None  # samples trained when two attempts failed in the same way
+    setting: str = ""  # name of the setting that limits the time of jobs
     count: int = 0  # supervisors that failed without a newer checkpoint
 
     @property
@@ -242,12 +245,13 @@ Decision = Annotated[Relaunch | Requeue | Stop, Field(discriminator="kind")]
 
 
 class Resize(Record):
-    """A job of the training has another number of nodes, because it uses those that the scheduler grants."""
+    """A job of the training runs on another number of nodes: those that the scheduler granted, or those of a new --nodes."""
 
     kind: Literal["resize"] = "resize"
     nodes: int
     nodes_before: int
-    granted: int | None  # more than `nodes` if the batch does not divide among all of them; None of another --nodes
+    granted: int | None
+    """Nodes of the allocation, more than `nodes` if the batch cannot be divided among all; None if --nodes changed."""
 
     @property
     def description(self) -> str:
@@ -261,9 +265,9 @@ class Resize(Record):
 
 
 class Recovery(Record):
-    """Why a task follows another one: the failure of an attempt, and what was decided."""
+    """Why a task follows another one: the failure of an attempt and the decision after it."""
 
-    failure: Failure | None = None  # None of another number of nodes
+    failure: Failure | None = None  # None for a `Resize`
     decision: Relaunch | Requeue | Resize | None = Field(default=None, discriminator="kind")
 
     @field_validator("decision", mode="before")
@@ -276,7 +280,7 @@ class Recovery(Record):
 
     @property
     def description(self) -> str:
-        """One sentence."""
+        """The reason in one sentence; empty without a decision."""
         if isinstance(self.decision, Resize):
             return self.decision.description
         if self.failure is None or self.decision is None:

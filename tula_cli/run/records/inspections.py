@@ -11,32 +11,33 @@ class Inspection(Record):
     dataset_size: int
     eval_size: int
     classes: int | None
-    sample_shape: tuple[int, ...]  # one input; empty where that is no tensor
-    sample: str = ""  # one sample in words, where its input is no tensor
-    sample_bytes: int = 0  # of one input with its target, as a batch holds them; 0 where it is not known
-    parameters: int  # how many numbers
-    footprints: tuple[Footprint, ...]  # at two or more local batches, ascending; empty where the estimate failed
-    estimate_error: RecordedText  # why it failed, or empty
-    device: str  # what the ranks of a local run would use here: "cuda" or "cpu"
+    sample_shape: tuple[int, ...]  # shape of one input; empty if it is not a tensor
+    sample: str = ""  # description of one sample if its input is not a tensor, else empty
+    sample_bytes: int = 0  # bytes per sample of a batch, input and target; 0 if unknown
+    parameters: int  # number of scalar parameters
+    footprints: tuple[Footprint, ...]  # at two or more local batches, ascending; empty if the estimate failed
+    estimate_error: RecordedText  # why the estimate of memory failed; empty if it did not
+    device: str  # device that the ranks of a local run would use on this machine: "cuda" or "cpu"
     hardware: str
-    capacity: int | None  # bytes for one rank: memory_per_gpu, else this machine's where the cluster is local
+    capacity: int | None
+    """Bytes per rank: cluster.memory_per_gpu, or this machine's if the cluster is local; None if unknown."""
     cpus: int
-    gpus: int = 0  # that torch sees here, where a local run would use them
-    process: int = 0  # bytes that a process holds that has loaded the libraries and the dataset
-    notes: tuple[RecordedText, ...] = ()  # of the model: the weights it starts from, frozen layers, groups
+    gpus: int = 0  # GPUs of this machine that a local run would use
+    process: int = 0  # bytes held by a process that has loaded the libraries and the dataset; 0 if not measured
+    notes: tuple[RecordedText, ...] = ()  # on the model: initial weights, frozen layers, parameter groups
     warnings: tuple[RecordedText, ...] = ()
-    script: RecordedText = (
-        ""  # the command of a script of the user's own: then nothing was built, and what is 0 or empty is not known
-    )
+    script: RecordedText = ""
+    """Command of the user's script; empty if the job has none. With a script nothing is built, so that fields which are 0
+    or empty are unknown."""
 
 
 class FirstJob(Record):
     """The jobs that built the model and the dataset of a run on a node."""
 
-    scheduler_id: str  # of the last one
-    node_hours: float  # that all of them have taken, at most; the last one all its time, as long as it is awaited
-    earlier: float = 0.0  # of these, by all but the last one
-    awaited: str = ""  # name of the file that its answer is to be kept in; empty once that is there, or nobody waits
+    scheduler_id: str  # of the newest job
+    node_hours: float  # upper bound for all of these jobs; until the newest is over, its time limit counts
+    earlier: float = 0.0  # node-hours of all jobs but the newest
+    awaited: str = ""  # file name for the inspection that the newest job will return; empty once it is over
 
 
 class NodeReport(Record):
@@ -45,34 +46,33 @@ class NodeReport(Record):
     node: int  # from 0, in the order of ranks
     host: str
     ranks: int
-    gpus: tuple[str, ...]  # names of the GPUs that its ranks see, together; empty where there are none
-    gpu_memory: int | None  # bytes, of the smallest of them
-    shared_gpus: tuple[
-        tuple[int, ...], ...
-    ] = ()  # ranks of this node, from 0, that would train on one and the same GPU
-    driver: str  # of the GPUs; empty where there is none
+    gpus: tuple[str, ...]  # names of all GPUs that its ranks see; empty without GPUs
+    gpu_memory: int | None  # bytes of the smallest GPU; None without GPUs
+    shared_gpus: tuple[tuple[int, ...], ...] = ()
+    """Groups of two or more ranks that would train on the same GPU; ranks counted from 0 within the node."""
+    driver: str  # version of the GPU driver; empty without GPUs
     torch: str
-    cuda: str  # torch's CUDA (or HIP) version; empty in a build for CPUs
-    nccl: str  # empty where torch has none
+    cuda: str  # CUDA (or HIP) version of torch; empty in a build for CPUs
+    nccl: str  # NCCL version of torch; empty without NCCL
     python: str
-    cpus: int  # cores that one rank may use
-    memory: int  # bytes of the node
-    shared: int | None = None  # free bytes of /dev/shm, as its ranks see it; None where there is none
-    interface: str  # of the network; empty where no interface has the address
-    address: str
-    clock_offset: float  # seconds that its clock is ahead of rank 0's
-    clock_error: float  # half of the shortest round trip, in seconds: the offset is known no better
-    token: str  # as read there from the run directory
-    write_error: RecordedText  # why it could not write into the run directory, or empty
-    dataset: bool | None  # whether dataset.root is there and readable; None where the dataset needs no folder
-    free_disk: int  # bytes, where the run directory lies
+    cpus: int  # cores available to one rank
+    memory: int  # bytes of main memory of the node
+    shared: int | None = None  # free bytes of /dev/shm as seen by its ranks; None if there is none
+    interface: str  # name of the network interface with `address`; empty if none has it
+    address: str  # network address that its ranks use
+    clock_offset: float  # seconds by which its clock is ahead of that of rank 0
+    clock_error: float  # maximum error of clock_offset in seconds: half of the shortest round trip
+    token: str  # token of the check as read from the run directory on this node; shows whether it sees the same files
+    write_error: RecordedText  # why it could not write into the run directory; empty if it could
+    dataset: bool | None  # dataset.root exists and is readable; None if the dataset needs no folder
+    free_disk: int  # free bytes on the file system of the run directory
 
 
 class Transfer(Record):
     """An all-reduce between two ranks, the best of several."""
 
     size: int  # bytes that each of the two sends and receives
-    seconds: float
+    seconds: float  # duration
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -86,14 +86,11 @@ class ClusterReport(Record):
 
     id: str
     job: str
-    backend: str  # what the transfers went through: "nccl" or "gloo"
+    backend: str  # backend of the transfers: "nccl" or "gloo"
     ranks: int
     nodes: tuple[NodeReport, ...]
-    transfers: tuple[
-        Transfer, ...
-    ] = ()  # between the first node and the second, ascending; empty where there is one node
-    inside: tuple[Transfer, ...] = ()  # between the first two ranks of the first node, where each has a GPU of its own
-    latency: float | None = None  # seconds of an all-reduce of one number over all ranks, median; None where it failed
-    network_error: RecordedText = (
-        ""  # why the ranks could not exchange tensors, in the words of what they went through; else empty
-    )
+    transfers: tuple[Transfer, ...] = ()  # between the first two nodes, ascending by size; empty with one node
+    inside: tuple[Transfer, ...] = ()
+    """Between the first two ranks of the first node; empty unless each has its own GPU."""
+    latency: float | None = None  # median seconds of an all-reduce of one number over all ranks; None if it failed
+    network_error: RecordedText = ""  # error of the backend if the ranks could not exchange tensors, else empty

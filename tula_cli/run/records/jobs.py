@@ -17,16 +17,15 @@ class Job(Record):
     scheduler: str  # cluster.kind of its spec: "local", "slurm", or an import string
     scheduler_id: str
     nodes: int
-    submitted_at: float
-    submissions: int = 1  # how often it was submitted
-    links: tuple[
-        str, ...
-    ] = ()  # ids of the chain that a training job is where jobs wait in a queue, scheduler_id first
-    link_nodes: tuple[int, ...] = ()  # of each of them, where they differ (train.ramp); else all have `nodes`
-    host: str = ""  # local: the machine it runs on
-    folder: str = ""  # the run directory that it writes to, as its supervisors know it; empty of jobs of an older tula
-    process_started: float | None = None  # local: start time of the process, against reused process ids
-    tula: str = ""  # version that it was submitted with; empty of jobs of an older tula
+    submitted_at: float  # Unix time
+    submissions: int = 1  # number of times it was submitted
+    links: tuple[str, ...] = ()
+    """Scheduler ids of the chain of jobs of a training, `scheduler_id` first; empty for other jobs."""
+    link_nodes: tuple[int, ...] = ()  # nodes of each job in `links` if they differ (train.ramp); empty: `nodes` each
+    host: str = ""  # name of the machine it runs on; only for local jobs
+    folder: str = ""  # run directory as seen by its supervisors; empty for jobs of an older tula
+    process_started: float | None = None  # start time of a local job's process, to detect a reused process id
+    tula: str = ""  # tula version that submitted it; empty for jobs of an older tula
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -43,21 +42,21 @@ class Attempt(Record):
 
     task: str
     number: int  # from 1, within the task
-    started_at: float
-    ended_at: float | None = None
-    failure: Failure | None = None  # None while it runs, and of a success
-    decision: Decision | None = None  # what followed; None if its supervisor did not come to decide
-    host: str = ""  # where it failed, else of its leader
-    pid: int = 0  # of the process that started the ranks
-    allocation: str = ""  # the scheduler's job id and how often it was requeued, "123.0"; empty on this machine
-    hosts: str = ""  # the allocation's nodes as the scheduler writes them, "node[1-4]"
-    samples: int | None = None  # of the newest checkpoint when it started; None for probes
-    idle_nodes: int = 0  # of the allocation, which the batch does not divide among
-    reached: int | None = None  # samples trained when it ended, as far as its ranks have told; None before a first step
-    cluster: str = ""  # digest of the cluster section that it ran under (`compute_cluster_signature`)
-    tuned: int = 0  # samples of finished branches when it started (train.method: auto)
-    disturbed_by: tuple[str, ...] = ()  # of a probe: trainings of the same user on the same GPUs or cores
-    tula: str = ""  # version that ran it; empty where an older one did
+    started_at: float  # Unix time
+    ended_at: float | None = None  # Unix time; None while it runs
+    failure: Failure | None = None  # None while it runs or if it succeeded
+    decision: Decision | None = None  # decision after its failure; None if its supervisor made none
+    host: str = ""  # node where it failed, else the leader's node
+    pid: int = 0  # process id of the supervisor that started the ranks
+    allocation: str = ""  # the scheduler's job id and number of requeues, "123.0"; empty for local jobs
+    hosts: str = ""  # nodes of the allocation in the scheduler's notation, "node[1-4]"
+    samples: int | None = None  # samples trained at the newest checkpoint when it started; None for probes
+    idle_nodes: int = 0  # unused nodes of the allocation, because the batch cannot be divided among all
+    reached: int | None = None  # samples trained when it ended, from the ranks' last report; None before a first step
+    cluster: str = ""  # digest of its cluster section (`compute_cluster_signature`)
+    tuned: int = 0  # samples trained in finished branches before it started (train.method: auto)
+    disturbed_by: tuple[str, ...] = ()  # trainings of the same user that shared GPUs or cores with this probe
+    tula: str = ""  # tula version that ran it; empty for an older tula
 
     @model_validator(mode="before")
     @classmethod
@@ -65,7 +64,7 @@ class Attempt(Record):
         return convert_old_failure(fields, ended_at="ended_at")
 
     def count_seconds(self, now: float | None = None) -> float:
-        """Return the seconds that it took; an open attempt lasts until `now`, or is not counted."""
+        """Return the duration in seconds; an unfinished attempt lasts until `now`, or counts as 0 without `now`."""
         return max(0.0, (self.ended_at or now or self.started_at) - self.started_at)
 
     @computed_field  # type: ignore[prop-decorator]
@@ -79,7 +78,7 @@ class Attempt(Record):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def message(self) -> RecordedText:
-        """Why it failed, and what followed if that has to be said."""
+        """The reason for its failure, and the consequence if there is one to report; empty without a failure."""
         if self.failure is None:
             return ""
         return "; ".join(filter(None, (self.failure.summary, self.decision.consequence if self.decision else "")))
@@ -87,13 +86,13 @@ class Attempt(Record):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def rank(self) -> int | None:
-        """The rank at the root of its failure."""
+        """The rank that caused its failure; None without a failure or if no single rank failed."""
         return None if self.failure is None else self.failure.rank
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def shortage(self) -> Shortage | None:
-        """The shortage of a full disk that it failed of."""
+        """The free and missing space if it failed because of a full disk, else None."""
         return None if self.failure is None else self.failure.shortage
 
     @property
@@ -103,7 +102,7 @@ class Attempt(Record):
 
     @property
     def progress(self) -> int | None:
-        """Samples done at the start that a restart does not train again; None for probes."""
+        """Samples trained before it started that a restart does not repeat, including those of branches; None for probes."""
         return None if self.samples is None else self.samples + self.tuned
 
 
@@ -112,9 +111,10 @@ class LeaderCommand(Record):
 
     task: str | None
     attempt: int = 0
-    ranks: int = 0  # how many ranks take part; the followers beyond sit it out
-    meeting: str = ""  # "address:port" of torchrun's rendezvous, or a script's; ranks under srun meet through a file
-    checkpoint: str = ""  # that a script goes on from
-    batch: int = 0  # global, that a script is started with: the worker knows its own
-    rehearsal: PlannedStart | None = None  # what this start of a resume test is for
-    branch: PlannedBranch | None = None  # the same of a search for a learning rate
+    ranks: int = 0  # number of ranks that take part; supervisors of further nodes stay idle
+    meeting: str = ""
+    """Rendezvous of torchrun or a script as "address:port"; empty if ranks meet through a file (srun)."""
+    checkpoint: str = ""  # path of the checkpoint that a script resumes from; empty without one
+    batch: int = 0  # global batch that a script is started with; 0 for tula's worker, which reads its task
+    rehearsal: PlannedStart | None = None  # the start to run in a resume test, else None
+    branch: PlannedBranch | None = None  # the start to run in a learning-rate search, else None

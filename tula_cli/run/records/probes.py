@@ -26,13 +26,13 @@ class GradientStats(Record):
     With a single rank they come from two halves of a batch.
     """
 
-    norm_sqr: float  # of the averaged gradient (batch `batch`)
-    local_norm_sqr: float  # mean over ranks of the norm of each rank's own gradient (batch `local_batch`)
+    norm_sqr: float  # squared norm of the averaged gradient (batch `batch`)
+    local_norm_sqr: float  # mean over ranks of the squared norm of each rank's own gradient (batch `local_batch`)
     batch: Count
     local_batch: Count
-    steps: Count  # whose norms are finite
-    # Squared standard errors of norm_sqr and of local_norm_sqr, and their covariance; None where both are of one batch.
+    steps: Count  # steps with finite norms, over which the norms are averaged
     covariance: tuple[float, float, float] | None = None
+    """Squared standard errors of norm_sqr and of local_norm_sqr, and their covariance; None if they cannot be estimated."""
 
 
 class Host(Record):
@@ -40,8 +40,8 @@ class Host(Record):
 
     name: str
     ranks: Count
-    hardware: tuple[str, ...]  # names of the GPUs, or of the CPU: one where its ranks are alike
-    driver: str  # of the GPUs; empty on a CPU
+    hardware: tuple[str, ...]  # distinct names of its GPUs, or of its CPU
+    driver: str  # version of the GPU driver; empty on a CPU
 
 
 class Environment(Record):
@@ -49,22 +49,21 @@ class Environment(Record):
 
     hosts: tuple[str, ...]
     device: str  # "cuda" or "cpu"
-    hardware: str  # GPU name, or the CPU's; all of them where the ranks differ
-    driver: str  # of the GPUs, of all nodes; empty on a CPU
+    hardware: str  # name of the GPU or CPU; all names if the ranks differ
+    driver: str  # versions of the GPU driver on all nodes; empty on a CPU
     backend: str
     python: str
     torch: str
     torchvision: str
     tula: str
     nodes: tuple[Host, ...] = ()
-    cuda: str = ""  # the CUDA (or HIP) that torch was built with; empty in a build for CPUs
+    cuda: str = ""  # CUDA (or HIP) version of torch; empty in a build for CPUs
     nccl: str = ""
-    allreduce: dict[
-        int, str
-    ] = {}  # bytes of an all-reduce -> what NCCL chose for it ("ring, simple"); the largest ones
+    allreduce: dict[int, str] = {}
+    """Bytes of an all-reduce -> NCCL's algorithm and protocol ("ring, simple"); the largest."""
     system: str = ""  # operating system and kernel of rank 0
-    workers: Count | None = None  # data-loader processes of a rank
-    variables: dict[str, str] = {}  # those of rank 0 that change how ranks run and talk
+    workers: Count | None = None  # data-loader processes per rank; None if unknown
+    variables: dict[str, str] = {}  # environment variables of rank 0 that affect computation and communication
 
     @property
     def mixed(self) -> bool:
@@ -77,24 +76,24 @@ class Overheads(Record):
 
     startup: NonNegative  # from the start of the worker process to its first step
     eval_batch: NonNegative | None  # one evaluation batch of eval_batch_size samples on one rank
-    eval_batch_size: Count | None
-    checkpoint: NonNegative | None  # writing one
+    eval_batch_size: Count | None  # samples
+    checkpoint: NonNegative | None  # writing one checkpoint
     refresh: NonNegative | None  # one refresh of the AGS factors (0 where the method has none)
 
 
 class GpuState(Record):
     """The state of all GPUs of a probe at one moment, as reported by NVML."""
 
-    sm_mhz: Count  # of the slowest one
-    watts: float  # of the one that draws most
-    held_down: tuple[str, ...]  # why the clock of any is held down ("power cap", "heat" ...)
+    sm_mhz: Count  # clock of the slowest GPU
+    watts: float  # power of the GPU that draws most
+    held_down: tuple[str, ...]  # reasons why any GPU's clock is throttled ("power cap", "heat" ...); empty if none is
 
 
 class Tokens(Record):
     """Average length of one text sample in the batches of a probe's loader."""
 
-    length: float  # places, padding counted
-    real: float  # of them, those that are not padding
+    length: float  # tokens, including padding
+    real: float  # tokens that are not padding
 
     @property
     def padding(self) -> float:
@@ -105,23 +104,24 @@ class Tokens(Record):
 class ScriptObservation(Record):
     """The settings that a script was observed to use, which are equal in all probes of one training."""
 
-    optimizer: str | None  # class name; None where its loop tells its steps by hand
-    parameters: Count | None  # numbers that the optimizer trains
+    optimizer: str | None  # class name; None if the loop reports its steps itself
+    parameters: Count | None  # number of scalar parameters that the optimizer trains
     lr: LearningRates | None
-    lr_given: float | None  # on its command line, or the factor that it is to multiply its own by; None without either
-    notes: tuple[RecordedText, ...] = ()  # what is absent in the result, and why
+    lr_given: float | None
+    """Learning rate on the script's command line, or the factor by which it multiplies its own; None without either."""
+    notes: tuple[RecordedText, ...] = ()  # reasons why measurements are missing
 
 
 class RankPace(Record):
-    """The durations of one rank's step. Seconds, medians."""
+    """The median durations of one rank's steps. Seconds."""
 
     host: str
-    compute: float  # a whole step without synchronisation, its wait for data included
-    wait: float  # for its data loader
+    compute: float  # a whole step without synchronisation, including the wait for data
+    wait: float  # wait for its data loader
 
 
 class Measured(Record):
-    """A successful probe: its configuration (nodes, local batch) and measurements.
+    """A successful probe: its configuration (nodes, local batch) and measurements. Times in seconds.
 
     A user's script does not reveal everything: a value that was not measured is None, never 0 and never an estimate.
     Probes of one run may differ in what was measured.
@@ -134,35 +134,36 @@ class Measured(Record):
     local_batch: Positive
     batch: Positive
     accumulate: Positive
-    step_times: Annotated[
-        tuple[Seconds, ...], Field(min_length=1)
-    ]  # wall time between optimizer steps, slowest rank's view on rank 0, after warm-up
+    step_times: Annotated[tuple[Seconds, ...], Field(min_length=1)]
+    """Wall times between optimizer steps on rank 0 after the warm-up; synchronised steps include the wait for the slowest
+    rank."""
     warmup_times: tuple[float, ...]
     sync_time: float | None  # exposed synchronisation: from the last local gradient to the end of the reduction; median
     compute_time: float | None  # a whole step without synchronisation; median
-    data_wait: float | None  # waiting for the data loader, within step_times; median
-    ranks: tuple[RankPace, ...] = ()  # in their order; none where there is one, or where they do not work alone
+    data_wait: float | None  # the part of step_times spent waiting for the data loader; median
+    ranks: tuple[RankPace, ...] = ()
+    """In rank order; empty with one rank, or if ranks cannot run without synchronisation."""
     cached_time: float | None = None  # a whole step on data that is on the device already; median
-    loader_time: float | None = None  # that the data loader takes for the data of a step while nothing else is done
-    tokens: Tokens | None = None  # None where batches are not known to be text
+    loader_time: float | None = None  # time of the data loader for the data of one step while the GPUs are idle
+    tokens: Tokens | None = None  # None unless batches are known to be text
     memory: Components | PeakMemory
-    capacity: Positive | None  # bytes that there are for one rank; None where nothing bounds it, or nothing tells
+    capacity: Positive | None  # bytes available to one rank; None if unlimited or unknown
     gradients: GradientStats | None
     overheads: Overheads
     environment: Environment
     dataset_size: Count
     eval_size: Count | None  # held-out samples
-    energy: float | None = None  # joules a step of all GPUs together; None where any has no counter of them
-    gpus: tuple[GpuState, GpuState] | None = None  # early in the timed steps, and at their end; None without NVML
+    energy: float | None = None  # joules per step of all GPUs together; None if a GPU has no energy counter
+    gpus: tuple[GpuState, GpuState] | None = None  # at the start and the end of the timed steps; None without NVML
     allocator_retries: Count = 0
-    oversubscribed: bool = False  # more ranks than cores, or GPUs: not comparable with anything
+    oversubscribed: bool = False  # more ranks than cores or GPUs, so the times are not comparable with others
     measured_at: float  # Unix time
-    script: ScriptObservation | None = None  # None where tula's own loop was measured
+    script: ScriptObservation | None = None  # None if tula's own loop was measured
 
     @field_validator("energy")
     @classmethod
     def _ignore_counter_that_stands_still(cls, joules: float | None) -> float | None:
-        """Take a counter that stands still for none; some virtual GPUs have such a counter."""
+        """Return None for an energy counter that does not advance, as that of some virtual GPUs."""
         return joules if joules is not None and joules > 0 else None
 
     @property
@@ -184,7 +185,7 @@ class OutOfMemory(Record):
     nodes: Positive
     gpus_per_node: Positive
     local_batch: Positive
-    assumed: bool  # not run, because a smaller one did not fit
+    assumed: bool  # the probe did not run, because a smaller local batch did not fit
     message: RecordedText
 
 
@@ -212,7 +213,7 @@ class Failed(Record):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def message(self) -> RecordedText:
-        """Why it failed."""
+        """The reason for the failure."""
         return self.failure.description
 
 

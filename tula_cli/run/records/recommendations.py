@@ -62,25 +62,23 @@ class TimeParts(Record):
 class Stage(Record):
     """One stage of a batch-size ramp (`train.ramp`): the batch used from `begin` samples onwards."""
 
-    begin: int  # samples passed
+    begin: int  # samples trained before the stage
     batch: int  # global
-    epoch: float | None = None  # the same as begin, in epochs; of what is written down
-    noise: float | None = (
-        None  # the gradient noise scale (samples) by which it begins there; None: it goes by another rule
-    )
-    nodes: int | None = None  # of those with it; None where all stages have the training's
+    epoch: float | None = None  # `begin` in epochs, in stored recommendations; else None
+    noise: float | None = None  # gradient noise scale (samples) at `begin`; None if the stages follow another rule
+    nodes: int | None = None  # None if all stages run on the nodes of the training
 
 
 class StageSteps(Record):
     """The predicted steps of one stage of a batch-size ramp (`train.ramp`)."""
 
     batch: int
-    steps: int  # of the whole training
-    share: float = 0.0  # of its epochs
-    step_time: float
-    step_low: float | None
+    steps: int  # optimizer steps of this stage in the whole training
+    share: float = 0.0  # share of the training's epochs
+    step_time: float  # seconds
+    step_low: float | None  # lower and upper end of the 90 % interval; None if there is no residual
     step_high: float | None
-    nodes: int | None = None  # None: the training's
+    nodes: int | None = None  # None: the nodes of the training
 
 
 class Prediction(Record):
@@ -238,17 +236,18 @@ class TrainedSteps(Record):
     nodes: int
     gpus_per_node: int
     batch: int
-    step_time: float  # their mean
-    step_times: tuple[float, ...]  # means of successive stretches of about as many steps, without refreshes of factors
-    compute: float | None  # a step without synchronisation, its wait for data included; None where it is not told apart
-    sync: float | None  # exposed synchronisation
-    data_wait: float | None  # None of a script
-    steps: int  # that were looked at, over all attempts: of a long training some of those that it told
-    probed: float | None = None  # what a probe of the same configuration has measured; None where there is none
-    changed: float  # how far its pace has changed while it trained, as a logarithm; 0 where it has not
-    noise: float  # standard deviation of its step time as one of a job like the probes', as a share of it
-    since: float  # Unix time of the first of them
-    until: float  # and of the last
+    step_time: float  # trimmed mean of step_times
+    step_times: tuple[float, ...]  # mean step times of consecutive stretches of equal length, without AGS refreshes
+    compute: float | None
+    """A step without synchronisation, including the wait for data; None if not measured separately."""
+    sync: float | None  # exposed synchronisation; None if not measured
+    data_wait: float | None  # None for a script
+    steps: int  # steps that were evaluated, over all attempts; in a long training a sample of the logged steps
+    probed: float | None = None  # step time measured by a probe of the same configuration; None without one
+    changed: float  # |ln(step time after / before)| of the largest change during the training; 0 without a change
+    noise: float  # relative standard deviation of step_time as an estimate for other jobs
+    since: float  # Unix time of the first evaluated step
+    until: float  # Unix time of the last evaluated step
 
     @property
     def local_batch(self) -> int:
@@ -261,23 +260,22 @@ class StartEstimate(Record):
     nodes: int
     minutes: int  # time limit of the job
     asked_at: float  # Unix time
-    wait: float | None  # seconds from then on; None where the scheduler gave no start
-    reason: RecordedText = ""  # why it gave none
+    wait: float | None  # seconds from asked_at to the start; None if the scheduler gave no start time
+    reason: RecordedText = ""  # why there is no start time; empty if there is one
 
 
 class Accuracy(Record):
     """Accuracy of the job's method at a batch compared with the small batch, from trainings of `tula compare`."""
 
     outcome: Literal["keeps", "may lose"]
-    batch: int  # that was trained: the choice's, or the next larger one
+    batch: int  # trained batch: that of the choice, or the next larger one
     reference_batch: int
     metric: str
-    gap: (
-        float  # how much worse than the reference, in the metric's unit (top1: percentage points); below 0 it is better
-    )
-    error: float | None  # its standard error; None of one seed
-    seeds: int
-    words: str
+    gap: float
+    """How much worse than the reference, in the metric's unit (top1: percentage points); negative: better than it."""
+    error: float | None  # standard error of the gap; None with one seed
+    seeds: int  # number of seeds
+    words: str  # the result as text
 
 
 RiskLevel = Literal["low", "medium", "high", "unknown"]
@@ -298,7 +296,7 @@ class AccuracyRisk(Record):
     """Risk that a batch trains to a lower accuracy than the batch that the learning rate was tuned for."""
 
     level: RiskLevel
-    reason: str  # in words
+    reason: str
     batch_over_noise_scale: float | None = None  # None if the noise scale is unknown
 
     @property
@@ -309,10 +307,12 @@ class AccuracyRisk(Record):
 class RiskBasis(Record):
     """The values from which the accuracy risk of every batch follows."""
 
-    reference_batch: int  # that the learning rate was tuned for
-    noise_scale: float | None  # samples; constant one with the effect of the growing one over the training
-    is_lower_bound: bool  # the noise scale is at least this
-    batch_grows: bool  # during the training
+    reference_batch: int  # batch that the learning rate was tuned for
+    noise_scale: float | None
+    """Gradient noise scale in samples; None if unknown. If it grows during the training, the constant one that has the same
+    effect on the training as a whole."""
+    is_lower_bound: bool  # noise_scale is only a lower bound
+    batch_grows: bool  # the batch grows during the training
 
     def assess(self, batch: int, accuracy: "Accuracy | None" = None) -> AccuracyRisk:
         """Return the risk of a global batch; a result of `tula compare` that covers the batch takes precedence."""
@@ -345,28 +345,28 @@ class Change(Record):
 
     before: float
     after: float
-    ratio: float  # before / after: above 1 the choice needs less
+    ratio: float  # before / after; above 1 if the choice needs less
     within_noise: bool  # the 90 % interval of the ratio includes 1, or they differ by less than 2 %
 
 
 class Headline(Record):
     """The choice of a recommendation compared with today's configuration, the baseline."""
 
-    text: str  # the comparison in a sentence
-    comparison: str  # what it is compared with, in a sentence
-    length: str = ""  # of the training in words, such as "20 epochs"; empty of an older tula
-    interval: str  # 90 % interval of the time of the choice, in words; empty if there is none
-    preference: str  # why a knee was chosen although another row is faster and cheaper; empty if none is
-    nodes: int  # of the baseline
+    text: str  # sentence with the result of the comparison
+    comparison: str  # sentence that describes the baseline
+    length: str = ""  # training length as text, such as "20 epochs"; empty in results of an older tula
+    interval: str  # 90 % interval of the choice's time as text; empty if there is none
+    preference: str  # why a knee was chosen although another row is faster and cheaper; empty if no row is
+    nodes: int  # nodes of the baseline
     batch: int  # global batch of the baseline
-    baseline: Prediction | None  # None if it cannot run, or its step time is unknown
+    baseline: Prediction | None  # None if the baseline cannot run, or its step time is unknown
     problem: str = ""  # why there is no prediction of the baseline
     is_baseline: bool  # the choice is the baseline
     baseline_predicted: bool  # the step time of the baseline was not measured
-    choice_predicted: bool
+    choice_predicted: bool  # the step time of the choice was not measured
     time: Change | None  # hours; None without a prediction of the baseline, or if it is the choice
     cost: Change | None  # in the currency of the pricing; None also without prices
-    energy: Change | None  # kWh; with objective energy only
+    energy: Change | None  # kWh; None except for objective energy
     risk: AccuracyRisk
     risk_basis: RiskBasis
 
@@ -432,33 +432,33 @@ class Recommendation(Record):
 
     objective: Objective
     curve: Curve
-    headline: Headline | None = None  # None of an older tula
+    headline: Headline | None = None  # None in results of an older tula
     choice: Prediction
-    reason: str
-    rows: tuple[
-        Prediction, ...
-    ]  # every feasible configuration where they are few, else those worth a look; fastest first
+    reason: str  # why it was chosen
+    rows: tuple[Prediction, ...]  # all feasible configurations if they are few, else a selection; fastest first
     runners_up: tuple[Prediction, ...]
-    candidates: int | None = None  # feasible configurations in all; None where an older tula has listed every one
+    candidates: int | None = None
+    """Number of feasible configurations; None in results of an older tula, where rows has all."""
     warnings: tuple[RecordedText, ...] = ()
     currency: str
-    price: str  # in words, with unit, source and date; a line a node type
-    fit_error: float | None  # median relative error of the fit; None where exactly determined
-    fit: str  # the fit in words; a line a node type
-    power: str = ""  # what kWh rest on, in words, a line a node type; empty where no probe measured its energy
-    efficiency: str = ""  # what `same_progress` rests on, in words; empty where there is none
-    interruption: str = ""  # what one costs a script, in words; empty for tula's own loop
-    start_estimate: StartEstimate | None = None  # of the choice; None where SLURM was not asked
-    stages: tuple[Stage, ...] = ()  # of the choice, that of its own batch last; empty where its batch does not grow
-    ramp: str = ""  # these, in words
-    accuracy: Accuracy | None = None  # None where tula compare has trained no such batch with the job's method
-    other_market: Prediction | None = None  # the choice on demand where it is on spot nodes, and the other way round
-    trainings: tuple[TrainedSteps, ...] = ()  # whose steps count in the fit, of all node types
-    trainings_left_out: tuple[str, ...] = ()  # which do not, and why
-    options: tuple[str, ...] = ()  # what else was asked for, as typed: "--max-nodes 2"
-    limits: QueryLimits  # those among the options
-    overrides: tuple[str, ...] = ()  # --set values that are not the job's own settings
-    created_at: float
+    price: str  # text with unit, source and date of the price; one line per node type
+    fit_error: float | None  # median relative error of the fit; None if it has as many parameters as points
+    fit: str  # description of the fit; one line per node type
+    power: str = ""  # source of the kWh, one line per node type; empty if no probe measured energy
+    efficiency: str = ""  # source of `same_progress` as text; empty if there is none
+    interruption: str = ""  # cost of an interruption of a script as text; empty for tula's own loop
+    start_estimate: StartEstimate | None = None  # for the choice; None if SLURM was not asked
+    stages: tuple[Stage, ...] = ()
+    """Stages of the choice, that of its full batch last; empty if its batch does not grow."""
+    ramp: str = ""  # the stages as text; empty without stages
+    accuracy: Accuracy | None = None  # None if tula compare has trained no such batch with the job's method
+    other_market: Prediction | None = None  # the choice on on-demand nodes if it is on spot nodes, and vice versa
+    trainings: tuple[TrainedSteps, ...] = ()  # trainings included in the fit, of all node types
+    trainings_left_out: tuple[str, ...] = ()  # sentences on trainings that are not included, with the reason
+    options: tuple[str, ...] = ()  # further options of the query, as typed: "--max-nodes 2"
+    limits: QueryLimits  # limits of the query
+    overrides: tuple[str, ...] = ()  # --set values that differ from the job's own settings
+    created_at: float  # Unix time
 
     @model_validator(mode="before")
     @classmethod
@@ -480,7 +480,7 @@ class Recommendation(Record):
 
     def _repr_html_(self) -> str:
         """Return the choice and the configurations, the chosen one first, for a notebook."""
-        from tula_cli.run.frames import render_html  # which commands do not need
+        from tula_cli.run.frames import render_html  # only notebooks need it
 
         divisor, unit = choose_time_unit(3600 * max(row.hours for row in self.rows))
         is_typed = any(row.type for row in self.rows)

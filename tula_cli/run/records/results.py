@@ -14,8 +14,8 @@ from tula_cli.spec.ags import Arm
 class JobFile(Record):
     """The job file from which a run's settings came; the settings themselves are in the run's spec.yaml."""
 
-    path: str  # of the job.yaml, absolute
-    overrides: tuple[str, ...] = ()  # what --set laid over it
+    path: str  # absolute path of the job.yaml
+    overrides: tuple[str, ...] = ()  # values of --set, as typed
 
 
 class Variant(Record):
@@ -25,11 +25,12 @@ class Variant(Record):
     """
 
     node_type: str | None = None  # None if the job names none
-    gpus: int | None = None  # per node, of search.gpus_per_node; None for all of a node
-    # "gpus": as of JobSpec.measured_with_fewer_gpus; "length": measured by an earlier version at another text length
+    gpus: int | None = None  # GPUs per node, one of search.gpus_per_node; None: all GPUs of a node
     in_addition: Literal["gpus", "length"] | None = None
+    """Why it is measured in addition to the job's own settings; "gpus": with fewer GPUs per node
+    (`JobSpec.measured_with_fewer_gpus`); "length": at another text length, by an earlier version."""
     runs: tuple[str, ...] = ()  # names of the runs of all variants of the job
-    chosen: str = ""  # name of the run that the job's recommendation is to train; empty without a recommendation
+    chosen: str = ""  # name of the run with the recommended configuration; empty without a recommendation
 
     @property
     def type(self) -> str | None:
@@ -38,12 +39,12 @@ class Variant(Record):
 
 
 class StepParts(Record):
-    """Breakdown of the step time; seconds, of the slowest rank."""
+    """Breakdown of the step time. Seconds of the slowest rank."""
 
     step: float
-    data: float | None  # waiting for the data loader; None of a script, of which whole steps are known
-    compute: float | None  # None where it is not told apart from the synchronisation
-    sync: float | None  # exposed synchronisation: of the rank that waits least, so not for a slow one
+    data: float | None  # wait for the data loader; None for a script, where only whole steps are measured
+    compute: float | None  # None if not measured separately from synchronisation
+    sync: float | None  # exposed synchronisation on the rank that waits least, which excludes waits for slower ranks
 
 
 StepPart = Literal["compute", "network", "input"]
@@ -52,15 +53,15 @@ StepPart = Literal["compute", "network", "input"]
 class StepChange(Record):
     """A lasting change of the step time, detected during a training."""
 
-    samples: int  # trained when it began
-    epoch: float | None  # None of a script where nothing tells how many samples one has
+    samples: int  # samples trained before the change
+    epoch: float | None  # epochs trained before the change; None for a script whose epoch size is unknown
     began_at: float  # Unix time
-    parts: tuple[StepPart, ...]  # what changed, the most first; empty where that is not known
+    parts: tuple[StepPart, ...]  # causes of the change, largest first; empty if unknown
     before: StepParts
     after: StepParts
-    seconds_left: float | None  # to the end of the training, when it was found; None where nothing tells how long it is
-    seconds_left_before: float | None  # the same at the step time before
-    cost_more: float  # than at the step time before
+    seconds_left: float | None  # remaining time of the training at detection; None if its length is unknown
+    seconds_left_before: float | None  # the remaining time if the step time had not changed
+    cost_more: float  # additional cost of the remaining training due to the change, in `currency`; 0 if unknown
     currency: str
 
 
@@ -68,10 +69,10 @@ class Branch(Record):
     """A short training from a common checkpoint, to compare its arm with others (train.method: auto)."""
 
     arm: str
-    epochs: float  # trained, of the training set without the held-out part
-    samples: int  # trained
-    loss: float | None  # on the held-out part; None where it is not finite
-    top1: float | None  # percent; None where there are no classes
+    epochs: float  # epochs trained, of the training set without the held-out part
+    samples: int  # samples trained
+    loss: float | None  # on the held-out part; None if not finite
+    top1: float | None  # percent; None if there are no classes
     diverged: bool
     seconds: float
 
@@ -81,14 +82,16 @@ class Tuning(Record):
 
     signature: str
     batch: int
-    start: int  # samples at the checkpoint where the arms part
-    epoch: float  # epochs done there
+    start: int  # samples trained before the common checkpoint of all branches
+    epoch: float  # epochs trained before the common checkpoint
     arms: tuple[Arm, ...]
-    beginning: int = 0  # samples that the branches' common beginning was trained on, without the held-out part
+    beginning: int = 0
+    """Samples trained up to the common checkpoint without the held-out part, repeated by the training."""
     branches: tuple[Branch, ...] = ()
-    chosen: Arm | None = None  # None while branches are missing
-    broken: tuple[str, ...] = ()  # arms that were chosen before and broke down in the training
-    lost: int = 0  # samples trained with them, which went with them
+    chosen: Arm | None = None  # None until all branches are trained
+    broken: tuple[str, ...] = ()
+    """Names of arms that were chosen before, but fell behind the control during the training."""
+    lost: int = 0  # samples trained with `broken` arms, which were discarded
 
     @property
     def samples(self) -> int:
@@ -97,7 +100,7 @@ class Tuning(Record):
 
 
 LearningRateRule = Literal["none", "sqrt", "linear"]
-"""A value of `train.lr_scaling` that says how the learning rate follows the batch."""
+"""Values of `train.lr_scaling`: how the learning rate scales with the batch."""
 
 
 class RateBranch(Branch):
@@ -105,15 +108,15 @@ class RateBranch(Branch):
 
     batch: int  # global
     rule: LearningRateRule
-    factor: float  # of optimizer.lr
-    lr: float  # at full height: the schedule and the branch itself lower it
+    factor: float  # lr divided by optimizer.lr
+    lr: float  # peak learning rate, before the factors of the schedule and of the branch
 
 
 class PlannedBranch(Record):
     """One start of a script in a search for a learning rate, before it runs."""
 
-    rule: LearningRateRule | None  # None of the training up to the checkpoint, at the reference batch
-    out: str  # the script's own folder
+    rule: LearningRateRule | None  # None for the training up to the checkpoint, at the reference batch
+    out: str  # output folder of the script
 
 
 class RateSearch(Record):
@@ -123,14 +126,14 @@ class RateSearch(Record):
     nodes: int
     batches: tuple[int, ...]  # the batch whose learning rate is searched, then others to compare with it
     reference_batch: int
-    samples: int  # trained, without those of interrupted attempts
-    total: int  # samples of a training
-    start_epoch: float  # at which the branches start
-    start_loss: float  # there, on the held-out samples; of a script, of its training steps before
-    start_lr: float | None = None  # of a script's first step after it, if its optimizer has one
-    noise: tuple[float, float, float | None] | None = (
-        None  # gradient noise scale there with its 90 % interval; an upper end of None is open
-    )
+    samples: int  # samples trained, without interrupted attempts
+    total: int  # samples of the whole training
+    start_epoch: float  # epochs trained before the branches start
+    start_loss: float  # loss at the start of the branches, on held-out samples; for a script the loss of its last steps
+    start_lr: float | None = None  # learning rate of a script's first step after the checkpoint; None if unknown
+    noise: tuple[float, float, float | None] | None = None
+    """Gradient noise scale (samples) at the start of the branches, then lower and upper end of its 90 % interval; an upper
+    end of None is open. None if not measured."""
     branches: tuple[RateBranch, ...] = ()
     finished: bool = False
 
@@ -139,8 +142,8 @@ class ScalingSummary(Record):
     """The effect of adaptive gradient scaling in a training by a script."""
 
     steps: int  # optimizer steps, over all attempts
-    scaled: float  # share of them that were scaled
-    mean: float  # factor, over steps and tensors or elements
+    scaled: float  # share of the steps that were scaled
+    mean: float  # mean scaling factor over steps and tensors (or elements)
     apply_to: Literal["gradient", "update"]
 
 
@@ -148,7 +151,7 @@ class BestValue(Record):
     """The best value of the metric set in train.best_checkpoint."""
 
     metric: str
-    value: float | None  # None where no evaluation came to a finite one
+    value: float | None  # None if no evaluation gave a finite value
 
     @classmethod
     def from_metric(cls, metric: str, value: float | None) -> "BestValue | None":
@@ -164,29 +167,29 @@ class TrainResult(Record):
 
     signature: str
     nodes: int
-    batch: int  # at the end; a relaunch may have made it smaller
+    batch: int  # global batch at the end, which a relaunch may have reduced
     samples: int
     steps: int
     epochs: int
-    metrics: dict[str, float]  # of the last epoch: loss, top1, top5, perplexity, train.metrics; those that are finite
-    best_top1: float | None  # None where there are no classes
-    best_loss: float | None = None  # on the evaluation set, of the best epoch
-    best_epoch: int  # by train.best_checkpoint: of the highest top-1, or of the least loss where there are no classes
-    best: BestValue | None = None  # where train.best_checkpoint names a metric
-    ended: str = ""  # why before the last epoch (train.early_stopping); empty where it did not
-    step_time: float | None  # seconds, over all epochs at the last batch; None where all refreshed AGS
-    finished_at: float
-    tuning: Tuning | None = None  # of method auto
-    scaled: ScalingSummary | None = None  # of a script, where the method scales
+    metrics: dict[str, float]  # after the last epoch: loss, top1, top5, perplexity, train.metrics; finite values only
+    best_top1: float | None  # percent; None if there are no classes
+    best_loss: float | None = None  # loss of the best epoch on the evaluation set
+    best_epoch: int  # best by train.best_checkpoint: with the highest top-1, or the lowest loss if there are no classes
+    best: BestValue | None = None  # None if train.best_checkpoint names no metric
+    ended: str = ""  # reason for early stopping (train.early_stopping); empty if all epochs were trained
+    step_time: float | None  # seconds, mean over all epochs at the last batch; None if every step refreshed AGS factors
+    finished_at: float  # Unix time
+    tuning: Tuning | None = None  # None unless train.method is auto
+    scaled: ScalingSummary | None = None  # None unless a script's method scales gradients
 
 
 class ScriptProgress(Record):
     """The newest checkpoint of a training by a script. Written by the leader of the supervisors."""
 
-    samples: int  # that it holds, to a few steps
+    samples: int  # samples trained up to it, accurate to a few steps
     steps: int  # optimizer steps up to it
-    batch: int  # with which it was written, global
-    checkpoint: str  # its path
+    batch: int  # global batch when it was written
+    checkpoint: str  # path
     saved_at: float  # Unix time
 
 
@@ -197,36 +200,35 @@ class Save(Record):
     batch: int  # global
     steps: int
     samples: int
-    seconds: float | None  # None of the first one of a start, which took time to begin
+    seconds: float | None  # None for the first checkpoint of a start, as that includes the startup
 
 
 class ScriptSaves(Record):
     """The checkpoints and lost steps of a training by a script. Written by the leader of the supervisors."""
 
-    saves: tuple[Save, ...] = ()  # the newest ones
-    lost: tuple[int, ...] = ()  # samples that came after the newest checkpoint, at each start that did not end well
-    left_out: ScriptProgress | None = (
-        None  # the newest checkpoint, where the script failed at it and the one before is tried
-    )
-    resumes_from: str = ""  # pattern of the checkpoints that the script loads by itself; empty while none was seen
-    resumed_attempt: tuple[str, int] | None = None  # task and number of the attempt in which that was noticed
+    saves: tuple[Save, ...] = ()  # the newest checkpoints only
+    lost: tuple[int, ...] = ()  # samples after the newest checkpoint, for each start that failed
+    left_out: ScriptProgress | None = None
+    """The newest checkpoint if the script failed to resume from it, so that the previous one is used; else None."""
+    resumes_from: str = ""  # pattern of the checkpoints that the script loads by itself; empty if none was observed
+    resumed_attempt: tuple[str, int] | None = None  # task and number of the attempt in which this was observed
 
 
 class EvaluationRecord(Record):
     """The evaluation of a training's weights on a set of samples (`tula evaluate`), written by rank 0."""
 
-    signature: str  # of the training
-    key: str
+    signature: str  # signature of the training
+    key: str  # id of the evaluation among those of the training
     weights: str  # best, last, or the path of a file
-    path: str  # of the file
-    samples: int | None  # that the weights were trained on; None of a file of the user's own
-    test: bool  # on dataset.test; else on the samples that the training was evaluated on
-    dataset: str  # its name, and root where it has one
+    path: str  # path of the weights file
+    samples: int | None  # samples that the weights were trained on; None for the user's own file
+    test: bool  # evaluated on dataset.test; else on the evaluation set of the training
+    dataset: str  # name of the dataset, and its root if it has one
     size: int  # samples evaluated
-    metrics: dict[str, float]  # loss, top1 and top5 (percent), perplexity, train.metrics; those that are finite
+    metrics: dict[str, float]  # loss, top1 and top5 (percent), perplexity, train.metrics; finite values only
     nodes: int
-    local_batch: int  # one GPU's
-    seconds: float  # of the evaluation itself
+    local_batch: int  # samples per batch on one GPU
+    seconds: float  # duration of the evaluation, without startup
     evaluated_at: float  # Unix time
 
 
@@ -234,7 +236,8 @@ class CountedEnergy(Record):
     """The energy of a training from the counters of all GPUs, over all attempts; written by rank 0."""
 
     joules: float
-    seconds: float  # over which they were read: not while ranks start, nor from an epoch's end to a failure
+    seconds: float
+    """Time covered by the counters: without starts of ranks, and without the part of an epoch before a failure."""
 
     @property
     def kwh(self) -> float:
@@ -253,36 +256,37 @@ class Summary(Record):
     actual_hours: float
     predicted_cost: float | None
     actual_cost: float
-    predicted_step: float | None  # at the batch, the micro-batches and the nodes that it ended with, as is actual_step
-    actual_step: float | None
+    predicted_step: float | None  # seconds per step at the final batch, micro-batches and nodes
+    actual_step: float | None  # measured seconds per step at the same settings
     predicted_parts: TimeParts | None = None
-    actual_parts: TimeParts | None = None  # None of a script
+    actual_parts: TimeParts | None = None  # None for a script
     predicted_kwh: float | None = None
-    actual_kwh: float | None = None  # None where the GPUs have no counter
-    counted: float | None = None  # share of the actual hours over which it was counted
+    actual_kwh: float | None = None  # None if a GPU has no energy counter
+    counted: float | None = None  # share of actual_hours covered by the energy counters
     metrics: dict[str, float]
-    best_top1: float | None  # None where there are no classes
-    best_loss: float | None = None  # on the evaluation set, of the best epoch; None of a script
+    best_top1: float | None  # percent; None if there are no classes
+    best_loss: float | None = None  # loss of the best epoch on the evaluation set; None for a script
     best_epoch: int
-    best: BestValue | None = None  # where train.best_checkpoint names a metric
-    ended: str = ""  # why before the last epoch, and how many it was (train.early_stopping)
+    best: BestValue | None = None  # None if train.best_checkpoint names no metric
+    ended: str = ""  # epoch of and reason for early stopping (train.early_stopping); empty without
     currency: str
-    recoveries: tuple[Recovery, ...] = ()  # why each relaunch happened
-    lost: tuple[int, ...] | None = None  # samples of a script that each of them cost; None of tula's own loop
-    tuning: Tuning | None = None  # of method auto
-    scaled: ScalingSummary | None = None  # of a script, where the method scales
-    changes: tuple[StepChange, ...] = ()  # of the step time, while it trained
-    warnings: tuple[RecordedText, ...] = ()  # of a script: what was not as its section says, and that it cannot resume
+    recoveries: tuple[Recovery, ...] = ()  # reason for each relaunch
+    lost: tuple[int, ...] | None = None  # samples of a script lost at each failed start; None for tula's own loop
+    tuning: Tuning | None = None  # None unless train.method is auto
+    scaled: ScalingSummary | None = None  # None unless a script's method scales gradients
+    changes: tuple[StepChange, ...] = ()  # changes of the step time during the training
+    warnings: tuple[RecordedText, ...] = ()
+    """For a script: deviations from its section of the job file, and that it cannot resume. Empty for tula's own loop."""
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def causes(self) -> tuple[RecordedText, ...]:
-        """Why each relaunch happened, a sentence each."""
+        """The reason for each relaunch, one sentence each."""
         return tuple(recovery.description for recovery in self.recoveries)
 
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
-        """The configurations that it fell back to after out-of-memory errors."""
+        """The configurations that the training fell back to after out-of-memory errors."""
         decisions = (recovery.decision for recovery in self.recoveries)
         return tuple(
             decision.fallback
@@ -294,13 +298,13 @@ class Summary(Record):
 class Cell(Record):
     """One training of a comparison: a method at a batch, with a seed."""
 
-    method: str  # of train.method, or a variant of one (lbt-x4)
-    batch: int  # the one it starts with
+    method: str  # value of train.method, or a variant of one (lbt-x4)
+    batch: int  # global batch at the start
     seed: int
     nodes: int
-    signature: str  # of its training run
-    reference: bool = False  # the small batch that the others are held against
-    short: tuple[int, int] | None = None  # a training of the first round: its epochs, of those of the job
+    signature: str  # signature of its training run
+    reference: bool = False  # the training at the small batch that the others are compared with
+    short: tuple[int, int] | None = None  # (its epochs, epochs of the job) for a training of the first round, else None
 
     @property
     def share(self) -> float:
@@ -318,12 +322,13 @@ class Comparison(Record):
 
     methods: tuple[str, ...]
     batches: tuple[int, ...]
-    seeds: int
+    seeds: int  # number of seeds
     nodes: int
-    controls: bool | tuple[str, ...]  # their rows; of an older tula, and where asked for: all or none
-    cells: tuple[Cell, ...]  # of all rows in full, though some may be dropped; before them those of the first round
-    created_at: float
-    job_row: str = ""  # the row that trains the job as it is
+    controls: bool | tuple[str, ...]  # names of the control rows; true or false: all or none
+    cells: tuple[Cell, ...]
+    """Trainings of the first round, then full trainings of all rows, some of which may be dropped."""
+    created_at: float  # Unix time
+    job_row: str = ""  # name of the row that trains the job unchanged
 
     @property
     def has_rounds(self) -> bool:

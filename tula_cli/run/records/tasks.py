@@ -23,14 +23,13 @@ TRAINING_PATIENCE = 600
 class Rung(Record):
     """A batch at which the training may run, with its predictions."""
 
-    batch: int
-    prediction: Prediction | None = None
-    cut: dict[
-        int, Prediction
-    ] = {}  # with each micro-batch in so many parts, of the first rung, where that is predicted
+    batch: int  # global
+    prediction: Prediction | None = None  # with unsplit micro-batches; None if unknown
+    cut: dict[int, Prediction] = {}
+    """Number of parts of each micro-batch -> prediction with them; only in the first rung, as far as known."""
 
     def get_prediction_with_splits(self, splits: int) -> Prediction | None:
-        """Return the prediction with each micro-batch in so many parts, or None."""
+        """Return the prediction with each micro-batch in `splits` parts, or None."""
         return self.prediction if splits == 1 else self.cut.get(splits)
 
 
@@ -38,13 +37,13 @@ class JobSize(Record):
     """One of the numbers of nodes that a job of a training may be granted (`tula train --nodes 2-8`)."""
 
     nodes: int
-    micro_batch: int  # samples that a GPU computes at a time
-    splits: int  # parts in which the micro-batches of train.accumulate are therefore computed
-    ladder: tuple[Rung, ...]  # as in TrainTask, on so many nodes
+    micro_batch: int  # largest number of samples that a GPU computes at a time
+    splits: int  # parts into which micro-batches of train.accumulate are split so that they fit `micro_batch`
+    ladder: tuple[Rung, ...]  # as in TrainTask, for this number of nodes
 
     @property
     def prediction(self) -> Prediction | None:
-        """The prediction for so many nodes, or None."""
+        """The prediction for this number of nodes, or None."""
         return self.ladder[0].get_prediction_with_splits(self.splits)
 
 
@@ -56,7 +55,7 @@ class BaseTask(Record):
     spec: StoredSpec
     workdir: str
     nodes: int
-    code: str = ""  # the snapshot of the user's code that runs; empty where the spec names none
+    code: str = ""  # name of the snapshot of the user's code; empty if the spec uses none
 
     @property
     def ranks(self) -> int:
@@ -97,7 +96,7 @@ class BaseTask(Record):
         """Data-loader processes per rank."""
         return self.spec.train.workers
 
-    # --- how long it may take
+    # --- Time limits
 
     @property
     def timeout(self) -> float:
@@ -145,8 +144,10 @@ class ProbeTask(MeasuringTask):
 
     kind: Literal["probe"] = "probe"
     local_batches: tuple[int, ...]
-    skip: tuple[int, ...] = ()  # those that failed in this job already; the supervisor goes on with the others
-    bounds: BatchBounds | None = None  # of a search for the largest batch, to which the supervisor appends the trials
+    skip: tuple[int, ...] = ()  # local batches that already failed in this job and are left out
+    bounds: BatchBounds | None = None
+    """Bounds of the search for the largest local batch, whose trials the supervisor appends to `local_batches`; None if only
+    the given batches are measured."""
 
     @property
     def is_timed(self) -> bool:
@@ -176,22 +177,25 @@ class TrainTask(BaseTask):
     kind: Literal["train"] = "train"
     signature: str
     attempt: int  # from 1
-    ladder: tuple[Rung, ...]  # descending batches
-    workers: Workers  # data-loader processes a rank (fewer after a host OOM)
-    splits: int = 1  # parts that each micro-batch of train.accumulate is computed in (more after an OOM)
-    sizes: tuple[JobSize, ...] = ()  # ascending, where a job uses the nodes that it is granted; else it has `nodes`
-    max_micro_batch: int | None = None  # samples that fit a GPU after an OOM, whatever the size is
-    # where its batch grows, as was decided before it began; those of smaller batches stay after an out-of-memory
+    ladder: tuple[Rung, ...]  # by descending batch
+    workers: Workers  # data-loader processes per rank (fewer after a host OOM)
+    splits: int = 1  # parts into which each micro-batch of train.accumulate is split (more after an OOM)
+    sizes: tuple[JobSize, ...] = ()  # numbers of nodes that a job may be granted, ascending; empty: it requests `nodes`
+    max_micro_batch: int | None = None
+    """Samples per micro-batch that fit a GPU on any number of nodes; None before an OOM."""
     stages: tuple[Stage, ...] = ()
-    max_lr_factor: float | None = None  # after a growing batch diverged, in place of the job's; None: the job's
-    recovery: Recovery | None = None  # why this is a relaunch; None of the first
+    """Stages of `train.ramp`, decided before the training starts; empty if its batch does not grow. An OOM fallback to a
+    smaller batch keeps the stages below it."""
+    max_lr_factor: float | None = None
+    """Reduced train.max_lr_factor after a growing batch diverged; None: the job's value."""
+    recovery: Recovery | None = None  # the reason for this relaunch; None for the first attempt
     after: str = ""  # the job of a resume test that comes first; its verdict may forbid this training
     follows: tuple[str, ...] = ()  # unfinished jobs whose nodes it takes over in a plan of many trainings
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def cause(self) -> RecordedText:
-        """Why this is a relaunch, in one sentence; empty of the first."""
+        """The reason for this relaunch in one sentence; empty for the first attempt."""
         return "" if self.recovery is None else self.recovery.description
 
     @property
@@ -216,7 +220,7 @@ class TrainTask(BaseTask):
 
     @property
     def folder_patience(self) -> int:
-        """Many seconds, because a training should survive an outage of the file system."""
+        """Seconds for which its job waits for unavailable folders: many, to survive an outage of the file system."""
         return min(TRAINING_PATIENCE, 30 * self.time_limit)
 
     @property
@@ -301,17 +305,17 @@ class ResumeTestTask(MeasuringTask):
 class EvaluateTask(BaseTask):
     """A job that evaluates the weights of a training: `tula evaluate`.
 
-    Its id is evaluate-<signature>-<key>. `spec` is the training's, with the test set, the metrics and the cluster of
-    now, and `code` that of the training.
+    Its id is evaluate-<signature>-<key>. `spec` is that of the training with the test set, metrics and cluster of the
+    current job file; `code` is that of the training.
     """
 
     kind: Literal["evaluate"] = "evaluate"
-    signature: str  # of the training
-    key: str  # of the evaluation among those of the training
+    signature: str  # signature of the training
+    key: str  # id of the evaluation among those of the training
     weights: str  # best, last, or the path of a file
-    path: str  # of the file, absolute
-    samples: int | None  # that it was trained on; None of a file of the user's own
-    local_batch: int  # one GPU's
+    path: str  # absolute path of the weights file
+    samples: int | None  # samples that the weights were trained on; None for the user's own file
+    local_batch: int  # samples per batch on one GPU
 
 
 class RateSearchTask(BaseTask):
@@ -323,14 +327,14 @@ class RateSearchTask(BaseTask):
     kind: Literal["rates"] = "rates"
     key: str
     batches: tuple[int, ...]  # the batch whose learning rate is searched, then others to compare with it
-    dataset_size: int | None = None  # of a script: samples of an epoch; None where the worker reads the dataset
+    dataset_size: int | None = None  # samples per epoch of a script; None for tula's worker, which reads the dataset
     save_every: int = 0  # samples between two checkpoints of a script; 0 if it saves on request
 
 
 class CheckTask(BaseTask):
     """A short job that examines the nodes of a site: `tula check --on-cluster`."""
 
-    MINUTES: ClassVar[float] = 3.0  # the most it may take
+    MINUTES: ClassVar[float] = 3.0  # time limit in minutes
 
     kind: Literal["check"] = "check"
 
@@ -362,15 +366,15 @@ class CodeSnapshot(Record):
     name: str
     digest: str  # over `modules`; part of the signatures
     taken_at: float  # Unix time
-    workdir: str  # where the ranks work
-    roots: tuple[str, ...]  # folders that python imports from, relative; "." is the snapshot itself
-    modules: tuple[str, ...]  # what the spec leads to, or a script's code and settings; relative
-    files: tuple[str, ...]  # all that was copied, relative
-    commit: str = ""  # git's, of the workdir's repository; empty where there is none
+    workdir: str  # working directory of the ranks
+    roots: tuple[str, ...]  # import paths, relative to the snapshot; "." is the snapshot itself
+    modules: tuple[str, ...]  # files imported through the spec, or a script's code and settings; relative paths
+    files: tuple[str, ...]  # all copied files, relative paths
+    commit: str = ""  # git commit of the workdir; empty without a repository
     dirty: bool = False  # these files differ from the commit
-    diff: str = ""  # how, as far as git knows them; cut where it is very long
-    base: str = ""  # of a script: the folder that was copied; else that is workdir
-    program: str = ""  # the file that a script's command names, relative; empty for a module
+    diff: str = ""  # output of git diff for these files, truncated if very long; empty without differences
+    base: str = ""  # the copied folder of a script; empty: workdir was copied
+    program: str = ""  # relative path of the script file in the command; empty for a module
 
 
 LoopTask = ProbeTask | TrainTask | EvaluateTask

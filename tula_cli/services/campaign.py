@@ -99,7 +99,7 @@ def _find_configurations(
     Raises:
         Pending, BadMeasurements, Infeasible: as in `plan_campaign`.
     """
-    query_of_training = replace(query, deadline_hours=None, budget=None)  # these are for all trainings together
+    query_of_training = replace(query, deadline_hours=None, budget=None)  # both limits apply to all trainings together
     answer = answer_query(runs, query_of_training, overrides=overrides, estimates_start=False)
     candidates = answer.candidates
     max_batch = answer.recommendation.choice.batch if query.objective == "knee" else query.max_batch

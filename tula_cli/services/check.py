@@ -46,7 +46,7 @@ class PlannedJob:
     """One profiling job: its number of nodes and the batches that it measures."""
 
     nodes: int
-    local_batches: tuple[int, ...]  # one GPU's, ascending
+    local_batches: tuple[int, ...]  # of one GPU, ascending
     batches: tuple[int, ...]  # global
 
 
@@ -54,17 +54,17 @@ class PlannedJob:
 class CheckReport(MaxCost):
     """The planned search of a job. Upper bounds assume that every profiling job takes `search.max_minutes`."""
 
-    inspection: Inspection | None  # None where the model and the dataset were not built
+    inspection: Inspection | None  # None if the model and the dataset were not built
     jobs: tuple[PlannedJob, ...]
-    largest_local_batch: int | None  # as memory is estimated, less the margin; None where nothing bounds it
-    machine_hours_at_most: float | None  # one job after the other on this machine; None on SLURM
+    largest_local_batch: int | None  # by the memory estimate, less the margin; None without a bound
+    machine_hours_at_most: float | None  # if jobs run one after the other on this machine; None on SLURM
     problems: tuple[Diagnostic, ...]  # nothing can run before these are solved
     warnings: tuple[Diagnostic, ...]
-    unsettled: UpperBoundPlan | None = None  # where only a node can build the model and the dataset
-    settings: tuple[str, ...] = ()  # how it computes, in words
-    method_line: str = ""  # how the large batch is trained, and why
-    interruption: str = ""  # what one costs a script, in words
-    expected: Expectation | None = None  # of the jobs; None where there are none, or their batches are not known
+    unsettled: UpperBoundPlan | None = None  # set if the model and the dataset can only be built on a node
+    settings: tuple[str, ...] = ()  # descriptions of how the training computes, such as its precision
+    method_line: str = ""  # the large-batch method and why it was chosen
+    interruption: str = ""  # the cost of an interruption of a script, in words; empty if unknown
+    expected: Expectation | None = None  # expected cost of the jobs; None without jobs, or if their batches are unknown
 
     def __repr__(self) -> str:
         return f"<CheckReport: {self.summary}>"
@@ -189,7 +189,8 @@ def check_all(
     runs = select_runs(runs, node_type)
     for run in runs:
         if online and not run.spec.cluster.is_included:
-            make_scheduler(run.spec.cluster)  # before the model is built: what it lacks is told at once
+            # before the model is built, so that a missing scheduler is reported at once
+            make_scheduler(run.spec.cluster)
     reports = {}
     for run in runs:
         if online:
@@ -308,7 +309,8 @@ def _check_cap(spec: JobSpec, node_hours: float, later: UpperBoundPlan | None) -
 def _check_stages(spec: JobSpec, inspection: Inspection | None) -> tuple[list[Diagnostic], list[Diagnostic]]:
     if spec.train.stages is None:
         return [], []
-    from tula_cli.models.ramp_costs import describe_unusable_stages  # numpy, which other jobs do not need
+    # imports numpy, which jobs without a ramp do not need
+    from tula_cli.models.ramp_costs import describe_unusable_stages
 
     return describe_unusable_stages(spec, dataset_size=inspection.dataset_size if inspection else None)
 
@@ -334,7 +336,7 @@ def _list_warnings(
 ) -> tuple[Diagnostic, ...]:
     warnings = [messages.inspection_warning(text=text) for text in (inspection.warnings if inspection else ())]
     warnings += warn_too_few_cpus(spec)
-    if spec.cluster.collective == "parameter_server":  # the others are kinds of all-reduce
+    if spec.cluster.collective == "parameter_server":  # the other kinds are variants of all-reduce
         warnings.append(messages.parameter_server_collective())
     if inspection and inspection.estimate_error:
         warnings.append(messages.memory_not_estimated(reason=inspection.estimate_error))

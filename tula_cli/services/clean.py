@@ -41,13 +41,13 @@ class RunSpace:
 
     id: str
     path: Path
-    held: int  # all of it
-    changed: float  # when the newest of it was written (Unix time)
-    holdings: tuple[RemovableFile, ...]  # what may go
-    kept: str = ""  # why nothing of it may go now
-    lives: bool = False  # a job of it runs, or waits, or nobody can tell; else it is damaged, or of another format
-    final: tuple[str, ...] = ()  # trainings, by signature, that cannot be resumed afterwards
-    compared: tuple[str, ...] = ()  # those of `tula compare` of which nothing is left to evaluate
+    held: int  # bytes of all files of the run
+    changed: float  # Unix time of the newest change
+    holdings: tuple[RemovableFile, ...]  # removable files
+    kept: str = ""  # why nothing is removable now; empty if something may be removed
+    lives: bool = False  # reason of `kept`: True if jobs are or may be active; False if the run is unreadable
+    final: tuple[str, ...] = ()  # signatures of trainings that cannot resume after the removal
+    compared: tuple[str, ...] = ()  # signatures of `tula compare` trainings that are removed entirely
 
     @property
     def size(self) -> int:
@@ -58,9 +58,9 @@ class RunSpace:
 class CleanResult:
     """The disk space that was freed."""
 
-    files: int  # and folders
+    files: int  # number of removed files and folders
     size: int  # bytes
-    problems: tuple[str, ...]  # why some of it is still there
+    problems: tuple[str, ...]  # why some files could not be removed
 
 
 def measure_runs(
@@ -133,7 +133,7 @@ def _is_newest(path: Path) -> bool:
     return all(checkpoint.name <= path.name for checkpoint in path.parent.glob("[0-9]*"))
 
 
-# --- who still works
+# --- Runs with active jobs
 
 
 def _find_reasons_to_keep(snapshots: Sequence[Snapshot], ask: Ask, now: float) -> list[str]:
@@ -190,7 +190,7 @@ def _get_queue_state(job: Job, known: Mapping[str, SchedulerState], now: float) 
     return next((state for state in states if state.state != "ended"), SchedulerState("ended"))
 
 
-# --- doing it
+# --- Removal
 
 
 def remove_files(run_spaces: Iterable[RunSpace]) -> CleanResult:
@@ -220,7 +220,7 @@ def _lock_run(run_space: RunSpace) -> Iterator[None]:
         TulaError: another command is submitting jobs, or has submitted some since the run was measured.
     """
     lock = RunDir(run_space.path).lock
-    if lock.acquire() and (owner := lock.acquire()):  # the first call takes away what a killed command has left
+    if lock.acquire() and (owner := lock.acquire()):  # the first call removes the lock of a killed command
         raise TulaError(f"another tula command ({owner}) is submitting jobs of this run; nothing more was deleted")
     try:
         with contextlib.suppress(FileNotFoundError):

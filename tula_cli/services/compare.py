@@ -69,8 +69,8 @@ class Grid:
     batches: tuple[int, ...]
     seeds: int
     nodes: int
-    controls: bool | tuple[str, ...] = True  # all, none or these
-    halving: bool = False  # all rows in a short training, and the best of them in full (`comparison.rounds`)
+    controls: bool | tuple[str, ...] = True  # True: all controls, False: none, otherwise these
+    halving: bool = False  # train all rows briefly first, then only the best in full (`comparison.rounds`)
 
     def __post_init__(self) -> None:
         for method in self.methods:
@@ -107,18 +107,18 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
     content = spec.model_dump(mode="json", exclude_unset=True)
     train = dict(content.get("train", {}))
     if variant.method != spec.train.method or variant.method == REFERENCE:
-        train.pop("lr_scaling", None)  # it was chosen for the job's own method: others scale as they do, lbt does not
+        train.pop("lr_scaling", None)  # set for the job's method; the others have their own rule, lbt has none
     if not variant.training_method.ramps:
-        train.pop("ramp", None)  # what a row is held against is trained at one batch
+        train.pop("ramp", None)  # methods without ramps train at one batch
     content["train"] = {**train, "method": variant.method, "seed": seed, **variant.train}
     if spec.script is not None and not variant.training_method.uses_section("ags"):
-        content.pop("ags", None)  # a script is not told what means nothing to it
+        content.pop("ags", None)  # the section has no effect with this method
     if spec.script is None:
         content["optimizer"] = {**content["optimizer"], "lr": spec.optimizer.lr * variant.lr, **variant.optimizer}
         names_kind = any(setting.startswith("schedule.kind=") for setting in variant.settings)
         if (
             not variant.training_method.constant_schedule and not names_kind
-        ):  # the same for all rows, not each method's default
+        ):  # all rows use the job's schedule, not their method's default
             content["schedule"] = spec.schedule.model_dump(mode="json")
         if variant.schedule:
             content["schedule"] = {**content.get("schedule", {}), **variant.schedule}
@@ -132,7 +132,7 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
     return validate(variant.content(content), source=f"the job with method {method}")
 
 
-# --- what there is to do
+# --- The plan
 
 
 @dataclass(frozen=True)
@@ -140,13 +140,14 @@ class ComparePlan:
     """A comparison before anything is submitted."""
 
     comparison: Comparison
-    spec: JobSpec  # the job that the cells change
+    spec: JobSpec  # the job whose settings the cells change
     standing: ComparisonState
-    missing: tuple[Cell, ...]  # of what is wanted, in the order of their worth
-    hours: Mapping[tuple[str, int], float | None]  # expected for one training of each row; None where nothing tells
+    missing: tuple[Cell, ...]  # wanted trainings without a result, most useful first
+    # expected hours of one training by row (method, batch); None if unknown
+    hours: Mapping[tuple[str, int], float | None]
     currency: str
     price: str
-    first: TrainPlan | None  # what is trained first, None where nothing is missing
+    first: TrainPlan | None  # plan of the first missing training; None if none is missing
     warnings: tuple[Diagnostic, ...] = ()
 
     @property
@@ -188,7 +189,7 @@ def plan_comparison(run: Run, grid: Grid, *, inspect: Inspect, now: float) -> Co
     inspect = functools.partial(inspect_once, inspect, {})
     comparison, twins = _build_comparison(run, grid, now=now)
     plans = {}
-    for cell in comparison.cells:  # another seed changes neither time nor what is allowed
+    for cell in comparison.cells:  # the seed affects neither duration nor validity
         if (cell.method, cell.batch) not in plans and not cell.short and not is_cell_ended(run, cell):
             plans[cell.method, cell.batch] = plan_cell(run, cell, inspect)
     took = compute_mean_hours_by_row(run, comparison)
@@ -246,7 +247,7 @@ def _inspect_user_code(run: Run, grid: Grid, inspect: Inspect) -> None:
     spec = run.spec
     known_imports = set(import_strings(spec))
     if first_job.load_inspection(run, spec) is not None:
-        return  # a job on a node told of the model: this machine cannot build it
+        return  # the inspection comes from a job on a node, because this machine cannot build the model
     for method in grid.methods:
         cell_job = make_job_of_cell(spec, method, spec.train.seed)
         if set(import_strings(cell_job)) - known_imports:
@@ -291,7 +292,7 @@ def _warn_ineffective_methods(spec: JobSpec, grid: Grid) -> Iterator[Diagnostic]
         yield from (
             messages.method_needs_several_gpus(reason=method.on_one_gpu) for method in methods if method.on_one_gpu
         )
-    if spec.script is not None:  # the warm-up is the script's own
+    if spec.script is not None:  # the script defines its own warm-up
         yield from warn_missing_controls(spec.script, controls=CONTROLS)
         return
     for method in grid.methods:
@@ -328,7 +329,7 @@ def _build_comparison(run: Run, grid: Grid, *, now: float) -> tuple[Comparison, 
             cell = Cell(
                 method=method, batch=batch, seed=seed, nodes=grid.nodes, signature=signature, reference=is_reference
             )
-            # Two rows that are one and the same training (a variant that the job's own settings make) are one row.
+            # Rows that resolve to the same training (a variant that equals the job's settings) are one row.
             first_method = cells_by_signature.setdefault(signature, cell).method
             if first_method != method and (parse_row(method).settings or parse_row(first_method).settings):
                 twins[method] = first_method
@@ -362,7 +363,7 @@ def _make_short_cells(run: Run, cells: Sequence[Cell], job_row: str, sign: Calla
     for cell in firsts if epochs < spec.train.epochs else ():
         try:
             signature = sign(rounds.shorten_job(make_job_of_cell(spec, cell.method, cell.seed), epochs), cell.batch)
-        except SpecError:  # its settings do not fit so few epochs
+        except SpecError:  # the settings are invalid for so few epochs
             continue
         short = cell.model_copy(update={"signature": signature, "short": (epochs, spec.train.epochs)})
         in_full = any(is_cell_ended(run, full_cell) for full_cell in cells if full_cell.method == cell.method)
@@ -437,8 +438,8 @@ class DefaultRows:
 
     method: str
     methods: tuple[str, ...]
-    refused: Mapping[str, str]  # why a row does not fit
-    others: tuple[str, ...]  # methods that would fit too
+    refused: Mapping[str, str]  # reason by method that is not compatible with the job
+    others: tuple[str, ...]  # compatible methods that are not default rows
 
     @property
     def words(self) -> str:

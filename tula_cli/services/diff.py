@@ -193,21 +193,21 @@ class StepDifference:
     local_batch: int
     outcomes: tuple[str, str]  # measured, out_of_memory, failed
     step: ValuePair
-    compute: ValuePair  # without synchronisation and without waiting for data
+    compute: ValuePair  # compute time of a step, without synchronisation and data waits
     sync: ValuePair
     data_wait: ValuePair
     memory: ValuePair
-    ratio: float | None = None  # of the step times, B over A; None where either has none
-    beyond_noise: bool = False  # more than the noise of the steps explains
-    causes: tuple[StepPart, ...] = ()  # the parts that make a notable share of it, the most first
+    ratio: float | None = None  # step time of B over that of A; None if either is missing
+    beyond_noise: bool = False  # whether the step times differ by more than their noise
+    causes: tuple[StepPart, ...] = ()  # parts of a step that explain a notable share of the difference, largest first
 
 
 @dataclass(frozen=True)
 class StepComparison:
     """The comparison of all configurations of two runs."""
 
-    rows: tuple[StepDifference, ...]  # those that both have tried
-    only: tuple[int, int]  # how many A alone has, and B alone
+    rows: tuple[StepDifference, ...]  # configurations tried in both runs
+    only: tuple[int, int]  # numbers of configurations tried only in A, and only in B
 
     @property
     def timed(self) -> tuple[StepDifference, ...]:
@@ -300,8 +300,8 @@ class RunOverview:
 
     id: str
     path: Path
-    measured: tuple[float, float] | None  # Unix time of its first and last probe; None where it has none
-    file: JobFile | None  # that its settings came from, and --set
+    measured: tuple[float, float] | None  # Unix time of the first and last probe; None without probes
+    file: JobFile | None  # the job file and --set overrides of the settings; None if unknown
 
 
 @dataclass(frozen=True)
@@ -312,11 +312,11 @@ class RunDifference:
     after: RunOverview  # B
     job: tuple[FieldDifference, ...]  # keys of the resolved jobs, defaults filled in
     environment: tuple[FieldDifference, ...]
-    code: tuple[FieldDifference, ...]  # the commit, and files by digests of their content
+    code: tuple[FieldDifference, ...]  # the commit, and files compared by content digest
     steps: StepComparison
     headline: tuple[str, ...] = ()
     warnings: tuple[Diagnostic, ...] = ()
-    test: str = TEST  # how noise is told from a difference
+    test: str = TEST  # description of the test that separates differences from noise
 
     @property
     def same(self) -> bool:

@@ -56,7 +56,8 @@ class Series:
     low: Known | None = None
     high: Known | None = None
     style: Style = "line+points"
-    measured: tuple[bool, ...] | None = None  # a filled marker where it was, an open one where it is predicted
+    # per point: True for measured (filled marker), False for predicted (open); None: no distinction
+    measured: tuple[bool, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Figure:
     x_scale: Literal["linear", "log", "log2", "category"] = "linear"
     y_scale: Literal["linear", "log", "log2"] = "linear"
     categories: tuple[str, ...] = ()
-    paper: str = ""  # the figure of the paper that this is for one's own job: "Figure 4"
+    paper: str = ""  # corresponding figure of the paper, such as "Figure 4"; empty if none
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Document:
     title: str
     question: str
     answer: str
-    made: str  # when, and by what
+    made: str  # creation date and version of tula
     facts: tuple[Fact, ...]
     sections: tuple[Section, ...]
 

@@ -31,20 +31,20 @@ class EstimateReport:
 
     inspection: Inspection
     rows: tuple[Footprint, ...]  # ascending by local batch
-    needed: tuple[int, ...]  # the least memory of a device that each row runs in, libraries included
-    fixed: int  # what no batch size changes
-    per_sample: int  # what one more sample of the micro-batch takes
-    capacity: int | None  # None where it is not known
+    needed: tuple[int, ...]  # per row, the smallest device memory that it runs in, including libraries
+    fixed: int  # memory that does not depend on the batch size
+    per_sample: int  # memory of one more sample in the micro-batch
+    capacity: int | None  # None if unknown
     margin: float  # share of the capacity that is kept free
-    largest_local_batch: int | None  # 0 where nothing fits; None where nothing bounds it
-    gpu: bool  # whether the memory is a GPU's; else that of a process on the CPU
-    probes: int  # of this job, that correct it
-    correction: str  # what they are and how well the model then agrees, in words; empty where there are none
-    ran: tuple[int, ...]  # local batches that ran in a probe on such a GPU
-    smallest_oom: int | None  # the smallest local batch that was out of memory in a probe on such a GPU
-    data: DataMemory | None  # what data may take of the node's own memory, for one rank at the largest row that fits
-    loaders: int  # data-loader processes of a rank, at most
-    sharing: int | None  # GPUs that share the model: all of the largest number of nodes; None where each has a copy
+    largest_local_batch: int | None  # 0 if nothing fits; None without a bound
+    gpu: bool  # whether the memory is that of a GPU; otherwise of a process on the CPU
+    probes: int  # number of this job's probes that correct the estimate
+    correction: str  # the probes and the model's error on them, in words; empty without probes
+    ran: tuple[int, ...]  # local batches that ran in a probe on a GPU of this capacity
+    smallest_oom: int | None  # smallest local batch out of memory on a GPU of this capacity; None if there is none
+    data: DataMemory | None  # host memory of one rank's data at the largest row that fits; None if unknown
+    loaders: int  # maximum data-loader processes per rank
+    sharing: int | None  # GPUs that a sharded model is divided among (at most nodes); None if each has a copy
 
     @property
     def largest_row(self) -> int | None:
@@ -173,9 +173,9 @@ class _ProbedMemory:
     """The memory that the probes of a job measured."""
 
     probes: Sequence[Measured]
-    ran: Sequence[int]  # local batches that ran on such a GPU
-    smallest_oom: int | None  # the smallest local batch that was out of memory on such a GPU
-    unusable: str  # why probes that there are tell nothing; else empty
+    ran: Sequence[int]  # local batches that ran on a GPU of the requested capacity
+    smallest_oom: int | None  # smallest local batch out of memory on such a GPU; None if there is none
+    unusable: str  # why the existing probes cannot be used; else empty
 
     @classmethod
     def from_results(cls, results: Results, *, capacity: int | None) -> "_ProbedMemory":
@@ -189,7 +189,7 @@ class _ProbedMemory:
         if unusable := describe_mixed_hardware(probes):
             return cls([], [], None, unusable)
         if capacity is not None and all(probe.capacity != capacity for probe in probes):
-            return cls(probes, [], None, "")  # what did not fit the probes' GPU may fit this one, and the reverse
+            return cls(probes, [], None, "")  # out-of-memory and successful probes of another GPU do not transfer
         return cls(probes, sorted({probe.local_batch for probe in probes}), min(ooms, default=None), "")
 
     @property
@@ -232,7 +232,7 @@ def list_local_batches(spec: JobSpec, inspection: Inspection, *, largest: int | 
     try:
         configs = list_feasible_candidates(spec, dataset_size=inspection.dataset_size, max_local_batch=None)
         sizes = sorted({config.local_batch(spec.cluster.gpus_per_node) for config in configs})
-    except Infeasible:  # tula check says so; memory can be told all the same
+    except Infeasible:  # reported by tula check; the memory can still be estimated
         sizes = list_batches(spec.train.accumulate, max(spec.train.accumulate, inspection.dataset_size))
     if largest is None:
         return sizes

@@ -40,7 +40,7 @@ class PreparedEvaluation:
 
     run: Run
     task: EvaluateTask
-    known_record: EvaluationRecord | None  # what is known of it already
+    known_record: EvaluationRecord | None  # stored result of this evaluation; None if there is none
 
 
 def prepare_evaluation(runs: Sequence[Run], request: EvaluationRequest) -> PreparedEvaluation:
@@ -112,7 +112,7 @@ def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str
     if requested not in (None, BEST, LAST):
         assert requested is not None
         path = Path(requested).expanduser().absolute()
-        if not path.exists():  # that of a model in shares is a folder
+        if not path.exists():  # the checkpoint of a sharded model is a folder
             raise SpecError(
                 f"--weights {requested}: this file does not exist",
                 "give the path of a file with weights, or best or last",
@@ -143,7 +143,7 @@ def _require_weights(path: Path, requested: str | Path) -> None:
         SpecError: it does not, or cannot be read.
     """
     try:
-        if path.is_file():  # a pipe would wait for a writer
+        if path.is_file():  # opening a pipe would block until there is a writer
             with path.open("rb") as file:
                 if path.suffix == ".safetensors" or file.read(2).startswith((b"PK", b"\x80")):
                     return
@@ -207,7 +207,7 @@ def run_evaluation(
     if not unfinished:
         planned = EvaluationPlanned(task)
         yield planned
-        if run.spec.cluster.backend.has_queue:  # else it costs nothing, and no more memory than the training
+        if run.spec.cluster.backend.has_queue:  # on this machine, evaluation needs no confirmation
             require_confirmed(dependencies.confirm, planned)
     try:
         _start_job(run, task, launcher)

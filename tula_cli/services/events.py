@@ -50,7 +50,7 @@ class ProfilePlanned:
 
     plans: "Mapping[str | None, ProfilePlan] | Mapping[str | None, UpperBoundPlan]"
     cap: float | None  # search.max_node_hours
-    is_further_round: bool = False  # of a search whose plan was shown before
+    is_further_round: bool = False  # whether an earlier round of this search was shown before
 
     @property
     def node_hours(self) -> float:
@@ -64,7 +64,7 @@ class TrainPlanned:
     """The training that is about to be submitted, as a chain of jobs."""
 
     plan: "TrainPlan"
-    links: tuple[int, ...]  # nodes that each of them asks for
+    links: tuple[int, ...]  # nodes requested by each job of the chain
 
     @property
     def node_hours(self) -> float | None:
@@ -91,8 +91,8 @@ class SeedsPlanned:
     """The trainings of a plan that are about to be submitted."""
 
     plan: "Campaign"
-    missing: int  # of its trainings, those that are neither finished nor under way
-    node_hours: float  # expected, of these
+    missing: int  # trainings of the plan that are neither finished nor running
+    node_hours: float  # expected node-hours of the missing trainings
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # --- The table
 
-# --- what came of it
+# --- Results
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class CellReport:
     samples: int | None = None
     hours: float | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    normalised: str = ""  # over how many samples BatchNorm took its statistics after an out-of-memory, in words
+    normalised: str = ""  # number of samples of BatchNorm statistics after an out-of-memory, in words; else empty
 
     @property
     def finished(self) -> bool:
@@ -86,12 +86,14 @@ class ComparisonRow:
     top1: SeedStatistics | None
     top5: SeedStatistics | None
     loss: SeedStatistics | None
-    gap: float | None = None  # how much worse than the reference: percentage points, or loss; over the seeds of both
-    recovered: float | None = None  # share of lbt's gap at this batch; None where that is within the noise, or unknown
-    samples: float | None = None  # mean
-    hours: float | None = None  # mean, wall-clock time with all attempts
-    metrics: Mapping[str, SeedStatistics] = dataclasses.field(default_factory=dict)  # a script's own, by name
-    dropped: str = ""  # why it is not trained any further; empty if it is, or has been
+    gap: float | None = None  # how much worse than the reference (percentage points, or loss), over common seeds
+    # share of lbt's gap at this batch that is recovered; None if that gap is noise or unknown
+    recovered: float | None = None
+    samples: float | None = None  # mean number of samples trained on
+    hours: float | None = None  # mean wall-clock hours of all attempts
+    # metrics of a script or train.metrics, by name
+    metrics: Mapping[str, SeedStatistics] = dataclasses.field(default_factory=dict)
+    dropped: str = ""  # why the row was dropped; empty if it was not
 
     def stat(self, metric: str) -> SeedStatistics | None:
         """Return the statistics of top1, top5, loss or another metric; None if no training reports it."""
@@ -120,18 +122,18 @@ class CompareReport:
     """The table of a comparison, which may be incomplete."""
 
     rows: tuple[ComparisonRow, ...]
-    metric: str  # what the gap is of: top1, loss where there are no classes, the first script.metric
-    columns: tuple[str, ...]  # the metrics that are told
+    metric: str  # metric of the gap: top1, loss without classes, or the first script.metric
+    columns: tuple[str, ...]  # metrics in the table
     reference_batch: int
     nodes: int
     total: int
     finished: int
-    hours_left: float | None  # expected for what is missing, one after the other
+    hours_left: float | None  # expected hours of the missing trainings, one after the other; None if unknown
     warnings: tuple[Diagnostic, ...]
     undecided: int = 0  # trainings of the total that may not be needed
-    first_round: tuple[ComparisonRow, ...] = ()  # rows after the short trainings; those of `rows` are of all epochs
-    epochs: tuple[int, int] | None = None  # of the first round, and of the job
-    answer: str = ""  # the best row of the largest batch, and what cannot be distinguished from it
+    first_round: tuple[ComparisonRow, ...] = ()  # rows after the short trainings; `rows` has those after all epochs
+    epochs: tuple[int, int] | None = None  # epochs of the first round and of the job; None without rounds
+    answer: str = ""  # the best row of the largest batch, and the rows that cannot be distinguished from it
 
     def __repr__(self) -> str:
         return f"<CompareReport: {self._describe_progress()}{f'; {self.answer}' * bool(self.answer)}>"
@@ -249,7 +251,8 @@ def _list_metric_names(cells: Sequence[CellReport], spec: JobSpec) -> tuple[str,
         ("loss", "perplexity") if any("perplexity" in cell.metrics for cell in cells) else ("loss",)
     )
     if not finished or any(cell.top1 is not None for cell in cells):
-        few_classes = finished and all(cell.top5 in (None, 100.0) for cell in cells)  # top-5 of five classes is 100 %
+        # with up to five classes, top-5 is always 100 %
+        few_classes = finished and all(cell.top5 in (None, 100.0) for cell in cells)
         names = ("top1",) if few_classes else ("top1", "top5")
     return (*names, *spec.train.metrics)
 
@@ -259,7 +262,7 @@ def _make_cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, 
     if summary is None:
         if attempt := training.find_diverged_attempt():
             return CellReport(cell, "diverged", attempt.message)
-        if job is None or job.state == "done":  # a summary that is gone is trained again
+        if job is None or job.state == "done":  # the job is done but its summary is missing: the cell is trained again
             return CellReport(cell, "missing")
         return CellReport(cell, "running" if job.state == "suspended" else job.state, job.reason)
     result, tuning = training.read_result(), training.read_tuning()
@@ -275,7 +278,7 @@ def _make_cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, 
         name = next(iter(spec.script.metric), "")
         ended_without = (
             name not in summary.metrics and f"best_{name}" in summary.metrics
-        )  # its last value was no number
+        )  # the last value is not finite
         reason = f"{name} was not finite at the end" if ended_without else ""
         return dataclasses.replace(
             cell_report, metrics=summary.metrics, state="diverged" if ended_without else "done", reason=reason
@@ -283,7 +286,7 @@ def _make_cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, 
     loss = summary.metrics.get("eval_loss")
     return dataclasses.replace(
         cell_report,
-        # Metrics hold finite numbers only: a loss that is missing was none.
+        # Metrics contain finite numbers only, so a missing loss was not finite.
         state="done" if loss is not None else "diverged",
         top1=summary.metrics.get("top1"),
         top5=summary.metrics.get("top5"),
@@ -417,7 +420,7 @@ def _list_comparison_warnings(rows: Iterable[ComparisonRow], metric: str) -> Ite
                 yield messages.metric_not_found(training=cell.cell.description, metric=metric)
 
 
-# --- the answer
+# --- The answer
 
 
 def describe_best(report: CompareReport, script: Script | None) -> str:
@@ -467,7 +470,7 @@ def differs_beyond_noise(a: ComparisonRow, b: ComparisonRow, metric: str) -> boo
     u, v = first_stat.sd**2 / first_stat.n, second.sd**2 / second.n
     if u + v == 0:
         return first_stat.mean != second.mean
-    from scipy.special import stdtrit  # what compares nothing does not import it
+    from scipy.special import stdtrit  # imported here: most commands do not need scipy
 
     freedom = (u + v) ** 2 / (u**2 / (first_stat.n - 1) + v**2 / (second.n - 1))
     return abs(first_stat.mean - second.mean) > float(stdtrit(freedom, 0.975)) * math.sqrt(u + v)
@@ -476,7 +479,7 @@ def differs_beyond_noise(a: ComparisonRow, b: ComparisonRow, metric: str) -> boo
 def find_best_row(rows: Sequence[ComparisonRow], report: CompareReport) -> ComparisonRow:
     def value(row: ComparisonRow) -> float:
         stat = row.stat(report.metric)
-        assert stat is not None  # of rows that have it
+        assert stat is not None  # the rows were selected by this metric
         return stat.mean
 
     return (min if report.less_is_better else max)(rows, key=value)
@@ -530,7 +533,7 @@ def find_accuracy_evidence(run: Run, *, batch: int) -> Accuracy | None:
 def _judge_accuracy(reference: "ComparisonRow", row: "ComparisonRow", metric: str) -> Accuracy | None:
     """Return the judgement of a row; None if one seed shows no loss, because that is no evidence that none is lost."""
     small, large = reference.stat(metric), row.stat(metric)
-    assert small is not None and large is not None and row.gap is not None  # of which the gap is
+    assert small is not None and large is not None and row.gap is not None  # both have the metric of the gap
     error, percent = compute_standard_error(small, large), metric in ("top1", "top5")
     within = MAX_POINTS_LOST if percent else MAX_SHARE_LOST * abs(small.mean)
     keeps = row.gap + (Z90 * error if error is not None else 0.0) <= within

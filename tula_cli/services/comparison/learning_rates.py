@@ -55,11 +55,11 @@ class PreparedSearch:
     run: Run
     task: RateSearchTask
     plan: SearchPlan
-    arms: tuple[RateArm, ...]  # at the batch, by learning rate
+    arms: tuple[RateArm, ...]  # learning rates to try at the batch, ascending
     code: Source
-    training_hours: float | None  # predicted for a training with this batch; None if nothing was measured
+    training_hours: float | None  # predicted hours of a training with this batch; None without measurements
     price: str
-    startup_hours: float = 0.0  # of a script's starts, one for each branch
+    startup_hours: float = 0.0  # hours that a script takes to start once per branch
 
     @property
     def hours(self) -> float | None:
@@ -79,19 +79,19 @@ class LearningRateReport:
     batch: int
     reference_batch: int
     chosen: RateBranch
-    overrides: tuple[str, ...]  # of the job, with which it trains at this learning rate
-    command: str  # that trains with it
+    overrides: tuple[str, ...]  # overrides of the job that train with the chosen learning rate
+    command: str  # shell command that trains with it
     branches: tuple[RateBranch, ...]
     best_batch: int | None  # largest batch whose loss is close to the best; None if only one batch was tried
     too_large: int | None  # batch that ran out of memory
     critical_batch: (
         tuple[float, float, float | None] | None
     )  # gradient noise scale with its 90 % interval, as in the record
-    held_out: bool  # the losses are of held-out training samples, not of a script's own steps
-    epoch: float  # at which it was measured and the branches started
+    held_out: bool  # losses are of held-out training samples; False: of a script's training steps
+    epoch: float  # epoch of the checkpoint at which the noise was measured and the branches started
     samples: int
-    share: float  # of the samples of a training
-    loss_margin: float  # by which the loss of the chosen learning rate may exceed the lowest at this batch
+    share: float  # samples of the search as a share of those of a training
+    loss_margin: float  # how far the chosen learning rate's loss may exceed the lowest loss at this batch
     answer: str
     warnings: tuple[Diagnostic, ...] = ()
 
@@ -313,7 +313,7 @@ def describe_branch(branch: RateBranch) -> str:
     return f"batch {branch.batch}, learning rate {format_number(branch.lr)}: {result}"
 
 
-# --- the result
+# --- The result
 
 
 def _find_batch_too_large(run: RunDir, task: RateSearchTask) -> int | None:
@@ -408,7 +408,7 @@ def describe_critical_batch(report: LearningRateReport) -> str:
     if report.critical_batch is None:
         return f"critical batch (gradient noise scale) at epoch {report.epoch:.2g}: unknown"
     scale, low, high = report.critical_batch
-    if high is None and scale <= low:  # the gradient is lost in its noise: there is only the bound
+    if high is None and scale <= low:  # the gradient is smaller than its noise: only a lower bound is known
         return f"critical batch (gradient noise scale) at epoch {report.epoch:.2g}: at least {low:.3g} (95 % bound)"
     interval = f"at least {low:.3g}" if high is None else f"{low:.3g} to {high:.3g}"
     return f"critical batch (gradient noise scale) at epoch {report.epoch:.2g}: {scale:.3g} (90 % interval: {interval})"

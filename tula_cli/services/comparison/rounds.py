@@ -72,7 +72,7 @@ class Outcome:
     cell: Cell
     loss: float | None
     metric: str = ""
-    eval_loss: float = 0.0  # of equal ones the less is the better, as accuracies at the start of a training are
+    eval_loss: float = 0.0  # tie-breaker, lower is better: accuracies are often equal early in training
 
     @property
     def diverged(self) -> bool:
@@ -95,7 +95,7 @@ def read_outcome(run: RunDir | Snapshot, cell: Cell, spec: JobSpec) -> Outcome |
     of_script = next(iter(get_workload(spec).reported_metrics), "")
     metric = of_script or ("top1" if "top1" in summary.metrics else "loss")
     value = summary.metrics.get("eval_loss" if metric == "loss" and not of_script else metric)
-    if value is None or (not of_script and "eval_loss" not in summary.metrics):  # the loss was not finite
+    if value is None or (not of_script and "eval_loss" not in summary.metrics):  # a missing value was not finite
         return Outcome(cell, None, of_script)
     loss = value if is_lower_better(metric) else -value
     return Outcome(cell, loss, metric, summary.metrics.get("eval_loss", 0.0))
@@ -105,9 +105,9 @@ def read_outcome(run: RunDir | Snapshot, cell: Cell, spec: JobSpec) -> Outcome |
 class ComparisonState:
     """The trainings of a comparison, as far as the results so far determine them."""
 
-    wanted: tuple[Cell, ...]  # trained whatever else comes out, ended or not; in the order of their worth
-    undecided: tuple[Cell, ...] = ()  # may follow: as many as there can be at most, of the rows that take the longest
-    reasons: Mapping[tuple[str, int], str] = field(default_factory=dict)  # why a row is not trained any further
+    wanted: tuple[Cell, ...]  # trained whatever the other results, including those already trained; most useful first
+    undecided: tuple[Cell, ...] = ()  # upper bound of the trainings that may follow, of the slowest rows
+    reasons: Mapping[tuple[str, int], str] = field(default_factory=dict)  # why a row (method, batch) was dropped
 
     @property
     def at_most(self) -> int:

@@ -103,10 +103,10 @@ class Variant:
     method: str
     lr: float = 1.0  # factor of optimizer.lr, or of script.reference.lr
     train: Mapping[str, Any] = field(default_factory=dict)
-    optimizer: Mapping[str, Any] = field(default_factory=dict)  # of tula's own loop alone
-    schedule: Mapping[str, Any] = field(default_factory=dict)  # the same
-    preset: str = ""  # of ags; of what else the job's section says only what its optimizer and ranks need is kept
-    settings: tuple[str, ...] = ()  # path=value, in YAML, which are laid over all of it
+    optimizer: Mapping[str, Any] = field(default_factory=dict)  # ignored for scripts
+    schedule: Mapping[str, Any] = field(default_factory=dict)  # ignored for scripts
+    preset: str = ""  # ags.preset; replaces the job's section ags, except apply_to and parameters
+    settings: tuple[str, ...] = ()  # overrides (path=value, in YAML) that are applied last
 
     @property
     def training_method(self) -> TrainingMethod:
@@ -155,7 +155,7 @@ def parse_row(row: str) -> Variant:
     for setting in rest:
         if _SETTING.match(setting.strip()):
             settings.append(setting.strip())
-        elif settings:  # an import string as value
+        elif settings:  # the value is an import string, which contains a colon
             settings[-1] += f":{setting}"
         else:
             name += f":{setting}"
@@ -215,5 +215,5 @@ def _parse_setting(row: str, variant: Variant, text: str) -> str:
         raise SpecError(
             f"--methods: {row!r}: section {section} has no effect with method {variant.method}", "leave it out"
         )
-    parse_yaml(value, source=f"--methods: {row!r}: {path}")  # refused under the row's name, not under that of --set
+    parse_yaml(value, source=f"--methods: {row!r}: {path}")  # checked here so that the error names the row, not --set
     return f"{path}={value}"

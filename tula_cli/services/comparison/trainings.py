@@ -30,25 +30,25 @@ MAX_FIRST_FAILURES = 3
 """Number of failures after which a comparison without any successful training is stopped."""
 
 
-# --- doing it
+# --- Running the trainings
 
 
 @dataclass(frozen=True)
 class Progress:
     """The progress of a comparison that is waited for. Times in seconds."""
 
-    total: int  # at most
-    done: int  # finished, diverged ones too
-    failed: int  # those that this call started, or waited for
-    cell: Cell | None  # what runs; None between two and where several run side by side
+    total: int  # upper bound of the number of trainings
+    done: int  # finished trainings, including diverged ones
+    failed: int  # failed trainings that this call started or waited for
+    cell: Cell | None  # the running training; None between two trainings, or if several run concurrently
     training: TrainingStatus | None
     left: float | None
     running: int = 0
-    ended: Cell | None = None  # what has just come to its end
-    problem: str = ""  # why that failed
-    waits: str = ""  # what the cell has been waiting for, longer than a start takes
-    round: int | None = None  # None of a comparison without rounds
-    undecided: int = 0  # of the total
+    ended: Cell | None = None  # the training that has just ended; None if none has
+    problem: str = ""  # why that training failed; empty if it did not
+    waits: str = ""  # why the training is still queued; empty unless it waits unusually long
+    round: int | None = None  # number of the round; None for a comparison without rounds
+    undecided: int = 0  # trainings of the total that may not be needed
 
 
 def submit_cell(run: Run, cell: Cell, launcher: Launcher, *, inspect: Inspect) -> str:
@@ -125,7 +125,7 @@ def train_cells_one_by_one(
             ended=cell,
             problem=problem,
         )
-        if run.is_cancelled(job):  # the user wants an end, not the next one
+        if run.is_cancelled(job):  # the user cancelled: do not start the next training
             return
 
 
@@ -197,7 +197,7 @@ def wait_for_all(run: Run, plan: ComparePlan, launcher: Launcher, jobs: Sequence
     over, describe = set[str](), _describe_progress(plan)
     for run_status in status.watch_jobs(run, launcher, jobs):
         states = {job.id: job for job in run_status.jobs if job.id in cells}
-        # What is lost at a first look may be on its way; the table tells in the end.
+        # A training that looks lost at first may only be delayed; the final table decides.
         unfinished = (*status.ACTIVE, "lost")
         newly_ended = [job for job in jobs if job in states and states[job].state not in unfinished and job not in over]
         running = sum(job.state == "running" for job in states.values())

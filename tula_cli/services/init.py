@@ -93,8 +93,8 @@ def add_schema(text: str, job: Path) -> str:
 TEMPLATES: Mapping[str, str] = {"local": "templates/job.yaml", "slurm": "templates/slurm.yaml"}
 LENGTH_QUESTION = "epochs"
 """Key of the question how many epochs the script trains."""
-_MINUTES = 20  # of a measuring job, in which the script starts once a batch
-_BATCH_RANGE_BELOW, _BATCH_RANGE_ABOVE = 2, 8  # how far below and above the batch of today is measured, at least
+_MINUTES = 20  # minutes of a profiling job, in which the script is started once per batch
+_BATCH_RANGE_BELOW, _BATCH_RANGE_ABOVE = 2, 8  # minimum factors below and above the current batch in the search
 _HEAD = """\
 # A job around your training script: tula check job.yaml, then tula profile job.yaml, tula recommend, tula train.
 #
@@ -121,7 +121,7 @@ class FromCommand:
 
     text: str
     recognised: RecognisedCommand
-    missing: tuple[MissingKey, ...]  # what the command does not tell, in the order of the file
+    missing: tuple[MissingKey, ...]  # keys that the command does not determine, in the order of the file
     warnings: tuple[str, ...] = ()
 
     @property
@@ -211,10 +211,10 @@ def _trains_in_one_process(command: str) -> bool:
     """Return whether neither the script of a command nor the modules of its folder mention several processes."""
     scripts = [Path(word) for word in shlex.split(command) if word.endswith(".py")]
     files = [path for path in scripts[:1] if path.is_file()]
-    for file in files:  # grows
+    for file in files:  # the loop below appends imported files
         try:
             text = file.read_text(encoding="utf-8", errors="replace")
-        except OSError:  # what cannot be read may be distributed
+        except OSError:  # an unreadable file may contain distributed code
             return False
         if _SEVERAL_PROCESSES.search(text):
             return False
@@ -244,7 +244,7 @@ def write_job_around(
         name: name of the job; if empty, derived from the name of its script.
     """
     arguments = [*recognised.wrapper] if kind == "local" or not _is_wrapper_list(recognised.wrapper) else []
-    if arguments:  # no section of the job has a place for them
+    if arguments:  # no key of the job file takes these arguments
         command = " ".join([*(shlex.quote(argument.replace("{", "{{").replace("}", "}}")) for argument in arguments), recognised.script["command"]])  # fmt: skip
         recognised = replace(recognised, script={**recognised.script, "command": command})
     shown = "\n#   ".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in row) for row in line.split("\n"))
@@ -418,7 +418,7 @@ def _list_machine_warnings(recognised: RecognisedCommand, offered: Site | None, 
     ]
 
 
-# --- From a script of sbatch
+# --- From an sbatch script
 
 _SETTINGS = {"partition": "partition", "account": "account", "qos": "qos", "constraint": "constraint",
              "exclude": "exclude", "mem": "memory"}  # fmt: skip
@@ -436,8 +436,8 @@ _COMMAND_STARTS = re.compile(r"^\s*[^#\s]")
 class _Request:
     """The resources and options that a script asks SLURM for."""
 
-    options: Mapping[str, Option]  # by long names with underscores
-    answered: int = 0  # nodes, as the user said
+    options: Mapping[str, Option]  # options by long name, with underscores
+    answered: int = 0  # number of nodes that the user answered; 0: not asked
 
     def get_text(self, name: str) -> str:
         return self.options[name].value.text if name in self.options else ""
@@ -554,7 +554,7 @@ def _read_request(text: str) -> _Request:
     options: dict[str, Option] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if _COMMAND_STARTS.match(line):
-            break  # sbatch reads no further
+            break  # sbatch ignores options after the first command
         if not (match := re.match(r"#SBATCH\s+(.*)", line)):
             continue
         try:

@@ -13,7 +13,7 @@ from tula_cli.spec.sections import FEWEST_WORKERS, MOST_WORKERS
 from tula_cli.spec.workload import get_workload
 from tula_cli.words import format_count
 
-# --- What the job leaves to tula
+# --- Settings that tula chooses
 
 
 def describe_computing(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
@@ -23,7 +23,7 @@ def describe_computing(spec: JobSpec, inspection: Inspection | None) -> tuple[st
         spec: the job.
         inspection: inspection of its model and dataset; None if there is none yet.
     """
-    if spec.script is not None:  # how it computes is its own, and its loader's processes too without {workers}
+    if spec.script is not None:  # the script decides how it computes, and without {workers} also its loader processes
         return tuple(_describe_loader(spec, inspection)) if get_workload(spec).takes_workers else ()
     return (*_describe_loader(spec, inspection), *_describe_scaling(spec))
 
@@ -68,7 +68,7 @@ def count_loader_processes(spec: JobSpec, inspection: Inspection | None, *, rank
     return (train.count_loaders(cpus_per_task),) * 2 if cpus_per_task else (FEWEST_WORKERS, MOST_WORKERS)
 
 
-# --- Settings that are unlikely together
+# --- Unlikely combinations of settings
 
 
 def warn_unlikely_settings(spec: JobSpec, inspection: Inspection | None) -> list[Diagnostic]:

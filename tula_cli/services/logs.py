@@ -34,10 +34,10 @@ class LogLine:
 
     file: Path
     text: str
-    task: str = ""  # empty of what the scheduler kept
+    task: str = ""  # id of the task; empty for a log of the scheduler
     attempt: int = 0
-    rank: int | None = None  # None where a log is of several, and the line does not say
-    failure: bool = False  # of what the first failing rank saw: its traceback, or the end of its log
+    rank: int | None = None  # None if the log is of several ranks and the line does not name one
+    failure: bool = False  # whether the line is of the first failing rank: its traceback or the end of its log
 
     @property
     def place(self) -> tuple[Path, bool]:
@@ -70,11 +70,11 @@ class _AttemptLog:
     task: str
     attempt: int
     changed: float  # Unix time
-    first: int = 0  # the lowest rank in it
-    tagged: bool = True  # lines of ranks but the lowest begin with the rank
+    first: int = 0  # lowest rank in the log
+    tagged: bool = True  # whether lines of all ranks but the lowest begin with the rank
 
     def parse_line(self, raw: bytes) -> LogLine:
-        # A progress bar writes over itself: its last state is what a terminal shows. A lost node leaves blocks of zeros.
+        # Progress bars overwrite their line, so only the last state is kept. A lost node leaves blocks of zero bytes.
         text = raw.replace(b"\0", b"").rstrip(b"\r\n").rpartition(b"\r")[2].decode(errors="replace")
         rank = words.parse_rank(text)
         if rank is None and self.tagged:
@@ -166,7 +166,7 @@ class _LogReader:
     run: RunDir
     wanted: LogQuery
     _offsets: defaultdict[Path, int] = field(default_factory=lambda: defaultdict(int))
-    _inodes: dict[Path, int] = field(default_factory=dict)  # of the files that the offsets are in
+    _inodes: dict[Path, int] = field(default_factory=dict)  # inode of each file at its offset
     _shown_failures: set[tuple[str, int]] = field(default_factory=set)  # attempts whose failure was shown
     _tasks: dict[str, Task | None] = field(default_factory=dict)
 
@@ -254,11 +254,9 @@ class _LogReader:
         try:
             with open_file(log.file) as file:
                 status = os.fstat(file.fileno())
-                if (
-                    self._inodes.setdefault(log.file, status.st_ino) != status.st_ino
-                ):  # another file has taken its place
+                if self._inodes.setdefault(log.file, status.st_ino) != status.st_ino:  # the file was replaced
                     self._set_offset(log, 0)
-                elif status.st_size < self._offsets[log.file]:  # it was cut: what its end was then was shown
+                elif status.st_size < self._offsets[log.file]:  # the file was truncated: the rest was shown already
                     self._set_offset(log, status.st_size)
                 file.seek(self._offsets[log.file])
                 for raw in read_lines(file, longest=_MAX_LINE):
@@ -330,7 +328,7 @@ def _group_logs_by_attempt(files: Iterable[Path]) -> list[list[_AttemptLog]]:
     logs_by_attempt: defaultdict[tuple[str, int], list[_AttemptLog]] = defaultdict(list)
     for number, path in enumerate(files):
         name, changed = _NAME.fullmatch(path.name), path.stat().st_mtime
-        if name is None:  # the scheduler's, each by itself
+        if name is None:  # a log of the scheduler: each one is a group
             logs_by_attempt["", -number].append(_AttemptLog(path, "", 0, changed))
         else:
             key = name["task"], int(name["attempt"])

@@ -56,8 +56,8 @@ class TypeMeasurements:
     estimator: Estimator
     unknown: tuple[UnknownConfigurations, ...]
     pending: int
-    left_out: tuple[str, ...] = ()  # trainings whose steps do not count, and why
-    others: OtherSizes = NO_OTHER_SIZES  # that the step time is fitted to as well
+    left_out: tuple[str, ...] = ()  # trainings whose steps are not used, with the reasons
+    others: OtherSizes = NO_OTHER_SIZES  # measurements with other numbers of GPUs per node, used to fit the step time
 
     @property
     def type(self) -> str:
@@ -286,7 +286,7 @@ def _list_unknown_configurations(estimator: Estimator, query: Query) -> tuple[Un
     max_nodes, max_batch = (np.inf if limit is None else limit for limit in (query.max_nodes, query.max_batch))
     is_within_limits = (nodes <= max_nodes) & (batch <= max_batch)
     nodes, batch = nodes[is_within_limits], batch[is_within_limits]
-    groups: dict[str, UnknownConfigurations] = {}  # whatever the batch, there is one reason on a number of nodes
+    groups: dict[str, UnknownConfigurations] = {}  # the reason depends on the number of nodes only
     for count, first_index, many in zip(*np.unique(nodes, return_index=True, return_counts=True), strict=True):
         why = estimator.describe_why_unknown(Config(int(count), int(batch[first_index])))
         group = groups.get(why, UnknownConfigurations(why, 0, ()))
@@ -335,7 +335,7 @@ def list_observations_from_trainings(
         return TrainingObservations()
     tasks = run.read_tasks()
     probed_job = next((task.spec for task in tasks if isinstance(task, ProbeTask)), run.spec)
-    from tula_cli.run.code import find_measured_snapshot  # which runs without trainings do not need
+    from tula_cli.run.code import find_measured_snapshot  # imported here: only runs with trainings need it
 
     snapshot = find_measured_snapshot(run)
     observations: list[TrainedSteps] = []
@@ -408,7 +408,7 @@ def _describe_why_not_counted(
     return ""
 
 
-# --- Other numbers of GPUs a node
+# --- Other numbers of GPUs per node
 
 
 class CachedTrainings:

@@ -42,7 +42,7 @@ def branches_below_learning_rate(*, lr: float, reference: float) -> str:
     )
 
 
-# --- Settings of a job that are unlikely together
+# --- Unlikely combinations of settings
 
 
 @diagnostic
@@ -116,7 +116,7 @@ def shared_memory_too_small(*, free_bytes: int, ranks: int, needed_bytes: int, l
     )
 
 
-# --- The search that `tula check` plans
+# --- The search planned by `tula check`
 
 
 @diagnostic
@@ -298,7 +298,7 @@ def dataset_not_downloaded(*, folder: str) -> str:
     return f"dataset.root ({folder}) does not exist yet. tula downloads the dataset before the first job."
 
 
-# --- Jobs that were submitted
+# --- Submitted jobs
 
 
 @diagnostic

@@ -247,7 +247,7 @@ def _round_to_minute(state: SchedulerState) -> SchedulerState:
     return state if state.starts_at is None else replace(state, starts_at=state.starts_at // 60)
 
 
-# --- on which nodes
+# --- Choice of nodes
 
 
 def check_node_count(spec: JobSpec, requested: int | None) -> int:
@@ -289,7 +289,7 @@ def _find_partition(spec: JobSpec) -> site.Partition | None:
     return next((partition for partition in offered.partitions if partition.name == name), None)
 
 
-# --- the job
+# --- The job
 
 
 def start_on_cluster(run: Run, launcher: Launcher, *, nodes: int) -> CheckTask:
@@ -360,7 +360,7 @@ def watch_cluster(
         if state.state == "ended":
             return
         hopeless = hopeless + 1 if state.hopeless else 0
-        if hopeless > 1:  # it may be so for a moment while the controller is busy
+        if hopeless > 1:  # a busy controller may report such a reason for a moment
             raise _cancel_hopeless(run, launcher, task, job, state)
         now = clock()
         some_since = (some_since or now) if 0 < len(_list_nodes_seen(run, task, job)) < task.nodes else None
@@ -441,7 +441,7 @@ def _has_all_reports(run: RunDir, task: CheckTask, job: Job) -> bool:
     return _is_over(run, task) and len(_list_nodes_seen(run, task, job)) == task.nodes
 
 
-# --- a check that has failed
+# --- Failed checks
 
 
 def _check_failure(run: RunDir, task: CheckTask, job: Job) -> TulaError:
@@ -477,7 +477,7 @@ def _list_nodes_seen(run: RunDir, task: CheckTask, job: Job) -> set[int]:
     if job.scheduler == "local":
         return set(range(task.nodes))
     ranks = task.spec.cluster.gpus_per_node
-    tasks = 1 if task.spec.task_per_node else ranks  # of SLURM, on one node
+    tasks = 1 if task.spec.task_per_node else ranks  # SLURM tasks per node
     logs = [path.name.split("_")[1] for path in run.submitit_dir.glob(f"{job.scheduler_id}_*_log.out")]
     return {int(log) // tasks for log in logs if log.isdigit()} | {
         rank // ranks for rank in run.checks.read_signed_in_hosts(task.id)

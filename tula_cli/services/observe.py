@@ -48,7 +48,7 @@ def install_observer(folder: Path, root: Path | str) -> None:
         TulaError: the folder cannot be written.
     """
     contents = dict(read_module_sources("shim"))
-    contents.pop(Path("__init__.py"), None)  # its text is for launchers
+    contents.pop(Path("__init__.py"), None)  # only launchers need it
     contents[Path("observe.json")] = json.dumps({**PLAN, "folder": str(root)}).encode()
     for name, content in contents.items():
         path = folder / name

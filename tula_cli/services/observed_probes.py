@@ -55,7 +55,7 @@ def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = N
     require_current_format(run.path)
     jobs = _list_named_jobs(name)
     results: dict[str, Measured] = {}
-    kind = None  # of the newest job that can be used
+    kind = None  # hardware of the newest usable job; other jobs must match it
     for job in reversed(jobs):
         try:
             measured = measure_observed_job(job)
@@ -121,7 +121,8 @@ def _list_named_jobs(name: str) -> list[ObservedJob]:
     folder = Path(name).resolve()
     if (job := ObservedJob(folder)).heartbeats:
         return [job]
-    jobs = list_observed_jobs(folder.parent) or list_observed_jobs(folder)  # the folder of all scripts has jobs below
+    # the folder may be that of one script, or of all scripts
+    jobs = list_observed_jobs(folder.parent) or list_observed_jobs(folder)
     return list_jobs_of_script(jobs, folder, folder.name)
 
 

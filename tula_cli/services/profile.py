@@ -58,14 +58,14 @@ MAX_EXIT_SECONDS = 60.0
 class ProfilePlan(MaxCost):
     """The probes that profiling would run now, those without a result, and their maximum cost."""
 
-    tasks: tuple[ProbeTask, ...]  # one job a number of nodes, those with missing probes only
+    tasks: tuple[ProbeTask, ...]  # one task per number of nodes with missing probes
     total: int  # probes of the whole search
     done: int
-    minutes_at_most: float  # of all jobs, one after the other
-    code: Source  # the user's own code that they run
-    reasons: tuple[str, ...] = ()  # why each of these probes, with strategy: adaptive
+    minutes_at_most: float  # total time limit of all jobs
+    code: Source  # the user's code that the probes run
+    reasons: tuple[str, ...] = ()  # reason for each probe, with strategy: adaptive
     certainty: str = ""  # how certain the decisions are, with strategy: adaptive
-    in_rounds: bool = False  # further probes may follow from the results
+    in_rounds: bool = False  # whether further probes may follow from the results
 
     @property
     def missing(self) -> int:
@@ -84,9 +84,9 @@ class ProfileReport:
     measured: tuple[Measured, ...]
     out_of_memory: tuple[OutOfMemory, ...]
     failed: tuple[Failed, ...]
-    missing: tuple[str, ...]  # ids
+    missing: tuple[str, ...]  # ids of probes without a result
     certainty: str = ""  # how certain the decisions are and why no more is measured, with strategy: adaptive
-    notes: tuple[str, ...] = ()  # what the probes of a script do not tell, and why
+    notes: tuple[str, ...] = ()  # quantities that the script's probes could not measure, and why
 
     @property
     def is_complete(self) -> bool:
@@ -155,7 +155,7 @@ def _choose_batches(
     candidates = list_feasible_candidates(spec, dataset_size=inspection.dataset_size, max_local_batch=largest)
     searched = {(config.nodes, config.local_batch(spec.cluster.gpus_per_node)) for config in candidates}
     failed = {(r.nodes, r.local_batch) for r in results_by_id.values() if isinstance(r, Failed)} & searched
-    # A round that is under way: the next one follows from its results, without those that failed.
+    # The current round must finish, except for failed probes, before the next one is chosen.
     open_ = (begun_probes - settled) & searched
     if open_ - failed:
         return group_probes_by_nodes(settled | open_), Round({}, (), "")
@@ -314,20 +314,20 @@ def _make_nothing_measured_error(report: ProfileReport, spec: JobSpec | None) ->
     return BadMeasurements("no probe has a result", "run tula profile again; tula status shows the jobs")
 
 
-# --- Plans before the job is known
+# --- Plans before the job is inspected
 
 
 @dataclass(frozen=True)
 class UpperBoundPlan(MaxCost):
     """A first job on one node, and the probes that depend on its result: their maximum cost, within the cap."""
 
-    why: str  # it is not done here; empty where it was
-    remedy: str  # what would make it possible here
-    first_job_minutes: float  # 0 where there is none
-    nodes: tuple[int, ...]  # of the search
-    probe_node_hours: float  # at most; of one round with search.strategy: adaptive
-    cap: float | None  # search.max_node_hours: more is not started
-    adaptive: bool  # further rounds may follow
+    why: str  # why the job cannot be inspected on this machine; empty if it was
+    remedy: str  # what would make the inspection possible on this machine; empty if it was done
+    first_job_minutes: float  # minutes of the job that inspects on a node; 0 without one
+    nodes: tuple[int, ...]  # numbers of nodes in the search
+    probe_node_hours: float  # upper bound for all probes; with search.strategy: adaptive, for one round
+    cap: float | None  # search.max_node_hours; None without a cap
+    adaptive: bool  # whether further rounds may follow
 
     @property
     def first_job_node_hours(self) -> float:
@@ -378,7 +378,7 @@ class LargestBatch:
     margin: float  # share of the capacity that tula keeps free in a training
     local_batch_with_margin: int | None  # largest local batch that leaves the margin free; None if unknown
     finished: bool  # whether the search is over; else the same command continues it
-    measured: tuple[Measured, ...]  # on these nodes
+    measured: tuple[Measured, ...]  # measured probes on these nodes
     out_of_memory: tuple[OutOfMemory, ...]
     failed: tuple[Failed, ...]
 
@@ -693,7 +693,7 @@ class _Profiling:
         if not elsewhere:
             return inspections
         for run in elsewhere:
-            self.dependencies.launcher_for(run.spec)  # says so where nothing can be submitted from here
+            self.dependencies.launcher_for(run.spec)  # raises an error if no job can be submitted from this machine
         plans = _plan_first_jobs(self.runs, results)
         planned_event = ProfilePlanned(plans, self.cap)
         yield planned_event
@@ -714,8 +714,9 @@ class _Profiling:
         timeout, clock = self.wait_policy.timeout, self.wait_policy.clock
         deadline = None if timeout is None else clock() + timeout
         inspections = yield from self._inspect_variants(deadline)
-        stopped: set[str | None] = set()  # types whose last round ended without all its results
-        measures_failed_again = True  # what failed before; what fails now is left to the next call
+        stopped: set[str | None] = set()  # node types whose last round ended with results missing
+        # repeat probes that failed before this call; those that fail now are left to the next call
+        measures_failed_again = True
         while True:
             planned = yield from plan_variants(
                 self.runs, inspections, again=measures_failed_again, largest=self.largest
@@ -725,7 +726,7 @@ class _Profiling:
                 save_runs([run for run, _ in planned], self.file)
                 if not any(
                     plan.certainty for _, plan in planned
-                ):  # the report says when a search in rounds is finished
+                ):  # for a search in rounds, the report states why it is finished
                     yield Note("all probes already have results")
                 break
             jobs = yield from self._start(planned, missing)
@@ -774,7 +775,7 @@ class _Profiling:
             yield planned_event
             hours = [plan.node_hours_at_most for _, plan in planned]
             require_within_cap(hours, self.cap, first_jobs=self.first_jobs)
-            if not self.confirmed:  # the rounds to come are within what was allowed
+            if not self.confirmed:  # later rounds are covered by the first confirmation
                 require_confirmed(self.dependencies.confirm, planned_event)
             self.confirmed = self.is_started = True
         save_runs([run for run, _ in planned], self.file)

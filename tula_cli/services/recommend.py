@@ -264,11 +264,11 @@ class Answer:
     """The recommendation and the estimates that it is based on."""
 
     recommendation: Recommendation
-    warnings: Sequence[Diagnostic]  # whose texts are those of the recommendation
-    by_type: Mapping[str, Recommendation]  # of each node type alone, under the type of its run, if there are several
+    warnings: Sequence[Diagnostic]  # warnings of the recommendation, with their codes
+    by_type: Mapping[str, Recommendation]  # recommendation for each node type alone, by type; empty with only one
     all_measurements: Sequence[TypeMeasurements]
     candidates: Candidates  # every feasible configuration on each market, fastest first
-    forecasts: Candidates  # the same and those beyond the limits of the query
+    forecasts: Candidates  # `candidates`, and configurations beyond the limits of the query
 
     @property
     def chosen_run(self) -> Run:
@@ -318,14 +318,14 @@ def answer_query(
     choice, run = answer.recommendation.choice, answer.chosen_run
     if not estimates_start or run.spec.cluster.kind != "slurm":
         return answer
-    from tula_cli.cluster.slurm.submit import estimate_start  # here: only jobs of SLURM need it
+    from tula_cli.cluster.slurm.submit import estimate_start  # imported here: only SLURM jobs need it
 
     estimate = estimate_start(run, nodes=choice.nodes, batch=choice.batch, now=now)
     return replace(answer, recommendation=answer.recommendation.model_copy(update={"start_estimate": estimate}))
 
 
 def _make_launcher(spec: JobSpec) -> "Launcher":
-    from tula_cli.cluster import launcher  # only needed while jobs of the run may be active
+    from tula_cli.cluster import launcher  # imported here: only needed while jobs of the run may be active
 
     return launcher.make_launcher(spec, submits=False)
 
@@ -338,7 +338,7 @@ def count_pending_probes(runs: Sequence[Run], launcher_for: "Callable[[JobSpec],
 def _count_pending_of_run(run: Run, launcher_for: "Callable[[JobSpec], Launcher]") -> int:
     if not run.read_jobs():
         return 0
-    from tula_cli.services import status  # and with it the schedulers
+    from tula_cli.services import status  # imported here: also imports the schedulers
 
     run_status = status.run_status(run, launcher_for(run.spec), now=time.time())
     return sum(job.total - job.done for job in run_status.jobs if job.kind == "probe" and job.state in status.ACTIVE)
@@ -409,7 +409,7 @@ def add_site_bill(run: Run) -> Run:
     """Return a run with the billing of SLURM if its price is taken from there."""
     if run.spec.pricing.kind != "billing":
         return run
-    from tula_cli.services.site_charges import bill_run_by_site  # asks SLURM
+    from tula_cli.services.site_charges import bill_run_by_site  # imported here: runs SLURM commands
 
     return bill_run_by_site(run)
 
@@ -454,7 +454,7 @@ def _make_nothing_fits_error(estimator: Estimator, query: Query) -> Infeasible:
     on = f" on {format_count(query.nodes)}" if query.nodes is not None else ""
     tried = list(estimator.configurations(query.node_counts))
     startable = [config for config in tried if not estimator.describe_why_not_startable(config)]
-    if startable:  # but not known
+    if startable:  # they can run, but their step times are unknown
         nodes = join_words(sorted({config.nodes for config in startable}))
         why = next(filter(None, map(estimator.describe_why_unknown, startable)), "")
         hint = f"measure more: tula profile --set search.nodes=[{nodes}]"

@@ -45,7 +45,7 @@ class ResumeFinding:
 
     rehearsal: ResumeTestResult
     setting: Literal["rehearse", "same", "epoch", "any"]  # script.resume.batch
-    kept: bool  # it was found before
+    kept: bool  # whether the result is that of an earlier test
 
     @property
     def resumes(self) -> Verdict:
@@ -301,8 +301,8 @@ class TrainingStart:
     task: TrainTask
     code: Source
     prediction: Prediction | None
-    rehearse: bool  # not --no-rehearse
-    over_cap: str = ""  # that a resume test may take more than is left of search.max_node_hours, in words
+    rehearse: bool  # False with --no-rehearse
+    over_cap: str = ""  # why a resume test does not fit search.max_node_hours; empty if it does
 
     @property
     def is_long(self) -> bool:

@@ -15,7 +15,7 @@ from tula_cli.run import directory, files
 from tula_cli.spec.scripts.script import get_program_name
 from tula_cli.words import compute_perplexity
 
-# --- all runs
+# --- Summaries of runs
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,19 @@ class RunSummary:
 
     id: str
     path: Path
-    changed: float | None  # Unix time
+    changed: float | None  # Unix time of the newest record; None if there is none
     model: str = ""
     dataset: str = ""
-    script: str = ""  # its file's name, where the job has one in place of model and dataset
+    script: str = ""  # file name of the script; empty for a job with model and dataset
     measured: int = 0
     out_of_memory: int = 0
     failed: int = 0
-    recommendation: Mapping[str, Any] | None = None  # as recommendation.json has it
+    recommendation: Mapping[str, Any] | None = None  # content of recommendation.json
     trained: int = 0  # finished training runs
-    best_top1: float | None = None  # percent; None where no training has classes
-    best_loss: float | None = None  # the least on an evaluation set, of all trainings
-    best_perplexity: float | None = None  # of a language model, at that loss
-    damaged: tuple[str, ...] = ()  # what is wrong with records of it, which are left out
+    best_top1: float | None = None  # percent (as reported, for a script); None if no training has classes
+    best_loss: float | None = None  # lowest evaluation loss of all trainings
+    best_perplexity: float | None = None  # perplexity of a language model at that loss; None for other models
+    damaged: tuple[str, ...] = ()  # problems of unreadable records, which are left out
     problem: str = ""
 
 
@@ -97,11 +97,11 @@ def _read_job_names(run: Path) -> dict[str, str]:
     """Return the names of a run's model and dataset, or script."""
     known = directory.read_parsed_spec(run)
     if known is not None:
-        with contextlib.suppress(KeyError, TypeError, AttributeError):  # damaged: the YAML counts
+        with contextlib.suppress(KeyError, TypeError, AttributeError):  # damaged record: read the YAML instead
             return _select_names(known.spec)
     from tula_cli.run.directory import (
         RunDir,
-    )  # the job has been edited by hand: it is read as every command reads it
+    )  # the job file was edited by hand: validate it as other commands do
 
     return _select_names(RunDir(run).read_spec().model_dump())
 
@@ -112,7 +112,7 @@ def _select_names(spec: Mapping[str, Any]) -> dict[str, str]:
     return {"model": spec["model"]["name"], "dataset": spec["dataset"]["name"]}
 
 
-# --- plain records
+# --- Unvalidated records
 
 _Types = Mapping[str, tuple[type, ...]]
 """The types of a record's fields; a field that may be missing has NoneType among them."""

@@ -73,8 +73,8 @@ def _group_candidates_by_nodes(spec: JobSpec, candidates: Iterable[Config]) -> d
 class Round:
     """The next probes of `strategy: adaptive`."""
 
-    probes: Mapping[int, tuple[int, ...]]  # number of nodes to ascending local batches; empty where nothing is worth it
-    reasons: tuple[str, ...]  # one line a probe
+    probes: Mapping[int, tuple[int, ...]]  # number of nodes to ascending local batches; empty if no probe pays off
+    reasons: tuple[str, ...]  # one line per probe
     words: str  # how certain the decisions are; empty at the start
 
 
@@ -103,7 +103,7 @@ def choose_next_round(
         BadMeasurements: the results cannot be fitted together.
     """
     from tula_cli.models.choice import adaptive
-    from tula_cli.models.estimator import Estimator  # numpy and more: of no use to the other strategies
+    from tula_cli.models.estimator import Estimator  # imports numpy, which the other strategies do not need
     from tula_cli.models.observations import OtherSizes
     from tula_cli.models.time.step_time import may_hide_nothing
     from tula_cli.models.time.stragglers import choose_priors_of_job
@@ -118,7 +118,7 @@ def choose_next_round(
         c for c in candidates if not find_smallest_ruled_out(ooms, c.nodes, c.local_batch(gpus), sharded=sharded)
     }
     failed = {(r.nodes, r.local_batch) for r in results if isinstance(r, Failed)}
-    # A script that fails on a number of nodes, for example as it is not distributed, fails there at the other batches too.
+    # A script that fails on a number of nodes, for example because it is not distributed, also fails at other batches.
     failing_nodes = {
         r.nodes for r in results if spec.script is not None and isinstance(r, Failed) and r.outcome == "user"
     }
@@ -354,9 +354,9 @@ ASSUMED_START = 20.0
 class Expectation:
     """The duration and node-hours of all probes of a search."""
 
-    hours: float  # one job after the other
+    hours: float  # total hours if jobs run one after the other
     node_hours: float
-    probes: int  # whose step times it follows from; 0: from `ASSUMED_STEP`
+    probes: int  # number of probes that the step times are based on; 0: based on `ASSUMED_STEP`
 
     @property
     def basis(self) -> str:

@@ -23,11 +23,11 @@ NODE_HOUR_ADVICE = "set pricing.kind: node_hour, pricing.price to the billing of
 class TresLimit:
     """Limit and use of one TRES by an account, user or QOS, in TRES-minutes."""
 
-    where: str  # "account proj"
+    where: str  # account, user or QOS with the limit, such as "account proj"
     tres: str
     limit: float
     used: float
-    running: float = 0.0  # that running jobs may still use, by their time limits
+    running: float = 0.0  # TRES-minutes that running jobs may still use, by their time limits
 
     @property
     def remaining(self) -> float:
@@ -39,11 +39,11 @@ class BalanceCheck:
     """The balance of an account compared with the cost of a command."""
 
     account: str
-    limits: tuple[TresLimit, ...]  # minutes of each TRES
-    words: str  # of the tightest limit
-    lacking: Diagnostic | None = None  # about too low a balance for what is expected; None where it suffices
-    lacking_at_most: Diagnostic | None = None  # likewise for the upper end of the 90 % interval
-    unknown: str = ""  # why nothing can be promised; empty where it can
+    limits: tuple[TresLimit, ...]  # limits in TRES-minutes
+    words: str  # description of the tightest limit
+    lacking: Diagnostic | None = None  # warning that the balance is below the expected cost; None if it suffices
+    lacking_at_most: Diagnostic | None = None  # the same for the upper end of the 90 % interval
+    unknown: str = ""  # why the balance is unknown; empty if it is known
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class SiteCharge:
 
     cost: float  # in the currency of the pricing
     currency: str
-    predicted: float | None  # for the whole training
+    predicted: float | None  # predicted cost of the whole training; None without a prediction
     jobs: int
-    billing_hours: float  # before usage and charge factors
-    predicted_billing: float | None  # units of one hour, as predicted of its jobs
-    billings: tuple[int, ...]  # as AllocTRES has them
-    open: bool  # whether jobs still wait or run
+    billing_hours: float  # billing-hours before usage and charge factors
+    predicted_billing: float | None  # predicted billing units per hour of a job; None without a prediction
+    billings: tuple[int, ...]  # billing units per hour of each kind of job, from AllocTRES
+    open: bool  # whether jobs are still queued or running
 
     @property
     def description(self) -> str:

@@ -82,7 +82,7 @@ class LinkStatus:
 
     scheduler_id: str
     nodes: int
-    batches: tuple[int, ...]  # of the stages that have so many nodes; global
+    batches: tuple[int, ...]  # global batches of the stages on this number of nodes
 
 
 @dataclass(frozen=True)
@@ -99,16 +99,16 @@ class JobStatus:
     nodes: int
     state: JobState
     reason: str
-    starts_at: float | None  # Unix time at which a queued job is expected to start; None where nobody tells
+    starts_at: float | None  # Unix time at which a queued job is expected to start; None if unknown
     total: int
     done: int
-    now: ProbeConfiguration | None  # what runs, or comes next
+    now: ProbeConfiguration | None  # the running or next probe; None if there is none
     elapsed: float | None  # seconds; None before it starts
-    left: float | None  # seconds, estimated; None where nothing tells
+    left: float | None  # estimated seconds; None if unknown
     node_hours: float
     node_hours_left: float | None
-    links: tuple[LinkStatus, ...] = ()  # empty where all have the job's nodes
-    hopeless: bool = False  # it is queued for what waiting does not bring
+    links: tuple[LinkStatus, ...] = ()  # empty if all jobs of the chain have the same number of nodes
+    hopeless: bool = False  # whether it is queued for a reason that waiting does not resolve
     compared: str = ""  # method, batch and seed, if it trains a row of a comparison
 
 
@@ -116,22 +116,22 @@ class JobStatus:
 class TuningStatus:
     """The progress of the branches of a self-tuning training."""
 
-    arm: str | None  # whose branch is next or under way; None once one is chosen
-    number: int  # of the branch, from 1
-    count: int  # branches
+    arm: str | None  # setting whose branch is running or next; None after the choice
+    number: int  # number of the branch, from 1
+    count: int  # total number of branches
     chosen: str | None
-    branches: tuple[Branch, ...]  # those that have ended
+    branches: tuple[Branch, ...]  # finished branches
 
 
 @dataclass(frozen=True)
 class StageStatus:
     """The current stage of a training with a batch-size ramp (`train.ramp`)."""
 
-    batch: int  # in use, global
-    number: int  # of the stage, from 1
-    count: int  # stages
-    noise: float | None = None  # the scale (samples) by which it was planned; None where another rule was asked
-    nodes: int = 1  # that it has now
+    batch: int  # current global batch
+    number: int  # number of the stage, from 1
+    count: int  # total number of stages
+    noise: float | None = None  # gradient noise scale (samples) that determined the batch; None with another rule
+    nodes: int = 1  # current number of nodes
 
 
 @dataclass(frozen=True)
@@ -154,27 +154,27 @@ class TrainingStatus:
     predicted_step: float | None
     eta: float | None
     warnings: tuple[Diagnostic, ...]
-    tuning: TuningStatus | None = None  # of method auto
-    kwh: float | None = None  # counted so far; None where the GPUs have no counter
-    samples_asked: int | None = None  # of a script whose length is in samples or steps
-    # what gradient scaling did ("mean" factor, share of steps "scaled"): in the last epoch, a script's since it was started
+    tuning: TuningStatus | None = None  # progress of method auto; None for other methods or before it starts
+    kwh: float | None = None  # energy measured so far; None if the GPUs have no counter
+    samples_asked: int | None = None  # requested samples of a script whose length is in samples or steps; else None
+    # gradient scaling ("mean" factor, share of steps "scaled") in the last epoch; of a script, since its start
     ags: Mapping[str, Any] | None = None
-    changes: tuple[StepChange, ...] = ()  # of the step time, oldest first
-    perplexity: float | None = None  # of the last epoch's evaluation; None where it is no language model
-    tokens_per_second: float | None = None  # of all GPUs, without padding; None where batches are no text
-    padding: float | None = None  # share of the batches' places
+    changes: tuple[StepChange, ...] = ()  # changes of the step time, oldest first
+    perplexity: float | None = None  # of the last epoch's evaluation; None unless a language model
+    tokens_per_second: float | None = None  # of all GPUs, without padding; None if batches are not text
+    padding: float | None = None  # share of padding in the batches; None if batches are not text
     metrics: Mapping[str, float | None] = field(default_factory=dict)  # train.metrics of the last epoch
-    beta2: float | None = None  # at the batch in use, where optimizer.beta2_half_life sets it
+    beta2: float | None = None  # Adam's beta2 at the current batch, if optimizer.beta2_half_life sets it
     noise: Mapping[str, Any] | None = (
         None  # the newest measurement of train.diagnostics: [gradient_noise]: epoch, scale, low, high
     )
-    stage: StageStatus | None = None  # None where the batch does not grow
-    stages: tuple[Stage, ...] = ()  # of all of it, as was decided before it began
-    submitted: bool = True  # False if its job was refused, or never submitted
-    # the numbers of nodes of which its next job uses the one that it is granted; empty while a job runs, or for one number
+    stage: StageStatus | None = None  # current stage; None without a batch-size ramp
+    stages: tuple[Stage, ...] = ()  # all stages of the ramp, as planned at the start
+    submitted: bool = True  # False if its job was rejected or never submitted
+    # numbers of nodes that the next job may be granted; empty while a job runs, or if there is only one
     possible_nodes: tuple[int, ...] = ()
 
-    spent: "SpentAndRest | None" = None  # of a training whose jobs use the nodes that they are granted
+    spent: "SpentAndRest | None" = None  # for trainings on a range of nodes; else None
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class SpentAndRest:
     hours: float
     node_hours: float
     cost: float
-    rest: tuple[RestOfTraining, ...]  # on the nodes of the job that runs, or else on each possible number of nodes
+    rest: tuple[RestOfTraining, ...]  # on the nodes of the running job, otherwise on each possible number of nodes
     currency: str
 
 
@@ -208,8 +208,8 @@ class _Progress:
     done: int
     now: ProbeConfiguration | None
     measured_at: float | None = None  # Unix time of the last measurement
-    failed: tuple[str, ...] = ()  # messages of what failed; the next call runs it again
-    may_grow: bool = False  # the job itself decides on further probes
+    failed: tuple[str, ...] = ()  # messages of failed probes, which the next call repeats
+    may_grow: bool = False  # whether the job itself decides on further probes
 
     @property
     def complete(self) -> bool:
@@ -360,11 +360,11 @@ def _get_state_from_attempts(
     last_attempt = attempts[-1] if attempts else None
     if last_attempt is not None and last_attempt.ended_at is not None:
         if scheduler.state == "unknown" and is_resumed_by_next_job(last_attempt, spec.cluster):
-            return "queued", scheduler.reason  # the next link of its chain goes on
+            return "queued", scheduler.reason  # the next job of the chain resumes it
         measured = last_attempt.outcome == "done" or (last_attempt.outcome == "device_oom" and progress.now is not None)
         if measured and abs(now - last_attempt.ended_at) < grace:
             return "running", "the job has finished, but its results are not visible here yet"
-        if measured:  # its supervisor saw all results: they are on their way here (NFS, Lustre)
+        if measured:  # the supervisor has seen all results; network file systems may show them here later
             return "lost", f"finished, but only {progress.done} of {progress.total} results are visible here"
         if last_attempt.outcome == "diverged":
             return "diverged", f"{last_attempt.message}; {advise('diverged', spec)}"
@@ -462,10 +462,12 @@ class RunStatus:
     attempts: tuple[AttemptStatus, ...]  # oldest first
     recommendation: Recommendation | None
     warnings: tuple[Diagnostic, ...] = ()
-    notes: tuple[str, ...] = ()  # of an upgrade under a job; what the probes of a script do not tell, and why
-    rehearsal: ResumeTestResult | None = None  # the newest of a script's resume
-    evaluations: tuple[EvaluationRecord, ...] = ()  # of the training's weights (tula evaluate), oldest first
-    between_rounds: bool = False  # an adaptive search may have a further round to submit
+    # notes on upgrades during a job, and on quantities that a script's probes could not measure
+    notes: tuple[str, ...] = ()
+    rehearsal: ResumeTestResult | None = None  # newest resume test of a script
+    # evaluations of the training's weights (tula evaluate), oldest first
+    evaluations: tuple[EvaluationRecord, ...] = ()
+    between_rounds: bool = False  # whether an adaptive search may have a further round to submit
 
     def active(self, job_ids: Iterable[str] | None = None) -> bool:
         """Return whether one of these jobs is queued or running; None considers all jobs."""
@@ -473,7 +475,7 @@ class RunStatus:
         return any(job.state in ACTIVE for job in self.jobs if requested is None or job.id in requested)
 
 
-# --- one moment
+# --- The status at one moment
 
 
 def run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | None = None) -> RunStatus:
@@ -550,7 +552,7 @@ def _list_attempt_statuses(tasks: Sequence[JobTask], attempts: Sequence[Attempt]
     )
 
 
-# --- training
+# --- The status of a training
 
 
 def _get_training_status(
@@ -732,7 +734,7 @@ def _estimate_remaining_training_seconds(
     return max(0.0, float(last_row["eta"]) - since)
 
 
-# --- waiting
+# --- Waiting for jobs
 
 
 def watch_jobs(
@@ -834,7 +836,7 @@ def _is_waiting(job: JobStatus, lost_since: dict[str, float], *, now: float) -> 
     return now - lost_since.setdefault(job.id, now) < get_backend(job.scheduler).grace
 
 
-# --- ending
+# --- Results of ended jobs
 
 
 def cancel_jobs(runs: Sequence[Run], launcher_for: Callable[[Run], Launcher]) -> list[str]:
@@ -955,7 +957,7 @@ def load_summary(run: RunDir, signature: str) -> Summary:
     if summary is not None:
         return summary
     task = run.get_training(signature).read_newest_task()
-    if task is not None and run.is_cancelled(task.job):  # its ranks may not have ended yet
+    if task is not None and run.is_cancelled(task.job):  # its ranks may still be running
         raise JobFailed(f"training {signature} was cancelled", CANCELLED)
     attempts = run.get_training(signature).read_attempts()
     if task is None or not attempts:

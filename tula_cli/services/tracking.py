@@ -21,12 +21,12 @@ class ExportResult:
     to: str
     uri: str
     project: str
-    runs: int  # there by now: the run itself and its trainings
+    runs: int  # runs on the tracker: one for the run and one per training
     new_runs: int
     new_points: int
-    files: int  # sent in this call
-    problem: str = ""  # why it was given up; empty where all was sent
-    offline: bool = False  # the counts are of a folder that `wandb sync` uploads: W&B has nothing of them yet
+    files: int  # files sent in this call
+    problem: str = ""  # why the export stopped; empty if all was sent
+    offline: bool = False  # W&B offline mode: the data is in a folder and needs `wandb sync`
 
 
 class TrackersPackage(Protocol):

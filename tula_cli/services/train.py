@@ -73,15 +73,15 @@ class TrainPlan:
 
     task: TrainTask
     prediction: Prediction | None
-    source: str  # where nodes and batch come from, in words
-    finished: bool  # there is nothing left to do
-    resumes: int | None  # samples of the newest checkpoint, None where it starts from the beginning
-    code: Source  # the user's own code that it runs
+    source: str  # origin of nodes and batch, in words
+    finished: bool  # whether the training has already finished
+    resumes: int | None  # samples of the newest checkpoint; None if it starts from the beginning
+    code: Source  # the user's code that the training runs
     price: str = ""  # in words, with unit, source and date
-    interruption: str = ""  # what one costs a script, in words
-    rehearses: bool = False  # a test of the script's resume comes first
-    balance: BalanceCheck | None = None  # of the account that pays; None where the price is not what SLURM bills
-    warnings: tuple[Diagnostic, ...] = ()  # of its range of nodes
+    interruption: str = ""  # cost of an interruption of a script, in words; empty if unknown
+    rehearses: bool = False  # whether a resume test of the script runs first
+    balance: BalanceCheck | None = None  # balance of the account; None unless SLURM's billing is the price
+    warnings: tuple[Diagnostic, ...] = ()  # warnings about the range of nodes
 
 
 def choose_run_to_train(runs: Sequence[Run], node_type: str | None) -> Run:
@@ -351,7 +351,7 @@ def submit_training(
     return task.job
 
 
-# --- from the plan to the end
+# --- Running a training
 
 
 @dataclass(frozen=True)
@@ -467,7 +467,7 @@ def run_training(
 
 def find_gain(run: Run, summary: Summary) -> "Gain | None":
     """Return what a finished training gained over the baseline of the recommendation of its run, if that is known."""
-    from tula_cli.models.choice.baseline import compute_gain  # only needed at the end of a training
+    from tula_cli.models.choice.baseline import compute_gain  # imported here: only needed at the end of a training
 
     recommendation = run.read_recommendation()
     if recommendation is None:

@@ -70,7 +70,7 @@ class SeedsReport:
 
     plan: Campaign
     trainings: tuple[SeedTraining, ...]
-    cost: float  # of the finished ones
+    cost: float  # cost of the finished trainings
 
     def frame(self) -> "pd.DataFrame":
         """Return a table with one row per training; hours and cost are missing until it has finished."""
@@ -103,11 +103,11 @@ class SeedsReport:
 class PreparedSeeds:
     """The trainings of a plan before anything is submitted."""
 
-    runs: Sequence[Run]  # of the job
-    run: Run  # of the hardware to train on
+    runs: Sequence[Run]  # runs of the job, one per node type
+    run: Run  # run of the node type to train on
     plan: Campaign
     trainings: tuple[SeedTraining, ...]
-    first: TrainPlan | None  # of the first training that has not finished
+    first: TrainPlan | None  # plan of the first unfinished training; None if all have finished
     request: TrainRequest
     inspect: Inspect
 
@@ -229,7 +229,7 @@ def _require_within_budget(prepared: PreparedSeeds) -> None:
     plan = prepared.plan
     spent, missing = _sum_costs(prepared.trainings), prepared.missing
     if plan.budget is None or not missing or not spent:
-        return  # the plan itself is within its budget
+        return  # without a budget, or before any cost, there is nothing to check
     remaining = sum(scheduled.cost for scheduled in prepared.list_scheduled(missing))
     if not is_within(spent + remaining, plan.budget):
         raise OverBudget(

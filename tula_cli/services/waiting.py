@@ -29,16 +29,16 @@ class Dependencies:
     """The launcher, inspection and confirmation that a command uses; tests replace them."""
 
     launcher_for: Callable[[JobSpec], Launcher]
-    inspect: Callable[[JobSpec], Inspection]  # tells the dataset's size and the memory
-    confirm: Callable[[Planned], bool]  # whether what is planned may be submitted
+    inspect: Callable[[JobSpec], Inspection]  # returns the dataset's size and the memory estimate
+    confirm: Callable[[Planned], bool]  # returns whether the plan may be submitted
 
 
 @dataclass(frozen=True)
 class WaitPolicy:
     """Whether and how long to wait for jobs."""
 
-    wait: bool | None = None  # None: on this machine, not on a cluster
-    timeout: float | None = None  # seconds
+    wait: bool | None = None  # None: wait on this machine, but not on a cluster
+    timeout: float | None = None  # seconds to wait; None: no limit
     clock: Callable[[], float] = time.monotonic
 
     def should_wait(self, spec: JobSpec) -> bool:
@@ -51,7 +51,7 @@ class DetachedJobs:
     """Jobs that are not waited for."""
 
     jobs: tuple[str, ...]
-    under_way: tuple[str, ...]  # those of them that this call did not submit
+    under_way: tuple[str, ...]  # jobs that were already queued or running
 
 
 def require_confirmed(confirm: Callable[[Planned], bool], planned: Planned) -> None:

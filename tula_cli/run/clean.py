@@ -31,8 +31,8 @@ RESUMED_FROM = 2
 class CleanPolicy:
     """Files to remove in addition to those that are never needed."""
 
-    keep_best: bool = False  # of finished trainings the best weights alone stay: they cannot be resumed any more
-    compared: Set[str] = frozenset()  # signatures of finished trainings that are to go, whole
+    keep_best: bool = False  # keep only the best checkpoint of finished trainings, which can then not be resumed
+    compared: Set[str] = frozenset()  # signatures of finished trainings to remove completely
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class RemovableFile:
 
     kind: Kind
     path: Path
-    size: int  # bytes on the disk
+    size: int  # bytes of disk usage
 
 
 def measure_size_and_time(path: Path) -> tuple[int, float]:
@@ -53,7 +53,7 @@ def measure_size_and_time(path: Path) -> tuple[int, float]:
             size, newest = size + 512 * status.st_blocks, max(newest, status.st_mtime)
             if stat.S_ISDIR(status.st_mode):
                 ahead += here.iterdir()
-        except OSError:  # it went meanwhile, or may not be looked into
+        except OSError:  # removed meanwhile, or not readable
             continue
     return size, newest
 
@@ -72,7 +72,7 @@ def list_removable_files(folder: Path, wish: CleanPolicy) -> Iterator[RemovableF
             yield _make_removable_file("scratch", out)
         elif _RESUME_TEST.fullmatch(attempt.name):
             yield _make_removable_file("scratch", attempt)
-        elif _RATE_SEARCH.fullmatch(attempt.name):  # its branches start again from copies of "start"
+        elif _RATE_SEARCH.fullmatch(attempt.name):  # branches can start again from copies of "start"
             yield from (
                 _make_removable_file("scratch", copy) for copy in _list_folders(attempt) if copy.name != "start"
             )
@@ -113,7 +113,7 @@ def _list_kept_checkpoints(training: TrainingRun, whole: list[str], *, over: boo
         return best if keep_best and best else best | (last or {whole[0]})
     tuning = training.read_tuning()
     if tuning is not None and tuning.chosen is None:
-        return set(whole)  # its arms go back to where they branched off
+        return set(whole)  # the remaining arms resume from their common checkpoint
     return {*whole[:RESUMED_FROM], *best, *last}
 
 
@@ -141,13 +141,13 @@ def remove_file(holding: RemovableFile) -> None:
         if not _is_folder(path):
             path.unlink(missing_ok=True)
             return
-        if CHECKPOINT.fullmatch(path.name):  # half of it must not look like a whole one
+        if CHECKPOINT.fullmatch(path.name):  # renamed first: a partly removed checkpoint must not look complete
             doomed = path.with_name(f".{path.name}.old")
             if _is_folder(doomed):
                 _remove_folder(doomed)
             path = path.rename(doomed)
         _remove_folder(path)
-    except FileNotFoundError:  # it went by itself
+    except FileNotFoundError:  # already removed
         return
     except OSError as error:
         raise CannotWrite(f"cannot remove {error.filename or path}: {error.strerror}") from error

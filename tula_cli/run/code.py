@@ -136,7 +136,7 @@ def make_runs_of_job(root: Path, spec: JobSpec) -> tuple[Run, ...]:
     return runs
 
 
-# --- the snapshot
+# --- Snapshot
 
 
 def choose_code(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool) -> Source:
@@ -256,11 +256,11 @@ def _copy_snapshot(run: RunDir, selection: Selection, draft: Path, source: Sourc
         shutil.copy2(base / file, draft / file)
         (draft / file).chmod((draft / file).stat().st_mode & 0o700)
     modules = [file.relative_to(base) for file in selection.modules]
-    # Of the copies, not of the originals: they may be edited at this very moment.
+    # Digest of the copies, because the originals may be edited at the same time.
     digest = compute_digest_of_files((draft / file for file in modules), draft, start=selection.start)
     if digest != source.digest:
         raise TulaError(f"{message} is being changed", "run the same command again")
-    # The links lead to this folder: the same code in another one is another snapshot.
+    # The name depends on the folders too, because links in the snapshot point to them.
     contents = compute_digest_of_files((draft / file for file in names), draft)
     place_text = "\0".join(dict.fromkeys([str(source.workdir), str(base), selection.program or str(base)]))
     name = hashlib.sha256(f"{contents}\0{place_text}".encode()).hexdigest()[:8]

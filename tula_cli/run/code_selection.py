@@ -20,7 +20,7 @@ from tula_cli.spec.job import JobSpec
 
 MAX_DIFF = 1_000_000  # characters
 GIT_TIMEOUT = 10.0  # seconds
-LISTING_TIMEOUT = 60.0  # of a listing, without which there is no telling what the code is
+LISTING_TIMEOUT = 60.0  # seconds for listing files, whose failure is an error because the code is then unknown
 
 
 def list_tracked_files(folder: Path) -> tuple[Path, dict[Path, bool]] | None:
@@ -56,7 +56,7 @@ def _run_listing(top: Path, *options: str) -> str:
     try:
         return _read_git_output(top, "ls-files", "-z", *options, timeout=LISTING_TIMEOUT)
     except subprocess.TimeoutExpired:
-        # Without them the code would be taken for other code.
+        # Without the list, the same code would get another digest.
         raise TulaError(
             f"git has not listed the files of {top} within {LISTING_TIMEOUT:g} s",
             "run git status to find the reason, or set script.code: none, with which tula does not use git",
@@ -88,7 +88,7 @@ def _read_diff_of_paths(base: Path, paths: Sequence[str]) -> str:
     options = ["--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--relative", "HEAD", "--"]
     changed = [name for name in _run_git(base, "diff", "--name-only", "-z", *options, *paths).split("\0") if name]
     private = [f":(exclude,literal){name}" for name in changed if is_private_file(Path(name))]
-    # Where the names are not told, neither is what is in them.
+    # No diff if the listing of names failed (empty), because it could contain private files that are not excluded.
     return _run_git(base, "diff", *options, *paths, *private) if len(changed) > len(private) else ""
 
 
@@ -130,8 +130,8 @@ def _read_git_output(folder: Path, *arguments: str, timeout: float) -> str:
 
 # --- Selection
 
-MAX_FILE_BYTES = 1_000_000  # bytes of a file of a package that is no module the spec leads to
-MAX_TOTAL_BYTES = 20_000_000  # bytes of all of them together
+MAX_FILE_BYTES = 1_000_000  # maximum size of a copied file that is not an imported module
+MAX_TOTAL_BYTES = 20_000_000  # maximum total size of these files
 MAX_FILE_COUNT = 2000
 MAX_ENTRIES = 1000
 """A folder with more entries is treated as data and not searched."""
@@ -141,17 +141,15 @@ MAX_ENTRIES = 1000
 class Selection:
     """The files that a snapshot copies. Paths are absolute."""
 
-    base: Path  # the folder that it mirrors: where tula was called, or what a script lies in
-    roots: tuple[Path, ...]  # folders that python imports from, those of the files only; the first to look in first
-    modules: tuple[Path, ...]  # what the digest is over
-    others: tuple[Path, ...]  # further files
-    left_out: tuple[Path, ...]  # files and folders beyond the bounds
-    keys: tuple[Path, ...] = ()  # code that may hold keys
-    start: str = (
-        ""  # the file of a script that runs, relative to base: which of them it is depends on where it is called
-    )
-    program: str = ""  # the same, where the command names it; empty for a module
-    exact: bool = False  # git is asked of these files alone: what lies beside them may be secret
+    base: Path  # folder that the snapshot mirrors: the working directory, or the repository or folder of a script
+    roots: tuple[Path, ...]  # import paths that contain the files, in python's order
+    modules: tuple[Path, ...]  # files that the digest covers
+    others: tuple[Path, ...]  # further copied files
+    left_out: tuple[Path, ...]  # files and folders that exceed the limits
+    keys: tuple[Path, ...] = ()  # code files that may contain secret keys
+    start: str = ""  # file that starts a script, relative to base; part of the digest
+    program: str = ""  # `start` if the command names the file; empty for a module
+    exact: bool = False  # restrict git's diff to these files, because other files of the folder may contain secrets
 
 
 def select_imported_files(spec: JobSpec, workdir: Path) -> Selection:

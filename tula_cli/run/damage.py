@@ -77,7 +77,7 @@ def describe_line_ranges(numbers: Iterable[int]) -> str:
     return f"{name} {', '.join(ranges_text)}{f' and {hidden_lines} more' if hidden_lines else ''}"
 
 
-# --- weights
+# --- Weights
 
 
 def _warn_lost_weights(training: TrainingRun) -> Iterator[Diagnostic]:
@@ -85,7 +85,7 @@ def _warn_lost_weights(training: TrainingRun) -> Iterator[Diagnostic]:
     links = {name: training.path / name for name in _LOST_WEIGHTS}
     damage: dict[str, list[str]] = {}
     for name, link in links.items():
-        for _ in range(2):  # a rank may have pointed it elsewhere meanwhile, and removed what it led to
+        for _ in range(2):  # a rank may have redirected the link meanwhile, and removed its old target
             target = _read_link_target(link)
             why = _describe_link_problem(link, target) if os.path.lexists(link) else ""
             if not why or target == _read_link_target(link):
@@ -136,7 +136,7 @@ def is_complete_archive(path: Path, *, summed: float = float("inf")) -> bool:
             members = archive.infolist()
             if (
                 sum(member.file_size for member in members) > path.stat().st_size
-            ):  # it would take memory for more than there is
+            ):  # damaged sizes; reading these members would exhaust the memory
                 return False
             total = 0
             for member in members:

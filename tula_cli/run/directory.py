@@ -157,7 +157,7 @@ _YAML, _JSON = "spec.yaml", "spec.json"
 class ParsedSpec:
     """A job as plain values."""
 
-    digest: str  # SHA-256 of the YAML that it was written beside
+    digest: str  # SHA-256 of the YAML file with which it was written
     spec: Mapping[str, Any]
 
 
@@ -193,7 +193,7 @@ def read_parsed_spec(run: Path) -> ParsedSpec | None:
         parsed = ParsedSpec(content["digest"], content["spec"])
         return parsed if parsed.digest == _compute_digest(files.read_content(run / _YAML)) else None
     except (FileNotFoundError, KeyError, ValueError, TypeError, RecursionError, BadMeasurements):
-        return None  # the YAML counts
+        return None  # the caller parses the YAML instead
 
 
 def list_run_folders(root: Path) -> list[Path]:
@@ -239,7 +239,7 @@ def get_change_time(run: Path) -> int | None:
     try:
         status = (run / _YAML).stat()
         return status.st_mtime_ns if stat.S_ISREG(status.st_mode) else None
-    except OSError:  # no run, one that is being removed, or another user's
+    except OSError:  # no run, a run that is being removed, or one of another user
         return None
 
 
@@ -311,7 +311,7 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    # --- which run
+    # --- Creation and lookup
 
     @staticmethod
     def from_spec(root: Path, spec: JobSpec, *, code: str = "") -> "Run":
@@ -348,9 +348,10 @@ class RunDir:
             raise write_error(self.path, error) from error
         if file is not None:
             write_record(self.path / "job_file.json", file)
-        spec = spec.without_bill()  # it is asked for by each command
+        spec = spec.without_bill()  # each command reads it from the scheduler
         write_parsed_spec(self.path, dump_yaml(spec), spec.model_dump(mode="json"))
-        if not find_other_owner(self.path.parent / LATEST):  # of those who share the folder another has named theirs
+        # In a shared folder, the file of another user is not overwritten.
+        if not find_other_owner(self.path.parent / LATEST):
             write_atomic(self.path.parent / LATEST, f"{self.path.name}\n")
 
     @staticmethod
@@ -396,7 +397,7 @@ class RunDir:
         """Return the stored job."""
         path, parsed = self.path / "spec.yaml", read_parsed_spec(self.path)
         if parsed is not None:
-            with contextlib.suppress(SpecError):  # damaged: the YAML counts
+            with contextlib.suppress(SpecError):  # damaged: the YAML is used instead
                 return validate(without_removed_values(parsed.spec), source=str(path))
         return validate(without_removed_values(read_yaml(path)), source=str(path))
 
@@ -414,7 +415,7 @@ class RunDir:
         """Return a snapshot of the run's records, to be shared by all queries of a caller. Args: as of `Snapshot`."""
         return Snapshot(self.path, skip_damaged=skip_damaged)
 
-    # --- tasks, jobs, attempts
+    # --- Tasks, jobs and attempts
 
     def write_task(self, task: Task) -> None:
         write_with_news(self.path, f"tasks/{task.id}.json", task)
@@ -622,7 +623,7 @@ class RunDir:
     def write_tuning(self, tuning: Tuning) -> None:
         write_record(self.path / f"train/{tuning.signature}/tuning.json", tuning)
 
-    # --- folders of others
+    # --- Logs and messages between processes
 
     @property
     def submitit_dir(self) -> Path:
@@ -663,7 +664,7 @@ class RunDir:
         path = self.path / f"orders/{allocation}.{number:03d}.json"
         return read_record(path, LeaderCommand) if is_listed(path) else None
 
-    # --- the user's code
+    # --- Code snapshots
 
     def get_code_dir(self, name: str) -> Path:
         """Return the folder of a snapshot of the user's code."""
@@ -698,7 +699,7 @@ class Run(RunDir):
     def __init__(self, path: Path, spec: JobSpec, part: Variant = Variant()) -> None:  # noqa: B008 - it is frozen
         super().__init__(path)
         self.spec, self.part = spec, part
-        self.type = part.type  # the name of the directory while runs of the same type are compared
+        self.type = part.type  # name of the variant; the run's id or path while runs of the same type are compared
         self.family: tuple[Run, ...] = (self,)  # the runs of all variants of the job
 
     @property

@@ -50,7 +50,7 @@ def measure_file_size(path: Path) -> int:
     files = [path, *path.rglob("*")] if path.is_dir() else [path]
     size = 0
     for file in files:
-        with contextlib.suppress(OSError):  # removed meanwhile
+        with contextlib.suppress(OSError):  # already removed
             size += 0 if file.is_dir() else file.stat().st_size
     return size
 

@@ -90,7 +90,7 @@ def make_folder(folder: Path, *, mode: int = 0o700) -> None:
     try:
         folder.mkdir(mode=mode, exist_ok=True)
     except FileNotFoundError:
-        make_folder(folder.parent, mode=mode)  # mkdir(parents=True) gives them other permissions
+        make_folder(folder.parent, mode=mode)  # mkdir(parents=True) would create parents with other permissions
         folder.mkdir(mode=mode, exist_ok=True)
 
 
@@ -184,7 +184,7 @@ def read_content(path: Path) -> bytes:
     for may_retry in (True, False):
         try:
             with open_file(path) as file:
-                # by its size: to read up to a bound takes memory for the bound, of which a rank may have none left
+                # Reads exactly the size: a read with an upper limit allocates memory for that limit.
                 if (size := os.fstat(file.fileno()).st_size) > _MAX_BYTES:
                     raise make_damaged_error(path, f"it is larger than {_MAX_BYTES >> 20} MiB")
                 return file.read(size)
@@ -237,7 +237,7 @@ def write_record(path: Path, record: "BaseModel") -> None:
     """
     try:
         text = record.model_dump_json(indent=1)
-    except ValueError as error:  # of a name with other bytes than those of UTF-8
+    except ValueError as error:  # a file name in the record is not valid UTF-8
         hint = "use folders and files whose names are UTF-8; convmv -t utf8 renames them"
         raise CannotWrite(f"{path} cannot be written: a path or text in it is not UTF-8", hint) from error
     write_atomic(path, text + "\n")
@@ -254,7 +254,7 @@ def read_record(path: Path, kind: "type[T] | TypeAdapter[T]") -> T | None:
         BadMeasurements: it is damaged.
         TulaError: it cannot be read.
     """
-    from pydantic import TypeAdapter, ValidationError  # what reads no record imports no pydantic
+    from pydantic import TypeAdapter, ValidationError  # imported late, because it is slow and needed for records only
 
     try:
         content = read_content(path)
@@ -370,11 +370,11 @@ def read_json_lines(
     with file:
         if last_bytes is not None and file.seek(0, os.SEEK_END) > last_bytes:
             file.seek(-last_bytes, os.SEEK_END)
-            file.readline()  # half a line
+            file.readline()  # skips the partial first line
         else:
             file.seek(0)
         for line in read_lines(file):
-            # A lost node may leave a line of which some blocks were never written: what is no object is left out.
+            # A lost node may leave a line with unwritten blocks, so lines that are not JSON objects are skipped.
             if (
                 line.endswith(b"\n")
                 and (is_wanted is None or is_wanted(line))
@@ -393,10 +393,10 @@ def read_lines(file: BinaryIO, *, longest: int = MAX_LINE) -> Iterator[bytes]:
         longest: maximum bytes of a piece, including its line end.
     """
     while line := file.readline(longest):
-        if not line.strip(b"\0"):  # a hole of a sparse file may be of any size
+        if not line.strip(b"\0"):  # only zero bytes: skip the hole of a sparse file, which may be very large
             try:
                 file.seek(os.lseek(file.fileno(), file.tell(), os.SEEK_DATA))
-            except OSError:  # there is nothing more
+            except OSError:  # no data after the hole
                 return
         yield line
 
@@ -478,7 +478,7 @@ def open_to_append(path: Path) -> BinaryIO:
     """
     try:
         make_folder(path.parent)
-        # a pipe without a reader would hold it up
+        # O_NONBLOCK: opening a pipe without a reader would block.
         file = os.open(
             path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600
         )
@@ -498,22 +498,22 @@ def open_to_append(path: Path) -> BinaryIO:
 
 # --- Reads that see the newest state
 #
-# NFS and FUSE keep for up to a minute what a file's attributes are, where a name leads, and that a name leads nowhere. One call
-# (Linux's statx with AT_STATX_FORCE_SYNC) has them ask the server; what has changed then makes what was kept of a folder's
-# content void as well. Where there is no such call, or the file system keeps nothing, it is a stat like any other.
+# NFS and FUSE cache file attributes and lookups by name, including failed ones, for up to a minute. Linux's statx with
+# AT_STATX_FORCE_SYNC makes them query the server; a change found this way also invalidates the cached content of the folder.
+# Without this call, or on a file system without a cache, it is an ordinary stat.
 
 MAX_ATTRIBUTE_LAG = 60.0
 """Seconds after which a file written by another machine becomes visible at the latest."""
-_AT_FDCWD = -100  # AT_FDCWD
-_AT_STATX_FORCE_SYNC = 0x2000  # AT_STATX_FORCE_SYNC
-_STATX_BASIC_STATS = 0x7FF  # STATX_BASIC_STATS
-_STATX_BYTES = 256  # bytes of a struct statx
-_INODE, _MODIFIED = 32, 112  # bytes before these fields
+_AT_FDCWD = -100
+_AT_STATX_FORCE_SYNC = 0x2000
+_STATX_BASIC_STATS = 0x7FF
+_STATX_BYTES = 256  # size of struct statx
+_INODE, _MODIFIED = 32, 112  # byte offsets of these fields in struct statx
 _REFUSED_ERRNOS = (
     errno.ENOSYS,
     errno.EPERM,
     errno.EINVAL,
-)  # by kernels before 4.11, and by containers that do not know it
+)  # errors of kernels before 4.11, and of containers that do not allow statx
 
 
 def read_file_identity(path: Path) -> tuple[int, int] | None:

@@ -39,20 +39,20 @@ def _make_column(values: Sequence[Any]) -> "pd.Series[Any]":
     return pd.Series(values, dtype="Int64" if are_integers else None)
 
 
-# --- Tables of one kind of record
+# --- Tables of records
 
 
 @dataclass(frozen=True)
 class Column:
     """A column of a table of records: a field of the record, or of a record nested in it."""
 
-    name: str  # of the field; that of a nested record has the name of its parent before it: parts_steps
+    name: str  # name of the column: the field, prefixed by its parent if nested, as in parts_steps
     field: str
     parent: str  # field of the record that holds the nested one; empty for a field of the record itself
-    dtype: str  # of numpy; an optional number is a float64, nan where it is unknown
+    dtype: str  # numpy dtype; optional numbers are float64 with nan for None
     is_integer: bool
     is_optional: bool
-    description: str  # with the unit
+    description: str  # including the unit
 
     def get_value(self, record: Record) -> Any:
         """Return the value of the column for a record; None if the nested record is missing."""

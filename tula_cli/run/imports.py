@@ -76,18 +76,18 @@ def _compute_digest_of_content(path: Path, _stamp: tuple[int, int]) -> str:
 
 _EXCLUDED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
 _TULA_PACKAGE = Path(__file__).resolve().parents[1]
-_SUFFIXES = (*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES)  # in the order in which python prefers them
+_SUFFIXES = (*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES)  # in python's order of preference
 
 
 @dataclass(frozen=True)
 class Source:
     """The code that a submission runs, and the weights from which it starts."""
 
-    workdir: Path  # where the ranks work
-    digest: str  # of the files that the spec leads to; empty where it names no code of the user's own
-    kept: str = ""  # name of the earlier snapshot that is used again; empty where a new one is taken
+    workdir: Path  # working directory of the ranks
+    digest: str  # digest of the files imported through the spec; empty if it names none of the user's code
+    kept: str = ""  # name of the earlier snapshot to reuse; empty if a new one is taken
     warnings: tuple[Diagnostic, ...] = ()
-    weights: str = ""  # digest of the file of first weights; empty where there is none
+    weights: str = ""  # digest of the file with initial weights; empty without one
 
     @property
     def identity(self) -> str:
@@ -95,7 +95,7 @@ class Source:
         return add_weights_digest(self.digest, self.weights)
 
 
-# --- which files
+# --- Imported files
 
 
 def import_strings(spec: JobSpec) -> tuple[str, ...]:
@@ -193,7 +193,7 @@ def import_roots(workdir: Path, path: Iterable[str]) -> list[Path]:
     for entry in path:
         folder = (workdir / entry).resolve()
         if any(folder.is_relative_to(prefix) for prefix in python):
-            continue  # an interpreter in the user's own folder, with its library
+            continue  # standard library or packages of an interpreter that lies in the working directory
         if folder.is_relative_to(real) and folder.is_dir():
             below = folder.relative_to(real)
             if not any(
@@ -229,7 +229,7 @@ def resolve_module(module: str, roots: Iterable[Path]) -> list[Path]:
 
 def _resolve_name(name: str, folders: Iterable[Path]) -> tuple[Path | None, list[Path]]:
     """Return the file of one component of a module's name, and the folders of the next one, in python's order."""
-    portions = []  # of a namespace package: folders without __init__.py
+    portions = []  # parts of a namespace package: folders without __init__.py
     for place in folders:
         folder = place / name
         is_folder = bool(name) and folder.is_dir() and not is_foreign(folder)
@@ -259,7 +259,7 @@ def _list_imported_files(file: Path, workdir: Path, roots: Sequence[Path]) -> It
                 folders = [file.parents[level - 1]] if 0 < level <= len(file.parents) else roots
                 if level and not folders[0].is_relative_to(workdir):
                     continue
-                for alias in names:  # a submodule or a mere attribute: the files tell
+                for alias in names:  # a submodule, or an attribute for which there is no file
                     yield from resolve_module(f"{base}{alias.name}", folders)
             case ast.Call(func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module")):
                 if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
@@ -272,7 +272,7 @@ def _parse_nodes(file: Path) -> list[ast.AST]:
         return []
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the user's string escapes
+            warnings.simplefilter("ignore")  # invalid escapes in the user's strings
             return list(ast.walk(ast.parse(_read_file(file))))
     except (SyntaxError, ValueError, RecursionError):
         return []

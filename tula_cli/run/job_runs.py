@@ -53,10 +53,10 @@ def make_runs(root: Path, spec: JobSpec, *, code: str = "") -> tuple[Run, ...]:
 def list_siblings(run: RunDir) -> list[RunDir]:
     """Return all existing runs of the job that a run is of, the run itself included."""
     variant = run.read_variant()
-    if variant is None or variant.in_addition == "length":  # of another text length, which earlier versions measured
+    if variant is None or variant.in_addition == "length":  # measured by an earlier version at another text length
         return [run]
     siblings = [RunDir(run.path.parent / name) for name in variant.runs]
-    if run.path not in [sibling.path for sibling in siblings]:  # it has no siblings, or was copied under another name
+    if run.path not in [sibling.path for sibling in siblings]:  # no siblings, or a copy of a run under another name
         return [run]
     variants = [(sibling, sibling.read_variant()) for sibling in siblings if sibling.exists]
     return [sibling for sibling, other in variants if other is None or other.in_addition != "length"]
@@ -153,7 +153,7 @@ def save_runs(runs: Sequence[Run], file: JobFile | None) -> None:
             run.write_variant(run.part.model_copy(update={"chosen": stored.chosen if stored else ""}))
 
 
-# --- Which of the runs
+# --- Selection of runs
 
 
 def list_runs_with_data(runs: Sequence[Run]) -> list[Run]:
@@ -259,7 +259,7 @@ def _run_different_code(first: Run, other: Run) -> bool:
     return bool(digests and others) and digests.isdisjoint(others)
 
 
-# --- The job file that the settings come from
+# --- Comparison with the job file
 
 
 @dataclass(frozen=True)
@@ -267,10 +267,10 @@ class ConfigDrift:
     """A job file that no longer matches the settings of its run."""
 
     file: JobFile
-    changes: Mapping[str, tuple[Any, Any]]  # by key: the run's value and the file's; None where there is none
-    trains: bool = True  # whether a training would be another: more than prices and the search may have changed
-    elsewhere: bool = False  # whether the file now belongs to another run: what was measured does not hold for it
-    problem: str = ""  # why the file cannot be used; then nothing is known of its values
+    changes: Mapping[str, tuple[Any, Any]]  # key -> (value of the run, value of the file); None for a missing value
+    trains: bool = True  # the changes affect trainings, not only prices or the search
+    elsewhere: bool = False  # the file now leads to another run, because measurements of this run do not apply to it
+    problem: str = ""  # why the file cannot be read, in which case `changes` is empty; else empty
 
 
 def find_settings_origin(run: RunDir, job: Path | None, overrides: Sequence[str]) -> JobFile | None:
@@ -327,7 +327,7 @@ def find_config_drift(run: Run, overrides: Sequence[str] = ()) -> ConfigDrift | 
         overrides: `a.b=c`, of this command.
     """
     file = find_settings_origin(run, None, overrides)
-    if file is None or not os.path.isfile(file.path):  # noqa: PTH113 - never raises: it may be in another user's folder
+    if file is None or not os.path.isfile(file.path):  # noqa: PTH113 - raises no PermissionError in another user's folder
         return None
     try:
         job = load_spec(Path(file.path), overrides=file.overrides)

@@ -44,7 +44,7 @@ class FolderLock:
             owner = _read_owner(self.path)
             if self._is_stale(owner):
                 self._break_lock(owner)
-            require_ownership(self.path)  # nobody knows for how long: it is told at once
+            require_ownership(self.path)  # another user may hold it indefinitely, so raise at once
             return owner or "another process"
         except OSError as error:
             raise write_error(self.path, error) from error
@@ -68,7 +68,7 @@ class FolderLock:
 
     def _break_lock(self, owner: str) -> None:
         aside = self.path.with_name(f".lock.{socket.gethostname()}.{os.getpid()}")
-        with contextlib.suppress(OSError):  # another process may have taken it over meanwhile
+        with contextlib.suppress(OSError):  # another process may have broken it meanwhile
             self.path.rename(aside)
             if _read_owner(aside) == owner:
                 shutil.rmtree(aside)
@@ -79,10 +79,10 @@ class FolderLock:
         host, _, pid = owner.partition(":")
         if host == socket.gethostname() and pid.isdigit() and not Path(f"/proc/{pid}").exists():
             return True
-        try:  # of another host, or this one's pid is by now that of another process
+        try:  # owned by another host, or the pid on this host may be reused
             return _read_file_system_time(self.path.parent) - self.path.stat().st_mtime > STALE_SECONDS
         except OSError:
-            return False  # given back just now
+            return False  # just released
 
 
 def _read_file_system_time(folder: Path) -> float:

@@ -33,7 +33,7 @@ def copy_of_run(*, original: str) -> str:
     return f"This run is a copy of {original}. The jobs of that run are not shown or cancelled here."
 
 
-# --- The code that runs
+# --- Code snapshots
 
 
 @diagnostic

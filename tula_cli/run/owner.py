@@ -72,7 +72,7 @@ def make_ownership_error(path: Path, *, change: bool = False) -> NotYours | None
     for place in (path, *path.parents):
         try:
             mode = place.lstat().st_mode
-        except OSError:  # not there, or in a folder that nobody else may look into
+        except OSError:  # missing, or in a folder that only its owner can read
             continue
         closed = stat.S_ISDIR(mode) and not _has_access(place, os.R_OK | os.X_OK)
         if (owner := find_other_owner(place)) and (closed or _is_in_run(place)):
@@ -101,7 +101,7 @@ def _make_ownership_error(path: Path, owner: str, what: str) -> NotYours:
 
 
 def _is_in_run(place: Path) -> bool:
-    return any(os.path.exists(folder / _RUN) for folder in (place, *place.parents))  # noqa: PTH110 - raises nothing
+    return any(os.path.exists(folder / _RUN) for folder in (place, *place.parents))  # noqa: PTH110 - raises no PermissionError
 
 
 def _has_access(path: Path, how: int) -> bool:

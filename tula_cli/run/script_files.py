@@ -29,7 +29,7 @@ from tula_cli.run.records.tasks import CodeSnapshot
 from tula_cli.run.secrets import CODE_SUFFIXES, is_key_file
 from tula_cli.spec.scripts.script import LAUNCHER_PACKAGES, Script, fill, find_placeholders
 
-# --- The file that a command names
+# --- The program of a command
 
 SHELL_SUFFIXES = (".sh", ".bash")
 SCRIPT_SUFFIXES = (".py", *SHELL_SUFFIXES)
@@ -49,12 +49,12 @@ class NoCommandFile(SpecError):
 class Program:
     """The user's program that a command runs. Paths are absolute."""
 
-    file: Path  # without symbolic links, as python sees its own script; that of a module as it is found
-    root: Path  # the folder that python puts first among those it imports from
-    module: str = ""  # as the command has it after -m; empty where it names the file
+    file: Path  # with symbolic links resolved, as python does for a script; for a module, as found on the import path
+    root: Path  # first entry of python's import path
+    module: str = ""  # module name after -m; empty if the command names a file
 
 
-# --- which it is
+# --- Recognition
 
 
 def split_command(command: str) -> list[str]:
@@ -87,7 +87,7 @@ def find_program(words: Sequence[str], workdir: Path, *, path: Sequence[str] | N
         if role is _Role.MODULE:
             if program := _find_module(word, home, sys.path[1:] if path is None else path):
                 return program
-            # What the options of an installed program name need not be there yet.
+            # Files in the options of an installed program need not exist yet.
             lenient = lenient or word.partition(".")[0] not in LAUNCHER_PACKAGES
         elif role is _Role.INLINE or (role is _Role.RUN and _is_unknown(word, home)):
             return None
@@ -108,16 +108,16 @@ def _make_missing_file_error(what: str) -> NoCommandFile:
 
 class _Role(Enum):
     FIRST = auto()
-    RUN = auto()  # what python or a shell is given to run
-    MODULE = auto()  # after -m
-    INLINE = auto()  # what python or a shell is given is no file
-    OPTION = auto()  # and the value of one of python's or a shell's
+    RUN = auto()  # file that python or a shell runs
+    MODULE = auto()  # module name after -m
+    INLINE = auto()  # code on the command line, after -c
+    OPTION = auto()  # an option, or the value of an option of python or a shell
     WORD = auto()
 
 
 def _classify_words(words: Sequence[str]) -> Iterator[tuple[int, _Role]]:
     """Yield the position and role of each word."""
-    python = shell = False  # what it runs is yet to come
+    python = shell = False  # a python or shell command was found whose file has not followed yet
     ahead: _Role | None = None
     for position, word in enumerate(words):
         role, ahead = ahead, None
@@ -141,7 +141,7 @@ def _classify_words(words: Sequence[str]) -> Iterator[tuple[int, _Role]]:
 def _find_file(word: str, role: _Role, home: Path) -> Path | None:
     """Return the file that a word names if the command runs it."""
     file = home / word
-    if role is _Role.OPTION or not os.path.isfile(file):  # noqa: PTH113 - a word may be too long for a name
+    if role is _Role.OPTION or not os.path.isfile(file):  # noqa: PTH113 - raises no OSError if the word is too long for a file name
         return None
     file = file.resolve()
     is_direct_program = role is _Role.FIRST and "/" in word and file.is_relative_to(home)
@@ -150,7 +150,7 @@ def _find_file(word: str, role: _Role, home: Path) -> Path | None:
 
 def _is_unknown(word: str, home: Path) -> bool:
     """Return whether the argument that python runs is known only to the job, or is a folder."""
-    return not word or os.path.isdir(home / word)  # noqa: PTH112 - a word may be too long for a name
+    return not word or os.path.isdir(home / word)  # noqa: PTH112 - raises no OSError if the word is too long for a file name
 
 
 def _is_installed(file: Path, home: Path) -> bool:
@@ -172,7 +172,7 @@ def _find_module(module: str, home: Path, path: Sequence[str]) -> Program | None
     return None
 
 
-# --- its place in a snapshot
+# --- Paths in a snapshot
 
 
 def move_command_to_snapshot(words: Sequence[str], workdir: Path, code: Path | None) -> list[str]:
@@ -228,11 +228,11 @@ def _read_snapshot_record(code: Path | None) -> CodeSnapshot | None:
     return code_snapshot
 
 
-# --- What it imports and reads
+# --- Files to copy
 #
-# A script that lies in a git repository comes with all of it, wherever it was called from: with what git tracks, and with
-# text files that it has not been told to ignore. Another comes with the code and the settings under its own folder, and with
-# what its import statements lead to under the folder where tula was called.
+# For a script in a git repository, the whole repository is copied, wherever tula was called: all tracked files, and untracked
+# text files that git does not ignore. For another script, the code and settings under its folder are copied, and the files
+# imported from the folder where tula was called.
 
 SETTINGS_SUFFIXES = {".yaml", ".yml", ".toml", ".cfg", ".ini", ".conf", ".gin", ".json"}
 SUFFIXES_WITHOUT_GIT = {*SCRIPT_SUFFIXES, ".yaml", ".yml", ".json", ".toml", ".cfg"}
@@ -308,7 +308,7 @@ def list_script_warnings(script: Script, workdir: Path) -> tuple[Diagnostic, ...
     return ()
 
 
-# --- which files there are
+# --- Candidates
 
 
 def _list_files(program: Program, home: Path, path: Sequence[str]) -> tuple[Path, dict[Path, bool], list[Path]]:
@@ -348,7 +348,7 @@ def _walk_folder(start: Path) -> tuple[list[Path], list[Path]]:
     return files, [*left_out, *waiting]
 
 
-# --- which of them are copied
+# --- Selection of copied files
 
 
 def _select_own_files(program: Program, base: Path, listed: Iterable[Path]) -> list[Path]:
@@ -406,7 +406,7 @@ def _is_text(file: Path) -> bool:
         return False
 
 
-# --- which of those are in the digest
+# --- Selection of files in the digest
 
 
 def _belongs_to_code(file: Path, *, tracked: bool, named: set[Path]) -> bool:
@@ -430,7 +430,7 @@ def _is_job(file: Path) -> bool:
     return bool(re.search(r"^script:", text, re.MULTILINE)) and bool(re.search(r"\bcommand:", text))
 
 
-# --- from where python imports them
+# --- Import paths
 
 
 def _list_source_roots(

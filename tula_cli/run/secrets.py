@@ -42,7 +42,7 @@ _NAMED = re.compile(
 )
 _IN_URL = re.compile(
     r"(://[^/@\s:]*:)[^/\s]*@|(://)[A-Za-z0-9_-]{16,}@"
-)  # a URL with a password, or a token as its user
+)  # a URL with a password, or with a token as user name
 _IN_QUERY = re.compile(
     r"([?&;](?:[\w.-]{0,99}(?:sig|signature|token|key|auth|authorization|passwd|password|pwd|pass|secret|credential|sas|cookie|jwt)"
     r"|code)=)[^&\s'\"#;]+",
@@ -52,7 +52,7 @@ _VALUE = r"""(?!\*\*\*)("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|["'][^"'\n]+|[^\s,;&
 _ASSIGNED = re.compile(
     rf"""((?<![\w-])(?!PWD=["']?/)(?:{_SHORT_NAME})(?:=|["']:\s*|(?<=[A-Z]):\s*)|--?(?i:{_SHORT_NAME})(?:=|\s+)){_VALUE}"""
     rf"""|((?<![\w-])(?!PWD=["']?/)(?i:{_SHORT_NAME})(?:=|["']:\s*)){_VALUE}"""
-)  # in small letters a colon alone is no proof: "forward pass: 3 ms"; PWD with a path is the shell's current directory
+)  # after a lower-case name a colon alone does not count ("forward pass: 3 ms"); PWD=/path is the shell's working directory
 _BEARER = re.compile(
     r"(\b(?:(?:Proxy-)?Authorization:\s*(?:[A-Za-z]+\s+)?|(?:Bearer|Basic|Set-Cookie:|Cookie:)\s+))(?!(?:Bearer|Basic)\s)[^\s'\",]{6,}",
     re.IGNORECASE,

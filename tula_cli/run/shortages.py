@@ -27,7 +27,7 @@ def allocate_reserve(run: Path) -> None:
     if not (run / RESERVE_NAME).exists():
         write_atomic(
             run / RESERVE_NAME, os.urandom(RESERVE_BYTES)
-        )  # a file of zeros takes no block where the file system compresses
+        )  # random bytes, because a compressing file system would store zeros without using space
 
 
 def release_reserve(run: Path) -> None:

@@ -34,7 +34,7 @@ def is_moved(job: Job, run_path: Path) -> bool:
         job: of the run.
         run_path: resolved path of the run.
     """
-    return bool(job.folder) and Path(job.folder) != run_path and not os.path.exists(job.folder)  # noqa: PTH110 - never raises
+    return bool(job.folder) and Path(job.folder) != run_path and not os.path.exists(job.folder)  # noqa: PTH110 - raises no PermissionError
 
 
 def is_of_another_run(job: Job, run_path: Path) -> bool:
@@ -43,7 +43,7 @@ def is_of_another_run(job: Job, run_path: Path) -> bool:
     Args: as of `is_moved`.
     """
     job_folder = Path(job.folder)
-    is_there = os.path.exists(job_folder / f"jobs/{job.id}.json")  # noqa: PTH110 - never raises: it may be another user's
+    is_there = os.path.exists(job_folder / f"jobs/{job.id}.json")  # noqa: PTH110 - raises no PermissionError in another user's folder
     if not job.folder or job_folder == run_path or not is_there:
         return False
     return not job_folder.samefile(run_path)
@@ -69,7 +69,7 @@ class Snapshot:
         """Resolved path of the run."""
         return self.path.resolve()
 
-    # --- tasks, jobs, attempts
+    # --- Tasks, jobs and attempts
 
     @cached_property
     def _all_tasks(self) -> list[Task]:
@@ -172,7 +172,7 @@ class Snapshot:
         rows = read_text(self.path / f"jobs/{job_id}.released").splitlines()
         return {id_: why for id_, _, why in (row.partition(" ") for row in rows)}
 
-    # --- results
+    # --- Results
 
     @cached_property
     def _readable(self) -> tuple[list[Result], list[BadMeasurements]]:
@@ -248,7 +248,7 @@ class Snapshot:
         ]
         return [*of_records, *(warning for training in trainings for warning in list_curve_warnings(training))]
 
-    # --- what the scheduler kept
+    # --- Logs of the scheduler
 
     @cached_property
     def _scheduler_files(self) -> Mapping[str, list[Path]]:
@@ -272,7 +272,7 @@ class Snapshot:
             (path for path in self.list_started_logs(ids) if path.stat().st_size), key=lambda path: path.stat().st_mtime
         )
 
-    # ---
+    # --- Reading
 
     def _read_folder(self, folder: str, kind: type[T] | TypeAdapter[T]) -> tuple[list[T], list[BadMeasurements]]:
         """Return the readable records of a folder, and the errors of the others."""

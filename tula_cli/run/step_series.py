@@ -34,19 +34,19 @@ class StepRow(NamedTuple):
     In a row of one step, mean, low and high are the same number.
     """
 
-    samples: int  # seen at the end of its last step
-    steps: int
+    samples: int  # samples trained at the end of its last step
+    steps: int  # optimizer steps
     batch: int  # global
-    lr: float  # of its last step
+    lr: float  # learning rate of its last step
     norm: float | None = None  # mean |G|
     norm_low: float | None = None
     norm_high: float | None = None
     delta: float | None = None  # mean Delta(G)
     delta_low: float | None = None
     delta_high: float | None = None
-    scaled: float | None = None  # share of its steps
-    factor: float | None = None  # mean over those
-    last: float | None = None  # |G| of its last step: what the next one's change is of
+    scaled: float | None = None  # share of its steps in which gradients were scaled
+    factor: float | None = None  # mean scaling factor over these steps
+    last: float | None = None  # |G| of its last step, relative to which Delta(G) of the next step is computed
 
     @classmethod
     def from_step(
@@ -101,21 +101,19 @@ class StepSeries:
     If `steps` is 1, mean, low and high are the same number.
     """
 
-    samples: list[int] = field(default_factory=list)  # seen at the end of its last step
+    samples: list[int] = field(default_factory=list)  # samples trained at the end of the last step of the entry
     steps: list[int] = field(default_factory=list)  # optimizer steps
     batch: list[int] = field(default_factory=list)  # global
-    lr: list[float] = field(default_factory=list)  # of its last step
-    norm: list[float | None] = field(
-        default_factory=list
-    )  # mean |G|, before it is clipped and scaled; None: not finite
+    lr: list[float] = field(default_factory=list)  # learning rate of the last step of the entry
+    norm: list[float | None] = field(default_factory=list)  # mean |G| before clipping and scaling; None if not finite
     norm_low: list[float | None] = field(default_factory=list)
     norm_high: list[float | None] = field(default_factory=list)
-    # mean Delta(G), Eq. 5; None in the first step of all and at another batch
+    # mean Delta(G), Eq. 5; None in the first step, and in the first step at another batch
     delta: list[float | None] = field(default_factory=list)
     delta_low: list[float | None] = field(default_factory=list)
     delta_high: list[float | None] = field(default_factory=list)
-    scaled: list[float | None] = field(default_factory=list)  # share of the steps; None where the method scales none
-    factor: list[float | None] = field(default_factory=list)  # mean factor of those that were scaled
+    scaled: list[float | None] = field(default_factory=list)  # share of scaled steps; None if the method scales none
+    factor: list[float | None] = field(default_factory=list)  # mean scaling factor over the scaled steps
 
 
 def to_columns(rows: Sequence[StepRow]) -> StepSeries:
@@ -144,7 +142,7 @@ def join_neighbours(
     return joined_rows
 
 
-# --- lines
+# --- Lines
 
 
 def format_rows(rows: Iterable[StepRow]) -> str:
@@ -233,7 +231,7 @@ def _read_column(content: Any, count: int) -> list[float | None] | None:
     return [None if value is None else float(value) for value in values]
 
 
-# --- numbers
+# --- Numbers
 
 
 def round_value(name: str, value: float | None) -> float | None:
@@ -250,7 +248,7 @@ def _join_spreads(name: str, first: StepRow, second: StepRow) -> list[float | No
     means, lows, highs = ([getattr(row, column) for row in known_rows] for column in columns)
     mean = round_value(name, _compute_weighted_mean(means, (first.steps, second.steps)))
     assert mean is not None
-    # a damaged row may lack its bounds
+    # a damaged row may have no low and high; use its mean
     low, high = (
         choose(value if bound is None else bound for value, bound in zip(means, bounds, strict=True))
         for choose, bounds in ((min, lows), (max, highs))

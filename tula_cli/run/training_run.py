@@ -86,7 +86,7 @@ class TrainingRun:
     def path(self) -> Path:
         return self.run / "train" / self.signature
 
-    # --- what was started; nothing of other trainings is read
+    # --- Tasks and attempts of this training
 
     def read_tasks(self) -> list[TrainTask]:
         """Return the task of each relaunch, first attempt first."""
@@ -114,7 +114,7 @@ class TrainingRun:
             return None
         return newest
 
-    # --- how far it is
+    # --- Progress and result
 
     def read_result(self) -> TrainResult | None:
         return self._read(self.path / "result.json", TrainResult)
@@ -211,7 +211,7 @@ class TrainingRun:
             if name in records:
                 records[name]()
 
-    # --- checkpoints and metrics
+    # --- Checkpoints and metrics
 
     def get_checkpoint_path(self, samples: int, *, shares: bool = False) -> Path:
         """Return the path of a checkpoint: a file of torch.save, or a folder for a sharded model."""
@@ -317,7 +317,7 @@ def _read_sampled_rows(path: Path, _changed: int, size: int) -> tuple[dict[str, 
     every = 1 + size // _SAMPLED
     number = itertools.count()
     rows: list[dict[str, Any]] = []
-    skipped: tuple[int, bytes] | None = None  # the newest step, if it is none of the rows, and its place among them
+    skipped: tuple[int, bytes] | None = None  # (index in rows, line) of the newest step if it was left out
 
     def wanted(line: bytes) -> bool:
         nonlocal skipped
@@ -329,7 +329,7 @@ def _read_sampled_rows(path: Path, _changed: int, size: int) -> tuple[dict[str, 
         return True
 
     for row in filter(_is_whole, read_json_lines(path, is_wanted=wanted)):
-        rows.append(row)  # noqa: PERF402 - `wanted` counts them meanwhile
+        rows.append(row)  # noqa: PERF402 - `wanted` reads len(rows) meanwhile
     if skipped is not None and (newest := parse_json_object(skipped[1])) is not None and _is_whole(newest):
         rows.insert(skipped[0], newest)
     return tuple(rows)

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 UNIT = 512
-SMALL = 2**20  # the largest request of the small pool, and the least remainder that is split off in the large one
+SMALL = 2**20  # largest request of the small pool, and smallest remainder that is split off in the large pool
 SMALL_SEGMENT = 2 * 2**20
 LARGE_SEGMENT = 20 * 2**20
-OWN_SEGMENT_FROM = 10 * 2**20  # from here on a request has a segment of its own
+OWN_SEGMENT_FROM = 10 * 2**20  # requests of at least this size get their own segment
 SEGMENT_UNIT = 2 * 2**20
 
 
@@ -24,10 +24,10 @@ SEGMENT_UNIT = 2 * 2**20
 class Usage:
     """Peaks over a sequence of allocations. Bytes."""
 
-    allocated: int  # blocks handed out
-    reserved: int  # segments taken from the device
-    flushes: int = 0  # how often the last turn had to give the cache back for room
-    fits: bool = True  # False where even that made none
+    allocated: int  # peak of allocated blocks
+    reserved: int  # peak of segments reserved on the device
+    flushes: int = 0  # how often the last iteration released the cache to make space
+    fits: bool = True  # False if memory was insufficient even after releasing the cache
 
 
 class NoDeviceMemory(Exception):

@@ -13,12 +13,12 @@ from tula_cli.run.records.probes import Measured, ScriptObservation
 from tula_cli.run.records.scripts import LearningRates, RankResult, ScriptStep
 from tula_cli.spec.sections import LEAST_STEPS
 
-_USUAL = 0.5  # what goes on in more than this share of the steps is how the script steps, not a disturbance
-_SAME_POWER = 0.1  # between two exponents of the batch
-STREAM = "_InfiniteConstantSampler"  # torch's, of an IterableDataset
-_SAME_BATCH = 0.1  # share by which the samples of a step may come to differ before that is a change
-_NEWEST = 3  # steps at least, in which a change shows
-_ABOUT = 0.05  # share by which a dataset_size that a person has given may be off
+_USUAL = 0.5  # activities in more than this share of the steps are part of a normal step
+_SAME_POWER = 0.1  # difference of exponents of the batch that is ignored
+STREAM = "_InfiniteConstantSampler"  # sampler that torch uses for an IterableDataset
+_SAME_BATCH = 0.1  # relative change of the samples per step that is ignored
+_NEWEST = 3  # minimum number of newest steps that are checked for a change
+_ABOUT = 0.05  # tolerated relative error of a dataset_size given by the user
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class JointStep:
     seconds: float
     wait: float | None
     samples: float | None
-    causes: tuple[str, ...]  # why it is not like the others, on any rank
+    causes: tuple[str, ...]  # why the step is not representative, from any rank; empty if it is
 
 
 def join_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ...]:
@@ -84,7 +84,7 @@ def list_mismatches(ranks: Sequence[RankResult]) -> list[Diagnostic]:
         ranks: results of the ranks, at least one.
     """
     if (world := _check_world(ranks)) is not None:
-        return [world]  # what a step of all ranks does is not known then
+        return [world]  # with missing ranks, the other checks are not possible
     candidates = [_check_batch(ranks), _check_accumulation(ranks), _check_epoch(ranks)]
     return [mismatch for mismatch in candidates if mismatch is not None]
 
@@ -118,7 +118,7 @@ def _check_batch(ranks: Sequence[RankResult]) -> Diagnostic | None:
         return None
     known = [sample for sample in samples if sample is not None]
     seen, newest = median(known), known[-max(_NEWEST, len(known) // 3) :]
-    grown = seen == expected and expected not in newest  # a last batch that is smaller is no change
+    grown = seen == expected and expected not in newest  # a smaller last batch is no change
     if grown:
         seen = median(newest)
     if seen == expected:
@@ -138,7 +138,7 @@ def _check_accumulation(ranks: Sequence[RankResult]) -> Diagnostic | None:
     batches = [step.batches for step in steps if step.batches is not None]
     seen = median(batches or [step.backwards for step in steps])
     if expected in (seen, median(step.backwards for step in steps)) or not seen:
-        return None  # an engine without torch's loaders and backward passes shows neither
+        return None  # neither is visible for engines without torch's loaders and backward passes
     return messages.micro_batches_differ(expected=expected, observed=seen)
 
 
@@ -154,9 +154,9 @@ def _check_epoch(ranks: Sequence[RankResult]) -> Diagnostic | None:
         return None
     given = ranks[0].expected.dataset
     if given is not None and loader.sampler == STREAM:
-        return None  # its length is what the dataset says of itself, of a rank's part or of all
+        return None  # its length is defined by the dataset, and may be that of one rank or of all
     if (given is not None or _have_own_shards(ranks)) and abs(seen - size / batch) <= 1 + _ABOUT * size / batch:
-        return None  # a round figure, or shards that differ in their length
+        return None  # the given size may be rounded, and shards may differ in length
     return messages.epoch_steps_differ(
         expected=high, observed=math.ceil(seen), dataset_size=size, batch=batch, is_given=given is not None
     )
@@ -213,7 +213,7 @@ class ObservedRate:
     """The learning rate of one probe."""
 
     batch: int
-    given: float | None  # on the command line; None where it is left to the script
+    given: float | None  # learning rate on the command line; None if the script chooses it
     seen: float
 
     @classmethod
@@ -261,6 +261,7 @@ def warn_inconsistent_probes(measured: Iterable[Measured]) -> list[Diagnostic]:
         for batch, script in seen
         if (rate := ObservedRate.from_rates(batch, script.lr, script.lr_given)) is not None
     ]
-    has_rates = any(rate.given is not None for rate in rates)  # else it is the script's own matter
+    # if tula passes no learning rate, the script's scaling is intended
+    has_rates = any(rate.given is not None for rate in rates)
     differences = find_differences([script for _, script in seen]) if seen else []
     return [*differences, *(warn_scaling_of_script(rates) if has_rates else [])]

@@ -86,14 +86,14 @@ class WorkCount:
     """Number of steps, evaluations and refreshes of a training run at one configuration, or at each of many."""
 
     epochs: int
-    steps: Number  # optimizer steps an epoch; with a batch that grows as many as would take that long, on average
-    eval_batches: Number  # one evaluation, on each rank
-    refreshes: Number  # of the scaling factors, in the whole run, beside those that every step has
-    branches: Number = 0  # that a self-tuning training compares
-    branch_steps: Number = 0  # optimizer steps of all of them
+    steps: Number  # optimizer steps per epoch; with a ramp, the number at the final batch that takes as long
+    eval_batches: Number  # batches of one evaluation on each rank
+    refreshes: Number  # separate updates of the scaling factors in the whole run
+    branches: Number = 0  # branches that a self-tuning training compares
+    branch_steps: Number = 0  # optimizer steps of all branches
     branch_evals: Number = 0  # evaluation batches of one branch, on each rank
-    changes: Number = 0  # of the nodes (train.ramp_nodes), each with a start of its own
-    queued: Number = 0.0  # seconds that these wait for nodes
+    changes: Number = 0  # changes of the number of nodes (train.ramp_nodes); each restarts the ranks
+    queued: Number = 0.0  # total seconds that these restarts wait for nodes
 
 
 def count_work(
@@ -178,13 +178,13 @@ def compute_training_seconds(
         compute_checkpoint_interval(overheads.checkpoint, rate=rate) if checkpoint_every is None else checkpoint_every
     )
     stepping = work.steps * step_time + work.refreshes / work.epochs * _replace_unmeasured(overheads.refresh)
-    # The checkpoint at the end of an epoch starts the clock anew.
+    # The checkpoint at the end of an epoch restarts the interval.
     within = np.floor(stepping / interval)
     segment = np.where(within > 0, interval, 0.0)
     uninterrupted = stepping - within * segment + work.eval_batches * eval_batch
     epoch = _compute_expected_time(uninterrupted + save, restart=restart, rate=rate)
     epoch = epoch + _multiply(within, _compute_expected_time(segment + save, restart=restart, rate=rate))
-    # Each branch begins anew after an interruption.
+    # An interrupted branch restarts from its beginning.
     branch = work.branch_steps / np.maximum(1, work.branches) * step_time + work.branch_evals * eval_batch
     tuning = _multiply(work.branches, _compute_expected_time(branch, restart=restart, rate=rate))
     starts = (1 + work.changes) * _compute_expected_time(restart, restart=0.0, rate=rate)
@@ -217,8 +217,8 @@ class TrainingTime:
 
     work: WorkCount
     overheads: "Overheads | OverheadColumns"
-    checkpoint_every: Number  # seconds
-    rate: Number = 0.0  # interruptions a second
+    checkpoint_every: Number  # seconds between checkpoints
+    rate: Number = 0.0  # interruptions per second
 
     def compute_hours(self, step_time: Number) -> Number:
         """Return the hours at a step time (seconds); infinite if interruptions prevent the training from ending."""
@@ -375,9 +375,9 @@ class MaxCost:
     """An upper bound of the cost of jobs, and the price that it is based on."""
 
     node_hours_at_most: float
-    price_at_most: float | None  # None if it depends on memory that is not known
+    price_at_most: float | None  # None if it depends on an unknown memory size
     currency: str
-    price: str  # in words, with unit, source and date
+    price: str  # description with unit, source and date
 
 
 def compute_max_cost(spec: JobSpec, node_hours: float, capacity: int | None) -> MaxCost:
@@ -389,7 +389,8 @@ def compute_max_cost(spec: JobSpec, node_hours: float, capacity: int | None) -> 
         capacity: memory of one GPU, bytes; None if it is unknown.
     """
     pricing, most = spec.pricing, None
-    if (billing := pricing.slurm_billing) is not None:  # job by job it is cut to whole numbers, and no more than this
+    # SLURM truncates the billing of each job, so this is an upper bound
+    if (billing := pricing.slurm_billing) is not None:
         most = node_hours * (billing.node + billing.job) * billing.usage_factor * pricing.price
     elif pricing.kind != "gb_hour" or capacity is not None:
         gpus = spec.cluster.gpus_per_node
@@ -421,7 +422,7 @@ def describe_price(pricing: Pricing) -> str:
 class CheckpointSchedule:
     """Interval of the checkpoints that a script can resume from, in epochs, steps or seconds; all None if unknown."""
 
-    resumes: bool  # from a checkpoint at all
+    resumes: bool  # whether the script resumes from checkpoints
     save_request: str = "none"  # script.save
     epochs: int | None = None
     steps: int | None = None
@@ -505,7 +506,7 @@ def find_checkpoint_schedule(script: Script, saves: Iterable[Save], *, dataset_s
         dataset_size: samples of an epoch; None if unknown.
     """
     resume, observed_saves = script.resume, list(saves)
-    if resume is None and not observed_saves:  # there are some of a script that was seen to resume by itself
+    if resume is None and not observed_saves:  # a script without script.resume may still have resumed by itself
         return CheckpointSchedule(resumes=False, save_request=script.save)
     if not observed_saves:
         return CheckpointSchedule(True, script.save)

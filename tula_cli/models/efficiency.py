@@ -49,9 +49,9 @@ class Noise:
     scale: float
     low: float
     high: float
-    error: float | None  # standard error; None where the gradient is lost in its noise
+    error: float | None  # standard error; None if the gradient cannot be distinguished from its noise
     probes: int
-    epoch: float = 0.0  # at which it was measured; 0: at the start of training
+    epoch: float = 0.0  # epoch of the measurement; 0: start of the training
 
 
 @dataclass(frozen=True)

@@ -77,19 +77,19 @@ class Estimator:
     steps: StepTimeFit
     memory: MemoryModel
     power: PowerModel | None  # None if no probe measured its energy
-    capacity: int | None  # bytes of one GPU
+    capacity: int | None  # bytes of one GPU; None if unknown
     probes: Mapping[Probe, Measured]
-    ooms: tuple[Probe, ...]  # that were out of memory
-    trained: Mapping[Probe, Sequence[TrainedSteps]]  # by configuration, oldest first
+    ooms: tuple[Probe, ...]  # probes that ran out of memory
+    trained: Mapping[Probe, Sequence[TrainedSteps]]  # steps of trainings by configuration, oldest first
     dataset_size: int
     eval_size: int | None  # held-out samples; None if no probe reports it
     shutdown: float  # seconds from the last measurement of a job to its end
-    saving: CheckpointSchedule | None  # of a script: how often it writes a checkpoint to resume from
+    saving: CheckpointSchedule | None  # checkpoint schedule of a script; None without a script
     warnings: tuple[Diagnostic, ...]
-    held_up: bool  # by effects outside the models: only measured configurations are known
-    noise: NoisePath | None = None  # of the gradients, if the stages of a growing batch follow from it
-    queue: float = 0.0  # seconds that a job waits for nodes, as far as known
-    stages_by: StageObjective = "time"  # that the nodes of stages are chosen by (train.ramp_nodes)
+    held_up: bool  # steps are delayed by effects outside the models: only measured configurations are known
+    noise: NoisePath | None = None  # gradient noise, if the ramp is based on it; else None
+    queue: float = 0.0  # seconds that a job waits for nodes; 0 if unknown
+    stages_by: StageObjective = "time"  # quantity by which the nodes of stages are chosen (train.ramp_nodes)
 
     @classmethod
     def fit(
@@ -601,7 +601,7 @@ class Estimator:
         )
         work = self.stages.count_equivalent_work(work, stages)
         rate = cost.compute_interruption_rate(self.spec.pricing, nodes)
-        # As the ranks do it, who do not know which nodes they are on.
+        # The interval that the ranks use, which do not know whether they run on spot nodes.
         interval = cost.compute_checkpoint_interval(overheads.checkpoint, rate=rate) if every == "auto" else every
         if spot is None:
             return cost.TrainingTime(work, overheads, interval)

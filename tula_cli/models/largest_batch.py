@@ -26,10 +26,10 @@ class BatchBracket:
     """The largest local batch known to fit on one number of nodes, and the smallest above it known not to fit."""
 
     bounds: BatchBounds
-    step: int  # local batches are multiples of it: the accumulation steps
-    fitting: int  # 0 if no trial has fitted
-    failing: int | None  # None if every trial has fitted
-    model: MemoryModel | None  # of one rank; None without an estimate and a measurement
+    step: int  # accumulation steps, of which local batches are multiples
+    fitting: int  # largest local batch that fitted; 0 if none has
+    failing: int | None  # smallest local batch that did not fit; None if all trials fitted
+    model: MemoryModel | None  # memory model of one rank; None without an estimate and measurements
     capacity: int | None  # bytes of one GPU; None if unknown
 
     @classmethod

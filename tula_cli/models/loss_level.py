@@ -40,14 +40,14 @@ def compute_max_spike_steps(steps: int) -> int:
 class LossLevel:
     """Recent losses of one training and the state of the blow-up detection."""
 
-    newest: list[float] = field(default_factory=list)  # up to WINDOW
-    first: float | None = None  # level of the first steps
-    lowest: float = math.inf  # level
-    noise: float = 0.0  # standard deviation of single steps about the lowest level
-    sound: int = 0  # samples up to which the loss was as before
-    lr_factor: float = 0.0  # of the step at which the loss became too high; 0: it is not
-    above: float = 0  # steps since the level became too high, until it is sound; those of a partial rise count less
-    highest: float = 0.0  # level since then
+    newest: list[float] = field(default_factory=list)  # at most WINDOW
+    first: float | None = None  # level of the first WINDOW steps; None before
+    lowest: float = math.inf  # lowest level of the loss so far
+    noise: float = 0.0  # standard deviation of single losses at the lowest level
+    sound: int = 0  # samples up to which the loss was normal
+    lr_factor: float = 0.0  # learning-rate factor at the step where the loss became too high; 0: it is not too high
+    above: float = 0  # weighted number of steps since the level became too high; steps of a partial rise count less
+    highest: float = 0.0  # highest level since then
 
     def add(self, loss: float, *, samples: int, lr_factor: float) -> None:
         """Record the loss of the next step.

@@ -48,9 +48,10 @@ class _Point:
 
     micro_batch: float
     memory: Components | PeakMemory
-    room: float | None  # a multiple of the peak
-    on_heap: bool = False  # a measured peak of a process on the CPU
-    activations: float = math.nan  # of a peak alone: what the other terms leave of it, which may be less than nothing
+    room: float | None  # minimum device memory in a simulation, as a multiple of the peak; None for probes
+    on_heap: bool = False  # whether the peak is that of a process on the CPU
+    # for a probe that recorded only its peak: the peak less the other terms; may be negative
+    activations: float = math.nan
 
     @property
     def reserved_ratio(self) -> float:
@@ -85,7 +86,7 @@ class PiecewiseLinear:
         if np.ndim(x):
             xs, ys = np.array(xs), np.array(ys)
             piece = np.clip(np.searchsorted(xs, x, side="right") - 1, 0, len(xs) - 2)
-        else:  # tens of times as fast for a single place
+        else:  # for a single value, tens of times as fast as numpy
             piece = min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
         return ys[piece] + (ys[piece + 1] - ys[piece]) / (xs[piece + 1] - xs[piece]) * (x - xs[piece])
 
@@ -97,19 +98,17 @@ class PiecewiseLinear:
 class MemoryModel:
     """Eq. 3 with its coefficients. Bytes; slopes are bytes per sample of the micro-batch."""
 
-    states: ModelStates  # 0 each where nothing tells them
+    states: ModelStates  # 0 if unknown
     batch_slope: float
-    activations: PiecewiseLinear  # over the micro-batch; never falls
-    libraries: int  # what shares the capacity with all that
-    reserved_ratio: (
-        PiecewiseLinear  # over the micro-batch: what the allocator holds where there is room, over memory in use
-    )
-    room: float  # what it gets by with where there is little, over memory in use: it then gives back what it has cached
+    activations: PiecewiseLinear  # by micro-batch; non-decreasing
+    libraries: int  # memory of libraries, which also counts towards the capacity
+    reserved_ratio: PiecewiseLinear  # by micro-batch: reserved over used memory, if the capacity is not exhausted
+    room: float  # minimum device memory over used memory, when the allocator releases its cache
     accumulate: int
-    error: float | None  # median relative residual of the peak; None where nothing is left over to tell
-    by_component: bool = True  # False where peaks alone are known: batch and activations are one
-    sharded: bool = False  # the states are those of a whole model, which the ranks divide (`on`)
-    warning: Diagnostic | None = None  # about its growth
+    error: float | None  # median relative residual of the peak; None if the fit is exact
+    by_component: bool = True  # False if only peaks are known: batch and activations are then one term
+    sharded: bool = False  # whether the ranks divide the states, which are those of the whole model (`for_ranks`)
+    warning: Diagnostic | None = None  # warning about the growth of memory with the batch
 
     def for_ranks(self, ranks: Number) -> "MemoryModel":
         """Return the model of one of `ranks` ranks; unchanged if the ranks do not share a model.
@@ -265,7 +264,8 @@ def _make_point_of_probe(probe: Measured, *, sharded: bool) -> _Point:
     memory = probe.memory
     if sharded and isinstance(memory, Components):
         memory = _merge_shards(memory, probe.nodes * probe.gpus_per_node)
-    if probe.capacity is None and probe.environment.device == "cpu":  # no limit counts what the process holds itself
+    # without a limit, the libraries of the process do not count
+    if probe.capacity is None and probe.environment.device == "cpu":
         memory = memory.model_copy(update={"libraries": 0})
     on_heap = probe.environment.device == "cpu"
     return _Point(probe.local_batch / probe.accumulate, memory, room=None, on_heap=on_heap)
@@ -303,7 +303,7 @@ def _find_largest_states(believed: Sequence[_Point], estimated: Sequence[_Point]
     measured_states = [states for point in believed if (states := point.states) is not None]
     if not measured_states:
         return _NONE
-    # AGS has none at batches where it is the identity: probes may be such, and the batch that is asked for not.
+    # Probes at batches where AGS is the identity have no factors, but the requested batch may have some.
     factors = [states.factors for point in estimated if (states := point.states) is not None]
     largest_states = ModelStates(
         parameters=max(states.parameters for states in measured_states),
@@ -338,7 +338,7 @@ def _fit_activations(
         level_here = points.get(point.micro_batch, max(0.0, level + scale * shape(point.micro_batch)))
         points[point.micro_batch] = max(level_here, point.activations)
     if len(points) < 2 or max(points) <= max(point.micro_batch for point in measured):
-        beyond = 2 * max(points)  # beyond an outlier the curve goes on as the fit does
+        beyond = 2 * max(points)  # beyond an outlier, the curve continues like the fit
         points[beyond] = max(0.0, level + scale * shape(beyond))
     return _make_non_decreasing(points), warning
 
@@ -374,7 +374,7 @@ def _fit_correction(measured: Sequence[_Point], shape: PiecewiseLinear, *, propo
     level, scale = _fit_weighted_line(expected, activations, 1 / peaks)
     if scale < 0:
         return float(activations.max()), 0.0
-    # More may be counted than is there at the peak (gradients that the backward pass has yet to make): no reason to bend it.
+    # The estimate may count memory that is not in use at the peak (later gradients), so a negative level is ignored.
     if level < 0 and proportional and all(isinstance(point.memory, Components) for point in measured):
         return 0.0, _fit_weighted_ratio(expected, activations, 1 / peaks)
     return level, scale
@@ -407,7 +407,8 @@ def _fit_reserved_ratio(measured: Sequence[_Point], estimated: Sequence[_Point])
         if ratios
         else PiecewiseLinear((0.0,), (1.0,))
     )
-    inside = PiecewiseLinear((*curve.xs, 2 * curve.xs[-1] + 1), (*curve.ys, curve.ys[-1]))  # it does not go on growing
+    # constant beyond the last point
+    inside = PiecewiseLinear((*curve.xs, 2 * curve.xs[-1] + 1), (*curve.ys, curve.ys[-1]))
     off = (
         float(np.median([point.reserved_ratio - inside(point.micro_batch) for point in measured])) if measured else 0.0
     )
@@ -447,10 +448,10 @@ LOADERS_AT_A_TIME = 2
 class DataMemory:
     """Host memory of the data of all ranks of a node, without the model and the processes. Bytes."""
 
-    batches: int  # one micro-batch of each rank
-    shared: int  # in /dev/shm: what loader processes have made and nobody has taken
-    pinned: int  # copies that GPUs take them from
-    samples: int  # that make no batch yet
+    batches: int  # one micro-batch per rank
+    shared: int  # batches in /dev/shm that loader processes have prepared
+    pinned: int  # pinned copies of batches for the transfer to GPUs
+    samples: int  # samples that are not yet part of a batch
 
 
 def count_max_ready_batches(workers: int) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from tula_cli.diagnostics import diagnostic
 from tula_cli.words import format_count, join_words, start_sentence
 
-# --- Stages of a growing batch
+# --- Stages of a batch-size ramp
 
 
 @diagnostic
@@ -216,7 +216,7 @@ def unexplained_waits(*, nodes: int, milliseconds: float, small_batch: int, larg
     )
 
 
-# --- The pace of a training
+# --- Step-time changes of a training
 
 
 @diagnostic

@@ -84,7 +84,7 @@ def choose_job_sizes(
             f"the range contains no number of nodes: its lower bound is {least}, and its upper bound from the recommendation is {most}",
             f"give both bounds: --nodes {least}-{2 * least}",
         )
-    several = range(least, min(most, batch) + 1)  # on more nodes, GPUs would have no sample
+    several = range(least, min(most, batch) + 1)  # on more nodes, some GPUs would have no sample
     counts = [nodes for nodes in several if batch % compute_batch_divisor(spec, nodes) == 0]
     sizes = [size for nodes in counts for size in _list_size(spec, Config(nodes, batch), estimator, market)]
     if estimator is not None and (bounds.least is None or bounds.most is None):

@@ -26,7 +26,7 @@ Probe = tuple[int, int]
 
 _PIN = "set cluster.slurm.constraint to request one kind of node, delete the results of the other nodes in results/ of the run, and run tula profile again"
 
-_WAITING = 0.3  # a loader that a step waits for this share of its time sets the pace
+_WAITING = 0.3  # share of a step spent waiting for the loader from which on the loader is the bottleneck
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def list_limits_of_forecast(
         yield messages.times_are_upper_bounds(method=spec.train.method)
     if timed := [
         probe for probe in measured if probe.environment.allreduce
-    ]:  # NCCL's choice for its largest all-reduce
+    ]:  # probes that recorded NCCL's algorithm for the largest all-reduce
         widest = max(timed, key=lambda probe: probe.nodes)
         algorithms = widest.environment.allreduce
         chosen, modelled = algorithms[max(algorithms)].partition(",")[0], spec.cluster.collective

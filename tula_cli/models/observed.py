@@ -45,7 +45,7 @@ class OtherRequest:
 
     nodes: int
     gpus_per_node: int
-    batch: int | None  # global
+    batch: int | None  # global batch; None if unknown
     step_seconds: float
     time_ratio: float
     time_low: float
@@ -63,30 +63,28 @@ class ObservedReport:
     script: str
     job: str
     nodes: int
-    gpus_per_node: int  # or processes, on the CPU
+    gpus_per_node: int  # GPUs per node, or processes per node on the CPU
     hardware: str
-    local_batch: int | None  # samples of an optimizer step on one GPU
+    local_batch: int | None  # samples per optimizer step on one GPU
     batch: int | None
-    steps: int  # so far
-    is_complete: (
-        bool  # the script ended by itself; else it runs or was killed, and steps and shares are of the last heartbeat
-    )
+    steps: int  # optimizer steps so far
+    is_complete: bool  # whether the script ended by itself; if not, steps and shares are those of the last heartbeat
     step_seconds: float
-    compute_seconds: float | None  # of a step, without synchronisation and waits for data
-    sync_seconds: float | None  # of a step, not hidden behind the backward pass
-    data_seconds: float | None  # of a step
+    compute_seconds: float | None  # per step, without synchronisation and waits for data
+    sync_seconds: float | None  # per step, not hidden by the backward pass
+    data_seconds: float | None  # wait for data per step
     samples_per_second: float | None
     efficiency: float | None  # share of a step that is not synchronisation
     training_seconds: float | None  # since the first step
-    shares: dict[str, float]  # of that time: data, eval, epoch, save
+    shares: dict[str, float]  # shares of that time: data, eval, epoch, save
     peak_bytes: int
     capacity_bytes: int | None
     batch_growth: float | None  # factor by which the local batch can grow within the memory of the GPU
-    jobs_fitted: int  # observed jobs of this script behind the other requests
-    configurations_fitted: int  # different nodes, GPUs per node or batches of these jobs, if the batch is known
+    jobs_fitted: int  # observed jobs of this script that `other_requests` is based on
+    configurations_fitted: int  # different configurations of these jobs: nodes, GPUs per node and batch
     other_requests: tuple[OtherRequest, ...]
-    observed_at: float  # Unix time of the last sign of the job
-    notes: tuple[str, ...]  # of the measurement: what is absent, and why
+    observed_at: float  # Unix time of the last record of the job
+    notes: tuple[str, ...]  # quantities that were not measured, and why
     warnings: tuple[Diagnostic, ...]
 
 
@@ -101,7 +99,7 @@ class MeasuredJob:
     step_times: tuple[float, ...]
     data_seconds: float | None
     sync_seconds: float | None
-    samples: float | None  # of a step, over all ranks
+    samples: float | None  # samples per step over all ranks
     observed_at: float
 
     @classmethod

@@ -20,10 +20,10 @@ class OverheadColumns:
     """Overheads of many configurations, each of shape (n,), in seconds; the fields of `Overheads`."""
 
     startup: Floats
-    eval_batch: Floats | None  # None where no probe tells
-    eval_batch_size: Ints  # 0 where its probe does not tell
-    checkpoint: Floats | None  # None where no probe tells
-    refresh: Floats  # nan where no probe tells
+    eval_batch: Floats | None  # seconds per evaluation batch; None if no probe measured it
+    eval_batch_size: Ints  # 0 if the nearest probe did not record it
+    checkpoint: Floats | None  # None if no probe measured it
+    refresh: Floats  # nan if no probe measured it
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class OverheadModel:
         """Half the 90 % interval of the start-up time between jobs, in seconds; 0 if only one job was measured."""
         spread: list[float] = []
         for nodes in {probe.nodes for probe in self.probes}:
-            # The probes of one job started together: they tell the same.
+            # The probes of one job share its start-up time.
             startups = sorted({probe.overheads.startup for probe in self.probes if probe.nodes == nodes})
             spread.append(statistics.median(startups))
         return Z90 * statistics.stdev(spread) if len(spread) > 1 else 0.0

@@ -20,9 +20,9 @@ Floats = NDArray[np.float64]
 Number = Any
 """A number, or an array of them."""
 
-_MIN_PROBES = 3  # probes that P and e are told apart by; fewer tell one power for all
-_MAX_CONDITION = 1e4  # condition of the columns beyond which step time and batch are proportional in all probes
-_MIN_SHARE = 1e-3  # a part that is less than this share of the energy in every probe
+_MIN_PROBES = 3  # minimum number of probes to separate P and e; with fewer, power is constant
+_MAX_CONDITION = 1e4  # condition number above which step time and batch are practically proportional
+_MIN_SHARE = 1e-3  # terms below this share of the energy in every probe are left out
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,18 @@ class Power:
     """The power of one GPU over a step, at one configuration or at each of several."""
 
     watts: Number
-    error: Number | None  # half the 90 % interval, as a share of the watts; None where there is no residual
+    error: Number | None  # half the 90 % interval, as a share of the watts; None without residuals
 
 
 @dataclass(frozen=True)
 class PowerModel:
     """The energy model of one kind of node, fitted to its probes."""
 
-    idle: float  # P, watts of a GPU
-    per_sample: float  # e, joules; 0 where the probes do not tell it from P
+    idle: float  # P, watts per GPU
+    per_sample: float  # e, joules per sample; 0 if the probes cannot separate it from P
     words: str
-    error: float | None  # half the 90 % interval of one more measurement, a share of it; None without a residual
-    _spread: Floats = field(repr=False)  # inverse of the normal equations, of as many rows as there are coefficients
+    error: float | None  # half the 90 % interval of a further measurement, as a share of it; None without residuals
+    _spread: Floats = field(repr=False)  # inverse of the normal matrix, one row per coefficient
 
     def get_measured_power(self, probe: Measured) -> Power:
         """Return the measured power of a probe, which must have an energy reading."""

@@ -65,8 +65,8 @@ class NoisePath:
     starts where the noise remains high enough.
     """
 
-    reference: int  # batch
-    points: tuple[tuple[float, float], ...]  # (epochs done, samples), ascending, one at least
+    reference: int  # the reference batch
+    points: tuple[tuple[float, float], ...]  # (epochs completed, noise scale in samples), ascending, at least one
 
     @classmethod
     def from_measurements(cls, measured: Mapping[float, float], *, reference: int) -> "NoisePath | None":
@@ -114,7 +114,7 @@ class Ramp:
     """The stages of one training, ascending; the last one has the training's own batch and lasts to its end."""
 
     stages: tuple[Stage, ...]
-    remarks: tuple[str, ...] = ()  # stages that no rule of the job's named and that are left out, and why
+    remarks: tuple[str, ...] = ()  # why stages of the job's rule were left out
 
     @classmethod
     def constant(cls, batch: int) -> "Ramp":
@@ -193,7 +193,7 @@ def count_steps_of_stages(
     import numpy as np
 
     steps = np.zeros(batches.shape)
-    at = np.full(len(batches), float(epoch))  # epochs completed, and samples done of the next one
+    at = np.full(len(batches), float(epoch))  # epochs completed; `done`: samples of the current epoch
     done = np.full(len(batches), float(samples_done))
     for stage in range(batches.shape[1]):
         is_active = (batches[:, stage] > 0) & (at < epochs)
@@ -201,7 +201,7 @@ def count_steps_of_stages(
         rest = np.floor(np.maximum(0.0, size - done) / batch)
         needed = np.maximum(0.0, np.ceil((end - at * size - done) / batch))
         ends_here = needed <= rest
-        whole = np.maximum(0.0, np.minimum(np.floor(end / size), epochs) - at - 1)  # further epochs without a change
+        whole = np.maximum(0.0, np.minimum(np.floor(end / size), epochs) - at - 1)  # further whole epochs in this stage
         later = at + 1 + whole
         per_epoch = np.floor(size / batch)
         needed_later = np.where(later < epochs, np.maximum(0.0, np.ceil((end - later * size) / batch)), 0.0)
@@ -310,7 +310,7 @@ def plan_stages_by_decay(spec: JobSpec, *, batch: int, size: int) -> tuple[Stage
     """
     reference, total = spec.train.reference_batch, spec.train.epochs * size
     doubled = [reference << k for k in range(1, batch.bit_length()) if reference << k < batch]
-    begins = {0: min(reference, batch)}  # of stages that begin at once the last one stays
+    begins = {0: min(reference, batch)}  # keyed by `begin`: of stages that begin at the same sample, the last is kept
     schedule, warmup = spec.schedule.model_dump_json(), get_warmup_epochs(spec)
     for following in [*doubled, *([batch] if batch > reference else [])]:
         share = reference / following
@@ -321,7 +321,7 @@ def plan_stages_by_decay(spec: JobSpec, *, batch: int, size: int) -> tuple[Stage
     return tuple(Stage(begin=begin, batch=stage_batch) for begin, stage_batch in begins.items())
 
 
-@functools.lru_cache(maxsize=1024)  # the same for all nodes of a search
+@functools.lru_cache(maxsize=1024)  # identical for all numbers of nodes in a search
 def _count_samples_until_decay(share: float, schedule: str, lr: float, *, warmup: float, epochs: int, size: int) -> int:
     """Return the samples passed from which on a schedule leaves at most `share` of the full learning rate.
 
@@ -376,7 +376,7 @@ def _plan_named_stages(
 ) -> Ramp:
     begin, stages = 0, []
     for stage in named_stages:
-        if stage.batch >= batch:  # after an out-of-memory the training's own may be smaller than it was
+        if stage.batch >= batch:  # after an out-of-memory error, the training's batch may be smaller than a stage
             break
         divisor_on_nodes = stage.nodes * spec.cluster.gpus_per_node * spec.train.accumulate if stage.nodes else divisor
         if stage.batch % divisor_on_nodes:
@@ -427,8 +427,8 @@ def _find_fitting_batch(batch: int, divisors: Sequence[int]) -> int:
 
 # --- Stages of trials
 #
-# All begin at the reference batch, which is the first stage of a ramp: the network is past its first steps there, in which a
-# large batch learns little. Batches that do not divide among the ranks are rounded where a trainer is built.
+# All start with the reference batch, as a ramp does, because large batches learn little in the first steps of a
+# training. Batches that are not divisible among the ranks are rounded when a trainer is built.
 
 Stages = tuple[Stage, ...]
 
@@ -507,7 +507,7 @@ def warn_missing_noise(noise: NoisePath | None) -> list[Diagnostic]:
     return [] if noise.measured_at else [messages.noise_only_at_start()]
 
 
-# --- in words
+# --- Descriptions
 
 
 def add_stage_epochs(stages: Iterable[Stage], size: int) -> tuple[Stage, ...]:

@@ -59,12 +59,12 @@ class StageTimes:
     spec: JobSpec
     dataset_size: int
     predict_steps: Callable[[Ints, Ints], Estimates]  # step times by nodes and batch
-    find_unknown: Callable[[Ints, Ints], Flags]  # the configurations whose step times are unknown
-    startup: Callable[[Ints, Ints], Floats]  # seconds of a start
-    noise: NoisePath | None = None  # of the gradients
+    find_unknown: Callable[[Ints, Ints], Flags]  # flags of configurations whose step times are unknown
+    startup: Callable[[Ints, Ints], Floats]  # seconds from the start of a job to its first step
+    noise: NoisePath | None = None  # gradient noise; None unless the ramp is based on it
     is_too_large: Callable[[Config], bool] = lambda _: False  # whether a batch does not fit the memory
     queue: float = 0.0  # seconds that a job waits for nodes
-    by: StageObjective = "time"  # that the nodes of stages are chosen by
+    by: StageObjective = "time"  # quantity by which the nodes of stages are chosen
 
     def describe_why_infeasible(self, config: Config) -> str:
         """Return why a configuration cannot be trained with the stages that the job names; empty if it can."""
@@ -201,7 +201,7 @@ class StageTimes:
         counts = list_allowed_stage_nodes(self.spec, batch, nodes=nodes)
         unknown = self.find_unknown(np.array(counts), np.full(len(counts), batch)).tolist()
         if nodes in counts and unknown[counts.index(nodes)]:
-            return [nodes]  # what other nodes would save is not known
+            return [nodes]  # the saving of other numbers of nodes is unknown
         fitting = [
             count
             for count, is_unknown in zip(counts, unknown, strict=True)
@@ -277,9 +277,9 @@ def _find_distinct_pairs(nodes: Ints, batch: Ints) -> tuple[Ints, Ints, Ints]:
 
 # --- Nodes
 #
-# A small batch scales least, so that its first stages take few nodes hardly longer, or sooner, than many. Each change of nodes
-# is a new start, and on a cluster with a queue a wait, so that one is made only where it pays. Samples are the clock: where a
-# stage begins and which samples it trains is the same on any nodes.
+# Small batches scale worst, so that a few nodes train the first stages in about the same time as many. Each change of
+# nodes needs a restart, and on a cluster time in the queue, so it is made only if it pays off. Stages are defined in
+# samples, so their boundaries do not depend on the nodes.
 
 MAX_CHANGES = 3
 """Maximum changes of the number of nodes in one training: each is one more job in the queue."""
@@ -303,8 +303,8 @@ def choose_stage_objective_of(recommended: Recommendation | None) -> StageObject
 class Change:
     """The duration of a change of nodes. Seconds."""
 
-    start: float  # until the ranks train; on nodes that are paid for
-    queue: float = 0.0  # until there are nodes, which are not
+    start: float  # seconds until the ranks train, on nodes that are paid for
+    queue: float = 0.0  # seconds in the queue, which are not paid for
 
 
 def choose_stage_nodes(
@@ -483,7 +483,7 @@ def describe_unusable_stages(spec: JobSpec, *, dataset_size: int | None) -> tupl
         accumulate=spec.train.accumulate,
     )
     whys: dict[int, str] = {}
-    for nodes, batch in grid:  # ascending: what is said is why not at the largest
+    for nodes, batch in grid:  # ascending by batch: the reason kept is that of the largest batch
         if whys.get(nodes) != "":
             whys[nodes] = describe_stage_refusal(spec, batch=batch, nodes=nodes, dataset_size=size)
     by_why = {why: [nodes for nodes in whys if whys[nodes] == why] for why in whys.values() if why}

@@ -55,19 +55,19 @@ class RateArm:
 
     batch: int
     rule: LearningRateRule
-    factor: float  # of optimizer.lr
+    factor: float  # factor of optimizer.lr
 
 
 @dataclass(frozen=True)
 class SearchPlan:
     """The samples that a search trains on."""
 
-    start: int  # up to the checkpoint from which the branches start
-    length: int  # of a branch
+    start: int  # samples up to the checkpoint from which the branches start
+    length: int  # samples of one branch
     branches: int
     noise_batches: int  # micro-batches of the reference batch per rank, for the gradient noise
-    samples: int  # of all together
-    total: int  # of a training
+    samples: int  # samples of the whole search
+    total: int  # samples of one training
 
     @property
     def share(self) -> float:
@@ -172,7 +172,7 @@ def plan_search(spec: JobSpec, batches: Sequence[int], *, dataset_size: int, sav
     start = max(1, round(start / save_every)) * save_every if save_every else start
     length = max(MIN_STEPS * max(batches), round(min(BRANCH_SHARE, BRANCHES_SHARE / branches) * total))
     noise_batches = max(MIN_NOISE_BATCHES, min(NOISE_BATCHES, round(NOISE_SHARE * total / reference)))
-    noise_batches = 0 if spec.script is not None else noise_batches  # its first branch records them
+    noise_batches = 0 if spec.script is not None else noise_batches  # a script's first branch measures the noise
     samples = start + branches * length + noise_batches * reference
     return SearchPlan(start, length, branches, noise_batches, samples, total)
 

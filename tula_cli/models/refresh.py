@@ -44,7 +44,7 @@ def compute_max_samples_drawn(spec: JobSpec, batch: int, *, available: int, worl
     by_norms = world > 1 and spec.ags.resolved().source == "local_norms"
     if not spec.train.training_method.scales or by_norms or small >= batch or available < 1:
         return 1
-    ranks = min(world, ceil(small / available))  # as `count_samples_per_rank` of the optimizer shares it out
+    ranks = min(world, ceil(small / available))  # the same distribution as `count_samples_per_rank` of the optimizer
     return ceil(min(small, ranks * available) / ranks)
 
 
@@ -115,7 +115,7 @@ def _get_time_without_sync(probe: Measured) -> float | None:
     """Return the time of a step without synchronisation, which is any step of a single GPU; None if not measured."""
     if probe.compute_time is None and probe.nodes * probe.gpus_per_node == 1:
         from tula_cli.models.time.noise import (
-            compute_trimmed_mean,  # numpy, which the commands that only look have no time for
+            compute_trimmed_mean,  # imports numpy, which would slow down commands that only display
         )
 
         return compute_trimmed_mean(probe.step_times)

@@ -35,8 +35,8 @@ class ResumeJudgement:
 class _ResumedStart:
     """Observations of one start from the checkpoint."""
 
-    exact: bool = False  # it was seen to its end, and nothing was wrong
-    lost_progress: bool = False  # it failed, or started from the beginning
+    exact: bool = False  # whether it was observed to its end without faults
+    lost_progress: bool = False  # whether it failed or started from the beginning
     reasons: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
 
@@ -75,7 +75,7 @@ def _judge_batches(starts: Sequence[ObservedStart], *, lr_ratio: float | None) -
     if same.ended == "failed" and same.outcome != "user":
         return ResumeJudgement(None, (f"not tested: at batch {same.batch} {same.why}",))
     if same.ended == "cut" and not same_batch.faults:
-        return ResumeJudgement(None, same_batch.reasons)  # it might as well have begun anew
+        return ResumeJudgement(None, same_batch.reasons)  # it may have started from the beginning
     if same_batch.lost_progress:
         return ResumeJudgement("none", same_batch.reasons, same_batch.faults)
     if half is None:
@@ -136,7 +136,7 @@ def _is_at_epoch_end(begin: ObservedStart) -> bool:
     """Return whether the checkpoint was written between two epochs, whose last batches may have been dropped."""
     size, saved = begin.dataset_size, begin.saved_samples or 0
     if not size:
-        return False  # a stream
+        return False  # the size of a stream is unknown
     epochs = round(saved / size)
     return epochs > 0 and abs(saved - epochs * size) <= epochs * begin.batch
 

@@ -203,9 +203,10 @@ class TuningPlan:
     """The cost of tuning in addition to the training."""
 
     branches: int
-    steps: int  # steps of the training's batch that hold as many samples
+    steps: int  # samples of tuning, as a number of steps at the training's batch
     holdout: int  # samples evaluated after each branch
-    samples: int = 0  # trained in all branches and in their common beginning, where batches divide among the ranks
+    # samples trained in all branches and their common first part; batches are divisible among the ranks
+    samples: int = 0
 
 
 def plan_tuning(spec: JobSpec, *, batch: int, dataset_size: int) -> TuningPlan:

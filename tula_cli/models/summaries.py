@@ -38,9 +38,9 @@ class RegressionSummary:
     """A regression with its description, its coefficients, and the tables of statsmodels for whoever reads its JSON."""
 
     name: str
-    about: str  # what is fitted to what, in a sentence
-    coefficients: Mapping[str, Coefficient]  # empty where there are too few probes for it
-    summary: str  # the tables of statsmodels; empty likewise
+    about: str  # sentence that states the response and the predictors
+    coefficients: Mapping[str, Coefficient]  # empty if there are too few probes
+    summary: str  # tables of statsmodels; empty if there are too few probes
 
 
 def list_regression_summaries(estimator: Estimator) -> Iterator[RegressionSummary]:
@@ -140,5 +140,5 @@ def _list_coefficients(result: "RegressionResultsWrapper", names: Sequence[str])
 
 def _render_summary(result: "RegressionResultsWrapper", of: str, names: Sequence[str]) -> str:
     with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")  # some of its tests want more rows than a search has probes
+        warnings.simplefilter("ignore")  # some of its tests require more rows than a search has probes
         return str(result.summary(yname=of, xname=list(names)).as_text())

@@ -20,9 +20,9 @@ from tula_cli.words import describe_probe_place, format_percent
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
-_SAMPLES = 256  # of the posterior, for the expected regret
-_OUTCOMES = np.array([-1.5, -0.8, -0.25, 0.25, 0.8, 1.5])  # of a probe, in standard deviations
-_LEAST = 0.5  # a probe must be worth this share of the tolerance
+_SAMPLES = 256  # posterior samples for the expected regret
+_OUTCOMES = np.array([-1.5, -0.8, -0.25, 0.25, 0.8, 1.5])  # assumed outcomes of a probe, in standard deviations
+_LEAST = 0.5  # minimum expected benefit of a probe, as a share of the tolerance
 _REALISED = 0.1
 """Share of a probe's expected benefit that is compared with its cost: the benefit sums over all decisions, of which the
 user asks for one, and on measured clusters choices were only a fifth to a tenth as far off as expected
@@ -38,13 +38,13 @@ class Candidate:
     gpus_per_node: int
     local_batch: int
     batch: int  # global
-    size: int  # what node-seconds count: nodes, or GPUs inside one node
+    size: int  # multiplier of seconds to node-seconds: nodes, or GPUs within one node
     steps: float  # optimizer steps of the whole training
-    price: float  # of its nodes for one hour
+    price: float  # price of its nodes for one hour
     probe_seconds: float  # node-seconds of the probe within a running job
     job_seconds: float  # node-seconds of starting a job on its nodes
-    measured: float | None  # seconds a step, where it was probed
-    doubt: float = 0.0  # standard deviation of ln of that
+    measured: float | None  # measured seconds per step; None if it was not probed
+    doubt: float = 0.0  # standard deviation of ln(measured)
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class ProbeChoice:
 class Proposal:
     """The next round of probes, best first (run in parallel; those on the same number of nodes in one job)."""
 
-    picks: tuple[ProbeChoice, ...]  # none where every decision is settled or everything is probed
-    regrets: dict[str, float]  # expected, of deciding now, by objective: time, cost, knee
+    picks: tuple[ProbeChoice, ...]  # empty if every decision is settled or everything is probed
+    regrets: dict[str, float]  # expected regret of deciding now, by objective: time, cost, knee
     words: str  # how certain the decisions are, in one line
 
 
@@ -131,7 +131,7 @@ class _Belief:
         )
         mean, covariance = fit.model.joint(points)
         noise = fit.model.measurement_noise(points) ** 2
-        # Where a candidate was measured, that is what is decided by; what is left open is another job on another day.
+        # The decision uses the measurement of a measured candidate; its uncertainty is the variation between jobs.
         for index, candidate in enumerate(candidates):
             if candidate.measured is not None:
                 mean[index] = math.log(candidate.measured)
@@ -165,7 +165,7 @@ class _Decision:
     objective: str
     weights: Floats  # (n,)
     allowed: Flags  # (n,)
-    share: float  # of its objective
+    share: float  # weight among the decisions of this objective (several knees or limits may share it)
 
     def compute_values(self, log_step: Floats) -> Floats:
         """Return ln of the time or cost, infinite if not allowed; shape as given, (..., n)."""
@@ -282,7 +282,8 @@ def _plan_round(
     """
     started: set[tuple[int, int]] = set()
     remaining = [index for index in range(len(open_)) if open_[index]]
-    choices = problem.select_candidates(belief.mean)  # what comes out as expected changes none of them
+    # measurements that equal their expectation do not change the choices
+    choices = problem.select_candidates(belief.mean)
     while remaining:
         benefits = np.array([problem.compute_benefit(belief, choices, index) for index in remaining])
         costs = np.array([_count_node_seconds(problem.candidates[index], started) for index in remaining])

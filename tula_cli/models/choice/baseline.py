@@ -46,7 +46,7 @@ class Baseline:
 
     config: Config
     prediction: Prediction | None  # None if it cannot run, or its step time is unknown
-    problem: str = ""  # why there is no forecast
+    problem: str = ""  # why there is no forecast; empty if there is one
 
     @property
     def place(self) -> str:

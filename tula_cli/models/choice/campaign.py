@@ -120,7 +120,8 @@ def plan_cheapest(
     least = min(option.cost for option in options if option.nodes <= nodes)
     cheapest = [option for option in options if option.cost <= least * (1 + _ROUNDING)]
     makespan = find_shortest_makespan(cheapest, trainings=trainings, nodes=nodes)
-    if makespan <= deadline:  # all of them can be the cheapest: the plan is the shortest with these
+    # all trainings can use their cheapest configuration: this plan is the shortest one that does
+    if makespan <= deadline:
         options, deadline = cheapest, makespan
     if not 0 < deadline < math.inf:
         return None
@@ -199,7 +200,7 @@ def find_predecessors(starts: Sequence[Start], nodes: int) -> list[tuple[int, ..
         starts: the trainings, by start.
         nodes: the number of nodes.
     """
-    last: list[int | None] = [None] * nodes  # training of each node so far
+    last: list[int | None] = [None] * nodes  # last training on each node so far
     predecessors = []
     for index, start in enumerate(starts):
         ends = [0.0 if other is None else starts[other].end for other in last]
@@ -292,7 +293,8 @@ def _divide_nodes(
     least[:, 0] = 0.0
     last, share = np.zeros(least.shape, dtype=np.int64), np.zeros(least.shape, dtype=np.int64)
     counts = np.arange(trainings + 1)
-    others = counts[:, None] - counts[None, :]  # trainings in all, trainings on the last group
+    # trainings that remain for the other groups, by (total, trainings on the last group)
+    others = counts[:, None] - counts[None, :]
     for total in range(1, nodes + 1):
         least[total] = least[total - 1]
         for width in groups:
@@ -314,7 +316,7 @@ class _CheapestPlan:
         self._options = dict(_group_by_nodes(options, nodes))
         self._narrower = {width: [o for o in options if o.nodes < width] for width in self._options}
 
-    @functools.cache  # noqa: B019 - of one plan, which ends with it
+    @functools.cache  # noqa: B019 - the cached object lives as long as one plan
     def divide(self, nodes: int, hours: float, below: int | None = None) -> tuple[Floats, Ints, Ints]:
         """Divide nodes into groups smaller than `below` that finish within `hours`; values are costs."""
         widths = [width for width in self._options if width <= nodes and (below is None or width < below)]
@@ -371,7 +373,7 @@ class _CheapestPlan:
         return round(hours - sum(option.hours for option in options), self._decimals)
 
 
-# --- The plan with its figures
+# --- The plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,13 +382,13 @@ class Wave:
 
     job: str = ""  # its name; empty in a plan that an earlier version has stored
     batch: int | None = None  # global; None in a plan that an earlier version has stored
-    nodes: int  # of each training
+    nodes: int  # nodes of each training
     local_batch: int
     node_type: str  # empty if the job names none
     market: str
     trainings: int
-    side_by_side: int  # at most
-    training_hours: float  # of one training
+    side_by_side: int  # maximum number of trainings that run concurrently
+    training_hours: float  # hours of one training
     training_cost: float
     start: float
     end: float
@@ -396,11 +398,11 @@ class Wave:
 class ScheduledTraining:
     """One training of a plan."""
 
-    start: float  # hours after the first
+    start: float  # hours after the first start
     hours: float
     nodes: int
     cost: float
-    follows: tuple[int, ...]  # the trainings, by their index in the schedule, whose nodes it takes over
+    follows: tuple[int, ...]  # indices in the schedule of the trainings whose nodes it takes over
     job: str = ""  # its name; empty in a plan that an earlier version has stored
 
 
@@ -410,9 +412,9 @@ class JobSummary:
 
     job: str
     trainings: int
-    batch: int  # global, of each of them
-    max_batch: int | None  # of the batches considered: that of the knee, or the limit of the query
-    end: float  # when the last of them finishes
+    batch: int  # global batch of each training
+    max_batch: int | None  # largest batch considered: that of the knee, or the limit of the query; None without a limit
+    end: float  # hours until the last of its trainings finishes
     cost: float
     node_hours: float
 
@@ -424,7 +426,7 @@ class AtFastest:
     hours: float
     cost: float
     node_hours: float
-    nodes: int | None = None  # of each training; None with several jobs, as are the following
+    nodes: int | None = None  # nodes of each training; None for several jobs, like the next two fields
     batch: int | None = None
     side_by_side: int | None = None
 
@@ -436,34 +438,32 @@ class Campaign:
     Costs are in `currency`.
     """
 
-    trainings: int  # of all jobs
-    max_nodes: int  # in use at a time
+    trainings: int  # trainings of all jobs
+    max_nodes: int  # maximum nodes in use at a time
     minimises: Quantity
-    deadline_hours: float | None  # for all trainings
-    budget: float | None  # for all trainings
-    hours: float  # until the last training finishes
-    hours_low: float | None  # 90 %, if all step times are off by as much; None if one has no interval
+    deadline_hours: float | None  # limit for all trainings; None without a limit
+    budget: float | None  # limit for all trainings; None without a limit
+    hours: float  # hours until the last training finishes
+    hours_low: float | None  # 90 % interval if all step times deviate equally; None if one has no interval
     hours_high: float | None
     cost: float
     node_hours: float
     kwh: float | None
-    speedup: float  # how many times as fast the plan is as each training at its fastest
+    speedup: float  # hours of `at_fastest` over those of the plan
     currency: str
     warnings: tuple[Diagnostic, ...]  # about the measurements
-    node_type: str = ""  # of all trainings; empty if the jobs name none
+    node_type: str = ""  # node type of all trainings; empty if the jobs name none
     jobs: tuple[JobSummary, ...] = ()  # empty in a plan that an earlier version has stored
     waves: tuple[Wave, ...]
-    schedule: tuple[ScheduledTraining, ...]  # the same trainings one by one, by start
+    schedule: tuple[ScheduledTraining, ...]  # single trainings, by start
     at_fastest: AtFastest
-    # --- of one job; None with several
-    batch: int | None = None  # global, of every training
-    max_batch: int | None = None  # as of the job
-    bound_hours: float | None = None  # no schedule within the limits with this batch and node type finishes sooner
-    # --- of several jobs; None with one
-    lower_bound: float | None = (
-        None  # no plan within the limits is below this, in what is minimised: hours, cost or kWh
-    )
-    is_optimal: bool | None = None  # whether the plan reaches it
+    # --- Only for one job; None for several
+    batch: int | None = None  # global batch of every training
+    max_batch: int | None = None  # as in `JobSummary`
+    bound_hours: float | None = None  # lower bound of the hours of all schedules with this batch and node type
+    # --- Only for several jobs; None for one
+    lower_bound: float | None = None  # lower bound of the minimised quantity (hours, cost or kWh) over all plans
+    is_optimal: bool | None = None  # whether the plan reaches `lower_bound`
 
     def frame(self) -> "pd.DataFrame":
         """Return the waves as a table, one row each; its columns are the fields of `Wave`."""
@@ -476,10 +476,10 @@ class PlanRequest:
 
     query: Query  # objective and limits
     minimises: Quantity
-    nodes: int  # that may be in use at a time
-    currency: str  # of the costs
+    nodes: int  # maximum nodes in use at a time
+    currency: str  # currency of the costs
     warnings: Sequence[Diagnostic] = ()  # about the measurements
-    one_at_a_time: bool = False  # whether no two trainings run side by side
+    one_at_a_time: bool = False  # whether at most one training runs at a time
 
 
 @dataclass(frozen=True)
@@ -488,7 +488,7 @@ class CandidatesOfJob:
 
     job: str
     trainings: int
-    rows: range  # of the table of all jobs
+    rows: range  # rows of this job in the table of all jobs
     max_batch: int | None
 
 

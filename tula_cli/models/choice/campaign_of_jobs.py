@@ -53,8 +53,8 @@ class Target:
     """The quantity of a plan that is minimised, and the limit of the other one."""
 
     minimises: Literal["time", "cost"]
-    deadline: float = math.inf  # hours, for all trainings
-    budget: float = math.inf  # for all trainings
+    deadline: float = math.inf  # limit in hours for all trainings
+    budget: float = math.inf  # limit of the cost of all trainings
 
     def rate_plan(self, starts: Sequence[Start]) -> "Rating":
         """Return how good a plan is."""
@@ -70,8 +70,8 @@ class Target:
 class Rating(NamedTuple):
     """How good a plan is: lower is better."""
 
-    excess: float  # over the limit, relative to it
-    value: float  # of the quantity that is minimised
+    excess: float  # relative excess over the limit; 0 within it
+    value: float  # value of the minimised quantity
     other: float
 
     def is_below(self, other: "Rating") -> bool:
@@ -98,7 +98,7 @@ class JobsPlan:
     """The best plan that was found, and what no plan within the limits is below."""
 
     starts: Sequence[Start]
-    lower_bound: float  # of the quantity that is minimised
+    lower_bound: float  # lower bound of the minimised quantity
 
 
 def plan_jobs(jobs: Sequence[JobTrainings], nodes: int, target: Target) -> JobsPlan | None:
@@ -130,7 +130,7 @@ def plan_jobs(jobs: Sequence[JobTrainings], nodes: int, target: Target) -> JobsP
     targets = [
         target,
         Target("cost" if target.minimises == "time" else "time"),
-    ]  # the other is within the limit if any is
+    ]  # minimising the limited quantity finds a plan within the limit if there is one
     starts = min((each.improve(goal) for goal in targets for each in lists), key=target.rate_plan)
     if target.minimises == "time" and target.budget < math.inf:
         starts = _shorten_within_budget(lists, starts, target, bound)
@@ -183,7 +183,7 @@ def find_lower_bound(jobs: Sequence[JobTrainings], nodes: int, target: Target) -
     hours = sorted({option.hours for job in jobs for batch in job.batches for option in batch})
     if target.minimises == "cost":
         return _compute_relaxed_minimum(jobs, target.deadline, nodes * target.deadline, value="cost")
-    for least, following in itertools.pairwise([*hours, math.inf]):  # the options that are no longer than the makespan
+    for least, following in itertools.pairwise([*hours, math.inf]):  # options that are no longer than the makespan
         bound = max(least, _compute_relaxed_minimum(jobs, least, target.budget, value="node_hours") / nodes)
         if bound < following:
             return bound

@@ -158,9 +158,9 @@ class StageTable:
 
     nodes: Ints
     batch: Ints
-    steps: Floats  # of the whole training
-    share: Floats  # of its epochs
-    step_time: Floats  # seconds
+    steps: Floats  # optimizer steps of the stage in the whole training
+    share: Floats  # share of the training's epochs
+    step_time: Floats  # seconds per optimizer step
     step_low: Floats  # nan if unknown
     step_high: Floats
 
@@ -379,7 +379,8 @@ def find_pareto_front(points: ArrayLike) -> Flags:
         return np.zeros(0, dtype=bool)
     order = np.lexsort(values.T[::-1])
     new = np.append(True, (values[order[1:]] != values[order[:-1]]).any(axis=1))
-    rest = values[order[new]][:, 1:].tolist()  # ascending by the first value: nothing is beaten by what comes after it
+    # sorted by the first value, so that later points do not dominate earlier ones
+    rest = values[order[new]][:, 1:].tolist()
     inside = np.array(_flag_undominated([(row[0], row[-1]) for row in rest]))
     on_front = np.zeros(len(values), dtype=bool)
     on_front[order] = inside[np.cumsum(new) - 1]
@@ -388,7 +389,7 @@ def find_pareto_front(points: ArrayLike) -> Flags:
 
 def _flag_undominated(points: list[tuple[float, float]]) -> list[bool]:
     """Return for each point whether no earlier one is as small in both values."""
-    firsts: list[float] = []  # of those that no other one before is as small as: ascending, and their seconds falling
+    firsts: list[float] = []  # first values of the undominated points so far, ascending; their second values descend
     seconds: list[float] = []
     inside = []
     for first, second in points:

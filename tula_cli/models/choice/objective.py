@@ -24,10 +24,11 @@ from tula_cli.words import format_count, format_number, is_too_wide
 
 # --- The knee
 
-ALIKE = 0.02  # configurations whose values differ by less are told to be as good as each other
-KNEE_SAVES = 1 - math.sqrt(0.5)  # of the time: what a doubling of the batch saves up to the knee, half of ideal scaling
-FEWEST = 5  # points that a knee is looked for in
-_BEYOND = 100  # doublings by which a curve is continued: many more than it has itself
+ALIKE = 0.02  # relative difference below which configurations are reported as equally good
+# share of time that a doubling of the batch must save up to the knee: half of ideal scaling
+KNEE_SAVES = 1 - math.sqrt(0.5)
+FEWEST = 5  # minimum number of points for a knee
+_BEYOND = 100  # doublings by which a curve is extended on each side
 
 
 def find_knee(batches: Sequence[int], values: Sequence[float]) -> int | None:
@@ -62,7 +63,7 @@ def run_kneedle(batches: Sequence[int], values: Sequence[float]) -> int | None:
 
 def _locate_knee(x: Floats, y: Floats) -> float | None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # kneed warns where it finds none; None says the same
+        warnings.simplefilter("ignore")  # kneed warns if there is no knee, for which this function returns None
         knee = _import_knee_locator()(x, y, S=1.0, curve="convex", direction="decreasing", online=False).knee
     return None if knee is None else float(knee)
 
@@ -124,7 +125,7 @@ def _extend_curve(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     """
     inside = np.arange(x[0], x[-1] + 0.5)
     beyond = np.arange(1, _BEYOND + 1)
-    # Nearly _BEYOND: time halves at every doubling. Kneedle draws the chord down to the least value, not to the last.
+    # Close to _BEYOND. Kneedle draws its chord to the lowest value of the curve, not to the last one.
     before = y.min() - y[0] + (len(inside) - 1 + 2 * _BEYOND) / 2
     return (
         np.concatenate([x[0] - beyond[::-1], inside, inside[-1] + beyond]),
@@ -156,9 +157,9 @@ def count_knee_shares(batches: NDArray[np.int_], log_values: Floats) -> dict[int
 Quantity = Literal["time", "cost", "accuracy-time", "energy"]
 """A quantity to minimise."""
 
-FALLBACK = 0.1  # without a knee: the smallest batch within this share of the best value
+FALLBACK = 0.1  # relative tolerance without a knee: the smallest batch within it of the best value is chosen
 _RUNNERS_UP = 3
-_RARE = 0.01  # a knee in fewer of the curves is not told
+_RARE = 0.01  # batches that are the knee of a smaller share of the curves are not reported
 _MOST_DRAWN = 64
 """Maximum configurations that are sampled jointly: their covariance grows with the square of their number."""
 INTERVAL = 2 * Z90
@@ -253,7 +254,7 @@ def _compute_cautious_values(rows: Candidates, curve: Quantity) -> Floats:
     exp(variance of ln time) compensates for that: negligible for intervals within 5 %, 6 % for an interval of +-50 %.
     """
     low, high = (rows["kwh_low"], rows["kwh_high"]) if curve == "energy" else (rows["hours_low"], rows["hours_high"])
-    known = (low > 0) & (high > 0)  # not where they are nan
+    known = (low > 0) & (high > 0)  # False for nan
     sd = np.log(np.where(known, high, 1.0) / np.where(known, low, 1.0)) / INTERVAL
     cautious: Floats = rows[_COLUMNS[curve]] * np.exp(np.minimum(sd**2, _MOST_CAUTIOUS))
     return cautious

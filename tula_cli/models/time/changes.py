@@ -82,7 +82,7 @@ def split_statistics(values: Floats) -> Floats:
     """
     count = len(values)
     ranks = _rank_values(values)
-    # Each pair within a part adds 1 and -1: what is left of the sum of a part's signs is between the parts.
+    # Pairs within one side cancel out, so that only pairs across the split contribute to the sum of signs.
     between = -np.cumsum(2 * ranks - count - 1)[:-1]
     sizes = np.arange(1, count)
     return between / np.sqrt(sizes * (count - sizes) * (count + 1) / 3)
@@ -118,7 +118,7 @@ class StepSample:
     """The duration of some steps, and the position and time at which the first of them started."""
 
     samples: int
-    epoch: float | None  # None where nobody knows how many samples one has
+    epoch: float | None  # None if the samples per epoch are unknown
     at: float  # Unix time
     parts: StepParts
 
@@ -136,7 +136,7 @@ class LevelDetector:
 
     def __init__(self) -> None:
         self.test = ChangePointTest()
-        self.looks: deque[StepSample] = deque(maxlen=WINDOW * MAX_VALUES)  # those that the test remembers
+        self.looks: deque[StepSample] = deque(maxlen=WINDOW * MAX_VALUES)  # samples in the window of the test
         self.unsettled = SETTLING_SAMPLES
 
     def add(self, sample: StepSample) -> Level | None:
@@ -167,9 +167,9 @@ TEST = f"within noise: a difference of at most {100 * MIN_DIFFERENCE:g} % or {ER
 class StepRatio:
     """The step time of one probe over that of another."""
 
-    before: float  # seconds, the mean without the fastest and the slowest tenth
+    before: float  # seconds, the mean without the fastest and slowest tenth of the steps
     after: float
-    error: float  # standard error of the ratio's logarithm; inf where either has fewer than five steps
+    error: float  # standard error of ln(ratio); inf if either probe has fewer than five steps
 
     @property
     def ratio(self) -> float:
@@ -212,8 +212,8 @@ class StepTimeDrift:
 
     def __init__(self, prediction: Prediction | StageSteps | None) -> None:
         self.prediction = prediction
-        self._settled: bool | None = None  # within the interval, as of two epochs that agree
-        self._latest: bool | None = None  # the same of the latest epoch
+        self._settled: bool | None = None  # whether the last two equal epochs were within the interval; None before
+        self._latest: bool | None = None  # whether the latest epoch was within the interval
         self._warnings = 0
 
     def is_within(self, step_time: float | None) -> bool | None:
@@ -248,7 +248,7 @@ class StepTimeDrift:
         )
 
 
-# --- The pace of a script
+# --- The step time of a script
 
 
 class ScriptLevelDetector:
@@ -256,7 +256,7 @@ class ScriptLevelDetector:
 
     def __init__(self) -> None:
         self.levels = LevelDetector()
-        self._before: tuple[Heartbeat, int, float | None] | None = None  # of the last look: samples, epoch
+        self._before: tuple[Heartbeat, int, float | None] | None = None  # previous heartbeat with its samples and epoch
 
     def judge_steps(
         self, beat: Heartbeat, gaps: Iterable[Mapping[str, Any]], *, samples: int, epoch: float | None
@@ -278,7 +278,7 @@ class ScriptLevelDetector:
         seconds = beat.stepped_at - previous_beat.stepped_at - sum(extra_seconds.values())
         if steps < 1 or seconds <= 0:
             if beat.step == previous_beat.step:
-                self._before = previous  # nothing was stepped: the next look begins where this one has
+                self._before = previous  # no step was done: keep the start of the interval
             return None
         step_parts = StepParts(step=seconds / steps, data=None, compute=None, sync=None)
         return self.levels.add(StepSample(previous[1], previous[2], previous_beat.stepped_at, step_parts))

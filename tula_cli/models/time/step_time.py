@@ -50,7 +50,7 @@ class SmoothResidual:
 
     sd: float
     length: float
-    white: float  # beside the smooth part, what belongs to one place alone
+    white: float  # standard deviation of an independent part at each point
 
 
 @dataclass(frozen=True)
@@ -66,29 +66,29 @@ class LocalResidual:
 class Priors:
     """All prior assumptions of the fit."""
 
-    slope: Prior = Prior(0.0, 2.0)  # ln k, against the scale of the probes
-    floor: Prior = Prior(0.85, 1.4)  # ln of f over k times the smallest batch
-    level: Prior = Prior(-1.6, 1.5)  # ln m_0, against the compute of the smallest batch
+    slope: Prior = Prior(0.0, 2.0)  # ln k, relative to the scale of the probes
+    floor: Prior = Prior(0.85, 1.4)  # ln of f over (k times the smallest batch)
+    level: Prior = Prior(-1.6, 1.5)  # ln m_0, relative to the compute time of the smallest batch
     growth: Prior = Prior(0.0, 0.6)  # rho, beyond the collective's shape
     inside: Prior = Prior(-0.9, 1.1)  # ln of synchronisation inside one node over m_0
     forward: Prior = Prior(-0.95, 0.7)  # logit phi
     exposed: Prior = Prior(-2.6, 1.0)  # ln tau
-    shared: Prior = Prior(0.0, 0.3)  # growth of synchronisation between nodes with the GPUs of each
-    inner: Prior = Prior(0.7, 0.4)  # and of that inside a node
-    crowded: Prior = Prior(0.1, 0.2)  # growth of the floor with the GPUs of a node, whose processes share its CPU
+    shared: Prior = Prior(0.0, 0.3)  # sigma: growth of synchronisation between nodes with the GPUs per node
+    inner: Prior = Prior(0.7, 0.4)  # kappa: growth of synchronisation inside a node with its GPUs
+    crowded: Prior = Prior(0.1, 0.2)  # eta: growth of the floor with the GPUs per node, whose processes share its CPU
     compute: SmoothResidual = SmoothResidual(0.06, 1.2, 0.05)  # residual of ln c over ln b
     sync: SmoothResidual = SmoothResidual(0.28, 0.25, 0.2)  # residual of ln m over ln R
-    local_step: LocalResidual = LocalResidual(0.04, 1.0, 0.5)  # residual of ln t over both
-    local_compute: LocalResidual = LocalResidual(0.04, 1.5, 0.7)  # residual of ln c over both
+    local_step: LocalResidual = LocalResidual(0.04, 1.0, 0.5)  # residual of ln t over batch and replicas
+    local_compute: LocalResidual = LocalResidual(0.04, 1.5, 0.7)  # residual of ln c over batch and replicas
     local_sync: LocalResidual = LocalResidual(
         0.2, math.inf, 0.5
     )  # residual of ln m between nodes, where nodes of several sizes were measured
-    p: float = 7.5  # how sharply compute and synchronisation take over from each other
+    p: float = 7.5  # sharpness of the transition between compute and synchronisation
     additive: float = 1 / 21  # probability that compute hides no synchronisation: then p is 1
-    q: float = 1.2  # the same for floor and slope
-    step_noise: float = 0.03  # of a step time, from one job to the next
-    compute_noise: float = 0.04  # of its compute, measured apart
-    sync_noise: float = 0.05  # of its synchronisation
+    q: float = 1.2  # sharpness of the transition between floor and slope
+    step_noise: float = 0.03  # relative standard deviation of the step time between jobs
+    compute_noise: float = 0.04  # relative standard deviation of the separately measured compute time
+    sync_noise: float = 0.05  # relative standard deviation of the synchronisation time
 
     def __post_init__(self) -> None:
         if not 0 < self.additive < 1:
@@ -155,7 +155,7 @@ def may_hide_nothing(priors: Priors) -> bool:
 PARAMETERS = 10
 SLOPE, FLOOR, LEVEL, GROWTH, INSIDE, FORWARD, EXPOSED, SHARED, INNER, CROWDED = range(PARAMETERS)
 SHAPES: Mapping[str, Callable[[Floats], Floats]] = {
-    # A ring's traffic grows as 1 - 1/R, by 1.9 from 2 to 16; measured rings do so evenly, not mostly from 2 to 4.
+    # The traffic of a ring grows as 1 - 1/R, by 1.9 from 2 to 16 replicas; measured times grow evenly in that range.
     "ring": lambda replicas: replicas**0.2,
     "tree": lambda replicas: np.log2(replicas),
     "reduce_scatter_allgather": lambda replicas: 2 * (1 - 1 / replicas) + 0.2 * np.log2(replicas),
@@ -175,7 +175,7 @@ class Process:
     sd: float
     length: float
     white: float
-    _root: Floats  # lower Cholesky factor of the covariance at the places
+    _root: Floats  # lower Cholesky factor of the covariance at `places`
 
     @classmethod
     def from_positions(cls, positions: Floats, residual: SmoothResidual) -> "Process":
@@ -215,10 +215,10 @@ class Rows:
 
     batch: Floats
     replicas: Floats
-    gpus: Floats  # of a node, where they are not as many everywhere
-    by_step: Floats  # derivative by the residual of ln t: 1, and 0 for a ln c
-    by_compute: Floats  # and by that of ln c
-    by_across: Floats  # and by that of ln m between nodes; 0 where nodes of one size were measured
+    gpus: Floats  # GPUs per node; ones if the number is the same everywhere
+    by_step: Floats  # derivative by the residual of ln t: 1 for rows of ln t, 0 for ln c
+    by_compute: Floats  # derivative by the residual of ln c
+    by_across: Floats  # derivative by the residual of ln m between nodes; 0 if all nodes have the same size
 
     def compute_covariance(self, others: "Rows", priors: Priors) -> Floats:
         """Return the covariance of the local residuals between these rows and others, shape (n, m)."""
@@ -254,11 +254,11 @@ def _compute_local_covariance(residual: LocalResidual, batch: Floats, replicas: 
 class Points:
     """Configurations in the coordinates of the model; arrays of one length."""
 
-    replicas: Floats  # that synchronise: nodes, or GPUs where there is one node
+    replicas: Floats  # synchronising replicas: nodes, or GPUs if there is one node
     local_batch: Floats
-    alone: Flags  # one GPU in all: nothing to synchronise
-    inside: Flags  # the GPUs of one node, where the others are several nodes
-    gpus: Floats | None = None  # of a node, where nodes of several sizes were measured; None: as many everywhere
+    alone: Flags  # a single GPU: no synchronisation
+    inside: Flags  # one node whose GPUs synchronise, while other points have several nodes
+    gpus: Floats | None = None  # GPUs per node; None if the number is the same everywhere
 
     def __len__(self) -> int:
         return len(self.replicas)
@@ -275,25 +275,25 @@ class FeaturePoints:
 
     points: Points
     frame: "ReferenceFrame"
-    across: Flags  # whose synchronisation follows the shape over the replicas
+    across: Flags  # whether synchronisation follows the collective's shape over replicas
     log_batch: Floats
-    log_replicas: Floats  # against the fewest measured
-    log_shape: Floats  # against that of the fewest measured
+    log_replicas: Floats  # relative to the fewest measured
+    log_shape: Floats  # relative to that of the fewest measured
     log_gpus: Floats  # of a node, against the fewest measured
-    log_inner: Floats  # and against the most
-    single: Flags  # one GPU a node, where other nodes have more: nothing to synchronise inside
-    u: Floats  # (n, places of u)
-    v: Floats  # (n, places of v)
+    log_inner: Floats  # GPUs per node, relative to the most measured
+    single: Flags  # one GPU per node while other nodes have more: no synchronisation inside
+    u: Floats  # shape (n, places of u)
+    v: Floats  # shape (n, places of v)
 
 
 @dataclass(frozen=True)
 class ReferenceFrame:
     """The reference point of the parameters, and the places of the residuals."""
 
-    log_scale: float  # ln seconds a sample
-    log_batch: float  # of the smallest batch
-    replicas: float  # the fewest that synchronise
-    gpus: tuple[float, float] | None  # of a node, the fewest and the most; None where nodes of one size were measured
+    log_scale: float  # ln of seconds per sample
+    log_batch: float  # ln of the smallest batch
+    replicas: float  # fewest synchronising replicas
+    gpus: tuple[float, float] | None  # fewest and most GPUs per node; None if all nodes have the same size
     shape: Callable[[Floats], Floats]
     u: Process
     v: Process
@@ -353,8 +353,8 @@ class ModelValues:
     of_step: Floats
     of_compute: Floats
     by_compute: Floats  # derivative of ln t by ln c
-    by_sync: Floats  # and by ln m
-    by_across: Floats  # and by ln of the part of m that is between nodes
+    by_sync: Floats  # derivative of ln t by ln m
+    by_across: Floats  # derivative of ln t by ln of the part of m between nodes
 
 
 def evaluate(z: Floats, at: FeaturePoints) -> ModelValues:
@@ -376,11 +376,11 @@ def evaluate(z: Floats, at: FeaturePoints) -> ModelValues:
         log_level + growth * at.log_replicas + at.log_shape + shared * at.log_gpus + v @ at.v.T, -60.0, 60.0
     )
     log_inside = np.clip(log_level + inside + inner * at.log_inner, -60.0, 60.0)
-    # Where nodes of one size were measured, what they synchronise inside is part of their level.
+    # If all nodes have the same size, synchronisation inside nodes is part of the level.
     together = at.points.inside if frame.gpus is None else ~at.points.alone & ~at.single
     log_across, log_inside = np.where(at.across, log_across, -np.inf), np.where(together, log_inside, -np.inf)
-    floor_share = np.exp(priors.q * log_floor - log_power)  # of the floor in the compute's sum of q-th powers
-    # Clipped where they saturate: a step that is tried and rejected may go anywhere.
+    floor_share = np.exp(priors.q * log_floor - log_power)  # share of the floor in the sum of q-th powers
+    # Clipped, because rejected trial steps of the solver may be far off.
     phi = float(1 / (1 + np.exp(-np.clip(forward[0], -30.0, 30.0))))
     tau = float(np.exp(np.minimum(exposed[0], 5.0)))
 
@@ -416,41 +416,41 @@ def evaluate(z: Floats, at: FeaturePoints) -> ModelValues:
     return ModelValues(log_step, log_compute, sync, of_step, of_compute, by_compute, by_sync, by_across)
 
 
-# --- The exponent of overlap
+# --- The model for one overlap exponent
 #
 #     t(R, b) = phi c + [((1 - phi) c)^p + m^p]^(1/p) + tau m
 #     c(b) = [f^q + (k b)^q]^(1/q) exp(u(ln b))                      local compute: floor f, slope k
 #     m(R) = m_0 shape(R) / shape(R_0) (R / R_0)^rho exp(v(ln R))    synchronisation; none for one replica
 #
-# A share 1 - phi of the compute (the backward pass) hides the synchronisation as far as it can; p says how sharply one takes
-# over from the other, and tau is the share of the synchronisation that nothing hides. u and v are smooth residuals (Gaussian
-# processes). The paper's Eq. 2 is the case p = 1, phi = 0, tau = 0 without residuals: the parts simply add up.
+# A share 1 - phi of the compute (the backward pass) hides synchronisation; p is the sharpness of the transition between
+# the two, and tau is the share of synchronisation that is never hidden. u and v are smooth residuals (Gaussian
+# processes). The paper's Eq. 2 is the case p = 1, phi = 0, tau = 0 without residuals: the terms add up.
 #
-# Where nodes of several sizes were measured, g GPUs each, the synchronisation between nodes is told apart from that inside them:
+# For nodes of several sizes (g GPUs each), synchronisation between nodes is separate from that inside them:
 #
 #     m(N, g) = m(N) g^sigma + m_g (g / g_most)^kappa                the second for g > 1, the first for N > 1
 #     f(g) = f g^eta                                                 the floor is the work of a CPU that the GPUs share
 #
-# What a job does at one batch on one number of nodes follows from neither alone, and its neighbours do likewise: ln t and
-# ln c have residuals over (ln b, ln N) as well (and over ln g, as ln m has then). They are no coordinates of the fit but part of the covariance of the probes
-# (generalised least squares); what they tell of a place follows from the probes about it (kriging).
+# Deviations of a configuration depend on batch and nodes together, and are similar for its neighbours: ln t and
+# ln c also have residuals over (ln b, ln N), and over ln g as ln m has. They are part of the covariance of the probes
+# (generalised least squares), not coordinates of the fit; predictions interpolate those of nearby probes (kriging).
 #
-# A handful of probes does not determine all that. Every parameter has a prior, found on public measurements
-# (benchmarks/replay/replay.py), and the fit is the most probable one (MAP); where the probes say more than the prior, they decide.
-# Times are seconds, batches samples, and everything is fitted in logarithms: errors are shares of the step time.
+# A handful of probes does not determine all parameters. Each one has a prior from public measurements
+# (benchmarks/replay/replay.py), and the fit is the maximum a posteriori (MAP) estimate.
+# Times are in seconds, batches in samples. The fit is in logarithms, so errors are shares of the step time.
 
-_NOISE_WEIGHT = 6.0  # the noises of the priors count as much as so many residuals
-_ROUNDS = 3  # of estimating the noise
+_NOISE_WEIGHT = 6.0  # weight of the prior noise, as a number of residuals
+_ROUNDS = 3  # iterations of estimating the noise
 _ITERATIONS = 25
 _TOLERANCE = 1e-4
-_LEVELS = (0.0, 1.0, 2.0, 3.0)  # of synchronisation that a fit to whole steps alone begins at, in standard deviations
+_LEVELS = (0.0, 1.0, 2.0, 3.0)  # initial levels of synchronisation for fits to whole steps only, in standard deviations
 
 
 @dataclass(frozen=True)
 class Overlap:
     """The fitted model of one overlap exponent."""
 
-    noise: float  # its estimate, as a multiple of what other clusters show
+    noise: float  # estimated noise, as a multiple of that in the priors
     frame: ReferenceFrame = field(repr=False)
     fitted: "_Fitted" = field(repr=False)
     _data: "_Data" = field(repr=False)
@@ -571,7 +571,7 @@ class _Spread:
 
     rows: Rows
     covariance: Floats
-    whitener: Floats  # inverse of its lower Cholesky factor: takes the rows to independent ones of variance 1
+    whitener: Floats  # inverse of the lower Cholesky factor of `covariance`: makes rows independent with variance 1
 
 
 @dataclass(frozen=True)
@@ -580,7 +580,7 @@ class _Data:
 
     at: FeaturePoints
     log_step: Floats
-    log_compute: Floats  # nan where not measured
+    log_compute: Floats  # nan if not measured
     spread: Floats
 
     @cached_property
@@ -665,7 +665,8 @@ class _Fitted:
 
         The priors are further rows, one per coordinate.
         """
-        from statsmodels.regression.linear_model import GLS  # takes more than a second, and of use to a summary alone
+        # the import takes more than a second, and only summaries need it
+        from statsmodels.regression.linear_model import GLS
 
         rows, size = len(self.off), len(self.z)
         spread = np.eye(rows + size)
@@ -722,14 +723,14 @@ def _estimate_noise(noise: float, fitted: _Fitted) -> float:
 
 # --- The mixture
 
-_MAX_LOG_ODDS = 50.0  # ln of the odds: more makes no difference
+_MAX_LOG_ODDS = 50.0  # bound of ln(odds)
 
 
 @dataclass(frozen=True)
 class StepModel:
     """The step-time model: one fit to the probes, or two under different assumptions with their probabilities."""
 
-    members: tuple[Overlap, ...]  # the first overlaps
+    members: tuple[Overlap, ...]  # the first one assumes overlap of compute and synchronisation
     weights: Floats  # their probabilities, shape (members,)
 
     @property
@@ -797,10 +798,10 @@ T_BLOCKS = 2.132  # Student's t, 95 %, for five blocks (4 degrees of freedom)
 DEFAULT_REPEAT_SD = 0.015
 """Standard deviation of the mean step time between jobs, as a share, on the steadiest clusters: the minimum assumed.
 The value for the current cluster is estimated by the fit (`StepTimeFit.repeat_deviation`)."""
-_MAX_STEADY_NOISE = 0.1  # a probe whose noise is above this share of its step time is pointed out
+_MAX_STEADY_NOISE = 0.1  # probes with more relative noise are reported
 MAX_EXTRAPOLATION = 8
 """Maximum ratio of the nodes of a prediction to the most nodes of any probe."""
-_MAX_RELATIVE_MISS = 0.25  # so is one that the fit misses by more than this share
+_MAX_RELATIVE_MISS = 0.25  # probes with a larger relative residual are reported
 _BLOCK = 512
 """Configurations that are predicted at a time: with more of them BLAS occupies all cores, mostly waiting."""
 
@@ -811,10 +812,10 @@ class Observation:
 
     nodes: int
     gpus_per_node: int
-    local_batch: int  # samples an optimizer step on one GPU
-    step_times: tuple[float, ...]  # one an optimizer step, after warm-up; of a training, one a stretch of them
-    compute_time: float  # a step without synchronisation; nan where it was not measured
-    doubt: float | None = None  # of a training: its noise, which its own steps alone do not tell; None of a probe
+    local_batch: int  # samples per optimizer step on one GPU
+    step_times: tuple[float, ...]  # one per optimizer step after warm-up; for a training, one per stretch of steps
+    compute_time: float  # per step, without synchronisation; nan if not measured
+    doubt: float | None = None  # noise of a training, which includes variation beyond its steps; None for a probe
 
     @property
     def seconds(self) -> float:
@@ -839,7 +840,7 @@ class Estimate:
     seconds: float
     low: float | None = None
     high: float | None = None
-    fitted: float | None = None  # what the model says where seconds are measured ones
+    fitted: float | None = None  # prediction of the model if `seconds` is measured; else None
 
 
 @dataclass(frozen=True)
@@ -849,7 +850,7 @@ class Estimates:
     seconds: Floats
     low: Floats
     high: Floats
-    fitted: Floats  # by the model, where seconds are measured ones; else nan
+    fitted: Floats  # predictions of the model where `seconds` is measured; else nan
 
     def at(self, index: int) -> Estimate:
         """Return the estimate at one of the configurations."""
@@ -936,9 +937,9 @@ class _Scope:
 class StepTimeFit:
     """The step-time model of one kind of node, fitted to its probes."""
 
-    words: str  # the fit in one line
+    words: str  # description of the fit in one line
     warnings: tuple[Diagnostic, ...]
-    error: float | None  # median relative residual; None where exactly determined
+    error: float | None  # median relative residual; None if the fit is exact
     model: StepModel = field(repr=False)
     priors: Priors = field(repr=False)
     _scope: _Scope = field(repr=False)
@@ -1071,7 +1072,7 @@ def fit_step_time(observations: Iterable[Observation], *, collective: str, prior
     )
     fitted = np.exp(model.predict(points)[0])
     residuals = fitted / seconds - 1
-    # With no more measurements than parameters the priors may still keep the fit from a probe: then there is a residual.
+    # With as few measurements as parameters, the priors may still cause residuals.
     has_residuals = _count_measurements(sorted_observations) > _count_parameters(sorted_observations, scope) or bool(
         (np.abs(residuals) > _MAX_RELATIVE_MISS).any()
     )
@@ -1127,7 +1128,7 @@ def _list_fit_warnings(observations: Sequence[Observation], seconds: Floats, res
     unsteady = [f"{o} by {100 * o.noise:.0f} %" for o in probes if o.noise is not None and o.noise > _MAX_STEADY_NOISE]
     if unsteady:
         yield messages.step_times_drift(probes=unsteady)
-    # A larger local batch with a clearly shorter step: another algorithm, a change of clocks, or a disturbed probe.
+    # A larger local batch with a clearly shorter step: another algorithm, changed clocks, or a disturbed probe.
     falling = [
         f"{smaller} and {larger.local_batch}"
         for (smaller, time_before), (larger, after) in itertools.pairwise(zip(observations, seconds, strict=True))

@@ -32,15 +32,15 @@ from tula_cli.spec.job import JobSpec
 SLOW = 1.2
 """A rank that takes this multiple of the median rank's time is slow: ranks of one cluster normally differ by a few per
 cent."""
-_MIN_SLOW_SHARE = 0.75  # of the probes that it took part in
-_MIN_PROBES = 2  # probes
+_MIN_SLOW_SHARE = 0.75  # minimum share of its probes in which a straggler is slow
+_MIN_PROBES = 2  # minimum number of probes
 GROWTH = 0.5
 """Exposed synchronisation counts as growing with the batch if it grows by more than this share of the largest batch's
 compute."""
 STALLED = LocalResidual(sd=0.5, batch=1.0, replicas=0.5)
 """Local residual of the steps of delayed ranks: a third off the model in the median; how fast it changes over batch and
 replicas."""
-_DIVIDED = 0.75  # of what a rank tells on the fewest, at most: then a script divides its model among the ranks
+_DIVIDED = 0.75  # gradient bytes per rank, most over fewest ranks, below which a script counts as sharded
 NOISE = 3.0
 """Probes lie far off their fit if its noise is this multiple of that of other clusters."""
 
@@ -50,10 +50,10 @@ class Straggler:
     """A node, or a rank if there is one node, whose own part of a step takes longer than that of the others."""
 
     name: str
-    factor: float  # over the median one
-    probes: int  # in which it was slow
-    of: int  # in which it took part
-    waits: bool  # for its data; else it computes slowly
+    factor: float  # time relative to that of the median node or rank
+    probes: int  # probes in which it was slow
+    of: int  # probes in which it took part
+    waits: bool  # whether it waits for data; otherwise it computes slowly
 
     @property
     def warning(self) -> Diagnostic:
@@ -106,7 +106,7 @@ def find_gradient_bytes(measured: Iterable[Measured], *, sharded: bool) -> int:
     for probe in measured:
         ranks, memory = probe.nodes * probe.gpus_per_node, probe.memory
         if isinstance(memory, Components):
-            # with several micro-batches a step their sum is a second copy (`worker/measure/meter.py`)
+            # with several micro-batches per step, their sum is a second copy (`worker/measure/meter.py`)
             sizes.append(memory.gradients * ranks if sharded else memory.gradients // min(2, probe.accumulate))
         elif memory.states is not None:
             sizes_by_ranks[ranks] = max(memory.states.gradients, sizes_by_ranks.get(ranks, 0))

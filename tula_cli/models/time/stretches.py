@@ -52,8 +52,8 @@ class _Start:
     attempt: int
     environment: Row | None = None
     steps: list[Row] = field(default_factory=list)
-    since: float = 0.0  # Unix time of its newest change of pace
-    changed: float = 0.0  # by which it changed, as a logarithm
+    since: float = 0.0  # Unix time of the newest change of the step time; 0 if there is none
+    changed: float = 0.0  # natural logarithm of the ratio of that change
 
 
 @dataclass(frozen=True)
@@ -178,10 +178,11 @@ def _join_starts(starts: Sequence[tuple[TrainTask, _Start]]) -> TrainedSteps | N
     if len(timed) < MIN_STEPS or len(times) < BLOCKS:
         return None
     changed = max(start.changed for _, start in starts)
-    # Whether the next training meets the pace before a change or the one after it nobody knows: 90 % reach back to it.
+    # The next training may have the step time before or after a change, so the 90 % interval includes both.
     noise = math.hypot(compute_standard_error(times) / compute_trimmed_mean(times), DEFAULT_REPEAT_SD, changed / Z90)
     medians = {name: _compute_median(timed, name) for name in ("compute", "sync", "data_wait")}
-    if medians["compute"] is not None:  # that of a probe holds its wait; the longest of either may be of two ranks
+    # as for a probe, compute includes data waits; their maxima may be of different ranks
+    if medians["compute"] is not None:
         medians["compute"] = min(compute_trimmed_mean(times), medians["compute"] + (medians["data_wait"] or 0.0))
     return TrainedSteps(
         signature=task.signature,
@@ -208,7 +209,7 @@ def _list_timed_steps(task: TrainTask, start: _Start) -> Iterator[_TimedSteps]:
     has_refreshes, previous_step = refresh.has_separate_refreshes(task.spec, task.batch), 0
     rows_of_batch = [
         row for row in start.steps if row.get("batch", task.batch) == task.batch
-    ]  # not those of a stage before
+    ]  # without rows of earlier stages
     for number, row in enumerate(rows_of_batch):
         count, previous_step = row.get("count") or max(1, row["step"] - previous_step), row["step"]
         if number < SETTLING_SAMPLES or row["time"] < start.since:

@@ -78,7 +78,7 @@ class Ags(Section):
 
 
 @cache
-def _resolve_preset(ags: Ags) -> "ResolvedAgs":  # a forecast asks for every configuration
+def _resolve_preset(ags: Ags) -> "ResolvedAgs":  # cached, because forecasts call it for every configuration
     return ResolvedAgs.model_validate({**AGS_PRESETS[ags.preset], **ags.model_dump(exclude_none=True)})
 
 
@@ -115,7 +115,7 @@ class GivenArm(Section):
 class Arm(GivenArm):
     """An arm as it is trained and recorded: one of the job, or a default one, which may have further settings."""
 
-    model_config = ConfigDict(extra="ignore")  # records of older versions have settings that there are no more
+    model_config = ConfigDict(extra="ignore")  # records of older versions have removed settings
 
     warmup_epochs: NonNegativeFloat = 0.0  # epochs over which the factor of the learning rate grows from 1
     decay_factor: NonNegativeFloat = 1.0  # factor of the weight decay

@@ -103,7 +103,7 @@ class JobSpec(Section):
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         content: dict[str, Any] = handler(self)
-        if not self.export:  # as before there was such a section
+        if not self.export:  # for the same signature as in earlier versions without the section
             content.pop("export", None)
         if self.baseline == Baseline():
             content.pop("baseline", None)
@@ -172,14 +172,14 @@ class JobSpec(Section):
             and self.ags.apply_to is None
             and self.optimizer.name in DIVIDING
         ):
-            object.__setattr__(self, "ags", self.ags.model_copy(update={"apply_to": "update"}))  # it is frozen
+            object.__setattr__(self, "ags", self.ags.model_copy(update={"apply_to": "update"}))  # the model is frozen
         return self
 
     @model_validator(mode="after")
     def _shares_suffice(self) -> "JobSpec":
         """Use one factor per tensor if the model is sharded; reject settings that need the whole model."""
         if (ags := divide_section(self.ags, self.train)) != self.ags:
-            object.__setattr__(self, "ags", ags)  # it is frozen
+            object.__setattr__(self, "ags", ags)  # the model is frozen
         return self
 
     @model_validator(mode="after")
@@ -192,7 +192,7 @@ class JobSpec(Section):
         if self.script is not None or self.train.stages == "decay":
             return self
         if has_adam_defaults(self) and "kind" not in self.schedule.model_fields_set:
-            object.__setattr__(self, "schedule", _set_defaults(self.schedule, LATE_DECAY))  # it is frozen
+            object.__setattr__(self, "schedule", _set_defaults(self.schedule, LATE_DECAY))  # the model is frozen
         if (
             max_grad_norm is not None
             and self.optimizer.name in SGD_LIKE
@@ -323,10 +323,10 @@ class JobSpec(Section):
 
     def of_node_type(self, name: str) -> "JobSpec":
         """Return the job on one of `node_types`."""
-        # A section that is there but empty, as a written spec has it, says nothing of its own.
+        # Stored specs contain empty sections, which override nothing.
         settings = {key: value for key, value in self.node_types[name].model_dump(exclude_unset=True).items() if value}
         base = self.model_dump(mode="json", exclude_unset=True, exclude={"node_types"})
-        if self.pricing == UNPRICED:  # nothing of it holds beside a price
+        if self.pricing == UNPRICED:  # the defaults must not be mixed with the type's price
             base.pop("pricing", None)
         merge(base, settings, {}, source=name)
         return JobSpec.model_validate(base)
@@ -360,12 +360,12 @@ def get_warmup_epochs(spec: JobSpec) -> float:
 
     A warm-up of the method takes at most 5 % of the training, so that a short training is not all warm-up.
     """
-    if spec.schedule.kind == "one-cycle":  # it grows by itself
+    if spec.schedule.kind == "one-cycle":  # one-cycle includes a warm-up
         return 0.0
     given = spec.schedule.warmup_epochs
     if given is not None:
         return given
-    if spec.train.stages and spec.train.stages != "decay":  # a batch that grows from the start is a warm-up by itself
+    if spec.train.stages and spec.train.stages != "decay":  # a growing batch replaces a warm-up
         return 0.0
     return min(spec.train.training_method.warmup_epochs, MAX_WARMUP_SHARE * spec.train.epochs)
 
@@ -465,7 +465,7 @@ def _get_lr_rule(spec: JobSpec) -> Literal["none", "linear", "sqrt"]:
     """
     if spec.train.stages == "decay" and spec.train.lr_scaling == "auto":
         return _get_noise_rule(spec)
-    # What optimizer a script has is not known before it starts.
+    # The optimizer of a script is unknown before it starts.
     is_adaptive = spec.script is not None or spec.optimizer.name in DIVIDING
     return spec.train.training_method.choose_lr_rule(spec.train.lr_scaling, is_adaptive=is_adaptive)
 

@@ -26,7 +26,7 @@ from tula_cli.version import __version__
 
 # --- Descriptions of keys
 #
-# The page of reference (docs/reference/job-file.md) and the JSON Schema are both made of them.
+# The reference page (docs/reference/job-file.md) and the JSON Schema are generated from them.
 
 
 def walk_sections(section: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:
@@ -149,7 +149,7 @@ def _add_descriptions(part: Schema, section: type[Section]) -> None:
     part.pop("title", None)
     for name, schema in part["properties"].items():
         _simplify_value(schema)
-        if "$ref" in schema:  # beside it draft 7 reads nothing
+        if "$ref" in schema:  # JSON Schema draft 7 ignores other keys next to $ref
             schema["allOf"] = [{"$ref": schema.pop("$ref")}]
         if isinstance(schema.get("default", {}), dict) or schema["default"] is None:
             schema.pop("default", None)

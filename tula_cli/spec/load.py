@@ -40,7 +40,8 @@ def load_spec(
     Raises:
         SpecError: with all problems at once; keys that a site file or a variable sets are reported with it.
     """
-    overrides = overrides if isinstance(overrides, str) else tuple(overrides)  # a text is refused where they are merged
+    # A single string is left as it is; merging rejects it.
+    overrides = overrides if isinstance(overrides, str) else tuple(overrides)
     merged, origins = merge_sources(path, overrides=overrides, environ=environ, site_files=site_files)
     source = " --set ".join((str(path), *overrides))
     try:

@@ -61,7 +61,7 @@ def apply_overrides(into: dict[str, Any], overrides: Iterable[str], origins: dic
     Raises:
         SpecError: an override does not have this form, or its value is not valid YAML.
     """
-    require_list(overrides=overrides)  # Python code that forgets the brackets
+    require_list(overrides=overrides)  # rejects a single string, as Python code may pass
     for text in overrides:
         if not isinstance(text, str):
             raise SpecError(f"overrides: {text!r} is not text", "for example overrides=['search.nodes=[2,4]']")

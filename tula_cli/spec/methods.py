@@ -17,39 +17,39 @@ LrRule = Literal["none", "linear", "sqrt"]
 
 @dataclass(frozen=True)
 class TrainingMethod:
-    """A training method, as far as it is known before anything is built.
+    """Properties of a training method that are known without building a model.
 
-    Checks of a job, models of time and memory, comparisons and the worker ask this object; what a step does is in the
+    Job checks, models of time and memory, comparisons and the worker read them; the steps themselves are implemented in
     module `file` of `worker/methods`.
     """
 
     name: str
-    file: str = "plain"  # of worker/methods, where its object METHOD is
-    lr_scaling: LrRule = "none"  # of the learning rate, in batch / reference_batch
-    max_lr_factor: float | None = None  # of train.max_lr_factor: auto; None: no limit
-    max_grad_norm: float | None = None  # with a cross-entropy and SGD, where the spec gives none
-    late_decay: bool = False  # of the learning rate of Adam and its like, where the spec gives no schedule
-    with_rule: str = ""  # the same method with a rule of the learning rate, where that has another name
-    without_rule: str = ""  # the same method without one, likewise; train.lr_scaling: none is then refused
-    warmup_epochs: float = 0.0  # at most, where the spec gives none
-    replaces: tuple[str, ...] = ()  # optimizers whose place it takes, and whose settings it takes over; empty: none
-    # the updates of matrices; Adam's learning rate and beta2 follow the batch as Adam needs it
+    file: str = "plain"  # module of worker/methods that contains its object METHOD
+    lr_scaling: LrRule = "none"  # default rule for the learning rate at batch / reference_batch
+    max_lr_factor: float | None = None  # train.max_lr_factor: auto, doubled for a cross-entropy loss; None: no limit
+    max_grad_norm: float | None = None  # default for a cross-entropy loss with SGD; None: no clipping
+    late_decay: bool = False  # the default schedule with Adam-like optimizers decays late
+    with_rule: str = ""  # name of the same method with a learning-rate rule; empty if there is no such name
+    without_rule: str = ""  # name of the same method without a rule; if set, train.lr_scaling: none is an error
+    warmup_epochs: float = 0.0  # default warm-up; shorter in short trainings (`get_warmup_epochs`)
+    replaces: tuple[str, ...] = ()  # optimizers that it replaces, with their settings; empty: any optimizer is kept
     orthogonalises: bool = False
-    constant_schedule: bool = False  # a learning rate that falls is refused
-    section: Literal["", "ags", "auto"] = ""  # of the job, with the settings of this method alone
-    scales: bool = False  # multiplies gradients, or updates, by factors
-    refreshes: bool = False  # compares the gradients of two batches now and then
-    is_arm: bool = False  # of a self-tuning training
-    ramps: bool = False  # its batch grows over the first epochs where train.ramp says nothing else
-    on_one_gpu: str = ""  # why it cannot be judged there
-    on_scripts: bool = False  # acts on a script of the user's own, from its command line or around its optimizer
-    on_shares: bool = False  # trains a model that is divided among the ranks (train.parallel: fsdp)
-    summary: str = "a method of your own"  # what it does to the large batch, and its cost, without results
-    probes_overestimate: bool = False  # on several GPUs its later steps take less than those that probes measure
+    """Orthogonalises updates of matrices; scales Adam's learning rate and beta2 for the batch."""
+    constant_schedule: bool = False  # does not allow a schedule that lowers the learning rate
+    section: Literal["", "ags", "auto"] = ""  # section of the job with settings of this method only
+    scales: bool = False  # multiplies gradients or updates by factors
+    refreshes: bool = False  # compares the gradients of two batches from time to time
+    is_arm: bool = False  # can be an arm of a self-tuning training
+    ramps: bool = False  # the batch grows over the first epochs unless train.ramp is set
+    on_one_gpu: str = ""  # why it cannot be evaluated on one GPU; empty if it can
+    on_scripts: bool = False  # supports the user's script, through its command line or around its optimizer
+    on_shares: bool = False  # supports a model that is sharded over the ranks (train.parallel: fsdp)
+    summary: str = "a method of your own"  # effect on the large batch, and cost, without results
+    probes_overestimate: bool = False  # on several GPUs, later steps are faster than those that probes measure
 
     @property
     def tunes(self) -> bool:
-        """Whether it trains as its arms do (worker/train/auto_tune.py)."""
+        """Whether it trains with the methods of its arms (worker/train/auto_tune.py)."""
         return self.section == "auto"
 
     def uses_section(self, section: str) -> bool:

@@ -86,7 +86,8 @@ def describe_problem(item: Any, *, of_script: bool = False) -> Problem:
         and re.fullmatch(r"[\w.]+", key)
         and key.split(".")[0] in _list_keys_at(item["loc"])
     ):
-        return Problem(f"{path}.{key}" if item["loc"] else key, reason)  # the check of a section names the key
+        # The error of a section's validator starts with the key.
+        return Problem(f"{path}.{key}" if item["loc"] else key, reason)
     if item["type"] == "value_error":
         return Problem(path, message[:1].lower() + message[1:])
     hint = _find_key_of_name(item) if _EXPECTED.get(item["type"]) == _SECTION else ""
@@ -206,7 +207,7 @@ def merge_unions(problems: list[Problem]) -> tuple[Problem, ...]:
         if not any(other.path.startswith((f"{problem.path}.", f"{problem.path}[")) for other in problems):
             by_path.setdefault(problem.path, []).append(problem)
     for path, problems_here in by_path.items():
-        # "must be a section" helps nobody who wrote a text with another problem
+        # "must be a section" does not help if the value is a string with another problem.
         by_path[path] = [p for p in problems_here if not p.message.startswith(_SECTION)] or problems_here
     return tuple(
         problems_here[0]
@@ -261,5 +262,5 @@ def _find_section(annotation: Any) -> type[Section] | None:
 
 
 def _is_section(kind: Any) -> bool:
-    # list[str] is no class, though Python 3.10 says so
+    # In Python 3.10, isinstance(list[str], type) is true.
     return get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, Section)

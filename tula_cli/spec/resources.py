@@ -138,13 +138,13 @@ class Pricing(Section):
     @model_validator(mode="after")
     def _priced_as_its_kind_is(self) -> "Pricing":
         if self.kind == "billing":
-            # A run writes all that its job has down: what stands for no price there is none here either.
+            # A run stores all fields, so a stored price of 1.0 in node-h or SU also means that no price is given.
             if "price" not in self.model_fields_set or (self.price == 1.0 and self.currency in _NO_MONEY):
                 if self.currency not in ("USD", *_NO_MONEY):
                     raise ValueError(
                         f"currency: {self.currency} needs pricing.price, the price of a billing-hour; without a price, costs are in {BILLING_UNIT}"
                     )
-                object.__setattr__(self, "currency", BILLING_UNIT)  # it is frozen
+                object.__setattr__(self, "currency", BILLING_UNIT)  # the model is frozen
             return self
         if "price" not in self.model_fields_set:
             details = InitErrorDetails(type="missing", loc=("price",), input={})

@@ -11,7 +11,7 @@ from tula_cli.plugins import is_import_string, suggest_name, suggest_nearest
 from tula_cli.spec.kinds import Arguments, Line, Method, NonNegativeFloat, Positive, PositiveFloat, Section
 from tula_cli.spec.methods import DEFAULT_METHOD, TrainingMethod, get_training_method
 
-# --- Parts of `train`
+# --- Values of `train`
 
 MIN_STAGE_SHARE = 0.02
 """Minimum share of the training for a stage derived from the gradient noise or the schedule."""
@@ -487,7 +487,7 @@ class Train(Section):
         return get_training_method(self.method)
 
 
-# --- Parts of `search`
+# --- Section `search`
 
 MEMORY_MARGIN = 0.1
 """Share of a GPU's memory that a configuration must leave free."""
@@ -556,7 +556,8 @@ class Search(Section):
         Args:
             step_time: seconds per step.
         """
-        looks = LOOKS * LEAST_STEPS + self.split_steps  # steady steps are looked at for as few as tell anything
+        # With steady steps, the additional timings take the minimum number of steps.
+        looks = LOOKS * LEAST_STEPS + self.split_steps
         return (self.min_steps + self.estimate_timed_steps(step_time) + looks) * step_time
 
 

@@ -33,9 +33,9 @@ def compute_measurement_signature(spec: JobSpec, code: str = "") -> str:
     cluster = spec.cluster
     parts: dict[str, Any] = _list_loop_fields(spec) if spec.script is None else _list_script_fields(spec, spec.script)
     parts["cluster"] = cluster.model_dump(include={"kind", "gpus_per_node", "device", "memory_per_gpu", "interface"})
-    if spec.node_types:  # where it runs is told by each type's own signature; a type more keeps the run
+    if spec.node_types:  # each type has its own signature, so that adding a type does not change this one
         parts = {**parts, "cluster": None, "node_types": True}
-    elif spec.types:  # so are numbers of GPUs
+    elif spec.types:  # likewise with several numbers of GPUs per node
         parts["cluster"] |= {"gpus_per_node": "searched"}
     return compute_digest({**parts, "code": code} if code else parts)
 
@@ -82,16 +82,16 @@ def compute_train_signature(spec: JobSpec, *, nodes: int | None, batch: int, cod
     if (beta1 := get_default_beta1(spec, batch)) is not None:
         parts["optimizer"]["beta1"] = beta1
     parts["schedule"]["warmup_epochs"] = get_warmup_epochs(spec)
-    acts = spec.ags if spec.train.training_method.uses_section("ags") else Ags()  # to others the section means nothing
+    acts = spec.ags if spec.train.training_method.uses_section("ags") else Ags()  # no effect with other methods
     parts["ags"] = {"exclude": (), "norm_ewma": 0.0, **acts.resolved().model_dump(exclude={"preset"})}
     parts["schedule"]["args"] = {}
     parts["train"] = _REMOVED["trained"] | spec.train.model_dump(
         exclude={
             *("workers", "checkpoint_every", "oom_policy", "max_attempts", "diagnostics"),
-            *("metrics", "best_checkpoint"),  # they tell of the weights and change none
+            *("metrics", "best_checkpoint"),  # evaluation only, without effect on the weights
             *("early_stopping", "max_lr_factor"),
             *(() if spec.train.sharded else ("parallel",)),
-            *COMPUTING,  # they change what is learned no more than another GPU does
+            *COMPUTING,  # change results no more than another type of GPU does
         }
     )
     parts["train"]["max_lr_factor"] = _get_lr_limit(spec, batch)
@@ -158,7 +158,7 @@ def compute_cluster_signature(cluster: Cluster) -> str:
     """
     settings = cluster.model_dump(mode="json", exclude={"minutes", "slurm"})
     options = (cluster.slurm or Slurm()).model_dump(mode="json", exclude={"exclude"})
-    # as in earlier versions, so that nodes keep their signature
+    # Form of earlier versions, so that the signature of nodes does not change.
     options |= {"reservation": None, **{name: settings.pop(name) for name in ("python", "setup")}}
     if not settings["options"]:
         del settings["options"]

@@ -164,7 +164,7 @@ class Slurm(Section):
     @model_validator(mode="after")
     def _settings_fit_together(self) -> "Slurm":
         problems = [*_list_gpu_problems(self), *_list_option_problems(self)]
-        if problems:  # all at once, each with its path
+        if problems:  # reported together, each with its path
             details = [
                 InitErrorDetails(type=PydanticCustomError("value_error", "{why}", {"why": why}), loc=path, input=None)
                 for path, why in problems
@@ -190,7 +190,7 @@ def _list_gpu_problems(slurm: Slurm) -> _Unfit:
             )
         return
     for name, value in slurm.extra.items():
-        # Other resources than GPUs have no other way in than gres.
+        # gres may request other resources than GPUs, for which there is no other key.
         if (
             normalize_option_name(name) in _GPU_OPTIONS
             and value not in (*_NOTHING, "0")

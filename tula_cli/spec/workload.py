@@ -86,7 +86,7 @@ class UserScript(Workload):
 
     @property
     def warmup_epochs(self) -> float:
-        return 0.0  # the script has its own
+        return 0.0  # a script implements its own warm-up
 
     @property
     def short_epochs(self) -> int | None:

@@ -111,7 +111,7 @@ for _class in (*_LOADERS, Dumper):
 
 _DEEPEST = 50
 _PIPE_PATIENCE = 10.0
-_LARGEST = 2**24  # bytes
+_LARGEST = 2**24  # maximum size of a file in bytes
 _MOST_VALUES = 100_000
 """Maximum number of values with all anchors expanded, because nested anchors could exceed the memory."""
 _TOO_DEEP = f"it has more than {_DEEPEST} levels"
@@ -144,7 +144,7 @@ def _measure_nesting_depth(content: Any) -> int:
     """Return the nesting depth of a value, at most one more than allowed; a recursive anchor has unlimited depth."""
     level, depth = [content], 0
     while level and depth <= _DEEPEST:
-        inner: dict[int, Any] = {}  # by identity: an anchor that stands many times is looked at once a level
+        inner: dict[int, Any] = {}  # id -> value, so that a value referenced by many aliases is visited once per level
         for value in level:
             inner |= {id(child): child for child in _list_children(value)}
         level, depth = list(inner.values()), depth + 1
@@ -205,9 +205,9 @@ def _make_quoting_hint(text: str, mark: "yaml.Mark | None") -> str:
     if not before:
         return ""
     key, value = before[-1]["key"], before[-1]["value"]
-    while inner := re.match(r"\{\s*([\w.-]+):\s+(.*)", value):  # the first pair of {...}
+    while inner := re.match(r"\{\s*([\w.-]+):\s+(.*)", value):  # the first pair of a flow mapping {...}
         key, value = inner[1], inner[2]
-    if value.startswith("[") and value.endswith("]"):  # the items of a list
+    if value.startswith("[") and value.endswith("]"):  # the items of a flow sequence
         key, value = "", value[1:-1]
     while value[-1:] in ("}", "]") and value.count(value[-1]) > value.count({"}": "{", "]": "["}[value[-1]]):
         value = value[:-1].rstrip()

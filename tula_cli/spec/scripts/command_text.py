@@ -38,9 +38,10 @@ class TrainingCommand:
     """The training command found in shell text."""
 
     words: tuple[ShellWord, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)  # that the text sets for it
-    setup: tuple[str, ...] = ()  # lines of the shell before it
-    left_out: tuple[str, ...] = ()  # what tula does itself, or has no use for
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that the text sets for the command."""
+    setup: tuple[str, ...] = ()  # shell lines before the command
+    left_out: tuple[str, ...] = ()  # parts of the text that tula does itself or does not need
     warnings: tuple[str, ...] = ()
 
 
@@ -58,7 +59,7 @@ def find_training_command(
         SpecError: there is no training command, more than one, or one that needs a shell.
     """
     known = {name: os.environ[name] for name in ("HOME", "USER") if name in os.environ}
-    typed = re.sub(r"\A\ufeff?\s*(?:\$ )?", "", text)  # without a byte order mark and the prompt
+    typed = re.sub(r"\A\ufeff?\s*(?:\$ )?", "", text)  # removes a byte order mark and a shell prompt
     try:
         commands = split_commands(typed, {**known, **(variables or {})})
     except ValueError as error:
@@ -73,7 +74,7 @@ class _Reader:
     environment: dict[str, str] = field(default_factory=dict)
     setup: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    rendezvous: list[str] = field(default_factory=list)  # names of variables that hold where ranks meet
+    rendezvous: list[str] = field(default_factory=list)  # names of variables with the address of the rendezvous
 
     def read(self, pipelines: Sequence[_Pipeline]) -> TrainingCommand:
         programs = [pipeline for pipeline in pipelines if self._is_program(pipeline)]
@@ -82,7 +83,8 @@ class _Reader:
             if pipeline is training or pipeline in programs:
                 continue
             if pipeline[0].start > training[0].start and self.keeps_setup:
-                self.left_out.append(self._get_raw_text(pipeline))  # it is no set-up
+                # After the training command, so not part of the setup.
+                self.left_out.append(self._get_raw_text(pipeline))
             else:
                 self._record_preceding(pipeline)
         self._check_alone(training)

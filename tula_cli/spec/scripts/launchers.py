@@ -48,12 +48,12 @@ class Unknown(SpecError):
 class KnownFacts:
     """Facts about a command that it does not state itself."""
 
-    answers: Mapping[str, str] = field(default_factory=dict)  # to questions, by their keys
-    gpus: int = 0  # of a node; 0: not known
-    folder: Path = Path()  # that its files are in
-    nodes: int = 0  # of the allocation that it runs in; 0: none
-    tasks_per_node: int = 0  # likewise
-    starts_ranks: bool = False  # what stands before it starts one process for each GPU
+    answers: Mapping[str, str] = field(default_factory=dict)  # key of a question -> the user's answer
+    gpus: int = 0  # GPUs per node; 0: unknown
+    folder: Path = Path()  # folder of the command's files
+    nodes: int = 0  # nodes of the allocation in which it runs; 0: no allocation
+    tasks_per_node: int = 0  # tasks per node of this allocation; 0: unknown
+    starts_ranks: bool = False  # a launcher before the command starts one process per GPU
 
     def parse_answer(self, key: str) -> int | None:
         return int(self.answers[key]) if self.answers.get(key, "").isdigit() else None
@@ -63,16 +63,16 @@ class KnownFacts:
 class Launch:
     """A command without the words that start its processes."""
 
-    program: tuple[ShellWord, ...]  # up to the script
-    arguments: tuple[ShellWord, ...]  # the script's
+    program: tuple[ShellWord, ...]  # interpreter, its options and the script
+    arguments: tuple[ShellWord, ...]  # arguments of the script
     launch: Literal["rank", "node"] = "rank"
-    per_node: int | None = None  # processes; None: nothing starts more than one
+    per_node: int | None = None  # processes per node; None without a launcher
     nodes: int = 1
-    launcher: str = ""  # its name
-    wrapper: tuple[ShellWord, ...] = ()  # words before it
-    sources: tuple[tuple[str, str], ...] = ()  # words of the command, and what they were taken for
-    left_out: tuple[str, ...] = ()  # words that tula has no use for
-    slurm: Mapping[str, Option] = field(default_factory=dict)  # what srun was asked for, by long names
+    launcher: str = ""  # name of the launcher; empty without one
+    wrapper: tuple[ShellWord, ...] = ()  # words before the launcher, such as those of a container
+    sources: tuple[tuple[str, str], ...] = ()  # (words of the command, the setting read from them)
+    left_out: tuple[str, ...] = ()  # words that tula does not need
+    slurm: Mapping[str, Option] = field(default_factory=dict)  # options of srun by long name
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class _Launcher:
 
     name: str
     nodes: str = ""
-    per_node: str = ""  # processes of a node
-    total: str = ""  # processes of all nodes
-    one_process: bool = False  # is what it starts without an option of processes
-    local_rank: bool = False  # it hands --local_rank on to the script
+    per_node: str = ""  # options for the number of processes per node, separated by spaces
+    total: str = ""  # options for the total number of processes, separated by spaces
+    one_process: bool = False  # starts one process if no option sets their number
+    local_rank: bool = False  # passes --local_rank to the script
 
 
 _TORCHRUN = _Launcher("torchrun", "nnodes", "nproc_per_node", one_process=True)
@@ -129,7 +129,7 @@ _HOW_TO_START = (
 _INSIDE = "give the command inside it that starts the training; or, " + _HOW_TO_START
 
 
-# --- where it begins
+# --- Start of the training program
 
 
 def find_launcher(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
@@ -144,7 +144,7 @@ def find_launcher(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
         raise SpecError("the command is empty", _WHOLE)
     place = _start(rest)
     if rest[0].name not in _WRAPPERS and rest[place].name not in _LAUNCHERS and not known.starts_ranks:
-        place = 0  # it may start several processes itself
+        place = 0  # the words may belong to a program that starts its processes itself
     wrapper, rest = rest[:place], rest[place:]
     inner = _find_inner_command(rest) if rest[0].name in _SHELLS else None
     launch = find_launcher(inner, known) if inner is not None else _launch(rest, known)
@@ -224,7 +224,7 @@ def _launch(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
         if launcher is _SRUN:
             return _launch_by_srun(words[1:], known)
         size = 2 if first.name == "accelerate" else 1
-        folder = first.text.rpartition("/")[0]  # its python is the one that runs the ranks
+        folder = first.text.rpartition("/")[0]  # ranks run with the python of the launcher's folder
         interpreter = str(Path(folder, "python")) if folder else "python"
         start = words[:size] if launcher is _ACCELERATE else [ShellWord(interpreter, interpreter, first.unknown)]
         return _parse_launch(launcher, start, words[size:], known)
@@ -255,7 +255,7 @@ def _launch_by_python(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
     )
 
 
-# --- launchers
+# --- Launchers
 
 
 def count(option: Option | None, key: str, known: KnownFacts, *, missing: str = "") -> int:
@@ -356,7 +356,7 @@ def _parse_launch(
             ShellWord("env", "env"),
             fill_placeholders("NODE_RANK={node_rank}"),
             *start,
-        )  # which torchrun does not set
+        )  # composer's scripts may need NODE_RANK, which torchrun does not set
     module = [ShellWord("-m", "-m")] if given.keys() & {"m", "module", "module_mode"} else []
     program = (*(() if given.keys() & {"no_python"} else start), *module, rest[0])
     hands_on = launcher.local_rank and not given.keys() & {"use_env", "no_local_rank"}
@@ -431,7 +431,7 @@ def _launch_by_srun(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
     several = (_parse_number(each or tasks) or known.tasks_per_node) > 1
     launch = replace(find_launcher(rest, replace(known, starts_ranks=several)), slurm=options)
     machines = count(nodes, NODES, known) if nodes else known.nodes or launch.nodes
-    if launch.launcher:  # it starts the processes, and srun has it once a node
+    if launch.launcher:  # the launcher starts the processes, and srun starts the launcher once per node
         return launch if launch.nodes > 1 else replace(launch, nodes=machines)
     if not (each or tasks) and known.tasks_per_node:
         return _add_counts(launch, "srun", machines, known.tasks_per_node, nodes, None)
@@ -457,7 +457,7 @@ def read_slurm_options(words: Sequence[ShellWord]) -> tuple[dict[str, Option], l
     return {_SLURM_SHORT.get(option.meaning, option.meaning): option for option in options}, rest
 
 
-# --- programs that start their processes themselves
+# --- Programs that start their processes themselves
 
 _DEVICES = re.compile(
     r"(?:num_?|n_?)?gpus?(?:_num|_ids|_per_node)?|n_?gpus_per_node|num_gpus_per_node|(?:num_)?devices?|device_ids"

@@ -17,9 +17,9 @@ from tula_cli.words import format_count
 class MissingKey:
     """A key whose value the command does not determine."""
 
-    key: str  # in the job file
-    words: str  # what to write
-    required: bool = False  # without it the file cannot be used
+    key: str  # key in the job file
+    words: str  # description of the value to set
+    required: bool = False  # the job file is invalid without it
 
 
 def make_job_name(recognised: RecognisedCommand) -> str:

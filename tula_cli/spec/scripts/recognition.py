@@ -24,7 +24,7 @@ _MEANINGS = {
     "batch": rf"(?:global|total|effective)_(?:train_)?(?:{_SIZE}|bs)|ims_per_batch",
     "local_batch": rf"local_(?:{_SIZE}|bs)|(?:train_)?(?:{_SIZE}|bs|samples|imgs|images|ims)_per_{_DEVICE}"
     rf"|(?:per_)?{_DEVICE}_(?:train_)?{_SIZE}",
-    "some_batch": rf"b|bs|bsz|(?:train_)?{_SIZE}|max_sentences",  # by custom that of one process
+    "some_batch": rf"b|bs|bsz|(?:train_)?{_SIZE}|max_sentences",  # usually the batch of one process
     "model_parallel": r"(?:tensor|pipeline|context|sequence|model)(?:_model)?_parallel(?:_size|_degree)?"
     r"|(?:tp|pp|cp)(?:_size|_degree)?|[sm]p_size",
     "lr": r"lr0?|learning_rate|(?:base|peak|max)_lr",
@@ -52,17 +52,17 @@ _HOW_TO_SAY = "write {{local_batch={0}}} in place of its value if it is the batc
 class RecognisedCommand:
     """The job settings recognised in a command line."""
 
-    script: dict[str, Any]  # section `script`, as it is written; without what the command does not tell
-    gpus_per_node: int | None  # as the launcher was told; None: there is no launcher
-    flags: dict[str, str]  # the word of the command -> what stands for its value now
-    values: dict[str, str]  # placeholder -> the value that it had
+    script: dict[str, Any]  # section `script` as plain values, without keys that the command does not determine
+    gpus_per_node: int | None  # processes per node of the launcher; None without a launcher
+    flags: dict[str, str]  # option of the command -> placeholder that replaces its value
+    values: dict[str, str]  # placeholder -> the value that it replaces
     nodes: int = 1
     wrapper: tuple[str, ...] = ()  # words before the command of every rank
-    setup: tuple[str, ...] = ()  # lines of the shell before it
-    sources: tuple[tuple[str, str], ...] = ()  # words of the command -> what they were taken for
-    left_out: tuple[str, ...] = ()  # of the text
+    setup: tuple[str, ...] = ()  # shell lines before the command
+    sources: tuple[tuple[str, str], ...] = ()  # (words of the command, the setting read from them)
+    left_out: tuple[str, ...] = ()  # parts of the text that tula does itself or does not need
     warnings: tuple[str, ...] = ()
-    slurm: Mapping[str, Option] = field(default_factory=dict)  # what srun was asked for, by long names
+    slurm: Mapping[str, Option] = field(default_factory=dict)  # options of srun by long name
 
     @property
     def accumulate(self) -> int:
@@ -120,7 +120,7 @@ def recognise_command(command: TrainingCommand, known: KnownFacts) -> Recognised
     reader = _Reader(launch, known, len(environment))
     arguments = reader.read_words([*(ShellWord(text, text) for text in environment), *launch.arguments])
     words = [*arguments[: len(environment)], *launch.program, *arguments[len(environment) :]]
-    if environment:  # a shell's way to set them; the program does the same
+    if environment:  # program env instead of the shell's assignments, because there is no shell
         words = [ShellWord("env", "env"), *words]
     for word in (*launch.wrapper, *words):
         refuse_unknown(word)
@@ -145,12 +145,12 @@ class _Reader:
 
     launch: Launch
     known: KnownFacts
-    variables: int = 0  # words at the start that set environment variables; options of the script take precedence
-    values: dict[str, str] = field(default_factory=dict)  # that the command had, by placeholder
+    variables: int = 0  # number of first words that set environment variables; options of the script take precedence
+    values: dict[str, str] = field(default_factory=dict)  # placeholder -> the value that it replaces
     flags: dict[str, str] = field(default_factory=dict)
-    by_hand: set[str] = field(default_factory=set)  # placeholders that were there
+    by_hand: set[str] = field(default_factory=set)  # placeholders that the user wrote
     resume: str = ""
-    sources: list[tuple[str, str]] = field(default_factory=list)  # words that are taken for something else
+    sources: list[tuple[str, str]] = field(default_factory=list)  # (words of the command, the setting read from them)
 
     @property
     def ranks(self) -> int:
@@ -197,10 +197,11 @@ class _Reader:
         """Yield the options to replace other than those of the batch, each with its placeholder."""
         seen = {*self.by_hand}
         if len([option for option in options if _find_option_meaning(option) == "lr"]) > 1:
-            seen.add("lr")  # of several optimizers
+            seen.add("lr")  # learning rates of several optimizers: none is replaced
         for option in options:
             placeholder, text = _find_option_meaning(option), option.value.text
-            if option.name == "max_duration" and re.fullmatch(r"\d+ep", text):  # composer
+            # Composer's duration in epochs, such as 90ep.
+            if option.name == "max_duration" and re.fullmatch(r"\d+ep", text):
                 yield option, "epochs"
             elif (
                 placeholder in {*PLACEHOLDERS} - {*BATCHES, "accumulate", *seen}
@@ -224,7 +225,7 @@ class _Reader:
             is_training = not any(_OTHER_PHASE.search(part) for part in option.path)
             if is_training and (
                 option.flag.lower() != "b=" or _is_valid_value("batch", option.value.text)
-            ):  # b=x is no batch
+            ):  # in b=x, an x that is not a number is no batch
                 kinds.setdefault(_find_option_meaning(option), []).append(option)
         global_options = kinds.get("batch", [])
         local_options = [*kinds.get("local_batch", []), *kinds.get("some_batch", [])]
@@ -273,7 +274,7 @@ class _Reader:
         if self.ranks == 1 or _find_option_meaning(option) in ("local_batch", "micro_batch"):
             return False
         if launcher == "yolo" or (name.startswith("batch") and len({each.name for each in options} & _YOLO) > 1):
-            return True  # yolov5 and its kin
+            return True  # yolov5 and similar scripts
         is_yacs = len(option.path) > 1 and option.flag[:1].isupper() and option.path[0] != "data"
         is_split = any(_find_option_meaning(each) == "micro_batch" for each in options)
         by_custom = (
@@ -382,7 +383,7 @@ def _make_no_batch_error(options: Sequence[Option], words: Sequence[ShellWord]) 
     return Unknown(message, hint, key="option of the batch", question="which option sets the batch?", choices=flags)
 
 
-# --- words
+# --- Words
 
 
 def _is_valid_value(placeholder: str, text: str) -> bool:

@@ -121,7 +121,7 @@ def get_program_name(command: str) -> str:
     words = shlex.split(command)
     files = [word for word in words if PurePath(word).suffix in SCRIPTS]
     modules = [] if files else [name for flag, name in itertools.pairwise(words) if flag == "-m"]
-    if modules:  # a launcher may precede it, and options of its own may follow
+    if modules:  # skips a launcher's module; a later -m may be an option of the program
         return next((name for name in modules if name.partition(".")[0] not in LAUNCHER_PACKAGES), modules[0])
     return PurePath((files or words)[0]).name
 
@@ -137,7 +137,7 @@ def _describe_unknown(name: str) -> str:
     return f"no placeholder {{{name}}}; {hint}; double literal braces"
 
 
-# --- The section
+# --- Section `script`
 
 
 def _require_known_placeholders(text: str) -> str:
@@ -386,7 +386,7 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
         "dataset": Dataset(name=""),
         "optimizer": Optimizer.model_construct(name="", lr=math.nan),
         **({"ags": _fill_ags_defaults(content)} if reads_ags else {}),
-        # What is wrong in them is told of section script itself.
+        # Placeholders for invalid values, whose problems are reported for section script itself.
         "train": {**train, "epochs": length.get("epochs") or 1, "reference_batch": reference.get("batch") or 1},
     }
 

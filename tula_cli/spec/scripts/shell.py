@@ -42,10 +42,10 @@ _BETWEEN = ("do", "then", "else", "elif", "!")
 class ShellWord:
     """A word of a command."""
 
-    text: str  # without its quotes, with the values of variables that are known
-    raw: str  # as it is written
-    unknown: str = ""  # the first part of it that only a shell can replace: $DATA, $(date), {a,b}
-    filled: bool = False  # with placeholders of tula, which are no braces of the user's
+    text: str  # without quotes, with known variables expanded
+    raw: str  # source text
+    unknown: str = ""  # first part that only a shell can expand: $DATA, $(date), {a,b}; empty if there is none
+    filled: bool = False  # its braces are tula's placeholders, not the user's
 
     @property
     def name(self) -> str:
@@ -59,11 +59,11 @@ class Command:
 
     words: tuple[ShellWord, ...]
     redirections: tuple[str, ...]
-    operator: str  # that ends it
-    line: int  # of its first word, from 1
-    start: int  # in the text
+    operator: str  # operator that ends the command; empty at the end of the text
+    line: int  # line of its first word, from 1
+    start: int  # offsets in the text
     end: int
-    inside: tuple["Command", ...] = ()  # of a loop, a branch, a function
+    inside: tuple["Command", ...] = ()  # commands of a loop, a branch or a function, including its first and last words
 
     @property
     def exported(self) -> bool:
@@ -137,7 +137,7 @@ class _Scanner:
     variables: dict[str, str]
     arrays: dict[str, list[ShellWord]] = field(default_factory=dict)
     position: int = 0
-    here_documents: list[str] = field(default_factory=list)  # words that end those of this line
+    here_documents: list[str] = field(default_factory=list)  # delimiters of the here-documents that follow this line
 
     def _match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         if match := pattern.match(self.text, self.position):
@@ -221,7 +221,7 @@ class _Scanner:
                     f"line {line} of the command has a space after its last backslash, so a shell ends it there",
                     "remove that space",
                 )
-            elif kind != "continued" and written != "\\":  # a backslash at the end of the text continues nothing
+            elif kind != "continued" and written != "\\":  # a backslash at the end of the text is ignored
                 texts[-1] += piece[kind or 0]
         if self.position == start:
             if (character := self.text[start]) not in "()<>":
@@ -233,7 +233,7 @@ class _Scanner:
         raw = self.text[start : self.position]
         if bare == "~" or bare.startswith("~/"):
             texts[0] = str(Path.home()) + texts[0][1:]
-        if len(texts) > 1:  # each of them has what is not known of it
+        if len(texts) > 1:  # the unknown part belongs to the word that contains it
             return [ShellWord(text, text, text[text.index("$") :] if "$" in text else "") for text in texts if text]
         return [ShellWord(text, raw, unknown or _find_shell_pattern(bare, text)) for text in texts if text or is_quoted]
 
@@ -282,10 +282,10 @@ class Option:
     """An option and its value."""
 
     words: tuple[ShellWord, ...]
-    flag: str  # as it is written, with what stands between it and its value
+    flag: str  # source text up to the value, including a separator such as "="
     value: ShellWord
-    place: int = 0  # of its first word
-    meaning: str = ""  # a launcher's: its name with underscores
+    place: int = 0  # index of its first word
+    meaning: str = ""  # name with underscores, for options of a launcher
 
     @property
     def path(self) -> tuple[str, ...]:

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from tula_cli.services.resume_test import ResumeFinding
     from tula_cli.services.search import Expectation
 
-_MAX_CHANGES_SHOWN = 6  # of an edited job, that are spelled out
+_MAX_CHANGES_SHOWN = 6  # maximum number of changes of an edited job that are listed
 
 
-# --- before anything is submitted
+# --- Plans
 
 
 def render_checks(
@@ -161,7 +161,7 @@ def describe_proposal(made: "FromCommand", path: Path) -> tuple[dict[str, object
     lines += [f"left out: {text}" for text in proposal.left_out]
     lines += ["", *(f"{was:<{width}}  ->  {now}" for was, now in rows), *[""] * bool(rows)]
     lines += [f"Not found in the command (required): {key.key}, {key.words}" for key in made.missing if key.required]
-    named = {"script.command": "{out} in script.command"}  # of the command, only its output folder is optional
+    named = {"script.command": "{out} in script.command"}  # the only optional part of the command is its output folder
     optional = [named.get(key.key, key.key) for key in made.missing if not key.required]
     lines += [f"Not found in the command (optional): {', '.join(optional)}"] * bool(optional)
     after = f"tula check {path}" if made.complete else "add the required keys, then run tula check " + str(path)
@@ -234,7 +234,7 @@ def _describe_gpus(node: "NodeReport") -> str:
 
 def _render_network(report: "ClusterReport", names: Sequence[str]) -> Iterator["RenderableType"]:
     if report.transfers:
-        largest = report.transfers[-1]  # small ones may go through in a burst
+        largest = report.transfers[-1]  # small transfers may be bursts
         made = make_table(("all-reduce\n(KiB)", "time\n(ms)", "Gbit/s\neach way"), left=())
         for transfer in report.transfers:
             made.add_row(
@@ -354,7 +354,7 @@ def _make_components_table(report: "EstimateReport") -> "Table":
 
     For a GPU it includes the memory of libraries, the memory reserved by the allocator, and the memory needed.
     """
-    from tula_cli.run.records.base import Components  # with pydantic, which --help does without
+    from tula_cli.run.records.base import Components  # imports pydantic, which --help does not need
 
     byte, unit = choose_size_unit(max(*report.needed, *(row.memory.reserved for row in report.rows)))
     parts = [part for part in Components.model_fields if report.gpu or part not in ON_GPU]

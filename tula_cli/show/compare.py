@@ -79,7 +79,7 @@ def _describe_costs(plan: "ComparePlan") -> Iterator[str]:
         yield "no estimate of time and cost: nothing was measured or trained yet"
         return
     node_hours = hours * plan.comparison.nodes
-    # Memory has a price only where it was measured, so gb_hour is left to each training's own prediction.
+    # With pricing.kind gb_hour, the cost depends on measured memory and is predicted for each training only.
     yield f"{'at most' if plan.standing.undecided else 'about'} {format_duration(3600 * hours)} one after the other, {format_number(node_hours)} node-h"
     yield f"price: {plan.price}"
 
@@ -188,7 +188,7 @@ def format_spread(value: "SeedStatistics | None", digits: int) -> str:
     return f"{value.mean:.{digits}f}" + ("" if value.sd is None else f" ± {value.sd:.{digits}f}")
 
 
-# --- the learning rate of a batch
+# --- The learning rate of a batch
 
 
 def render_search_plan(search: "PreparedSearch", *, scripts: Sequence[str] = ()) -> Iterator[str]:

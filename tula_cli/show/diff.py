@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tula_cli.services.diff import FieldDifference, RunDifference, RunOverview, StepDifference, ValuePair
 
-_WIDEST = 48  # characters of a value in a table
+_WIDEST = 48  # maximum characters of a value in a table
 
 
 def render_difference(run_difference: "RunDifference") -> Iterator["RenderableType"]:

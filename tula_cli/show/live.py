@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tula_cli.services.events import ProbeFinished
     from tula_cli.services.status import JobStatus, RunStatus, TrainingStatus
 
-# --- what changes while one waits
+# --- Progress while waiting
 
 
 @contextmanager
@@ -192,7 +192,7 @@ def _list_probe_progress(job: "JobStatus") -> Iterator[str]:
         yield f"about {format_duration(job.left)} left"
 
 
-# --- compare
+# --- Progress of a comparison
 
 
 def describe_comparison(now: "Progress") -> str:

@@ -141,7 +141,7 @@ def _make_coefficients_table(regression: "RegressionSummary") -> "Table":
     table = make_table(["coefficient", "value", "90 % interval"])
     for parameter, row in regression.coefficients.items():
         name = _COEFFICIENT_NAMES.get(parameter, parameter)
-        # A coordinate that the probes do not change is its prior's mean, 0, up to rounding.
+        # Coordinates that the probes do not determine are at the mean of their prior, 0, up to rounding.
         value, low, high = (format_number(round(number, 9) + 0.0) for number in (row.value, row.low, row.high))
         table.add_row(name, value, f"{low} to {high}")
     return table
@@ -287,7 +287,7 @@ def _select_rows(recommendation: "Recommendation") -> list[dict[str, "Prediction
 
     Otherwise the choice and runners-up come first, then the Pareto front, then measured configurations.
     """
-    from tula_cli.services.recommend import MAX_ROWS_LISTED  # and numpy, which no look has time for
+    from tula_cli.services.recommend import MAX_ROWS_LISTED  # imports numpy, which most commands do not need
 
     configs = _group_by_config(recommendation.rows)
     if len(configs) <= MAX_ROWS_LISTED and _describe_total(recommendation) <= MAX_ROWS_LISTED:
@@ -348,9 +348,10 @@ class _ColumnFormat:
     def __init__(self, recommendation: "Recommendation") -> None:
         rows = recommendation.rows
         self.recommendation, self.caveats = recommendation, recommendation.caveats
-        self.divisor, self.unit = choose_time_unit(3600 * recommendation.choice.hours)  # as in the headline
+        self.divisor, self.unit = choose_time_unit(3600 * recommendation.choice.hours)  # the unit of the headline
         self.has_types = any(row.type for row in rows)
-        self.has_local_batch = not any(row.market == "spot" for row in rows)  # with spot's columns 80 would not do
+        # with the columns of spot prices, the table would exceed 80 characters
+        self.has_local_batch = not any(row.market == "spot" for row in rows)
         self.has_energy = any(row.kwh is not None for row in rows)
         self.has_efficiency = any(row.scaling_efficiency is not None for row in rows)
         headline = recommendation.headline

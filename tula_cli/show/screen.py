@@ -37,7 +37,7 @@ def _find_nearest_characters(error: UnicodeError) -> tuple[str | bytes, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     letter = error.object[error.start]
-    if "\udc80" <= letter <= "\udcff":  # a byte of a file's name that was no text
+    if "\udc80" <= letter <= "\udcff":  # a byte of a file name that is not valid UTF-8
         return bytes([ord(letter) - 0xDC00]), error.start + 1
     near = letter.translate(_ASCII)
     return near if near.isascii() else "?", error.start + 1
@@ -87,13 +87,14 @@ class Screen:
         self.out = out or sys.stdout
         self.err = err or sys.stderr
         self.run_id: str | None = None
-        self.overrides: tuple[str, ...] = ()  # of the job (--set), those of earlier commands that still hold among them
+        # overrides of the job (--set), including those of earlier commands that still apply
+        self.overrides: tuple[str, ...] = ()
         self.status = "done"
         self.warnings: list[str] = []
         self.diagnostics: list[Diagnostic] = []
         self._data: Any = None
         self._answered = False
-        self.drawn: Console | None = None  # draws in place on stderr
+        self.drawn: Console | None = None  # console that redraws in place on stderr; None if not used
 
     def expect(self, arguments: Sequence[str]) -> None:
         """Guess command and flags from the arguments, for errors that occur before parsing."""
@@ -102,7 +103,7 @@ class Screen:
         self.verbose = "-v" in arguments or "--verbose" in arguments
         self.color = False if "--no-color" in arguments else None
 
-    # --- words beside the answer
+    # --- Messages on stderr
 
     def note(self, text: str) -> None:
         """Report progress on stderr, unless quiet."""
@@ -151,7 +152,7 @@ class Screen:
             expected = f"one of {', '.join(choices)}" if choices else "an integer of at least 1"
             print(f"{answer!r} is not {expected}; press Enter to skip the question", file=self.err)
 
-    # --- the answer
+    # --- The answer
 
     def answer(self, data: Any, parts: Iterable["RenderableType"]) -> None:
         """Give the answer: `data` in the envelope, otherwise the parts, which are created only when shown."""
@@ -162,7 +163,7 @@ class Screen:
         console = self._make_console(self.out)
         for part in parts:
             print_part(console, part)
-        self.out.flush()  # warnings follow on stderr, which may be the same file
+        self.out.flush()  # flushed before the warnings on stderr, which may be the same file
 
     def print_aside(self, parts: Iterable["RenderableType"]) -> None:
         """Show parts that do not belong to the answer on stderr."""
@@ -195,7 +196,7 @@ class Screen:
             print_part(console, style_text(f"HINT: {error.hint}", "cyan", until=5))
         if self.verbose and error.__cause__ is not None:
             self.print_traceback(error.__cause__)
-        if self.as_json:  # last: whoever reads it may be gone
+        if self.as_json:  # last, because writing to a closed pipe fails
             self._print_envelope(error)
 
     def print_traceback(self, error: BaseException) -> None:
@@ -271,7 +272,7 @@ def _convert_error_to_data(error: TulaError) -> dict[str, Any]:
 class Lines:
     """A JSON array in an answer whose items are created while they are written, one per line."""
 
-    items: Iterable[str]  # each a JSON text
+    items: Iterable[str]  # JSON texts of the items
 
     def array(self) -> Iterator[str]:
         yield "["

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         TuningStatus,
     )
 
-# --- status
+# --- Status
 
 STATE_STYLES = {
     "running": "cyan",
@@ -128,7 +128,8 @@ def make_attempts_table(now: "RunStatus") -> "Table":
 
     states = {job.id: job.state for job in now.jobs}
     active = {id_ for id_, state in states.items() if state in ("running", "suspended")}
-    newest = {row.job: row.attempt for row in now.attempts}  # oldest first
+    # the last attempt of each job, because attempts are ordered oldest first
+    newest = {row.job: row.attempt for row in now.attempts}
     seconds = [_count_attempt_seconds(row.attempt, now.at if row.job in active else None) for row in now.attempts]
     divisor, unit = choose_time_unit(max(took or 0.0 for took in seconds))
     outcomes = [
@@ -144,7 +145,8 @@ def make_attempts_table(now: "RunStatus") -> "Table":
         f"time\n({unit})": ["-" if took is None else format_number(took / divisor) for took in seconds],
         "allocation": [row.attempt.allocation or "-" for row in now.attempts],
         "hosts": ["-" if on_machine else names for names in hosts],
-        "nodes": ["-" if row.attempt.allocation else str(row.nodes) for row in now.attempts],  # the hosts show it
+        # the hosts column shows the nodes
+        "nodes": ["-" if row.attempt.allocation else str(row.nodes) for row in now.attempts],
         "batch": ["-" if row.batch is None else str(row.batch) for row in now.attempts],
         "first\nsample": [str(row.attempt.samples or 0) if has_resumed else "-" for row in now.attempts],
         "outcome": [Text(outcome, STATE_STYLES.get(outcome, "bold red")) for outcome in outcomes],
@@ -365,7 +367,7 @@ def _run(run: "RunSummary") -> list[str]:
 def _describe_best(run: "RunSummary") -> str:
     """Describe the best result of a run's trainings: top-1, or without it perplexity or loss."""
     if run.best_top1 is not None:
-        return f"top-1 {format_number(run.best_top1, 4)}{'' if run.script else ' %'}"  # a script may print a fraction
+        return f"top-1 {format_number(run.best_top1, 4)}{'' if run.script else ' %'}"  # a script may report fractions
     if run.best_loss is None:
         return "-"
     best = (run.best_perplexity, "perplexity") if run.best_perplexity is not None else (run.best_loss, "loss")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# --- tables
+# --- Tables
 
 
 def make_table(columns: Sequence[str], *, left: Iterable[int] = (0,)) -> "Table":
@@ -109,7 +109,7 @@ def print_part(console: "Console", part: "RenderableType") -> None:
             print(line.rstrip(), file=console.file)
         console.width = width
     else:
-        keeps = isinstance(part, Text) and part.no_wrap  # a long table's lines
+        keeps = isinstance(part, Text) and part.no_wrap  # lines of a long table
         console.print(part, soft_wrap=keeps or not console.is_terminal)
 
 

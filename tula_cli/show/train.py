@@ -190,7 +190,7 @@ def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     yield f"price: {plan.price}"
 
 
-# --- its weights on a test set
+# --- The evaluation of weights
 
 
 def render_evaluation_plan(task: "EvaluateTask") -> Iterator[str]:
@@ -220,7 +220,7 @@ def _describe_samples(test: bool) -> str:
     return "the test set" if test else "the validation set"
 
 
-# --- the end of a training run
+# --- The end of a training
 
 
 def describe_best_epoch(summary: "Summary") -> str:
@@ -232,7 +232,7 @@ def describe_best_epoch(summary: "Summary") -> str:
         return f"best {summary.best.metric} {format_number(summary.best.value, 4)}"
     if "top1" in summary.metrics:
         return f"best top-1 {format_number(summary.best_top1, 4)} %"
-    if summary.best_loss is None:  # a run of an older tula
+    if summary.best_loss is None:  # a run of an older version of tula
         return "least loss"
     loss = f"least loss {format_number(summary.best_loss, 4)}"
     return (
@@ -258,7 +258,7 @@ def render_summary(
     changed = "" if summary.batch == summary.start_batch else f" (started with {summary.start_batch})"
     at = f", {describe_best_epoch(summary)} at epoch {summary.best_epoch}" * bool(
         summary.best_epoch
-    )  # of a script nobody knows the epoch
+    )  # 0 if unknown, as for scripts
     yield f"trained on {format_count(summary.nodes)} at batch {summary.batch}{changed}{at}"
     if summary.metrics:
         values = describe_metrics(summary.metrics)

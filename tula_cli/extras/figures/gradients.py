@@ -33,7 +33,8 @@ class Quantity:
     caption: str = ""
     log: bool = False
     paper: str = ""
-    ends: tuple[str, str] | None = None  # names of its spread beside it, of one training
+    # names of the values that bound its spread, for figures of one training; None: no spread
+    ends: tuple[str, str] | None = None
 
 
 OF_EPOCHS = (
@@ -120,13 +121,13 @@ def _build_factor_density(curve: TrainingCurve, *, key: str) -> Iterator[Figure]
     ]
     logged = [
         entry for entry in logged if entry[1][0] == logged[0][1][0]
-    ]  # of other edges nothing can be drawn beside them
+    ]  # rows with other bin edges cannot be drawn in the same figure
     filled = {bin_index for _, (_, counts) in logged for bin_index, count in enumerate(counts) if count}
     if not filled:
         return
     edges = logged[0][1][0]
     step = edges[1] / edges[0]
-    all_edges = (edges[0] / step, *edges, edges[-1] * step)  # of the bins; the first and the last have no other end
+    all_edges = (edges[0] / step, *edges, edges[-1] * step)  # bin edges, closed at both ends for the two open bins
     low, high = min(filled), max(filled)
     columns = tuple(tuple(count / max(sum(counts), 1) for count in counts[low : high + 1]) for _, (_, counts) in logged)
     yield Figure(

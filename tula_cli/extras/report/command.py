@@ -130,7 +130,7 @@ def _write(document: "Document", html: Path | None, svg: Path | None, csv: Path 
     return [words.make_relative_path(path.absolute()) for path in given_paths]
 
 
-# --- The output without a format: the sections that exist, and what is missing
+# --- The output without a format: existing and missing sections
 
 
 def render_overview(document: "Document", *, written: Sequence[str]) -> Iterator["RenderableType"]:

@@ -104,7 +104,7 @@ def list_figure_rows(figure: Figure) -> Iterator[Sequence[Cell]]:
             return None
         if figure.x_scale == "category":
             return figure.categories[int(x)]
-        return x if x % 1 else int(x)  # a batch is printed as 16, not as 16.00
+        return x if x % 1 else int(x)  # prints a batch as 16 instead of 16.00
 
     if (density := figure.density) is not None:
         ends = [f"{label} {end}" for label in (figure.x_label, figure.y_label) for end in ("from", "to")]

@@ -119,7 +119,7 @@ class Material:
     def changed_choice(self) -> Prediction | None:
         """The current choice for the stored question, if it is another configuration and better beyond the noise."""
         if self.kept is None or self.answer is None or self.kept.options or self.kept.overrides:
-            return None  # the stored question had limits that the current answer does not have
+            return None  # the stored query had limits that the current one does not have
         current_choice = self.answer.recommendation.choice
         assert self.choice is not None
         return None if is_as_good(self.choice, current_choice) else current_choice
@@ -222,7 +222,7 @@ class TrainingMaterial:
     files: TrainingRun
     task: TrainTask
     count: int
-    newer: tuple["TrainingMaterial", ...] = ()  # that were cancelled or failed
+    newer: tuple["TrainingMaterial", ...] = ()  # newer trainings that were cancelled or failed
 
     @cached_property
     def rows(self) -> Sequence[Row]:

@@ -92,7 +92,7 @@ h2{margin-top:1.5rem}footer{break-before:avoid}
 a{color:inherit;text-decoration:none}
 }
 """
-# The shade at an edge of a table tells that it goes on there.
+# The shade at the edge of a table indicates that it can be scrolled.
 _COLORS = {**svg.COLORS, "link": "#0a58a8", "chosen": "#eaf3fb", "shade": "#1b1f2440"}
 _VARIABLES = "".join(f"--{role}:{color};" for role, color in _COLORS.items())
 _STYLE = f":root{{{_VARIABLES}}}{_SCREEN}{_PRINT}"
@@ -102,10 +102,10 @@ _STYLE = f":root{{{_VARIABLES}}}{_SCREEN}{_PRINT}"
 
 _MARKS = {"chosen": ("★", "chosen"), "front": ("◆", "marked")}
 """Sign and name of a row's mark; the caption of a table explains marks other than the choice."""
-_MOST_ROWS = 1000  # of the numbers behind a figure
-_DIGITS = 4  # of them; the CSV files have all digits
-_WORDY = 90  # characters of a fact, from which on it has a line of its own
-_LONG = 28  # characters, from which on a cell is broken into lines
+_MOST_ROWS = 1000  # maximum rows in the table of a figure's values
+_DIGITS = 4  # significant digits in that table; the CSV files have all digits
+_WORDY = 90  # characters from which on a fact has its own line
+_LONG = 28  # characters from which on a cell is wrapped
 
 
 def render_page(document: Document) -> str:
@@ -173,7 +173,8 @@ def _render_facts(facts: tuple[Fact, ...]) -> Iterator[str]:
 
 def _render_section(section: Section, place: int, numbers: Iterator[int]) -> Iterator[str]:
     names = dict.fromkeys(series.name for figure in section.figures for series in figure.series)
-    looks = {name: look for look, name in enumerate(names)}  # a series looks the same in all figures of a section
+    # a series has the same colour and marker in all figures of a section
+    looks = {name: look for look, name in enumerate(names)}
     anchor = _make_section_id(section, place)
     yield f'<section id="{anchor}" aria-labelledby="{anchor}-head"><h2 id="{anchor}-head">{escape_text(section.title)}</h2>'
     yield from (f"<p>{escape_text(words)}</p>" for words in section.text)
@@ -217,7 +218,7 @@ def make_figure_numbers(figure: Figure) -> Table:
     return build_table(f"{figure.key}-numbers", f"{figure.title}: numbers", rows, fields)
 
 
-# --- tables
+# --- Tables
 
 
 def _render_table(table: Table, *, most: int | None = None) -> Iterator[str]:

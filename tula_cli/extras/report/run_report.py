@@ -77,7 +77,7 @@ def _describe_answer(material: Material) -> Iterator[str]:
             "" if end.predicted_hours is None else f" (predicted before: {format_duration(3600 * end.predicted_hours)})"
         )
         time = f"{format_duration(3600 * end.actual_hours)}{predicted}"
-        unit = " %" if training.task.spec.script is None else ""  # a script may print a fraction
+        unit = " %" if training.task.spec.script is None else ""  # a script may report fractions
         best = f", best top-1 {format_number(end.best_top1, 4)}{unit}" if "top1" in end.metrics else ""
         cost = f"{format_number(end.actual_cost)} {end.currency}"
         length = describe_train_length(training.task.spec)

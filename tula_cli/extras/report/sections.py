@@ -393,7 +393,7 @@ def _build_throughput_figure(studies: Mapping[str, Sequence[ScalingPoint]], choi
     )
 
 
-# --- What was measured
+# --- Measurements
 
 MAX_BARS = 24
 """Largest number of probes in the figure of step times by component."""
@@ -522,7 +522,7 @@ def build_memory_section(material: Material) -> Section:
     estimator, gpus = measurements.estimator, measurements.run.spec.cluster.gpus_per_node
     model = estimator.memory.for_ranks(choice.nodes * gpus)
     probes = [result for result in measurements.results if isinstance(result, Measured)]
-    if estimator.memory.sharded:  # another number of GPUs holds other shares
+    if estimator.memory.sharded:  # probes on other numbers of GPUs have other shards
         probes = [probe for probe in probes if probe.nodes == choice.nodes]
     text = [_describe_limit(measurements, choice.nodes)]
     if model.error is not None:
@@ -643,7 +643,7 @@ def _list_training_facts(training: TrainingMaterial) -> Iterator[Fact]:
     if end is not None:
         at = f" at epoch {end.best_epoch}" if end.best_epoch else ""
         names: Mapping[str, str] = METRIC_NAMES
-        if task.spec.script is not None:  # its metrics have no known unit, and list the best value
+        if task.spec.script is not None:  # a script's metrics have no known unit and include the best value
             names = {}
         else:
             yield Fact("result", f"{describe_best_epoch(end)}{at}")
@@ -742,10 +742,11 @@ def _build_training_figures(training: TrainingMaterial) -> Iterator[Figure]:
     title, label = METRIC_TITLES.get(name, name), name
     if name == "top1" and training.task.spec.script is None:
         label = "top-1 (%)"
-    has_top5 = name == "top1" and any(row.get("top5") not in (None, 100.0) for row in epochs)  # 100 % of five classes
+    # always 100 % with five classes
+    has_top5 = name == "top1" and any(row.get("top5") not in (None, 100.0) for row in epochs)
     top5 = _make_metric_series("top-5", epochs, "top5", style="line+points") if has_top5 else ()
     values = (*_make_metric_series(label.removesuffix(" (%)"), epochs, name, style="line+points"), *top5)
-    if values and name != "eval_loss":  # which is in the figure of the loss
+    if values and name != "eval_loss":  # eval_loss is in the figure of the loss
         caption = "On the evaluation set, at the end of each epoch."
         key = training.part.name_key("metric_by_samples")
         yield Figure(key, f"{title} over samples", caption, "samples seen", label, values, marks=events)
@@ -814,7 +815,7 @@ def _make_training_curve(training: TrainingMaterial) -> TrainingCurve:
     )
 
 
-# --- Methods compared
+# --- Comparison of methods
 
 HOW_TO_COMPARE = "no comparison. Run tula compare to train the job with several methods and batches"
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 # --- Colours
 #
-# The curves' colours are after Okabe and Ito (2008), darkened to a contrast of 3 and more with white; each curve has a marker
-# of its own too, and from the seventh on another dash.
+# Colours of curves after Okabe and Ito (2008), darkened to a contrast of at least 3 with white. Curves also differ in
+# their markers, and from the seventh on in their dashes.
 
 COLORS = {
     "paper": "#ffffff",
@@ -44,15 +44,15 @@ COLORS = {
 }
 """Colours by role."""
 SERIES = tuple(role for role in COLORS if role[0] == "s")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours: the looks of 168 series differ
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours, so that 168 series are distinct
 DASHES = ("-", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 1.5, 1.5, 1.5)))
 
 
 # --- Text and numbers
 
 _UNFIT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
-_LINE_LENGTH = 50  # characters of a line across a drawing
-_LARGEST = 1e200  # beyond it axes overflow
+_LINE_LENGTH = 50  # maximum characters per line of text in a drawing
+_LARGEST = 1e200  # axes overflow at larger values
 
 
 def remove_control_characters(text: str) -> str:
@@ -63,7 +63,7 @@ def remove_control_characters(text: str) -> str:
 def wrap_text(text: str, length: int = _LINE_LENGTH, *, most: int = 2) -> str:
     """Wrap a text to at most `most` lines of `length` characters; a longer text ends in an ellipsis."""
     if 3 * sum(letter.isupper() or not letter.isascii() for letter in text) > len(text):
-        length = length // 2  # capitals and letters of other scripts are wide
+        length = length // 2  # capitals and letters of other scripts are wider
     lines = textwrap.wrap(remove_control_characters(text), max(length, 1))
     return "\n".join(lines if len(lines) <= most else [*lines[: most - 1], f"{lines[most - 1][: length - 1]}…"])
 
@@ -98,8 +98,8 @@ def _clean(values: Sequence[float | None], scale: str) -> "np.ndarray[Any, np.dt
 
 # --- Curves, bars and densities
 
-_MANY = 60  # points, from which on a curve has no markers
-_BAND = 15  # points, from which on the intervals of a curve are a band, as those of a line always are
+_MANY = 60  # number of points from which on a curve has no markers
+_BAND = 15  # number of points from which on the intervals of a curve are drawn as a band
 _SHADES = (0.07, 0.17, 0.3, 0.46, 0.63, 0.82, 1.0)
 _LEVELS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
@@ -108,7 +108,7 @@ def _draw_curve(axes: "Axes", figure: Figure, series: Series, look: int, *, shif
     """Draw a curve or points with their intervals, shifted to the right, and return the symbol for the legend."""
     from matplotlib.lines import Line2D
 
-    order = np.argsort(np.array(series.x, dtype=float))  # a curve goes from left to right
+    order = np.argsort(np.array(series.x, dtype=float))  # points in ascending order of x
     x, y = _clean(series.x, _get_x_scale(figure))[order] + shift, _clean(series.y, figure.y_scale)[order]
     known = ~np.isnan(x + y)
     measured = np.ones(len(x), dtype=bool) if series.measured is None else np.array(series.measured)[order]
@@ -171,7 +171,7 @@ def _draw_density(axes: "Axes", density: Density) -> "list[Artist]":
             axes.add_patch(PathPatch(cells, zorder=2, **look))
             label = f"{100 * low:g} to {100 * high:g} %" if low else f"under {100 * high:g} %"
             symbols.append(Patch(**look, label=label))
-    axes.autoscale_view()  # which patches do not cause
+    axes.autoscale_view()  # adding patches does not rescale the axes
     return symbols
 
 
@@ -223,13 +223,13 @@ def _is_event(mark: Annotation) -> bool:
 
 # --- Figures
 
-WIDTH, PLOT = 390.0, 255.0  # units: of a drawing, and the height of what is not its legend
-_LINE_HEIGHT = 15.0  # units, of the legend
+WIDTH, PLOT = 390.0, 255.0  # width of a drawing, and height without its legend, in points
+_LINE_HEIGHT = 15.0  # height of a line of the legend, in points
 _NOTEBOOK_DPI = 144
 _RC: dict[str, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "tula",
-    "text.parse_math": False,  # a dollar is a dollar
+    "text.parse_math": False,  # dollar signs are literal
     "font.family": ["sans-serif"],
     "font.sans-serif": ["DejaVu Sans", "sans-serif"],
     "font.size": 10.5,
@@ -333,7 +333,7 @@ def _use_plot_defaults() -> Iterator[None]:
     from matplotlib import style
 
     with style.context(["default", _RC]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*Glyph .* missing from")  # the browser has others
+        warnings.filterwarnings("ignore", message=".*Glyph .* missing from")  # browsers have other fonts
         yield
 
 
@@ -357,13 +357,13 @@ def _draw_figure(figure: Figure, looks: Mapping[str, int], *, dpi: int = 72) -> 
         axes.text(0.5, 0.5, "no values to draw", color=COLORS["muted"], **where)
         return canvas
     axes.margins(0.0 if figure.density is not None else 0.06)
-    axes.use_sticky_edges = False  # the bottom of an empty bar would be one
+    axes.use_sticky_edges = False  # otherwise the bottom of an empty bar would be a limit of the axis
     axes.set_xscale("linear" if _get_x_scale(figure) == "linear" else "log")
     axes.set_yscale("linear" if figure.y_scale == "linear" else "log")
     symbols = [] if figure.density is None else _draw_density(axes, figure.density)
     symbols += _draw_stack(axes, [(series, look) for series, look in shown if series.style == "stacked"])
     curves = [(series, look) for series, look in shown if series.style != "stacked"]
-    # Side by side over categories, or the intervals of one place hide each other.
+    # Curves over categories are shifted, so that their intervals do not overlap.
     step = min(0.08, 0.5 / len(shown)) if figure.x_scale == "category" and curves == shown != [] else 0.0
     for place, (series, look) in enumerate(curves):
         symbols.append(_draw_curve(axes, figure, series, look, shift=step * (place - (len(curves) - 1) / 2)))
@@ -429,6 +429,7 @@ def _draw_legend(canvas: "Canvas", symbols: "Sequence[Artist]") -> int:
     texts = [wrap_text(str(symbol.get_label())) for symbol in symbols]
     longest = max(len(line) for text in texts for line in text.split("\n"))
     columns = min(max(1, 60 // (longest + 8)), 4)
-    texts = [f"\N{WORD JOINER}{text}" if text.startswith("_") else text for text in texts]  # or it would be left out
+    # matplotlib leaves out labels that start with an underscore
+    texts = [f"\N{WORD JOINER}{text}" if text.startswith("_") else text for text in texts]
     canvas.legend(list(symbols), texts, loc="outside lower left", ncols=columns)
     return -(-sum(text.count("\n") + 1 for text in texts) // columns)

@@ -164,7 +164,7 @@ class TrainingCurve:
     epochs: Sequence[Row]
     curvature: Sequence[Row] = ()
     steps: StepSeries | None = None
-    is_reference: bool = False  # the small batch of a comparison
+    is_reference: bool = False  # whether the row is the small-batch reference of a comparison
 
 
 def make_mean_series(
@@ -187,7 +187,7 @@ def make_mean_series(
             yield Series(series_name, tuple(x for x, _ in points), tuple(fmean(ys) for _, ys in points))
 
 
-# --- The paper's figures
+# --- Figures of the paper
 
 WITHOUT_FIGURES = "drawn by tula's optional package figures, which is not installed: pip install 'tula-cli[figures]'"
 

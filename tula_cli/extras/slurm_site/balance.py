@@ -18,7 +18,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import BILLING_UNIT, SiteBill
 from tula_cli.words import format_number
 
-_MAX_PARENT_ACCOUNTS = 20  # accounts above each other
+_MAX_PARENT_ACCOUNTS = 20  # maximum depth of the account hierarchy
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Balance:
 
     account: str
     limits: tuple[TresLimit, ...]
-    unseen: str = ""  # why not all limits are known; empty where they are
+    unseen: str = ""  # why some limits are unknown; empty if all are known
 
 
 def read_account_balance(spec: JobSpec, *, qos: str, ask: Ask) -> Balance:
@@ -126,7 +126,7 @@ def _parse_entries(text: str) -> Iterator[tuple[str, float | None, float]]:
         yield name.lower(), None if limit == "N" else float(limit), float(used)
 
 
-# --- Compared with what a training needs
+# --- Comparison with the cost of a training
 
 
 def compute_needed_minutes(bill: SiteBill, *, nodes: int, hours: float) -> dict[str, float]:

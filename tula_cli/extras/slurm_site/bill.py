@@ -45,11 +45,11 @@ def parse_config(text: str) -> dict[str, str]:
 class Node:
     """The resources of one node that SLURM tracks."""
 
-    tres: Mapping[str, float]  # CfgTRES
+    tres: Mapping[str, float]  # from CfgTRES
     partitions: tuple[str, ...]
     features: tuple[str, ...]
     gres: str
-    threads: int  # a core
+    threads: int  # hardware threads per core
 
     @classmethod
     def from_record(cls, record: Mapping[str, str]) -> "Node":
@@ -74,7 +74,8 @@ class Node:
         plain = re.fullmatch(r"[\w.-]+(&[\w.-]+)*", constraint)
         featured = not plain or set(constraint.split("&")) <= set(self.features)
         kind = slurm.gpu_type.lower() if slurm.gpu_type and _requests_gpus(spec) else ""
-        types = re.findall(r"(?:^|,)gpu:([^:,(]+)", self.gres.lower())  # "gpu:a100:4(S:0-1)": a10 is another one
+        # such as "gpu:a100:4(S:0-1)"; a10 does not match a100
+        types = re.findall(r"(?:^|,)gpu:([^:,(]+)", self.gres.lower())
         return partition in self.partitions and featured and (not kind or kind in types)
 
 
@@ -135,7 +136,7 @@ def _compute_memory_on_shared_node(
     ]
     for _, times, text in requests:
         if text and (size := parse_count("mem", text)) is not None:
-            return times * size or node.tres["mem"]  # 0 is all of it
+            return times * size or node.tres["mem"]  # 0 requests all memory
     for record in (partition, config):
         defaults = dict(re.findall(r"(\w+)=(\d+)", record.get("JobDefaults", "")))
         for name, times, _ in requests:
@@ -166,7 +167,7 @@ FOLDER = ".site"
 """Folder of cached answers, in the folder of the runs."""
 KEPT_SECONDS = 86400.0
 """Seconds for which a cached answer is valid; weights and nodes may change in a maintenance."""
-_PATIENCE = 30.0  # seconds; a large site prints megabytes of nodes
+_PATIENCE = 30.0  # timeout in seconds; scontrol prints megabytes of nodes on large sites
 
 
 class StoredBill(Record):
@@ -205,12 +206,12 @@ def find_site_bill(spec: JobSpec, root: Path | None, *, ask: Ask) -> SiteBill:
                 f"run tula on a login node, or {NODE_HOUR_ADVICE}",
             ) from None
         return _load_stored_bill(stored, "SLURM does not answer")
-    if unsure:  # not kept: nothing would ask again for a day
+    if unsure:  # not cached, because the cache would be used for a day
         return bill if stored is None else _load_stored_bill(stored, unsure)
     if path is not None:
-        with contextlib.suppress(TulaError, OSError):  # another user's folder, a full disk: it is asked again
+        with contextlib.suppress(TulaError, OSError):  # the cache may be unwritable; SLURM is then queried again
             make_folder(path.parent)
-            path.parent.chmod(0o700)  # an older tula made it by the umask
+            path.parent.chmod(0o700)  # older versions used the umask
             write_record(path, StoredBill(bill=bill, asked_at=now))
     return bill
 
@@ -369,7 +370,7 @@ def find_usage_factor(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> tup
 
 def find_default_qos(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> str:
     """Return the QOS of a job that names none."""
-    cluster = config.get("ClusterName", "")  # one accounting may hold several
+    cluster = config.get("ClusterName", "")  # one accounting database may contain several clusters
     output = ask(
         "sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={get_user_name()}",
         f"account={find_account(spec, ask)}", *([f"cluster={cluster}"] if cluster else []), "format=DefaultQOS,QOS,Partition",
@@ -399,7 +400,7 @@ def get_user_name() -> str:
     return pwd.getpwuid(os.getuid()).pw_name
 
 
-# --- The charges of finished jobs, by SLURM's accounting
+# --- Charges of jobs from SLURM's accounting
 
 _FIELDS = "JobIDRaw,State,ElapsedRaw,AllocTRES"
 _OPEN = ("RUNNING", "PENDING", "REQUEUED", "SUSPENDED", "COMPLETING")
@@ -409,11 +410,11 @@ _OPEN = ("RUNNING", "PENDING", "REQUEUED", "SUSPENDED", "COMPLETING")
 class BilledJobs:
     """The billing of finished jobs."""
 
-    jobs: int  # that had nodes
+    jobs: int  # jobs that were allocated nodes
     billing_hours: float  # before usage and charge factors
-    hours: float  # of all of them, one after the other
-    open: bool  # whether some still wait or run
-    billings: tuple[int, ...] = ()  # of one hour, of each kind of job among them
+    hours: float  # total hours of all jobs
+    open: bool  # whether some jobs are still queued or running
+    billings: tuple[int, ...] = ()  # distinct billing units per hour of the jobs
 
 
 def read_billed_jobs(ids: Sequence[str]) -> BilledJobs | None:
@@ -441,7 +442,8 @@ def parse_billed(output: str) -> BilledJobs | None:
         for _, _, seconds, tres in rows
         if seconds.isdigit() and tres
     ]
-    jobs_states: dict[str, set[str]] = {}  # the start that was requeued stays REQUEUED in the accounting for ever
+    # a requeued start keeps the state REQUEUED, so all states of a job are collected
+    jobs_states: dict[str, set[str]] = {}
     for id_, state, _, _ in rows:
         jobs_states.setdefault(id_, set()).add(state.split(" ")[0].rstrip("+"))
     ran = [(seconds, billing) for seconds, billing in jobs if seconds]

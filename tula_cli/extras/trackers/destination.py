@@ -26,11 +26,11 @@ State = Literal["running", "finished", "failed", "killed"]
 class TrackerRun:
     """One run at a tracker: the whole run of tula, or one of its trainings."""
 
-    key: str  # within tula's run: "run", "train-ab12cd34"
+    key: str  # key within tula's run, such as "run" or "train-ab12cd34"
     kind: Literal["run", "training"]
-    group: str  # tula's run that it is of: its name
+    group: str  # name of tula's run
     started: float  # Unix time
-    parent: str | None = None  # the tracker's id of the run that it is inside; None of the whole
+    parent: str | None = None  # the tracker's id of the enclosing run; None for kind "run"
 
     @property
     def name(self) -> str:
@@ -44,7 +44,7 @@ class Point:
 
     samples: int
     time: float  # Unix time
-    values: Mapping[str, float]  # finite
+    values: Mapping[str, float]  # finite values by name of the curve
 
 
 class TrackedRun(Protocol):
@@ -140,7 +140,7 @@ class Destination:
             SpecError: there is no such user-defined module or callable.
         """
         with self.convert_errors():
-            if self.to in TRACKERS:  # only these modules import the optional packages
+            if self.to in TRACKERS:  # only these modules need optional packages
                 make = importlib.import_module(f"{__package__}.{self.to}").exporter
             else:
                 make = load(self.to, {}, kind="exporter")
@@ -155,7 +155,7 @@ class Destination:
             raise
         except ImportError as error:
             raise TrackerError(f"{self.to}: {error}", "pip install 'tula-cli[trackers]'") from error
-        except Exception as error:  # networks, databases and the user's code: each raises its own errors
+        except Exception as error:  # networks, databases and user code raise errors of any type
             reason = (str(error).strip().splitlines() or [""])[0]
             raise TrackerError(
                 f"{self.to}: {type(error).__name__}: {reason[:200]}", "run tula export to send the missing values"
@@ -186,7 +186,7 @@ def _make_absolute(to: str, uri: str) -> str:
     """Return an address that is valid from every working directory."""
     if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
         return f"sqlite:///{Path(uri.removeprefix('sqlite:///')).absolute()}"
-    if uri.startswith("file:///") and to in ("tensorboard", "wandb"):  # they take no URL of a folder
+    if uri.startswith("file:///") and to in ("tensorboard", "wandb"):  # these trackers take a path, not a file URL
         uri = unquote(uri.removeprefix("file://"))
     if "://" in uri or to not in TRACKERS or (to == "mlflow" and uri.startswith("databricks")):
         return uri

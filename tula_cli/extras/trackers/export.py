@@ -37,7 +37,7 @@ from tula_cli.words import format_count
 
 if TYPE_CHECKING:
     from tula_cli.services.tracking import ExportResult
-# --- What is sent besides values
+# --- Files to send
 
 FILES = ("recommended.yaml", "results.csv")
 """Files of a run that are sent unchanged."""
@@ -62,15 +62,15 @@ def write_report_file(run: Run) -> tuple[Path, ...]:
     return (path,)
 
 
-# --- One run of one hardware, to one tracker
+# --- Export of one run to one tracker
 
 
 class SentRun(Record):
     """The data of a run or a training that a tracker has received, as one run of its own."""
 
-    id: str  # the tracker's
-    digest: str = ""  # of its settings, texts, single numbers, files and state
-    samples: int = -1  # of the newest point
+    id: str  # id at the tracker
+    digest: str = ""  # digest of its settings, tags, single numbers, files and state
+    samples: int = -1  # samples of the newest point sent; -1: none
 
 
 class ExportRecord(Record):
@@ -79,7 +79,7 @@ class ExportRecord(Record):
     to: str
     uri: str
     project: str
-    runs: dict[str, SentRun] = {}  # by their keys in tula's run
+    runs: dict[str, SentRun] = {}  # by key within tula's run
 
 
 _RECORD = TypeAdapter(ExportRecord)
@@ -109,7 +109,7 @@ class Session:
         self.run, self.destination, self.reports = run, destination, reports
         self.path = run.path / FOLDER / destination.record_path.name
         self.sent = self._read_sent()
-        self.problem = ""  # why the newest update has failed
+        self.problem = ""  # why the newest update failed; empty if it did not
         self.new_runs = self.new_points = self.files = 0
         self._exporter: Exporter | None = None
         self._open: dict[str, TrackedRun] = {}
@@ -149,7 +149,7 @@ class Session:
             self.sent = self._read_sent()
             self._send(self.run.read(), active=active)
         except TrackerError as error:
-            self._open, self._exporter = {}, None  # they may have no connection any more
+            self._open, self._exporter = {}, None  # their connection may be lost
             problem = error.message
             if problem != self.problem:
                 yield WarningEvent(f"{error.message}; {error.hint}")
@@ -168,14 +168,14 @@ class Session:
 
     def _send(self, snapshot: Snapshot, *, active: bool) -> None:
         files = tuple(path for name in FILES if (path := snapshot.path / name).is_file())
-        if not active:  # a report on running jobs would be another one at each update
+        if not active:  # while jobs run, the report would change with each update
             files += self.reports(self.run)
         self._send_run(make_run_payload(self.run, snapshot, active=active, artifacts=files))
         parent = self.sent.runs["run"].id
         for tasks in _list_trainings(snapshot):
             moving = active and _may_continue(snapshot, tasks)
             payload = make_training_payload(snapshot, tasks, self.run.id, parent, active=moving)
-            if payload.run.started:  # otherwise it waits for its nodes
+            if payload.run.started:  # a training that has not started has no values
                 self._send_run(payload)
 
     def _send_run(self, payload: RunPayload) -> None:
@@ -194,14 +194,15 @@ class Session:
         run, newest = self._open[key], points[-1].samples if points else known.samples
         with self.destination.convert_errors():
             run.points(points)
-            self._record_run(key, known := known.model_copy(update={"samples": newest}))  # what follows may fail
+            # recorded at once, because the next calls may fail
+            self._record_run(key, known := known.model_copy(update={"samples": newest}))
             if changed:
                 run.params(payload.params)
                 run.tags(payload.tags)
                 run.summary(payload.numbers, samples=max(newest, 0))
                 for path in payload.artifacts:
                     run.artifact(path)
-            if payload.state != "running":  # so that the tracker need not keep it open
+            if payload.state != "running":  # close the run at the tracker
                 self._open.pop(key).close(payload.state, at=payload.ended)
         self._record_run(key, known.model_copy(update={"digest": digest, "samples": newest}))
         self.new_runs += not known.digest
@@ -249,7 +250,7 @@ def _may_continue(snapshot: Snapshot, tasks: Sequence[TrainTask]) -> bool:
     ) and not snapshot.read_cancelling_command(newest.job)
 
 
-# --- All of a run, to all its trackers
+# --- Export of all runs to all trackers
 
 POLL_INTERVAL = 30.0
 """Seconds between two updates, unless `tula export --every` sets another interval."""

@@ -9,13 +9,13 @@ from typing import TypeVar
 
 from tula_cli.extras.trackers.destination import Point, Scalar, State, TrackerRun
 
-# A server that is down is tried again by the next update, and must not make a command wait for minutes.
+# Short timeouts, so that a server that is down does not block a command; the next update tries again.
 for _name, _value in (
     ("MLFLOW_DISABLE_TELEMETRY", "true"),
     ("MLFLOW_LOGGING_LEVEL", "WARNING"),
     ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2"),
     ("MLFLOW_HTTP_REQUEST_TIMEOUT", "30"),
-    ("MLFLOW_ALLOW_FILE_STORE", "true"),  # who names a folder means it
+    ("MLFLOW_ALLOW_FILE_STORE", "true"),  # a folder as URI was set by the user
 ):
     os.environ.setdefault(_name, _value)
 
@@ -82,7 +82,7 @@ class MlflowExporter:
 
     def __init__(self, *, uri: str, project: str) -> None:
         files = None
-        if uri.startswith("sqlite:///"):  # its default would be below the folder that the command happens to run in
+        if uri.startswith("sqlite:///"):  # the default is relative to the current folder
             folder = Path(uri.removeprefix("sqlite:///")).parent
             folder.mkdir(parents=True, exist_ok=True)
             files = (folder / FILES / _make_key(project)).as_uri()

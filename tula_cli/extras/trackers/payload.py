@@ -32,12 +32,12 @@ class RunPayload:
 
     run: TrackerRun
     state: State
-    ended: float  # Unix time, of its end so far
+    ended: float  # Unix time of the end, or of the newest value if it is running
     params: Mapping[str, Scalar] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
     artifacts: tuple[Path, ...] = ()
-    points: Sequence[Point] = ()  # of its curves
+    points: Sequence[Point] = ()  # points of the curves
 
     def compute_digest(self) -> str:
         """Return a digest of all values and files but the curves, to compare it with that of what was sent before."""
@@ -56,7 +56,7 @@ def _format_setting(key: str, value: Any) -> Scalar | None:
     if value is None or value in ("", [], {}):
         return None
     name = key.rpartition(".")[2]
-    if isinstance(value, list):  # the words and lines of a command keep what is no secret
+    if isinstance(value, list):  # words and lines of a command, without secrets
         return None if may_be_secret(name, "") else redact_secrets(" ".join(map(str, value)))
     return None if may_be_secret(name, str(value)) else str(value)
 

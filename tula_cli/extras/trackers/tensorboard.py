@@ -52,7 +52,7 @@ class BoardRun:
             self._write_text(path.name, f"```\n{path.read_text(encoding='utf-8')}\n```")
 
     def close(self, state: State, *, at: float) -> None:
-        del at  # no event tells of an end
+        del at  # TensorBoard has no event for the end of a run
         if state != "running":
             self._write_text("state", state)
         self.writer.flush()
@@ -83,11 +83,11 @@ class BoardExporter:
     """A folder for `tensorboard --logdir`, with a subfolder per run of tula, and per training of the run."""
 
     def __init__(self, *, uri: str, project: str) -> None:
-        del project  # a folder has none
+        del project  # TensorBoard has no projects
         self.folder = Path(uri)
 
     def open(self, run: TrackerRun, *, known: str | None) -> BoardRun:
-        del known  # the folder is that of the run
+        del known  # the folder identifies the run
         return BoardRun(self.folder / run.group / run.key, run)
 
 

@@ -165,7 +165,7 @@ class _Decision:
     objective: str
     weights: Floats  # (n,)
     allowed: Flags  # (n,)
-    share: float  # weight among the decisions of this objective (several knees or limits may share it)
+    share: float  # weight of this batch limit among the decisions of the objective
 
     def compute_values(self, log_step: Floats) -> Floats:
         """Return ln of the time or cost, infinite if not allowed; shape as given, (..., n)."""

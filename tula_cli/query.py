@@ -13,6 +13,52 @@ Objective = Literal["time", "cost", "knee", "accuracy-time", "energy"]
 Curve = Literal["time", "cost"]
 
 
+@dataclass(frozen=True)
+class Quantity:
+    """A quantity that an objective minimises.
+
+    Attributes:
+        name: as in the options --objective and --curve.
+        attribute: of a `Prediction`; the column of the table of candidates has the same name with `_` for `.`.
+        lowest: noun for its lowest value.
+        saving: what a configuration with a lower value needs less of.
+        interval: quantity whose 90 % interval, the columns `_low` and `_high`, gives the relative uncertainty.
+        grows_with_nodes: whether each node adds to it. Plans of many trainings then minimise it instead of the time, and
+            the nodes of the stages of a ramp are chosen by cost.
+        unit: unit of the values; empty for hours and the currency of the job.
+    """
+
+    name: str
+    attribute: str
+    lowest: str
+    saving: str = "time"
+    interval: str = "hours"
+    grows_with_nodes: bool = False
+    unit: str = ""
+
+    @property
+    def column(self) -> str:
+        """The column of the table of candidates."""
+        return self.attribute.replace(".", "_")
+
+
+QUANTITIES = {
+    quantity.name: quantity
+    for quantity in (
+        Quantity("time", "hours", "shortest time"),
+        Quantity("cost", "cost", "lowest cost", saving="money", grows_with_nodes=True),
+        Quantity("accuracy-time", "same_progress.hours", "shortest time to the same progress"),
+        Quantity("energy", "kwh", "lowest energy", saving="energy", interval="kwh", grows_with_nodes=True, unit="kWh"),
+    )
+}
+"""The quantity of each objective; objective knee uses that of its curve."""
+
+
+def get_quantity(objective: Objective, curve: Curve) -> Quantity:
+    """Return the quantity that an objective minimises, or in whose curve objective knee chooses."""
+    return QUANTITIES[curve if objective == "knee" else objective]
+
+
 def parse_hours(text: str) -> float:
     """Return the hours of a duration such as 36, 30s, 90m, 90min, 36h, 3d or 2w.
 
@@ -111,6 +157,11 @@ class Query:
         ),
     ] = None
     node_type: NodeType = None
+
+    @property
+    def quantity(self) -> Quantity:
+        """The quantity that is minimised, or in whose curve the knee is sought."""
+        return get_quantity(self.objective, self.curve)
 
     def __post_init__(self) -> None:
         for name, value, allowed in (("objective", self.objective, Objective), ("curve", self.curve, Curve)):

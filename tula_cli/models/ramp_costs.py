@@ -36,6 +36,7 @@ from tula_cli.models.ramp import (
     plan_stages_before_fitting,
 )
 from tula_cli.models.time.step_time import Estimates
+from tula_cli.query import Quantity, get_quantity
 from tula_cli.run.records.recommendations import Prediction, Recommendation, Stage
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec, compute_max_decay_growth
@@ -285,18 +286,18 @@ MAX_CHANGES = 3
 """Maximum changes of the number of nodes in one training: each is one more job in the queue."""
 
 
-def choose_stage_objective(objective: str, curve: str) -> StageObjective:
-    """Return the quantity by which the nodes of stages are chosen.
-
-    Cost for the objectives cost and energy and for a knee of cost, else time.
-    """
-    by_cost = objective in ("cost", "energy") or (objective == "knee" and curve == "cost")
-    return "cost" if by_cost else "time"
+def choose_stage_objective(quantity: Quantity) -> StageObjective:
+    """Return the quantity by which the nodes of stages are chosen, for a recommendation that minimises `quantity`."""
+    return "cost" if quantity.grows_with_nodes else "time"
 
 
 def choose_stage_objective_of(recommended: Recommendation | None) -> StageObjective:
     """Return the quantity by which the nodes of stages are chosen for a recommendation; time if there is none."""
-    return "time" if recommended is None else choose_stage_objective(recommended.objective, recommended.curve)
+    return (
+        "time"
+        if recommended is None
+        else choose_stage_objective(get_quantity(recommended.objective, recommended.curve))
+    )
 
 
 @dataclass(frozen=True)

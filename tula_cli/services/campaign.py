@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -18,7 +17,6 @@ from tula_cli.models.choice.campaign import (
     CandidatesOfJob,
     Option,
     PlanRequest,
-    Quantity,
     Start,
     compute_makespan,
     describe_plan,
@@ -31,7 +29,7 @@ from tula_cli.models.choice.campaign import (
 )
 from tula_cli.models.choice.campaign_of_jobs import JobsPlan, JobTrainings, Target, plan_jobs
 from tula_cli.models.choice.candidates import Candidates, Floats
-from tula_cli.query import Query
+from tula_cli.query import QUANTITIES, Quantity, Query
 from tula_cli.run.directory import Run
 from tula_cli.run.files import read_record, write_atomic
 from tula_cli.run.owner import require_ownership
@@ -165,12 +163,12 @@ def plan_campaign(
         starts, lower_bound = plan_of_jobs.starts, plan_of_jobs.lower_bound
     else:
         groups = [options for (job,) in tables for options in job.batches]
-        is_shortest = _choose_quantity(query) == "time"
+        is_shortest = _choose_quantity(query).name == "time"
         choose = _plan_shortest_batch if is_shortest else partial(_plan_cheapest_batch, prices=candidates["cost"])
         starts = choose(groups, query, trainings=trainings[0], nodes=nodes, subject=subject, currency=currency)
     request = PlanRequest(
         query=query,
-        minimises=_choose_quantity(query),
+        minimises=_choose_quantity(query).name,
         nodes=nodes,
         currency=currency,
         warnings=_list_warnings(names, considered),
@@ -202,18 +200,20 @@ def _list_batches(
 ) -> list[list[Option]]:
     """Return the options of a job on a node type, by batch.
 
-    For the plan of lowest energy within a budget there is also a list per batch of the options that all trainings together
+    For the plan of lowest energy (or of another quantity than cost) within a budget there is also a list per batch of the options that all trainings together
     can afford.
     """
     quantity, prices = _choose_quantity(query), candidates["cost"]
     rows = np.asarray(job.rows)[candidates["type"][job.rows] == node_type]
-    budgets = [math.inf, *([] if quantity != "energy" or query.budget is None else [query.budget / job.trainings])]
+    budgets = [math.inf]
+    if quantity.name not in ("time", "cost") and query.budget is not None:
+        budgets.append(query.budget / job.trainings)
     groups = []
     for budget in budgets:
         affordable = rows[[is_within(price, budget) for price in prices[rows]]]
         batches = candidates["batch"][affordable]
         groups += [affordable[batches == batch] for batch in np.unique(batches)]
-    cost: Literal["cost", "kwh"] = "kwh" if quantity == "energy" else "cost"
+    cost = quantity.column if quantity.grows_with_nodes else "cost"
     return [list_options(candidates, rows, cost=cost, all_nodes=all_nodes) for rows in groups]
 
 
@@ -246,10 +246,10 @@ def _list_warnings(names: Sequence[str], considered: Sequence[_ConsideredConfigu
 
 
 def _require_within_limits(plan: Campaign, subject: str, query: Query) -> None:
-    """Raise an error if a plan of lowest energy, or one that need not be the best, exceeds the limits."""
-    if plan.minimises == "energy" and not is_within(plan.cost, _get_limit(query.budget)):
+    """Raise an error if a plan that does not minimise time or cost, or one that need not be the best, exceeds the limits."""
+    if plan.minimises not in ("time", "cost") and not is_within(plan.cost, _get_limit(query.budget)):
         raise Infeasible(
-            f"the plan of lowest energy for {subject} costs {format_number(plan.cost, 4)} {plan.currency}, more than the"
+            f"the plan of {QUANTITIES[plan.minimises].lowest} for {subject} costs {format_number(plan.cost, 4)} {plan.currency}, more than the"
             f" budget of {query.budget:g}",
             "raise --budget, or choose --objective cost",
         )
@@ -267,7 +267,7 @@ def _plan_several_jobs(
     Raises:
         Infeasible: no plan was found within the budget of the shortest plan, or the deadline of the cheapest one.
     """
-    is_shortest = _choose_quantity(query) == "time"
+    is_shortest = _choose_quantity(query).name == "time"
     target = (
         Target("time", budget=_get_limit(query.budget))
         if is_shortest
@@ -338,11 +338,10 @@ def load_campaign(runs: Sequence[Run]) -> Campaign | None:
 
 
 def _choose_quantity(query: Query) -> Quantity:
-    """Return the quantity that a plan minimises."""
-    if query.objective == "energy":
-        return "energy"
-    is_cheapest = query.objective == "cost" or (query.objective == "knee" and query.deadline_hours is not None)
-    return "cost" if is_cheapest else "time"
+    """Return the quantity that a plan minimises: time, or one that grows with the nodes."""
+    if query.objective == "knee":
+        return QUANTITIES["time" if query.deadline_hours is None else "cost"]
+    return query.quantity if query.quantity.grows_with_nodes else QUANTITIES["time"]
 
 
 def _get_limit(value: float | None) -> float:
@@ -411,7 +410,7 @@ def _plan_cheapest_batch(
     budget = _get_limit(query.budget)
     affordable = [plan for plan in within if is_within(sum(prices[start.option.row] for start in plan), budget)]
     plan = min(affordable or within, key=lambda starts: (sum_costs(starts), compute_makespan(starts)))
-    if _choose_quantity(query) == "cost" and not is_within(sum_costs(plan), _get_limit(query.budget)):
+    if _choose_quantity(query).name == "cost" and not is_within(sum_costs(plan), _get_limit(query.budget)):
         late = "" if query.deadline_hours is None else f" within {format_duration(3600 * query.deadline_hours)}"
         raise _make_over_budget_error(f"{subject}{late} cost at least", sum_costs(plan), query, currency)
     return plan

@@ -119,7 +119,7 @@ def gather_measurements(
     results_of = {run.type: run.read_results() for run in runs}
     all_results = [result for results in results_of.values() for result in results]
     noise = make_noise_path(runs, runs[0].spec, all_results)
-    trainings, stage_objective = CachedTrainings(), choose_stage_objective(query.objective, query.curve)
+    trainings, stage_objective = CachedTrainings(), choose_stage_objective(query.quantity)
     for run in runs:
         results, pending_here = results_of[run.type], pending.get(run.type, 0)
         observations, sizes = trainings(run), read_measurements_of_other_sizes(run.sizes, trainings)

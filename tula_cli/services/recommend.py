@@ -17,7 +17,6 @@ from tula_cli.models.choice.baseline import make_headline, predict_baseline, pre
 from tula_cli.models.choice.candidates import Candidates, Config, Flags, Limit, list_limits
 from tula_cli.models.choice.objective import (
     Choice,
-    Quantity,
     choose,
     describe_open_knees,
     find_best_of_each_batch,
@@ -26,7 +25,7 @@ from tula_cli.models.efficiency import Noise
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp import add_stage_epochs, describe_stages
 from tula_cli.models.ramp_costs import describe_stage_nodes
-from tula_cli.query import Query
+from tula_cli.query import QUANTITIES, Quantity, Query
 from tula_cli.run.directory import Run, require_current_format
 from tula_cli.run.frames import make_frame
 from tula_cli.run.job_runs import find_settings_origin, mark_chosen_run, save_runs, select_runs
@@ -547,7 +546,7 @@ def _build_answer(
 
         accuracy = find_accuracy_evidence(run, batch=prediction.batch)
     other_market = _find_on_other_market(prediction, forecasts)
-    quantity: Quantity = "accuracy-time" if query.objective == "accuracy-time" else "time"
+    quantity = QUANTITIES["accuracy-time" if query.objective == "accuracy-time" else "time"]
     all_warnings = (
         *warnings,
         *(of_type.with_type(warning) for of_type in all_measurements for warning in list_measurement_warnings(of_type)),
@@ -607,7 +606,7 @@ def _describe_knees(measurements: TypeMeasurements, candidates: Candidates, quer
         measurements.estimator.steps,
         candidates.select(type=measurements.type, market="on_demand"),
         gpus_per_node=measurements.estimator.spec.cluster.gpus_per_node,
-        curve=query.curve,
+        quantity=query.quantity,
     )
 
 

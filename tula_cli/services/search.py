@@ -168,17 +168,15 @@ def _select_weighed(estimator: "Estimator", fitting: Set[Config]) -> tuple[Predi
     These are the measured ones, and the fastest and the cheapest of each batch, up to `_MAX_WEIGHED`: the cost of the
     comparison grows with the square of their number.
     """
-    import numpy as np
-
     from tula_cli.models.choice.candidates import to_configs
     from tula_cli.models.choice.objective import find_best_few
+    from tula_cli.query import QUANTITIES
 
     rows = estimator.estimate(*estimator.find_known_configurations()).ordered()
     rows = rows.take([config in fitting for config in to_configs(rows["nodes"], rows["batch"])])
     is_candidate = rows["measured"].copy()
-    is_candidate[
-        np.union1d(find_best_few(rows, "time", most=_MAX_WEIGHED), find_best_few(rows, "cost", most=_MAX_WEIGHED))
-    ] = True
+    for name in ("time", "cost"):
+        is_candidate[find_best_few(rows, QUANTITIES[name], most=_MAX_WEIGHED)] = True
     return rows.take(is_candidate).predictions()
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from tula_cli.query import QUANTITIES
 from tula_cli.show.tables import describe_cost, make_table
 from tula_cli.words import (
     choose_time_unit,
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tula_cli.models.choice.campaign import Campaign
-
-_MINIMISED = {"time": "the shortest plan", "cost": "the plan of lowest cost", "energy": "the plan of lowest energy"}
 
 
 def render_campaign(plan: "Campaign") -> Iterator["RenderableType"]:
@@ -53,21 +52,24 @@ def _describe_choice(plan: "Campaign", bound_hours: float) -> str:
     nodes = f" on {node_type} nodes" if node_type else ""
     bound = f"no plan with this batch{nodes} finishes before {format_duration(3600 * bound_hours)}."
     return (
-        f"This is {_MINIMISED[plan.minimises]}{_describe_limits(plan)}; all trainings have the same batch{batch}."
+        f"This is {_describe_minimum(plan)}{_describe_limits(plan)}; all trainings have the same batch{batch}."
         f" Within the limits, {bound}"
     )
 
 
+def _describe_minimum(plan: "Campaign") -> str:
+    return "the shortest plan" if plan.minimises == "time" else f"the plan of {QUANTITIES[plan.minimises].lowest}"
+
+
 def _describe_choice_of_jobs(plan: "Campaign", lower_bound: float) -> str:
-    bounds = {
-        "time": f"takes less than {format_duration(3600 * lower_bound)}",
-        "cost": f"costs less than {format_number(lower_bound, 4)} {plan.currency}",
-        "energy": f"needs less than {format_number(lower_bound, 4)} kWh",
-    }
+    unit = QUANTITIES[plan.minimises].unit or plan.currency
+    bound = f"{'costs' if plan.minimises == 'cost' else 'needs'} less than {format_number(lower_bound, 4)} {unit}"
+    if plan.minimises == "time":
+        bound = f"takes less than {format_duration(3600 * lower_bound)}"
     nodes = f" on {plan.node_type} nodes" if plan.node_type else ""
-    is_best = "" if plan.is_optimal else f" that was found; none{nodes} {bounds[plan.minimises]}"
+    is_best = "" if plan.is_optimal else f" that was found; none{nodes} {bound}"
     return (
-        f"This is {_MINIMISED[plan.minimises]}{_describe_limits(plan)}{is_best}."
+        f"This is {_describe_minimum(plan)}{_describe_limits(plan)}{is_best}."
         " All trainings of a job have the same batch."
     )
 

@@ -206,8 +206,9 @@ def _describe_refreshes(recommendation: "Recommendation") -> Iterator[str]:
 def render_same_progress(recommendation: "Recommendation") -> "Table":
     """Build a table of the best configuration per batch to the same progress, the fastest first."""
     from tula_cli.models.choice.objective import find_envelope
+    from tula_cli.query import QUANTITIES
 
-    envelope = find_envelope(recommendation.rows, curve="accuracy-time")
+    envelope = find_envelope(recommendation.rows, QUANTITIES["accuracy-time"])
     rows = [(row, row.same_progress) for row in envelope if row.same_progress is not None]
     rows.sort(key=lambda pair: pair[1].hours)
     caveats = recommendation.caveats

@@ -1,6 +1,7 @@
 import math
 import random
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from tula_cli.models.choice import objective as objectives
 from tula_cli.models.choice.candidates import Candidates
 from tula_cli.models.choice.objective import Choice, Curve, Objective, find_envelope
+from tula_cli.query import QUANTITIES
 from tula_cli.run.records.recommendations import Prediction, SameProgress
 
 
@@ -225,7 +227,7 @@ def test_accuracy_time_takes_the_least_time_to_the_same_progress() -> None:
     assert [result.batch for result in choice.runners_up] == [64, 256]
     assert "shortest time to the same progress of 3 feasible configurations" in choice.reason
     assert "the best batch is 64 to 256" in choice.reason
-    assert [outcome.batch for outcome in find_envelope(rows, curve="accuracy-time")] == [64, 128, 256]
+    assert [outcome.batch for outcome in find_envelope(rows, QUANTITIES["accuracy-time"])] == [64, 128, 256]
 
 
 def test_a_choice_that_the_range_does_not_change_is_said_to_be_sure() -> None:
@@ -275,3 +277,10 @@ def test_the_knee_pays_for_no_node_that_only_makes_the_time_more_certain() -> No
         choice = choose([*certain, kept], objective="knee")
         assert choice.prediction == certain[1]
         assert {other.batch for other in choice.runners_up} == {64, 256}
+
+
+def test_every_objective_minimises_a_quantity_of_the_candidates() -> None:
+    assert set(get_args(Objective)) == {*QUANTITIES, "knee"}
+    table = Candidates.from_predictions([row(2, 64, 1.0)])
+    for quantity in QUANTITIES.values():
+        assert len(table[quantity.column]) == len(table[f"{quantity.interval}_low"]) == 1

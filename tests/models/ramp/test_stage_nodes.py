@@ -23,6 +23,7 @@ from tula_cli.models.ramp_costs import (
     list_allowed_stage_nodes,
     move_task_to_stage_nodes,
 )
+from tula_cli.query import Curve, Objective, get_quantity
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.spec.job import JobSpec
@@ -67,10 +68,21 @@ def test_a_small_batch_that_is_faster_on_few_nodes_has_them_where_that_pays_for_
     assert choose_stage_nodes(slow, Change(10, queue=51), by="time") == (4, 4)
 
 
-def test_objectives_that_are_of_money_or_energy_choose_by_node_hours() -> None:
-    by = {objective: choose_stage_objective(objective, "time") for objective in ("time", "cost", "knee", "energy")}
-    assert by == {"time": "time", "cost": "cost", "knee": "time", "energy": "cost"}
-    assert (choose_stage_objective("knee", "cost"), choose_stage_objective("accuracy-time", "cost")) == ("cost", "time")
+@pytest.mark.parametrize(
+    ("objective", "curve", "by"),
+    [
+        ("time", "time", "time"),
+        ("knee", "time", "time"),
+        ("accuracy-time", "time", "time"),
+        ("cost", "time", "cost"),
+        ("energy", "time", "cost"),
+        ("knee", "cost", "cost"),
+    ],
+)
+def test_objectives_that_are_of_money_or_energy_choose_by_node_hours(
+    objective: Objective, curve: Curve, by: str
+) -> None:
+    assert choose_stage_objective(get_quantity(objective, curve)) == by
 
 
 def value(options: Sequence[dict[int, float]], path: Sequence[int], change: Change, by: StageObjective) -> float:

@@ -16,7 +16,7 @@ from tula_cli.models.efficiency import Noise
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp import MAX_NOISE
 from tula_cli.models.time.noise import Z90
-from tula_cli.query import Objective
+from tula_cli.query import QUANTITIES, Objective
 from tula_cli.run.records.recommendations import (
     Accuracy,
     Change,
@@ -309,7 +309,7 @@ def _describe_preference(
 ) -> str:
     """Explain why a row was chosen although another is better: as a knee faster and cheaper; empty if none is."""
     if objective != "knee":
-        alternative = describe_uncertain_alternative(chosen, candidates, objective)
+        alternative = describe_uncertain_alternative(chosen, candidates, QUANTITIES[objective])
         return f"{alternative}." * bool(alternative)
     less = (candidates["hours"] < chosen.hours * (1 - ALIKE)) & (candidates["cost"] < chosen.cost * (1 - ALIKE))
     better = candidates.take(less)

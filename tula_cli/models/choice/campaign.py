@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,8 +25,6 @@ from tula_cli.run.records.recommendations import Prediction
 
 if TYPE_CHECKING:
     import pandas as pd
-
-Quantity = Literal["time", "cost", "energy"]
 
 _ROUNDING = 1e-9
 """Relative tolerance of comparisons between sums of durations."""
@@ -60,7 +58,7 @@ class Start:
 
 
 def list_options(
-    candidates: Candidates, rows: Ints, *, cost: Literal["cost", "kwh"] = "cost", all_nodes: int | None = None
+    candidates: Candidates, rows: Ints, *, cost: str = "cost", all_nodes: int | None = None
 ) -> list[Option]:
     """Return the options, of some rows of the candidates, that no other beats in nodes, hours and cost.
 
@@ -440,7 +438,7 @@ class Campaign:
 
     trainings: int  # trainings of all jobs
     max_nodes: int  # maximum nodes in use at a time
-    minimises: Quantity
+    minimises: str  # name in QUANTITIES
     deadline_hours: float | None  # limit for all trainings; None without a limit
     budget: float | None  # limit for all trainings; None without a limit
     hours: float  # hours until the last training finishes
@@ -475,7 +473,7 @@ class PlanRequest:
     """What a plan is made for, and what holds for all its trainings."""
 
     query: Query  # objective and limits
-    minimises: Quantity
+    minimises: str  # name in QUANTITIES
     nodes: int  # maximum nodes in use at a time
     currency: str  # currency of the costs
     warnings: Sequence[Diagnostic] = ()  # about the measurements

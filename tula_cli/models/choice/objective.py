@@ -10,7 +10,8 @@ import types
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from tula_cli.models.choice.candidates import Candidates, Floats, Ints
 from tula_cli.models.time.noise import Z90
 from tula_cli.models.time.step_time import StepTimeFit
-from tula_cli.query import Curve, Objective
+from tula_cli.query import QUANTITIES, Curve, Objective, Quantity, get_quantity
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.words import format_count, format_number, is_too_wide
 
@@ -154,9 +155,6 @@ def count_knee_shares(batches: NDArray[np.int_], log_values: Floats) -> dict[int
 
 # --- Objectives
 
-Quantity = Literal["time", "cost", "accuracy-time", "energy"]
-"""A quantity to minimise."""
-
 FALLBACK = 0.1  # relative tolerance without a knee: the smallest batch within it of the best value is chosen
 _RUNNERS_UP = 3
 _RARE = 0.01  # batches that are the knee of a smaller share of the curves are not reported
@@ -191,129 +189,109 @@ def choose(candidates: Candidates, *, objective: Objective, curve: Curve = "time
         among: property that the configurations share, for the wording of the reason.
     """
     assert len(candidates), "choose among at least one configuration"
-    return _choose_knee(candidates, curve) if objective == "knee" else _choose_least(candidates, objective, among)
+    quantity = get_quantity(objective, curve)
+    return _choose_knee(candidates, quantity) if objective == "knee" else _choose_least(candidates, quantity, among)
 
 
-def find_envelope(rows: Sequence[Prediction], *, curve: Quantity = "time") -> tuple[Prediction, ...]:
+def find_envelope(rows: Sequence[Prediction], quantity: Quantity = QUANTITIES["time"]) -> tuple[Prediction, ...]:
     """Return the best configuration (fastest, cheapest ...) of each batch, ascending by batch."""
-    return tuple(rows[index] for index in find_best_of_each_batch(Candidates.from_predictions(rows), curve))
+    return tuple(rows[index] for index in find_best_of_each_batch(Candidates.from_predictions(rows), quantity))
 
 
-def find_best_of_each_batch(rows: Candidates, curve: Quantity) -> Ints:
+def find_best_of_each_batch(rows: Candidates, quantity: Quantity) -> Ints:
     """Return the indices of the best row at each batch, ascending by batch."""
-    order = _sort_rows(rows, curve)
+    order = _sort_rows(rows, quantity)
     indices: Ints = order[np.unique(rows["batch"][order], return_index=True)[1]]
     return indices
 
 
-def find_best_few(rows: Candidates, curve: Quantity, *, most: int) -> Ints:
+def find_best_few(rows: Candidates, quantity: Quantity, *, most: int) -> Ints:
     """Return the indices of at most `most` rows, an equal number of the best at each batch, in their order."""
     if len(rows) <= most:
         return np.arange(len(rows))
-    order = _sort_rows(rows, curve)
+    order = _sort_rows(rows, quantity)
     by_batch = order[np.argsort(rows["batch"][order], kind="stable")]
     first = np.unique(rows["batch"][by_batch], return_index=True, return_inverse=True)
     rank = np.arange(len(rows)) - first[1][first[2]]
     return np.sort(by_batch[rank < max(1, most // len(first[1]))])
 
 
-def describe_open_knees(steps: StepTimeFit, line: Candidates, *, gpus_per_node: int, curve: Curve) -> str:
+def describe_open_knees(steps: StepTimeFit, line: Candidates, *, gpus_per_node: int, quantity: Quantity) -> str:
     """Describe how often each batch is the knee in curves sampled from the fit's posterior; empty with few batches.
 
     Args:
         steps: the fit.
         line: configurations of one node type on one market.
         gpus_per_node: of all of them.
-        curve: the curve in which the knee is sought.
+        quantity: the quantity in whose curve the knee is sought.
     """
     if len(np.unique(line["batch"])) < FEWEST:
         return ""
-    line = line.take(find_best_few(line, curve, most=_MOST_DRAWN))
+    line = line.take(find_best_few(line, quantity, most=_MOST_DRAWN))
     drawn = steps.draw_samples(line["nodes"], np.full(len(line), gpus_per_node), line["local_batch"])
-    share_by_batch = count_knee_shares(line["batch"], drawn + np.log(line[_COLUMNS[curve]]) - np.log(line["step_time"]))
+    share_by_batch = count_knee_shares(line["batch"], drawn + np.log(line[quantity.column]) - np.log(line["step_time"]))
     shares_in_words = ", ".join(
         f"{batch} in {100 * share:.0f} %" for batch, share in share_by_batch.items() if share >= _RARE
     )
     return f"; given the uncertainty of the probes, the knee is {shares_in_words}" if shares_in_words else ""
 
 
-def _sort_rows(rows: Candidates, curve: Quantity) -> Ints:
+def _sort_rows(rows: Candidates, quantity: Quantity) -> Ints:
     """Sort by cautious value; ties by the other value, then fewer nodes and a smaller batch.
 
     Returns:
         Indices.
     """
-    other = rows["hours"] if curve == "cost" else rows["cost"]
-    return np.lexsort((rows["batch"], rows["nodes"], other, _compute_cautious_values(rows, curve)))
+    other = rows["hours"] if quantity.name == "cost" else rows["cost"]
+    return np.lexsort((rows["batch"], rows["nodes"], other, _compute_cautious_values(rows, quantity)))
 
 
-def _compute_cautious_values(rows: Candidates, curve: Quantity) -> Floats:
+def _compute_cautious_values(rows: Candidates, quantity: Quantity) -> Floats:
     """Return the values, increased by their uncertainty.
 
     All quantities except kWh have the relative uncertainty of the hours. Among many uncertain forecasts the minimum is more often one that is too low by error than the best. A factor
     exp(variance of ln time) compensates for that: negligible for intervals within 5 %, 6 % for an interval of +-50 %.
     """
-    low, high = (rows["kwh_low"], rows["kwh_high"]) if curve == "energy" else (rows["hours_low"], rows["hours_high"])
+    low, high = rows[f"{quantity.interval}_low"], rows[f"{quantity.interval}_high"]
     known = (low > 0) & (high > 0)  # False for nan
     sd = np.log(np.where(known, high, 1.0) / np.where(known, low, 1.0)) / INTERVAL
-    cautious: Floats = rows[_COLUMNS[curve]] * np.exp(np.minimum(sd**2, _MOST_CAUTIOUS))
+    cautious: Floats = rows[quantity.column] * np.exp(np.minimum(sd**2, _MOST_CAUTIOUS))
     return cautious
 
 
-_COLUMNS: dict[Quantity, str] = {
-    "time": "hours",
-    "cost": "cost",
-    "accuracy-time": "same_progress_hours",
-    "energy": "kwh",
-}
-"""The column of each quantity."""
+def _get_value(row: Prediction, quantity: Quantity) -> float:
+    value: float | None = attrgetter(quantity.attribute)(row)
+    assert value is not None, "choose among the configurations whose value is known"
+    return value
 
 
-def _get_value_on_curve(row: Prediction, curve: Quantity) -> float:
-    if curve == "energy":
-        assert row.kwh is not None, "choose among the configurations with known energy"
-        return row.kwh
-    if curve == "accuracy-time":
-        assert row.same_progress is not None, "choose among the configurations with known time to the same progress"
-        return row.same_progress.hours
-    return row.hours if curve == "time" else row.cost
-
-
-_LEAST = {
-    "time": "shortest time",
-    "cost": "lowest cost",
-    "accuracy-time": "shortest time to the same progress",
-    "energy": "lowest energy",
-}
-
-
-def _choose_least(rows: Candidates, curve: Quantity, among: str) -> Choice:
-    best = rows.prediction(int(_sort_rows(rows, curve)[0]))
-    ascending = np.lexsort((rows["batch"], rows["nodes"], rows[_COLUMNS[curve]]))[: 1 + _RUNNERS_UP]
+def _choose_least(rows: Candidates, quantity: Quantity, among: str) -> Choice:
+    best = rows.prediction(int(_sort_rows(rows, quantity)[0]))
+    ascending = np.lexsort((rows["batch"], rows["nodes"], rows[quantity.column]))[: 1 + _RUNNERS_UP]
     others = [row for row in rows.take(ascending).predictions() if row != best][:_RUNNERS_UP]
-    what = _LEAST[curve]
+    what = quantity.lowest
     count = f"the only {among} configuration" if len(rows) == 1 else f"of {len(rows)} {among} configurations"
-    reason = f"the {what} {count}{_describe_noise_range(rows, curve)}" if len(rows) > 1 else count
-    alternative = describe_uncertain_alternative(best, rows, curve)
-    reason += f"; {alternative}" * bool(alternative) + _name_equal_batches(best, rows, curve)
+    reason = f"the {what} {count}{_describe_noise_range(rows, quantity)}" if len(rows) > 1 else count
+    alternative = describe_uncertain_alternative(best, rows, quantity)
+    reason += f"; {alternative}" * bool(alternative) + _name_equal_batches(best, rows, quantity)
     return Choice(best, reason, tuple(others))
 
 
-def describe_uncertain_alternative(chosen: Prediction, rows: Candidates, curve: Quantity) -> str:
+def describe_uncertain_alternative(chosen: Prediction, rows: Candidates, quantity: Quantity) -> str:
     """Describe the configuration that is predicted to be better than the chosen one but is less certain; empty if none is."""
-    least = rows.prediction(int(np.lexsort((rows["batch"], rows["nodes"], rows[_COLUMNS[curve]]))[0]))
-    value, least_value = _get_value_on_curve(chosen, curve), _get_value_on_curve(least, curve)
+    least = rows.prediction(int(np.lexsort((rows["batch"], rows["nodes"], rows[quantity.column]))[0]))
+    value, least_value = _get_value(chosen, quantity), _get_value(least, quantity)
     if least_value >= value * (1 - _ROUNDING):
         return ""
-    what = {"cost": "money", "energy": "energy"}.get(curve, "time")
+    what = quantity.saving
     saved = f"{format_number(100 * (1 - least_value / value), 2)} % less {what}"
     place = f"{format_count(least.nodes)}, batch {least.batch}"
     return f"{place} is predicted to need {saved}, but this prediction is less certain; add the configuration to the search to measure it"
 
 
-def _describe_noise_range(rows: Candidates, curve: Quantity) -> str:
+def _describe_noise_range(rows: Candidates, quantity: Quantity) -> str:
     """Describe the best batches at both ends of the range due to the growth of the gradient noise."""
-    if curve != "accuracy-time":
+    if quantity.name != "accuracy-time":
         return ""
     ends = (rows["same_progress_epochs_lossy"], rows["same_progress_epochs_alike"])
     lossy, alike = (int(rows["batch"][np.argmin(rows["hours"] * epochs)]) for epochs in ends)
@@ -322,25 +300,25 @@ def _describe_noise_range(rows: Candidates, curve: Quantity) -> str:
     return f" (the best batch is {min(lossy, alike)} to {max(lossy, alike)} over the range of the gradient noise)"
 
 
-def _choose_knee(rows: Candidates, curve: Curve) -> Choice:
-    best = rows.take(find_best_of_each_batch(rows, curve))
-    line, values = best.predictions(), _fit_envelope(rows, best, curve)
+def _choose_knee(rows: Candidates, quantity: Quantity) -> Choice:
+    best = rows.take(find_best_of_each_batch(rows, quantity))
+    line, values = best.predictions(), _fit_envelope(rows, best, quantity)
     batches = [row.batch for row in line]
     batch = find_knee(batches, values)
     if batch is None:
-        chosen, reason = _choose_without_knee(line, curve)
+        chosen, reason = _choose_without_knee(line, quantity)
     else:
         chosen = next(row for row in line if row.batch == batch)
-        reason = f"the knee of {curve} against batch{_describe_gain(chosen, line, curve)}"
+        reason = f"the knee of {quantity.name} against batch{_describe_gain(chosen, line, quantity)}"
         other = run_kneedle(batches, values)
         reason += f"; Kneedle on the searched part of the curve finds {other}" if other not in (None, batch) else ""
     chosen = _find_undominated_at_batch(chosen, rows)
-    order = np.argsort(_sort_rows(best, curve))
+    order = np.argsort(_sort_rows(best, quantity))
     others = sorted(
         (place for place, row in enumerate(line) if row.batch != chosen.batch),
         key=lambda place: (abs(math.log2(line[place].batch / chosen.batch)), order[place]),
     )
-    reason += _name_equal_batches(chosen, rows, curve)
+    reason += _name_equal_batches(chosen, rows, quantity)
     return Choice(chosen, reason, tuple(line[place] for place in others[:_RUNNERS_UP]))
 
 
@@ -356,9 +334,9 @@ def _find_undominated_at_batch(chosen: Prediction, rows: Candidates) -> Predicti
     return min(certain, key=lambda row: row.cost, default=chosen)
 
 
-def _fit_envelope(rows: Candidates, best: Candidates, curve: Curve) -> list[float]:
+def _fit_envelope(rows: Candidates, best: Candidates, quantity: Quantity) -> list[float]:
     """Return the least fitted value at each batch: measured values contain a single job's noise, which moves a knee."""
-    values = rows[_COLUMNS[curve]] * _compute_fitted_over_forecast(rows)
+    values = rows[quantity.column] * _compute_fitted_over_forecast(rows)
     return [float(values[rows["batch"] == batch].min()) for batch in best["batch"]]
 
 
@@ -367,57 +345,54 @@ def _compute_fitted_over_forecast(rows: Candidates) -> Floats:
     return np.where(np.isnan(rows["step_fitted"]), 1.0, rows["step_fitted"] / rows["step_time"])
 
 
-def _choose_without_knee(line: Sequence[Prediction], curve: Curve) -> tuple[Prediction, str]:
-    best = min(_get_value_on_curve(row, curve) for row in line)
-    chosen = next(row for row in line if _get_value_on_curve(row, curve) <= best * (1 + FALLBACK))
+def _choose_without_knee(line: Sequence[Prediction], quantity: Quantity) -> tuple[Prediction, str]:
+    best = min(_get_value(row, quantity) for row in line)
+    chosen = next(row for row in line if _get_value(row, quantity) <= best * (1 + FALLBACK))
     few = f"there {'is' if len(line) == 1 else 'are'} only {format_count(len(line), 'batch')}"
-    why = few if len(line) < FEWEST else _describe_shape(line, curve)
-    return chosen, f"the smallest batch within {100 * FALLBACK:.0f} % of the best, because {curve} has no knee ({why})"
+    why = few if len(line) < FEWEST else _describe_shape(line, quantity)
+    return (
+        chosen,
+        f"the smallest batch within {100 * FALLBACK:.0f} % of the best, because {quantity.name} has no knee ({why})",
+    )
 
 
-def _describe_shape(line: Sequence[Prediction], curve: Curve) -> str:
+def _describe_shape(line: Sequence[Prediction], quantity: Quantity) -> str:
     """Describe a curve without a knee."""
-    first, before, last = (_get_value_on_curve(line[place], curve) for place in (0, -2, -1))
+    first, before, last = (_get_value(line[place], quantity) for place in (0, -2, -1))
     if last <= before * (1 - KNEE_SAVES):
-        return f"{curve} still falls by {100 * (1 - last / before):.0f} % at the largest batch"
+        return f"{quantity.name} still falls by {100 * (1 - last / before):.0f} % at the largest batch"
     change = (last / first) ** (1 / (len(line) - 1)) - 1
-    return f"{curve} changes steadily, by {change:+.0%} per doubling of the batch"
+    return f"{quantity.name} changes steadily, by {change:+.0%} per doubling of the batch"
 
 
-def _describe_gain(chosen: Prediction, line: Sequence[Prediction], curve: Curve) -> str:
+def _describe_gain(chosen: Prediction, line: Sequence[Prediction], quantity: Quantity) -> str:
     """Describe the change of the value to the batches before and after the knee."""
     place = line.index(chosen)
     if not 0 < place < len(line) - 1:
         return ""
-    before, here, after = (_get_value_on_curve(row, curve) for row in line[place - 1 : place + 2])
-    return (
-        f": {curve} {before / here - 1:+.0%} at the next smaller batch, {after / here - 1:+.0%} at the next larger one"
-    )
+    before, here, after = (_get_value(row, quantity) for row in line[place - 1 : place + 2])
+    return f": {quantity.name} {before / here - 1:+.0%} at the next smaller batch, {after / here - 1:+.0%} at the next larger one"
 
 
-def _name_equal_batches(chosen: Prediction, rows: Candidates, curve: Quantity) -> str:
+def _name_equal_batches(chosen: Prediction, rows: Candidates, quantity: Quantity) -> str:
     """Name the neighbouring batches that cannot be distinguished from the chosen one.
 
     The resolution is one step of the batch.
     """
-    line = rows.take(find_best_of_each_batch(rows, curve)).predictions()
+    line = rows.take(find_best_of_each_batch(rows, quantity)).predictions()
     larger = [row for row in line if row.batch > chosen.batch][:1]
     smaller = [row for row in line if row.batch < chosen.batch][-1:]
-    alike = [row for row in smaller + larger if _are_alike(chosen, row, curve)]
+    alike = [row for row in smaller + larger if _are_alike(chosen, row, quantity)]
     if not alike:
         return ""
     named = " and ".join(f"batch {row.batch} on {format_count(row.nodes)}" for row in alike)
     return f"; {named} {'is' if len(alike) == 1 else 'are'} equally good within the accuracy of the prediction"
 
 
-def _are_alike(chosen: Prediction, other: Prediction, curve: Quantity) -> bool:
-    value, other_value = _get_value_on_curve(chosen, curve), _get_value_on_curve(other, curve)
+def _are_alike(chosen: Prediction, other: Prediction, quantity: Quantity) -> bool:
+    value, other_value = _get_value(chosen, quantity), _get_value(other, quantity)
     low = high = value
-    least, middle, most = (
-        (chosen.kwh_low, chosen.kwh, chosen.kwh_high)
-        if curve == "energy"
-        else (chosen.hours_low, chosen.hours, chosen.hours_high)
-    )
+    least, middle, most = (getattr(chosen, f"{quantity.interval}{end}") for end in ("_low", "", "_high"))
     if least is not None and most is not None and middle:
         low, high = value * least / middle, value * most / middle
     return bool(min(low, value * (1 - ALIKE)) <= other_value <= max(high, value * (1 + ALIKE)))

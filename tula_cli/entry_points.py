@@ -77,4 +77,5 @@ def _read_project_file() -> dict[str, str]:
     """Return the entry points that a source tree declares, module and object by name; empty for an installed package."""
     text = PROJECT_FILE.read_text() if PROJECT_FILE.is_file() else ""
     table = re.search(rf'^\[project\.entry-points\."{GROUP}"\]\n((?:\w+ = ".+"\n)*)', text, re.MULTILINE)
-    return dict(re.findall(r'(\w+) = "(.+)"', table[1])) if table else {}  # Python 3.10 has no tomllib
+    # Not parsed as TOML, because Python 3.10 has no tomllib.
+    return dict(re.findall(r'(\w+) = "(.+)"', table[1])) if table else {}

@@ -31,13 +31,13 @@ class Option:
     """The help text of an option, and how it is written on the command line."""
 
     help: str
-    flag: str = ""  # empty: made from the name of the field
-    short: str = ""  # a second flag, of one letter
+    flag: str = ""  # long flag; empty: derived from the name of the field
+    short: str = ""  # one-letter flag; empty: none
     metavar: str | None = None
     minimum: float | None = None
     maximum: float | None = None
-    type: Any = None  # on the command line, if it differs from the type in Python
-    parse: Callable[[str], object] | None = None  # makes the field's value from the text on the command line
+    type: Any = None  # type on the command line; None: the same as in Python
+    parse: Callable[[str], object] | None = None  # converts the text of the command line to the field's value
     advanced: bool = False  # shown under "Advanced" in --help
 
     def make_flag(self, name: str) -> str:
@@ -86,7 +86,7 @@ def with_arguments(arguments: Callable[P, A]) -> Callable[[Callable[[A], R]], Ca
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 call.__signature__.bind(*args, **kwargs)  # type: ignore[attr-defined]
-            except TypeError as error:  # names the function, not the class of its arguments
+            except TypeError as error:  # raised again with the name of the function instead of its arguments' class
                 raise TypeError(f"{function.__name__}() {error}") from None
             checked = arguments(*args, **kwargs)
             for parameter, option in list_fields(arguments):
@@ -133,7 +133,7 @@ def _describe_fields(options: Callable[..., object]) -> list[str]:
     return lines
 
 
-# --- options of several commands
+# --- Options of several commands
 
 ROOT = "tula-runs"
 OBSERVED = "tula-observed"
@@ -214,7 +214,7 @@ Trackers = Annotated[
 ]
 
 
-# --- the options of each command
+# --- Options of each command
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ class Query:
             value = getattr(self, parameter.name)
             if option and parameter.name != "objective" and value != parameter.default:
                 flag = option.make_flag(parameter.name)
-                if parameter.name == "deadline_hours" and round(value, 3) != value:  # it was not given in hours
+                if parameter.name == "deadline_hours" and round(value, 3) != value:  # not a round number of hours
                     value = f"{60 * value:g}m"
                 typed.append(flag if value is True else f"{flag} {value}")
         return typed

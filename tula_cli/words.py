@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-# --- numbers and words
+# --- Numbers and words
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
@@ -101,9 +101,9 @@ def describe_method_label(method: str, *, reference: bool) -> str:
 
 _CONTROLS = re.compile(
     r"\r+(?=\n|\Z)"
-    r"|(?:\x1b\]|\x9d)[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?"  # titles, links
-    r"|(?:\x1b[PX^_]|[\x90\x98\x9e\x9f])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?"  # strings for the terminal
-    r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # colours, cursor
+    r"|(?:\x1b\]|\x9d)[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?"  # window titles and links (OSC)
+    r"|(?:\x1b[PX^_]|[\x90\x98\x9e\x9f])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?"  # other control strings (DCS, SOS, PM, APC)
+    r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # colours and cursor movements (CSI)
     r"|\x1b[ -/]*[0-~]?"
     r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]"
     r"|[\U000e0000-\U000e007f]"
@@ -284,7 +284,7 @@ def describe_part(name: str) -> str:
     return f"node type {name}"
 
 
-# --- texts in a list
+# --- Lists of texts
 
 
 def split_outside_brackets(text: str, mark: str) -> Iterator[str]:

@@ -203,7 +203,7 @@ def _show_help(
         raise SpecError("no command given", "tula init writes a job file; tula --help lists the commands")
 
 
-# --- the error boundary
+# --- Conversion of errors to exit codes
 
 
 READER_IS_GONE = 128 + signal.SIGPIPE
@@ -227,7 +227,7 @@ def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
         return _report_error(screen, error)
     except BrokenPipeError:
         return _exit_on_broken_pipe()
-    except SystemExit as end:  # typer's and rich's, of code 1, for the same
+    except SystemExit as end:  # typer and rich raise it, with code 1, after a BrokenPipeError
         if not isinstance(end.__context__, BrokenPipeError):
             raise
         return _exit_on_broken_pipe()
@@ -279,7 +279,7 @@ def _report_error(screen: Screen, error: TulaError) -> int:
     """Show an error and return its exit code, even if the output cannot be written."""
     try:
         screen.fail(error)
-    except (OSError, SystemExit):  # rich exits by itself where the reader is gone
+    except (OSError, SystemExit):  # rich raises SystemExit if the reader has closed the pipe
         _discard_unwritable()
     return error.exit_code
 
@@ -304,7 +304,7 @@ def _describe_machine_error(error: OSError) -> TulaError | None:
 
 def _has_lost_working_directory() -> bool:
     try:
-        os.getcwd()  # noqa: PTH109 - Path.cwd() is the same
+        os.getcwd()  # noqa: PTH109 - Path.cwd() does the same
     except FileNotFoundError:
         return True
     return False
@@ -330,7 +330,7 @@ def _convert_usage_error(error: Any, arguments: Sequence[str]) -> SpecError:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "tula"
     if path == "tula" and arguments and arguments[0] in COMMANDS:
-        path = f"tula {arguments[0]}"  # an option without its value is reported without a context
+        path = f"tula {arguments[0]}"  # click's error for an option without its value has no context
     message = describe_expected_value(error.format_message())
     option = getattr(error, "option_name", None)
     if path == "tula" and option in _SHARED:
@@ -376,7 +376,8 @@ def _make_unknown_command_error(arguments: Sequence[str]) -> SpecError:
     if word in OTHER_NAMES:
         return SpecError(f"there is no command {word}", " ".join(OTHER_NAMES[word].format(argument, argument).split()))
     run_folders = (os.path.join(folder, word, "spec.yaml") for folder in ("", ROOT))  # noqa: PTH118
-    if word.endswith((".yaml", ".yml")) or any(map(os.path.exists, run_folders)):  # raises nothing, unlike Path
+    # Os.path raises no PermissionError, unlike Path.
+    if word.endswith((".yaml", ".yml")) or any(map(os.path.exists, run_folders)):
         return SpecError(f"{word} is not a command", f"{_TRAIN.format(word, word)}; tula status {word} shows its run")
     hint = suggest_nearest(word, COMMANDS)
     return SpecError(f"there is no command {word}", hint or "tula --help lists the commands")
@@ -421,8 +422,8 @@ NARROWEST = 20
 def main() -> None:
     """Run the command line and exit."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # the shell has closed it (`<&-`, `>&-`)
-            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - until the end
+        if getattr(sys, name) is None:  # closed by the shell (`<&-`, `>&-`)
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - open until the process exits
     replace_missing_letters(sys.stdout)
     replace_missing_letters(sys.stderr)
     columns = os.environ.get("COLUMNS", "")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tula_cli.services.init import FromCommand
     from tula_cli.spec.job import JobSpec
 
-# --- the commands
+# --- Commands
 
 
 def init(

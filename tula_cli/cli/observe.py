@@ -86,7 +86,7 @@ def _show_report(screen: Screen, folder: Path, job: str, code: int) -> None:
         failed = f"the command failed with exit code {code}; " if code else ""
         screen.warn(f"no report: {failed}{error.message}; {error.hint}")
         reports = []
-    except Exception as error:  # noqa: BLE001 - the job's exit code counts, whatever is wrong with its report
+    except Exception as error:  # noqa: BLE001 - an error in the report must not replace the job's exit code
         screen.warn(f"no report, because of a bug in tula ({error!r}); please report this bug")
         reports = []
     if screen.as_json:

@@ -25,7 +25,7 @@ class Interrupted(TulaError):
     code = "interrupted"
 
 
-# --- the panels of --help
+# --- Panels of --help
 
 ADVANCED = "Advanced"
 OUTPUT = "Output"
@@ -48,7 +48,7 @@ class CommandWithPanels(TyperCommand):
                     formatter.write_dl(records)
 
 
-# --- what commands have in common
+# --- Common options
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be submitted, without submitting it.")]
@@ -136,7 +136,7 @@ def _convert(field: inspect.Parameter, option: Option | None, value: Any) -> Any
     """Return the value of a field for a value of the command line, where None means that the option is not given."""
     if value is None:
         return field.default
-    if option is None:  # annotated for typer, whose first flag stands in place of a default
+    if option is None:  # annotated for typer, which takes the first flag for the default
         info = get_args(field.annotation)[1]
         option = Option(
             "", next((flag for flag in (info.default, *(info.param_decls or ())) if isinstance(flag, str)), "")
@@ -170,7 +170,7 @@ def _make_typer_parameter(field: inspect.Parameter, option: Option | None) -> in
     return field.replace(annotation=Annotated[kind, info], default=default)
 
 
-# --- commands by name
+# --- Commands by name
 
 
 class Command(TyperCommand):

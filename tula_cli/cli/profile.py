@@ -29,7 +29,7 @@ def profile(
 
     runs = chosen.open(screen)
     for run in () if dry_run else runs:
-        require_ownership(run.path)  # before anything is built for it
+        require_ownership(run.path)  # before the model is built
     root, spec = runs[0].path.parent, runs[0].spec
     dependencies = make_dependencies(
         make_inspector(screen, root, fresh=fresh, keep=not dry_run), make_confirm(screen, spec, yes=yes)

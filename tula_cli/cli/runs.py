@@ -172,7 +172,7 @@ def find_named_runs(named: Path, root: Path) -> "list[RunDir]":
 
     if (folder := _find_folder_of_newest(named, root)) is not None:
         return [RunDir.find_newest(folder)]
-    # os.path's, which raise nothing where another user's folder is in the way.
+    # os.path, because Path raises PermissionError in another user's folder.
     if os.path.isfile(named):  # noqa: PTH113
         return _find_runs_of_job(named, root)
     folders = (named.absolute(), root / named)
@@ -189,7 +189,7 @@ def find_named_runs(named: Path, root: Path) -> "list[RunDir]":
         )
     for folder in folders:
         if os.path.exists(folder):  # noqa: PTH110
-            return [RunDir.open(folder)]  # raises why it is not a run
+            return [RunDir.open(folder)]  # raises an error that says why it is not a run
     raise SpecError(
         f"there is no run {named} (neither {named.absolute()} nor {words.make_relative_path(root / named.name)} is a folder)",
         _suggest_runs(named, root) or "tula list shows all runs",

@@ -39,7 +39,7 @@ def status(screen: Screen, chosen: ExistingRun) -> None:
         and (charge := find_site_charge(RunDir(now.path), now.training.signature)) is not None
     }
     data = tables.list_data_by_type(statuses, recommendation=recommendation)
-    if charges:  # a job without types has one
+    if charges:  # a job without node types has a single charge, with key None
         attributes = data if isinstance(data, dict) else vars(data)
         data = {**attributes, **({"site_charge": charges[None]} if None in charges else {"site_charges": charges})}
     screen.answer(data, show_status.render_status_by_type(statuses, recommendation, charges))

@@ -119,7 +119,7 @@ def make_confirm(screen: Screen, spec: "JobSpec", *, yes: bool) -> "Callable[[Pl
                 "confirmation is needed, but there is no terminal",
                 "add --yes, or set a limit, for example --set search.max_node_hours=10",
             )
-        if screen.quiet:  # it has not shown what the question is about
+        if screen.quiet:  # the plan has not been shown yet
             screen.quiet = False
             _show_message(screen, planned)
             screen.quiet = True

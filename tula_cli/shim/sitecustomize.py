@@ -9,7 +9,7 @@ import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 
-HERE = os.path.dirname(os.path.realpath(__file__))  # noqa: PTH120 - pathlib would double what each start costs
+HERE = os.path.dirname(os.path.realpath(__file__))  # noqa: PTH120 - importing pathlib would double the cost of each start
 
 
 class TorchImportHook:
@@ -36,7 +36,7 @@ class TorchImportHook:
                 run(module)  # type: ignore[arg-type]
                 from importlib import import_module
 
-                if "TULA_PLAN" in os.environ:  # else the script has cleared its environment, its rank among it
+                if "TULA_PLAN" in os.environ:  # otherwise the script has cleared its environment, including its rank
                     import_module("tula_shim.install").install()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -55,27 +55,27 @@ class AgsSteps:
         self.plan = plan
         self.settings: dict[str, Any] = plan.ags
         self.split = split
-        self.tula: Any | None = None  # the TulaOptimizer
+        self.tula: Any | None = None  # the TulaOptimizer once bound, else None
         self.failed: CannotScaleError | None = None
-        self.notes: list[str] = []  # not told yet
-        self.rounds = 0  # reductions since the last step
-        self.offered = False  # the loop offers small batches
+        self.notes: list[str] = []  # notes that are not reported yet
+        self.rounds = 0  # gradient reductions since the last step
+        self.offered = False  # the loop provides small batches
         self._optimizers: list[weakref.ref[Any]] = []
         self._loaded: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
-        self._target = ""  # "gradient" or "update"
-        self._step: Any | None = None  # of AGS, while the script's optimizer takes its own
+        self._target = ""  # "gradient" or "update"; empty before binding
+        self._step: Any | None = None  # context manager of the AGS step while the script's optimizer takes its step
         self._taken = 0
-        self._without = 0  # steps since AGS acted
+        self._without = 0  # steps since the last one with AGS
         self._refreshes = 0
         self._last_report: dict[str, Any] = {}
         self._totals = {"steps": 0.0, "scaled": 0.0, "mean": 0.0}
 
-    # --- finding
+    # --- Binding to an optimizer
 
     def register_optimizer(self, optimizer: Any) -> None:
         """Register a new optimizer, and hooks that save and load the AGS state with it."""
         self._optimizers.append(weakref.ref(optimizer))
-        if hasattr(optimizer, "register_load_state_dict_pre_hook"):  # not before torch 2.1
+        if hasattr(optimizer, "register_load_state_dict_pre_hook"):  # since torch 2.1
             optimizer.register_state_dict_post_hook(self._add_state)
             optimizer.register_load_state_dict_pre_hook(self._load)
 
@@ -94,7 +94,7 @@ class AgsSteps:
         Raises:
             CannotScaleError: they cannot be scaled.
         """
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # a trainer's, around that of torch
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # the torch optimizer in a trainer's wrapper
         if self.tula is not None or model is None:
             return
         if not hasattr(optimizer, "register_step_post_hook"):
@@ -119,9 +119,8 @@ class AgsSteps:
             for optimizer in self._list_optimizers()
             if any(id(parameter) in ids for parameter in list_parameters(optimizer))
         ]
-        return (
-            (max(optimizers, key=count_elements), model) if optimizers else None
-        )  # the first of equals: the same on all ranks
+        # With equal sizes max returns the first, which is the same on all ranks.
+        return (max(optimizers, key=count_elements), model) if optimizers else None
 
     def _list_optimizers(self) -> list[Any]:
         return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
@@ -138,15 +137,16 @@ class AgsSteps:
         """
         if why := explain_unsupported() or self._describe_hook_conflict(model):
             self.fail(why)
-        sys.path.append(self.settings["code"])  # not removed: parts of it are imported late
+        sys.path.append(self.settings["code"])  # kept, because parts of the package are imported late
         dividing = importlib.import_module(f"{PACKAGE}.presets").DIVIDING
         target = self.settings["apply_to"] or ("gradient" if scales_gradients(base, dividing) else "update")
         try:
             tula = self.tula = self._wrap(base, model, target)
         except ValueError as error:
             self.fail(str(error))
-        self.split.hook = "default"  # that of AGS is none of the script's
-        base._step_supports_amp_scaling = False  # a fused step would unscale only after the norms were taken
+        self.split.hook = "default"  # the hook of AGS is not the script's own
+        # Otherwise a fused step would unscale gradients after their norms are computed.
+        base._step_supports_amp_scaling = False
         self._count_reductions(model)
         self._target = target
         if tula.identity is not None:
@@ -182,11 +182,11 @@ class AgsSteps:
 
     def _wrap(self, base: Any, model: Any, target: str) -> Any:
         settings, library = self.settings, importlib.import_module(PACKAGE)
-        if not self.plan.training:  # a probe's last steps reduce nothing
+        if not self.plan.training:  # the last steps of a probe have no reductions, as planned
             warnings.simplefilter("ignore", library.MissedRefreshWarning)
         made = library.configured({**settings["settings"], "apply_to": target})
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", library.IdentityWarning)  # it is a note
+            warnings.simplefilter("ignore", library.IdentityWarning)  # reported as a note instead
             return library.TulaOptimizer(
                 base,
                 model=model,
@@ -206,7 +206,7 @@ class AgsSteps:
 
         importlib.import_module(f"{PACKAGE}.ddp_hook").add_listener(getattr(model, "_orig_mod", model), count_reduction)
 
-    # --- steps
+    # --- Steps
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Start a step of AGS if the optimizer is the bound one; return new arguments of its step, or None.
@@ -217,17 +217,17 @@ class AgsSteps:
             CannotScaleError: the loop lacks something that AGS needs.
         """
         if self.failed is not None:
-            raise self.failed  # the script has caught it
+            raise self.failed  # raised again, because the script caught the first one
         base = self.tula.base if self.tula is not None else (self._find_target() or (None,))[0]
         if optimizer is not base:
             return None
         from torch import no_grad
 
         changed = evaluate_closure(args, kwargs)
-        if self.tula is None:  # nothing has been backward
+        if self.tula is None:  # no backward pass yet
             return changed
         self._check_loop()
-        self._step = self.tula.wrap_base_step()  # one that an exception broke off is forgotten
+        self._step = self.tula.wrap_base_step()  # replaces a step that an exception has aborted
         with no_grad():
             self._step.__enter__()
         return changed
@@ -318,7 +318,7 @@ class AgsSteps:
         write_failure(self.plan, self.failed, step=self._taken, where="method")
         raise self.failed
 
-    # --- what is kept, and what is told
+    # --- State and reports
 
     def _add_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
         if self.tula is None or optimizer is not self.tula.base:
@@ -326,7 +326,7 @@ class AgsSteps:
         return {**state, KEY: self.tula.ags_state_dict()}
 
     def _load(self, optimizer: Any, state: dict[str, Any]) -> None:
-        state_of_ags = state.pop(KEY, None)  # of a shallow copy
+        state_of_ags = state.pop(KEY, None)  # `state` is a shallow copy, so the script's dict is unchanged
         if state_of_ags is None:
             return
         if self.tula is not None and optimizer is self.tula.base:

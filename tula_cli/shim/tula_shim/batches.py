@@ -8,8 +8,8 @@ import time
 import weakref
 from typing import Any, Callable, Hashable, Iterator, Mapping
 
-DEPTH = 4  # of containers within a batch
-LENGTH = "its length"  # the last part of a path: the samples are the entries of a list
+DEPTH = 4  # maximum nesting of containers in a batch
+LENGTH = "its length"  # last part of a path to a list whose length is the number of samples
 
 
 class LoaderPass:
@@ -17,11 +17,11 @@ class LoaderPass:
 
     def __init__(self, iterator: Any) -> None:
         self._iterator = weakref.ref(iterator)
-        self.untrained: list[float] = [0, 0, 0.0]  # samples, batches, seconds waited; as long as nothing was trained on
-        self.trained = False
+        self.untrained: list[float] = [0, 0, 0.0]  # samples, batches, seconds waited before the first backward pass
+        self.trained = False  # there was a backward pass after a batch of this pass
         self.batches = 0
-        self.withheld: list[float] = [0, 0, 0.0]  # of the pass before this one
-        self.withheld_from: LoaderPass | None = None
+        self.withheld: list[float] = [0, 0, 0.0]  # the same of the previous pass, not counted so far
+        self.withheld_from: LoaderPass | None = None  # the previous pass, if its batches are withheld
 
     def is_of(self, iterator: Any) -> bool:
         return iterator is None or self._iterator() is iterator
@@ -33,13 +33,13 @@ class DeliveredBatches:
 
     def __init__(self) -> None:
         self.pending: dict[int, list[float]] = {}  # id of the dataset -> samples, batches, seconds waited
-        self.steps: dict[int, int] = {}  # in how many steps it has delivered
-        self.totals: dict[int, float] = {}  # samples of those steps
-        self.alone: dict[int, float] = {}  # of those among them in which no other has delivered
-        self.training: int | None = None  # the dataset that delivered in most steps: others are for evaluation
+        self.steps: dict[int, int] = {}  # id of the dataset -> number of steps in which it delivered batches
+        self.totals: dict[int, float] = {}  # id of the dataset -> samples delivered in these steps
+        self.alone: dict[int, float] = {}  # id of the dataset -> samples of steps in which no other one delivered
+        self.training: int | None = None  # id of the dataset that delivered in most steps; others are for evaluation
         self.facts: dict[int, dict[str, Any]] = {}
         self._paths: dict[int, tuple[Hashable, ...] | None] = {}
-        self._passes: dict[int, LoaderPass] = {}  # the newest of each dataset
+        self._passes: dict[int, LoaderPass] = {}  # id of the dataset -> its newest pass
 
     def begin_pass(self, key: int, iterator: Any) -> None:
         """Register a new iterator over the dataset `key`.
@@ -81,7 +81,7 @@ class DeliveredBatches:
             return
         before = newest.withheld_from
         if before is not None and iterator is not None and before.is_of(iterator):
-            self._return_batches(key, newest)  # both are read, in turn
+            self._return_batches(key, newest)  # both iterators are read alternately
         if newest.is_of(iterator):
             newest.batches += 1
             if not newest.trained:
@@ -95,7 +95,7 @@ class DeliveredBatches:
         """Count a batch of the dataset `key`; `size` is the batch size that its sampler reports."""
         try:
             samples = self._count(key, batch, size)
-        except Exception:  # noqa: BLE001 - a type of the script's own: its batches are not counted
+        except Exception:  # noqa: BLE001 - a type of the script that cannot be inspected; its batches are not counted
             samples = self._paths[key] = None
         counts = self.pending.get(key)
         if counts is None:
@@ -189,7 +189,7 @@ def _get_at_path(batch: Any, path: tuple[Hashable, ...]) -> int | None:
             batch = batch[part]
         return int(batch.shape[0])
     except (LookupError, TypeError, AttributeError):
-        return None  # this batch is of another shape than the last: it is looked at anew
+        return None  # another structure than before; the caller searches for a new path
 
 
 def hook_loaders(delivered: Callable[[], DeliveredBatches | None], began: Callable[[], None]) -> None:
@@ -224,7 +224,7 @@ def hook_loaders(delivered: Callable[[], DeliveredBatches | None], began: Callab
         counts = delivered()
         if counts is not None and get_worker_info() is None:
             began()
-            if id(self.dataset) not in counts.facts:  # another one on the same data evaluates
+            if id(self.dataset) not in counts.facts:  # a second loader of the same dataset is for evaluation
                 counts.facts[id(self.dataset)] = describe_loader(self)
             iterator = begin(self)
             counts.begin_pass(id(self.dataset), iterator)
@@ -279,7 +279,7 @@ def compute_content_digest(dataset: Any) -> str:
     """
     try:
         ends = list(_read_ends_of_content(dataset))
-    except Exception:  # noqa: BLE001 - the script's own types
+    except Exception:  # noqa: BLE001 - errors of the script's types
         return ""
     return hashlib.sha256(repr(ends).encode()).hexdigest()[:16] if ends else ""
 
@@ -289,7 +289,7 @@ def _read_ends_of_content(obj: Any, depth: int = 0) -> Iterator[Any]:
         if name in ("dataset", "_dataset") and depth < DEPTH:
             yield from _read_ends_of_content(value, depth + 1)
         elif name == "_fingerprint":
-            yield name, value  # of Hugging Face's datasets, by all that was done to one
+            yield name, value  # Hugging Face's digest of a dataset and its transforms
         elif isinstance(value, (list, tuple, range)) or hasattr(value, "shape"):
             yield name, _read_end_values(value)
 
@@ -311,5 +311,5 @@ def _read_end_values(value: Any, depth: int = 0) -> Any:
 def _get_length(obj: Any) -> int | None:
     try:
         return len(obj)
-    except Exception:  # noqa: BLE001 - the script's own code: a stream may raise what it likes
+    except Exception:  # noqa: BLE001 - __len__ of the script's types may raise any exception
         return None

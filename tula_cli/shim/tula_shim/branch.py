@@ -14,11 +14,12 @@ class BranchSteps:
     """
 
     def __init__(self, wanted: dict[str, Any]) -> None:
-        self.steps: int | None = wanted["steps"]  # None: up to the checkpoint, with the script's own learning rate
-        self.norms = int(wanted["norms"])  # first steps whose gradient norms are recorded
+        # None: the training up to the checkpoint, with unchanged learning rate.
+        self.steps: int | None = wanted["steps"]
+        self.norms = int(wanted["norms"])  # number of first steps whose gradient norms are recorded
         self._factor = float(wanted["factor"])
         self._losses: list[Any] = []
-        self._rates: dict[int, Any] = {}  # id of a parameter group -> its learning rate without the shape
+        self._rates: dict[int, Any] = {}  # id of a parameter group -> its learning rate before scaling
 
     def is_over(self, step: int) -> bool:
         """Return whether the branch ends after `step` steps."""
@@ -37,7 +38,8 @@ class BranchSteps:
     def scale_learning_rates(self, optimizer: Any, share: float) -> None:
         """Multiply the learning rates of an optimizer for one step."""
         for group in optimizer.param_groups:
-            if "lr" in group and id(group) not in self._rates:  # another one may step it from within
+            # Once only, because its step may call the step of another optimizer.
+            if "lr" in group and id(group) not in self._rates:
                 self._rates[id(group)] = group["lr"]
                 group["lr"] = group["lr"] * share
 

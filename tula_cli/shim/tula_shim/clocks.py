@@ -107,5 +107,5 @@ def compute_process_age() -> float | None:
         fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return None
-    # Containers may have an uptime of their own in /proc/uptime; starts are counted from that of the kernel.
+    # Start times count from the boot of the kernel; /proc/uptime of a container may count from its own start.
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -25,13 +25,13 @@ class DdpSplit:
         self.modules: list[weakref.ref[Any]] = []
         self.scalers: list[weakref.ref[Any]] = []
         self.hook = "default"  # name of the script's own communication hook
-        self.note = ""  # why something is absent
-        self.local = True  # the last steps did reduce nothing
+        self.note = ""  # why a measurement is missing
+        self.local = True  # the steps without synchronisation reduced no gradients
         self.exposed: list[list[tuple[Mark, Mark]]] = []
         self.norms: list[tuple[Any, Any]] = []
         self._hooked: set[int] = set()
         self._handles: list[Any] = []
-        self._watching = ""  # "sync", "norms" or "local"
+        self._watching = ""  # "sync", "norms" or "local"; empty if nothing is measured
         self._synchronises = False
         self._last: Mark | None = None
         self._now: list[tuple[Mark, Mark]] = []
@@ -46,7 +46,7 @@ class DdpSplit:
         """Return whether a DDP module has a communication hook that is not the shim's own."""
         return id(getattr(module, "_orig_mod", module)) in self._hooked
 
-    # the phases
+    # --- Phases
 
     def watch_sync(self, mark: Callable[[], Mark]) -> None:
         """Start timing each backward pass that reduces gradients."""
@@ -69,7 +69,7 @@ class DdpSplit:
             if id(module) not in self._hooked:
                 try:
                     module.register_comm_hook(module.process_group, allreduce_hook)
-                except RuntimeError as error:  # one is registered past this class, from C++
+                except RuntimeError as error:  # a hook is registered from C++, which this class does not see
                     self.note = f"no gradient norms: {error}"
                 self.hook = "default"
 
@@ -88,12 +88,12 @@ class DdpSplit:
             handle.remove()
         self._handles = []
 
-    # what happens within them
+    # --- Events within a phase
 
     def _before_forward(self, module: Any, _: object) -> None:
         import torch
 
-        if not torch.is_grad_enabled():  # Lightning trains modules whose `training` is False
+        if not torch.is_grad_enabled():  # not module.training, because Lightning trains modules for which it is False
             return
         if self._watching == "local":
             module.require_backward_grad_sync = False
@@ -182,7 +182,7 @@ def _hook_scalers(split: Callable[[], DdpSplit]) -> None:
     from torch.cuda.amp import grad_scaler
 
     scaler: Any = grad_scaler.GradScaler
-    for base in scaler.__mro__:  # since torch 2.3 one of torch.amp, which that of torch.cuda.amp inherits
+    for base in scaler.__mro__:  # since torch 2.3 the GradScaler of torch.amp, the base of that in torch.cuda.amp
         if base.__name__ == "GradScaler" and "scale" in vars(base):
             scaler = base
     init = scaler.__init__

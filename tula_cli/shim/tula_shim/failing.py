@@ -54,7 +54,7 @@ def is_launcher_error(folder: Path, kind: type[BaseException]) -> bool:
 
 def is_reported(error: BaseException | None) -> bool:
     """Return whether an error, or one of its causes or contexts, has already been written."""
-    seen: set[int] = set()  # an error may be its own cause
+    seen: set[int] = set()  # guards against cycles of causes
     while error is not None and id(error) not in seen:
         if REPORTED_MARK in vars(error):
             return True
@@ -83,7 +83,7 @@ def write_failure(plan: Plan, error: BaseException, *, step: int, where: str) ->
         "failed_at": time.time(),
     }
     write_json(plan.folder / f"failure-{name}.json", content)
-    vars(error)[REPORTED_MARK] = True  # a class of the script's may refuse to be set
+    vars(error)[REPORTED_MARK] = True  # through vars, because the script's class may override __setattr__
 
 
 def find_batch_norm() -> str:
@@ -94,7 +94,7 @@ def find_batch_norm() -> str:
     norms = sys.modules.get("torch.nn.modules.batchnorm")
     if norms is None:
         return ""
-    # By their types: to ask an object of somebody else's what it is may run its code.
+    # By type(), because isinstance may run code of the object (__class__).
     kinds = {kind for kind in map(type, gc.get_objects()) if issubclass(kind, norms._BatchNorm)}
     if not kinds:
         return ""

@@ -36,11 +36,11 @@ class Files:
     def __init__(self, folder: Path, ignored: list[str]) -> None:
         self.folder = folder
         self.since = _get_modification_time(folder / "plan.json") or time.time()
-        self.ignored = (*SYSTEM, *(os.path.join(os.path.abspath(path), "") for path in (str(folder), *ignored)))  # noqa: PTH100, PTH118 - run at each open
+        self.ignored = (*SYSTEM, *(os.path.join(os.path.abspath(path), "") for path in (str(folder), *ignored)))  # noqa: PTH100, PTH118 - strings for startswith
         self.stepped = False
-        self._seen: dict[str, bool] = {}  # path -> whether it was seen after the first step
+        self._seen: dict[str, bool] = {}  # path -> whether its last record was after the first step
         self._here = threading.local()
-        self._copied = 0  # bytes
+        self._copied = 0  # bytes copied by this process
         handlers: dict[str, Callable[..., None]] = {
             "open": self._record_open,
             "os.rename": self._record_rename,
@@ -61,7 +61,7 @@ class Files:
             if event in handlers and not getattr(self._here, "busy", False):
                 try:
                     handlers[event](*arguments)
-                except Exception:  # noqa: BLE001 - the script's own call would fail in its place
+                except Exception:  # noqa: BLE001 - otherwise the script's own call would fail
                     return
 
         sys.addaudithook(handle_event)
@@ -83,7 +83,7 @@ class Files:
         module.serialize_file = serializing  # type: ignore[attr-defined]
 
     def _record_open(self, path: Any, _: object, flags: int) -> None:
-        if flags & WRITING and not os.path.isdir(path):  # noqa: PTH112 - tempfile opens the folder, and means a file within
+        if flags & WRITING and not os.path.isdir(path):  # noqa: PTH112 - tempfile opens the folder (O_TMPFILE) to create a file in it
             self.record_change(path, resolve=True)
 
     def _record_rename(self, source: Any, target: Any, source_fd: int = -1, target_fd: int = -1) -> None:
@@ -107,7 +107,7 @@ class Files:
             resolve: whether the target of a symbolic link is changed, not the link.
         """
         if not isinstance(path, (str, bytes, os.PathLike)) or os.fspath(path) in ("", b"", ":memory:"):
-            return  # a descriptor, or a file object
+            return  # a file descriptor or a file object
         place = os.path.realpath(path) if resolve else _make_absolute_path(path, dir_fd)
         place = os.fsdecode(place)
         if self._seen.get(place) == self.stepped:
@@ -134,7 +134,7 @@ class Files:
         if status.st_mtime >= self.since:
             return {"existed": False, "copy": None, "modified": None}
         copy = None
-        with contextlib.suppress(OSError):  # no space, or not to be read: the change is only reported
+        with contextlib.suppress(OSError):  # no space, or not readable: the change is reported without a copy
             copy = self._copy(place, status.st_size)
         return {"existed": True, "copy": copy, "modified": status.st_mtime_ns}
 
@@ -156,7 +156,7 @@ class Files:
         try:
             os.link(draft, copy, follow_symlinks=False)
         except FileExistsError:
-            pass  # another process was faster
+            pass  # copied by another process meanwhile
         except OSError:  # a file system without hard links
             os.rename(draft, copy)  # noqa: PTH104
             return str(copy)

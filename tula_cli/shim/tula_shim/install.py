@@ -35,7 +35,7 @@ def get_recorder() -> Recorder:
         failing.install_excepthook(made.plan, lambda: made.step)
         atexit.register(write_at_exit, made)
         os.register_at_fork(after_in_child=made.reset)
-        # A forked child of multiprocessing leaves by os._exit: what atexit knows is not called.
+        # A forked child of multiprocessing exits with os._exit, which does not call atexit functions.
         multiprocessing.util.register_after_fork(
             made, lambda its: multiprocessing.util.Finalize(None, write_at_exit, (its,), exitpriority=0)
         )
@@ -53,7 +53,7 @@ def install() -> None:
     try:
         mine = get_recorder()
     except Exception as error:
-        if os.path.basename(os.environ[VARIABLE]) == OBSERVE_FILE:  # noqa: PTH119 - a job that runs anyway goes on
+        if os.path.basename(os.environ[VARIABLE]) == OBSERVE_FILE:  # noqa: PTH119 - an observed job must not be stopped
             sys.stderr.write(f"tula: this job is not watched: {error}\n")
             return
         if isinstance(error, PlanError):
@@ -67,7 +67,7 @@ def install() -> None:
     if mine.ortho is not None:
         mine.ortho.hook_steps()
     if mine.branch is not None:
-        hook_branch(mine)  # before the optimizers' own: they report the rate of the script
+        hook_branch(mine)  # before _hook_optimizers, which reports the script's own learning rate
     _hook_optimizers(mine)
     _hook_backward(mine)
     _hook_gaps(mine)
@@ -141,8 +141,8 @@ def give_up(mine: Recorder, error: Exception) -> None:
     mine.over = True
     mine.pulse.lost = repr(error)
     if mine.plan.observing and not mine.step:
-        return  # its folder has no name yet
-    with contextlib.suppress(OSError):  # the disk may be what failed
+        return  # the folder of an observed job has no name before its first step
+    with contextlib.suppress(OSError):  # the disk may be the cause of the failure
         mine.pulse.write()
         failing.write_failure(mine.plan, error, step=mine.step, where="shim")
 
@@ -180,7 +180,8 @@ def _hook_gaps(mine: Recorder) -> None:
     @functools.wraps(save)
     def record_and_save(*arguments: Any, **named: Any) -> Any:
         mine.record_disturbance(SAVE)
-        mine.record_activity(at_once=True)  # what a checkpoint holds is to be known, whatever comes next
+        # So that the samples of the checkpoint are known even if the process ends now.
+        mine.record_activity(at_once=True)
         if mine.files is not None:
             mine.files.record_change(
                 named["f"] if "f" in named else arguments[1] if len(arguments) > 1 else None, resolve=True

@@ -15,10 +15,10 @@ from typing import Any, Iterable
 
 class Optimizers:
     def __init__(self) -> None:
-        self.seen: list[dict[str, Any]] = []  # name and elements, in the order of their first steps
-        self.declared: dict[str, Any] | None = None  # the same of one that is not torch's, as told by hand
+        self.seen: list[dict[str, Any]] = []  # name and number of elements of each optimizer, by first step
+        self.declared: dict[str, Any] | None = None  # the same for an optimizer not of torch, declared by the loop
         self.bytes: dict[str, int] = {}
-        self._places: dict[int, int] = {}  # id -> index in `seen`
+        self._places: dict[int, int] = {}  # id of an optimizer -> index in `seen`
         self._stepping: list[weakref.ref[Any]] = []
         self._clock: weakref.ref[Any] | None = None
         self._largest = -1

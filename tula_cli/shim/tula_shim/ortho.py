@@ -43,13 +43,12 @@ class OrthoSteps:
     def __init__(self, plan: Plan) -> None:
         assert plan.ortho is not None
         self.plan = plan
-        self.notes: list[str] = []  # not reported yet
+        self.notes: list[str] = []  # notes that are not reported yet
         self.failed: CannotOrthogonaliseError | None = None
-        self._wrapped: weakref.WeakKeyDictionary[Any, Any] = (
-            weakref.WeakKeyDictionary()
-        )  # number of parameters, Ortho or None
+        # optimizer -> (number of parameters, its Ortho; None if nothing can be orthogonalised)
+        self._wrapped: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._declared: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self._open: Any | None = None  # the optimizer whose step is being taken, and what orthogonalises it
+        self._open: Any | None = None  # (optimizer, context manager) of the step in progress, else None
         self._without = 0
 
     def hook_steps(self) -> None:
@@ -64,7 +63,8 @@ class OrthoSteps:
 
         @functools.wraps(step)
         def stepping(self: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
-            optimizer._step_supports_amp_scaling = False  # a fused step would unscale the gradients only inside
+            # Otherwise a fused step would unscale gradients within the step.
+            optimizer._step_supports_amp_scaling = False
             return step(self, optimizer, *arguments, **named)
 
         scaler.step = stepping
@@ -72,7 +72,8 @@ class OrthoSteps:
     def declare(self, optimizer: Any, model: Any) -> None:
         """Store the module of an optimizer that the loop declares, so that it need not be searched for."""
         if model is not None:
-            self._declared[getattr(optimizer, "optimizer", optimizer)] = model  # a trainer's, around that of torch
+            # A trainer's wrapper has the torch optimizer as `optimizer`.
+            self._declared[getattr(optimizer, "optimizer", optimizer)] = model
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Keep the weights; return replacement arguments of the optimizer's step if it has a closure, else None.
@@ -81,9 +82,9 @@ class OrthoSteps:
             CannotOrthogonaliseError: nothing in this script can be orthogonalised.
         """
         if self.failed is not None:
-            raise self.failed  # the script has caught it
+            raise self.failed  # raised again, because the script caught the first one
         if self._open is not None and self._open[0] is not optimizer:
-            return None  # a step inside that of another optimizer
+            return None  # a step within that of another optimizer
         self._close(RuntimeError("the step was aborted"))
         ortho = self._get_ortho(optimizer)
         if ortho is None:
@@ -133,7 +134,7 @@ class OrthoSteps:
         if why := explain_unsupported("method ortho"):
             self.fail(why)
         if self.plan.ortho["code"] not in sys.path:
-            sys.path.append(self.plan.ortho["code"])  # not removed: parts of it are imported late
+            sys.path.append(self.plan.ortho["code"])  # kept, because parts of the package are imported late
         library = importlib.import_module(f"{PACKAGE}.orthogonal")
         if why := library.describe_why_not_orthogonalizable(optimizer):
             self.notes.append(f"not orthogonalised: {why}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "TULA_PLAN"
-OBSERVE_FILE = "observe.json"  # a plan beside sitecustomize, for jobs that run anyway
+OBSERVE_FILE = "observe.json"  # plan in the folder of sitecustomize.py, for observed jobs
 JOB = "TULA_OBSERVED_JOB"
 """Names the folder of an observed job, in place of the SLURM step or the process."""
 VERSION = 1
@@ -172,11 +172,11 @@ def _name_start(world: int) -> str:
     started_by_srun = environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
     here = environ.get("LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE", str(world)))
     if not started_by_srun and here == environ.get("WORLD_SIZE", str(world)):
-        return f"{os.getppid()}.{restarts}"  # of the launcher, which is the parent of all ranks
+        return f"{os.getppid()}.{restarts}"  # process id of the launcher, the parent of all ranks
     return f"{environ.get('MASTER_PORT', '0')}.{restarts}"
 
 
-# --- Files that are written
+# --- Output files
 
 
 def write_json(path: Path, content: dict[str, Any], *, durable: bool = True) -> None:

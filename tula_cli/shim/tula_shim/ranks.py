@@ -87,5 +87,5 @@ def share_decision(name: str, decide: Callable[[], str], *, world: int) -> str:
 def _get_store() -> Any | None:
     from torch.distributed import distributed_c10d
 
-    find = getattr(distributed_c10d, "_get_default_store", None)  # the same from torch 2.0 to 2.15
+    find = getattr(distributed_c10d, "_get_default_store", None)  # private, but unchanged from torch 2.0 to 2.15
     return find() if find is not None else None

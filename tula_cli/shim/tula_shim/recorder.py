@@ -38,7 +38,7 @@ class Interval(NamedTuple):
     begin: Mark
     end: Mark
     counts: dict[int, list[float]]
-    samples: float | None  # as told by hand
+    samples: float | None  # as reported by the loop; None if it does not
     backwards: int
     gap: int
 
@@ -48,10 +48,11 @@ class Recorder:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.root = plan.folder  # of an observed job, whose own folder is named at its first step
-        self.hooked = False  # into torch
+        # Parent folder of the results of an observed job, whose own folder is named at its first step.
+        self.root = plan.folder
+        self.hooked = False  # torch is hooked
         self.over = False  # nothing more is recorded
-        self.loads: dict[str, float] = {}  # path -> when it was written (Unix time)
+        self.loads: dict[str, float] = {}  # path of a loaded file -> its modification time (Unix time)
         self.files = Files(plan.folder, plan.files) if plan.files is not None else None
         self.reset()
 
@@ -71,8 +72,8 @@ class Recorder:
         self.by_hand = by_hand
         self.step = 0
         self.phase = WARMUP
-        self.asked_to = ""  # "save" or "stop", at the step that is over
-        self.begun = False  # the first steps of a training ended with the step that is over
+        self.asked_to = ""  # "save" or "stop" if requested after the current step, else empty
+        self.begun = False  # the first steps of a training ended with the current step
         self.gap = 0
         self.backwards = 0
         self.startup: float | None = None
@@ -92,7 +93,7 @@ class Recorder:
         self._timed: int | None = None
         self._stepped: float | None = None  # perf_counter at the end of the last step of an observed job
 
-    # between steps
+    # --- Between steps
 
     def record_disturbance(self, cause: int) -> None:
         """Record an event that makes the current step longer than others."""
@@ -112,7 +113,7 @@ class Recorder:
         if self.step or not self.plan.training or not isinstance(path, (str, os.PathLike)):
             return
         place = os.path.realpath(path)
-        with contextlib.suppress(OSError):  # the script's own call says so
+        with contextlib.suppress(OSError):  # the script's own call reports the error
             self.loads[place] = os.stat(place).st_mtime  # noqa: PTH116
 
     def mark(self) -> Mark:
@@ -129,7 +130,7 @@ class Recorder:
         """Return the samples of this rank so far; None if neither the loop nor a data loader reports them."""
         return self._reported_samples if self.by_hand else self.delivered.samples()
 
-    # at the end of a step
+    # --- End of a step
 
     def after_step(self, *, lr: Any, samples: float | None = None, loss: Any = None) -> bool:
         """Record the end of a step; return whether the plan is complete and the process is to exit.
@@ -292,7 +293,7 @@ class Recorder:
             self.split.skip_sync()
         else:
             return self.phase == LOCAL and self._has_enough_steps()
-        self._begin = self.mark()  # what was done here is not part of the next step
+        self._begin = self.mark()  # so that the next step excludes the work of this method
         return False
 
     def _has_enough_steps(self) -> bool:

@@ -48,7 +48,7 @@ def stop(recorder: Recorder, why: str) -> None:
     write_result(recorder, why)
     wait_for_ranks(recorder.plan.folder, recorder.world)
     end_children()
-    with contextlib.suppress(OSError, ValueError):  # a pipe that nobody reads any more
+    with contextlib.suppress(OSError, ValueError):  # the reader has closed the pipe
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(0)

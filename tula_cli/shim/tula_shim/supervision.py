@@ -17,8 +17,8 @@ from typing import Any, Callable, NamedTuple
 from .plan import Plan, append_row, write_json
 from .ranks import NoStoreError, share_decision
 
-REMEMBERED = 100  # steps, for the median
-REMEMBERED_SAMPLES = 20  # steps: a batch that changes is to be seen soon
+REMEMBERED = 100  # steps for the median step time
+REMEMBERED_SAMPLES = 20  # steps for the median of samples per step; few, to notice a changed batch soon
 
 
 class Pulse:
@@ -29,9 +29,9 @@ class Pulse:
         self.rank = 0
         self.step = 0
         self.samples: float | None = None
-        self.before: float | None = 0.0  # samples before the last step
-        self.lost: str | None = None
-        self._began: float | None = None  # perf_counter at the last step
+        self.before: float | None = 0.0  # samples of this rank before the last step; None if unknown
+        self.lost: str | None = None  # why recording stopped; None while it continues
+        self._began: float | None = None  # perf_counter at the end of the last step; None before the first
         self._beaten = self._row_at = float("-inf")
         self._stepped_at = 0.0
         self._recent: deque[float] = deque(maxlen=REMEMBERED)
@@ -110,9 +110,9 @@ class Pulse:
         append_row(self.plan.folder / f"steps-{self.rank}.jsonl", row)
 
 
-# --- Requests to save
+# --- Save requests
 
-EVERY = 2.0  # seconds between two looks
+EVERY = 2.0  # seconds between two polls
 MOST_STEPS = 1000
 
 
@@ -145,7 +145,7 @@ class Requests:
         try:
             request = json.loads((self.plan.folder / "save.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            return ""  # none, or half of one: the next look sees it whole
+            return ""  # no file, or a partly written one, which the next poll reads completely
         return "stop" if request.get("then") == "stop" else "save"
 
     def save(self, step: int, samples: float | None, rank: int) -> bool:
@@ -169,7 +169,7 @@ def _count_steps_between(median: float) -> int:
     return max(1, min(MOST_STEPS, round(EVERY / max(median, 1e-6))))
 
 
-# --- A rehearsal of a resume
+# --- Kill after a checkpoint
 
 PATIENCE = 120.0
 """Longest wait in seconds for a checkpoint to be written: some are written by a thread while training continues."""
@@ -184,7 +184,7 @@ class StepKiller:
         self.wanted: dict[str, Any] = plan.rehearsal or {}
         self._since = 0.0  # Unix time of the first step whose checkpoints count
         self._checkpoint: dict[str, Any] | None = None
-        self._last = 0  # step after which it ends
+        self._last = 0  # step after which the process is killed
         self._seen = _NewestCheckpoint()
 
     def after_step(self, step: int, before: float | None, rank: int, dataset: int | None) -> None:
@@ -247,7 +247,7 @@ class StepKiller:
 class _NewestCheckpoint(NamedTuple):
     """The checkpoint that was written last, judging by its files."""
 
-    changed: float = 0.0  # Unix time
+    changed: float = 0.0  # modification time (Unix time) of its newest file
     path: str = ""
     inode: int = 0
     size: int = 0  # bytes
@@ -269,5 +269,5 @@ def _read_state_of_path(path: str) -> _NewestCheckpoint:
     try:
         created, changed = os.stat(path), max((file.stat().st_mtime for file in files), default=0.0)  # noqa: PTH116
     except OSError:
-        return _NewestCheckpoint()  # replaced meanwhile
+        return _NewestCheckpoint()  # removed or replaced meanwhile
     return _NewestCheckpoint(changed, path, created.st_ino, created.st_size)

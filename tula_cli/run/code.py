@@ -59,12 +59,12 @@ class ImportedCode:
 
     @property
     def is_copied(self) -> bool:
-        """Whether jobs run a snapshot of it."""
+        """Whether jobs run a snapshot of the code."""
         return bool(self.modules)
 
     @property
     def modules(self) -> Sequence[str]:
-        """Names of modules, or import strings, with which it begins."""
+        """Import strings or module names from which the search for files starts."""
         return import_strings(self.spec)
 
     @property

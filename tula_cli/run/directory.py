@@ -134,7 +134,7 @@ def require_current_format(run: Path) -> None:
 
 
 def _read_format(run: Path) -> tuple[int, str]:
-    """Return the format of a run, and who made it, as part of a sentence; a run without a format file is of the first."""
+    """Return the format of a run (1 without a format file), and a phrase with the version that made it, or empty."""
     path = run / _NAME
     try:
         text = files.read_content(path).decode(errors="replace").strip()
@@ -723,7 +723,7 @@ class Run(RunDir):
         return run
 
     def with_plain_type(self) -> "Run":
-        """Return this run as it is called when no other run of the same type is compared with it."""
+        """Return this run with the name of its variant, for commands that compare it with no run of the same type."""
         run = copy.copy(self)
         run.type = self.part.type
         return run
@@ -734,7 +734,7 @@ class Run(RunDir):
 
     @property
     def sizes(self) -> tuple["Run", ...]:
-        """The runs with other numbers of GPUs on the same nodes, which inform a fit too."""
+        """The runs with other numbers of GPUs on the same nodes, whose measurements also enter a fit."""
         here = self.part.node_type
         runs = (run for run in self.family if run.part.node_type == here)
         return tuple(run for run in runs if run.part.gpus != self.part.gpus)

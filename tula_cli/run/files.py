@@ -308,7 +308,7 @@ def make_damaged_error(path: Path, why: str) -> BadMeasurements:
 
 
 class RecordReader(Protocol):
-    """A function that reads records: `read_record`, or one that remembers what it has read."""
+    """A function that reads records: `read_record`, or one with a cache."""
 
     def __call__(self, path: Path, kind: "type[T] | TypeAdapter[T]", /) -> T | None: ...
 
@@ -499,8 +499,8 @@ def open_to_append(path: Path) -> BinaryIO:
 # --- Reads that see the newest state
 #
 # NFS and FUSE cache file attributes and lookups by name, including failed ones, for up to a minute. Linux's statx with
-# AT_STATX_FORCE_SYNC makes them query the server; a change found this way also invalidates the cached content of the folder.
-# Without this call, or on a file system without a cache, it is an ordinary stat.
+# AT_STATX_FORCE_SYNC makes them query the server; a change found this way also invalidates the cached content of the
+# folder. Without this call, or on a file system without a cache, it is an ordinary stat.
 
 MAX_ATTRIBUTE_LAG = 60.0
 """Seconds after which a file written by another machine becomes visible at the latest."""

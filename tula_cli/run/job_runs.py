@@ -28,7 +28,7 @@ _MAX_KEYS_SHOWN = 4
 
 
 def list_variants(spec: JobSpec) -> list[tuple[Variant, JobSpec]]:
-    """Return what is measured of a job, each with its job: every node type with each number of its GPUs."""
+    """Return the variants of a job, each with its job: every node type with each number of its GPUs."""
     variants: list[tuple[Variant, JobSpec]] = []
     for name, job in spec.by_type().items():
         node_type, gpus = (None, None) if name is None else spec.kinds[name]
@@ -51,7 +51,7 @@ def make_runs(root: Path, spec: JobSpec, *, code: str = "") -> tuple[Run, ...]:
 
 
 def list_siblings(run: RunDir) -> list[RunDir]:
-    """Return all existing runs of the job that a run is of, the run itself included."""
+    """Return all existing runs of a run's job, including the run itself."""
     variant = run.read_variant()
     if variant is None or variant.in_addition == "length":  # measured by an earlier version at another text length
         return [run]
@@ -221,9 +221,9 @@ def mark_chosen_run(run: Run, compared: Sequence[Run]) -> None:
 
 
 def combine_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Return runs that are named one by one, after checking that they are of one job on different hardware.
+    """Return separately named runs as one family, after checking that they are of one job on different hardware.
 
-    Those whose node types do not tell them apart are called by the names of their directories.
+    Runs that their node types do not distinguish are named after their directories.
 
     Raises:
         SpecError: the jobs differ in more than their hardware.
@@ -246,7 +246,7 @@ def combine_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
 
 
 def _list_differences(first: Run, other: Run) -> list[str]:
-    """Return in what two runs differ that are of different jobs; empty if they are of one job on different hardware."""
+    """Return the keys in which the jobs of two runs differ; empty if it is one job on different hardware."""
     if other.path in [sibling.path for sibling in first.family]:
         return []
     keys = [key for key in compare_jobs(first.spec, other.spec) if key.split(".")[0] not in _HARDWARE]

@@ -230,9 +230,9 @@ def _read_snapshot_record(code: Path | None) -> CodeSnapshot | None:
 
 # --- Files to copy
 #
-# For a script in a git repository, the whole repository is copied, wherever tula was called: all tracked files, and untracked
-# text files that git does not ignore. For another script, the code and settings under its folder are copied, and the files
-# imported from the folder where tula was called.
+# For a script in a git repository, the whole repository is copied, wherever tula was called: all tracked files, and
+# untracked text files that git does not ignore. For another script, the code and settings under its folder are copied, and
+# the files imported from the folder where tula was called.
 
 SETTINGS_SUFFIXES = {".yaml", ".yml", ".toml", ".cfg", ".ini", ".conf", ".gin", ".json"}
 SUFFIXES_WITHOUT_GIT = {*SCRIPT_SUFFIXES, ".yaml", ".yml", ".json", ".toml", ".cfg"}

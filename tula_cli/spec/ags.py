@@ -83,7 +83,7 @@ def _resolve_preset(ags: Ags) -> "ResolvedAgs":  # cached, because forecasts cal
 
 
 class ResolvedAgs(Ags):
-    """The section `ags` with nothing left to a preset."""
+    """The section `ags` with missing keys filled from the preset."""
 
     granularity: Literal["element", "tensor"]
     delta: Threshold

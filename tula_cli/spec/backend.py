@@ -1,6 +1,6 @@
-"""Where jobs run, as plans, messages and waiting commands depend on it: this machine, SLURM, or a user's scheduler.
+"""Properties of the systems that run jobs, for plans, messages and waiting: this machine, SLURM, or a user's scheduler.
 
-Its `Scheduler` (`cluster/scheduler.py`) submits, watches and cancels the jobs.
+The `Scheduler` of a backend (`cluster/scheduler.py`) submits, monitors and cancels the jobs.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import Literal
 class Backend:
     """A value of `cluster.kind`; the defaults are those of a user-defined scheduler."""
 
-    title: str = "its scheduler"  # in messages
+    title: str = "its scheduler"  # name in messages
     memory_setting: str = "cluster.options"  # the key that requests a node's memory
     grace: float = 60.0  # seconds after the end of a job for which its files may not be visible yet (NFS, Lustre)
     file_lag: float = 30.0  # seconds until a file written on another node is visible here (NFS caches a folder)

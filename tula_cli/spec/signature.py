@@ -152,7 +152,7 @@ def compute_evaluation_signature(spec: JobSpec, weights: Mapping[str, Any], *, c
 
 
 def compute_cluster_signature(cluster: Cluster) -> str:
-    """Return 8 hex digits of the settings that determine which nodes a job gets, and what it gets of them.
+    """Return 8 hex digits of the settings that determine which nodes a job gets, and which of their resources.
 
     Time limits and excluded nodes are left out, because they do not change the kind of nodes.
     """

@@ -20,7 +20,7 @@ class Workload:
 
     @property
     def settings(self) -> frozenset[str]:
-        """The settings that it takes, named as the placeholders of a script's command."""
+        """The settings that the workload accepts, by the names of a script's placeholders."""
         return frozenset({"lr", "seed", "epochs"})
 
     @property
@@ -102,5 +102,5 @@ class UserScript(Workload):
 
 
 def get_workload(spec: JobSpec) -> Workload:
-    """Return what a job trains."""
+    """Return the workload of a job."""
     return Workload(spec) if spec.script is None else UserScript(spec)

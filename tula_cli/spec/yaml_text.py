@@ -218,7 +218,7 @@ def _make_quoting_hint(text: str, mark: "yaml.Mark | None") -> str:
 
 
 def read_text_file(path: Path) -> str:
-    """Return the text of a file that the user names: a regular file, or a pipe of the shell, but nothing without end.
+    """Return the text of a file that the user names: a regular file or a pipe of the shell, but no endless device.
 
     Raises:
         SpecError: it is larger than any file that is written by hand, or a pipe that receives nothing.

@@ -101,7 +101,7 @@ class PeakMemory(Record):
 
 
 class Footprint(Record):
-    """Eq. 3 at one local batch, estimated without a GPU."""
+    """The memory of one rank (Eq. 3) at one local batch, estimated without a GPU."""
 
     local_batch: Count
     memory: Components
@@ -112,7 +112,7 @@ class Footprint(Record):
 
 
 class Splits(Record):
-    """The numbers of parts into which micro-batches may be split at one batch, and why not into more."""
+    """The numbers of parts into which micro-batches can be split at one batch, and why not into more."""
 
     batch: int  # global
     micro_batch: int  # samples per micro-batch on one GPU, before splitting

@@ -67,7 +67,7 @@ class Environment(Record):
 
     @property
     def mixed(self) -> bool:
-        """Whether the ranks ran on different hardware, so that the slowest sets the pace of all."""
+        """Whether the ranks ran on different hardware, so that the slowest determines the step time."""
         return len({name for node in self.nodes for name in node.hardware}) > 1
 
 

@@ -89,7 +89,7 @@ Cause = Literal["eval", "epoch", "save"]
 
 
 class ExpectedValues(Record):
-    """The values passed to the command and expected of it; None if nothing is expected."""
+    """The values that the script is expected to use, as passed to its command; None if nothing is expected."""
 
     world: int | None = None
     batch: int | None = None
@@ -120,7 +120,7 @@ class OrthoPlan(Record):
 
 
 class KillPlan(Record):
-    """How a start is ended after a checkpoint: the first of a resume test or of a search for a learning rate."""
+    """When the first start of a resume test or of a learning-rate search is killed: some steps after a checkpoint."""
 
     checkpoint: str  # absolute path or pattern of the checkpoint
     after: Positive  # steps between the checkpoint and the kill
@@ -131,7 +131,7 @@ class KillPlan(Record):
 
 
 class BranchPlan(Record):
-    """How a branch of a search for a learning rate is trained, or the training before the branches."""
+    """How a branch of a learning-rate search is trained, or the training before the branches."""
 
     steps: Positive | None  # length of the branch; None for the training before the branches, which a KillPlan ends
     factor: float  # learning rate of the branch divided by that at the reference batch
@@ -235,12 +235,12 @@ class RankResult(Record):
     hardware: str
     backend: str = ""  # backend of the process group; empty without one
     capacity: int | None = None  # bytes of the GPU; None on the CPU
-    startup: float | None  # seconds from the start of the process to its first step; None before it
+    startup: float | None  # seconds from the start of the process to its first step; None before it, or if unknown
     steps: int
     samples: float | None  # samples of this rank; None if they cannot be counted
     optimizer: str | None  # class name; None if the loop reports its steps itself
     parameters: int | None  # number of scalar parameters that the optimizer trains
-    bytes: dict[Literal["parameters", "gradients", "optimizer"], int] | None  # None without an optimizer
+    bytes: dict[Literal["parameters", "gradients", "optimizer"], int] | None  # None if not measured
     peak: dict[Literal["warmup", "timed"], Peak]
     lr: LearningRates | None
     warmup: tuple[float, ...]  # seconds per step

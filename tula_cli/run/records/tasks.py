@@ -17,7 +17,7 @@ from tula_cli.spec.workload import get_workload
 FOLDER_PATIENCE = 30
 """Seconds for which a job waits for a folder that is unavailable."""
 TRAINING_PATIENCE = 600
-"""Maximum of the same for a job of a training, which waits for at most half of its time limit."""
+"""Maximum of this time for a job of a training, which waits for at most half of its time limit."""
 
 
 class Rung(Record):
@@ -37,8 +37,8 @@ class JobSize(Record):
     """One of the numbers of nodes that a job of a training may be granted (`tula train --nodes 2-8`)."""
 
     nodes: int
-    micro_batch: int  # largest number of samples that a GPU computes at a time
-    splits: int  # parts into which micro-batches of train.accumulate are split so that they fit `micro_batch`
+    micro_batch: int  # samples per micro-batch on one GPU, after splitting
+    splits: int  # parts into which micro-batches of train.accumulate are split so that they fit the memory
     ladder: tuple[Rung, ...]  # as in TrainTask, for this number of nodes
 
     @property
@@ -48,7 +48,7 @@ class JobSize(Record):
 
 
 class BaseTask(Record):
-    """The fields of every task, and the answers of most: a task overrides those in which it differs."""
+    """The fields of every task, and properties with the values of most tasks, which some classes override."""
 
     id: str
     job: str
@@ -63,7 +63,7 @@ class BaseTask(Record):
 
     @property
     def node_counts(self) -> tuple[int, ...]:
-        """The numbers of nodes of which its job uses the one that the scheduler grants, ascending; mostly one."""
+        """Possible numbers of nodes of its job, ascending; one, unless the job uses the nodes that the scheduler grants."""
         return (self.nodes,)
 
     @property
@@ -83,7 +83,7 @@ class BaseTask(Record):
 
     @property
     def is_timed(self) -> bool:
-        """Whether its step times are measurements, which other programs on the machine would falsify."""
+        """Whether its step times are measurements, which other programs on the machine would distort."""
         return False
 
     @property
@@ -182,7 +182,7 @@ class TrainTask(BaseTask):
     splits: int = 1  # parts into which each micro-batch of train.accumulate is split (more after an OOM)
     sizes: tuple[JobSize, ...] = ()  # numbers of nodes that a job may be granted, ascending; empty: it requests `nodes`
     max_micro_batch: int | None = None
-    """Samples per micro-batch that fit a GPU on any number of nodes; None before an OOM."""
+    """Samples per micro-batch that fit a GPU on any number of nodes, after an OOM; None before one, or without `sizes`."""
     stages: tuple[Stage, ...] = ()
     """Stages of `train.ramp`, decided before the training starts; empty if its batch does not grow. An OOM fallback to a
     smaller batch keeps the stages below it."""
@@ -229,7 +229,7 @@ class TrainTask(BaseTask):
 
     @property
     def training_nodes(self) -> int:
-        """The nodes of the training: the most that it is granted, or those on which its last stage runs."""
+        """Number of nodes of the training: that of its last stage, else the largest that its job may be granted."""
         return (self.stages[-1].nodes if self.stages else None) or self.node_counts[-1]
 
     def with_granted_nodes(self, nodes: int) -> "TrainTask":
@@ -238,7 +238,7 @@ class TrainTask(BaseTask):
         return self if size is None or size.nodes == self.nodes else self.with_size(size)
 
     def with_size(self, size: JobSize) -> "TrainTask":
-        """Return this task on a number of nodes, with its micro-batches, and fallbacks that divide on each of its sizes."""
+        """Return this task on the nodes of `size`, with fallbacks whose batch can be divided among the GPUs of each size."""
         parts = self.spec.cluster.gpus_per_node * self.spec.train.accumulate
         divisor = math.lcm(*(count * parts for count in self.node_counts))
         ladder = tuple(rung for rung in size.ladder if rung.batch <= self.batch and rung.batch % divisor == 0)
@@ -252,7 +252,7 @@ class TrainTask(BaseTask):
         return resized.model_copy(update={"splits": splits})
 
     def with_usable_sizes(self) -> "TrainTask":
-        """Return this task without the sizes among whose ranks its batch, or that of a stage, does not divide."""
+        """Return this task without the sizes among whose ranks its batch, or that of a stage, cannot be divided."""
         parts = self.spec.cluster.gpus_per_node * self.spec.train.accumulate
         batches = [self.batch, *(stage.batch for stage in self.stages)]
         usable = [size for size in self.sizes if all(batch % (size.nodes * parts) == 0 for batch in batches)]
@@ -265,10 +265,10 @@ class TrainTask(BaseTask):
 
     @property
     def resume_test_nodes(self) -> int:
-        """Nodes of a resume test before it: one; if its jobs may be granted others, twice those on which the test starts.
+        """Number of nodes of the resume test before this training: 1 if its number of nodes is fixed, else 2 or 4.
 
-        A training that never has a single rank is not tested with one either, as a script may then save other files,
-        unless its range ends below the four nodes that this needs.
+        The test starts on half of its nodes. If the training never has a single rank, neither has the test, as a script
+        may then save other files; this needs four nodes, so it does not apply if fewer may be granted.
         """
         if len(self.sizes) < 2:
             return 1
@@ -298,7 +298,7 @@ class ResumeTestTask(MeasuringTask):
 
     @property
     def first_nodes(self) -> int:
-        """The nodes on which it starts."""
+        """Number of nodes of its first start."""
         return max(1, self.nodes // 2)
 
 

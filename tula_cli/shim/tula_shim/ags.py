@@ -30,11 +30,11 @@ KEY = "tula_ags"
 """Key of the state in the optimizer's state_dict, hence in the script's checkpoints: torch ignores unknown keys."""
 LEAST_PYTHON, LEAST_TORCH = (3, 10), (2, 6)
 PATIENCE = 3
-"""Steps without AGS after which it fails: a script may take some before its model is a DDP."""
+"""Steps without AGS after which the script fails; it may take a few steps before its model is wrapped in DDP."""
 MOST_WITHOUT = 1000
-"""The same limit in the middle of a training: steps of another, equally large optimizer, or without a reduction."""
+"""The same limit later in a training: steps of another, equally large optimizer, or without a reduction."""
 COUNTED = 10
-"""Steps at the start in which reductions are counted; later steps are assumed to be alike."""
+"""Steps at the start in which reductions are counted; later steps are assumed to have the same number."""
 INSTEAD = "; otherwise use train.method lbt or lrs"
 
 

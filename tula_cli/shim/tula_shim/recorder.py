@@ -220,9 +220,9 @@ class Recorder:
             self._store_step(counts, samples)
 
     def _observe(self, counts: dict[int, list[float]], samples: float | None) -> None:
-        """Measure the first steps as a probe does, with nothing changed, then only add up.
+        """Measure the first steps as a probe does, without changing anything; after them only add up durations.
 
-        Each rank decides when to go on by itself: no rank does anything that another would have to wait for.
+        Each rank enters the next phase by its own decision, so that no rank ever waits for another one.
         """
         self._add_up(counts)
         self.begun = False

@@ -22,7 +22,7 @@ REMEMBERED_SAMPLES = 20  # steps for the median of samples per step; few, to not
 
 
 class Pulse:
-    """Writes heartbeat-<rank>.json and steps-<rank>.jsonl at most as often as the plan says. Times are the host's."""
+    """Writes heartbeat-<rank>.json and steps-<rank>.jsonl at most as often as the plan says. Durations are of the host."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan

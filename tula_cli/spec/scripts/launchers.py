@@ -1,4 +1,4 @@
-"""Recognition of who starts the processes of a command: wrappers, launchers with their options, and the script."""
+"""Recognition of the parts of a command that start its processes: wrappers, launchers with options, and the script."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -466,7 +466,7 @@ def publish_folder(draft: Path, target: Path) -> None:
     try:
         draft.rename(target)
     except OSError:
-        if not target.is_dir():  # another process was faster
+        if not target.is_dir():  # not published by another process meanwhile
             raise
 
 
@@ -496,7 +496,7 @@ def open_to_append(path: Path) -> BinaryIO:
         raise write_error(path, error) from error
 
 
-# --- Reads that see the newest state
+# --- Reads that bypass caches of the file system
 #
 # NFS and FUSE cache file attributes and lookups by name, including failed ones, for up to a minute. Linux's statx with
 # AT_STATX_FORCE_SYNC makes them query the server; a change found this way also invalidates the cached content of the
@@ -572,7 +572,7 @@ def _load_statx() -> Callable[..., int] | None:
     return function
 
 
-# --- The marker of changes
+# --- Marker of changes
 
 _NAME = "news"
 _FOLDERS = ("orders", "handover", "failures")

@@ -11,7 +11,7 @@ from tula_cli.run.disk_space import count_free_bytes, make_missing_bytes_error, 
 from tula_cli.run.files import write_atomic
 from tula_cli.run.records.failures import Shortage
 
-# --- The reserve
+# --- Reserved disk space
 
 RESERVE_NAME = ".reserve"
 RESERVE_BYTES = 2**14

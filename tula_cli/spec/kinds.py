@@ -159,7 +159,7 @@ def _shorten_value(value: object) -> str:
     """Return a short representation of a value for an error message."""
     try:
         text = repr(value)
-    except ValueError:  # a number of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python converts to text
         return "this number"
     return text if len(text) <= _LINE else f"{text[:_LINE]}..."
 
@@ -197,7 +197,7 @@ def check_price(value: object) -> object:
     return value
 
 
-# What is read before its type is checked says itself how it may be written, for the JSON Schema.
+# The written forms of types with a BeforeValidator, for the JSON Schema: pydantic cannot derive them.
 _WRITTEN_SIZE = {
     "anyOf": [
         {"type": "integer", "minimum": _LEAST_MEMORY},

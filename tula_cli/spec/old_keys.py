@@ -213,7 +213,7 @@ def _complete_train(train: Mapping[str, Any], *, is_of_other_metric: bool) -> di
         complete["early_stopping"] = kept if any(value is not None for value in kept.values()) else None
     if isinstance(ramp, list) and any(isinstance(stage, Mapping) and stage.get("epochs") is None for stage in ramp):
         complete["ramp"] = "auto"
-    if isinstance(train.get("diagnostics"), bool):  # is a list now
+    if isinstance(train.get("diagnostics"), bool):  # a boolean in earlier versions, now a list
         del complete["diagnostics"]
     return complete
 

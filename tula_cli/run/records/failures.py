@@ -182,7 +182,7 @@ class Requeue(Record):
     """Action on the later jobs: exclude the node, delay them, hold them."""
     after_progress: bool = False  # as in Relaunch
     jobs: tuple[str, ...] = ()  # the later jobs that were delayed or held
-    nodes: str = ""  # all excluded nodes
+    nodes: str = ""  # all excluded nodes, in the scheduler's notation
     minutes: int = 0  # length of the delay
     complaint: str = ""  # error of the scheduler if it refused the action, else empty
 

@@ -34,7 +34,7 @@ class Inspection(Record):
 class FirstJob(Record):
     """The jobs that built the model and the dataset of a run on a node."""
 
-    scheduler_id: str  # of the newest job
+    scheduler_id: str  # scheduler id of the newest job
     node_hours: float  # upper bound for all of these jobs; until the newest is over, its time limit counts
     earlier: float = 0.0  # node-hours of all jobs but the newest
     awaited: str = ""  # file name for the inspection that the newest job will return; empty once it is over

@@ -360,7 +360,7 @@ class Headline(Record):
     nodes: int  # nodes of the baseline
     batch: int  # global batch of the baseline
     baseline: Prediction | None  # None if the baseline cannot run, or its step time is unknown
-    problem: str = ""  # why there is no prediction of the baseline
+    problem: str = ""  # why there is no prediction of the baseline; empty if there is one
     is_baseline: bool  # the choice is the baseline
     baseline_predicted: bool  # the step time of the baseline was not measured
     choice_predicted: bool  # the step time of the choice was not measured

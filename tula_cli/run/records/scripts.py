@@ -7,7 +7,7 @@ from pydantic import Field
 from tula_cli.run.records.base import OutcomeClass, Record, RecordedText
 from tula_cli.spec.scripts.script import Length
 
-# --- The resume test
+# --- Resume tests
 
 Phase = Literal["begin", "same", "more", "half"]
 """A start without a checkpoint, killed after its first checkpoint; a resume at the same batch; one at the same batch on
@@ -33,8 +33,8 @@ class Schedule(Record):
 
     name: str  # class name
     at: int  # scheduler steps at the first optimizer step of the start, or at the first one after its checkpoint
-    per_step: bool  # it steps after each optimizer step, not after each epoch
-    moves: bool | None  # it will change the learning rate again; None if unknown
+    per_step: bool  # whether it steps after each optimizer step; false: after each epoch
+    moves: bool | None  # whether it will change the learning rate again; None if unknown
 
 
 class ObservedStart(Record):
@@ -82,7 +82,7 @@ class ResumeTestResult(Record):
     faults: tuple[str, ...] = ()  # the sentences in `told` that report a fault of the script
 
 
-# --- The plan for the ranks, and their results
+# --- Plans for the shim, and results of the ranks
 
 Positive = Annotated[int, Field(ge=1)]
 Cause = Literal["eval", "epoch", "save"]

@@ -135,7 +135,7 @@ class BatchBounds(Record):
 
     limit: int  # largest local batch to try: that of the dataset or of search.max_batch
     start: int  # local batch of the first trial if the memory cannot be estimated
-    capacity: int | None  # bytes of one GPU; None if only a probe can tell
+    capacity: int | None  # bytes of one GPU; None if only a probe can determine it
     footprints: tuple[Footprint, ...]  # empty without an estimate, as for a script
 
 
@@ -189,7 +189,7 @@ class TrainTask(BaseTask):
     max_lr_factor: float | None = None
     """Reduced train.max_lr_factor after a growing batch diverged; None: the job's value."""
     recovery: Recovery | None = None  # the reason for this relaunch; None for the first attempt
-    after: str = ""  # the job of a resume test that comes first; its verdict may forbid this training
+    after: str = ""  # job of the resume test to wait for, whose verdict may forbid this training; empty without one
     follows: tuple[str, ...] = ()  # unfinished jobs whose nodes it takes over in a plan of many trainings
 
     @computed_field  # type: ignore[prop-decorator]
@@ -364,7 +364,7 @@ class CodeSnapshot(Record):
     """The user's code at the time a job was submitted: the content of `code/<name>/`."""
 
     name: str
-    digest: str  # over `modules`; part of the signatures
+    digest: str  # digest of the contents of `modules`; part of the signatures
     taken_at: float  # Unix time
     workdir: str  # working directory of the ranks
     roots: tuple[str, ...]  # import paths, relative to the snapshot; "." is the snapshot itself

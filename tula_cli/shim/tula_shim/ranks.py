@@ -47,7 +47,7 @@ def count_ranks(*, by_hand: bool = False, environment: Mapping[str, str] = os.en
     return int(size) if by_hand and size.isdigit() else 1
 
 
-# --- Agreement
+# --- Shared decisions
 
 PATIENCE = timedelta(minutes=10)
 """Timeout of the other ranks; rank 0 may evaluate alone meanwhile."""

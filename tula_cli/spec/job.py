@@ -350,7 +350,8 @@ def _set_defaults(section: SectionType, defaults: Mapping[str, Any]) -> SectionT
 
 def _move_under(item: Any, *path: str) -> InitErrorDetails:
     """Return a pydantic error of a section with its path in the whole job."""
-    kind = PydanticCustomError("value_error", "{why}", {"why": item["msg"].removeprefix("Value error, ")})
+    why = item["msg"].removeprefix("Value error, ")
+    kind = PydanticCustomError("value_error", "{why}", {**item.get("ctx", {}), "why": why})
     problem_kind = kind if item["type"] == "value_error" else item["type"]
     return InitErrorDetails(type=problem_kind, loc=(*path, *item["loc"]), input=item["input"], ctx=item.get("ctx", {}))
 

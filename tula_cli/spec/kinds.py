@@ -28,6 +28,19 @@ _DEEPEST, _LARGEST = 32, 10_000
 """Maximum depth and number of values passed to user code, because YAML anchors can expand without limit."""
 
 
+class UnexpectedValue(ValueError):
+    """A value that is not what its key expects, with both in words: alternatives of a key are joined in one message.
+
+    Args:
+        expected: what the value must be.
+        given: the value.
+    """
+
+    def __init__(self, expected: str, given: str) -> None:
+        super().__init__(f"must be {expected}, got {given}")
+        self.expected, self.given = expected, given
+
+
 def parse_size(value: object) -> object:
     """Convert "16GiB" or "800 MB" to bytes; a number is taken as bytes.
 
@@ -90,7 +103,7 @@ def as_typed(value: object) -> object:
 def require_one_line(value: str) -> str:
     """Reject text that is not a single printable line."""
     if not value.isprintable():
-        raise ValueError(f"must be one line of text without tabs and control characters, got {value!r}")
+        raise UnexpectedValue("one line of text without tabs and control characters", repr(value))
     return value
 
 
@@ -224,7 +237,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 def _reject_boolean(value: object) -> object:
     """Reject true and false for a number: Python takes them for 1 and 0."""
     if isinstance(value, bool):
-        raise ValueError(f"must be a number, got {str(value).lower()}")
+        raise UnexpectedValue("a number", str(value).lower())
     return value
 
 

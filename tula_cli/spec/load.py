@@ -76,9 +76,9 @@ def validate(content: Mapping[str, Any], *, source: str) -> JobSpec:
     try:
         return JobSpec.model_validate(content)
     except ValidationError as error:
-        from tula_cli.spec.problems import describe_problem, merge_unions
+        from tula_cli.spec.problems import describe_problems
 
-        problems = merge_unions([describe_problem(item, of_script="script" in content) for item in error.errors()])
+        problems = describe_problems(error.errors(), of_script="script" in content)
         count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise SpecError(f"{source} has {count}", problems=problems) from None
 

@@ -4,12 +4,13 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
 from tula_cli.errors import Problem
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.kinds import Section
+from tula_cli.spec.kinds import Section, UnexpectedValue
 from tula_cli.spec.old_keys import REMOVED_VALUES, advise_key
 from tula_cli.spec.resources import NodeType
 from tula_cli.words import describe_expected_value
@@ -39,19 +40,19 @@ _USUAL_NAMES: Mapping[str, str] = {
 }  # fmt: skip
 """Names used by other programs for a key, with its path here or advice."""
 
-_SECTION = "must be a section"
+_SECTION = "a section"
 _EXPECTED: Mapping[str, str] = {
     **dict.fromkeys(("model_type", "model_attributes_type", "dataclass_type"), _SECTION),
-    **dict.fromkeys(("tuple_type", "list_type"), "must be a list such as [a, b]"),
-    **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "must be an integer"),
-    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
-    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
-    "finite_number": "must be a finite number",
-    "dict_type": "must be a mapping (name: value)",
-    "string_type": "must be text",
-    "string_too_short": "must not be empty",
+    **dict.fromkeys(("tuple_type", "list_type"), "a list such as [a, b]"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "an integer"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    "finite_number": "a finite number",
+    "dict_type": "a mapping (name: value)",
+    "string_type": "text",
 }
 """Descriptions of the expected value, by pydantic's error type."""
+_EMPTY = "must not be empty"
 _BOUNDS: Mapping[str, tuple[str, str]] = {
     "greater_than": ("gt", "above"),
     "greater_than_equal": ("ge", "of at least"),
@@ -61,14 +62,50 @@ _BOUNDS: Mapping[str, tuple[str, str]] = {
 """By pydantic's error type, the name of the bound in the error, and the words before the bound."""
 
 
-def describe_problem(item: Any, *, of_script: bool = False) -> Problem:
-    """Describe a pydantic error.
+@dataclass(frozen=True)
+class _Description:
+    """A problem, and what is expected and given as data if the value is not what its key expects; empty otherwise."""
+
+    problem: Problem
+    expected: str = ""  # what the value must be
+    given: str = ""
+    is_section: bool = False  # a section is expected
+
+
+def describe_problems(errors: Iterable[Any], *, of_script: bool) -> tuple[Problem, ...]:
+    """Describe pydantic errors, with one problem per path.
 
     Args:
-        item: the error.
+        errors: the errors.
         of_script: whether the job runs a script, so that keys of scripts are suggested first.
     """
+    return _merge_unions([_describe(item, of_script=of_script) for item in errors])
+
+
+def _describe(item: Any, *, of_script: bool) -> _Description:
     path = _format_path(item["loc"])
+    if item["type"] == "value_error":
+        error = item.get("ctx", {}).get("error")
+        is_unexpected = isinstance(error, UnexpectedValue)
+        expected, given = (error.expected, error.given) if is_unexpected else ("", "")
+        return _Description(_describe_value_error(item, path), expected, given)
+    if item["type"] in ("extra_forbidden", "missing"):
+        return _Description(_describe_key(item, path, of_script=of_script))
+    expected, given = _describe_expected(item), _format_value(item["input"])
+    message = f"must be {expected}" if expected else _describe_rule(item)
+    is_section = _EXPECTED.get(item["type"]) == _SECTION
+    hint = _find_key_of_name(item) if is_section else ""
+    if item["type"] == "literal_error":
+        key, value = ".".join(path.split(".")[-2:]), str(item["input"])
+        if advice := REMOVED_VALUES.get(key, {}).get(value):
+            return _Description(Problem(path, f"{value!r} was removed", advice))
+        close = difflib.get_close_matches(value.lower(), _list_choices(item), n=1)
+        hint = f"did you mean {close[0]}?" if close else ""
+    return _Description(Problem(path, f"{message}, got {given}", hint), expected, given, is_section)
+
+
+def _describe_key(item: Any, path: str, *, of_script: bool) -> Problem:
+    """Describe a key that is unknown, removed or missing."""
     if item["type"] == "extra_forbidden":
         if hint := advise_key(re.sub(r"\[\d+\]", "", path)):
             return Problem(path, "this key was removed: delete it", hint)
@@ -77,45 +114,41 @@ def describe_problem(item: Any, *, of_script: bool = False) -> Problem:
             "no such key",
             _suggest_key(str(item["loc"][-1]), _list_keys_at(item["loc"][:-1]), of_script=of_script),
         )
-    if item["type"] == "missing":
-        return Problem(path, "is required")
-    message = _describe_expected(item)
+    return Problem(path, "is required")
+
+
+def _describe_value_error(item: Any, path: str) -> Problem:
+    message = describe_expected_value(item["msg"])
     key, _, reason = message.partition(": ")
-    if (
-        item["type"] == "value_error"
-        and re.fullmatch(r"[\w.]+", key)
-        and key.split(".")[0] in _list_keys_at(item["loc"])
-    ):
+    if re.fullmatch(r"[\w.]+", key) and key.split(".")[0] in _list_keys_at(item["loc"]):
         # The error of a section's validator starts with the key.
         return Problem(f"{path}.{key}" if item["loc"] else key, reason)
-    if item["type"] == "value_error":
-        return Problem(path, message[:1].lower() + message[1:])
-    hint = _find_key_of_name(item) if _EXPECTED.get(item["type"]) == _SECTION else ""
-    if item["type"] == "literal_error":
-        key, value = ".".join(path.split(".")[-2:]), str(item["input"])
-        if advice := REMOVED_VALUES.get(key, {}).get(value):
-            return Problem(path, f"{value!r} was removed", advice)
-        close = difflib.get_close_matches(value.lower(), _list_choices(item), n=1)
-        hint = f"did you mean {close[0]}?" if close else ""
-    return Problem(path, f"{message}, got {_format_value(item['input'])}", hint)
+    return Problem(path, message[:1].lower() + message[1:])
+
+
+def _describe_rule(item: Any) -> str:
+    """Describe what a value must satisfy, in a form other than "must be X"."""
+    if item["type"] in ("too_short", "string_too_short"):
+        return _EMPTY
+    return describe_expected_value(item["msg"])
 
 
 def _describe_expected(item: Any) -> str:
-    """Describe the expected value; for a section, list its keys."""
+    """Describe the expected value, for a section with its keys; empty for rules of another form."""
     kind, context = item["type"], item.get("ctx", {})
     if kind == "literal_error":
         *first, last = _list_choices(item)
-        return f"must be {', '.join(first)} or {last}" if first else f"must be {last}"
+        return f"{', '.join(first)} or {last}" if first else last
     if kind == "too_short":
-        return "must not be empty" if isinstance(item["input"], str) else "must be a list with at least 1 entry"
+        return "" if isinstance(item["input"], str) else "a list with at least 1 entry"
     if kind == "string_pattern_mismatch":
         return _describe_pattern(context["pattern"])
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
         bound = context[name]
-        return f"must be {'an integer' if isinstance(bound, int) else 'a number'} {words} {bound:.15g}"
+        return f"{'an integer' if isinstance(bound, int) else 'a number'} {words} {bound:.15g}"
     if kind not in _EXPECTED:
-        return describe_expected_value(item["msg"])
+        return ""
     names = _list_keys_at(item["loc"]) if _EXPECTED[kind] == _SECTION else []
     return _EXPECTED[kind] + (f" (keys: {', '.join(names)})" if names else "")
 
@@ -128,8 +161,8 @@ def _list_choices(item: Any) -> list[str]:
 def _describe_pattern(pattern: str) -> str:
     """Describe the names that one of the patterns of the spec matches."""
     if most := re.search(r"\{0,(\d+)\}", pattern):
-        return f"must be 1 to {int(most[1]) + 1} letters, digits, '.', '_' or '-', the first a letter or a digit"
-    return "must be letters, digits, '_', '.' or '-', the first a letter or '_'"
+        return f"1 to {int(most[1]) + 1} letters, digits, '.', '_' or '-', the first a letter or a digit"
+    return "letters, digits, '_', '.' or '-', the first a letter or '_'"
 
 
 def _format_value(value: object) -> str:
@@ -197,40 +230,38 @@ def _list_paths_of_keys() -> dict[str, list[str]]:
     return paths
 
 
-def merge_unions(problems: list[Problem]) -> tuple[Problem, ...]:
+def _merge_unions(descriptions: list[_Description]) -> tuple[Problem, ...]:
     """Merge the problems that pydantic reports for the branches of a union into one per path.
 
     Problems inside a value tell which branch was meant, so those of the value itself are not shown beside them.
     """
-    by_path: dict[str, list[Problem]] = {}
-    for problem in problems:
-        if not any(other.path.startswith((f"{problem.path}.", f"{problem.path}[")) for other in problems):
-            by_path.setdefault(problem.path, []).append(problem)
-    for path, problems_here in by_path.items():
+    by_path: dict[str, list[_Description]] = {}
+    for description in descriptions:
+        path = description.problem.path
+        if not any(other.problem.path.startswith((f"{path}.", f"{path}[")) for other in descriptions):
+            by_path.setdefault(path, []).append(description)
+    for path, described_here in by_path.items():
         # "must be a section" does not help if the value is a string with another problem.
-        by_path[path] = [p for p in problems_here if not p.message.startswith(_SECTION)] or problems_here
+        by_path[path] = [each for each in described_here if not each.is_section] or described_here
     return tuple(
-        problems_here[0]
-        if len(problems_here) == 1
+        described_here[0].problem
+        if len(described_here) == 1
         else Problem(
             path,
-            _join_alternatives(list(dict.fromkeys(p.message for p in problems_here))),
-            next((p.hint for p in problems_here if p.hint), ""),
+            _join_alternatives(list({each.problem.message: each for each in described_here}.values())),
+            next((each.problem.hint for each in described_here if each.problem.hint), ""),
         )
-        for path, problems_here in by_path.items()
+        for path, described_here in by_path.items()
     )
 
 
-_EXPECTED_AND_GIVEN = re.compile(r"must be (?P<expected>.+?), got (?P<given>.+)", re.DOTALL)
-
-
-def _join_alternatives(messages: list[str]) -> str:
+def _join_alternatives(descriptions: list[_Description]) -> str:
     """Join the descriptions of the kinds of values that a key accepts: "must be auto or an integer, got 'x'"."""
-    parsed = [match for message in messages if (match := _EXPECTED_AND_GIVEN.fullmatch(message))]
-    if len(parsed) < len(messages) or len({match["given"] for match in parsed}) > 1:
-        return "; or ".join(messages)
-    expected = [match["expected"] for match in parsed]
-    return f"must be {(', or ' if ' or ' in expected[0] else ' or ').join(expected)}, got {parsed[0]['given']}"
+    expected = [description.expected for description in descriptions]
+    given = {description.given for description in descriptions}
+    if not all(expected) or len(given) > 1:
+        return "; or ".join(description.problem.message for description in descriptions)
+    return f"must be {(', or ' if ' or ' in expected[0] else ' or ').join(expected)}, got {descriptions[0].given}"
 
 
 _UNION_BRANCHES = re.compile(

@@ -153,14 +153,14 @@ Overrides = Annotated[
 NodeType = Annotated[
     str | None,
     Option(
-        "Use only this node type: a name in node_types, or gpus-N for N GPUs of search.gpus_per_node.",
+        "Use only this node type: a name in node_types, or gpus-N for N GPUs per node (from search.gpus_per_node).",
         "--type",
         metavar="NAME",
         advanced=True,
     ),
 ]
 Largest = Annotated[
-    bool, Option("Only find the largest batch that fits the GPUs, on the fewest nodes of search.nodes.")
+    bool, Option("Only find the largest batch that fits into GPU memory, on the fewest nodes of search.nodes.")
 ]
 LearningRates = Annotated[
     bool, Option("Only find the learning rate for the batch, in short trainings that cost about 8 % of a training.")
@@ -240,7 +240,7 @@ def parse_nodes(text: str) -> int | NodeRange:
     if "0" in {bound.lstrip("0") or "0" for bound in match.groups() if bound} or match[0] == "-1":
         raise SpecError(f"--nodes {text}: must be at least 1", "for example 4, 2-8, 2-, -8 or auto")
     if least is not None and most is not None and least > most:
-        raise SpecError(f"--nodes {text}: the range is empty", f"--nodes {most}-{least}")
+        raise SpecError(f"--nodes {text}: the range is empty", f"did you mean --nodes {most}-{least}?")
     return int(match[1]) if match[1] else NodeRange(least, most)
 
 
@@ -286,7 +286,7 @@ class TrainRequest:
     within_balance: Annotated[
         bool,
         Option(
-            "Exit if the training costs more than the balance of the SLURM account (GrpTRESMins). Needs"
+            "Do not start a training that costs more than the balance of the SLURM account (GrpTRESMins). Needs"
             " pricing.kind: billing.",
             advanced=True,
         ),
@@ -300,7 +300,7 @@ class EvaluationRequest:
     weights: Annotated[
         str | Path | None,
         Option(
-            "Weights to evaluate (default: best if there are any, otherwise last).",
+            "Weights to evaluate (default: best, or last if there are no best weights).",
             metavar="best|last|FILE",
             type=str | None,
         ),

@@ -49,7 +49,7 @@ def load(name: str, builtins: Mapping[str, Any], *, kind: str) -> Any:
     if name in builtins:
         return builtins[name]
     if not is_import_string(name):
-        listed = f"known: {', '.join(sorted(builtins))}; or " if 0 < len(builtins) <= _MAX_LISTED else ""
+        listed = f"choose from {', '.join(sorted(builtins))}, or " if 0 < len(builtins) <= _MAX_LISTED else ""
         raise SpecError(
             f"unknown {kind} {name!r}",
             suggest_name(name, builtins) or f"{listed}write your own {kind} as package.module:attribute",

@@ -181,7 +181,7 @@ class Query:
             if limit is not None and not math.isfinite(limit):
                 raise SpecError(f"{name} {limit}: must be a finite number", f"leave out {name} to set no limit")
         if self.min_efficiency is not None and self.min_efficiency > 1:
-            raise SpecError(f"min_efficiency {self.min_efficiency:g}: must be at most 1", "0.8, not 80")
+            raise SpecError(f"min_efficiency {self.min_efficiency:g}: must be at most 1", "write 0.8 for 80 %")
 
     @property
     def same_progress(self) -> bool:

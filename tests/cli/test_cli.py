@@ -318,7 +318,7 @@ def test_a_run_is_found_by_flag_variable_and_name(cluster, monkeypatch):
         shown = tula("status", *named)
         assert (
             shown.err
-            == f"run {make_relative_path(first.path)}; --set name=first of an earlier command still applies (name the job file to use its values)\n"
+            == f"run {make_relative_path(first.path)}; --set name=first of an earlier command still applies (to use the values of the job file, name that file)\n"
         )
         assert tula("status", *named, "--json").json["overrides"] == ["name=first"]
     assert "did you mean first" in tula("logs", first.id.replace("first", "frst")).err

@@ -15,7 +15,7 @@ def test_the_name_of_a_job_with_variants_suggests_its_runs(tmp_path: Path) -> No
     )
     with pytest.raises(SpecError, match="there is no run toy ") as caught:
         find_named_runs(Path("toy"), tmp_path)
-    assert caught.value.hint == f"the runs of job toy are {', '.join(run.id for run in runs)}"
+    assert caught.value.hint == f"name one of the runs of job toy: {', '.join(run.id for run in runs)}"
 
 
 def test_a_name_is_that_of_a_run_before_that_of_a_folder_that_is_no_run(

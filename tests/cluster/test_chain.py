@@ -292,7 +292,7 @@ def test_a_stage_that_ends_leaves_its_nodes_and_the_first_link_with_more_goes_on
     chain.start("14", nodes=2)
     assert chain.outcomes() == ["stage_end", "done"] and not chain.run.is_cancelled("train-s")
     summary = chain.run.get_training("s").read_summary()
-    assert summary is not None and (summary.nodes, summary.causes) == (2, ("batch 64 has 2 nodes",))
+    assert summary is not None and (summary.nodes, summary.causes) == (2, ("the stage with batch 64 runs on 2 nodes",))
 
 
 def test_each_link_of_a_moldable_training_uses_the_nodes_that_it_is_granted(chain: Chain, cluster: Cluster) -> None:
@@ -394,7 +394,7 @@ def test_an_out_of_memory_in_a_stage_goes_on_with_more_nodes_at_the_same_batch(c
     chain.start("11")
     newest = chain.newest()
     assert (newest.nodes, newest.batch, newest.splits) == (2, 64, 1)
-    assert newest.cause == "out of memory on 1 node, so it continues on 2"
+    assert newest.cause == "out of memory on 1 node, so the training continues on 2"
 
 
 def test_a_stage_whose_supervisor_was_killed_goes_on_in_the_next_link_of_that_stage(
@@ -413,7 +413,7 @@ def test_a_stage_whose_supervisor_was_killed_goes_on_in_the_next_link_of_that_st
     chain.start("12")
     assert chain.outcomes() == ["preempted", "stage_end"]
     assert [(task.nodes, task.cause) for task in chain.run.get_training("s").read_tasks()] == [
-        (1, ""), (1, "job 11 was preempted"), (2, "batch 64 has 2 nodes"),
+        (1, ""), (1, "job 11 was preempted"), (2, "the stage with batch 64 runs on 2 nodes"),
     ]  # fmt: skip
     assert cluster.cancelled == ["13"]
 
@@ -1069,7 +1069,7 @@ def test_a_full_disk_holds_the_links_that_wait_and_room_lets_them_go(
     chain: Chain, cluster: Cluster, tmp_path: Path
 ) -> None:
     last = filled(chain, tmp_path, "12")
-    assert last.outcome == "disk" and last.message.endswith("; held: 13 to 15")
+    assert last.outcome == "disk" and last.message.endswith("; jobs held: 13 to 15")
     assert (cluster.held, cluster.cancelled) == (["13", "14", "15"], [])
     never_fits(chain, last)
     with pytest.raises(DiskFull, match=r"there is still too little space: .* are missing") as error:

@@ -340,8 +340,8 @@ def test_training_out_of_memory_goes_on_in_smaller_micro_batches_and_then_at_a_s
     assert [(task.batch, task.splits) for task in tasks] == [(6, 1), (6, 2), (6, 6)]
     summary = run.get_training("s").read_summary()
     assert summary is not None and summary.causes == (
-        "out of memory at batch 6: micro-batch 3 x 2 now",
-        "out of memory at batch 6: micro-batch 1 x 6 now",
+        "out of memory at batch 6: each rank now computes a step in 2 micro-batches of 3",
+        "out of memory at batch 6: each rank now computes a step in 6 micro-batches of 1",
     )
 
 
@@ -426,7 +426,7 @@ def test_a_ramp_that_diverges_is_started_again_once_at_half_the_factor(
     assert ranks.starts == ["train-s-1", "train-s-2"], "once"
     relaunch = run.read_task("train-s-2")
     assert isinstance(relaunch, TrainTask) and relaunch.max_lr_factor == 4
-    assert relaunch.cause == f"{words}; restarted from the previous checkpoint with train.max_lr_factor 4"
+    assert relaunch.cause == f"{words}; restarted from the previous checkpoint with train.max_lr_factor: 4"
     assert run.get_training("s").find_diverged_attempt() == run.read_attempts()[-1]
 
 

@@ -68,7 +68,8 @@ def test_a_rank_that_is_out_of_memory_three_times_loses_nothing(tula) -> None:
     result = trained(tula, batch=64, fits=4, salt=1)
     assert result["sizes"] == [32, 16, 8, 4] and result["attempts"] == 4
     assert result["causes"] == [
-        f"out of memory at batch 64: micro-batch {32 // parts} x {parts} now" for parts in (2, 4, 8)
+        f"out of memory at batch 64: each rank now computes a step in {parts} micro-batches of {32 // parts}"
+        for parts in (2, 4, 8)
     ]
     assert len(tula.run().read_jobs()) == tula.run().read_jobs()[0].submissions == 1
 

@@ -34,7 +34,10 @@ def test_more_nodes_at_a_change_of_the_batch_train_the_same_samples_to_the_same_
     (tula.folder / "seen_samples.py").write_text(Path(seen_samples.__file__).read_text())
     grown = train(tula, 1)
     task, training = tula.task(), tula.run().get_training(tula.task().signature)
-    assert [(t.nodes, t.cause) for t in training.read_tasks()] == [(1, ""), (2, "batch 16 has 2 nodes")]
+    assert [(t.nodes, t.cause) for t in training.read_tasks()] == [
+        (1, ""),
+        (2, "the stage with batch 16 runs on 2 nodes"),
+    ]
     assert [(a.outcome, a.samples) for a in training.read_attempts()] == [("stage_end", 0), ("done", SIZE)]
     assert seen(tula.folder) == Counter(dict.fromkeys(range(SIZE), EPOCHS))
     ranks = [(row["rank"], row["world"]) for row in told(tula.folder)]

@@ -83,11 +83,11 @@ def test_a_smaller_batch_is_cut_as_far_as_it_has_to_be() -> None:
 @pytest.mark.parametrize(
     ("of", "words"),
     [
-        ({}, "out of memory at batch 128: micro-batch 32 x 2 now"),
-        ({"accumulate": 4}, "out of memory at batch 128: micro-batch 8 x 8 now"),
+        ({}, "out of memory at batch 128: each rank now computes a step in 2 micro-batches of 32"),
+        ({"accumulate": 4}, "out of memory at batch 128: each rank now computes a step in 8 micro-batches of 8"),
         (
             {"normalised": 2},
-            "out of memory at batch 128: micro-batch 32 x 2 now, with BatchNorm's statistics over 64 samples",
+            "out of memory at batch 128: each rank now computes a step in 2 micro-batches of 32, with BatchNorm's statistics over 64 samples",
         ),
     ],
 )
@@ -138,7 +138,7 @@ def test_an_out_of_memory_in_a_stage_cuts_what_that_stage_takes() -> None:
     step = find_next_fallback((512, 256), 1, known(512, 256), stage=64)
     assert step is not None and (step.rung, step.splits) == (0, 16)
     assert step.description.startswith(
-        "out of memory at batch 64, in a stage before batch 512: micro-batch 16 x 16 now"
+        "out of memory at batch 64, in a stage before batch 512: each rank now computes a step in 16 micro-batches of 16"
     )
     assert find_next_fallback((512, 256), 1, known(512, 256)).splits == 2  # type: ignore[union-attr]
     last = find_next_fallback((512, 256), 1, known(512, 256, norm=True), stage=16)

@@ -93,7 +93,8 @@ def test_settings_that_arms_have_no_more_are_refused_with_what_to_do(setting: di
         job(auto={"arms": [{"name": "late", "method": "ramp", **setting}]})
     (problem,) = caught.value.problems
     assert (
-        problem.path == f"auto.arms[0].{next(iter(setting))}" and problem.message == "this key was removed: delete it"
+        problem.path == f"auto.arms[0].{next(iter(setting))}"
+        and problem.message == "this key no longer exists: delete it"
     )
     assert problem.hint
 

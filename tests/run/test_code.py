@@ -339,7 +339,7 @@ def test_code_that_changes_between_plan_and_submission_is_refused(here: Path, ru
     write(here, mine="x = 1")
     planned = run_code.choose_code(None, job(), here, keep=True)
     write(here, mine="x = 2")
-    with pytest.raises(TulaError, match="mine:Net is being changed"):
+    with pytest.raises(TulaError, match="mine:Net changed while tula copied it"):
         run_code.take_snapshot(run, job(), planned)
     assert list((run.path / "code").iterdir()) == []
 

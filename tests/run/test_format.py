@@ -60,7 +60,7 @@ def test_the_run_of_each_node_type_has_a_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", ["types", "lengths"])
 def test_a_run_with_measurements_of_several_node_types_inside_is_refused(run: RunDir, folder: str) -> None:
     (run.path / folder).mkdir()
-    with pytest.raises(OtherFormat, match="are runs of their own now") as caught:
+    with pytest.raises(OtherFormat, match="makes separate runs") as caught:
         run.read_spec()
     assert caught.value.hint == "measure the job again: tula profile job.yaml"
 
@@ -82,7 +82,7 @@ def test_every_command_refuses_a_run_of_a_newer_format_and_leaves_it(run: RunDir
     assert error["code"] == "format"
     assert (
         "made by tula 9.1, has format 3" in error["message"]
-        and f"tula {__version__} reads format 1 to 2" in error["message"]
+        and f"tula {__version__} reads formats 1 to 2" in error["message"]
     )
     assert files(run) == before
 
@@ -97,7 +97,7 @@ def test_the_list_tells_a_run_of_a_newer_format_among_the_others(run: RunDir) ->
 
 def test_a_format_before_the_oldest_is_refused(run: RunDir) -> None:
     (run.path / "format").write_text("0 tula 0.0.1\n")
-    with pytest.raises(OtherFormat, match="reads format 1 to 2") as caught:
+    with pytest.raises(OtherFormat, match="reads formats 1 to 2") as caught:
         run.read_spec()
     assert "the older tula" in caught.value.hint
 
@@ -134,7 +134,7 @@ def test_no_job_of_an_older_format_is_started_or_continued(older: RunDir, words:
     assert app.run([command, "--run", str(older.path), *options, "--json"], screen=screen) == OtherFormat.exit_code
     error = json.loads(screen.out.getvalue())["error"]
     assert error["code"] == "format" and "made by tula 0.0.9, is in format 1" in error["message"]
-    assert "use the tula that made it" in error["hint"]
+    assert "use the version of tula that made the run" in error["hint"]
     assert files(older) == before
 
 

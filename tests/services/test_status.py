@@ -61,7 +61,7 @@ def test_a_queued_job_says_what_it_waits_for(run):
 
 def test_a_job_that_is_held_for_a_full_disk_says_so_and_is_not_waited_for(run):
     name = make.add_training(run)
-    words = "no space left on device: 0 B of 1.00 GiB are free on the disk of /scratch; held: 12 to 14"
+    words = "no space left on device: 0 B of 1.00 GiB are free on the disk of /scratch; jobs held: 12 to 14"
     run.write_attempt(make.attempt(f"{name}-1", end=START + 9, outcome="disk", message=words))
     launcher = make.FakeLauncher({name: "pending"}, reason="JobHeldUser: will not start", flags={"on_hold": True})
     now = services_status.run_status(run, launcher, now=START + 20)

@@ -80,7 +80,7 @@ def test_a_training_that_fills_its_disk_is_held_and_goes_on_to_the_same_weights(
     (job,) = kept
     assert (
         f"free on the disk of {training.path / 'checkpoints'}" in job["reason"]
-        and "are missing; held: " in job["reason"]
+        and "are missing; jobs held: " in job["reason"]
     )
     last = training.read_attempts()[-1]
     assert (last.outcome, last.host.startswith("t")) == ("disk", True)

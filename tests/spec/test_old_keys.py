@@ -61,11 +61,11 @@ def test_a_problem_of_a_site_file_or_variable_names_it(tmp_path: Path) -> None:
         )  # fmt: skip
     problems = {problem.path: problem.message for problem in caught.value.problems}
     assert problems == {
-        "cluster.slurm.reservation": f"this key was removed: delete it; it is set by {site}",
-        "export[0].by": f"this key was removed: delete it; it is set by {site}",
-        "search.packing": "this key was removed: delete it",
-        "train.tf32": f"this key was removed: delete it; it is set by {ENV_PREFIX}TRAIN__TF32",
-        "serch": f"no such key; it is set by {ENV_PREFIX}SERCH__NODES",
+        "cluster.slurm.reservation": f"this key no longer exists: delete it; the key is set by {site}",
+        "export[0].by": f"this key no longer exists: delete it; the key is set by {site}",
+        "search.packing": "this key no longer exists: delete it",
+        "train.tf32": f"this key no longer exists: delete it; the key is set by {ENV_PREFIX}TRAIN__TF32",
+        "serch": f"no such key; the key is set by {ENV_PREFIX}SERCH__NODES",
         "trian": "no such key",
     }
 
@@ -81,16 +81,16 @@ def test_a_renamed_key_is_read_and_reported_wherever_a_user_writes_it(tmp_path: 
     assert stopping is not None and (stopping.patience, stopping.epochs) == (3, 4)
     assert (spec.train.oom_policy, spec.train.best_checkpoint.metric) == ("shrink", "loss")
     assert sorted(str(each.message).replace(f"{tmp_path}/", "") for each in caught) == [
-        "--set: train.until is now train.early_stopping; the old name is still read",
-        f"{variable}: train.best is now train.best_checkpoint; the old name is still read",
-        "job.yaml: train.until is now train.early_stopping; the old name is still read",
-        "site.yaml: train.oom is now train.oom_policy; the old name is still read",
+        "--set: train.until was renamed to train.early_stopping; use the new name (the old one still works)",
+        f"{variable}: train.best was renamed to train.best_checkpoint; use the new name (the old one still works)",
+        "job.yaml: train.until was renamed to train.early_stopping; use the new name (the old one still works)",
+        "site.yaml: train.oom was renamed to train.oom_policy; use the new name (the old one still works)",
     ]
 
 
 def test_a_renamed_key_of_a_mapping_in_python_is_reported_and_the_mapping_stays() -> None:
     content = {**CONTENT, "train": {"epochs": 3, "oom": "shrink"}}
-    with pytest.warns(OldKeyWarning, match=r"the job: train\.oom is now train\.oom_policy"):
+    with pytest.warns(OldKeyWarning, match=r"the job: train\.oom was renamed to train\.oom_policy"):
         spec = load_job(content)
     assert spec.train.oom_policy == "shrink" and content["train"] == {"epochs": 3, "oom": "shrink"}
     with warnings.catch_warnings():
@@ -107,9 +107,9 @@ def test_settings_of_a_scheduler_are_read_where_older_files_have_them_and_report
     assert spec.cluster.slurm is not None and spec.cluster.slurm.partition == "gpu"
     assert spec.of_node_type("a.b").cluster.python == "python3 -u"
     assert {str(each.message).partition(": ")[2].partition(";")[0] for each in caught} == {
-        "cluster.slurm.minutes is now cluster.minutes",
-        "cluster.slurm.setup is now cluster.setup",
-        "node_types.a.b.cluster.slurm.python is now node_types.a.b.cluster.python",
+        "cluster.slurm.minutes was renamed to cluster.minutes",
+        "cluster.slurm.setup was renamed to cluster.setup",
+        "node_types.a.b.cluster.slurm.python was renamed to node_types.a.b.cluster.python",
     }
     own = {"options": {"queue": "gpu"}, "minutes": 3, "python": None, "setup": []}
     stored = {"cluster": {"kind": "mine:Queue", "slurm": None, "scheduler": own}}
@@ -128,7 +128,7 @@ def test_both_names_of_a_key_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         loaded(tmp_path, text)
     assert [str(problem) for problem in caught.value.problems] == [
-        "train.oom: this key was removed: delete it (its new name train.oom_policy is also set)"
+        "train.oom: this key no longer exists: delete it (it was renamed to train.oom_policy, which is also set)"
     ]
 
 
@@ -185,5 +185,5 @@ def test_a_removed_key_is_refused_with_advice_and_left_out_of_stored_jobs(path: 
     place[key] = value
     with pytest.raises(SpecError) as caught:
         load_job(content)
-    assert "this key was removed" in str(caught.value.problems)
+    assert "this key no longer exists" in str(caught.value.problems)
     validate(without_removed_values(content), source="a run")

@@ -30,15 +30,15 @@ def test_costs_are_in_units_unless_they_have_a_price(pricing, price, currency):
 @pytest.mark.parametrize(
     ("pricing", "words"),
     [
-        ({"kind": "billing", "currency": "EUR"}, "EUR needs pricing.price, the price of a billing-hour"),
+        ({"kind": "billing", "currency": "EUR"}, "EUR needs pricing.price; set the price of a billing-hour"),
         ({"kind": "gpu_hour"}, "pricing.price: is required"),
         (
             {"price": 1.0, "slurm_billing": {"node": 5}},
             "is only valid with pricing.kind: billing, got pricing.kind: node_hour",
         ),
-        ({"kind": "billing", "qos_factors": {"a": 2}}, "pricing.qos_factors: this key was removed"),
-        ({"kind": "billing", "partition_factors": {"a": 2}}, "pricing.partition_factors: this key was removed"),
-        ({"kind": "billing", "per_node": 64}, "pricing.per_node: this key was removed"),
+        ({"kind": "billing", "qos_factors": {"a": 2}}, "pricing.qos_factors: this key no longer exists"),
+        ({"kind": "billing", "partition_factors": {"a": 2}}, "pricing.partition_factors: this key no longer exists"),
+        ({"kind": "billing", "per_node": 64}, "pricing.per_node: this key no longer exists"),
     ],
 )
 def test_what_does_not_go_together_is_refused(pricing, words):

@@ -197,7 +197,7 @@ def test_key_given_twice_is_refused_with_its_line(write, text):
 
 
 def test_key_that_is_no_word_is_refused(write):
-    with pytest.raises(SpecError, match=r"line 1, column 3.*a word"):
+    with pytest.raises(SpecError, match=r"line 1, column 3.*a key must be text"):
         load(write("? [model]\n: 3\n"))
 
 
@@ -260,7 +260,7 @@ def test_text_that_is_no_yaml_is_refused_with_its_line(write):
 def test_a_value_at_which_yaml_stumbles_is_shown_in_quotes(text, quoted):
     with pytest.raises(SpecError) as error:
         parse_yaml(text, source="job.yaml")
-    assert error.value.hint == f"quote a value with such characters: {quoted}"
+    assert error.value.hint == f"put the value in quotes: {quoted}"
     if ": " in quoted:
         assert parse_yaml(quoted, source="job.yaml"), "as shown it is read"
 
@@ -269,7 +269,7 @@ def test_a_value_at_which_yaml_stumbles_is_shown_in_quotes(text, quoted):
 def test_other_mistakes_in_yaml_advise_no_quotes_around_a_plain_value(text):
     with pytest.raises(SpecError) as error:
         parse_yaml(text, source="job.yaml")
-    assert "quote a value" not in (error.value.hint or "") or re.search(r"[\[{']", error.value.hint)
+    assert "put the value in quotes" not in (error.value.hint or "") or re.search(r"[\[{']", error.value.hint)
 
 
 def test_yaml_tags_that_build_python_objects_are_refused(write):
@@ -277,7 +277,7 @@ def test_yaml_tags_that_build_python_objects_are_refused(write):
         load(write("model: !!python/object/apply:os.system ['true']\n"))
 
 
-@pytest.mark.parametrize(("text", "found"), [("", "empty"), ("- a\n", "a list"), ("resnet\n", "a text")])
+@pytest.mark.parametrize(("text", "found"), [("", "empty"), ("- a\n", "a list"), ("resnet\n", "plain text")])
 def test_file_without_a_mapping_is_refused(write, text, found):
     with pytest.raises(SpecError, match=f"but it is {found}"):
         load(write(text))
@@ -405,7 +405,7 @@ def test_a_key_without_its_section_is_the_likely_one(write, override, key):
         ("lr", "script.reference.lr?"),
         ("metric", "script.metric?"),
         ("seed", "train.seed?"),
-        ("batch", "script.reference.batch (the batch that script.reference.lr"),
+        ("batch", "script.reference.batch to the batch that script.reference.lr"),
     ],
 )
 def test_a_key_without_its_section_is_one_of_the_scripts_where_there_is_a_script(key, meant):
@@ -528,8 +528,8 @@ def test_options_keep_their_kind(write):
         ("extra: {dependency: 'afterok:1'}", "extra.dependency", "tula sets this"),
         ("extra: {--mail-type: END}", "extra.--mail-type", "long name"),
         ("extra: {comment: [{a: 1}]}", "extra.comment", "text, a number"),
-        ("extra: {gpus-per-task: 1}", "extra.gpus-per-task", "second time"),
-        ("extra: {gres: 'gpu:4'}", "extra.gres", "second time"),
+        ("extra: {gpus-per-task: 1}", "extra.gpus-per-task", "in addition to cluster.slurm.gpus"),
+        ("extra: {gres: 'gpu:4'}", "extra.gres", "in addition to cluster.slurm.gpus"),
         ("extra: {mem-per-cpu: 4G}, memory: 8G", "extra.mem-per-cpu", "remove one of the two"),
         ("extra: {cpus_per_gpu: 4}, cpus_per_task: 8", "extra.cpus-per-gpu", "remove one of the two"),
         ("extra: {mail-type: END, mail_type: FAIL}", "extra.mail-type", "twice"),
@@ -691,9 +691,9 @@ def test_no_threshold_can_be_written_in_two_ways(write):
         (["ags.preset=robust", "ags.b_small=32"], "remove the key, or set ags.source: small_batch"),
         (
             ["ags.scale_ema=0.5"],
-            "this key was removed: delete it (set ags.preset, which determines the value: paper uses 0, robust 0.9)",
+            "this key no longer exists: delete it (set ags.preset, which determines the value: paper uses 0, robust 0.9)",
         ),
-        (["ags.s_min=0"], "this key was removed: delete it (both presets use 0.001)"),
+        (["ags.s_min=0"], "this key no longer exists: delete it (both presets use 0.001)"),
     ],
 )
 def test_settings_of_ags_that_do_nothing_together_are_refused(write, given, words):
@@ -955,7 +955,7 @@ def test_a_section_of_a_method_that_the_job_does_not_name_is_refused(write, name
     ("optimizer", "method", "words", "silent"),
     [
         ("SGD", "ramp", "the default because tula's own loop", "betas"),
-        ("SGD", "ramp", "train.max_grad_norm is 1", "betas"),
+        ("SGD", "ramp", "clipped to norm 1", "betas"),
         (
             "AdamW",
             "ramp",
@@ -985,7 +985,7 @@ def test_the_line_names_the_schedule_also_where_betas_are_given_or_the_decay_is_
     assert "also try" not in line
     decay = {"optimizer__name": "AdamW", "train__ramp": "decay", "schedule__kind": "cosine"}
     line = describe_training_method(spec(train__method="ramp", **decay))
-    assert "instead of a decrease of the learning rate" in line and "decay_from" not in line
+    assert "the batch doubles each time the schedule halves" in line and "decay_from" not in line
 
 
 @pytest.mark.parametrize("setting", ["decay_from=0.5", "min_lr=0.001", "milestones=[3]"])

@@ -68,7 +68,12 @@ MORE = (
         "Send results to MLflow, Weights & Biases or TensorBoard.",
         "tula export --to mlflow --follow",
     ),
-    Command("list", "status", "List all runs, the last changed one first.", "tula list --run-dir /scratch/tula-runs"),
+    Command(
+        "list",
+        "status",
+        "List all runs, the most recently changed one first.",
+        "tula list --run-dir /scratch/tula-runs",
+    ),
     Command("diff", "diff", "Show the differences between two runs.", "tula diff digits-1f0c5b7e digits-9a4e02cd"),
     Command(
         "observe",
@@ -130,7 +135,7 @@ REMOVED_OPTIONS: Mapping[tuple[str, str], str] = {
     ): "tula recommend --explain shows the fit; tula train compares predicted with actual values",
     **dict.fromkeys(
         ((f"tula {name}", "--cancel-on-interrupt") for name in ("profile", "train", "compare", "evaluate")),
-        "tula cancel cancels the jobs",
+        "after Ctrl-C, jobs continue; tula cancel cancels them",
     ),
     (
         "tula recommend",

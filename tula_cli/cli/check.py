@@ -163,7 +163,11 @@ def _ask_missing(screen: Screen, make: "Callable[[dict[str, str]], FromCommand]"
 
 
 def _write_hooks(screen: Screen, given: object, *, force: bool) -> None:
-    refuse(given is not None, "--from-command", "cannot be combined with --hooks; run tula init once with each option")
+    refuse(
+        given is not None,
+        "--hooks",
+        "cannot be combined with --from-command or --from-sbatch; run tula init once for each",
+    )
     from tula_cli.assets import find_asset
     from tula_cli.run.files import MODE_FOR_ALL, write_atomic
 
@@ -253,7 +257,7 @@ def _check_job(screen: Screen, job: Path, options: CheckOptions) -> None:
     online = not options.offline
     file, spec, runs = _load_job_or_run(screen, job, options)
     origins = _list_value_origins(file, spec, options.overrides) if options.show_origin else {}
-    refuse(options.fresh and options.offline, "--fresh", "has no effect with --offline")
+    refuse(options.fresh and options.offline, "--fresh", "has no effect with --offline; remove one of the two options")
     inspect = make_inspector(screen, Path(options.root), fresh=options.fresh)
     checked = services_check.check_all(runs, node_type=options.node_type, online=online, inspector=inspect)
     screen.answer(*show_check.render_checks(checked.reports, origins))
@@ -279,7 +283,7 @@ def _load_job_or_run(screen: Screen, job: Path, options: CheckOptions) -> "tuple
 
 def _refuse_all(given: dict[str, bool], *, to: str) -> None:
     for option, was in given.items():
-        refuse(was, option, f"has no effect with {to}")
+        refuse(was, option, f"has no effect with {to}; remove one of the two options")
 
 
 def _check_on_cluster(screen: Screen, job: Path, options: CheckOptions) -> None:

@@ -45,9 +45,9 @@ def compare(
     """Compare the accuracy of several methods and batch sizes.
 
     The small batch (train.reference_batch with method lbt) is always included. Unless this could cost more, all other
-    rows are first trained for a quarter of the epochs, and only the best two, lbt and the job's method for all
-    epochs. Run the same command again to follow running trainings and to start missing ones. Without --methods and
-    --batch, it continues the last comparison.
+    rows are first trained for a quarter of the epochs; then only the best two, lbt and the job's method are trained for
+    all epochs. Run the same command again to follow running trainings and to start missing ones. Without --methods and
+    --batch, the command continues the last comparison.
 
     With --learning-rates, the command only finds the learning rate for one batch. At k times train.reference_batch,
     it tries 1, sqrt(k) and k times the learning rate, in short trainings from one checkpoint.

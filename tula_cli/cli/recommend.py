@@ -31,7 +31,7 @@ def recommend(
         bool,
         typer.Option(
             "--explain",
-            help="Also show the reason, intervals, memory and the fitted models.",
+            help="Also show the reason for the choice, intervals, memory and the fitted models.",
         ),
     ] = False,
     save: Annotated[bool, typer.Option("--save", help="Store this recommendation for tula train.")] = False,

@@ -153,7 +153,7 @@ def _find_run_directories(
         made_with = [f"--set {shlex.quote(text)}" for text in earlier_overrides]
         earlier = (
             f"; {' '.join(made_with)} of an earlier command still {'applies' if len(made_with) == 1 else 'apply'}"
-            " (name the job file to use its values)"
+            " (to use the values of the job file, name that file)"
             if made_with
             else ""
         )
@@ -217,7 +217,7 @@ def _suggest_runs(named: Path, root: Path) -> str:
         if (part := run.read_variant()) is not None and run.id.rpartition("-")[0] == f"{named.name}-{part.type}"
     ]
     if variants:
-        return f"the runs of job {named.name} are {', '.join(sorted(variants))}"
+        return f"name one of the runs of job {named.name}: {', '.join(sorted(variants))}"
     return suggest_nearest(named.name, [run.id for run in runs])
 
 

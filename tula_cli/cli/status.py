@@ -49,7 +49,7 @@ def status(screen: Screen, chosen: ExistingRun) -> None:
 
 
 def list_(screen: Screen, root: Root = ROOT) -> None:
-    """List all runs, the last changed one first."""
+    """List all runs, the most recently changed one first."""
     from tula_cli.run import files, owner
     from tula_cli.services import run_list
 

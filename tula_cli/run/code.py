@@ -259,7 +259,7 @@ def _copy_snapshot(run: RunDir, selection: Selection, draft: Path, source: Sourc
     # Digest of the copies, because the originals may be edited at the same time.
     digest = compute_digest_of_files((draft / file for file in modules), draft, start=selection.start)
     if digest != source.digest:
-        raise TulaError(f"{message} is being changed", "run the same command again")
+        raise TulaError(f"{message} changed while tula copied it", "run the same command again")
     # The name depends on the folders too, because links in the snapshot point to them.
     contents = compute_digest_of_files((draft / file for file in names), draft)
     place_text = "\0".join(dict.fromkeys([str(source.workdir), str(base), selection.program or str(base)]))

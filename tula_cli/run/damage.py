@@ -31,12 +31,12 @@ _CONSEQUENCES = {
     "script/*": "this resume test of the script is not shown",
     "train/*/result.json": "the training counts as not finished",
     "train/*/summary.json": "its predicted and actual values are not compared",
-    "train/*/tuning.json": "the settings that this training tried and its choice are unknown",
+    "train/*/tuning.json": "the settings that this training tried, and the one that it chose, are unknown",
     "train/*/energy.json": "the measured energy is not shown",
     "train/*/evaluations/*": "this result of tula evaluate is not shown",
     "train/*/saves.json": "the progress that the script has saved and lost is unknown",
     "train/*/script.json": "the newest checkpoint of the script is unknown",
-    "train/*/micro_batches.json": "how far its micro-batches may be split is unknown",
+    "train/*/micro_batches.json": "the limit for splitting micro-batches after an out-of-memory error is unknown",
 }
 """Consequence of a damaged record for the reader, by its path in the run."""
 _LOST_WEIGHTS = {

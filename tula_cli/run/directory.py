@@ -102,16 +102,16 @@ def require_known_format(run: Path) -> None:
     number, creator = _read_format(run)
     if (run / "types").is_dir() or (run / "lengths").is_dir():
         raise OtherFormat(
-            f"the run {run}{creator} contains the measurements of several node types or text lengths, which are runs of"
-            " their own now; it was not changed",
+            f"the run {run}{creator} contains the measurements of several node types or text lengths, for which"
+            " this version of tula makes separate runs; the run was not changed",
             "measure the job again: tula profile job.yaml",
         )
     if OLDEST <= number <= RUN_FORMAT:
         return
     known = f"{OLDEST} to {RUN_FORMAT}"
     raise OtherFormat(
-        f"the run {run}{creator} has format {number}, but tula {__version__} reads format {known}; it was not changed",
-        f"use {'a newer' if number > RUN_FORMAT else 'the older'} tula, in the environment of the jobs too",
+        f"the run {run}{creator} has format {number}, but tula {__version__} reads formats {known}; the run was not changed",
+        f"use {'a newer' if number > RUN_FORMAT else 'the older'} tula, also in the environment of the jobs",
     )
 
 
@@ -129,7 +129,7 @@ def require_current_format(run: Path) -> None:
         raise OtherFormat(
             f"the run {run}{creator} is in format {number}: tula {__version__} reads its results, but starts and continues"
             " no jobs in it",
-            f"use the tula that made it, or start a new run of format {RUN_FORMAT}: tula profile job.yaml, tula train job.yaml",
+            f"use the version of tula that made the run, or start a new run of format {RUN_FORMAT} with tula profile job.yaml or tula train job.yaml",
         )
 
 

@@ -40,7 +40,7 @@ def describe_free_space(folder: Path) -> str:
     if statistics is None:
         return ""
     if statistics.f_files and not statistics.f_favail:
-        return f"no more files (of {statistics.f_files}) can be created on the file system of {folder}"
+        return f"the file system of {folder} already has the maximum of {statistics.f_files} files"
     total = words.format_bytes(statistics.f_blocks * statistics.f_frsize)
     return f"{words.format_bytes(count_free_bytes(statistics))} of {total} are free on the file system of {folder}"
 

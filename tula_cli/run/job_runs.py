@@ -170,7 +170,11 @@ def select_runs(runs: Sequence[Run], node_type: str | None) -> tuple[Run, ...]:
     selected = tuple(run for run in runs if node_type is None or run.type == node_type)
     if not selected:
         types = ", ".join(run.type for run in runs if run.type)
-        hint = f"choose from: {types}" if types else "the job has neither section node_types nor search.gpus_per_node"
+        hint = (
+            f"choose from: {types}"
+            if types
+            else "remove the node type: the job has neither section node_types nor search.gpus_per_node"
+        )
         raise SpecError(f"no node type {node_type!r}", hint)
     return selected
 
@@ -338,7 +342,8 @@ def find_config_drift(run: Run, overrides: Sequence[str] = ()) -> ConfigDrift | 
     jobs = {(variant.node_type, variant.gpus): job for variant, job in list_variants(job)}
     current = jobs.get(part)
     if current is None:
-        return ConfigDrift(file, {}, problem=f"it no longer names {describe_part(run.name or 'its hardware')}")
+        named = "the hardware of the run" if run.name is None else describe_part(run.name)
+        return ConfigDrift(file, {}, problem=f"{named} is no longer in the file")
     if current == spec:
         return None
     return ConfigDrift(

@@ -38,12 +38,12 @@ def copy_of_run(*, original: str) -> str:
 
 @diagnostic
 def code_not_copied() -> str:
-    return "script.code: none copies no code, so jobs run the files as they are when they start."
+    return "With script.code: none, no code is copied: each job runs the files as they are when the job starts."
 
 
 @diagnostic
 def command_names_no_file() -> str:
-    return "script.command names none of your files, so no code is copied: jobs run the program that exists when they start."
+    return "script.command names none of your files, so no code is copied: each job runs the program that is installed when the job starts."
 
 
 @diagnostic
@@ -58,7 +58,7 @@ def only_shell_script_copied(*, name: str, folder: str) -> str:
 def files_too_large_to_copy(*, paths: str, file_megabytes: int, total_megabytes: int, files: int) -> str:
     return (
         f"Too large for the code snapshot: {paths} (limit: {file_megabytes} MB per file, {total_megabytes} MB and"
-        f" {files} files in total). It is linked, so a change to it also affects jobs that were already submitted."
+        f" {files} files in total). Such a path is linked instead, so a change there also affects jobs that were already submitted."
     )
 
 

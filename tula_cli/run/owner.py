@@ -94,7 +94,7 @@ def describe_left_out_runs(folders: Iterable[Path]) -> str:
 def _make_ownership_error(path: Path, owner: str, what: str) -> NotYours:
     return NotYours(
         f"{path} belongs to {owner}: you may not {what} it",
-        f"ask {owner}, or use your own run: --run-dir FOLDER names another folder for runs"
+        f"ask {owner} to run the command, or use your own run: --run-dir FOLDER names another folder for runs"
         if what == "change"
         else f"ask {owner} for a copy or for access (chmod -R go+rX); --run-dir DIR sets another folder for runs",
     )

@@ -195,7 +195,10 @@ def move_command_to_snapshot(words: Sequence[str], workdir: Path, code: Path | N
     for position, word in enumerate(words):
         if word and (workdir / word).resolve() == original:
             return [*words[:position], str(code / code_snapshot.program), *words[position + 1 :]]
-    raise JobFailed(f"the submitted script {original} is not in the command: {shlex.join(words)}", "submit again")
+    raise JobFailed(
+        f"the submitted script {original} is not in the command: {shlex.join(words)}",
+        "submit the job again with tula profile or tula train",
+    )
 
 
 def list_snapshot_python_path(code: Path | None) -> list[str]:

@@ -38,15 +38,15 @@ class Ags(Section):
     preset: Literal["paper", "robust"] = "paper"
     # element: one factor per element; tensor: one per parameter tensor; null: from the preset
     granularity: Literal["element", "tensor"] | None = None
-    # Scale the gradient only in steps in which its squared norm has changed by less than this share; inf: in every
-    # step; null: from the preset
+    # Scale the gradient only in steps in which its squared norm differs by less than this share from that of the step
+    # before; inf: in every step; null: from the preset
     delta: Threshold | None = None
     # Size of the small batch in samples; auto: train.reference_batch, but at most a quarter of the batch
     b_small: Literal["auto"] | Positive = "auto"
     # When factors are recomputed. epoch: once per epoch; {every: N}: every N steps; null: from the preset
     refresh: Literal["epoch"] | Every | None = None
-    # Gradient from which factors are computed. small_batch: that of an additional pass over part of the batch;
-    # local_norms: those of the single GPUs (only with granularity: tensor); null: from the preset
+    # Gradient from which factors are computed. small_batch: the gradient of an additional pass over part of the batch;
+    # local_norms: the norms of each GPU's own gradient (only with granularity: tensor); null: from the preset
     source: Literal["small_batch", "local_norms"] | None = None
     # What the factors scale: the gradient, or the update of the optimizer. null: the update if the optimizer normalises
     # the gradient (Adam, Muon ...), otherwise as in the preset.
@@ -68,7 +68,7 @@ class Ags(Section):
             return self
         if granularity == "element":
             raise ValueError(
-                "source: local_norms computes one norm per tensor; set ags.granularity: tensor or ags.source: small_batch"
+                "source: local_norms provides one norm per tensor, but ags.granularity is element; set ags.granularity: tensor or ags.source: small_batch"
             )
         if self.b_small != "auto":
             raise ValueError(
@@ -124,8 +124,8 @@ class Arm(GivenArm):
 class Auto(Section):
     """Settings of method auto, which tries several arms in short branches and compares them on held-out training samples."""
 
-    # Epochs of a branch. auto: a number with which the branches, and the epochs before them, train a quarter of the
-    # training's samples.
+    # Epochs of a branch. auto: chosen so that the branches, and the epoch before them, together train on a quarter as many
+    # samples as the training.
     branch_epochs: Literal["auto"] | PositiveFloat = "auto"
     # Settings to compare with lbt, which is always tried. empty: ramp, ramp with half the learning rate, and ramp with
     # 4 times the weight decay
@@ -136,7 +136,7 @@ class Auto(Section):
         names = [arm.name for arm in self.arms]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"arms: each arm must have a different name, but {', '.join(twice)} occurs twice")
+            raise ValueError(f"arms: each arm must have a different name, but several are called {', '.join(twice)}")
         if any(arm.name == "lbt" and arm != GivenArm(name="lbt") for arm in self.arms):
             raise ValueError(
                 "arms: lbt is the name of the built-in arm (the large batch without other changes); choose another name"
@@ -161,7 +161,7 @@ def divide_section(ags: Ags, train: "Train") -> Ags:
         raise ValueError("train.parallel: fsdp supports only one AGS factor per tensor; set ags.granularity: tensor")
     if ags.resolved().source == "local_norms":
         raise ValueError(
-            "train.parallel: fsdp does not provide the gradients of single GPUs; set ags.source: small_batch or ags.preset: paper"
+            "train.parallel: fsdp does not provide the gradient of each GPU, which ags.source: local_norms needs; set ags.source: small_batch or ags.preset: paper"
         )
     return ags.model_copy(update={"granularity": "tensor"})
 
@@ -178,7 +178,7 @@ def _describe_why_not_on_shares(train: "Train") -> str:
 
 def _needs_the_whole(train: "Train") -> str:
     refused = {
-        "train.precision: fp16 scales the loss by each GPU's part of the gradient; set train.precision: bf16": train.precision
+        "with train.precision: fp16, each GPU would choose its loss scale by its own part of the gradient; set train.precision: bf16": train.precision
         == "fp16",
         "train.compile needs the complete model on each GPU; remove train.compile": bool(train.compile),
         "train.diagnostics: [hessian] needs the complete weights on each GPU; remove hessian": "hessian"

@@ -51,7 +51,7 @@ class ThisMachine(Backend):
 
     @property
     def more_memory(self) -> str:
-        return "end other programs there"
+        return "stop other programs on this machine"
 
 
 BACKENDS: dict[str, Backend] = {

@@ -83,7 +83,7 @@ class JobSpec(Section):
     search: Search = Search()
     cluster: Cluster = Cluster()
     baseline: Baseline = Baseline()
-    # Price of the nodes; without it, costs are node-hours
+    # Price of the nodes; without this section, costs are in node-hours
     pricing: Pricing = UNPRICED
     # Types of nodes by name. tula measures each type separately, and tula recommend chooses among all.
     node_types: dict[TypeName, NodeType] = {}
@@ -95,7 +95,9 @@ class JobSpec(Section):
     def _keys_are_current_and_script_replaces_the_loop(cls, content: Any) -> Any:
         content = replace_old_keys(content)
         if place := find_null_character(content):
-            raise ValueError(f"{place} contains a null character, which paths, variables and arguments cannot contain")
+            raise ValueError(
+                f"{place} contains a null character, which paths, variables and arguments cannot contain; remove it"
+            )
         if not isinstance(content, Mapping) or content.get("script") is None:
             return content
         return script_section.fill_script_defaults(content)
@@ -145,7 +147,7 @@ class JobSpec(Section):
     def _names_of_parameters_are_known(self) -> "JobSpec":
         if self.script is not None and isinstance(self.ags.parameters, tuple):
             raise ValueError(
-                "ags.parameters: patterns only apply to tula's own training loop; in a script, pass only the parameters to scale to tula_hooks.wrap"
+                "ags.parameters: patterns apply only to tula's own training loop; remove the key, and pass only the parameters to scale to tula_hooks.wrap in the script"
             )
         return self
 
@@ -222,13 +224,13 @@ class JobSpec(Section):
             )
         if compute_max_decay_growth(self) < 2:
             raise ValueError(
-                f"train.ramp: decay doubles the batch where the schedule halves the learning rate, but schedule.kind {kind}"
+                f"train.ramp: decay doubles the batch each time the schedule halves the learning rate, but schedule.kind: {kind}"
                 + (
-                    " never does"
+                    " never halves it"
                     if kind == "constant"
-                    else f" does not in {describe_train_length(self)} with these settings"
+                    else f" does not halve it within {describe_train_length(self)}"
                 )
-                + "; set schedule.kind: cosine, linear, one-cycle or multistep (with a rate that ends below half), or"
+                + "; set schedule.kind to cosine, linear, one-cycle or multistep, with a final learning rate below half, or set"
                 " train.ramp: auto"
             )
         return self
@@ -238,7 +240,7 @@ class JobSpec(Section):
         available, searched = self.cluster.gpus_per_node, self.search.gpus_per_node or []
         if not self.node_types and max(searched, default=0) > available:
             raise ValueError(
-                f"search.gpus_per_node: contains {max(searched)}, but a node has {format_count(available, 'GPU')} (cluster.gpus_per_node)"
+                f"search.gpus_per_node: contains {max(searched)}, but a node has {format_count(available, 'GPU')} (cluster.gpus_per_node); remove it, or raise cluster.gpus_per_node"
             )
         return self
 
@@ -258,7 +260,7 @@ class JobSpec(Section):
             raise ValueError(f"node_types: all node types must have the same pricing.currency, got {priced}")
         if len(names := [name for each in self.node_types for name in self._named(each)]) > len(set(names)):
             raise ValueError(
-                f"node_types: node_types and search.gpus_per_node produce the same name more than once: {', '.join(names)}; rename a node type"
+                f"node_types: the names formed with search.gpus_per_node are not unique: {', '.join(names)}; rename a node type"
             )
         return self
 
@@ -527,7 +529,7 @@ def describe_misfit(spec: JobSpec) -> str:
     if misfit := spec.train.training_method.describe_misfit(name, divides_gradients=divides):
         return misfit
     if spec.optimizer.beta2_half_life is not None and ":" not in name and name not in WITH_BETA2:
-        return f"does not replace optimizer.name: {name}, which has no beta2, so optimizer.beta2_half_life has no effect; set optimizer.name: AdamW, or remove optimizer.beta2_half_life"
+        return f"keeps optimizer.name: {name}, which has no beta2, so optimizer.beta2_half_life has no effect; set optimizer.name: AdamW, or remove optimizer.beta2_half_life"
     return ""
 
 
@@ -546,7 +548,7 @@ def _describe_settings(spec: JobSpec) -> str:
     """Describe the schedule, beta1 and clipping that the job's method sets by default; empty if it sets none."""
     method, name, schedule = spec.train.training_method, spec.optimizer.name, spec.schedule
     if spec.train.stages == "decay":
-        return "The batch grows instead of a decrease of the learning rate (train.ramp: decay)"
+        return "With train.ramp: decay, the batch doubles each time the schedule halves the learning rate"
     if has_adam_defaults(spec):
         above = LARGE_BATCH_RATIO * spec.train.reference_batch
         late = f", decreasing after {schedule.decay_from:g} of the epochs" if schedule.decay_from else ""
@@ -555,4 +557,4 @@ def _describe_settings(spec: JobSpec) -> str:
         return f"With {name}, the learning-rate schedule is {schedule.kind}{late}, and beta1 {beta1 if has_default else 'is that of optimizer.args.betas'}"
     if method.max_grad_norm is None or name not in SGD_LIKE or spec.train.max_grad_norm is None:
         return ""
-    return f"Gradients are clipped: train.max_grad_norm is {spec.train.max_grad_norm:g}"
+    return f"Gradients are clipped to norm {spec.train.max_grad_norm:g} (train.max_grad_norm)"

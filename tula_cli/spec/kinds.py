@@ -62,7 +62,7 @@ def parse_size(value: object) -> object:
         if isinstance(value, str) and value.strip()[-1:].isalpha():
             raise ValueError(f"must be at least 1MB, such as 16GiB or 800MB, got {value!r}")
         raise ValueError(
-            f"{value!r} is {size:g} bytes, below the minimum of 1MB; add the unit, for example {size:g}GiB"
+            f"{value!r} has no unit and counts as bytes, but the minimum is 1MB; add the unit, for example {size:g}GiB"
         )
     return size
 
@@ -103,7 +103,7 @@ def as_typed(value: object) -> object:
 def require_one_line(value: str) -> str:
     """Reject text that is not a single printable line."""
     if not value.isprintable():
-        raise UnexpectedValue("one line of text without tabs and control characters", repr(value))
+        raise UnexpectedValue("one line of text without tabs or other control characters", repr(value))
     return value
 
 
@@ -148,7 +148,7 @@ def require_plain_data(value: dict[str, Any]) -> dict[str, Any]:
             )
         elif not isinstance(item, str | int | float | None):
             raise ValueError(
-                f"{place[1:]} is a {type(item).__name__}; only text, numbers, true, false and null can be passed on"
+                f"{place[1:]} is a {type(item).__name__}; use only text, numbers, true, false, null, lists and mappings"
             )
     plain: dict[str, Any] = _to_plain(value)
     return plain
@@ -274,7 +274,7 @@ def require_known_method(value: str) -> str:
     module, colon, attribute = value.partition(":")
     if module in METHODS and colon:
         raise ValueError(
-            f"must be a method without settings, got {value!r}; set the settings in the section of the method (only tula compare --methods takes settings after a colon)"
+            f"must be a method without settings, got {value!r}; set each setting by its own key, for example ags.delta (only tula compare --methods takes settings after a colon)"
         )
     if value in METHODS or (module and attribute):
         return value

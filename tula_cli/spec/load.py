@@ -64,7 +64,7 @@ def _name_origin(problem: Problem, origins: Mapping[str, str], *, known: Collect
         sources = {origins[key]}
     if not sources or sources & set(known):
         return problem
-    return replace(problem, message=f"{problem.message}; it is set by {join_words(sorted(sources))}")
+    return replace(problem, message=f"{problem.message}; the key is set by {join_words(sorted(sources))}")
 
 
 def validate(content: Mapping[str, Any], *, source: str) -> JobSpec:

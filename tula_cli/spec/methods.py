@@ -90,9 +90,9 @@ class TrainingMethod:
             divides_gradients: whether the optimizer would divide the method's factors out, as they apply to gradients.
         """
         if self.replaces and optimizer not in self.replaces:
-            return f"replaces {' or '.join(self.replaces)}, so it cannot be used with optimizer.name: {optimizer}"
+            return f"replaces {' or '.join(self.replaces)}, so it cannot be used with optimizer.name: {optimizer}; set optimizer.name: {self.replaces[-1]}"
         if self.orthogonalises and not self.ramps and optimizer == "Muon":
-            return "orthogonalises the updates of another optimizer, but Muon already does so; set train.method: ramp or lbt"
+            return "orthogonalises updates, but Muon already does so itself; set train.method: ramp or lbt"
         if self.scales and divides_gradients:
             return f"scales gradients, but {optimizer} normalises gradients; set ags.apply_to: update"
         return ""
@@ -230,7 +230,7 @@ _METHODS = (
         section="auto",
         refreshes=True,
         max_grad_norm=1.0,
-        summary="uses ramp unless short trial trainings diverge; costs a quarter more samples",
+        summary="tries several settings in short branches, and uses ramp unless another one is clearly better; costs a quarter more samples",
     ),
 )
 METHODS: dict[str, TrainingMethod] = {method.name: method for method in _METHODS}

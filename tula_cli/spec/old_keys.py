@@ -29,9 +29,9 @@ NODE_TYPE_SECTIONS = ("cluster", "pricing", "search")
 """Sections of which a node type, or a site file, may give a part. Kept here because the command line imports it without pydantic."""
 
 REMOVED_STRATEGIES: Mapping[str, str] = {
-    "five": "set adaptive (same cost, better choices), or partial (the four corners of the search)",
-    "few": "set partial (the four corners of the search)",
-    "two": "set partial (the four corners of the search)",
+    "five": "set adaptive, which chooses better at the same cost, or partial, which measures the four corners of the search",
+    "few": "set partial, which measures the four corners of the search",
+    "two": "set partial, which measures the four corners of the search",
 }
 REMOVED_METHODS: Mapping[str, str] = {
     "adascale": "set ramp, which loses less accuracy, or write your own method (package.module:attribute)"
@@ -105,7 +105,7 @@ REMOVED: Mapping[str, str] = {
     "train.early_stopping.metric": "set train.best_checkpoint.metric, which train.early_stopping also uses",
     "train.gradient_noise": "set train.diagnostics: [gradient_noise], which has no settings",
     "train.hessian": "set train.diagnostics: [hessian], which has no settings",
-    "train.ramp.samples": "set epochs, the length of the stage, which may be fractional",
+    "train.ramp.samples": "set the key epochs of the stage, which may be fractional",
     "train.tensorboard": "set export: [{to: tensorboard}]",
 }
 """Advice on what to do instead of a key that no longer exists."""
@@ -134,7 +134,9 @@ def replace_old_keys(content: Any, *, source: str | None = None, prefix: str = "
             continue
         replaced[section] = moved
         if source is not None:
-            message = f"{source}: {prefix}{old} is now {prefix}{new}; the old name is still read"
+            message = (
+                f"{source}: {prefix}{old} was renamed to {prefix}{new}; use the new name (the old one still works)"
+            )
             warnings.warn(message, OldKeyWarning, stacklevel=2)
     if isinstance(node_types := content.get("node_types"), Mapping):
         replaced["node_types"] = {
@@ -231,7 +233,7 @@ def advise_key(path: str) -> str:
     """Return advice for a key `a.b.c` that no longer exists; empty if there is none."""
     path_in_job = _get_path_in_job(path)
     if path_in_job in RENAMED:
-        return f"its new name {RENAMED[path_in_job]} is also set"
+        return f"it was renamed to {RENAMED[path_in_job]}, which is also set"
     return REMOVED.get(path_in_job, "")
 
 

@@ -15,7 +15,7 @@ from tula_cli.spec.old_keys import REMOVED_VALUES, advise_key
 from tula_cli.spec.resources import NodeType
 from tula_cli.words import describe_expected_value
 
-_BATCH = "tula chooses the batch; set train.reference_batch (the batch that optimizer.lr was tuned for), search.min_batch or search.max_batch, or use tula train --batch"
+_BATCH = "tula chooses the batch: set train.reference_batch to the batch that optimizer.lr was tuned for, limit the choice with search.min_batch and search.max_batch, or train at one batch with tula train --batch"
 _USUAL_NAMES: Mapping[str, str] = {
     **dict.fromkeys(
         ("batch", "batch_size", "batchsize", "bs", "local_batch", "local_batch_size", "micro_batch", "micro_batch_size",
@@ -108,7 +108,7 @@ def _describe_key(item: Any, path: str, *, of_script: bool) -> Problem:
     """Describe a key that is unknown, removed or missing."""
     if item["type"] == "extra_forbidden":
         if hint := advise_key(re.sub(r"\[\d+\]", "", path)):
-            return Problem(path, "this key was removed: delete it", hint)
+            return Problem(path, "this key no longer exists: delete it", hint)
         return Problem(
             path,
             "no such key",
@@ -161,8 +161,8 @@ def _list_choices(item: Any) -> list[str]:
 def _describe_pattern(pattern: str) -> str:
     """Describe the names that one of the patterns of the spec matches."""
     if most := re.search(r"\{0,(\d+)\}", pattern):
-        return f"1 to {int(most[1]) + 1} letters, digits, '.', '_' or '-', the first a letter or a digit"
-    return "letters, digits, '_', '.' or '-', the first a letter or '_'"
+        return f"1 to {int(most[1]) + 1} letters, digits, '.', '_' or '-', and start with a letter or a digit"
+    return "letters, digits, '_', '.' or '-', and start with a letter or '_'"
 
 
 def _format_value(value: object) -> str:

@@ -49,8 +49,8 @@ class Cluster(Section):
     # Shell command that starts Python in jobs, for example in a container; null: the current interpreter. Not with kind:
     # local
     python: Command | None = None
-    # Shell lines that run before a job; not with kind: local. With kind: slurm, also the path of a file with them, and
-    # null means slurm-setup.sh of the user or the site.
+    # Shell lines that run before a job; not with kind: local. With kind: slurm, also the path of a file with these lines;
+    # null: slurm-setup.sh of the user or the site.
     setup: list[str] | Line | None = None
     slurm: Slurm | None = None  # Options of sbatch and srun, with kind: slurm
     options: Arguments = {}  # Arguments of the class of a user-defined scheduler
@@ -142,7 +142,7 @@ class Pricing(Section):
             if "price" not in self.model_fields_set or (self.price == 1.0 and self.currency in _NO_MONEY):
                 if self.currency not in ("USD", *_NO_MONEY):
                     raise ValueError(
-                        f"currency: {self.currency} needs pricing.price, the price of a billing-hour; without a price, costs are in {BILLING_UNIT}"
+                        f"currency: {self.currency} needs pricing.price; set the price of a billing-hour, or remove the currency to show costs in {BILLING_UNIT}"
                     )
                 object.__setattr__(self, "currency", BILLING_UNIT)  # the model is frozen
             return self

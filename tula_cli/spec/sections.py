@@ -111,8 +111,8 @@ class Model(Section):
     weights: str | None = None
     # true: weights whose name or shape does not match are an error. false: they are skipped and listed.
     strict: bool = True
-    # Parameters that are not trained: patterns of parameter or module names. norms, biases and embeddings match those
-    # of the whole model. ! makes an exception: ["*", "!head"] freezes all parameters except those of head.
+    # Parameters that are not trained: patterns of parameter or module names. The words norms, biases and
+    # embeddings match all such parameters of the model. ! makes an exception: ["*", "!head"] freezes all parameters except those of head.
     frozen: list[str] = []
 
     @model_validator(mode="after")
@@ -177,17 +177,17 @@ class Dataset(Section):
         tested = self.tested
         if tested.name != "ImageFolder" and not is_import_string(tested.name):
             raise ValueError(
-                f"test: dataset {tested.name} has no separate test set; set test.name: ImageFolder or package.module:callable"
+                f"test: dataset {tested.name} has no separate test set; set dataset.test.name: ImageFolder or package.module:callable"
             )
         if (tested.name, tested.root, tested.args) == (self.name, self.root, self.args):
             raise ValueError(
-                "test: must differ from the training set; set test.name, test.root or test.args, for example test.args: {split: test}"
+                "test: must differ from the training set; set another name, root or args in dataset.test, for example dataset.test.args: {split: test}"
             )
         if tested.name == "ImageFolder" and self.test.root is None:
-            raise ValueError("test.root: is required with ImageFolder: a folder with one subfolder per class")
+            raise ValueError("test.root: is required with ImageFolder; set it to a folder with one subfolder per class")
         if tested.name != "ImageFolder" and self.test.root is not None:
             raise ValueError(
-                f"test.root: has no effect with dataset {tested.name}; set test.args to select the test set, for example test.args: {{split: test}}"
+                f"test.root: has no effect with dataset {tested.name}; to select the test set, set dataset.test.args, for example {{split: test}}"
             )
         return self
 
@@ -309,19 +309,19 @@ class Schedule(Section):
         if self.kind == "multistep" and not self.milestones:
             raise ValueError("milestones: is required with schedule.kind: multistep, for example [30, 60, 80] (epochs)")
         if self.kind != "multistep" and self.milestones:
-            raise ValueError(f"milestones: has no effect {kind}; set schedule.kind: multistep")
+            raise ValueError(f"milestones: has no effect {kind}; remove the key, or set schedule.kind: multistep")
         if sorted(self.milestones) != self.milestones:
             raise ValueError(f"milestones: must be in ascending order, got {self.milestones}")
         if self.kind not in FALLING and self.min_lr:
             raise ValueError(
-                f"min_lr: has no effect {kind}; set schedule.kind to {', '.join(FALLING[:-1])} or {FALLING[-1]}"
+                f"min_lr: has no effect {kind}; remove the key, or set schedule.kind to {', '.join(FALLING[:-1])} or {FALLING[-1]}"
             )
         if self.kind == "one-cycle" and self.warmup_epochs:
             raise ValueError(
                 "warmup_epochs: has no effect with schedule.kind: one-cycle, which has a warm-up itself; remove the key"
             )
         if self.kind != "linear" and self.decay_from:
-            raise ValueError(f"decay_from: has no effect {kind}; set schedule.kind: linear")
+            raise ValueError(f"decay_from: has no effect {kind}; remove the key, or set schedule.kind: linear")
         return self
 
 
@@ -345,14 +345,14 @@ _RESERVED = {"auto", "eval_loss", *BUILT_IN}
 class Train(Section):
     """Settings of the training."""
 
-    epochs: Annotated[int, Field(ge=1, le=1_000_000)]  # Number of epochs; it is the same for every batch and method
+    epochs: Annotated[int, Field(ge=1, le=1_000_000)]  # Number of epochs, the same for every batch and method
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # Seed of weights, data order and augmentation
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # Precision of forward and backward pass; parameters stay fp32
     workers: Workers = "auto"  # Data-loader processes per GPU; auto: the CPU cores of the rank minus one, from 2 to 8
     # Compile with torch.compile: true, or one of its modes
     compile: bool | Literal["default", "max-autotune-no-cudagraphs"] = False
-    # Use only operations with bitwise reproducible results. The training fails if an operation has no such form. false:
-    # cuDNN selects the fastest algorithms (NVIDIA GPUs).
+    # Use only operations with bitwise reproducible results. The training fails if an operation has no reproducible
+    # implementation. false: cuDNN selects the fastest algorithms (NVIDIA GPUs).
     deterministic: bool = False
     # ddp: each GPU holds a copy of the model (DistributedDataParallel). fsdp: parameters, gradients and optimizer
     # states are sharded over the GPUs (FSDP2). This needs less memory, but causes 1.5 times the network traffic.
@@ -389,8 +389,8 @@ class Train(Section):
     oom_policy: Literal["accumulate", "shrink"] = "accumulate"
     # Maximum number of consecutive failures without a newer checkpoint; then the training ends
     max_attempts: Positive = 8
-    # Additional measurements. gradient_norms: in every step; methods that scale gradients always write them.
-    # gradient_noise: the noise scale at the end of each epoch, from 32 micro-batches per GPU. hessian: the largest
+    # Additional measurements. gradient_norms: the gradient norm of every step, which methods that scale gradients always
+    # record. gradient_noise: the noise scale at the end of each epoch, from 32 micro-batches per GPU. hessian: the largest
     # eigenvalue of the Hessian at the end of each epoch, on 128 samples; it takes as long as some dozen steps.
     diagnostics: Annotated[
         list[Measurement], BeforeValidator(_read_measurements), WithJsonSchema(_WRITTEN_MEASUREMENTS)
@@ -510,8 +510,8 @@ class Search(Section):
     # the middle and the largest batch on the most nodes. adaptive: tula chooses them in rounds from earlier results.
     # auto: sweep for a long training, otherwise adaptive.
     strategy: Literal["auto", "sweep", "partial", "full", "adaptive"] = "auto"
-    # Minimum number of steps in each of the two phases of a probe. The warm-up lasts until step times are stable. The
-    # timing lasts at least min_seconds, and until the standard error of the mean step time is below 1 %.
+    # Minimum number of steps in each of the two phases of a probe: the warm-up, which lasts until step times are stable,
+    # and the timing, which lasts at least min_seconds and until the standard error of the mean step time is below 1 %.
     min_steps: Annotated[int, Field(ge=5)] = 10
     # Minimum duration of the timed steps in seconds, so that GPU clocks and power become stable
     min_seconds: NonNegativeFloat = 2.0
@@ -519,8 +519,8 @@ class Search(Section):
     max_seconds: PositiveFloat = 60.0
     # Maximum node-hours of all probes and resume tests together; null: no limit
     max_node_hours: PositiveFloat | None = None
-    # Maximum duration of one profiling job in minutes. tula requests 2 more minutes from the scheduler, which prices
-    # include, so that it can stop the job itself and record the reason.
+    # Maximum duration of one profiling job in minutes. tula requests 2 more minutes from the scheduler (and includes
+    # them in costs), so that it can stop the job itself and record the reason.
     max_minutes: PositiveFloat = 20.0
 
     @model_validator(mode="after")

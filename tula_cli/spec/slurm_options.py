@@ -17,7 +17,7 @@ from tula_cli.spec.kinds import (
 )
 
 _SBATCH_SETTINGS = {
-    "job-name": "name",
+    "job-name": "name (the name of the job)",
     "nodes": "search.nodes",
     "ntasks": "cluster.gpus_per_node",
     "ntasks-per-node": "cluster.gpus_per_node",
@@ -64,7 +64,7 @@ def _check_sbatch_option(name: str) -> str:
         raise ValueError("tula sets this itself; remove the key")
     if normalize_option_name(name) == "clusters":
         raise ValueError(
-            f"{name!r} selects another cluster than the one that tula queries; run tula on a login node of that cluster"
+            f"{name!r} selects another cluster than the one that tula queries; remove the key, and run tula on a login node of that cluster"
         )
     return name
 
@@ -92,7 +92,7 @@ def _check_gpu_type(value: str) -> str:
 def _check_variable(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise ValueError(
-            f"must be the name of an environment variable: letters, digits and '_', the first no digit, got {name!r}"
+            f"must be the name of an environment variable: letters, digits and '_', not starting with a digit, got {name!r}"
         )
     if name in _RANK_VARIABLES:
         raise ValueError("tula sets this itself; remove the key")
@@ -146,19 +146,19 @@ class Slurm(Section):
     # Memory per node, as in sbatch --mem; 0: all memory of the node
     memory: Annotated[Line, AfterValidator(_check_slurm_memory), _WRITTEN_MEMORY] | None = None
     cpus_per_task: Positive | None = None  # CPU cores per rank, with either launcher
-    # How GPUs are requested; none: they are not requested
+    # Option that requests the GPUs; none: no GPUs are requested
     gpus: Literal["gpus_per_node", "gres", "gpus_per_task", "none"] = "gpus_per_node"
     # Type of GPU to request, as the site names it, for example a100
     gpu_type: Annotated[Line, AfterValidator(_check_gpu_type)] | None = None
     exclusive: bool = True  # Request whole nodes; on shared nodes other jobs distort the step times
     # Further options of sbatch by their long names. true: an option without a value; false: the option is omitted
     extra: dict[Annotated[str, AfterValidator(_check_sbatch_option)], OptionValue] = {}
-    # Further options of srun, in the same form
+    # Further options of srun, in the form of cluster.slurm.extra
     srun_extra: dict[Annotated[str, AfterValidator(_check_srun_option)], OptionValue] = {}
     # Environment variables, which are exported after cluster.setup. A variable that is null is not exported.
     environment: dict[Annotated[str, AfterValidator(_check_variable)], str | None] = {}
-    # Words put before the command of every rank, or the path of a script that runs it; null: slurm-wrapper.sh of the
-    # user or the site
+    # Words put before the command of every rank, or the path of a script that runs this command; null: slurm-wrapper.sh
+    # of the user or the site
     wrapper: list[Annotated[Line, AfterValidator(check_word)]] | Line | None = None
 
     @model_validator(mode="after")
@@ -180,13 +180,13 @@ def _list_gpu_problems(slurm: Slurm) -> _Unfit:
     if slurm.launcher == "torchrun" and slurm.gpus == "gpus_per_task":
         yield (
             ("gpus",),
-            "gpus_per_task requests GPUs for each task, but launcher: torchrun starts one task per node; set gpus_per_node or gres",
+            "gpus_per_task requests GPUs for each task, but cluster.slurm.launcher: torchrun starts one task per node; set gpus_per_node or gres",
         )
     if slurm.gpus == "none":
         if slurm.gpu_type:
             yield (
                 ("gpu_type",),
-                f"{slurm.gpu_type!r} has no effect with cluster.slurm.gpus: none; remove gpu_type, or set gpus: gpus_per_node",
+                f"{slurm.gpu_type!r} has no effect with cluster.slurm.gpus: none; remove cluster.slurm.gpu_type, or set cluster.slurm.gpus: gpus_per_node",
             )
         return
     for name, value in slurm.extra.items():
@@ -198,7 +198,7 @@ def _list_gpu_problems(slurm: Slurm) -> _Unfit:
         ):
             yield (
                 ("extra", name),
-                "requests GPUs a second time; remove it and set cluster.slurm.gpus and gpu_type, or set cluster.slurm.gpus: none",
+                "requests GPUs in addition to cluster.slurm.gpus; remove the option and set cluster.slurm.gpus and cluster.slurm.gpu_type, or set cluster.slurm.gpus: none",
             )
 
 

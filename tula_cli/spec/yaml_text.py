@@ -76,7 +76,9 @@ def _reject_duplicate_keys(loader: "yaml.constructor.SafeConstructor", node: yam
         if key_node.tag == "tag:yaml.org,2002:merge":
             continue
         if not isinstance(key_node, yaml.ScalarNode):
-            raise yaml.MarkedYAMLError(problem="a key must be a word", problem_mark=key_node.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem="a key must be text, not a list or a mapping", problem_mark=key_node.start_mark
+            )
         key = loader.construct_object(key_node, deep=True)
         if key in seen:
             raise yaml.MarkedYAMLError(problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark)
@@ -134,7 +136,7 @@ def parse_yaml(text: str, *, source: str) -> Any:
         raise SpecError(f"{source}: not valid YAML: {_TOO_DEEP}")
     if _count_values(content, {}) > _MOST_VALUES:
         raise SpecError(
-            f"{source}: it has more than {_MOST_VALUES} values after its anchors are expanded",
+            f"{source} has more than {_MOST_VALUES} values after its YAML anchors are expanded",
             "write large data to a separate file, and its path into the job",
         )
     return content
@@ -180,7 +182,7 @@ def _parse_in_python(text: str, *, source: str) -> Any:
         if "\\t" in (error.problem or ""):
             hint = "use spaces for indentation: YAML does not allow tabs there"
         elif "could not find expected ':'" in (error.problem or ""):
-            hint = "every key is followed by a colon; look at this line and the one above it"
+            hint = "write a colon after each key; check this line and the one above"
         raise SpecError(f"{source}{where}: not valid YAML: {error.problem or error.context}", hint) from None
     except RecursionError:
         raise SpecError(f"{source}: not valid YAML: {_TOO_DEEP}") from None
@@ -214,7 +216,7 @@ def _make_quoting_hint(text: str, mark: "yaml.Mark | None") -> str:
     if not _SPECIAL.search(value):
         return ""
     quote = "'" if '"' in value else '"'
-    return f"quote a value with such characters: {f'{key}: ' if key else ''}{quote}{value}{quote}"
+    return f"put the value in quotes: {f'{key}: ' if key else ''}{quote}{value}{quote}"
 
 
 def read_text_file(path: Path) -> str:
@@ -231,7 +233,7 @@ def read_text_file(path: Path) -> str:
         os.set_blocking(file.fileno(), True)
         content = file.read(_LARGEST + 1)
     if len(content) > _LARGEST:
-        raise SpecError(f"{path} is larger than {_LARGEST >> 20} MiB; tula expects a file of about a page of text")
+        raise SpecError(f"{path} is larger than {_LARGEST >> 20} MiB; check that this is the right file")
     return content.decode()
 
 
@@ -256,7 +258,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise SpecError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     sections = parse_yaml(text, source=str(path))
     if not isinstance(sections, dict):
-        kind = "it is empty" if sections is None else "it is a list" if isinstance(sections, list) else "it is a text"
+        kind = (
+            "it is empty" if sections is None else "it is a list" if isinstance(sections, list) else "it is plain text"
+        )
         raise SpecError(
             f"{path}: a job file must contain sections (name: value), but {kind}", "tula init writes a job file"
         )

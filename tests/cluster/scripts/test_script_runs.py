@@ -306,7 +306,8 @@ def test_after_an_out_of_memory_the_same_batch_goes_on_in_smaller_micro_batches(
     assert result is not None and result.batch == 16 and 0 < starts[1] < starts[2]
     summary = run.get_training("x").read_summary()
     assert summary is not None and summary.causes == tuple(
-        f"out of memory at batch 16: micro-batch {size} x {16 // size} now" for size in (8, 4)
+        f"out of memory at batch 16: each rank now computes a step in {16 // size} micro-batches of {size}"
+        for size in (8, 4)
     )
     assert json.loads((run.get_training("x").path / "out" / "state.json").read_text())["samples"] == 1600
 

@@ -162,7 +162,7 @@ def test_check_tells_stages_that_last_too_long_once_the_dataset_is_known() -> No
     [
         ([{"epochs": 1, "batch": 64}, {"epochs": 1, "batch": 64}], {}, "must increase"),
         ([{"batch": 64}], {}, "is required"),
-        ([{"batch": 64, "epochs": 1, "samples": 7}], {}, "this key was removed"),
+        ([{"batch": 64, "epochs": 1, "samples": 7}], {}, "this key no longer exists"),
         ([{"epochs": 20, "batch": 64}], {}, "the stages last 20 epochs and must end before train.epochs"),
         ([], {}, "at least 1 entry"),
         ("auto", {"method": "auto"}, "train.method: auto, which needs a constant batch"),

@@ -419,7 +419,7 @@ def test_a_script_that_changes_between_plan_and_submission_is_refused(here: Path
     write(here, "helper.py", {"train.py": "x = 1"})
     planned = code.choose_code(None, job(), here, keep=True)
     write(here, {"helper.py": "x = 2"})
-    with pytest.raises(TulaError, match=r"the code of train\.py is being changed"):
+    with pytest.raises(TulaError, match=r"the code of train\.py changed while tula copied it"):
         code.take_snapshot(run, job(), planned)
     assert list((run.path / "code").iterdir()) == []
 

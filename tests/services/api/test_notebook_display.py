@@ -126,7 +126,7 @@ def test_every_column_is_described(run: Run, recommendation: Recommendation) -> 
 
 
 def test_a_plot_against_an_unknown_quantity_is_refused(recommendation: Recommendation) -> None:
-    with pytest.raises(SpecError, match="against='price' is not one of cost, nodes"):
+    with pytest.raises(SpecError, match="against 'price': must be one of cost, nodes"):
         recommendation.plot("price")  # type: ignore[arg-type]
 
 

@@ -300,7 +300,7 @@ def test_a_minimum_efficiency_limits_the_choice_and_is_named_where_nothing_reach
     for share in (80, 1.5):
         with pytest.raises(SpecError, match=f"min_efficiency {share}: must be at most 1") as refused:
             Query(min_efficiency=share)
-        assert refused.value.hint == "0.8, not 80"
+        assert refused.value.hint == "write 0.8 for 80 %"
     with pytest.raises(SpecError, match="min_efficiency"):
         Query(min_efficiency="much")  # type: ignore[arg-type]
 

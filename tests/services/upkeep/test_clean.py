@@ -160,7 +160,7 @@ def test_a_run_with_node_types_inside_is_left_as_it_is(run: RunDir) -> None:
     (run.path / "types").mkdir()
     folder = trained(run, 100, 200, 300, best=300)
     (space,) = service.measure_runs([run])
-    assert space.holdings == () and "are runs of their own now" in space.kept
+    assert space.holdings == () and "makes separate runs" in space.kept
     assert names(folder) == ["100.pt", "200.pt", "300.pt"]
 
 

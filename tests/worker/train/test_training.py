@@ -151,7 +151,7 @@ def test_a_ramp_that_diverges_restarts_once_from_before_with_half_the_factor(alo
     assert isinstance(again, TrainTask) and again.max_lr_factor == 2
     assert (
         again.cause
-        == "Diverged: the loss is not finite; restarted from the previous checkpoint with train.max_lr_factor 2"
+        == "Diverged: the loss is not finite; restarted from the previous checkpoint with train.max_lr_factor: 2"
     )
     with pytest.raises(Diverged):
         run_training(again, run, alone, faulty)

@@ -131,7 +131,7 @@ class Fallback(Record):
             message = f"out of memory at batch {self.stage}, in a stage before batch {self.batch}"
         if self.micro_batch is not None:
             statistics = f", with {self.statistics}" if self.normalised else ""
-            return f"{message}: micro-batch {self.micro_batch} x {self.micro_batches} now{statistics}"
+            return f"{message}: each rank now computes a step in {self.micro_batches} micro-batches of {self.micro_batch}{statistics}"
         if self.failed_micro_batch is not None:
             return f"{message} in micro-batches of {self.failed_micro_batch}, which are not split further: {self.limit}"
         return f"{message}; its micro-batches are not split: {self.limit}" if self.limit else message
@@ -160,15 +160,15 @@ class Relaunch(Record):
     def describe_cause(self, failure: Failure) -> str:
         """Return why a training is relaunched after a failure."""
         if self.nodes is not None and failure.outcome == "device_oom":
-            return f"out of memory on {format_count(self.nodes_before)}, so it continues on {self.nodes}"
+            return f"out of memory on {format_count(self.nodes_before)}, so the training continues on {self.nodes}"
         if self.nodes is not None:
-            return f"batch {self.stage_batch} has {format_count(self.nodes)}"
+            return f"the stage with batch {self.stage_batch} runs on {format_count(self.nodes)}"
         if self.fallback is not None:
             return self.fallback.description
         if self.workers is not None:
-            return f"host out of memory with {self.workers_before} loader processes per rank"
+            return f"host out of memory with train.workers: {self.workers_before}; restarted with {self.workers}"
         if self.max_lr_factor is not None:
-            return f"{failure.summary}; restarted from the previous checkpoint with train.max_lr_factor {self.max_lr_factor:g}"
+            return f"{failure.summary}; restarted from the previous checkpoint with train.max_lr_factor: {self.max_lr_factor:g}"
         if self.after_progress:
             return f"{failure.description}; {self.consequence}"
         return f"{failure.outcome}: {failure.description}"
@@ -205,13 +205,13 @@ class Requeue(Record):
             return f"job {self.jobs[0]} {result}"
         if self.first == "hold" and self.jobs:
             ids = self.jobs[0] if len(self.jobs) == 1 else f"{self.jobs[0]} to {self.jobs[-1]}"
-            return f"{ids} could not be held{refused}" if self.complaint else f"held: {ids}"
+            return f"{ids} could not be held{refused}" if self.complaint else f"jobs held: {ids}"
         return ""
 
     def describe_cause(self, failure: Failure) -> str:
         """Return why a training resumes in another job after a failure."""
         if self.first == "hold":
-            return f"resumes now that there is free space: {failure.description}"
+            return f"{failure.description}; resumed now that there is free space"
         named = f"{failure.outcome}: " if self.first == "exclude" else ""
         return "; ".join(filter(None, (f"{named}{failure.description}", self.consequence)))
 
@@ -230,13 +230,13 @@ class Stop(Record):
     def consequence(self) -> str:
         """As in `Relaunch`."""
         if self.samples is not None:
-            return f"failed twice in the same way after {self.samples} samples from the same checkpoint, so it is not started again"
+            return f"failed twice in the same way after {self.samples} samples from the same checkpoint, so tula does not start it again"
         if self.seconds is not None:
-            return f"failed twice in the same way within {max(1.0, self.seconds):.0f} s of a start, so it is not started again"
+            return f"failed twice in the same way within {max(1.0, self.seconds):.0f} s of a start, so tula does not start it again"
         if self.why == "nothing_saved":
             return f"the time limit was reached before anything could be saved: raise {self.setting}"
         if self.why == "supervisors_failed":
-            return f"{self.count} supervisors failed without a newer checkpoint"
+            return f"tula's supervisor failed {self.count} times without a newer checkpoint"
         return ""
 
 

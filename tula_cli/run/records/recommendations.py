@@ -52,7 +52,7 @@ class TimeParts(Record):
     evaluation: float = Field(description="seconds of evaluations")
     checkpoints: float = Field(description="seconds of writing checkpoints")
     branches: float = Field(description="seconds of the branches of a training with method auto")
-    rest: float = Field(description="seconds of starts and exits of the ranks, and the cost of interruptions")
+    rest: float = Field(description="seconds of starts and exits of the ranks, and seconds lost to interruptions")
 
     @property
     def total(self) -> float:
@@ -552,7 +552,7 @@ class Recommendation(Record):
         from tula_cli.entry_points import load_extra
 
         if against not in get_args(TradeOff):
-            raise SpecError(f"against={against!r} is not one of {join_words(get_args(TradeOff))}.")
+            raise SpecError(f"against {against!r}: must be one of {join_words(get_args(TradeOff))}")
         return load_extra("report").plot(self, against)
 
     @property

@@ -105,7 +105,7 @@ class BaseTask(Record):
 
     @property
     def timeout_message(self) -> str:
-        return f"stopped after search.max_minutes: {self.spec.search.max_minutes:g}"
+        return f"stopped after {self.spec.search.max_minutes:g} minutes (search.max_minutes)"
 
     @property
     def time_limit(self) -> int:

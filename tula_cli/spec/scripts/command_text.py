@@ -63,7 +63,9 @@ def find_training_command(
     try:
         commands = split_commands(typed, {**known, **(variables or {})})
     except ValueError as error:
-        raise SpecError(f"{text.strip()!r} is not a command: {str(error).lower()}", "quote it as a whole") from None
+        raise SpecError(
+            f"{text.strip()!r} is not a command: {str(error).lower()}", "put the whole command in quotes"
+        ) from None
     return _Reader(typed, keeps_setup).read(list(_split_pipelines(commands)))
 
 
@@ -136,12 +138,12 @@ class _Reader:
     def _find_training(self, programs: Sequence[_Pipeline]) -> _Pipeline:
         if not programs:
             what = "no command starts a program" if self.text.strip() else "the command is empty"
-            raise SpecError(what, "give the complete command with which you start it today")
+            raise SpecError(what, "give the complete command with which you start the training today")
         likely = [each for each in programs if _is_likely(each)] if self.keeps_setup else programs
         if len(programs) > 1 and len(likely) != 1:
             lines = "; ".join(f"{self._describe_line(each)}{_shorten_words(each[0].words)!r}" for each in programs)
             raise SpecError(
-                f"several commands start a program ({lines}), but a job has one",
+                f"several commands start a program ({lines}), but a job has one training command",
                 "give only the one that trains, and run the others first",
             )
         return likely[0] if likely else programs[0]
@@ -165,11 +167,11 @@ class _Reader:
         elif not self.keeps_setup:
             raise SpecError(
                 f"{self._describe_line(pipeline)}{raw!r} needs a shell, but {_WITHOUT_SHELL}",
-                "run that part yourself before tula, or write it into cluster.setup of a job with kind: slurm (tula init slurm does that)",
+                "run this command yourself before tula, or write it into cluster.setup of a job with cluster.kind: slurm (tula init slurm does so)",
             )
         elif re.search(r"\$(?:[1-9@*#]|\{[1-9@*#])", raw) and not re.match(r"function|.*\(\)", raw):
             raise SpecError(
-                f"{self._describe_line(pipeline)}{_shorten_words(first.words)!r} uses the arguments of the script, but a job has none",
+                f"{self._describe_line(pipeline)}{_shorten_words(first.words)!r} uses the arguments of the script, but tula starts it without arguments",
                 "replace them by their values",
             )
         else:

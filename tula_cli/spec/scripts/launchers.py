@@ -105,11 +105,14 @@ _MPI = "starts the processes itself and connects them by variables of MPI, which
 _SUBMITS = "submits a job, but tula itself submits the jobs"
 _FOREIGN = {
     **dict.fromkeys(("mpirun", "mpiexec", "orterun", "horovodrun", "jsrun", "aprun", "ibrun"), _MPI),
-    **dict.fromkeys(("docker", "podman", "kubectl"), "cannot start ranks, so give the command inside the container"),
-    **dict.fromkeys(("sudo", "su"), "runs it as another user, without the variables of a rank"),
-    **dict.fromkeys(("ssh", "pdsh"), "runs it on another machine, but tula itself starts it on the nodes"),
+    **dict.fromkeys(("docker", "podman", "kubectl"), "starts a container without the variables of a rank"),
+    **dict.fromkeys(("sudo", "su"), "runs the command as another user, without the variables of a rank"),
+    **dict.fromkeys(("ssh", "pdsh"), "runs the command on another machine, but tula itself starts it on the nodes"),
     **dict.fromkeys(("sbatch", "salloc", "qsub", "bsub", "torchx", "sky", "ray"), _SUBMITS),
-    **dict.fromkeys(("xargs", "parallel", "watch", "tmux", "screen"), "builds the command at run time"),
+    **dict.fromkeys(
+        ("xargs", "parallel", "watch", "tmux", "screen"),
+        "cannot be used: tula has to start one fixed command and wait for its exit",
+    ),
     **dict.fromkeys(("colossalai", "fabric", "lightning"), "is a launcher that tula does not support"),
 }
 _WRAPPERS = frozenset({
@@ -121,12 +124,12 @@ _WRAPPERS = frozenset({
 _LEFT_OUT = ("time", "nohup", "exec", "command", "setsid", "eval")
 _PYTHON = re.compile(r"i?python[\d.]*|pypy[\d.]*")
 _SHELLS = ("bash", "sh", "zsh", "dash")
-_WHOLE = "give the complete command with which you start it today"
+_WHOLE = "give the complete command with which you start the training today"
 _HOW_TO_START = (
-    "if it starts N on each node, write {gpus_per_node=N} in place of a number of GPUs; if it is one of several"
-    " processes, put torchrun --nproc_per_node=N before the script in place of python"
+    "if the program starts N processes per node, write {gpus_per_node=N} for its number of GPUs; if it is one of several"
+    " processes, replace python by torchrun --nproc_per_node=N"
 )
-_INSIDE = "give the command inside it that starts the training; or, " + _HOW_TO_START
+_INSIDE = "give the command with which this program starts the training; or, " + _HOW_TO_START
 
 
 # --- Start of the training program
@@ -215,7 +218,7 @@ def _launch(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
         hint = (
             "tula init --from-sbatch FILE reads an sbatch script"
             if first.name in ("sbatch", "salloc")
-            else "give the command that each GPU runs, with torchrun --nproc_per_node=N before the script for its processes"
+            else "give the command that runs the script, with torchrun --nproc_per_node=N before the script if there are N processes per node"
         )
         raise SpecError(f"{first.text} {why}", hint)
     if launcher := _LAUNCHERS.get(first.name):
@@ -292,8 +295,10 @@ def _parse_number(option: Option | None) -> int | None:
 def _ask_processes(what: str, hint: str, known: KnownFacts) -> int:
     if (answer := known.parse_answer(PROCESSES)) is not None:
         return answer
-    question = f"how many {PROCESSES} does it start by itself ({what})?"
-    raise Unknown(f"{what}: the number of processes that it starts is unknown", hint, key=PROCESSES, question=question)
+    question = f"how many {PROCESSES} does the program start by itself ({what})?"
+    raise Unknown(
+        f"{what}: it is unknown how many processes the program starts", hint, key=PROCESSES, question=question
+    )
 
 
 def _count_processes_per_node(
@@ -402,7 +407,7 @@ def _read_accelerate_config(path: str, known: KnownFacts) -> dict[str, Option]:
         text = read_text_file(known.folder / Path(path).expanduser())
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
-        hint = "run tula init where the file is, or give --num_processes"
+        hint = "correct the path, or add --num_processes N to the command"
         raise SpecError(f"cannot read accelerate's --config_file {path}: {reason}", hint) from None
     content = parse_yaml(text, source=path)
     pairs = content.items() if isinstance(content, dict) else ()
@@ -424,7 +429,7 @@ def _launch_by_srun(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
         raise SpecError("the command has a launcher but no script", _WHOLE)
     if container := next((name for name in options if name.startswith("container")), ""):
         raise SpecError(
-            f"srun's {options[container].written} would also start tula's supervisor in the container, where tula is not installed",
+            f"srun's {options[container].written} cannot be used: it would also run tula's own process (the supervisor) in the container, where tula is not installed",
             "start the container in the command, for example: apptainer exec image.sif python train.py",
         )
     nodes, tasks, each = options.get("nodes"), options.get("ntasks"), options.get("ntasks_per_node")
@@ -482,11 +487,14 @@ def _make_launch_without_launcher(launch: Launch, known: KnownFacts, *, is_scrip
     name = launch.program[-1].name
     if _SUBMITIT.fullmatch(name):
         raise SpecError(
-            f"{name} submits jobs (with submitit), but tula has to submit them",
+            f"{name} submits jobs with submitit, but tula itself submits the jobs",
             "give the command that these jobs run, without submitit's options, for example: torchrun --nproc_per_node=8 main.py ...",
         )
     if any(word.text == "--multirun" for word in launch.arguments):
-        raise SpecError("--multirun starts several trainings, but a job has one", "give the values of one training")
+        raise SpecError(
+            "--multirun starts several trainings, but a job is one training",
+            "remove --multirun, and give the values of one training",
+        )
     given = read_options(launch.arguments)
     by_name = {option.name: option for option in given}
     is_lightning = {"strategy", "accelerator"} & by_name.keys() and {"devices", "gpus"} & by_name.keys()

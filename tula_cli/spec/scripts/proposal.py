@@ -37,14 +37,15 @@ def list_missing(recognised: RecognisedCommand) -> tuple[MissingKey, ...]:
 def _list_missing_parts(script: dict[str, Any], placeholders: set[str]) -> Iterator[MissingKey]:
     if "out" not in placeholders:
         yield MissingKey(
-            "script.command", "{out} in place of its output folder, or a probe writes where the training does"
+            "script.command",
+            "write {out} in place of the output folder; otherwise, a probe writes to the same folder as the training",
         )
     if "length" not in script:
         yield MissingKey(
             "script.length", "length of the training: {epochs: N}, {samples: N} or {steps: N}", required=True
         )
     if _needs_a_size(script, placeholders):
-        yield MissingKey("script.dataset_size", "samples per epoch, needed for {steps}", required=True)
+        yield MissingKey("script.dataset_size", "samples per epoch, needed for {steps} and {samples}", required=True)
     else:
         yield MissingKey("script.dataset_size", "samples per epoch, if the script does not use a torch DataLoader")
     if "batch" not in script["reference"]:
@@ -53,23 +54,22 @@ def _list_missing_parts(script: dict[str, Any], placeholders: set[str]) -> Itera
         if "lr" in placeholders:
             yield MissingKey("script.reference.lr", "the current learning rate", required=True)
         else:
-            words = (
-                "the current learning rate, with {lr} in the command; omit it if the script scales its learning rate"
-            )
+            words = "the current learning rate; needs {lr} in the command. Omit it if the script scales its learning rate itself"
             yield MissingKey("script.reference.lr", words)
     if "resume" not in script:
         yield MissingKey(
-            "script.resume", "how it resumes from a checkpoint; without it, an interrupted training starts again"
+            "script.resume",
+            "how the script resumes from a checkpoint; without this section, an interrupted training starts from the beginning",
         )
     elif "out" not in placeholders:
         yield MissingKey(
             "script.resume.checkpoint",
-            "path of its checkpoints; {out} is not in the command, so section resume is a comment",
+            "path of the script's checkpoints; section resume is a comment because {out} is not in the command",
         )
-    yield MissingKey("script.metric", "pattern of a metric in its output")
+    yield MissingKey("script.metric", "pattern of a metric in the script's output")
     yield MissingKey(
         "script.save",
-        "how tula requests a checkpoint before a job has to stop; without it, the script's last checkpoint is used",
+        "how tula requests a checkpoint before a job has to stop; without this key, the script's last checkpoint is used",
     )
 
 
@@ -84,7 +84,7 @@ def write_sections(recognised: RecognisedCommand) -> str:
         _render_dataset_size(script),
         *_render_reference(recognised),
         *_resume(script),
-        "  # metric: {top1: 'Acc@1 ([0-9.]+)'} # a pattern in its output; the last and the best value are kept",
+        "  # metric: {top1: 'Acc@1 ([0-9.]+)'} # a pattern in the script's output; the last and the best value are kept",
         '  # save: none # how tula requests a checkpoint: SIGUSR1, SIGUSR2, SIGTERM, "file:{out}/save", or hooks (tula_hooks.py)',
         "  # code: snapshot # jobs run a copy made at submission; none: the files as they are when the job starts",
         '  # probe_args: "" # appended to the command in probes, not in trainings, for example --no-eval',
@@ -116,8 +116,8 @@ def _needs_a_size(script: dict[str, Any], placeholders: set[str]) -> bool:
 
 def _render_dataset_size(script: dict[str, Any]) -> str:
     if _needs_a_size(script, set(find_placeholders(script["command"]))):
-        return "  # dataset_size: 50000 # REQUIRED: samples per epoch, needed for {steps}"
-    return "  # dataset_size: auto # samples per epoch; auto: read from its DataLoader in the probes"
+        return "  # dataset_size: 50000 # REQUIRED: samples per epoch, needed for {steps} and {samples}"
+    return "  # dataset_size: auto # samples per epoch; auto: read from the script's DataLoader in the probes"
 
 
 def _render_reference(recognised: RecognisedCommand) -> Iterator[str]:
@@ -136,7 +136,7 @@ def _render_reference(recognised: RecognisedCommand) -> Iterator[str]:
     elif "lr" in placeholders:
         yield f"  {'  # ' if reference else '#   '}lr: 0.1 # REQUIRED: tuned for that batch"
     else:
-        yield f"  {'  # ' if reference else '#   '}lr: 0.1 # needs {{lr}} in the command; omit it if the script scales its learning rate"
+        yield f"  {'  # ' if reference else '#   '}lr: 0.1 # needs {{lr}} in the command; omit it if the script scales its learning rate itself"
 
 
 def _describe_batch(recognised: RecognisedCommand) -> str:
@@ -156,12 +156,12 @@ def _describe_batch(recognised: RecognisedCommand) -> str:
 def _resume(script: dict[str, Any]) -> Iterator[str]:
     args = script.get("resume", {}).get("args", "--resume {checkpoint}")
     if "resume" in script and "out" in find_placeholders(script["command"]):
-        yield "  resume: # without it, an interrupted training starts again"
+        yield "  resume: # without this section, an interrupted training starts from the beginning"
         yield f"    args: {format_yaml_word(args)} # appended to the command if there is a checkpoint"
         yield '    checkpoint: "{out}/*" # the newest match is used; narrow the pattern down to the checkpoints of the script'
-        yield "    # batch: rehearse # batch with which it can resume: same, epoch (another one, from the end of an epoch), any"
+        yield "    # batch: rehearse # batch with which the script can resume: same, epoch (another one, from the end of an epoch), any"
     else:
-        yield f'  # resume: {{args: {format_yaml_word(args, flow=True)}, checkpoint: "{{out}}/checkpoint*.pth"}} # without it, an interrupted training starts over'
+        yield f'  # resume: {{args: {format_yaml_word(args, flow=True)}, checkpoint: "{{out}}/checkpoint*.pth"}} # without this section, an interrupted training starts from the beginning'
 
 
 def _render_train(recognised: RecognisedCommand) -> Iterator[str]:
@@ -180,7 +180,7 @@ def _render_train(recognised: RecognisedCommand) -> Iterator[str]:
             yield f"  {key}: {int(float(values[key]))} # {words}{{{key}}}"
         else:
             yield f"  # {key}: {default} # {words}{{{key}}}{' in the command' * (key not in placeholders)}"
-    yield "  # max_attempts: 8 # starts in a row without a newer checkpoint after which tula gives up"
+    yield "  # max_attempts: 8 # failures in a row without a newer checkpoint after which the training ends"
 
 
 def format_yaml_word(text: str, *, flow: bool = False) -> str:

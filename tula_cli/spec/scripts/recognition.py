@@ -45,7 +45,7 @@ _LENGTHS = ("epochs", "steps")
 _COUNTS = {*BATCHES, *_LENGTHS, "some_batch", "accumulate"}
 """Meanings of options whose values must be positive integers: --max_steps -1 and --epochs 0.5 are left unchanged."""
 _BY_HAND = re.compile(r"(?<!\{)\{(\w+)(?:=([^{}\s]*))?\}(?!\})")
-_HOW_TO_SAY = "write {{local_batch={0}}} in place of its value if it is the batch of one process, {{batch={0}}} if it is the batch of all"
+_HOW_TO_SAY = "replace its value by {{local_batch={0}}} if it is the batch of one process, or by {{batch={0}}} if it is the batch of all processes"
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,9 @@ class _Reader:
         for option in reversed(options):
             if _find_option_meaning(option) == "resume" and option.value.text and option.words[0].text.startswith("-"):
                 self.resume = f"{option.flag}{{checkpoint}}"
-                self.sources.append((option.written, "script.resume: a training starts without it"))
+                self.sources.append(
+                    (option.written, "moved to script.resume, because a training starts without a checkpoint")
+                )
                 del result[option.place : option.place + len(option.words)]
         return result
 
@@ -242,21 +244,24 @@ class _Reader:
         if of_tokens := [*kinds.get("tokens", []), *of_tokens]:
             raise SpecError(
                 f"{of_tokens[0].written} may count tokens, but tula's batches are samples",
-                "give the script an option for samples (sequences) per step, and use it in the command; if this one counts"
+                "use an option for samples (sequences) per step, and add one to the script if there is none; if this option counts"
                 f" samples, {_HOW_TO_SAY.format(of_tokens[0].value.text)}",
             )
         if not chosen:
             raise _make_no_batch_error(options, [*self.launch.program, *self.launch.arguments])
         if len(chosen) > 1 or (global_options and local_options):
             names = " and ".join(option.written for option in [*global_options, *local_options] or chosen)
-            raise SpecError(f"the batch is given twice: {names}", "remove one of them, or " + _HOW_TO_SAY.format("N"))
+            raise SpecError(
+                f"the batch is given twice: {names}",
+                "remove one of them; or, for the one that sets the batch, " + _HOW_TO_SAY.format("N"),
+            )
         option, accumulation = chosen[0], kinds.get("accumulate", [])[:1]
         shared = [each for each in kinds.get("model_parallel", []) if each.value.text != "1"]
         if shared and self.ranks > 1 and not global_options:
             raise SpecError(
                 f"with {shared[0].written}, several processes share one copy of the model, so it is unknown how many batches"
                 f" ({option.written}) a step has",
-                "write {batch=N} in place of the number of an option that is the batch of all processes",
+                "use an option for the batch of all processes, and replace its value N by {batch=N}",
             )
         _check_count(option, "samples")
         if global_options or self._is_of_all(option, options):
@@ -304,8 +309,8 @@ class _Reader:
             option,
             f"micro-batches of {option.label}",
             "the micro-batches of a step",
-            f"replace its value by {{accumulate={value}}} if it counts for one process, or by {{accumulate_total={value}}} if it"
-            f" counts for all processes together, and the value of {batch.label} by {{micro_batch={batch.value.text}}}",
+            f"replace the value of {batch.label} by {{micro_batch={batch.value.text}}}, and that of {option.label} by"
+            f" {{accumulate={value}}} (micro-batches of one process) or {{accumulate_total={value}}} (of all processes)",
         )
         return "accumulate_total" if global_options else "accumulate"
 
@@ -360,7 +365,7 @@ def _make_no_batch_error(options: Sequence[Option], words: Sequence[ShellWord]) 
     names = list(dict.fromkeys(option.label for option in options))
     line = " ".join(word.raw for word in words if not word.filled)
     known_options = (
-        f"its options are {', '.join(names)}, and none is known to set the batch"
+        f"its options are {', '.join(names)}, and none is known to set the batch size"
         if names
         else "it has no options with values"
     )
@@ -371,16 +376,18 @@ def _make_no_batch_error(options: Sequence[Option], words: Sequence[ShellWord]) 
     example = maybe[0] if maybe else "--batch-size {local_batch}"
     script = next((word.text for word in words if word.text.endswith(".py")), "")
     missing = f"{script} does not exist in {Path.cwd()}; " * (bool(script) and not Path(script).exists())
-    message = f"{missing}no batch in {line!r}: {known_options}"
+    message = f"{missing}no batch size found in {line!r}: {known_options}"
     hint = (
-        "replace the number of the batch by a placeholder, {local_batch} for the batch of one process or {batch} for that of"
-        f" all processes, as in {example!r}, or with today's number, {example.replace('}', '=64}')!r}; if the script reads its"
-        " batch from a file, give it an option first"
+        "write {local_batch} (batch of one process) or {batch} (batch of all processes) for the batch size, for example"
+        f" {example}, or with the current value: {example.replace('}', '=64}')}. If the script reads the batch size from a"
+        " file, add an option for it to the script"
     )
     if not numbers:
         return SpecError(message, hint)
     flags = tuple(option.label for option in numbers)
-    return Unknown(message, hint, key="option of the batch", question="which option sets the batch?", choices=flags)
+    return Unknown(
+        message, hint, key="option of the batch", question="which option sets the batch size?", choices=flags
+    )
 
 
 # --- Words

@@ -20,7 +20,7 @@ from tula_cli.words import format_count
 PLACEHOLDERS = {
     "batch": "samples per optimizer step, over all GPUs",
     "local_batch": "samples per optimizer step on one GPU",
-    "micro_batch": "samples that a GPU computes at a time: local_batch / accumulate",
+    "micro_batch": "samples that a GPU processes at a time: local_batch / accumulate",
     "accumulate": "micro-batches per optimizer step on one GPU",
     "accumulate_total": "micro-batches per optimizer step over all GPUs: batch / micro_batch",
     "lr": "learning rate: reference.lr, scaled by train.lr_scaling",
@@ -93,7 +93,7 @@ def fill(text: str, values: Mapping[str, str | float]) -> str:
 
 
 FOR_A_SHELL = "needs a shell, but tula starts the command without one"
-IN_A_FILE = "replace variables by values and remove redirections; or put the command into a file: bash train.sh"
+IN_A_FILE = "replace variables by their values and remove redirections, or put the command into a shell script, for example bash train.sh"
 _OF_A_SHELL = re.compile(r"&&|\|\|?|.*;|&|\d?[<>]{1,2}(&\d|.*)?|.*\$[A-Za-z_{(].*")
 
 _QUOTED = re.compile(r"""\\.|'[^']*'|"((?:\\.|[^"\\])*)\"""", re.DOTALL)
@@ -133,8 +133,8 @@ def _format_value(value: str | float) -> str:
 
 def _describe_unknown(name: str) -> str:
     near = difflib.get_close_matches(name, PLACEHOLDERS, 1)
-    hint = f"did you mean {{{near[0]}}}" if near else f"choose from {', '.join(PLACEHOLDERS)}"
-    return f"no placeholder {{{name}}}; {hint}; double literal braces"
+    hint = f"did you mean {{{near[0]}}}?" if near else f"choose from {', '.join(PLACEHOLDERS)}."
+    return f"unknown placeholder {{{name}}}: {hint} For literal braces, write {{{{ and }}}}"
 
 
 # --- Section `script`
@@ -147,7 +147,7 @@ def _require_known_placeholders(text: str) -> str:
 
 def _require_no_shell(text: str) -> str:
     if word := find_shell_word(text):
-        raise ValueError(f"{word!r} {FOR_A_SHELL}: {IN_A_FILE}")
+        raise ValueError(f"{word!r} {FOR_A_SHELL}; {IN_A_FILE}")
     return text
 
 
@@ -209,10 +209,10 @@ class Resume(Section):
     """How the script resumes from its own checkpoint."""
 
     args: Filled = ""  # Arguments appended to the command if there is a checkpoint, for example --resume {checkpoint}
-    # Path of the checkpoint; it may contain *, whose newest match is used, for example {out}/checkpoint*.pth
+    # Path of the checkpoint, for example {out}/checkpoint*.pth. Of several files that match *, the newest one is used.
     checkpoint: Filled
     # Batch with which the script can resume. same: only the same batch. epoch: another batch, but only from the end of
-    # an epoch. any: another batch from any checkpoint. rehearse: the resume test finds out.
+    # an epoch. any: another batch from any checkpoint. rehearse: as the resume test finds.
     batch: Literal["rehearse", "same", "epoch", "any"] = "rehearse"
 
 
@@ -275,7 +275,7 @@ class Script(Section):
         placeholders = set(find_placeholders(self.command))
         if not placeholders & BATCHES:
             raise ValueError(
-                "command: has no placeholder for the batch; replace the number of the batch by {local_batch} (batch of one GPU), {batch} (batch of all GPUs) or {micro_batch}"
+                "command: has no placeholder for the batch size; replace the batch size by {local_batch} (per GPU), {batch} (all GPUs), or {micro_batch} with {accumulate} (samples per forward pass, and their number per step)"
             )
         if "micro_batch" in placeholders and not placeholders & {"accumulate", "accumulate_total"}:
             raise ValueError(
@@ -298,7 +298,7 @@ class Script(Section):
                 )
         if self.reference.lr is not None and not placeholders & {"lr", "lr_factor"}:
             raise ValueError(
-                "reference.lr: has no effect, because script.command has neither {lr} nor {lr_factor}; add {lr} to the command, or remove reference.lr if the script scales its learning rate"
+                "reference.lr: has no effect, because script.command has neither {lr} nor {lr_factor}; add {lr} to the command, or remove script.reference.lr if the script scales its learning rate itself"
             )
         for name in ("steps", "samples"):
             if name in placeholders and self.known_dataset_size is None:
@@ -364,7 +364,7 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
     train = {key: value for key, value in (content.get("train") or {}).items() if value is not None}
     if unknown := sorted(key for key in train.keys() - TRAIN if not advise_key(f"train.{key}")):
         raise ValueError(
-            f"train.{unknown[0]}: has no effect on a script; set it in the command of the script. The keys of section train that affect a script are {', '.join(sorted(TRAIN))}"
+            f"train.{unknown[0]}: has no effect on a script; remove the key, and set the value in the script or its command. The keys of section train that affect a script are {', '.join(sorted(TRAIN))}"
         )
     if "method" not in train:
         default, _ = get_default_train(_as_mapping(content["script"]).get("command"))

@@ -218,7 +218,7 @@ class _Scanner:
             elif kind == "escaped" and self._match(_LINE_END):
                 line = self.text.count("\n", 0, piece.start()) + 1
                 raise SpecError(
-                    f"line {line} of the command has a space after its last backslash, so a shell ends it there",
+                    f"line {line} of the command has a space after its last backslash, so a shell ends the command there",
                     "remove that space",
                 )
             elif kind != "continued" and written != "\\":  # a backslash at the end of the text is ignored

@@ -242,7 +242,7 @@ def test_a_checkpoint_to_go_on_from_is_for_later() -> None:
     [
         ("python train.py --lr 0.1", "no batch size found in"),
         ("python train.py -b large", "-b large: 'large' is not a number of samples"),
-        ("python 'train.py", "no closing quotation"),
+        ("python 'train.py", "is not closed"),
         ("torchrun --nproc-per-node 4", "a launcher but no script"),
         ("torchrun --nprocs 4 train.py -b 4", "tula does not know option --nprocs of torchrun"),
         ("", "the command is empty"),

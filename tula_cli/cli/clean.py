@@ -65,7 +65,10 @@ def clean(
     if named and (kept_run := next((run_space for run_space in run_spaces if run_space.kept), None)):
         kept_words = f"{kept_run.id}: {kept_run.kept}; nothing was deleted"
         raise (
-            Pending(kept_words, f"cancel its jobs with tula cancel {kept_run.id}, or remove it from the command")
+            Pending(
+                kept_words,
+                f"cancel the jobs of this run with tula cancel {kept_run.id}, or leave the run out of the command",
+            )
             if kept_run.lives
             else BadMeasurements(kept_words)
         )

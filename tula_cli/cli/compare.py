@@ -99,7 +99,7 @@ class _SearchOptions:
         if self.request != ComparisonRequest(batches=self.request.batches, nodes=self.request.nodes):
             raise SpecError(
                 "--methods, --seeds and --controls have no effect on a search for a learning rate",
-                "remove them, or remove --learning-rates and --batches",
+                "remove these options, or remove --learning-rates and --batches",
             )
         if len(batches) > 1:
             raise SpecError(

@@ -72,7 +72,7 @@ class Ags(Section):
             )
         if self.b_small != "auto":
             raise ValueError(
-                "b_small: has no effect with ags.source: local_norms, which uses the batch of each GPU; remove the key, or set ags.source: small_batch"
+                "b_small: has no effect with ags.source: local_norms, which uses each GPU's own batch as the small batch; remove the key, or set ags.source: small_batch"
             )
         return self
 

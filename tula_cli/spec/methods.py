@@ -79,7 +79,7 @@ class TrainingMethod:
         if self.constant_schedule:
             return f"ramp: decay raises the batch where the learning rate would decrease, but train.method: {self.name} keeps the learning rate constant; set train.ramp: auto, or another train.method"
         if lr_scaling == "none":
-            return "ramp: decay scales the learning rate with the batch; remove train.lr_scaling: none"
+            return "ramp: decay scales the learning rate with the batch, but train.lr_scaling is none; remove train.lr_scaling"
         return ""
 
     def describe_misfit(self, optimizer: str, *, divides_gradients: bool) -> str:

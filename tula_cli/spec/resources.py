@@ -59,7 +59,7 @@ class Cluster(Section):
     def _settings_belong_to_their_scheduler(self) -> "Cluster":
         if self.kind != "slurm" and self.slurm is not None:
             raise ValueError(
-                f"slurm: has no effect with cluster.kind: {self.kind}; remove section slurm, or set cluster.kind: slurm"
+                f"slurm: has no effect with cluster.kind: {self.kind}; remove section cluster.slurm, or set cluster.kind: slurm"
             )
         if self.is_included and self.options:
             raise ValueError(

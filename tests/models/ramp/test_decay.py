@@ -185,7 +185,7 @@ def test_a_warm_up_stays() -> None:
         (COSINE, {"method": "static"}, "but train.method: static already scales the gradients"),
         ({}, {"method": "schedule_free"}, "train.method: schedule_free keeps the learning rate constant"),
         (COSINE, {"method": "auto"}, "train.method: auto, which needs a constant batch"),
-        (COSINE, {"lr_scaling": "none"}, "remove train.lr_scaling: none"),
+        (COSINE, {"lr_scaling": "none"}, "but train.lr_scaling is none; remove train.lr_scaling"),
         (COSINE, {"ramp": "decy"}, "did you mean decay"),
     ],
 )  # fmt: skip

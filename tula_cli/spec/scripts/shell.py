@@ -225,11 +225,11 @@ class _Scanner:
                 texts[-1] += piece[kind or 0]
         if self.position == start:
             if (character := self.text[start]) not in "()<>":
-                raise ValueError("No closing quotation or bracket")
+                raise ValueError("a quotation mark or a bracket is not closed")
             self.position += 1
             return [ShellWord(character, character)]
         if self.text[self.position : self.position + 1] in ("'", "`", "$"):
-            raise ValueError("No closing quotation or bracket")
+            raise ValueError("a quotation mark or a bracket is not closed")
         raw = self.text[start : self.position]
         if bare == "~" or bare.startswith("~/"):
             texts[0] = str(Path.home()) + texts[0][1:]
@@ -253,7 +253,7 @@ class _Scanner:
             elif piece.lastgroup != "continued":
                 text += piece[piece.lastgroup or 0]
         if self.text[self.position : self.position + 1] != '"':
-            raise ValueError("No closing quotation")
+            raise ValueError("a quotation mark is not closed")
         self.position += 1
         return text, unknown
 

@@ -170,7 +170,7 @@ class Bench:
     ) -> None:
         import torch
 
-        from tula_cli.worker.methods.table import load_method
+        from tula_cli.worker.methods.table import make_method
 
         self.batch, self.me, self.cpu_time = batch, me, cpu_time
         self.plain = build(model, image=image, classes=classes, batch=batch, me=me, precision=precision)
@@ -183,7 +183,7 @@ class Bench:
             base = self.plain
             if value:
                 base = build(model, image=image, classes=classes, batch=batch, me=me, precision=precision)
-            method = load_method("ortho" if name == ORTHO else "scaling")
+            method = make_method("ortho" if name == ORTHO else "scaling")
             self.trainers[name] = replace(base, optimizer=wrapped(base, name, batch=batch), method=method)
         self.plain.parallel.train()
 

@@ -115,7 +115,8 @@ def real_slurm(folder: Path, environ: dict[str, str]) -> Iterator[Site]:
         yield Site(SlurmScheduler(), folder, patience=180.0)
 
 
-SITES = {"this machine": this_machine, "own": own_queue, "fake SLURM": fake_slurm}
+QUEUES = {"own": own_queue, "fake SLURM": fake_slurm}
+SITES = {"this machine": this_machine, **QUEUES}
 REAL = pytest.param("SLURM", marks=[pytest.mark.slurm, pytest.mark.proof])
 
 
@@ -125,12 +126,12 @@ def made(request: pytest.FixtureRequest, folder: Path) -> Iterator[Site]:
     return SITES[request.param](folder)
 
 
-@pytest.fixture(params=["this machine", "own", "fake SLURM", REAL])
+@pytest.fixture(params=[*SITES, REAL])
 def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
     yield from made(request, tmp_path)
 
 
-@pytest.fixture(params=["own", "fake SLURM", REAL])
+@pytest.fixture(params=[*QUEUES, REAL])
 def queue(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
     """A scheduler whose jobs wait."""
     yield from made(request, tmp_path)

@@ -54,15 +54,13 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
+def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
     """Puts a method of the test's own in the place of one of the table: `plant(name, method, **properties)`."""
 
-    def planted(name: str, method: Plain, **properties: Any) -> None:
+    def planted(name: str, method: type[Plain], **properties: Any) -> None:
         module: Any = ModuleType("planted")
         module.METHOD = method
         monkeypatch.setitem(sys.modules, f"{table.__package__}.planted", module)
         monkeypatch.setitem(METHODS, name, TrainingMethod(name, "planted", **properties))
-        table.load_method.cache_clear()  # each test plants its own under the same name
 
-    yield planted
-    table.load_method.cache_clear()
+    return planted

@@ -24,7 +24,7 @@ class TrainingMethod:
     """
 
     name: str
-    file: str = "plain"  # module of worker/methods that contains its object METHOD
+    file: str = "plain"  # module of worker/methods that names its class METHOD
     lr_scaling: LrRule = "none"  # default rule for the learning rate at batch / reference_batch
     max_lr_factor: float | None = None  # train.max_lr_factor: auto, doubled for a cross-entropy loss; None: no limit
     max_grad_norm: float | None = None  # default for a cross-entropy loss with SGD; None: no clipping

@@ -73,7 +73,7 @@ def test_a_planted_wait_is_seen(how: str, alone: Ranks, plant: Callable[..., Non
         def after_step(self, loop: Loop) -> None:
             WAITS[how](next(loop.parallel.parameters()).detach().sum())
 
-    plant(PLAIN, Waiting())
+    plant(PLAIN, Waiting)
     waits = count(job(PLAIN), alone, batch=BATCH).waits
     assert waits.total() == 1
     assert "test_operations.py" in next(iter(waits))

@@ -125,7 +125,7 @@ def test_a_method_that_forgets_a_part_of_its_state_fails(
         def own_state(self, loop: Loop) -> dict[str, Any]:
             return {}
 
-    plant("schedule_free", Forgetful(), replaces=("SGD",))
+    plant("schedule_free", Forgetful, replaces=("SGD",))
     with pytest.raises(AssertionError):
         check_that_it_resumes("schedule_free", alone, run, tmp_path / "whole")
 

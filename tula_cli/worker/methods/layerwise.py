@@ -17,4 +17,4 @@ class Layerwise(Plain):
         return LAYERWISE_CLASSES.get(spec.optimizer.name)
 
 
-METHOD = Layerwise()
+METHOD = Layerwise

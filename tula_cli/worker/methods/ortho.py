@@ -35,4 +35,4 @@ class WithOrtho(Plain):
         return loop.base if loop.parallel.needs_all_ranks else loop.optimizer
 
 
-METHOD = WithOrtho()
+METHOD = WithOrtho

@@ -172,4 +172,4 @@ class Plain:
         return {}
 
 
-METHOD = Plain()
+METHOD = Plain

@@ -115,4 +115,4 @@ def _iterate_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
             yield from (state[name] for name in sorted(state) if isinstance(state[name], Tensor))
 
 
-METHOD = PostLocal()
+METHOD = PostLocal

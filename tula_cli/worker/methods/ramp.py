@@ -32,4 +32,4 @@ class WithRamp(WithOrtho):
         return Memory() if spec.optimizer.name in REFUSED else super().memory(spec, parameters, several=several)
 
 
-METHOD = WithRamp()
+METHOD = WithRamp

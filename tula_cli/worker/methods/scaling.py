@@ -149,4 +149,4 @@ def _needs_small_batch(spec: JobSpec, *, several: bool) -> bool:
     return not (several and spec.ags.resolved().source == "local_norms")
 
 
-METHOD = Scaling()
+METHOD = Scaling

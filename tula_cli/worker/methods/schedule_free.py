@@ -78,4 +78,4 @@ def _use_trained_parameters(loop: Loop) -> list[torch.nn.Parameter]:
     return [p for group in loop.base.param_groups for p in group["params"]]
 
 
-METHOD = ScheduleFree()
+METHOD = ScheduleFree

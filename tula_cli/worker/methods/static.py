@@ -28,4 +28,4 @@ class StaticScaling(Scaling):
         return Memory(before=super().memory(spec, parameters, several=several).before, after=True)
 
 
-METHOD = StaticScaling()
+METHOD = StaticScaling

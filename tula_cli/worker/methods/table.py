@@ -1,6 +1,5 @@
 """The object of each training method, found by its row of `spec.methods` or by the import string of a user's method."""
 
-import functools
 import importlib
 
 from tula_cli import plugins
@@ -16,13 +15,12 @@ def get_method(spec: JobSpec) -> Plain:
         SpecError: a user's method cannot be imported, or is not a training method.
     """
     file = spec.train.training_method.file
-    return load_user_method(file) if plugins.is_import_string(file) else load_method(file)
+    return load_user_method(file) if plugins.is_import_string(file) else make_method(file)
 
 
-@functools.cache
-def load_method(file: str) -> Plain:
-    """Return the method of a module of this package."""
-    method: Plain = importlib.import_module(f"{__package__}.{file}").METHOD
+def make_method(file: str) -> Plain:
+    """Return a new object of the method class of a module of this package."""
+    method: Plain = importlib.import_module(f"{__package__}.{file}").METHOD()
     return method
 
 

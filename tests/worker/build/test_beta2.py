@@ -149,7 +149,7 @@ def test_check_tells_what_it_comes_to() -> None:
 
 
 def test_a_comparison_leaves_out_what_has_no_beta2() -> None:
-    assert "SGD has no beta2" in describe_why_not_a_row(spec(), "sqrt-beta2")
+    assert "SGD, which has no beta2" in describe_why_not_a_row(spec(), "sqrt-beta2")
     assert describe_why_not_a_row(adam(None), "sqrt-beta2") == ""
 
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "replay"))
 
 from replay_data import MeasuredSet, Where, load
 
-from tula_cli.models.observed import CHEAPER, is_advised, predict_request
+from tula_cli.models.observed import CHEAPER, predict_request, should_advise_request
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def list_pairs(sets: Sequence[MeasuredSet]) -> Iterator[Pair]:
                 predicted=request.step_seconds,
                 low=request.time_low * scale,
                 high=request.time_high * scale,
-                advised=is_advised(request),
+                advised=should_advise_request(request),
             )
 
 

@@ -288,7 +288,7 @@ def measured_rows(sets: Iterable[MeasuredSet], strategy: str) -> MeasuredRows | 
             continue
         fit = step_time.fit_step_time(list(probes.values()), collective=each.collective)
         columns = ([p.nodes for p in again], [p.gpus_per_node for p in again], [p.local_batch for p in again])
-        for place, repeats in zip(again, fit.repeat_deviation(*columns), strict=True):
+        for place, repeats in zip(again, fit.compute_repeat_deviation(*columns), strict=True):
             off = math.log(each.truth[place].seconds / probes[place].seconds)
             inside.append(abs(off) <= Z90 * math.sqrt(2) * repeats)
     return MeasuredRows(strategy, len(inside), float(np.mean(inside))) if inside else None

@@ -48,7 +48,7 @@ def in_rounds(offer: Offer, measure: Measure) -> None:
     seen = measure(offer.at(size, batch) for size, batch in start)
     while True:
         fit = step_time.fit_step_time(seen, collective=offer.collective)
-        picks = adaptive.propose(fit, _open_candidates(offer, fit, seen), tolerance=TOLERANCE).picks
+        picks = adaptive.propose_probes(fit, _open_candidates(offer, fit, seen), tolerance=TOLERANCE).picks
         if not picks:
             return
         seen += measure(Where(p.candidate.nodes, p.candidate.gpus_per_node, p.candidate.local_batch) for p in picks)

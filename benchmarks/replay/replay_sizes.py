@@ -19,7 +19,7 @@ from replay_score import PROBE, START_UP
 
 from tula_cli.models.time import step_time
 from tula_cli.models.time.step_time import Observation
-from tula_cli.services.search import STRATEGIES, ByNodes, choose_smallest_and_middle
+from tula_cli.services.search import STRATEGIES, ByNodes, choose_smallest_and_middle_probes
 
 Grid = Mapping[int, Mapping[int, list[int]]]
 """GPUs a node to nodes to local batches, all ascending."""
@@ -48,7 +48,7 @@ def _of(plan: Callable[[ByNodes], dict[int, set[int]]], grid: Grid, gpus: int) -
 
 def _with(grid: Grid, swept: int) -> set[Where]:
     return set().union(
-        *(_of(STRATEGIES["sweep"] if gpus == swept else choose_smallest_and_middle, grid, gpus) for gpus in grid)
+        *(_of(STRATEGIES["sweep"] if gpus == swept else choose_smallest_and_middle_probes, grid, gpus) for gpus in grid)
     )
 
 

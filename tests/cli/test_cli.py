@@ -1179,7 +1179,7 @@ def test_check_on_cluster_goes_on_when_interrupted(cluster, monkeypatch):
         raise KeyboardInterrupt
         yield
 
-    monkeypatch.setattr(services_nodes, "watch_cluster", interrupt)
+    monkeypatch.setattr(services_nodes, "watch_node_check", interrupt)
     answer = tula("check", "job.yaml", "--on-cluster")
     assert answer.code == 130
     assert "check-n002-1 continues" in answer.err

@@ -9,15 +9,15 @@ from tula_cli.models import messages
 from tula_cli.models.claims import (
     STREAM,
     ObservedRate,
-    clean_steps,
     count_epoch_samples,
-    describe_broken_claims,
+    describe_unmet_expectations,
     find_changed_batch,
     find_dataset_size,
     find_differences,
     fit_lr_exponent,
     join_steps,
     list_mismatches,
+    select_undisturbed_steps,
     warn_inconsistent_probes,
     warn_scaling_of_script,
 )
@@ -88,22 +88,28 @@ def test_a_claim_that_does_not_hold_is_reported_with_both_figures(
 
 def test_a_training_is_held_against_the_same_claims_once_all_its_ranks_have_told() -> None:
     smaller = ranks(timed=(step(samples=8.0),) * 5, why="begun")
-    answer = describe_broken_claims(smaller, resumed=False)
+    answer = describe_unmet_expectations(smaller, resumed=False)
     assert answer == list_mismatches(smaller)[0].text
-    assert describe_broken_claims(smaller[:1], resumed=False) == "", "the other rank comes"
-    assert describe_broken_claims(ranks(), resumed=False) == "" == describe_broken_claims([], resumed=False)
+    assert describe_unmet_expectations(smaller[:1], resumed=False) == "", "the other rank comes"
+    assert describe_unmet_expectations(ranks(), resumed=False) == "" == describe_unmet_expectations([], resumed=False)
 
 
 def test_ranks_that_train_alone_are_reported_by_the_first_that_tells() -> None:
     alone = result(0, world=1, timed=(step(),) * 5)
-    assert describe_broken_claims([alone], resumed=True) == messages.rank_count_differs(expected=2, observed=1).text
-    assert describe_broken_claims([result(0, world=1, timed=())], resumed=True), "a training of a few steps"
+    assert (
+        describe_unmet_expectations([alone], resumed=True) == messages.rank_count_differs(expected=2, observed=1).text
+    )
+    assert describe_unmet_expectations([result(0, world=1, timed=())], resumed=True), "a training of a few steps"
 
 
 def test_what_is_left_of_an_epoch_or_of_a_training_breaks_no_claim() -> None:
     remaining = ranks(loader=loader(batches=41))
-    assert describe_broken_claims(remaining, resumed=False) and not describe_broken_claims(remaining, resumed=True)
-    assert not describe_broken_claims(ranks(timed=(step(samples=2.0),) * 2), resumed=True), "its last, smaller batches"
+    assert describe_unmet_expectations(remaining, resumed=False) and not describe_unmet_expectations(
+        remaining, resumed=True
+    )
+    assert not describe_unmet_expectations(ranks(timed=(step(samples=2.0),) * 2), resumed=True), (
+        "its last, smaller batches"
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,7 +142,11 @@ def test_a_step_is_disturbed_where_any_rank_did_something_else() -> None:
         (0.2, ()),
     ]
     assert [s.samples for s in joint] == [32, 32, None, 32, 32]
-    assert [s.seconds for s in clean_steps([result(0, timed=first), result(1, timed=second)])] == [0.2, 0.2, 0.2]
+    assert [s.seconds for s in select_undisturbed_steps([result(0, timed=first), result(1, timed=second)])] == [
+        0.2,
+        0.2,
+        0.2,
+    ]
 
 
 def test_a_cause_of_most_steps_is_how_the_script_steps() -> None:
@@ -147,7 +157,7 @@ def test_a_cause_of_most_steps_is_how_the_script_steps() -> None:
 def test_no_clean_step_is_an_error() -> None:
     steps = (step(gap=("eval",)), step(gap=("save",)))
     with pytest.raises(BadMeasurements, match="all 2 timed steps"):
-        clean_steps([result(timed=steps)])
+        select_undisturbed_steps([result(timed=steps)])
 
 
 def test_probes_of_two_trainings_are_reported_apart() -> None:

@@ -14,7 +14,7 @@ from tula_cli.models.efficiency import (
     compute_equivalent_constant_noise,
     describe_noise,
     estimate_noise_scale,
-    summarise,
+    summarize_gradient_norms,
 )
 from tula_cli.models.ramp import GROWTH
 from tula_cli.run.records.probes import GradientStats
@@ -38,7 +38,9 @@ def steps(
 
 
 def probe(rng: np.random.Generator, *, local: int = 16, ranks: int = 4, count: int = 40) -> GradientStats:
-    return summarise(steps(rng, local=local, ranks=ranks, count=count), local_batch=local, batch=local * ranks)
+    return summarize_gradient_norms(
+        steps(rng, local=local, ranks=ranks, count=count), local_batch=local, batch=local * ranks
+    )
 
 
 def stats(small: float, big: float, *, local: int, batch: int, count: int = 10, error: float = 0.0) -> GradientStats:
@@ -178,11 +180,11 @@ def test_the_words_tell_the_measured_from_the_assumed() -> None:
 
 
 def test_steps_that_are_not_finite_are_left_out() -> None:
-    kept = summarise([(3.0, 1.0), (math.inf, 1.0), (5.0, math.nan), (5.0, 2.0)], local_batch=8, batch=16)
+    kept = summarize_gradient_norms([(3.0, 1.0), (math.inf, 1.0), (5.0, math.nan), (5.0, 2.0)], local_batch=8, batch=16)
     assert (kept.local_norm_sqr, kept.norm_sqr, kept.steps) == (4.0, 1.5, 2)
     assert kept.covariance == pytest.approx((0.25, 1.0, 0.5))
-    assert summarise([(math.nan, 1.0)], local_batch=8, batch=16).norm_sqr == 0
-    assert summarise([(1.0, 1.0), (2.0, 2.0)], local_batch=8, batch=8).covariance is None
+    assert summarize_gradient_norms([(math.nan, 1.0)], local_batch=8, batch=16).norm_sqr == 0
+    assert summarize_gradient_norms([(1.0, 1.0), (2.0, 2.0)], local_batch=8, batch=8).covariance is None
 
 
 def test_noise_measured_on_the_way_is_carried_on_from_there() -> None:

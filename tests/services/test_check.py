@@ -28,7 +28,7 @@ from tula_cli.services import messages
 from tula_cli.services import nodes as services_nodes
 from tula_cli.services.check import check, check_all
 from tula_cli.services.estimate import estimate
-from tula_cli.services.nodes import check_node_count, conclude_cluster, start_on_cluster, watch_cluster
+from tula_cli.services.nodes import check_node_count, collect_node_check, submit_node_check, watch_node_check
 from tula_cli.services.search import ASSUMED_START, estimate_search, list_measured_probes
 from tula_cli.show import check as show_check
 from tula_cli.show import check as show_estimate
@@ -415,17 +415,17 @@ class Nodes:
         self.task = self.start()
 
     def start(self, job: JobSpec | None = None, nodes: int = 2):
-        return start_on_cluster(self.run.with_spec(job or self.spec), self.launcher, nodes=nodes)
+        return submit_node_check(self.run.with_spec(job or self.spec), self.launcher, nodes=nodes)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
     def watch(self, **how) -> list[str]:
-        states = watch_cluster(self.run, self.launcher, self.task, clock=lambda: self.now, sleep=self.sleep, **how)
+        states = watch_node_check(self.run, self.launcher, self.task, clock=lambda: self.now, sleep=self.sleep, **how)
         return [state.state for state in states]
 
     def conclude(self):
-        return conclude_cluster(self.run, self.task, clock=lambda: self.now, sleep=self.sleep)
+        return collect_node_check(self.run, self.task, clock=lambda: self.now, sleep=self.sleep)
 
     def log(self, *tasks: int) -> None:
         """Leave what SLURM writes for each of its tasks on the task's own node."""
@@ -647,7 +647,7 @@ def test_a_check_that_was_refused_is_submitted_again(nodes, monkeypatch):
 
 def test_states_are_reported_until_the_report_is_there(nodes):
     nodes.launcher.says[nodes.task.job] = "pending"
-    states = watch_cluster(nodes.run, nodes.launcher, nodes.task, sleep=nodes.sleep)
+    states = watch_node_check(nodes.run, nodes.launcher, nodes.task, sleep=nodes.sleep)
     assert next(states).state == "pending"
     nodes.report()
     assert list(states) == []
@@ -656,8 +656,8 @@ def test_states_are_reported_until_the_report_is_there(nodes):
 def test_an_expected_start_is_reported_again_where_another_minute_is_shown(nodes, monkeypatch):
     starts = (None, 600.0, 601.0, 659.9, 660.0, 660.0)
     states = [scheduler.SchedulerState("pending", "Priority", at) for at in starts]
-    monkeypatch.setattr(services_nodes, "watch_cluster", lambda *_, **__: iter(states))
-    monkeypatch.setattr(services_nodes, "conclude_cluster", lambda *_: None)
+    monkeypatch.setattr(services_nodes, "watch_node_check", lambda *_, **__: iter(states))
+    monkeypatch.setattr(services_nodes, "collect_node_check", lambda *_: None)
     events = services_nodes.run_node_check([nodes.run], lambda _: nodes.launcher, nodes=2)
     assert [event.state.starts_at for event in events] == [None, 600.0, 660.0]
 

@@ -125,7 +125,7 @@ def test_following_sees_what_is_added_and_the_log_of_a_relaunch(run):
 
 def test_a_scheduler_is_not_asked_at_every_look():
     now, requested = [0.0], []
-    check = logs.limit_rate(lambda: bool(requested.append(now[0])) or True, pause=10, clock=lambda: now[0])
+    check = logs.make_rate_limited_check(lambda: bool(requested.append(now[0])) or True, pause=10, clock=lambda: now[0])
     for now[0] in (0.0, 0.5, 9.9, 10.0, 11.0):
         assert check()
     assert requested == [0.0, 10.0]

@@ -113,14 +113,16 @@ def test_a_job_that_cannot_be_tested_is_refused(tmp_path: Path, job: JobSpec, wo
 
 
 def test_a_batch_has_a_half_and_is_that_of_the_recommendation_or_of_the_script(run: RunDir) -> None:
-    assert resume_test.resume_test_batch(Run(run.path, spec())) == 100
-    assert resume_test.resume_test_batch(Run(run.path, spec(reference={"batch": 3}))) == 4
-    assert resume_test.resume_test_batch(Run(run.path, spec()), local_batch=24) == 48
+    assert resume_test.compute_resume_test_batch(Run(run.path, spec())) == 100
+    assert resume_test.compute_resume_test_batch(Run(run.path, spec(reference={"batch": 3}))) == 4
+    assert resume_test.compute_resume_test_batch(Run(run.path, spec()), local_batch=24) == 48
     on_other_nodes = [(25, 2, 48), (25, 4, 96), (1, 2, 4)]  # that of a rank is halved on twice the nodes
     for local_batch, nodes, batch in on_other_nodes:
-        assert resume_test.resume_test_batch(Run(run.path, spec()), local_batch=local_batch, nodes=nodes) == batch
+        assert (
+            resume_test.compute_resume_test_batch(Run(run.path, spec()), local_batch=local_batch, nodes=nodes) == batch
+        )
     run.write_recommendation(make_runs.recommendation(choice=make_runs.prediction(2, 128)))
-    assert resume_test.resume_test_batch(Run(run.path, spec())) == 128
+    assert resume_test.compute_resume_test_batch(Run(run.path, spec())) == 128
 
 
 def test_what_was_found_is_not_tried_again_unless_that_is_wished(run: RunDir) -> None:
@@ -130,7 +132,7 @@ def test_what_was_found_is_not_tried_again_unless_that_is_wished(run: RunDir) ->
     assert (result.kept, result.resumes, launcher.submitted) == (True, "epoch", [])
     shown = list(show_check.render_resume_test(result))
     assert shown[-1] == "script.resume.batch: rehearse means epoch from now on" and "it goes on" in shown
-    assert show_check.resume_test_data(result)["resumes"] == "epoch"
+    assert show_check.make_resume_test_data(result)["resumes"] == "epoch"
     other = spec(resume=RESUME | {"args": "--continue {checkpoint}"})
     assert resume_test.load_finding(Run(run.path, other), code()) is None, "it was another command line"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from script_ranks import ScriptRanks
 
-from tula_cli.models.claims import clean_steps, list_mismatches
+from tula_cli.models.claims import list_mismatches, select_undisturbed_steps
 from tula_cli.run.records.scripts import ExpectedValues, RankResult, ShimPlan
 
 pytestmark = pytest.mark.torch
@@ -32,7 +32,7 @@ def test_the_optimizer_with_most_elements_is_the_clock(run: ScriptRanks, tmp_pat
 def test_what_goes_on_in_every_step_disturbs_none(run: ScriptRanks, tmp_path: Path, loop: str) -> None:
     ranks = run("odd_steps.py", loop, plan=probe(tmp_path)).results()
     assert {(step.gap, step.backwards) for step in ranks[0].timed} == {(("eval",), 1)}
-    assert len(clean_steps(ranks)) == 5
+    assert len(select_undisturbed_steps(ranks)) == 5
 
 
 @pytest.mark.parametrize("more", [(), ("--bare",)])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from script_ranks import ScriptRanks
 
-from tula_cli.models.claims import clean_steps, list_mismatches
+from tula_cli.models.claims import list_mismatches, select_undisturbed_steps
 from tula_cli.run.records.scripts import ExpectedValues, ShimPlan
 
 pytestmark = [pytest.mark.torch, pytest.mark.proof]
@@ -25,7 +25,7 @@ def test_hugging_face(run: ScriptRanks, tmp_path: Path) -> None:
     ranks = ended.results()
     assert (ended.codes, ended.left, list_mismatches(ranks)) == ([0, 0], 0, [])
     assert [number for number, step in enumerate(ranks[0].timed) if step.gap] == [6]
-    assert len(clean_steps(ranks)) == 11
+    assert len(select_undisturbed_steps(ranks)) == 11
     assert ranks[0].lr is not None and ranks[0].lr.base == 0.1
     assert ranks[0].split is not None and len(ranks[0].split.norms) == 2
 

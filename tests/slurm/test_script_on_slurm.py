@@ -16,7 +16,7 @@ from tula_cli.host.leftovers import find_processes_with_variable
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.script_attempt import ScriptAttempt
-from tula_cli.services.observe import report_observed
+from tula_cli.services.observe import list_observed_reports
 from tula_cli.services.observed_probes import add_observed_probes
 from tula_cli.spec.load import load_spec
 
@@ -268,7 +268,7 @@ def test_a_step_of_two_nodes_is_observed_as_one_job(on_slurm: SlurmCluster, tmp_
     output = (tmp_path / "job.out").read_text()
     assert done.returncode == 0, output
     assert output.count("whole step") == 1, "one report, by the first rank"
-    (report,) = report_observed(tmp_path / "tula-observed")
+    (report,) = list_observed_reports(tmp_path / "tula-observed")
     assert (report.nodes, report.gpus_per_node, report.batch) == (2, 1, 16)
     assert report.sync_seconds is not None and report.sync_seconds > 0
     assert [request.nodes for request in report.other_requests] == [1, 4]

@@ -323,7 +323,7 @@ def _test_resume(screen: Screen, job: Path, options: CheckOptions) -> None:
     finding = follow_work(screen, work)
     if finding.contradiction:
         screen.warn(finding.contradiction)
-    screen.answer(show_check.resume_test_data(finding), show_check.render_resume_test(finding))
+    screen.answer(show_check.make_resume_test_data(finding), show_check.render_resume_test(finding))
     finding.require_found(str(job))
     finding.require_resumable(str(job), f"correct how the script resumes, and run tula check --rehearse {job} again")
 

@@ -82,14 +82,14 @@ def clean(
                 else f"there are no runs in {root}"
             ]
         )
-        return screen.answer(show_clean.clean_data(run_spaces, None), shown)
+        return screen.answer(show_clean.make_clean_data(run_spaces, None), shown)
     screen.print_aside(show_clean.render_spaces(run_spaces, width=screen.width))
     if not _confirm_deletion(screen, yes=yes):
-        return screen.answer(show_clean.clean_data(run_spaces, None), ["nothing was deleted"])
+        return screen.answer(show_clean.make_clean_data(run_spaces, None), ["nothing was deleted"])
     done = service.remove_files(run_spaces)
     for problem in done.problems:
         screen.warn(f"cannot delete all files of {problem}")
-    return screen.answer(show_clean.clean_data(run_spaces, done), show_clean.describe_cleaned(done))
+    return screen.answer(show_clean.make_clean_data(run_spaces, done), show_clean.describe_cleaned(done))
 
 
 def _find_runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "list[RunDir]":

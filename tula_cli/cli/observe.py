@@ -60,7 +60,7 @@ def observe(
     elif report:
         if len(words) > 1:
             raise SpecError(f"--report takes one name, got {len(words)}", "run tula observe --report SCRIPT")
-        reports = service.report_observed(folder.expanduser(), words[0] if words else None)
+        reports = service.list_observed_reports(folder.expanduser(), words[0] if words else None)
         screen.answer({"jobs": reports}, render_observations(reports))
     elif words:
         code, job = service.run_observed(words, folder.expanduser(), quiet_stdout=screen.as_json)

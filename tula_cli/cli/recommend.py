@@ -84,7 +84,7 @@ def recommend(
         and _save_answer(screen, runs, answer, chosen, is_required=save, every=every)
     )
     rows = {"rows": Lines(answer.rows_as_json(every=every))}
-    explained = service.explain_fits(answer) if explain else {}
+    explained = service.list_regressions(answer) if explain else {}
     line = describe_training_method(runs[0].spec)
     details_as_json = {"explanation": explained} if explain else {}
     source = {"demo": show_recommend.DEMO} if demo else {}

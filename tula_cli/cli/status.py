@@ -110,7 +110,7 @@ def logs(
     wanted = services_logs.LogQuery(job=job, rank=rank, every=every, last=last)
     place = None
     for line in services_logs.read_logs(
-        run, wanted, follow=follow, active=services_logs.limit_rate(active, pause=pause)
+        run, wanted, follow=follow, active=services_logs.make_rate_limited_check(active, pause=pause)
     ):
         if line.place != place:
             place = line.place

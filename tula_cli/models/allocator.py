@@ -82,7 +82,7 @@ class CachingAllocator:
         self.allocated -= block.size
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.free:
-                self._withdraw(neighbour)
+                self._remove_from_pool(neighbour)
                 block = _join_blocks(*((neighbour, block) if neighbour is block.before else (block, neighbour)))
         block.free = True
         self._blocks[block.number] = block
@@ -103,7 +103,7 @@ class CachingAllocator:
         if index == len(free):
             return None
         block = self._blocks[free[index][1]]
-        self._withdraw(block)
+        self._remove_from_pool(block)
         return block
 
     def _request_segment(self, wanted: int) -> _Block:
@@ -127,7 +127,7 @@ class CachingAllocator:
         """Return the segments without allocated blocks to the device."""
         self.flushes += 1
         for block in [block for block in self._blocks.values() if block.before is None and block.after is None]:
-            self._withdraw(block)
+            self._remove_from_pool(block)
             self.reserved -= block.size
 
     def _split(self, block: _Block, size: int) -> None:
@@ -141,7 +141,7 @@ class CachingAllocator:
         self._blocks[remainder.number] = remainder
         insort(self._free[remainder.small], (remainder.size, remainder.number))
 
-    def _withdraw(self, block: _Block) -> None:
+    def _remove_from_pool(self, block: _Block) -> None:
         free = self._free[block.small]
         del free[bisect_left(free, (block.size, block.number))]
         del self._blocks[block.number]

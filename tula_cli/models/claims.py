@@ -62,7 +62,7 @@ def _list_known_values(values: Iterable[float | None]) -> list[float]:
     return [] if None in known_values else [value for value in known_values if value is not None]
 
 
-def clean_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ...]:
+def select_undisturbed_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ...]:
     """Return the timed steps without a disturbance on any rank (see `join_steps`).
 
     Raises:
@@ -89,7 +89,7 @@ def list_mismatches(ranks: Sequence[RankResult]) -> list[Diagnostic]:
     return [mismatch for mismatch in candidates if mismatch is not None]
 
 
-def describe_broken_claims(ranks: Sequence[RankResult], *, resumed: bool) -> str:
+def describe_unmet_expectations(ranks: Sequence[RankResult], *, resumed: bool) -> str:
     """Describe the expectations that a training does not meet; empty if none, or not all ranks have reported yet.
 
     Args:
@@ -155,7 +155,7 @@ def _check_epoch(ranks: Sequence[RankResult]) -> Diagnostic | None:
     given = ranks[0].expected.dataset
     if given is not None and loader.sampler == STREAM:
         return None  # its length is defined by the dataset, and may be that of one rank or of all
-    if (given is not None or _have_own_shards(ranks)) and abs(seen - size / batch) <= 1 + _ABOUT * size / batch:
+    if (given is not None or _have_separate_shards(ranks)) and abs(seen - size / batch) <= 1 + _ABOUT * size / batch:
         return None  # the given size may be rounded, and shards may differ in length
     return messages.epoch_steps_differ(
         expected=high, observed=math.ceil(seen), dataset_size=size, batch=batch, is_given=given is not None
@@ -170,12 +170,12 @@ def find_dataset_size(ranks: Sequence[RankResult]) -> int | None:
     given, sizes = ranks[0].expected.dataset, [rank.loader.dataset if rank.loader else None for rank in ranks]
     if given is not None:
         return given
-    if _have_own_shards(ranks) and None not in sizes:
+    if _have_separate_shards(ranks) and None not in sizes:
         return sum(size for size in sizes if size is not None)
     return sizes[0]
 
 
-def _have_own_shards(ranks: Sequence[RankResult]) -> bool:
+def _have_separate_shards(ranks: Sequence[RankResult]) -> bool:
     """Return whether each rank has its own shard of the dataset: the contents of any two ranks differ."""
     contents = [rank.loader.content if rank.loader is not None else "" for rank in ranks]
     return len(contents) > 1 and "" not in contents and len(set(contents)) == len(contents) == ranks[0].world

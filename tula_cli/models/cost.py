@@ -117,7 +117,7 @@ def count_work(
     """
     import numpy as np
 
-    from tula_cli.models.choice.candidates import compute_by_value
+    from tula_cli.models.choice.candidates import apply_to_distinct_values
 
     def count_evaluations(samples: int | None) -> Number:
         if samples is None or eval_batch_size is None:
@@ -128,7 +128,7 @@ def count_work(
         epochs=spec.train.epochs_at_most,
         steps=dataset_size // batch,
         eval_batches=count_evaluations(eval_size),
-        refreshes=compute_by_value(
+        refreshes=apply_to_distinct_values(
             lambda global_batch: refresh.count_refreshes(spec, batch=global_batch, steps=dataset_size // global_batch),
             batch,
         ),
@@ -140,8 +140,8 @@ def count_work(
     )
     return replace(
         work,
-        branches=compute_by_value(lambda global_batch: tuning(global_batch).branches, batch),
-        branch_steps=compute_by_value(lambda global_batch: tuning(global_batch).steps, batch),
+        branches=apply_to_distinct_values(lambda global_batch: tuning(global_batch).branches, batch),
+        branch_steps=apply_to_distinct_values(lambda global_batch: tuning(global_batch).steps, batch),
         branch_evals=count_evaluations(self_tuning.count_holdout_samples(dataset_size)),
     )
 

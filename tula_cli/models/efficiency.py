@@ -65,7 +65,7 @@ class _Moments:
     covariance: float
 
 
-def summarise(pairs: Sequence[Pair], *, local_batch: int, batch: int) -> GradientStats:
+def summarize_gradient_norms(pairs: Sequence[Pair], *, local_batch: int, batch: int) -> GradientStats:
     """Return the mean squared norms over the steps with their covariance; steps that are not finite are left out.
 
     A training that diverges still has a step time: if no step is finite, the norms are 0.

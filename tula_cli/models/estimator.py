@@ -22,7 +22,7 @@ from tula_cli.models.choice.candidates import (
     Floats,
     Ints,
     StageTable,
-    compute_by_value,
+    apply_to_distinct_values,
     list_candidates,
     to_columns,
     to_configs,
@@ -126,9 +126,9 @@ class Estimator:
             BadMeasurements: the probes ran on different hardware, or cannot be fitted together.
         """
         all_results = list(results)
-        measured = sorted(_select_type(all_results, Measured), key=lambda probe: (probe.nodes, probe.local_batch))
-        ooms = _select_type(all_results, OutOfMemory)
-        require_measurements(measured, ooms, _select_type(all_results, Failed), script=spec.script is not None)
+        measured = sorted(_select_results(all_results, Measured), key=lambda probe: (probe.nodes, probe.local_batch))
+        ooms = _select_results(all_results, OutOfMemory)
+        require_measurements(measured, ooms, _select_results(all_results, Failed), script=spec.script is not None)
         require_one_hardware([*measured, *other_sizes.probes])
         footprints = inspection.footprints if inspection else ()
         steps, held_up = fit_with_stragglers(spec, [*measured, *other_sizes.probes], [*trained, *other_sizes.trained])
@@ -211,7 +211,9 @@ class Estimator:
         counts, batch = self._make_grid(nodes)
         local_batch, sharded = batch // (counts * self.spec.cluster.gpus_per_node), self.spec.train.sharded
         fits = local_batch <= (
-            compute_by_value(self._compute_max_local_batch, counts) if sharded else self._compute_max_local_batch(1)
+            apply_to_distinct_values(self._compute_max_local_batch, counts)
+            if sharded
+            else self._compute_max_local_batch(1)
         )
         for oom in self.ooms:
             fits &= ~is_ruled_out_by(oom, counts, local_batch, sharded=sharded)
@@ -222,7 +224,7 @@ class Estimator:
     def _find_starting_configurations(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
         """Return nodes and batches of the feasible configurations at which a training may start, given its ramp stages."""
         counts, batch = self._feasible(nodes)
-        begin = self.stages.can_begin_mask(counts, batch)
+        begin = self.stages.compute_startable_mask(counts, batch)
         return counts[begin], batch[begin]
 
     def _compute_max_local_batch(self, nodes: int) -> float:
@@ -336,9 +338,9 @@ class Estimator:
         """Predict a configuration on a market; None if it cannot run there or its step time is unknown."""
         if self.describe_why_infeasible(config) or self.describe_why_unknown(config):
             return None
-        return self._read_forecast(self.estimate(*to_columns([config])), market)
+        return self._get_single_prediction(self.estimate(*to_columns([config])), market)
 
-    def _read_forecast(self, on_demand: Candidates, market: Market) -> Prediction | None:
+    def _get_single_prediction(self, on_demand: Candidates, market: Market) -> Prediction | None:
         """Return the only row of a table on a market; None if `predict_on_spot` leaves it out."""
         rows = self.predict_on_spot(on_demand) if market == "spot" else on_demand
         return rows.prediction(0) if len(rows) else None
@@ -383,7 +385,7 @@ class Estimator:
         longer = step.scale(1 + (split - 1) * alone / float(step.seconds[0]))
         stages = self.stages.make_stage_table(nodes, batch, self._estimate_step_times(nodes, batch))
         forecast = self._predict_trainings(nodes, batch, longer, {}, stages, memory_batches=np.array([size]))
-        return self._read_forecast(forecast, market)
+        return self._get_single_prediction(forecast, market)
 
     # --- Step times
 
@@ -398,7 +400,7 @@ class Estimator:
         step_times = self.steps.predict_all(nodes, np.full(len(nodes), gpus), local_batch)
         configurations = index_probes([*self.probes, *self.trained], nodes, local_batch)
         at = list(configurations)
-        repeats = self.steps.repeat_deviation(nodes[at], np.full(len(at), gpus), local_batch[at])
+        repeats = self.steps.compute_repeat_deviation(nodes[at], np.full(len(at), gpus), local_batch[at])
         for (index, configuration), spread in zip(configurations.items(), repeats, strict=True):
             probe = self.probes.get(configuration)
             measured = stretches.estimate_from_measurements(
@@ -634,5 +636,5 @@ def _break_down_time(time: cost.TrainingTime, step_time: Floats, probes: Mapping
     }
 
 
-def _select_type(results: Sequence[Measured | OutOfMemory | Failed], kind: type[T]) -> list[T]:
+def _select_results(results: Sequence[Measured | OutOfMemory | Failed], kind: type[T]) -> list[T]:
     return [result for result in results if isinstance(result, kind)]

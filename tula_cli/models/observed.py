@@ -138,7 +138,7 @@ class MeasuredJob:
             heartbeats=tuple(heartbeats),
             step_times=tuple(step.seconds for step in steps),
             data_seconds=median(waits) if len(waits) == len(steps) else None,
-            sync_seconds=_find_synchronisation(ranks),
+            sync_seconds=_compute_sync_seconds(ranks),
             samples=median(samples) if len(samples) == len(steps) else None,
             observed_at=observed_at,
         )
@@ -185,7 +185,7 @@ class MeasuredJob:
         )
 
 
-def _find_synchronisation(ranks: Sequence[RankResult]) -> float | None:
+def _compute_sync_seconds(ranks: Sequence[RankResult]) -> float | None:
     """Return the seconds per step that the slowest rank spends on synchronisation: the others also wait for that rank."""
     if ranks[0].world == 1:
         return 0.0
@@ -313,11 +313,12 @@ def predict_request(
     fits = [fit_step_time(observations, collective="ring")]
     places = [(nodes, gpus_per_node)]
     if nodes == 1 and observed.nodes > 1 and gpus_per_node > 1:
-        single = [_as_single_gpus(observation) for observation in observations]
+        single = [_convert_to_single_gpu_nodes(observation) for observation in observations]
         fits.append(fit_step_time(single, collective="ring"))
         places.append((nodes * gpus_per_node, 1))
     logs, variances = zip(
-        *(_predict_log(fit, place, observed.local_batch) for fit, place in zip(fits, places, strict=True)), strict=True
+        *(_predict_log_step_time(fit, place, observed.local_batch) for fit, place in zip(fits, places, strict=True)),
+        strict=True,
     )
     log_seconds = float(np.mean(logs))
     deviation = math.sqrt(float(np.mean(variances)) + float(np.var(logs)))
@@ -342,7 +343,7 @@ def predict_request(
     )
 
 
-def _as_single_gpus(observation: Observation) -> Observation:
+def _convert_to_single_gpu_nodes(observation: Observation) -> Observation:
     """Return an observation with each GPU as a node."""
     return Observation(
         nodes=observation.nodes * observation.gpus_per_node,
@@ -353,7 +354,7 @@ def _as_single_gpus(observation: Observation) -> Observation:
     )
 
 
-def _predict_log(fit: StepTimeFit, place: tuple[int, int], local_batch: int) -> tuple[float, float]:
+def _predict_log_step_time(fit: StepTimeFit, place: tuple[int, int], local_batch: int) -> tuple[float, float]:
     """Return the logarithm of a predicted step time and its variance."""
     estimate = fit.predict(*place, local_batch)
     if estimate.low is None or estimate.high is None:
@@ -361,7 +362,7 @@ def _predict_log(fit: StepTimeFit, place: tuple[int, int], local_batch: int) -> 
     return math.log(estimate.seconds), (math.log(estimate.high / estimate.low) / (2 * Z90)) ** 2
 
 
-def is_advised(request: OtherRequest) -> bool:
+def should_advise_request(request: OtherRequest) -> bool:
     """Return whether a smaller request probably saves a tenth of the node-hours (`benchmarks/observe`: how often it does)."""
     return request.saving_chance >= LIKELY
 
@@ -376,7 +377,7 @@ def _list_advice(
     """Return what to change, the most important first."""
     advice = []
     smaller = [request for request in requests if request.nodes * request.gpus_per_node < job.world]
-    cheaper = [request for request in smaller if is_advised(request)]
+    cheaper = [request for request in smaller if should_advise_request(request)]
     if cheaper and job.nodes > 1:
         best = max(cheaper, key=lambda request: request.nodes)
         advice.append(

@@ -85,7 +85,9 @@ class StageTimes:
         """
         if self.spec.train.stages is None:
             return ""
-        return describe_stage_refusal(self.spec, batch=config.batch, nodes=config.nodes, dataset_size=self.dataset_size)
+        return describe_why_stages_rejected(
+            self.spec, batch=config.batch, nodes=config.nodes, dataset_size=self.dataset_size
+        )
 
     def compute_fits_mask(self, nodes: Ints, batch: Ints) -> Flags:
         """Return a mask, shape (n,), of the configurations for which `describe_why_infeasible` has no objection."""
@@ -93,7 +95,7 @@ class StageTimes:
             return np.ones(len(nodes), dtype=bool)
         return np.array([not self.describe_why_infeasible(config) for config in to_configs(nodes, batch)], dtype=bool)
 
-    def can_begin_mask(self, nodes: Ints, batch: Ints) -> Flags:
+    def compute_startable_mask(self, nodes: Ints, batch: Ints) -> Flags:
         """Return a mask, shape (n,), of the configurations for which `describe_why_not_startable` has no objection."""
         if self.spec.train.stages in (None, "auto", "noise"):
             return np.ones(len(nodes), dtype=bool)
@@ -291,7 +293,7 @@ def choose_stage_objective(quantity: Quantity) -> StageObjective:
     return "cost" if quantity.grows_with_nodes else "time"
 
 
-def choose_stage_objective_of(recommended: Recommendation | None) -> StageObjective:
+def choose_stage_objective_of_recommendation(recommended: Recommendation | None) -> StageObjective:
     """Return the quantity by which the nodes of stages are chosen for a recommendation; time if there is none."""
     return (
         "time"
@@ -486,13 +488,13 @@ def describe_unusable_stages(spec: JobSpec, *, dataset_size: int | None) -> tupl
     whys: dict[int, str] = {}
     for nodes, batch in grid:  # ascending by batch: the reason kept is that of the largest batch
         if whys.get(nodes) != "":
-            whys[nodes] = describe_stage_refusal(spec, batch=batch, nodes=nodes, dataset_size=size)
+            whys[nodes] = describe_why_stages_rejected(spec, batch=batch, nodes=nodes, dataset_size=size)
     by_why = {why: [nodes for nodes in whys if whys[nodes] == why] for why in whys.values() if why}
     unusable = [messages.nodes_unusable_for_stages(nodes=counts, reason=why) for why, counts in by_why.items()]
     return (unusable, []) if all(whys.values()) else ([], unusable)
 
 
-def describe_stage_refusal(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) -> str:
+def describe_why_stages_rejected(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) -> str:
     """Return why `check_stages` rejects a training; empty if it does not."""
     try:
         check_stages(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)

@@ -79,15 +79,15 @@ def compute_refresh_seconds(
     """
     import numpy as np
 
-    from tula_cli.models.choice.candidates import compute_by_value, find_nearest
+    from tula_cli.models.choice.candidates import apply_to_distinct_values, find_nearest
     from tula_cli.models.choice.candidates import compute_ratios as doublings
 
-    refreshed = compute_by_value(lambda size: has_separate_refreshes(spec, size), batch)
+    refreshed = apply_to_distinct_values(lambda size: has_separate_refreshes(spec, size), batch)
     if not refreshed.any():
         return np.zeros(len(batch))
     all_probes, accumulate = list(probes), spec.train.accumulate
     share = np.minimum(
-        compute_by_value(lambda size: compute_small_batch_size(spec, size), batch),
+        apply_to_distinct_values(lambda size: compute_small_batch_size(spec, size), batch),
         np.maximum(1, local_batch // accumulate),
     )
     timed = [

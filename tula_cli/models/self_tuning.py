@@ -82,11 +82,11 @@ def make_job_of_arm(spec: JobSpec, arm: Arm) -> JobSpec:
     train = spec.train.model_copy(update={"method": arm.method, "lr_scaling": scaling, "ramp": "auto"})
     schedule = spec.schedule.model_copy(update={"warmup_epochs": spec.schedule.warmup_epochs or 0.0})
     optimizer = _scale_weight_decay(spec.optimizer, arm.decay_factor)
-    changes = {"train": train, "schedule": schedule, "ags": _make_acting_ags(spec), "optimizer": optimizer}
+    changes = {"train": train, "schedule": schedule, "ags": _make_effective_ags(spec), "optimizer": optimizer}
     return spec.model_copy(update=changes)
 
 
-def _make_acting_ags(spec: JobSpec) -> Ags:
+def _make_effective_ags(spec: JobSpec) -> Ags:
     """Return AGS settings that take effect with the job's optimizer.
 
     Optimizers other than SGD may divide out a factor on the gradient.
@@ -251,11 +251,13 @@ def count_trained_samples(spec: JobSpec, arm: Arm, *, batch: int, size: int) -> 
         samples_done, trained = samples_done + steps[0], trained + steps[0]
         is_epoch_end = next(stages.list_epoch_steps(epoch, samples_done=samples_done, size=size), None) is None
         epoch, samples_done = (epoch + 1, 0) if is_epoch_end else (epoch, samples_done)
-        if has_ended(epoch * size + samples_done - start, length, stages.find_batch(epoch * size + samples_done)):
+        if is_branch_finished(
+            epoch * size + samples_done - start, length, stages.find_batch(epoch * size + samples_done)
+        ):
             return trained
 
 
-def has_ended(passed: int, length: int, batch: int) -> bool:
+def is_branch_finished(passed: int, length: int, batch: int) -> bool:
     """Return whether a branch ends here because the next step would move it further from its length."""
     return passed + batch / 2 > length
 

@@ -81,7 +81,7 @@ from tula_cli.services.estimate import EstimateReport
 from tula_cli.services.evaluate import prepare_evaluation, run_evaluation
 from tula_cli.services.events import Event, Note, Planned, WarningEvent, Work, follow
 from tula_cli.services.nodes import ClusterCheck
-from tula_cli.services.observe import report_observed
+from tula_cli.services.observe import list_observed_reports
 from tula_cli.services.observed_probes import add_observed_probes
 from tula_cli.services.profile import LargestBatch
 from tula_cli.services.resume_test import ResumeFinding, run_resume_test
@@ -1058,7 +1058,7 @@ def observed_jobs(root: str | Path = OBSERVED, name: str | None = None) -> list[
         SpecError: the job does not exist.
         BadMeasurements: the job has not been measured yet.
     """
-    return report_observed(Path(root).expanduser(), name)
+    return list_observed_reports(Path(root).expanduser(), name)
 
 
 def report(run: Target, *, root: str | Path = ROOT) -> Document:

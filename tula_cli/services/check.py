@@ -19,7 +19,7 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.services import messages
 from tula_cli.services.job_warnings import (
     check_shared_memory,
-    describe_computing,
+    describe_loader_and_scaling,
     find_free_shared_memory,
     warn_ags_on_one_rank,
     warn_unlikely_settings,
@@ -257,7 +257,7 @@ def check(
             *_list_warnings(spec, inspection, jobs, chosen_by_auto=chosen_by_auto),
         ),
         unsettled=later,
-        settings=describe_computing(spec, inspection),
+        settings=describe_loader_and_scaling(spec, inspection),
         method_line=describe_training_method(spec),
         interruption=describe_interruption_cost(run, spec),
         expected=estimate_search(spec, list(sizes.items()), list_measured_probes(run)) if jobs else None,

@@ -93,12 +93,13 @@ def measure_runs(
     paths = [run_space.path for run_space in run_spaces if run_space.holdings]
     why = dict(zip(paths, _find_reasons_to_keep([snapshots[path] for path in paths], ask, now()), strict=True))
     spaces = [
-        _keep_all(run_space, reason) if (reason := why.get(run_space.path)) else run_space for run_space in run_spaces
+        _mark_unremovable(run_space, reason) if (reason := why.get(run_space.path)) else run_space
+        for run_space in run_spaces
     ]
     return sorted(spaces, key=lambda run_space: (-run_space.size, -run_space.held))
 
 
-def _keep_all(run_space: RunSpace, why: str) -> RunSpace:
+def _mark_unremovable(run_space: RunSpace, why: str) -> RunSpace:
     return replace(run_space, kept=why, lives=True, holdings=(), final=(), compared=())
 
 

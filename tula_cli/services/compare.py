@@ -196,7 +196,7 @@ def plan_comparison(run: Run, grid: Grid, *, inspect: Inspect, now: float) -> Co
     predicted = {row: p.prediction.hours for row, p in plans.items() if p.prediction is not None}
     rows = {(cell.method, cell.batch) for cell in comparison.cells}
     hours = {row: estimate_hours(row, took, predicted) for row in rows}
-    standing = rounds.decide_standing(run, comparison, spec, hours=hours)
+    standing = rounds.compute_comparison_state(run, comparison, spec, hours=hours)
     missing = tuple(cell for cell in standing.wanted if not is_cell_ended(run, cell))
     return ComparePlan(
         comparison=comparison,

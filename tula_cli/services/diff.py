@@ -383,7 +383,7 @@ def compare_runs(before: Run, after: Run) -> RunDifference:
         steps=compare_steps(*(each.results for each in snapshots)),
         warnings=tuple(warning for each in snapshots for warning in each.record_warnings),
     )
-    return replace(difference, headline=_write_headline(difference))
+    return replace(difference, headline=_make_headline_lines(difference))
 
 
 def _make_overview(run: Run, probes: Sequence[Measured]) -> RunOverview:
@@ -401,9 +401,9 @@ _LIKELY_CAUSES = ("hardware", "GPU driver", "GPU clocks (MHz)", "clocks throttle
 _MAX_VALUE_LENGTH = 40  # characters of a value
 
 
-def _write_headline(difference: RunDifference) -> tuple[str, ...]:
+def _make_headline_lines(difference: RunDifference) -> tuple[str, ...]:
     """Return the summary of the differences, one line per item."""
-    pace, causes = _describe_pace(difference.steps), list(_list_causes(difference))
+    pace, causes = _describe_step_time_change(difference.steps), list(_list_causes(difference))
     if not causes and not difference.steps.changed:
         equal = "the same job, code and environment" if difference.steps.timed else "the same job and code"
         return (f"nothing differs: {equal}; {pace or 'neither run has measurements'}",)
@@ -419,7 +419,7 @@ def _write_headline(difference: RunDifference) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _describe_pace(steps: StepComparison) -> str:
+def _describe_step_time_change(steps: StepComparison) -> str:
     if not steps.timed:
         return "no configuration was measured in both" * bool(steps.rows or any(steps.only))
     of = format_count(len(steps.timed), "configuration")

@@ -160,19 +160,19 @@ def make_job_from_command(
         TulaError: the installation lacks its templates.
     """
     gpus_available = gpus if kind == "local" else _count_gpus(offered)
-    recognised = add_length(
+    recognised = add_answered_epochs(
         recognise_line(line, KnownFacts(answers or {}, gpus=gpus_available), keeps_setup=kind == "slurm"), answers
     )
     one_process = recognised.gpus_per_node is None and _trains_in_one_process(recognised.script["command"])
     if kind == "local":
-        text = _fit_to_machine(
-            write_job_around(line, recognised, kind),
+        text = _set_machine_resources(
+            make_job_text(line, recognised, kind),
             per_node=recognised.gpus_per_node or 1,
             gpus=1 if one_process else gpus,
             cores=cores,
         )
     else:
-        text = write_job_around(line, recognised, kind)
+        text = make_job_text(line, recognised, kind)
         if offered is not None:
             text = _adapt_site_settings(site.fill_template(text, offered), recognised, offered)
         text = site.write_settings(text, list_shell_settings(recognised))
@@ -224,7 +224,7 @@ def _trains_in_one_process(command: str) -> bool:
     return bool(files)
 
 
-def add_length(recognised: RecognisedCommand, answers: Mapping[str, str] | None) -> RecognisedCommand:
+def add_answered_epochs(recognised: RecognisedCommand, answers: Mapping[str, str] | None) -> RecognisedCommand:
     """Return the recognised command with the number of epochs that the user answered, if any."""
     epochs = (answers or {}).get(LENGTH_QUESTION)
     return (
@@ -232,9 +232,7 @@ def add_length(recognised: RecognisedCommand, answers: Mapping[str, str] | None)
     )
 
 
-def write_job_around(
-    line: str, recognised: RecognisedCommand, kind: Literal["local", "slurm"], *, name: str = ""
-) -> str:
+def make_job_text(line: str, recognised: RecognisedCommand, kind: Literal["local", "slurm"], *, name: str = "") -> str:
     """Return the job file around a command, before the properties of the machines are filled in.
 
     Args:
@@ -297,7 +295,7 @@ def _set_key(text: str, key: str, value: str, why: str, *, section: str = "") ->
     return text[:position] + replaced
 
 
-def _fit_to_machine(text: str, *, per_node: int, gpus: int, cores: int | None) -> str:
+def _set_machine_resources(text: str, *, per_node: int, gpus: int, cores: int | None) -> str:
     if gpus < 1:
         processes = format_count(per_node, "process")
         node_comment = f"numbers of nodes to measure; here a node is {processes} of this machine"
@@ -524,10 +522,10 @@ def make_job_from_sbatch(
     gpus, _, _ = request.gpus
     known = replace(known, gpus=gpus, nodes=request.nodes, tasks_per_node=request.tasks_per_node)
     command = find_training_command(text, keeps_setup=True, variables=_list_slurm_variables(request))
-    recognised = add_length(recognise_command(command, known), answers)
+    recognised = add_answered_epochs(recognise_command(command, known), answers)
     request = replace(request, options={**_list_srun_options(recognised.slurm), **request.options})
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.get_text("job_name")).strip("._-")[:64]
-    written = write_job_around(f"tula init --from-sbatch {shlex.quote(source)}", recognised, "slurm", name=name)
+    written = make_job_text(f"tula init --from-sbatch {shlex.quote(source)}", recognised, "slurm", name=name)
     written = write_settings(
         written, [*_list_setting_lines(request, recognised, offered), *list_shell_settings(recognised)]
     )
@@ -654,10 +652,10 @@ def _list_setting_lines(
     ):
         if extra_options:
             yield TemplateLine(f"cluster.slurm.{key}", json.dumps(extra_options), f"other options of {command}")
-    yield from _list_measuring_settings(request, offered)
+    yield from _list_profiling_settings(request, offered)
 
 
-def _list_measuring_settings(request: _Request, offered: Site | None) -> Iterator[TemplateLine]:
+def _list_profiling_settings(request: _Request, offered: Site | None) -> Iterator[TemplateLine]:
     """Yield the settings for the searched nodes and the time limits of jobs."""
     limit = parse_minutes(request.get_text("time"))
     if limit:

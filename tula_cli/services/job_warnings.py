@@ -16,7 +16,7 @@ from tula_cli.words import format_count
 # --- Settings that tula chooses
 
 
-def describe_computing(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
+def describe_loader_and_scaling(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
     """Return a line on the data loader and one on gradient scaling, if the job leaves them to tula.
 
     Args:

@@ -233,7 +233,7 @@ class _LogReader:
             with open_file(log.file) as file:
                 for raw in read_lines_back(file, end=self._offsets[log.file], block=_MAX_LINE):
                     line = log.parse_line(raw)
-                    if self._is_of_rank(line) and not _HARMLESS.search(raw):
+                    if self._is_from_requested_rank(line) and not _HARMLESS.search(raw):
                         yield line
         except OSError as error:
             raise read_error(log.file, error) from error
@@ -264,16 +264,16 @@ class _LogReader:
                         return
                     self._offsets[log.file] += len(raw)
                     line = log.parse_line(raw)
-                    if self._is_of_rank(line) and not _HARMLESS.search(raw):
+                    if self._is_from_requested_rank(line) and not _HARMLESS.search(raw):
                         yield line
         except OSError as error:
             raise read_error(log.file, error) from error
 
-    def _is_of_rank(self, line: LogLine) -> bool:
+    def _is_from_requested_rank(self, line: LogLine) -> bool:
         return None in (self.wanted.rank, line.rank) or line.rank == self.wanted.rank
 
 
-def limit_rate(
+def make_rate_limited_check(
     check: Callable[[], bool], *, pause: float, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], bool]:
     """Return a check that repeats its last answer for `pause` seconds, since a scheduler serves many users."""

@@ -136,7 +136,7 @@ def gather_measurements(
                 stages_by=stage_objective,
             )
             unknown = _list_unknown_configurations(estimator, query)
-            _require_enough(estimator, unknown, pending=pending_here)
+            _require_enough_configurations(estimator, unknown, pending=pending_here)
         except (Pending, BadMeasurements, Infeasible) as error:
             is_early = pending_here and isinstance(error, TooFew | Infeasible)
             errors.append((run, _make_pending_error(pending_here, error.message) if is_early else error))
@@ -294,7 +294,9 @@ def _list_unknown_configurations(estimator: Estimator, query: Query) -> tuple[Un
     return tuple(groups.values())
 
 
-def _require_enough(estimator: Estimator, unknown: Sequence[UnknownConfigurations], *, pending: int) -> None:
+def _require_enough_configurations(
+    estimator: Estimator, unknown: Sequence[UnknownConfigurations], *, pending: int
+) -> None:
     """Raise Pending or BadMeasurements if the known configurations are not enough to choose from."""
     if not unknown:
         return
@@ -349,7 +351,7 @@ def list_observations_from_trainings(
         training_observations = stretches.list_observations_from_training(
             steps_here,
             run.get_training(name).read_sampled_metrics(),
-            functools.partial(_describe_why_not_counted, measured),
+            functools.partial(_describe_why_not_comparable, measured),
         )
         disagreements = {
             steps: why for steps in training_observations.steps if (why := _describe_disagreement(steps, measured))
@@ -390,7 +392,7 @@ def _runs_same_steps_as_probes(run: RunDir, task: TrainTask, probed_job: JobSpec
     ) == compute_measurement_signature(probed_job)
 
 
-def _describe_why_not_counted(
+def _describe_why_not_comparable(
     measured: Sequence[Measured], task: TrainTask, environment: Mapping[str, Any] | None
 ) -> str:
     """Return why steps of an attempt cannot be fitted with the probes; empty if they can, or if nothing is known."""

@@ -48,7 +48,7 @@ MAX_CLOCK_OFFSET = 1.0
 """Seconds by which the clocks of two nodes may differ."""
 
 
-def find_silent_nodes(run: RunDir, report: ClusterReport) -> list[NodeReport]:
+def find_nodes_without_files(run: RunDir, report: ClusterReport) -> list[NodeReport]:
     """Return the nodes whose files are not visible here although they reported no write error."""
     ranks, signed_in = report.ranks // len(report.nodes), run.checks.read_signed_in_hosts(report.id)
     return [node for node in report.nodes if not node.write_error and node.node * ranks not in signed_in]
@@ -62,7 +62,7 @@ def list_node_problems(run: RunDir, task: CheckTask, report: ClusterReport) -> I
             yield messages.run_directory_not_shared(host=node.host, folder=str(folder), other_content=bool(node.token))
         if node.write_error:
             yield messages.cannot_write_run_directory(host=node.host, reason=node.write_error)
-    for node in find_silent_nodes(run, report):
+    for node in find_nodes_without_files(run, report):
         seconds = task.spec.cluster.backend.file_lag
         yield messages.files_not_visible(host=node.host, folder=str(folder), seconds=seconds)
     yield from _list_dataset_problems(task, report)
@@ -73,15 +73,15 @@ def list_node_problems(run: RunDir, task: CheckTask, report: ClusterReport) -> I
 
 def _list_dataset_problems(task: CheckTask, report: ClusterReport) -> Iterator[Diagnostic]:
     without = [node.host for node in report.nodes if node.dataset is False]
-    if without and not _is_yet_to_come(task):
-        yield messages.cannot_read_dataset(hosts=list_hosts(without), folder=str(_get_dataset_folder(task)))
+    if without and not _will_be_downloaded(task):
+        yield messages.cannot_read_dataset(hosts=format_hosts(without), folder=str(_get_dataset_folder(task)))
 
 
 def _get_dataset_folder(task: CheckTask) -> Path:
     return Path(task.workdir, Path(task.spec.dataset.root).expanduser())
 
 
-def _is_yet_to_come(task: CheckTask) -> bool:
+def _will_be_downloaded(task: CheckTask) -> bool:
     """Return whether the dataset is to be downloaded before the first job."""
     return task.spec.dataset.download and not os.access(_get_dataset_folder(task), os.R_OK)
 
@@ -92,7 +92,7 @@ def _list_gpu_problems(spec: JobSpec, report: ClusterReport) -> Iterator[Diagnos
     if not needed:
         return
     if without:
-        yield messages.no_gpu_visible(hosts=list_hosts(without))
+        yield messages.no_gpu_visible(hosts=format_hosts(without))
     for host, nodes in _group_by_host(report.nodes):
         ranks, gpus = sum(node.ranks for node in nodes), max(len(node.gpus) for node in nodes)
         if 0 < gpus < ranks:
@@ -142,7 +142,7 @@ def list_node_warnings(task: CheckTask, report: ClusterReport) -> Iterator[Diagn
         and not any(n.gpus for n in report.nodes)
     ):
         yield messages.jobs_run_on_cpu()
-    if _is_yet_to_come(task) and any(node.dataset is False for node in report.nodes):
+    if _will_be_downloaded(task) and any(node.dataset is False for node in report.nodes):
         yield messages.dataset_not_downloaded(folder=str(_get_dataset_folder(task)))
 
 
@@ -154,11 +154,11 @@ def _describe_differences(nodes: Sequence[NodeReport], aspect: Callable[[NodeRep
     return (
         ""
         if len(hosts_by_value) < 2
-        else "; ".join(f"{value} on {list_hosts(hosts)}" for value, hosts in hosts_by_value.items())
+        else "; ".join(f"{value} on {format_hosts(hosts)}" for value, hosts in hosts_by_value.items())
     )
 
 
-def list_hosts(hosts: Iterable[str]) -> str:
+def format_hosts(hosts: Iterable[str]) -> str:
     """Return hosts as a comma-separated text without duplicates."""
     return ", ".join(dict.fromkeys(hosts))
 
@@ -220,14 +220,14 @@ def run_node_check(
     run = get_only_run(runs, node_type, purpose="--on-cluster")
     launcher, count = launcher_for(run.spec), check_node_count(run.spec, nodes)
     save_runs([run], file)
-    task = start_on_cluster(run, launcher, nodes=count)
+    task = submit_node_check(run, launcher, nodes=count)
     last_state = None
     try:
-        for state in watch_cluster(run, launcher, task, timeout=timeout):
+        for state in watch_node_check(run, launcher, task, timeout=timeout):
             if (state_shown := _round_to_minute(state)) != last_state:
                 yield NodeCheckProgress(task, state)
             last_state = state_shown
-        return conclude_cluster(run, task)
+        return collect_node_check(run, task)
     except KeyboardInterrupt:
         raise _make_interruption(run, task) from None
 
@@ -292,7 +292,7 @@ def _find_partition(spec: JobSpec) -> site.Partition | None:
 # --- The job
 
 
-def start_on_cluster(run: Run, launcher: Launcher, *, nodes: int) -> CheckTask:
+def submit_node_check(run: Run, launcher: Launcher, *, nodes: int) -> CheckTask:
     """Submit a job that checks the nodes, or resume one whose result has not been reported to the user yet.
 
     An unreported check with settings other than those of the run is cancelled.
@@ -304,13 +304,13 @@ def start_on_cluster(run: Run, launcher: Launcher, *, nodes: int) -> CheckTask:
     task = None
     try:
         with lock_submission(run):
-            task = _start_on_cluster(run, launcher, nodes=nodes)
+            task = _submit_or_attach_node_check(run, launcher, nodes=nodes)
     except KeyboardInterrupt:
         raise _make_interruption(run, task) from None
     return task
 
 
-def _start_on_cluster(run: Run, launcher: Launcher, *, nodes: int) -> CheckTask:
+def _submit_or_attach_node_check(run: Run, launcher: Launcher, *, nodes: int) -> CheckTask:
     spec = run.spec
     tasks = sorted(run.check_tasks(), key=lambda task: task.number)
     unreported = [task for task in tasks if task.nodes == nodes and not run.checks.is_reported(task.id)]
@@ -326,7 +326,7 @@ def _start_on_cluster(run: Run, launcher: Launcher, *, nodes: int) -> CheckTask:
     return task
 
 
-def watch_cluster(
+def watch_node_check(
     run: RunDir,
     launcher: Launcher,
     task: CheckTask,
@@ -361,11 +361,11 @@ def watch_cluster(
             return
         hopeless = hopeless + 1 if state.hopeless else 0
         if hopeless > 1:  # a busy controller may report such a reason for a moment
-            raise _cancel_hopeless(run, launcher, task, job, state)
+            raise _cancel_unstartable_check(run, launcher, task, job, state)
         now = clock()
-        some_since = (some_since or now) if 0 < len(_list_nodes_seen(run, task, job)) < task.nodes else None
+        some_since = (some_since or now) if 0 < len(_find_nodes_with_files(run, task, job)) < task.nodes else None
         if some_since is not None and now - some_since > get_backend(job.scheduler).file_lag:
-            raise _cancel_half_seen(run, launcher, task, job)
+            raise _cancel_partly_visible_check(run, launcher, task, job)
         if timeout is not None and now - started >= timeout:
             reason = f" ({state.reason})" if state.reason else ""
             raise Pending(
@@ -384,7 +384,7 @@ def _is_over(run: RunDir, task: CheckTask) -> bool:
     return bool(attempts) and attempts[-1].outcome not in (None, "done", "port")
 
 
-def _cancel_hopeless(
+def _cancel_unstartable_check(
     run: RunDir, launcher: Launcher, task: CheckTask, job: Job, state: SchedulerState
 ) -> SchedulerError:
     _cancel_check(run, launcher, task, job)
@@ -400,14 +400,14 @@ def _cancel_check(run: RunDir, launcher: Launcher, task: CheckTask, job: Job) ->
     run.checks.mark_reported(task.id)
 
 
-def _cancel_half_seen(run: RunDir, launcher: Launcher, task: CheckTask, job: Job) -> JobFailed:
+def _cancel_partly_visible_check(run: RunDir, launcher: Launcher, task: CheckTask, job: Job) -> JobFailed:
     """Cancel a job of which only some nodes see the run directory: their ranks would wait for the others."""
-    error = _make_not_shared_error(run, task, job, set(range(task.nodes)) - _list_nodes_seen(run, task, job))
+    error = _make_not_shared_error(run, task, job, set(range(task.nodes)) - _find_nodes_with_files(run, task, job))
     _cancel_check(run, launcher, task, job)
     return error
 
 
-def conclude_cluster(
+def collect_node_check(
     run: RunDir, task: CheckTask, *, clock: Callable[[], float] = time.time, sleep: Callable[[float], None] = time.sleep
 ) -> ClusterCheck:
     """Return the findings of a check that is over.
@@ -423,7 +423,7 @@ def conclude_cluster(
     run.checks.mark_reported(task.id)
     report = run.checks.report(task.id)
     if report is None:
-        failure, draft = _check_failure(run, task, job), run.checks.read_draft(task.id)
+        failure, draft = _make_check_error(run, task, job), run.checks.read_draft(task.id)
         if draft is None or run.is_cancelled(task.job):
             raise failure
         reason = failure.message
@@ -437,14 +437,14 @@ def _has_all_reports(run: RunDir, task: CheckTask, job: Job) -> bool:
     """Return whether no further files are to be expected from the nodes."""
     report = run.checks.report(task.id)
     if report is not None:
-        return not find_silent_nodes(run, report)
-    return _is_over(run, task) and len(_list_nodes_seen(run, task, job)) == task.nodes
+        return not find_nodes_without_files(run, report)
+    return _is_over(run, task) and len(_find_nodes_with_files(run, task, job)) == task.nodes
 
 
 # --- Failed checks
 
 
-def _check_failure(run: RunDir, task: CheckTask, job: Job) -> TulaError:
+def _make_check_error(run: RunDir, task: CheckTask, job: Job) -> TulaError:
     """Return the reason why there is no report; on SLURM, nodes that do not see the run directory take precedence.
 
     Such nodes cannot report any other reason.
@@ -459,7 +459,7 @@ def _check_failure(run: RunDir, task: CheckTask, job: Job) -> TulaError:
             return JobFailed(
                 f"{job.id} ended before it could check the nodes: {ended.replace('_', ' ')}", advise(ended, task.spec)
             )
-        blind = set(range(task.nodes)) - _list_nodes_seen(run, task, job)
+        blind = set(range(task.nodes)) - _find_nodes_with_files(run, task, job)
         if blind:
             return _make_not_shared_error(run, task, job, blind)
     if last_attempt is None or last_attempt.outcome is None:
@@ -472,7 +472,7 @@ def _check_failure(run: RunDir, task: CheckTask, job: Job) -> TulaError:
     return FAILURE_KINDS[failure.outcome].error(f"{job.id} failed{where}: {last_attempt.message}", hint)
 
 
-def _list_nodes_seen(run: RunDir, task: CheckTask, job: Job) -> set[int]:
+def _find_nodes_with_files(run: RunDir, task: CheckTask, job: Job) -> set[int]:
     """Return the numbers of the nodes that have written a file into the run directory."""
     if job.scheduler == "local":
         return set(range(task.nodes))
@@ -490,8 +490,10 @@ def _make_not_shared_error(run: RunDir, task: CheckTask, job: Job, blind: set[in
         hosts if len(hosts) == task.nodes else tuple(f"node {number + 1} of the job" for number in range(task.nodes))
     )
     seeing = [name for number, name in enumerate(names) if number not in blind]
-    without = list_hosts(name for number, name in enumerate(names) if number in blind)
-    description = f"{list_hosts(seeing)} wrote into it, {without} did not" if seeing else f"{without} reported nothing"
+    without = format_hosts(name for number, name in enumerate(names) if number in blind)
+    description = (
+        f"{format_hosts(seeing)} wrote into it, {without} did not" if seeing else f"{without} reported nothing"
+    )
     return JobFailed(
         f"{job.id} failed, probably because its nodes do not all see {run.path.resolve()}: {description}",
         "choose a folder on a file system that this machine and all nodes share: --run-dir FOLDER"

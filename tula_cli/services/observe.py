@@ -77,7 +77,7 @@ def run_observed(command: Sequence[str], root: Path, *, quiet_stdout: bool = Fal
     """
     root = root.absolute()
     install_observer(root / SHIM, root)
-    job = name_job()
+    job = choose_job_name()
     path = os.pathsep.join(filter(None, [str(root / SHIM), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": path, JOB: job, "TULA_PLAN": str(root / SHIM / "observe.json")}
     with _ForwardedSignals() as signals:
@@ -136,7 +136,7 @@ def _is_in_foreground() -> bool:
         return False
 
 
-def name_job() -> str:
+def choose_job_name() -> str:
     """Return the name of the job: equal for all processes of a SLURM step, else that of this process."""
     environ = os.environ
     if "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" in environ:
@@ -177,7 +177,7 @@ def _is_on_several_nodes() -> bool:
     return os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
 
 
-def report_observed(root: Path, name: str | None = None) -> list[ObservedReport]:
+def list_observed_reports(root: Path, name: str | None = None) -> list[ObservedReport]:
     """Return the reports on observed jobs, oldest first.
 
     Args:
@@ -196,7 +196,7 @@ def report_observed(root: Path, name: str | None = None) -> list[ObservedReport]
     if single:
         return [_report(job, jobs) for job in single]
     of_script = list_jobs_of_script(jobs, root, name or "")
-    measured = _measure_all(of_script)
+    measured = _measure_jobs(of_script)
     if not measured:
         return [_report(of_script[-1], jobs)]
     return [report_observed_job(job, [other for other in measured if other is not job]) for job in measured]
@@ -219,10 +219,10 @@ def list_jobs_of_script(jobs: Sequence[ObservedJob], root: Path, name: str) -> l
 
 def _report(job: ObservedJob, jobs: Sequence[ObservedJob]) -> ObservedReport:
     others = [other for other in jobs if other.script == job.script and other.path != job.path]
-    return report_observed_job(measure_observed_job(job), _measure_all(others))
+    return report_observed_job(measure_observed_job(job), _measure_jobs(others))
 
 
-def _measure_all(jobs: Sequence[ObservedJob]) -> list[MeasuredJob]:
+def _measure_jobs(jobs: Sequence[ObservedJob]) -> list[MeasuredJob]:
     """Return the measurements of jobs, without those that have too few steps."""
     measured = []
     for job in jobs:

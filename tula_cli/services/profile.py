@@ -35,7 +35,7 @@ from tula_cli.services.search import (
     list_feasible_candidates,
 )
 from tula_cli.services.site_charges import bill_run_by_site, warn_balance_for_probes
-from tula_cli.services.status import count_notes
+from tula_cli.services.status import summarize_notes
 from tula_cli.services.waiting import (
     Dependencies,
     DetachedJobs,
@@ -289,7 +289,7 @@ def make_profile_report(run: RunDir, plan: ProfilePlan) -> ProfileReport:
     known_ids = {result.id for result in results}
     wanted_ids = [make_probe_id(task.nodes, local) for task in plan.tasks for local in task.local_batches]
     missing = tuple(i for i in wanted_ids if i not in known_ids)
-    report = ProfileReport(measured, out_of_memory, failed, missing, plan.certainty, count_notes(measured))
+    report = ProfileReport(measured, out_of_memory, failed, missing, plan.certainty, summarize_notes(measured))
     of_plan = [result for result in results if result.id in wanted_ids]
     if not measured or (of_plan and all(isinstance(result, Failed) for result in of_plan)):
         raise _make_nothing_measured_error(report, next((task.spec for task in plan.tasks), None))
@@ -660,7 +660,7 @@ class _SubmittedRun:
         return len(self.under_way) < len(self.plan.jobs)
 
     @property
-    def may_go_on(self) -> bool:
+    def may_continue(self) -> bool:
         """Whether the results may lead to a further round."""
         return self.plan.in_rounds and is_measured(self.run, self.plan)
 
@@ -734,7 +734,7 @@ class _Profiling:
                 return (yield from _list_submitted_probes(planned, jobs))
             yield from self._wait(jobs, deadline)
             measures_failed_again = False
-            unfinished = {submitted.run.name for submitted in jobs if submitted.may_go_on}
+            unfinished = {submitted.run.name for submitted in jobs if submitted.may_continue}
             stopped |= {submitted.run.name for submitted in jobs} - unfinished
             if not unfinished:
                 break

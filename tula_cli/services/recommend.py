@@ -18,7 +18,7 @@ from tula_cli.models.choice.candidates import Candidates, Config, Flags, Limit, 
 from tula_cli.models.choice.objective import (
     Choice,
     choose,
-    describe_open_knees,
+    describe_knee_shares,
     find_best_of_each_batch,
 )
 from tula_cli.models.efficiency import Noise
@@ -287,7 +287,7 @@ class Answer:
             block = self.candidates.take(np.arange(at, min(at + _BLOCK, len(self.candidates))))
             yield from (_convert_row_to_json(row, self.recommendation) for row in block.predictions())
 
-    def with_drawn_rows(self) -> Recommendation:
+    def with_figure_rows(self) -> Recommendation:
         """Return the recommendation with the rows of its figures: all if there are few, else the listed ones."""
         return self.with_all_rows() if len(self.candidates) <= _MAX_ROWS_DRAWN else self.recommendation
 
@@ -380,8 +380,8 @@ def recommend(
     by_type = {
         measurements.type: _build_answer(
             [measurements.with_type_of_run()],
-            _select_run(candidates, measurements).with_pareto_front(),
-            _select_run(forecasts, measurements),
+            _select_candidates_of_run(candidates, measurements).with_pareto_front(),
+            _select_candidates_of_run(forecasts, measurements),
             query,
             no_gradients,
             noise,
@@ -398,7 +398,7 @@ def recommend(
     return replace(answer, by_type=by_type)
 
 
-def _select_run(candidates: Candidates, measurements: TypeMeasurements) -> Candidates:
+def _select_candidates_of_run(candidates: Candidates, measurements: TypeMeasurements) -> Candidates:
     """Return the candidates of one run under its node type."""
     of_run = candidates.select(type=measurements.type)
     return of_run.with_columns({"type": measurements.run.part.type or ""})
@@ -602,7 +602,7 @@ def _select_choosable(candidates: Candidates, all_measurements: Sequence[TypeMea
 
 
 def _describe_knees(measurements: TypeMeasurements, candidates: Candidates, query: Query) -> str:
-    return describe_open_knees(
+    return describe_knee_shares(
         measurements.estimator.steps,
         candidates.select(type=measurements.type, market="on_demand"),
         gpus_per_node=measurements.estimator.spec.cluster.gpus_per_node,
@@ -682,7 +682,7 @@ def list_choice_warnings(
 # --- The basis of an answer, on request
 
 
-def explain_fits(answer: Answer) -> "dict[str, tuple[RegressionSummary, ...]]":
+def list_regressions(answer: Answer) -> "dict[str, tuple[RegressionSummary, ...]]":
     """Return the regressions that an answer is based on, by node type ("" if the job names none)."""
     from tula_cli.models.summaries import list_regression_summaries
 
@@ -746,7 +746,10 @@ def save_answer(
             tables = answer.candidates, answer.forecasts
             write_answer(run, answer.all_measurements, answer.recommendation, *tables, every=every)
         elif of_run is not None and of_run.type in answer.by_type:
-            tables = _select_run(answer.candidates, of_run), _select_run(answer.forecasts, of_run)
+            tables = (
+                _select_candidates_of_run(answer.candidates, of_run),
+                _select_candidates_of_run(answer.forecasts, of_run),
+            )
             write_answer(run, [of_run.with_type_of_run()], answer.by_type[of_run.type], *tables, every=every)
         file = find_settings_origin(run, None, ()) if assumed else find_settings_origin(run, job, overrides)
         save_runs([run], file)

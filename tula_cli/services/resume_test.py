@@ -146,7 +146,7 @@ def run_resume_test(
         JobFailed: the test ended without a finding.
     """
     run = get_only_run(runs, node_type, purpose="--rehearse")
-    resume_settings(run.spec)
+    get_resume_settings(run.spec)
     code = choose_code(run, run.spec, Path.cwd(), keep=False)
     if not fresh and (earlier := load_finding(run, code)) is not None:
         yield Note(
@@ -191,7 +191,7 @@ def submit_and_wait(
         attempts = run.read_attempts(task.id)
         why = attempts[-1].message if attempts else "it has not started"
         raise JobFailed(f"{task.id} ended without a verdict: {why}", "read the output with tula logs")
-    return ResumeFinding(record, resume_settings(run.spec).batch, kept=False)
+    return ResumeFinding(record, get_resume_settings(run.spec).batch, kept=False)
 
 
 def submit_resume_test(
@@ -212,7 +212,7 @@ def submit_resume_test(
         name = f"rehearse-{key}-{len(earlier) + 1}"
         task = ResumeTestTask(
             id=name, job=name, spec=spec, workdir=str(code.workdir), nodes=nodes, key=key,
-            batch=batch or resume_test_batch(run), code=take_snapshot(run, spec, code),
+            batch=batch or compute_resume_test_batch(run), code=take_snapshot(run, spec, code),
         )  # fmt: skip
         submit_task(run, launcher, task)
     return task
@@ -233,10 +233,10 @@ def describe_cap_exceeded(runs: Sequence[Run], *, nodes: int = 1) -> str:
 def load_finding(run: Run, code: Source) -> ResumeFinding | None:
     """Return the finding of an earlier resume test of this script with this code; None if there is none."""
     record = ResumeTestRecords(run.path).find_newest_verdict(compute_resume_test_signature(run.spec, code.digest))
-    return None if record is None else ResumeFinding(record, resume_settings(run.spec).batch, kept=True)
+    return None if record is None else ResumeFinding(record, get_resume_settings(run.spec).batch, kept=True)
 
 
-def resume_settings(spec: JobSpec) -> Resume:
+def get_resume_settings(spec: JobSpec) -> Resume:
     """Return the resume settings of the job's script.
 
     Raises:
@@ -261,7 +261,7 @@ def resume_settings(spec: JobSpec) -> Resume:
     return spec.script.resume
 
 
-def resume_test_batch(run: Run, *, local_batch: int | None = None, nodes: int = 1) -> int:
+def compute_resume_test_batch(run: Run, *, local_batch: int | None = None, nodes: int = 1) -> int:
     """Return the global batch of a resume test.
 
     Args:
@@ -350,7 +350,7 @@ class TrainingStart:
             return
         spec, record = self.run.spec, ResumeTestRecords(self.run.path).find_newest_on_other_nodes(self._key)
         if record is not None:
-            ResumeFinding(record, resume_settings(spec).batch, kept=True).require_other_nodes()
+            ResumeFinding(record, get_resume_settings(spec).batch, kept=True).require_other_nodes()
             return
         untested = (
             "--nodes cannot be a range: whether the script resumes on another number of nodes must be tested first"
@@ -367,7 +367,7 @@ class TrainingStart:
 def can_test_resume(spec: JobSpec) -> bool:
     """Return whether the job has a resume that can be tested without changing the user's files."""
     try:
-        return bool(resume_settings(spec))
+        return bool(get_resume_settings(spec))
     except SpecError:
         return False
 
@@ -389,7 +389,7 @@ def run_resume_test_if_due(training: TrainingStart, launcher: Launcher, policy: 
         return ""
     if training.is_test_due:
         local_batch, nodes = task.batch // (task.nodes * run.spec.cluster.gpus_per_node), task.resume_test_nodes
-        batch = resume_test_batch(run, local_batch=local_batch, nodes=nodes)
+        batch = compute_resume_test_batch(run, local_batch=local_batch, nodes=nodes)
         if not policy.should_wait(run.spec):
             job = submit_resume_test(run, launcher, code, batch=batch, nodes=nodes).job
             yield Note(f"the training starts after {job}, if the script can resume from its checkpoint")

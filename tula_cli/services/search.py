@@ -55,9 +55,9 @@ def choose_probes(spec: JobSpec, *, dataset_size: int, max_local_batch: LimitByN
     by_nodes = _group_candidates_by_nodes(spec, candidates)
     strategy = "sweep" if spec.search.strategy == "auto" else spec.search.strategy
     if spec.measured_with_fewer_gpus:
-        chosen = choose_smallest_and_middle(by_nodes)
+        chosen = choose_smallest_and_middle_probes(by_nodes)
     elif strategy == "adaptive":
-        chosen = _choose_adaptive_start(by_nodes, whole_steps=_has_whole_steps_only(spec, ()))
+        chosen = _choose_first_adaptive_probes(by_nodes, whole_steps=_has_whole_steps_only(spec, ()))
     else:
         chosen = STRATEGIES[strategy](by_nodes)
     return {nodes: tuple(sorted(local_batches)) for nodes, local_batches in sorted(chosen.items())}
@@ -105,7 +105,7 @@ def choose_next_round(
     from tula_cli.models.choice import adaptive
     from tula_cli.models.estimator import Estimator  # imports numpy, which the other strategies do not need
     from tula_cli.models.observations import OtherSizes
-    from tula_cli.models.time.step_time import may_hide_nothing
+    from tula_cli.models.time.step_time import may_lack_overlap
     from tula_cli.models.time.stragglers import choose_priors_of_job
 
     candidates = list_feasible_candidates(
@@ -127,7 +127,7 @@ def choose_next_round(
         c for c in fitting if c.nodes not in failing_nodes and (c.nodes, c.local_batch(gpus)) not in failed
     } or fitting
     measured = [result for result in results if isinstance(result, Measured)]
-    whole_steps = _has_whole_steps_only(spec, measured) or may_hide_nothing(choose_priors_of_job(spec, measured))
+    whole_steps = _has_whole_steps_only(spec, measured) or may_lack_overlap(choose_priors_of_job(spec, measured))
     start = adaptive.choose_first_probes(
         _group_candidates_by_nodes(spec, fitting or candidates).items(), whole_steps=whole_steps
     )
@@ -142,10 +142,10 @@ def choose_next_round(
         trained=trained,
         other_sizes=others or OtherSizes(),
     )
-    rows = _select_weighed(estimator, fitting)
+    rows = _select_compared_configurations(estimator, fitting)
     if not rows:
         raise BadMeasurements("the probes determine no step times", "use search.strategy: sweep")
-    proposal = adaptive.propose(
+    proposal = adaptive.propose_probes(
         estimator.steps,
         [_make_candidate(estimator, row) for row in rows],
         tolerance=REGRET_TOLERANCE,
@@ -162,21 +162,21 @@ def _has_whole_steps_only(spec: JobSpec, measured: Iterable[Measured]) -> bool:
     return all(probe.compute_time is None for probe in together)
 
 
-def _select_weighed(estimator: "Estimator", fitting: Set[Config]) -> tuple[Prediction, ...]:
+def _select_compared_configurations(estimator: "Estimator", fitting: Set[Config]) -> tuple[Prediction, ...]:
     """Return the configurations to compare, fastest first.
 
     These are the measured ones, and the fastest and the cheapest of each batch, up to `_MAX_WEIGHED`: the cost of the
     comparison grows with the square of their number.
     """
     from tula_cli.models.choice.candidates import to_configs
-    from tula_cli.models.choice.objective import find_best_few
+    from tula_cli.models.choice.objective import find_best_rows
     from tula_cli.query import QUANTITIES
 
     rows = estimator.estimate(*estimator.find_known_configurations()).ordered()
     rows = rows.take([config in fitting for config in to_configs(rows["nodes"], rows["batch"])])
     is_candidate = rows["measured"].copy()
     for name in ("time", "cost"):
-        is_candidate[find_best_few(rows, QUANTITIES[name], most=_MAX_WEIGHED)] = True
+        is_candidate[find_best_rows(rows, QUANTITIES[name], most=_MAX_WEIGHED)] = True
     return rows.take(is_candidate).predictions()
 
 
@@ -207,7 +207,7 @@ def _compute_reducible_deviation(estimator: "Estimator", row: Prediction) -> flo
     if not row.step_low or not row.step_high:
         return 0.0
     gpus = estimator.spec.cluster.gpus_per_node
-    (repeats,) = estimator.steps.repeat_deviation([row.nodes], [gpus], [row.local_batch])
+    (repeats,) = estimator.steps.compute_repeat_deviation([row.nodes], [gpus], [row.local_batch])
     return math.sqrt(max(0.0, (math.log(row.step_high / row.step_low) / INTERVAL) ** 2 - 2 * repeats**2))
 
 
@@ -316,13 +316,13 @@ def _find_middle_batch(local_batches: Sequence[int]) -> int:
     return local_batches[len(local_batches) // 2]
 
 
-def choose_smallest_and_middle(by_nodes: ByNodes) -> dict[int, set[int]]:
+def choose_smallest_and_middle_probes(by_nodes: ByNodes) -> dict[int, set[int]]:
     """Return two batches on the fewest nodes."""
     local_batches = by_nodes[min(by_nodes)]
     return {min(by_nodes): {local_batches[0], _find_middle_batch(local_batches)}}
 
 
-def _choose_adaptive_start(by_nodes: ByNodes, *, whole_steps: bool = False) -> dict[int, set[int]]:
+def _choose_first_adaptive_probes(by_nodes: ByNodes, *, whole_steps: bool = False) -> dict[int, set[int]]:
     """Return the first round of `choose_next_round`."""
     from tula_cli.models.choice.adaptive import choose_first_probes
 
@@ -334,7 +334,7 @@ STRATEGIES: Mapping[str, Callable[[ByNodes], dict[int, set[int]]]] = {
     "full": _choose_full_search,
     "partial": _choose_partial_search,
     "sweep": _choose_sweep_search,
-    "adaptive": _choose_adaptive_start,
+    "adaptive": _choose_first_adaptive_probes,
 }
 
 ON_ALL_NODES = ("full", "sweep")

@@ -231,7 +231,7 @@ def get_job_status(
         adjust_to_file_clock(snapshot, snapshot.list_attempts_of_job(job.id)),
     )
     progress = get_job_progress(snapshot, tasks, results)
-    recent = [attempt for attempt in attempts if _is_of_submission(attempt, job)]
+    recent = [attempt for attempt in attempts if _belongs_to_submission(attempt, job)]
     state, reason = _get_job_state(
         progress,
         recent,
@@ -393,7 +393,7 @@ def adjust_to_file_clock(snapshot: Snapshot, attempts: Iterable[Attempt]) -> lis
     return adjusted
 
 
-def _is_of_submission(attempt: Attempt, job: Job) -> bool:
+def _belongs_to_submission(attempt: Attempt, job: Job) -> bool:
     """Return whether an attempt belongs to a job's last submission, by its allocation or else by its time."""
     return attempt.job_id in job.ids or attempt.started_at >= job.submitted_at - MAX_CLOCK_DIFFERENCE
 
@@ -521,7 +521,7 @@ def run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | 
             *files_snapshot.record_warnings,
             *(files_snapshot.training_warnings if only is None else ()),
         ),
-        notes=(*count_notes(result for result in files_snapshot.results if isinstance(result, Measured)),),
+        notes=(*summarize_notes(result for result in files_snapshot.results if isinstance(result, Measured)),),
         rehearsal=files_snapshot.rehearsals[-1] if files_snapshot.rehearsals and only is None else None,
         evaluations=tuple(files_snapshot.get_training(training.signature).read_evaluations())
         if training is not None
@@ -636,12 +636,12 @@ def _compute_spent_and_rest(
         hours=sum(took for _, _, took in seconds) / 3600,
         node_hours=sum((task.nodes + attempt.idle_nodes) * took for task, attempt, took in seconds) / 3600,
         cost=sum(compute_attempt_cost(task, attempt, task.prediction, end) for task, attempt, _ in seconds),
-        rest=() if status.finished else tuple(_list_rests(newest, status)),
+        rest=() if status.finished else tuple(_list_remaining_costs(newest, status)),
         currency=newest.spec.pricing.currency,
     )
 
 
-def _list_rests(task: TrainTask, status: TrainingStatus) -> Iterator[RestOfTraining]:
+def _list_remaining_costs(task: TrainTask, status: TrainingStatus) -> Iterator[RestOfTraining]:
     whole = status.epochs or status.samples_asked
     done = status.epoch if status.epochs else status.samples
     share = None if not whole else max(0.0, 1 - done / whole)
@@ -787,7 +787,7 @@ def watch_jobs(
         remaining = pause if timeout is None else min(pause, max(0.0, started + timeout - now))
         while remaining > 0:
             last_written, written = written, _find_last_write_time(folders)
-            if written != last_written and _are_complete(run, waiting_for):
+            if written != last_written and _are_jobs_finished(run, waiting_for):
                 break
             sleep(min(FILE_POLL_SECONDS, remaining))
             remaining -= FILE_POLL_SECONDS
@@ -818,7 +818,7 @@ def _find_last_write_time(folders: Iterable[Path]) -> list[int]:
     return times
 
 
-def _are_complete(run: RunDir, job_ids: set[str]) -> bool:
+def _are_jobs_finished(run: RunDir, job_ids: set[str]) -> bool:
     """Return whether the files show that these jobs are over; reading them is cheaper than querying the scheduler."""
     files_snapshot = run.read()
     results = {result.id: result for result in files_snapshot.results}
@@ -968,7 +968,7 @@ def load_summary(run: RunDir, signature: str) -> Summary:
 # --- Probes
 
 
-def count_notes(measured: Iterable[Measured]) -> tuple[str, ...]:
+def summarize_notes(measured: Iterable[Measured]) -> tuple[str, ...]:
     """Return the distinct notes of scripts on missing measurements, each with the number of probes that recorded it."""
     notes_by_probe = [probe.script.notes for probe in measured if probe.script is not None]
     counts = Counter(note for probe_notes in notes_by_probe for note in dict.fromkeys(probe_notes))

@@ -14,12 +14,12 @@ from tula_cli.cluster.slurm import first_job
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible, SchedulerError, SpecError, require_positive
 from tula_cli.models import moldable, self_tuning
-from tula_cli.models.choice.candidates import check_divides, list_batches
+from tula_cli.models.choice.candidates import check_divisibility, list_batches
 from tula_cli.models.cost import describe_price
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp_costs import (
     check_stages,
-    choose_stage_objective_of,
+    choose_stage_objective_of_recommendation,
     compute_batch_divisor,
     move_task_to_stage_nodes,
 )
@@ -150,7 +150,7 @@ def plan_training(
             spec, nodes, batch, estimator=estimator, recommendation=recommendation, market=market
         )
         nodes = sizes[-1].nodes
-    check_divides(batch, compute_batch_divisor(spec, nodes))
+    check_divisibility(batch, compute_batch_divisor(spec, nodes))
     code = _choose_code_to_train(run, None if sizes else nodes, batch)
     as_chosen = choice is not None and (choice.nodes, choice.batch) == (nodes, batch) and not sizes
     rungs = sizes[-1].ladder if sizes else _list_fallback_rungs(estimator, spec, nodes, batch, market)
@@ -307,7 +307,7 @@ def _make_train_task(
 def _fit_estimator_if_measured(run: Run, recommended: Recommendation | None) -> Estimator | None:
     """Return the models of a run; None without measurements, where a training has no prediction."""
     with contextlib.suppress(BadMeasurements, Infeasible):
-        return fit_estimator_of_recommendation(run, stages_by=choose_stage_objective_of(recommended))
+        return fit_estimator_of_recommendation(run, stages_by=choose_stage_objective_of_recommendation(recommended))
     return None
 
 
@@ -364,7 +364,7 @@ class PreparedTraining:
     request: TrainRequest
 
     @property
-    def by_script(self) -> resume_test.TrainingStart:
+    def training_start(self) -> resume_test.TrainingStart:
         """The arguments of a resume test of the training's script."""
         plan = self.plan
         over = ""
@@ -401,7 +401,7 @@ def prepare_training(
     if run.spec.cluster.collective == "parameter_server":
         yield WarningEvent(messages.parameter_server_collective())
     ready = PreparedTraining(runs, run, plan_found, request)
-    ready.by_script.require_other_nodes()
+    ready.training_start.require_other_nodes()
     remaining_share = 1.0
     if plan_found.resumes is not None:
         remaining_share -= plan_found.resumes / (find_dataset_size(run, inspect) * run.spec.train.epochs_at_most)
@@ -414,7 +414,7 @@ def prepare_training(
         require_known_balance(balance)
     elif balance is not None and balance.lacking:
         yield WarningEvent(balance.lacking)
-    plan = dataclasses.replace(plan_found, rehearses=ready.by_script.is_test_due, balance=balance)
+    plan = dataclasses.replace(plan_found, rehearses=ready.training_start.is_test_due, balance=balance)
     return dataclasses.replace(ready, plan=plan)
 
 
@@ -451,7 +451,9 @@ def run_training(
         require_confirmed(dependencies.confirm, planned)
     save_runs([run], file)
     after = (
-        "" if unfinished else (yield from resume_test.run_resume_test_if_due(training.by_script, launcher, wait_policy))
+        ""
+        if unfinished
+        else (yield from resume_test.run_resume_test_if_due(training.training_start, launcher, wait_policy))
     )
     try:
         jobs = (submit_training(run, plan, launcher, after=after),)

@@ -261,7 +261,7 @@ _RESUMES = {
 }
 
 
-def resume_test_data(resume_finding: "ResumeFinding") -> dict[str, Any]:
+def make_resume_test_data(resume_finding: "ResumeFinding") -> dict[str, Any]:
     """Return the findings of a resume test for the envelope."""
     return {
         "rehearsal": resume_finding.rehearsal,

@@ -65,7 +65,7 @@ def describe_cleaned(done: "CleanResult") -> Iterator[str]:
     yield from (f"not all of {problem}" for problem in done.problems)
 
 
-def clean_data(run_spaces: "Sequence[RunSpace]", done: "CleanResult | None") -> dict[str, Any]:
+def make_clean_data(run_spaces: "Sequence[RunSpace]", done: "CleanResult | None") -> dict[str, Any]:
     """Return the removable files and the result for --json (sizes in bytes); `freed` is None if nothing was removed."""
     return {
         "runs": [{**vars(run_space), "size": run_space.size} for run_space in run_spaces],

@@ -102,7 +102,7 @@ def render_comparison(compare_report: "CompareReport") -> Iterator["RenderableTy
         else f", about {format_duration(3600 * compare_report.hours_left)} one after the other left"
     )
     yield (
-        f"mean ± standard deviation over n seeds, {describe_moment(compare_report)}; gap: {describe_lost_rows(compare_report)} against lbt at batch"
+        f"mean ± standard deviation over n seeds, {describe_moment(compare_report)}; gap: {describe_gap_meaning(compare_report)} against lbt at batch"
         f" {compare_report.reference_batch}, over the seeds of both; recovered: share of lbt's gap at the same batch, - if the gap"
         " is within the noise or unknown (one seed, no lbt)"
     )
@@ -120,7 +120,7 @@ def describe_moment(compare_report: "CompareReport") -> str:
     return "last and best reported value" if compare_report.of_script else "after the last epoch"
 
 
-def describe_lost_rows(compare_report: "CompareReport") -> str:
+def describe_gap_meaning(compare_report: "CompareReport") -> str:
     """Describe the meaning of a positive gap."""
     if not compare_report.of_script:
         return "top-1 lost" if compare_report.metric == "top1" else "loss added"

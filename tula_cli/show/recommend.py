@@ -291,7 +291,7 @@ def _select_rows(recommendation: "Recommendation") -> list[dict[str, "Prediction
     from tula_cli.services.recommend import MAX_ROWS_LISTED  # imports numpy, which most commands do not need
 
     configs = _group_by_config(recommendation.rows)
-    if len(configs) <= MAX_ROWS_LISTED and _describe_total(recommendation) <= MAX_ROWS_LISTED:
+    if len(configs) <= MAX_ROWS_LISTED and _count_configurations(recommendation) <= MAX_ROWS_LISTED:
         return configs
     marks = _list_row_marks(recommendation)
 
@@ -306,7 +306,7 @@ def _select_rows(recommendation: "Recommendation") -> list[dict[str, "Prediction
 
 
 def _describe_left_out(recommendation: "Recommendation", more: str) -> Iterator[str]:
-    shown, of = len(_select_rows(recommendation)), _describe_total(recommendation)
+    shown, of = len(_select_rows(recommendation)), _count_configurations(recommendation)
     yield from [f"{shown} of {of} configurations; {more}"] if shown < of else ()
 
 
@@ -315,7 +315,7 @@ def describe_saved_table(*, kept: bool) -> str:
     return f"results.csv{'' if kept else ' (with --save)'} and --json contain all of them"
 
 
-def _describe_total(recommendation: "Recommendation") -> int:
+def _count_configurations(recommendation: "Recommendation") -> int:
     """Return the total number of configurations."""
     return (
         len(_group_by_config(recommendation.rows)) if recommendation.candidates is None else recommendation.candidates

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tula_cli.models.choice import adaptive
-from tula_cli.models.choice.adaptive import Candidate, Proposal, choose_first_probes, describe_regrets, propose
+from tula_cli.models.choice.adaptive import Candidate, Proposal, choose_first_probes, describe_regrets, propose_probes
 from tula_cli.models.time.step_time import Observation, StepTimeFit, fit_step_time
 
 SAMPLES = 1e8  # of one training
@@ -47,7 +47,7 @@ def search(grid: list[tuple[int, int]]) -> tuple[set[tuple[int, int]], list[Prop
     by_nodes = {n: tuple(b for m, b in grid if m == n) for n, _ in grid}
     probed, message = set(choose_first_probes(by_nodes.items())), []
     while True:
-        proposal = propose(fitted(probed), candidates(grid, probed), tolerance=0.01)
+        proposal = propose_probes(fitted(probed), candidates(grid, probed), tolerance=0.01)
         message.append(proposal)
         if not proposal.picks:
             return probed, message
@@ -96,14 +96,14 @@ def test_no_gain_is_above_100_percent(regrets: dict[str, float], expected: str) 
 def test_never_proposes_what_was_probed_or_the_same_twice() -> None:
     grid = places()
     probed = {(1, 64), (1, 1024), (8, 8)}
-    picks = propose(fitted(probed), candidates(grid, probed), tolerance=0.01).picks
+    picks = propose_probes(fitted(probed), candidates(grid, probed), tolerance=0.01).picks
     chosen = [(pick.candidate.nodes, pick.candidate.local_batch) for pick in picks]
     assert chosen and len(set(chosen)) == len(chosen) and not set(chosen) & probed
 
 
 def test_every_pick_says_where_and_why_in_one_line() -> None:
     probed = {(1, 64), (1, 1024), (8, 8)}
-    for pick in propose(fitted(probed), candidates(places(), probed), tolerance=0.01).picks:
+    for pick in propose_probes(fitted(probed), candidates(places(), probed), tolerance=0.01).picks:
         nodes = "1 node" if pick.candidate.nodes == 1 else f"{pick.candidate.nodes} nodes"
         assert pick.words.startswith(f"{nodes}, local batch {pick.candidate.local_batch}: ")
         assert "\n" not in pick.words and "%" in pick.words
@@ -111,21 +111,21 @@ def test_every_pick_says_where_and_why_in_one_line() -> None:
 
 def test_nothing_is_left_to_propose_when_all_is_probed() -> None:
     grid = places((1, 2), (64, 128))
-    proposal = propose(fitted(set(grid)), candidates(grid, set(grid)), tolerance=0.01)
+    proposal = propose_probes(fitted(set(grid)), candidates(grid, set(grid)), tolerance=0.01)
     assert proposal.picks == () and proposal.regrets.keys() == {"time", "cost"}  # too few batches for a knee
 
 
 def test_a_wider_tolerance_ends_sooner() -> None:
     probed = {(1, 64), (1, 1024), (8, 8)}
     grid = candidates(places(), probed)
-    assert propose(fitted(probed), grid, tolerance=0.005).picks
-    assert not propose(fitted(probed), grid, tolerance=5.0).picks
+    assert propose_probes(fitted(probed), grid, tolerance=0.005).picks
+    assert not propose_probes(fitted(probed), grid, tolerance=5.0).picks
 
 
 def test_a_short_training_is_worth_no_probe() -> None:
     probed = {(1, 64), (1, 1024), (8, 8)}
     short = [dataclasses.replace(c, steps=c.steps / 1e5) for c in candidates(places(), probed)]
-    proposal = propose(fitted(probed), short, tolerance=0.01)
+    proposal = propose_probes(fitted(probed), short, tolerance=0.01)
     assert not proposal.picks and "a further probe would cost more" in proposal.words
     assert "The training takes" in proposal.words
 
@@ -133,17 +133,17 @@ def test_a_short_training_is_worth_no_probe() -> None:
 def test_probing_lowers_the_expected_regret() -> None:
     grid = places()
     few, many = {(1, 64), (1, 1024), (8, 8)}, {(n, b) for n, b in grid if n in (1, 2, 8)}
-    before = propose(fitted(few), candidates(grid, few), tolerance=0.01).regrets
-    after = propose(fitted(many), candidates(grid, many), tolerance=0.01).regrets
+    before = propose_probes(fitted(few), candidates(grid, few), tolerance=0.01).regrets
+    after = propose_probes(fitted(many), candidates(grid, many), tolerance=0.01).regrets
     assert sum(after.values()) < 0.5 * sum(before.values())
 
 
 def test_of_probes_that_tell_the_same_the_cheaper_is_chosen() -> None:
     probed = {(1, 64), (1, 1024), (8, 8)}
     grid = candidates(places(), probed)
-    free = propose(fitted(probed), grid, tolerance=0.01).picks[0].candidate
+    free = propose_probes(fitted(probed), grid, tolerance=0.01).picks[0].candidate
     dear = [dataclasses.replace(c, probe_seconds=1e4 * c.probe_seconds) if c.nodes == free.nodes else c for c in grid]
-    assert propose(fitted(probed), dear, tolerance=0.01).picks[0].candidate.nodes != free.nodes
+    assert propose_probes(fitted(probed), dear, tolerance=0.01).picks[0].candidate.nodes != free.nodes
 
 
 def test_batches_of_one_number_of_nodes_share_the_start_of_a_job() -> None:

@@ -1,6 +1,6 @@
 import numpy as np
 
-from tula_cli.models.choice.candidates import compute_by_value, compute_ratios, find_nearest
+from tula_cli.models.choice.candidates import apply_to_distinct_values, compute_ratios, find_nearest
 
 
 def test_of_equally_near_ones_the_next_distance_decides_then_the_order() -> None:
@@ -15,7 +15,7 @@ def test_half_is_as_near_as_double() -> None:
 
 def test_a_value_is_asked_for_once() -> None:
     requests = []
-    assert compute_by_value(lambda item: requests.append(item) or item**2, np.array([3, 2, 3, 3])).tolist() == [
+    assert apply_to_distinct_values(lambda item: requests.append(item) or item**2, np.array([3, 2, 3, 3])).tolist() == [
         9,
         4,
         9,

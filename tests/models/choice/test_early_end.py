@@ -6,7 +6,7 @@ from typing import Any
 import make_runs as make
 import pytest
 
-from tula_cli.models.choice.early_stopping import describe_stop, is_better, remember_best, shorten_prediction
+from tula_cli.models.choice.early_stopping import describe_stop, is_better, select_best_values, shorten_prediction
 from tula_cli.run.records.recommendations import TimeParts
 from tula_cli.spec.sections import Train
 
@@ -35,7 +35,7 @@ def test_a_training_ends_at_its_target_after_some_epochs_or_without_a_better_one
     for epoch, evaluation in enumerate(evaluations, 1):
         values = {"top1": math.nan, "loss": 1.0, **evaluation}
         if is_better(values, best, section.best_checkpoint):
-            best = remember_best(values, section.best_checkpoint, epoch=epoch)
+            best = select_best_values(values, section.best_checkpoint, epoch=epoch)
         ends += [epoch] if describe_stop(values, best, section, epoch=epoch) else []
     assert next(iter(ends), None) == end
 

@@ -83,7 +83,7 @@ def test_a_prediction_holds_how_far_the_members_are_apart() -> None:
     assert sd**2 == pytest.approx(fit.model.weights @ (np.square(sds) + np.square(means - mean)))
     joint, covariance = fit.model.joint(points)
     assert joint == pytest.approx(mean)
-    assert np.diag(covariance) + fit.model.measurement_noise(points) ** 2 == pytest.approx(sd**2, rel=1e-6)
+    assert np.diag(covariance) + fit.model.compute_measurement_noise(points) ** 2 == pytest.approx(sd**2, rel=1e-6)
     step_time, compute, sync = fit.model.parts(points)
     assert ((compute < step_time) & (sync > 0)).all()
 

@@ -181,7 +181,7 @@ def test_the_joint_distribution_agrees_with_the_single_ones() -> None:
     mean, covariance = result.joint(places)
     alone, sd = result.predict(places)
     assert mean == pytest.approx(alone)
-    assert np.diag(covariance) + result.measurement_noise(places) ** 2 == pytest.approx(sd**2)
+    assert np.diag(covariance) + result.compute_measurement_noise(places) ** 2 == pytest.approx(sd**2)
     assert np.linalg.eigvalsh(covariance).min() > -1e-9
     # Neighbours are wrong together.
     assert covariance[9, 10] / np.sqrt(covariance[9, 9] * covariance[10, 10]) > 0.3

@@ -247,7 +247,7 @@ def test_how_far_jobs_differ_is_learnt_from_configurations_that_were_measured_ag
             dataclasses.replace(o, step_times=tuple(np.multiply(o.step_times, 1 + apart * rng.standard_normal())))
             for o in seen * 5
         ]
-        return float(fit_step_time(seen, collective="ring").repeat_deviation([2], [1], [64])[0])
+        return float(fit_step_time(seen, collective="ring").compute_repeat_deviation([2], [1], [64])[0])
 
     assert repeats(0.002) < 0.025 < 0.05 < repeats(0.1)
 

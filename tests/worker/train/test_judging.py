@@ -168,7 +168,7 @@ def values(**known: float) -> dict[str, float]:
 )
 def test_better_in_either_direction(best: dict[str, str], new: Any, old: Any, is_better: bool) -> None:
     best_checkpoint = section(metrics={"f1": "a:b"}, best_checkpoint=best).best_checkpoint
-    kept = early_stopping.remember_best(values(**old), best_checkpoint, epoch=1)
+    kept = early_stopping.select_best_values(values(**old), best_checkpoint, epoch=1)
     assert early_stopping.is_better(values(**new), kept, best_checkpoint) is is_better
     assert early_stopping.is_better(values(**new), {}, best_checkpoint)
 

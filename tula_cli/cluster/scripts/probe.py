@@ -16,8 +16,8 @@ from tula_cli.cluster.scripts.start import (
 )
 from tula_cli.cluster.scripts.watch import ScriptMonitor, describe_missing_step
 from tula_cli.errors import BadMeasurements
-from tula_cli.models.claims import JointStep, clean_steps, find_dataset_size, list_mismatches
-from tula_cli.models.efficiency import Pair, summarise
+from tula_cli.models.claims import JointStep, find_dataset_size, list_mismatches, select_undisturbed_steps
+from tula_cli.models.efficiency import Pair, summarize_gradient_norms
 from tula_cli.run.records.base import ModelStates, PeakMemory
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import LeaderCommand
@@ -129,7 +129,7 @@ def _select_counted_steps(ranks: Sequence[RankResult], log: Path) -> Sequence[Jo
     if len(ranks) < ranks[0].world:
         raise NotMeasured(f"only {len(ranks)} of {ranks[0].world} ranks have written their results")
     try:
-        steps = clean_steps(ranks)
+        steps = select_undisturbed_steps(ranks)
     except BadMeasurements as error:
         if ranks[0].why == "stopped":
             raise NotMeasured(f"{error.message}; {error.hint}") from None
@@ -178,7 +178,7 @@ def merge_gradient_stats(ranks: Sequence[RankResult], *, local_batch: int, batch
         small, big = [pair[0] for pair in row], row[0][1]
         if big is not None and None not in small:
             pairs.append((sum(value for value in small if value is not None) / len(small), big))
-    return summarise(pairs, local_batch=local_batch, batch=batch) if pairs else None
+    return summarize_gradient_norms(pairs, local_batch=local_batch, batch=batch) if pairs else None
 
 
 def _describe_environment(ranks: Sequence[RankResult]) -> Environment:

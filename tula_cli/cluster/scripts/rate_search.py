@@ -175,7 +175,7 @@ class ScriptRateSearch(ScriptProgram):
         if self.run.is_cancelled(self.task.job):
             return failure
         attempt, record = self.get_attempt(command), self.run.read_rate_search(self.task.key)
-        if broken := claims.describe_broken_claims(attempt.read_results(), resumed=bool(command.checkpoint)):
+        if broken := claims.describe_unmet_expectations(attempt.read_results(), resumed=bool(command.checkpoint)):
             return make_script_failure(failure, broken, permanent=True)
         if _get_branch(command).rule is None:
             result = self._observe_start(command, attempt, failure)

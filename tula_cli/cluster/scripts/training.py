@@ -787,7 +787,7 @@ class ScriptTraining(ScriptProgram):
 
     def check_claims(self, ranks: Sequence[RankResult], command: LeaderCommand) -> Failure | None:
         """Return why the reported first steps of an attempt contradict its settings; None if they do not."""
-        violation = claims.describe_broken_claims(ranks, resumed=bool(command.checkpoint))
+        violation = claims.describe_unmet_expectations(ranks, resumed=bool(command.checkpoint))
         return Failure(outcome="user", message=violation, permanent=True) if violation else None
 
     # --- after an attempt

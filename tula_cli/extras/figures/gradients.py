@@ -13,7 +13,7 @@ from tula_cli.extras.report.values import (
     as_number,
     choose_scale,
     get_value_at,
-    is_placed,
+    has_position,
     make_mean_series,
 )
 from tula_cli.run.step_series import StepSeries
@@ -86,7 +86,7 @@ def _draw_quantity(
 def _add_spread(series: Series, rows: Sequence[Row], quantity: Quantity) -> Series:
     assert quantity.ends is not None
     folder = quantity.path.rpartition(".")[0]
-    at = {float(row["samples"]): row for row in rows if is_placed(row)}
+    at = {float(row["samples"]): row for row in rows if has_position(row)}
     low, high = (tuple(as_number(get_value_at(at[x], f"{folder}.{name}")) for x in series.x) for name in quantity.ends)
     return replace(series, low=low, high=high)
 
@@ -117,7 +117,7 @@ def _build_factor_density(curve: TrainingCurve, *, key: str) -> Iterator[Figure]
     logged = [
         (float(row["samples"]), bin_counts)
         for row in curve.epochs
-        if is_placed(row) and (bin_counts := _read_bin_counts(row))
+        if has_position(row) and (bin_counts := _read_bin_counts(row))
     ]
     logged = [
         entry for entry in logged if entry[1][0] == logged[0][1][0]

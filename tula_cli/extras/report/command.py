@@ -57,7 +57,7 @@ def report(
     from tula_cli.extras.report.run_report import build_document
 
     form = _choose_form_for_stdout(csv, markdown=markdown, latex=latex)
-    _check_places(html, svg, csv)
+    _check_output_paths(html, svg, csv)
     material = gather_material(chosen.find(screen), now=time.time())
     for part in material.parts:
         screen.warn_all(part.now.warnings)
@@ -93,9 +93,9 @@ def _choose_form_for_stdout(csv: Path | None, *, markdown: bool, latex: bool) ->
     return forms[0] if forms else None
 
 
-def _check_places(html: Path | None, svg: Path | None, csv: Path | None) -> None:
+def _check_output_paths(html: Path | None, svg: Path | None, csv: Path | None) -> None:
     """Reject files that cannot be written, before anything is read for them."""
-    _check_page(html)
+    _check_page_path(html)
     for option, path in (("--svg", svg), ("--csv", csv)):
         if path is None or path == Path("-"):
             continue
@@ -159,7 +159,7 @@ def _count_sections(sections: Sequence["Section"]) -> str:
     return f"{format_count(tables, 'table')} and {format_count(figures, 'figure')}"
 
 
-def _check_page(html: Path | None) -> None:
+def _check_page_path(html: Path | None) -> None:
     """Reject a page that cannot be written, before any work is done for it.
 
     A page replaces the file at its path, so the path must not be a device (such as /dev/stdout).

@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from tula_cli.cluster import launcher
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError
-from tula_cli.extras.report.values import Row, get_metric_value, is_placed
+from tula_cli.extras.report.values import Row, get_metric_value, has_position
 from tula_cli.models.choice.baseline import is_as_good, make_headline, predict_baseline
 from tula_cli.models.choice.candidates import Config
 from tula_cli.models.choice.objective import Choice
@@ -129,7 +129,7 @@ class Material:
         """The configurations to draw, on the market of the choice."""
         if self.answer is None or self.choice is None:
             return ()
-        return tuple(row for row in self.answer.with_drawn_rows().rows if row.market == self.choice.market)
+        return tuple(row for row in self.answer.with_figure_rows().rows if row.market == self.choice.market)
 
     @property
     def choice_measurements(self) -> TypeMeasurements | None:
@@ -227,7 +227,7 @@ class TrainingMaterial:
     @cached_property
     def rows(self) -> Sequence[Row]:
         """Rows of the training's metrics; the steps of a long training are subsampled."""
-        return [row for row in self.files.read_sampled_metrics() if is_placed(row)]
+        return [row for row in self.files.read_sampled_metrics() if has_position(row)]
 
     def rows_of_kind(self, *kinds: str) -> list[Row]:
         return [row for row in self.rows if row["kind"] in kinds]

@@ -27,7 +27,7 @@ from tula_cli.extras.report.values import (
     get_metric_value,
     is_priced,
     make_chosen_mark,
-    thin_out,
+    subsample_evenly,
 )
 from tula_cli.models.choice.candidates import Config
 from tula_cli.models.choice.objective import find_envelope
@@ -751,7 +751,7 @@ def _build_training_figures(training: TrainingMaterial) -> Iterator[Figure]:
         key = training.part.name_key("metric_by_samples")
         yield Figure(key, f"{title} over samples", caption, "samples seen", label, values, marks=events)
     times = [*_make_metric_series("logged", steps, "step_time", factor=1000)]
-    if predicted := thin_out([row for row in epochs if row.get("predicted_step") is not None]):
+    if predicted := subsample_evenly([row for row in epochs if row.get("predicted_step") is not None]):
         xs = tuple(float(row["samples"]) for row in predicted)
         step, low, high = (
             tuple(convert(get_metric_value(row, name), 1000) for row in predicted)
@@ -775,7 +775,7 @@ def _make_metric_series(
 ) -> Iterator[Series]:
     """Yield the curve of a metric over the rows that have it; nothing if no row does."""
     values = [(float(row["samples"]), get_metric_value(row, metric)) for row in rows]
-    points = thin_out([(samples, value * factor) for samples, value in values if value is not None])
+    points = subsample_evenly([(samples, value * factor) for samples, value in values if value is not None])
     if points:
         xs, ys = zip(*points, strict=True)
         yield Series(name, xs, ys, style=style)

@@ -38,7 +38,7 @@ def convert(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
 
 
-def thin_out(items: Sequence[T]) -> list[T]:
+def subsample_evenly(items: Sequence[T]) -> list[T]:
     """Return at most `MAX_POINTS` evenly spaced items, always including the last one."""
     step = 1 + (len(items) - 1) // MAX_POINTS if items else 1
     return [*items[: len(items) - 1 : step], *items[-1:]]
@@ -131,7 +131,7 @@ def build_table(
 Row = Mapping[str, Any]
 
 
-def is_placed(row: Row) -> bool:
+def has_position(row: Row) -> bool:
     """Return whether a row has a valid sample count and time; a damaged row may not."""
     return isinstance(row.get("samples"), int | float) and isinstance(row.get("time", 0.0), int | float)
 
@@ -179,10 +179,10 @@ def make_mean_series(
     for curve in curves:
         values_by_samples = values_by_name.setdefault(name or curve.name, {})
         for row in rows(curve):
-            if is_placed(row) and (value := as_number(get_value_at(row, path))) is not None:
+            if has_position(row) and (value := as_number(get_value_at(row, path))) is not None:
                 values_by_samples.setdefault(float(row["samples"]), []).append(value)
     for series_name, values_by_samples in values_by_name.items():
-        points = thin_out(sorted(values_by_samples.items()))
+        points = subsample_evenly(sorted(values_by_samples.items()))
         if points:
             yield Series(series_name, tuple(x for x, _ in points), tuple(fmean(ys) for _, ys in points))
 

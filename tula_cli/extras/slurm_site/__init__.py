@@ -35,10 +35,10 @@ class SlurmSite:
         return check_balance(spec, bill, nodes=nodes, hours=hours, at_most=at_most, ask=self._ask or ask_slurm)
 
     def find_charge(self, task: "TrainTask", jobs: Sequence[str]) -> "SiteCharge | None":
-        from tula_cli.extras.slurm_site.bill import compare_with_prediction, read_billed_jobs
+        from tula_cli.extras.slurm_site.bill import make_site_charge, read_billed_jobs
 
         billed = read_billed_jobs(jobs)
-        return None if billed is None else compare_with_prediction(billed, task)
+        return None if billed is None else make_site_charge(billed, task)
 
 
 package = SlurmSite()

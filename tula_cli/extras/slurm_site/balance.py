@@ -173,8 +173,8 @@ def check_balance(
         account=balance.account,
         limits=balance.limits,
         words=f"{_describe_limit(worst, spec)}; it needs {_describe_need(worst, need, spec)}",
-        lacking=_warn_lacking(worst, need, spec),
-        lacking_at_most=_warn_lacking(worst, most, spec),
+        lacking=_warn_insufficient_balance(worst, need, spec),
+        lacking_at_most=_warn_insufficient_balance(worst, most, spec),
         unknown=balance.unseen,
     )
 
@@ -185,7 +185,7 @@ def _describe_missing_limit(balance: Balance) -> str:
     return f"account {balance.account} has no limit for this (GrpTRESMins)"
 
 
-def _warn_lacking(limit: TresLimit, need: Mapping[str, float], spec: JobSpec) -> Diagnostic | None:
+def _warn_insufficient_balance(limit: TresLimit, need: Mapping[str, float], spec: JobSpec) -> Diagnostic | None:
     if need[limit.tres] <= limit.remaining:
         return None
     return messages.balance_too_low(available=_describe_limit(limit, spec), needed=_describe_need(limit, need, spec))

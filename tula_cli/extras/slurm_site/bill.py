@@ -429,10 +429,10 @@ def read_billed_jobs(ids: Sequence[str]) -> BilledJobs | None:
         "sacct", "--allocations", "--duplicates", "--noheader", "--parsable2", f"--jobs={','.join(ids)}", f"--format={_FIELDS}",
         patience=COMMAND_TIMEOUT,
     )  # fmt: skip
-    return parse_billed(answer.text) if answer.ok else None
+    return parse_billed_jobs(answer.text) if answer.ok else None
 
 
-def parse_billed(output: str) -> BilledJobs | None:
+def parse_billed_jobs(output: str) -> BilledJobs | None:
     """Return the total billing of rows of sacct (id, state, seconds, allocated TRES); None if there are none."""
     rows = [line.split("|") for line in output.splitlines() if line.count("|") == 3]
     if not rows:
@@ -456,20 +456,20 @@ def parse_billed(output: str) -> BilledJobs | None:
     )
 
 
-def compute_price_of_billed(billed: BilledJobs, pricing: Pricing) -> float:
+def compute_billed_price(billed: BilledJobs, pricing: Pricing) -> float:
     """Return the price of billed jobs at a site, in the currency of the pricing."""
     billing = pricing.slurm_billing
     factor = 1.0 if billing is None else billing.usage_factor
     return billed.billing_hours * factor * pricing.price
 
 
-def compare_with_prediction(billed: BilledJobs, task: TrainTask) -> SiteCharge:
+def make_site_charge(billed: BilledJobs, task: TrainTask) -> SiteCharge:
     """Return the charge of a training's jobs beside the prediction of its last task."""
     pricing, predicted = task.spec.pricing, task.prediction
     billing = pricing.slurm_billing
     assert billing is not None
     return SiteCharge(
-        cost=compute_price_of_billed(billed, pricing),
+        cost=compute_billed_price(billed, pricing),
         currency=pricing.currency,
         predicted=None if predicted is None else predicted.cost,
         jobs=billed.jobs,

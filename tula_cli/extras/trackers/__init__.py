@@ -25,10 +25,10 @@ class Trackers:
         to: Sequence[str],
         request: "ExportRequest",
     ) -> "Work[tuple[ExportResult, ...]]":
-        from tula_cli.extras.trackers.export import export_requested, require_sent
+        from tula_cli.extras.trackers.export import export_requested, require_all_sent
 
         results = yield from export_requested(runs, to, request)
-        require_sent(results)
+        require_all_sent(results)
         return results
 
     def export_while_waiting(

@@ -256,7 +256,7 @@ POLL_INTERVAL = 30.0
 """Seconds between two updates, unless `tula export --every` sets another interval."""
 
 
-def require_sent(results: Iterable[ExportResult]) -> None:
+def require_all_sent(results: Iterable[ExportResult]) -> None:
     """Raise TrackerError if something could not be sent to a tracker."""
     if failed := [result for result in results if result.problem]:
         raise TrackerError(
@@ -422,7 +422,7 @@ def export(
     runs = chosen.find(screen)
     results = follow_work(screen, export_requested(runs, list(to), request))
     screen.answer(results, describe_exports(results))
-    require_sent(results)
+    require_all_sent(results)
 
 
 def describe_exports(results: "Sequence[ExportResult]") -> "Iterator[str]":

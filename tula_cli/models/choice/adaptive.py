@@ -80,7 +80,7 @@ def choose_first_probes(
     return list(dict.fromkeys([*ends, (most, their[0]), *([(most, their[-1])] if whole_steps else [])]))
 
 
-def propose(fit: StepTimeFit, candidates: Sequence[Candidate], *, tolerance: float) -> Proposal:
+def propose_probes(fit: StepTimeFit, candidates: Sequence[Candidate], *, tolerance: float) -> Proposal:
     """Return the next probes to run.
 
     Args:
@@ -130,7 +130,7 @@ class _Belief:
             [c.nodes for c in candidates], [c.gpus_per_node for c in candidates], [c.local_batch for c in candidates]
         )
         mean, covariance = fit.model.joint(points)
-        noise = fit.model.measurement_noise(points) ** 2
+        noise = fit.model.compute_measurement_noise(points) ** 2
         # The decision uses the measurement of a measured candidate; its uncertainty is the variation between jobs.
         for index, candidate in enumerate(candidates):
             if candidate.measured is not None:
@@ -187,7 +187,7 @@ class _Problem:
         batches = np.array([c.batch for c in candidates])
         bounds = sorted(set(batches.tolist()))
         decisions = [
-            _Decision(name, weights, batches <= bound, _weigh_bound(bound, bounds))
+            _Decision(name, weights, batches <= bound, _compute_bound_weight(bound, bounds))
             for name, weights in (("time", log_steps), ("cost", log_steps + log_price))
             for bound in bounds
         ]
@@ -229,7 +229,7 @@ class _Problem:
         return total
 
 
-def _weigh_bound(bound: int, bounds: Sequence[int]) -> float:
+def _compute_bound_weight(bound: int, bounds: Sequence[int]) -> float:
     """Return the weight of a bound on the batch: the decision without a bound counts as much as all others together."""
     if len(bounds) == 1:
         return 1.0
@@ -294,7 +294,7 @@ def _plan_round(
             return
         index = remaining.pop(best)
         candidate = problem.candidates[index]
-        yield ProbeChoice(candidate, describe_pick(candidate, belief, index, float(benefits[best])))
+        yield ProbeChoice(candidate, _describe_probe_choice(candidate, belief, index, float(benefits[best])))
         started.add((candidate.nodes, candidate.gpus_per_node))
         belief = belief.add_expected_measurement(index)
 
@@ -304,6 +304,6 @@ def _count_node_seconds(candidate: Candidate, started: set[tuple[int, int]]) -> 
     return candidate.probe_seconds + (0.0 if shared else candidate.job_seconds)
 
 
-def describe_pick(candidate: Candidate, belief: _Belief, index: int, worth: float) -> str:
+def _describe_probe_choice(candidate: Candidate, belief: _Belief, index: int, worth: float) -> str:
     spread = math.expm1(Z90 * math.sqrt(belief.covariance[index, index]))
     return f"{describe_probe_place(candidate.nodes, candidate.local_batch)}: its step time is uncertain by {100 * spread:.0f} %; a probe of this configuration is expected to improve the decisions by {100 * worth:.1f} %"

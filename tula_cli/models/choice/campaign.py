@@ -82,7 +82,7 @@ def list_options(
 
 def find_shortest_makespan(options: Sequence[Option], *, trainings: int, nodes: int) -> float:
     """Return the hours in which `trainings` equal trainings can be finished on `nodes` nodes; inf if none fits."""
-    if (side_by_side := _start_together(options, trainings=trainings, nodes=nodes)) is not None:
+    if (side_by_side := _plan_concurrent_start(options, trainings=trainings, nodes=nodes)) is not None:
         return compute_makespan(side_by_side)
     groups: dict[int, Floats] = {}  # nodes of a group to the hours in which it finishes 0, 1, 2 ... trainings
     for width, group in _group_by_nodes(options, nodes):
@@ -90,7 +90,7 @@ def find_shortest_makespan(options: Sequence[Option], *, trainings: int, nodes: 
         fastest = min(group, key=lambda option: option.hours)
         series: tuple[Option, ...] = (fastest,)
         before = least.copy()
-        while len(series) <= trainings and not _fit_side_by_side(series, options):
+        while len(series) <= trainings and not _can_run_concurrently(series, options):
             count = len(series)
             np.minimum(least[count:], before[:-count] + count * fastest.hours, out=least[count:])
             series = (*series, fastest)
@@ -113,7 +113,7 @@ def plan_cheapest(
         return None
     least = min(option.cost for option in in_time)
     lowest = [option for option in in_time if option.cost <= least * (1 + _ROUNDING)]
-    if (side_by_side := _start_together(lowest, trainings=trainings, nodes=nodes)) is not None:
+    if (side_by_side := _plan_concurrent_start(lowest, trainings=trainings, nodes=nodes)) is not None:
         return side_by_side
     least = min(option.cost for option in options if option.nodes <= nodes)
     cheapest = [option for option in options if option.cost <= least * (1 + _ROUNDING)]
@@ -128,10 +128,10 @@ def plan_cheapest(
     costs = plan.divide(nodes, deadline)[0][nodes]
     if not np.isfinite(costs[trainings]):
         return None
-    return _start_early(plan.list_starts(nodes, deadline, trainings), nodes)
+    return _start_as_soon_as_possible(plan.list_starts(nodes, deadline, trainings), nodes)
 
 
-def _start_together(options: Sequence[Option], *, trainings: int, nodes: int) -> list[Start] | None:
+def _plan_concurrent_start(options: Sequence[Option], *, trainings: int, nodes: int) -> list[Start] | None:
     """Return the plan that starts all trainings at once with the fastest option; None if the nodes do not suffice.
 
     No plan with these options is shorter. It spares the division of nodes, whose time grows with their number.
@@ -210,7 +210,7 @@ def find_predecessors(starts: Sequence[Start], nodes: int) -> list[tuple[int, ..
     return predecessors
 
 
-def _start_early(starts: Sequence[Start], nodes: int) -> list[Start]:
+def _start_as_soon_as_possible(starts: Sequence[Start], nodes: int) -> list[Start]:
     """Return a plan in which each training, in the order of their starts, starts as soon as enough nodes are idle."""
     early: list[Start] = []
     for start in sorted(starts):
@@ -256,7 +256,7 @@ def _group_by_nodes(options: Sequence[Option], most: int) -> Iterator[tuple[int,
         yield width, list(group)
 
 
-def _fit_side_by_side(series: Sequence[Option], options: Sequence[Option]) -> bool:
+def _can_run_concurrently(series: Sequence[Option], options: Sequence[Option]) -> bool:
     """Return whether the last trainings of a series finish as soon and as cheaply side by side on parts of its nodes.
 
     A series that does is not considered, because groups on these parts are.
@@ -327,7 +327,7 @@ class _CheapestPlan:
         series = self._list_series(width, hours)
         costs = np.full((len(series), self._trainings + 1), np.inf)
         for index, last in enumerate(series):
-            before = self.divide(width, self._subtract(hours, last), width)[0][width]
+            before = self.divide(width, self._compute_remaining_hours(hours, last), width)[0][width]
             costs[index, len(last) :] = before[: len(before) - len(last)] + sum(option.cost for option in last)
         return costs.min(axis=0), costs.argmin(axis=0)
 
@@ -339,8 +339,8 @@ class _CheapestPlan:
             start = self._options[width].index(last[-1]) if last else 0
             for option in self._options[width][start:]:
                 longer = (*last, option)
-                fits = len(longer) <= self._trainings and self._subtract(hours, longer) >= 0
-                if fits and not _fit_side_by_side(longer, self._narrower[width]):
+                fits = len(longer) <= self._trainings and self._compute_remaining_hours(hours, longer) >= 0
+                if fits and not _can_run_concurrently(longer, self._narrower[width]):
                     series.append(longer)
         return series
 
@@ -359,14 +359,16 @@ class _CheapestPlan:
 
     def _list_group_starts(self, width: int, hours: float, trainings: int, begin: float) -> list[Start]:
         series = self._list_series(width, hours)[int(self._group(width, hours)[1][trainings])]
-        starts = self.list_starts(width, self._subtract(hours, series), trainings - len(series), width, begin)
+        starts = self.list_starts(
+            width, self._compute_remaining_hours(hours, series), trainings - len(series), width, begin
+        )
         at = max((start.end for start in starts), default=begin)
         for option in series:
             starts.append(Start(at, option))
             at += option.hours
         return starts
 
-    def _subtract(self, hours: float, options: Sequence[Option]) -> float:
+    def _compute_remaining_hours(self, hours: float, options: Sequence[Option]) -> float:
         """Return the hours that remain after trainings one after the other."""
         return round(hours - sum(option.hours for option in options), self._decimals)
 

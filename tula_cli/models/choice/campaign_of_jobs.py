@@ -226,11 +226,11 @@ def _select_options(job: JobTrainings, is_usable: Callable[[Option], bool]) -> J
     batches = [options for options in dict.fromkeys(batches) if options]
     return JobTrainings(
         job.trainings,
-        [options for options in batches if not any(_is_no_better(options, other) for other in batches)],
+        [options for options in batches if not any(_is_dominated(options, other) for other in batches)],
     )
 
 
-def _is_no_better(options: Sequence[Option], others: Sequence[Option]) -> bool:
+def _is_dominated(options: Sequence[Option], others: Sequence[Option]) -> bool:
     """Return whether each option has another one that is as good, and these differ in at least one value."""
     points, other_points = ({(o.nodes, o.hours, o.cost) for o in each} for each in (options, others))
     return points != other_points and all(

@@ -25,7 +25,7 @@ LimitByNodes = int | Mapping[int, int | None] | None
 """The largest local batch that fits one GPU, by number of nodes if the GPUs share a model; None if unbounded."""
 
 
-def get_limit_on_nodes(limit: LimitByNodes, nodes: int) -> int | None:
+def get_max_local_batch(limit: LimitByNodes, nodes: int) -> int | None:
     """Return the limit for a number of nodes."""
     return limit.get(nodes) if isinstance(limit, Mapping) else limit
 
@@ -58,7 +58,7 @@ def list_batches(minimum: int, maximum: int) -> list[int]:
     return sizes
 
 
-def check_divides(batch: int, parts: int) -> None:
+def check_divisibility(batch: int, parts: int) -> None:
     """Check that a batch divides among nodes x GPUs per node x train.accumulate.
 
     Raises:
@@ -98,7 +98,7 @@ def list_candidates(
     """
     feasible, sizes = [], list_batches(min_batch, max_batch)
     for count in sorted(set(nodes)):
-        world, most = count * gpus_per_node, get_limit_on_nodes(max_local_batch, count)
+        world, most = count * gpus_per_node, get_max_local_batch(max_local_batch, count)
         for batch in sizes:
             if batch % (world * accumulate):
                 continue
@@ -140,7 +140,7 @@ def find_nearest(*distances: Floats) -> Ints:
     return nearest_index
 
 
-def compute_by_value(of: Callable[[int], float], values: Ints | int) -> Any:
+def apply_to_distinct_values(of: Callable[[int], float], values: Ints | int) -> Any:
     """Apply a function to a number, or to each value of an array, shape (n,), calling it once per distinct value."""
     if isinstance(values, int):
         return of(values)

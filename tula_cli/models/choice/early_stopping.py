@@ -15,7 +15,7 @@ Values = Mapping[str, float]
 """Metrics of an evaluation: top1 and top5 in percent, loss, and the user's own metrics. Unknown ones are nan."""
 
 
-def remember_best(values: Values, best: BestCheckpoint, *, epoch: int) -> dict[str, float]:
+def select_best_values(values: Values, best: BestCheckpoint, *, epoch: int) -> dict[str, float]:
     """Return the figures to keep of the best evaluation; `value` is the metric that train.best_checkpoint names."""
     kept = {"top1": values["top1"], "loss": values["loss"], "epoch": float(epoch)}
     return kept if best.metric == "auto" else {**kept, "value": values[best.metric]}

@@ -190,7 +190,7 @@ def choose(candidates: Candidates, *, objective: Objective, curve: Curve = "time
     """
     assert len(candidates), "choose among at least one configuration"
     quantity = get_quantity(objective, curve)
-    return _choose_knee(candidates, quantity) if objective == "knee" else _choose_least(candidates, quantity, among)
+    return _choose_knee(candidates, quantity) if objective == "knee" else _choose_lowest(candidates, quantity, among)
 
 
 def find_envelope(rows: Sequence[Prediction], quantity: Quantity = QUANTITIES["time"]) -> tuple[Prediction, ...]:
@@ -205,7 +205,7 @@ def find_best_of_each_batch(rows: Candidates, quantity: Quantity) -> Ints:
     return indices
 
 
-def find_best_few(rows: Candidates, quantity: Quantity, *, most: int) -> Ints:
+def find_best_rows(rows: Candidates, quantity: Quantity, *, most: int) -> Ints:
     """Return the indices of at most `most` rows, an equal number of the best at each batch, in their order."""
     if len(rows) <= most:
         return np.arange(len(rows))
@@ -216,7 +216,7 @@ def find_best_few(rows: Candidates, quantity: Quantity, *, most: int) -> Ints:
     return np.sort(by_batch[rank < max(1, most // len(first[1]))])
 
 
-def describe_open_knees(steps: StepTimeFit, line: Candidates, *, gpus_per_node: int, quantity: Quantity) -> str:
+def describe_knee_shares(steps: StepTimeFit, line: Candidates, *, gpus_per_node: int, quantity: Quantity) -> str:
     """Describe how often each batch is the knee in curves sampled from the fit's posterior; empty with few batches.
 
     Args:
@@ -227,7 +227,7 @@ def describe_open_knees(steps: StepTimeFit, line: Candidates, *, gpus_per_node: 
     """
     if len(np.unique(line["batch"])) < FEWEST:
         return ""
-    line = line.take(find_best_few(line, quantity, most=_MOST_DRAWN))
+    line = line.take(find_best_rows(line, quantity, most=_MOST_DRAWN))
     drawn = steps.draw_samples(line["nodes"], np.full(len(line), gpus_per_node), line["local_batch"])
     share_by_batch = count_knee_shares(line["batch"], drawn + np.log(line[quantity.column]) - np.log(line["step_time"]))
     shares_in_words = ", ".join(
@@ -265,7 +265,7 @@ def _get_value(row: Prediction, quantity: Quantity) -> float:
     return value
 
 
-def _choose_least(rows: Candidates, quantity: Quantity, among: str) -> Choice:
+def _choose_lowest(rows: Candidates, quantity: Quantity, among: str) -> Choice:
     best = rows.prediction(int(_sort_rows(rows, quantity)[0]))
     ascending = np.lexsort((rows["batch"], rows["nodes"], rows[quantity.column]))[: 1 + _RUNNERS_UP]
     others = [row for row in rows.take(ascending).predictions() if row != best][:_RUNNERS_UP]
@@ -349,14 +349,14 @@ def _choose_without_knee(line: Sequence[Prediction], quantity: Quantity) -> tupl
     best = min(_get_value(row, quantity) for row in line)
     chosen = next(row for row in line if _get_value(row, quantity) <= best * (1 + FALLBACK))
     few = f"there {'is' if len(line) == 1 else 'are'} only {format_count(len(line), 'batch')}"
-    why = few if len(line) < FEWEST else _describe_shape(line, quantity)
+    why = few if len(line) < FEWEST else _describe_curve_without_knee(line, quantity)
     return (
         chosen,
         f"the smallest batch within {100 * FALLBACK:.0f} % of the best, because {quantity.name} has no knee ({why})",
     )
 
 
-def _describe_shape(line: Sequence[Prediction], quantity: Quantity) -> str:
+def _describe_curve_without_knee(line: Sequence[Prediction], quantity: Quantity) -> str:
     """Describe a curve without a knee."""
     first, before, last = (_get_value(line[place], quantity) for place in (0, -2, -1))
     if last <= before * (1 - KNEE_SAVES):
@@ -382,14 +382,14 @@ def _name_equal_batches(chosen: Prediction, rows: Candidates, quantity: Quantity
     line = rows.take(find_best_of_each_batch(rows, quantity)).predictions()
     larger = [row for row in line if row.batch > chosen.batch][:1]
     smaller = [row for row in line if row.batch < chosen.batch][-1:]
-    alike = [row for row in smaller + larger if _are_alike(chosen, row, quantity)]
+    alike = [row for row in smaller + larger if _are_equally_good(chosen, row, quantity)]
     if not alike:
         return ""
     named = " and ".join(f"batch {row.batch} on {format_count(row.nodes)}" for row in alike)
     return f"; {named} {'is' if len(alike) == 1 else 'are'} equally good within the accuracy of the prediction"
 
 
-def _are_alike(chosen: Prediction, other: Prediction, quantity: Quantity) -> bool:
+def _are_equally_good(chosen: Prediction, other: Prediction, quantity: Quantity) -> bool:
     value, other_value = _get_value(chosen, quantity), _get_value(other, quantity)
     low = high = value
     least, middle, most = (getattr(chosen, f"{quantity.interval}{end}") for end in ("_low", "", "_high"))

@@ -58,7 +58,7 @@ class ChangePointTest:
         values = np.asarray(self.values)[-WINDOW * self.least :]
         if len(values) < 2 * MIN_VALUES:
             return None
-        statistics = split_statistics(values)
+        statistics = compute_split_statistics(values)
         split = int(np.argmax(np.abs(statistics[MIN_VALUES - 1 : len(values) - MIN_VALUES]))) + MIN_VALUES
         if len(values) - split < self.least:
             return None
@@ -71,7 +71,7 @@ class ChangePointTest:
         return len(values) - split, split
 
 
-def split_statistics(values: Floats) -> Floats:
+def compute_split_statistics(values: Floats) -> Floats:
     """Return the standardised Mann-Whitney statistic of each split; positive if the later values are larger.
 
     Args:

@@ -147,7 +147,7 @@ def choose_priors(*, gradient_bytes: int, sharded: bool) -> Priors:
     return replace(priors, additive=0.5) if 0 < gradient_bytes <= _BUCKETS else priors
 
 
-def may_hide_nothing(priors: Priors) -> bool:
+def may_lack_overlap(priors: Priors) -> bool:
     """Return whether the priors make it likely that compute hides nothing, even if compute is measured apart."""
     return priors.additive > PRIORS.additive
 
@@ -514,7 +514,7 @@ class Overlap:
             *(f"sync at {count:g}" for count in replicas),
         )
 
-    def measurement_noise(self, points: Points) -> Floats:
+    def compute_measurement_noise(self, points: Points) -> Floats:
         """Return the standard deviation of ln t from one job to the next, shape (n,)."""
         return np.sqrt(self._compute_noise_variance(evaluate(self.fitted.z, self.frame.compute_features(points))))
 
@@ -762,9 +762,9 @@ class StepModel:
         deviations = means - mean
         return mean, np.tensordot(self.weights, covariances, 1) + (self.weights * deviations.T) @ deviations
 
-    def measurement_noise(self, points: Points) -> Floats:
+    def compute_measurement_noise(self, points: Points) -> Floats:
         """Return the standard deviation of ln t from one job to the next, shape (n,)."""
-        return np.sqrt(self.weights @ np.square([member.measurement_noise(points) for member in self.members]))
+        return np.sqrt(self.weights @ np.square([member.compute_measurement_noise(points) for member in self.members]))
 
     def parts(self, points: Points) -> tuple[Floats, Floats, Floats]:
         """Return the expected step time, compute and synchronisation within it (hidden or not). Seconds."""
@@ -783,7 +783,7 @@ def fit_step_model(
     """
     fit = functools.partial(fit_overlap, points, step=step, compute=compute, spread=spread, collective=collective)
     overlapped = fit(priors=priors)
-    if points.alone.all() or not (overlapped.whole_steps_alone or may_hide_nothing(priors)):
+    if points.alone.all() or not (overlapped.whole_steps_alone or may_lack_overlap(priors)):
         return StepModel((overlapped,), np.ones(1))
     additive = fit(priors=replace(priors, p=1.0))
     log_odds = math.log(priors.additive / (1 - priors.additive)) + additive.log_evidence - overlapped.log_evidence
@@ -797,7 +797,7 @@ Numbers = Sequence[int] | Floats | Ints
 T_BLOCKS = 2.132  # Student's t, 95 %, for five blocks (4 degrees of freedom)
 DEFAULT_REPEAT_SD = 0.015
 """Standard deviation of the mean step time between jobs, as a share, on the steadiest clusters: the minimum assumed.
-The value for the current cluster is estimated by the fit (`StepTimeFit.repeat_deviation`)."""
+The value for the current cluster is estimated by the fit (`StepTimeFit.compute_repeat_deviation`)."""
 _MAX_STEADY_NOISE = 0.1  # probes with more relative noise are reported
 MAX_EXTRAPOLATION = 8
 """Maximum ratio of the nodes of a prediction to the most nodes of any probe."""
@@ -1011,13 +1011,13 @@ class StepTimeFit:
             fitted=np.full(len(log_seconds), math.nan),
         )
 
-    def repeat_deviation(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Floats:
+    def compute_repeat_deviation(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Floats:
         """Return the standard deviation between one job and the mean of all jobs, as a share, shape (n,).
 
         The prior is 3 % for steps without synchronisation. It is scaled by the deviation of the run's probes and
         trainings from the fit, and from each other if several measured one configuration.
         """
-        return self.model.measurement_noise(self.make_points(nodes, gpus_per_node, local_batch))
+        return self.model.compute_measurement_noise(self.make_points(nodes, gpus_per_node, local_batch))
 
     def compute(self, nodes: int, gpus_per_node: int, local_batch: int) -> float:
         """Return the seconds of a step without synchronisation; `describe_why_unpredictable` is not checked."""

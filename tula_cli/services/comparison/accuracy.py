@@ -208,7 +208,7 @@ def build_compare_report(run: Run, comparison: Comparison, *, jobs: Iterable[Job
     took = compute_mean_hours_by_row(snapshot, comparison)
     hours = {row: estimate_hours(row, took, {}) for row in {(cell.method, cell.batch) for cell in comparison.cells}}
     spec = run.spec
-    standing = rounds.decide_standing(snapshot, comparison, spec, hours=hours)
+    standing = rounds.compute_comparison_state(snapshot, comparison, spec, hours=hours)
     cells = [
         _make_cell_report(snapshot.get_training(cell.signature), cell, states.get(f"train-{cell.signature}"), spec)
         for cell in standing.wanted
@@ -235,7 +235,7 @@ def build_compare_report(run: Run, comparison: Comparison, *, jobs: Iterable[Job
         first_round=tuple(first_round),
         epochs=next((report.cell.short for report in short), None),
     )
-    return dataclasses.replace(table, answer=describe_best(table, spec.script))
+    return dataclasses.replace(table, answer=describe_best_row(table, spec.script))
 
 
 def _mark_dropped(row: ComparisonRow, reasons: Mapping[tuple[str, int], str]) -> ComparisonRow:
@@ -423,7 +423,7 @@ def _list_comparison_warnings(rows: Iterable[ComparisonRow], metric: str) -> Ite
 # --- The answer
 
 
-def describe_best(report: CompareReport, script: Script | None) -> str:
+def describe_best_row(report: CompareReport, script: Script | None) -> str:
     """Return a sentence on the best row of the largest batch with results, compared with the reference.
 
     Args:

@@ -218,7 +218,7 @@ def _require_branchable(run: Run, script: Script, divisor: int) -> tuple[int, in
             f"tula cannot start short trainings of the script from its checkpoint: {problem}",
             f"{advice}; or compare short trainings: tula compare --methods lbt,sqrt,lrs trains them for a quarter of the epochs",
         )
-    resume_test.resume_settings(run.spec)
+    resume_test.get_resume_settings(run.spec)
     if resumes == "any" and script.save != "none":
         return size, 0
     begins = [] if finding is None else [start for start in finding.rehearsal.starts if start.phase == "begin"]
@@ -380,11 +380,11 @@ def read_report(search: PreparedSearch, file: JobFile | None = None) -> Learning
         share=record.samples / record.total,
         loss_margin=rate_search.compute_loss_margin(lowest, record.start_loss),
         answer=f"Use {times} of batch {reference} at batch {batch}: {format_number(chosen.lr)}.",
-        warnings=tuple(_warn_of_losses(record, rate_search.get_reference_rate(run.spec))),
+        warnings=tuple(_warn_inconclusive_losses(record, rate_search.get_reference_rate(run.spec))),
     )
 
 
-def _warn_of_losses(record: RateSearch, reference_rate: float | None) -> Iterator[Diagnostic]:
+def _warn_inconclusive_losses(record: RateSearch, reference_rate: float | None) -> Iterator[Diagnostic]:
     if record.start_lr is not None and reference_rate is not None and record.start_lr < LOW_RATE * reference_rate:
         yield messages.branches_below_learning_rate(lr=record.start_lr, reference=reference_rate)
     lowest = min(branch.loss for branch in record.branches if branch.loss is not None)

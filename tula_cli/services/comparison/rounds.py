@@ -114,7 +114,7 @@ class ComparisonState:
         return len(self.wanted) + len(self.undecided)
 
 
-def decide_standing(
+def compute_comparison_state(
     run: RunDir | Snapshot,
     comparison: Comparison,
     spec: JobSpec,

@@ -133,7 +133,7 @@ def update_plan(run: Run, plan: ComparePlan, tried: Collection[str]) -> CompareP
     """Return the plan updated with the trainings that have ended since, without those that this call has tried."""
     unfinished = [cell for cell in plan.comparison.cells if not is_cell_ended(run, cell)]
     failed = {cell.signature for cell in unfinished} & set(tried)
-    standing = rounds.decide_standing(
+    standing = rounds.compute_comparison_state(
         run, plan.comparison, plan.spec, failed=failed, hours=_estimate_hours_now(run, plan)
     )
     missing = tuple(cell for cell in standing.wanted if cell in unfinished and cell.signature not in tried)

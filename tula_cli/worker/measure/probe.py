@@ -19,7 +19,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from tula_cli.errors import Diverged
 from tula_cli.host import failures
-from tula_cli.models.efficiency import Pair, summarise
+from tula_cli.models.efficiency import Pair, summarize_gradient_norms
 from tula_cli.models.memory import PREFETCH_FACTOR
 from tula_cli.models.self_tuning import find_most_expensive_job
 from tula_cli.models.time.noise import compute_standard_error, compute_trimmed_mean
@@ -357,9 +357,9 @@ def _measure_gradient_stats(trainer: Trainer, stream: Iterator[Step], *, norms: 
         recorder = GradientNormRecorder.attach(trainer)
         for _ in recorder.watch(itertools.islice(stream, norms), trainer.scaler):
             pass
-        return summarise(recorder.gather_pairs(), local_batch=trainer.local_batch, batch=trainer.batch)
+        return summarize_gradient_norms(recorder.gather_pairs(), local_batch=trainer.local_batch, batch=trainer.batch)
     if too_small:
-        return summarise([], local_batch=trainer.local_batch, batch=trainer.batch)
+        return summarize_gradient_norms([], local_batch=trainer.local_batch, batch=trainer.batch)
     fits = not replicated or room is None or room >= _MEMORY_MARGIN * count_half_batch_bytes(trainer)
     if fits:
         _run_steps(
@@ -367,7 +367,7 @@ def _measure_gradient_stats(trainer: Trainer, stream: Iterator[Step], *, norms: 
         )
     half = trainer.micro_batch // 2
     samples = half if replicated else trainer.parallel.count_samples_of_gradient(half)
-    return summarise(pairs, local_batch=samples, batch=2 * samples)
+    return summarize_gradient_norms(pairs, local_batch=samples, batch=2 * samples)
 
 
 def _compute_max_search_ranks(trainer: Trainer) -> int:

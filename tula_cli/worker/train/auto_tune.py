@@ -161,7 +161,7 @@ class BranchContext:
         with contextlib.closing(worker_train_loop.run_steps(trainer)) as stream:
             for count, step in enumerate(stream, 1):
                 self.check()
-                is_finished = self_tuning.has_ended(trainer.samples_passed - begin, length, trainer.batch)
+                is_finished = self_tuning.is_branch_finished(trainer.samples_passed - begin, length, trainer.batch)
                 if count % STEPS_BETWEEN_CHECKS == 0 or is_finished:
                     finite = math.isfinite(float(step.loss))
                     if self.ranks.max(float(not finite)):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tula_cli.models.efficiency import Pair, estimate_noise_scale, summarise
+from tula_cli.models.efficiency import Pair, estimate_noise_scale, summarize_gradient_norms
 from tula_cli.optim import sharding
 from tula_cli.optim.ags import restore_buffers
 from tula_cli.worker.build.compiled import disable_compilation
@@ -63,7 +63,7 @@ def measure_gradient_noise(
         for _ in range(count // size):
             pairs.append(_measure_group(trainer, itertools.islice(stream, size), between))
     together = trainer.parallel.count_samples_of_gradient(trainer.micro_batch)
-    stats = summarise(_average_over_ranks(trainer, pairs), local_batch=together, batch=size * together)
+    stats = summarize_gradient_norms(_average_over_ranks(trainer, pairs), local_batch=together, batch=size * together)
     noise = estimate_noise_scale([stats])
     interval = {} if noise is None else {"scale": noise.scale, "low": noise.low, "high": noise.high}
     return {"stats": stats.model_dump(mode="json"), **interval, "seconds": time.monotonic() - began}

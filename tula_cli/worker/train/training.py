@@ -351,7 +351,7 @@ class Training:
 
     def _store_best(self, result: Evaluation) -> None:
         """Store an evaluation as the best so far."""
-        self.best = early_stopping.remember_best(
+        self.best = early_stopping.select_best_values(
             result.values, self.task.spec.train.best_checkpoint, epoch=self.trainer.position.epoch
         )
 

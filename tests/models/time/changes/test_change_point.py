@@ -7,7 +7,7 @@ import pytest
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from tula_cli.models.time.changes import MAX_VALUES, MIN_VALUES, ChangePointTest, split_statistics
+from tula_cli.models.time.changes import MAX_VALUES, MIN_VALUES, ChangePointTest, compute_split_statistics
 
 Series = NDArray[np.float64]
 
@@ -29,7 +29,7 @@ def test_the_statistic_is_that_of_mann_and_whitney() -> None:
     values = np.array([3.0, 1.0, 2.0, 2.0, 5.0])
     pairs = [[np.sign(b - a) for a in values[:k] for b in values[k:]] for k in range(1, 5)]
     sds = [np.sqrt(k * (5 - k) * 6 / 3) for k in range(1, 5)]
-    assert split_statistics(values) == pytest.approx([sum(p) / sd for p, sd in zip(pairs, sds, strict=True)])
+    assert compute_split_statistics(values) == pytest.approx([sum(p) / sd for p, sd in zip(pairs, sds, strict=True)])
 
 
 def test_no_alarm_in_ten_thousand_heavy_tailed_values() -> None:

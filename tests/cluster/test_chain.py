@@ -88,7 +88,7 @@ class Cluster:
         return self.complaint
 
     def ask(self, ids: Sequence[str]) -> dict[str, SchedulerState]:
-        reason = "JobHeldUser: will not start, you hold it: scontrol release"
+        reason = "JobHeldUser: will not start, because you hold the job; release it with scontrol release"
         return {
             id_: SchedulerState("pending", reason if id_ in self.held else "", on_hold=id_ in self.held) for id_ in ids
         }
@@ -361,7 +361,7 @@ def test_jobs_that_the_supervisor_has_cancelled_are_reported_as_cancelled_by_tul
         "12": SchedulerState("ended", "FAILED: the script of the job ended with an error", failed=True),
     }
     state = get_chain_state(job, known, forgotten="", released=released)
-    assert state.failed and state.released == f"tula cancelled 13 to 15 of its chain: {why}"
+    assert state.failed and state.released == f"tula cancelled jobs 13 to 15 of the chain: {why}"
 
 
 def test_what_scancel_has_ended_in_a_stage_stays_ended(chain: Chain, cluster: Cluster) -> None:
@@ -1535,6 +1535,5 @@ def test_supervisors_that_could_write_nothing_do_not_end_the_chain(chain: Chain,
     chain.start("15")
     assert chain.outcomes() == ["storage"] * 4 + ["done"]
     assert (
-        chain.run.get_training("s").read_attempts()[0].message
-        == "the file system failed under the supervisor of job 11"
+        chain.run.get_training("s").read_attempts()[0].message == "a file-system error stopped the supervisor of job 11"
     )

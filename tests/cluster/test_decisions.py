@@ -93,7 +93,7 @@ GROWS = {"stages": (Stage(begin=0, batch=32, nodes=1), Stage(begin=96, batch=64,
 TWICE = "the same failure occurs twice within 30 s of a start, or after the same samples"
 AFTER_STEP = "it is the first failure since the newest checkpoint, after at least one step"
 AFTER_STEP_AND_WAITS = f"{AFTER_STEP}, and a later job waits"
-SUPERVISORS = "`train.max_attempts` supervisors have failed without a newer checkpoint"
+SUPERVISORS = "the supervisor has failed `train.max_attempts` times without a newer checkpoint"
 PERMANENT = Failure(outcome="user", permanent=True)
 
 Row = tuple[str, str, Task, Failure | None, History, Relaunch | Requeue | Stop]

@@ -92,7 +92,7 @@ def test_where_it_does_not_come_back_it_is_said_who_holds_it(nvidia_smi: Path, m
     memory = GpuMemory()
     memory.wait_until_back([], "r|t||0", give_up=lambda: False)
     answer = memory.wait_until_back([], "r|t||0", give_up=lambda: False)
-    assert answer == "8500 MiB of GPU-1 are still in use; held by pid 4711 (python, 812 MiB)"
+    assert answer == "8500 MiB of GPU-1; held by pid 4711 (python, 812 MiB)"
 
 
 def test_without_nvidia_smi_its_holders_tell(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:

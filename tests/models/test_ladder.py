@@ -41,7 +41,7 @@ def known(*batches: int, world: int = 2, accumulate: int = 1, norm: bool = False
 )
 def test_parts_are_all_of_one_size(micro_batch: int, into: tuple[int, ...]) -> None:
     splits = list_splits(micro_batch, micro_batch=micro_batch, micro_batches=1)
-    assert splits.into == into and splits.limit == "it has one sample"
+    assert splits.into == into and splits.limit == "they have one sample each"
 
 
 def test_a_huge_micro_batch_is_cut_as_quickly() -> None:

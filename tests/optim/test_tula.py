@@ -642,7 +642,7 @@ def test_a_refresh_owed_survives_a_checkpoint() -> None:
 def test_a_foreign_state_is_refused() -> None:
     model = mlp()
     opt = tula(model)
-    with pytest.raises(ValueError, match="the state is not that of a TulaOptimizer"):
+    with pytest.raises(ValueError, match="this is not the state of a TulaOptimizer"):
         opt.load_state_dict(sgd(model).state_dict())
     state = opt.state_dict()
     state["ags"]["version"] = 99
@@ -779,7 +779,7 @@ def test_what_is_given_takes_the_presets_place() -> None:
 
 def test_a_model_without_the_bases_parameters_is_refused() -> None:
     model, other = mlp(), mlp()
-    with pytest.raises(ValueError, match="model, Sequential, has none of the parameters that SGD updates"):
+    with pytest.raises(ValueError, match="SGD updates none of the parameters of the model Sequential"):
         tula(model, sgd(other))
     tula(model, torch.optim.SGD([*other.parameters(), next(model.parameters())], lr=0.1))  # one is enough
 

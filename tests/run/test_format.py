@@ -258,7 +258,7 @@ def test_a_job_of_another_machine_that_is_silent_for_an_hour_is_lost(elsewhere: 
 
 
 def test_nothing_is_decided_of_jobs_that_give_no_signs(elsewhere: Callable[..., tuple[str, str]]) -> None:
-    assert elsewhere(None) == ("running", "waiting on far, or ended there: its state is known only there")
+    assert elsewhere(None) == ("running", "waiting or ended on far; only commands on far see which")
     assert elsewhere(0, end=make.START + 5)[0] == "ended"
 
 

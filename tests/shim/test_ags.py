@@ -78,7 +78,7 @@ def test_ranks_that_reduce_by_themselves_train_not_a_step_more(run: ScriptRanks,
     ("loop", "words"),
     [
         (("--accumulate", 2, "--sync-each"), "reduces its gradients 2 times per step"),
-        (("--within", "--own-reduction"), "no gradient came through its DistributedDataParallel"),
+        (("--within", "--own-reduction"), "no gradient came through the script's DistributedDataParallel"),
         (("--compressed",), "own communication hook (fp16_compress_hook) on DistributedDataParallel"),
     ],
     ids=["reduced-twice", "within", "compressed"],

@@ -154,7 +154,7 @@ def test_a_state_of_another_version_is_refused(around: Callable[..., AgsSteps]) 
     value = Loop().around(around()).train(range(2))
     state = value.base.state_dict()
     state["tula_ags"]["version"] = 1
-    with pytest.raises(CannotScaleError, match=r"version 1.*another version of tula"):
+    with pytest.raises(CannotScaleError, match=r"format 1.*another version of tula"):
         value.base.load_state_dict(state)
 
 
@@ -280,7 +280,7 @@ def test_an_optimizer_of_other_parameters_is_refused(around: Callable[..., AgsSt
     ags.split.modules.append(weakref.ref(model))
     ags.register_optimizer(loop.base)
     ags.bind_largest()
-    with pytest.raises(CannotScaleError, match="no optimizer has the parameters"):
+    with pytest.raises(CannotScaleError, match="no optimizer updates parameters of the model"):
         for _ in range(ags_module.PATIENCE):
             ags.after_step(loop.base)
 
@@ -309,8 +309,12 @@ def test_what_smaller_optimizers_of_the_model_train_is_reported_to_be_unscaled(a
     ags.bind_largest()
     assert ags.tula is not None and (ags.tula.base, ags.tula.setup.model) == (body, model)
     messages = [text for text in ags.pop_notes() if "not scaled" in text]
-    assert len(messages) == 1 and "SGD (56 numbers)" in messages[0] and "AdamW (27 numbers)" in messages[0]
-    assert "RMSprop (6 numbers)" in messages[0] and "of the largest model (" in messages[0]
+    assert (
+        len(messages) == 1
+        and "the 56 parameters of torch.optim.sgd.SGD" in messages[0]
+        and "AdamW (27 parameters)" in messages[0]
+    )
+    assert "RMSprop (6 parameters)" in messages[0] and "of the largest model (" in messages[0]
 
 
 def test_gradients_that_are_reduced_twice_a_step_are_refused(around: Callable[..., AgsSteps]) -> None:
@@ -329,7 +333,7 @@ def test_gradients_that_are_reduced_twice_a_step_are_refused(around: Callable[..
 def test_another_optimizer_that_takes_over_is_refused(around: Callable[..., AgsSteps]) -> None:
     value, other = Loop().around(around()).train(range(1)), Loop()
     assert value.ags is not None
-    with pytest.raises(CannotScaleError, match=r"trains with another optimizer, torch.optim.sgd.SGD"):
+    with pytest.raises(CannotScaleError, match=r"but the script steps torch.optim.sgd.SGD"):
         for _ in range(ags_module.MOST_WITHOUT + 1):
             value.ags.after_step(other.base)
 

@@ -59,7 +59,7 @@ def test_weights_are_those_of_ortho_by_hand(
     assert torch.equal(value, weights(tmp_path / "own", world - 1))
     rows = [json.loads(line) for line in (tmp_path / "of-own" / "steps-0.jsonl").read_text().splitlines()]
     (note,) = [row["text"] for row in rows if row["kind"] == "note"]
-    assert note.startswith("method ortho orthogonalises the updates of 2 matrices (192 of 212 numbers) of torch.optim.")
+    assert note.startswith("train.method ortho orthogonalises the updates of 2 matrices of torch.optim.")
 
 
 def test_a_resumed_script_goes_on_bit_for_bit_and_its_beta2_is_not_raised_again(

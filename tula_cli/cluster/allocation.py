@@ -179,5 +179,5 @@ TERMINATED_MESSAGES: dict[OutcomeClass, str] = {
     "node_failure": "a node of job {0} failed",
     "cancelled": "job {0} was cancelled{1}",
     "host_oom": "job {0} ran out of memory",
-    "storage": "the file system failed under the supervisor of job {0}",
+    "storage": "a file-system error stopped the supervisor of job {0}",
 }

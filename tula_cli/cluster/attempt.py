@@ -239,7 +239,7 @@ class RunningAttempt:
                 return self._end_waiting_ranks(group)
             if is_due and self._is_superseded():
                 group.kill()  # this node was given up for lost, and lives: two would write one run
-                return Failure(outcome="node_failure", message="another allocation has taken over")
+                return Failure(outcome="node_failure", message="another allocation has taken over this job")
             self.lookout.pause(self._monitor.poll_interval(self.allocation))
         return None
 

@@ -82,8 +82,8 @@ def get_chain_state(
         released: ids of jobs that tula itself cancelled, with the reason; they are ignored for the state.
     """
     if released and (cancelled := [id_ for id_ in job.ids if id_ in released]):
-        ids = cancelled[0] if len(cancelled) == 1 else f"{cancelled[0]} to {cancelled[-1]}"
-        explanation = f"tula cancelled {ids} of its chain: {released[cancelled[-1]]}"
+        ids = f"job {cancelled[0]}" if len(cancelled) == 1 else f"jobs {cancelled[0]} to {cancelled[-1]}"
+        explanation = f"tula cancelled {ids} of the chain: {released[cancelled[-1]]}"
         retained = tuple(id_ for id_ in job.ids if id_ not in released)
         remaining = job.model_copy(
             update={"links": retained, "scheduler_id": retained[0] if retained else job.scheduler_id}

@@ -101,7 +101,7 @@ Situation = Literal[
     "it is the first failure since the newest checkpoint, after at least one step",
     "the same failure occurs twice within 30 s of a start, or after the same samples",
     "the job saved nothing",
-    "`train.max_attempts` supervisors have failed without a newer checkpoint",
+    "the supervisor has failed `train.max_attempts` times without a newer checkpoint",
     "no batch was skipped yet",
     "no batch was skipped yet, and there is a GPU",
     "the search for the largest batch continues",
@@ -151,7 +151,7 @@ TRAINING: tuple[Rule, ...] = (
     ("storage", "attempts remain", "new processes after a pause"),
     ("storage", "a later job waits", "the next job, 10 to 30 minutes later"),
     ("supervisor", _TWICE, "the end"),
-    ("supervisor", "`train.max_attempts` supervisors have failed without a newer checkpoint", "the end"),
+    ("supervisor", "the supervisor has failed `train.max_attempts` times without a newer checkpoint", "the end"),
     ("supervisor", "always", "the next job"),
     ("hung", "attempts remain", "new processes"),
     ("host_limit", _TWICE, "the end"),
@@ -432,7 +432,7 @@ _SITUATIONS: dict[Situation, Callable[[_Case], bool]] = {
     _AFTER_STEP: _Case.is_first_after_step,
     _TWICE: lambda case: case.find_repeated_failure() is not None,
     "the job saved nothing": _Case.has_saved_nothing,
-    "`train.max_attempts` supervisors have failed without a newer checkpoint": lambda case: (
+    "the supervisor has failed `train.max_attempts` times without a newer checkpoint": lambda case: (
         case.count_failed_supervisors() >= case.training.spec.train.max_attempts
     ),
     "no batch was skipped yet": lambda case: isinstance(case.task, ProbeTask) and not case.task.skip,
@@ -463,7 +463,7 @@ def _stop(case: _Case, situation: Situation) -> Stop:
     match situation:
         case "the job saved nothing":
             return Stop(why="nothing_saved", setting="cluster.minutes")
-        case "`train.max_attempts` supervisors have failed without a newer checkpoint":
+        case "the supervisor has failed `train.max_attempts` times without a newer checkpoint":
             return Stop(why="supervisors_failed", count=case.count_failed_supervisors())
         case "the job is cancelled":
             return Stop(why="cancelled")

@@ -88,7 +88,7 @@ def _find_failure_of_log(run: RunDir, task: Task, exited: RankExit, device: str)
     is_limited = task.spec.cluster.memory_per_gpu is not None and device == "cpu"
     if outcome == "signal" and is_limited and has_crashed(summary, exited.exit_code):
         # Native code that does not check an allocation crashes under the limit instead of raising.
-        message = f"crashed under cluster.memory_per_gpu: {find_most_informative_line(summary)}"
+        message = f"crashed under the memory limit (cluster.memory_per_gpu): {find_most_informative_line(summary)}"
         return Failure(outcome="device_oom", message=message, host=host)
     killed = f"its process was killed by {signal.Signals(-exited.exit_code).name}" if exited.exit_code < 0 else ""
     exit_message = (
@@ -142,7 +142,7 @@ def complete_failure(run: RunDir, task: Task, failure: Failure, text: str) -> Fa
         and task.spec.cluster.memory_per_gpu
         and compute_device(run, task) == "cpu"
     ):
-        message = f"{failure.message} (under cluster.memory_per_gpu)"
+        message = f"{failure.message} (under the memory limit cluster.memory_per_gpu)"
         return failure.model_copy(update={"outcome": "device_oom", "message": message})
     if failure.outcome != "disk" or failure.shortage is not None:
         return failure

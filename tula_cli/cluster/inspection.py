@@ -93,7 +93,7 @@ def _warn_missing_program(spec: JobSpec, script: Script) -> tuple[str, ...]:
         spec,
         problem,
         "install the program, activate its environment, or give its path in script.command",
-        ": the nodes need it",
+        "; the nodes need this program",
     )
 
 

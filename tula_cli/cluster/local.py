@@ -91,7 +91,7 @@ class LocalLauncher:
             return SchedulerState("ended")
         if attempts := list_attempts_of_submission(snapshot, job):
             trainings = ", ".join(attempts[-1].disturbed_by)
-            return SchedulerState("running", f"{trainings} may have disturbed its times" if trainings else "")
+            return SchedulerState("running", f"{trainings} may have disturbed the measured times" if trainings else "")
         waits = machine_lock.describe_waiting(_describe_holder(snapshot.here, job.id))
         return SchedulerState("pending", waits or "starting")
 
@@ -144,7 +144,7 @@ def _get_state_on_other_machine(snapshot: Snapshot, job: Job) -> SchedulerState:
     """Return the state of a job on another machine from shared files, as its processes are visible only there."""
     attempts = list_attempts_of_submission(snapshot, job)
     if not attempts:
-        return SchedulerState("running", f"waiting on {job.host}, or ended there: its state is known only there")
+        return SchedulerState("running", f"waiting or ended on {job.host}; only commands on {job.host} see which")
     if attempts[-1].ended_at is not None:
         return SchedulerState("ended", f"on {job.host}, according to its files")
     heard = snapshot.find_last_sign_of_life(attempts[-1])
@@ -184,7 +184,7 @@ def hold_machine_ticket(run: RunDir, task: Task) -> Iterator[machine_lock.Ticket
     except OSError as error:
         if measures:
             sys.stderr.write(
-                f"tula: warning: {error}: this probe does not wait for other probes on this machine, which may disturb its times\n"
+                f"tula: warning: {error}: this probe cannot wait for other probes on this machine, so they may disturb the measured times\n"
             )
         yield None
         return

@@ -7,9 +7,9 @@ from tula_cli.diagnostics import diagnostic
 
 @diagnostic
 def cpus_per_task_not_set(*, workers: int | None, needed: int | None) -> str:
-    loaders = "its data loader" if workers is None else f"its {workers} train.workers"
+    loaders = "its data loader" if workers is None else f"its {workers} data-loader processes"
     value = "the cores of a node divided by its GPUs" if needed is None else str(needed)
-    return f"cluster.slurm.cpus_per_task is not set. SLURM may then assign a single core to a rank and {loaders}, so that loading data slows the GPUs down. Set cluster.slurm.cpus_per_task: {value}."
+    return f"cluster.slurm.cpus_per_task is not set. SLURM may then assign a single core to a rank and {loaders}, so that loading data slows the GPUs down. Set cluster.slurm.cpus_per_task to {value}."
 
 
 @diagnostic

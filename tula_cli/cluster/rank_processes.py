@@ -159,7 +159,7 @@ class ForkServer:
         return answer
 
     def _describe_server_exit(self) -> str:
-        return f"the process that imports it ended with exit code {self.process.wait()}"
+        return f"the process that imports torch ended with exit code {self.process.wait()}"
 
     def close(self) -> None:
         """Kill the server; forked ranks keep running."""
@@ -359,7 +359,9 @@ class RankSpawner:
             self.server = self.server or ForkServer(start, output)
             return self.server.fork(start, give_up=give_up)
         except ForkUnavailable as error:  # whatever is wrong, a rank that imports everything itself meets and tells it
-            sys.stderr.write(f"tula: ranks are not forked but executed, each with its own import of torch: {error}\n")
+            sys.stderr.write(
+                f"tula: each rank imports torch by itself, which starts slower, because ranks cannot be forked: {error}\n"
+            )
             self.executes = True
             self.close()
             return None

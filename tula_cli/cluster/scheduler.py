@@ -409,7 +409,7 @@ def load_scheduler(kind: str, options: Mapping[str, Any] | None = None) -> Sched
     if missing := [name for name in PROTOCOL_MEMBERS if not hasattr(scheduler, name)]:
         raise SpecError(
             f"scheduler {kind!r} has no {', '.join(missing)}",
-            "the page 'Use another scheduler' of the documentation lists what the class needs",
+            "add what is missing; the page 'Use another scheduler' of the documentation lists what the class needs",
         )
     return scheduler  # type: ignore[no-any-return]
 

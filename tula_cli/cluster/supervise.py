@@ -365,7 +365,7 @@ class Supervisor:
             return
         self._prompt = waiting[0]
         if complaint := scheduler.end_delay(waiting[0], self.allocation.job_id):
-            sys.stderr.write(f"tula: job {waiting[0]} may start up to some minutes late: {complaint}\n")
+            sys.stderr.write(f"tula: job {waiting[0]} may start some minutes late: {complaint}\n")
 
     def _delay(self, id_: str, minutes: int) -> str:
         """Delay the start of a job until at least `minutes` from now; return an error message, or empty."""

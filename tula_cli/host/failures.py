@@ -70,7 +70,8 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
         "the same command would diverge again: set a lower train.max_lr_factor (if the learning rate grows with the batch),"
         " lower optimizer.lr, lengthen schedule.warmup_epochs, set train.max_grad_norm,"
         " or compute with train.precision fp32 or bf16",
-        "the same command would diverge again: set a lower script.reference.lr, or or a lower learning rate in the script if the command has no {{lr}}; lengthen the script's warm-up, clip its gradients, or compute in fp32 or bf16 there",
+        "the same command would diverge again: lower script.reference.lr (or the learning rate in the script, if the command has no {{lr}}),"
+        " lengthen the script's warm-up, clip its gradients, or compute in fp32 or bf16",
     ),
     "device_fault": FailureKind(
         "a device or a node was faulty",
@@ -80,10 +81,10 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
         severity=0,
     ),
     "device_error": FailureKind(
-        "a GPU reported an error of a kernel",
+        "a kernel failed on a GPU",
         JobFailed,
-        "a GPU reported an error of a kernel: if this happens again on another node, the model or a library has a bug",
-        "a GPU reported an error of a kernel: if this happens again on another node, the script or a library has a bug",
+        "run the same command again; if a kernel also fails on another node, the model or a library has a bug",
+        "run the same command again; if a kernel also fails on another node, the script or a library has a bug",
     ),
     "disk": FailureKind(
         "a disk that the job writes to is full (space, quota or number of files)",
@@ -139,12 +140,12 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
     "stage_end": FailureKind(
         "the next stage of train.ramp has more nodes",
         JobFailed,
-        "the next stage of the growing batch has more nodes; run the same command again to continue on them",
+        "the next stage of train.ramp has more nodes; run the same command again to continue on these nodes",
     ),
     "unknown": FailureKind(
         "the cause is unknown",
         JobFailed,
-        "tula logs shows what the job wrote",
+        "read the output of the job with tula logs",
         severity=2,
     ),
     "signal": FailureKind(
@@ -166,9 +167,9 @@ _FAULT_ADVICE: dict[FaultName, str] = {
     "memory": "the memory of a GPU or of the node has failed: ask the administrators to drain the node",
     "link": "a link between GPUs has failed: ask the administrators to drain the node",
     "gpu_lost": "a GPU is no longer visible: inform the administrators; nvidia-smi -q and dmesg show details",
-    "gpu_busy": "another process uses the GPU, or it is in exclusive mode: see nvidia-smi",
+    "gpu_busy": "another process uses the GPU, or the GPU is in exclusive mode: see nvidia-smi",
     "fabric": "the node's GPUs are not set up: start its fabric manager (nvidia-fabricmanager)",
-    "driver": "the GPU driver of the node does not work, or does not match its libraries: the node may need a restart",
+    "driver": "the GPU driver of the node does not work, or does not match its libraries: ask the administrators to restart or repair the node",
     "mps": "the MPS server of the node does not answer: restart it (nvidia-cuda-mps-control)",
     "locked_memory": (
         "InfiniBand cannot lock enough memory: remove the node's limit (ulimit -l unlimited, memlock; for SLURM"

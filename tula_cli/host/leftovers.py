@@ -135,7 +135,7 @@ class GpuMemory:
                 for gpu, used in used_now.items()
                 if used > used_before.get(gpu, 0) + MAX_EXTRA_BYTES
             }
-            return ", ".join(f"{extra >> 20} MiB of {gpu} are still in use" for gpu, extra in extra_bytes.items())
+            return ", ".join(f"{extra >> 20} MiB of {gpu}" for gpu, extra in extra_bytes.items())
         # Where nothing tells of memory, its holders do; those of this run are by now other supervisors' next ranks.
         later = sorted(set(devices.find_device_holders()) - set(self._holders) - set(_find_marked_processes(mark)))
-        return f"processes {later} still use GPUs" if later else ""
+        return f"processes {', '.join(map(str, later))} use GPUs" if later else ""

@@ -94,14 +94,15 @@ def _find_address(interface: str) -> str:
     location = f"on {socket.gethostname()}"
     if interface not in list_interfaces():
         raise JobFailed(
-            f"no network interface {interface!r} {location}", f"cluster.interface can be {', '.join(list_interfaces())}"
+            f"no network interface {interface!r} {location}",
+            f"set cluster.interface to one of {', '.join(list_interfaces())}",
         )
     address = next(_list_interface_addresses(interface), None)
     if address is None:
         usable = [name for name in list_interfaces() if any(_list_interface_addresses(name))]
         raise JobFailed(
             f"network interface {interface!r} {location} has no address",
-            f"cluster.interface can be {', '.join(usable)}",
+            f"set cluster.interface to one of {', '.join(usable)}",
         )
     return address
 

@@ -49,7 +49,7 @@ def list_splits(
             return _make_splits(batch, micro_batch, micro_batches, splits, broken[0])
         splits.append(split)
         least = 2 * split
-    return _make_splits(batch, micro_batch, micro_batches, splits, "it has one sample")
+    return _make_splits(batch, micro_batch, micro_batches, splits, "they have one sample each")
 
 
 def list_divisors(number: int) -> list[int]:

@@ -804,7 +804,9 @@ class SmallBatch(Factors):
         super().bind(setup)
         self.schedule = Schedule.of(self.refresh, setup.steps_per_epoch)
         if setup.sharded and self.per == "element":
-            raise ValueError(f'a sharded model can only have factors per tensor: {type(self).__name__}(per="tensor")')
+            raise ValueError(
+                f'a sharded model can only have factors per tensor: use {type(self).__name__}(per="tensor")'
+            )
         if self.reads_b_small and setup.world > 1 and _has_sync_batch_norm(setup.model):
             raise ValueError(
                 "SyncBatchNorm needs all ranks in a forward pass, but only some compute the small batch; use LocalNorms()"
@@ -1427,14 +1429,14 @@ class TulaOptimizer(Wrapper):
 
 def _check_state(state: Mapping[str, Any]) -> None:
     if "base" not in state or "ags" not in state:
-        raise ValueError('the state is not that of a TulaOptimizer: the keys "base" and "ags" are missing')
+        raise ValueError('this is not the state of a TulaOptimizer: the keys "base" and "ags" are missing')
     _check_version(state["ags"])
 
 
 def _check_version(ags: Mapping[str, Any]) -> None:
     version = ags.get("version")
     if version != VERSION:
-        raise ValueError(f"the AGS state has version {version}, this program reads version {VERSION}")
+        raise ValueError(f"the AGS state has format {version}, but this version of tula reads only format {VERSION}")
 
 
 # --- Advice for settings that do not suit a training
@@ -1454,13 +1456,12 @@ def advice(report: Mapping[str, float]) -> dict[str, str]:
     shut = report["jumps_up"] + report["jumps_down"]
     if shut > 1 - FEW_SCALED:
         sentences["scaled"] = (
-            f"AGS scaled only {100 * report['scaled']:.0f} % of {report['steps']:.0f} steps: in {100 * shut:.0f} % of them the gradient norm changed by more"
-            " than delta allows."
-            ' Increase delta, or use the preset "robust", which has no such gate'
+            f"AGS scaled only {100 * report['scaled']:.0f} % of {report['steps']:.0f} steps, because in {100 * shut:.0f} % of the steps the gradient norm"
+            ' changed by more than delta allows. Increase delta, or use the preset "robust", which has no limit on this change'
         )
     if report["at_floor"] > MANY_AT_FLOOR:
         sentences["at_floor"] = (
-            f"{100 * report['at_floor']:.0f} % of the AGS factors are at their lower bound s_min, so their weights hardly change:"
-            ' the small batch has no gradient for them. Use one factor per tensor (granularity "tensor"), or a larger b_small'
+            f"{100 * report['at_floor']:.0f} % of the AGS factors are at their lower bound s_min, so the weights with these factors hardly change,"
+            ' because the small batch has no gradient for them. Use one factor per tensor (granularity "tensor"), or a larger b_small'
         )
     return sentences

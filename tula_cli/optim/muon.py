@@ -18,7 +18,11 @@ ADAMW_SHARE = 0.1
 
 def describe_missing_muon() -> str:
     """Return why torch.optim.Muon cannot be used; empty if it can."""
-    return "" if hasattr(torch.optim, "Muon") else f"torch.optim.Muon needs torch 2.9 or newer, not {torch.__version__}"
+    return (
+        ""
+        if hasattr(torch.optim, "Muon")
+        else f"torch.optim.Muon needs torch 2.9 or newer, but torch {torch.__version__} is installed"
+    )
 
 
 class MuonWithAdamW(Optimizer):

@@ -93,8 +93,8 @@ def refuse_other_model(base: torch.optim.Optimizer, model: nn.Module) -> None:
     parameters = set(model.parameters())
     if not any(p in parameters for group in base.param_groups for p in group["params"]):
         raise ValueError(
-            f"model, {type(model).__name__}, has none of the parameters that {type(base).__name__} updates: both"
-            " must belong to the same module"
+            f"{type(base).__name__} updates none of the parameters of the model {type(model).__name__}: create the optimizer"
+            " from the parameters of this model"
         )
 
 

@@ -45,7 +45,7 @@ def choose_device(cluster: Cluster, local_rank: int, *, world: int) -> torch.dev
     if cluster.kind == "local" and world > count:
         raise JobFailed(
             f"{world} ranks need {world} GPUs, but this machine has {count}",
-            "search fewer nodes, or set a smaller cluster.gpus_per_node",
+            "lower the numbers in search.nodes, or lower cluster.gpus_per_node",
         )
     # A site may give each task one visible GPU or all of the node's: the modulus is right for both.
     return torch.device("cuda", local_rank % count)

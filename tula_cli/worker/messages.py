@@ -8,8 +8,8 @@ from tula_cli.words import format_count, start_sentence
 
 @diagnostic
 def damaged_checkpoint_skipped(*, problem: str, samples: int) -> str:
-    resumes = f"resumes at {samples} samples" if samples else "starts again"
-    return f"{start_sentence(problem)}. The training {resumes} and trains everything after that again."
+    resumes = f"resumes at {samples} samples and repeats the later ones" if samples else "starts from the beginning"
+    return f"{start_sentence(problem)}. The training {resumes}."
 
 
 @diagnostic
@@ -19,14 +19,14 @@ def weights_partly_loaded(*, weights: str, reason: str) -> str:
 
 @diagnostic
 def arm_diverged_after_choice(*, arms: Sequence[str], chosen: str) -> str:
-    return f"{', '.join(arms)} diverged after it was chosen. The training continues with {chosen}."
+    return f"Diverged after being chosen: {', '.join(arms)}. The training continues with {chosen}."
 
 
 @diagnostic
 def metric_not_finite(*, metric: str, epoch: int) -> str:
     return (
         f"train.best_checkpoint: {metric} is not a finite number at epoch {epoch}."
-        " Such an epoch is the best only if there is no other."
+        " This epoch counts as the best only if no epoch has a finite value."
     )
 
 
@@ -50,7 +50,7 @@ def warmup_never_ends(*, warmup_epochs: float, epochs: int) -> str:
 def stream_read_again(*, samples: int) -> str:
     return (
         "The training resumes in mid-epoch, so the stream is read again from its start."
-        f" The {samples} samples that were trained before are not trained again, but reading them delays the first step."
+        f" The {samples} samples already trained in this epoch are skipped, but reading them delays the first step."
     )
 
 
@@ -59,7 +59,7 @@ def small_norm_batches(*, samples: Mapping[int, int]) -> str:
     counts = ", ".join(f"{format_count(count, 'sample')} at batch {batch}" for batch, count in samples.items())
     return (
         f"BatchNorm computes its statistics over few samples in the first stages of train.ramp: {counts}."
-        " Name stages with larger batches, or train on fewer GPUs."
+        " Set train.ramp to a list of stages with larger batches, or train on fewer GPUs."
     )
 
 

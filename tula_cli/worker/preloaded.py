@@ -135,7 +135,8 @@ def _serve_requests(connection: socket.socket) -> Request | None:
 def _describe_why_not_forkable() -> str:
     """Return why a fork of this process would not work as a rank; empty if it would."""
     if threading.active_count() > 1:
-        return f"a library started threads when it was imported: {[thread.name for thread in threading.enumerate()]}"
+        names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
+        return f"a library started threads when it was imported: {names}"
     if "torch" in sys.modules and (_has_gpu_open() or any(map(_has_file_open, DRIVERS))):
         return "a library initialised the GPU driver when it was imported"
     return ""

@@ -287,6 +287,6 @@ def test_where_the_checkpoint_is_of_no_use_a_relaunch_begins_anew_and_the_summar
     assert (summary.attempts, result.samples, result.steps) == (2, 1600, 100), "all of it again"
     assert [row["samples"] for row in run.get_training("x").read_metrics() if row["kind"] == "start"] == [0, 0]
     (warning,) = summary.warnings
-    assert "it starts again after each interruption" in warning and f"warning: {warning}" in list(
+    assert "it starts from the beginning after each interruption" in warning and f"warning: {warning}" in list(
         show_train.render_summary(summary)
     )

@@ -306,7 +306,7 @@ def test_ranks_that_wait_for_one_that_goes_on_are_not_stuck(run: RunDir) -> None
     assert watching(run, 2).find_reason_to_kill() is None, "rank 0, on another node, evaluates alone"
     heartbeat(run, "train-x-1", 0, alive_at=long_ago)
     reason = watching(run, 2).find_reason_to_kill()
-    assert reason is not None and reason.rank == 1 and "stopped because it hangs" in reason.message
+    assert reason is not None and reason.rank == 1 and "stopped, because no step finished for" in reason.message
 
 
 def test_a_training_whose_shim_gave_up_goes_on(run: RunDir) -> None:
@@ -575,8 +575,8 @@ def test_steps_that_come_to_train_on_more_samples_are_reported_with_both_figures
         batch = training.check_step_samples(attempt, command, previous=batch)
     rows = [row["message"] for row in alone.get_training("x").read_newest_metrics() if row["kind"] == "warning"]
     assert [message.partition(", but the command was given batch 16")[0] for message in rows] == [
-        "by step 40, steps train on 64 samples",
-        "by step 60, steps train on 16 samples",
+        "at step 40, a step trains on 64 samples",
+        "at step 60, a step trains on 16 samples",
     ]
 
 

@@ -228,7 +228,7 @@ def test_a_script_that_steps_no_more_is_ended(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(ScriptProbe, "silence", 0.5)
     stuck = job(folder, within="if number == 4: time.sleep(600)", search={"min_steps": 8})
     (result,) = probes(folder, stuck, sizes=(4,)).read_results()
-    assert isinstance(result, Failed) and "stopped because it hangs" in result.message
+    assert isinstance(result, Failed) and "stopped, because no step finished for" in result.message
 
 
 def test_a_command_that_is_not_there_is_reported(folder: Path) -> None:

@@ -212,7 +212,7 @@ def test_states_by_their_first_word_and_an_unknown_one_is_not_over(slurm, words,
 
 def test_a_reason_that_waiting_does_not_cure_is_reported(versions):
     job = versions.add("a", "PENDING", "PartitionDown")
-    assert ask_states([job])[job].reason == "PartitionDown: will not start, the partition is down"
+    assert ask_states([job])[job].reason == "PartitionDown: will not start, because the partition is down"
 
 
 @pytest.mark.promise(
@@ -223,7 +223,7 @@ def test_a_reason_that_waiting_does_not_cure_is_reported(versions):
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
-        ("JobHeldUser", "JobHeldUser: will not start, you hold it: scontrol release {id}"),
+        ("JobHeldUser", "JobHeldUser: will not start, because you hold the job; release it with scontrol release {id}"),
         ("JobHeldAdmin", "an administrator holds the job: ask them to release it (scontrol release {id})"),
         (
             "ReqNodeNotAvail, UnavailableNodes:node[1-2]",
@@ -544,4 +544,4 @@ def test_a_job_that_waits_for_a_maintenance_window_is_reported_which_limit_would
         scheduler, "call_slurm", lambda *command, **_: slurm_command.CommandResult("done", answers[command[0]])
     )
     message = ask_states(["7"])["7"].reason
-    assert ("a maintenance window begins" in message) == bool(words) and words in message and message.startswith(reason)
+    assert ("a maintenance window starts" in message) == bool(words) and words in message and message.startswith(reason)

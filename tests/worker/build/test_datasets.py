@@ -342,8 +342,8 @@ def test_imported_functions_and_classes_are_transforms(tmp_path, monkeypatch):
         ({"RandomCrop": {"sise": 8}}, r"transforms\[0\]\.RandomCrop\.sise"),
         ("RandomCrop", "needs 'size'"),
         ({"ToDtype": {"dtype": "float33"}}, "unknown dtype 'float33'"),
-        ({"Resize": {"size": 8}, "CenterCrop": {"size": 8}}, "one transform per entry"),
-        ({}, "one transform per entry"),
+        ({"Resize": {"size": 8}, "CenterCrop": {"size": 8}}, "each entry must have one transform"),
+        ({}, "each entry must have one transform"),
         ({"RandomCrop": {"size": [1, 2, 3]}}, "does not accept"),
     ],
 )

@@ -312,7 +312,7 @@ def test_groups_and_frozen_layers_go_together():
     assert [len(group["params"]) for group in built(of).param_groups] == [2, 2]
     with pytest.raises(
         SpecError,
-        match=r"optimizer.groups\[0\].parameters: 0: all these parameters are frozen or belong to a later group",
+        match=r"optimizer.groups\[0\].parameters: all parameters that match 0 are frozen or belong to a later group",
     ):
         built(spec(model={"frozen": ["0"]}, optimizer={"groups": [{"parameters": ["0"]}]}))
 
@@ -328,7 +328,7 @@ def test_check_tells_groups_and_refuses_what_fits_nothing():
 
 def test_an_optimizer_without_weight_decay_takes_none_by_groups():
     of = grouped(name="Rprop", momentum=None, weight_decay=0)
-    with pytest.raises(SpecError, match=r"optimizer\.groups: Rprop has no weight_decay"):
+    with pytest.raises(SpecError, match=r"optimizer\.groups: Rprop has no argument weight_decay"):
         built(of)
 
 

@@ -113,7 +113,8 @@ def test_steps_are_timed_with_factors_also_where_the_first_ones_overflow(
 
 def test_a_training_that_diverges_in_its_first_steps_is_not_measured(alone: Ranks, run: RunDir) -> None:
     with pytest.raises(
-        Diverged, match=r"the weights are not finite at epoch \d\.\d\d, step 5, 80 samples, because a gradient was not"
+        Diverged,
+        match=r"the weights are not finite at epoch \d\.\d\d, step 5, 80 samples, because a gradient was not finite",
     ):
         probe(run, alone, 16, optimizer={"lr": 1e30})
     assert run.read_result("probe-n001-l000016") is None

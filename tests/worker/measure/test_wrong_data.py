@@ -46,7 +46,7 @@ JOBS: dict[str, tuple[dict[str, Any], str, str]] = {
     "text targets": ({}, "with the target (str, str)", "a number or a tensor"),
     "None targets": ({}, "(float32 (4), NoneType)", "collate_fn"),
     "dictionary targets": ({}, "with the target {label: int64 (2), weight: int64 (2)}", "a number or a tensor"),
-    "wide": ({}, "inputs of shape (9,)", "model's arguments"),
+    "wide": ({}, "inputs of shape (9,)", "model.args"),
     "gray images": ({"model": "Conv"}, "inputs of shape (1, 8, 8)", "(channels, height, width)"),
     "channels last": ({"model": "Conv"}, "inputs of shape (8, 8, 3)", "(channels, height, width)"),
     "float labels": ({}, "with the target float32 (2)", "class numbers as int64"),
@@ -62,7 +62,7 @@ JOBS: dict[str, tuple[dict[str, Any], str, str]] = {
     "length of a float": ({}, "'float' object", LAST),
     "negative length": ({}, "should return >= 0", LAST),
     "arrays of objects": ({}, "(ndarray, int)", "collate_fn"),
-    "tuple of three": ({}, "float32 (2, 4), float32 (2, 4), int64 (2)", "a tuple in order"),
+    "tuple of three": ({}, "float32 (2, 4), float32 (2, 4), int64 (2)", "of a tuple, it passes"),
 }
 
 
@@ -93,11 +93,11 @@ def test_sound_data_is_no_alarm(kind: str, changes: dict[str, Any], cluster: dic
 def test_a_step_that_was_not_run_is_reported() -> None:
     notes = inspect_job(job("sound", model="Large")).notes
     assert (
-        "no step of real samples was run here (the model has 40000015 parameters): only their shapes were checked"
+        "no step with real samples was run here, because the model has 40000015 parameters; only shapes were checked"
         in notes
     )
 
 
 def test_code_that_needs_a_gpu_is_no_alarm() -> None:
     (note,) = inspect_job(job("sound", model="NeedsGpu", cluster=SLURM)).notes
-    assert note.startswith("a step of real samples cannot be run on the CPU, only their shapes were checked")
+    assert note.startswith("no step with real samples was run here, because it fails on the CPU (")

@@ -149,7 +149,7 @@ def test_settings_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     ("sections", "batch", "message"),
     [
-        ({"train": {"method": "polo"}, "schedule": {"warmup_epochs": 1}}, 16, "SGD on one GPU is plain SGD"),
+        ({"train": {"method": "polo"}, "schedule": {"warmup_epochs": 1}}, 16, "polo has no effect on one GPU"),
         ({"train": {"method": "static"}}, 8, "AGS does not change the gradients"),
         ({"train": {"method": "lrs"}}, 16, ""),
         ({"schedule": {"warmup_epochs": 2}}, 16, "the warm-up takes 2 epochs, but the training has only 2"),
@@ -157,13 +157,13 @@ def test_settings_that_do_not_fit_are_refused(
         (
             {"train": {"method": "ags", "accumulate": 4}, "ags": {"b_small": 8, "delta": "inf"}},
             16,
-            "a small batch of 4 samples instead of b_small 8: with train.accumulate 4",
+            "a small batch of 4 samples instead of ags.b_small (8), because with train.accumulate: 4",
         ),
         ({"train": {"method": "ags", "accumulate": 2}, "ags": {"b_small": 8, "delta": "inf"}}, 16, ""),
         (
             {"train": {"method": "static", "accumulate": 4}, "ags": {"b_small": 8, "delta": "inf"}},
             16,
-            "instead of b_small 8",
+            "instead of ags.b_small (8)",
         ),
         ({"train": {"method": "static", "accumulate": 4}, "ags": {"b_small": 8, "factor": 2, "delta": "inf"}}, 16, ""),
     ],

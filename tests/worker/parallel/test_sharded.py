@@ -190,8 +190,8 @@ def test_a_block_inside_another_is_counted_once() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Sequential(nn.Sequential(nn.Linear(16, 8, bias=False))))
     gathering = inspect.describe_gathering(model)
     assert (
-        "1 block of at most 0.000488 MiB, gathered one at a time" in gathering
-        and "and 0.000244 MiB that stay" in gathering
+        "1 block of at most 0.000488 MiB is gathered one at a time" in gathering
+        and "the other 0.000244 MiB stay" in gathering
     )
 
 

@@ -171,7 +171,7 @@ def test_keys_that_the_model_does_not_take_are_reported() -> None:
     )
     assert result.warnings == (), "the loss takes the whole batch"
     (message,) = inspect_job(tokens(**even("dict", model={"name": "token_jobs:First"}))).warnings
-    assert "mask of the batch are not used: neither forward of token_jobs:First" in message
+    assert "unused entries of the batch: mask (neither token_jobs:First.forward" in message
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -89,7 +89,8 @@ def test_steps_that_fp16_skips_are_no_divergence_until_none_is_left(alone: Ranks
     assert watch.describe_divergence(weights=True) == ""
     subject.scaler.load_state_dict({**subject.scaler.state_dict(), "scale": divergence.MIN_LOSS_SCALE / 2})
     assert (
-        watch.describe_divergence() == "the gradient overflows fp16 at every step, up to epoch 0.80, step 5, 80 samples"
+        watch.describe_divergence()
+        == "the gradient overflows fp16 in every step, most recently at epoch 0.80, step 5, 80 samples"
     )
 
 

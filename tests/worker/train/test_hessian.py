@@ -245,7 +245,8 @@ def surface_of(model: nn.Module, ranks: Ranks) -> LossSurface:
 def test_a_layer_without_a_second_derivative_is_named_in_one_line(alone: Ranks) -> None:
     surface = surface_of(nn.Sequential(nn.Flatten(), nn.Linear(16, 3), Once()), alone)
     with pytest.raises(
-        SpecError, match=r"train.diagnostics: hessian: a layer of the model has no second derivative: .*@once_diff"
+        SpecError,
+        match=r"train.diagnostics hessian needs second derivatives, but a layer of the model has none: .*@once_diff",
     ):
         surface.multiply_hessian(surface.make_direction())
 

@@ -94,7 +94,7 @@ def test_a_second_start_evaluates_nothing(alone: Ranks, run: RunDir) -> None:
 def test_a_checkpoint_that_is_gone_and_weights_of_another_model_are_reported(
     alone: Ranks, run: RunDir, tmp_path: Path
 ) -> None:
-    with pytest.raises(JobFailed, match=r"5\.pt no longer exists: the training has saved newer ones"):
+    with pytest.raises(JobFailed, match=r"5\.pt no longer exists: the training has saved newer checkpoints"):
         evaluated(run, alone, spec(), tmp_path / "5.pt")
     torch.save({"0.weight": torch.ones(3)}, tmp_path / "a.pt")
     with pytest.raises(SpecError, match=r"^--weights: .*a.pt does not fit model worker_jobs:net: missing: ") as caught:
@@ -123,14 +123,14 @@ def test_the_test_set_of_an_image_folder_is_another_folder_with_all_of_its_image
     test_dataset = build_test_dataset(job, build_datasets(job))
     assert [test_dataset[index][1] for index in range(len(test_dataset))] == [0, 0, 1, 1, 1]  # type: ignore[index]
     (tmp_path / "test" / "cat").rename(tmp_path / "test" / "hen")
-    with pytest.raises(SpecError, match=r"dataset.test has other classes than the training set: cat, hen"):
+    with pytest.raises(SpecError, match=r"dataset.test and the training set have different classes: cat, hen"):
         build_test_dataset(job, build_datasets(job))
 
 
 @pytest.mark.parametrize(
     ("test", "why"),
     [
-        ({"name": f"{HERE}:FourClasses"}, "other classes than the training set: d"),
+        ({"name": f"{HERE}:FourClasses"}, "dataset.test and the training set have different classes: d"),
         ({"args": {"eval_size": 0}}, "has no samples"),
         ({"args": {"split": "test"}}, "dataset.test.args.split: .*has no such argument"),
         ({"args": {"eval_size": 3}, "length": 3}, "is only for iterable datasets"),

@@ -29,7 +29,7 @@ from tula_cli.spec.scripts.script import Length, count_requested_samples, count_
 MAX_RATES = 400
 """Maximum points of a stored learning-rate curve."""
 WEIGHTS_ONLY = "weights_only"
-HINT = "torch.load only loads weights unless weights_only=False is set, and the checkpoint contains more"
+HINT = "the checkpoint contains more than weights: call torch.load with weights_only=False"
 
 
 def count_trained(rows: Sequence[Mapping[str, Any]], local_batch: int) -> tuple[int, int]:
@@ -433,12 +433,12 @@ def require_resumable(run: RunDir, task: Task) -> None:
     resume_test = ResumeTestRecords(run.path).read(task.predecessor)
     if resume_test is not None and resume_test.verdict == "none":
         raise JobFailed(
-            f"not started: the script cannot resume after an interruption: {'; '.join(resume_test.faults)}",
-            "correct how the script resumes, or use tula train --no-rehearse, which starts the training again after each interruption",
+            f"the training was not started, because the script cannot resume after an interruption: {'; '.join(resume_test.faults)}",
+            "correct how the script resumes, or use tula train --no-rehearse, which starts from the beginning after each interruption",
         )
     if len(task.node_counts) > 1 and (resume_test is None or not resume_test.other_nodes):
         why = "; ".join(resume_test.faults or resume_test.told) if resume_test is not None else "the test did not run"
         raise JobFailed(
-            f"not started: it is unknown whether the script can resume on another number of nodes: {why}",
+            f"the training was not started, because it is unknown whether the script can resume on another number of nodes: {why}",
             "correct how the script resumes, or give one number of nodes: tula train --nodes 4",
         )

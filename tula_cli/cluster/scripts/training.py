@@ -380,8 +380,8 @@ class TrainingMonitor(ScriptMonitor):
             failure.where == "shim" for failure in self.attempt.read_failures()
         ):  # it goes on without being watched
             return None
-        limit = f"{self._first_step_limit / 60:.3g} min after its start (search.max_minutes, or 20 starts of a probe)"
-        message = f"ended {limit}: {describe_missing_step(self.log)}"
+        limit = f"{self._first_step_limit / 60:.3g} min (search.max_minutes, or 20 times the start-up time of a probe)"
+        message = f"stopped, because the first step was not done after {limit}: {describe_missing_step(self.log)}"
         return Failure(outcome="user", message=message, rank=self.ranks.start, host=get_node_name())
 
     @cached_property
@@ -606,7 +606,7 @@ class ScriptTraining(ScriptProgram):
         self.training.write_script_saves(saves.model_copy(update=update))
         message = (
             f"the script resumed by itself from {path.name}, so counting continues at {samples} samples;"
-            f' to make this known in advance, set in section script: resume: {{checkpoint: "{pattern}"}}'
+            f' to declare this in the job file, set script.resume: {{checkpoint: "{pattern}"}}'
         )
         self._add("warning", samples, message=message)
 
@@ -631,7 +631,7 @@ class ScriptTraining(ScriptProgram):
     def log_start(self, command: LeaderCommand) -> None:
         """Record the start of an attempt, with warnings about its checkpoints."""
         if self.resume_verdict == "none" and get_script(self.task.spec).resume is not None:
-            message = "according to the resume test, the script cannot resume from its own checkpoint: it starts again after each interruption"
+            message = "according to the resume test, the script cannot resume from its own checkpoint, so it starts from the beginning after each interruption"
             self._add("warning", 0, message=message)
         for message in self._describe_damaged():
             self._add("warning", self.base(command)[0], message=message)
@@ -642,13 +642,11 @@ class ScriptTraining(ScriptProgram):
         """Yield a message for each damaged checkpoint that this start skips."""
         used, damaged = self._find_resumable_checkpoint()
         progress = self.training.read_script_progress()
-        resumes = f"resumes from {used.name}" if used is not None else "starts from the beginning"
+        resumes = f"resumes from {used.name} and repeats all later samples" if used else "starts from the beginning"
         for path in damaged:
             is_known = progress is not None and progress.checkpoint == str(path)
             samples = f" ({progress.samples} samples)" if progress is not None and is_known else ""
-            yield (
-                f"the checkpoint {path.name}{samples} is damaged and skipped: the training {resumes}, and repeats all later samples"
-            )
+            yield (f"the checkpoint {path.name}{samples} is damaged and was skipped: the training {resumes}")
 
     def log_progress(self, attempt: ScriptAttempt, command: LeaderCommand, *, after: int) -> int:
         """Write a row with the progress of an attempt if it has new steps; return its number of steps.
@@ -696,7 +694,7 @@ class ScriptTraining(ScriptProgram):
             return previous
         samples, steps = self._find_reached_position(command, beat.step, beat.samples)
         message = (
-            f"by step {steps}, steps train on {changed:g} samples, but the command was given batch"
+            f"at step {steps}, a step trains on {changed:g} samples, but the command was given batch"
             f" {self.task.batch}, for which step time, cost and learning rate were predicted. Check whether the script"
             " accumulates more or increases its batch after its first steps."
         )

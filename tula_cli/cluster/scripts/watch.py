@@ -287,9 +287,9 @@ class ScriptMonitor(RankMonitor):
             if beat is None or not self._is_silent(beat) or self._has_written_result(rank) or self._is_any_rank_alive():
                 continue
             message = (
-                f"no step for {time.time() - beat.alive_at:.0f} s, after {beat.step} steps of {beat.seconds:.3g} s"
+                f"stopped, because no step finished for {time.time() - beat.alive_at:.0f} s"
+                f" (after {beat.step} steps of {beat.seconds:.3g} s)"
             )
-            message = f"{message}: stopped because it hangs"
             return Failure(outcome="unknown", message=message, rank=rank, host=get_node_name())
         return None
 

@@ -281,7 +281,9 @@ class _WatchedJob:
             now = time.monotonic()
             hopeless = hopeless + 1 if state is not None and state.hopeless else 0
             if state is not None and hopeless > 1:  # it may be so for a moment while the controller is busy
-                raise SchedulerError(f"the job that builds the model and the dataset {state.reason}")
+                raise SchedulerError(
+                    f"the job that builds the model and the dataset was cancelled, because it would never start: {state.reason}"
+                )
             if state is not None and state.state == "pending":
                 started, pause = now, min(1.5 * pause, POLL_INTERVALS[1])
             elif over is None:

@@ -89,16 +89,16 @@ HOPELESS = tuple((re.compile(form), why) for form, why in {
     "QOSNotAllowed": "the QOS is not allowed on this partition",
     "InvalidAccount": "the account does not exist",
     "InvalidQOS": "the QOS does not exist",
-    "Inva(?:lid|ild)Reason": "SLURM does not name the reason",
+    "Inva(?:lid|ild)Reason": "of a reason that SLURM does not name",
     ".*not (?:in group )?permitted to use this partition.*": "the account, the QOS or you may not use the partition",
     "Reservation(?:Deleted|Invalid)|Reservation .* (?:was deleted|is invalid|has ended)": "the reservation of the job no longer exists",
     "DeadLine": "the job cannot end before its deadline",
     "DependencyNeverSatisfied": "the job depends on a job that failed",
     "BurstBufferOperation|Burst buffer .*error.*": "its burst buffer failed",
     # what somebody has to release
-    "JobHoldMaxRequeue|.*requeued held": f"SLURM holds it after it failed to start: {_HELD}",
+    "JobHoldMaxRequeue|.*requeued held": f"SLURM holds the job after it failed to start; release it with {_HELD}",
     "JobHeldAdmin": f"an administrator holds the job: ask them to release it ({_HELD})",
-    "JobHeldUser|.*in held state.*": f"you hold it: {_HELD}",
+    "JobHeldUser|.*in held state.*": f"you hold the job; release it with {_HELD}",
 }.items())  # fmt: skip
 """Patterns of squeue's reasons for jobs that will never start, with explanations; other jobs may start.
 
@@ -183,7 +183,7 @@ def parse_maintenance_windows(text: str) -> list[tuple[float, float]]:
 
 def describe_window(begin: float, now: float) -> str:
     """Return a description of when a maintenance window starts, with the minutes until then."""
-    return f"a maintenance window begins {time_of_day(begin)}, in {max(0, int((begin - now) // 60))} min"
+    return f"a maintenance window starts {time_of_day(begin)}, in {max(0, int((begin - now) // 60))} min"
 
 
 def _ask_squeue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
@@ -215,7 +215,7 @@ def _parse_state(
     name, without_log = _parse_state_name(state_text), comment.startswith((WAITS, GAVE_UP, DELAYED))
     if name in PENDING:
         why = explain_hopeless(reason, id_)
-        explained = "" if reason == "None" else f"{reason}: will not start, {why}" if why else reason
+        explained = "" if reason == "None" else f"{reason}: will not start, because {why}" if why else reason
         away = bool(_AWAY.search(reason))
         explained += f": {_UNTIL_BACK}" if away else ""
         explained += f" ({comment.removeprefix(COMMENT_PREFIX)})" if comment.startswith(DELAYED) else ""

@@ -388,7 +388,7 @@ def _list_size_settings(partition: Partition) -> Iterator[TemplateLine]:
     yield from list_measuring_settings(suggest_nodes(partition), _choose_measuring_minutes(partition))
     limit = partition.minutes
     if limit is not None and limit < _MINUTES:
-        comment = "time limit of a training job, the maximum here; a longer training continues in the next one"
+        comment = "time limit of a training job, the maximum here; a longer training continues in the next job"
         yield TemplateLine("cluster.minutes", str(limit), comment)
 
 
@@ -438,22 +438,22 @@ def _list_node_settings(kind: NodeKind) -> Iterator[TemplateLine]:
     cpus = max(1, kind.cpus // ranks)
     if kind.gpus:
         why = (
-            "one process each"
+            "one process per GPU"
             if ranks == gpus.count
-            else f"of {gpus.count}: a job can use {format_count(kind.cpus, 'CPU')} of a node"
+            else f"of {gpus.count} GPUs; a job can use {format_count(kind.cpus, 'CPU')} of a node"
         )
         yield TemplateLine("cluster.gpus_per_node", str(ranks), why)
     else:
         yield TemplateLine("cluster.device", "cpu", "the partition's nodes have no GPUs")
     if gpus.type:
-        yield TemplateLine("cluster.slurm.gpu_type", quote_word(gpus.type), "its name in SLURM")
+        yield TemplateLine("cluster.slurm.gpu_type", quote_word(gpus.type), "the GPU's name in SLURM")
     yield TemplateLine("cluster.slurm.cpus_per_task", str(cpus), f"per rank; a node has {kind.cpus}")
     if cpus <= FEWEST_WORKERS:
         yield TemplateLine(
             "train.workers", str(cpus - 1), "data-loader processes per GPU; the ranks share the node's CPUs"
         )
     if kind.limited_memory:
-        yield TemplateLine("cluster.slurm.memory", f"{kind.memory}M", "per node; the maximum of a job here")
+        yield TemplateLine("cluster.slurm.memory", f"{kind.memory}M", "per node; the maximum for a job here")
     elif kind.memory:
         yield TemplateLine("cluster.slurm.memory", '"0"', f"per node; 0: all memory of a node ({kind.memory} MB)")
 
@@ -466,7 +466,7 @@ def describe_partition(partition: Partition) -> str:
 def _describe_size(partition: Partition) -> str:
     kinds = " and ".join(_describe_kind(kind) for kind in partition.kinds) or "no node can run jobs"
     most = partition.most_nodes
-    at_most = f", at most {most} a job" if most is not None and most < partition.nodes else ""
+    at_most = f", at most {most} per job" if most is not None and most < partition.nodes else ""
     limit = "no time limit" if partition.minutes is None else f"at most {_describe_minutes(partition.minutes)}"
     return f"{kinds}{at_most}, {limit}{'' if partition.up else ', not up'}"
 

@@ -103,8 +103,8 @@ class AgsSteps:
             getattr(model, "_orig_mod", model) is not module for module in self.split.list_modules()
         ):
             self.fail(
-                f"tula_hooks.wrap was given {get_full_name(model)} on {count_ranks()} ranks: give it the model as"
-                " DistributedDataParallel has wrapped it"
+                f"tula_hooks.wrap was given {get_full_name(model)} on {count_ranks()} ranks: give it the"
+                " DistributedDataParallel object that wraps the model"
             )
         self.bind(optimizer, model)
 
@@ -156,7 +156,7 @@ class AgsSteps:
             self._resume(state)
         elif self.settings["resumed"]:
             self.notes.append(
-                "the checkpoint contains no state of AGS, so its factors start again at 1: check whether the script saves the state of its optimizer"
+                "the checkpoint contains no AGS state, so the factors start again at 1: check whether the script saves the state of its optimizer"
             )
 
     def _record_other_parameters(self, base: Any, model: Any) -> None:
@@ -166,11 +166,11 @@ class AgsSteps:
             (optimizer, sum(int(p.numel()) for p in list_parameters(optimizer) if id(p) not in scaled))
             for optimizer in self._list_optimizers()
         ]
-        others = [f"{get_full_name(optimizer)} ({count} numbers)" for optimizer, count in counts if count]
+        others = [f"{get_full_name(optimizer)} ({count:,} parameters)" for optimizer, count in counts if count]
         if others:
             name, size = type(module).__qualname__, count_elements(base)
-            words = f"AGS scales the parameters of {get_full_name(base)} ({size} numbers), the largest optimizer of the largest model ({name})"
-            self.notes.append(f"{words}; the parameters of {', '.join(others)} are not scaled")
+            words = f"AGS scales the {size:,} parameters of {get_full_name(base)}, which has the most parameters of the largest model ({name})"
+            self.notes.append(f"{words}; not scaled: {', '.join(others)}")
 
     def _describe_hook_conflict(self, model: Any) -> str:
         if self.settings["settings"]["source"] != "local_norms" or not self.split.has_hook(model):
@@ -264,7 +264,7 @@ class AgsSteps:
         self._without = 0 if refreshed else self._without + 1
         if self._without > (MOST_WITHOUT if self._refreshes else PATIENCE):
             self.fail(
-                f"no gradient came through its DistributedDataParallel in {self._without} steps: check whether the script calls the wrapped module directly or reduces gradients without DistributedDataParallel"
+                f"no gradient came through the script's DistributedDataParallel in {self._without} steps: check whether the script calls the wrapped module directly or reduces gradients without DistributedDataParallel"
             )
 
     @property
@@ -280,11 +280,14 @@ class AgsSteps:
         elif optimizer is not self.tula and count_elements(optimizer) >= count_elements(self.tula.base):
             self._without += 1
             if self._without > (MOST_WITHOUT if self._taken else COUNTED):
-                self.fail(f"the script trains with another optimizer, {get_full_name(optimizer)}")
+                self.fail(
+                    f"AGS scales the optimizer {get_full_name(self.tula.base)}, but the script steps"
+                    f" {get_full_name(optimizer)}, which has at least as many parameters"
+                )
 
     def _describe_missing_call(self) -> str:
         if self.split.list_modules():
-            return "no optimizer has the parameters of the script's DistributedDataParallel"
+            return "no optimizer updates parameters of the model in the script's DistributedDataParallel"
         ranks = count_ranks()
         if ranks == 1:
             return _ALONE
@@ -376,7 +379,7 @@ _ALONE = (
     "with one process there is no other gradient to compare with: use two or more GPUs under DistributedDataParallel"
     " (search.nodes), or pass a part of the batch with tula_hooks.wrap(optimizer, model) and tula_hooks.small_batch(...)"
 )
-_OFFER = "ags.source small_batch needs tula_hooks.small_batch(...) in the loop, after backward(); ags.preset: robust does not need it"
+_OFFER = "ags.source small_batch needs tula_hooks.small_batch(...) in the loop, after backward(); ags.preset: robust does not need this call"
 
 
 def explain_unsupported(what: str = "AGS") -> str:

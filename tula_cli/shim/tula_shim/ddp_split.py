@@ -70,7 +70,7 @@ class DdpSplit:
                 try:
                     module.register_comm_hook(module.process_group, allreduce_hook)
                 except RuntimeError as error:  # a hook is registered from C++, which this class does not see
-                    self.note = f"no gradient norms: {error}"
+                    self.note = f"gradient norms not measured: {error}"
                 self.hook = "default"
 
     def skip_sync(self) -> None:
@@ -137,7 +137,9 @@ class DdpSplit:
         @functools.wraps(inner)
         def hook(state: Any, bucket: Any) -> Any:
             if self._watching == "local":
-                self.note = "compute time not measured: gradients were reduced nevertheless"
+                self.note = (
+                    "compute time not measured: gradients were reduced although tula had turned the reduction off"
+                )
                 self.local = False
             if self._watching != "norms":
                 return inner(state, bucket)

@@ -54,7 +54,7 @@ def install() -> None:
         mine = get_recorder()
     except Exception as error:
         if os.path.basename(os.environ[VARIABLE]) == OBSERVE_FILE:  # noqa: PTH119 - an observed job must not be stopped
-            sys.stderr.write(f"tula: this job is not watched: {error}\n")
+            sys.stderr.write(f"tula: this job is not observed: {error}\n")
             return
         if isinstance(error, PlanError):
             sys.exit(str(error))

@@ -147,8 +147,8 @@ class OrthoSteps:
         if matrices := ortho.matrices():
             numbers, total = sum(p.numel() for p in matrices), sum(p.numel() for p in list_parameters(optimizer))
             self.notes.append(
-                f"method ortho orthogonalises the updates of {len(matrices)} matrices ({numbers} of {total} numbers) of"
-                f" {get_full_name(optimizer)}"
+                f"train.method ortho orthogonalises the updates of {len(matrices)} matrices of {get_full_name(optimizer)}"
+                f" ({numbers:,} of {total:,} parameters)"
             )
             return ortho
         return None

@@ -74,7 +74,7 @@ def read_plan(path: str | None = None) -> Plan:
         raise PlanError(f"tula: the plan {path} cannot be read: {error}") from None
     if not isinstance(given, dict) or given.get("version") != VERSION:
         raise PlanError(
-            f"tula: the plan {path} does not have version {VERSION}: copy the shim of the tula that wrote it"
+            f"tula: the plan {path} does not have version {VERSION}: copy the shim of the tula version that wrote the plan"
         )
     return _check_plan(path, given)
 

@@ -304,7 +304,7 @@ class Recorder:
             return False
         if not self.split.list_modules():
             self.notes.append(
-                "no communication time, gradient norms or local compute time: the script does not use DistributedDataParallel"
+                "communication time, gradient norms and local compute time not measured: the script does not use DistributedDataParallel"
             )
         return bool(self.split.list_modules())
 

@@ -136,7 +136,7 @@ def _make_sample_list_predicate(batch: Any, samples: int, *, from_user: bool) ->
             raise SpecError(
                 f"a batch of {samples} samples has a list of {samples} tensors with {samples} rows, so it is ambiguous whether an"
                 " entry is a sample or a field",
-                "use another batch size, or stack them in dataset.collate_fn",
+                "use another batch size, or stack the tensors in dataset.collate_fn",
             )
         return from_user and any(len(leaf) != samples for leaf in inside)
 
@@ -149,7 +149,7 @@ def _is_list(node: Any) -> bool:
 
 def _describe_wrong_first_dimension(path: Any, leaf: torch.Tensor, samples: int) -> SpecError:
     return SpecError(
-        f"batch{keystr(path)} is {describe_tree(leaf)}, but the batch has {samples} samples, which must be its first dimension:"
+        f"batch{keystr(path)} is {describe_tree(leaf)}, but its first dimension must be the batch's {samples} samples:"
         f" ({samples}, ...)",
         "make dataset.collate_fn put the samples first, or return a list with one entry per sample",
     )
@@ -346,7 +346,9 @@ class ModelCall:
             return self.loss(outputs, batch)
         if self.default and (model_loss := _find_loss(outputs)) is not None:
             if model_loss.ndim:
-                raise SpecError(f"{self.names[0]}: its .loss is {describe_tree(model_loss)}, not one number")
+                raise SpecError(
+                    f"the .loss that {self.names[0]} returns is {describe_tree(model_loss)}, not one number"
+                )
             return model_loss
         target = batch[1] if self._is_pair(batch) else self.get_target(batch)
         if target is None:

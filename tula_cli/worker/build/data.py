@@ -95,10 +95,10 @@ class StreamedDataset:
                 try:
                     item = next(stream)
                 except StopIteration:
-                    share = " of a rank" if self.sharded else ""
+                    share = " on one rank" if self.sharded else ""
                     raise SpecError(
-                        f"dataset {type(self.samples).__name__} ends after {number} samples{share}, not {size}",
-                        "set dataset.length and dataset.eval_length to the samples per epoch",
+                        f"dataset {type(self.samples).__name__} ended after {number} samples{share} instead of {size}",
+                        "set dataset.length (training) and dataset.eval_length (evaluation) to the samples per epoch",
                     ) from None
             yield number, item
 
@@ -151,7 +151,8 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         order = self.own_order(self.samples, epoch)
         if len(order) != self.size:
             raise SpecError(
-                f"dataset.sampler returns {len(order)} samples in epoch {epoch}, but {self.size} in epoch 0"
+                f"dataset.sampler returns {len(order)} samples in epoch {epoch}, but {self.size} in epoch 0",
+                "make it return the same number of samples in each epoch",
             )
         return order
 
@@ -502,7 +503,7 @@ def to_tensor(image: Any) -> torch.Tensor:
 
 def _build_transform(item: str | dict[str, dict[str, Any]], *, path: str) -> Transform:
     if isinstance(item, dict) and len(item) != 1:
-        raise SpecError(f"{path}: one transform per entry, got {', '.join(item) or 'none'}")
+        raise SpecError(f"{path}: each entry must have one transform, got {', '.join(item) or 'none'}")
     name, args = (item, None) if isinstance(item, str) else next(iter(item.items()))
     target = load(name, TRANSFORMS, kind="transform")
     if is_import_string(name) and args is None and not isinstance(target, type):
@@ -677,8 +678,9 @@ def _check_classes(samples: Any, datasets: Datasets) -> None:
         and isinstance(test_classes, list | tuple)
         and list(training_classes) != list(test_classes)
     ):
-        odd = ", ".join(sorted(map(str, set(training_classes) ^ set(test_classes)))[:5]) or "they are in another order"
-        raise SpecError(f"dataset.test has other classes than the training set: {odd}")
+        if odd := ", ".join(sorted(map(str, set(training_classes) ^ set(test_classes)))[:5]):
+            raise SpecError(f"dataset.test and the training set have different classes: {odd}")
+        raise SpecError("dataset.test lists the classes in another order than the training set")
     count = _find_classes(samples)
     if None not in (count, datasets.classes) and count != datasets.classes:
         raise SpecError(f"dataset.test has {count} classes, but the training set has {datasets.classes}")
@@ -726,7 +728,7 @@ def _construct_user_dataset(spec: JobSpec, *, is_train: bool, transform: Transfo
     if not transforms and (spec.transforms.train or spec.transforms.eval):
         raise SpecError(
             f"transforms: dataset {spec.dataset.name} takes no transforms, so they would have no effect",
-            "add the argument, as in dataset(train, transform), or remove the section",
+            "add an argument transform to the dataset, as in dataset(train, transform), or remove section transforms",
         )
     arguments = {"train": is_train, **({"transform": transform} if transforms else {})}
     return call_with_arguments(target, spec.dataset.args, path=path, name=spec.dataset.name, given=arguments)
@@ -957,8 +959,11 @@ DOWNLOADABLE = ("CIFAR10", "CIFAR100", "Caltech101", "Caltech256")
 SOURCES = {
     "ImageNet": "get ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz from "
     "https://image-net.org and set dataset.root to their folder",
-    "ImageFolder": "set dataset.root to a folder with one sub-folder per class, or with such folders train/ and val/",
-    "FakeData": "FakeData needs no download",
-    "digits": "digits is part of scikit-learn",
-    **dict.fromkeys(text.DATASETS, "it is the source text of Python's standard library"),
+    "ImageFolder": "set dataset.root to a folder with one sub-folder per class, or to one with train/ and val/ of this kind",
+    "FakeData": "remove dataset.download: the samples of FakeData are generated",
+    "digits": "remove dataset.download: digits is part of scikit-learn",
+    **dict.fromkeys(
+        text.DATASETS,
+        "remove dataset.download: this dataset is the source text of Python's standard library, which is already installed",
+    ),
 }

@@ -143,7 +143,8 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
         parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise SpecError(
-            f"{PATH}: {', '.join(patterns)} freezes all parameters", 'a pattern after ! is not frozen: "!head"'
+            f"{PATH}: {', '.join(patterns)} freezes all parameters",
+            'exclude the parameters to train with !, for example ["*", "!head"]',
         )
     for name, module in model.named_modules():
         parameters = list(module.parameters(recurse=False))
@@ -205,7 +206,7 @@ def _build_groups(section: Optimizer, model: nn.Module) -> Parameters:
         if not members[index]:
             names = ", ".join(group.parameters)
             raise SpecError(
-                f"{_format_parameters_path(index)}: {names}: all these parameters are frozen or belong to a later group",
+                f"{_format_parameters_path(index)}: all parameters that match {names} are frozen or belong to a later group",
                 "remove this group, or change its patterns",
             )
     ungrouped = [{"params": members[-1]}] if members[-1] else []
@@ -475,13 +476,16 @@ def check_fit(section: Model, model: nn.Module, *, key: str = KEY) -> WeightFit:
     )
     mismatch = f"{key}: {section.weights} does not fit model {section.name}: {fit.mismatch_text}"
     if not common:
-        raise SpecError(mismatch, "none of its tensors has the name and shape of a tensor of the model")
+        raise SpecError(
+            f"{mismatch} (no tensor has the name and shape of a tensor of the model)",
+            "use weights of this architecture, or rename the keys of the state dict",
+        )
     if fit.mismatch_text and section.strict:
         raise SpecError(
             mismatch,
             ""
             if key != KEY
-            else "with model.strict: false, matching tensors are loaded and the others keep their initial values",
+            else "to load only the matching tensors, set model.strict: false; the others keep their initial values",
         )
     return fit
 

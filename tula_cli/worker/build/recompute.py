@@ -35,7 +35,7 @@ def apply_activation_checkpointing(model: nn.Module) -> None:
     if not units:
         raise SpecError(
             f"train.activation_checkpointing: {type(model).__name__} has no blocks to checkpoint",
-            "tula finds them in nn.Sequential and nn.ModuleList; otherwise call torch.utils.checkpoint in your model",
+            "put the blocks in an nn.Sequential or nn.ModuleList, or call torch.utils.checkpoint in your model",
         )
 
 

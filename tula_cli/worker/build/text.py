@@ -270,7 +270,7 @@ class FromConfig:
             raise SpecError(
                 f"model {name!r}: transformers has no model class {attribute!r}",
                 suggest_nearest(attribute, auto_classes)
-                or "for example transformers:AutoModelForCausalLM with args {model_type: gpt2}",
+                or "name a class, for example transformers:AutoModelForCausalLM with model.args: {model_type: gpt2}",
             )
 
     @property
@@ -318,7 +318,7 @@ class FromConfig:
         if model_type is None:
             raise SpecError(
                 f"model.args: {self.name} needs model_type, the type of transformer to build",
-                "for example model_type: gpt2 (llama, bert, distilbert ...), with the settings of its configuration as further arguments",
+                "add model_type, for example gpt2, llama or bert; further arguments are settings of its configuration",
             )
         if model_type not in configurations:
             raise SpecError(

@@ -225,7 +225,7 @@ def build_optimizer(
     if any(group.weight_decay is not None for group in spec.optimizer.groups) and not accepts_argument(
         target, "weight_decay"
     ):
-        raise SpecError(f"optimizer.groups: {name} has no weight_decay", "remove it from the groups")
+        raise SpecError(f"optimizer.groups: {name} has no argument weight_decay", "remove weight_decay from the groups")
     arguments: dict[str, Any] = {"lr": spec.optimizer.lr, **_get_momentum_and_weight_decay(spec, target)}
     if target is torch.optim.SGD and not {"fused", "foreach", "differentiable"} & set(spec.optimizer.args):
         arguments["fused" if _has_fused_kernel(tensors) else "foreach"] = True
@@ -336,8 +336,10 @@ def _get_momentum_and_weight_decay(spec: JobSpec, target: Callable[..., Any]) ->
             if value is not None and key not in spec.optimizer.args:
                 values[key] = value
         elif value:
-            hint = "its moment decay rates are optimizer.args.betas" if accepts_argument(target, "betas") else ""
-            raise SpecError(f"optimizer.{key}: {spec.optimizer.name} has no argument {key}", hint or "leave it out")
+            hint = "; set the moment decay rates in optimizer.args.betas" if accepts_argument(target, "betas") else ""
+            raise SpecError(
+                f"optimizer.{key}: {spec.optimizer.name} has no argument {key}", f"remove optimizer.{key}{hint}"
+            )
     return values
 
 

@@ -90,8 +90,8 @@ def load_first_samples(spec: JobSpec, datasets: Datasets) -> FirstSamples:
         return FirstSamples(items[0], batch, len(items))
     item, looked_at = longest
     warning = (
-        f"samples differ in shape, so memory is estimated for the largest of {looked_at} that were read"
-        f" ({describe_tree(item)}), and each probe takes one step with only such samples; others may be larger"
+        f"samples differ in shape, so memory is estimated for the largest of the {looked_at} samples read"
+        f" ({describe_tree(item)}), and each probe runs one step with only samples of this shape; unread samples may be larger"
         + _describe_padding(datasets)
     )
     return FirstSamples(item, batch, len(items), (warning,))
@@ -122,7 +122,7 @@ def _check_last_sample(spec: JobSpec, datasets: Datasets) -> None:
                 raise JobFailed(
                     f"dataset {spec.dataset.name} has {last_index + 1} {name} samples by its __len__, but sample {last_index} fails:"
                     f" {_format_error_message(error)}",
-                    "make __len__ return the number of samples of __getitem__, and correct samples that fail",
+                    "make __len__ return the number of samples that __getitem__ returns, or correct the sample that fails",
                 ) from error
 
 

@@ -121,8 +121,8 @@ def describe_gathering(model: nn.Module) -> str:
     if not blocks:
         return f"sharding: the model has no blocks, so all of its {format_bytes(outside_blocks)} are gathered at once"
     return (
-        f"sharding: {format_count(len(blocks), 'block')} of at most {format_bytes(max(blocks))}, gathered one at a time, and {format_bytes(outside_blocks)}"
-        " that stay gathered through a step"
+        f"sharding: {format_count(len(blocks), 'block')} of at most {format_bytes(max(blocks))} {'is' if len(blocks) == 1 else 'are'} gathered one at a"
+        f" time; the other {format_bytes(outside_blocks)} stay gathered during a step"
     )
 
 
@@ -248,7 +248,7 @@ def _warn_unused_entries(spec: JobSpec, call: ModelCall, batch: Any) -> list[str
         if call.whole
         else [key for key, value in call.find_unused_entries(batch).items() if value is not call.get_target(batch)]
     )
-    warning = f"{', '.join(unused)} of the batch are not used: neither forward of {spec.model.name} nor the loss has such a parameter"
+    warning = f"unused entries of the batch: {', '.join(unused)} (neither {spec.model.name}.forward nor the loss has parameters of these names)"
     return [warning] if unused else []
 
 
@@ -257,7 +257,7 @@ def _warn_ineffective_methods(model: torch.nn.Module) -> list[str]:
     if all(callable(getattr(model, name, None)) for name in ("training_step", "configure_optimizers")):
         return [
             "the model has a training_step and configure_optimizers, but tula does not call them: it uses forward, and the loss and"
-            " the optimizer of the job. To train as Lightning does, give your script (section script)"
+            " the optimizer of the job file. To train with Lightning, set your training script in section script"
         ]
     return []
 
@@ -348,20 +348,22 @@ def _try_real_step(spec: JobSpec, datasets: Datasets, device: str, model: nn.Mod
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if spec.train.sharded or parameters > MAX_PARAMETERS_TO_STEP:
         why = "the model is sharded" if spec.train.sharded else f"the model has {parameters} parameters"
-        return [f"no step of real samples was run here ({why}): only their shapes were checked"]
+        return [f"no step with real samples was run here, because {why}; only shapes were checked"]
     if not _needs_gpu_memory_estimate(spec, device):
         _run_real_step(spec, datasets)
         return []
     if spec.train.precision != "fp32":
         return [
-            f"no step of real samples was run here (train.precision {spec.train.precision} is for GPUs): only their shapes were checked"
+            f"no step with real samples was run here, because train.precision {spec.train.precision} is for GPUs; only shapes were checked"
         ]
     try:
         _run_real_step(spec, datasets)
     except TulaError as error:
         if error.__cause__ is None or _DATA_FAULT.search(str(error.__cause__)):
             raise
-        return [f"a step of real samples cannot be run on the CPU, only their shapes were checked: {error.message}"]
+        return [
+            f"no step with real samples was run here, because it fails on the CPU ({error.message}); only shapes were checked"
+        ]
     return []
 
 
@@ -427,16 +429,18 @@ def _make_failure_hint(stage: str, error: Exception) -> str:
         )
     if stage.startswith("model"):
         if "the batch" in stage:
-            return "forward receives a dictionary by name, or a tuple in order without its last entry, the target"
+            return "tula passes the entries of a dictionary to forward by name; of a tuple, it passes all but the last (the target) in order"
         if not re.search(r"size|shape|channel|dimension|kernel", str(error)):
             return ""
-        return "resize the images in transforms, or set the model's arguments; the shape is (channels, height, width)"
+        return "resize the images in transforms, or set model.args; image shapes are (channels, height, width)"
     if stage.startswith("loss"):
         if isinstance(error, TypeError):
             return "make the dataset return the target as a number or a tensor, or set loss.name to your own callable(outputs, target)"
         if "target" in str(error) or "size" in str(error):
             return "make the dataset return one class number per sample, without an extra dimension; for a regression, the shape of the output"
-        return "the loss gets what the model returns; GoogLeNet and Inception return one tensor with aux_logits: false"
+        return (
+            "make the model return what the loss takes; for GoogLeNet and Inception, set model.args.aux_logits: false"
+        )
     return ""
 
 
@@ -460,7 +464,9 @@ def _check_output(spec: JobSpec, output: Any, target: Any, classes: int | None) 
             f"set model.args.num_classes: {needed_outputs}",
         )
     if classes is not None and outputs > classes:
-        return [f"model {spec.model.name} has {outputs} outputs for {classes} classes"]
+        return [
+            f"model {spec.model.name} has {outputs} outputs, but dataset {spec.dataset.name} has only {classes} classes"
+        ]
     return []
 
 

@@ -529,7 +529,7 @@ def measure_probe(
     steps = ranks.broadcast(count_steps_for_median(window.steps, trainer.spec.search) if ranks.is_first else 0)
     breakdown = measure_breakdown(trainer, stream, steps=steps, norms=min(MAX_NORM_STEPS, len(window.steps)), room=room)
     if retries:
-        message = f"it fits only because the allocator flushed its cache {retries} times"
+        message = f"counted as out of memory: the batch fits only because PyTorch's allocator flushed its cache {retries} times"
         return OutOfMemory(**make_probe_identity(task, local_batch), assumed=False, message=message)
     return Measured(
         **make_probe_identity(task, local_batch),

@@ -24,7 +24,7 @@ class WithOrtho(Plain):
         try:
             Ortho(optimizer, model=model)
         except ValueError as error:
-            hint = "set optimizer.name: AdamW or SGD, or another method"
+            hint = "set optimizer.name: AdamW or SGD, or another train.method"
             raise SpecError(f"train.method {spec.train.method}: {error}", hint) from error
 
     def memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:

@@ -64,9 +64,12 @@ class PostLocal(Plain):
     def remarks(self, loop: Loop) -> list[str]:
         epochs = loop.spec.train.epochs
         if loop.ranks.world == 1:
-            return ["post-local SGD on one GPU is plain SGD: there are no replicas to average"]
+            return ["train.method polo has no effect on one GPU, because there are no replicas to average"]
         if epochs <= SWITCH_EPOCHS:
-            return [f"post-local SGD never leaves its {SWITCH_EPOCHS} synchronous epochs: train.epochs is {epochs}"]
+            return [
+                f"train.method polo has no effect: its first {SWITCH_EPOCHS} epochs are synchronous, and train.epochs is"
+                f" {epochs}. Set train.epochs to more than {SWITCH_EPOCHS}."
+            ]
         return []
 
 

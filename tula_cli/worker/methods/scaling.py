@@ -139,8 +139,9 @@ class Scaling(Plain):
         if setup.small_batch_size == setup.b_small or not ags.factors.reads_b_small:
             return []
         return [
-            f"AGS uses a small batch of {setup.small_batch_size} samples instead of b_small {setup.b_small}: with"
-            f" train.accumulate {loop.spec.train.accumulate} the GPUs process no more at a time"
+            f"AGS uses a small batch of {setup.small_batch_size} samples instead of ags.b_small ({setup.b_small}), because with"
+            f" train.accumulate: {loop.spec.train.accumulate} the GPUs process only {setup.small_batch_size} samples at a time."
+            f" Lower train.accumulate, or set ags.b_small: {setup.small_batch_size}."
         ]
 
 

@@ -118,5 +118,5 @@ def _make_method_limit(specs: Sequence[JobSpec], batch: int, world: int) -> tupl
     fewest = max(get_method(spec).fewest_samples(Configuration(spec, batch, world)) for spec in specs)
     return (
         lambda micro_batch: micro_batch >= fewest,
-        f"its method compares gradients over {fewest} samples from it",
+        f"the training method needs micro-batches of at least {fewest} samples",
     )

@@ -94,9 +94,9 @@ class DivergenceDetector:
         if math.isfinite(first_step):
             return f"the loss is not finite at {self._describe_position(next(at for at, *_ in losses if at.steps == -first_step))}"
         if spoilt:
-            return f"the weights are not finite at {self._describe_position(self.trainer.position)}, because a gradient was not"
+            return f"the weights are not finite at {self._describe_position(self.trainer.position)}, because a gradient was not finite"
         if collapsed:
-            return f"the gradient overflows fp16 at every step, up to {self._describe_position(self.trainer.position)}"
+            return f"the gradient overflows fp16 in every step, most recently at {self._describe_position(self.trainer.position)}"
         if math.isfinite(level):
             at = self._describe_position(self.trainer.position)
             return f"the loss rose from {format_number(lowest)} and has not recovered: {format_number(level)} at {at}"

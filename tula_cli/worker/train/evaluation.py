@@ -82,8 +82,9 @@ def can_merge_states(metric: Any) -> bool:
 def warn_gathered_metrics(section: Train) -> list[str]:
     """Return warnings about metrics for which the batches of all ranks must be gathered on rank 0."""
     return [
-        f"train.metrics.{name} has neither sync nor merge_state, so all batches of an evaluation are sent to the first GPU, with"
-        f" {'its inputs' if takes_batch(metric.update) else 'scores and targets alone'}"
+        f"train.metrics.{name} has neither sync nor merge_state, so the scores and targets"
+        f"{' (and inputs)' if takes_batch(metric.update) else ''} of all evaluation batches are gathered on rank 0."
+        " To avoid this, give the metric a method merge_state."
         for name, metric in build_metrics(section).items()
         if is_stateful(metric) and not has_own_synchronization(metric) and not can_merge_states(metric)
     ]
@@ -484,7 +485,7 @@ def _remove_training_state(spec: JobSpec) -> JobSpec:
 def _load_weights(task: EvaluateTask, trainer: worker_train_loop.Trainer, ranks: Ranks) -> None:
     if task.samples is not None and not Path(task.path).exists():
         raise JobFailed(
-            f"the checkpoint {task.path} no longer exists: the training has saved newer ones",
+            f"the checkpoint {task.path} no longer exists: the training has saved newer checkpoints",
             "run the same command again",
         )
     section = task.spec.model.model_copy(update={"weights": task.path, "strict": True})

@@ -103,9 +103,7 @@ class HangWatch:
     def _report_hang(self, frame: FrameType, silent: float) -> None:
         """Write the stacks of all threads to the log, and the failure for the supervisor."""
         position = describe_position(frame)
-        message = (
-            f"no step finished for {silent:.0f} s, while one takes {statistics.median(self._took):.3g} s: {position}"
-        )
+        message = f"no step finished for {silent:.0f} s, although a step takes {statistics.median(self._took):.3g} s: {position}"
         detail = f"rank {self.rank} hangs: {message}\n{_list_thread_stacks()}"
         tag = words.make_rank_tag(self.rank)
         # Past Python's own stream, which the thread that hangs may have locked.

@@ -342,7 +342,7 @@ def _explain(error: RuntimeError) -> None:
 
 def _make_no_second_derivative_error(why: str) -> SpecError:
     return SpecError(
-        f"train.diagnostics: hessian: a layer of the model has no second derivative: {why}",
+        f"train.diagnostics hessian needs second derivatives, but a layer of the model has none: {why}",
         "remove hessian from train.diagnostics, or make the layer's backward differentiable",
     )
 

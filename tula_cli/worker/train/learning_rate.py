@@ -66,7 +66,7 @@ def _load_user_schedule(name: str, epochs: int) -> Callable[[float], float]:
         if not (math.isfinite(value) and value >= 0):
             raise JobFailed(
                 f"schedule {name} returns {value} at epoch {epoch:g}",
-                "make it return a finite factor of the learning rate of at least 0",
+                "make it return a finite number of at least 0, by which the learning rate is multiplied",
             )
         return value
 

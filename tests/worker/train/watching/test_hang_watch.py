@@ -67,7 +67,7 @@ def test_a_step_without_end_is_reported_with_its_place_and_all_stacks(
     assert watched.ended.is_set()
     (failure,) = watched.run.read_failures(watched.task.id, 3)
     assert (failure.outcome, failure.rank) == ("hung", 1)
-    assert failure.message.startswith("no step finished for 0 s, while one takes ")
+    assert failure.message.startswith("no step finished for 0 s, although a step takes ")
     assert f"in stands_still, {__file__} line " in failure.message
     log = capfd.readouterr().err
     assert all(line.startswith("[rank1]: ") for line in log.splitlines())

@@ -791,9 +791,9 @@ def test_a_kill_for_memory_is_reported_although_another_rank_failed_first(chain:
     ("log", "outcome", "words"),
     [
         ("subprocess.CalledProcessError: Command '['python', 'train.py']' died with <Signals.SIGKILL: 9>.", "signal",
-         "a rank was killed by SIGKILL, as its launcher reports"),
+         "the launcher reports that a rank was killed by SIGKILL"),
         (f"RuntimeError: {GLOO}\n[launch.py] exits with return code = -9", "signal",
-         "a rank was killed by SIGKILL, as its launcher reports"),
+         "the launcher reports that a rank was killed by SIGKILL"),
         ("Traceback (most recent call last):\nValueError: mine\n\nTraceback (most recent call last):\n"
          "subprocess.CalledProcessError: Command 'x' returned non-zero exit status 1.", "user", "ValueError: mine"),
         ("the end is near\nresource_tracker.py:310: UserWarning: resource_tracker: 1 leaked\n  warnings.warn(", "unknown",
@@ -1120,7 +1120,7 @@ def test_where_jobs_cannot_be_held_or_released_it_is_said(chain: Chain, cluster:
     assert last.message.endswith("; 12 to 15 could not be held: Access/permission denied")
     with pytest.raises(SchedulerError, match="Access/permission denied") as error:
         release_held_jobs(chain.run, chain.task)
-    assert error.value.hint == "by hand: scontrol release 12,13,14,15"
+    assert error.value.hint == "release the jobs by hand: scontrol release 12,13,14,15"
 
 
 # --- a supervisor that fails, and the same end twice

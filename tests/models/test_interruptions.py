@@ -66,11 +66,11 @@ def test_an_interval_follows_the_step_time() -> None:
 @pytest.mark.parametrize(
     ("found", "step_time", "words"),
     [
-        (CheckpointSchedule(True, epochs=1), 24.6, "saves each epoch, 41.0 min: an interruption costs 20.5 min on average; tula cannot"),
-        (CheckpointSchedule(True, "SIGUSR1", steps=500), 1.2, "saves every 500 steps, 10.0 min: an interruption costs 5.00 min on average;"
+        (CheckpointSchedule(True, epochs=1), 24.6, "saves each epoch (41.0 min), so an interruption costs 20.5 min on average; tula cannot"),
+        (CheckpointSchedule(True, "SIGUSR1", steps=500), 1.2, "saves every 500 steps (10.0 min), so an interruption costs 5.00 min on average;"
          " before a time limit, tula requests a checkpoint (SIGUSR1)"),
-        (CheckpointSchedule(True, seconds=1800.0), 1.0, "saves every 30.0 min: an interruption costs 15.0 min on average"),
-        (CheckpointSchedule(True, epochs=1), None, "saves each epoch: an interruption costs half of this interval on average"),
+        (CheckpointSchedule(True, seconds=1800.0), 1.0, "saves every 30.0 min, so an interruption costs 15.0 min on average"),
+        (CheckpointSchedule(True, epochs=1), None, "saves each epoch, so an interruption costs half of this interval on average"),
         (CheckpointSchedule(True), 1.0, "the checkpoint interval is unknown until the script trains"),
         (CheckpointSchedule(False), 1.0, "an interruption loses all progress"),
     ],

@@ -167,7 +167,7 @@ def test_the_learning_rate_is_held_against_what_was_asked_for(first: float, rati
         (start("begin", 32, 3840, ended="ended"), "ended without a checkpoint that"),
         (start("begin", 32, 0, ended="ended"), "at batch 32 no step of a torch optimizer was observed"),
         (start("begin", 32, 0, ended="cut"), "at batch 32 no step of a torch optimizer was observed"),
-        (begin(3840, ended="ended"), "its only checkpoint is from the end of the training"),
+        (begin(3840, ended="ended"), "the script's only checkpoint is from the end of the training"),
         (start("begin", 32, 640, ended="cut"), "no checkpoint within 30.0 s at batch 32; raise search.max_minutes"),
         (
             start("begin", 32, 64, ended="failed", outcome="user", why="KeyError: 1"),

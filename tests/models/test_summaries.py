@@ -31,7 +31,7 @@ def test_a_small_model_has_both_where_its_compute_was_measured() -> None:
     ]
     overlapped, additive, *_ = list_regression_summaries(Estimator.fit(spec(), small))
     assert (overlapped.name, additive.name) == ("step time, overlapped", "step time, nothing overlapped")
-    assert "communication of such small gradients may overlap or not" in additive.about
+    assert "communication of gradients this small overlaps with compute" in additive.about
 
 
 def test_a_probe_whose_batch_cannot_be_trained_any_more_is_no_row() -> None:

@@ -826,7 +826,10 @@ def report_of(**changed: float) -> dict[str, float]:
     [
         ({}, []),
         ({"scaled": 0.2, "jumps_up": 0.5, "at_floor": 0.3}, []),
-        ({"scaled": 0.19, "jumps_up": 0.4, "jumps_down": 0.41}, ["19 % of 100 steps: in 81 % of them.*delta"]),
+        (
+            {"scaled": 0.19, "jumps_up": 0.4, "jumps_down": 0.41},
+            ["19 % of 100 steps, because in 81 % of the steps.*delta"],
+        ),
         ({"scaled": 0.0}, []),  # but for the gate: there were no factors yet
         ({"at_floor": 0.31}, ["31 % of the AGS factors.*s_min"]),
         ({"scaled": 0.0, "jumps_up": 1.0, "at_floor": 1.0}, ["0 % of 100 steps", "100 % of the AGS factors"]),

@@ -520,7 +520,7 @@ def test_a_change_of_the_pace_is_shown_once_in_status_and_below_the_table_at_the
     row = {"kind": "change", "time": START, "samples": 640, "epoch": 0.5, "change": change.model_dump(mode="json")}
     train = make.add_training(run, rows=[*make.metrics(), row])
     message = (
-        "samples) a step takes 90.0 ms, before 60.0 ms (+50 %): the network is slower; computing 50.0 (50.0), synchronisation"
+        "samples) a step takes 90.0 ms instead of 60.0 ms (+50 %): the network is slower; computing 50.0 (50.0), synchronisation"
         " 38.0 (8.00), waiting for data 2.00 (2.00); 90.0 s remaining instead of 60.0 s, 0.500 USD more"
     )
     status = printed(show_status.render_status(snapshot(run, {train: "running"})))

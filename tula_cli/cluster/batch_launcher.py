@@ -110,7 +110,7 @@ class BatchLauncher:
         if state.state == "pending" and is_moved(job, snapshot.here):
             return SchedulerState("ended", f"the run was moved from {job.folder} after the job was submitted")
         if state.young and any(attempt.ended_at is None for attempt in list_attempts_of_submission(snapshot, job)):
-            return SchedulerState("running", "the queue does not list it")
+            return SchedulerState("running", "the queue does not list the job")
         return state
 
     def _explain_missing_log(self, snapshot: Snapshot, job: Job, state: SchedulerState) -> SchedulerState:

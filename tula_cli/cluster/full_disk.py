@@ -74,4 +74,4 @@ def release_held_jobs(run: RunDir, task: TrainTask) -> None:
     held_now = [id_ for id_, state in states.items() if state.on_hold]
     if complaint := scheduler.release(held_now):
         by_hand = scheduler.release_command
-        raise SchedulerError(f"{by_hand}: {complaint}", f"by hand: {by_hand} {','.join(held_now)}")
+        raise SchedulerError(f"{by_hand}: {complaint}", f"release the jobs by hand: {by_hand} {','.join(held_now)}")

@@ -149,7 +149,7 @@ def find_most_informative_line(text: str) -> str:
     if exit_lines := [line for line in lines if line.startswith(("exitcode", "rank"))]:
         return ", ".join(" ".join(line.split()) for line in exit_lines)
     if name := find_kill_signal(text):
-        return f"a rank was killed by {name}, as its launcher reports"
+        return f"the launcher reports that a rank was killed by {name}"
     useful = [line for line in lines if not _NOISE.search(line)]
     return (useful or lines or ["no output"])[-1]
 

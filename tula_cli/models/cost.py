@@ -467,7 +467,7 @@ class CheckpointSchedule:
             epoch_steps: steps per epoch at the batch that is trained; None likewise.
         """
         if not self.resumes:
-            return "the script cannot resume (no script.resume): an interruption loses all progress"
+            return "the script cannot resume (no script.resume), so an interruption loses all progress"
         if not self.is_known:
             return f"the checkpoint interval is unknown until the script trains{self._setting_text}"
         interval_text = self._interval_text
@@ -478,9 +478,11 @@ class CheckpointSchedule:
         )
         seconds = self.seconds if timed is None else timed
         if seconds is None:
-            return f"saves {interval_text}: an interruption costs half of this interval on average{self._setting_text}"
-        lasts = f", {format_duration(seconds)}" if self.steps or self.epochs else ""
-        return f"saves {interval_text}{lasts}: an interruption costs {format_duration(seconds / 2)} on average{self._setting_text}"
+            return (
+                f"saves {interval_text}, so an interruption costs half of this interval on average{self._setting_text}"
+            )
+        lasts = f" ({format_duration(seconds)})" if self.steps or self.epochs else ""
+        return f"saves {interval_text}{lasts}, so an interruption costs {format_duration(seconds / 2)} on average{self._setting_text}"
 
     @property
     def _interval_text(self) -> str:

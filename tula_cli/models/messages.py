@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tula_cli.diagnostics import diagnostic
-from tula_cli.words import format_count, join_words, start_sentence
+from tula_cli.words import format_count, join_words
 
 # --- Stages of a batch-size ramp
 
@@ -16,8 +16,8 @@ def nodes_unusable_for_stages(*, nodes: Sequence[int], reason: str) -> str:
 @diagnostic
 def stage_times_not_measured() -> str:
     return (
-        "Only one local batch was measured, so the stages of train.ramp are assumed to have steps as long as those of the"
-        " full batch. Times and costs are upper bounds."
+        "Only one local batch was measured, so the stages of train.ramp are assumed to have the step time of the full batch."
+        " Times and costs are therefore upper bounds."
     )
 
 
@@ -75,7 +75,7 @@ def epoch_steps_differ(*, expected: int, observed: int, dataset_size: int, batch
 
 @diagnostic
 def probes_differ(*, aspect: str, first: str, other: str) -> str:
-    return f"The probes differ in {aspect}: {first} and {other}. Check that the command trains the same model with the same optimizer."
+    return f"The probes differ in {aspect}: {first} and {other}. Check that the command trains the same model with the same optimizer in each probe."
 
 
 @diagnostic
@@ -93,7 +93,7 @@ def script_scales_learning_rate(*, exponent: float, rates: str) -> str:
 def times_are_upper_bounds(*, method: str) -> str:
     return (
         f"train.method {method} was measured with synchronisation in every step, as in its first phase."
-        " Later steps are faster, so times and costs on several GPUs are upper bounds."
+        " Steps of later phases are faster, so times and costs on several GPUs are upper bounds."
     )
 
 
@@ -122,7 +122,7 @@ def gpu_memory_unknown(*, largest_local_batch: int) -> str:
 
 @diagnostic
 def library_memory_not_measured(*, margin: float) -> str:
-    return f"The GPU memory of CUDA, cuBLAS and NCCL was not measured. It has to fit into the {100 * margin:.0f} % that is kept free."
+    return f"The GPU memory of CUDA, cuBLAS and NCCL was not measured. This memory has to fit into the {100 * margin:.0f} % of GPU memory that tula keeps free."
 
 
 @diagnostic
@@ -155,7 +155,7 @@ def waiting_for_data(*, share: float, where: str, loader_ms: float | None, step_
     )
     return (
         f"Steps wait for the data loader for more than {100 * share:.0f} % of their time ({where}).{rates}"
-        " Faster GPUs or a faster network do not help. Raise train.workers."
+        " Faster GPUs or a faster network do not help. Use more data-loader workers (train.workers)."
     )
 
 
@@ -163,7 +163,7 @@ def waiting_for_data(*, share: float, where: str, loader_ms: float | None, step_
 def gpus_throttled(*, reasons: Sequence[str], where: str, megahertz: int, watts: float) -> str:
     return (
         f"The GPUs were throttled ({' and '.join(reasons)}) while steps were timed ({where}; down to {megahertz} MHz at"
-        f" {watts:.0f} W). Cooler GPUs, or GPUs with another power limit, have other step times."
+        f" {watts:.0f} W). On GPUs that are not throttled, steps are faster than predicted."
     )
 
 
@@ -203,7 +203,7 @@ def straggler(*, name: str, factor: float, slow_probes: int, probes: int, waits_
     exclude = "" if name.startswith("rank ") else f", or exclude it (cluster.slurm.exclude: {name})"
     return (
         f"Straggler: {name} {work} {factor:.2g} times as slowly as the others in {slow_probes} of"
-        f" {format_count(probes, 'probe')}, so this node delays every step. Check {advice}{exclude}, then measure again."
+        f" {format_count(probes, 'probe')}, so every step waits for {name}. Check {advice}{exclude}, then measure again."
     )
 
 
@@ -233,7 +233,7 @@ def step_time_not_as_predicted(
 
 @diagnostic
 def step_time_as_predicted(*, epoch: int, step_ms: float, predicted_ms: float) -> str:
-    return f"Epoch {epoch}: step time {step_ms:.1f} ms is within the interval again (predicted {predicted_ms:.1f} ms)."
+    return f"Epoch {epoch}: step time {step_ms:.1f} ms is within the 90 % interval again (predicted {predicted_ms:.1f} ms)."
 
 
 # --- Observed jobs
@@ -250,19 +250,17 @@ def fewer_nodes_are_cheaper(
     low: float,
     high: float,
 ) -> str:
-    now = "" if efficiency is None else f"{format_count(nodes)}: {100 * efficiency:.0f} % efficient. "
+    now = "" if efficiency is None else f"The efficiency on {format_count(nodes)} is {100 * efficiency:.0f} %. "
     return (
-        f"{now}{start_sentence(format_count(fewer))}: {time_ratio:.1f}x the time, {node_hours_ratio:.1f}x the node-hours"
-        f" (90 %: {low:.1f} to {high:.1f})."
+        f"{now}On {format_count(fewer)}, the training takes {time_ratio:.1f}x the time and {node_hours_ratio:.1f}x the node-hours"
+        f" (90 % interval {low:.1f} to {high:.1f})."
     )
 
 
 @diagnostic
 def data_waits_are_long(*, share: float, workers: int | None) -> str:
     now = "" if workers is None else f" (now {workers})"
-    return (
-        f"{100 * share:.0f} % of the training time waits for data. Use more data-loader workers{now} or faster storage."
-    )
+    return f"{100 * share:.0f} % of the training time is spent waiting for data. Use more data-loader workers{now} or faster storage."
 
 
 @diagnostic

@@ -92,8 +92,12 @@ def choose_job_sizes(
     if sizes and begins_at_share:
         sizes = [size for size in sizes if size.nodes >= LEAST_SHARE * sizes[-1].nodes]
     if not sizes:
-        where = f"only among {join_words(counts)} nodes, where it exceeds the memory or a limit of the recommendation"
-        why = f"batch {batch} can be divided {where}" if counts else f"batch {batch} is not divisible among their GPUs"
+        where = f"only among {join_words(counts)} nodes, where this batch exceeds the memory or a limit of the recommendation"
+        why = (
+            f"batch {batch} can be divided {where}"
+            if counts
+            else f"batch {batch} is not divisible by their numbers of GPUs"
+        )
         raise Infeasible(
             f"no number of nodes from {least} to {most} can be used: {why}",
             "widen the range, or choose another batch with --batch",

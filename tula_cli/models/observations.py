@@ -77,7 +77,7 @@ def list_limits_of_forecast(
     missing = [
         *(["evaluation"] if no_eval or all(probe.eval_size is None for probe in measured) else []),
         *(["checkpoints"] if no_saves else []),
-        *(["updates of the scaling factors"] if refresh.is_refresh_time_unknown(spec, measured) else []),
+        *(["updates of the AGS factors"] if refresh.is_refresh_time_unknown(spec, measured) else []),
     ]
     if missing:
         unsaved = spec.script is None and spec.train.checkpoint_every == "auto"

@@ -364,7 +364,7 @@ def _fit_stages(stages: Sequence[Stage], divisors: Sequence[int]) -> Ramp:
     ]
     first_stage, *later = (*fitting_stages, stage_of_batch)
     remarks = tuple(
-        f"train.ramp: batch {stage.batch} is skipped, because it has less than one sample for each of {divisors[-1]} (GPUs x micro-batches)"
+        f"train.ramp: batch {stage.batch} is skipped, because it is smaller than the number of GPUs x micro-batches ({divisors[-1]})"
         for stage, size in zip(smaller, sizes, strict=True)
         if not size
     )
@@ -394,8 +394,9 @@ def _plan_named_stages(
         begin += length
     if begin >= spec.train.epochs * dataset_size:
         raise SpecError(
-            f"train.ramp lasts {begin / dataset_size:g} epochs, so nothing of train.epochs {spec.train.epochs} remains"
-            f" for batch {batch}"
+            f"train.ramp lasts {begin / dataset_size:g} epochs, so none of the {spec.train.epochs} epochs (train.epochs)"
+            f" remains for batch {batch}",
+            "shorten the stages, or raise train.epochs",
         )
     return Ramp((*stages, Stage(begin=begin, batch=batch)))
 
@@ -407,12 +408,14 @@ def _plan_auto_stages(spec: JobSpec, batch: int, divisors: Sequence[int], datase
     fitting_batches = [fitting_batch for fitting_batch in fitting.values() if fitting_batch]
     length = min(EPOCH_SHARE, MAX_SHARE / max(1, len(fitting_batches))) * spec.train.epochs * dataset_size
     remarks = [
-        f"train.ramp: auto: batch {doubled_batch} is skipped, because it has less than one sample for each of {divisors[-1]} (GPUs x micro-batches)"
+        f"train.ramp: auto: batch {doubled_batch} is skipped, because it is smaller than the number of GPUs x micro-batches ({divisors[-1]})"
         for doubled_batch, fitting_batch in fitting.items()
         if not fitting_batch
     ]
     if not doubled:
-        remarks.append(f"train.ramp: auto does nothing: batch {batch} is not above train.reference_batch {reference}")
+        remarks.append(
+            f"train.ramp: auto has no effect, because batch {batch} is not above train.reference_batch {reference}"
+        )
     stages = [
         Stage(begin=round(number * length), batch=fitting_batch)
         for number, fitting_batch in enumerate([*fitting_batches, batch])
@@ -523,6 +526,6 @@ def describe_stages(stages: Sequence[Stage]) -> str:
 
 def _describe_stage(stage: Stage, *, by_noise: bool) -> str:
     if stage.noise is None:
-        never = f"batch {stage.batch}: never, because the noise scale remains below it"
+        never = f"batch {stage.batch}: never, because the noise scale remains below {stage.batch}"
         return never if by_noise else f"batch {stage.batch} from epoch {format_number(stage.epoch)}"
     return f"batch {stage.batch} from epoch {format_number(stage.epoch)}: noise scale {format_number(stage.noise)}"

@@ -393,7 +393,7 @@ def build_ramp_on_nodes(
         if count > nodes and size < batch:
             raise SpecError(
                 f"train.ramp: batch {size} has {format_count(count)}, more than the training ({nodes})",
-                "the number of nodes must not decrease from stage to stage",
+                f"give this stage at most {nodes}, because the number of nodes must not decrease from stage to stage",
             )
     divisor = compute_batch_divisor(spec, nodes)
     return build_ramp(spec, batch=batch, divisor=divisor, dataset_size=dataset_size, noise=noise, fewer=fewer)
@@ -461,7 +461,7 @@ def _check_decay(spec: JobSpec, *, batch: int, ramp: Ramp) -> None:
         raise SpecError(
             f"train.ramp: decay reaches at most batch {int(reference * growth)}, not {batch}: the schedule lowers the learning"
             f" rate only to 1/{format_number(growth)} before the last 2 % of the training",
-            "train with a smaller batch (search.max_batch, or --batch), or with a schedule that ends lower",
+            "train with a smaller batch (search.max_batch, or --batch), or with a schedule that ends at a lower learning rate",
         )
 
 

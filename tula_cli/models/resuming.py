@@ -122,11 +122,11 @@ def _explain_no_checkpoint(begin: ObservedStart | None) -> str:
         return f"not tested: at batch {begin.batch} {why}"
     if begin.saved_samples is None and begin.ended == "cut":
         within = f"within {format_duration(begin.seconds)} at batch {begin.batch}"
-        return f"not tested: no checkpoint {within}; raise search.max_minutes, or set script.save to how a checkpoint is requested"
+        return f"not tested: no checkpoint {within}; raise search.max_minutes, or set script.save so that tula can request a checkpoint"
     if begin.saved_samples is None:
         return "not tested: the script ended without a checkpoint that matches script.resume.checkpoint"
     if begin.ended == "ended":
-        return "not tested: its only checkpoint is from the end of the training"
+        return "not tested: the script's only checkpoint is from the end of the training"
     return (
         "not tested: the script did not resume, because its checkpoint is incomplete or search.max_minutes was reached"
     )

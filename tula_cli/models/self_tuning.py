@@ -186,7 +186,7 @@ def require_tuning_samples(spec: JobSpec, *, batch: int, dataset_size: int) -> N
     if remaining < batch:
         raise SpecError(
             f"train.method auto compares settings on {remaining} of {dataset_size} training samples, fewer than the batch of {batch}",
-            "train with a smaller batch, or another method",
+            "train with a smaller batch, or set another train.method",
         )
 
 

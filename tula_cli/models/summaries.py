@@ -62,7 +62,7 @@ def _summarize_step_time(model: StepModel) -> Iterator[RegressionSummary]:
     reason = (
         "whole step times do not show which one is right"
         if model.whole_steps_alone
-        else "the communication of such small gradients may overlap or not"
+        else "it is unknown whether the communication of gradients this small overlaps with compute"
     )
     for member, weight, name in zip(model.members, model.weights, ("overlapped", "nothing overlapped"), strict=True):
         yield _summarize_overlap(

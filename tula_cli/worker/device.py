@@ -57,7 +57,7 @@ def _describe_why_no_gpu() -> str:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:  # the latter of a torch that was built without CUDA
         return str(error).partition("\n")[0]
-    return "none is available"
+    return "the driver reports no error"
 
 
 def count_gpus() -> int:

@@ -185,5 +185,5 @@ def test_stages_in_words() -> None:
         == "batch 128 from epoch 0; batch 256 from epoch 2.00; batch 512 from epoch 5.00"
     )
     assert describe_stages(add_stage_epochs(stages(path((0, 10), (2, 100))), SIZE)).endswith(
-        "batch 2048: never, because the noise scale remains below it"
+        "batch 2048: never, because the noise scale remains below 2048"
     )

@@ -42,7 +42,7 @@ def test_auto_rounds_to_what_divides_and_leaves_out_what_no_gpu_has_a_sample_of(
     assert [stage.batch for stage in result.stages] == [256, 512, 1024, 2048, 4096]
     assert result.stages[1].begin == 10_000
     (message,) = result.remarks
-    assert "batch 128 is skipped, because it has less than one sample for each of 256" in message
+    assert "batch 128 is skipped, because it is smaller than the number of GPUs x micro-batches (256)" in message
 
 
 def test_auto_says_where_there_is_nothing_to_grow() -> None:
@@ -92,7 +92,7 @@ def test_steps_are_those_of_a_walk(size: int, batches: list[int], data: st.DataO
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ([{"epochs": 1, "batch": 100}], {"nodes": 8}, r"batch 100 is not divisible by 8 .*"),
     ([{"epochs": 1, "batch": 4096}], {}, "batch 4096 is not below 2048, the batch of the training"),
-    ([{"epochs": 19.999999, "batch": 128}], {}, "lasts 20 epochs, so nothing of train.epochs 20"),
+    ([{"epochs": 19.999999, "batch": 128}], {}, r"lasts 20 epochs, so none of the 20 epochs \(train.epochs\) remains"),
     ([{"epochs": 1, "batch": 128, "nodes": 5}], {}, r"has 5 nodes, more than the training \(1\)"),
     (
         [{"epochs": 4e-5, "batch": 128}],

@@ -179,7 +179,7 @@ def test_safetensors_are_read(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused_or_told(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
     torch.save({**model().state_dict(), "old.weight": torch.ones(2)}, tmp_path / "a.pt")
     section = {"weights": str(tmp_path / "a.pt"), "args": {"num_classes": 4}}
-    message = "not in the model: old.weight; with another shape: 5.weight (3, 128) for (4, 128), 5.bias (3,) for (4,)"
+    message = "not in the model: old.weight; with another shape: 5.weight (3, 128) instead of (4, 128), 5.bias (3,) instead of (4,)"
     with pytest.raises(SpecError) as caught:
         inspect_job(job(**section))
     assert message in caught.value.message and "model.strict: false" in caught.value.hint

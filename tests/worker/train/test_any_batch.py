@@ -161,7 +161,7 @@ def test_check_tells_samples_of_different_lengths_and_estimates_the_longest() ->
     result = inspect_job(tokens())
     assert result.estimate_error == "" and result.footprints and result.classes == 3
     assert result.sample_shape == () and result.sample == "{ids: int64 (9), mask: bool (9), label: int}"
-    assert len(result.warnings) == 1 and "largest of 64 that were read ({ids: int64 (9)" in result.warnings[0]
+    assert len(result.warnings) == 1 and "largest of the 64 samples read ({ids: int64 (9)" in result.warnings[0]
     assert inspect_job(tokens(**even("dict"))).warnings == ()
 
 
@@ -176,7 +176,7 @@ def test_keys_that_the_model_does_not_take_are_reported() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dataset": {"collate_fn": None}}, r"cannot be batched: they are \{ids: int64 \(\d\), .* and \{ids: int64 \(\d\)"),
-    ({"dataset": {"collate_fn": "token_jobs:packed"}}, r"batch\['ids'\] is int64 \(\d+\), but the batch has 5 samples"),
+    ({"dataset": {"collate_fn": "token_jobs:packed"}}, r"batch\['ids'\] is int64 \(\d+\), but its first dimension must be the batch's 5 samples"),
     ({"dataset": {"collate_fn": "token_jobs:nosuch"}}, "collate_fn 'token_jobs:nosuch'"),
     (even("dict", model={"name": "token_jobs:NextWord"}, loss={"name": "MSELoss"}), "loss MSELoss"),
     (even("pair", model={"name": "small_cnn"}), r"small_cnn cannot take the batch \(int64 \(2, 6\), int64 \(2\)\)"),
@@ -235,7 +235,7 @@ def test_a_missing_parameter_and_a_missing_target_are_named() -> None:
 
 def test_a_loss_that_is_no_number_is_refused() -> None:
     call = ModelCall.from_model(Classifier(), nn.CrossEntropyLoss(), default=True)
-    with pytest.raises(SpecError, match=r"its \.loss is float32 \(4\), not one number"):
+    with pytest.raises(SpecError, match=r"the \.loss that .* returns is float32 \(4\), not one number"):
         call.compute_loss_from_outputs({"loss": torch.zeros(4)}, {})
 
 
@@ -252,7 +252,9 @@ def test_a_cut_keeps_the_tree_and_what_belongs_to_the_whole_batch() -> None:
     assert type(result["in"]) is Inputs and result["in"].ids.tolist() == [1, 2] and result["in"].mask.shape == (2, 2)
     assert [image.shape[1] for image in result["images"]] == [4, 1]
     assert (int(result["step"]), result["name"]) == (7, "x")
-    with pytest.raises(SpecError, match=r"batch\[1\] is float32 \(5\), but the batch has 2 samples"):
+    with pytest.raises(
+        SpecError, match=r"batch\[1\] is float32 \(5\), but its first dimension must be the batch's 2 samples"
+    ):
         slice_batch([torch.zeros(2), torch.zeros(5)], samples=2, stop=1)
     larger = allocate_batch({"in": Inputs(torch.zeros(3, 7), torch.zeros(3)), "n": 3}, samples=3, to=11)
     assert larger["in"].ids.shape == (11, 7) and larger["n"] == 3

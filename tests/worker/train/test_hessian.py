@@ -264,7 +264,7 @@ def test_another_error_stays_what_it_is(alone: Ranks) -> None:
 def test_attention_has_a_second_derivative_where_fast_kernels_are_off(alone: Ranks) -> None:
     surface = surface_of(Attention(), alone)
     vector = surface.make_direction()
-    with pytest.raises(SpecError, match=r"no second derivative: derivative for .* is not implemented"):
+    with pytest.raises(SpecError, match=r"of the model has none: derivative for .* is not implemented"):
         surface.multiply_hessian(vector)
     with hessian._use_plain_attention():
         expected = torch.from_numpy(explicit(surface)) @ vector

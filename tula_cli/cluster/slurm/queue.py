@@ -47,7 +47,7 @@ ENDED = {
     "FAILED": "the script of the job ended with an error",
     "CANCELLED": "the job was cancelled by scancel or by an administrator",
     "TIMEOUT": "the time limit of the job was reached",
-    "DEADLINE": "its deadline was reached",
+    "DEADLINE": "the deadline of the job was reached",
     "NODE_FAIL": "a node of the job failed",
     "BOOT_FAIL": "a node of the job did not boot",
     "LAUNCH_FAILED": "the job could not be launched on its nodes",
@@ -94,7 +94,7 @@ HOPELESS = tuple((re.compile(form), why) for form, why in {
     "Reservation(?:Deleted|Invalid)|Reservation .* (?:was deleted|is invalid|has ended)": "the reservation of the job no longer exists",
     "DeadLine": "the job cannot end before its deadline",
     "DependencyNeverSatisfied": "the job depends on a job that failed",
-    "BurstBufferOperation|Burst buffer .*error.*": "its burst buffer failed",
+    "BurstBufferOperation|Burst buffer .*error.*": "the burst buffer of the job failed",
     # what somebody has to release
     "JobHoldMaxRequeue|.*requeued held": f"SLURM holds the job after it failed to start; release it with {_HELD}",
     "JobHeldAdmin": f"an administrator holds the job: ask them to release it ({_HELD})",

@@ -311,7 +311,11 @@ def _choose_knee(rows: Candidates, quantity: Quantity) -> Choice:
         chosen = next(row for row in line if row.batch == batch)
         reason = f"the knee of {quantity.name} against batch{_describe_gain(chosen, line, quantity)}"
         other = run_kneedle(batches, values)
-        reason += f"; Kneedle on the searched part of the curve finds {other}" if other not in (None, batch) else ""
+        reason += (
+            f"; the Kneedle algorithm, on the searched part of the curve, finds batch {other}"
+            if other not in (None, batch)
+            else ""
+        )
     chosen = _find_undominated_at_batch(chosen, rows)
     order = np.argsort(_sort_rows(best, quantity))
     others = sorted(

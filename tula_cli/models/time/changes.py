@@ -385,6 +385,6 @@ def describe_step_change(change: StepChange) -> str:
     position = f"{since}, {change.samples} samples"
     return (
         f"since {position if change.epoch is None else f'epoch {change.epoch:.2f} ({position})'} a step takes"
-        f" {format_number(1000 * after.step)} ms, before {format_number(1000 * parts_before.step)} ms"
+        f" {format_number(1000 * after.step)} ms instead of {format_number(1000 * parts_before.step)} ms"
         f" ({100 * (after.step / parts_before.step - 1):+.0f} %): {'; '.join([why, *ends])}"
     )

@@ -927,7 +927,7 @@ class _Scope:
 
     def describe_why_unpredictable(self, nodes: int, gpus_per_node: int) -> str:
         if not self.across and nodes > 1:
-            return "only one node was measured: the communication time of several nodes is unknown"
+            return "only one node was measured, so the communication time of several nodes is unknown"
         if self.across and not min(self.gpus_per_node) <= gpus_per_node <= max(self.gpus_per_node):
             return f"only {_list_numbers(self.gpus_per_node)} GPUs per node were measured, not {gpus_per_node}"
         return ""
@@ -960,7 +960,7 @@ class StepTimeFit:
         if why := self._describe_why_nodes_unpredictable(nodes, gpus_per_node):
             return why
         if len(self._batches) == 1 and local_batch not in self._batches:
-            return "only one local batch was measured: how the step time grows with it is unknown"
+            return "only one local batch was measured, so the step time at other local batches is unknown"
         return ""
 
     def find_unpredictable(self, nodes: Ints, gpus_per_node: int, local_batch: Ints) -> Flags:
@@ -977,7 +977,7 @@ class StepTimeFit:
             return why
         replicas, requested = self._replicas, nodes if self._scope.across else gpus_per_node
         if len(replicas) == 1 and requested not in replicas:
-            return f"only one number of {self._scope.noun}s was measured: how the step time changes with it is unknown"
+            return f"only one number of {self._scope.noun}s was measured, so the step time at other numbers is unknown"
         if requested > MAX_EXTRAPOLATION * (most := max(replicas)):
             return (
                 f"{requested} {self._scope.noun}s are more than {MAX_EXTRAPOLATION} times the {most} that were measured"

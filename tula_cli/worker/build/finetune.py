@@ -469,7 +469,7 @@ def check_fit(section: Model, model: nn.Module, *, key: str = KEY) -> WeightFit:
         missing=tuple(name for name in model_state if name not in state and not name.endswith("num_batches_tracked")),
         unexpected=tuple(name for name in state if name not in model_state),
         other_shape=tuple(
-            f"{name} {_get_shape(value)} for {_get_shape(model_state[name])}"
+            f"{name} {_get_shape(value)} instead of {_get_shape(model_state[name])}"
             for name, value in state.items()
             if name in model_state and name not in common
         ),

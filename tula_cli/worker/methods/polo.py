@@ -68,7 +68,7 @@ class PostLocal(Plain):
         if epochs <= SWITCH_EPOCHS:
             return [
                 f"train.method polo has no effect: its first {SWITCH_EPOCHS} epochs are synchronous, and train.epochs is"
-                f" {epochs}. Set train.epochs to more than {SWITCH_EPOCHS}."
+                f" {epochs}. Set train.epochs to more than {SWITCH_EPOCHS}"
             ]
         return []
 

@@ -141,7 +141,7 @@ class Scaling(Plain):
         return [
             f"AGS uses a small batch of {setup.small_batch_size} samples instead of ags.b_small ({setup.b_small}), because with"
             f" train.accumulate: {loop.spec.train.accumulate} the GPUs process only {setup.small_batch_size} samples at a time."
-            f" Lower train.accumulate, or set ags.b_small: {setup.small_batch_size}."
+            f" Lower train.accumulate, or set ags.b_small: {setup.small_batch_size}"
         ]
 
 

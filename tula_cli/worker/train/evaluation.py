@@ -84,7 +84,7 @@ def warn_gathered_metrics(section: Train) -> list[str]:
     return [
         f"train.metrics.{name} has neither sync nor merge_state, so the scores and targets"
         f"{' (and inputs)' if takes_batch(metric.update) else ''} of all evaluation batches are gathered on rank 0."
-        " To avoid this, give the metric a method merge_state."
+        " To avoid this, give the metric a method merge_state"
         for name, metric in build_metrics(section).items()
         if is_stateful(metric) and not has_own_synchronization(metric) and not can_merge_states(metric)
     ]

@@ -108,7 +108,7 @@ def test_spot_nodes_are_priced_by_what_the_script_loses() -> None:
     for here, there in zip(*(sorted((r for r in rows if r.market == "spot"), key=lambda r: (r.nodes, r.batch)) for rows in (first, second)), strict=True):  # fmt: skip
         assert here.hours < there.hours and here.cost < there.cost
     row = next(row for row in second if row.market == "on_demand")
-    assert seldom.describe_interruption(row).startswith("saves each epoch, ")
+    assert seldom.describe_interruption(row).startswith("saves each epoch (")
 
 
 def test_no_spot_nodes_are_offered_while_nobody_knows_what_is_lost() -> None:

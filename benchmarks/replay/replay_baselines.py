@@ -24,7 +24,7 @@ def with_priors(priors: Priors) -> Model:
     """Return what `tula recommend` uses, with other priors."""
 
     def product(probes: Sequence[Observation], collective: str) -> Predictor:
-        fit, _ = stragglers.fit_observed(probes, probes, collective=collective, priors=priors)
+        fit, _ = stragglers.fit_observations(probes, probes, collective=collective, priors=priors)
 
         def predict(places: Sequence[Where]) -> list[Estimate]:
             columns = ([p.nodes for p in places], [p.gpus_per_node for p in places], [p.local_batch for p in places])

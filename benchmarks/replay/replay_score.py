@@ -227,7 +227,7 @@ class Choices:
             actual = {(row.nodes, row.batch): _value(row, wanted) for row in true if row.batch <= cap}
             if len(actual) > 1:
                 rows = [row for row in believed if row.batch <= cap]
-                chosen = objective.choose(Candidates.from_predictions(rows), objective=wanted).prediction
+                chosen = objective.choose_configuration(Candidates.from_predictions(rows), objective=wanted).prediction
                 regrets.append(actual[chosen.nodes, chosen.batch] / min(actual.values()) - 1)
         return Regrets(regrets[-1], tuple(regrets[:-1]))
 
@@ -247,7 +247,7 @@ def _value(row: Prediction, wanted: Curve) -> float:
 
 def knee(rows: Sequence[Prediction]) -> int:
     """Return the global batch that the product takes for the objective knee."""
-    return objective.choose(Candidates.from_predictions(rows), objective="knee").prediction.batch
+    return objective.choose_configuration(Candidates.from_predictions(rows), objective="knee").prediction.batch
 
 
 @cache

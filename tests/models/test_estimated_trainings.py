@@ -111,14 +111,19 @@ def test_what_fits_and_is_known_is_what_nothing_speaks_against(name: str) -> Non
         config: (result.describe_why_infeasible(config), result.describe_why_unknown(config)) for config in candidates
     }
     nodes = [1, 2, 4, 8, 16, 64, 128, 256]
-    assert result.feasible(nodes) == [config for config, (why, _) in record.items() if not why]
+    assert result.list_feasible_configurations(nodes) == [config for config, (why, _) in record.items() if not why]
     assert to_configs(*result.find_known_configurations(nodes)) == [
         config for config, whys in record.items() if not any(whys)
     ]
     assert to_configs(*result.find_unknown_configurations(nodes)) == [
         config for config, (why, other) in record.items() if not why and other
     ]
-    assert 0 < len(result.find_known_configurations(nodes)[0]) < len(result.feasible(nodes)) < len(candidates)
+    assert (
+        0
+        < len(result.find_known_configurations(nodes)[0])
+        < len(result.list_feasible_configurations(nodes))
+        < len(candidates)
+    )
 
 
 def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,9 +225,9 @@ def test_why_the_first_rank_failed_comes_first_and_whole(run):
     lines = list(logs.read_logs(run))
     assert texts(lines) == ["Traceback", "  line", "KeyError: 'x'", "begun"]
     assert [line.failure for line in lines] == [True] * 3 + [False]
-    assert logs.describe_place(run, lines[0]) == "rank 1 on node1 failed first in attempt 1 of probe-n002 (user)"
-    assert logs.describe_place(run, lines[-1]).startswith(f"{log}: attempt 1 of probe-n002 on ")
-    assert logs.describe_place(run, lines[-1]).endswith(": user (KeyError: 'x')")
+    assert logs.describe_log_origin(run, lines[0]) == "rank 1 on node1 failed first in attempt 1 of probe-n002 (user)"
+    assert logs.describe_log_origin(run, lines[-1]).startswith(f"{log}: attempt 1 of probe-n002 on ")
+    assert logs.describe_log_origin(run, lines[-1]).endswith(": user (KeyError: 'x')")
     assert texts(logs.read_logs(run, LogQuery(rank=0))) == ["lost its peer", "begun"]
 
 

@@ -745,7 +745,7 @@ def test_cells_of_what_was_not_measured_are_empty(script: RunDir) -> None:
     seen = table[table.outcome == "measured"]
     assert len(seen) == 9 and seen.step_time_s.notna().all() and seen.peak_memory_bytes.notna().all()
     assert seen[["sync_time_s", "compute_time_s", "data_wait_s"]].isna().all().all()
-    frame = api.Run.of([open_run(script)]).results()
+    frame = api.Run.from_directories([open_run(script)]).results()
     assert frame.step_time_s.notna().all() and frame[["sync_time_s", "data_wait_s"]].isna().all().all()
     stored = json.loads((script.path / "results" / "probe-n002-l000016.json").read_text())
     assert (stored["sync_time"], stored["gradients"], stored["memory"]["libraries"]) == (None, None, None)

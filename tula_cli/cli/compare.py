@@ -65,7 +65,7 @@ def compare(
         make_inspector(screen, runs[0].path.parent, keep=not dry_run),
         confirm_unedited(screen, runs, chosen, then=make_confirm(screen, runs[0].spec, yes=yes)),
     )
-    prepared = follow_work(screen, session.prepare(runs, request, dependencies, node_type=node_type))
+    prepared = follow_work(screen, session.prepare_comparison(runs, request, dependencies, node_type=node_type))
     if dry_run:
         return _show_dry_run(screen, prepared, dependencies)
     wait_policy = WaitPolicy(wait)

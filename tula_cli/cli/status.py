@@ -114,7 +114,7 @@ def logs(
     ):
         if line.place != place:
             place = line.place
-            screen.note(f"==> {services_logs.describe_place(run, line)}")
+            screen.note(f"==> {services_logs.describe_log_origin(run, line)}")
         screen.line(line.text, line)
     if place is None and last != 0:
         screen.note(services_logs.describe_missing_output(run, wanted))

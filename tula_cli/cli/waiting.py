@@ -50,7 +50,7 @@ class _EventDisplay:
             case events.ProbeFinished():
                 self._live().add_probe(event)
             case events.ComparisonProgress(progress):
-                self._live().compared(progress)
+                self._live().update_comparison(progress)
             case _:
                 self.drawn.close()
                 self.live = None

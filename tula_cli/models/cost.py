@@ -183,10 +183,10 @@ def compute_training_seconds(
     segment = np.where(within > 0, interval, 0.0)
     uninterrupted = stepping - within * segment + work.eval_batches * eval_batch
     epoch = _compute_expected_time(uninterrupted + save, restart=restart, rate=rate)
-    epoch = epoch + _multiply(within, _compute_expected_time(segment + save, restart=restart, rate=rate))
+    epoch = epoch + _multiply_or_zero(within, _compute_expected_time(segment + save, restart=restart, rate=rate))
     # An interrupted branch restarts from its beginning.
     branch = work.branch_steps / np.maximum(1, work.branches) * step_time + work.branch_evals * eval_batch
-    tuning = _multiply(work.branches, _compute_expected_time(branch, restart=restart, rate=rate))
+    tuning = _multiply_or_zero(work.branches, _compute_expected_time(branch, restart=restart, rate=rate))
     starts = (1 + work.changes) * _compute_expected_time(restart, restart=0.0, rate=rate)
     return starts + work.queued + work.epochs * epoch + tuning
 
@@ -200,7 +200,7 @@ def _replace_unmeasured(seconds: Number | None) -> Number:
     return np.nan_to_num(seconds)
 
 
-def _multiply(count: Number, value: Number) -> Number:
+def _multiply_or_zero(count: Number, value: Number) -> Number:
     """Return count x value, with 0 if the count is 0 even if the value is infinite."""
     import numpy as np
 
@@ -277,7 +277,7 @@ def compute_script_seconds(
     segment, restart = np.minimum(interval, stepping), overheads.startup
     whole_segments = np.where(segment > 0, np.floor(stepping / np.where(segment > 0, segment, 1.0)), 0.0)
     steps = _compute_expected_time(stepping - whole_segments * segment, restart=restart, rate=rate)
-    steps = steps + _multiply(whole_segments, _compute_expected_time(segment, restart=restart, rate=rate))
+    steps = steps + _multiply_or_zero(whole_segments, _compute_expected_time(segment, restart=restart, rate=rate))
     return _compute_expected_time(restart, restart=0.0, rate=rate) + steps
 
 

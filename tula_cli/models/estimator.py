@@ -1,6 +1,6 @@
 """Predict time, cost, memory and feasibility of a run at any configuration from its probes.
 
-observations -> Estimator.fit() -> .candidates() -> .satisfying(query) -> choose()
+observations -> Estimator.fit() -> .candidates() -> .satisfying(query) -> choose_configuration()
 """
 
 import functools
@@ -202,11 +202,11 @@ class Estimator:
         )
         return to_columns(grid)
 
-    def feasible(self, nodes: Iterable[int] | None = None) -> list[Config]:
+    def list_feasible_configurations(self, nodes: Iterable[int] | None = None) -> list[Config]:
         """Return the configurations that fit."""
-        return to_configs(*self._feasible(nodes))
+        return to_configs(*self._find_feasible_configurations(nodes))
 
-    def _feasible(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
+    def _find_feasible_configurations(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
         """Return nodes and batches of the configurations that fit, considering memory, OOM probes and ramp stages."""
         counts, batch = self._make_grid(nodes)
         local_batch, sharded = batch // (counts * self.spec.cluster.gpus_per_node), self.spec.train.sharded
@@ -223,7 +223,7 @@ class Estimator:
 
     def _find_starting_configurations(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
         """Return nodes and batches of the feasible configurations at which a training may start, given its ramp stages."""
-        counts, batch = self._feasible(nodes)
+        counts, batch = self._find_feasible_configurations(nodes)
         begin = self.stages.compute_startable_mask(counts, batch)
         return counts[begin], batch[begin]
 
@@ -351,7 +351,7 @@ class Estimator:
         The first rung is `batch` whether or not it is a candidate; each rung has a prediction for `market` if there is
         one.
         """
-        smaller = [config for config in self.feasible([nodes]) if config.batch < batch]
+        smaller = [config for config in self.list_feasible_configurations([nodes]) if config.batch < batch]
         rungs = [Config(nodes, batch), *reversed(smaller)]
         first_rung, *rest = (
             Rung(batch=config.batch, prediction=self.predict_if_known(config, market)) for config in rungs

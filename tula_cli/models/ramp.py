@@ -86,8 +86,8 @@ class NoisePath:
         x, line = math.log1p(epoch), self._line
         for (x0, y0), (x1, y1) in pairwise(line):
             if x <= x1:
-                return self._scale(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
-        return self._scale(line[-1][1] + GROWTH * (x - line[-1][0]))
+                return self._convert_to_noise_scale(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+        return self._convert_to_noise_scale(line[-1][1] + GROWTH * (x - line[-1][0]))
 
     def find_first_epoch(self, scale: float) -> float:
         """Return the epochs done from which on the noise scale is at least `scale` (samples)."""
@@ -105,7 +105,7 @@ class NoisePath:
         x, y = line[0]
         return line if x == 0 else [(0.0, y - GROWTH * x), *line]
 
-    def _scale(self, y: float) -> float:
+    def _convert_to_noise_scale(self, y: float) -> float:
         return max(0.0, math.exp(y) - self.reference)
 
 
@@ -123,10 +123,10 @@ class Ramp:
 
     def find_stage(self, passed: int) -> int:
         """Return the number, from 0, of the stage of a training after `passed` samples."""
-        return max(0, bisect_right(self._begins, passed) - 1)
+        return max(0, bisect_right(self._stage_begins, passed) - 1)
 
     @functools.cached_property
-    def _begins(self) -> list[int]:
+    def _stage_begins(self) -> list[int]:
         return [stage.begin for stage in self.stages]
 
     def find_batch(self, passed: int) -> int:
@@ -165,7 +165,7 @@ class Ramp:
         import numpy as np
 
         batches = [stage.batch for stage in self.stages]
-        ends = np.array([[*self._begins[1:], np.inf]], dtype=float)
+        ends = np.array([[*self._stage_begins[1:], np.inf]], dtype=float)
         steps = count_steps_of_stages(
             np.array([batches]), ends, size=size, epochs=epochs, epoch=epoch, samples_done=samples_done
         )

@@ -122,7 +122,7 @@ class StageTimes:
         """
         if self.spec.train.stages is None:
             return NO_STAGES
-        begin, batches = self._plan(nodes, batch)
+        begin, batches = self._plan_stages(nodes, batch)
         size, epochs = self.dataset_size, self.spec.train.epochs_at_most
         later = np.minimum.accumulate(np.where(batches > 0, begin, np.inf)[:, ::-1], axis=1)[:, ::-1]
         end = np.concatenate([later[:, 1:], np.full((len(nodes), 1), np.inf)], axis=1)
@@ -132,7 +132,7 @@ class StageTimes:
         stage_nodes = self._choose_nodes(nodes, batch, batches, counts, steps)
         return self._add_step_times(stage_nodes, batches, counts, share, steps)
 
-    def _plan(self, nodes: Ints, batch: Ints) -> tuple[Floats, Ints]:
+    def _plan_stages(self, nodes: Ints, batch: Ints) -> tuple[Floats, Ints]:
         """Return where stages begin (samples) and their batches, shape (n, stages), the own batch of each row last.
 
         The batch of a stage that a row does not have is 0.

@@ -146,10 +146,10 @@ class Run:
         Raises:
             SpecError: the folder does not exist, or is not a run directory.
         """
-        return cls.of([open_run(RunDir.open(Path(path).absolute()))])
+        return cls.from_directories([open_run(RunDir.open(Path(path).absolute()))])
 
     @classmethod
-    def of(cls, directories: Sequence[HardwareRun]) -> "Run":
+    def from_directories(cls, directories: Sequence[HardwareRun]) -> "Run":
         """Return the run made of a job's run directories, one per node type."""
         return cls(directories[0].path, tuple(directories))
 
@@ -388,7 +388,7 @@ class Call:
         """The job file and overrides that the settings come from, as a run records them; None without a job file."""
         return find_settings_origin(self.runs[0], self.job, self.overrides)
 
-    def measured(self) -> "Call":
+    def require_measured(self) -> "Call":
         """Return this call if at least one of its runs exists.
 
         Raises:
@@ -455,7 +455,7 @@ def _find_measured_run(target: Target, root: str | Path) -> Run:
         SpecError: the job is invalid.
         BadMeasurements: the job has no run yet.
     """
-    return Run.of(Call.from_target(target, root=root).measured().runs)
+    return Run.from_directories(Call.from_target(target, root=root).require_measured().runs)
 
 
 def _make_confirm(spec: JobSpec, confirm: Confirm | None) -> Confirm:
@@ -577,7 +577,7 @@ def recommend(arguments: RecommendArguments) -> Recommendation:
     call = arguments.resolve(arguments.run)
     if arguments.observed is not None:
         follow(add_observed_probes(call.runs, arguments.observed, call.file), warn_of_event)
-    call.measured()
+    call.require_measured()
     answer = recommending.answer_query(call.runs, arguments, overrides=arguments.overrides)
     recommendation = answer.recommendation
     renews = recommending.should_replace(recommendation, find_recommendation(call.runs)) and not find_other_owner(
@@ -631,7 +631,7 @@ def plan_trainings(arguments: CampaignArguments) -> Campaign:
     require_list(trainings=trainings)
     for number in trainings:
         require_positive(trainings=number)
-    jobs = [arguments.resolve(target).measured().runs for target in targets]
+    jobs = [arguments.resolve(target).require_measured().runs for target in targets]
     return campaigns.plan_trainings(jobs, arguments, trainings, overrides=arguments.overrides, save=arguments.save)
 
 
@@ -730,7 +730,7 @@ def profile(arguments: ProfileArguments) -> Run:
     """
     submission = arguments.prepare()
     arguments.follow(_run_profile_work(submission))
-    return Run.of(submission.call.runs)
+    return Run.from_directories(submission.call.runs)
 
 
 def _run_profile_work(
@@ -848,7 +848,7 @@ def compare(arguments: CompareArguments) -> CompareReport:
     submission = Submission.from_arguments(arguments.run, arguments)
     call = submission.call
     ready = arguments.follow(
-        session.prepare(call.runs, arguments, submission.dependencies, node_type=arguments.node_type)
+        session.prepare_comparison(call.runs, arguments, submission.dependencies, node_type=arguments.node_type)
     )
     return arguments.follow(
         session.run_comparison(ready, submission.dependencies, submission.wait_policy, file=call.file)
@@ -1002,7 +1002,7 @@ def export(arguments: ExportArguments) -> tuple[ExportResult, ...]:
     Example:
         >>> tula.export(run, "mlflow", uri="http://tracking.example.org:5000")[0].new_points
     """
-    call = Call.from_target(arguments.run, root=arguments.root).measured()
+    call = Call.from_target(arguments.run, root=arguments.root).require_measured()
     to = [arguments.to] if isinstance(arguments.to, str) else list(arguments.to)
     work = load_trackers_package().export(call.runs, to, arguments)
     return follow(work, arguments.on_event or warn_of_event)

@@ -123,7 +123,7 @@ def read_logs(
         sleep(get_backend("local").poll[0])
 
 
-def describe_place(run: RunDir, line: LogLine) -> str:
+def describe_log_origin(run: RunDir, line: LogLine) -> str:
     """Return the heading for the first line from a log: its file and attempt, and the outcome of the attempt."""
     where = words.make_relative_path(line.file)
     attempt = run.read_attempt(line.task, line.attempt) if line.task else None

@@ -170,7 +170,7 @@ def report_job(root: Path, job: str) -> list[ObservedReport]:
             "no step of a torch optimizer was observed",
             "observe the command that trains: tula cannot observe a command that clears PYTHONPATH or ends before it trains",
         )
-    return [_report(observed, everything) for observed in jobs]
+    return [_make_report(observed, everything) for observed in jobs]
 
 
 def _is_on_several_nodes() -> bool:
@@ -190,15 +190,15 @@ def list_observed_reports(root: Path, name: str | None = None) -> list[ObservedR
     """
     jobs = list_observed_jobs(root)
     if name is None and jobs:
-        return [_report(max(jobs, key=lambda job: job.observed_at), jobs)]
+        return [_make_report(max(jobs, key=lambda job: job.observed_at), jobs)]
     path = Path(name or "").resolve()
     single = [job for job in jobs if name in (job.id, f"{job.script}/{job.id}") or job.path.resolve() == path]
     if single:
-        return [_report(job, jobs) for job in single]
+        return [_make_report(job, jobs) for job in single]
     of_script = list_jobs_of_script(jobs, root, name or "")
     measured = _measure_jobs(of_script)
     if not measured:
-        return [_report(of_script[-1], jobs)]
+        return [_make_report(of_script[-1], jobs)]
     return [report_observed_job(job, [other for other in measured if other is not job]) for job in measured]
 
 
@@ -217,7 +217,7 @@ def list_jobs_of_script(jobs: Sequence[ObservedJob], root: Path, name: str) -> l
     return of_script
 
 
-def _report(job: ObservedJob, jobs: Sequence[ObservedJob]) -> ObservedReport:
+def _make_report(job: ObservedJob, jobs: Sequence[ObservedJob]) -> ObservedReport:
     others = [other for other in jobs if other.script == job.script and other.path != job.path]
     return report_observed_job(measure_observed_job(job), _measure_jobs(others))
 

@@ -117,7 +117,9 @@ def plan_probes(run: Run, inspection: Inspection, *, elsewhere: float = 0.0, aga
     tasks = []
     for nodes, local_batches in wanted_batches.items():
         missing = [
-            local for local in local_batches if _is_open(results_by_id.get(make_probe_id(nodes, local)), again=again)
+            local
+            for local in local_batches
+            if _needs_measurement(results_by_id.get(make_probe_id(nodes, local)), again=again)
         ]
         if missing:
             tasks.append(_make_probe_task(spec, nodes, missing, workdir=source.workdir))
@@ -216,7 +218,7 @@ def _is_settled(result: Measured | OutOfMemory | Failed | None) -> bool:
     return isinstance(result, Measured | OutOfMemory)
 
 
-def _is_open(result: Measured | OutOfMemory | Failed | None, *, again: bool) -> bool:
+def _needs_measurement(result: Measured | OutOfMemory | Failed | None, *, again: bool) -> bool:
     return result is None or (again and isinstance(result, Failed))
 
 
@@ -639,7 +641,7 @@ def run_profile(
         SchedulerError: the scheduler refused a job.
     """
     runs = _prepare_runs(runs)
-    return (yield from _Profiling(runs, dependencies, wait_policy, file, largest).work())
+    return (yield from _Profiling(runs, dependencies, wait_policy, file, largest).run())
 
 
 @dataclass
@@ -710,7 +712,7 @@ class _Profiling:
         """Return the seconds until the deadline, or None without a deadline."""
         return None if deadline is None else max(0.0, deadline - self.wait_policy.clock())
 
-    def work(self) -> Work[ProfileResult | SubmittedProbes]:
+    def run(self) -> Work[ProfileResult | SubmittedProbes]:
         timeout, clock = self.wait_policy.timeout, self.wait_policy.clock
         deadline = None if timeout is None else clock() + timeout
         inspections = yield from self._inspect_variants(deadline)
@@ -729,10 +731,10 @@ class _Profiling:
                 ):  # for a search in rounds, the report states why it is finished
                     yield Note("all probes already have results")
                 break
-            jobs = yield from self._start(planned, missing)
+            jobs = yield from self._submit_round(planned, missing)
             if not all(self.wait_policy.should_wait(submitted.run.spec) for submitted in jobs):
                 return (yield from _list_submitted_probes(planned, jobs))
-            yield from self._wait(jobs, deadline)
+            yield from self._wait_for_round(jobs, deadline)
             measures_failed_again = False
             unfinished = {submitted.run.name for submitted in jobs if submitted.may_continue}
             stopped |= {submitted.run.name for submitted in jobs} - unfinished
@@ -763,7 +765,7 @@ class _Profiling:
             raise errors[0]
         return ProfileResult(reports, bool(errors) or any(not report.is_complete for report in reports.values()))
 
-    def _start(self, planned: Plans, missing: Plans) -> Work[list[_SubmittedRun]]:
+    def _submit_round(self, planned: Plans, missing: Plans) -> Work[list[_SubmittedRun]]:
         """Submit a round, after confirmation if there are jobs to submit."""
         for run, plan in missing:
             wait_for_exits(run, self.dependencies.launcher_for(run.spec), plan)
@@ -779,10 +781,10 @@ class _Profiling:
                 require_confirmed(self.dependencies.confirm, planned_event)
             self.confirmed = self.is_started = True
         save_runs([run for run, _ in planned], self.file)
-        self._submit(jobs)
+        self._submit_jobs(jobs)
         return jobs
 
-    def _submit(self, jobs: Sequence[_SubmittedRun]) -> None:
+    def _submit_jobs(self, jobs: Sequence[_SubmittedRun]) -> None:
         """Submit the jobs of each variant.
 
         Raises:
@@ -794,7 +796,7 @@ class _Profiling:
         except KeyboardInterrupt:
             raise make_interruption_of_jobs([submitted.run for submitted in jobs]) from None
 
-    def _wait(self, jobs: Sequence[_SubmittedRun], deadline: float | None) -> Work[None]:
+    def _wait_for_round(self, jobs: Sequence[_SubmittedRun], deadline: float | None) -> Work[None]:
         """Wait until `deadline` for the jobs of one variant after another; all of them have been submitted."""
         try:
             for submitted in jobs:

@@ -17,7 +17,7 @@ from tula_cli.models.choice.baseline import make_headline, predict_baseline, pre
 from tula_cli.models.choice.candidates import Candidates, Config, Flags, Limit, list_limits
 from tula_cli.models.choice.objective import (
     Choice,
-    choose,
+    choose_configuration,
     describe_knee_shares,
     find_best_of_each_batch,
 )
@@ -528,7 +528,7 @@ def _build_answer(
     """Choose among candidates, and describe the choice with its basis, warnings and alternatives."""
     choosable = _select_choosable(candidates, all_measurements)
     among = "feasible" if choosable is candidates else "measured"
-    choice = choose(choosable, objective=query.objective, curve=query.curve, among=among)
+    choice = choose_configuration(choosable, objective=query.objective, curve=query.curve, among=among)
     measurements = get_measurements_of_type(all_measurements, choice.prediction.type)
     run, estimator = measurements.run, measurements.estimator
     baseline = predict_baseline(estimator, noise, node_type=measurements.type)

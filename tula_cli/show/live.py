@@ -46,7 +46,7 @@ class Live:
     def add_probe(self, event: "ProbeFinished") -> None:
         """Show the result of a probe."""
 
-    def compared(self, now: "Progress") -> None:
+    def update_comparison(self, now: "Progress") -> None:
         """Show the progress of a comparison."""
         if now.problem and now.ended is not None:
             self.screen.warn(f"{now.ended.description} failed: {get_first_line(now.problem)}")
@@ -73,8 +73,8 @@ class ChangesLive(Live):
     def add_probe(self, event: "ProbeFinished") -> None:
         self.screen.note(_describe_finished_probe(event))
 
-    def compared(self, now: "Progress") -> None:
-        super().compared(now)
+    def update_comparison(self, now: "Progress") -> None:
+        super().update_comparison(now)
         cell = "" if now.cell is None else now.cell.description
         state = f"{now.done} {now.failed} {now.running} {now.total} {cell} {now.waits}"
         self._note_change("comparison", state, describe_comparison(now))
@@ -143,8 +143,8 @@ class DrawnLive(Live):
     def add_probe(self, event: "ProbeFinished") -> None:
         self.screen.note(f"[{event.number}/{event.total}] {describe_probe(event.result)}")
 
-    def compared(self, now: "Progress") -> None:
-        super().compared(now)
+    def update_comparison(self, now: "Progress") -> None:
+        super().update_comparison(now)
         total = now.total or 1
         remaining = [] if now.left is None else [f"{format_duration(now.left)} left"]
         state = ", ".join([f"{now.done} of {format_count(now.total, 'training')}", *remaining])

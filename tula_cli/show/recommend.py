@@ -50,7 +50,7 @@ def render_recommendation(
         more: note on where the configurations left out can be found.
     """
     yield from _render_headline(recommendation)
-    yield from _start(recommendation)
+    yield from _describe_expected_start(recommendation)
     yield from _describe_other_market(recommendation)
     if recommendation.objective == "accuracy-time":
         yield from _describe_same_progress(recommendation)
@@ -156,7 +156,7 @@ def _describe_sources(recommendation: "Recommendation") -> Iterator[str]:
     yield from (f"{name}: {words}" for name, words in words_by_name.items() if words)
 
 
-def _start(recommendation: "Recommendation") -> Iterator[str]:
+def _describe_expected_start(recommendation: "Recommendation") -> Iterator[str]:
     """Yield the scheduler's estimate of when a training of the choice would start."""
     estimate = recommendation.start_estimate
     if estimate is None:

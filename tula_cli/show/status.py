@@ -133,7 +133,8 @@ def make_attempts_table(now: "RunStatus") -> "Table":
     seconds = [_count_attempt_seconds(row.attempt, now.at if row.job in active else None) for row in now.attempts]
     divisor, unit = choose_time_unit(max(took or 0.0 for took in seconds))
     outcomes = [
-        row.attempt.outcome or _open(states.get(row.job), newest=newest[row.job] is row.attempt) for row in now.attempts
+        row.attempt.outcome or _describe_open_attempt(states.get(row.job), newest=newest[row.job] is row.attempt)
+        for row in now.attempts
     ]
     has_resumed = any(row.attempt.samples for row in now.attempts)
     hosts = [row.attempt.hosts or row.attempt.host for row in now.attempts]
@@ -154,7 +155,7 @@ def make_attempts_table(now: "RunStatus") -> "Table":
     return make_table_of_columns(columns, left=("task", "started", "allocation", "hosts", "outcome"))
 
 
-def _open(job: "JobState | None", *, newest: bool) -> str:
+def _describe_open_attempt(job: "JobState | None", *, newest: bool) -> str:
     """Return the state of an attempt that was not closed; the newest attempt of a finished job counts as done."""
     if job in ("running", "suspended"):
         return job
@@ -342,7 +343,7 @@ def make_branches_table(branches: "Sequence[Branch]", chosen: str | None) -> "Ta
 def render_runs(run_summaries: "Sequence[RunSummary]", *, width: int) -> Iterator["RenderableType"]:
     """Yield a table with one row per run, without dataset and model if it is too wide, then what cannot be read."""
     columns = ["run", "last change", "model", "dataset", "probes", "chosen\nnodes", "chosen\nbatch", "trained", "best result"]  # fmt: skip
-    rows = [_run(run) for run in run_summaries]
+    rows = [_make_run_row(run) for run in run_summaries]
     for column in (3, 2):
         if measure_long_table(columns, rows) > width:
             columns, *rows = ([*row[:column], *row[column + 1 :]] for row in (columns, *rows))
@@ -351,7 +352,7 @@ def render_runs(run_summaries: "Sequence[RunSummary]", *, width: int) -> Iterato
     yield from (f"{run.id}: {words}, and left out" for run in run_summaries for words in run.damaged)
 
 
-def _run(run: "RunSummary") -> list[str]:
+def _make_run_row(run: "RunSummary") -> list[str]:
     choice = {"nodes": "-", "batch": "-", **(run.recommendation or {}).get("choice", {})}
     counts = [str(run.measured), str(choice["nodes"]), str(choice["batch"]), str(run.trained)]
     return [

@@ -99,7 +99,7 @@ def print_part(console: "Console", part: "RenderableType") -> None:
     from rich.text import Text
 
     if isinstance(part, Table):
-        width, needed = console.width, fit(part, console)
+        width, needed = console.width, fit_to_width(part, console)
         if needed > width and console.is_terminal:
             needed -= _wrap_text_columns(part)
         console.width = max(width, needed)
@@ -126,7 +126,7 @@ def _wrap_text_columns(part: "Table") -> int:
     return saved
 
 
-def fit(part: "Table", console: "Console") -> int:
+def fit_to_width(part: "Table", console: "Console") -> int:
     """Remove a table's padding if it is wider than the console; return the width it needs."""
     from rich.measure import Measurement
 

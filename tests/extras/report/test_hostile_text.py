@@ -47,7 +47,7 @@ def trained(root: Path, message: str) -> RunDir:
 
 def text_cells(run: RunDir) -> list[str]:
     """Return the cells of a report's CSV that are no numbers."""
-    text = report_text(Run.of([open_run(run)]), form="csv")
+    text = report_text(Run.from_directories([open_run(run)]), form="csv")
     cells = [cell for row in csv.reader(io.StringIO(text, newline="")) for cell in row]
     return [cell for cell in cells if not re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", cell)]
 
@@ -63,7 +63,7 @@ def test_the_name_of_a_method_is_no_formula_in_csv(name: str, tmp_path: Path) ->
 
 
 def test_a_carriage_return_in_a_name_does_not_begin_a_row_of_csv(tmp_path: Path) -> None:
-    text = report_text(Run.of([open_run(compared(tmp_path, "mine\r=1+1"))]), form="csv")
+    text = report_text(Run.from_directories([open_run(compared(tmp_path, "mine\r=1+1"))]), form="csv")
     assert "mine" in text
     assert [line for line in text.splitlines() if line.startswith("=1+1")] == []
 
@@ -86,7 +86,7 @@ def test_the_message_of_a_probe_is_no_formula_in_results_csv(name: str, tmp_path
 
 def test_a_negative_number_is_a_number_in_csv(tmp_path: Path) -> None:
     run = reports.trained(RunDir.create(tmp_path, reports.JOB))
-    rows = csv.reader(io.StringIO(report_text(Run.of([open_run(run)]), form="csv"), newline=""))
+    rows = csv.reader(io.StringIO(report_text(Run.from_directories([open_run(run)]), form="csv"), newline=""))
     assert any(cell.startswith("-") and float(cell) < 0 for row in rows for cell in row if re.match(r"-\d", cell))
 
 
@@ -127,6 +127,6 @@ def test_markdown_has_no_tag_of_anybody_else(
     make_run: Callable[[Path, str], RunDir], text: str, tmp_path: Path
 ) -> None:
     """Some readers of Markdown know no escaped `<` and take it for a tag: it has to be an entity."""
-    written = report_text(Run.of([open_run(make_run(tmp_path, text))]))
+    written = report_text(Run.from_directories([open_run(make_run(tmp_path, text))]))
     assert "mine" in html.unescape(written)
     assert re.findall(r"<\s*/?\s*(?:script|img)", written) == []

@@ -391,11 +391,11 @@ def test_figures_and_tables_hold_together(
 
 
 def test_the_api_returns_the_same_report(whole: RunDir, told: Document) -> None:
-    assert api_report(Run.of([open_run(whole)])).answer == told.answer
+    assert api_report(Run.from_directories([open_run(whole)])).answer == told.answer
 
 
 def test_the_api_returns_text_too(tmp_path: Path) -> None:
-    run = Run.of([open_run(reports.trained(RunDir.create(tmp_path, reports.JOB)))])
+    run = Run.from_directories([open_run(reports.trained(RunDir.create(tmp_path, reports.JOB)))])
     assert report_text(run).startswith("# test\n") and report_text(run, form="latex").startswith("\\documentclass")
     assert "table_predicted_actual" in report_text(run, form="csv")
     with pytest.raises(SpecError, match="unknown form 'markdwn'"):

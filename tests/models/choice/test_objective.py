@@ -33,7 +33,7 @@ def row(nodes: int, batch: int, hours: float, *, cost: float | None = None, spre
 
 
 def choose(rows: Sequence[Prediction], *, objective: Objective, curve: Curve = "time") -> Choice:
-    return objectives.choose(Candidates.from_predictions(rows), objective=objective, curve=curve)
+    return objectives.choose_configuration(Candidates.from_predictions(rows), objective=objective, curve=curve)
 
 
 def curve(time: Callable[[int], float], count: int = 9, **rest: float) -> list[Prediction]:

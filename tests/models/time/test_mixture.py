@@ -81,7 +81,7 @@ def test_a_prediction_holds_how_far_the_members_are_apart() -> None:
     means, sds = zip(*(member.predict(points) for member in fit.model.members), strict=True)
     assert mean == pytest.approx(fit.model.weights @ means)
     assert sd**2 == pytest.approx(fit.model.weights @ (np.square(sds) + np.square(means - mean)))
-    joint, covariance = fit.model.joint(points)
+    joint, covariance = fit.model.predict_jointly(points)
     assert joint == pytest.approx(mean)
     assert np.diag(covariance) + fit.model.compute_measurement_noise(points) ** 2 == pytest.approx(sd**2, rel=1e-6)
     step_time, compute, sync = fit.model.parts(points)

@@ -178,7 +178,7 @@ def test_ninety_per_cent_intervals_hold_nine_times_in_ten() -> None:
 def test_the_joint_distribution_agrees_with_the_single_ones() -> None:
     result = fitted(grid((1, 2, 8), (16, 64)), noise=0.03)
     places = grid((1, 2, 4, 16), (16, 48, 300))
-    mean, covariance = result.joint(places)
+    mean, covariance = result.predict_jointly(places)
     alone, sd = result.predict(places)
     assert mean == pytest.approx(alone)
     assert np.diag(covariance) + result.compute_measurement_noise(places) ** 2 == pytest.approx(sd**2)

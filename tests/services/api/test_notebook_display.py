@@ -28,7 +28,7 @@ ESCAPED = "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; &amp; red"
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return Run.of([open_run(answered(probed(tmp_path)))])
+    return Run.from_directories([open_run(answered(probed(tmp_path)))])
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ def place_ticks(low: float, high: float, scale: str) -> list[float]:
     return next((ticks for ticks in choices if len(ticks) > 1), choices[-1])
 
 
-def _clean(values: Sequence[float | None], scale: str) -> "np.ndarray[Any, np.dtype[np.float64]]":
+def _convert_to_floats(values: Sequence[float | None], scale: str) -> "np.ndarray[Any, np.dtype[np.float64]]":
     """Return values as numbers; nan if one is unknown, too large to draw, or not positive on a logarithmic scale."""
     numbers = np.array([math.nan if value is None else value for value in values], dtype=float)
     numbers[~(np.abs(numbers) < _LARGEST)] = math.nan
@@ -109,14 +109,17 @@ def _draw_curve(axes: "Axes", figure: Figure, series: Series, look: int, *, shif
     from matplotlib.lines import Line2D
 
     order = np.argsort(np.array(series.x, dtype=float))  # points in ascending order of x
-    x, y = _clean(series.x, _get_x_scale(figure))[order] + shift, _clean(series.y, figure.y_scale)[order]
+    x, y = (
+        _convert_to_floats(series.x, _get_x_scale(figure))[order] + shift,
+        _convert_to_floats(series.y, figure.y_scale)[order],
+    )
     known = ~np.isnan(x + y)
     measured = np.ones(len(x), dtype=bool) if series.measured is None else np.array(series.measured)[order]
     color, style = COLORS[SERIES[look % len(SERIES)]], series.style
     dashes: Any = "none" if style == "points" else DASHES[look // len(SERIES) % len(DASHES)]
     has_markers = style == "points" or known.sum() < 2 or (style == "line+points" and len(x) <= _MANY)
     if series.low is not None and series.high is not None:
-        low, high = (_clean(bounds, figure.y_scale)[order] for bounds in (series.low, series.high))
+        low, high = (_convert_to_floats(bounds, figure.y_scale)[order] for bounds in (series.low, series.high))
         low = np.fmin(y, np.where(np.isnan(low), y, low))
         high = np.fmax(y, np.where(np.isnan(high), y, high))
         if style == "line" or (style == "line+points" and len(x) >= _BAND):
@@ -148,7 +151,7 @@ def _draw_stack(axes: "Axes", bars: Sequence[tuple[Series, int]]) -> "list[Artis
     symbols: list[Artist] = []
     for series, look in bars:
         color = COLORS[SERIES[look % len(SERIES)]]
-        heights = np.nan_to_num(_clean(series.y, "linear"))
+        heights = np.nan_to_num(_convert_to_floats(series.y, "linear"))
         axes.bar(series.x, heights, 0.62, [bottoms.get(x, 0.0) for x in series.x], color=color, zorder=2)
         bottoms |= {x: bottoms.get(x, 0.0) + height for x, height in zip(series.x, heights, strict=True)}
         symbols.append(Patch(facecolor=color, label=series.name))
@@ -194,7 +197,7 @@ def _draw_marks(axes: "Axes", figure: Figure) -> "list[Artist]":
     events = list(dict.fromkeys(mark.text for mark in figure.marks if _is_event(mark)))
     symbols: dict[str, Artist] = {}
     for mark in figure.marks:
-        (x,), (y,) = _clean([mark.x], _get_x_scale(figure)), _clean([mark.y], figure.y_scale)
+        (x,), (y,) = _convert_to_floats([mark.x], _get_x_scale(figure)), _convert_to_floats([mark.y], figure.y_scale)
         look: dict[str, Any] = {"linestyle": _LINES[mark.kind], "linewidth": 1.2, "color": COLORS["ink"]}
         label = mark.text
         if not math.isnan(x + y):
@@ -349,7 +352,7 @@ def _draw_figure(figure: Figure, looks: Mapping[str, int], *, dpi: int = 72) -> 
     shown = [
         (series, looks.get(series.name, place))
         for place, series in enumerate(figure.series)
-        if not np.isnan(_clean(series.y, figure.y_scale)).all()
+        if not np.isnan(_convert_to_floats(series.y, figure.y_scale)).all()
     ]
     if not shown and figure.density is None:
         axes.set_axis_off()

@@ -129,7 +129,7 @@ class _Belief:
         points = fit.make_points(
             [c.nodes for c in candidates], [c.gpus_per_node for c in candidates], [c.local_batch for c in candidates]
         )
-        mean, covariance = fit.model.joint(points)
+        mean, covariance = fit.model.predict_jointly(points)
         noise = fit.model.compute_measurement_noise(points) ** 2
         # The decision uses the measurement of a measured candidate; its uncertainty is the variation between jobs.
         for index, candidate in enumerate(candidates):

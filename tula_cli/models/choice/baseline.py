@@ -128,10 +128,10 @@ def make_headline(
     time = cost = energy = None
     if baseline_row is not None and not is_baseline:
         deviation = math.hypot(_compute_log_deviation(chosen_row), _compute_log_deviation(baseline_row))
-        time = _compare(baseline_row.hours, chosen_row.hours, deviation)
-        cost = _compare(baseline_row.cost, chosen_row.cost, deviation) if has_price else None
+        time = _make_change(baseline_row.hours, chosen_row.hours, deviation)
+        cost = _make_change(baseline_row.cost, chosen_row.cost, deviation) if has_price else None
         if objective == "energy" and baseline_row.kwh and chosen_row.kwh:
-            energy = _compare(baseline_row.kwh, chosen_row.kwh, deviation)
+            energy = _make_change(baseline_row.kwh, chosen_row.kwh, deviation)
     progress = " to the same progress" * (objective == "accuracy-time" and chosen.same_progress is not None)
     changes = [
         *([f"{_describe_time_change(time)}{progress}"] if time else []),
@@ -208,11 +208,11 @@ def prefer_baseline(choice: Choice, baseline: Baseline, candidates: Candidates) 
 def is_as_good(row: Prediction, other: Prediction) -> bool:
     """Return whether a row is neither slower nor more expensive than another, or by less than noise and 10 %."""
     deviation = math.hypot(_compute_log_deviation(row), _compute_log_deviation(other))
-    changes = _compare(row.hours, other.hours, deviation), _compare(row.cost, other.cost, deviation)
+    changes = _make_change(row.hours, other.hours, deviation), _make_change(row.cost, other.cost, deviation)
     return all(change.ratio <= 1 or _is_about_equal(change) for change in changes)
 
 
-def _compare(before: float, after: float, deviation: float) -> Change:
+def _make_change(before: float, after: float, deviation: float) -> Change:
     """Compare two values whose difference of logarithms has a standard deviation.
 
     They are equal within noise if the 90 % interval of their ratio includes 1, or if they differ by less than 2 %.
@@ -317,7 +317,7 @@ def _describe_preference(
         return ""
     best = better.prediction(int(np.argmin(better["cost"])))
     deviation = math.hypot(_compute_log_deviation(best), _compute_log_deviation(chosen))
-    time = _compare(chosen.hours, best.hours, deviation)
+    time = _make_change(chosen.hours, best.hours, deviation)
     noise = " (within noise)" if _is_about_equal(time) else " (uncertain)" * time.within_noise
     cheaper = 100 * (1 - best.cost / chosen.cost)
     saved = f"{format_number(100 * (1 - best.hours / chosen.hours), 2)} % faster{noise} and {cheaper:.0f} % cheaper"
@@ -351,9 +351,9 @@ def compute_gain(headline: Headline | None, summary: Summary, *, length: str) ->
     if (summary.nodes, summary.start_batch) == (headline.nodes, headline.batch):
         return None
     baseline = headline.baseline
-    time = _compare(baseline.hours, summary.actual_hours, _compute_log_deviation(baseline))
+    time = _make_change(baseline.hours, summary.actual_hours, _compute_log_deviation(baseline))
     has_price = not is_cost_in_node_hours(baseline.cost, baseline.all_node_hours, summary.currency)
-    cost = _compare(baseline.cost, summary.actual_cost, _compute_log_deviation(baseline)) if has_price else None
+    cost = _make_change(baseline.cost, summary.actual_cost, _compute_log_deviation(baseline)) if has_price else None
     changes = [
         _describe_time_change(time),
         *([_describe_cost_change(cost, summary.currency)] if cost else []),

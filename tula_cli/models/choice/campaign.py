@@ -125,7 +125,7 @@ def plan_cheapest(
         return None
     deadline *= 1 + _ROUNDING
     plan = _CheapestPlan(options, trainings, nodes, decimals=_DIGITS - math.ceil(math.log10(deadline)))
-    costs = plan.divide(nodes, deadline)[0][nodes]
+    costs = plan.divide_into_groups(nodes, deadline)[0][nodes]
     if not np.isfinite(costs[trainings]):
         return None
     return _start_as_soon_as_possible(plan.list_starts(nodes, deadline, trainings), nodes)
@@ -315,19 +315,19 @@ class _CheapestPlan:
         self._narrower = {width: [o for o in options if o.nodes < width] for width in self._options}
 
     @functools.cache  # noqa: B019 - the cached object lives as long as one plan
-    def divide(self, nodes: int, hours: float, below: int | None = None) -> tuple[Floats, Ints, Ints]:
+    def divide_into_groups(self, nodes: int, hours: float, below: int | None = None) -> tuple[Floats, Ints, Ints]:
         """Divide nodes into groups smaller than `below` that finish within `hours`; values are costs."""
         widths = [width for width in self._options if width <= nodes and (below is None or width < below)]
-        groups = {width: self._group(width, hours)[0] for width in widths}
+        groups = {width: self._plan_group(width, hours)[0] for width in widths}
         return _divide_nodes(groups, nodes, self._trainings, np.add)
 
     @functools.cache  # noqa: B019
-    def _group(self, width: int, hours: float) -> tuple[Floats, Ints]:
+    def _plan_group(self, width: int, hours: float) -> tuple[Floats, Ints]:
         """Return the lowest cost of 0, 1, 2 ... trainings on one group within `hours`, and the index of its last trainings."""
         series = self._list_series(width, hours)
         costs = np.full((len(series), self._trainings + 1), np.inf)
         for index, last in enumerate(series):
-            before = self.divide(width, self._compute_remaining_hours(hours, last), width)[0][width]
+            before = self.divide_into_groups(width, self._compute_remaining_hours(hours, last), width)[0][width]
             costs[index, len(last) :] = before[: len(before) - len(last)] + sum(option.cost for option in last)
         return costs.min(axis=0), costs.argmin(axis=0)
 
@@ -348,7 +348,7 @@ class _CheapestPlan:
         self, nodes: int, hours: float, trainings: int, below: int | None = None, begin: float = 0.0
     ) -> list[Start]:
         """Return the trainings of the plan; a group runs its trainings without a pause."""
-        _, last, share = self.divide(nodes, hours, below)
+        _, last, share = self.divide_into_groups(nodes, hours, below)
         starts: list[Start] = []
         while trainings:
             width, count = int(last[nodes, trainings]), int(share[nodes, trainings])
@@ -358,7 +358,7 @@ class _CheapestPlan:
         return starts
 
     def _list_group_starts(self, width: int, hours: float, trainings: int, begin: float) -> list[Start]:
-        series = self._list_series(width, hours)[int(self._group(width, hours)[1][trainings])]
+        series = self._list_series(width, hours)[int(self._plan_group(width, hours)[1][trainings])]
         starts = self.list_starts(
             width, self._compute_remaining_hours(hours, series), trainings - len(series), width, begin
         )

@@ -147,7 +147,7 @@ def plan_jobs(jobs: Sequence[JobTrainings], nodes: int, target: Target) -> JobsP
         return None
     if target.minimises == "time":
         within = Target("cost", deadline=rating.value)
-        cheaper = [each.improve(within, starts) for each in lists if each.can_run(starts)]
+        cheaper = [each.improve(within, starts) for each in lists if each.has_batches_of(starts)]
         starts = min([starts, *cheaper], key=within.rate_plan)
     return JobsPlan(sorted(starts), bound)
 
@@ -278,7 +278,7 @@ class _ListSchedules:
     def __init__(self, jobs: Sequence[JobOptions], nodes: int, steps: int) -> None:
         self._jobs, self._nodes, self._steps = jobs, nodes, steps
 
-    def can_run(self, starts: Sequence[Start]) -> bool:
+    def has_batches_of(self, starts: Sequence[Start]) -> bool:
         """Return whether the batches are those of a plan."""
         options = {option for job in self._jobs for option in job.options}
         return all(start.option in options for start in starts)

@@ -177,7 +177,9 @@ class Choice:
     runners_up: tuple[Prediction, ...]
 
 
-def choose(candidates: Candidates, *, objective: Objective, curve: Curve = "time", among: str = "feasible") -> Choice:
+def choose_configuration(
+    candidates: Candidates, *, objective: Objective, curve: Curve = "time", among: str = "feasible"
+) -> Choice:
     """Choose among feasible configurations.
 
     Args:

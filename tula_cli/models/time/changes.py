@@ -136,7 +136,7 @@ class LevelDetector:
 
     def __init__(self) -> None:
         self.test = ChangePointTest()
-        self.looks: deque[StepSample] = deque(maxlen=WINDOW * MAX_VALUES)  # samples in the window of the test
+        self.samples: deque[StepSample] = deque(maxlen=WINDOW * MAX_VALUES)  # samples in the window of the test
         self.unsettled = SETTLING_SAMPLES
 
     def add(self, sample: StepSample) -> Level | None:
@@ -144,13 +144,13 @@ class LevelDetector:
         if self.unsettled:
             self.unsettled -= 1
             return None
-        self.looks.append(sample)
+        self.samples.append(sample)
         change = self.test.add(sample.parts.step)
         if change is None:
             return None
         new, old = change
-        samples = list(self.looks)
-        self.looks = deque(samples[-new:], maxlen=self.looks.maxlen)
+        samples = list(self.samples)
+        self.samples = deque(samples[-new:], maxlen=self.samples.maxlen)
         return Level(before=samples[-new - old : -new], after=samples[-new:])
 
 
@@ -223,7 +223,7 @@ class StepTimeDrift:
             return None
         return prediction.step_low <= step_time <= prediction.step_high
 
-    def warning(self, step_time: float | None, *, epoch: int) -> Diagnostic | None:
+    def check_epoch(self, step_time: float | None, *, epoch: int) -> Diagnostic | None:
         """Return the warning after an epoch; None if there is nothing new.
 
         Args:

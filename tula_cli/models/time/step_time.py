@@ -357,7 +357,7 @@ class ModelValues:
     by_across: Floats  # derivative of ln t by ln of the part of m between nodes
 
 
-def evaluate(z: Floats, at: FeaturePoints) -> ModelValues:
+def evaluate_model(z: Floats, at: FeaturePoints) -> ModelValues:
     """Evaluate the model and its derivatives.
 
     Args:
@@ -468,7 +468,7 @@ class Overlap:
         variance += _make_step_rows(at, values).compute_variance(self.frame.priors) - np.square(whitened).sum(axis=0)
         return values.log_step + whitened.T @ self.fitted.residuals, np.sqrt(variance)
 
-    def joint(self, points: Points) -> tuple[Floats, Floats]:
+    def predict_jointly(self, points: Points) -> tuple[Floats, Floats]:
         """Return ln t, shape (n,), and its covariance without the noise of a measurement, shape (n, n)."""
         at = self.frame.compute_features(points)
         values, whitened = self._whiten(at)
@@ -483,7 +483,7 @@ class Overlap:
 
     def _whiten(self, at: FeaturePoints) -> tuple[ModelValues, Floats]:
         """Return the model at points, and its local residuals' whitened covariance with the probes, shape (rows, n)."""
-        values, spread = evaluate(self.fitted.z, at), self.fitted.spread
+        values, spread = evaluate_model(self.fitted.z, at), self.fitted.spread
         return values, spread.whitener @ spread.rows.compute_covariance(_make_step_rows(at, values), self.frame.priors)
 
     def _compute_remaining_derivatives(self, values: ModelValues, whitened: Floats) -> Floats:
@@ -516,11 +516,11 @@ class Overlap:
 
     def compute_measurement_noise(self, points: Points) -> Floats:
         """Return the standard deviation of ln t from one job to the next, shape (n,)."""
-        return np.sqrt(self._compute_noise_variance(evaluate(self.fitted.z, self.frame.compute_features(points))))
+        return np.sqrt(self._compute_noise_variance(evaluate_model(self.fitted.z, self.frame.compute_features(points))))
 
     def parts(self, points: Points) -> tuple[Floats, Floats, Floats]:
         """Return the step time, the compute and the synchronisation within it (hidden or not). Seconds."""
-        values = evaluate(self.fitted.z, self.frame.compute_features(points))
+        values = evaluate_model(self.fitted.z, self.frame.compute_features(points))
         return np.exp(values.log_step), np.exp(values.log_compute), values.sync
 
     def _compute_noise_variance(self, values: ModelValues) -> Floats:
@@ -547,7 +547,7 @@ def fit_overlap(
     data = _Data(frame.compute_features(points), np.log(step), np.log(compute), np.nan_to_num(spread))
     z, noise = np.zeros(frame.size), 1.0
     for attempt in range(_ROUNDS):
-        spread_as = data.compute_spread(evaluate(z, data.at), noise)
+        spread_as = data.compute_spread(evaluate_model(z, data.at), noise)
         starts = _list_starting_points(z, data) if attempt == 0 else [z]
         fitted = min(
             (_maximize_posterior(start, data, spread_as) for start in starts), key=lambda fit: fit.improbability
@@ -626,7 +626,7 @@ class _Fitted:
 
     @classmethod
     def evaluate_at(cls, z: Floats, data: _Data, spread: _Spread) -> "_Fitted":
-        return cls(z, *data.compute_residuals(evaluate(z, data.at)), spread)
+        return cls(z, *data.compute_residuals(evaluate_model(z, data.at)), spread)
 
     @cached_property
     def residuals(self) -> Floats:
@@ -753,10 +753,10 @@ class StepModel:
         mean = self.weights @ means
         return mean, np.sqrt(self.weights @ (sds**2 + (means - mean) ** 2))
 
-    def joint(self, points: Points) -> tuple[Floats, Floats]:
+    def predict_jointly(self, points: Points) -> tuple[Floats, Floats]:
         """Return ln t, shape (n,), and its covariance without the noise of a measurement, shape (n, n)."""
         means, covariances = (
-            np.array(rows) for rows in zip(*(member.joint(points) for member in self.members), strict=True)
+            np.array(rows) for rows in zip(*(member.predict_jointly(points) for member in self.members), strict=True)
         )
         mean = self.weights @ means
         deviations = means - mean
@@ -1036,7 +1036,7 @@ class StepTimeFit:
 
     def draw_samples(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers, *, count: int = 256) -> Floats:
         """Return posterior samples of ln step times, shape (count, n), without single-job noise; deterministic."""
-        mean, covariance = self.model.joint(self.make_points(nodes, gpus_per_node, local_batch))
+        mean, covariance = self.model.predict_jointly(self.make_points(nodes, gpus_per_node, local_batch))
         values, vectors = np.linalg.eigh(covariance)
         drawn = np.random.default_rng(0).standard_normal((count, len(mean)))
         samples: Floats = mean + drawn @ (vectors * np.sqrt(np.maximum(values, 0.0))).T

@@ -85,7 +85,7 @@ def fit_with_stragglers(
     observations = [*probes, *map(stretches.as_observation, trained)]
     named = [straggler.warning for straggler in find_stragglers(measured)]
     priors = choose_priors_of_job(spec, measured)
-    return fit_observed(probes, observations, collective=spec.cluster.collective, priors=priors, named=named)
+    return fit_observations(probes, observations, collective=spec.cluster.collective, priors=priors, named=named)
 
 
 def choose_priors_of_job(spec: JobSpec, measured: Iterable[Measured]) -> Priors:
@@ -116,7 +116,7 @@ def find_gradient_bytes(measured: Iterable[Measured], *, sharded: bool) -> int:
     return max(sizes)
 
 
-def fit_observed(
+def fit_observations(
     probes: Sequence[Observation],
     observations: Sequence[Observation],
     *,

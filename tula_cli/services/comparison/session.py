@@ -86,7 +86,7 @@ class ComparisonResult:
             )
 
 
-def prepare(
+def prepare_comparison(
     runs: Sequence[Run], request: ComparisonRequest, dependencies: Dependencies, *, node_type: str | None = None
 ) -> Work[PreparedComparison]:
     """Plan a comparison; nothing is written.
@@ -196,7 +196,7 @@ def _train_missing(
             return
         tried: set[str] = set()
         while plan.missing:
-            jobs = yield from _submit(run, plan, launcher, dependencies)
+            jobs = yield from _submit_missing(run, plan, launcher, dependencies)
             if not wait_policy.should_wait(run.spec):
                 if plan.standing.undecided:
                     yield Note("run the same command again when these trainings have ended, to start the next round")
@@ -211,7 +211,7 @@ def _train_missing(
         raise Interruption(message, hint) from None
 
 
-def _submit(run: Run, plan: ComparePlan, launcher: Launcher, dependencies: Dependencies) -> Work[Sequence[str]]:
+def _submit_missing(run: Run, plan: ComparePlan, launcher: Launcher, dependencies: Dependencies) -> Work[Sequence[str]]:
     yield Note(f"submitting {words.format_count(len(plan.missing), 'training')}")
     jobs = trainings.submit_cells(run, plan, launcher, inspect=dependencies.inspect)
     yield from warn_new_jobs(run, launcher, jobs, [], plan.spec)

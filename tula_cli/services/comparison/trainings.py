@@ -103,7 +103,7 @@ def train_cells_one_by_one(
         other_hours = sum_hours((*waiting, *plan.standing.undecided), hours)
         job, submitted = submit_cell(run, cell, launcher, inspect=inspect), clock()
         finished = ended_before + len(tried) - 1 - failed
-        describe = _describe_progress(plan)
+        describe = _make_progress_factory(plan)
         for run_status in status.watch_jobs(run, launcher, [job]):
             waits = _describe_waiting(run_status, job) if clock() - submitted > START_SECONDS else ""
             remaining = _estimate_remaining_seconds(run_status, job, expected, other_hours)
@@ -116,7 +116,7 @@ def train_cells_one_by_one(
             plan = update_plan(run, plan, tried)
             waiting = list(plan.missing)
             other_hours = sum_hours((*waiting, *plan.standing.undecided), _estimate_hours_now(run, plan))
-        yield _describe_progress(plan)(
+        yield _make_progress_factory(plan)(
             finished + (not problem),
             failed,
             None,
@@ -140,7 +140,7 @@ def update_plan(run: Run, plan: ComparePlan, tried: Collection[str]) -> CompareP
     return dataclasses.replace(plan, standing=standing, missing=missing)
 
 
-def _describe_progress(plan: ComparePlan) -> Callable[..., Progress]:
+def _make_progress_factory(plan: ComparePlan) -> Callable[..., Progress]:
     """Return a constructor of `Progress` with the total and the current round of a plan."""
     number = (1 if any(cell.short for cell in plan.missing) else 2) if plan.comparison.has_rounds else None
     undecided = len(plan.standing.undecided)
@@ -194,7 +194,7 @@ def _describe_failure(run: Run, cell: Cell) -> str:
 def wait_for_all(run: Run, plan: ComparePlan, launcher: Launcher, jobs: Sequence[str]) -> Iterator[Progress]:
     """Watch jobs that a scheduler runs in parallel until all have ended."""
     cells = {f"train-{cell.signature}": cell for cell in plan.comparison.cells}
-    over, describe = set[str](), _describe_progress(plan)
+    over, describe = set[str](), _make_progress_factory(plan)
     for run_status in status.watch_jobs(run, launcher, jobs):
         states = {job.id: job for job in run_status.jobs if job.id in cells}
         # A training that looks lost at first may only be delayed; the final table decides.

@@ -474,7 +474,7 @@ class TrainingLog:
         self._delay_next_print()
         self.warn_of_evaluation(result)
         self._warn_inactive_ags(ags)
-        drifted = self.drift.warning(recent, epoch=trainer.position.epoch)
+        drifted = self.drift.check_epoch(recent, epoch=trainer.position.epoch)
         if drifted and not self.changed:  # which says the same, with a cause
             self.warn(drifted)
         self.step_times = []

@@ -8,7 +8,7 @@ from tula_cli.models.time.changes import StepTimeDrift
 def said(times: list[float | None]) -> list[Diagnostic]:
     """Return what is said after epochs of these step times (seconds), where .4 to .6 were predicted."""
     drift = StepTimeDrift(prediction(1, 16, step_time=0.5, step_low=0.4, step_high=0.6))
-    results = [drift.warning(time, epoch=epoch) for epoch, time in enumerate(times, start=1)]
+    results = [drift.check_epoch(time, epoch=epoch) for epoch, time in enumerate(times, start=1)]
     return [warning for warning in results if warning]
 
 

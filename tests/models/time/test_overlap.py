@@ -55,11 +55,11 @@ def test_derivatives_are_those_of_the_model(gpus: Floats | None) -> None:
     at, rng, small = frame.compute_features(at_points), np.random.default_rng(3), 1e-6
     for _ in range(5):
         z = 0.7 * rng.standard_normal(frame.size)
-        result = step_time.evaluate(z, at)
+        result = step_time.evaluate_model(z, at)
         for index in range(frame.size):
             step = np.zeros(frame.size)
             step[index] = small
-            ahead, behind = step_time.evaluate(z + step, at), step_time.evaluate(z - step, at)
+            ahead, behind = step_time.evaluate_model(z + step, at), step_time.evaluate_model(z - step, at)
             by_step = (ahead.log_step - behind.log_step) / (2 * small)
             by_compute = (ahead.log_compute - behind.log_compute) / (2 * small)
             assert result.of_step[:, index] == pytest.approx(by_step, abs=2e-7)
@@ -78,7 +78,7 @@ def test_the_fit_is_the_most_probable_one() -> None:
         np.log(compute),
         np.zeros(len(at_points)),
     )
-    spread = data.compute_spread(step_time.evaluate(np.zeros(data.at.frame.size), data.at), 1.0)
+    spread = data.compute_spread(step_time.evaluate_model(np.zeros(data.at.frame.size), data.at), 1.0)
     best = models_time_overlap._maximize_posterior(np.zeros(data.at.frame.size), data, spread)
     for index in range(len(best.z)):
         for away in (-0.1, 0.1):

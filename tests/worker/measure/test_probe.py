@@ -91,6 +91,18 @@ def test_ags_has_factors_and_a_refresh_and_the_plain_method_none(alone: Ranks, r
     assert scaled[0].memory.factors == scaled[0].memory.gradients > 0
 
 
+def test_the_libraries_of_a_metric_are_no_memory_of_a_probe(
+    alone: Ranks, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "LIBRARY = bytes(range(256)) * (1 << 18)\n\ndef error(outputs, targets):\n    return outputs.sum() * 0\n"
+    (tmp_path / "large_metric.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    first, second = (
+        p.memory.peak for p in probe(run, alone, 16, 32, train={"metrics": {"error": "large_metric:error"}})
+    )
+    assert max(first, second) < 32 << 20, "not the 64 MiB that the module holds"
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_can_be_probed(alone: Ranks, run: RunDir, precision: str) -> None:
     (result,) = probe(run, alone, 32, train={"precision": precision, "max_grad_norm": 1.0}, optimizer={"lr": 1e-6})

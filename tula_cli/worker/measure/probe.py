@@ -474,13 +474,15 @@ class JobOverheads:
 def _measure_job_overheads(
     task: ProbeTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, local_batch: int, started_at: float
 ) -> JobOverheads:
-    """Take the first steps, so that no probe counts the loading of libraries, and measure start-up and saving."""
+    """Measure start-up and saving; first steps and a first evaluation, so that no probe counts the loading of libraries."""
     trainer = _build_trainer(task, ranks, datasets, local_batch=local_batch)
+    evaluator = evaluation.Evaluator(trainer)  # before the first step, as in a training: it imports the user's metrics
     stream = repeat_steps(trainer)
     first_step = next(stream)
     trainer.clock.seconds(first_step.start, first_step.end)
     startup = max(0.0, time.time() - started_at)  # the clock may have been set back
     next(stream)
+    evaluator.evaluate(max_batches=1)
     longest = find_longest_sample(datasets)
     return JobOverheads(
         startup=ranks.max(startup),

@@ -243,7 +243,7 @@ def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
     except USAGE_ERROR as error:
         return _report_error(screen, _convert_usage_error(error, arguments))
     except OSError as error:
-        known = _describe_machine_error(error)
+        known = _convert_os_error(error)
         if known is None:
             raise
         _discard_unwritable()
@@ -289,7 +289,7 @@ def _report_error(screen: Screen, error: TulaError) -> int:
     return error.exit_code
 
 
-def _describe_machine_error(error: OSError) -> TulaError | None:
+def _convert_os_error(error: OSError) -> TulaError | None:
     """Return the error for a file or disk that cannot be used, or a removed working directory; None for other errors."""
     if error.errno in FULL_DISK_ERRNOS:
         hint = "free some disk space, and run the same command again"

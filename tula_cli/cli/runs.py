@@ -282,7 +282,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> "JobSpec":
     return load_spec(path, overrides=overrides)
 
 
-def confirm_unedited(
+def make_edit_check(
     screen: Screen,
     runs: "Sequence[Run]",
     chosen: JobOrRun,

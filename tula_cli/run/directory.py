@@ -494,10 +494,6 @@ class RunDir:
             write_atomic(self.path / f"jobs/{job_id}.cancelled", f"{by}\n")
             announce_change(self.path)
 
-    def read_cancelling_command(self, job_id: str) -> str:
-        """Return the command that cancelled a job; empty if it was not cancelled."""
-        return read_text(self.path / f"jobs/{job_id}.cancelled")
-
     def remove_cancellation(self, job_id: str) -> None:
         (self.path / f"jobs/{job_id}.cancelled").unlink(missing_ok=True)
 

@@ -61,7 +61,7 @@ class Ags(Section):
         return _resolve_preset(self)
 
     @model_validator(mode="after")
-    def _settings_fit_together(self) -> "Ags":
+    def _check_settings(self) -> "Ags":
         preset = AGS_PRESETS[self.preset]
         source, granularity = self.source or preset["source"], self.granularity or preset["granularity"]
         if source != "local_norms":
@@ -132,7 +132,7 @@ class Auto(Section):
     arms: list[GivenArm] = []
 
     @model_validator(mode="after")
-    def _require_different_arms(self) -> "Auto":
+    def _check_arm_names(self) -> "Auto":
         names = [arm.name for arm in self.arms]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

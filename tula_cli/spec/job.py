@@ -22,7 +22,7 @@ from tula_cli.spec.merge import merge
 from tula_cli.spec.methods import DEFAULT_METHOD, REASON
 from tula_cli.spec.old_keys import replace_old_keys
 from tula_cli.spec.resources import UNPRICED, Cluster, NodeType, Pricing, TypeName
-from tula_cli.spec.schedules import ROUNDING, compute_decayed_share, compute_scheduled_lr, compute_warmup_factor
+from tula_cli.spec.schedules import ROUNDING, compute_lr_decay_factor, compute_scheduled_lr, compute_warmup_factor
 from tula_cli.spec.scripts import script as script_section
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.sections import (
@@ -92,7 +92,7 @@ class JobSpec(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _keys_are_current_and_script_replaces_the_loop(cls, content: Any) -> Any:
+    def _convert_old_keys_and_fill_script_defaults(cls, content: Any) -> Any:
         content = replace_old_keys(content)
         if place := find_null_character(content):
             raise ValueError(
@@ -103,7 +103,7 @@ class JobSpec(Section):
         return script_section.fill_script_defaults(content)
 
     @model_serializer(mode="wrap")
-    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _serialize_job(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         content: dict[str, Any] = handler(self)
         if not self.export:  # for the same signature as in earlier versions without the section
             content.pop("export", None)
@@ -123,7 +123,7 @@ class JobSpec(Section):
         return math.ceil(most) + ROOM if self.cluster.backend.has_queue else most
 
     @model_validator(mode="after")
-    def _learning_rate_reaches_the_script(self) -> "JobSpec":
+    def _check_script_takes_learning_rate(self) -> "JobSpec":
         rule = self.train.training_method.choose_lr_rule(self.train.lr_scaling, is_adaptive=False)
         if self.script is not None and rule != "none" and not self.script.placeholders & {"lr", "lr_factor"}:
             raise ValueError(
@@ -132,7 +132,7 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
-    def _sections_have_their_method(self) -> "JobSpec":
+    def _check_sections_have_method(self) -> "JobSpec":
         """Reject the section of a method if the job names none, because the default method would ignore it."""
         given = {"ags", "auto"} & self.model_fields_set
         if self.script is None and "method" not in self.train.model_fields_set and given:
@@ -144,7 +144,7 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
-    def _names_of_parameters_are_known(self) -> "JobSpec":
+    def _check_parameter_patterns(self) -> "JobSpec":
         if self.script is not None and isinstance(self.ags.parameters, tuple):
             raise ValueError(
                 "ags.parameters: patterns apply only to tula's own training loop; remove the key, and pass only the parameters to scale to tula_hooks.wrap in the script"
@@ -152,7 +152,7 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
-    def _tuning_fits(self) -> "JobSpec":
+    def _check_tuning(self) -> "JobSpec":
         if not self.train.training_method.tunes:
             return self
         if self.train.epochs <= BRANCHING_EPOCH:
@@ -166,7 +166,7 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
-    def _scaling_is_of_updates_where_gradients_do_nothing(self) -> "JobSpec":
+    def _default_scaling_to_updates(self) -> "JobSpec":
         """Scale updates by default if the optimizer divides by the gradient's magnitude, cancelling its factors."""
         if (
             self.script is None
@@ -178,14 +178,14 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
-    def _shares_suffice(self) -> "JobSpec":
+    def _convert_ags_for_sharded_model(self) -> "JobSpec":
         """Use one factor per tensor if the model is sharded; reject settings that need the whole model."""
         if (ags := divide_section(self.ags, self.train)) != self.ags:
             object.__setattr__(self, "ags", ags)  # the model is frozen
         return self
 
     @model_validator(mode="after")
-    def _defaults_of_the_method(self) -> "JobSpec":
+    def _default_settings_by_method(self) -> "JobSpec":
         """Apply the schedule and clipping defaults of the method.
 
         The fields still count as unset, so that another method can apply its own defaults.
@@ -205,7 +205,7 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
-    def _schedule_fits_the_method(self) -> "JobSpec":
+    def _check_schedule_fits_method(self) -> "JobSpec":
         if self.train.training_method.constant_schedule and self.schedule.kind != "constant":
             raise ValueError(
                 f"schedule.kind: must be constant with train.method: {self.train.method}, which averages weights instead of decreasing the learning rate, got {self.schedule.kind} (a warm-up is allowed)"
@@ -213,7 +213,7 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
-    def _decay_can_be_spent(self) -> "JobSpec":
+    def _check_ramp_by_decay(self) -> "JobSpec":
         if self.train.stages != "decay":
             return self
         kind = self.schedule.kind
@@ -236,7 +236,7 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
-    def _nodes_have_the_gpus_that_are_searched(self) -> "JobSpec":
+    def _check_searched_gpus(self) -> "JobSpec":
         available, searched = self.cluster.gpus_per_node, self.search.gpus_per_node or []
         if not self.node_types and max(searched, default=0) > available:
             raise ValueError(
@@ -245,7 +245,7 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
-    def _types_are_sound(self) -> "JobSpec":
+    def _check_node_types(self) -> "JobSpec":
         problems: list[InitErrorDetails] = []
         currencies: dict[str, str] = {}
         for name in self.node_types:
@@ -392,7 +392,7 @@ def compute_max_decay_growth(spec: JobSpec) -> float:
     """
     epochs, warmup, lr = spec.train.epochs, get_warmup_epochs(spec), spec.optimizer.lr
     last = spec.train.epochs_at_most - MIN_STAGE_SHARE * epochs
-    share = compute_decayed_share(spec.schedule, lr, epoch=last, warmup=warmup, epochs=epochs)
+    share = compute_lr_decay_factor(spec.schedule, lr, epoch=last, warmup=warmup, epochs=epochs)
     return (1 + ROUNDING) / share if share > 0 else math.inf
 
 

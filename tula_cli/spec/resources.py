@@ -56,7 +56,7 @@ class Cluster(Section):
     options: Arguments = {}  # Arguments of the class of a user-defined scheduler
 
     @model_validator(mode="after")
-    def _settings_belong_to_their_scheduler(self) -> "Cluster":
+    def _check_settings_fit_scheduler(self) -> "Cluster":
         if self.kind != "slurm" and self.slurm is not None:
             raise ValueError(
                 f"slurm: has no effect with cluster.kind: {self.kind}; remove section cluster.slurm, or set cluster.kind: slurm"
@@ -136,7 +136,7 @@ class Pricing(Section):
     slurm_billing: Annotated[SiteBill | None, WithJsonSchema({"type": ["object", "null"]})] = None
 
     @model_validator(mode="after")
-    def _priced_as_its_kind_is(self) -> "Pricing":
+    def _check_pricing_by_kind(self) -> "Pricing":
         if self.kind == "billing":
             # A run stores all fields, so a stored price of 1.0 in node-h or SU also means that no price is given.
             if "price" not in self.model_fields_set or (self.price == 1.0 and self.currency in _NO_MONEY):
@@ -166,7 +166,7 @@ class NodeType(Section):
     search: Arguments = {}  # Keys that override section search, except max_node_hours
 
     @model_validator(mode="after")
-    def _one_cap_for_all(self) -> "NodeType":
+    def _check_no_node_hour_limit(self) -> "NodeType":
         if "max_node_hours" in self.search:
             raise ValueError(
                 "search.max_node_hours: limits all node types together; set this key in section search of the job, not in a node type"

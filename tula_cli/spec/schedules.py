@@ -51,8 +51,8 @@ def compute_scheduled_lr(schedule: Schedule, base: float, *, epoch: float, warmu
     return base
 
 
-def compute_decayed_share(schedule: Schedule, base: float, *, epoch: float, warmup: float, epochs: float) -> float:
-    """Return the share of the full learning rate that a schedule leaves: 1 while the rate rises, then at most 1.
+def compute_lr_decay_factor(schedule: Schedule, base: float, *, epoch: float, warmup: float, epochs: float) -> float:
+    """Return the factor by which a schedule has reduced the learning rate: 1 while the rate rises, then at most 1.
 
     Args: as for `compute_scheduled_lr`.
     """

@@ -91,7 +91,7 @@ class EarlyStopping(Section):
         return self.target is not None or self.patience is not None
 
     @model_validator(mode="after")
-    def _something_ends_it(self) -> "EarlyStopping":
+    def _check_end_condition(self) -> "EarlyStopping":
         if not self.by_metric and self.epochs is None:
             raise ValueError("must set target, patience or epochs, for example {target: 0.76}")
         return self
@@ -116,7 +116,7 @@ class Model(Section):
     frozen: list[str] = []
 
     @model_validator(mode="after")
-    def _strict_is_about_weights(self) -> "Model":
+    def _check_strict_has_weights(self) -> "Model":
         if not self.strict and self.weights is None:
             raise ValueError("strict: false has no effect without model.weights; set model.weights, or remove strict")
         return self
@@ -171,7 +171,7 @@ class Dataset(Section):
         )
 
     @model_validator(mode="after")
-    def _test_is_another_set(self) -> "Dataset":
+    def _check_test_set(self) -> "Dataset":
         if self.test is None:
             return self
         tested = self.tested
@@ -192,7 +192,7 @@ class Dataset(Section):
         return self
 
     @model_validator(mode="after")
-    def _own_parts_are_import_strings(self) -> "Dataset":
+    def _check_import_strings(self) -> "Dataset":
         for key in OWN_PARTS:
             import_string_of(getattr(self, key), key)
         return self
@@ -261,7 +261,7 @@ class Optimizer(Section):
     groups: list[ParameterGroup] = []
 
     @model_validator(mode="after")
-    def _require_each_value_once(self) -> "Optimizer":
+    def _check_duplicate_values(self) -> "Optimizer":
         for key in ("momentum", "weight_decay"):
             if (
                 key in self.args
@@ -299,7 +299,7 @@ class Schedule(Section):
     decay_from: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     @model_validator(mode="after")
-    def _settings_belong_to_the_kind(self) -> "Schedule":
+    def _check_settings_fit_kind(self) -> "Schedule":
         if self.kind not in SCHEDULES and not is_import_string(self.kind):
             hint = suggest_name(self.kind, SCHEDULES) or f"use {', '.join(SCHEDULES)}, or package.module:callable"
             raise ValueError(f"kind: unknown schedule {self.kind!r}; {hint}")
@@ -403,7 +403,7 @@ class Train(Section):
     early_stopping: EarlyStopping | None = None  # Conditions that end the training before its last epoch; null: none
 
     @model_validator(mode="after")
-    def _metrics_are_known(self) -> "Train":
+    def _check_metrics(self) -> "Train":
         for name, entry in self.metrics.items():
             if name in _RESERVED:
                 raise ValueError(f"metrics.{name}: tula uses this name itself; choose another name")
@@ -438,7 +438,7 @@ class Train(Section):
         return tuple(name for entry in self.metrics.values() if (name := import_string_of(entry, "metrics")))
 
     @model_validator(mode="after")
-    def _scaling_fits_the_method(self) -> "Train":
+    def _check_lr_scaling(self) -> "Train":
         method = self.training_method
         if self.lr_scaling == "none" and method.without_rule:
             raise ValueError(
@@ -448,12 +448,12 @@ class Train(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _decay_has_nodes_of_its_stages(cls, content: Any) -> Any:
+    def _default_ramp_nodes_for_decay(cls, content: Any) -> Any:
         by_decay = isinstance(content, Mapping) and content.get("ramp") == "decay"
         return {"ramp_nodes": "auto", **content} if by_decay else content
 
     @model_validator(mode="after")
-    def _batch_grows(self) -> "Train":
+    def _check_ramp(self) -> "Train":
         if self.ramp is None:
             return self
         if why := self.training_method.describe_ramp_conflict(self.ramp, self.lr_scaling):
@@ -524,7 +524,7 @@ class Search(Section):
     max_minutes: PositiveFloat = 20.0
 
     @model_validator(mode="after")
-    def _bounds_are_ordered(self) -> "Search":
+    def _check_bounds(self) -> "Search":
         if self.max_batch is not None and self.max_batch < self.min_batch:
             raise ValueError(f"max_batch: must be at least search.min_batch ({self.min_batch}), got {self.max_batch}")
         if self.max_seconds < self.min_seconds:
@@ -590,14 +590,14 @@ class Export(Section):
     project: Line | None = None  # MLflow experiment or W&B project; null: the job's name
 
     @model_validator(mode="after")
-    def _tracker_is_known(self) -> "Export":
+    def _check_tracker(self) -> "Export":
         if self.to not in TRACKERS and not is_import_string(self.to):
             hint = suggest_name(self.to, TRACKERS) or f"use {', '.join(TRACKERS)}, or package.module:callable"
             raise ValueError(f"to: unknown tracker {self.to!r}; {hint}")
         return self
 
     @model_validator(mode="after")
-    def _tensorboard_has_a_folder(self) -> "Export":
+    def _check_tensorboard_folder(self) -> "Export":
         uri = self.uri or ""
         if self.to == "tensorboard" and "://" in uri and not uri.startswith("file:///"):
             raise ValueError(f"uri: must be a folder for tensorboard, got {uri}; set a path, or file:///path")

@@ -162,7 +162,7 @@ class Slurm(Section):
     wrapper: list[Annotated[Line, AfterValidator(check_word)]] | Line | None = None
 
     @model_validator(mode="after")
-    def _settings_fit_together(self) -> "Slurm":
+    def _check_settings(self) -> "Slurm":
         problems = [*_list_gpu_problems(self), *_list_option_problems(self)]
         if problems:  # reported together, each with its path
             details = [

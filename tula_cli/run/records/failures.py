@@ -272,7 +272,7 @@ class Recovery(Record):
 
     @field_validator("decision", mode="before")
     @classmethod
-    def _read_move(cls, decision: Any) -> Any:
+    def _convert_old_move(cls, decision: Any) -> Any:
         """Read a training that an earlier version moved to other nodes as one whose number of nodes changed."""
         if isinstance(decision, dict) and decision.get("kind") == "move":
             return {**decision, "kind": "resize", "granted": None}

@@ -60,7 +60,7 @@ class Attempt(Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _lift_failure(cls, fields: Any) -> Any:
+    def _convert_old_failure(cls, fields: Any) -> Any:
         return convert_old_failure(fields, ended_at="ended_at")
 
     def count_seconds(self, now: float | None = None) -> float:

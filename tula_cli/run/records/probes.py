@@ -162,7 +162,7 @@ class Measured(Record):
 
     @field_validator("energy")
     @classmethod
-    def _ignore_counter_that_stands_still(cls, joules: float | None) -> float | None:
+    def _discard_stopped_energy_counter(cls, joules: float | None) -> float | None:
         """Return None for an energy counter that does not advance, as that of some virtual GPUs."""
         return joules if joules is not None and joules > 0 else None
 
@@ -201,7 +201,7 @@ class Failed(Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _lift_failure(cls, fields: Any) -> Any:
+    def _convert_old_failure(cls, fields: Any) -> Any:
         return convert_old_failure(fields)
 
     @computed_field  # type: ignore[prop-decorator]

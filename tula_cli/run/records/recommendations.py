@@ -462,14 +462,14 @@ class Recommendation(Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_limits_of_older_version(cls, content: Any) -> Any:
+    def _convert_old_limits(cls, content: Any) -> Any:
         if isinstance(content, dict) and "limits" not in content:
             return content | {"limits": QueryLimits.from_options(content.get("options", ()))}
         return content
 
     @field_validator("objective", mode="before")
     @classmethod
-    def _read_removed_objective(cls, objective: Any) -> Any:
+    def _convert_removed_objective(cls, objective: Any) -> Any:
         """Convert the objective `result-time` of an older version, which included the queue, to `time`."""
         return "time" if objective == "result-time" else objective
 

@@ -191,7 +191,7 @@ class Length(Section):
     steps: Positive | None = None
 
     @model_validator(mode="after")
-    def _require_one_length(self) -> "Length":
+    def _check_one_length(self) -> "Length":
         given = self.model_dump(exclude_none=True)
         if len(given) != 1:
             raise ValueError(f"must set exactly one of epochs, samples and steps, got {' and '.join(given) or 'none'}")
@@ -271,7 +271,7 @@ class Script(Section):
         return "micro_batch" in placeholders and bool(placeholders & {"accumulate", "accumulate_total"})
 
     @model_validator(mode="after")
-    def _has_a_batch(self) -> "Script":
+    def _check_batch_placeholders(self) -> "Script":
         placeholders = set(find_placeholders(self.command))
         if not placeholders & BATCHES:
             raise ValueError(
@@ -284,7 +284,7 @@ class Script(Section):
         return self
 
     @model_validator(mode="after")
-    def _require_values_of_placeholders(self) -> "Script":
+    def _check_placeholder_values(self) -> "Script":
         placeholders = self.placeholders
         if self.launch == "node" and (of_rank := sorted(placeholders & OF_A_RANK)):
             raise ValueError(

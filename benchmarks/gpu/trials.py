@@ -206,7 +206,7 @@ def limit(spec: JobSpec, me: Any, capacity: int | None) -> None:
         meter.reset()
         total = torch.cuda.get_device_properties(me.device).total_memory
         torch.cuda.set_per_process_memory_fraction(
-            min(1.0, (capacity - meter.library_bytes(capacity)) / total), me.device
+            min(1.0, (capacity - meter.count_library_bytes(capacity)) / total), me.device
         )
 
 
@@ -254,7 +254,7 @@ def attempt(spec: JobSpec, me: Any, batch: int, capacity: int | None) -> Trial:
         factors=ags.memory() if ags else 0,
         peak=peak,
         reserved=reserved,
-        libraries=meter.library_bytes(capacity),
+        libraries=meter.count_library_bytes(capacity),
     )
     parts = memory.model_dump(mode="json")
     return Trial(batch, True, parts, seconds=seconds, device=me.device.type, capacity=capacity)

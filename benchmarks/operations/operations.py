@@ -229,7 +229,7 @@ def step_of(spec: JobSpec, me: Ranks, *, batch: int) -> Callable[[], object]:
     task = ProbeTask(id="t", job="t", spec=spec, workdir=".", nodes=1, local_batches=(batch,))
     data = build_datasets(spec)
     trainer = worker_train_loop.build_trainer(task, me, data, batch=batch, workers=0, refresh=False)
-    pair = default_collate(data.train.first_samples(trainer.micro_batch))
+    pair = default_collate(data.train.list_first_samples(trainer.micro_batch))
     trainer.parallel.train()
 
     def step() -> object:

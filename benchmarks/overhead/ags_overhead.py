@@ -200,7 +200,7 @@ class Bench:
         start = mark()
         worker_train_loop._run_backward(trainer, itertools.repeat((self.inputs, self.targets)), start)
         middle = mark()
-        worker_train_loop._refresh_method(trainer)
+        worker_train_loop._refresh_scaling_factors(trainer)
         worker_train_loop._update(trainer)
         end = mark()
         seconds = trainer.clock.seconds

@@ -86,7 +86,7 @@ def _status(root: Path, jobs: int) -> Cost:
     def ended(ids: Sequence[str], **_: bool) -> dict[str, SchedulerState]:
         return {id_: SchedulerState("ended") for id_ in ids}
 
-    with mock.patch.object(queue, "ask_states", ended):
+    with mock.patch.object(queue, "query_states", ended):
         look = _measured("status", lambda: status.run_status(run, submit.SlurmLauncher(), now=START + 999))
     return look(jobs, run.path)
 

@@ -62,7 +62,7 @@ def here(tmp_path, monkeypatch):
     local = dataclasses.replace(BACKENDS["local"], grace=0.05, poll=(0.01, 0.01))
     monkeypatch.setitem(BACKENDS, "local", local)
     monkeypatch.setattr(services_nodes, "POLL_INTERVALS", (0.01, 0.01))
-    monkeypatch.setattr(site, "ask_site", lambda: None)
+    monkeypatch.setattr(site, "query_site", lambda: None)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(make.SPEC))
     return tmp_path
 
@@ -970,7 +970,7 @@ def test_init_asks_the_scheduler_where_there_is_one(monkeypatch):
     message = (
         "main*|up|1:00:00|1-infinite|4|idle|16|64000|(null)\nfast|up|1:00:00|1-infinite|2|idle|16|64000|gpu:a100:4\n"
     )
-    monkeypatch.setattr(site, "ask_site", lambda: site.Site(site.parse_partitions(message), ()))
+    monkeypatch.setattr(site, "query_site", lambda: site.Site(site.parse_partitions(message), ()))
     answer = tula("init", "slurm", "-o", "new.yaml")
     assert "filled in from SLURM: partition main: 4 nodes (no GPUs, 16 CPUs), at most 60 min" in answer.err
     assert "fast has GPUs" in answer.err

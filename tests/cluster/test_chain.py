@@ -101,7 +101,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr(scheduler, "cancel_jobs", result.cancel)
     for order, name in (
         ("delay", "delay_job"), ("end_delay", "end_delay"), ("exclude", "exclude_nodes"),
-        ("hold", "hold_jobs"), ("release", "release_jobs"), ("ask", "ask_states"),
+        ("hold", "hold_jobs"), ("release", "release_jobs"), ("ask", "query_states"),
     ):  # fmt: skip
         monkeypatch.setattr(scheduler, name, getattr(result, order))
     monkeypatch.setattr(scheduler, "find_end_time", lambda *_: None)

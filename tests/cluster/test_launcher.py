@@ -191,7 +191,7 @@ def test_fifty_links_wait_for_one_job_each(slurm, run):
     [(None, 3), (0.01, 3), (0.49, 3), (0.5, 3), (1.0, 4), (10.0, 17), (1000.0, MAX_LINKS)],
 )
 def test_the_chain_is_as_long_as_the_prediction_wants(run, hours, links):
-    assert chains.count_links(training(run, hours=hours)) == links
+    assert chains.count_chain_jobs(training(run, hours=hours)) == links
 
 
 def growing(run, *, hours, steps):
@@ -209,7 +209,7 @@ def growing(run, *, hours, steps):
 
 
 def test_stages_that_want_many_links_leave_some_to_those_of_all_nodes(run):
-    nodes = chains.list_nodes_of_links(growing(run, hours=500.0, steps=180_000))  # a hundred hours each
+    nodes = chains.list_nodes_of_chain_jobs(growing(run, hours=500.0, steps=180_000))  # a hundred hours each
     assert len(nodes) == MAX_LINKS and nodes[-2:] == (4, 4) and nodes[0] == 1
 
 
@@ -218,24 +218,26 @@ def test_links_of_stages_ask_for_their_nodes_and_come_first(slurm, run):
     run.write_task(task)
     job = submitted(run, task)
     # an hour's limit: half an hour is one link and one to spare, what is left two and two
-    assert job.link_nodes == (1, 1, 2, 2, 4, 4, 4, 4) == chains.list_nodes_of_links(task)
+    assert job.link_nodes == (1, 1, 2, 2, 4, 4, 4, 4) == chains.list_nodes_of_chain_jobs(task)
     messages = [next(line for line in slurm.script(link).splitlines() if "--nodes" in line) for link in job.links]
     assert messages == [f"#SBATCH --nodes={nodes}" for nodes in job.link_nodes]
     assert [job.get_nodes(link) for link in job.links] == list(job.link_nodes)
     later = task.model_copy(update={"nodes": 4})
-    assert chains.list_nodes_of_links(later) == (4,) * 5, "what is over has no links"
+    assert chains.list_nodes_of_chain_jobs(later) == (4,) * 5, "what is over has no links"
 
 
 def test_only_a_training_on_slurm_is_a_chain(run):
     task = training(run)
     here = task.model_copy(update={"spec": make.spec()})
-    assert (chains.count_links(here), chains.count_links(probes(run))) == (1, 1)
+    assert (chains.count_chain_jobs(here), chains.count_chain_jobs(probes(run))) == (1, 1)
 
 
 def test_a_chain_has_two_links_at_least(run):
     task = training(run)
     settings = task.spec.train.model_copy(update={"max_attempts": 1})
-    assert chains.count_links(task.model_copy(update={"spec": task.spec.model_copy(update={"train": settings})})) == 2
+    assert (
+        chains.count_chain_jobs(task.model_copy(update={"spec": task.spec.model_copy(update={"train": settings})})) == 2
+    )
 
 
 def test_links_that_the_queue_has_no_room_for_are_left_out(slurm, run):
@@ -408,9 +410,9 @@ def test_every_command_of_slurm_is_called_with_the_same_environment(slurm, run, 
         monkeypatch.setenv(name, "other")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm/slurm.conf")
     job = submitted(run, probes(run))
-    site.ask_site()
+    site.query_site()
     site.list_allocated_hosts(job.scheduler_id)
-    scheduler.ask_states([job.scheduler_id, "4711"])
+    scheduler.query_states([job.scheduler_id, "4711"])
     scheduler.find_outcome(job.scheduler_id)
     scheduler.cancel_jobs([job.scheduler_id])
     for name in ("sbatch", "squeue", "sacct", "scontrol", "scancel", "sinfo"):

@@ -9,7 +9,7 @@ from typing import Any
 from make_results import Truth, measured
 
 from tula_cli.cluster.decisions import decide
-from tula_cli.cluster.relaunch import carry_out, read_history
+from tula_cli.cluster.relaunch import apply_decision, read_history
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.run import job_runs
 from tula_cli.run.directory import Run, RunDir
@@ -108,7 +108,7 @@ def follow(
     last = attempt(task.id, end=START + 60)
     earlier = [last.model_copy(update={"failure": failure, "number": -number}) for number in range(before)]
     known = read_history(run, task, failure, last, earlier=earlier, reached=reached)
-    return carry_out(run, task, failure, decide(task, failure, known))
+    return apply_decision(run, task, failure, decide(task, failure, known))
 
 
 def evaluated(task: EvaluateTask, **changes: Any) -> EvaluationRecord:

@@ -158,7 +158,7 @@ def left(folder: Path, ranks: Ranks) -> list[str]:
             between = sorted(path.name for path in run.get_training(TRAIN.signature).list_checkpoints())
             run_training(TRAIN, run, ranks, data, preemption=LeavesAt(ranks, 10**9))
         subject = trainer(TRAIN.spec, ranks)
-        result = checkpoint.load_for_all(run, TRAIN.signature, ranks)
+        result = checkpoint.load_newest_on_all_ranks(run, TRAIN.signature, ranks)
         assert result is not None
         checkpoint.restore_checkpoint(subject, result)
         state = whole(subject)
@@ -178,7 +178,7 @@ def damaged(folder: Path, ranks: Ranks) -> list[Any]:
         share.write_bytes(content)
     ranks.broadcast(0)
     message: list[str] = []
-    result = checkpoint.load_for_all(run, TRAIN.signature, ranks, message.append)
+    result = checkpoint.load_newest_on_all_ranks(run, TRAIN.signature, ranks, message.append)
     words = f"the checkpoint {newest.name} ({int(newest.stem)} samples) is damaged, skipped and kept as checkpoints/damaged-{newest.name}"
     assert message == ([words] if ranks.is_first else [])
     return [result and result["folder"].name, before.name]

@@ -79,8 +79,8 @@ def test_the_memory_of_a_gpu_is_waited_for(nvidia_smi: Path, tmp_path: Path, mon
     monkeypatch.setattr(leftovers, "POLL", 0.01)
     nvidia_smi.write_text("500\n9000\n9000\n540\n")
     memory = GpuMemory()
-    assert memory.wait_until_back(["3"], "r|t||0", give_up=lambda: False) == ""
-    assert memory.wait_until_back(["3"], "r|t||0", give_up=lambda: False) == ""
+    assert memory.wait_until_memory_is_free(["3"], "r|t||0", give_up=lambda: False) == ""
+    assert memory.wait_until_memory_is_free(["3"], "r|t||0", give_up=lambda: False) == ""
     lines = (tmp_path / "asked").read_text().splitlines()
     assert len(lines) == 4
     assert all("--id=3" in words for words in lines)
@@ -90,8 +90,8 @@ def test_where_it_does_not_come_back_it_is_said_who_holds_it(nvidia_smi: Path, m
     monkeypatch.setattr(leftovers, "MEMORY_PATIENCE", 0.0)
     nvidia_smi.write_text("500\n9000\n")
     memory = GpuMemory()
-    memory.wait_until_back([], "r|t||0", give_up=lambda: False)
-    answer = memory.wait_until_back([], "r|t||0", give_up=lambda: False)
+    memory.wait_until_memory_is_free([], "r|t||0", give_up=lambda: False)
+    answer = memory.wait_until_memory_is_free([], "r|t||0", give_up=lambda: False)
     assert answer == "8500 MiB of GPU-1; held by pid 4711 (python, 812 MiB)"
 
 
@@ -99,10 +99,10 @@ def test_without_nvidia_smi_its_holders_tell(stand_in: Path, monkeypatch: pytest
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(leftovers, "MEMORY_PATIENCE", 0.0)
     memory = GpuMemory()
-    memory.wait_until_back([], "r|t||0", give_up=lambda: False)
-    assert memory.wait_until_back([], "r|t||0", give_up=lambda: False) == ""
+    memory.wait_until_memory_is_free([], "r|t||0", give_up=lambda: False)
+    assert memory.wait_until_memory_is_free([], "r|t||0", give_up=lambda: False) == ""
     with stand_in.open():
-        answer = memory.wait_until_back([], "r|t||0", give_up=lambda: False)
+        answer = memory.wait_until_memory_is_free([], "r|t||0", give_up=lambda: False)
     assert f"pid {os.getpid()} (" in answer
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tula_cli.cluster.scripts.resume_test import (
-    count_trained,
+    count_trained_steps,
     find_error_line,
     find_observed_schedule,
     read_learning_rate_curve,
@@ -185,14 +185,14 @@ def rows(*samples: int | None) -> list[dict[str, Any]]:
 
 
 def test_a_step_trains_its_batch_at_most() -> None:
-    assert count_trained(rows(8, 16, 20), 8) == (3, 20)
-    assert count_trained(rows(16, 24, 24), 8) == (3, 24), "a loader that is one batch ahead"
-    assert count_trained(rows(808, 816, 824), 8) == (3, 24), (
+    assert count_trained_steps(rows(8, 16, 20), 8) == (3, 20)
+    assert count_trained_steps(rows(16, 24, 24), 8) == (3, 24), "a loader that is one batch ahead"
+    assert count_trained_steps(rows(808, 816, 824), 8) == (3, 24), (
         "what it skipped was not trained on, but for what looks ahead of its step"
     )
-    assert count_trained(rows(None, None), 8) == (2, 16)
-    assert count_trained([*rows(8, 16), {"step": 2, "samples": 16}], 8) == (2, 16)
-    assert count_trained([*rows(8, 16), *rows(8)], 8) == (1, 8), "counted anew"
+    assert count_trained_steps(rows(None, None), 8) == (2, 16)
+    assert count_trained_steps([*rows(8, 16), {"step": 2, "samples": 16}], 8) == (2, 16)
+    assert count_trained_steps([*rows(8, 16), *rows(8)], 8) == (1, 8), "counted anew"
 
 
 WEIGHTS_ONLY = """Traceback (most recent call last):

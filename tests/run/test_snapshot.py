@@ -21,7 +21,7 @@ def run(tmp_path):
 
 def test_one_look_at_many_ended_slurm_jobs_reads_each_file_at_most_once(tmp_path, monkeypatch):
     run = benchmark.make_run(tmp_path, 66)
-    monkeypatch.setattr(queue, "ask_states", lambda ids: {id_: SchedulerState("ended") for id_ in ids})
+    monkeypatch.setattr(queue, "query_states", lambda ids: {id_: SchedulerState("ended") for id_ in ids})
     with benchmark.counted() as reads:
         status = services_status.run_status(run, submit.SlurmLauncher(), now=benchmark.START + 999)
     assert [job.state for job in status.jobs] == ["done"] * 66
@@ -138,7 +138,9 @@ def test_a_copy_has_no_jobs_until_it_submits_its_own(run, tmp_path):
 def test_what_waits_for_a_run_that_was_moved_is_over(run, tmp_path, monkeypatch):
     job = make.add_training(run, rows=make.metrics())
     run.write_job(run.find_job(job).model_copy(update={"folder": str(run.path), "scheduler": "slurm"}))
-    monkeypatch.setattr(queue, "ask_states", lambda ids: {id_: SchedulerState("pending", "Dependency") for id_ in ids})
+    monkeypatch.setattr(
+        queue, "query_states", lambda ids: {id_: SchedulerState("pending", "Dependency") for id_ in ids}
+    )
     moved = RunDir(tmp_path / "moved")
 
     def state(run):

@@ -238,7 +238,7 @@ sys.exit(not same)
     return subprocess.run(command, check=False).returncode == 0
 
 
-def count_trained(checkpoint: Path) -> collections.Counter[int]:
+def count_trained_steps(checkpoint: Path) -> collections.Counter[int]:
     """Return how often a script has trained each sample, by its checkpoint."""
     code = "import json, sys, torch; print(json.dumps(torch.load(sys.argv[1], weights_only=True)['trained']))"
     command = [sys.executable, "-c", code, str(checkpoint)]
@@ -254,7 +254,7 @@ def check(soak: Soak, epochs: int) -> Path:
     assert result.samples == epochs * expected, f"{result.samples} samples, not {epochs * expected}"
     (checkpoint,) = run.get_training(name).path.glob(soak.subject.checkpoint)
     if soak.subject.process == SCRIPT.name:
-        trained = count_trained(checkpoint)
+        trained = count_trained_steps(checkpoint)
         assert trained == collections.Counter(dict.fromkeys(range(expected), epochs)), trained
     else:
         samples = [row["samples"] for row in run.get_training(name).read_metrics() if row["kind"] == "epoch"]

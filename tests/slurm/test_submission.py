@@ -84,7 +84,7 @@ def test_a_chain_is_submitted_found_again_and_cancelled(run: RunDir, on_slurm: S
     bystander = sbatch("--partition=closed", "--wrap=true")
     launcher.cancel(run, job)
     until(lambda: launcher.states(run.read(), [job])[job.id].state == "ended")
-    assert scheduler.ask_states([bystander])[bystander].state == "pending"
+    assert scheduler.query_states([bystander])[bystander].state == "pending"
 
 
 @pytest.mark.promise(
@@ -106,11 +106,11 @@ def test_how_allocations_stand_and_end(on_slurm: SlurmCluster) -> None:
     failed = sbatch("--wrap=exit 3")
     long = sbatch("--nodes=4", "--exclusive", "--job-name=tula-long", "--wrap=srun sleep 60")
     states = until(
-        lambda: (result := scheduler.ask_states([done, killed, failed, long]))[long].state == "running" and result
+        lambda: (result := scheduler.query_states([done, killed, failed, long]))[long].state == "running" and result
     )
     assert {states[done].state, states[killed].state, states[failed].state} == {"ended"}
     waiting = sbatch("--nodes=4", "--exclusive", "--wrap=true")
-    expected = until(lambda: scheduler.ask_states([waiting])[waiting].starts_at)
+    expected = until(lambda: scheduler.query_states([waiting])[waiting].starts_at)
     assert expected == scheduler.find_end_time(long, {})
     assert 200 < expected - time.time() < 400
     assert [job.id for job in scheduler.list_live_jobs(["tula-long"])] == [long]
@@ -120,7 +120,7 @@ def test_how_allocations_stand_and_end(on_slurm: SlurmCluster) -> None:
     scheduler.cancel_jobs([waiting, long])
     until(lambda: scheduler.find_outcome(long) == "cancelled")
     assert [job.id for job in scheduler.list_live_jobs(["tula-long"])] == []
-    until(lambda: scheduler.ask_states(["999999", long])[long].reason.startswith("CANCELLED"))
+    until(lambda: scheduler.query_states(["999999", long])[long].reason.startswith("CANCELLED"))
 
 
 def test_waiting_jobs_are_kept_off_faulty_nodes(on_slurm: SlurmCluster) -> None:
@@ -130,7 +130,7 @@ def test_waiting_jobs_are_kept_off_faulty_nodes(on_slurm: SlurmCluster) -> None:
         ["sinfo", "--noheader", "--Node", "--format=%N"], capture_output=True, text=True, check=True
     )
     first, second = sorted(set(completed.stdout.split()))[:2]
-    until(lambda: scheduler.ask_states([long])[long].state == "running")
+    until(lambda: scheduler.query_states([long])[long].state == "running")
     for nodes in (first, f"{first},{second}"):
         assert scheduler.exclude_nodes(waiting, nodes) == ""
         for job in waiting:
@@ -149,22 +149,22 @@ def test_waiting_jobs_are_held_and_released(on_slurm: SlurmCluster) -> None:
     first = sbatch("--nodes=4", "--exclusive", "--wrap=sleep 60")
     second = sbatch(f"--dependency=afterany:{first}", "--wrap=true")
     third = sbatch(f"--dependency=afterany:{first}:{second}", "--wrap=true")
-    until(lambda: scheduler.ask_states([first])[first].state == "running")
+    until(lambda: scheduler.query_states([first])[first].state == "running")
     assert scheduler.hold_jobs([second, third]) == ""
     scheduler.cancel_jobs([first])
     until(lambda: scheduler.find_outcome(first) == "cancelled")
-    until(lambda: all(state.on_hold for state in scheduler.ask_states([second, third]).values()))
+    until(lambda: all(state.on_hold for state in scheduler.query_states([second, third]).values()))
     assert scheduler.release_jobs([second, third]) == ""
-    until(lambda: scheduler.ask_states([third])[third].state == "ended")
+    until(lambda: scheduler.query_states([third])[third].state == "ended")
     assert scheduler.hold_jobs(["999999"]) != ""
 
 
 def test_a_requeued_job_lives_and_its_earlier_run_was_taken_away(on_slurm: SlurmCluster) -> None:
     job = sbatch("--requeue", "--wrap=srun sleep 60")
-    until(lambda: scheduler.ask_states([job])[job].state == "running")
+    until(lambda: scheduler.query_states([job])[job].state == "running")
     time.sleep(1)  # accounting does not know the start before
     subprocess.run(["scontrol", "requeue", job], check=True)
-    until(lambda: scheduler.ask_states([job])[job].state == "pending")
+    until(lambda: scheduler.query_states([job])[job].state == "pending")
     assert scheduler.find_outcome(job) is None
     assert scheduler.find_outcome(job, restart=0) == "preempted"
 
@@ -174,8 +174,8 @@ def test_without_accounting_the_controller_has_to_do(needs_slurm: None, own_pref
         for name, value in bare.env.items():
             monkeypatch.setenv(name, value)
         done, long = sbatch("--wrap=true"), sbatch("--wrap=sleep 60")
-        until(lambda: scheduler.ask_states([done, long])[done].state == "ended")
+        until(lambda: scheduler.query_states([done, long])[done].state == "ended")
         assert scheduler.find_outcome(done) is None
         scheduler.cancel_jobs([long])
         until(lambda: scheduler.find_outcome(long) == "cancelled")
-        assert scheduler.ask_states(["999999"]) == {}
+        assert scheduler.query_states(["999999"]) == {}

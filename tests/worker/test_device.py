@@ -214,7 +214,7 @@ def test_the_peak_on_a_gpu_is_that_of_the_steps_after_the_warm_up(monkeypatch: p
     assert meter.peak() == (800, 1600)
     meter.restart_after_warmup()
     assert meter.peak() == (200, 400)
-    assert meter.allocator_retries() == 0
+    assert meter.count_allocator_retries() == 0
 
 
 def test_what_was_held_while_a_model_was_built_on_the_cpu_is_no_peak_of_its_steps() -> None:

@@ -95,7 +95,7 @@ def init(
         raise SpecError(f"folder {output.parent} does not exist", "create it, or choose another file with -o")
     if script is not None:
         kind = "slurm"
-    offered = site.ask_site() if kind == "slurm" else None
+    offered = site.query_site() if kind == "slurm" else None
     gpus = devices.count_gpus()
     if command is None and script is None:
         text = make_job_from_template(kind, offered, gpus=gpus)

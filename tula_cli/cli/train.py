@@ -97,9 +97,9 @@ def _answer_training(screen: Screen, training: "PreparedTraining", summary: "Sum
 
 
 def _show_dry_run(screen: Screen, training: "PreparedTraining", dependencies: "Dependencies") -> None:
-    from tula_cli.cluster.chains import list_nodes_of_links
+    from tula_cli.cluster.chains import list_nodes_of_chain_jobs
 
     plan: TrainPlan = training.plan
     scripts = [dependencies.launcher_for(training.run.spec).script(training.run, plan.task)]
-    shown = show_train.render_train_plan(plan, links=list_nodes_of_links(plan.task), scripts=scripts)
+    shown = show_train.render_train_plan(plan, links=list_nodes_of_chain_jobs(plan.task), scripts=scripts)
     screen.answer({"plan": plan, "scripts": scripts}, shown)

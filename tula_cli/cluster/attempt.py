@@ -111,7 +111,7 @@ class RunningAttempt:
     command: LeaderCommand
     deadline: float  # of the monotonic clock
     lookout: ChangeWatcher
-    _life_shown: float = 0.0  # by the monotonic clock
+    _last_heartbeat: float = 0.0  # by the monotonic clock
     _log_capped: float = 0.0
 
     def run_to_exit(self) -> Failure | None:
@@ -132,7 +132,7 @@ class RunningAttempt:
                 return self._report_not_started(output_text)
             self._monitor.log_start()
             stopped = self._watch_ranks(group)
-            if moved := self._monitor.put_aside():
+            if moved := self._monitor.undo_file_changes():
                 output.write(f"tula: {moved}\n".encode())
         if stopped is not None:
             return stopped
@@ -166,7 +166,7 @@ class RunningAttempt:
         if killed := kill_leftovers(mark, spare=self.spawner.list_surviving_processes()):
             yield f"killed processes of an earlier attempt: {', '.join(map(str, killed))}"
         if self.task.spec.cluster.device != "cpu" and has_gpu():
-            memory_holders = self.memory.wait_until_back(
+            memory_holders = self.memory.wait_until_memory_is_free(
                 list_visible_gpus(starts), mark, give_up=self._should_not_start
             )
             if memory_holders:
@@ -245,8 +245,8 @@ class RunningAttempt:
 
     def _touch_log(self) -> None:
         """Touch the log of a local job each minute, as a heartbeat for other machines that see the run directory."""
-        if self.allocation.is_local and time.monotonic() >= self._life_shown + LIFE_SIGN_SECONDS:
-            self._life_shown = time.monotonic()
+        if self.allocation.is_local and time.monotonic() >= self._last_heartbeat + LIFE_SIGN_SECONDS:
+            self._last_heartbeat = time.monotonic()
             with contextlib.suppress(OSError):
                 os.utime(self.run.log_path(self.task.id, self.attempt.number))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from tula_cli.cluster.chains import (
     get_chain_state,
     list_chain_tasks,
-    list_nodes_of_links,
+    list_nodes_of_chain_jobs,
 )
 from tula_cli.cluster.local import list_attempts_of_submission
 from tula_cli.cluster.scheduler import JobRequest, Queued, Scheduler, SchedulerState
@@ -64,7 +64,7 @@ class BatchLauncher:
         Raises:
             SchedulerError: the job was refused (with the scheduler's message), or the scheduler does not answer.
         """
-        earlier, names, nodes = run.find_job(task.job), self._list_job_names(run, task), list_nodes_of_links(task)
+        earlier, names, nodes = run.find_job(task.job), self._list_job_names(run, task), list_nodes_of_chain_jobs(task)
         if earlier is not None and is_moved(earlier, run.path.resolve()):
             self.scheduler.cancel(earlier.ids[::-1])  # what still waits would find no run directory
         queued = self.list_queued_jobs(run, task, names)
@@ -77,8 +77,8 @@ class BatchLauncher:
         files.prepare_folders(
             run.path, *([f"train/{task.signature}/checkpoints"] if isinstance(task, TrainTask) else [])
         )
-        new = list(zip(list_chain_tasks(task), names, strict=True))[_count_submitted_links(names, queued) :]
-        ids += self._submit_links(
+        new = list(zip(list_chain_tasks(task), names, strict=True))[_count_submitted_jobs(names, queued) :]
+        ids += self._submit_jobs_of_chain(
             run, new, after=self.select_jobs_to_name(ids), preceding=_list_preceding_ids(run, task)
         )
         submissions = earlier.submissions if earlier else 0
@@ -185,7 +185,7 @@ class BatchLauncher:
         first_name = self.make_first_job_name(run, task)
         return [first_name, *(f"{first_name}.{number}" for number in range(2, len(list_chain_tasks(task)) + 1))]
 
-    def _submit_link(self, run: RunDir, task: Task, name: str, *, after: Sequence[str]) -> str:
+    def _submit_job_of_chain(self, run: RunDir, task: Task, name: str, *, after: Sequence[str]) -> str:
         """Submit one job; return its id.
 
         Raises:
@@ -197,7 +197,7 @@ class BatchLauncher:
         self.prepare(run, task, id_)
         return id_
 
-    def _submit_links(
+    def _submit_jobs_of_chain(
         self, run: RunDir, named: Sequence[tuple[Task, str]], *, after: Sequence[str], preceding: Sequence[str]
     ) -> list[str]:
         """Submit named jobs, each to start when all earlier jobs have ended; return their ids.
@@ -211,7 +211,9 @@ class BatchLauncher:
         for task, name in named:
             try:
                 ids.append(
-                    self._submit_link(run, task, name, after=(*preceding, *self.select_awaited_jobs(after, ids)))
+                    self._submit_job_of_chain(
+                        run, task, name, after=(*preceding, *self.select_awaited_jobs(after, ids))
+                    )
                 )
             except SchedulerError:
                 if not ids and not after:
@@ -259,7 +261,7 @@ def _get_script_write_time(job: Queued) -> float:
         return time.time()
 
 
-def _count_submitted_links(names: Sequence[str], queued: Mapping[str, Queued]) -> int:
+def _count_submitted_jobs(names: Sequence[str], queued: Mapping[str, Queued]) -> int:
     """Return how many jobs need no submission: all up to the last queued one; earlier ones have run or must not."""
     return max((names.index(name) + 1 for name in queued), default=0)
 

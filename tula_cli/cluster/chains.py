@@ -18,7 +18,7 @@ DEPENDENCY = "Dependency"
 """The scheduler's reason for a job that waits for another job to end."""
 
 
-def count_links(task: Task) -> int:
+def count_chain_jobs(task: Task) -> int:
     """Return how many jobs a task is submitted as: several successive ones for a training on a scheduler with a queue.
 
     A training gets 1.5 times the predicted number of jobs, and two spare jobs. Stages of `train.ramp` on fewer nodes
@@ -41,15 +41,15 @@ def list_chain_tasks(task: Task) -> Sequence[Task]:
         {count for stage in task.stages if task.nodes <= (count := stage.nodes or 0) < task.training_nodes}
     ):
         predicted_hours = None if predicted is None else predicted.compute_hours_on_nodes(nodes)
-        links += [task.model_copy(update={"nodes": nodes})] * _count_links_needed(task, predicted_hours, spare=1)
+        links += [task.model_copy(update={"nodes": nodes})] * _count_jobs_needed(task, predicted_hours, spare=1)
         hours = None if hours is None or predicted_hours is None else hours - predicted_hours
     last_task = task.model_copy(update={"nodes": task.training_nodes})
-    needed = _count_links_needed(task, hours, spare=SPARE_LINKS)
+    needed = _count_jobs_needed(task, hours, spare=SPARE_LINKS)
     links = links[: MAX_LINKS - 2] + [last_task] * min(max(2, needed), MAX_LINKS)
     return links[:MAX_LINKS]
 
 
-def _count_links_needed(task: TrainTask, hours: float | None, *, spare: int) -> int:
+def _count_jobs_needed(task: TrainTask, hours: float | None, *, spare: int) -> int:
     """Return how many jobs a training of `hours` needs; train.max_attempts if hours is None."""
     if hours is None:
         return task.spec.train.max_attempts
@@ -57,12 +57,12 @@ def _count_links_needed(task: TrainTask, hours: float | None, *, spare: int) -> 
     return spare + (1 if 60 * hours < limit / 2 else math.ceil(1.5 * 60 * hours / limit))
 
 
-def list_nodes_of_links(task: Task) -> tuple[int, ...]:
+def list_nodes_of_chain_jobs(task: Task) -> tuple[int, ...]:
     """Return the number of nodes that each job of a task requests."""
     return tuple(link.nodes for link in list_chain_tasks(task))
 
 
-def start_delay(number: int) -> int:
+def get_start_delay(number: int) -> int:
     """Return the minutes by which job `number` (from 2) starts after the previous one if that does not start tula."""
     return min(FIRST_DELAY * (number - 1), LONGEST_DELAY)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tula_cli.cluster.chains import start_delay
+from tula_cli.cluster.chains import get_start_delay
 from tula_cli.host.failures import advise
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure, Fallback, Relaunch, Requeue, Stop
@@ -456,7 +456,7 @@ def _relaunch_on_next_stage(case: _Case, _: Situation) -> Relaunch:
 
 def _delay_next_job(case: _Case, _: Situation) -> Requeue:
     jobs = {attempt.allocation for attempt in case.history.earlier if attempt.outcome == "storage"}
-    return Requeue(first="delay", minutes=start_delay(len(jobs | {case.history.allocation}) + 1))
+    return Requeue(first="delay", minutes=get_start_delay(len(jobs | {case.history.allocation}) + 1))
 
 
 def _stop(case: _Case, situation: Situation) -> Stop:

@@ -230,12 +230,12 @@ SUPERVISOR_OUTCOMES: tuple[OutcomeClass, ...] = ("disk", "storage", "supervisor"
 
 
 @contextlib.contextmanager
-def write_supervisor_failure(run: RunDir, died: Callable[[Exception], None]) -> Iterator[None]:
+def write_supervisor_failure(run: RunDir, record_error: Callable[[Exception], None]) -> Iterator[None]:
     """Record errors of a supervisor itself, and raise them again.
 
     Args:
         run: the run.
-        died: records an error, as far as that is still possible.
+        record_error: records an error, as far as that is still possible.
 
     Raises:
         DiskFull, StorageFailed: an operation that the file system refused.
@@ -245,15 +245,15 @@ def write_supervisor_failure(run: RunDir, died: Callable[[Exception], None]) -> 
     except RunGone:
         raise
     except Exception as error:
-        named_error = as_named_error(error, run)
+        named_error = convert_os_error(error, run)
         with contextlib.suppress(Exception):  # the first error counts, and is told by the scheduler's log too
-            died(named_error)
+            record_error(named_error)
         if named_error is not error:
             raise named_error from error
         raise
 
 
-def as_named_error(error: Exception, run: RunDir) -> Exception:
+def convert_os_error(error: Exception, run: RunDir) -> Exception:
     """Return the user-facing error (DiskFull, StorageFailed) for an OSError of the file system; else `error`."""
     if isinstance(error, OSError) and error.errno in (*FULL_DISK_ERRNOS, *IO_ERRNOS):
         name = error.filename if isinstance(error.filename, str) else ""
@@ -276,7 +276,7 @@ def find_failure_of_error(error: Exception, run: RunDir, task: Task) -> Failure:
     return Failure(outcome="supervisor", message=f"tula's supervisor failed: {description}{where}", host=host)
 
 
-def keep_traceback(run: RunDir, attempt: Attempt, index: int, error: Exception) -> None:
+def append_traceback(run: RunDir, attempt: Attempt, index: int, error: Exception) -> None:
     """Append the traceback of an error to the log that `tula logs` shows, if the log can be written."""
     with (
         contextlib.suppress(TulaError, OSError),

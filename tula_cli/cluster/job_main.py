@@ -12,7 +12,7 @@ from tula_cli.cluster.scheduler import load_scheduler
 from tula_cli.cluster.supervise import supervise
 from tula_cli.errors import TulaError
 
-_OF_OTHERS = ("SLURM_", "SUBMITIT_")
+_ENCLOSING_JOB_PREFIXES = ("SLURM_", "SUBMITIT_")
 """Prefixes of variables by which an enclosing job, in which tula was started, would be mistaken for this local job."""
 
 
@@ -25,7 +25,7 @@ def main(kind: str, run: str, task: str, options: str = "{}") -> None:
         raise SystemExit(error.exit_code) from error
     environ = dict(os.environ)
     if kind == "local":
-        environ = {name: value for name, value in environ.items() if not name.startswith(_OF_OTHERS)}
+        environ = {name: value for name, value in environ.items() if not name.startswith(_ENCLOSING_JOB_PREFIXES)}
     supervise(Path(run), task, environ=environ, scheduler=scheduler)
 
 

@@ -34,7 +34,7 @@ class RankMonitor:
     def record_end(self) -> None:
         """Record what the ranks reported before they exited."""
 
-    def put_aside(self) -> str:
+    def undo_file_changes(self) -> str:
         """Undo changes of the ranks to files outside their folder; return a description of them, or empty."""
         return ""
 
@@ -105,10 +105,10 @@ class RankProgram(ABC):
         """Return why ranks failed that all exited with code 0; None if they have succeeded."""
 
     @abstractmethod
-    def settle_attempt(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
+    def record_attempt_results(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
         """Record what follows from the files of an attempt that has ended; return why it failed, corrected by them."""
 
-    def samples_reached(self, command: LeaderCommand, attempt: Attempt) -> int | None:
+    def count_samples_reached(self, command: LeaderCommand, attempt: Attempt) -> int | None:
         """Return the samples trained when an attempt ended; None before a first step, and of other tasks."""
         return None
 
@@ -146,10 +146,10 @@ class WorkerProgram(RankProgram):
         is_done = self.run.is_finished(self.task)
         return None if is_done else Failure(outcome="unknown", message="the ranks ended without a result")
 
-    def settle_attempt(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
+    def record_attempt_results(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
         return failure  # the ranks have recorded their results themselves
 
-    def samples_reached(self, command: LeaderCommand, attempt: Attempt) -> int | None:
+    def count_samples_reached(self, command: LeaderCommand, attempt: Attempt) -> int | None:
         if not isinstance(self.task, TrainTask):
             return None
         rows = self.run.get_training(self.task.signature).read_newest_metrics()

@@ -157,7 +157,7 @@ def _has_gpus_elsewhere(run: RunDir, attempt: Attempt) -> bool:
 # --- What was decided
 
 
-def carry_out(
+def apply_decision(
     run: RunDir,
     task: Task,
     failure: Failure | None,
@@ -176,7 +176,7 @@ def carry_out(
     """
     match task:
         case ProbeTask():
-            return _carry_out_for_probe(run, task, failure, decision)
+            return _apply_probe_decision(run, task, failure, decision)
         case TrainTask() if failure is None:
             write_summary(run, task)
             return None
@@ -217,7 +217,7 @@ def resize_to_allocation(run: RunDir, task: TrainTask, granted: int) -> TrainTas
     return resized
 
 
-def _carry_out_for_probe(
+def _apply_probe_decision(
     run: RunDir, task: ProbeTask, failure: Failure | None, decision: Relaunch | Requeue | Stop
 ) -> ProbeTask | None:
     """Record the result of the current batch if the attempt gives one; return the task to start now, or None."""

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from tula_cli.cluster.allocation import POLL, Allocation
 from tula_cli.cluster.attempt import RunningAttempt, close_attempt, open_attempt
-from tula_cli.cluster.chains import start_delay
+from tula_cli.cluster.chains import get_start_delay
 from tula_cli.cluster.decisions import MAX_SECONDS, History, attribute_failure, decide
 from tula_cli.cluster.directory_watcher import ChangeWatcher
 from tula_cli.cluster.failures import (
+    append_traceback,
     find_failure_of_error,
     find_failure_of_supervisors,
-    keep_traceback,
     write_failure_of_follower,
     write_supervisor_failure,
 )
@@ -35,7 +35,7 @@ from tula_cli.cluster.rank_processes import (
 )
 from tula_cli.cluster.rank_programs import make_rank_program
 from tula_cli.cluster.relaunch import (
-    carry_out,
+    apply_decision,
     find_newest_task,
     is_over,
     read_history,
@@ -152,7 +152,7 @@ class Supervisor:
     lookout: ChangeWatcher = field(init=False)
     _numbers: Iterator[int] = field(default_factory=itertools.count)  # of the leader's commands
     _under_way: tuple[Task, Attempt] | None = None
-    _prompt: str = ""  # the next job of the chain, once its delay is ended
+    _undelayed_job: str = ""  # the next job of the chain, once its delay is ended
     _ticket: TicketHolder | None = None  # of a job on this machine
 
     def __post_init__(self) -> None:
@@ -181,21 +181,21 @@ class Supervisor:
         shortages.release_reserve(self.run.path)
         task, attempt = self._under_way or (find_newest_task(self.run, task_id), None)
         failure = find_failure_of_error(error, self.run, task)
-        if failure.outcome == "storage" and self._prompt and time.time() < self.since + MAX_SECONDS:
-            self._delay(self._prompt, start_delay(2))  # it would start at once, and end like this one
+        if failure.outcome == "storage" and self._undelayed_job and time.time() < self.since + MAX_SECONDS:
+            self._delay(self._undelayed_job, get_start_delay(2))  # it would start at once, and end like this one
         if not self.allocation.is_leader:
             if attempt is not None:
                 rank = get_first_rank(self.allocation, task)
                 write_failure_of_follower(self.run, task, attempt, rank, failure, error)
             return
         attempt = attempt or open_attempt(self.run, self.allocation, task)
-        keep_traceback(self.run, attempt, self.allocation.index, error)
+        append_traceback(self.run, attempt, self.allocation.index, error)
         decision: Relaunch | Requeue | Stop = Stop(why="batch_failed")
         if isinstance(task, TrainTask):
             decided = decide(task, failure, self._read_history(task, attempt, failure))
             decision = self._prepare_later_jobs(task, Requeue() if isinstance(decided, Relaunch) else decided, failure)
         else:
-            carry_out(self.run, task, failure, decision)
+            apply_decision(self.run, task, failure, decision)
         close_attempt(self.run, attempt, failure, decision)
 
     def _await_resume_test(self, task: Task) -> None:
@@ -227,12 +227,12 @@ class Supervisor:
     def _lead_task(self, first_task: Task) -> None:
         self._end_delay(self._list_later_jobs_of_chain(first_task))
         ends = time.monotonic() + first_task.timeout
-        task = self._resume_from_links(first_task)
+        task = self._resume_from_earlier_jobs(first_task)
         if isinstance(task, TrainTask) and self.allocation.nodes is not None and not is_over(self.run, task):
             task = resize_to_allocation(self.run, task, self.allocation.nodes)
         while task is not None and not is_over(self.run, task):
             if isinstance(task, TrainTask) and task.stages and not self.allocation.has_nodes(task.nodes):
-                self._release_small_links(task)
+                self._cancel_small_jobs(task)
                 return  # the first link with as many nodes goes on
             shortages.allocate_reserve(self.run.path)
             attempt = open_attempt(self.run, self.allocation, task)
@@ -244,7 +244,7 @@ class Supervisor:
                 meeting = program.find_meeting_address()
             except JobFailed as error:
                 refusal = Failure(outcome="user", message=f"{error.message}; {error.hint}", host=get_node_name())
-                carry_out(self.run, task, refusal, Stop(why="batch_failed"))
+                apply_decision(self.run, task, refusal, Stop(why="batch_failed"))
                 close_attempt(self.run, attempt, refusal, Stop(why="batch_failed"))
                 self._under_way = None
                 break
@@ -252,8 +252,8 @@ class Supervisor:
             self._write_command(command)
             running = self._make_running_attempt(task, attempt, command, ends)
             failure = running.consult_scheduler(running.run_to_exit())
-            reached = program.samples_reached(command, attempt)
-            failure = program.settle_attempt(command, failure)
+            reached = program.count_samples_reached(command, attempt)
+            failure = program.record_attempt_results(command, failure)
             if failure is not None and failure.outcome == "disk":
                 shortages.release_reserve(self.run.path)  # to write that down
             history = self._read_history(
@@ -263,7 +263,7 @@ class Supervisor:
             decision = self._prepare_later_jobs(task, decide(task, failure, history), failure)
             # If the scheduler ends this job, the next one does what was decided.
             is_for_next_job = isinstance(decision, Requeue) and (history.allocation_ended or decision.first == "hold")
-            next_task = None if is_for_next_job else carry_out(self.run, task, failure, decision)
+            next_task = None if is_for_next_job else apply_decision(self.run, task, failure, decision)
             # Last: who sees the attempt ended may rely on everything that follows from it.
             close_attempt(self.run, self._record_conflicting_trainings(attempt), failure, decision, reached=reached)
             self._under_way = None
@@ -347,23 +347,23 @@ class Supervisor:
         ):
             time.sleep(POLL)
 
-    def _release_small_links(self, task: Task) -> None:
+    def _cancel_small_jobs(self, task: Task) -> None:
         """Cancel later jobs with too few nodes for the rest of the training; one that still starts exits at once."""
         job = self._find_job(task)
         if job is not None:
             waiting = self._list_later_jobs_of_chain(task)
             large_enough = [link for link in waiting if job.get_nodes(link) >= task.nodes]
-            self._prompt = ""  # another job of the chain is the next one now
+            self._undelayed_job = ""  # another job of the chain is the next one now
             self._end_delay(large_enough)
             too_small = [link for link in waiting if link not in large_enough]
-            self._release_links(job, too_small, f"the training now needs {task.nodes} nodes")
+            self._cancel_jobs_of_chain(job, too_small, f"the training now needs {task.nodes} nodes")
 
     def _end_delay(self, waiting: Sequence[str]) -> None:
         """Remove the delay of the next job of the chain, which is for the case that this job does not start tula."""
         scheduler = self.allocation.scheduler
-        if self._prompt or not waiting or not isinstance(scheduler, DelaysJobs):
+        if self._undelayed_job or not waiting or not isinstance(scheduler, DelaysJobs):
             return
-        self._prompt = waiting[0]
+        self._undelayed_job = waiting[0]
         if complaint := scheduler.end_delay(waiting[0], self.allocation.job_id):
             sys.stderr.write(f"tula: job {waiting[0]} may start some minutes late: {complaint}\n")
 
@@ -389,9 +389,9 @@ class Supervisor:
         job = self._find_job(task)
         if job is not None:
             why = "the training is finished" if training.read_result() else "later jobs would fail in the same way"
-            self._release_links(job, [link for link in job.links if link != self.allocation.job_id], why)
+            self._cancel_jobs_of_chain(job, [link for link in job.links if link != self.allocation.job_id], why)
 
-    def _release_links(self, job: Job, links: Sequence[str], why: str) -> None:
+    def _cancel_jobs_of_chain(self, job: Job, links: Sequence[str], why: str) -> None:
         """Cancel jobs of the chain, and record why for those after this one; finished jobs are not affected."""
         waiting = [link for link in links if job.links.index(link) > job.links.index(self.allocation.job_id)]
         if waiting and not self.run.is_cancelled(job.id):
@@ -453,9 +453,9 @@ class Supervisor:
 
     # --- after earlier allocations
 
-    def _resume_from_links(self, task: Task) -> Task | None:
+    def _resume_from_earlier_jobs(self, task: Task) -> Task | None:
         """Return the task with which to resume after earlier jobs of the chain; None if it must not resume."""
-        self._close_lost(task)
+        self._close_lost_attempts(task)
         if not isinstance(task, TrainTask):
             return task
         job = self._find_job(task)
@@ -464,7 +464,7 @@ class Supervisor:
         earlier = self._list_attempts_of_submission(task)
         if not earlier or earlier[-1].task != task.id:
             return task  # the first of this submission, or its relaunch is written already
-        last_attempt = self._correct_end(earlier[-1])
+        last_attempt = self._correct_exit_reason(earlier[-1])
         if last_attempt.outcome == "cancelled" and not self.allocation.is_local:
             self.run.cancel(task.job, by=self.allocation.scheduler.cancel_command)
         if last_attempt.failure is None or isinstance(last_attempt.decision, Stop):
@@ -475,9 +475,9 @@ class Supervisor:
             self.run.write_attempt(last_attempt.model_copy(update={"decision": decision}))
         elif last_attempt.outcome == "disk":
             require_disk_space(self.run, last_attempt)
-        return carry_out(self.run, task, last_attempt.failure, decision, granted=self.allocation.nodes)
+        return apply_decision(self.run, task, last_attempt.failure, decision, granted=self.allocation.nodes)
 
-    def _correct_end(self, last_attempt: Attempt) -> Attempt:
+    def _correct_exit_reason(self, last_attempt: Attempt) -> Attempt:
         """Return an attempt; if it only has a signal, with the scheduler's reason for the end of its allocation."""
         if last_attempt.outcome != "signal" or last_attempt.allocation in ("", self.allocation.id):
             return last_attempt
@@ -518,7 +518,7 @@ class Supervisor:
         progress = self.run.get_training(task.signature).count_trained_samples()
         return [attempt for attempt in self._list_attempts_of_submission(task) if attempt.progress == progress]
 
-    def _close_lost(self, task: Task) -> None:
+    def _close_lost_attempts(self, task: Task) -> None:
         """Close attempts whose supervisor was killed: at the last change of their log, with the scheduler's reason."""
         run = self.run
         for lost in run.read_attempts_of_task(task):

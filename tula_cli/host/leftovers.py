@@ -101,7 +101,7 @@ class GpuMemory:
     _used: dict[str, int] | None = None
     _holders: Collection[int] = ()
 
-    def wait_until_back(self, gpus: Sequence[str], mark: str, *, give_up: Callable[[], bool]) -> str:
+    def wait_until_memory_is_free(self, gpus: Sequence[str], mark: str, *, give_up: Callable[[], bool]) -> str:
         """Wait until the GPU memory of earlier attempts is free again; the first call only records the current use.
 
         Args:

@@ -195,7 +195,7 @@ class TicketHolder:
         Raises:
             OSError: the tickets cannot be read or drawn.
         """
-        if not self._is_there():  # the session's folder was removed at logout: the others draw anew as well
+        if not self._has_own_file():  # the session's folder was removed at logout: the others draw anew as well
             self._close_handle()
             self._take_number()
         return list_probes_ahead(self.ticket, _list_living_tickets(self.folder))
@@ -209,11 +209,11 @@ class TicketHolder:
     def close(self) -> None:
         """Remove the ticket and release its lock."""
         with contextlib.suppress(OSError):
-            if self._is_there():
+            if self._has_own_file():
                 self._path.unlink()
         self._close_handle()
 
-    def _is_there(self) -> bool:
+    def _has_own_file(self) -> bool:
         """Return whether the file with this number is this ticket, and not one in a folder created anew."""
         try:
             return self._handle is not None and os.path.samestat(os.fstat(self._handle), self._path.stat())

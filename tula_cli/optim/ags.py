@@ -40,7 +40,7 @@ from .gradient_stats import (
     get_accumulation_dtype,
     group_by_dtype,
     scale_,
-    scaled_update,
+    scale_update,
     select_,
     smooth_factors,
     squared_norm,
@@ -48,11 +48,11 @@ from .gradient_stats import (
 from .sharding import compute_sharded_gradients, get_local_shard
 from .wrapper import (
     Wrapper,
+    check_base_can_be_scaled,
+    check_model_has_parameters_of_base,
+    check_sharding,
     find_ddp,
     get_rank_and_world,
-    refuse_base,
-    refuse_other_model,
-    refuse_sharded,
     require_one_of,
     require_real_numbers,
     require_whole_numbers,
@@ -188,7 +188,7 @@ class Schedule:
     owed: bool = False
 
     @classmethod
-    def of(cls, refresh: Refresh, steps: int | None) -> Schedule:
+    def from_settings(cls, refresh: Refresh, steps: int | None) -> Schedule:
         """Return the schedule of a training that starts.
 
         Args:
@@ -230,7 +230,7 @@ class Schedule:
         self.refreshed |= refreshed
         self.owed &= not refreshed
         if self.taken == self.steps:
-            self._close()
+            self._finish_epoch()
 
     def start(self, steps: int, *, rest: bool | None = None) -> None:
         """Start an epoch of `steps` steps, or the rest of one after a resume.
@@ -247,7 +247,7 @@ class Schedule:
             return  # counting continues; steps that GradScaler skipped before the resume are not made up
         if self.taken:
             # GradScaler skipped steps, so the count did not reach the last step of the epoch
-            self._close()
+            self._finish_epoch()
         self.steps = steps
 
     def request_refresh(self) -> None:
@@ -269,7 +269,7 @@ class Schedule:
             self.steps, self.taken = saved["steps"], saved["taken"]
             self.refreshed, self.owed = saved["refreshed"], saved["owed"]
 
-    def _close(self) -> None:
+    def _finish_epoch(self) -> None:
         self.owed |= not self.refreshed
         self.taken, self.refreshed = 0, False
         self.steps = self.usual or self.steps
@@ -479,7 +479,7 @@ class Setup:
     sharded: bool = False  # each rank holds a part of every parameter and gradient (fully_shard)
 
     @classmethod
-    def of(
+    def from_optimizer(
         cls,
         base: torch.optim.Optimizer,
         model: nn.Module,
@@ -793,7 +793,7 @@ class SmallBatch(Factors):
         if not 0 <= ema < 1:
             raise ValueError(f"ema must be a number of at least 0 and below 1, got {ema}")
         self.per, self.refresh, self.s_min, self.eps, self.ema = per, refresh, s_min, eps, ema
-        self.schedule = Schedule.of(refresh, None)
+        self.schedule = Schedule.from_settings(refresh, None)
         self._factor: dict[Tensor, Tensor] = {}
         self._next_factors: dict[Tensor, Tensor] | None = None
         self._staged: dict[Tensor, Tensor] | None = None
@@ -802,7 +802,7 @@ class SmallBatch(Factors):
 
     def bind(self, setup: Setup) -> None:
         super().bind(setup)
-        self.schedule = Schedule.of(self.refresh, setup.steps_per_epoch)
+        self.schedule = Schedule.from_settings(self.refresh, setup.steps_per_epoch)
         if setup.sharded and self.per == "element":
             raise ValueError(
                 f'a sharded model can only have factors per tensor: use {type(self).__name__}(per="tensor")'
@@ -1172,11 +1172,13 @@ class TulaOptimizer(Wrapper):
         require_real_numbers(max_grad_norm=max_grad_norm)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be a number above 0, got {max_grad_norm}")
-        refuse_sharded(base, model, shares=True)
+        check_sharding(base, model, shares=True)
         sizes: dict[str, Any] = {"b_large": b_large, "b_small": b_small, "available": available}
-        self.setup = Setup.of(base, model, **sizes, steps_per_epoch=steps_per_epoch, seed=seed, exclude=exclude)
-        refuse_base(base, of_gradients=apply_to == "gradient")
-        refuse_other_model(base, model)
+        self.setup = Setup.from_optimizer(
+            base, model, **sizes, steps_per_epoch=steps_per_epoch, seed=seed, exclude=exclude
+        )
+        check_base_can_be_scaled(base, of_gradients=apply_to == "gradient")
+        check_model_has_parameters_of_base(base, model)
         self.apply_to, self.max_grad_norm = apply_to, max_grad_norm
         usual = configured(AGS_PRESETS[preset])
         self.factors, self.gate = factors or usual["factors"], gate or usual["gate"]
@@ -1190,7 +1192,7 @@ class TulaOptimizer(Wrapper):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base optimizer; its parameters have the factor 1 until the next refresh."""
         super().add_param_group(param_group)
-        refuse_sharded(self.base, self.setup.model, shares=True)
+        check_sharding(self.base, self.setup.model, shares=True)
 
     # ---- the refresh
 
@@ -1246,7 +1248,9 @@ class TulaOptimizer(Wrapper):
         """
         setup, steps = self.setup, self.setup.steps_per_epoch
         sizes: dict[str, Any] = {"b_large": b_large, "b_small": b_small, "available": available}
-        new = Setup.of(self.base, setup.model, **sizes, steps_per_epoch=steps, seed=setup.seed, exclude=setup.excluded)
+        new = Setup.from_optimizer(
+            self.base, setup.model, **sizes, steps_per_epoch=steps, seed=setup.seed, exclude=setup.excluded
+        )
         if new == setup:
             return
         self.setup = new
@@ -1338,7 +1342,7 @@ class TulaOptimizer(Wrapper):
     def _scale_update(self, used: dict[Tensor, Tensor], calm: Tensor | None) -> AbstractContextManager[None]:
         if calm is None or self.apply_to == "gradient":
             return nullcontext()
-        return scaled_update([get_local_shard(p) for p in used], list(used.values()), calm)
+        return scale_update([get_local_shard(p) for p in used], list(used.values()), calm)
 
     # ---- checkpoints
 

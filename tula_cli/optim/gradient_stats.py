@@ -279,7 +279,7 @@ def chunk_indices(factors: Sequence[Tensor], indices: Sequence[int]) -> Iterator
 
 
 @contextmanager
-def scaled_update(params: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> Iterator[None]:
+def scale_update(params: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> Iterator[None]:
     """Scale the change of the parameters inside the context: w0 + s (w - w0) instead of w, if `calm` is true.
 
     For a moment one copy of the parameters more, on the device two of CHUNK or of the largest tensor besides.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from . import gradient_stats, sharding
 from .gradient_stats import chunk_indices, clip_, copy_tensors, get_accumulation_dtype, group_by_dtype
-from .wrapper import Wrapper, get_rank_and_world, refuse_sharded
+from .wrapper import Wrapper, check_sharding, get_rank_and_world
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the odd polynomial that Muon iterates: it is steep at 0 and stays around 1, rather than converging to it."""
@@ -96,7 +96,7 @@ class Ortho(Wrapper):
     def __init__(self, base: torch.optim.Optimizer, *, model: nn.Module, max_grad_norm: float | None = None) -> None:
         if why := describe_why_not_orthogonalizable(base):
             raise ValueError(f"{why}; use torch.optim.SGD or AdamW")
-        refuse_sharded(base, model, "Ortho", shares=True)
+        check_sharding(base, model, "Ortho", shares=True)
         super().__init__(base)
         self.max_grad_norm = max_grad_norm
         self._maps = frozenset(map(id, find_matrices(model)))

@@ -70,7 +70,7 @@ def require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
-def refuse_base(base: torch.optim.Optimizer, *, of_gradients: bool) -> None:
+def check_base_can_be_scaled(base: torch.optim.Optimizer, *, of_gradients: bool) -> None:
     """Raise a ValueError if scaling has no effect through this base optimizer.
 
     Args:
@@ -88,7 +88,7 @@ def refuse_base(base: torch.optim.Optimizer, *, of_gradients: bool) -> None:
         raise ValueError(f"{name} evaluates its closure several times per step. Use torch.optim.SGD as the base")
 
 
-def refuse_other_model(base: torch.optim.Optimizer, model: nn.Module) -> None:
+def check_model_has_parameters_of_base(base: torch.optim.Optimizer, model: nn.Module) -> None:
     """Raise a ValueError if the model has none of the parameters that the base optimizer updates."""
     parameters = set(model.parameters())
     if not any(p in parameters for group in base.param_groups for p in group["params"]):
@@ -98,7 +98,7 @@ def refuse_other_model(base: torch.optim.Optimizer, model: nn.Module) -> None:
         )
 
 
-def refuse_sharded(
+def check_sharding(
     base: torch.optim.Optimizer, model: nn.Module, who: str = "TulaOptimizer", *, shares: bool = False
 ) -> None:
     """Raise a ValueError if gradients are sharded, or parameters are complex.

@@ -69,7 +69,7 @@ def measure_runs(
     keep_best: bool = False,
     compared: bool = False,
     older: float | None = None,
-    ask: Ask = scheduler.ask_states,
+    ask: Ask = scheduler.query_states,
     now: Callable[[], float] = time.time,
 ) -> list[RunSpace]:
     """Return the disk space of runs and their removable files, largest first; nothing is changed.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tula_cli.cluster.chains import list_nodes_of_links
+from tula_cli.cluster.chains import list_nodes_of_chain_jobs
 from tula_cli.cluster.full_disk import release_held_jobs
 from tula_cli.cluster.launcher import Launcher, list_attachable_jobs, list_unfinished_jobs, lock_submission, submit_task
 from tula_cli.cluster.slurm import first_job
@@ -446,7 +446,7 @@ def run_training(
     if not unfinished:
         if training.request.within_balance:
             require_balance(require_known_balance(plan.balance))
-        planned = TrainPlanned(plan, list_nodes_of_links(plan.task))
+        planned = TrainPlanned(plan, list_nodes_of_chain_jobs(plan.task))
         yield planned
         require_confirmed(dependencies.confirm, planned)
     save_runs([run], file)

@@ -331,7 +331,7 @@ class MemoryMeter:
         peak = max(0, read_process_memory("VmHWM") - self.base)
         return peak, peak
 
-    def library_bytes(self, capacity: int | None) -> int:
+    def count_library_bytes(self, capacity: int | None) -> int:
         """Return the bytes of the capacity taken by everything else: context, workspaces, communication buffers.
 
         On a GPU: the memory that the driver reports as used, less what the allocator has taken since the reset. Memory
@@ -361,7 +361,7 @@ class MemoryMeter:
             _reset_peak()
         self.retries = self._count_retries() if self.device.type == "cuda" else 0
 
-    def allocator_retries(self) -> int:
+    def count_allocator_retries(self) -> int:
         """Return how often the CUDA allocator flushed its cache to continue: the batch fits, but steps are slow."""
         return self._count_retries() - self.retries if self.device.type == "cuda" else 0
 

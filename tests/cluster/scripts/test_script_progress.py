@@ -214,7 +214,7 @@ def test_a_training_that_was_too_short_to_be_ended_fails_at_its_end(run: RunDir)
     command = LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16)
     tells(run, "train-x-1", step=100, samples=1600.0)
     has_begun(run, file="result-0.json", why="ended", expected={"world": 1, "batch": 32})
-    reason = training.settle_attempt(command, None)
+    reason = training.record_attempt_results(command, None)
     assert reason.outcome == "user" and "batch 32, but a step trains on 16 samples" in reason.description
     assert run.get_training("x").read_result() is None
 
@@ -252,7 +252,7 @@ def fails_at_once(run: RunDir, first: TrainTask, checkpoint: Path) -> Failure:
     }  # fmt: skip
     (folder / "failure-0.json").write_text(json.dumps(record))
     command = LeaderCommand(task=first.id, attempt=1, ranks=1, batch=16, checkpoint=str(checkpoint))
-    return ScriptTraining(run, first).settle_attempt(
+    return ScriptTraining(run, first).record_attempt_results(
         command, Failure(outcome="user", message="EOFError: Ran out of input")
     )
 
@@ -330,7 +330,7 @@ def test_a_method_that_cannot_train_a_script_fails_it_even_where_it_ends_well(ru
     record |= {"error": error, "message": why, "text": f"{error}: {why}\n", "step": 0, "failed_at": STARTED}
     (folder / "failure-0.json").write_text(json.dumps(record))
     value, command = task(run, "train-x-1", 16), LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16)
-    result = ScriptTraining(run, value).settle_attempt(command, None)
+    result = ScriptTraining(run, value).record_attempt_results(command, None)
     assert (result.outcome, result.message) == ("user", why)
     assert run.get_training("x").read_result() is None
     TrainingMonitor(ScriptTraining(run, value), command, range(1)).record_progress()
@@ -431,12 +431,12 @@ def test_samples_that_an_interruption_costs_are_kept(run: RunDir) -> None:
     planned(run, STARTED)
     saves(training.output_folder, STARTED + 20)
     tells(run, "train-x-1", row("gap", 31, STARTED + 21), step=60, samples=960.0, stepped_at=STARTED + 40)
-    training.settle_attempt(command(), Failure(outcome="time_limit", message="over"))
+    training.record_attempt_results(command(), Failure(outcome="time_limit", message="over"))
     kept = run.get_training("x").read_script_saves()
     assert kept.lost == (480,) and [save.samples for save in kept.saves] == [480]
     anew = run.read_spec().model_copy(update={"script": run.read_spec().script.model_copy(update={"resume": None})})
     without = ScriptTraining(run, training.task.model_copy(update={"spec": anew, "signature": "y"}))
-    without.settle_attempt(command(), Failure(outcome="time_limit", message="over"))
+    without.record_attempt_results(command(), Failure(outcome="time_limit", message="over"))
     assert run.get_training("y").read_script_saves().lost == (960,), "it starts again"
 
 
@@ -507,7 +507,7 @@ def second_start(run: RunDir, *rows: dict[str, object]) -> tuple[ScriptTraining,
     attempt.plan_path.write_text("{}")
     os.utime(attempt.plan_path, (STARTED + 101, STARTED + 101))
     training.log_progress(attempt, command, after=0)
-    return training, training.base(command)
+    return training, training.get_start_position(command)
 
 
 def test_a_script_that_resumes_by_itself_is_counted_from_what_it_has_loaded(alone: RunDir) -> None:
@@ -562,7 +562,7 @@ def test_an_epoch_is_what_the_loader_delivers(alone: RunDir, epoch: int | None, 
     training, command = ScriptTraining(alone, task(alone, "train-x-1", 16)), LeaderCommand(task="train-x-1", attempt=1)
     assert training.total_samples == total
     heartbeat(alone, "train-x-1", 0, step=92, samples=float(total))
-    training.settle_attempt(command, None)
+    training.record_attempt_results(command, None)
     rows = alone.get_training("x").read_newest_metrics()
     assert not [row for row in rows if row["kind"] == "warning" and "ended after" in row["message"]], rows
 

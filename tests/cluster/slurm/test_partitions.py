@@ -277,7 +277,7 @@ def test_what_a_job_can_have_of_a_node_is_asked_for(commands, row, node, limits,
     answers = {"node": node, "partition": limits, "config": config}
     cases = " ".join(f"*show\\ {name}*) {says(text + chr(10))}\n;;" for name, text in answers.items() if text)
     commands("scontrol", f'case "$*" in {cases} *) exit 1;; esac')
-    result = site.ask_site()
+    result = site.query_site()
     assert result is not None
     requested = {setting.key.rpartition(".")[2]: setting.value for setting in site.list_site_settings(result)}
     assert (requested["cpus_per_task"], requested["memory"], requested["nodes"]) == (str(cpus), memory, str(nodes))
@@ -286,7 +286,7 @@ def test_what_a_job_can_have_of_a_node_is_asked_for(commands, row, node, limits,
 def test_partitions_and_accounts_are_asked_for(commands):
     commands("sinfo", says(RECORDED))
     commands("sacctmgr", says("lab|\nlab|gpu\n|\nother|\n"))
-    result = site.ask_site()
+    result = site.query_site()
     assert result is not None
     assert result.default is not None
     assert (result.default.name, result.accounts) == ("main", ("lab", "other"))
@@ -295,7 +295,7 @@ def test_partitions_and_accounts_are_asked_for(commands):
 def test_without_accounting_there_are_no_accounts(commands):
     commands("sinfo", says(RECORDED))
     commands("sacctmgr", "echo 'You are not running a supported accounting_storage plugin' >&2; exit 1")
-    result = site.ask_site()
+    result = site.query_site()
     assert result is not None
     assert result.accounts == ()
 
@@ -305,7 +305,7 @@ def test_a_scheduler_that_does_not_answer_is_none(commands, monkeypatch, script)
     monkeypatch.setattr(site, "COMMAND_TIMEOUT", 0.3)
     if script:
         commands("sinfo", script)
-    assert site.ask_site() is None
+    assert site.query_site() is None
 
 
 def test_hosts_of_a_job(commands):
@@ -435,8 +435,8 @@ def test_a_template_that_lacks_a_line_is_our_mistake():
 
 def test_a_setting_of_another_section_is_not_taken_for_it():
     lines = ["a:", "  memory: 1", "b:", "  # c:", "    # memory: 2", "  # memory: 3", "  c:", "    # memory: 4 # x"]
-    assert site._find(lines, "b.memory") == (4, "    ")
-    assert site._find(lines, "b.c.memory") == (7, "    ")
+    assert site._find_setting_line(lines, "b.memory") == (4, "    ")
+    assert site._find_setting_line(lines, "b.c.memory") == (7, "    ")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tula_cli.cluster.chains import get_chain_state
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.cluster.slurm import command as slurm_command
 from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.cluster.slurm.queue import ask_states, find_end_time, find_outcome, list_live_jobs
+from tula_cli.cluster.slurm.queue import find_end_time, find_outcome, list_live_jobs, query_states
 from tula_cli.cluster.slurm.scheduler import make_refusal_error
 from tula_cli.errors import SchedulerError
 from tula_cli.run.records.jobs import Job
@@ -51,7 +51,7 @@ def recorded(slurm, monkeypatch):
 
 
 def test_how_jobs_of_a_real_cluster_stand(recorded):
-    states = ask_states(list(recorded.values()))
+    states = query_states(list(recorded.values()))
     results = {what: states[id_] for what, id_ in recorded.items() if id_ in states}
     assert {what: state.state for what, state in results.items()} == {
         "done": "ended", "failed": "ended", "oom": "ended", "timeout": "ended", "unshared": "ended", "cancelled": "ended",
@@ -62,7 +62,7 @@ def test_how_jobs_of_a_real_cluster_stand(recorded):
     assert results["waiting"].starts_at == find_end_time(recorded["running"], {}) == 1_795_262_039
     assert "will not start" in results["closed"].reason
     assert "could not be started on the node" in results["unshared"].reason
-    assert ask_states([recorded["unknown"]]) == {}
+    assert query_states([recorded["unknown"]]) == {}
 
 
 def test_how_allocations_of_a_real_cluster_ended(recorded):
@@ -97,7 +97,7 @@ def test_accounting_of_a_real_cluster_tells_the_same(recorded):
 def test_one_question_tells_how_all_jobs_stand(versions):
     running, waiting = versions.add("a", "RUNNING"), versions.add("b", "PENDING", "Resources", starts=local(2e9))
     done, failed = versions.add("c", "COMPLETED"), versions.add("d", "FAILED", "NonZeroExitCode")
-    states = ask_states([running, waiting, done, failed])
+    states = query_states([running, waiting, done, failed])
     assert states[running] == SchedulerState("running")
     assert states[waiting] == SchedulerState("pending", "Resources", 2e9)
     assert states[done] == SchedulerState("ended")
@@ -111,45 +111,45 @@ def test_one_question_tells_how_all_jobs_stand(versions):
 
 def test_sacct_tells_of_jobs_that_squeue_has_forgotten(versions):
     running, over = versions.add("a", "RUNNING"), versions.add("b", "TIMEOUT", forgotten=True)
-    states = ask_states([running, over])
+    states = query_states([running, over])
     assert states[running].state == "running"
     assert states[over] == SchedulerState("ended", "TIMEOUT: the time limit of the job was reached")
 
 
 def test_a_single_job_that_squeue_calls_invalid_is_asked_of_sacct(versions):
     over = versions.add("b", "CANCELLED by 1000", forgotten=True)
-    assert ask_states([over])[over].reason.startswith("CANCELLED by 1000: ")
+    assert query_states([over])[over].reason.startswith("CANCELLED by 1000: ")
 
 
 def test_a_squeue_that_fails_for_one_unknown_job_is_asked_for_all_of_ours(slurm):
     running, over = slurm.add("a", "RUNNING"), slurm.add("b", "COMPLETED", forgotten=True)
     foreign = slurm.add("c", "RUNNING", user=4711)
     slurm.fault(squeue="refuses unknown")
-    states = ask_states([running, over])
+    states = query_states([running, over])
     assert (states[running].state, states[over].state) == ("running", "ended")
     assert foreign not in states
 
 
 def test_a_job_that_nobody_knows_is_not_in_the_answer(versions):
-    assert ask_states(["4711"]) == {}
-    assert ask_states([]) == {}
+    assert query_states(["4711"]) == {}
+    assert query_states([]) == {}
 
 
 @pytest.mark.parametrize("sacct", ["disabled", "unreachable", "knows nothing"])
 def test_without_sacct_squeue_has_to_do(slurm, sacct):
     done, forgotten = slurm.add("a", "COMPLETED"), slurm.add("b", "COMPLETED", forgotten=True)
     slurm.fault(sacct=sacct)
-    assert ask_states([done, forgotten]) == {done: SchedulerState("ended")}
+    assert query_states([done, forgotten]) == {done: SchedulerState("ended")}
 
 
 def test_squeue_outweighs_an_sacct_that_calls_a_requeued_job_over(slurm):
     again = slurm.add("a", "RUNNING", restarts=1, accounted="NODE_FAIL")
-    assert ask_states([again])[again].state == "running"
+    assert query_states([again])[again].state == "running"
 
 
 def test_an_sacct_that_lags_does_not_bring_a_job_back_to_life(slurm):
     over = slurm.add("a", "COMPLETED", forgotten=True, accounted="RUNNING")
-    assert ask_states([over])[over] == SchedulerState(
+    assert query_states([over])[over] == SchedulerState(
         "unknown", "sacct reports RUNNING, and squeue no longer lists the job"
     )
 
@@ -158,7 +158,7 @@ def test_an_sacct_that_lags_does_not_bring_a_job_back_to_life(slurm):
 def test_a_silent_controller_says_nothing_about_jobs(slurm, squeue):
     running, over = slurm.add("a", "RUNNING", accounted="RUNNING"), slurm.add("b", "COMPLETED")
     slurm.fault(squeue=squeue)
-    states = ask_states([running, over, "4711"])
+    states = query_states([running, over, "4711"])
     assert (states[running].state, states["4711"].state) == ("unknown", "unknown")
     assert "squeue does not answer: slurm_load_jobs error" in states[running].reason
     assert states[over].state == "ended", "sacct knows the end"
@@ -168,7 +168,7 @@ def test_a_command_that_hangs_is_given_up(slurm, monkeypatch):
     job = slurm.add("a", "RUNNING")
     slurm.fault(squeue="hang", sacct="hang", scontrol="hang")
     monkeypatch.setattr(slurm_command, "COMMAND_TIMEOUT", 0.2)
-    assert "took more than 0.2 s" in ask_states([job])[job].reason
+    assert "took more than 0.2 s" in query_states([job])[job].reason
     assert find_outcome(job) is None
     assert find_end_time(job, {}) is None
 
@@ -177,7 +177,7 @@ def test_missing_commands_are_no_error(slurm):
     job = slurm.add("a", "RUNNING")
     for command in ("squeue", "sacct", "scontrol", "scancel"):
         slurm.without(command)
-    assert ask_states([job])[job].state == "unknown"
+    assert query_states([job])[job].state == "unknown"
     assert (find_outcome(job), find_end_time(job, {})) == (None, None)
     assert scheduler.cancel_jobs([job]) == "scancel: No such file or directory"
 
@@ -185,7 +185,7 @@ def test_missing_commands_are_no_error(slurm):
 def test_garbage_is_no_error(slurm):
     job = slurm.add("a", "RUNNING")
     slurm.fault(squeue="garbage", scontrol="garbage")
-    assert ask_states([job])[job].state == "unknown"
+    assert query_states([job])[job].state == "unknown"
     assert (find_outcome(job), find_end_time(job, {})) == (None, None)
 
 
@@ -207,12 +207,12 @@ def test_garbage_is_no_error(slurm):
 )
 def test_states_by_their_first_word_and_an_unknown_one_is_not_over(slurm, words, state):
     job = slurm.add("a", words)
-    assert ask_states([job])[job].state == state
+    assert query_states([job])[job].state == state
 
 
 def test_a_reason_that_waiting_does_not_cure_is_reported(versions):
     job = versions.add("a", "PENDING", "PartitionDown")
-    assert ask_states([job])[job].reason == "PartitionDown: will not start, because the partition is down"
+    assert query_states([job])[job].reason == "PartitionDown: will not start, because the partition is down"
 
 
 @pytest.mark.promise(
@@ -242,10 +242,10 @@ def test_what_keeps_a_job_is_reported_with_what_to_do_also_while_the_link_before
         versions.add("b", "PENDING", reason),
         versions.add("c", "PENDING", "Dependency"),
     )
-    message = ask_states([first, second])[second].reason
+    message = query_states([first, second])[second].reason
     assert message.startswith(reason) and words.format(id=second) in message
     job = Job(id="j", scheduler="slurm", scheduler_id=first, nodes=1, submitted_at=0, links=(first, second, third))
-    now = get_chain_state(job, ask_states(job.links), forgotten="")
+    now = get_chain_state(job, query_states(job.links), forgotten="")
     assert now.state == "running"
     kept = "Reserved" not in reason  # which ends by itself
     assert now.reason == (f"the next job {second}: {message}" if kept else "")
@@ -254,7 +254,7 @@ def test_what_keeps_a_job_is_reported_with_what_to_do_also_while_the_link_before
 @pytest.mark.parametrize("word", ["SUSPENDED", "STOPPED"])
 def test_a_job_that_stands_still_says_so_and_how_it_goes_on(versions, word):
     job = versions.add("a", word)
-    state = ask_states([job])[job]
+    state = query_states([job])[job]
     assert (state.state, state.suspended) == ("running", True)
     assert state.suspended and f"scontrol resume {job}" in state.reason
     assert "\n" not in state.reason
@@ -262,7 +262,7 @@ def test_a_job_that_stands_still_says_so_and_how_it_goes_on(versions, word):
 
 def test_a_job_that_could_not_start_on_its_node_says_so(slurm):
     job = slurm.add("a", "FAILED", "JobLaunchFailure")
-    assert "could not be started on the node" in ask_states([job])[job].reason
+    assert "could not be started on the node" in query_states([job])[job].reason
 
 
 def test_sacct_is_asked_once_a_minute_about_a_job(slurm, monkeypatch):
@@ -270,16 +270,16 @@ def test_sacct_is_asked_once_a_minute_about_a_job(slurm, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(scheduler.time, "monotonic", lambda: now[0])
     for _ in range(5):
-        ask_states([first])
+        query_states([first])
     assert len(slurm.calls("sacct")) == 1
-    ask_states([first, second])
+    query_states([first, second])
     assert [call.arguments[2] for call in slurm.calls("sacct")] == [f"--jobs={first}", f"--jobs={second}"]
     now[0] += 61
     slurm.set(first, "COMPLETED", forgotten=True)
-    assert ask_states([first, second])[first].state == "ended"
+    assert query_states([first, second])[first].state == "ended"
     assert len(slurm.calls("sacct")) == 3
     now[0] += 3600
-    assert ask_states([first])[first].state == "ended"
+    assert query_states([first])[first].state == "ended"
     assert len(slurm.calls("sacct")) == 3, "an end is final"
 
 
@@ -288,7 +288,7 @@ def test_a_users_own_formats_and_an_allocations_variables_are_kept_out(slurm, mo
     for name in ("SQUEUE_FORMAT", "SACCT_FORMAT", "SLURM_TIME_FORMAT", "SLURM_JOB_ID", "SUBMITIT_EXECUTOR"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm/other.conf")
-    ask_states([job, "4711"])
+    query_states([job, "4711"])
     called = [*slurm.calls("squeue"), *slurm.calls("sacct")]
     assert [call.environ for call in called] == [{"SLURM_CONF": "/etc/slurm/other.conf"}] * 2
 
@@ -455,9 +455,9 @@ def test_a_refusal_keeps_sbatchs_words_and_says_what_to_do(words, message, hint)
 def test_waiting_jobs_are_held_for_their_user_and_released(slurm):
     ids = [slurm.add("tula-a"), slurm.add("tula-b")]
     assert scheduler.hold_jobs(ids) == ""
-    assert all(state.on_hold and state.hopeless for state in scheduler.ask_states(ids).values())
+    assert all(state.on_hold and state.hopeless for state in scheduler.query_states(ids).values())
     assert scheduler.release_jobs(ids) == ""
-    assert not any(state.on_hold for state in scheduler.ask_states(ids).values())
+    assert not any(state.on_hold for state in scheduler.query_states(ids).values())
     slurm.set(ids[0], "RUNNING")
     assert "already finished" in scheduler.hold_jobs(ids[:1])
     assert scheduler.hold_jobs(["a name"]) == "" and scheduler.release_jobs([]) == ""
@@ -543,5 +543,5 @@ def test_a_job_that_waits_for_a_maintenance_window_is_reported_which_limit_would
     monkeypatch.setattr(
         scheduler, "call_slurm", lambda *command, **_: slurm_command.CommandResult("done", answers[command[0]])
     )
-    message = ask_states(["7"])["7"].reason
+    message = query_states(["7"])["7"].reason
     assert ("a maintenance window starts" in message) == bool(words) and words in message and message.startswith(reason)

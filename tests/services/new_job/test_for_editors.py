@@ -43,7 +43,7 @@ def test_what_cannot_be_written_is_reported(tmp_path):
 @pytest.mark.parametrize("words", [(), ("slurm",), ("--from-command", "train.py --batch-size 8 --epochs 3")])
 def test_init_writes_the_schemas_and_check_reads_past_the_line_that_names_one(words, tmp_path, monkeypatch):
     quiet(monkeypatch, tmp_path)
-    monkeypatch.setattr("tula_cli.cluster.slurm.site.ask_site", lambda: None)
+    monkeypatch.setattr("tula_cli.cluster.slurm.site.query_site", lambda: None)
 
     def tula(*words):
         return app.run(words, screen=Screen(out=io.StringIO(), err=io.StringIO()))

@@ -282,7 +282,7 @@ def test_where_squeue_cannot_be_asked_jobs_count_as_live(run: RunDir, monkeypatc
     trained(run, 100, 200, 300)
     slurm_job(run)
     monkeypatch.setenv("PATH", str(run.path))
-    item = found(run, ask=scheduler.ask_states)
+    item = found(run, ask=scheduler.query_states)
     assert item.holdings == () and NO_ANSWER in item.kept
 
 

@@ -33,18 +33,18 @@ def test_blocks_of_source_are_the_same_each_time_and_hold_out_files() -> None:
     assert sample["input_ids"].shape == (32,) and torch.equal(sample["input_ids"], sample["labels"])
     assert torch.equal(sample["input_ids"], again.train[0, 3]["input_ids"])
     assert 500 < len(result.train) + len(result.eval) <= 20_000 // 32
-    held_out = {bytes(item["input_ids"].tolist()) for item in result.eval.first_samples(50)}
-    assert not held_out & {bytes(item["input_ids"].tolist()) for item in result.train.first_samples(600)}
+    held_out = {bytes(item["input_ids"].tolist()) for item in result.eval.list_first_samples(50)}
+    assert not held_out & {bytes(item["input_ids"].tolist()) for item in result.train.list_first_samples(600)}
 
 
 def test_fragments_have_the_number_of_their_package_and_are_padded_to_the_longest() -> None:
     datasets = build_datasets(job("python_packages", classes=3))
     assert datasets.classes == 3
-    items = datasets.train.first_samples(len(datasets.train))
+    items = datasets.train.list_first_samples(len(datasets.train))
     assert (
         {item["labels"] for item in items}
         == {0, 1, 2}
-        == {item["labels"] for item in datasets.eval.first_samples(10_000)}
+        == {item["labels"] for item in datasets.eval.list_first_samples(10_000)}
     )
     assert max(len(item["input_ids"]) for item in items) <= 32
     some = sorted(items, key=lambda item: len(item["input_ids"]))
@@ -81,7 +81,7 @@ def test_a_language_model_is_built_from_its_configuration_and_takes_its_own_loss
     model = zoo.build_model(spec, None)
     assert not model.config.use_cache and model.config.eos_token_id is None
     call = zoo.make_model_call(spec, model, zoo.build_loss(spec))
-    batch = make_batch(None, build_datasets(spec).train.first_samples(2))
+    batch = make_batch(None, build_datasets(spec).train.list_first_samples(2))
     outputs = call.compute_outputs(model, batch)
     assert outputs.logits.shape == (2, 32, 256)
     assert call.compute_loss_from_outputs(outputs, batch) is outputs.loss and 4 < float(outputs.loss) < 7, (

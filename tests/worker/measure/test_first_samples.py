@@ -10,7 +10,7 @@ from tula_cli.worker.measure.first_samples import load_first_samples
 
 @pytest.mark.parametrize(("size", "taken"), [(10, 10), (256, 256), (300, 256), (511, 256), (1000, 256)])
 def test_samples_are_of_all_parts_of_the_dataset(size: int, taken: int) -> None:
-    result = SeededDataset([(torch.zeros(1), index) for index in range(size)], seed=0).spread_samples(256)  # type: ignore[arg-type]
+    result = SeededDataset([(torch.zeros(1), index) for index in range(size)], seed=0).list_spread_samples(256)  # type: ignore[arg-type]
     indices = [index for _, index in result]
     assert len(set(indices)) == len(indices) == taken
     assert max(b - a for a, b in zip(indices, [*indices[1:], size], strict=True)) <= -(-size // 256)

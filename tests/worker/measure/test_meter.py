@@ -46,17 +46,17 @@ def test_a_reset_begins_anew_though_the_allocator_keeps_what_was_freed(two_ranks
 def test_the_cpu_never_flushes_a_cache() -> None:
     memory = device.MemoryMeter(torch.device("cpu"))
     memory.reset()
-    assert memory.allocator_retries() == 0
+    assert memory.count_allocator_retries() == 0
 
 
 def test_libraries_are_what_the_process_held_or_what_its_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = device.MemoryMeter(torch.device("cpu"))
     memory.reset()
-    assert memory.library_bytes(None) == memory.base > 50 * MB
+    assert memory.count_library_bytes(None) == memory.base > 50 * MB
     process_memory, capacity = read_process_memory("VmData") - device.count_free_heap_bytes(), 100 * MB
     limited_at = process_memory - 30 * MB  # the libraries have taken 30 MB since the limit was set
     monkeypatch.setattr(device.resource, "getrlimit", lambda _: (limited_at + capacity, -1))
-    assert memory.library_bytes(capacity) == pytest.approx(30 * MB, abs=5 * MB)
+    assert memory.count_library_bytes(capacity) == pytest.approx(30 * MB, abs=5 * MB)
 
 
 def test_memory_of_the_heap_that_is_freed_and_used_again_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_memory_of_the_heap_that_is_freed_and_used_again_counts_once(monkeypatch
     while_built.clear()
     memory.reset()
     in_a_step = hold()
-    used = memory.peak()[0] + memory.library_bytes(capacity)
+    used = memory.peak()[0] + memory.count_library_bytes(capacity)
     assert used == pytest.approx(128 * MB, rel=0.25) and len(in_a_step[0]) == len(last)
 
 

@@ -111,7 +111,7 @@ def test_folders_are_kept_as_files_are(shares: Path) -> None:
 def test_one_rank_goes_on_from_what_two_have_saved(shares: Path, alone: Ranks) -> None:
     run = RunDir(shares / "broken")
     subject = trainer(TRAIN.spec, alone)
-    content = checkpoint.load_for_all(run, TRAIN.signature, alone)
+    content = checkpoint.load_newest_on_all_ranks(run, TRAIN.signature, alone)
     assert content is not None
     best = checkpoint.restore_checkpoint(subject, content)
     saved = torch.load(shares / "broken.pt")
@@ -147,7 +147,7 @@ def test_a_training_goes_on_where_the_forward_pass_leaves_a_parameter_out(
 
 
 def test_a_checkpoint_of_another_model_is_refused(shares: Path, alone: Ranks) -> None:
-    content = checkpoint.load_for_all(RunDir(shares / "broken"), TRAIN.signature, alone)
+    content = checkpoint.load_newest_on_all_ranks(RunDir(shares / "broken"), TRAIN.signature, alone)
     assert content is not None
     other = trainer(spec(train={"parallel": "fsdp"}), alone)
     with pytest.raises(TulaError, match="does not fit the model"):

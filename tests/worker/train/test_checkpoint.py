@@ -82,8 +82,8 @@ def test_a_copy_that_the_user_made_stays(alone: Ranks, run: RunDir) -> None:
     copy.write_bytes(b"of the user's")
     for samples in (200, 300, 400):
         save(run, subject, samples)
-    checkpoint.discard_after(run, NAME, 300)
-    newest = checkpoint.load_newest(run, NAME)
+    checkpoint.delete_checkpoints_after(run, NAME, 300)
+    newest = checkpoint.load_newest_checkpoint(run, NAME)
     assert newest is not None
     assert newest[0] == run.get_training(NAME).get_checkpoint_path(300)
     assert names(run) == [300] and copy.read_bytes() == b"of the user's"
@@ -112,7 +112,7 @@ def test_a_truncated_checkpoint_is_passed_over(alone: Ranks, run: RunDir, share:
     older, newest = save(run, subject, 100), save(run, subject, 200)
     content = newest.read_bytes()
     newest.write_bytes(content[: int(share * len(content))])
-    result = checkpoint.load_newest(run, NAME)
+    result = checkpoint.load_newest_checkpoint(run, NAME)
     assert result is not None
     assert result[0] == older
 
@@ -124,7 +124,7 @@ def test_a_checkpoint_with_a_hole_is_passed_over(alone: Ranks, run: RunDir, plac
     begin = int(place * len(content))
     content[begin : begin + 512] = bytes(512)
     path.write_bytes(content)
-    assert checkpoint.load_newest(run, NAME) is None
+    assert checkpoint.load_newest_checkpoint(run, NAME) is None
 
 
 class Attack:
@@ -166,7 +166,7 @@ def test_what_holds_no_state_is_set_aside_with_a_word(
     for name in ("damaged-000000000200.pt", "damaged-2-000000000200.pt"):
         write(newest)
         content = newest.read_bytes()
-        result = checkpoint.load_newest(run, NAME, message.append)
+        result = checkpoint.load_newest_checkpoint(run, NAME, message.append)
         assert result is not None and result[0] == older
         assert message[-1] == (
             f"the checkpoint {newest.name} (200 samples) is damaged, skipped and kept as checkpoints/{name}"
@@ -186,12 +186,12 @@ def test_a_checkpoint_that_the_memory_does_not_hold_is_not_called_damaged(
 
     monkeypatch.setattr(torch, "load", load)
     with pytest.raises(RuntimeError, match="allocate memory"):
-        checkpoint.load_newest(run, NAME)
+        checkpoint.load_newest_checkpoint(run, NAME)
     assert names(run) == [100]
 
 
 def test_where_there_is_none_nothing_is_loaded(run: RunDir) -> None:
-    assert checkpoint.load_newest(run, NAME) is None
+    assert checkpoint.load_newest_checkpoint(run, NAME) is None
 
 
 def test_a_damaged_checkpoint_ahead_does_not_push_out_a_good_one(alone: Ranks, run: RunDir) -> None:

@@ -53,7 +53,7 @@ def build_probe_result(
         NotMeasured: the results of the ranks are insufficient, or contradict the settings.
     """
     world = task.ranks
-    steps = _select_counted_steps(ranks, log)
+    steps = _select_timed_steps(ranks, log)
     first_rank = ranks[0]
     waits = [step.wait for step in steps if step.wait is not None]
     sync = _find_slowest_median([] if rank.split is None else rank.split.sync for rank in ranks)
@@ -116,7 +116,7 @@ def _find_given_learning_rate(task: ProbeTask, batch: int) -> float | None:
     )
 
 
-def _select_counted_steps(ranks: Sequence[RankResult], log: Path) -> Sequence[JointStep]:
+def _select_timed_steps(ranks: Sequence[RankResult], log: Path) -> Sequence[JointStep]:
     """Return the steps to use for the measurement.
 
     Raises:
@@ -267,7 +267,7 @@ class ScriptProbe(ScriptProgram):
     def get_extra_arguments(self, command: LeaderCommand) -> str:
         return self.script.probe_args
 
-    def hook_save_path(self, command: LeaderCommand, values: Mapping[str, str | float]) -> str:
+    def get_hook_checkpoint_path(self, command: LeaderCommand, values: Mapping[str, str | float]) -> str:
         return str(self.get_output_folder(command) / "checkpoint.pt")
 
     def record_results(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
@@ -291,4 +291,4 @@ class ScriptProbe(ScriptProgram):
         return None
 
     def preview_command(self) -> str:
-        return self.preview_of(self.task.local_batches[0] * self.task.ranks)
+        return self.preview_command_at_batch(self.task.local_batches[0] * self.task.ranks)

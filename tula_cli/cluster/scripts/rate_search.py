@@ -88,7 +88,7 @@ class ScriptRateSearch(ScriptProgram):
         rule = _get_branch(command).rule
         return self.task.spec if rule is None else rate_search.make_job_of_rule(self.task.spec, rule)
 
-    def kill_plan(self, command: LeaderCommand) -> KillPlan | None:
+    def make_kill_plan(self, command: LeaderCommand) -> KillPlan | None:
         """Return how the training before the branches is killed: after its first checkpoint that is late enough."""
         if _get_branch(command).rule is not None:
             return None
@@ -126,7 +126,7 @@ class ScriptRateSearch(ScriptProgram):
 
     def preview_command(self) -> str:
         start = PlannedBranch(rule=None, out=str(self._folder / "start"))
-        return self.preview_of(self._reference_batch, branch=start)
+        return self.preview_command_at_batch(self._reference_batch, branch=start)
 
     # --- what is known
 

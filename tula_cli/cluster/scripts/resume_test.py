@@ -32,7 +32,7 @@ WEIGHTS_ONLY = "weights_only"
 HINT = "the checkpoint contains more than weights: call torch.load with weights_only=False"
 
 
-def count_trained(rows: Sequence[Mapping[str, Any]], local_batch: int) -> tuple[int, int]:
+def count_trained_steps(rows: Sequence[Mapping[str, Any]], local_batch: int) -> tuple[int, int]:
     """Return steps and samples of one rank from one row per step; a step trains at most its local batch.
 
     Further samples delivered by the loader were skipped or prefetched: up to one local batch counts for the next step.
@@ -273,7 +273,7 @@ class ResumeTest(ScriptProgram):
             run=self.run.path.absolute(), workers=0,
         )  # fmt: skip
 
-    def kill_plan(self, command: LeaderCommand) -> KillPlan | None:
+    def make_kill_plan(self, command: LeaderCommand) -> KillPlan | None:
         """Return how the shim kills a first start after its checkpoint; None for starts that resume."""
         start, script = _get_start(command), self.script
         if start.phase != "begin" or script.resume is None:
@@ -316,7 +316,7 @@ class ResumeTest(ScriptProgram):
         size = size or (killed.dataset if killed is not None else None) or self._measured_size
         if start.phase != "begin":
             size = self.record.starts[-1].dataset_size
-        steps, samples = count_trained(rows, start.batch // world)
+        steps, samples = count_trained_steps(rows, start.batch // world)
         observation = ObservedStart(
             phase=start.phase, nodes=start.nodes, batch=start.batch, length=start.length, whole=_count_samples_of_length(self.task, start.length, size),
             ended="ended", seconds=time.time() - attempt.plan_path.stat().st_mtime, steps=steps, samples=samples * world,
@@ -326,7 +326,7 @@ class ResumeTest(ScriptProgram):
         )  # fmt: skip
         if killed is not None and start.phase == "begin":
             rows_before = [row for row in rows if row["step"] <= killed.steps]
-            saved = count_trained(rows_before, start.batch // world)[1] * world
+            saved = count_trained_steps(rows_before, start.batch // world)[1] * world
             observation = observation.model_copy(
                 update={"saved_steps": killed.steps, "saved_samples": saved, **find_learning_rates(rows, killed.steps)}
             )

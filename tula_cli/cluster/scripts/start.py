@@ -172,7 +172,7 @@ class ScriptProgram(RankProgram):
     def judge_clean_exit(self) -> Failure | None:
         return None  # the leader then reads what the ranks have written
 
-    def settle_attempt(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
+    def record_attempt_results(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
         """Record the results of an attempt; return why it failed, corrected by these results."""
         refusals = (reported for reported in self.get_attempt(command).read_failures() if reported.where == "method")
         refused = next((refusal.description for refusal in refusals), "")
@@ -190,7 +190,7 @@ class ScriptProgram(RankProgram):
     def list_micro_batch_splits(self) -> MicroBatches | None:
         return None
 
-    def preview_of(self, batch: int, *, branch: PlannedBranch | None = None) -> str:
+    def preview_command_at_batch(self, batch: int, *, branch: PlannedBranch | None = None) -> str:
         """Return the shell command line of the first process at a batch, without side effects."""
         command = LeaderCommand(
             task=self.task.id, attempt=1, ranks=self.task.ranks, meeting="127.0.0.1:0", batch=batch, branch=branch
@@ -225,7 +225,7 @@ class ScriptProgram(RankProgram):
         resume = self.script.resume
         return resume.args if resume is not None and command.checkpoint else ""
 
-    def hook_save_path(self, command: LeaderCommand, values: Mapping[str, str | float]) -> str:
+    def get_hook_checkpoint_path(self, command: LeaderCommand, values: Mapping[str, str | float]) -> str:
         """Return the checkpoint path for the script's callback: resume.checkpoint without *, else a file in {out}."""
         resume = self.script.resume
         if resume is None or "*" in resume.checkpoint:
@@ -241,7 +241,7 @@ class ScriptProgram(RankProgram):
         """Return the steps after which AGS refreshes its factors once more."""
         return methods.NEVER_STEPS
 
-    def kill_plan(self, command: LeaderCommand) -> KillPlan | None:
+    def make_kill_plan(self, command: LeaderCommand) -> KillPlan | None:
         """Return how the shim kills the start after a checkpoint; None if it does not."""
         return None
 
@@ -343,14 +343,14 @@ class ScriptStart:
             split_steps=search.split_steps,
             row=0.0 if program.records_steps else ROW_SECONDS,
             save=script.save == "hooks",
-            checkpoint=program.hook_save_path(self.command, self._list_values(self.list_processes()[0])),
+            checkpoint=program.get_hook_checkpoint_path(self.command, self._list_values(self.list_processes()[0])),
             ags=methods.make_ags_plan(
                 self.run, self.task, self.command, count_steps_per_epoch=program.count_steps_per_epoch
             ),
             ortho=methods.make_ortho_plan(self.run, self.task, self.command),
             schedule=self.command.rehearsal is not None,
             files=program.list_watched_folders(self.command),
-            rehearsal=program.kill_plan(self.command),
+            rehearsal=program.make_kill_plan(self.command),
             branch=program.make_branch_plan(self.command),
         )
 

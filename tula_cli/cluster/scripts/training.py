@@ -258,7 +258,7 @@ class TrainingMonitor(ScriptMonitor):
     program: "ScriptTraining"
     leads: bool = False
     _next_row: float = 0.0
-    _next_words: float = words.compute_log_pause(0.0)  # seconds after the start at which the log tells how far it is
+    _next_print: float = words.compute_log_pause(0.0)  # seconds after the start at which the log tells how far it is
     _next_epoch: float = 0.0  # or once this has begun
     _next_look: float = 0.0
     _began: float = field(default_factory=time.monotonic)
@@ -305,9 +305,9 @@ class TrainingMonitor(ScriptMonitor):
         training = self.program
         row = next((row for row in reversed(training.training.read_newest_metrics()) if row["kind"] == "step"), None)
         age = time.monotonic() - self._began
-        if row is None or (age < self._next_words and (row["epoch"] is None or row["epoch"] < self._next_epoch)):
+        if row is None or (age < self._next_print and (row["epoch"] is None or row["epoch"] < self._next_epoch)):
             return
-        self._next_words, self._next_epoch = age + words.compute_log_pause(age), math.floor(row["epoch"] or 0) + 1
+        self._next_print, self._next_epoch = age + words.compute_log_pause(age), math.floor(row["epoch"] or 0) + 1
         progress_text = words.describe_progress(
             epoch=row["epoch"], of=None, samples=row["samples"], batch=training.task.batch, loss=row["loss"],
             step_time=row["step_time"], remaining=row["eta"],
@@ -321,7 +321,7 @@ class TrainingMonitor(ScriptMonitor):
 
         return ScriptLevelDetector()
 
-    def put_aside(self) -> str:
+    def undo_file_changes(self) -> str:
         return ""
 
     # --- leaving
@@ -451,7 +451,7 @@ class ScriptTraining(ScriptProgram):
         return max(1, self.dataset_size // batch)
 
     def preview_command(self) -> str:
-        return self.preview_of(self.task.batch)
+        return self.preview_command_at_batch(self.task.batch)
 
     # --- where it goes on
 
@@ -561,7 +561,7 @@ class ScriptTraining(ScriptProgram):
         size = self.epoch_samples
         return None if size is None else count_script_samples(get_script(self.task.spec), size)
 
-    def base(self, command: LeaderCommand) -> tuple[int, int]:
+    def get_start_position(self, command: LeaderCommand) -> tuple[int, int]:
         """Return the samples and steps from which an attempt starts; 0 unless it resumes."""
         progress = self._progress
         goes_on = command.checkpoint or self._has_resumed_by_itself(command)
@@ -634,9 +634,9 @@ class ScriptTraining(ScriptProgram):
             message = "according to the resume test, the script cannot resume from its own checkpoint, so it starts from the beginning after each interruption"
             self._add("warning", 0, message=message)
         for message in self._describe_damaged():
-            self._add("warning", self.base(command)[0], message=message)
+            self._add("warning", self.get_start_position(command)[0], message=message)
         lr = get_learning_rate(self.task.spec, self.task.batch)
-        self._add("start", self.base(command)[0], batch=self.task.batch, attempt=self.task.attempt, lr=lr)
+        self._add("start", self.get_start_position(command)[0], batch=self.task.batch, attempt=self.task.attempt, lr=lr)
 
     def _describe_damaged(self) -> Iterator[str]:
         """Yield a message for each damaged checkpoint that this start skips."""
@@ -662,7 +662,7 @@ class ScriptTraining(ScriptProgram):
         if after == 0:
             self.detect_own_resume(attempt, command)
         for note in attempt.read_notes(0) if after == 0 else ():
-            self._add("warning", self.base(command)[0], message=note)
+            self._add("warning", self.get_start_position(command)[0], message=note)
         row = attempt.read_newest_row(0)
         samples, steps = self._find_reached_position(command, beat.step, beat.samples)
         batch = (beat.step_samples or 0) * self.world or self.task.batch
@@ -747,7 +747,7 @@ class ScriptTraining(ScriptProgram):
     ) -> tuple[int, int]:
         """Return steps and samples trained by an attempt from `begin` (None: its start) to `end` (Unix times)."""
         begin_position = (
-            self.base(command)
+            self.get_start_position(command)
             if begin is None
             else self._find_reached_position(command, *_find_position_at(attempt, begin))
         )
@@ -762,7 +762,7 @@ class ScriptTraining(ScriptProgram):
 
     def _find_reached_position(self, command: LeaderCommand, step: int, samples: float | None) -> tuple[int, int]:
         """Return total samples and steps; samples are those of all ranks, from the steps if rank 0 counts none."""
-        samples_before, steps = self.base(command)
+        samples_before, steps = self.get_start_position(command)
         samples_seen = step * self.task.batch if samples is None else round(samples * self.world)
         return samples_before + samples_seen, steps + step
 
@@ -790,7 +790,7 @@ class ScriptTraining(ScriptProgram):
 
     # --- after an attempt
 
-    def samples_reached(self, command: LeaderCommand, attempt: Attempt) -> int | None:
+    def count_samples_reached(self, command: LeaderCommand, attempt: Attempt) -> int | None:
         beat = self.get_attempt(command).read_heartbeat(0)
         return None if beat is None else self._find_reached_position(command, beat.step, beat.samples)[0]
 

@@ -223,7 +223,7 @@ class ScriptMonitor(RankMonitor):
         """Record the last reports of the ranks after their exit."""
         self.record_progress()
 
-    def put_aside(self) -> str:
+    def undo_file_changes(self) -> str:
         """Undo changes outside the script's folder on this node; return a description of them."""
         return move_probe_files(self.attempt)
 

@@ -277,7 +277,7 @@ class _WatchedJob:
         while over is None or time.monotonic() - over < LAG:
             if over is not None and len(read_text(log).splitlines()) > 1:
                 break
-            state = scheduler.ask_states([self.id]).get(self.id)
+            state = scheduler.query_states([self.id]).get(self.id)
             now = time.monotonic()
             hopeless = hopeless + 1 if state is not None and state.hopeless else 0
             if state is not None and hopeless > 1:  # it may be so for a moment while the controller is busy

@@ -19,7 +19,7 @@ from tula_cli.words import format_moment as time_of_day
 # --- The states of jobs
 
 NO_ANSWER = "squeue does not answer"
-OVER = re.compile("Invalid job id|already completing or completed", re.IGNORECASE)
+ALREADY_ENDED = re.compile("Invalid job id|already completing or completed", re.IGNORECASE)
 """Errors of scancel about jobs that have already ended."""
 ACCOUNTING_PAUSE = 60.0
 """Minimum seconds between two queries of sacct for the same job, as its database is shared by all users."""
@@ -36,7 +36,7 @@ WAITS, GAVE_UP, DELAYED = f"{COMMENT_PREFIX}waits", f"{COMMENT_PREFIX}gave up", 
 """Prefixes of the comments in the queue by which a job that cannot open its log reports its state."""
 _NOT_LAUNCHED = """the script of the job could not be started on the node (disk, unknown user or failed prolog): ask the
 administrators to look for job {id} in slurmd.log of the node""".replace("\n", " ")
-_AWAY = re.compile(r"ReqNodeNotAvail\W+Unavailable|Nodes required for job are DOWN|^NodeDown")
+_NODES_UNAVAILABLE = re.compile(r"ReqNodeNotAvail\W+Unavailable|Nodes required for job are DOWN|^NodeDown")
 """squeue's reasons for jobs whose nodes are down or drained."""
 _MAINTENANCE = re.compile(r"Reserved for maintenance|ReqNodeNotAvail(?!\W+Unavailable)")
 """squeue's reasons for jobs that would still run when a reservation of their nodes starts."""
@@ -131,16 +131,16 @@ STORAGE_FAILED = f"{StorageFailed.exit_code}:0"
 _FORM = ("squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%S|%k")
 
 
-def ask_states(ids: Sequence[str]) -> dict[str, SchedulerState]:
+def query_states(ids: Sequence[str]) -> dict[str, SchedulerState]:
     """Return the states of jobs as reported by SLURM; unknown jobs are missing from the result.
 
     squeue is queried once for all jobs, and sacct for those that squeue has forgotten. squeue takes precedence, as
     sacct reports a requeued job as ended while it runs again.
     """
     wanted = list(dict.fromkeys(ids))
-    queue, silence = _ask_squeue(wanted) if wanted else ({}, "")
+    queue, silence = _query_squeue(wanted) if wanted else ({}, "")
     states = {id_: row for id_ in wanted if (row := queue.get(id_))}
-    for id_, state_name in _ask_sacct(id_ for id_ in wanted if id_ not in states).items():
+    for id_, state_name in _query_sacct(id_ for id_ in wanted if id_ not in states).items():
         state = _parse_state(state_name)
         # It is not in the queue any more, but not over for sacct, which lags and keeps jobs that ended unseen for ever.
         recent = (
@@ -186,7 +186,7 @@ def describe_window(begin: float, now: float) -> str:
     return f"a maintenance window starts {time_of_day(begin)}, in {max(0, int((begin - now) // 60))} min"
 
 
-def _ask_squeue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
+def _query_squeue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
     """Return the states of jobs that squeue knows, even recently ended ones, and why it does not answer, or empty.
 
     squeue fails if it is queried for a single unknown job; for several jobs, that depends on its version.
@@ -216,7 +216,7 @@ def _parse_state(
     if name in PENDING:
         why = explain_hopeless(reason, id_)
         explained = "" if reason == "None" else f"{reason}: will not start, because {why}" if why else reason
-        away = bool(_AWAY.search(reason))
+        away = bool(_NODES_UNAVAILABLE.search(reason))
         explained += f": {_UNTIL_BACK}" if away else ""
         explained += f" ({comment.removeprefix(COMMENT_PREFIX)})" if comment.startswith(DELAYED) else ""
         is_held = reason == "JobHeldUser"
@@ -267,7 +267,7 @@ _recent_states: dict[str, tuple[float, str]] = {}
 """Time of the last query of sacct for a job (monotonic clock), and the state that it returned."""
 
 
-def _ask_sacct(ids: Iterable[str]) -> dict[str, str]:
+def _query_sacct(ids: Iterable[str]) -> dict[str, str]:
     """Return the states that sacct reports; jobs that are due are queried at once."""
     wanted, now = list(ids), time.monotonic()
     due = [id_ for id_ in wanted if _is_due(id_, now)]
@@ -404,7 +404,7 @@ def cancel_jobs(ids: Sequence[str]) -> str:
     if not job_ids:
         return ""
     answer = call_slurm("scancel", *job_ids)
-    return "" if answer.ok or OVER.search(answer.complaint) else answer.complaint
+    return "" if answer.ok or ALREADY_ENDED.search(answer.complaint) else answer.complaint
 
 
 def exclude_nodes(ids: Sequence[str], nodes: str) -> str:

@@ -126,7 +126,7 @@ class SlurmScheduler:
         return queue.list_live_jobs(names)
 
     def ask(self, ids: Sequence[str]) -> Mapping[str, SchedulerState]:
-        return queue.ask_states(ids)
+        return queue.query_states(ids)
 
     def cancel(self, ids: Sequence[str]) -> str:
         return queue.cancel_jobs(ids)

@@ -95,7 +95,7 @@ class Site:
 # --- asking
 
 
-def ask_site() -> Site | None:
+def query_site() -> Site | None:
     """Query the scheduler; return None if there is none or it does not answer."""
     partitions = list_partitions()
     return Site(partitions, list_accounts()) if partitions else None
@@ -103,10 +103,10 @@ def ask_site() -> Site | None:
 
 def list_partitions() -> tuple[Partition, ...]:
     """Return the partitions in sinfo's order; empty if SLURM does not answer."""
-    return ask_partitions(_run_command)
+    return query_partitions(_run_command)
 
 
-def ask_partitions(answer: Callable[..., str]) -> tuple[Partition, ...]:
+def query_partitions(answer: Callable[..., str]) -> tuple[Partition, ...]:
     """Return the partitions in sinfo's order, with the usable resources of their nodes if scontrol reports them.
 
     Args:
@@ -326,7 +326,7 @@ def write_settings(template: str, settings: Iterable[TemplateLine]) -> str:
     """Return a job file with the lines of some keys replaced, including keys that are commented out."""
     lines = template.splitlines()
     for setting in settings:
-        number, indent = _find(lines, setting.key)
+        number, indent = _find_setting_line(lines, setting.key)
         name = setting.key.rpartition(".")[2]
         why = f" # {setting.why}" if setting.why else ""
         lines[number : number + 1] = [
@@ -339,7 +339,7 @@ def write_settings(template: str, settings: Iterable[TemplateLine]) -> str:
 _LINE = re.compile(r"^(?P<indent> *)(?P<off># )?(?P<key>[a-z_]+):(?P<rest>.*)$")
 
 
-def _find(lines: Sequence[str], key: str) -> tuple[int, str]:
+def _find_setting_line(lines: Sequence[str], key: str) -> tuple[int, str]:
     """Return index and indentation of the line that sets a key, even if the line is commented out."""
     path: list[tuple[int, str]] = []  # sections that are open: indentation, name
     for number, line in enumerate(lines):

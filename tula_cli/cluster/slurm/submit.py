@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tula_cli.cluster.batch_launcher import BatchLauncher
-from tula_cli.cluster.chains import count_links, start_delay
+from tula_cli.cluster.chains import count_chain_jobs, get_start_delay
 from tula_cli.cluster.local import run_supervisor
 from tula_cli.cluster.scheduler import JobRequest, Queued
 from tula_cli.cluster.slurm.command import call_slurm
@@ -42,11 +42,11 @@ class SlurmLauncher(BatchLauncher):
         return JobRequest(name, "", nodes=task.nodes, after=tuple(after), logs=run.submitit_dir)
 
     def render_job_script(self, run: RunDir, job: JobRequest, task: Task) -> str:
-        chained = count_links(task) > 1
+        chained = count_chain_jobs(task) > 1
         waits_for = [*([f"afterany:{':'.join(job.after)}"] if job.after else []), *(["singleton"] if chained else [])]
         number = job.name.removeprefix(self.make_first_job_name(run, task)).lstrip(".")
         if number and job.after:
-            waits_for.append(f"after:{job.after[-1]}+{start_delay(int(number))}")
+            waits_for.append(f"after:{job.after[-1]}+{get_start_delay(int(number))}")
         name = make_chain_name(run, task) if chained else job.name
         return render_job_script(run, task, name=name, dependency=",".join(waits_for) or None)
 

@@ -62,13 +62,13 @@ class StreamedDataset:
     def order(self, epoch: int) -> None:
         """Return None: the order is the stream's."""
 
-    def first_samples(self, count: int) -> list[Any]:
+    def list_first_samples(self, count: int) -> list[Any]:
         """Return the first samples."""
-        return list(itertools.islice(self.rank_share(0, start=0, rank=0, world=1), min(count, self.size)))
+        return list(itertools.islice(self.iterate_rank_samples(0, start=0, rank=0, world=1), min(count, self.size)))
 
-    spread_samples = first_samples
+    list_spread_samples = list_first_samples
 
-    def rank_share(self, epoch: int | None, *, start: int, rank: int, world: int) -> Iterator[Any]:
+    def iterate_rank_samples(self, epoch: int | None, *, start: int, rank: int, world: int) -> Iterator[Any]:
         """Yield a rank's samples of an epoch from number `start` on: every world-th, or all those of a sharded dataset.
 
         Earlier samples are read and skipped. Epoch None is an evaluation's.
@@ -156,11 +156,11 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
             )
         return order
 
-    def first_samples(self, count: int) -> list[Any]:
+    def list_first_samples(self, count: int) -> list[Any]:
         """Return the first samples."""
         return [self[0, index] for index in range(min(count, count_samples(self.samples)))]
 
-    def spread_samples(self, count: int) -> list[Any]:
+    def list_spread_samples(self, count: int) -> list[Any]:
         """Return `count` samples spread evenly over the dataset, or all if it has fewer."""
         size = count_samples(self.samples)
         samples_taken = min(count, size)
@@ -185,7 +185,7 @@ class EvaluationDataset(torch.utils.data.Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return as_sample(self.samples[index])
 
-    def first_samples(self, count: int) -> list[Any]:
+    def list_first_samples(self, count: int) -> list[Any]:
         """Return the first samples."""
         return [self[index] for index in range(min(count, len(self)))]
 
@@ -319,7 +319,9 @@ class StreamBatches(IterableDataset[Any]):
         for epoch in range(batches.start.epoch, batches.epochs):
             stream: Iterator[Any] | None = None
             for begin, batch in batches.list_epoch_steps(epoch):
-                stream = stream or self.stream.rank_share(epoch, start=begin, rank=batches.rank, world=batches.world)
+                stream = stream or self.stream.iterate_rank_samples(
+                    epoch, start=begin, rank=batches.rank, world=batches.world
+                )
                 for _ in range(batches.parts[batch]):
                     yield make_batch(
                         self.collate, list(itertools.islice(stream, batch // batches.world // batches.parts[batch]))
@@ -338,7 +340,7 @@ class EvaluationBatches(IterableDataset[Any]):
         return -(-self.count // self.batch)
 
     def __iter__(self) -> Iterator[Any]:
-        samples = self.stream.rank_share(None, start=0, rank=self.rank, world=self.world)
+        samples = self.stream.iterate_rank_samples(None, start=0, rank=self.rank, world=self.world)
         for begin in range(0, self.count, self.batch):
             yield make_batch(self.collate, list(itertools.islice(samples, min(self.batch, self.count - begin))))
 

@@ -9,7 +9,7 @@ from tula_cli.models.out_of_memory import make_batch_norm_limit
 from tula_cli.worker.build.finetune import FrozenStatistics
 
 
-def count_statistics_batches(model: nn.Module, *, world: int) -> int:
+def count_batch_norm_micro_batches(model: nn.Module, *, world: int) -> int:
     """Return the micro-batches that statistics cover: one per rank if all layers are SyncBatchNorm, else 1; 0 without
     any."""
     norms = list_batch_norms(model)

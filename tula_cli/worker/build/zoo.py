@@ -218,7 +218,7 @@ def build_optimizer(
     if name == "Muon" and (why := describe_missing_muon()):
         raise SpecError(f"optimizer.name: {why}", "install a newer torch, or set optimizer.name: AdamW")
     if instead is not None:
-        _check_replaceable(spec)
+        _check_optimizer_fits_method(spec)
     target = instead or load(name, OPTIMIZERS, kind="optimizer")
     if not tensors:
         raise SpecError(f"model {spec.model.name} has no parameters to train")
@@ -310,7 +310,7 @@ def set_beta2(optimizer: torch.optim.Optimizer, values: Sequence[float]) -> None
         group["betas"] = (group["betas"][0], value)
 
 
-def _check_replaceable(spec: JobSpec) -> None:
+def _check_optimizer_fits_method(spec: JobSpec) -> None:
     method = spec.train.training_method
     if misfit := method.describe_misfit(spec.optimizer.name, divides_gradients=False):
         raise SpecError(

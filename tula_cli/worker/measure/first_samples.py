@@ -60,8 +60,8 @@ def load_first_samples(spec: JobSpec, datasets: Datasets) -> FirstSamples:
     """
     is_user_dataset = is_import_string(spec.dataset.name) or spec.dataset.name in text.DATASETS
     try:
-        items = datasets.train.first_samples(SAMPLES_BATCHED)
-        held_out = datasets.eval.first_samples(1)[0]
+        items = datasets.train.list_first_samples(SAMPLES_BATCHED)
+        held_out = datasets.eval.list_first_samples(1)[0]
         if is_user_dataset:
             _check_last_sample(spec, datasets)
     except TulaError:
@@ -101,7 +101,7 @@ def find_class_numbers(datasets: Datasets) -> torch.Tensor:
     """Return the class numbers of samples spread over the training set, because files may be sorted by class."""
     items = [
         item
-        for item in datasets.train.spread_samples(SAMPLES_COMPARED)
+        for item in datasets.train.list_spread_samples(SAMPLES_COMPARED)
         if isinstance(item, tuple | list) and len(item) == 2
     ]
     return torch.tensor([item[1] for item in items if isinstance(item[1], int)] or [0])
@@ -128,7 +128,7 @@ def _check_last_sample(spec: JobSpec, datasets: Datasets) -> None:
 
 def _describe_padding(datasets: Datasets) -> str:
     """Describe the share of padding in batches of text; empty if the samples are not text with known field names."""
-    items = datasets.train.spread_samples(
+    items = datasets.train.list_spread_samples(
         SAMPLES_PADDED
     )  # from all parts: neighbours may be of one class, or sorted by length
     lengths = [find_sequence_length(make_batch(datasets.collate, [item])) for item in items]
@@ -149,11 +149,16 @@ def find_longest_sample(datasets: Datasets) -> tuple[Any, int] | None:
     if datasets.collate is None:
         return None
     if (
-        len({_list_tensor_shapes(datasets.collate, item) for item in datasets.train.spread_samples(SAMPLES_COMPARED)})
+        len(
+            {
+                _list_tensor_shapes(datasets.collate, item)
+                for item in datasets.train.list_spread_samples(SAMPLES_COMPARED)
+            }
+        )
         <= 1
     ):
         return None
-    some = datasets.train.spread_samples(SAMPLES_INSPECTED)
+    some = datasets.train.list_spread_samples(SAMPLES_INSPECTED)
     return max(some, key=lambda item: sum(t.numel() for t in list_tensors(make_batch(datasets.collate, [item])))), len(
         some
     )

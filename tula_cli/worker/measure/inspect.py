@@ -374,7 +374,7 @@ def _run_real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, ModelC
         SpecError: a built-in model cannot process these samples.
         JobFailed: the user's model, loss or optimizer fails, or the loss is not finite.
     """
-    items = datasets.train.first_samples(2)
+    items = datasets.train.list_first_samples(2)
     batch = make_batch(datasets.collate, items)
     model = zoo.build_model(spec, datasets.classes)
     call = zoo.make_model_call(spec, model, zoo.build_loss(spec))

@@ -213,12 +213,12 @@ class GradientNormRecorder:
         self.watching = True
         scale = float(scaler.get_scale())  # of the step to come: the scaler may change it after each
         for step in steps:
-            self._close(scale)
+            self._record_step_norms(scale)
             scale = float(scaler.get_scale())
             yield step
         self.watching = False
 
-    def _close(self, scale: float) -> None:
+    def _record_step_norms(self, scale: float) -> None:
         norms = [torch.stack(norms).square().sum() / scale**2 for norms in (self.local, self.reduced)]
         self.steps.append(torch.stack(norms))
         self.local, self.reduced = [], []
@@ -525,7 +525,7 @@ def measure_probe(
         refresh_time = _measure_refresh_time(trainer, stream, window.steps)
         eval_time = _measure_eval_time(trainer)
         memory = _measure_peak_components(trainer, meter)  # before all that trainings do not do
-        retries = int(ranks.max(meter.allocator_retries()))
+        retries = int(ranks.max(meter.count_allocator_retries()))
     capacity = worker_measure_meter.get_memory_capacity(ranks, task.spec.cluster.memory_per_gpu)
     room = None if capacity is None else capacity - memory.reserved - memory.libraries
     steps = ranks.broadcast(count_steps_for_median(window.steps, trainer.spec.search) if ranks.is_first else 0)
@@ -572,7 +572,7 @@ def _run_largest_step(trainer: Trainer, sample: Any) -> None:
     """Take a step on a batch of copies of the largest sample: a training may come to need its memory."""
     batch = make_batch(trainer.datasets.collate, [sample] * trainer.micro_batch)
     with use_zero_learning_rate(trainer):
-        worker_train_loop.run_step_on(trainer, batch)
+        worker_train_loop.run_step_on_batch(trainer, batch)
 
 
 @dataclass(frozen=True)
@@ -630,7 +630,7 @@ def _measure_peak_components(trainer: Trainer, meter: device.MemoryMeter) -> Com
         factors=trainer.ags.memory() if trainer.ags else 0,
         peak=int(ranks.max(peak)),
         reserved=int(ranks.max(reserved)),
-        libraries=int(ranks.max(meter.library_bytes(limit))),
+        libraries=int(ranks.max(meter.count_library_bytes(limit))),
         accumulate=trainer.parts,
     )
 

@@ -21,7 +21,7 @@ class StaticScaling(Scaling):
         arguments["factors"] = Static(None if ags.factor == "auto" else ags.factor)
         return arguments
 
-    def small_batch_shares(self, configuration: Configuration) -> Sequence[int]:
+    def list_small_batch_shares(self, configuration: Configuration) -> Sequence[int]:
         return ()
 
     def memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:

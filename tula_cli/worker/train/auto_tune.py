@@ -243,7 +243,7 @@ def choose_next_arm(task: TrainTask, run: RunDir, ranks: Ranks, *, samples: int)
     if ranks.is_first:
         tuning = run.get_training(task.signature).read_tuning()
         assert tuning is not None and tuning.chosen is not None
-        checkpoint.discard_after(run, task.signature, tuning.start)
+        checkpoint.delete_checkpoints_after(run, task.signature, tuning.start)
         broken = (*tuning.broken, tuning.chosen.name)
         name = self_tuning.find_next_best_arm(tuning.branches, broken)
         chosen = next(arm for arm in tuning.arms if arm.name == name)
@@ -268,7 +268,7 @@ def run_tuning(
     Raises:
         Preempted: the ranks stop; the current branch is lost.
     """
-    newest = checkpoint.load_for_all(run, task.signature, ranks)
+    newest = checkpoint.load_newest_on_all_ranks(run, task.signature, ranks)
     assert newest is not None
     position = Position(**newest["position"])
     context = BranchContext(
@@ -456,8 +456,8 @@ class ArmTraining(Training):
     def _is_control(self) -> bool:
         return self.choice.arm.name == self_tuning.CONTROL_ARM
 
-    def _announce(self) -> None:
-        super()._announce()
+    def _log_start(self) -> None:
+        super()._log_start()
         if self.choice.broken:
             self.log.warn(messages.arm_diverged_after_choice(arms=self.choice.broken, chosen=self.choice.arm.name))
 

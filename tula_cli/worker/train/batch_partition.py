@@ -11,7 +11,7 @@ from tula_cli.run.records.tasks import LoopTask, TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.batches import BatchSizes
 from tula_cli.worker.build.norms import (
-    count_statistics_batches,
+    count_batch_norm_micro_batches,
     list_micro_batch_limits,
 )
 from tula_cli.worker.methods.plain import Configuration, Loop
@@ -110,7 +110,7 @@ def list_micro_batch_splits(
         limit = _make_method_limit(jobs(batch), batch, world)
         micro_batch = batch // world // micro_batches
         splits.append(list_splits(batch, micro_batch=micro_batch, micro_batches=micro_batches, limits=[limit, *norms]))
-    return MicroBatches(splits=tuple(splits), normalised=count_statistics_batches(model, world=world))
+    return MicroBatches(splits=tuple(splits), normalised=count_batch_norm_micro_batches(model, world=world))
 
 
 def _make_method_limit(specs: Sequence[JobSpec], batch: int, world: int) -> tuple[Callable[[int], bool], str]:

@@ -162,7 +162,7 @@ def _remove_outdated(run: RunDir, signature: str, path: Path, *, is_best: bool, 
             remove_path(old)
 
 
-def discard_after(run: RunDir, signature: str, samples: int) -> None:
+def delete_checkpoints_after(run: RunDir, signature: str, samples: int) -> None:
     """Delete every checkpoint with more samples, so that the training resumes from the newest one left. Rank 0 alone.
 
     `last` then points at that one, and so does `best` if its checkpoint is deleted; if none is left, both links are
@@ -180,7 +180,7 @@ def discard_after(run: RunDir, signature: str, samples: int) -> None:
         remove_path(path)
 
 
-def load_newest(
+def load_newest_checkpoint(
     run: RunDir, signature: str, tell: Callable[[str], object] = lambda _: None
 ) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest readable checkpoint file; damaged ones are renamed. None if there is none.
@@ -200,12 +200,12 @@ def load_newest(
     return None
 
 
-def load_for_all(
+def load_newest_on_all_ranks(
     run: RunDir, signature: str, ranks: Ranks, tell: Callable[[str], object] = lambda _: None
 ) -> dict[str, Any] | None:
     """Return the newest readable checkpoint that rank 0 has found, on every rank; None if there is none.
 
-    For a sharded model this is its `folder`, and the state that is not sharded. `tell` as in `load_newest`, called on
+    For a sharded model this is its `folder`, and the state that is not sharded. `tell` as in `load_newest_checkpoint`, called on
     rank 0.
     """
     training = run.get_training(signature)
@@ -221,7 +221,7 @@ def load_for_all(
             return {**rest, "folder": folder}
         if ranks.is_first:
             tell(_rename_damaged(folder))
-    newest = load_newest(run, signature, tell) if ranks.is_first else None
+    newest = load_newest_checkpoint(run, signature, tell) if ranks.is_first else None
     samples = ranks.broadcast(-1 if newest is None else newest[1]["position"]["samples"])
     if samples < 0:
         return None

@@ -38,7 +38,7 @@ class DivergenceDetector:
     blown_up: tuple[float, float] = (
         NO_RISE  # the lowest level of the loss, and that from which it did not come down again
     )
-    spoilt: bool = False  # weights that are not finite were seen on this rank
+    non_finite_weights: bool = False  # weights that are not finite were seen on this rank
 
     def record_loss(self, step: Step) -> None:
         """Record the loss of the step that has just been made."""
@@ -46,8 +46,8 @@ class DivergenceDetector:
 
     def has_finite_weights(self) -> bool:
         """Return whether this rank's weights are finite: they show a non-finite gradient, whatever the loss is."""
-        self.spoilt = self.spoilt or not _are_finite(self.trainer.parallel.parameters())
-        return not self.spoilt
+        self.non_finite_weights = self.non_finite_weights or not _are_finite(self.trainer.parallel.parameters())
+        return not self.non_finite_weights
 
     @property
     def judges_finite_losses(self) -> bool:
@@ -84,16 +84,16 @@ class DivergenceDetector:
         losses, self.losses, self.judged = self.losses, [], 0
         local_values = [
             -_find_first_non_finite(losses),
-            float(self.spoilt),
+            float(self.non_finite_weights),
             float(self._scale_has_collapsed()),
             *self.blown_up,
         ]
-        first_step, spoilt, collapsed, lowest, level = self.trainer.ranks.elementwise_max(
+        first_step, non_finite_weights, collapsed, lowest, level = self.trainer.ranks.elementwise_max(
             local_values
         )  # the earliest step of all ranks
         if math.isfinite(first_step):
             return f"the loss is not finite at {self._describe_position(next(at for at, *_ in losses if at.steps == -first_step))}"
-        if spoilt:
+        if non_finite_weights:
             return f"the weights are not finite at {self._describe_position(self.trainer.position)}, because a gradient was not finite"
         if collapsed:
             return f"the gradient overflows fp16 in every step, most recently at {self._describe_position(self.trainer.position)}"

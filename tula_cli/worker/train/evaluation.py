@@ -318,7 +318,7 @@ class Evaluator:
         if not trainer.parallel.needs_all_ranks:
             return
         if batch is None:  # fewer samples than ranks
-            batch = make_batch(trainer.datasets.collate, trainer.datasets.train.first_samples(1))
+            batch = make_batch(trainer.datasets.collate, trainer.datasets.train.list_first_samples(1))
         with disable_compilation(trainer.spec.train), make_autocast_context(trainer):
             trainer.call.compute_outputs(trainer.parallel.module, to_device(trainer, batch))
 

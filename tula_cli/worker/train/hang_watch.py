@@ -58,7 +58,7 @@ class HangWatch:
     rank: int
     world: int
     end: Callable[[int], object] = os._exit
-    _took: deque[float] = field(default_factory=lambda: deque(maxlen=MEDIAN_STEPS))  # seconds
+    _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEDIAN_STEPS))  # seconds
     _step: int | None = None  # the one under way; None between two
     _over: threading.Event = field(default_factory=threading.Event)
 
@@ -75,7 +75,7 @@ class HangWatch:
                 self._step = None
                 if step is None:
                     return
-                self._took.append(time.monotonic() - began)
+                self._step_seconds.append(time.monotonic() - began)
                 yield step
         finally:
             self._step = None
@@ -84,7 +84,11 @@ class HangWatch:
     @property
     def limit(self) -> float:
         """Seconds that a step may take; infinity for the first."""
-        return max(MIN_LIMIT, LIMIT_IN_STEPS * statistics.median(self._took)) if self._took else float("inf")
+        return (
+            max(MIN_LIMIT, LIMIT_IN_STEPS * statistics.median(self._step_seconds))
+            if self._step_seconds
+            else float("inf")
+        )
 
     def _watch(self, main: int) -> None:
         last_step, silent = None, 0.0
@@ -103,7 +107,7 @@ class HangWatch:
     def _report_hang(self, frame: FrameType, silent: float) -> None:
         """Write the stacks of all threads to the log, and the failure for the supervisor."""
         position = describe_position(frame)
-        message = f"no step finished for {silent:.0f} s, although a step takes {statistics.median(self._took):.3g} s: {position}"
+        message = f"no step finished for {silent:.0f} s, although a step takes {statistics.median(self._step_seconds):.3g} s: {position}"
         detail = f"rank {self.rank} hangs: {message}\n{_list_thread_stacks()}"
         tag = words.make_rank_tag(self.rank)
         # Past Python's own stream, which the thread that hangs may have locked.

@@ -253,13 +253,13 @@ class LossSurface:
             try:
                 total.add_(self._flatten(self._compute_second_derivative(value, pieces)), alpha=weight)
             except RuntimeError as error:
-                _explain(error)
+                _raise_if_model_is_cause(error)
                 raise
         return self._sum_over_ranks(total)
 
     def _compute_second_derivative(self, loss: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor | None]:
         first = torch.autograd.grad(loss, self.parameters, create_graph=True, allow_unused=True)
-        _refuse_dead_ends(first)
+        _check_twice_differentiable(first)
         # A gradient that depends on no parameter is constant: its part of the Hessian is zero.
         pairs = [(g, v) for g, v in zip(first, pieces, strict=True) if g is not None and g.requires_grad]
         if not pairs:
@@ -318,7 +318,7 @@ def _load_batches(trainer: Trainer, samples: int) -> list[tuple[int, Any]]:
     ]
 
 
-def _refuse_dead_ends(gradients: Sequence[Tensor | None]) -> None:
+def _check_twice_differentiable(gradients: Sequence[Tensor | None]) -> None:
     """Raise SpecError if the gradients' graph contains a backward marked @once_differentiable.
 
     No path leads from there to the weights, so autograd would omit that part without an error.
@@ -334,7 +334,7 @@ def _refuse_dead_ends(gradients: Sequence[Tensor | None]) -> None:
         waiting.extend(next_nodes)
 
 
-def _explain(error: RuntimeError) -> None:
+def _raise_if_model_is_cause(error: RuntimeError) -> None:
     """Raise SpecError if the model is the cause; the caller handles other errors, such as out of memory."""
     if _NO_SECOND_DERIVATIVE.search(str(error)):
         raise _make_no_second_derivative_error(str(error).splitlines()[0]) from error

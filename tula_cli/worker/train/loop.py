@@ -260,10 +260,10 @@ def run_cached_steps(trainer: Trainer) -> Iterator[Step]:
     """Yield steps that reuse the newest micro-batch, which is on the device: none of them waits for data."""
     assert trainer.last_batch is not None
     while True:
-        yield run_step_on(trainer, trainer.last_batch)
+        yield run_step_on_batch(trainer, trainer.last_batch)
 
 
-def run_step_on(trainer: Trainer, batch: Any) -> Step:
+def run_step_on_batch(trainer: Trainer, batch: Any) -> Step:
     """Take a step in which every micro-batch is `batch`."""
     return _train_step(trainer, itertools.repeat(batch), epoch_ends=False)
 
@@ -285,7 +285,7 @@ def _train_step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) ->
     seed_torch(seed, trainer.ranks.device)
     trainer.method.before_backward(trainer)
     loss, loaded = _run_backward(trainer, stream, start)
-    refreshed = _refresh_method(trainer)
+    refreshed = _refresh_scaling_factors(trainer)
     _update(trainer)
     trainer.method.after_step(trainer)
     return Step(loss, trainer.batch, lr, start, loaded, trainer.clock.mark(), refreshed, epoch_ends)
@@ -314,7 +314,7 @@ def _run_backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple
     return total, loaded
 
 
-def _refresh_method(trainer: Trainer) -> bool:
+def _refresh_scaling_factors(trainer: Trainer) -> bool:
     """Run the method's refresh, which only some steps do, on the finished gradient; return whether it was done."""
     assert trainer.last_batch is not None
     samples = trainer.micro_batch

@@ -42,7 +42,7 @@ def run_rate_search(task: RateSearchTask, run: RunDir, ranks: Ranks, datasets: D
     plan = rate_search.plan_search(task.spec, task.batches, dataset_size=len(datasets.train))
     context = _make_context(task, plan, ranks, datasets)
     if search is None:
-        search = _measure_start(context, task, plan)
+        search = _measure_loss_and_noise_at_checkpoint(context, task, plan)
     while (arm := rate_search.find_next_arm(task.spec, task.batches, search.branches, search.start_loss)) is not None:
         if ranks.is_first:
             run.write_rate_search(search)
@@ -96,7 +96,7 @@ def _make_task(task: RateSearchTask, plan: SearchPlan, size: int, spec: JobSpec,
     )
 
 
-def _measure_start(context: BranchContext, task: RateSearchTask, plan: SearchPlan) -> RateSearch:
+def _measure_loss_and_noise_at_checkpoint(context: BranchContext, task: RateSearchTask, plan: SearchPlan) -> RateSearch:
     """Return the record with the loss and the gradient noise at the checkpoint from which the branches start."""
     trainer = context.build_branch_trainer(context.task, context.control, plan.length)
     loss = context.evaluate(trainer).loss

@@ -78,7 +78,7 @@ class Training:
         self._record_possible_splits()
         self.best: dict[str, float] = {}
         self.damaged: list[str] = []  # words on checkpoints that were set aside
-        self.unfit = ""  # what the file of first weights and the model do not share
+        self.weights_mismatch = ""  # what the file of first weights and the model do not share
         self.ended = ""  # why before the last epoch
         self.owed = False  # the epoch that has ended is not evaluated yet
         self._resume()
@@ -111,12 +111,16 @@ class Training:
         """Load the newest checkpoint, or the initial weights; every rank loads the one that rank 0 found."""
         if self.first:
             self.run.get_training(self.task.signature).drop_drafts()
-        content = checkpoint.load_for_all(self.run, self.task.signature, self.context.ranks, self.damaged.append)
+        content = checkpoint.load_newest_on_all_ranks(
+            self.run, self.task.signature, self.context.ranks, self.damaged.append
+        )
         if content is not None:
             self.best, self.owed = checkpoint.restore_checkpoint(self.trainer, content), bool(content.get("owed"))
             self.ended = content.get("ended", "")  # what is left is the result
             return
-        self.unfit = finetune.load_weights(self.task.spec.model, self.trainer.parallel.module, first=self.first)
+        self.weights_mismatch = finetune.load_weights(
+            self.task.spec.model, self.trainer.parallel.module, first=self.first
+        )
 
     def train(self) -> None:
         """Train to the end.
@@ -126,7 +130,7 @@ class Training:
             Diverged: loss or weights are not finite.
         """
         with self.metrics:
-            self._announce()
+            self._log_start()
             self.context.preemption.install()
             with contextlib.closing(worker_train_loop.run_steps(self.trainer)) as stream:
                 try:
@@ -137,14 +141,14 @@ class Training:
             if self.trainer.until is None:
                 self._finish()
 
-    def _announce(self) -> None:
+    def _log_start(self) -> None:
         self.log.start()
         samples = self.trainer.position.samples
         for message in self.damaged:
             self.log.warn(messages.damaged_checkpoint_skipped(problem=message, samples=samples))
-        if self.unfit:
+        if self.weights_mismatch:
             weights = str(self.task.spec.model.weights)
-            self.log.warn(messages.weights_partly_loaded(weights=weights, reason=self.unfit))
+            self.log.warn(messages.weights_partly_loaded(weights=weights, reason=self.weights_mismatch))
 
     def _run_steps(self, stream: Iterator[Step]) -> None:
         if self.owed:
@@ -244,7 +248,7 @@ class Training:
         if self.divergence.judges_finite_losses:
             losses, factor = self.trainer.losses, compute_lr_scale(self.task.spec, self.trainer.batch)
             self.log.add("diverged", message=description, sound=losses.sound, lr_factor=losses.lr_factor or factor)
-            checkpoint.discard_after(self.run, self.task.signature, losses.sound)
+            checkpoint.delete_checkpoints_after(self.run, self.task.signature, losses.sound)
         self.context.ranks.broadcast(0)  # the first rank that ends has the others ended
         return Diverged(description, failures.advise("diverged"))
 
@@ -268,14 +272,14 @@ class Training:
 
     def _save_finite(self) -> None:
         """Save, unless weights are not finite on this rank, or on any rank if all ranks take part in saving."""
-        spoilt = not self.divergence.has_finite_weights()
+        non_finite_weights = not self.divergence.has_finite_weights()
         if self.trainer.parallel.needs_all_ranks:
-            spoilt = bool(self.context.ranks.max(float(spoilt)))
-        if not spoilt:
+            non_finite_weights = bool(self.context.ranks.max(float(non_finite_weights)))
+        if not non_finite_weights:
             self._save(is_best=False)
 
     def _save(self, *, is_best: bool) -> None:
-        self.log.keep_steps(close=True)
+        self.log.write_step_values(close=True)
         self.divergence.update_loss_level()
         began = time.monotonic()
         checkpoint.save_checkpoint(
@@ -410,7 +414,7 @@ class Training:
         self._check_divergence(weights=True)
         result = self.evaluator.evaluate()
         if self.first:
-            self.log.warn_of_evaluation(result)
+            self.log.warn_non_finite_evaluation(result)
             if not self.best:
                 self._store_best(result)
         if self.takes_part_in_saving:

@@ -35,7 +35,7 @@ from tula_cli.words import (
 from tula_cli.worker import environment, messages
 from tula_cli.worker.build.batches import TokenCounter
 from tula_cli.worker.build.data import Position, StreamedDataset
-from tula_cli.worker.build.norms import count_statistics_batches
+from tula_cli.worker.build.norms import count_batch_norm_micro_batches
 from tula_cli.worker.train.diagnostics import Diagnostics
 from tula_cli.worker.train.evaluation import Evaluation
 from tula_cli.worker.train.loop import Step, Trainer
@@ -238,7 +238,7 @@ class TrainingLog:
         self.changed = False  # a change of the step time was told
         self.last_row = 0.0
         self.began = time.monotonic()
-        self.next_words = self.began + compute_log_pause(0.0)  # when the job's log tells of the steps again
+        self.next_print = self.began + compute_log_pause(0.0)  # when the job's log tells of the steps again
         self.unjudged: list[Mapping[str, float]] = []  # what AGS did in the newest epochs
         self.warned: set[str] = set()  # kinds of warnings that are given once
 
@@ -321,7 +321,7 @@ class TrainingLog:
         """Write a row if the last one is LOG_SECONDS old; this reads the loss, so it waits for the device."""
         if time.monotonic() - self.last_row < LOG_SECONDS:
             return
-        self.write_steps(overhead=overhead, aloud=time.monotonic() >= self.next_words)
+        self.write_steps(overhead=overhead, aloud=time.monotonic() >= self.next_print)
         self.last_row = time.monotonic()
 
     def write_steps(self, *, overhead: float, aloud: bool = False) -> None:
@@ -340,7 +340,7 @@ class TrainingLog:
         self.step_times += plain
         self.window.extend(plain)
         loss, remaining = float(steps[-1].loss), self._estimate_remaining_seconds(statistics.fmean(seconds), overhead)
-        self.keep_steps(close=False)  # the device has just been waited for
+        self.write_step_values(close=False)  # the device has just been waited for
         self.add(
             "step",
             step=trainer.position.steps,
@@ -361,7 +361,7 @@ class TrainingLog:
             self._print_steps(loss, statistics.fmean(seconds), remaining)
         self.recent, self.tokens = [], TokenCounter()
 
-    def keep_steps(self, *, close: bool) -> None:
+    def write_step_values(self, *, close: bool) -> None:
         """Write the recorded values of each step; with `close`, before a checkpoint, all of them."""
         if self.diagnostics:
             self.metrics.steps.add(self.diagnostics.pop_rows(), close=close)
@@ -384,7 +384,7 @@ class TrainingLog:
 
     def _delay_next_print(self) -> None:
         """Delay the next line about steps, after a line that has reported the progress."""
-        self.next_words = time.monotonic() + compute_log_pause(time.monotonic() - self.began)
+        self.next_print = time.monotonic() + compute_log_pause(time.monotonic() - self.began)
 
     def _compute_token_rates(self, step_time: float) -> dict[str, float | None]:
         """Return the tokens per second over all GPUs and the share of padding; None if batches are not text."""
@@ -472,7 +472,7 @@ class TrainingLog:
         )
         self._print(self._describe_epoch(result, loss=loss, lr=lr, step_time=step_time, overhead=overhead))
         self._delay_next_print()
-        self.warn_of_evaluation(result)
+        self.warn_non_finite_evaluation(result)
         self._warn_inactive_ags(ags)
         drifted = self.drift.check_epoch(recent, epoch=trainer.position.epoch)
         if drifted and not self.changed:  # which says the same, with a cause
@@ -499,7 +499,7 @@ class TrainingLog:
             return None
         return self.diagnostics.report(self.trainer, scaled=ags["scaled"] if ags else None)
 
-    def warn_of_evaluation(self, result: Evaluation) -> None:
+    def warn_non_finite_evaluation(self, result: Evaluation) -> None:
         """Warn once if the evaluation loss is not finite although the training loss is, and once if the metric of
         train.best_checkpoint is not finite."""
         metric, epoch = self.task.spec.train.best_checkpoint.metric, self.trainer.position.epoch
@@ -561,7 +561,7 @@ def list_ineffective_settings(trainer: Trainer) -> list[Diagnostic]:
 def _warn_small_norm_batches(trainer: Trainer) -> list[Diagnostic]:
     """Warn about stages of the ramp that leave BatchNorm few samples."""
     sizes, world = trainer.sizes, trainer.ranks.world
-    over = count_statistics_batches(trainer.parallel.module, world=world)
+    over = count_batch_norm_micro_batches(trainer.parallel.module, world=world)
     samples = {
         stage.batch: over * stage.batch // (world * sizes.parts[stage.batch])
         for stage in sizes.ramp.stages[:-1]

@@ -179,11 +179,11 @@ def compute_training_seconds(
     )
     stepping = work.steps * step_time + work.refreshes / work.epochs * _replace_unmeasured(overheads.refresh)
     # The checkpoint at the end of an epoch restarts the interval.
-    within = np.floor(stepping / interval)
-    segment = np.where(within > 0, interval, 0.0)
-    uninterrupted = stepping - within * segment + work.eval_batches * eval_batch
+    checkpoints = np.floor(stepping / interval)
+    segment = np.where(checkpoints > 0, interval, 0.0)
+    uninterrupted = stepping - checkpoints * segment + work.eval_batches * eval_batch
     epoch = _compute_expected_time(uninterrupted + save, restart=restart, rate=rate)
-    epoch = epoch + _multiply_or_zero(within, _compute_expected_time(segment + save, restart=restart, rate=rate))
+    epoch = epoch + _multiply_or_zero(checkpoints, _compute_expected_time(segment + save, restart=restart, rate=rate))
     # An interrupted branch restarts from its beginning.
     branch = work.branch_steps / np.maximum(1, work.branches) * step_time + work.branch_evals * eval_batch
     tuning = _multiply_or_zero(work.branches, _compute_expected_time(branch, restart=restart, rate=rate))

@@ -202,9 +202,11 @@ def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) ->
             the batch of only one of the two is known.
     """
     knows_batch = job.local_batch is not None
-    alike = [other for other in others if other.kind == job.kind and (other.local_batch is not None) == knows_batch]
-    together = [job, *alike]
-    configurations = {(other.nodes, other.gpus_per_node, other.local_batch) for other in together}
+    comparable_jobs = [
+        other for other in others if other.kind == job.kind and (other.local_batch is not None) == knows_batch
+    ]
+    fitted_jobs = [job, *comparable_jobs]
+    configurations = {(other.nodes, other.gpus_per_node, other.local_batch) for other in fitted_jobs}
     seconds, sync = job.step_seconds, job.sync_seconds
     compute = None if sync is None else max(0.0, seconds - sync - (job.data_seconds or 0.0))
     peak, growth = _compute_memory(job)
@@ -216,7 +218,7 @@ def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) ->
         if training
     }
     efficiency = None if sync is None else max(0.0, 1 - sync / seconds)
-    requests = predict_other_requests(job, together)
+    requests = predict_other_requests(job, fitted_jobs)
     is_long = training is not None and training >= LONG_TRAINING
     return ObservedReport(
         script=job.script,
@@ -239,7 +241,7 @@ def report_observed_job(job: MeasuredJob, others: Sequence[MeasuredJob] = ()) ->
         peak_bytes=peak,
         capacity_bytes=min((rank.capacity or 0 for rank in job.ranks), default=0) or None,
         batch_growth=growth,
-        jobs_fitted=len(together),
+        jobs_fitted=len(fitted_jobs),
         configurations_fitted=len(configurations) if knows_batch else 0,
         other_requests=requests,
         observed_at=job.observed_at,
@@ -278,12 +280,12 @@ def list_other_requests(nodes: int, gpus_per_node: int) -> list[tuple[int, int]]
     return [(1, count) for count in sorted({max(1, gpus_per_node // 4), max(1, gpus_per_node // 2)} - {gpus_per_node})]
 
 
-def predict_other_requests(job: MeasuredJob, together: Sequence[MeasuredJob]) -> tuple[OtherRequest, ...]:
+def predict_other_requests(job: MeasuredJob, fitted_jobs: Sequence[MeasuredJob]) -> tuple[OtherRequest, ...]:
     """Return what the job would need on other numbers of GPUs, with the same batch per GPU."""
     requests = list_other_requests(job.nodes, job.gpus_per_node)
     if not requests:
         return ()
-    observations = [other.as_observation() for other in together]
+    observations = [other.as_observation() for other in fitted_jobs]
     return tuple(
         predict_request(observations, job.as_observation(), nodes, gpus, samples=job.samples)
         for nodes, gpus in requests

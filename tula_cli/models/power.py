@@ -77,7 +77,9 @@ def fit_power_model(probes: Iterable[Measured]) -> PowerModel | None:
     return PowerModel(
         idle=idle,
         per_sample=per_sample,
-        words=_describe_power(idle, per_sample, residuals, probe_count=len(probes_with_energy), of=len(all_probes)),
+        words=_describe_power(
+            idle, per_sample, residuals, probe_count=len(probes_with_energy), all_probes=len(all_probes)
+        ),
         error=_compute_half_interval(residuals, parameters=len(coefficients)),
         _spread=np.linalg.inv(columns.T @ columns),
     )
@@ -116,11 +118,11 @@ def _compute_half_interval(residuals: Floats, *, parameters: int) -> float | Non
 
 
 def _describe_power(
-    idle: float, per_sample: float, residuals: Sequence[float] | Floats, *, probe_count: int, of: int
+    idle: float, per_sample: float, residuals: Sequence[float] | Floats, *, probe_count: int, all_probes: int
 ) -> str:
     per_sample_text = f" and {format_number(per_sample)} J per sample" if per_sample else " at every batch"
     error = "" if probe_count < 2 else f"; median error {100 * float(np.median(np.abs(residuals))):.1f} %"
-    return f"{format_number(idle)} W per GPU{per_sample_text}, from {probe_count} of {format_count(of, 'probe')}{error}"
+    return f"{format_number(idle)} W per GPU{per_sample_text}, from {probe_count} of {format_count(all_probes, 'probe')}{error}"
 
 
 def compute_interval_end(kwh: Floats, power: Power, bound: Floats, hours: Floats, *, sign: int) -> Floats:

@@ -274,7 +274,7 @@ def plan_stages_before_fitting(
 
 
 def compute_auto_begins(spec: JobSpec, batches: "Ints", *, dataset_size: int) -> "Floats":
-    """Return where the stages of `auto` begin (samples), shape (n, stages), the own batch of each training last.
+    """Return the first samples of the stages of `auto`, shape (n, stages); the training's final batch comes last.
 
     Args:
         spec: the job.
@@ -519,7 +519,7 @@ def add_stage_epochs(stages: Iterable[Stage], size: int) -> tuple[Stage, ...]:
 
 
 def describe_stages(stages: Sequence[Stage]) -> str:
-    """Describe where a training reaches each batch, and at which noise scale; expects stages with epochs."""
+    """Describe the epoch and the noise scale at which a training reaches each batch; expects stages with epochs."""
     by_noise = any(stage.noise is not None for stage in stages)
     return "; ".join(_describe_stage(stage, by_noise=by_noise) for stage in stages)
 

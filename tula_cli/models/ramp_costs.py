@@ -133,7 +133,7 @@ class StageTimes:
         return self._add_step_times(stage_nodes, batches, counts, share, steps)
 
     def _plan_stages(self, nodes: Ints, batch: Ints) -> tuple[Floats, Ints]:
-        """Return where stages begin (samples) and their batches, shape (n, stages), the own batch of each row last.
+        """Return the first samples and the batches of stages, shape (n, stages); the row's final batch comes last.
 
         The batch of a stage that a row does not have is 0.
         """

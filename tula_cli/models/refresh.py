@@ -102,13 +102,13 @@ def compute_refresh_seconds(
             doublings([probe.nodes for probe in timed], nodes),
             doublings([probe.local_batch for probe in timed], local_batch),
         )
-        took = np.array([probe.overheads.refresh for probe in timed], dtype=float)[find_nearest(*unlike)]
+        refresh_seconds = np.array([probe.overheads.refresh for probe in timed], dtype=float)[find_nearest(*unlike)]
     elif local:
-        alike = find_nearest(doublings([probe.local_batch for probe in local], share))
-        took = np.array([_get_time_without_sync(probe) for probe in local], dtype=float)[alike]
+        nearest_probes = find_nearest(doublings([probe.local_batch for probe in local], share))
+        refresh_seconds = np.array([_get_time_without_sync(probe) for probe in local], dtype=float)[nearest_probes]
     else:
-        took = np.full(len(batch), np.nan)
-    return np.where(refreshed, took, 0.0)
+        refresh_seconds = np.full(len(batch), np.nan)
+    return np.where(refreshed, refresh_seconds, 0.0)
 
 
 def _get_time_without_sync(probe: Measured) -> float | None:

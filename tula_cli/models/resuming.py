@@ -99,7 +99,7 @@ def _describe_start(begin: ObservedStart, start: ObservedStart) -> str:
 
 
 def _describe_other_rate(begin: ObservedStart, same: ObservedStart, more: ObservedStart) -> tuple[str, ...]:
-    """Describe where the learning rate on other nodes first differs from that on the same; empty if it does not."""
+    """Describe the first difference of the learning rate between other and the same nodes; empty if there is none."""
     different = _find_first_difference(begin, same, more, 1.0) if same.rates else None
     if different is None:
         return ()

@@ -120,7 +120,9 @@ def _summarize_cost(estimator: Estimator) -> RegressionSummary:
     return _summarize_ols("cost", about, f"ln cost ({estimator.spec.pricing.currency})", np.log(cost), varying)
 
 
-def _summarize_ols(name: str, about: str, of: str, target: Floats, columns: Mapping[str, Floats]) -> RegressionSummary:
+def _summarize_ols(
+    name: str, about: str, response: str, target: Floats, columns: Mapping[str, Floats]
+) -> RegressionSummary:
     from statsmodels.regression.linear_model import OLS
 
     rows = np.column_stack(list(columns.values()))
@@ -129,7 +131,7 @@ def _summarize_ols(name: str, about: str, of: str, target: Floats, columns: Mapp
         return RegressionSummary(name, f"{about}{few}", {}, "")
     result = OLS(target, rows).fit()
     return RegressionSummary(
-        name, about, _list_coefficients(result, list(columns)), _render_summary(result, of, list(columns))
+        name, about, _list_coefficients(result, list(columns)), _render_summary(result, response, list(columns))
     )
 
 
@@ -138,7 +140,7 @@ def _list_coefficients(result: "RegressionResultsWrapper", names: Sequence[str])
     return {name: Coefficient(*row) for name, row in zip(names, rows, strict=True)}
 
 
-def _render_summary(result: "RegressionResultsWrapper", of: str, names: Sequence[str]) -> str:
+def _render_summary(result: "RegressionResultsWrapper", response: str, names: Sequence[str]) -> str:
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")  # some of its tests require more rows than a search has probes
-        return str(result.summary(yname=of, xname=list(names)).as_text())
+        return str(result.summary(yname=response, xname=list(names)).as_text())

@@ -422,8 +422,8 @@ def estimate_hours(
     The estimate is the mean of the row's trainings, else the prediction, else the mean of the rows at the same batch,
     else the mean of all rows.
     """
-    alike = [hours for (_, batch), hours in took.items() if batch == row[1]] or list(took.values())
-    return took.get(row) or predicted.get(row) or (statistics.fmean(alike) if alike else None)
+    hours_at_batch = [hours for (_, batch), hours in took.items() if batch == row[1]] or list(took.values())
+    return took.get(row) or predicted.get(row) or (statistics.fmean(hours_at_batch) if hours_at_batch else None)
 
 
 def choose_default_nodes(run: Run) -> int:

@@ -159,16 +159,16 @@ Work = Generator[Event, None, T]
 """A generator of events that returns the result (as the value of StopIteration)."""
 
 
-def follow(work: Work[T], tell: Callable[[Event], object]) -> T:
-    """Run `work`, pass every event to `tell`, and return the result.
+def follow(work: Work[T], on_event: Callable[[Event], object]) -> T:
+    """Run `work`, pass every event to `on_event`, and return the result.
 
-    A KeyboardInterrupt raised in `tell` is thrown into `work`, so that Ctrl-C also ends the work.
+    A KeyboardInterrupt raised in `on_event` is thrown into `work`, so that Ctrl-C also ends the work.
     """
     try:
         event = next(work)
         while True:
             try:
-                tell(event)
+                on_event(event)
             except KeyboardInterrupt as pressed:
                 event = work.throw(pressed)
             else:

@@ -404,8 +404,8 @@ def _describe_why_not_comparable(
     versions = {probe.environment.torch for probe in measured}
     if environment["torch"] not in versions:
         return f"it ran with torch {environment['torch']}, the probes with {', '.join(sorted(versions))}"
-    alike = [probe.oversubscribed for probe in measured if probe.nodes == task.nodes] or [False]
-    if environment.get("oversubscribed", False) and not all(alike):
+    oversubscribed_probes = [probe.oversubscribed for probe in measured if probe.nodes == task.nodes] or [False]
+    if environment.get("oversubscribed", False) and not all(oversubscribed_probes):
         return "the ranks of the training shared cores or GPUs"
     return ""
 
@@ -426,7 +426,7 @@ class CachedTrainings:
 
 
 def read_measurements_of_other_sizes(sizes: Sequence[Run], trainings: CachedTrainings) -> OtherSizes:
-    """Return the measurements with other numbers of GPUs on the same nodes, as of `Run.sizes`."""
+    """Return the measurements with other numbers of GPUs on the same nodes, for the sizes of `Run.sizes`."""
     probes = [result for run in sizes for result in run.read_results() if isinstance(result, Measured)]
     return OtherSizes(tuple(probes), tuple(steps for run in sizes for steps in trainings(run).steps))
 

@@ -301,8 +301,8 @@ def make_profile_report(run: RunDir, plan: ProfilePlan) -> ProfileReport:
 def _make_nothing_measured_error(report: ProfileReport, spec: JobSpec | None) -> Exception:
     if report.failed:
         first_failure = report.failed[0]
-        alike = all(result.outcome == first_failure.outcome for result in report.failed)
-        kind = FAILURE_KINDS[first_failure.outcome].error if alike else JobFailed
+        have_same_outcome = all(result.outcome == first_failure.outcome for result in report.failed)
+        kind = FAILURE_KINDS[first_failure.outcome].error if have_same_outcome else JobFailed
         return kind(
             f"{first_failure.id} failed: {first_failure.message}",
             advise(first_failure.failure, spec),
@@ -563,7 +563,7 @@ def plan_variants(
 
 
 def inspect_variant(run: Run, dependencies: Dependencies) -> Inspection | NotInspectable:
-    """Return a stored or new inspection of a variant, or the error; as of `inspect_if_possible`."""
+    """Return a stored or new inspection of a variant, or the error (see `inspect_if_possible`)."""
     return first_job.inspect_if_possible(run.spec, first_job.inspect_with_stored(dependencies.inspect, run))
 
 

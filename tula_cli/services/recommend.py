@@ -163,7 +163,7 @@ def _make_results_table(
     *,
     every: bool,
 ) -> str:
-    """Return configurations and every result as CSV, ordered by node type, nodes and batch. Args: as of `write_answer`."""
+    """Return configurations and every result as CSV, ordered by node type, nodes and batch; Args: see `write_answer`."""
     by_market = {market: frame.set_index(_KEYS) for market, frame in forecasts.frame.groupby("market")}
     on_demand, spot = by_market["on_demand"], by_market.get("spot")
     on_demand = on_demand.assign(

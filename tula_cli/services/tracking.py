@@ -48,7 +48,7 @@ class TrackersPackage(Protocol):
         Args:
             runs: the runs.
             to: trackers or import strings; empty for those of section export.
-            request: where to, and for how long.
+            request: the destination, and whether to follow.
 
         Raises:
             SpecError: no tracker is named and the job has none, or the arguments are not compatible.

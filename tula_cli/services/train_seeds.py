@@ -133,7 +133,7 @@ class PreparedSeeds:
         return SeedsReport(self.plan, rows, _sum_costs(rows))
 
     def list_scheduled(self, trainings: Sequence[SeedTraining]) -> list[ScheduledTraining]:
-        """Return the places of trainings in the plan."""
+        """Return the scheduled entries of trainings in the plan."""
         seeds = {training.seed for training in trainings}
         rows = zip(self.trainings, self.plan.schedule, strict=True)
         return [scheduled for training, scheduled in rows if training.seed in seeds]

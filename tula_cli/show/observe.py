@@ -36,7 +36,7 @@ def render_observations(reports: Sequence["ObservedReport"]) -> Iterator["Render
 
 
 def render_installation(folder: Path, root: Path) -> Iterator[str]:
-    """Yield the line for a shell or module file, and where observations will be."""
+    """Yield the line for a shell or module file, and the folder of the observations."""
     yield f'export PYTHONPATH={shlex.quote(str(folder))}"${{PYTHONPATH:+:$PYTHONPATH}}"'
     yield ""
     yield f"With this line, tula observes every training with torch and writes to {root}."

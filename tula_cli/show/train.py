@@ -38,7 +38,7 @@ PERCENT = ("top1", "top5")
 def render_train_plan(
     plan: "TrainPlan", *, links: Sequence[int] = (), scripts: Sequence[str] = ()
 ) -> Iterator["RenderableType"]:
-    """Yield where training would run, in how many jobs, and its expected time and cost."""
+    """Yield the nodes, number of jobs, expected time and cost of a training."""
     yield from _render_training_plan(plan)
     if plan.finished:
         return

@@ -174,7 +174,7 @@ def _render_facts(facts: tuple[Fact, ...]) -> Iterator[str]:
 def _render_section(section: Section, place: int, numbers: Iterator[int]) -> Iterator[str]:
     names = dict.fromkeys(series.name for figure in section.figures for series in figure.series)
     # a series has the same colour and marker in all figures of a section
-    looks = {name: look for look, name in enumerate(names)}
+    style_indices = {name: style_index for style_index, name in enumerate(names)}
     anchor = _make_section_id(section, place)
     yield f'<section id="{anchor}" aria-labelledby="{anchor}-head"><h2 id="{anchor}-head">{escape_text(section.title)}</h2>'
     yield from (f"<p>{escape_text(words)}</p>" for words in section.text)
@@ -184,15 +184,15 @@ def _render_section(section: Section, place: int, numbers: Iterator[int]) -> Ite
     yield from (part for table in section.tables for part in _render_table(table))
     if section.figures:
         yield '<div class="figures">'
-        yield from (part for figure in section.figures for part in _render_figure(figure, next(numbers), looks))
+        yield from (part for figure in section.figures for part in _render_figure(figure, next(numbers), style_indices))
         yield "</div>"
     yield "</section>"
 
 
-def _render_figure(figure: Figure, number: int, looks: Mapping[str, int]) -> Iterator[str]:
+def _render_figure(figure: Figure, number: int, style_indices: Mapping[str, int]) -> Iterator[str]:
     prefix = f"figure-{number}"
     yield f'<figure id="{prefix}"><h3>{escape_text(figure.title)}</h3>'
-    yield render_svg(figure, prefix=f"{prefix}-drawn", looks=looks)
+    yield render_svg(figure, prefix=f"{prefix}-drawn", style_indices=style_indices)
     yield "<figcaption>"
     if figure.caption:
         yield f'<p class="caption">{escape_text(figure.caption)}</p>'

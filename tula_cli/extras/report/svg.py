@@ -104,7 +104,7 @@ _SHADES = (0.07, 0.17, 0.3, 0.46, 0.63, 0.82, 1.0)
 _LEVELS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
-def _draw_curve(axes: "Axes", figure: Figure, series: Series, look: int, *, shift: float) -> "Artist":
+def _draw_curve(axes: "Axes", figure: Figure, series: Series, style_index: int, *, shift: float) -> "Artist":
     """Draw a curve or points with their intervals, shifted to the right, and return the symbol for the legend."""
     from matplotlib.lines import Line2D
 
@@ -115,8 +115,8 @@ def _draw_curve(axes: "Axes", figure: Figure, series: Series, look: int, *, shif
     )
     known = ~np.isnan(x + y)
     measured = np.ones(len(x), dtype=bool) if series.measured is None else np.array(series.measured)[order]
-    color, style = COLORS[SERIES[look % len(SERIES)]], series.style
-    dashes: Any = "none" if style == "points" else DASHES[look // len(SERIES) % len(DASHES)]
+    color, style = COLORS[SERIES[style_index % len(SERIES)]], series.style
+    dashes: Any = "none" if style == "points" else DASHES[style_index // len(SERIES) % len(DASHES)]
     has_markers = style == "points" or known.sum() < 2 or (style == "line+points" and len(x) <= _MANY)
     if series.low is not None and series.high is not None:
         low, high = (_convert_to_floats(bounds, figure.y_scale)[order] for bounds in (series.low, series.high))
@@ -130,17 +130,17 @@ def _draw_curve(axes: "Axes", figure: Figure, series: Series, look: int, *, shif
             bars: dict[str, Any] = {"color": color, "ecolor": color, "elinewidth": 1.1, "capsize": 3}
             axes.errorbar(x[uncertain], y[uncertain], lengths, fmt="none", **bars)
     axes.plot(x, y, color=color, linestyle=dashes, linewidth=1.6, zorder=3)
-    marker = {"marker": MARKERS[look % len(MARKERS)], "markersize": 5.5, "markeredgecolor": color}
+    marker = {"marker": MARKERS[style_index % len(MARKERS)], "markersize": 5.5, "markeredgecolor": color}
     faces = {True: color, False: COLORS["paper"]}
     for is_measured, face in faces.items():
         shown = known & (measured == is_measured)
         if has_markers and shown.any():
             points: dict[str, Any] = {"linestyle": "none", "color": color, **marker, "markerfacecolor": face}
             axes.plot(x[shown], y[shown], zorder=4, clip_on=False, **points)
-    look_of_points: dict[str, Any] = (
+    point_style: dict[str, Any] = (
         {**marker, "markerfacecolor": faces[bool(measured[known].any())]} if has_markers else {}
     )
-    return Line2D([], [], color=color, linestyle=dashes, linewidth=1.6, label=series.name, **look_of_points)
+    return Line2D([], [], color=color, linestyle=dashes, linewidth=1.6, label=series.name, **point_style)
 
 
 def _draw_stack(axes: "Axes", bars: Sequence[tuple[Series, int]]) -> "list[Artist]":
@@ -149,8 +149,8 @@ def _draw_stack(axes: "Axes", bars: Sequence[tuple[Series, int]]) -> "list[Artis
 
     bottoms: dict[float, float] = {}
     symbols: list[Artist] = []
-    for series, look in bars:
-        color = COLORS[SERIES[look % len(SERIES)]]
+    for series, style_index in bars:
+        color = COLORS[SERIES[style_index % len(SERIES)]]
         heights = np.nan_to_num(_convert_to_floats(series.y, "linear"))
         axes.bar(series.x, heights, 0.62, [bottoms.get(x, 0.0) for x in series.x], color=color, zorder=2)
         bottoms |= {x: bottoms.get(x, 0.0) + height for x, height in zip(series.x, heights, strict=True)}
@@ -169,11 +169,11 @@ def _draw_density(axes: "Axes", density: Density) -> "list[Artist]":
         column, row = np.nonzero((shares > low) & (shares <= high))
         if column.size:
             corners = [(x[column + right], y[row + up]) for right, up in ((0, 0), (1, 0), (1, 1), (0, 1), (0, 0))]
-            look: dict[str, Any] = {"facecolor": COLORS["s0"], "alpha": shade, "linewidth": 0}
+            style: dict[str, Any] = {"facecolor": COLORS["s0"], "alpha": shade, "linewidth": 0}
             cells = Path.make_compound_path(*(Path(cell, closed=True) for cell in np.moveaxis(np.array(corners), 2, 0)))
-            axes.add_patch(PathPatch(cells, zorder=2, **look))
+            axes.add_patch(PathPatch(cells, zorder=2, **style))
             label = f"{100 * low:g} to {100 * high:g} %" if low else f"under {100 * high:g} %"
-            symbols.append(Patch(**look, label=label))
+            symbols.append(Patch(**style, label=label))
     axes.autoscale_view()  # adding patches does not rescale the axes
     return symbols
 
@@ -198,17 +198,17 @@ def _draw_marks(axes: "Axes", figure: Figure) -> "list[Artist]":
     symbols: dict[str, Artist] = {}
     for mark in figure.marks:
         (x,), (y,) = _convert_to_floats([mark.x], _get_x_scale(figure)), _convert_to_floats([mark.y], figure.y_scale)
-        look: dict[str, Any] = {"linestyle": _LINES[mark.kind], "linewidth": 1.2, "color": COLORS["ink"]}
+        style: dict[str, Any] = {"linestyle": _LINES[mark.kind], "linewidth": 1.2, "color": COLORS["ink"]}
         label = mark.text
         if not math.isnan(x + y):
-            look = _POINT
-            axes.plot([x], [y], zorder=6, clip_on=False, **look)
+            style = _POINT
+            axes.plot([x], [y], zorder=6, clip_on=False, **style)
         elif mark.x is None and not math.isnan(y):
-            axes.axhline(y, zorder=5, **look)
+            axes.axhline(y, zorder=5, **style)
         elif mark.y is None and not math.isnan(x):
             if _is_event(mark):
-                look["color"] = COLORS["muted"]
-            axes.axvline(x, zorder=1.5 if _is_event(mark) else 5, **look)
+                style["color"] = COLORS["muted"]
+            axes.axvline(x, zorder=1.5 if _is_event(mark) else 5, **style)
             if _is_event(mark) and len(events) > 1:
                 number = events.index(mark.text) + 1
                 label = f"{number}: {mark.text}"
@@ -216,7 +216,7 @@ def _draw_marks(axes: "Axes", figure: Figure) -> "list[Artist]":
                 axes.text(x, 1.005, str(number), fontsize=10, color=COLORS["muted"], **where)
         else:
             continue
-        symbols[label] = Line2D([], [], label=label, **look)
+        symbols[label] = Line2D([], [], label=label, **style)
     return list(symbols.values())
 
 
@@ -278,13 +278,13 @@ def require_matplotlib() -> None:
         ) from None
 
 
-def render_svg(figure: Figure, *, prefix: str = "", looks: Mapping[str, int] | None = None) -> str:
+def render_svg(figure: Figure, *, prefix: str = "", style_indices: Mapping[str, int] | None = None) -> str:
     """Return a figure as SVG that can be used on its own or inside a page.
 
     Args:
         figure: the figure. Values that are not finite, or not positive on a logarithmic scale, are left out.
         prefix: prefix of the ids, by default the figure's key; unique among the figures of a page.
-        looks: style index of a series by its name, if several figures share it.
+        style_indices: style index of a series by its name, if several figures share it.
 
     Raises:
         SpecError: matplotlib is not installed.
@@ -293,7 +293,7 @@ def render_svg(figure: Figure, *, prefix: str = "", looks: Mapping[str, int] | N
     with _use_plot_defaults():
         written = io.StringIO()
         metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        _draw_figure(figure, looks or {}).savefig(written, format="svg", metadata=metadata)
+        _draw_figure(figure, style_indices or {}).savefig(written, format="svg", metadata=metadata)
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", prefix or figure.key) or "figure"
     root, _, content = written.getvalue().partition("<svg")[2].partition(">")
     title, description = html.escape(remove_control_characters(figure.title)), html.escape(describe_figure(figure))
@@ -344,13 +344,13 @@ def _get_x_scale(figure: Figure) -> str:
     return "linear" if figure.x_scale == "category" else figure.x_scale
 
 
-def _draw_figure(figure: Figure, looks: Mapping[str, int], *, dpi: int = 72) -> "Canvas":
+def _draw_figure(figure: Figure, style_indices: Mapping[str, int], *, dpi: int = 72) -> "Canvas":
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=(WIDTH / 72, PLOT / 72), dpi=dpi, layout="constrained")
     axes = canvas.add_subplot()
     shown = [
-        (series, looks.get(series.name, place))
+        (series, style_indices.get(series.name, place))
         for place, series in enumerate(figure.series)
         if not np.isnan(_convert_to_floats(series.y, figure.y_scale)).all()
     ]
@@ -364,12 +364,12 @@ def _draw_figure(figure: Figure, looks: Mapping[str, int], *, dpi: int = 72) -> 
     axes.set_xscale("linear" if _get_x_scale(figure) == "linear" else "log")
     axes.set_yscale("linear" if figure.y_scale == "linear" else "log")
     symbols = [] if figure.density is None else _draw_density(axes, figure.density)
-    symbols += _draw_stack(axes, [(series, look) for series, look in shown if series.style == "stacked"])
-    curves = [(series, look) for series, look in shown if series.style != "stacked"]
+    symbols += _draw_stack(axes, [(series, style_index) for series, style_index in shown if series.style == "stacked"])
+    curves = [(series, style_index) for series, style_index in shown if series.style != "stacked"]
     # Curves over categories are shifted, so that their intervals do not overlap.
     step = min(0.08, 0.5 / len(shown)) if figure.x_scale == "category" and curves == shown != [] else 0.0
-    for place, (series, look) in enumerate(curves):
-        symbols.append(_draw_curve(axes, figure, series, look, shift=step * (place - (len(curves) - 1) / 2)))
+    for place, (series, style_index) in enumerate(curves):
+        symbols.append(_draw_curve(axes, figure, series, style_index, shift=step * (place - (len(curves) - 1) / 2)))
     symbols += _list_basis_symbols([series for series, _ in shown])
     only = len(symbols) == 1 and symbols[0].get_label() in ("", figure.title, figure.y_label)
     symbols += (marks := _draw_marks(axes, figure))

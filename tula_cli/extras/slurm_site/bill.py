@@ -464,7 +464,7 @@ def compute_billed_price(billed: BilledJobs, pricing: Pricing) -> float:
 
 
 def make_site_charge(billed: BilledJobs, task: TrainTask) -> SiteCharge:
-    """Return the charge of a training's jobs beside the prediction of its last task."""
+    """Return the charge of a training's jobs, and the charge that its last task predicted."""
     pricing, predicted = task.spec.pricing, task.prediction
     billing = pricing.slurm_billing
     assert billing is not None

@@ -74,19 +74,19 @@ def _list_environment(environment: Environment) -> dict[str, Scalar]:
     return list_settings({"env": {**content, **environment.variables}})
 
 
-def make_run_payload(run: Run, look: Snapshot, *, active: bool, artifacts: tuple[Path, ...]) -> RunPayload:
+def make_run_payload(run: Run, snapshot: Snapshot, *, active: bool, artifacts: tuple[Path, ...]) -> RunPayload:
     """Return the payload of a whole run: its settings, environment, probes and recommendation.
 
     Args:
         run: the run of one hardware.
-        look: snapshot of the run.
+        snapshot: snapshot of the run.
         active: whether a job of it is queued or running.
         artifacts: files to send.
     """
-    answer, measured = look.recommendation, [result for result in look.results if isinstance(result, Measured)]
-    moments = [job.submitted_at for job in look.jobs] + [result.measured_at for result in measured]
+    answer, measured = snapshot.recommendation, [result for result in snapshot.results if isinstance(result, Measured)]
+    moments = [job.submitted_at for job in snapshot.jobs] + [result.measured_at for result in measured]
     environment = _list_environment(measured[0].environment) if measured else {}
-    counts = {"probes/measured": len(measured), "probes/in_all": len(look.results)}
+    counts = {"probes/measured": len(measured), "probes/in_all": len(snapshot.results)}
     answer_numbers = {} if answer is None else _list_answer_numbers(answer)
     return RunPayload(
         TrackerRun("run", "run", run.id, min(moments, default=0.0)),
@@ -139,23 +139,23 @@ def _list_probe_numbers(probes: Iterable[Measured]) -> Iterator[tuple[str, Any]]
 
 
 def make_training_payload(
-    look: Snapshot, tasks: Sequence[TrainTask], group: str, parent: str, *, active: bool
+    snapshot: Snapshot, tasks: Sequence[TrainTask], group: str, parent: str, *, active: bool
 ) -> RunPayload:
     """Return the payload of a training. The newest point of a running one waits: more rows of its position may follow.
 
     Args:
-        look: snapshot of the run.
+        snapshot: snapshot of the run.
         tasks: tasks of the training, first attempt first.
         group: name of the whole run.
         parent: the tracker's id of the whole run.
         active: whether its job is queued or running.
     """
     first, task = tasks[0], tasks[-1]
-    training = look.get_training(task.signature)
+    training = snapshot.get_training(task.signature)
     attempts, summary = training.read_attempts(), training.read_summary()
     began = min((attempt.started_at for attempt in attempts), default=0.0)
     state = _get_training_state(
-        training, attempts, active=active, cancelled=bool(look.read_cancelling_command(task.job))
+        training, attempts, active=active, cancelled=bool(snapshot.read_cancelling_command(task.job))
     )
     rows = training.read_metrics()
     environment = [_read_environment(row) for row in rows if row["kind"] == "environment"]

@@ -284,7 +284,7 @@ def _describe_place(row: Prediction) -> str:
 
 
 def _describe_comparison(baseline: Baseline, spec: JobSpec, chosen: Prediction, *, is_baseline: bool) -> str:
-    """Name the configuration that the choice is compared with, where it comes from, and which of both is predicted."""
+    """Name the configuration that the choice is compared with, its origin, and which of the two are predicted."""
     nodes = "baseline.nodes" if spec.baseline.nodes else "the fewest nodes"
     batch = "baseline.batch" if spec.baseline.batch else get_workload(spec).reference_key
     if is_baseline:

@@ -472,7 +472,7 @@ class Campaign:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What a plan is made for, and what holds for all its trainings."""
+    """The request for a plan: query, limits and settings of all its trainings."""
 
     query: Query  # objective and limits
     minimises: str  # name in QUANTITIES

@@ -95,7 +95,7 @@ def _compute_excess(value: float, limit: float) -> float:
 
 @dataclass(frozen=True)
 class JobsPlan:
-    """The best plan that was found, and what no plan within the limits is below."""
+    """The best plan found, and a lower bound of all plans within the limits."""
 
     starts: Sequence[Start]
     lower_bound: float  # lower bound of the minimised quantity
@@ -165,17 +165,17 @@ def _shorten_within_budget(
     """
     shortest, longest = bound, compute_makespan(starts)
     for _ in range(_BISECTIONS):
-        within = Target("cost", deadline=(shortest + longest) / 2)
-        cheaper = min((each.improve(within) for each in lists), key=within.rate_plan)
+        cheapest_target = Target("cost", deadline=(shortest + longest) / 2)
+        cheaper = min((each.improve(cheapest_target) for each in lists), key=cheapest_target.rate_plan)
         if target.rate_plan(cheaper).is_below(target.rate_plan(starts)):
             starts, longest = cheaper, compute_makespan(cheaper)
         else:
-            shortest = within.deadline
+            shortest = cheapest_target.deadline
     return starts
 
 
 def find_lower_bound(jobs: Sequence[JobTrainings], nodes: int, target: Target) -> float:
-    """Return what no plan within the limit is below; inf if there is none.
+    """Return a lower bound of the minimised quantity over all plans within the limit; inf if there is none.
 
     The bound of a linear relaxation: fractions of a training may have different options, and trainings may be cut into
     pieces that fill all nodes until the end.

@@ -140,12 +140,12 @@ def find_nearest(*distances: Floats) -> Ints:
     return nearest_index
 
 
-def apply_to_distinct_values(of: Callable[[int], float], values: Ints | int) -> Any:
+def apply_to_distinct_values(function: Callable[[int], float], values: Ints | int) -> Any:
     """Apply a function to a number, or to each value of an array, shape (n,), calling it once per distinct value."""
     if isinstance(values, int):
-        return of(values)
+        return function(values)
     distinct, where = np.unique(values, return_inverse=True)
-    values_by_position: NDArray[Any] = np.array([of(value) for value in distinct.tolist()])[where]
+    values_by_position: NDArray[Any] = np.array([function(value) for value in distinct.tolist()])[where]
     return values_by_position
 
 

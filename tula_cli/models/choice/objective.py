@@ -296,10 +296,10 @@ def _describe_noise_range(rows: Candidates, quantity: Quantity) -> str:
     if quantity.name != "accuracy-time":
         return ""
     ends = (rows["same_progress_epochs_lossy"], rows["same_progress_epochs_alike"])
-    lossy, alike = (int(rows["batch"][np.argmin(rows["hours"] * epochs)]) for epochs in ends)
-    if lossy == alike:
-        return f" (batch {alike} over the whole range of the gradient noise)"
-    return f" (the best batch is {min(lossy, alike)} to {max(lossy, alike)} over the range of the gradient noise)"
+    batch_at_first_end, batch_at_other_end = (int(rows["batch"][np.argmin(rows["hours"] * epochs)]) for epochs in ends)
+    if batch_at_first_end == batch_at_other_end:
+        return f" (batch {batch_at_other_end} over the whole range of the gradient noise)"
+    return f" (the best batch is {min(batch_at_first_end, batch_at_other_end)} to {max(batch_at_first_end, batch_at_other_end)} over the range of the gradient noise)"
 
 
 def _choose_knee(rows: Candidates, quantity: Quantity) -> Choice:
@@ -388,11 +388,11 @@ def _name_equal_batches(chosen: Prediction, rows: Candidates, quantity: Quantity
     line = rows.take(find_best_of_each_batch(rows, quantity)).predictions()
     larger = [row for row in line if row.batch > chosen.batch][:1]
     smaller = [row for row in line if row.batch < chosen.batch][-1:]
-    alike = [row for row in smaller + larger if _are_equally_good(chosen, row, quantity)]
-    if not alike:
+    equal_rows = [row for row in smaller + larger if _are_equally_good(chosen, row, quantity)]
+    if not equal_rows:
         return ""
-    named = " and ".join(f"batch {row.batch} on {format_count(row.nodes)}" for row in alike)
-    return f"; {named} {'is' if len(alike) == 1 else 'are'} equally good within the accuracy of the prediction"
+    named = " and ".join(f"batch {row.batch} on {format_count(row.nodes)}" for row in equal_rows)
+    return f"; {named} {'is' if len(equal_rows) == 1 else 'are'} equally good within the accuracy of the prediction"
 
 
 def _are_equally_good(chosen: Prediction, other: Prediction, quantity: Quantity) -> bool:

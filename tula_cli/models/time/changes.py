@@ -98,9 +98,9 @@ def _compute_variance_inflation(values: Floats, split: int) -> float:
     ranks[:split] -= ranks[:split].mean()
     ranks[split:] -= ranks[split:].mean()
     variance = float(np.square(ranks).mean())
-    alike = float((ranks[1:] * ranks[:-1]).mean()) / variance if variance else 0.0
-    alike = min(0.95, max(0.0, alike))
-    return (1 + alike) / (1 - alike)
+    autocorrelation = float((ranks[1:] * ranks[:-1]).mean()) / variance if variance else 0.0
+    autocorrelation = min(0.95, max(0.0, autocorrelation))
+    return (1 + autocorrelation) / (1 - autocorrelation)
 
 
 def _rank_values(values: Floats) -> Floats:
@@ -230,17 +230,17 @@ class StepTimeDrift:
             step_time: seconds; None if too few steps were timed.
             epoch: the epoch that has ended.
         """
-        within, previously_within = self.is_within(step_time), self._latest
-        self._latest = within
-        if within is None or within is not previously_within or within is self._settled:
+        is_within, was_within = self.is_within(step_time), self._latest
+        self._latest = is_within
+        if is_within is None or is_within is not was_within or is_within is self._settled:
             return None
-        is_silent = (within and self._settled is None) or self._warnings == MAX_WARNINGS
-        self._settled = within
+        is_silent = (is_within and self._settled is None) or self._warnings == MAX_WARNINGS
+        self._settled = is_within
         if is_silent or step_time is None or self.prediction is None:
             return None
         self._warnings += 1
         predicted = 1000 * self.prediction.step_time
-        if within:
+        if is_within:
             return messages.step_time_as_predicted(epoch=epoch, step_ms=1000 * step_time, predicted_ms=predicted)
         low, high = (1000 * (bound or 0.0) for bound in (self.prediction.step_low, self.prediction.step_high))
         return messages.step_time_not_as_predicted(

@@ -227,9 +227,9 @@ def _compute_stretch_means(timed: Sequence[_TimedSteps]) -> tuple[float, ...]:
         return ()
     counts = np.array([step.count for step in timed], dtype=float)
     stretch = np.minimum(STRETCHES - 1, (np.cumsum(counts) - counts) * STRETCHES // counts.sum()).astype(int)
-    took = np.bincount(stretch, weights=counts * [step.seconds for step in timed])
+    total_seconds = np.bincount(stretch, weights=counts * [step.seconds for step in timed])
     steps = np.bincount(stretch, weights=counts)
-    return tuple(float(seconds) for seconds in took[steps > 0] / steps[steps > 0])
+    return tuple(float(seconds) for seconds in total_seconds[steps > 0] / steps[steps > 0])
 
 
 def _compute_median(timed: Iterable[_TimedSteps], name: str) -> float | None:

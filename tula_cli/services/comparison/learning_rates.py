@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 EXPENSIVE_SHARE = 0.12
 """Share of a training's samples above which a search is reported as expensive."""
 LOW_RATE = 0.8
-"""Share of a script's learning rate below which its branches do not tell whether all of it is stable."""
+"""Share of a script's learning rate below which its branches do not show whether the full rate is stable."""
 MIN_GAIN = 0.01
-"""Share of the loss that the best branch has to gain for its losses to tell learning rates apart."""
+"""Share of the loss that the best branch must gain for the losses to distinguish learning rates."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class PreparedSearch:
 
 @dataclass(frozen=True)
 class LearningRateReport:
-    """The learning rate of a large batch, and what it was chosen from."""
+    """The learning rate chosen for a large batch, and the branches that the choice is based on."""
 
     nodes: int
     batch: int
@@ -359,8 +359,8 @@ def read_report(search: PreparedSearch, file: JobFile | None = None) -> Learning
             f"lower {rate_search.get_reference_keys(run.spec)[1]}, or use a smaller batch",
         )
     overrides = tuple(rate_search.list_overrides(run.spec, chosen.rule))
-    alike = [branch for branch in record.branches if branch.rule == chosen.rule]
-    largest = rate_search.choose_batch(alike, record.start_loss) if len(task.batches) > 1 else None
+    branches_of_rule = [branch for branch in record.branches if branch.rule == chosen.rule]
+    largest = rate_search.choose_batch(branches_of_rule, record.start_loss) if len(task.batches) > 1 else None
     lowest = min(branch.loss for branch in record.branches if branch.batch == batch and branch.loss is not None)
     times = "the learning rate" if chosen.factor == 1 else f"{chosen.factor:.3g} times the learning rate"
     return LearningRateReport(

@@ -152,7 +152,7 @@ def rehearse(place: Place) -> dict[str, Any]:
 
 def _train(place: Place, seed: int, disturb: Callable[[RunDir, Path], None], **environment: str) -> dict[str, Any]:
     """Train with the middle batch on the most nodes, disturb it once it has saved, and tell how it ended."""
-    before = set(place.run().train_signatures())
+    before = set(place.run().list_train_signatures())
     batch = str(2 * place.case.batches[0])
     options = ("--nodes", str(place.case.most_nodes), "--batch", batch, "--yes", "--set", f"train.seed={seed}")
     process = place.tula("train", "job.yaml", *options, **environment)
@@ -161,7 +161,7 @@ def _train(place: Place, seed: int, disturb: Callable[[RunDir, Path], None], **e
     done = False
     while process.poll() is None and time.monotonic() < deadline and not done:
         time.sleep(0.2)
-        new = [name for name in run.train_signatures() if name not in before]
+        new = [name for name in run.list_train_signatures() if name not in before]
         done = bool(new) and any(
             began < path.stat().st_mtime < time.time() - SETTLED
             for path in _checkpoints(place, run.get_training(new[0]).path)
@@ -169,7 +169,7 @@ def _train(place: Place, seed: int, disturb: Callable[[RunDir, Path], None], **e
         if done:
             disturb(run, run.get_training(new[0]).path)
     ended = _ended(process)
-    new = [name for name in run.train_signatures() if name not in before]
+    new = [name for name in run.list_train_signatures() if name not in before]
     training = run.get_training(new[0]) if new else None
     summary, result = (training.read_summary(), training.read_result()) if training else (None, None)
     return {

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tula_cli import assets
-from tula_cli.assets import config_files, find_asset, find_site_asset
+from tula_cli.assets import find_asset, find_site_asset, list_config_files
 from tula_cli.errors import TulaError
 
 
@@ -51,4 +51,4 @@ def test_xdg_names_the_folders_and_the_sites_own_stays(tmp_path: Path, monkeypat
         "XDG_CONFIG_HOME": str(tmp_path / "mine"),
         "XDG_CONFIG_DIRS": f"{tmp_path}/first:relative:{tmp_path}/second:",
     }
-    assert config_files("site.yaml", environ=environ) == [tmp_path / folder / "site.yaml" for folder in folders]
+    assert list_config_files("site.yaml", environ=environ) == [tmp_path / folder / "site.yaml" for folder in folders]

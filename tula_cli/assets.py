@@ -51,11 +51,11 @@ def _list_config_folders(*, environ: Mapping[str, str] = os.environ) -> list[Pat
     return list(dict.fromkeys([*(folder / "tula" for folder in (user, *sites)), SITE_FOLDER]))
 
 
-def config_files(name: str, *, environ: Mapping[str, str] = os.environ) -> list[Path]:
+def list_config_files(name: str, *, environ: Mapping[str, str] = os.environ) -> list[Path]:
     """Return the existing configuration files called `name`, by precedence: the user's before the site's."""
     return [path for folder in _list_config_folders(environ=environ) if (path := folder / name).is_file()]
 
 
 def find_site_asset(name: str) -> Path | None:
     """Return the user's or the site's version of a file, for example "slurm-setup.sh", or None if neither has one."""
-    return next(iter(config_files(name)), None)
+    return next(iter(list_config_files(name)), None)

@@ -184,7 +184,7 @@ class Query:
             raise SpecError(f"min_efficiency {self.min_efficiency:g}: must be at most 1", "write 0.8 for 80 %")
 
     @property
-    def same_progress(self) -> bool:
+    def is_for_same_progress(self) -> bool:
         """Whether deadline and budget are for the same progress, not for the epochs of the job."""
         return self.objective == "accuracy-time"
 

@@ -126,7 +126,7 @@ def measure(cluster: Any, folder: Path, jobs: Sequence[OtherJob], nodes: str) ->
         time.sleep(BEFORE)
         start = time.time()
         tula("train", "job.yaml", "--nodes", nodes, "--batch", str(BATCH), "--no-wait")
-        training = tula.run().get_training(tula.run().train_signatures()[0])
+        training = tula.run().get_training(tula.run().list_train_signatures()[0])
         tula.until(training.summary, seconds=1200)
     finally:
         over.set()

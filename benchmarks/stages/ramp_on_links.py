@@ -61,7 +61,7 @@ def trained(tula: Any, told: str, *arguments: str) -> Taken:
     """Train and return what it took; a configuration that was recommended is taken where no words name one."""
     tula("train", *arguments)
     run = tula.run()
-    (signature,) = tula.until(run.train_signatures)  # once it has started
+    (signature,) = tula.until(run.list_train_signatures)  # once it has started
     training, job = run.get_training(signature), run.find_job(tula.task().job)
     tula.until(lambda: training.read_summary() is not None and not queue(), seconds=PATIENCE)
     result, nodes, seconds, node_seconds = training.read_result(), 0, 0.0, 0.0

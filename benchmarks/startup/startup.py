@@ -92,7 +92,7 @@ def tula(nodes: int, way: Sequence[str], folder: Path, settings: Sequence[str]) 
     run = RunDir.find_newest(work / "tula-runs")
     (job,) = run.read_jobs()
     _until_gone(job.links or (job.scheduler_id,))
-    (signature,) = run.train_signatures()
+    (signature,) = run.list_train_signatures()
     attempts = run.get_training(signature).read_attempts()
     starts = [float(row["time"]) for row in run.get_training(signature).read_metrics() if row["kind"] == "start"]
     if run.get_training(signature).read_summary() is None or len(attempts) != 2 or len(starts) != 2:

@@ -113,7 +113,7 @@ class Here(make.FakeLauncher):
             run.write_attempt(make.attempt(task.id, start=now, end=now, outcome="user", message="no interface ib7"))
             return
         for rank in range(task.nodes):
-            run.checks.sign_in(task.id, rank, f"n{rank + 1}")
+            run.checks.record_sign_in(task.id, rank, f"n{rank + 1}")
         other = {"token": "another"} if self.fails == "folder" else {"torch": "2.7"}
         run.checks.write_report(make.cluster_report(run, task, {}, other))
 
@@ -889,7 +889,7 @@ def test_logs(cluster):
     tula("profile", "job.yaml")
     assert tula("logs").err.endswith("the jobs have not written a log yet\n")
     assert tula("logs", "--job", "probe-n002").err.endswith("job probe-n002 has not written a log yet\n")
-    path = newest().log_path("probe-n002", 1)
+    path = newest().get_log_path("probe-n002", 1)
     path.parent.mkdir()
     path.write_text("one\ntwo [bold]\n")
     shown = tula("logs")
@@ -1440,7 +1440,7 @@ def test_a_folder_that_is_gone_is_reported(here):
 def test_ctrl_c_as_a_process(here):
     run = RunDir.create(here / "tula-runs", make.spec())
     make.add_probes(run, 1, (32,))
-    path = run.log_path("probe-n001", 1)
+    path = run.get_log_path("probe-n001", 1)
     path.parent.mkdir()
     path.write_text("one\n")
     (here / "sitecustomize.py").write_text(
@@ -1566,9 +1566,9 @@ def test_all_types_are_measured_compared_and_trained_on(two_types):
     tula("recommend", "--objective", "time")
     trained = tula("train", "--json")
     assert trained.code == 0
-    assert parts()["pair"].train_signatures() and not parts()["single"].train_signatures()
+    assert parts()["pair"].list_train_signatures() and not parts()["single"].list_train_signatures()
     assert tula("train", "--type", "single").code == 0
-    assert parts()["single"].train_signatures()
+    assert parts()["single"].list_train_signatures()
 
 
 def test_the_same_command_does_not_measure_a_type_again(two_types, here):

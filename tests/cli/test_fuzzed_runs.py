@@ -39,7 +39,7 @@ def whole_run(root: Path) -> RunDir:
     run.write_train_result(make.train_result(SIGNATURE))
     run.write_summary(make.summary(signature=SIGNATURE))
     run.write_tuning(make.tuning((make.branch("lbt"), make.branch("x2")), chosen="x2"))
-    log = run.log_path(f"train-{SIGNATURE}-1", 1)
+    log = run.get_log_path(f"train-{SIGNATURE}-1", 1)
     log.parent.mkdir()
     log.write_text("epoch 1\n")
     return run

@@ -1148,7 +1148,7 @@ def test_a_supervisor_that_fails_is_named_with_its_traceback_and_twice_at_once_e
     (first,) = chain.run.get_training("s").read_attempts()
     assert (first.outcome, first.host) == ("supervisor", get_node_name())
     assert first.message.startswith("tula's supervisor failed: Broken: no such key (test_chain.py, line ")
-    assert "Broken: no such key" in chain.run.log_path(first.task, first.number).read_text()
+    assert "Broken: no such key" in chain.run.get_log_path(first.task, first.number).read_text()
     with pytest.raises(Broken):
         chain.start("12")
     assert "twice in the same way within" in chain.run.get_training("s").read_attempts()[-1].message

@@ -540,7 +540,7 @@ def test_an_attempt_of_a_killed_supervisor_is_closed_at_its_last_sign_of_life(
     run: RunDir, ranks: Ranks, training: TrainTask
 ) -> None:
     run.write_attempt(make_runs.attempt(training.id, start=1000.0))
-    log = run.log_path(training.id, 1)
+    log = run.get_log_path(training.id, 1)
     log.parent.mkdir()
     log.touch()
     os.utime(log, (1500.0, 1500.0))
@@ -820,4 +820,4 @@ def test_nothing_of_a_failed_attempt_holds_the_device_when_the_next_one_starts(
     assert message.read_text() == "0"
     assert outcomes(run, "train-s-1") == ["device_oom"]
     assert outcomes(run, "train-s-2") == ["done"], "one rung, not two"
-    assert "killed processes of an earlier attempt" in run.log_path("train-s-2", 1).read_text()
+    assert "killed processes of an earlier attempt" in run.get_log_path("train-s-2", 1).read_text()

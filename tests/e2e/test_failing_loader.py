@@ -48,4 +48,4 @@ def trained(folder: Path, fault: str, *, code: int) -> TrainingRun:
     tula = Tula(folder, JOB.replace("FAULT", fault))
     tula("train", "job.yaml", "--nodes", "1", "--batch", "32", "--no-rehearse", "--yes", code=code)
     run = tula.run()
-    return run.get_training(run.train_signatures()[0])
+    return run.get_training(run.list_train_signatures()[0])

@@ -328,6 +328,6 @@ def test_a_rank_that_hangs_is_reported_with_its_stack_and_started_again(tula) ->
     assert (first.outcome, first.rank) == ("hung", 1)
     assert "in forward, " in first.message and "hanging.py line 13" in first.message
     assert first.message in str(tula("status")["data"]["attempts"])
-    log = tula.run().log_path(first.task, 1).read_text()
+    log = tula.run().get_log_path(first.task, 1).read_text()
     assert "[rank1]: rank 1 hangs: no step finished" in log and "in forward" in log
     assert "rank 0 hangs" not in log, "it waited for the other"

@@ -38,7 +38,7 @@ def test_two_types_from_profile_to_trained_model(tula) -> None:
     summary = tula("train")["data"]
     assert summary["batch"] == answer["choice"]["batch"]
     assert parts["single"].get_training(summary["signature"]).read_summary() is not None
-    assert not parts["pair"].train_signatures()
+    assert not parts["pair"].list_train_signatures()
     status = tula("status")
     assert status["status"] == "done" and set(status["data"]["types"]) == {"single", "pair"}
 

@@ -66,8 +66,8 @@ def test_a_killed_script_goes_on_from_its_own_checkpoint_to_the_last_sample(tmp_
     os.kill(beat.pid, signal.SIGKILL)
     output, complaint = training.communicate(timeout=240)
     assert training.returncode == 0, complaint
-    summary = run.get_training(run.train_signatures()[0]).read_summary()
-    result = run.get_training(run.train_signatures()[0]).read_result()
+    summary = run.get_training(run.list_train_signatures()[0]).read_summary()
+    result = run.get_training(run.list_train_signatures()[0]).read_result()
     assert summary is not None and result is not None and out.exists()
     assert summary.attempts == 2 and "SIGKILL" in summary.causes[0]
     assert (result.samples, result.steps) == (400 * 160, 4000), "of the epoch that was broken off nothing counts twice"
@@ -82,7 +82,7 @@ def test_gradient_scaling_goes_around_a_script_under_ddp(tmp_path: Path) -> None
         timeout=240
     )
     run = tula.run()
-    training = run.get_training(run.train_signatures()[0])
+    training = run.get_training(run.list_train_signatures()[0])
     summary = training.read_summary()
     assert summary is not None and summary.scaled is not None, complaint
     assert (summary.scaled.steps, summary.scaled.apply_to) == (30, "gradient")

@@ -87,7 +87,7 @@ def test_no_secret_of_the_environment_or_the_package_is_in_a_run_or_its_page(tmp
     answers = [tula("compare", "job.yaml", *requested, "--yes"), tula("status"), tula("report", "--html", "page.html")]
     assert PLANTED not in json.dumps(answers) and (tmp_path / "page.html").exists()
     run = tula.run()
-    assert run.get_training(run.train_signatures()[0]).read_result(), "a training has told its environment"
+    assert run.get_training(run.list_train_signatures()[0]).read_result(), "a training has told its environment"
     assert written(tmp_path) == []
     (snapshot,) = run.path.glob("code/*.json")
     assert "+# after" in json.loads(snapshot.read_text())["diff"], "the diff of code is kept"

@@ -55,14 +55,14 @@ def hog() -> Iterator[float]:
 def changes(tula: Any, *, since: float) -> list[StepChange]:
     """Return what the training under way has told of its steps, as far as it began then or later."""
     run = tula.run()
-    result = run.get_training(run.train_signatures()[0]).read_step_changes()
+    result = run.get_training(run.list_train_signatures()[0]).read_step_changes()
     return [change for change in result if change.began_at >= since - EARLY]
 
 
 def steps_told(tula: Any) -> int:
     run = tula.run()
     return sum(
-        row["kind"] == "step" for name in run.train_signatures() for row in run.get_training(name).read_metrics()
+        row["kind"] == "step" for name in run.list_train_signatures() for row in run.get_training(name).read_metrics()
     )
 
 

@@ -76,7 +76,7 @@ class Tula:
     def task(self) -> TrainTask:
         """Return the newest task of the newest training."""
         run = self.run()
-        task = run.get_training(run.train_signatures()[0]).read_newest_task()
+        task = run.get_training(run.list_train_signatures()[0]).read_newest_task()
         assert task is not None
         return task
 
@@ -95,5 +95,7 @@ class Tula:
 
     def epochs_done(self) -> int:
         runs = RunDir.list_all(self.folder / "tula-runs")
-        rows = [row for run in runs for name in run.train_signatures() for row in run.get_training(name).read_metrics()]
+        rows = [
+            row for run in runs for name in run.list_train_signatures() for row in run.get_training(name).read_metrics()
+        ]
         return sum(row["kind"] == "epoch" for row in rows)

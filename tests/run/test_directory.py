@@ -221,7 +221,7 @@ def test_what_is_not_there_is_none(run):
     assert (
         run.get_training("ab12cd34").read_metrics()
         == run.get_training("ab12cd34").list_checkpoints()
-        == run.train_signatures()
+        == run.list_train_signatures()
         == []
     )
 

@@ -234,9 +234,9 @@ def elsewhere(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
         run.write_job(job)
         if silent is not None:
             run.write_attempt(make.attempt(name, **attempt))  # type: ignore[arg-type]
-            with run.open_log(run.log_path(name, 1)):
+            with run.open_log(run.get_log_path(name, 1)):
                 pass
-            monkeypatch.setattr(local.time, "time", lambda: run.log_path(name, 1).stat().st_mtime + silent)
+            monkeypatch.setattr(local.time, "time", lambda: run.get_log_path(name, 1).stat().st_mtime + silent)
         state = local.LocalLauncher().states(run.read(), [job])[name]
         return state.state, state.reason
 
@@ -278,7 +278,7 @@ def test_a_job_on_one_machine_gives_a_sign_of_life_each_minute(run: RunDir, monk
     )  # fmt: skip
     for clock[0] in (100.0, 100.2, 159.0, 160.1, 161.0):
         running._touch_log()
-    assert touched == [run.log_path(name, 1)] * 2
+    assert touched == [run.get_log_path(name, 1)] * 2
 
 
 def test_a_training_that_an_earlier_version_moved_is_read() -> None:

@@ -31,7 +31,7 @@ _KNOWN = KnownFacts(Path("/"))
 READERS: dict[str, Callable[[Path], object]] = {
     "record": files.read_content,
     "lines": lambda path: list(files.read_json_lines(path)),
-    "end of a log": lambda path: files.read_end(path, 100),
+    "end of a log": lambda path: files.read_last_bytes(path, 100),
     "checkpoint of a script": lambda path: is_complete_checkpoint(path) and path.is_file(),
     "job or batch script": lambda path: yaml_text.read_text_file(path) == "",
     "accelerate's configuration": lambda path: _read_accelerate_config(str(path), _KNOWN) == {},

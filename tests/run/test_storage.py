@@ -23,7 +23,7 @@ from tula_cli.run.files import write_atomic
 from tula_cli.run import disk_space, shortages
 
 run = Path(sys.argv[1])
-told = {"empty": disk_space.make_missing_bytes_error(run)}
+told = {"empty": disk_space.choose_full_disk_errno(run)}
 shortages.allocate_reserve(run)
 try:
     write_atomic(run / "large", bytes(2**20))
@@ -37,7 +37,7 @@ with open(run / "ballast", "ab", buffering=0) as ballast:
             ballast.write(bytes(4096))
     except OSError:
         pass
-told["full"] = disk_space.make_missing_bytes_error(run)
+told["full"] = disk_space.choose_full_disk_errno(run)
 try:
     write_atomic(run / "ending.json", b"x" * 5000)
     told["before"] = True
@@ -78,7 +78,7 @@ def test_a_file_system_that_is_really_full_is_reported_and_has_room_for_an_endin
 )
 def test_what_the_file_system_says_has_its_class(code: int, kind: type, outcome: str, tmp_path: Path) -> None:
     text = OSError(code, os.strerror(code), str(tmp_path / "a.json"))
-    error = files.write_error(tmp_path / "a.json", text)
+    error = files.make_write_error(tmp_path / "a.json", text)
     assert type(error) is kind and os.strerror(code) in error.message and error.hint
     assert classify_failure(f"Traceback (most recent call last):\nOSError: {text}\n") == outcome
     assert (
@@ -87,7 +87,7 @@ def test_what_the_file_system_says_has_its_class(code: int, kind: type, outcome:
 
 
 def test_a_folder_that_is_not_ones_own_is_neither(tmp_path: Path) -> None:
-    error = files.write_error(tmp_path / "a.json", OSError(errno.EACCES, os.strerror(errno.EACCES)))
+    error = files.make_write_error(tmp_path / "a.json", OSError(errno.EACCES, os.strerror(errno.EACCES)))
     assert type(error) is CannotWrite and "another folder" in error.hint
 
 
@@ -107,11 +107,11 @@ def test_a_quota_is_found_by_trying(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def used_up(*_: object) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    assert disk_space.make_missing_bytes_error(tmp_path, 2**16) == 0
+    assert disk_space.choose_full_disk_errno(tmp_path, 2**16) == 0
     monkeypatch.setattr(os, "posix_fallocate", used_up)  # the kernel's answer, which no mount here gives
-    assert disk_space.make_missing_bytes_error(tmp_path, 2**16) == errno.EDQUOT and not list(tmp_path.iterdir())
+    assert disk_space.choose_full_disk_errno(tmp_path, 2**16) == errno.EDQUOT and not list(tmp_path.iterdir())
     monkeypatch.undo()
-    assert disk_space.make_missing_bytes_error(tmp_path, 2**62) == errno.ENOSPC
+    assert disk_space.choose_full_disk_errno(tmp_path, 2**62) == errno.ENOSPC
 
 
 def test_what_a_process_said_tells_the_folder() -> None:

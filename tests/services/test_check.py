@@ -439,7 +439,7 @@ class Nodes:
         report = make.cluster_report(self.run, self.task, first or {}, second or {}).model_copy(update=changes)
         for node in report.nodes:
             if node.node not in silent:
-                self.run.checks.sign_in(self.task.id, node.node, node.host)
+                self.run.checks.record_sign_in(self.task.id, node.node, node.host)
         self.run.checks.write_report(report)
 
     def ends(self, **how) -> None:
@@ -488,7 +488,7 @@ def test_what_a_node_wrote_has_to_be_seen_here_in_time(nodes):
 
 def test_a_file_that_appears_late_is_no_problem(nodes, monkeypatch):
     nodes.report(silent=(1,))
-    monkeypatch.setattr(nodes, "sleep", lambda _: nodes.run.checks.sign_in(nodes.task.id, 1, "n2"))
+    monkeypatch.setattr(nodes, "sleep", lambda _: nodes.run.checks.record_sign_in(nodes.task.id, 1, "n2"))
     assert nodes.conclude().problems == ()
 
 
@@ -610,7 +610,7 @@ def test_a_check_measures_nothing_and_trains_nothing(nodes):
 
 
 def test_the_logs_of_a_check_are_found(nodes):
-    path = nodes.run.log_path(nodes.task.id, 1)
+    path = nodes.run.get_log_path(nodes.task.id, 1)
     path.parent.mkdir()
     path.write_text("no interface\n")
     assert [line.text for line in services_logs.read_logs(nodes.run, services_logs.LogQuery(job=nodes.task.job))] == [

@@ -22,7 +22,7 @@ def run(tmp_path):
 
 
 def write_log(run, task, number, text, *, index=0):
-    path = run.log_path(task, number, index)
+    path = run.get_log_path(task, number, index)
     path.parent.mkdir(exist_ok=True)
     with open(path, "a") as file:
         file.write(text)
@@ -296,7 +296,7 @@ def test_a_whole_large_log_is_not_held_in_memory(run):
 def test_the_last_lines_of_several_attempts(run):
     make.add_probes(run, 1, (32,))
     write_log(run, "probe-n001", 1, "2026-01-01 08:00:00+0000 a\nb\n")
-    os.utime(run.log_path("probe-n001", 1), (1e9, 1e9))
+    os.utime(run.get_log_path("probe-n001", 1), (1e9, 1e9))
     newest = write_log(run, "probe-n001", 2, "2026-01-01 09:00:00+0000 c\nd\n2026-01-01 10:00:00+0000 e\nf\n")
     assert texts(logs.read_logs(run, LogQuery(last=5, every=True))) == [
         "b", "2026-01-01 09:00:00+0000 c", "d", "2026-01-01 10:00:00+0000 e", "f",

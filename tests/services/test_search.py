@@ -43,14 +43,14 @@ def test_sweep_measures_the_fewest_nodes_the_smallest_batches_and_two_far_ones()
 @pytest.mark.parametrize("strategy", ["auto", "adaptive", "partial", "sweep"])
 def test_fewer_gpus_take_two_batches_on_the_fewest_nodes(strategy: str) -> None:
     search = {"strategy": strategy, "gpus_per_node": [1, 2]}
-    job = spec(search=search, cluster={"gpus_per_node": 2}).by_type()["gpus-1"]
+    job = spec(search=search, cluster={"gpus_per_node": 2}).split_by_type()["gpus-1"]
     assert choose_probes(job, dataset_size=50_000, max_local_batch=256) == {2: (16, 64)}
     assert choose_probes(job, dataset_size=50_000, max_local_batch=16) == {2: (16,)}
 
 
 def test_full_measures_fewer_gpus_in_full_too() -> None:
     search = {"strategy": "full", "gpus_per_node": [1, 2]}
-    job = spec(search=search, cluster={"gpus_per_node": 2}).by_type()["gpus-1"]
+    job = spec(search=search, cluster={"gpus_per_node": 2}).split_by_type()["gpus-1"]
     assert choose_probes(job, dataset_size=50_000, max_local_batch=256) == plan("full")
 
 

@@ -66,7 +66,7 @@ class Loop:
     def around(self, ags: AgsSteps) -> "Loop":
         self.ags = ags
         ags.register_optimizer(self.base)
-        ags.declare(self.base, self.net)
+        ags.register_model(self.base, self.net)
         self.base.register_step_pre_hook(ags.before_step)
         self.base.register_step_post_hook(lambda optimizer, *_: ags.after_step(optimizer))
         return self
@@ -91,7 +91,7 @@ class Loop:
         loss = loss_of(8)
         loss.backward()
         if self.ags is not None:
-            self.ags.offer_loss(loss_of)
+            self.ags.compute_small_batch_gradient(loss_of)
         elif isinstance(self.optimizer, TulaOptimizer) and self.optimizer.wants_small_batch:
             self.optimizer.small_batch(loss_of)
         return loss
@@ -231,7 +231,7 @@ def test_gradients_of_adam_are_refused(around: Callable[..., AgsSteps]) -> None:
 
 def test_no_optimizer_of_torch_is_refused(around: Callable[..., AgsSteps]) -> None:
     with pytest.raises(CannotScaleError, match=r"builtins.object is not a torch optimizer"):
-        around().declare(object(), nn.Linear(1, 1))
+        around().register_model(object(), nn.Linear(1, 1))
 
 
 def test_an_optimizer_within_a_trainers_is_meant(around: Callable[..., AgsSteps]) -> None:
@@ -240,7 +240,7 @@ def test_an_optimizer_within_a_trainers_is_meant(around: Callable[..., AgsSteps]
     class Prepared:
         optimizer = loop.base
 
-    ags.declare(Prepared(), loop.net)
+    ags.register_model(Prepared(), loop.net)
     assert ags.tula is not None and ags.tula.base is loop.base
 
 

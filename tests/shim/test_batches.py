@@ -88,7 +88,7 @@ def test_what_cannot_be_counted_is_unknown_and_not_zero() -> None:
     delivered = DeliveredBatches()
     delivered.add(1, "text", waited=0.0, size=None)
     assert delivered.pop_delivered() == {1: [0, 1, 0.0]}
-    assert delivered.samples() is None and not delivered.counts_samples(1)
+    assert delivered.samples() is None and not delivered.can_count_samples(1)
 
 
 class Ragged:

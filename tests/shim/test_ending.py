@@ -139,9 +139,9 @@ PARENT = """
 import os, subprocess, sys
 child = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=subprocess.PIPE)
 child.stdout.readline()
-from tula_cli.shim.tula_shim.stopping import end_children, list_descendants
+from tula_cli.shim.tula_shim.stopping import terminate_children, list_descendants
 before = len(list_descendants(os.getpid()))
-end_children()
+terminate_children()
 print(before, len(list_descendants(os.getpid())))
 """
 

@@ -151,19 +151,19 @@ class Soak:
     # --- what it is doing
 
     def signature(self) -> str:
-        return self.tula.run().train_signatures()[0]
+        return self.tula.run().list_train_signatures()[0]
 
     def samples(self) -> int:
-        names = self.tula.run().train_signatures()
+        names = self.tula.run().list_train_signatures()
         return self.tula.run().get_training(names[0]).find_newest_samples() if names else 0
 
     def finished(self) -> bool:
-        names = self.tula.run().train_signatures()
+        names = self.tula.run().list_train_signatures()
         return bool(names) and self.tula.run().get_training(names[0]).read_summary() is not None
 
     def running(self) -> bool:
         """Return whether the ranks have made steps since the last kill."""
-        names = self.tula.run().train_signatures()
+        names = self.tula.run().list_train_signatures()
         rows = self.tula.run().get_training(names[0]).read_metrics() if names else []
         moved = bool(rows) and rows[-1]["kind"] in ("step", "epoch") and rows[-1]["time"] > self.killed_at
         return moved and bool(self.processes(self.subject.process))

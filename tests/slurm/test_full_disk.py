@@ -55,7 +55,7 @@ def fill(folder: Path) -> Path:
 
 
 def newest_checkpoint(run: RunDir) -> Path:
-    (signature,) = run.train_signatures()
+    (signature,) = run.list_train_signatures()
     return run.get_training(signature).list_checkpoints()[0]
 
 
@@ -70,7 +70,7 @@ def test_a_training_that_fills_its_disk_is_held_and_goes_on_to_the_same_weights(
     options = ("--nodes", "1", "--batch", "64", "--set", MODEL, "--set", "train.epochs=6")
     tula("train", "job.yaml", *options, "--run-dir", str(small))
     run = RunDir.find_newest(small)
-    (signature,) = run.train_signatures() or tula.until(run.train_signatures)
+    (signature,) = run.list_train_signatures() or tula.until(run.list_train_signatures)
     training = run.get_training(signature)
     tula.until(training.list_checkpoints)
     ballast = fill(small)

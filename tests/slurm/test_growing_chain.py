@@ -30,13 +30,13 @@ def grown(tula: Tula, *, pause: float = 0.0) -> None:
 def over(tula: Tula) -> bool:
     run = tula.run()
     result = all(attempt.outcome for attempt in attempts(tula))
-    return result and any(run.get_training(name).read_summary() for name in run.train_signatures())
+    return result and any(run.get_training(name).read_summary() for name in run.list_train_signatures())
 
 
 def nodes_of(tula: Tula) -> list[int]:
     """Return the nodes that each attempt had, by what its task says, held against those that its ranks had."""
     run = tula.run()
-    tasks = {task.id: task.nodes for task in run.get_training(run.train_signatures()[0]).read_tasks()}
+    tasks = {task.id: task.nodes for task in run.get_training(run.list_train_signatures()[0]).read_tasks()}
     return [tasks[attempt.task] for attempt in attempts(tula)]
 
 
@@ -70,7 +70,7 @@ def test_ranks_killed_at_a_change_of_nodes_train_every_sample_all_the_same(tula:
     outcomes = [attempt.outcome for attempt in attempts(tula)]
     assert outcomes[-1] == "done" and outcomes.count("stage_end") == 2, outcomes
     assert nodes_of(tula) == sorted(nodes_of(tula)) and {*nodes_of(tula)} == {1, 2, 4}
-    result = tula.run().get_training(tula.run().train_signatures()[0]).read_result()
+    result = tula.run().get_training(tula.run().list_train_signatures()[0]).read_result()
     assert (
         result is not None and result.samples == EPOCHS * SIZE and result.steps == SIZE // 8 + SIZE // 16 + SIZE // 32
     )

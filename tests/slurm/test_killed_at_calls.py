@@ -15,7 +15,7 @@ FEWEST, KILLS, EPOCHS = 3, 6, 16
 
 
 def newest(run: RunDir) -> Path:
-    (signature,) = run.train_signatures()
+    (signature,) = run.list_train_signatures()
     return run.get_training(signature).list_checkpoints()[0]
 
 
@@ -43,5 +43,5 @@ def test_a_training_killed_at_file_calls_has_the_weights_of_an_undisturbed_one(
     assert len(calls) > 1, "at calls of several kinds"
     disturbed = newest(tula.run())
     run = RunDir.find_newest(undisturbed)
-    tula.until(lambda: run.get_training(run.train_signatures()[0]).read_summary())
+    tula.until(lambda: run.get_training(run.list_train_signatures()[0]).read_summary())
     assert not weights_differ(disturbed, newest(run))

@@ -85,7 +85,7 @@ def trained(tula: Tula) -> Summary:
     tula("train", "--set", "train.epochs=2")
     run = tula.run()
     result: list[Summary] = tula.until(
-        lambda: [s for name in run.train_signatures() if (s := run.get_training(name).read_summary())]
+        lambda: [s for name in run.list_train_signatures() if (s := run.get_training(name).read_summary())]
     )
     return result[0]
 

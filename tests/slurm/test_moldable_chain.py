@@ -116,7 +116,7 @@ def make_folder(folder: Path) -> Path:
 
 def load_weights(tula: Tula) -> dict[str, np.ndarray]:
     run = tula.run()
-    state = load(run.get_training(run.train_signatures()[0]).path / "last")["model"]
+    state = load(run.get_training(run.list_train_signatures()[0]).path / "last")["model"]
     return {name: value.numpy() for name, value in state.items()}
 
 

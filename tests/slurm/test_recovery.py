@@ -28,7 +28,7 @@ def story(tula: Tula) -> list[tuple[str | None, str]]:
 
 def attempts(tula: Tula) -> list[Attempt]:
     run = tula.run()
-    return [attempt for name in run.train_signatures() for attempt in run.get_training(name).read_attempts()]
+    return [attempt for name in run.list_train_signatures() for attempt in run.get_training(name).read_attempts()]
 
 
 def job(tula: Tula) -> Job:
@@ -43,14 +43,14 @@ def finished(tula: Tula) -> Summary | None:
     if not all(outcome for outcome, _ in story(tula)):
         return None
     return next(
-        (summary for name in run.train_signatures() if (summary := run.get_training(name).read_summary())), None
+        (summary for name in run.list_train_signatures() if (summary := run.get_training(name).read_summary())), None
     )
 
 
 def trained(tula: Tula, epochs: int) -> None:
     """Assert that every sample was trained once and every epoch told once, whatever happened."""
     run = tula.run()
-    signature = run.train_signatures()[0]
+    signature = run.list_train_signatures()[0]
     result = run.get_training(signature).read_result()
     assert result is not None
     assert result.samples == epochs * SAMPLES

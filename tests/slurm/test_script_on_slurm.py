@@ -245,7 +245,7 @@ def test_what_another_start_cures_does_not_empty_the_chain(
     tula = on_cluster(tmp_path, FAILING.replace("FAULT", fault), ROOT / "tests" / "scripts" / "failing_loader.py")
     tula("train", "job.yaml", "--nodes", "2", "--batch", "64", "--no-rehearse", "--yes", "--wait")
     run = tula.run()
-    training = run.get_training(run.train_signatures()[0])
+    training = run.get_training(run.list_train_signatures()[0])
     attempts = training.read_attempts()
     assert [attempt.outcome for attempt in attempts] == [outcome, "done"], [item.message for item in attempts]
     assert (attempts[0].job_id == attempts[1].job_id) == (outcome != "user"), "the user's class goes on in the next job"

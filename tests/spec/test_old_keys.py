@@ -105,7 +105,7 @@ def test_settings_of_a_scheduler_are_read_where_older_files_have_them_and_report
         spec = loaded(tmp_path, text, "cluster.slurm.minutes=90", f"node_types={types}")
     assert (spec.cluster.minutes, spec.cluster.setup) == (90, ["module load cuda"])
     assert spec.cluster.slurm is not None and spec.cluster.slurm.partition == "gpu"
-    assert spec.of_node_type("a.b").cluster.python == "python3 -u"
+    assert spec.select_node_type("a.b").cluster.python == "python3 -u"
     assert {str(each.message).partition(": ")[2].partition(";")[0] for each in caught} == {
         "cluster.slurm.minutes was renamed to cluster.minutes",
         "cluster.slurm.setup was renamed to cluster.setup",

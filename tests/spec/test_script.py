@@ -358,12 +358,12 @@ def test_gradient_scaling_of_a_script_is_robust_unless_it_says_otherwise() -> No
         assert written["ags"]["preset"] == "robust"
         assert validate(written, source="again").ags == spec.ags
     typed = job(train={"method": "ags"}, node_types={"small": {"pricing": {"price": 1.0}}})
-    assert typed.of_type("small").ags == spec.ags
+    assert typed.select_type("small").ags == spec.ags
 
 
 def test_each_type_of_node_has_the_script() -> None:
     spec = job(node_types={"small": {"pricing": {"price": 1.0}}, "large": {"pricing": {"price": 2.0}}})
-    assert spec.of_type("large").script == spec.script
+    assert spec.select_type("large").script == spec.script
 
 
 @pytest.mark.parametrize(

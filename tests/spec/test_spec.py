@@ -1127,17 +1127,17 @@ def test_a_type_is_the_job_with_what_is_special_about_it():
         a={"cluster": {"gpus_per_node": 8}, "pricing": {"price": 3}},
         b={"pricing": {"price": 1}, "search": {"nodes": [4]}},
     )
-    a, b = job.by_type().values()
+    a, b = job.split_by_type().values()
     assert (a.cluster.gpus_per_node, a.pricing.price, a.search.nodes) == (8, 3.0, job.search.nodes)
     assert (b.cluster.gpus_per_node, b.pricing.currency, b.search.nodes) == (2, "USD", [4])
     assert a.search.max_node_hours == job.search.max_node_hours and not a.node_types
-    assert (a.name, b.name) == ("job-a", "job-b") and a.by_type() == {None: a}
+    assert (a.name, b.name) == ("job-a", "job-b") and a.split_by_type() == {None: a}
 
 
 def test_types_survive_a_round_trip(write):
     job = typed(a={"pricing": {"price": 3}}, b={"pricing": {"price": 1, "currency": "USD"}})
     again = load(write(dump_yaml(job)))
-    assert again == job and again.by_type() == job.by_type()
+    assert again == job and again.split_by_type() == job.split_by_type()
 
 
 def test_settings_of_the_cluster_are_laid_over_one_by_one():
@@ -1150,7 +1150,7 @@ def test_settings_of_the_cluster_are_laid_over_one_by_one():
         },
         source="test",
     )
-    result = job.by_type()["a"].cluster.slurm
+    result = job.split_by_type()["a"].cluster.slurm
     assert result is not None and (result.partition, result.account, result.constraint) == ("all", "me", "a100")
 
 
@@ -1203,20 +1203,29 @@ def test_another_type_or_price_keeps_the_run_and_another_cluster_is_measured_ane
         != compute_measurement_signature(spec())
     )
     other = typed(a={"cluster": {"gpus_per_node": 8}}, b={})
-    assert compute_measurement_signature(other.by_type()["a"]) != compute_measurement_signature(two.by_type()["a"])
-    assert compute_measurement_signature(other.by_type()["b"]) == compute_measurement_signature(two.by_type()["b"])
+    assert compute_measurement_signature(other.split_by_type()["a"]) != compute_measurement_signature(
+        two.split_by_type()["a"]
+    )
+    assert compute_measurement_signature(other.split_by_type()["b"]) == compute_measurement_signature(
+        two.split_by_type()["b"]
+    )
     base = validate({**two.model_dump(exclude_unset=True), "cluster": {"gpus_per_node": 6}}, source="test")
     assert compute_measurement_signature(base) == compute_measurement_signature(two), (
         "a type that has its own GPUs keeps what was measured"
     )
-    assert compute_measurement_signature(base.by_type()["a"]) == compute_measurement_signature(two.by_type()["a"])
+    assert compute_measurement_signature(base.split_by_type()["a"]) == compute_measurement_signature(
+        two.split_by_type()["a"]
+    )
 
 
 def test_a_job_with_types_and_no_price_reads_back_as_it_was_written(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(MINIMAL + "node_types: {a: {search: {nodes: [1, 2]}}, b: {search: {nodes: [1]}}}\n")
     path.write_text(dump_yaml(load_spec(path)))
-    assert {name: part.search.nodes for name, part in load_spec(path).by_type().items()} == {"a": [1, 2], "b": [1]}
+    assert {name: part.search.nodes for name, part in load_spec(path).split_by_type().items()} == {
+        "a": [1, 2],
+        "b": [1],
+    }
 
 
 @pytest.mark.parametrize(

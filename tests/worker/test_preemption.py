@@ -38,7 +38,7 @@ def test_a_run_that_had_to_leave_anywhere_goes_on_as_if_it_had_not(
     task = train_task(spec(train={"method": "ags"}, ags={"delta": "inf"}))
     data = build_datasets(task.spec)
     run_training(task, run, alone, data, attempt=4, preemption=LeavesAt(alone, calls))
-    assert run.stop_reason(task.id, 4) == "time_limit"
+    assert run.read_stop_reason(task.id, 4) == "time_limit"
     run_training(task, run, alone, data)
     weights, losses = straight
     assert same(final_weights(run, task), weights)

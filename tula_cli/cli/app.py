@@ -315,7 +315,7 @@ def _has_lost_working_directory() -> bool:
     return False
 
 
-def _discard(stream: TextIO) -> None:
+def _redirect_to_dev_null(stream: TextIO) -> None:
     """Redirect unwritten output to /dev/null, because Python flushes at exit and would change the exit code."""
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -327,7 +327,7 @@ def _discard_unwritable() -> None:
         try:
             stream.flush()
         except OSError:
-            _discard(stream)
+            _redirect_to_dev_null(stream)
 
 
 def _convert_usage_error(error: Any, arguments: Sequence[str]) -> SpecError:
@@ -390,7 +390,7 @@ def _make_unknown_command_error(arguments: Sequence[str]) -> SpecError:
 
 def _exit_on_broken_pipe() -> int:
     """Discard the output after a pager or `head` has closed the pipe, and return the exit code."""
-    _discard(sys.stdout)
+    _redirect_to_dev_null(sys.stdout)
     return READER_IS_GONE
 
 

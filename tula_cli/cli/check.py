@@ -230,17 +230,17 @@ def check(screen: Screen, options: CheckOptions) -> None:
     if job is None:
         raise SpecError("no job file was given", "for example tula check job.yaml")
     if options.memory is not None:
-        _refuse_all(
+        _refuse_options(
             {"--on-cluster": options.on_cluster, "--rehearse": options.rehearse, **foreign, **elsewhere}, to="--memory"
         )
         return _check_memory(screen, job, options, capacity=options.memory)
     if options.rehearse:
-        _refuse_all(
+        _refuse_options(
             {"--on-cluster": options.on_cluster, "--nodes": options.nodes is not None, **foreign}, to="--rehearse"
         )
         return _test_resume(screen, job, options)
     if options.on_cluster:
-        _refuse_all({**foreign, "--fresh": options.fresh}, to="--on-cluster")
+        _refuse_options({**foreign, "--fresh": options.fresh}, to="--on-cluster")
         return _check_on_cluster(screen, job, options)
     refuse(
         options.nodes is not None,
@@ -281,7 +281,7 @@ def _load_job_or_run(screen: Screen, job: Path, options: CheckOptions) -> "tuple
     return runs[0].path / "spec.yaml", runs[0].spec, runs
 
 
-def _refuse_all(given: dict[str, bool], *, to: str) -> None:
+def _refuse_options(given: dict[str, bool], *, to: str) -> None:
     for option, was in given.items():
         refuse(was, option, f"has no effect with {to}; remove one of the two options")
 

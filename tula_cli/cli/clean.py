@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tula_cli.cli.options import Yes
-from tula_cli.cli.runs import find_named_runs, list_ids
+from tula_cli.cli.runs import find_named_runs, format_run_ids
 from tula_cli.errors import BadMeasurements, Pending, SpecError
 from tula_cli.options import ROOT, Root
 from tula_cli.show import clean as show_clean
@@ -113,7 +113,7 @@ def _find_runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "lis
             screen.note(f"{len(every) - len(owned_runs)} of {len(every)} runs belong to other users and are not shown")
         return owned_runs
     runs = {run.path.resolve(): run for name in named for run in find_named_runs(name, root)}
-    screen.run_id = list_ids([*runs.values()])
+    screen.run_id = format_run_ids([*runs.values()])
     for run in runs.values():
         run_format.require_known_format(run.path)
         owner.require_ownership(run.path)

@@ -10,7 +10,7 @@ from tula_cli.cli.runs import JobOrRun, make_edit_check, print_node_type
 from tula_cli.cli.waiting import (
     answer_detached,
     follow_work,
-    make_confirm,
+    make_confirmation,
     make_dependencies,
     make_inspector,
 )
@@ -63,7 +63,7 @@ def compare(
         return _show(screen, runs, request, node_type=node_type)
     dependencies = make_dependencies(
         make_inspector(screen, runs[0].path.parent, keep=not dry_run),
-        make_edit_check(screen, runs, chosen, then=make_confirm(screen, runs[0].spec, yes=yes)),
+        make_edit_check(screen, runs, chosen, then=make_confirmation(screen, runs[0].spec, yes=yes)),
     )
     prepared = follow_work(screen, session.prepare_comparison(runs, request, dependencies, node_type=node_type))
     if dry_run:
@@ -117,7 +117,7 @@ def _search_learning_rate(
 
     dependencies = make_dependencies(
         make_inspector(screen, runs[0].path.parent, keep=not options.dry_run),
-        make_edit_check(screen, runs, chosen, then=make_confirm(screen, runs[0].spec, yes=options.yes)),
+        make_edit_check(screen, runs, chosen, then=make_confirmation(screen, runs[0].spec, yes=options.yes)),
     )
     search = follow_work(
         screen,

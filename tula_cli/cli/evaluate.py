@@ -2,7 +2,7 @@
 
 from tula_cli.cli.options import DryRun, Yes
 from tula_cli.cli.runs import JobOrRun
-from tula_cli.cli.waiting import answer_detached, follow_work, make_confirm, make_dependencies, make_inspector
+from tula_cli.cli.waiting import answer_detached, follow_work, make_confirmation, make_dependencies, make_inspector
 from tula_cli.options import EvaluationRequest, Timeout, Wait
 from tula_cli.show import train as show_train
 from tula_cli.show.screen import Screen
@@ -27,7 +27,9 @@ def evaluate(
 
     prepared = service.prepare_evaluation(chosen.open(screen), request)
     run, task = prepared.run, prepared.task
-    dependencies = make_dependencies(make_inspector(screen, run.path.parent), make_confirm(screen, run.spec, yes=yes))
+    dependencies = make_dependencies(
+        make_inspector(screen, run.path.parent), make_confirmation(screen, run.spec, yes=yes)
+    )
     if dry_run:
         script = dependencies.launcher_for(run.spec).script(run, task)
         return screen.answer(

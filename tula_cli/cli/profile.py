@@ -2,7 +2,7 @@
 
 from tula_cli.cli.options import DryRun, Yes
 from tula_cli.cli.runs import JobOrRun
-from tula_cli.cli.waiting import answer_detached, follow_work, make_confirm, make_dependencies, make_inspector
+from tula_cli.cli.waiting import answer_detached, follow_work, make_confirmation, make_dependencies, make_inspector
 from tula_cli.options import Fresh, Largest, Timeout, Wait
 from tula_cli.show import profile as show_profile
 from tula_cli.show import tables
@@ -32,7 +32,7 @@ def profile(
         require_ownership(run.path)  # before the model is built
     root, spec = runs[0].path.parent, runs[0].spec
     dependencies = make_dependencies(
-        make_inspector(screen, root, fresh=fresh, keep=not dry_run), make_confirm(screen, spec, yes=yes)
+        make_inspector(screen, root, fresh=fresh, keep=not dry_run), make_confirmation(screen, spec, yes=yes)
     )
     wait_policy = WaitPolicy(wait, timeout)
     if dry_run:

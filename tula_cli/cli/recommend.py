@@ -68,7 +68,7 @@ def recommend(
         jobs = [[_open_demo_run(screen, chosen, saves=save or observed is not None)]]
     else:
         jobs = chosen.open_by_job(screen) if trainings else [chosen.open(screen)]
-        _require_measured(screen, jobs, chosen, observed)
+        _require_measurements(screen, jobs, chosen, observed)
     if trainings:
         _show_campaign(screen, jobs, query, trainings, overrides=chosen.overrides, demo=demo, save=save)
         return
@@ -188,7 +188,9 @@ def _open_demo_run(screen: Screen, chosen: JobOrRun, *, saves: bool) -> "Run":
     return open_run(run, chosen.overrides)
 
 
-def _require_measured(screen: Screen, jobs: "Sequence[Sequence[Run]]", chosen: JobOrRun, observed: str | None) -> None:
+def _require_measurements(
+    screen: Screen, jobs: "Sequence[Sequence[Run]]", chosen: JobOrRun, observed: str | None
+) -> None:
     """Check that each job has a run, after taking over observed jobs if a script of them is named.
 
     Raises:

@@ -68,7 +68,7 @@ class JobOrRun:
         if not any(run.exists for run in runs) and (before := list_runs_with_other_code(first)):
             code = get_user_code(first.spec, Path.cwd())
             screen.note(f"{code!s} has changed since run {before[0].id} was made, so tula starts a new run: {first.id}")
-        screen.run_id = list_ids(runs)
+        screen.run_id = format_run_ids(runs)
         return runs
 
     def open_by_job(self, screen: Screen) -> list[tuple["Run", ...]]:
@@ -117,7 +117,7 @@ class ExistingRun:
         return find_runs(screen, self.named if self.target is None else [self.target], self.root)
 
 
-def list_ids(runs: "Sequence[RunDir]") -> str:
+def format_run_ids(runs: "Sequence[RunDir]") -> str:
     return ", ".join(run.id for run in runs)
 
 
@@ -146,7 +146,7 @@ def _find_run_directories(
         runs, why = [RunDir.open(Path(os.environ["TULA_RUN"]).absolute())], "(from TULA_RUN)"
     else:
         runs, why = list_siblings(RunDir.find_newest(root)), "(the newest)"
-    screen.run_id = list_ids(runs)
+    screen.run_id = format_run_ids(runs)
     earlier_overrides = _list_overrides(runs[0])
     screen.overrides = (*earlier_overrides, *overrides)
     if why or earlier_overrides:

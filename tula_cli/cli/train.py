@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from tula_cli.cli.options import DryRun, Yes
 from tula_cli.cli.runs import JobOrRun, make_edit_check
-from tula_cli.cli.waiting import answer_detached, follow_work, make_confirm, make_dependencies, make_inspector
+from tula_cli.cli.waiting import answer_detached, follow_work, make_confirmation, make_dependencies, make_inspector
 from tula_cli.options import Timeout, TrainRequest, Wait
 from tula_cli.show import train as show_train
 from tula_cli.show.screen import Screen
@@ -37,7 +37,7 @@ def train(
     runs = chosen.open(screen)
     dependencies = make_dependencies(
         make_inspector(screen, runs[0].path.parent, keep=not dry_run),
-        make_edit_check(screen, runs, chosen, then=make_confirm(screen, runs[0].spec, yes=yes)),
+        make_edit_check(screen, runs, chosen, then=make_confirmation(screen, runs[0].spec, yes=yes)),
     )
     wait_policy = WaitPolicy(wait, timeout)
     if request.seeds is not None:

@@ -104,7 +104,7 @@ def make_inspector(screen: Screen, root: Path, *, fresh: bool = False, keep: boo
     return CachedInspection(root.absolute(), inspection.inspect, fresh=fresh, keep=keep, note=screen.note)
 
 
-def make_confirm(screen: Screen, spec: "JobSpec", *, yes: bool) -> "Callable[[Planned], bool]":
+def make_confirmation(screen: Screen, spec: "JobSpec", *, yes: bool) -> "Callable[[Planned], bool]":
     """Return the confirmation callback of a command.
 
     Nobody is asked if `yes` is set, or if the job has a cap on node-hours and there is no terminal. With neither a

@@ -31,7 +31,7 @@ from tula_cli.host.failures import has_cause
 from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, kill_leftovers
 from tula_cli.host.network import get_node_name
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import is_run_gone, read_end
+from tula_cli.run.files import is_run_gone, read_last_bytes
 from tula_cli.run.records.failures import Failure, Relaunch, Requeue, Stop
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.tasks import Task, TrainTask
@@ -138,12 +138,12 @@ class RunningAttempt:
             return stopped
         child, code = group.find_first_failure() or (0, 0)
         return self._judge_exit(
-            RankExit(code, failures.count_oom_kills() > kills, read_end(log, LOG_TAIL), self._first_rank + child)
+            RankExit(code, failures.count_oom_kills() > kills, read_last_bytes(log, LOG_TAIL), self._first_rank + child)
         )
 
     @cached_property
     def _log(self) -> Path:
-        return self.run.log_path(self.task.id, self.attempt.number, self.allocation.index).resolve()
+        return self.run.get_log_path(self.task.id, self.attempt.number, self.allocation.index).resolve()
 
     @cached_property
     def _program(self) -> RankProgram:
@@ -184,7 +184,7 @@ class RunningAttempt:
             reported = find_failure_of_supervisors(self.run, self.attempt) if termination.outcome == "signal" else None
             return reported or termination
         # A rank may lose its peers on the way out: they have left and saved all the same.
-        stopped = self.run.stop_reason(self.task.id, self.attempt.number)
+        stopped = self.run.read_stop_reason(self.task.id, self.attempt.number)
         if failure is None or failure.outcome not in ("unknown", "peer", "signal"):
             return failure
         if stopped == "time_limit":
@@ -248,7 +248,7 @@ class RunningAttempt:
         if self.allocation.is_local and time.monotonic() >= self._last_heartbeat + LIFE_SIGN_SECONDS:
             self._last_heartbeat = time.monotonic()
             with contextlib.suppress(OSError):
-                os.utime(self.run.log_path(self.task.id, self.attempt.number))
+                os.utime(self.run.get_log_path(self.task.id, self.attempt.number))
 
     def _cap_log(self) -> None:
         """Limit the size of the ranks' log, such that all logs of a node together have at most MAX_LOG bytes."""

@@ -20,7 +20,7 @@ from tula_cli.cluster.scheduler import JobRequest, Queued, Scheduler, SchedulerS
 from tula_cli.errors import SchedulerError
 from tula_cli.run import files, package
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import read_end
+from tula_cli.run.files import read_last_bytes
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Task, TrainTask
 from tula_cli.run.snapshot import Snapshot, is_moved
@@ -282,7 +282,7 @@ def _add_error_output(snapshot: Snapshot, job: Job, state: SchedulerState) -> Sc
     if last_link is None or last_link in started:
         return state
     for path in reversed(snapshot.list_scheduler_logs([last_link])):
-        lines = [line.strip() for line in read_end(path, 2**16).splitlines()]
+        lines = [line.strip() for line in read_last_bytes(path, 2**16).splitlines()]
         error_lines = [
             line for line in lines if line and "Exited with exit code" not in line and "submitit" not in line
         ]

@@ -26,8 +26,8 @@ from tula_cli.host.failure_texts import (
 from tula_cli.host.failures import find_root_failure
 from tula_cli.host.network import get_node_name
 from tula_cli.run.directory import RunDir
-from tula_cli.run.disk_space import FULL_DISK_ERRNOS, IO_ERRNOS, make_missing_bytes_error
-from tula_cli.run.files import write_error
+from tula_cli.run.disk_space import FULL_DISK_ERRNOS, IO_ERRNOS, choose_full_disk_errno
+from tula_cli.run.files import make_write_error
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt
@@ -122,7 +122,7 @@ def _make_failure(outcome: OutcomeClass, message: str, exited: RankExit, *, rank
 def _is_disk_full(run: RunDir, task: Task, exited: RankExit) -> bool:
     """Return whether ranks that wrote no failure record exited because the disk is full."""
     exited_by_worker = task.spec.script is None and exited.exit_code == DiskFull.exit_code
-    return exited_by_worker or bool(make_missing_bytes_error(run.path))
+    return exited_by_worker or bool(choose_full_disk_errno(run.path))
 
 
 def complete_failure(run: RunDir, task: Task, failure: Failure, text: str) -> Failure:
@@ -257,7 +257,7 @@ def convert_os_error(error: Exception, run: RunDir) -> Exception:
     """Return the user-facing error (DiskFull, StorageFailed) for an OSError of the file system; else `error`."""
     if isinstance(error, OSError) and error.errno in (*FULL_DISK_ERRNOS, *IO_ERRNOS):
         name = error.filename if isinstance(error.filename, str) else ""
-        return write_error(Path(name) if name else run.path / "logs", error)
+        return make_write_error(Path(name) if name else run.path / "logs", error)
     return error
 
 
@@ -280,7 +280,7 @@ def append_traceback(run: RunDir, attempt: Attempt, index: int, error: Exception
     """Append the traceback of an error to the log that `tula logs` shows, if the log can be written."""
     with (
         contextlib.suppress(TulaError, OSError),
-        run.open_log(run.log_path(attempt.task, attempt.number, index)) as log,
+        run.open_log(run.get_log_path(attempt.task, attempt.number, index)) as log,
     ):
         log.write("".join(traceback.format_exception(error)).encode())
 

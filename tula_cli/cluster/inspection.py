@@ -29,7 +29,7 @@ from tula_cli.host.processes import run_command
 from tula_cli.plugins import is_import_string
 from tula_cli.run.code import compute_code_digest
 from tula_cli.run.files import make_folder, read_record, write_record
-from tula_cli.run.imports import import_strings
+from tula_cli.run.imports import list_import_strings
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec, get_beta2_half_life
 from tula_cli.spec.scripts.script import Script
@@ -442,7 +442,7 @@ def list_unmeasured_settings(spec: JobSpec) -> Facts:
 
 def _list_named_packages(spec: JobSpec) -> list[str]:
     """Return the packages that a job's import strings name, such as `timm` of `timm.models:create_model`."""
-    return sorted({re.split(r"[.:]", name)[0] for name in import_strings(spec)})
+    return sorted({re.split(r"[.:]", name)[0] for name in list_import_strings(spec)})
 
 
 _PACKAGE_STATES = """

@@ -308,7 +308,7 @@ def _predict_epochs(first_task: TrainTask, result: TrainResult) -> Prediction | 
     prediction = first_task.ladder[0].prediction
     if prediction is None or not result.ended:
         return prediction
-    return shorten_prediction(prediction, epochs=result.epochs, of=first_task.spec.train.epochs_at_most)
+    return shorten_prediction(prediction, epochs=result.epochs, of=first_task.spec.train.max_epochs)
 
 
 def _measure_time_parts(training: TrainingRun, seconds: float) -> TimeParts:

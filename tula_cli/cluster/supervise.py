@@ -525,7 +525,7 @@ class Supervisor:
             if lost.ended_at is not None:
                 continue
             make_rank_program(run, run.read_task(lost.task) or task).recover_lost_attempt(lost)
-            log = run.log_path(lost.task, lost.number)
+            log = run.get_log_path(lost.task, lost.number)
             ended_at = log.stat().st_mtime if log.exists() else lost.started_at
             killed = Failure(outcome="signal", message="its supervisor was killed")
             failure = self.allocation.find_termination(lost.allocation) if lost.allocation else killed

@@ -125,7 +125,7 @@ def count_work(
         return np.where(eval_batch_size > 0, -(-samples // np.maximum(1, world * eval_batch_size)), 0)[()]
 
     work = WorkCount(
-        epochs=spec.train.epochs_at_most,
+        epochs=spec.train.max_epochs,
         steps=dataset_size // batch,
         eval_batches=count_evaluations(eval_size),
         refreshes=apply_to_distinct_values(

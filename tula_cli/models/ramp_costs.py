@@ -123,7 +123,7 @@ class StageTimes:
         if self.spec.train.stages is None:
             return NO_STAGES
         begin, batches = self._plan_stages(nodes, batch)
-        size, epochs = self.dataset_size, self.spec.train.epochs_at_most
+        size, epochs = self.dataset_size, self.spec.train.max_epochs
         later = np.minimum.accumulate(np.where(batches > 0, begin, np.inf)[:, ::-1], axis=1)[:, ::-1]
         end = np.concatenate([later[:, 1:], np.full((len(nodes), 1), np.inf)], axis=1)
         total = float(size) * epochs

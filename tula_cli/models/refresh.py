@@ -59,7 +59,7 @@ def count_refreshes(spec: JobSpec, *, batch: int, steps: int) -> int:
     if not has_separate_refreshes(spec, batch):
         return 0
     refresh = spec.ags.resolved().refresh
-    epochs = spec.train.epochs_at_most
+    epochs = spec.train.max_epochs
     return epochs * steps // refresh.every if isinstance(refresh, Every) else epochs
 
 

@@ -26,8 +26,8 @@ from tula_cli.run.imports import (
     add_weights_digest,
     compute_digest_of_files,
     compute_weights_digest,
-    import_strings,
     list_files_of_imports,
+    list_import_strings,
 )
 from tula_cli.run.job_runs import make_runs
 from tula_cli.run.records.tasks import CodeSnapshot
@@ -65,7 +65,7 @@ class ImportedCode:
     @property
     def modules(self) -> Sequence[str]:
         """Import strings or module names from which the search for files starts."""
-        return import_strings(self.spec)
+        return list_import_strings(self.spec)
 
     @property
     def warnings(self) -> tuple[Diagnostic, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import TulaError
 from tula_cli.run import messages
-from tula_cli.run.imports import find_source_file, import_roots, is_foreign, list_files_of_imports
+from tula_cli.run.imports import find_source_file, is_foreign_folder, list_files_of_imports, list_import_roots
 from tula_cli.run.secrets import is_key_file, is_private_file
 from tula_cli.spec.job import JobSpec
 
@@ -43,7 +43,7 @@ def list_tracked_files(folder: Path) -> tuple[Path, dict[Path, bool]] | None:
 def _list_tracked_files(top: Path) -> dict[Path, bool]:
     files: dict[Path, bool] = {}
     for options, tracked in ((["--others", "--exclude-standard"], False), (["--cached"], True)):
-        for name in filter(None, _run_listing(top, *options).split("\0")):
+        for name in filter(None, _run_git_ls_files(top, *options).split("\0")):
             path = top / name
             if (path / ".git").exists():  # a submodule, or another checkout
                 files.update(_list_tracked_files(path))
@@ -52,7 +52,7 @@ def _list_tracked_files(top: Path) -> dict[Path, bool]:
     return files
 
 
-def _run_listing(top: Path, *options: str) -> str:
+def _run_git_ls_files(top: Path, *options: str) -> str:
     try:
         return _read_git_output(top, "ls-files", "-z", *options, timeout=LISTING_TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -160,7 +160,7 @@ def select_imported_files(spec: JobSpec, workdir: Path) -> Selection:
     """
     modules = list_files_of_imports(spec, workdir)
     roots = tuple(
-        root for root in import_roots(workdir, sys.path) if any(file.is_relative_to(root) for file in modules)
+        root for root in list_import_roots(workdir, sys.path) if any(file.is_relative_to(root) for file in modules)
     )
     others: list[Path] = []
     left_out: list[Path] = []
@@ -216,7 +216,7 @@ def list_entries(folder: Path) -> list[Path] | None:
     if len(names) > MAX_ENTRIES:
         return None
     paths = (folder / name for name in sorted(names) if not name.startswith(".") and not name.endswith(".pyc"))
-    return [path for path in paths if not (path.is_dir() and is_foreign(path))]
+    return [path for path in paths if not (path.is_dir() and is_foreign_folder(path))]
 
 
 def list_selection_warnings(selection: Selection) -> tuple[Diagnostic, ...]:

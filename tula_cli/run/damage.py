@@ -13,7 +13,7 @@ from pathlib import Path
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, TulaError
 from tula_cli.run import messages
-from tula_cli.run.files import is_regular, read_content
+from tula_cli.run.files import is_regular_file, read_content
 from tula_cli.run.training_run import TrainingRun
 
 SUMS = "sums.json"
@@ -113,7 +113,7 @@ def describe_checkpoint_problem(path: Path) -> str:
     try:
         if stat.S_ISDIR(path.stat().st_mode):
             return _describe_sharded_problem(path)
-        if not is_regular(path):
+        if not is_regular_file(path):
             return "it is not a file"
         if path.stat().st_size == 0:
             return "it is empty"
@@ -130,7 +130,7 @@ def is_complete_archive(path: Path, *, summed: float = float("inf")) -> bool:
         summed: verify checksums of the first members up to this many bytes.
     """
     try:
-        if not is_regular(path):
+        if not is_regular_file(path):
             return False
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()

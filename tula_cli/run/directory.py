@@ -28,13 +28,13 @@ from tula_cli.run.files import (
     is_listed,
     list_files,
     make_folder,
+    make_write_error,
     open_to_append,
     read_record,
     read_text,
+    write_and_announce,
     write_atomic,
-    write_error,
     write_record,
-    write_with_news,
 )
 from tula_cli.run.lock import FolderLock
 from tula_cli.run.owner import find_other_owner, require_ownership, require_run
@@ -267,7 +267,7 @@ class ClusterChecks:
     def read_token(self, task_id: str) -> str:
         return read_text(self.path / f"{task_id}.token")
 
-    def sign_in(self, task_id: str, rank: int, host: str) -> None:
+    def record_sign_in(self, task_id: str, rank: int, host: str) -> None:
         """Record that this rank's node can write here.
 
         Raises:
@@ -345,7 +345,7 @@ class RunDir:
         try:
             make_folder(self.path)
         except OSError as error:
-            raise write_error(self.path, error) from error
+            raise make_write_error(self.path, error) from error
         if file is not None:
             write_record(self.path / "job_file.json", file)
         spec = spec.without_bill()  # each command reads it from the scheduler
@@ -418,7 +418,7 @@ class RunDir:
     # --- Tasks, jobs and attempts
 
     def write_task(self, task: Task) -> None:
-        write_with_news(self.path, f"tasks/{task.id}.json", task)
+        write_and_announce(self.path, f"tasks/{task.id}.json", task)
 
     def read_task(self, task_id: str) -> Task | None:
         return read_record(self.path / f"tasks/{task_id}.json", TASK)
@@ -470,7 +470,7 @@ class RunDir:
 
     def write_failure(self, failure: Failure) -> None:
         assert failure.rank is not None, "the failure of a rank"
-        write_with_news(self.path, f"failures/{failure.task}.{failure.attempt:03d}.{failure.rank:04d}.json", failure)
+        write_and_announce(self.path, f"failures/{failure.task}.{failure.attempt:03d}.{failure.rank:04d}.json", failure)
 
     def read_failures(self, task_id: str, attempt: int | None = None) -> list[Failure]:
         """Return the recorded failures of ranks, earliest first."""
@@ -582,7 +582,7 @@ class RunDir:
         """Return one training with all its relaunches; it need not exist yet."""
         return TrainingRun(self.path, train_signature)
 
-    def train_signatures(self) -> list[str]:
+    def list_train_signatures(self) -> list[str]:
         """Return the signatures of existing trainings, most recently changed first."""
         folders = [path for path in (self.path / "train").glob("*") if path.is_dir()]
         return [path.name for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)]
@@ -590,7 +590,7 @@ class RunDir:
     def find_newest_script_saves(self) -> tuple[Save, ...]:
         """Return the checkpoints of the script's training that saved most recently; empty if none has saved."""
         saves_by_training = [
-            self.get_training(signature).read_script_saves().saves for signature in self.train_signatures()
+            self.get_training(signature).read_script_saves().saves for signature in self.list_train_signatures()
         ]
         return max(filter(None, saves_by_training), key=lambda saves: saves[-1].saved_at, default=())
 
@@ -625,7 +625,7 @@ class RunDir:
     def submitit_dir(self) -> Path:
         return self.path / "submitit"
 
-    def log_path(self, task_id: str, attempt: int, index: int = 0) -> Path:
+    def get_log_path(self, task_id: str, attempt: int, index: int = 0) -> Path:
         """Return the log of one attempt: of the ranks that the supervisor with this index starts."""
         return self.path / "logs" / f"{task_id}.{attempt:03d}{f'.{index:04d}' if index else ''}.log"
 
@@ -645,12 +645,12 @@ class RunDir:
         """Record why the ranks saved and exited on their own: "time_limit", "stage_end" or "signal"."""
         write_atomic(self.path / "stopped" / f"{task_id}.{attempt:03d}", f"{reason}\n")
 
-    def stop_reason(self, task_id: str, attempt: int) -> str:
+    def read_stop_reason(self, task_id: str, attempt: int) -> str:
         """Return why the ranks of an attempt exited before the end; empty if they did not."""
         return read_text(self.path / "stopped" / f"{task_id}.{attempt:03d}")
 
     def write_leader_command(self, allocation: str, number: int, command: LeaderCommand) -> None:
-        write_with_news(self.path, f"orders/{allocation}.{number:03d}.json", command)
+        write_and_announce(self.path, f"orders/{allocation}.{number:03d}.json", command)
 
     def read_leader_command(self, allocation: str, number: int) -> LeaderCommand | None:
         """Return a leader command, or None.

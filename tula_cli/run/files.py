@@ -122,7 +122,7 @@ def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None], *, 
                 "name a file",
             )
         make_folder(path.parent, mode=0o777 if mode == MODE_FOR_ALL else 0o700)
-        with _open_new(draft, mode) as file:
+        with _create_file(draft, mode) as file:
             if callable(content):
                 content(file)
             else:
@@ -133,10 +133,10 @@ def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None], *, 
     except OSError as error:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
-        raise write_error(path, error, needed=None if callable(content) else len(content)) from error
+        raise make_write_error(path, error, needed=None if callable(content) else len(content)) from error
 
 
-def _open_new(draft: Path, mode: int) -> BinaryIO:
+def _create_file(draft: Path, mode: int) -> BinaryIO:
     """Create a new file exclusively; an existing file or link of that name is removed first."""
 
     def create(name: str, flags: int) -> int:
@@ -149,7 +149,7 @@ def _open_new(draft: Path, mode: int) -> BinaryIO:
         return open(draft, "xb", opener=create)
 
 
-def write_error(path: Path, error: OSError, *, needed: int | None = None) -> TulaError:
+def make_write_error(path: Path, error: OSError, *, needed: int | None = None) -> TulaError:
     """Return the error to show for a failed write; `needed` is the size of the content if known."""
     message = f"cannot write {path}: {error.strerror}"
     if error.errno in FULL_DISK_ERRNOS:
@@ -192,7 +192,7 @@ def read_content(path: Path) -> bytes:
             raise
         except OSError as error:
             if not (may_retry and error.errno == errno.ESTALE):
-                raise read_error(path, error) from error
+                raise make_read_error(path, error) from error
     raise AssertionError
 
 
@@ -210,7 +210,7 @@ def open_file(path: Path) -> BinaryIO:
     return file
 
 
-def is_regular(path: Path | str) -> bool:
+def is_regular_file(path: Path | str) -> bool:
     """Return whether a path leads to a regular file: a pipe would block the reader, and a device may be endless.
 
     Raises:
@@ -219,7 +219,7 @@ def is_regular(path: Path | str) -> bool:
     return stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116
 
 
-def read_error(path: Path, error: OSError) -> TulaError:
+def make_read_error(path: Path, error: OSError) -> TulaError:
     message = f"cannot read {path}: {error.strerror}"
     if error.errno in IO_ERRNOS:
         return StorageFailed(message, NO_ANSWER)
@@ -348,7 +348,7 @@ def list_names(folder: Path) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise read_error(folder, error) from error
+        raise make_read_error(folder, error) from error
 
 
 def read_json_lines(
@@ -366,7 +366,7 @@ def read_json_lines(
     except FileNotFoundError:
         return
     except OSError as error:
-        raise read_error(path, error) from error
+        raise make_read_error(path, error) from error
     with file:
         if last_bytes is not None and file.seek(0, os.SEEK_END) > last_bytes:
             file.seek(-last_bytes, os.SEEK_END)
@@ -417,7 +417,7 @@ def read_lines_back(file: BinaryIO, *, end: int, block: int) -> Iterator[bytes]:
             incomplete = b""
 
 
-def read_end(path: Path, size: int) -> str:
+def read_last_bytes(path: Path, size: int) -> str:
     """Return the last bytes of a file as text; empty if there is no such file.
 
     Raises:
@@ -493,7 +493,7 @@ def open_to_append(path: Path) -> BinaryIO:
                 f"cannot append to {path}: it is a link or not a file, so the data would be written elsewhere",
                 f"remove it: rm {path}",
             ) from error
-        raise write_error(path, error) from error
+        raise make_write_error(path, error) from error
 
 
 # --- Reads that bypass caches of the file system
@@ -591,7 +591,7 @@ def announce_change(run: Path) -> None:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
 
-def write_with_news(run: Path, name: str, record: "BaseModel") -> None:
+def write_and_announce(run: Path, name: str, record: "BaseModel") -> None:
     """Replace one of a run's records and announce the change.
 
     Args:

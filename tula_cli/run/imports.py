@@ -16,7 +16,7 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.plugins import is_import_string
 from tula_cli.run.directory import LATEST
-from tula_cli.run.files import is_regular
+from tula_cli.run.files import is_regular_file
 from tula_cli.spec.job import JobSpec
 
 # --- Weights named in a job file
@@ -50,7 +50,7 @@ def compute_file_digest(name: str) -> str:
     path = Path(name).absolute()
     path = path / "sums.json" if path.is_dir() else path
     try:
-        if not is_regular(path):
+        if not is_regular_file(path):
             raise SpecError(
                 f"model.weights: {name} is not a regular file", "name a file, or the folder of a sharded checkpoint"
             )
@@ -98,7 +98,7 @@ class Source:
 # --- Imported files
 
 
-def import_strings(spec: JobSpec) -> tuple[str, ...]:
+def list_import_strings(spec: JobSpec) -> tuple[str, ...]:
     """Return the names in the spec of the form package.module:attribute."""
     transforms = [entry for section in (spec.transforms.train, spec.transforms.eval) for entry in section]
     names = [
@@ -123,14 +123,14 @@ def list_files_of_imports(spec: JobSpec, workdir: Path, *, path: Sequence[str] |
         workdir: the folder where tula was called; only files under it are the user's own.
         path: module search path; sys.path by default.
     """
-    return list_files_of_import_strings(import_strings(spec), workdir, path=path)
+    return list_files_of_import_strings(list_import_strings(spec), workdir, path=path)
 
 
 def list_files_of_import_strings(
     names: Iterable[str], workdir: Path, *, path: Sequence[str] | None = None
 ) -> tuple[Path, ...]:
     """Return the user's files that import strings refer to; arguments as of `list_files_of_imports`."""
-    roots = import_roots(workdir, sys.path if path is None else path)
+    roots = list_import_roots(workdir, sys.path if path is None else path)
     return follow_imports(
         (file for name in names for file in resolve_module(name.partition(":")[0], roots)), workdir, roots
     )
@@ -184,7 +184,7 @@ def _read_file(file: Path) -> bytes:
         ) from error
 
 
-def import_roots(workdir: Path, path: Iterable[str]) -> list[Path]:
+def list_import_roots(workdir: Path, path: Iterable[str]) -> list[Path]:
     """Return `workdir` and the folders under it that python imports from because of PYTHONPATH or a .pth file."""
     roots, real = {workdir: None}, workdir.resolve()
     python = [
@@ -197,13 +197,15 @@ def import_roots(workdir: Path, path: Iterable[str]) -> list[Path]:
         if folder.is_relative_to(real) and folder.is_dir():
             below = folder.relative_to(real)
             if not any(
-                is_foreign(real / folder_name) for folder_name in [*below.parents, below] if folder_name != Path()
+                is_foreign_folder(real / folder_name)
+                for folder_name in [*below.parents, below]
+                if folder_name != Path()
             ):
                 roots[workdir / below] = None
     return list(roots)
 
 
-def is_foreign(folder: Path) -> bool:
+def is_foreign_folder(folder: Path) -> bool:
     """Return whether a folder does not hold user code: hidden, installed, an environment, or a folder of runs."""
     if folder.name.startswith(".") or is_installed_folder(folder):
         return True
@@ -232,7 +234,7 @@ def _resolve_name(name: str, folders: Iterable[Path]) -> tuple[Path | None, list
     portions = []  # parts of a namespace package: folders without __init__.py
     for place in folders:
         folder = place / name
-        is_folder = bool(name) and folder.is_dir() and not is_foreign(folder)
+        is_folder = bool(name) and folder.is_dir() and not is_foreign_folder(folder)
         if is_folder and (file := find_source_file(folder / "__init__")):
             return file, [folder]
         if name and (file := find_source_file(folder)):

@@ -30,7 +30,7 @@ _MAX_KEYS_SHOWN = 4
 def list_variants(spec: JobSpec) -> list[tuple[Variant, JobSpec]]:
     """Return the variants of a job, each with its job: every node type with each number of its GPUs."""
     variants: list[tuple[Variant, JobSpec]] = []
-    for name, job in spec.by_type().items():
+    for name, job in spec.split_by_type().items():
         node_type, gpus = (None, None) if name is None else spec.kinds[name]
         in_addition: Literal["gpus"] | None = "gpus" if job.measured_with_fewer_gpus else None
         variants.append((Variant(node_type=node_type, gpus=gpus, in_addition=in_addition), job))
@@ -255,10 +255,10 @@ def _list_differences(first: Run, other: Run) -> list[str]:
         return []
     keys = [key for key in compare_jobs(first.spec, other.spec) if key.split(".")[0] not in _HARDWARE]
     keys += ["pricing.currency"] * (first.spec.pricing.currency != other.spec.pricing.currency)
-    return keys or ["the code"] * _run_different_code(first, other)
+    return keys or ["the code"] * _has_different_code(first, other)
 
 
-def _run_different_code(first: Run, other: Run) -> bool:
+def _has_different_code(first: Run, other: Run) -> bool:
     digests, others = first.read_code_digests(), other.read_code_digests()
     return bool(digests and others) and digests.isdisjoint(others)
 

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 from tula_cli.errors import TulaError
-from tula_cli.run.files import make_folder, write_atomic, write_error
+from tula_cli.run.files import make_folder, make_write_error, write_atomic
 from tula_cli.run.owner import require_ownership
 
 STALE_SECONDS = 300.0
@@ -37,7 +37,7 @@ class FolderLock:
         try:
             make_folder(self.path.parent)
         except OSError as error:
-            raise write_error(self.path, error) from error
+            raise make_write_error(self.path, error) from error
         try:
             self.path.mkdir(mode=0o700)
         except FileExistsError:
@@ -47,7 +47,7 @@ class FolderLock:
             require_ownership(self.path)  # another user may hold it indefinitely, so raise at once
             return owner or "another process"
         except OSError as error:
-            raise write_error(self.path, error) from error
+            raise make_write_error(self.path, error) from error
         try:
             write_atomic(self.path / "owner", f"{_make_owner_name()}\n")
         except TulaError:

@@ -20,9 +20,9 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import (
     find_source_file,
     follow_imports,
-    import_roots,
-    is_foreign,
+    is_foreign_folder,
     is_installed_folder,
+    list_import_roots,
     resolve_module,
 )
 from tula_cli.run.records.tasks import CodeSnapshot
@@ -163,7 +163,7 @@ def _find_module(module: str, home: Path, path: Sequence[str]) -> Program | None
     Raises:
         SpecError: its package is the user's own, and has no such module.
     """
-    for root in import_roots(home, path):
+    for root in list_import_roots(home, path):
         if files := resolve_module(f"{module}.__main__", [root]):
             place = root.joinpath(*module.split("."))
             if find_source_file(place) is None and not place.is_dir():
@@ -324,7 +324,7 @@ def _list_files(program: Program, home: Path, path: Sequence[str]) -> tuple[Path
         base = home if program.file.is_relative_to(home) else program.root
         files, left_out = _walk_folder(program.root)
         listed = dict.fromkeys(files, False)
-    roots = [program.root, *(root for root in import_roots(home, path) if root.is_relative_to(base))]
+    roots = [program.root, *(root for root in list_import_roots(home, path) if root.is_relative_to(base))]
     return base, {**dict.fromkeys(follow_imports([program.file], base, roots), False), **listed}, left_out
 
 
@@ -344,7 +344,7 @@ def _walk_folder(start: Path) -> tuple[list[Path], list[Path]]:
         below = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
         inside = [Path(entry.path) for entry in entries if Path(entry.name).suffix in SUFFIXES_WITHOUT_GIT]
         if len(entries) <= code_selection.MAX_ENTRIES or folder == start:
-            waiting.extend(folder for folder in below if not is_foreign(folder))
+            waiting.extend(folder for folder in below if not is_foreign_folder(folder))
             files += inside
         elif any(file.suffix in CODE_SUFFIXES for file in inside):
             left_out.append(folder)
@@ -356,7 +356,7 @@ def _walk_folder(start: Path) -> tuple[list[Path], list[Path]]:
 
 def _select_own_files(program: Program, base: Path, listed: Iterable[Path]) -> list[Path]:
     """Return the existing files that are neither hidden nor in installed packages or run folders."""
-    foreign = cache(is_foreign)
+    foreign = cache(is_foreign_folder)
     return [
         file
         for file in listed
@@ -382,7 +382,7 @@ def _select_bounded_files(program: Program, base: Path, listed: Mapping[Path, bo
     ):
         if not listed[file] and (
             OUTPUT_FOLDERS & {folder.name for folder in _list_folders_between(file, base, program)}
-            or not _is_text(file)
+            or not _is_text_file(file)
         ):
             continue
         size = file.stat().st_size
@@ -401,7 +401,7 @@ def _compute_folder_distance(path: Path, other: Path) -> int:
     return len(path.parts) + len(other.parts) - 2 * len(Path(common).parts)
 
 
-def _is_text(file: Path) -> bool:
+def _is_text_file(file: Path) -> bool:
     try:
         with file.open("rb") as opened:
             return b"\0" not in opened.read(8192)
@@ -415,7 +415,7 @@ def _is_text(file: Path) -> bool:
 def _belongs_to_code(file: Path, *, tracked: bool, named: set[Path]) -> bool:
     if file.suffix in CODE_SUFFIXES:
         return True
-    if file.suffix not in SETTINGS_SUFFIXES or _is_job(file):
+    if file.suffix not in SETTINGS_SUFFIXES or _is_job_file(file):
         return False
     return tracked or file.suffix != ".json" or file in named
 
@@ -425,7 +425,7 @@ def _list_named_files(words: Iterable[str], home: Path) -> set[Path]:
     return {Path(os.path.realpath(home / text)) for word in words for text in (word, word.partition("=")[2]) if text}
 
 
-def _is_job(file: Path) -> bool:
+def _is_job_file(file: Path) -> bool:
     """Return whether a file is a job.yaml with a script; its relevant settings are already part of the signatures."""
     if file.suffix not in (".yaml", ".yml"):
         return False
@@ -444,7 +444,7 @@ def _list_source_roots(
     `home` is not included if only tula searches it and the command does not, because it might hide installed packages.
     """
     given = {(home / entry).resolve() for entry in path}
-    given_roots = [root for root in import_roots(home, path) if root != home or root in given]
+    given_roots = [root for root in list_import_roots(home, path) if root != home or root in given]
     first = [] if program.file.suffix in SHELL_SUFFIXES else [program.root]
     roots = dict.fromkeys([*first, *given_roots, *_list_editable_installs(copied)])
     return tuple(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tula_cli.errors import DiskFull
-from tula_cli.run.disk_space import count_free_bytes, make_missing_bytes_error, read_disk_statistics
+from tula_cli.run.disk_space import choose_full_disk_errno, count_free_bytes, read_disk_statistics
 from tula_cli.run.files import write_atomic
 from tula_cli.run.records.failures import Shortage
 
@@ -82,6 +82,6 @@ def find_remaining_shortage(shortage: Shortage) -> Shortage | None:
     needed = max(shortage.needed or 0, 0) + 2**16
     return (
         measure_shortage(folder, needed=shortage.needed, quota=shortage.quota)
-        if make_missing_bytes_error(place, needed)
+        if choose_full_disk_errno(place, needed)
         else None
     )

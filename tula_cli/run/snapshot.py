@@ -203,7 +203,7 @@ class Snapshot:
         return {} if self.comparison is None else {cell.signature: cell.description for cell in self.comparison.cells}
 
     @cached_property
-    def rehearsals(self) -> list[ResumeTestResult]:
+    def resume_test_results(self) -> list[ResumeTestResult]:
         """Results of resume tests, oldest first."""
         records = [self._read(path, ResumeTestResult) for path in list_files(self.path / "script", "rehearse-*.json")]
         return sorted((record for record in records if record is not None), key=lambda record: record.began_at)
@@ -224,7 +224,7 @@ class Snapshot:
         """
         _ = self.results
         if self.skip_damaged:
-            _ = self.tasks, self.attempts, self.recommendation, self.comparison, self.rehearsals
+            _ = self.tasks, self.attempts, self.recommendation, self.comparison, self.resume_test_results
         elsewhere = (self.path / "jobs", self.path / "train")
         return [
             warn_damaged_record(self.path, path, error)

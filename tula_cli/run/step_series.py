@@ -121,7 +121,7 @@ def to_columns(rows: Sequence[StepRow]) -> StepSeries:
     return StepSeries(**{field.name: [getattr(row, field.name) for row in rows] for field in fields(StepSeries)})
 
 
-def join_neighbours(
+def join_adjacent_rows(
     rows: Sequence[StepRow], *, most: int, must_stay_apart: Callable[[int, int], bool]
 ) -> list[StepRow]:
     """Return the rows with neighbours joined.

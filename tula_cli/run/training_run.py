@@ -14,9 +14,9 @@ from tula_cli.run.files import (
     RecordReader,
     list_files,
     list_names,
+    make_read_error,
     open_file,
     parse_json_object,
-    read_error,
     read_json_lines,
     read_lines,
     read_record,
@@ -243,7 +243,7 @@ class TrainingRun:
         """
         begins = tuple(f'{{"kind": "{kind}"'.encode() for kind in kinds)
         rows = read_json_lines(self.metrics_path, is_wanted=lambda line: not kinds or line.startswith(begins))
-        return list(filter(_is_whole, rows))
+        return list(filter(_has_required_fields, rows))
 
     @property
     def steps_path(self) -> Path:
@@ -276,7 +276,7 @@ class TrainingRun:
 
     def read_newest_metrics(self) -> list[dict[str, Any]]:
         """Return the rows in the last 16 KiB of metrics.jsonl."""
-        return list(filter(_is_whole, read_json_lines(self.metrics_path, last_bytes=2**14)))
+        return list(filter(_has_required_fields, read_json_lines(self.metrics_path, last_bytes=2**14)))
 
     def read_sampled_metrics(self) -> Sequence[dict[str, Any]]:
         """Return the rows as `read_metrics` does, but for a long training only every n-th step row and the newest one.
@@ -292,12 +292,14 @@ class TrainingRun:
         only if the training has finished.
         """
         finished = (self.path / "result.json").exists()
-        return _list_damaged_lines(self.metrics_path, lambda line: is_row(line) or (not finished and _is_begun(line)))
+        return _list_damaged_lines(
+            self.metrics_path, lambda line: is_complete_row(line) or (not finished and _may_be_incomplete_row(line))
+        )
 
     def find_damaged_steps(self) -> list[int]:
         """Return the line numbers (from 1) of steps.jsonl that are damaged; an incomplete last line is not."""
         return _list_damaged_lines(
-            self.steps_path, lambda line: is_step_line(parse_json_object(line) or {}) or _is_begun(line)
+            self.steps_path, lambda line: is_step_line(parse_json_object(line) or {}) or _may_be_incomplete_row(line)
         )
 
     def _get_version(self) -> tuple[int, int] | None:
@@ -307,7 +309,7 @@ class TrainingRun:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise read_error(self.metrics_path, error) from error
+            raise make_read_error(self.metrics_path, error) from error
         return file_statistics.st_mtime_ns, file_statistics.st_size
 
 
@@ -328,9 +330,9 @@ def _read_sampled_rows(path: Path, _changed: int, size: int) -> tuple[dict[str, 
         skipped = None if is_step else skipped
         return True
 
-    for row in filter(_is_whole, read_json_lines(path, is_wanted=wanted)):
+    for row in filter(_has_required_fields, read_json_lines(path, is_wanted=wanted)):
         rows.append(row)  # noqa: PERF402 - `wanted` reads len(rows) meanwhile
-    if skipped is not None and (newest := parse_json_object(skipped[1])) is not None and _is_whole(newest):
+    if skipped is not None and (newest := parse_json_object(skipped[1])) is not None and _has_required_fields(newest):
         rows.insert(skipped[0], newest)
     return tuple(rows)
 
@@ -349,24 +351,24 @@ def _list_damaged_lines(path: Path, is_sound: Callable[[bytes], bool]) -> list[i
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise read_error(path, error) from error
+        raise make_read_error(path, error) from error
     return list(damaged)
 
 
-def is_row(line: bytes) -> bool:
+def is_complete_row(line: bytes) -> bool:
     """Return whether a line of metrics.jsonl is a complete row."""
     if _PLAIN_STEP.fullmatch(line):
         return True
     row = parse_json_object(line) if line.endswith(b"\n") else None
-    return row is not None and _is_whole(row)
+    return row is not None and _has_required_fields(row)
 
 
-def _is_begun(line: bytes) -> bool:
+def _may_be_incomplete_row(line: bytes) -> bool:
     """Return whether a line may be the start of one that is still being written: ASCII text without a line end."""
     return not line.endswith(b"\n") and line.isascii()
 
 
-def _is_whole(row: Mapping[str, Any]) -> bool:
+def _has_required_fields(row: Mapping[str, Any]) -> bool:
     """Return whether a row of metrics.jsonl has the fields its readers need; lost nodes may leave partial blocks."""
     kind = row.get("kind")
     if kind == "warning":

@@ -236,7 +236,7 @@ def check(
         spec = choose_strategy(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
     jobs, problems = _plan_jobs(spec, inspection, largest=largest)
     node_hours = later.node_hours_at_most if later else compute_max_node_hours(spec, [job.nodes for job in jobs])
-    one_by_one = len(jobs) * spec.measuring_minutes() / 60
+    one_by_one = len(jobs) * spec.get_measuring_minutes() / 60
     capacity = inspection.capacity if inspection else spec.cluster.memory_per_gpu
     sizes = {job.nodes: job.local_batches for job in jobs}
     return CheckReport(

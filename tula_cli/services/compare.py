@@ -20,7 +20,7 @@ from tula_cli.models.cost import describe_price
 from tula_cli.presets import DIVIDING
 from tula_cli.run.code import choose_code
 from tula_cli.run.directory import Run, RunDir
-from tula_cli.run.imports import import_strings
+from tula_cli.run.imports import list_import_strings
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.snapshot import Snapshot
@@ -245,12 +245,12 @@ def _inspect_user_code(run: Run, grid: Grid, inspect: Inspect) -> None:
         SpecError: the user code of a method cannot be built.
     """
     spec = run.spec
-    known_imports = set(import_strings(spec))
+    known_imports = set(list_import_strings(spec))
     if first_job.load_inspection(run, spec) is not None:
         return  # the inspection comes from a job on a node, because this machine cannot build the model
     for method in grid.methods:
         cell_job = make_job_of_cell(spec, method, spec.train.seed)
-        if set(import_strings(cell_job)) - known_imports:
+        if set(list_import_strings(cell_job)) - known_imports:
             try:
                 inspect(cell_job)
             except SpecError as error:
@@ -317,7 +317,7 @@ def _build_comparison(run: Run, grid: Grid, *, now: float) -> tuple[Comparison, 
     twins: dict[str, str] = {}
 
     def sign(job: JobSpec, batch: int) -> str:
-        if (names := import_strings(job)) not in codes:
+        if (names := list_import_strings(job)) not in codes:
             codes[names] = choose_code(run, job, Path.cwd(), keep=False).identity
         return compute_train_signature(job, nodes=grid.nodes, batch=batch, code=codes[names])
 

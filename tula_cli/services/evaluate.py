@@ -12,7 +12,7 @@ from tula_cli.options import EvaluationRequest
 from tula_cli.plugins import is_import_string
 from tula_cli.run import imports
 from tula_cli.run.directory import Run, RunDir, require_current_format
-from tula_cli.run.files import is_regular
+from tula_cli.run.files import is_regular_file
 from tula_cli.run.job_runs import select_runs
 from tula_cli.run.records.results import EvaluationRecord
 from tula_cli.run.records.tasks import EvaluateTask, RateSearchTask, TrainTask
@@ -65,7 +65,7 @@ def prepare_evaluation(runs: Sequence[Run], request: EvaluationRequest) -> Prepa
     files = run.get_training(trained.signature)
     name, path = _find_weights(files, request.weights)
     is_training_checkpoint = name in (BEST, LAST)
-    if not (path.is_dir() or is_regular(path)):
+    if not (path.is_dir() or is_regular_file(path)):
         raise SpecError(f"{path} is not a file of weights", "choose others with --weights")
     stat = path.stat()
     identity = (
@@ -161,7 +161,7 @@ def _require_weights(path: Path, requested: str | Path) -> None:
 def _compute_code_digest(job: JobSpec, workdir: Path) -> str:
     """Return the digest of the user code that an evaluation runs; empty if there is none."""
     named = job.dataset.test.name if job.dataset.test else None
-    names = [*imports.import_strings(job), *([named] if named and is_import_string(named) else [])]
+    names = [*imports.list_import_strings(job), *([named] if named and is_import_string(named) else [])]
     return imports.compute_digest_of_files(imports.list_files_of_import_strings(names, workdir), workdir)
 
 

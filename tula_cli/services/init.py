@@ -29,7 +29,7 @@ from tula_cli.run.script_files import NoCommandFile, find_program, split_command
 from tula_cli.spec.json_schema import Kind, make_json_schema
 from tula_cli.spec.scripts.command_text import find_training_command
 from tula_cli.spec.scripts.launchers import NODES, KnownFacts, Unknown, read_slurm_options
-from tula_cli.spec.scripts.proposal import MissingKey, format_yaml_word, list_missing, make_job_name, write_sections
+from tula_cli.spec.scripts.proposal import MissingKey, format_yaml_word, list_missing, make_job_name, render_sections
 from tula_cli.spec.scripts.recognition import RecognisedCommand, recognise_command, recognise_line
 from tula_cli.spec.scripts.script import find_placeholders
 from tula_cli.spec.scripts.shell import Option, ShellWord
@@ -248,7 +248,7 @@ def make_job_text(line: str, recognised: RecognisedCommand, kind: Literal["local
     shown = "\n#   ".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in row) for row in line.split("\n"))
     return (
         _HEAD.format(line=shown, name=name or make_job_name(recognised))
-        + write_sections(recognised)
+        + render_sections(recognised)
         + "\n"
         + _read_search_section(kind)
     )

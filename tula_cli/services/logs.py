@@ -15,13 +15,13 @@ from tula_cli.errors import SpecError
 from tula_cli.host.failures import find_root_failure
 from tula_cli.plugins import suggest_nearest
 from tula_cli.run.directory import Run, RunDir
-from tula_cli.run.files import open_file, read_error, read_lines, read_lines_back
+from tula_cli.run.files import make_read_error, open_file, read_lines, read_lines_back
 from tula_cli.run.records.tasks import Task
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.backend import get_backend
 
 _NAME = re.compile(r"(?P<task>.+?)\.(?P<attempt>[0-9]{3,})(?:\.(?P<index>[0-9]{4,}))?\.log")
-"""File names of `RunDir.log_path`."""
+"""File names of `RunDir.get_log_path`."""
 _MAX_LINE = 2**16
 """Maximum bytes of a line that is shown whole; longer lines are shown in pieces."""
 _HARMLESS = re.compile(rb"\[c10d\] The hostname of the client socket cannot be retrieved")
@@ -236,7 +236,7 @@ class _LogReader:
                     if self._is_from_requested_rank(line) and not _HARMLESS.search(raw):
                         yield line
         except OSError as error:
-            raise read_error(log.file, error) from error
+            raise make_read_error(log.file, error) from error
 
     def read_first_failure(self, log: _AttemptLog) -> Iterator[LogLine]:
         """Yield, once per attempt, the output of the first failing rank, or of the requested rank if it failed."""
@@ -267,7 +267,7 @@ class _LogReader:
                     if self._is_from_requested_rank(line) and not _HARMLESS.search(raw):
                         yield line
         except OSError as error:
-            raise read_error(log.file, error) from error
+            raise make_read_error(log.file, error) from error
 
     def _is_from_requested_rank(self, line: LogLine) -> bool:
         return None in (self.wanted.rank, line.rank) or line.rank == self.wanted.rank

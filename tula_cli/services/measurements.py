@@ -332,7 +332,7 @@ def list_observations_from_trainings(
         results: results of the probes; without a measured one, no training is used.
     """
     measured = [result for result in results if isinstance(result, Measured)]
-    names = run.train_signatures()
+    names = run.list_train_signatures()
     if not measured or not names:
         return TrainingObservations()
     tasks = run.read_tasks()
@@ -436,7 +436,7 @@ def read_measurements_of_other_sizes(sizes: Sequence[Run], trainings: CachedTrai
 
 def list_trainings_with_noise(run: RunDir) -> list[TrainingRun]:
     """Return the trainings of a run that measure their gradient noise."""
-    trainings = [run.get_training(signature) for signature in run.train_signatures()]
+    trainings = [run.get_training(signature) for signature in run.list_train_signatures()]
     return [
         training
         for training in trainings

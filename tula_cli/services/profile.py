@@ -132,7 +132,7 @@ def plan_probes(run: Run, inspection: Inspection, *, elsewhere: float = 0.0, aga
         tasks=tuple(tasks),
         total=total,
         done=total - sum(len(task.local_batches) for task in tasks),
-        minutes_at_most=len(tasks) * spec.measuring_minutes(),
+        minutes_at_most=len(tasks) * spec.get_measuring_minutes(),
         code=source,
         reasons=(*choice, *round_.reasons),
         certainty=round_.words,
@@ -231,7 +231,7 @@ def _make_probe_task(spec: JobSpec, nodes: int, local_batches: list[int], *, wor
 
 def compute_max_node_hours(spec: JobSpec, nodes: Sequence[int]) -> float:
     """Return the maximum node-hours of profiling on these numbers of nodes: the time requested from SLURM."""
-    return sum(nodes) * spec.measuring_minutes() / 60
+    return sum(nodes) * spec.get_measuring_minutes() / 60
 
 
 def submit_probes(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[str, ...]:
@@ -453,7 +453,7 @@ def plan_largest_batch_search(run: Run, inspection: Inspection) -> ProfilePlan:
         tasks=tasks,
         total=len(done) + len(tasks),
         done=len(done),
-        minutes_at_most=len(tasks) * spec.measuring_minutes(),
+        minutes_at_most=len(tasks) * spec.get_measuring_minutes(),
         code=source,
     )
 

@@ -479,7 +479,7 @@ def _make_binding_limit_error(candidates: Candidates, query: Query, currency: st
             break
         candidates = candidates.take(within)
     closest = limit.find_closest(candidates)
-    if query.same_progress and closest.same_progress is not None:
+    if query.is_for_same_progress and closest.same_progress is not None:
         progress = closest.same_progress
         closest = closest.model_copy(update={"hours": progress.hours, "cost": progress.cost})
     efficiency_text = ""
@@ -499,7 +499,7 @@ def _format_below(value: float, bound: float) -> str:
 
 
 def _describe_limit(limit: Limit, query: Query) -> str:
-    progress = " to the same progress" if query.same_progress else ""
+    progress = " to the same progress" if query.is_for_same_progress else ""
     if limit.option == "max_nodes":
         return f"at most {format_count(int(limit.bound))}"
     if limit.option == "max_batch":
@@ -665,7 +665,7 @@ def list_choice_warnings(
         )
     if chosen.headroom is not None and chosen.headroom < MEMORY_MARGIN:
         yield messages.little_memory_free(free_share=chosen.headroom, wanted_share=MEMORY_MARGIN)
-    timed = chosen.same_progress if query.same_progress and chosen.same_progress else chosen
+    timed = chosen.same_progress if query.is_for_same_progress and chosen.same_progress else chosen
     latest_hours = timed.hours_high or 0.0
     if deadline is not None and latest_hours > deadline:
         yield messages.may_miss_deadline(high_hours=latest_hours, deadline_hours=deadline)

@@ -181,7 +181,7 @@ def submit_and_wait(
     """
     try:
         task = submit_resume_test(run, launcher, code, batch=batch, nodes=nodes)
-        at_most = f"at batch {task.batch}, at most {run.spec.measuring_minutes():g} min"
+        at_most = f"at batch {task.batch}, at most {run.spec.get_measuring_minutes():g} min"
         yield Note(f"testing on {words.format_count(task.nodes)} whether the script can resume, {at_most}: {task.id}")
         yield from wait_for_jobs(run, launcher, [task.job], policy)
     except KeyboardInterrupt:
@@ -227,7 +227,9 @@ def describe_cap_exceeded(runs: Sequence[Run], *, nodes: int = 1) -> str:
         if used_hours
         else "a resume test"
     )
-    return describe_beyond_cap(subject, used_hours + nodes * spec.measuring_minutes() / 60, spec.search.max_node_hours)
+    return describe_beyond_cap(
+        subject, used_hours + nodes * spec.get_measuring_minutes() / 60, spec.search.max_node_hours
+    )
 
 
 def load_finding(run: Run, code: Source) -> ResumeFinding | None:

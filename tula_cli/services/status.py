@@ -326,7 +326,7 @@ def _has_result(snapshot: Snapshot, task: JobTask) -> bool:
         case RateSearchTask():
             search = snapshot.read_rate_search(task.key)
             return search is not None and search.finished
-    return any(test.task == task.id and test.over_at is not None for test in snapshot.rehearsals)
+    return any(test.task == task.id and test.over_at is not None for test in snapshot.resume_test_results)
 
 
 def _get_job_state(
@@ -522,7 +522,9 @@ def run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | 
             *(files_snapshot.training_warnings if only is None else ()),
         ),
         notes=(*summarize_notes(result for result in files_snapshot.results if isinstance(result, Measured)),),
-        rehearsal=files_snapshot.rehearsals[-1] if files_snapshot.rehearsals and only is None else None,
+        rehearsal=files_snapshot.resume_test_results[-1]
+        if files_snapshot.resume_test_results and only is None
+        else None,
         evaluations=tuple(files_snapshot.get_training(training.signature).read_evaluations())
         if training is not None
         else (),
@@ -685,7 +687,7 @@ def _get_stage_status(
 def _count_epochs_of_training(spec: JobSpec, moving: Sequence[Mapping[str, Any]]) -> int | None:
     """Return the number of epochs of a training; None for a script if its samples per epoch are unknown."""
     if spec.script is None:
-        return spec.train.epochs_at_most
+        return spec.train.max_epochs
     return None if moving and moving[-1]["epoch"] is None else spec.script.length.epochs
 
 

@@ -404,7 +404,7 @@ def prepare_training(
     ready.training_start.require_other_nodes()
     remaining_share = 1.0
     if plan_found.resumes is not None:
-        remaining_share -= plan_found.resumes / (find_dataset_size(run, inspect) * run.spec.train.epochs_at_most)
+        remaining_share -= plan_found.resumes / (find_dataset_size(run, inspect) * run.spec.train.max_epochs)
     balance = (
         None
         if plan_found.finished
@@ -484,7 +484,7 @@ def warn_interrupted_training(run: RunDir, task: TrainTask) -> list[Diagnostic]:
     """Return a warning if an interrupted training differs from this new one only in settings."""
     if run.get_training(task.signature).read_newest_task() is not None:
         return []
-    for signature in run.train_signatures():
+    for signature in run.list_train_signatures():
         training = run.get_training(signature)
         newest, samples = training.read_newest_task(), training.find_newest_samples()
         if (

@@ -165,7 +165,7 @@ def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     if plan.resumes is not None:
         yield f"resumes from the checkpoint at {plan.resumes} samples"
     if plan.rehearses:
-        minutes, nodes = f"{task.spec.measuring_minutes():g} min", task.resume_test_nodes
+        minutes, nodes = f"{task.spec.get_measuring_minutes():g} min", task.resume_test_nodes
         purpose = "can resume (--no-rehearse skips it)" if nodes == 1 else "can resume, also on other nodes"
         yield f"first, a test of at most {minutes} on {format_count(nodes)} checks that the script {purpose}"
     if len(task.ladder) > 1:

@@ -144,7 +144,7 @@ class Auto(Section):
         return self
 
 
-def divide_section(ags: Ags, train: "Train") -> Ags:
+def adapt_to_sharded_model(ags: Ags, train: "Train") -> Ags:
     """Return the section `ags` adapted to a sharded model: one factor per tensor unless `granularity` is given.
 
     Raises:
@@ -152,7 +152,7 @@ def divide_section(ags: Ags, train: "Train") -> Ags:
     """
     if not train.sharded:
         return ags
-    for why in (_describe_why_not_on_shares(train), _needs_the_whole(train)):
+    for why in (_describe_why_not_on_shares(train), _describe_need_of_whole_model(train)):
         if why:
             raise ValueError(f"train.parallel: fsdp divides the model among the GPUs, but {why}")
     if not train.training_method.scales:
@@ -176,7 +176,7 @@ def _describe_why_not_on_shares(train: "Train") -> str:
     )
 
 
-def _needs_the_whole(train: "Train") -> str:
+def _describe_need_of_whole_model(train: "Train") -> str:
     refused = {
         "with train.precision: fp16, each GPU would choose its loss scale by its own part of the gradient; set train.precision: bf16": train.precision
         == "fp16",

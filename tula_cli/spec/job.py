@@ -16,7 +16,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from tula_cli.plugins import is_import_string
 from tula_cli.presets import DIVIDING
-from tula_cli.spec.ags import BRANCHING_EPOCH, Ags, Auto, divide_section
+from tula_cli.spec.ags import BRANCHING_EPOCH, Ags, Auto, adapt_to_sharded_model
 from tula_cli.spec.kinds import Positive, Section, find_null_character
 from tula_cli.spec.merge import merge
 from tula_cli.spec.methods import DEFAULT_METHOD, REASON
@@ -114,7 +114,7 @@ class JobSpec(Section):
         content.pop("script", None)
         return content
 
-    def measuring_minutes(self) -> float:
+    def get_measuring_minutes(self) -> float:
         """Return the time limit of a measuring job in minutes.
 
         In a queue this is the time that the job requests, and that its user may be charged for.
@@ -180,7 +180,7 @@ class JobSpec(Section):
     @model_validator(mode="after")
     def _convert_ags_for_sharded_model(self) -> "JobSpec":
         """Use one factor per tensor if the model is sharded; reject settings that need the whole model."""
-        if (ags := divide_section(self.ags, self.train)) != self.ags:
+        if (ags := adapt_to_sharded_model(self.ags, self.train)) != self.ags:
             object.__setattr__(self, "ags", ags)  # the model is frozen
         return self
 
@@ -250,7 +250,7 @@ class JobSpec(Section):
         currencies: dict[str, str] = {}
         for name in self.node_types:
             try:
-                currencies[name] = self.of_node_type(name).pricing.currency
+                currencies[name] = self.select_node_type(name).pricing.currency
             except ValidationError as error:
                 problems += [_move_under(item, "node_types", name) for item in error.errors()]
         if problems:
@@ -296,11 +296,11 @@ class JobSpec(Section):
             return {} if node_type is None else {node_type: (node_type, None)}
         return {"-".join(filter(None, (node_type, f"gpus-{count}"))): (node_type, count) for count in counts}
 
-    def by_type(self) -> dict[str | None, "JobSpec"]:
+    def split_by_type(self) -> dict[str | None, "JobSpec"]:
         """Return the job on each of `types`; the job itself under None if it has no types."""
-        return {name: self.of_type(name) for name in self.types} or {None: self}
+        return {name: self.select_type(name) for name in self.types} or {None: self}
 
-    def of_type(self, name: str) -> "JobSpec":
+    def select_type(self, name: str) -> "JobSpec":
         """Return the job on one of `types`, without the others, under a name of its own.
 
         With fewer GPUs than the most searched, only two batches on the fewest nodes are measured. This suffices
@@ -310,7 +310,7 @@ class JobSpec(Section):
             ValidationError: the settings of the type are invalid in this job.
         """
         node_type, count = self.kinds[name]
-        spec_of_type = self if node_type is None else self.of_node_type(node_type)
+        spec_of_type = self if node_type is None else self.select_node_type(node_type)
         variant_name = f"{self.name}-{name}"
         if count is None:
             return spec_of_type.model_copy(update={"name": variant_name})
@@ -323,7 +323,7 @@ class JobSpec(Section):
         job = JobSpec.model_validate({**base, "name": variant_name, "cluster": cluster, "search": search})
         return job.with_fewer_gpus(fewer)
 
-    def of_node_type(self, name: str) -> "JobSpec":
+    def select_node_type(self, name: str) -> "JobSpec":
         """Return the job on one of `node_types`."""
         # Stored specs contain empty sections, which override nothing.
         settings = {key: value for key, value in self.node_types[name].model_dump(exclude_unset=True).items() if value}
@@ -391,7 +391,7 @@ def compute_max_decay_growth(spec: JobSpec) -> float:
     The learning rate must have fallen by this factor while `MIN_STAGE_SHARE` of the training remains for a stage.
     """
     epochs, warmup, lr = spec.train.epochs, get_warmup_epochs(spec), spec.optimizer.lr
-    last = spec.train.epochs_at_most - MIN_STAGE_SHARE * epochs
+    last = spec.train.max_epochs - MIN_STAGE_SHARE * epochs
     share = compute_lr_decay_factor(spec.schedule, lr, epoch=last, warmup=warmup, epochs=epochs)
     return (1 + ROUNDING) / share if share > 0 else math.inf
 
@@ -400,7 +400,7 @@ def describe_train_length(spec: JobSpec) -> str:
     """Describe the training length of a job."""
     if spec.script is not None:
         return script_section.describe_length(spec.script)
-    whole, trained = spec.train.epochs, spec.train.epochs_at_most
+    whole, trained = spec.train.epochs, spec.train.max_epochs
     return format_count(whole, "epoch") if trained == whole else f"{trained} of {format_count(whole, 'epoch')}"
 
 

@@ -101,7 +101,7 @@ _WORDS = {
 
 
 class _TypedText(GenerateJsonSchema):
-    """Schema generator that lets text be typed as a number: see `spec/kinds.as_typed`."""
+    """Schema generator that lets text be typed as a number: see `spec/kinds.convert_to_typed_text`."""
 
     def str_schema(self, schema: StringSchema) -> Schema:
         return {**super().str_schema(schema), "type": ["string", "number"]}

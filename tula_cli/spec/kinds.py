@@ -85,7 +85,7 @@ def parse_minutes(value: object) -> object:
     return (days * 24 + hours) * 60 + minutes + -(-seconds // 60)
 
 
-def as_typed(value: object) -> object:
+def convert_to_typed_text(value: object) -> object:
     """Return a number as it was typed in the file, for a key whose value is text.
 
     Raises:
@@ -241,7 +241,7 @@ def _reject_boolean(value: object) -> object:
     return value
 
 
-_CHECKS_BY_TYPE = {"str": as_typed, "int": _reject_boolean, "float": _reject_boolean}
+_CHECKS_BY_TYPE = {"str": convert_to_typed_text, "int": _reject_boolean, "float": _reject_boolean}
 
 
 def _add_checks(schema: Any) -> Any:

@@ -47,11 +47,11 @@ def load_spec(
     try:
         return validate(merged, source=source)
     except SpecError as error:
-        problems = tuple(_name_origin(problem, origins, known={str(path), "--set"}) for problem in error.problems)
+        problems = tuple(_add_origin(problem, origins, known={str(path), "--set"}) for problem in error.problems)
         raise SpecError(error.message, error.hint, problems=problems) from None
 
 
-def _name_origin(problem: Problem, origins: Mapping[str, str], *, known: Collection[str]) -> Problem:
+def _add_origin(problem: Problem, origins: Mapping[str, str], *, known: Collection[str]) -> Problem:
     """Return the problem with the source of its key if that is another than the known ones.
 
     The source is that of the key, or of the list or section with the key, or of all keys of an unknown section.

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tula_cli.assets import config_files
+from tula_cli.assets import list_config_files
 from tula_cli.errors import SpecError, require_list
 from tula_cli.spec.old_keys import replace_old_keys, replace_old_path
 from tula_cli.spec.yaml_text import parse_yaml, read_yaml
@@ -26,7 +26,7 @@ def merge_sources(
     """Return the merged mapping, and the source of each value by its key `a.b.c`."""
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    candidates = reversed(config_files(SITE_FILE, environ=environ)) if site_files is None else site_files
+    candidates = reversed(list_config_files(SITE_FILE, environ=environ)) if site_files is None else site_files
     sites = [site_file for site_file in candidates if site_file.is_file()]
     for file in (*sites, path):
         merge(merged, replace_old_keys(read_yaml(file), source=str(file)), origins, source=str(file))

@@ -194,13 +194,13 @@ class Dataset(Section):
     @model_validator(mode="after")
     def _check_import_strings(self) -> "Dataset":
         for key in OWN_PARTS:
-            import_string_of(getattr(self, key), key)
+            get_import_string(getattr(self, key), key)
         return self
 
     @property
     def further_imports(self) -> tuple[str, ...]:
         """The import strings of the dataset other than its name."""
-        names = (import_string_of(getattr(self, key), key) for key in OWN_PARTS)
+        names = (get_import_string(getattr(self, key), key) for key in OWN_PARTS)
         return tuple(name for name in names if name)
 
 
@@ -208,7 +208,7 @@ OWN_PARTS = ("collate_fn", "sampler")
 """Keys of section dataset whose value is an import string, alone or with arguments."""
 
 
-def import_string_of(entry: str | dict[str, dict[str, Any]] | None, key: str) -> str | None:
+def get_import_string(entry: str | dict[str, dict[str, Any]] | None, key: str) -> str | None:
     """Return the import string of an entry that may have arguments.
 
     Raises:
@@ -407,7 +407,7 @@ class Train(Section):
         for name, entry in self.metrics.items():
             if name in _RESERVED:
                 raise ValueError(f"metrics.{name}: tula uses this name itself; choose another name")
-            import_string_of(entry, f"metrics.{name}")
+            get_import_string(entry, f"metrics.{name}")
         known = ("auto", *BUILT_IN, *self.metrics)
         stopping = self.early_stopping
         name = self.best_checkpoint.metric
@@ -422,7 +422,7 @@ class Train(Section):
         return self
 
     @property
-    def epochs_at_most(self) -> int:
+    def max_epochs(self) -> int:
         """Maximum number of epochs, whatever the metrics; the schedules remain those of `epochs`."""
         stopping = self.early_stopping
         return self.epochs if stopping is None else min(self.epochs, stopping.epochs or self.epochs)
@@ -435,7 +435,7 @@ class Train(Section):
     @property
     def metric_names(self) -> tuple[str, ...]:
         """The import strings of the metrics."""
-        return tuple(name for entry in self.metrics.values() if (name := import_string_of(entry, "metrics")))
+        return tuple(name for entry in self.metrics.values() if (name := get_import_string(entry, "metrics")))
 
     @model_validator(mode="after")
     def _check_lr_scaling(self) -> "Train":

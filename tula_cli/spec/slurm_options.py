@@ -11,8 +11,8 @@ from tula_cli.spec.kinds import (
     Line,
     Positive,
     Section,
-    as_typed,
     check_word,
+    convert_to_typed_text,
     require_one_line,
 )
 
@@ -108,7 +108,7 @@ def _check_option_value(value: object) -> object:
         raise ValueError(
             f"must be text, a number, a list of text and numbers, true (option without value) or false (no option), got {value!r}"
         )
-    return require_one_line(str(as_typed(value)))
+    return require_one_line(str(convert_to_typed_text(value)))
 
 
 _WRITTEN_MEMORY = WithJsonSchema(

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from tula_cli.run.files import read_end
+from tula_cli.run.files import read_last_bytes
 
 SETTINGS = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
 PREFIX = "tula-nccl-"
@@ -68,7 +68,7 @@ def list_nccl_warnings() -> list[str]:
 
 def _read_nccl_output() -> str:
     path = get_nccl_log_path(os.environ)
-    return read_end(path, _MAX_READ) if path else ""
+    return read_last_bytes(path, _MAX_READ) if path else ""
 
 
 def get_nccl_log_path(environ: Mapping[str, str]) -> Path | None:

@@ -48,7 +48,7 @@ def told_by_run(stage: Stage) -> None:
     """Judge what the run has measured, and the training against what was predicted."""
     run = newest(stage.folder)
     probes = [result for result in run.read_results() if isinstance(result, Measured)]
-    (signature,) = run.train_signatures()
+    (signature,) = run.list_train_signatures()
     summary = run.get_training(signature).read_summary()
     assert summary is not None
     predicted, actual = summary.predicted_step, summary.actual_step
@@ -122,7 +122,7 @@ def train(stage: Stage, folder: Path, extra: dict[str, Any], *, killed: bool) ->
     if ended.code:
         return None
     run = newest(folder)
-    return run.get_training(run.train_signatures()[0])
+    return run.get_training(run.list_train_signatures()[0])
 
 
 def kill_in_second_epoch(folder: Path, command: "subprocess.Popen[str]") -> bool:
@@ -130,7 +130,7 @@ def kill_in_second_epoch(folder: Path, command: "subprocess.Popen[str]") -> bool
     while command.poll() is None:
         with contextlib.suppress(Exception):  # it is not there yet
             run = newest(folder)
-            for signature in run.train_signatures():
+            for signature in run.list_train_signatures():
                 training = run.get_training(signature)
                 if training.read_result() is not None:
                     return False

@@ -72,7 +72,7 @@ class Told:
 
 def told_by_attempts(stage: Stage, run: RunDir, watch: Watch, base: int) -> list[Told]:
     """Judge how each attempt ended and how long its memory was held; return them."""
-    signatures = run.train_signatures()
+    signatures = run.list_train_signatures()
     if not signatures:
         return []
     training = run.get_training(signatures[0])

@@ -93,7 +93,7 @@ def lost_peer(stage: Stage) -> None:
     if not (folder / "tula-runs").is_dir():
         return stage.require(False, f"two ranks on one device could not be started: {ended.error}")
     run = newest(folder)
-    (signature,) = run.train_signatures()
+    (signature,) = run.list_train_signatures()
     attempts = run.get_training(signature).read_attempts()
     failures = [failure for attempt in attempts for failure in run.read_failures(attempt.task, attempt.number)]
     first = min((failure.failed_at for failure in failures), default=0.0)

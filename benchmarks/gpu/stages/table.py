@@ -66,7 +66,7 @@ def kept(stage: Stage, cell: Cell, folder: Path, started: Any, began: float) -> 
     """Keep what a training that has ended has reached."""
     ended = finish(started)
     run = newest(folder)
-    results = [run.get_training(signature).read_result() for signature in run.train_signatures()]
+    results = [run.get_training(signature).read_result() for signature in run.list_train_signatures()]
     result = results[0] if results else None
     name = f"{cell[0]},{cell[1]}"
     stage.require(result is not None, f"{name}: train ended with {ended.code}: {ended.error}")

@@ -110,7 +110,7 @@ def test_probes_are_reported_when_the_balance_may_not_carry_them():
 def test_each_type_of_node_has_its_own_bill():
     types = {"a": {"cluster": {"slurm": {"partition": "half"}}}, "b": {"cluster": {"slurm": {"partition": "billed"}}}}
     cluster = {"kind": "slurm", "device": "cpu", "slurm": {}}
-    job_by_type = spec(cluster=cluster, pricing={"kind": "billing"}, node_types=types).by_type()
+    job_by_type = spec(cluster=cluster, pricing={"kind": "billing"}, node_types=types).split_by_type()
     results = {
         name: add_site_billing(expected_value, None, billing=SITE) for name, expected_value in job_by_type.items()
     }

@@ -37,7 +37,7 @@ class AtOnce(make.FakeLauncher):
                 run.write_result(measured(Truth(gpus_per_node=1), task.nodes, local))
         elif isinstance(task, CheckTask):
             for rank in range(task.nodes):
-                run.checks.sign_in(task.id, rank, f"n{rank + 1}")
+                run.checks.record_sign_in(task.id, rank, f"n{rank + 1}")
             run.checks.write_report(make.cluster_report(run, task, {}, {"torch": "2.7"}))
         elif isinstance(task, EvaluateTask):
             run.get_training(task.signature).write_evaluation(make.evaluated(task))

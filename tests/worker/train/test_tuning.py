@@ -429,7 +429,7 @@ def test_the_checkpoint_where_arms_part_stays_while_the_choice_may_break_down(
 def test_ranks_told_to_leave_in_a_branch_say_so_and_go_on_there(alone: Ranks, run: RunDir) -> None:
     task = train_task(job(FAST))
     train(run, alone, task, LeavesAt(alone, 35))
-    assert run.stop_reason(task.id, 1) == "time_limit"
+    assert run.read_stop_reason(task.id, 1) == "time_limit"
     assert len(record(run, task).branches) == 1
     assert [int(path.stem) for path in run.get_training(task.signature).list_checkpoints()] == [96]
     train(run, alone, task)

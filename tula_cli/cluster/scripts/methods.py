@@ -12,7 +12,7 @@ from typing import Any
 from tula_cli.models.refresh import compute_small_batch_size
 from tula_cli.presets import AGS_PRESETS
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import publish_folder, write_error
+from tula_cli.run.files import make_write_error, publish_folder
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.results import ScalingSummary
 from tula_cli.run.records.scripts import AgsPlan, OrthoPlan
@@ -135,7 +135,7 @@ def _copy_library(run: RunDir) -> str:
     try:
         return str(copy_optim(run.path))
     except OSError as error:
-        raise write_error(run.path, error) from error
+        raise make_write_error(run.path, error) from error
 
 
 def summarize_scaling(rows: Iterable[Mapping[str, Any]]) -> ScalingSummary | None:

@@ -279,7 +279,7 @@ class ScriptProbe(ScriptProgram):
             return failure
         cores = len(os.sched_getaffinity(0))
         try:
-            path, local_batch = self.run.log_path(self.task.id, command.attempt), command.batch // command.ranks
+            path, local_batch = self.run.get_log_path(self.task.id, command.attempt), command.batch // command.ranks
             result = build_probe_result(
                 self.task, ranks, local_batch=local_batch, cores=cores, log=path, notes=attempt.read_moved_files()
             )

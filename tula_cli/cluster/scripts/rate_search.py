@@ -239,7 +239,7 @@ class ScriptRateSearch(ScriptProgram):
         if (problem := self._find_ignored_rate(attempt, record, plan.factor)) or (
             len(losses) < plan.steps and not has_diverged
         ):
-            line = find_last_script_line(self.run.log_path(self.task.id, command.attempt))
+            line = find_last_script_line(self.run.get_log_path(self.task.id, command.attempt))
             ended = f"the branch ended after {len(losses)} of {plan.steps} steps; last line of the script: {line}"
             return make_script_failure(failure, problem or ended, permanent=True)
         judged = losses[-max(2, math.ceil(JUDGED_SHARE * plan.steps)) :]

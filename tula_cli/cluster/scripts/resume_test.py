@@ -332,7 +332,7 @@ class ResumeTest(ScriptProgram):
             )
         ending = _describe_ending(attempt, failure, killed=killed is not None and killed.killed)
         if not steps and "why" not in ending:
-            ending["why"] = find_last_script_line(self.run.log_path(self.task.id, command.attempt))
+            ending["why"] = find_last_script_line(self.run.get_log_path(self.task.id, command.attempt))
         return observation.model_copy(update=ending)
 
     @property

@@ -20,7 +20,7 @@ from tula_cli.cluster.scripts.methods import copy_shim
 from tula_cli.host.devices import has_gpu
 from tula_cli.host.network import make_interface_variables
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import make_folder, write_error
+from tula_cli.run.files import make_folder, make_write_error
 from tula_cli.run.records.base import MicroBatches
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
@@ -294,7 +294,7 @@ class ScriptStart:
             make_folder(folder)
             shim = copy_shim(self.run.path)
         except OSError as error:
-            raise write_error(self.run.path, error) from error
+            raise make_write_error(self.run.path, error) from error
         if self.allocation.is_leader:
             self.attempt.write_plan(self.plan())
         return [

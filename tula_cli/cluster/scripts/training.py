@@ -34,7 +34,7 @@ from tula_cli.models.out_of_memory import list_splits, make_batch_norm_limit
 from tula_cli.run.files import (
     MAX_LINE,
     append_json_line,
-    is_regular,
+    is_regular_file,
     open_file,
 )
 from tula_cli.run.records.base import MicroBatches, Splits
@@ -169,7 +169,7 @@ def _get_change_time(file: Path) -> float:
 
 def _is_complete_file(file: Path) -> bool:
     try:
-        if not is_regular(file) or file.stat().st_size == 0:
+        if not is_regular_file(file) or file.stat().st_size == 0:
             return False
         with open(file, "rb") as opened:
             head = opened.read(4)
@@ -312,7 +312,7 @@ class TrainingMonitor(ScriptMonitor):
             epoch=row["epoch"], of=None, samples=row["samples"], batch=training.task.batch, loss=row["loss"],
             step_time=row["step_time"], remaining=row["eta"],
         )  # fmt: skip
-        with self.run.open_log(self.run.log_path(self.task.id, self.command.attempt)) as log:
+        with self.run.open_log(self.run.get_log_path(self.task.id, self.command.attempt)) as log:
             log.write(f"{words.stamp_line(progress_text)}\n".encode())
 
     @cached_property
@@ -800,7 +800,7 @@ class ScriptTraining(ScriptProgram):
         beat = attempt.read_heartbeat(0)
         step, counted = (beat.step, beat.samples) if beat is not None else (0, None)
         samples, steps = self._find_reached_position(command, step, counted)
-        log = self.run.log_path(self.task.id, command.attempt)
+        log = self.run.get_log_path(self.task.id, command.attempt)
         if failure is None and beat is None and not command.checkpoint:
             return Failure(outcome="user", message=f"the command exited with code 0, but {describe_missing_step(log)}")
         if failure is None and (broken := self.check_claims(attempt.read_results(), command)) is not None:
@@ -893,7 +893,7 @@ class ScriptTraining(ScriptProgram):
     def _write_result(self, samples: int, steps: int, seconds: float | None) -> None:
         script, task = get_script(self.task.spec), self.task
         attempts = self.training.read_attempts()
-        logs = [self.run.log_path(attempt.task, attempt.number) for attempt in attempts]
+        logs = [self.run.get_log_path(attempt.task, attempt.number) for attempt in attempts]
         rows = read_metrics(script, logs)
         for name, values in rows.items():
             if not values:

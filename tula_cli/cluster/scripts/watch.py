@@ -19,7 +19,7 @@ from tula_cli.host.failure_texts import classify_failure, find_device_fault, fin
 from tula_cli.host.network import get_node_name
 from tula_cli.models.resuming import NO_STEP_SEEN
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import append_json_line, read_end
+from tula_cli.run.files import append_json_line, read_last_bytes
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.scripts import Heartbeat, ScriptFailure
@@ -163,7 +163,7 @@ MAX_QUOTED = 300
 def find_last_script_line(log: Path) -> str:
     """Return the last non-empty line of a log that is not tula's, at most MAX_QUOTED characters; else empty."""
     try:
-        lines = read_end(log, TAIL_BYTES).splitlines()
+        lines = read_last_bytes(log, TAIL_BYTES).splitlines()
     except (OSError, BadMeasurements):
         return ""
     of_script = (line.strip() for line in reversed(lines) if not line.startswith("tula: "))
@@ -210,7 +210,7 @@ class ScriptMonitor(RankMonitor):
 
     @property
     def log(self) -> Path:
-        return self.run.log_path(self.task.id, self.command.attempt)
+        return self.run.get_log_path(self.task.id, self.command.attempt)
 
     def poll_interval(self, allocation: Allocation) -> float:
         return allocation.poll_interval

@@ -179,10 +179,10 @@ def _build_step_figures(steps: StepSeries, name: str) -> Iterator[Figure]:
             if mean is not None and low is not None and high is not None
         ]
         if rows:
-            yield _build_step_figure(key, title, label, paper, name, join_neighbours(rows))
+            yield _build_step_figure(key, title, label, paper, name, join_adjacent_rows(rows))
 
 
-def join_neighbours(rows: Spreads) -> Spreads:
+def join_adjacent_rows(rows: Spreads) -> Spreads:
     """Return at most `MAX_POINTS` rows by merging neighbours.
 
     A merged row keeps the minimum and maximum of its group, so that no spike is lost.

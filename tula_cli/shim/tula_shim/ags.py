@@ -88,7 +88,7 @@ class AgsSteps:
         if self.tula is None and (optimizer := self._find_target()) is not None:
             self.bind(*optimizer)
 
-    def declare(self, optimizer: Any, model: Any) -> None:
+    def register_model(self, optimizer: Any, model: Any) -> None:
         """Bind to the optimizer and the model that the loop declares.
 
         Raises:
@@ -302,7 +302,7 @@ class AgsSteps:
         if self.tula is not None:
             self.tula._discard_pending()
 
-    def offer_loss(self, loss: Callable[[int], Any]) -> None:
+    def compute_small_batch_gradient(self, loss: Callable[[int], Any]) -> None:
         """Compute the small batch's gradient if AGS needs it in this step (`TulaOptimizer.small_batch`)."""
         self.offered = True
         if self.tula is not None and self.tula.wants_small_batch:

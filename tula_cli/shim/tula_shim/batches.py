@@ -139,7 +139,7 @@ class DeliveredBatches:
     def samples(self) -> float | None:
         """Return the samples of all steps; None if there is no loader, or its batches do not show them."""
         key = self.training
-        if key is None or not self.counts_samples(key):
+        if key is None or not self.can_count_samples(key):
             return None
         return self.totals[key] + sum(samples for other, samples in self.alone.items() if other != key)
 
@@ -148,7 +148,7 @@ class DeliveredBatches:
         dataset = self.facts.get(self.training or 0, {}).get("dataset")
         return None if dataset is None else int(dataset)
 
-    def counts_samples(self, key: int | None) -> bool:
+    def can_count_samples(self, key: int | None) -> bool:
         """Return whether the number of samples in the batches of a dataset can be determined."""
         return key is not None and self._paths.get(key) is not None
 

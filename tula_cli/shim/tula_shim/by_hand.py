@@ -18,7 +18,7 @@ def wrap(optimizer: Any, model: Any = None) -> Any:
     mine.optimizers.declared = facts
     for steps in (mine.ags, mine.ortho):
         if steps is not None:
-            steps.declare(optimizer, model)
+            steps.register_model(optimizer, model)
     return optimizer
 
 
@@ -26,7 +26,7 @@ def small_batch(loss: Callable[[int], Any]) -> None:
     """Offer AGS the loss of a given number of samples, for the small batch's gradient."""
     mine = get_recorder()
     if mine.ags is not None:
-        mine.ags.offer_loss(loss)
+        mine.ags.compute_small_batch_gradient(loss)
 
 
 def step(samples: float | None, loss: Any, lr: Any) -> None:

@@ -78,7 +78,7 @@ class DdpSplit:
         self._watching = "local"
         self._handles = [module.register_forward_pre_hook(self._before_forward) for module in self.list_modules()]
 
-    def watch_nothing(self) -> None:
+    def stop_watching(self) -> None:
         """End the measurements, and remove all hooks of modules and parameters."""
         self._remove_hooks()
         self._watching = ""
@@ -110,10 +110,10 @@ class DdpSplit:
         if self._watching == "sync":
             self.exposed.append(self._now)
         elif self._watching == "norms" and self._local:
-            self._close_norms()
+            self._record_norms()
         self._now, self._local, self._reduced, self._rounds = [], [], [], 0
 
-    def _close_norms(self) -> None:
+    def _record_norms(self) -> None:
         import torch
 
         if self._rounds > len(self.list_modules()):

@@ -17,7 +17,7 @@ from .branch import hook_branch
 from .optimizers import get_learning_rate
 from .plan import OBSERVE_FILE, VARIABLE, PlanError, read_plan
 from .recorder import EPOCH, EVAL, SAVE, Recorder
-from .stopping import stop, write_begun, write_result
+from .stopping import stop, write_first_steps, write_result
 
 _recorders: list[Recorder] = []
 """The recorder of this process, once it has been created."""
@@ -124,10 +124,10 @@ def count_step(mine: Recorder, *, lr: Any, samples: float | None = None, loss: A
     try:
         done = mine.after_step(lr=lr, samples=samples, loss=loss)
         if mine.begun:
-            write_begun(mine)
+            write_first_steps(mine)
     except Exception as error:
         if mine.plan.mode != "probe":
-            give_up(mine, error)
+            stop_recording(mine, error)
             return
         failing.write_failure(mine.plan, error, step=mine.step, where="shim")
         raise
@@ -135,7 +135,7 @@ def count_step(mine: Recorder, *, lr: Any, samples: float | None = None, loss: A
         stop(mine, "stopped")
 
 
-def give_up(mine: Recorder, error: Exception) -> None:
+def stop_recording(mine: Recorder, error: Exception) -> None:
     """Stop recording, and report the reason to the supervisor."""
     sys.stderr.write(f"tula: this training is no longer monitored: {error!r}\n")
     mine.over = True

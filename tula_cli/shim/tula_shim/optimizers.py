@@ -46,7 +46,7 @@ class Optimizers:
         """Return the name and number of elements of the clock, or else of the optimizer that the loop declared."""
         return max(self.seen, key=lambda entry: int(entry["elements"]), default=self.declared)
 
-    def count_bytes(self) -> None:
+    def measure_bytes(self) -> None:
         """Measure the bytes of the parameters, gradients and states of all optimizers on this rank."""
         optimizers = [optimizer for reference in self._stepping if (optimizer := reference()) is not None]
         if not optimizers:
@@ -121,7 +121,7 @@ class Schedule:
             self._searched = True
             self._scheduler = find_scheduler(optimizer)
             if self._scheduler is not None:
-                self._report = {"name": get_full_name(self._scheduler), "moves": has_coming_change(self._scheduler)}
+                self._report = {"name": get_full_name(self._scheduler), "moves": has_upcoming_change(self._scheduler)}
         if self._scheduler is None:
             return {}
         return {"schedule": {**self._report, "at": int(getattr(self._scheduler, "last_epoch", 0))}}
@@ -168,7 +168,7 @@ class _EmptyOptimizer:
         return [float(group["lr"]) for group in self.param_groups]
 
 
-def has_coming_change(scheduler: Any) -> bool | None:
+def has_upcoming_change(scheduler: Any) -> bool | None:
     """Return whether a scheduler changes a learning rate in its next steps, by stepping a copy; None if that fails."""
     with contextlib.suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")

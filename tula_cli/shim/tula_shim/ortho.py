@@ -69,7 +69,7 @@ class OrthoSteps:
 
         scaler.step = stepping
 
-    def declare(self, optimizer: Any, model: Any) -> None:
+    def register_model(self, optimizer: Any, model: Any) -> None:
         """Store the module of an optimizer that the loop declares, so that it need not be searched for."""
         if model is not None:
             # A trainer's wrapper has the torch optimizer as `optimizer`.

@@ -180,7 +180,7 @@ class Recorder:
         if self.step == 1 and self.world > 1 and self.ags is None and self.split.list_modules():
             self.split.watch_norms()
         elif self.step == steps:
-            self.split.watch_nothing()
+            self.split.stop_watching()
 
     def _make_row_extras(self) -> dict[str, Any]:
         scaled = self.ags.report() if self.ags is not None else {}
@@ -224,7 +224,7 @@ class Recorder:
 
         Each rank enters the next phase by its own decision, so that no rank ever waits for another one.
         """
-        self._add_up(counts)
+        self._add_step_to_totals(counts)
         self.begun = False
         if self.phase == OBSERVED:
             return
@@ -239,7 +239,7 @@ class Recorder:
             else:
                 self._end_observation()
         elif self.phase == SYNC and self._has_enough_steps():
-            self.split.watch_nothing()
+            self.split.stop_watching()
             self._end_observation()
         self._begin = self.mark()
 
@@ -248,10 +248,10 @@ class Recorder:
 
     def _end_observation(self) -> None:
         self.phase, self.begun = OBSERVED, True
-        self.optimizers.count_bytes()
+        self.optimizers.measure_bytes()
         self.peaks[TIMED] = read_peak_memory()
 
-    def _add_up(self, counts: dict[int, list[float]]) -> None:
+    def _add_step_to_totals(self, counts: dict[int, list[float]]) -> None:
         """Add the step to the seconds of the job: all of it, the waits for data, and what disturbed steps took longer."""
         totals, now = self.pulse.totals, time.perf_counter()
         if self._stepped is None:
@@ -280,7 +280,7 @@ class Recorder:
             reset_peak()
         elif self.phase == TIMED and done == self._agree_on_timed_steps(done):
             self.peaks[TIMED] = read_peak_memory()
-            self.optimizers.count_bytes()
+            self.optimizers.measure_bytes()
             if not self._can_split():
                 return True
             self.phase = SYNC
@@ -386,7 +386,7 @@ def _make_interval_row(recorder: Recorder, interval: Interval) -> dict[str, Any]
     delivered = recorder.delivered
     dataset = delivered.find_trained_dataset(interval.counts)
     samples, batches, waited = interval.counts.get(dataset or 0, (0, 0, 0.0))
-    counted = delivered.counts_samples(dataset)
+    counted = delivered.can_count_samples(dataset)
     return {
         "seconds": recorder.seconds(interval.begin, interval.end),
         "wait": waited if delivered.training is not None else None,

@@ -27,7 +27,7 @@ CLEANERS = (b"resource_tracker", b"torch_shm_manager")
 """Children that exit by themselves, and remove shared memory that others have left: not to be killed."""
 
 
-def write_begun(recorder: Recorder) -> None:
+def write_first_steps(recorder: Recorder) -> None:
     """Write the measurements of the first steps of a training."""
     write_json(recorder.plan.folder / f"begun-{recorder.rank}.json", make_report(recorder, "begun"))
 
@@ -47,7 +47,7 @@ def stop(recorder: Recorder, why: str) -> None:
     """Exit this process once all ranks have written, with exit code 0; never returns."""
     write_result(recorder, why)
     wait_for_ranks(recorder.plan.folder, recorder.world)
-    end_children()
+    terminate_children()
     with contextlib.suppress(OSError, ValueError):  # the reader has closed the pipe
         sys.stdout.flush()
         sys.stderr.flush()
@@ -68,7 +68,7 @@ def wait_for_ranks(folder: Path, world: int, patience: float = PATIENCE) -> bool
     return True
 
 
-def end_children() -> None:
+def terminate_children() -> None:
     """Terminate this process' descendants: first data loader workers, which torch would wait for, then all others."""
     for child in multiprocessing.active_children():
         child.terminate()

@@ -145,7 +145,7 @@ def find_launcher(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
     rest, left_out = _strip_prefix(words)
     if not rest:
         raise SpecError("the command is empty", _WHOLE)
-    place = _start(rest)
+    place = _find_start_index(rest)
     if rest[0].name not in _WRAPPERS and rest[place].name not in _LAUNCHERS and not known.starts_ranks:
         place = 0  # the words may belong to a program that starts its processes itself
     wrapper, rest = rest[:place], rest[place:]
@@ -159,7 +159,7 @@ def find_launcher(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
 def is_program_start(words: Sequence[ShellWord]) -> bool:
     """Return whether a command starts a Python program, a launcher or a shell script."""
     rest, _ = _strip_prefix(words)
-    return bool(rest) and (_is_start(rest[0]) or (rest[0].name in _WRAPPERS and _start(rest) > 0))
+    return bool(rest) and (_is_start(rest[0]) or (rest[0].name in _WRAPPERS and _find_start_index(rest) > 0))
 
 
 def has_launcher(words: Sequence[ShellWord]) -> bool:
@@ -182,7 +182,7 @@ def _is_start(word: ShellWord) -> bool:
     return word.text.endswith(SCRIPTS) or (bool(is_name) and not re.search("[:,=]", word.text))
 
 
-def _start(words: Sequence[ShellWord]) -> int:
+def _find_start_index(words: Sequence[ShellWord]) -> int:
     """Return the index at which a program starts, else 0; of two adjacent names the first is an argument."""
     starts = [place for place, word in enumerate(words) if _is_start(word)]
     for place in starts:
@@ -225,21 +225,21 @@ def _launch(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
         if first.name == "accelerate" and [word.text for word in words[1:2]] != ["launch"]:
             raise SpecError("accelerate starts a script only with accelerate launch", _WHOLE)
         if launcher is _SRUN:
-            return _launch_by_srun(words[1:], known)
+            return _parse_srun_launch(words[1:], known)
         size = 2 if first.name == "accelerate" else 1
         folder = first.text.rpartition("/")[0]  # ranks run with the python of the launcher's folder
         interpreter = str(Path(folder, "python")) if folder else "python"
         start = words[:size] if launcher is _ACCELERATE else [ShellWord(interpreter, interpreter, first.unknown)]
         return _parse_launch(launcher, start, words[size:], known)
     if _PYTHON.fullmatch(first.name):
-        return _launch_by_python(words, known)
+        return _parse_python_launch(words, known)
     size = next((place for place, word in enumerate(words, 1) if word.text.endswith(".sh")), 1)
     return _make_launch_without_launcher(
         Launch(tuple(words[:size]), tuple(words[size:])), known, is_script=first.text.endswith(".py")
     )
 
 
-def _launch_by_python(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
+def _parse_python_launch(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
     place = 1
     while place < len(words) and words[place].text.startswith("-") and words[place].text not in ("-m", "-c", "-"):
         place += 2 if words[place].text in ("-W", "-X") else 1
@@ -418,7 +418,7 @@ def _read_accelerate_config(path: str, known: KnownFacts) -> dict[str, Option]:
     return {name: Option((written,), f"{name} ", value) for name, (written, value) in words.items()}
 
 
-def _launch_by_srun(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
+def _parse_srun_launch(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
     options, rest = read_slurm_options(words)
     if ":" in [word.text for word in words[: len(words) - len(rest) + 1]]:
         raise SpecError(
@@ -501,10 +501,10 @@ def _make_launch_without_launcher(launch: Launch, known: KnownFacts, *, is_scrip
     trainer = by_name if is_lightning else {}
     trainer = trainer | {option.name: option for option in given if "trainer" in option.path[:-1]}
     if {"devices", "gpus", "num_nodes"} & trainer.keys():
-        return _launch_by_lightning(launch, trainer, known)
+        return _make_lightning_launch(launch, trainer, known)
     if known.starts_ranks:
         return launch
-    several = next((option for option in given if _is_several(option)), None)
+    several = next((option for option in given if _may_name_several_gpus(option)), None)
     flag = next((word.raw for word in launch.arguments if _SEVERAL.fullmatch(word.text)), "")
     if several and ("{gpus_per_node=" in several.value.text or name == "yolo"):
         each = count(several, PROCESSES, known)
@@ -518,7 +518,7 @@ def _make_launch_without_launcher(launch: Launch, known: KnownFacts, *, is_scrip
     return _add_counts(replace(launch, launch="rank" if each == 1 else "node"), name, 1, each, None, several)
 
 
-def _is_several(option: Option) -> bool:
+def _may_name_several_gpus(option: Option) -> bool:
     """Return whether an option names more than one GPU, or a number that may be more than one."""
     value, names_one_gpu = option.value.text, option.name in ("gpu", "device", "gpu_ids", "device_ids")
     if len(option.path) > 1 or not _DEVICES.fullmatch(option.name):
@@ -528,7 +528,7 @@ def _is_several(option: Option) -> bool:
     return bool(re.fullmatch(r"\[?\d+(,\d+)+\]?", value)) or "{gpus_per_node=" in value
 
 
-def _launch_by_lightning(launch: Launch, options: Mapping[str, Option], known: KnownFacts) -> Launch:
+def _make_lightning_launch(launch: Launch, options: Mapping[str, Option], known: KnownFacts) -> Launch:
     """Return the launch of a script with Lightning's trainer, by torchrun on each node.
 
     Without torchrun Lightning would take SLURM's tasks for its ranks.

@@ -44,7 +44,7 @@ def _list_missing_parts(script: dict[str, Any], placeholders: set[str]) -> Itera
         yield MissingKey(
             "script.length", "length of the training: {epochs: N}, {samples: N} or {steps: N}", required=True
         )
-    if _needs_a_size(script, placeholders):
+    if _needs_dataset_size(script, placeholders):
         yield MissingKey("script.dataset_size", "samples per epoch, needed for {steps} and {samples}", required=True)
     else:
         yield MissingKey("script.dataset_size", "samples per epoch, if the script does not use a torch DataLoader")
@@ -73,7 +73,7 @@ def _list_missing_parts(script: dict[str, Any], placeholders: set[str]) -> Itera
     )
 
 
-def write_sections(recognised: RecognisedCommand) -> str:
+def render_sections(recognised: RecognisedCommand) -> str:
     """Return sections `script` and `train` as YAML with comments; missing required keys are comments."""
     script = recognised.script
     lines = [
@@ -109,13 +109,13 @@ def _list_length_lines(script: dict[str, Any]) -> Iterator[str]:
         yield "  # length: {epochs: 90} # REQUIRED: or {samples: N}, or {steps: N} at reference.batch"
 
 
-def _needs_a_size(script: dict[str, Any], placeholders: set[str]) -> bool:
+def _needs_dataset_size(script: dict[str, Any], placeholders: set[str]) -> bool:
     """Return whether the dataset size is needed: {steps} or {samples} in the command, and a length in epochs."""
     return bool(placeholders & {"steps", "samples"}) and "epochs" in script.get("length", {})
 
 
 def _render_dataset_size(script: dict[str, Any]) -> str:
-    if _needs_a_size(script, set(find_placeholders(script["command"]))):
+    if _needs_dataset_size(script, set(find_placeholders(script["command"]))):
         return "  # dataset_size: 50000 # REQUIRED: samples per epoch, needed for {steps} and {samples}"
     return "  # dataset_size: auto # samples per epoch; auto: read from the script's DataLoader in the probes"
 

@@ -25,7 +25,7 @@ from tula_cli.optim.muon import split_parameters
 from tula_cli.optim.sharding import is_sharded
 from tula_cli.plugins import suggest_nearest
 from tula_cli.run import files
-from tula_cli.run.files import is_regular
+from tula_cli.run.files import is_regular_file
 from tula_cli.spec.sections import Model, Optimizer
 from tula_cli.words import format_count, format_number
 
@@ -411,7 +411,7 @@ def _make_unreadable_file_error(path: str, key: str, error: Exception) -> SpecEr
 def _read(path: str) -> Any:
     if Path(path).is_dir():
         return _read_sharded(path)
-    if not is_regular(path):
+    if not is_regular_file(path):
         raise SpecError(f"{path} is not a regular file")
     return _read_safetensors(path) if path.endswith(".safetensors") else _read_torch_file(path)
 

@@ -126,7 +126,7 @@ def check_nodes(task: CheckTask, run: RunDir, *, attempt: int) -> None:
 
 def _try_sign_in(task: CheckTask, run: RunDir) -> str:
     try:
-        run.checks.sign_in(task.id, int(os.environ["RANK"]), platform.node())
+        run.checks.record_sign_in(task.id, int(os.environ["RANK"]), platform.node())
     except TulaError as error:
         return error.message
     return ""

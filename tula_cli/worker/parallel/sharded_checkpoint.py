@@ -17,8 +17,8 @@ from torch import nn
 from tula_cli.errors import CannotWrite, TulaError
 from tula_cli.run import files
 from tula_cli.run.damage import SUMS
-from tula_cli.run.disk_space import make_missing_bytes_error
-from tula_cli.run.files import make_folder, write_atomic, write_error
+from tula_cli.run.disk_space import choose_full_disk_errno
+from tula_cli.run.files import make_folder, make_write_error, write_atomic
 from tula_cli.worker.ranks import Ranks
 
 REST_FILE = "rest.pt"
@@ -56,10 +56,10 @@ def save_sharded(
     except CheckpointException as error:
         why = _find_first_cause(error)
         if isinstance(why, OSError):
-            raise write_error(folder, why) from error
+            raise make_write_error(folder, why) from error
         # torch's writer of archives tells a full disk as a RuntimeError of its own
-        if code := make_missing_bytes_error(folder.parent):
-            raise write_error(folder, OSError(code, os.strerror(code))) from error
+        if code := choose_full_disk_errno(folder.parent):
+            raise make_write_error(folder, OSError(code, os.strerror(code))) from error
         first_line = next(iter(str(why).splitlines()), type(why).__name__)
         raise CannotWrite(
             f"cannot write {folder}: {first_line}", "check the free disk space; older checkpoints are still valid"
@@ -187,7 +187,7 @@ def _run_on_first_rank(work: Callable[[], None], folder: Path, ranks: Ranks) -> 
             why = [cause.errno, cause.strerror]
     problem = json.loads(ranks.gather(json.dumps(why))[0])
     if problem:
-        raise write_error(folder, OSError(*problem))
+        raise make_write_error(folder, OSError(*problem))
 
 
 def _create_draft(draft: Path) -> None:

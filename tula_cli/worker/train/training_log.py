@@ -21,8 +21,8 @@ from tula_cli.run.records.recommendations import Prediction, StageSteps
 from tula_cli.run.records.results import StepParts
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.secrets import remove_secrets
-from tula_cli.run.step_series import MOST_ROWS, StepRow, format_rows, join_neighbours
-from tula_cli.run.training_run import TrainingRun, is_row
+from tula_cli.run.step_series import MOST_ROWS, StepRow, format_rows, join_adjacent_rows
+from tula_cli.run.training_run import TrainingRun, is_complete_row
 from tula_cli.spec.job import get_warmup_epochs
 from tula_cli.words import (
     compute_log_pause,
@@ -115,7 +115,7 @@ class StepFile:
             return any(first <= mark < after for mark in marks)
 
         self.width *= 2
-        self._rewrite(join_neighbours(self.training.read_step_rows(), most=self.width, must_stay_apart=are_apart))
+        self._rewrite(join_adjacent_rows(self.training.read_step_rows(), most=self.width, must_stay_apart=are_apart))
 
     def _rewrite(self, rows: Sequence[StepRow]) -> None:
         write_atomic(self.training.steps_path, format_rows(rows))
@@ -158,7 +158,7 @@ class MetricsFile:
         damaged: list[bytes] = []  # since the last row that is kept
         with open_file(self.path) as file:
             for line in read_lines(file):
-                if not is_row(line):
+                if not is_complete_row(line):
                     damaged.append(line.strip(b"\0\n") + b"\n")
                 elif json.loads(line).get("samples", 0) <= self.samples:
                     retained += [*damaged, line]
@@ -367,7 +367,7 @@ class TrainingLog:
             self.metrics.steps.add(self.diagnostics.pop_rows(), close=close)
 
     def _print_steps(self, loss: float, step_time: float, remaining: float) -> None:
-        trainer, of = self.trainer, self.task.spec.train.epochs_at_most
+        trainer, of = self.trainer, self.task.spec.train.max_epochs
         samples, epoch = trainer.position.samples, trainer.epoch
         self._print(
             describe_progress(
@@ -396,7 +396,7 @@ class TrainingLog:
 
     def _estimate_remaining_seconds(self, step_time: float, overhead: float) -> float:
         trainer, position = self.trainer, self.trainer.position
-        size, epochs = len(trainer.datasets.train), self.task.spec.train.epochs_at_most
+        size, epochs = len(trainer.datasets.train), self.task.spec.train.max_epochs
         remaining_steps = trainer.sizes.ramp.count_remaining_steps(
             size=size, epochs=epochs, epoch=position.epoch, samples_done=position.done
         )
@@ -486,7 +486,7 @@ class TrainingLog:
         remaining = format_duration(self._estimate_remaining_seconds(step_time, overhead)) if step_time else ""
         pace = f", {format_number(self.batch / step_time)} samples/s, {remaining} left" if step_time else ""
         return (
-            f"epoch {position.epoch} of {self.task.spec.train.epochs_at_most}: {position.samples} samples, loss {format_number(loss, 4)},"
+            f"epoch {position.epoch} of {self.task.spec.train.max_epochs}: {position.samples} samples, loss {format_number(loss, 4)},"
             f" eval loss {format_number(result.loss, 4)}, "
             + f"top-1 {format_number(result.top1, 4)} %, " * classes
             + f"perplexity {format_number(result.perplexity, 4)}, " * math.isfinite(result.perplexity)

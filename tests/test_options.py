@@ -1,9 +1,12 @@
 """Options are declared once: the command line and the Python API are made from the same classes."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
+import make_runs as make
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -22,6 +25,7 @@ from tula_cli.options import (
 )
 from tula_cli.query import Query, parse_budget, parse_hours, parse_share
 from tula_cli.show.screen import Screen
+from tula_cli.spec.load import dump_yaml
 
 COMMANDS = app.COMMANDS
 
@@ -155,14 +159,42 @@ def test_a_limit_is_a_finite_number(text):
         ("train", {"batch": 1.5}, "batch 1.5: must be an integer"),
         ("train", {"seeds": True}, "seeds True: must be an integer"),
         ("train", {"timeout": "3"}, "timeout '3': must be a number"),
-        ("plan_trainings", {"trainings": "3"}, "trainings must be a list, got '3'"),
+        ("plan_trainings", {"trainings": "3"}, "trainings '3': must be an integer or a list"),
+        ("plan_trainings", {"trainings": []}, r"trainings \[\]: must have at least one item"),
+        ("estimate", {"memory": 1.5}, "memory 1.5: must be an integer or a string"),
+        ("estimate", {"memory": "lots"}, "memory: must be a size such as 16GiB"),
+        ("estimate", {"memory": -1}, "memory: must be a size above 0"),
+        ("compare", {"methods": [5]}, "methods 5: must be a string"),
+        ("compare", {"batches": []}, r"batches \[\]: must have at least one item"),
+        ("export", {"to": 5}, "to 5: must be a string or a list"),
+        ("evaluate", {"weights": 5}, "weights 5: must be a string or a path"),
+        ("status", {"root": 5}, "root 5: must be a string or a path"),
         ("plan_trainings", {"trainings": [2, "3"]}, "trainings '3': must be an integer"),
         ("plan_trainings", {"trainings": 0}, "trainings 0: must be at least 1"),
     ],
 )
-def test_an_argument_of_another_type_is_refused(name: str, arguments: dict[str, object], problem: str) -> None:
+def test_an_argument_of_another_type_is_refused(
+    name: str, arguments: dict[str, object], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(dump_yaml(make.spec()))
     with pytest.raises(SpecError, match=f"^{problem}"):
         getattr(tula, name)("job.yaml", **arguments)
+
+
+FUNCTIONS = [getattr(tula, name) for name in tula.__all__ if inspect.isfunction(getattr(tula, name))]
+
+
+@pytest.mark.parametrize("function", [*FUNCTIONS, tula.Run.open], ids=lambda function: function.__name__)
+def test_every_argument_of_another_type_is_a_tula_error(
+    function: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    parameters = inspect.signature(function).parameters.values()
+    required = {each.name: "job.yaml" for each in parameters if each.default is each.empty}
+    for parameter in parameters:
+        with pytest.raises(tula.TulaError):
+            function(**required | {parameter.name: 5j})
 
 
 def test_a_curve_without_a_knee_is_refused():

@@ -7,13 +7,16 @@ has an `Option`, with its help text. A command that takes such a class gets an o
 
 import functools
 import inspect
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, ParamSpec, TypeVar, Union, cast, get_args, get_origin
 
-from tula_cli.errors import SpecError, require_number, require_whole_number
+from tula_cli.errors import SpecError
 from tula_cli.words import split_outside_brackets
 
 MAX_COUNT = 2**31 - 1
@@ -91,7 +94,9 @@ def with_arguments(arguments: Callable[P, A]) -> Callable[[Callable[[A], R]], Ca
             checked = arguments(*args, **kwargs)
             for parameter, option in list_fields(arguments):
                 value = getattr(checked, parameter.name)
-                _check_type(parameter, value)
+                check_type(parameter.name, value, get_args(parameter.annotation)[0])
+                if isinstance(value, list | tuple) and not value and parameter.default != ():
+                    raise SpecError(f"{parameter.name} {value!r}: must have at least one item")
                 if option is not None:
                     option.check_value(parameter.name, value)
             return function(checked)
@@ -105,22 +110,52 @@ def with_arguments(arguments: Callable[P, A]) -> Callable[[Callable[[A], R]], Ca
     return decorate
 
 
-def _check_type(parameter: inspect.Parameter, value: object) -> None:
-    """Check the type of a boolean or a number; Python itself would take "no" as true.
+_TYPES: dict[object, tuple[type | tuple[type, ...], str]] = {
+    bool: (bool, "True or False"),
+    int: (Integral, "an integer"),
+    float: (Real, "a number"),
+    str: (str, "a string"),
+    Path: ((str, os.PathLike), "a path"),
+    Sequence: (Collection, "a list"),
+    NoneType: (NoneType, "None"),
+}
+"""Types of values that an annotation accepts, and how messages name them."""
+
+
+def check_type(name: str, value: object, annotation: object) -> None:
+    """Check the type of a boolean, a number, a text, a path or a list; other types are checked where they are used.
+
+    Python itself would take "no" as true, and a string as a list of characters.
+
+    Args:
+        name: the argument.
+        value: its value.
+        annotation: the type that the argument takes.
 
     Raises:
-        SpecError: the value is not of the type that the argument takes.
+        SpecError: the value, or an item of the list, is of another type.
     """
-    annotation = get_args(parameter.annotation)[0]
-    allowed = set(get_args(annotation) or (annotation,))
-    if value is None and type(None) in allowed:
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    origins = {kind: get_origin(kind) or kind for kind in kinds}
+    if not _TYPES.keys() >= set(origins.values()):
         return
-    if allowed <= {bool, type(None)} and not isinstance(value, bool):
-        raise SpecError(f"{parameter.name} {value!r}: must be True or False")
-    if allowed <= {int, type(None)}:
-        require_whole_number(**{parameter.name: value})
-    if allowed <= {float, type(None)}:
-        require_number(**{parameter.name: value})
+    matching = [kind for kind, origin in origins.items() if _is_of_type(value, origin)]
+    if not matching:
+        expected = " or ".join(_TYPES[origin][1] for origin in origins.values() if origin is not NoneType)
+        items = [get_args(kind)[0] for kind, origin in origins.items() if origin is Sequence]
+        example = f"for example [{value!r}]" if any(_is_of_type(value, item) for item in items) else ""
+        raise SpecError(f"{name} {value!r}: must be {expected}", example)
+    if origins[matching[0]] is Sequence:
+        for item in cast("Collection[object]", value):
+            check_type(name, item, get_args(matching[0])[0])
+
+
+def _is_of_type(value: object, kind: object) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is Sequence and isinstance(value, str | bytes | Mapping):
+        return False
+    return isinstance(value, _TYPES[kind][0])
 
 
 def _describe_fields(options: Callable[..., object]) -> list[str]:

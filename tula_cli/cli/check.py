@@ -349,19 +349,7 @@ def _check_memory(screen: Screen, job: Path, options: CheckOptions, *, capacity:
     from tula_cli.services import estimate as service
 
     runs = _load_job_or_run(screen, job, options)[2]
-    size = _parse_memory_size(capacity)
+    size = service.parse_capacity("--memory", capacity)
     inspect = make_inspector(screen, Path(options.root), fresh=options.fresh)
     reports = service.estimate_all(runs, capacity=size, node_type=options.node_type, inspector=inspect)
     screen.answer(tables.list_data_by_type(reports), tables.render_by_type(reports, show_check.render_estimate))
-
-
-def _parse_memory_size(text: str) -> int:
-    from tula_cli.spec.kinds import parse_size
-
-    try:
-        size: int = int(parse_size(text))  # type: ignore[call-overload]
-    except ValueError as error:
-        raise SpecError(f"--memory: {error}") from None
-    if size <= 0:
-        raise SpecError(f"--memory: must be a size above 0, got {text!r}", "for example --memory 16GiB")
-    return size

@@ -17,7 +17,6 @@ from tula_cli.errors import (
     OverBudget,
     SpecError,
     require_callable,
-    require_list,
     require_positive,
 )
 from tula_cli.models.choice.baseline import Gain
@@ -41,6 +40,7 @@ from tula_cli.options import (
     Trackers,
     TrainRequest,
     Wait,
+    check_type,
     with_arguments,
 )
 from tula_cli.plugins import suggest_nearest
@@ -90,7 +90,6 @@ from tula_cli.services.tracking import ExportResult, load_trackers_package
 from tula_cli.services.train_seeds import SeedsReport, prepare_seeds, run_seeds
 from tula_cli.services.waiting import Dependencies, DetachedJobs, WaitPolicy
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.kinds import parse_size
 from tula_cli.spec.load import load_spec, validate
 from tula_cli.spec.merge import apply_overrides
 from tula_cli.spec.old_keys import replace_old_keys
@@ -146,6 +145,7 @@ class Run:
         Raises:
             SpecError: the folder does not exist, or is not a run directory.
         """
+        check_type("path", path, str | Path)
         return cls.from_directories([open_run(RunDir.open(Path(path).absolute()))])
 
     @classmethod
@@ -228,6 +228,7 @@ class Run:
         Returns:
             The file; None if there is none yet, and for scripts, which save checkpoints themselves.
         """
+        check_type("signature", signature, str)
         return next((path for run in self._runs if (path := run.get_training(signature).find_weights())), None)
 
     def steps(self, signature: str) -> StepSeries:
@@ -236,6 +237,7 @@ class Run:
         Args:
             signature: the training's signature, as returned by `tula.train`.
         """
+        check_type("signature", signature, str)
         trainings = (run.get_training(signature) for run in self._runs)
         return next((training.read_steps() for training in trainings if training.steps_path.exists()), StepSeries())
 
@@ -376,10 +378,13 @@ class Call:
         Raises:
             SpecError: the job or an override is invalid, or a folder is not a run directory.
         """
+        check_type("root", root, str | Path)
         if isinstance(target, str | Path) and Path(target).is_dir():
             target = Run.open(target)
         if isinstance(target, Run):
             return cls(open_runs(target.directories, overrides), None, tuple(overrides))
+        if not isinstance(target, str | Path | Mapping | JobSpec):
+            raise SpecError(f"{target!r} is not a run or a job", "give a run, the path of its folder, or its job")
         runs = make_runs_of_job(Path(root), load_job(target, overrides))
         return cls(runs, Path(target) if isinstance(target, str | Path) else None, tuple(overrides))
 
@@ -533,12 +538,11 @@ def estimate(arguments: EstimateArguments) -> dict[str | None, EstimateReport]:
         A report for each node type; the key is None if the job names no node types.
 
     Raises:
-        SpecError: the job is invalid or cannot be built.
+        SpecError: the job is invalid or cannot be built, or `memory` is not a size.
         JobFailed: the user's code fails.
-        ValueError: `memory` is not a size.
     """
     call = arguments.resolve(arguments.job)
-    capacity = None if arguments.memory is None else int(parse_size(arguments.memory))  # type: ignore[call-overload]
+    capacity = None if arguments.memory is None else estimating.parse_capacity("memory", arguments.memory)
     inspect = make_inspector(arguments.root, fresh=arguments.fresh)
     return estimating.estimate_all(call.runs, capacity=capacity, node_type=arguments.node_type, inspector=inspect)
 
@@ -628,7 +632,6 @@ def plan_trainings(arguments: CampaignArguments) -> Campaign:
     """
     targets: Sequence[Target] = arguments.run if isinstance(arguments.run, list | tuple) else [arguments.run]  # type: ignore[list-item]
     trainings = [arguments.trainings] if isinstance(arguments.trainings, int) else arguments.trainings
-    require_list(trainings=trainings)
     for number in trainings:
         require_positive(trainings=number)
     jobs = [arguments.resolve(target).require_measured().runs for target in targets]
@@ -923,12 +926,15 @@ def diff(before: str | Path | Run, after: str | Path | Run, *, root: str | Path 
     Example:
         >>> print(*tula.diff("digits-1f0c5b7e", "digits-9a4e02cd").headline, sep="\\n")
     """
+    check_type("root", root, str | Path)
     return compare_runs(*(choose_run(_find_directories(named, Path(root))) for named in (before, after)))
 
 
 def _find_directories(named: str | Path | Run, root: Path) -> tuple[HardwareRun, ...]:
     if isinstance(named, Run):
         return named.directories
+    if not isinstance(named, str | Path):
+        raise SpecError(f"{named!r} is not a run", "give a run, the path of its folder, or its name")
     path = Path(named)
     inside = root / path
     return Run.open(path if path.exists() or not inside.is_dir() else inside).directories
@@ -1058,6 +1064,8 @@ def observed_jobs(root: str | Path = OBSERVED, name: str | None = None) -> list[
         SpecError: the job does not exist.
         BadMeasurements: the job has not been measured yet.
     """
+    check_type("root", root, str | Path)
+    check_type("name", name, str | None)
     return list_observed_reports(Path(root).expanduser(), name)
 
 

@@ -21,6 +21,7 @@ from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.services.job_warnings import count_loader_processes
 from tula_cli.services.search import list_feasible_candidates
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.kinds import parse_size
 from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.words import format_count
 
@@ -68,6 +69,21 @@ class EstimateReport:
 
 
 Results = Iterable[Measured | OutOfMemory | Failed]
+
+
+def parse_capacity(name: str, value: int | str) -> int:
+    """Return the bytes of a memory size that was given for the argument or option `name`.
+
+    Raises:
+        SpecError: the value is not a size above 0.
+    """
+    try:
+        size: int = int(parse_size(value))  # type: ignore[call-overload]
+    except ValueError as error:
+        raise SpecError(f"{name}: {error}") from None
+    if size <= 0:
+        raise SpecError(f"{name}: must be a size above 0, got {value!r}", f"for example {name} 16GiB")
+    return size
 
 
 def estimate_all(

@@ -126,7 +126,7 @@ def test_a_job_is_a_path_its_content_or_a_spec_and_a_run_its_folder(cluster: AtO
 
 @pytest.mark.parametrize("job", [3, None, ["job.yaml"]])
 def test_what_is_no_job_is_reported(job: Any) -> None:
-    with pytest.raises(SpecError, match=re.escape(f"{job!r} is not a job")):
+    with pytest.raises(SpecError, match=re.escape(f"{job!r} is not a run or a job")):
         tula.profile(job)
 
 
@@ -283,7 +283,7 @@ def test_values_that_the_command_line_would_refuse_are_one_error(cluster: AtOnce
         ("nodes 0: must be at least 1", lambda: tula.recommend(run, nodes=0)),
         ("max_batch -1: must be at least 1", lambda: tula.recommend(run, max_batch=-1)),
         ("deadline_hours -1: must be at least 0", lambda: tula.recommend(run, deadline_hours=-1)),
-        ("overrides must be a list, got 'pricing.price=3'", lambda: tula.recommend(run, overrides="pricing.price=3")),
+        ("overrides 'pricing.price=3': must be a list", lambda: tula.recommend(run, overrides="pricing.price=3")),
         ("nodes 0: must be at least 1", lambda: tula.train(run, nodes=0, batch=64)),
         ("batch -64: must be at least 1", lambda: tula.train(run, nodes=1, batch=-64)),
         ("seeds 0: must be at least 1", lambda: tula.compare(run, batches=[64], seeds=0)),
@@ -297,8 +297,8 @@ def test_values_that_the_command_line_would_refuse_are_one_error(cluster: AtOnce
         ("timeout '5': must be a number", lambda: tula.profile(run, timeout="5")),  # type: ignore[arg-type]
         ("budget 'all': must be a number", lambda: tula.recommend(run, budget="all")),  # type: ignore[arg-type]
         ("confirm True: must be a function", lambda: tula.profile(run, confirm=True)),  # type: ignore[arg-type]
-        ("methods must be a list, got 'ags'", lambda: tula.compare(run, methods="ags")),
-        ("batches must be a list, got 64", lambda: tula.compare(run, batches=64)),  # type: ignore[arg-type]
+        ("methods 'ags': must be a list", lambda: tula.compare(run, methods="ags")),
+        ("batches 64: must be a list", lambda: tula.compare(run, batches=64)),  # type: ignore[arg-type]
     ]
     submitted = list(cluster.submitted)
     for words, call in calls:

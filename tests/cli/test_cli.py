@@ -292,7 +292,7 @@ def test_evaluate_tells_what_the_weights_come_to_and_status_tells_it_again(clust
     answer = tula("evaluate", "--json").json
     assert (answer["status"], answer["data"]["samples"], answer["data"]["metrics"]["top1"]) == ("done", 640, 91.5)
     output = tula("evaluate")
-    assert "top1 91.50 %, loss 0.3100" in output.out and "dataset.test names a separate test set" in output.out
+    assert "top1 91.50 %, loss 0.3100" in output.out and "set dataset.test to use a separate test set" in output.out
     assert "these weights were evaluated" in output.err
     assert "evaluated last at 640 samples on the validation set: top1 91.50, loss 0.3100" in tula("status").out
     assert tula("status", "--json").json["data"]["evaluations"][0]["size"] == 360
@@ -516,8 +516,8 @@ def test_just_looking_changes_nothing_that_later_commands_take(cluster, question
     before = files(newest())
     looked = tula("recommend", *question)
     assert looked.code == 0 and files(newest()) == before
-    assert f"only shown: tula train uses {first['choice']['nodes']} node" in looked.err
-    assert "(knee; 20" in looked.err and "--save stores this one" in looked.err
+    assert f"not stored: tula train still uses {first['choice']['nodes']} node" in looked.err
+    assert "(knee; 20" in looked.err and "add --save to use this one instead" in looked.err
     assert "as recommended (knee; 20" in tula("train", "--dry-run").out
 
 
@@ -568,7 +568,7 @@ def test_what_a_saved_answer_assumes_is_reported_and_is_not_a_setting_of_the_job
     tula("profile", "job.yaml")
     spec = newest().read_spec()
     dear = ("recommend", "job.yaml", "--set", "pricing.price=1000")
-    assert "only shown, because of --set" in tula(*dear).err
+    assert "not stored, because of --set" in tula(*dear).err
     assert newest().read_recommendation() is None
     assert tula(*dear, "--save", "--json").json["data"]["saved"]
     assert newest().read_spec() == spec
@@ -632,7 +632,7 @@ def test_an_edited_price_is_reported_and_trained_with(cluster, here):
     edit(here, pricing={"price": 7.0})
     recommended = tula("recommend")
     assert recommended.code == 0 and "pricing.price 7.0 (here 1.0)" in recommended.err
-    assert "to use it: tula recommend job.yaml" in recommended.err
+    assert "To use the file: tula recommend job.yaml" in recommended.err
     assert "pricing.price" in tula("profile").err
     assert tula("train").code == 0
 
@@ -697,7 +697,7 @@ def test_a_training_job_that_vanished_has_failed(cluster):
     cluster.launcher = Here("vanishes")
     gone = tula("train", "job.yaml", "--nodes", 1, "--batch", 64)
     assert gone.code == 6
-    assert "is gone" in gone.err
+    assert "is lost" in gone.err
 
 
 def test_probes_that_vanished_are_no_measurements(cluster):
@@ -1089,12 +1089,12 @@ def test_check_estimates_the_memory(cluster):
     cluster.inspection = inspection(footprints=tuple(footprint(Truth(), local) for local in (1, 8)))
     shown = tula("check", "job.yaml", "--memory", "1GiB")
     assert shown.code == 0
-    assert "400 MiB at every batch, and 2.00 MiB per sample" in shown.out
+    assert "400 MiB at every batch size, and 2.00 MiB more per sample" in shown.out
     assert [line.split()[-1] for line in shown.out.splitlines() if line.strip().startswith(("16 ", "256 "))] == [
         "yes",
         "yes",
     ]
-    assert "of 1.00 GiB with 10 % kept free, the largest local batch is 260" in shown.out
+    assert "with 10 % of 1.00 GiB kept free, the largest local batch is 260" in shown.out
     data = tula("check", "job.yaml", "--memory", "512MiB", "--json").json["data"]
     assert data["largest_local_batch"] == 30
     refused = tula("check", "job.yaml", "--memory", "much")
@@ -1588,7 +1588,7 @@ def test_the_same_command_does_not_measure_a_type_again(two_types, here):
 
 def test_the_screens_tell_the_types_apart(two_types):
     plan = tula("profile", "job.yaml", "--dry-run")
-    assert plan.out.count("node type ") == 2 and "all together: at most 2.00 node-h" in plan.out
+    assert plan.out.count("node type ") == 2 and "all node types together: at most 2.00 node-h" in plan.out
     assert "price: 1.7 USD per node-hour" in plan.out
     assert not Path("tula-runs").exists()
     assert "node type pair" in tula("profile", "job.yaml").out

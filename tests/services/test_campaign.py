@@ -276,6 +276,8 @@ def test_the_screen_has_the_bound_and_the_waves_of_each_job(two_jobs: list[RunDi
     *lines, table = render_campaign(replace(together, is_optimal=False, node_type="a100"))
     text = "\n".join(map(str, lines))
     bound = f"none on a100 nodes takes less than {format_duration(3600 * together.lower_bound)}."
-    assert f"the shortest plan that was found; {bound}" in text and "Each at its fastest: " in text
+    assert (
+        f"the shortest plan that was found; {bound}" in text and "Each training on its fastest configuration: " in text
+    )
     assert table.row_count == len(together.waves)
     assert "This is the shortest plan. All" in str(list(render_campaign(replace(together, is_optimal=True)))[1])

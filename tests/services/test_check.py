@@ -180,7 +180,7 @@ def test_batch_beyond_the_dataset_is_a_problem(found):
 def test_batches_that_do_not_divide_are_a_problem(found):
     report = check(spec(search={"nodes": [3]}))
     assert report.jobs == ()
-    assert "no batch 32 x 2^k up to 1000 is divisible by 3 nodes" in report.problems[0].text
+    assert "No batch 32 x 2^k up to 1000 is divisible by 3 nodes" in report.problems[0].text
 
 
 def test_nodes_without_a_batch_are_left_out_aloud(found):
@@ -348,7 +348,7 @@ def test_an_estimate_tells_what_data_takes_of_the_nodes_own_memory(found):
     report = estimate(spec(), capacity=200 * MB)
     assert (report.largest_row, report.loaders) == (64, 4)
     assert report.data.shared == 2 * (2 * 4 + 1) * 64 * MB  # two loaders, two batches a process, one in use
-    assert any("up to 1.07 GiB in /dev/shm for each rank, at local batch 64 with 4 loader processes" in line
+    assert any("up to 1.07 GiB in /dev/shm per rank, at local batch 64 with 4 loader processes" in line
                for line in show_estimate.render_estimate(report) if isinstance(line, str))  # fmt: skip
 
 
@@ -364,7 +364,7 @@ def test_probes_of_the_job_correct_the_estimate(found):
 
 def test_how_far_the_corrected_model_is_off_is_reported(found):
     report = estimate(spec(), results=[probe(16), probe(32), probe(64)])
-    assert report.correction.endswith("(local batches 16 to 64; median error of the peaks 0.0 %)")
+    assert report.correction.endswith("(local batches 16 to 64; median error of the peak memory 0.0 %)")
 
 
 def test_probes_stand_in_for_an_estimate_that_failed(found):
@@ -698,7 +698,7 @@ def test_nodes_that_leave_nothing_do_not_see_the_folder(nodes):
 
 def test_the_node_that_leaves_nothing_is_named_and_the_job_ended(nodes):
     nodes.log(0)
-    with pytest.raises(JobFailed, match="n1 wrote into it, n2 did not") as caught:
+    with pytest.raises(JobFailed, match="n1 wrote files there, n2 did not") as caught:
         nodes.watch()
     assert 30 < nodes.now < 60
     assert "exclude=n2" in caught.value.hint
@@ -708,7 +708,7 @@ def test_the_node_that_leaves_nothing_is_named_and_the_job_ended(nodes):
 def test_nodes_are_reported_by_number_where_nobody_knows_their_names(nodes, monkeypatch):
     monkeypatch.setattr(site, "list_allocated_hosts", lambda _: ())
     nodes.log(0)
-    with pytest.raises(JobFailed, match="node 1 of the job wrote into it, node 2 of the job did not") as caught:
+    with pytest.raises(JobFailed, match="node 1 of the job wrote files there, node 2 of the job did not") as caught:
         nodes.watch()
     assert "exclude" not in caught.value.hint
 
@@ -754,7 +754,9 @@ def test_a_job_that_ends_before_its_ranks_is_reported_by_its_log(nodes):
         nodes.conclude()
 
 
-@pytest.mark.parametrize(("how", "words"), [("cancelled", "cancelled"), ("node_failure", "node failure")])
+@pytest.mark.parametrize(
+    ("how", "words"), [("cancelled", "the job was cancelled"), ("node_failure", "a node was lost")]
+)
 def test_a_job_that_was_ended_is_no_story_of_folders(nodes, monkeypatch, how, words):
     monkeypatch.setattr(scheduler, "find_outcome", lambda _: how)
     with pytest.raises(JobFailed, match=f"ended before it could check the nodes: {words}"):
@@ -886,8 +888,8 @@ def test_auto_is_a_sweep_where_it_takes_little_of_the_training_and_else_adaptive
 @pytest.mark.parametrize(
     ("sections", "told"),
     [
-        ({}, "data loader: 7 to 8 processes per rank, from its share of 16 cores"),
-        ({"search": {"nodes": [2]}}, "data loader: 7 processes per rank, from its share of 16 cores"),
+        ({}, "data loader: 7 to 8 processes per rank, from the rank's share of 16 cores"),
+        ({"search": {"nodes": [2]}}, "data loader: 7 processes per rank, from the rank's share of 16 cores"),
         ({"search": {"nodes": [1, 16]}}, "data loader: 2 to 8 processes per rank"),
         (
             {"cluster": {"kind": "slurm", "slurm": {"cpus_per_task": 5}}},

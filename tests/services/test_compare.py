@@ -235,15 +235,19 @@ def test_at_the_reference_batch_there_is_no_control_and_just_above_it_the_smalle
 def test_what_the_default_rows_leave_out_is_said_with_the_reason(tmp_path: Path) -> None:
     spec, _ = default_grid(tmp_path, optimizer={"name": "AdamW"}, train={"epochs": 4})
     words = services_compare.list_default_rows(spec, nodes=1).words
-    assert words.startswith("methods that fit this job: lbt, sqrt, ramp (ramp is the method of the job)")
-    assert words.endswith("--methods names others, of ags, lrs, lamb, polo, static, ortho, schedule_free, auto")
+    assert words.startswith("compares the methods that fit this job: lbt, sqrt, ramp (ramp is the method of the job)")
+    assert words.endswith(
+        "To choose others, use --methods; available: ags, lrs, lamb, polo, static, ortho, schedule_free, auto"
+    )
     spec, _ = default_grid(
         tmp_path / "3", optimizer={"name": "AdamW"}, train={"epochs": 4}, schedule={"warmup_epochs": 5}
     )
-    assert "without sqrt, which never leaves its 5 epochs" in services_compare.list_default_rows(spec, nodes=1).words
+    assert (
+        "without sqrt, which would not finish its 5 epochs" in services_compare.list_default_rows(spec, nodes=1).words
+    )
     fsdp, _ = default_grid(tmp_path / "2", optimizer={"name": "AdamW"}, train={"method": "lbt", "parallel": "fsdp"})
     assert services_compare.list_default_rows(fsdp, nodes=1).words.startswith(
-        "methods that fit this job: lbt, sqrt, ramp"
+        "compares the methods that fit this job: lbt, sqrt, ramp"
     )
 
 
@@ -679,7 +683,7 @@ def test_methods_of_a_script_are_compared_by_its_own_metric(tmp_path: Path) -> N
     assert (sqrt.recovered, linear.recovered) == pytest.approx((0.5, 1.0))
     assert plain.metrics["best_loss"].mean == pytest.approx(0.9 - 0.705) and plain.seeds == 2
     shown = list(show_compare.render_comparison(report))
-    assert any("acc lost against lbt at batch 32" in str(line) for line in shown)
+    assert any("acc lost relative to lbt at batch 32" in str(line) for line in shown)
     assert list(report.frame()["acc_mean"]) == pytest.approx([result.metrics["acc"].mean for result in report.rows])
 
 

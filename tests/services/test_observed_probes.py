@@ -40,10 +40,10 @@ def test_an_observed_job_is_a_probe_with_its_step_times_memory_and_epoch(spec: J
 
 
 def test_a_job_that_contradicts_the_settings_or_has_no_batch_is_no_probe(spec: JobSpec) -> None:
-    with pytest.raises(NotMeasured, match=r"4 ranks on 2 nodes, which is not 4 per node"):
+    with pytest.raises(NotMeasured, match=r"4 ranks on 2 nodes, but cluster.gpus_per_node is 4"):
         make_probe_result(make_job(2, 2), spec)
     local = script_spec({"gpus_per_node": 2, "device": "cpu"}, epochs=3)
-    with pytest.raises(NotMeasured, match=r"with cluster.gpus_per_node=1, each process counts as a node"):
+    with pytest.raises(NotMeasured, match=r"with 1, each process counts as a node"):
         make_probe_result(make_job(1, 1), local)
     with pytest.raises(NotMeasured, match="batch is unknown"):
         make_probe_result(dataclasses.replace(make_job(2, 4), samples=None), spec)
@@ -117,7 +117,7 @@ def test_a_job_without_a_script_takes_no_observed_jobs(tmp_path: Path, spec: Job
     with pytest.raises(SpecError, match="no job was observed"):
         list(add_observed_probes([RunDir.from_spec(tmp_path, spec)], str(tmp_path / "train")))
     several = [RunDir.from_spec(tmp_path, spec), RunDir.from_spec(tmp_path, spec)]
-    with pytest.raises(SpecError, match="one number of GPUs per node, but this one has 2"):
+    with pytest.raises(SpecError, match="one number of GPUs per node, but this job has 2 combinations"):
         list(add_observed_probes(several, "train"))
     builtin = spec.model_copy(update={"script": None})
     with pytest.raises(SpecError, match="section script"):
@@ -134,7 +134,7 @@ def test_a_folder_stands_for_its_script_or_for_its_job(
     for folder in (job.parent, job):
         with pytest.raises(BadMeasurements, match="no observed job of"):  # it has no steps
             list(add_observed_probes([run], str(folder)))
-    with pytest.raises(SpecError, match="no observed job is called tula-observed") as error:
+    with pytest.raises(SpecError, match="no job of script tula-observed was observed") as error:
         list(add_observed_probes([run], str(job.parent.parent)))
     assert error.value.hint == "observed scripts: train"
     (tmp_path / "elsewhere/empty").mkdir(parents=True)

@@ -191,7 +191,7 @@ def test_the_table_has_every_candidate_and_every_result(run: RunDir) -> None:
         ({"deadline_hours": 0.001}, r"a deadline of 3.60 s; the closest is 16 nodes.*: [0-9.]+ s, "),
         ({"budget": 0.01}, "a budget of 0.01; the closest is 2 nodes"),
         ({"max_nodes": 2, "deadline_hours": 0.02}, r"a deadline of 72.0 s; the closest is 2 nodes"),
-        ({"nodes": 3}, "feasible on 3 nodes: no batch is divisible by its number of GPUs"),
+        ({"nodes": 3}, "feasible on 3 nodes: no batch is divisible among the GPUs"),
     ],
 )
 def test_the_limit_that_leaves_nothing_is_named_with_the_closest(
@@ -316,7 +316,10 @@ def test_the_criteria_have_the_deadline_as_it_was_typed(hours: float, typed: str
 
 def test_a_deadline_that_may_be_missed_is_a_duration() -> None:
     warning = messages.may_miss_deadline(high_hours=0.5, deadline_hours=1 / 3)
-    assert warning.text == "The choice may miss the deadline of 20.0 min: its 90 % interval ends at 30.0 min."
+    assert (
+        warning.text
+        == "The chosen configuration may miss the deadline of 20.0 min: the 90 % interval of its time ends at 30.0 min."
+    )
 
 
 # --- energy
@@ -652,7 +655,7 @@ def test_a_deadline_and_a_budget_hold_for_the_same_progress(noisy: RunDir) -> No
 
 
 def test_without_gradient_statistics_there_is_no_time_to_accuracy(run: RunDir) -> None:
-    with pytest.raises(BadMeasurements, match=r"no probe .* measured the gradient noise") as caught:
+    with pytest.raises(BadMeasurements, match=r"needs the gradient noise, which no probe measured") as caught:
         ask(run, "accuracy-time")
     assert caught.value.exit_code == 4 and "two or more GPUs" in caught.value.hint
     with pytest.raises(Pending, match="gradient noise"):

@@ -131,7 +131,7 @@ def test_what_was_found_is_not_tried_again_unless_that_is_wished(run: RunDir) ->
     result = follow(resume_test.run_resume_test([Run(run.path, spec())], lambda _: launcher), lambda _: None)
     assert (result.kept, result.resumes, launcher.submitted) == (True, "epoch", [])
     shown = list(show_check.render_resume_test(result))
-    assert shown[-1] == "script.resume.batch: rehearse means epoch from now on" and "it goes on" in shown
+    assert shown[-1] == "script.resume.batch: rehearse now means epoch" and "it goes on" in shown
     assert show_check.make_resume_test_data(result)["resumes"] == "epoch"
     other = spec(resume=RESUME | {"args": "--continue {checkpoint}"})
     assert resume_test.load_finding(Run(run.path, other), code()) is None, "it was another command line"
@@ -153,7 +153,7 @@ def test_what_each_start_had_left_to_train_is_shown(run: RunDir) -> None:
     undecided = dataclasses.replace(
         result, rehearsal=result.rehearsal.model_copy(update={"verdict": None}), setting="same"
     )
-    assert "the batch sizes with which it can resume are unknown" in list(show_check.render_resume_test(undecided))
+    assert "it is unknown at which batch sizes the script can resume" in list(show_check.render_resume_test(undecided))
 
 
 def test_python_has_what_the_command_finds(run: RunDir) -> None:
@@ -298,8 +298,8 @@ def test_a_training_on_nodes_that_it_is_granted_needs_a_script_that_resumes_ther
 @pytest.mark.parametrize(
     ("script", "options", "words"),
     [
-        ({"resume": None}, {}, "which needs script.resume"),
-        ({}, {"wanted": False}, "but --no-rehearse prevents the test"),
+        ({"resume": None}, {}, "the test needs script.resume"),
+        ({}, {"wanted": False}, "--no-rehearse prevents the test"),
         ({}, {"over_cap": "a resume test may take too much"}, "a resume test may take too much"),
     ],
 )

@@ -167,7 +167,7 @@ def test_another_range_moves_a_training_to_the_most_nodes_that_it_allows(run: Ru
     assert plan(run, spec, nodes=NodeRange(2, 8), batch=64).task.id == task.id
     launcher = FakeLauncher()
     run.write_job(launcher.submit(run, task))
-    with pytest.raises(SchedulerError, match="is running on 8 nodes at batch 64") as caught:
+    with pytest.raises(SchedulerError, match="is still running on 8 nodes") as caught:
         train.submit_training(run, plan(run, spec, nodes=NodeRange(3, 5), batch=64), launcher)
     assert "tula cancel" in caught.value.hint and launcher.submitted == [task.job]
 

@@ -191,5 +191,5 @@ def test_python_reads_the_observations(run: ScriptRanks, tmp_path: Path) -> None
     run("plain_ddp.py", "--samples", 640, "--epochs", 1, plan=make_plan(tmp_path), world=2)
     (report,) = tula_cli.observed_jobs(tmp_path)
     assert (report.script, report.batch) == ("plain_ddp", 16)
-    with pytest.raises(tula_cli.TulaError, match="no observed job is called other"):
+    with pytest.raises(tula_cli.TulaError, match="no job of script other was observed"):
         tula_cli.observed_jobs(tmp_path, "other")

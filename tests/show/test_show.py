@@ -507,7 +507,7 @@ def test_the_status_and_the_plan_tell_the_stage_of_a_batch_that_grows(run):
         update={"train": value.train.model_copy(update={"early_stopping": EarlyStopping(patience=2)})}
     )
     ending = types.SimpleNamespace(task=task.model_copy(update={"spec": early}), prediction=predicted, **plan)
-    assert "train.early_stopping may end it earlier" in printed(show_train.render_train_plan(ending))
+    assert "train.early_stopping may end the training earlier" in printed(show_train.render_train_plan(ending))
     stages = tuple(Stage(begin=640 * k, epoch=0.5 * k, batch=32 << k, noise=40.0 * (k + 1)) for k in range(3))
     grown.task = grown.task.model_copy(update={"stages": stages})
     assert "batch 64 from epoch 0.500: noise scale 80.0; batch 128 from epoch 1.00: noise scale 120" in printed(
@@ -618,7 +618,7 @@ def test_a_queued_job_shows_its_reason_and_expected_start(run):
 @pytest.mark.parametrize(
     ("wait", "reason", "shown"),
     [
-        (1800.0, "", f"start: in {words.format_duration(1800)} by the scheduler's own estimate of {words.format_moment(START)} (sbatch --test-only, 2 nodes"),
+        (1800.0, "", f"start: in {words.format_duration(1800)} by the scheduler's estimate at {words.format_moment(START)} (sbatch --test-only, 2 nodes"),
         (None, "no such partition", "start: the scheduler gives no estimate (sbatch --test-only, 2 nodes, 60 min: no such partition)"),
     ],
 )  # fmt: skip
@@ -830,7 +830,7 @@ def test_the_summary_tells_the_energy_that_was_counted_and_of_how_much_of_the_ti
     text = printed(show_train.render_summary(make.summary(predicted_kwh=1.1, actual_kwh=1.0, counted=0.98)))
     assert re.search(r"energy \(kWh\) +1.10 +1.00 +\+10.0", text) and "counted over" not in text
     text = printed(show_train.render_summary(make.summary(predicted_kwh=1.1, actual_kwh=0.4, counted=0.5)))
-    assert re.search(r"energy \(kWh\) +1.10 +0.400 +-\n", text) and "was counted during 50.0 % of the time" in text
+    assert re.search(r"energy \(kWh\) +1.10 +0.400 +-\n", text) and "was measured during 50.0 % of the time" in text
     text = printed(show_train.render_summary(make.summary(predicted_kwh=1.1)))
     assert re.search(r"energy \(kWh\) +1.10 +- +-\n", text) and "counted over" not in text
     assert "energy" not in printed(show_train.render_summary(make.summary()))
@@ -838,7 +838,7 @@ def test_the_summary_tells_the_energy_that_was_counted_and_of_how_much_of_the_ti
 
 def test_a_training_without_classes_is_best_where_its_loss_is_least():
     text = printed(show_train.render_summary(make.summary(metrics={"loss": 0.9}, best_top1=0.0)))
-    assert "(started with 128), least loss at epoch 3" in text
+    assert "(started with 128), lowest loss at epoch 3" in text
 
 
 def test_a_summary_tells_where_the_time_went():
@@ -942,7 +942,7 @@ def test_a_language_model_is_reported_by_loss_and_perplexity_and_tokens_a_second
     metrics = {"eval_loss": 1.6, "perplexity": 4.953}
     summary = make.summary(metrics=metrics, best_top1=None, best_loss=1.5)
     text = printed(show_train.render_summary(summary))
-    assert "least loss 1.500 (perplexity 4.482) at epoch 3" in text and "perplexity 4.953" in text
+    assert "lowest loss 1.500 (perplexity 4.482) at epoch 3" in text and "perplexity 4.953" in text
     rows = [{**row, "top1": None, "top5": None, "perplexity": 4.953} for row in make.metrics()]
     rows = [{**row, "tokens_per_second": 81920.0, "padding": 0.125} if row["kind"] == "step" else row for row in rows]
     make.add_training(run, rows=rows)

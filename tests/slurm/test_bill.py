@@ -187,4 +187,4 @@ def test_a_training_beyond_the_balance_is_reported_and_refused(on_site: SlurmClu
     assert not on_site.run("login", "squeue", "--noheader").stdout
     cheap = check_balance_of_task(prepared.plan.task, remaining_share=1e-6)
     assert cheap is not None and not cheap.lacking and not cheap.unknown
-    assert "; it needs " in cheap.words
+    assert "; the training needs " in cheap.words

@@ -48,7 +48,7 @@ def test_the_node_that_does_not_see_the_folder_is_named(tula: Tula, on_slurm: Sl
     folder = tula.folder / "tula-runs"
     with hidden(on_slurm, second, folder):
         error = tula_error(tula, *CHECK, code=6)
-    assert f"{first} wrote into it, {second} did not" in error["message"]
+    assert f"{first} wrote files there, {second} did not" in error["message"]
     assert f"cluster.slurm.exclude={second}" in error["hint"]
 
 

@@ -269,15 +269,15 @@ RESULT_COLUMNS = {
     "batch": "global batch: samples per optimizer step over all GPUs",
     "local_batch": "samples per optimizer step on one GPU",
     "outcome": "measured, out_of_memory or failed",
-    "step_time_s": "seconds per optimizer step; missing, as all columns up to peak_memory_bytes, if nothing was measured",
+    "step_time_s": "seconds per optimizer step; this column and those up to peak_memory_bytes have a value only if outcome is measured",
     "sync_time_s": "seconds per step of gradient synchronisation that does not overlap with computing",
     "compute_time_s": "seconds per step without synchronisation",
     "data_wait_s": "seconds per step of waiting for the data loader",
     "cached_time_s": "seconds per step on a batch that is already on the device",
-    "loader_time_s": "seconds that the data loader needs for one step, if nothing else runs",
-    "samples_per_s": "samples per second of all GPUs",
-    "peak_memory_bytes": "reserved memory of one GPU, bytes",
-    "message": "the reason why nothing was measured; empty if the probe measured",
+    "loader_time_s": "seconds that the data loader needs for the samples of one step, if nothing else runs",
+    "samples_per_s": "samples per second over all GPUs",
+    "peak_memory_bytes": "peak reserved memory of one GPU, in bytes",
+    "message": "why there is no measurement; empty if outcome is measured",
 }
 """Columns of `Run.results()`, with units."""
 
@@ -749,7 +749,7 @@ def _run_profile_work(
 def find_largest_batch(arguments: ProfileArguments) -> LargestBatch | None:
     """Find the largest batch that fits the GPUs, on the fewest nodes: `tula profile --largest`.
 
-    Each trial is a probe in new processes, whose result `recommend` uses too; a repeated call continues the search.
+    Each trial is a probe in new processes, and `recommend` uses its result too. A repeated call continues the search.
 
     Returns:
         The largest batch so far; None if the call does not wait for the job.

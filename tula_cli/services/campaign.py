@@ -69,8 +69,8 @@ def plan_trainings(
         )
     if save and len(jobs) > 1:
         raise SpecError(
-            "a plan for several jobs cannot be stored, because tula train --seeds submits the trainings of one job",
-            "start each job with the nodes and times of the plan, or store a separate plan for each job",
+            "a plan for several jobs cannot be stored, because tula train --seeds submits the trainings of one job only",
+            "plan each job separately to store its plan, or start the trainings yourself as this plan shows",
         )
     one_at_a_time = save and not jobs[0][0].spec.cluster.backend.has_queue
     plan = plan_campaign(jobs, query, trainings, overrides=overrides, one_at_a_time=one_at_a_time)
@@ -106,7 +106,7 @@ def _find_configurations(
         candidates = candidates.with_columns({name: candidates[f"same_progress_{name}"] for name in columns})
     candidates = candidates.take((candidates["nodes"] <= nodes) & (candidates["batch"] <= (max_batch or math.inf)))
     if not len(candidates):
-        raise Infeasible(f"no configuration is feasible on at most {format_count(nodes)}", "raise --max-nodes")
+        raise Infeasible(f"no configuration is possible on {format_count(nodes)} or fewer", "raise --max-nodes")
     return _ConsideredConfigurations(candidates, max_batch, answer.recommendation.currency, answer.warnings)
 
 
@@ -182,7 +182,9 @@ def plan_campaign(
 def _require_number_of_trainings(trainings: int) -> None:
     require_positive(trainings=trainings)
     if trainings > MAX_TRAININGS:
-        raise SpecError(f"trainings {trainings}: at most {MAX_TRAININGS} can be planned together", "plan fewer at once")
+        raise SpecError(
+            f"--trainings {trainings}: at most {MAX_TRAININGS} can be planned together", "plan fewer at once"
+        )
 
 
 def _get_common_currency(considered: Sequence[_ConsideredConfigurations]) -> str:
@@ -190,7 +192,7 @@ def _get_common_currency(considered: Sequence[_ConsideredConfigurations]) -> str
     if len(currencies) > 1:
         raise SpecError(
             f"the costs of the jobs are in different currencies: {', '.join(currencies)}",
-            "use --set pricing.currency=NAME and --set pricing.price=PRICE",
+            "give all jobs the same currency and price: --set pricing.currency=NAME --set pricing.price=PRICE",
         )
     return currencies[0]
 
@@ -295,7 +297,7 @@ def _name_jobs(jobs: Sequence[Sequence[Run]]) -> list[str]:
     """
     ids = [runs[0].id for runs in jobs]
     if repeated := next((name for name, count in Counter(ids).items() if count > 1), None):
-        raise SpecError(f"run {repeated} is given for two jobs", "name each run once")
+        raise SpecError(f"run {repeated} is given for two jobs", "give each run only once")
     names = [runs[0].job_name for runs in jobs]
     return names if len(set(names)) == len(names) else ids
 
@@ -311,7 +313,8 @@ def _list_common_node_types(names: Sequence[str], considered: Sequence[_Consider
         return common
     described = [f"{name}: {', '.join(of_job) or 'none named'}" for name, of_job in zip(names, types, strict=True)]
     raise SpecError(
-        f"the jobs have no node type in common ({'; '.join(described)})", "measure all jobs on nodes of one type"
+        f"the jobs have no node type in common ({'; '.join(described)})",
+        "measure all jobs on at least one common node type",
     )
 
 

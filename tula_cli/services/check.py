@@ -75,7 +75,7 @@ class CheckReport(MaxCost):
         if self.problems:
             return f"cannot run: {' '.join(problem.text for problem in self.problems)}"
         if self.is_extent_unknown:
-            return "extent of the search unknown offline"
+            return "the extent of the search is unknown until the dataset is built"
         extent = f"{format_count(self.probes, 'probe')} in {format_count(len(self.jobs), 'job')}"
         cost = "" if self.price_at_most is None else f", {format_number(self.price_at_most)} {self.currency}"
         return f"{extent}, at most {format_number(self.node_hours_at_most)} node-h{cost * (self.currency != 'node-h')}"

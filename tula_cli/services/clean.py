@@ -163,7 +163,7 @@ def _describe_why_alive(
     try:
         jobs = snapshot.jobs
         if snapshot.damaged_jobs:
-            return f"{snapshot.damaged_jobs[0].message}, so it is unknown whether that job runs"
+            return f"{snapshot.damaged_jobs[0].message}, so it is unknown whether the job of that file is running"
         local = LocalLauncher().states(snapshot, [job for job in jobs if job.scheduler == "local"])
         # SLURM was asked for the jobs of all runs at once; every other scheduler is asked for those of this run.
         if job_ids := [id_ for job in jobs if job.scheduler not in ("local", "slurm") for id_ in job.ids]:
@@ -222,7 +222,9 @@ def _lock_run(run_space: RunSpace) -> Iterator[None]:
     """
     lock = RunDir(run_space.path).lock
     if lock.acquire() and (owner := lock.acquire()):  # the first call removes the lock of a killed command
-        raise TulaError(f"another tula command ({owner}) is submitting jobs of this run; nothing more was deleted")
+        raise TulaError(
+            f"another tula command ({owner}) is submitting jobs of this run; no file of the run was deleted"
+        )
     try:
         with contextlib.suppress(FileNotFoundError):
             entries = os.scandir(run_space.path / "jobs")

@@ -446,8 +446,8 @@ class DefaultRows:
         """Text that lists the rows and the reasons why others are left out."""
         why = "".join(f"; without {method}, which {reason}" for method, reason in self.refused.items())
         return (
-            f"methods that fit this job: {', '.join(self.methods)} ({self.method} is the method of the job){why}; --methods names others, of"
-            f" {', '.join(self.others)}"
+            f"compares the methods that fit this job: {', '.join(self.methods)} ({self.method} is the method of the job){why}."
+            f" To choose others, use --methods; available: {', '.join(self.others)}"
         )
 
 
@@ -487,7 +487,7 @@ def _describe_why_no_default(spec: JobSpec, method: str) -> str:
     except SpecError as error:
         return "; ".join(problem.message for problem in error.problems) or error.message
     warmup = get_workload(cell_job).warmup_epochs
-    never = f"never leaves its {warmup:g} epochs of warm-up: train.epochs is {spec.train.epochs}"
+    never = f"would not finish its {warmup:g} epochs of warm-up, because train.epochs is {spec.train.epochs}"
     return describe_misfit(cell_job) or (never if warmup >= spec.train.epochs else "")
 
 

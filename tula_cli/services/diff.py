@@ -353,7 +353,7 @@ def choose_run(runs: Sequence[Run]) -> Run:
     if len(existing) != 1:
         ids = ", ".join(run.id for run in existing)
         raise SpecError(
-            f"job {runs[0].job_name} has {len(existing)} runs, one for each node type",
+            f"job {runs[0].job_name} has {f'{len(existing)} runs, one for each node type' if existing else 'no run'}",
             f"name one of them: {ids}" if existing else "run tula profile first",
         )
     return existing[0]
@@ -421,10 +421,10 @@ def _make_headline_lines(difference: RunDifference) -> tuple[str, ...]:
 
 def _describe_step_time_change(steps: StepComparison) -> str:
     if not steps.timed:
-        return "no configuration was measured in both" * bool(steps.rows or any(steps.only))
+        return "no configuration was measured in both runs" * bool(steps.rows or any(steps.only))
     of = format_count(len(steps.timed), "configuration")
     if not steps.changed or steps.ratio is None:
-        return f"step times are equal within noise at all of {of}"
+        return f"step times are equal within noise ({of})"
     slower = sum((row.ratio or 1) > 1 for row in steps.changed)
     faster = len(steps.changed) - slower
     if slower and faster:

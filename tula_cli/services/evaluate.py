@@ -58,7 +58,7 @@ def prepare_evaluation(runs: Sequence[Run], request: EvaluationRequest) -> Prepa
     require_positive(nodes=request.nodes)
     if runs[0].spec.script is not None:
         raise SpecError(
-            "tula evaluate is for tula's own loop, and this job has section script",
+            "tula evaluate works only with tula's own training loop, but this job has section script",
             "evaluate the weights with the script itself",
         )
     run, trained = _find_training(runs, request)
@@ -66,7 +66,7 @@ def prepare_evaluation(runs: Sequence[Run], request: EvaluationRequest) -> Prepa
     name, path = _find_weights(files, request.weights)
     is_training_checkpoint = name in (BEST, LAST)
     if not (path.is_dir() or is_regular_file(path)):
-        raise SpecError(f"{path} is not a file of weights", "choose others with --weights")
+        raise SpecError(f"{path} is not a weights file", "choose other weights with --weights")
     stat = path.stat()
     identity = (
         {"name": name, "samples": path.stem}
@@ -115,7 +115,7 @@ def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str
         if not path.exists():  # the checkpoint of a sharded model is a folder
             raise SpecError(
                 f"--weights {requested}: this file does not exist",
-                "give the path of a file with weights, or best or last",
+                "give the path of a weights file, or best or last",
             )
         if not path.is_dir():
             _require_weights(path, requested)
@@ -124,7 +124,7 @@ def _find_weights(files: TrainingRun, requested: str | Path | None) -> tuple[str
     if not newest:
         raise BadMeasurements(
             f"training {files.signature} has saved no weights yet",
-            "tula status shows its progress; --training chooses another training, --weights a file",
+            "see its progress with tula status, or choose another training with --training or a file with --weights",
         )
     if best is not None and requested != LAST:
         return BEST, (best.parent / best.readlink() if best.is_symlink() else best).absolute()
@@ -150,10 +150,10 @@ def _require_weights(path: Path, requested: str | Path) -> None:
     except OSError as error:
         raise SpecError(
             f"--weights {requested}: cannot be read: {error.strerror}",
-            "give the path of a file with weights, or best or last",
+            "give the path of a weights file, or best or last",
         ) from None
     raise SpecError(
-        f"--weights {requested}: not a file of weights",
+        f"--weights {requested} is not a weights file",
         "give a file written by torch.save, a .safetensors file, best or last",
     )
 
@@ -198,7 +198,7 @@ def run_evaluation(
     if evaluation.known_record is not None:
         when = words.format_moment(evaluation.known_record.evaluated_at)
         yield Note(
-            f"these weights were evaluated {when}; --fresh evaluates them again, for example if the samples changed"
+            f"these weights were evaluated {when}; --fresh evaluates them again, for example if the samples have changed"
         )
         return evaluation.known_record
     require_current_format(run.path)
@@ -239,7 +239,7 @@ def read_evaluation_result(run: RunDir, task: EvaluateTask) -> EvaluationRecord:
     evaluation = run.get_training(task.signature).read_evaluation(task.key)
     if evaluation is not None:
         return evaluation
-    raise make_error_of_job(run, task, "evaluation")
+    raise make_error_of_job(run, task, "the evaluation")
 
 
 def make_error_of_job(run: RunDir, task: EvaluateTask | RateSearchTask, subject: str) -> TulaError:
@@ -249,7 +249,7 @@ def make_error_of_job(run: RunDir, task: EvaluateTask | RateSearchTask, subject:
     if last_attempt is None or last_attempt.failure is None or run.is_cancelled(task.job):
         return JobFailed(
             f"{task.id} ended without a result",
-            "read the output of the evaluation with tula logs; run the same command to start the evaluation again",
+            "read the output of the job with tula logs; run the same command to start it again",
         )
     where = f" (rank {last_attempt.rank} on {last_attempt.host})" if last_attempt.rank is not None else ""
     hint = advise(last_attempt.failure, task.spec)

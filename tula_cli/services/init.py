@@ -178,14 +178,14 @@ def make_job_from_command(
         text = site.write_settings(text, list_shell_settings(recognised))
     if one_process:
         text = _set_key(
-            text, "nodes", "[1]", "more need a script that joins a process group: torch.distributed, a trainer"
+            text, "nodes", "[1]", "more nodes need a script that uses torch.distributed or a trainer library"
         )
     text = add_batches(text, recognised)
     warnings = [*recognised.warnings, *_list_machine_warnings(recognised, offered, gpus=gpus if kind == "local" else 0)]
     if one_process:
         warnings.append(
             "neither the script nor the modules in its folder use torch.distributed or a trainer library, so search.nodes is"
-            " [1]; if the script can train in several processes, add numbers of nodes"
+            " [1]. If the script can train in several processes, add numbers of nodes"
         )
     return FromCommand(text, recognised, list_missing(recognised), tuple(warnings))
 
@@ -262,7 +262,7 @@ def list_shell_settings(recognised: RecognisedCommand) -> Iterator[TemplateLine]
             "cluster.slurm.wrapper", f"[{arguments}]", "before the command of every rank, as in the command"
         )
     if recognised.setup:
-        yield TemplateLine("cluster.setup", f"[{', '.join(format_yaml_word(line, flow=True) for line in recognised.setup)}]", "before the job; without set -e a failure goes unnoticed")  # fmt: skip
+        yield TemplateLine("cluster.setup", f"[{', '.join(format_yaml_word(line, flow=True) for line in recognised.setup)}]", "run before the command; without set -e, the job continues if one fails")  # fmt: skip
 
 
 def _is_wrapper_list(arguments: Sequence[str]) -> bool:
@@ -298,18 +298,14 @@ def _set_key(text: str, key: str, value: str, why: str, *, section: str = "") ->
 def _set_machine_resources(text: str, *, per_node: int, gpus: int, cores: int | None) -> str:
     if gpus < 1:
         processes = format_count(per_node, "process")
-        node_comment = f"numbers of nodes to measure; here a node is {processes} of this machine"
+        node_comment = f"numbers of nodes to measure; here each node is {processes} on this machine"
         nodes = [1, 2]
         if cores is not None and 2 * per_node > cores:
             nodes = [1]
-            node_comment = (
-                f"here a node is {processes}; 2 nodes would need {2 * per_node} CPU cores, this machine has {cores}"
-            )
+            node_comment = f"here each node is {processes}; 2 nodes would need {2 * per_node} CPU cores, and this machine has {cores}"
     else:
         nodes = _list_powers_of_two(max(1, gpus // per_node))
-        node_comment = (
-            f"numbers of nodes to measure; here a node is {format_count(per_node, 'GPU')} of the {gpus} of this machine"
-        )
+        node_comment = f"numbers of nodes to measure; here each node is {per_node} of the {format_count(gpus, 'GPU')} of this machine"
     text = _set_key(text, "nodes", str(nodes), node_comment)
     text = re.sub(
         r"^  max_seconds:.*$",
@@ -324,7 +320,7 @@ def _set_machine_resources(text: str, *, per_node: int, gpus: int, cores: int | 
     hours = sum(nodes) * _MINUTES / 60
     cap = math.ceil(12 * hours) / 10
     sum_ = f"({' + '.join(map(str, nodes))}) nodes" if len(nodes) > 1 else format_count(nodes[0])
-    comment = f"maximum node-hours of all profiling jobs: {sum_} x {_MINUTES} minutes = {hours:.3g}, and 20 % more"
+    comment = f"maximum node-hours of all profiling jobs: {sum_} x {_MINUTES} minutes = {hours:.3g}, plus 20 %"
     return _set_key(text, "max_node_hours", f"{cap:g}", comment)
 
 
@@ -332,7 +328,7 @@ def _adapt_site_settings(text: str, recognised: RecognisedCommand, offered: Site
     """Correct the site's settings for the command's number of ranks, and workers if the command has no {workers}."""
     if "workers" not in find_placeholders(recognised.script["command"]):
         text = re.sub(
-            r"^  workers: .*$", "  # workers: auto # with {workers} in the command", text, count=1, flags=re.MULTILINE
+            r"^  workers: .*$", "  # workers: auto # needs {workers} in the command", text, count=1, flags=re.MULTILINE
         )
     partition = offered.default
     if recognised.gpus_per_node is None or partition is None or not partition.kinds:
@@ -361,8 +357,8 @@ def add_batches(text: str, recognised: RecognisedCommand) -> str:
     else:
         nodes = [int(number) for number in re.findall(r"\d+", re.findall(r"^  nodes: \[(.*)\]", text, re.MULTILINE)[0])]
         least, most = choose_batch_range(recognised, batch, nodes)
-        below = "half of the current batch" if least < batch else "the current batch"
-        smallest = f"{below}, {batch}; batches are min_batch x 2^k, each a start of the script"
+        below = f"half of the current batch ({batch})" if least < batch else "the current batch"
+        smallest = f"{below}; batches are min_batch x 2^k, and the script starts once for each"
         largest = f"{most} # {most // batch} times the current batch; memory may limit it further"
     return _set_key(text, "min_batch", str(least), f"{smallest}\n  max_batch: {largest}")
 
@@ -373,7 +369,7 @@ def _add_baseline(text: str, recognised: RecognisedCommand) -> str:
         return text
     settings = {"nodes": recognised.nodes, "batch": recognised.script["reference"].get("batch")}
     values = ", ".join(f"{key}: {value}" for key, value in settings.items() if value is not None)
-    line = f"baseline: {{{values}}} # today's configuration: tula recommend compares its choice with it\n\n"
+    line = f"baseline: {{{values}}} # the current configuration; tula recommend compares its choice with it\n\n"
     return text.replace("\nsearch:", f"\n{line}search:", 1)
 
 
@@ -407,12 +403,12 @@ def _list_machine_warnings(recognised: RecognisedCommand, offered: Site | None, 
         return []
     description = f"the command starts {format_count(requested, 'process')} per node"
     if 0 < gpus < requested:
-        return [f"{description}, but this machine has {format_count(gpus, 'GPU')}: set cluster.gpus_per_node"]
+        return [f"{description}, but this machine has {format_count(gpus, 'GPU')}. Lower cluster.gpus_per_node"]
     available = _count_gpus(offered) or requested
     if partition is None or available == requested:
         return []
     return [
-        f"{description}, but those of partition {partition.name} have {format_count(available, 'GPU')}: set cluster.gpus_per_node"
+        f"{description}, but nodes of partition {partition.name} have {format_count(available, 'GPU')} each. Check cluster.gpus_per_node"
     ]
 
 
@@ -471,7 +467,7 @@ class _Request:
                 f"#SBATCH {written} does not specify the number of nodes",
                 "add a line #SBATCH --nodes=N with the number of nodes",
                 key=NODES,
-                question=f"number of nodes of the tasks (#SBATCH {written})?",
+                question=f"number of nodes for the tasks of #SBATCH {written}?",
             )
         return max(1, math.ceil(tasks / tasks_per_node)) if tasks_per_node else 1
 
@@ -534,7 +530,7 @@ def make_job_from_sbatch(
         + (
             "for several trainings, see tula recommend --trainings"
             if name == "array"
-            else "tula sets it for each of its jobs"
+            else "tula decides this for each of its jobs"
         )
         for name, option in request.options.items()
         if name in _LEFT_OUT and name != "clusters"
@@ -576,14 +572,14 @@ def _check_shell(text: str) -> None:
     if match := re.match(r"#!.*\b(t?csh|fish|python[\d.]*|perl|Rscript)\b", first):
         raise SpecError(
             f"line 1: the script is written for {match[1]}, but tula reads and writes scripts for bash",
-            "give the command that trains to tula init --from-command, and the lines before it to cluster.setup",
+            "pass its training command to tula init --from-command, and put the lines before that command into cluster.setup",
         )
 
 
 def _check_folder(request: _Request) -> None:
     if (folder := request.get_text("chdir")) and Path(folder).expanduser().resolve() != Path.cwd():
         raise SpecError(
-            f"#SBATCH {request.options['chdir'].written} is ignored: jobs run in the folder in which tula runs",
+            f"#SBATCH {request.options['chdir'].written} cannot be used: jobs run in the folder in which tula runs",
             f"run tula init in {folder}",
         )
 
@@ -624,17 +620,17 @@ def _list_setting_lines(
             yield TemplateLine(f"cluster.slurm.{key}", quote_word(text), f"--{name.replace('_', '-')}")
     gpus, kind, form = request.gpus
     yield TemplateLine(
-        "cluster.slurm.gpus", form, "how the script asks for them" if gpus else "the script asks for none"
+        "cluster.slurm.gpus", form, "as the script requests them" if gpus else "the script requests none"
     )
     if kind:
-        yield TemplateLine("cluster.slurm.gpu_type", quote_word(kind), "its name in SLURM")
+        yield TemplateLine("cluster.slurm.gpu_type", quote_word(kind), "name of the GPU type in SLURM")
     ranks = recognised.gpus_per_node or 1
-    yield TemplateLine("cluster.gpus_per_node", str(ranks), "one process each")
+    yield TemplateLine("cluster.gpus_per_node", str(ranks), "one process per GPU")
     if cpus_per_gpu := request.count("cpus_per_gpu"):
-        yield TemplateLine("cluster.slurm.cpus_per_task", str(cpus_per_gpu), "a rank, --cpus-per-gpu")
+        yield TemplateLine("cluster.slurm.cpus_per_task", str(cpus_per_gpu), "per rank, from --cpus-per-gpu")
     elif cpus := request.count("cpus_per_task"):
         of_rank = max(1, cpus * request.tasks_per_node // ranks)
-        yield TemplateLine("cluster.slurm.cpus_per_task", str(of_rank), f"a rank: --cpus-per-task {cpus}, {format_count(request.tasks_per_node, 'task')} per node")  # fmt: skip
+        yield TemplateLine("cluster.slurm.cpus_per_task", str(of_rank), f"per rank, from --cpus-per-task {cpus} and {format_count(request.tasks_per_node, 'task')} per node")  # fmt: skip
     exclusive = "exclusive" in request.options
     yield TemplateLine(
         "cluster.slurm.exclusive",
@@ -660,31 +656,33 @@ def _list_profiling_settings(request: _Request, offered: Site | None) -> Iterato
     limit = parse_minutes(request.get_text("time"))
     if limit:
         yield TemplateLine(
-            "cluster.minutes", str(limit), f"time limit of a training job, --time {request.get_text('time')}"
+            "cluster.minutes", str(limit), f"time limit of a training job, from --time {request.get_text('time')}"
         )
     partition = offered.find_partition(request.get_text("partition")) if offered else None
     most = partition.usable if partition is not None and partition.usable else 2 * request.nodes
     nodes = sorted({max(1, request.nodes // 2), request.nodes, min(most, 2 * request.nodes)})
     minutes = max(1, min(_MINUTES, (limit or _MINUTES) - ROOM))
-    yield from list_measuring_settings(nodes, minutes, f"around the script's {request.nodes}")
+    yield from list_measuring_settings(
+        nodes, minutes, f"numbers of nodes to measure, around the {request.nodes} of the script"
+    )
 
 
 def _list_sbatch_warnings(request: _Request, recognised: RecognisedCommand) -> Iterator[str]:
     gpus, _, _ = request.gpus
     ranks = recognised.gpus_per_node or 1
     if not request.options:
-        yield "the script has no #SBATCH line, so its resources are unknown: fill in section cluster"
+        yield "the script has no #SBATCH line, so its resources are unknown. Fill in section cluster"
     if clusters := request.get_text("clusters"):
-        yield f"the script is submitted to cluster {clusters}: run tula on a login node of that cluster"
+        yield f"the script is submitted to cluster {clusters}. Run tula on a login node of that cluster"
     if gpus and gpus != ranks:
         yield (
-            f"the script asks for {format_count(gpus, 'GPU')} per node, and its command starts"
-            f" {format_count(ranks, 'process')}: cluster.gpus_per_node is {ranks}"
+            f"the script requests {format_count(gpus, 'GPU')} per node, but its command starts {format_count(ranks, 'process')} per"
+            f" node, so cluster.gpus_per_node is {ranks}. To use one process per GPU, set it to {gpus}"
         )
     if "nodes" in request.options and recognised.nodes != request.nodes:
         yield (
-            f"the script asks for {format_count(request.nodes)}, and its command runs on {recognised.nodes}: the global batch of today"
-            f" is that of {recognised.nodes}"
+            f"the script requests {format_count(request.nodes)}, but its command runs on {recognised.nodes}, so the current global batch"
+            f" was computed for {format_count(recognised.nodes)}"
         )
 
 
@@ -732,7 +730,7 @@ def make_job_from_template(kind: Literal["local", "slurm"], offered: Site | None
     if gpus < 1:
         return text
     return _NODES_HERE.sub(
-        f"  nodes: {_list_powers_of_two(gpus)} # numbers of nodes to measure; here a node is a GPU, of {format_count(gpus, 'GPU')}",
+        f"  nodes: {_list_powers_of_two(gpus)} # numbers of nodes to measure; here each node is one of {format_count(gpus, 'GPU')}",
         text,
         count=1,
     )

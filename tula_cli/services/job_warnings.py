@@ -44,7 +44,7 @@ def _describe_loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[s
         why = f"cluster.slurm.cpus_per_task: {cpus}" if cpus else f"from the cores that {who} assigns"
     else:
         assert inspection is not None
-        why = f"from its share of {format_count(inspection.cpus, 'core')}"
+        why = f"from the rank's share of {format_count(inspection.cpus, 'core')}"
     number = str(most) if fewest == most else f"{fewest} to {most}"
     yield f"data loader: {number} processes per rank, {why} (train.workers: auto)"
 

@@ -147,7 +147,7 @@ def describe_missing_output(run: RunDir, query: LogQuery) -> str:
     logs = _LogReader(run, query).list_attempt_logs()
     if query.rank is not None or not logs:
         subject = f"job {query.job} has" if query.job else "the jobs have"
-        return f"{subject} not written {'a log' if query.rank is None else 'such lines'} yet"
+        return f"{subject} not written {'a log' if query.rank is None else f'lines of rank {query.rank}'} yet"
     newest = logs[-1]
     attempt = run.read_attempt(newest.task, newest.attempt)
     ended = attempt is not None and attempt.ended_at is not None

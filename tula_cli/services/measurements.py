@@ -33,7 +33,7 @@ from tula_cli.services import messages
 from tula_cli.spec.job import JobSpec, describe_train_length
 from tula_cli.spec.signature import compute_measurement_signature
 from tula_cli.spec.workload import get_workload
-from tula_cli.words import describe_pending_probes, format_number, start_sentence
+from tula_cli.words import describe_pending_probes, format_count, format_number, start_sentence
 
 Results = Sequence[Measured | OutOfMemory | Failed]
 
@@ -172,12 +172,12 @@ def find_gradient_noise_of_job(all_measurements: Sequence[TypeMeasurements], *, 
     if noise is not None or not needed:
         return noise
     hint = (
-        "probes measure it on two or more GPUs (or on one, with a local batch of 2 or more), if gradients are finite; if the"
-        " results are from a version of tula without this objective, delete some in results/ and run tula profile again"
+        "measure on two or more GPUs, or on one with a local batch of at least 2; if the results are from a version of tula"
+        " without this objective, delete some files in results/ and run tula profile again"
     )
     raise _make_unknown_error(
         all_measurements,
-        f"no probe ({len(probes)} measured) measured the gradient noise, which this objective needs",
+        f"this objective needs the gradient noise, which no probe measured ({format_count(len(probes), 'probe')})",
         hint
         if gradient_stats
         else f"in a script, this requires {messages.GRADIENTS_OF_SCRIPT}; otherwise use another objective",
@@ -212,8 +212,8 @@ def require_energy(
     count = sum(len(measurements.estimator.probes) for measurements in all_measurements)
     raise _make_unknown_error(
         all_measurements,
-        f"no probe ({count} measured) measured the energy of its steps",
-        "this needs NVIDIA GPUs with an energy counter, and pip install 'tula-cli[nvml]' in the jobs' environment. To repeat"
+        f"this objective needs the energy per step, which no probe measured ({format_count(count, 'probe')})",
+        "use NVIDIA GPUs with an energy counter, and run pip install 'tula-cli[nvml]' in the jobs' environment. To repeat"
         " probes that were measured without it, delete their files in results/ and run tula profile",
     )
 
@@ -307,7 +307,7 @@ def _require_enough_configurations(
         raise BadMeasurements(
             f"one probe is too few for a recommendation: {why}",
             "run tula profile to measure the missing configurations"
-            + ("" if estimator.spec.script is None else ". Or observe another batch of the script (tula observe)"),
+            + ("" if estimator.spec.script is None else ", or observe the script with another batch (tula observe)"),
         )
 
 
@@ -375,8 +375,8 @@ def _describe_disagreement(steps: TrainedSteps, measured: Sequence[Measured]) ->
             seconds = compute_trimmed_mean(probe.step_times)
             if abs(math.log(steps.step_time / seconds)) > math.log(MAX_RATIO_TO_PROBE):
                 return (
-                    f"a step took {format_number(1000 * steps.step_time)} ms, in the probe {format_number(1000 * seconds)}"
-                    " ms; the probe counts"
+                    f"a step took {format_number(1000 * steps.step_time)} ms, but {format_number(1000 * seconds)} ms in the"
+                    " probe, which is used instead"
                 )
     return ""
 

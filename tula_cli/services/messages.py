@@ -20,23 +20,23 @@ from tula_cli.words import (
 @diagnostic
 def expensive_rate_search(*, share: float, samples: int, steps: int) -> str:
     return (
-        f"The search trains {100 * share:.0f} % of the samples of a training, because the training is short: each branch takes at"
-        f" least {steps} steps ({samples} samples)."
+        f"The search costs {100 * share:.0f} % of the samples of a training, because the training is short and each branch takes"
+        f" at least {steps} steps ({samples} samples)."
     )
 
 
 @diagnostic
 def branches_learned_little(*, start: float, lowest: float) -> str:
     return (
-        f"The losses of the branches hardly decreased: the lowest loss is {lowest:.4g} after {start:.4g} at their start. Their losses cannot tell"
-        " learning rates apart; compare short trainings with tula compare --methods lbt,sqrt,lrs instead."
+        f"The losses of the branches hardly decreased, from {start:.4g} to {lowest:.4g} at best, so they do not show which"
+        " learning rate is better. Compare short trainings instead: tula compare --methods lbt,sqrt,lrs."
     )
 
 
 @diagnostic
 def branches_below_learning_rate(*, lr: float, reference: float) -> str:
     return (
-        f"The script used learning rate {format_number(lr)} where the branches start, below script.reference.lr"
+        f"The script used learning rate {format_number(lr)} when the branches started, below script.reference.lr"
         f" {format_number(reference)}: the script is still warming up, or its schedule has lowered the learning rate. The search did not test"
         " whether the training is stable at the full learning rate."
     )
@@ -48,7 +48,7 @@ def branches_below_learning_rate(*, lr: float, reference: float) -> str:
 @diagnostic
 def milestones_after_end(*, milestones: Sequence[float], epochs: int) -> str:
     return (
-        f"schedule.milestones {join_words(format(at, 'g') for at in milestones)} has no effect:"
+        f"The learning rate does not change at schedule.milestones {join_words(format(at, 'g') for at in milestones)}:"
         f" the training ends after {format_count(epochs, 'epoch')}."
     )
 
@@ -57,7 +57,7 @@ def milestones_after_end(*, milestones: Sequence[float], epochs: int) -> str:
 def warmup_after_end(*, warmup_epochs: float, epochs: int) -> str:
     return (
         f"schedule.warmup_epochs {warmup_epochs:g} is more than train.epochs {epochs}, so the learning rate does not reach"
-        " optimizer.lr."
+        " optimizer.lr. Shorten the warm-up, or train for more epochs."
     )
 
 
@@ -65,7 +65,7 @@ def warmup_after_end(*, warmup_epochs: float, epochs: int) -> str:
 def beta2_half_life_below_batch(*, half_life: float, reference_batch: int) -> str:
     return (
         f"optimizer.beta2_half_life {half_life:g} is less than one batch (train.reference_batch: {reference_batch})."
-        " The half-life is in samples, not steps; 'auto' derives it from the optimizer's beta2."
+        " Give the half-life in samples, not steps, or set it to auto to derive it from the optimizer's beta2."
     )
 
 
@@ -81,13 +81,13 @@ def reference_batch_exceeds_dataset(*, reference_batch: int, dataset_size: int) 
 def too_many_loader_processes(*, workers: int, processes: int, cores: int) -> str:
     return (
         f"train.workers {workers} starts {processes} data-loader processes per node, which has {cores} cores,"
-        " so they slow each other down. Set train.workers: auto for one less than the cores of a rank."
+        " so they slow each other down. With train.workers: auto, each rank has one process less than it has cores."
     )
 
 
 @diagnostic
 def ags_on_one_rank(*, nodes: Sequence[int], other_nodes: Sequence[int]) -> str:
-    advice = f"search.nodes: {list(other_nodes)}" if other_nodes else "search.nodes with at least two GPUs"
+    advice = f"search.nodes: {list(other_nodes)}" if other_nodes else "search.nodes to use at least two GPUs"
     return (
         f"train.method ags fails on one GPU (search.nodes: {list(nodes)}) because it compares the gradients of several"
         f" ranks. Set {advice}, use train.method lbt or lrs, or call tula_hooks.small_batch in the script."
@@ -110,9 +110,9 @@ _SHARED_MEMORY_ADVICE = "In a container, raise --shm-size or use --ipc=host."
 @diagnostic
 def shared_memory_too_small(*, free_bytes: int, ranks: int, needed_bytes: int, local_batch: int) -> str:
     return (
-        f"/dev/shm has {format_bytes(free_bytes)} free, but one batch of each of {format_count(ranks, 'rank')} needs"
-        f" {format_bytes(needed_bytes)} at local batch {local_batch}. {_SHARED_MEMORY_ADVICE}"
-        " With train.workers: 0, no shared memory is needed."
+        f"/dev/shm has {format_bytes(free_bytes)} free, but one batch per rank needs {format_bytes(needed_bytes)} in total"
+        f" ({format_count(ranks, 'rank')}, local batch {local_batch}), so data-loader processes would be killed."
+        f" {_SHARED_MEMORY_ADVICE} Or set train.workers: 0, which needs no shared memory."
     )
 
 
@@ -147,7 +147,7 @@ def first_search_may_exceed_cap(*, node_hours: float, cap: float) -> str:
 
 @diagnostic
 def no_feasible_batch(*, reason: str, advice: str) -> str:
-    return f"{reason} ({advice})." if advice else f"{reason}."
+    return f"{start_sentence(reason)}." + (f" {start_sentence(advice)}." if advice else "")
 
 
 @diagnostic
@@ -178,7 +178,7 @@ def memory_not_estimated(*, reason: str) -> str:
 
 @diagnostic
 def nodes_without_batch(*, nodes: Sequence[int]) -> str:
-    return f"search.nodes {list(nodes)} is left out: no batch is feasible on so many nodes."
+    return f"search.nodes {list(nodes)} is left out: no batch of the search can be trained on so many nodes."
 
 
 @diagnostic
@@ -200,13 +200,15 @@ def adaptive_first_round(*, chosen_by_auto: bool) -> str:
 
 @diagnostic
 def no_cap_on_node_hours() -> str:
-    return "search.max_node_hours is not set. Without a terminal to confirm on, tula profile then needs --yes."
+    return (
+        "search.max_node_hours is not set, so tula profile asks for confirmation; without a terminal, it needs --yes."
+    )
 
 
 @diagnostic
 def parameter_server_collective() -> str:
     return (
-        "cluster.collective: parameter_server only affects the time model (Eq. 2c). Probes and training use all-reduce, so"
+        "cluster.collective: parameter_server only affects the time model (Eq. 2c of the paper). Probes and training use all-reduce, so"
         " predictions for node counts that were not measured assume a parameter server."
     )
 
@@ -216,8 +218,8 @@ def parameter_server_collective() -> str:
 
 @diagnostic
 def run_directory_not_shared(*, host: str, folder: str, other_content: bool) -> str:
-    content = "other content in" if other_content else "nothing in"
-    return f"{host} does not share the run directory: it sees {content} the file that tula wrote to {folder}."
+    fault = "has other content" if other_content else "cannot be read"
+    return f"{host} does not share the run directory: the file that tula wrote to {folder} {fault} there."
 
 
 @diagnostic
@@ -267,7 +269,7 @@ def nodes_differ(*, aspect: str, differences: str) -> str:
 def slow_gpu_link(*, host: str, gigabytes_per_second: float) -> str:
     return (
         f"Two GPUs of {host} exchange {gigabytes_per_second:.1f} GB/s in each direction, which is too slow for NVLink."
-        " If the node has NVLink, cluster.slurm.gpus: gpus_per_task may hide the GPUs from each other."
+        " If the node has NVLink, do not set cluster.slurm.gpus: gpus_per_task, which can hide the GPUs from each other."
     )
 
 
@@ -284,7 +286,7 @@ def clock_offset(*, host: str, seconds: float, first_host: str) -> str:
     direction = "ahead of" if seconds > 0 else "behind"
     return (
         f"The clock of {host} is {abs(seconds):.1f} s {direction} that of {first_host},"
-        " so the times of their logs and results do not match."
+        " so the times in their logs and results do not match. Synchronise the clocks."
     )
 
 
@@ -304,13 +306,14 @@ def dataset_not_downloaded(*, folder: str) -> str:
 @diagnostic
 def environment_not_passed(*, variables: Sequence[str]) -> str:
     return (
-        f"tula does not pass these environment variables to sbatch, which uses the job file: {join_words(variables)}."
+        f"tula does not pass these environment variables to sbatch: {join_words(variables)}."
+        " Set the corresponding options in section cluster."
     )
 
 
 @diagnostic
 def job_will_not_start(*, job: str, reason: str) -> str:
-    return f"{job} will not start: {reason}. Run tula cancel, correct section cluster, and start again."
+    return f"{job} will not start: {reason}. Run tula cancel, correct section cluster, and run the same command again."
 
 
 @diagnostic
@@ -346,9 +349,9 @@ def balance_too_low(*, available: str, needed: str) -> str:
 @diagnostic
 def ramp_shortened_by_nodes(*, batches: Sequence[int], nodes: int, batches_on_least: Sequence[int], least: int) -> str:
     return (
-        f"The stages of train.ramp have batches {join_words(batches)}, which are divisible among the GPUs of"
-        f" {format_count(nodes)}. On {least}, they would have batches {join_words(batches_on_least)}. The training keeps its"
-        " batches in all jobs. For smaller first batches, start with a smaller range of nodes."
+        f"The stages of train.ramp have batches {join_words(batches)}, because these are divisible among the GPUs of"
+        f" {format_count(nodes)}; on {format_count(least)} only, they would have batches {join_words(batches_on_least)}."
+        " The batches remain the same in all jobs of the training. For smaller first batches, start with a smaller range of nodes."
     )
 
 
@@ -356,7 +359,7 @@ def ramp_shortened_by_nodes(*, batches: Sequence[int], nodes: int, batches_on_le
 def nodes_unusable_for_started_training(*, nodes: Sequence[int], batches: Sequence[int]) -> str:
     return (
         f"The jobs cannot use {describe_node_counts(nodes)}: this training already exists, and its batches"
-        f" ({join_words(batches)}) are not all divisible by the GPUs of so many nodes."
+        f" ({join_words(batches)}) are not all divisible among the GPUs of so many nodes."
     )
 
 
@@ -378,22 +381,25 @@ def earlier_training_other_settings(*, training: str, samples: int, keys: Sequen
 
 @diagnostic
 def resume_untested(*, reason: str) -> str:
-    return f"The resume test of the script did not run: {reason}."
+    return f"The resume test of the script did not run: {reason}. To run it, raise search.max_node_hours."
 
 
 @diagnostic
 def resume_test_inconclusive(*, reason: str) -> str:
-    return f"The resume test of the script was inconclusive: {reason}. Interrupted trainings resume at the same batch only."
+    return f"The resume test of the script was inconclusive: {reason}. Interrupted trainings resume at the same batch, unless script.resume.batch allows others."
 
 
 @diagnostic
 def script_cannot_resume(*, reason: str) -> str:
-    return f"The script cannot resume, so this training starts again after an interruption: {reason}."
+    return f"The script cannot resume: {reason}. After an interruption, this training starts from the beginning."
 
 
 @diagnostic
 def resume_setting_too_free(*, setting: str, verdict: str, reason: str) -> str:
-    return f"script.resume.batch: {setting} allows more than the resume test has shown ({verdict}): {reason}."
+    return (
+        f"script.resume.batch is {setting}, but the resume test only confirmed {verdict}: {reason}."
+        f" Correct how the script resumes, or set script.resume.batch: {verdict}."
+    )
 
 
 # --- `tula compare`
@@ -406,7 +412,7 @@ def duplicate_row(*, row: str, twin: str) -> str:
 
 @diagnostic
 def batch_not_above_reference(*, batch: int, reference: int, key: str) -> str:
-    return f"Batch {batch} is not above {key} ({reference}), so there is no loss of accuracy to recover at that batch."
+    return f"Batch {batch} is not above {key} ({reference}), so methods for large batches have no accuracy to recover there."
 
 
 @diagnostic
@@ -416,17 +422,17 @@ def method_needs_several_gpus(*, reason: str) -> str:
 
 @diagnostic
 def only_warmup(*, method: str, warmup_epochs: float, epochs: int) -> str:
-    return f"{method} has {warmup_epochs:g} epochs of warm-up, but train.epochs is {epochs}, so the whole training is warm-up."
+    return f"{method} has {warmup_epochs:g} epochs of warm-up, but train.epochs is {epochs}, so the whole training is warm-up. Raise train.epochs."
 
 
 @diagnostic
 def controls_left_out(*, controls: Sequence[str], reason: str) -> str:
-    return f"The controls {' and '.join(controls)} are left out: {reason}."
+    return f"The controls {' and '.join(controls)} (lbt with a higher learning rate) are left out: {reason}."
 
 
 @diagnostic
 def one_seed_only() -> str:
-    return "script.command has no {seed}, so only one seed is trained and the variation between runs is unknown."
+    return "script.command has no {seed}, so only one seed is trained and the variation between seeds is unknown. Add {seed} to the command to train several."
 
 
 @diagnostic
@@ -463,7 +469,7 @@ def probe_failed(*, nodes: int, local_batch: int, reason: str) -> str:
 @diagnostic
 def probe_disturbed(*, task: str, trainings: Sequence[str]) -> str:
     return (
-        f"{task} measured while {join_words(trainings)} ran on the same GPUs or cores, so its step times may be too long."
+        f"While {task} measured, {join_words(trainings)} ran on the same GPUs or cores, so its step times may be too long."
         " To repeat the probe, delete its results and run tula profile."
     )
 
@@ -491,21 +497,23 @@ def same_progress_unknown() -> str:
     )
 
 
-GRADIENTS_OF_SCRIPT = "DistributedDataParallel on two or more GPUs, and probes that the script does not end itself"
+GRADIENTS_OF_SCRIPT = (
+    "DistributedDataParallel on two or more GPUs, and a script that does not exit before the probe is complete"
+)
 
 
 @diagnostic
 def fit_error_unknown() -> str:
     return (
         "The error of the fit is unknown, because it has as many parameters as there are probes."
-        " Measure more with search.strategy: sweep or full."
+        " Measure more configurations with search.strategy: sweep or full."
     )
 
 
 @diagnostic
 def time_too_uncertain(*, low_hours: float, high_hours: float) -> str:
     return (
-        "The training time of the choice is too uncertain to decide: its 90 % interval is"
+        "The training time of the chosen configuration is too uncertain for a decision: its 90 % interval is"
         f" {format_duration(3600 * low_hours)} to {format_duration(3600 * high_hours)}."
         " Measure longer or more (search.min_seconds, search.strategy: full), then run tula recommend again."
     )
@@ -528,28 +536,33 @@ def beyond_probed_nodes(*, nodes: int, probed_nodes: int, gpus_per_node: int | N
 
 @diagnostic
 def little_memory_free(*, free_share: float, wanted_share: float) -> str:
-    return f"The choice ran in its probe, but leaves only {100 * free_share:.0f} % of the GPU memory free (wanted: {100 * wanted_share:.0f} %)."
+    return (
+        f"The chosen configuration fitted in its probe, but leaves only {100 * free_share:.0f} % of the GPU memory free"
+        f" (recommended: {100 * wanted_share:.0f} %), so a training may run out of memory."
+    )
 
 
 @diagnostic
 def may_miss_deadline(*, high_hours: float, deadline_hours: float) -> str:
     deadline, high = format_duration(3600 * deadline_hours), format_duration(3600 * high_hours)
-    return f"The choice may miss the deadline of {deadline}: its 90 % interval ends at {high}."
+    return (
+        f"The chosen configuration may miss the deadline of {deadline}: the 90 % interval of its time ends at {high}."
+    )
 
 
 @diagnostic
 def no_spot_saves_unknown(*, nodes: int) -> str:
-    return f"Spot nodes are not considered for {format_count(nodes)}: how often the script saves is unknown until it trains."
+    return f"Spot nodes are not considered for {format_count(nodes)}: it is unknown how often the script saves until it has trained."
 
 
 @diagnostic
 def no_spot_too_many_interruptions(*, nodes: int) -> str:
-    return f"Spot nodes are not considered for {format_count(nodes)}: the training would never finish between interruptions."
+    return f"Spot nodes are not considered for {format_count(nodes)}: with interruptions that frequent, the training would never finish."
 
 
 @diagnostic
 def spot_time_is_expected() -> str:
-    return "The time on spot nodes is an expected time; a run with more interruptions takes longer."
+    return "The time on spot nodes is an average over interruptions; a run with more of them takes longer and may miss the deadline."
 
 
 # --- Observed jobs

@@ -238,7 +238,7 @@ def _make_interruption(run: RunDir, task: CheckTask | None) -> Interruption:
         return Interruption(
             "interrupted", "run the same command again to submit the job, or to follow it if it is already queued"
         )
-    hint = f"run the same command again to follow it; tula cancel {words.make_relative_path(run.path)} ends it"
+    hint = f"run the same command again to follow the job; tula cancel {words.make_relative_path(run.path)} stops it"
     return Interruption(f"interrupted; {task.job} continues", hint)
 
 
@@ -370,7 +370,7 @@ def watch_node_check(
             reason = f" ({state.reason})" if state.reason else ""
             raise Pending(
                 f"{job.id} has not finished after {timeout:g} s: {state.state}{reason}",
-                "run the same command again to follow it",
+                "run the same command again to follow the job",
             )
         sleep(pause if timeout is None else min(pause, max(0.0, started + timeout - now)))
         pause = min(longest, 1.5 * pause)
@@ -452,12 +452,13 @@ def _make_check_error(run: RunDir, task: CheckTask, job: Job) -> TulaError:
     attempts = run.read_attempts(task.id)
     last_attempt = attempts[-1] if attempts else None
     if run.is_cancelled(task.job):
-        return JobFailed(f"{job.id} was cancelled", "run the same command to start another one")
+        return JobFailed(f"{job.id} was cancelled", "run the same command to start another check")
     if job.scheduler == "slurm":
         ended = scheduler.find_outcome(job.scheduler_id)
         if last_attempt is None and ended is not None:
             return JobFailed(
-                f"{job.id} ended before it could check the nodes: {ended.replace('_', ' ')}", advise(ended, task.spec)
+                f"{job.id} ended before it could check the nodes: {FAILURE_KINDS[ended].means}",
+                advise(ended, task.spec),
             )
         blind = set(range(task.nodes)) - _find_nodes_with_files(run, task, job)
         if blind:
@@ -492,7 +493,7 @@ def _make_not_shared_error(run: RunDir, task: CheckTask, job: Job, blind: set[in
     seeing = [name for number, name in enumerate(names) if number not in blind]
     without = format_hosts(name for number, name in enumerate(names) if number in blind)
     description = (
-        f"{format_hosts(seeing)} wrote into it, {without} did not" if seeing else f"{without} reported nothing"
+        f"{format_hosts(seeing)} wrote files there, {without} did not" if seeing else f"{without} reported nothing"
     )
     return JobFailed(
         f"{job.id} failed, probably because its nodes do not all see {run.path.resolve()}: {description}",
@@ -511,4 +512,4 @@ def _find_last_log_line(run: RunDir, job: Job) -> str:
         lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         if lines:
             return f"{lines[-1]} ({path})"
-    return "it reported nothing"
+    return "its log is empty"

@@ -213,7 +213,7 @@ def list_jobs_of_script(jobs: Sequence[ObservedJob], root: Path, name: str) -> l
     of_script = [job for job in jobs if Path(name).name in (job.script, f"{job.script}.py")]
     if not of_script:
         names = ", ".join(sorted({job.script for job in jobs}))
-        raise SpecError(f"no observed job is called {name}", f"observed scripts: {names}")
+        raise SpecError(f"no job of script {name} was observed", f"observed scripts: {names}")
     return of_script
 
 

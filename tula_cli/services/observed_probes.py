@@ -46,10 +46,12 @@ def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = N
     """
     run, spec = runs[0], runs[0].spec
     if spec.script is None:
-        raise SpecError("--observed needs a job with section script", "or measure the job with tula profile")
+        raise SpecError(
+            "--observed needs a job with section script", "add section script, or measure the job with tula profile"
+        )
     if len(runs) > 1:
         raise SpecError(
-            f"--observed needs a job of one kind of node and one number of GPUs per node, but this one has {len(runs)}",
+            f"--observed needs a job with one node type and one number of GPUs per node, but this job has {len(runs)} combinations of them",
             "set cluster.gpus_per_node, and remove node_types and search.gpus_per_node",
         )
     require_current_format(run.path)
@@ -60,7 +62,7 @@ def add_observed_probes(runs: Sequence[Run], name: str, file: JobFile | None = N
         try:
             measured = measure_observed_job(job)
             if kind is not None and measured.kind != kind:
-                raise NotMeasured("newer jobs have other hardware or another number of parameters")
+                raise NotMeasured("newer jobs ran on other hardware or with another number of parameters")
             result = make_probe_result(measured, spec)
         except (BadMeasurements, NotMeasured) as error:
             yield WarningEvent(
@@ -137,9 +139,9 @@ def make_probe_result(job: MeasuredJob, spec: JobSpec) -> Measured:
     per_machine = spec.cluster.backend.count_ranks_per_machine(job.world, gpus_per_node=per_node)
     if job.world % per_node or job.gpus_per_node != per_machine:
         is_local = per_machine == job.world  # all processes share this machine, whatever the number per node
-        advice = "; with cluster.gpus_per_node=1, each process counts as a node" if is_local else ""
+        advice = " (with 1, each process counts as a node)" if is_local else ""
         raise NotMeasured(
-            f"it had {format_count(job.world, 'rank')} on {format_count(job.nodes)}, which is not {per_node} per node (cluster.gpus_per_node{advice})"
+            f"it had {format_count(job.world, 'rank')} on {format_count(job.nodes)}, but cluster.gpus_per_node is {per_node}{advice}"
         )
     if job.local_batch is None:
         raise NotMeasured("the batch is unknown, because the script reads its data without a torch DataLoader")

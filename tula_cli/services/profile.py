@@ -413,7 +413,7 @@ def make_largest_batch_bounds(spec: JobSpec, inspection: Inspection) -> BatchBou
     limit = largest // (ranks * step) * step
     if not limit:
         raise Infeasible(
-            f"a batch of at most {largest} is not divisible by {ranks} GPUs x {step} accumulation steps",
+            f"the largest possible batch, {largest}, has less than one sample for each of {ranks} GPUs x {step} accumulation steps",
             "search fewer nodes",
         )
     return BatchBounds(

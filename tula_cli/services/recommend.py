@@ -460,7 +460,7 @@ def _make_nothing_fits_error(estimator: Estimator, query: Query) -> Infeasible:
     else:
         why = next(
             filter(None, map(estimator.describe_why_not_startable, tried)),
-            "no batch is divisible by its number of GPUs",
+            "no batch is divisible among the GPUs",
         )
         hint = (
             "run tula recommend without --nodes to see the numbers of nodes that are possible"

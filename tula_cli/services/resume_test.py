@@ -82,7 +82,7 @@ class ResumeFinding:
             ResumeUntested: the test has no verdict.
         """
         if self.rehearsal.verdict is None:
-            hint = "until the test succeeds, trainings resume from a checkpoint at the same batch, untested"
+            hint = "remove this cause and repeat the test; until then, trainings resume at the same batch, untested"
             raise ResumeUntested(f"the resume test of {name} was inconclusive: {self.why}", hint)
 
     def require_resumable(self, name: str, hint: str) -> None:
@@ -107,12 +107,12 @@ class ResumeFinding:
         """
         if self.rehearsal.other_nodes is None:
             raise ResumeUntested(
-                f"--nodes cannot be a range: whether the script resumes on another number of nodes is unknown: {self.why}",
+                f"--nodes cannot be a range, because it is unknown whether the script resumes on another number of nodes: {self.why}",
                 "remove this cause and run the same command again to repeat the test; or give one number, for example --nodes 4",
             )
         if not self.rehearsal.other_nodes:
             raise CannotResume(
-                f"--nodes cannot be a range: the script does not resume on another number of nodes: {self.why}",
+                f"--nodes cannot be a range, because the script does not resume on another number of nodes: {self.why}",
                 "correct how the script resumes, or give one number, for example --nodes 4",
             )
 
@@ -292,7 +292,7 @@ def compute_resume_test_batch(run: Run, *, local_batch: int | None = None, nodes
 
 LONG_TRAINING_HOURS = 1.0
 """Hours above which a training is preceded by a resume test."""
-WITHOUT_RESUME_TEST = "correct how the script resumes, or use tula train --no-rehearse, which starts the training again after each interruption"
+WITHOUT_RESUME_TEST = "correct how the script resumes, or use tula train --no-rehearse, which trains from the beginning after each interruption"
 
 
 @dataclass(frozen=True)
@@ -358,12 +358,12 @@ class TrainingStart:
             "--nodes cannot be a range: whether the script resumes on another number of nodes must be tested first"
         )
         if not can_test_resume(spec):
-            why, hint = "which needs script.resume with a checkpoint in {out}", "add script.resume"
+            why, hint = "the test needs script.resume with a checkpoint in {out}", "add script.resume"
         elif self.rehearse:
             why, hint = self.over_cap, "raise search.max_node_hours"
         else:
-            why, hint = "but --no-rehearse prevents the test", "remove --no-rehearse"
-        raise SpecError(f"{untested}, {why}", f"{hint}, or give one number, for example --nodes 4")
+            why, hint = "--no-rehearse prevents the test", "remove --no-rehearse"
+        raise SpecError(f"{untested}; {why}", f"{hint}, or give one number, for example --nodes 4")
 
 
 def can_test_resume(spec: JobSpec) -> bool:
@@ -421,7 +421,7 @@ def _list_finding_events(finding: ResumeFinding) -> Iterator[Event]:
     elif finding.contradiction:
         yield WarningEvent(finding.contradiction)
     elif not finding.kept:
-        yield Note(f"resume test of the script: {verdict}; {finding.why}")
+        yield Note(f"resume test of the script (script.resume.batch): {verdict}; {finding.why}")
 
 
 # --- The cost of an interruption

@@ -144,7 +144,7 @@ def choose_next_round(
     )
     rows = _select_compared_configurations(estimator, fitting)
     if not rows:
-        raise BadMeasurements("the probes determine no step times", "use search.strategy: sweep")
+        raise BadMeasurements("no step time follows from the probes so far", "use search.strategy: sweep")
     proposal = adaptive.propose_probes(
         estimator.steps,
         [_make_candidate(estimator, row) for row in rows],

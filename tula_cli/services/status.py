@@ -920,11 +920,13 @@ def make_error_of_training(task: TrainTask, attempts: Sequence[Attempt], *, save
     if attempt.outcome == "diverged":
         stays = f"; the checkpoint at {saved_samples} samples is finite and is kept" if saved_samples else ""
         limit = task.max_lr_factor
-        restart_note = "" if limit is None else f"; it had already been restarted with train.max_lr_factor {limit:g}"
+        restart_note = (
+            "" if limit is None else f"; the training had already been restarted with train.max_lr_factor {limit:g}"
+        )
         return Diverged(f"{message}{restart_note}{stays}", hint)
     if attempt.outcome == "device_fault":
         faulty = dict.fromkeys(earlier.host for earlier in attempts if earlier.outcome == "device_fault")
-        return DeviceFault(f"{message}; faulty: {', '.join(faulty)}", hint)
+        return DeviceFault(f"{message}; faulty nodes: {', '.join(faulty)}", hint)
     return FAILURE_KINDS[attempt.failure.outcome].error(message, hint)
 
 
@@ -942,7 +944,7 @@ def require_known_job(run_status: RunStatus, job_id: str) -> None:
                     f"{job.id} ended because the disk that holds {run_status.path} is full",
                     "free some space and run the same command again; it resumes from the newest checkpoint",
                 )
-            raise JobFailed(f"{job.id} is gone: {job.reason}", CANCELLED)
+            raise JobFailed(f"{job.id} is lost: {job.reason}", CANCELLED)
 
 
 def load_summary(run: RunDir, signature: str) -> Summary:

@@ -168,8 +168,8 @@ def plan_training(
         warnings = _warn_shortened_ramp(run, task, find_dataset_size(run, inspect))
     if sizes and not task.sizes:
         raise Infeasible(
-            "no number of nodes of the range can be used: on none of them are all batches of train.ramp divisible among the GPUs",
-            "use fewer nodes",
+            "no number of nodes in the range can be used, because none divides all batches of train.ramp among its GPUs",
+            "use a range of fewer nodes",
         )
     return TrainPlan(
         task=task,
@@ -512,6 +512,6 @@ def require_stopped(run: RunDir, task: TrainTask) -> None:
     newest = run.get_training(task.signature).read_newest_task()
     if newest is not None and task.attempt > newest.attempt:
         raise SchedulerError(
-            f"training {task.signature} is running on {format_count(newest.nodes)} at batch {newest.batch}",
+            f"training {task.signature} is still running on {format_count(newest.nodes)}, so it cannot resume on other nodes",
             f"run tula cancel {make_relative_path(run.path)} to save a checkpoint and stop the training, then run the same command to resume it",
         )

@@ -95,7 +95,7 @@ class SeedsReport:
         if failed and all(row.is_over for row in self.trainings):
             raise JobFailed(
                 f"{len(failed)} of {format_count(len(self.trainings), 'training')} failed: {failed[0]}",
-                "tula logs shows their output; run the same command to try them again",
+                "read their output with tula logs; run the same command to start them again",
             )
 
 
@@ -124,7 +124,9 @@ class PreparedSeeds:
         run = self.run.with_spec(_set_seed(self.run.spec, training.seed))
         plan = plan_training(run, nodes=training.nodes, batch=training.batch, inspect=self.inspect)
         if plan.task.signature != training.signature:
-            raise TulaError("the code of the job has changed since the first training was started", "run it again")
+            raise TulaError(
+                "the code of the job has changed since the first training was started", "run the same command again"
+            )
         return plan
 
     def report(self) -> SeedsReport:
@@ -183,7 +185,7 @@ def prepare_seeds(runs: Sequence[Run], request: TrainRequest, inspect: Inspect) 
     if unused := [name for name, value in options.items() if value is not None]:
         raise SpecError(
             f"{join_words(unused)} {'has' if len(unused) == 1 else 'have'} no effect with --seeds",
-            f"set the limits of the plan: tula recommend --trainings {request.seeds} --save",
+            f"set limits in a stored plan instead: tula recommend --trainings {request.seeds} --save",
         )
     if request.seeds > 1 and spec.script is not None and not takes_seed(spec.script):
         raise SpecError(
@@ -234,8 +236,8 @@ def _require_within_budget(prepared: PreparedSeeds) -> None:
     if not is_within(spent + remaining, plan.budget):
         raise OverBudget(
             f"the finished trainings cost {format_number(spent, 4)} {plan.currency} and"
-            f" {format_count(len(missing), 'further training')} may cost {format_number(remaining, 4)}, more than the"
-            f" budget of {plan.budget:g}",
+            f" {format_count(len(missing), 'further training')} may cost {format_number(remaining, 4)}, together more than"
+            f" the budget of {plan.budget:g}",
             f"store a plan with another budget: tula recommend --trainings {plan.trainings} --budget PRICE --save",
         )
 
@@ -267,7 +269,7 @@ def run_seeds(
     if not has_queue and wait_policy.wait is False:
         raise SpecError(
             "--no-wait is not possible: on this machine trainings run one after the other, and this command starts each of them",
-            "remove it",
+            "remove --no-wait; if you interrupt the command, finished trainings are kept",
         )
     launcher = dependencies.launcher_for(run.spec)
     under_way = list_unfinished_jobs(run, launcher, [training.job for training in prepared.missing])
@@ -341,5 +343,5 @@ def _train_one_by_one(prepared: PreparedSeeds, launcher: Launcher, wait_policy: 
             failed += 1
             if failed == number == MAX_FIRST_FAILURES:
                 raise JobFailed(
-                    f"the first {failed} trainings have all failed: {error.message}", "tula logs shows their output"
+                    f"the first {failed} trainings have all failed: {error.message}", "read their output with tula logs"
                 ) from None

@@ -80,7 +80,7 @@ def _compare_with_fastest(plan: "Campaign") -> str:
         together = "one after the other" if fastest.side_by_side == 1 else f"{fastest.side_by_side} side by side"
         configuration = f" ({format_count(fastest.nodes)}, batch {fastest.batch}, {together})"
     cost = describe_cost(fastest.node_hours, fastest.cost, plan.currency)
-    return f"Each at its fastest{configuration}: {format_duration(3600 * fastest.hours)}, {cost}.{_describe_gain(plan)}"
+    return f"Each training on its fastest configuration{configuration}: {format_duration(3600 * fastest.hours)}, {cost}.{_describe_gain(plan)}"
 
 
 def _describe_gain(plan: "Campaign") -> str:

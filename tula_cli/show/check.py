@@ -113,7 +113,7 @@ def render_inspection(inspection: "Inspection") -> Iterator["RenderableType"]:
         else f", of shape {'x'.join(map(str, inspection.sample_shape))}"
     )
     classes = "" if inspection.classes is None else f", {inspection.classes} classes"
-    capacity = "" if inspection.capacity is None else f", {format_bytes(inspection.capacity)} for each rank"
+    capacity = "" if inspection.capacity is None else f", {format_bytes(inspection.capacity)} per rank"
     if inspection.script:
         yield f"script: {inspection.script}"
     else:
@@ -125,11 +125,11 @@ def render_inspection(inspection: "Inspection") -> Iterator["RenderableType"]:
 
 def render_hooks(path: Path) -> Iterator["RenderableType"]:
     """Yield the lines to add to a script's training loop."""
-    yield f"wrote {path}; keep this file in the folder of the script; without tula, the file has no effect"
+    yield f"wrote {path}. Keep it in the folder of the script; without tula, it has no effect"
     yield ""
     yield "import tula_hooks as tula"
     yield "optimizer = tula.wrap(optimizer, model)    # before the loop"
-    yield "tula.save(lambda path: ...)                # how it writes a checkpoint, for script.save: hooks"
+    yield "tula.save(lambda path: ...)                # writes a checkpoint, for script.save: hooks"
     yield "tula.step(samples=len(x), loss=loss)       # at the end of each optimizer step"
 
 
@@ -194,7 +194,7 @@ def render_cluster_check(cluster_check: "ClusterCheck") -> Iterator["RenderableT
     """Yield two tables with one row per node (equipment and connection), then the network measurements."""
     report = cluster_check.report
     names = _describe_node_names(report)
-    made = make_table(("node", "ranks", "GPUs", "driver", "torch", "CUDA", "NCCL", "CPUs\na rank", "memory\n(GiB)", "/dev/shm\n(GiB)"), left=(0, 2, 3, 4, 5, 6))  # fmt: skip
+    made = make_table(("node", "ranks", "GPUs", "driver", "torch", "CUDA", "NCCL", "CPUs/\nrank", "memory\n(GiB)", "/dev/shm\n(GiB)"), left=(0, 2, 3, 4, 5, 6))  # fmt: skip
     for name, node in zip(names, report.nodes, strict=True):
         made.add_row(
             name, str(node.ranks), _describe_gpus(node), node.driver or "-", node.torch, node.cuda or "-", node.nccl or "-",
@@ -206,7 +206,7 @@ def render_cluster_check(cluster_check: "ClusterCheck") -> Iterator["RenderableT
     for name, node in zip(names, report.nodes, strict=True):
         made.add_row(
             name, node.interface or "-", node.address, _describe_clock(node), "read only" if node.write_error else "shared",
-            {True: "readable", False: "not there", None: "-"}[node.dataset], format_size(node.free_disk, 1024**3),
+            {True: "readable", False: "missing", None: "-"}[node.dataset], format_size(node.free_disk, 1024**3),
         )  # fmt: skip
     yield made
     yield ""
@@ -274,7 +274,7 @@ def make_resume_test_data(resume_finding: "ResumeFinding") -> dict[str, Any]:
 def render_resume_test(resume_finding: "ResumeFinding") -> Iterator["RenderableType"]:
     """Yield a table with one row per start of the script, followed by the conclusion of the resume test."""
     made = make_table(
-        ("start", "batch", "steps", "samples", "left\nbefore", "first\nlr", "seconds", "ended"), left=(0, 7)
+        ("start", "batch", "steps", "samples", "samples\nleft", "first\nlr", "seconds", "ended"), left=(0, 7)
     )
     rows = resume_finding.rehearsal.starts
     saved = next((row.saved_samples for row in reversed(rows) if row.saved_samples is not None), 0)
@@ -289,9 +289,9 @@ def render_resume_test(resume_finding: "ResumeFinding") -> Iterator["RenderableT
     yield ""
     yield from resume_finding.rehearsal.told
     verdict = resume_finding.rehearsal.verdict
-    yield _RESUMES[verdict] if verdict is not None else "the batch sizes with which it can resume are unknown"
+    yield _RESUMES[verdict] if verdict is not None else "it is unknown at which batch sizes the script can resume"
     if resume_finding.setting == "rehearse":
-        yield f"script.resume.batch: rehearse means {resume_finding.resumes} from now on"
+        yield f"script.resume.batch: rehearse now means {resume_finding.resumes}"
     else:
         yield f"script.resume.batch: {resume_finding.setting}"
 
@@ -300,13 +300,13 @@ def describe_config_drift(config_drift: "ConfigDrift", command: str) -> str:
     """Describe how a job file differs from its run (both values), and the command that applies the file."""
     name, more = make_relative_path(Path(config_drift.file.path)), len(config_drift.changes) - _MAX_CHANGES_SHOWN
     if config_drift.problem:
-        return f"{name} cannot be used any more, so the settings of the run are used: {config_drift.problem}"
+        return f"{name} can no longer be used, so the settings of the run are used: {config_drift.problem}"
     changes = [
-        f"{key} {_shorten_text(now)} (here {_shorten_text(then)})"
+        f"{key} {_shorten_text(now)} (run: {_shorten_text(then)})"
         for key, (then, now) in list(config_drift.changes.items())[:_MAX_CHANGES_SHOWN]
     ]
     words = ", ".join(changes) + (f" and {more} more" if more > 0 else "")
-    return f"{name} has changed: {words}; to use it: {describe_file_use(config_drift, command)}"
+    return f"{name} differs from this run: {words}. To use the file: {describe_file_use(config_drift, command)}"
 
 
 def _shorten_text(value: Any) -> str:
@@ -333,9 +333,9 @@ def render_estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
     yield _make_components_table(report)
     yield ""
     yield from _describe_excluded_memory(report)
-    yield f"{format_bytes(report.fixed)} at every batch, and {format_bytes(report.per_sample)} per sample"
+    yield f"{format_bytes(report.fixed)} at every batch size, and {format_bytes(report.per_sample)} more per sample"
     if report.sharing:
-        yield f"each of {format_count(report.sharing, 'GPU')} has its share of parameters, gradients and optimizer states"
+        yield f"sharded: each of {format_count(report.sharing, 'GPU')} holds a share of parameters, gradients and optimizer states"
     yield from _describe_data_memory(report)
     if report.correction:
         yield report.correction
@@ -343,10 +343,10 @@ def render_estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
         yield "the GPU memory is unknown here; set --memory or cluster.memory_per_gpu"
         return
     size, samples = report.largest_local_batch, report.inspection.dataset_size
-    largest = {None: "every batch fits", 0: "nothing fits"}.get(size, f"the largest local batch is {size}")
+    largest = {None: "every batch fits", 0: "no batch fits"}.get(size, f"the largest local batch is {size}")
     if size is not None and size >= samples:
         largest = f"every batch up to {samples}, the size of the dataset, fits"
-    yield f"of {format_bytes(report.capacity)} with {100 * report.margin:g} % kept free, {largest}"
+    yield f"with {100 * report.margin:g} % of {format_bytes(report.capacity)} kept free, {largest}"
 
 
 def _make_components_table(report: "EstimateReport") -> "Table":
@@ -372,9 +372,9 @@ def _describe_data_memory(report: "EstimateReport") -> Iterator[str]:
     if report.data is None or not (report.data.shared or report.data.pinned):
         return
     pinned = f" and {format_bytes(report.data.pinned)} pinned" if report.data.pinned else ""
-    processes = "no loader process" if not report.loaders else f"{report.loaders} loader processes"
+    processes = "no loader processes" if not report.loaders else f"{report.loaders} loader processes"
     yield (
-        f"data, in the node's own memory: up to {format_bytes(report.data.shared)} in /dev/shm{pinned} for each rank, at local batch"
+        f"data loading, in host memory: up to {format_bytes(report.data.shared)} in /dev/shm{pinned} per rank, at local batch"
         f" {report.largest_row} with {processes}"
     )
 
@@ -383,13 +383,13 @@ def _describe_excluded_memory(report: "EstimateReport") -> Iterator[str]:
     """Explain the memory outside of tensors: libraries and PyTorch's allocator, or the process on a CPU."""
     if report.gpu:
         yield (
-            "reserved: what PyTorch's allocator takes if enough is free; needed: the minimum for a training, with the libraries"
-            f" (CUDA context, cuBLAS, cuDNN, NCCL: {'as measured' if report.probed else 'a rule of thumb until a probe has measured them'})"
+            "reserved: memory that PyTorch's allocator takes if enough is free; needed: the minimum for a training, including"
+            f" libraries (CUDA context, cuBLAS, cuDNN, NCCL; {'measured' if report.probed else 'a rule of thumb until a probe has measured them'})"
         )
     elif report.inspection.process:
-        yield f"on the CPU; the process itself takes another {format_bytes(report.inspection.process)}, which does not count towards a limit"
+        yield f"On a CPU, the process itself takes another {format_bytes(report.inspection.process)}, which does not count towards a limit."
         if not report.probed:
             yield (
-                "heap and workspaces take memory in addition to the tensors, so half as much again is kept free until a probe has"
-                " measured them; very small jobs take two to three times the estimate"
+                "The table counts only tensors. Until a probe has measured heap and workspaces, column fits adds 50 % for them."
+                " Very small jobs need two to three times the estimate."
             )

@@ -15,7 +15,7 @@ KIND_DESCRIPTIONS = {
     "checkpoints": "older checkpoints",
     "compared": "trainings of tula compare",
     "damaged": "damaged checkpoints",
-    "drafts": "unfinished drafts",
+    "drafts": "incompletely written files",
     "scratch": "files written by probes and searches",
 }
 
@@ -62,7 +62,7 @@ def _list_space_rows(run_space: "RunSpace") -> list[list[str]]:
 def describe_cleaned(done: "CleanResult") -> Iterator[str]:
     """Yield the disk space that was freed, and the problems."""
     yield f"freed {format_bytes(done.size)} in {done.files} {'file or folder' if done.files == 1 else 'files or folders'}"
-    yield from (f"not all of {problem}" for problem in done.problems)
+    yield from (f"not everything was deleted: {problem}" for problem in done.problems)
 
 
 def make_clean_data(run_spaces: "Sequence[RunSpace]", done: "CleanResult | None") -> dict[str, Any]:

@@ -57,9 +57,9 @@ def render_compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> 
     if short is not None:
         epochs = sum(cell.share for cell in (*plan.standing.wanted, *plan.standing.undecided))
         yield (
-            f"round 1: all rows but lbt for {short[0]} of {short[1]} epochs; round 2: the best two at a batch, lbt and the job's"
-            f" own row in full; in all at most the cost of {format_number(epochs)} full trainings (without rounds"
-            f" {sum(not cell.short for cell in plan.comparison.cells)})"
+            f"Round 1 trains all rows except lbt for {short[0]} of {short[1]} epochs. Round 2 trains the best two rows of each"
+            " batch, lbt and the job's own method for all epochs. Together they cost at most as much as"
+            f" {format_number(epochs)} full trainings, instead of {sum(not cell.short for cell in plan.comparison.cells)} without rounds."
         )
     yield from _describe_costs(plan)
     for script in scripts:
@@ -80,14 +80,14 @@ def _describe_costs(plan: "ComparePlan") -> Iterator[str]:
         return
     node_hours = hours * plan.comparison.nodes
     # With pricing.kind gb_hour, the cost depends on measured memory and is predicted for each training only.
-    yield f"{'at most' if plan.standing.undecided else 'about'} {format_duration(3600 * hours)} one after the other, {format_number(node_hours)} node-h"
+    yield f"{'at most' if plan.standing.undecided else 'about'} {format_duration(3600 * hours)} with one training at a time, {format_number(node_hours)} node-h"
     yield f"price: {plan.price}"
 
 
 def render_comparison(compare_report: "CompareReport") -> Iterator["RenderableType"]:
     """Yield Table I of the paper for the user's job."""
     if compare_report.first_round and compare_report.epochs is not None:
-        yield f"round 1: {compare_report.epochs[0]} of {compare_report.epochs[1]} epochs, one seed; not to be compared with full trainings"
+        yield f"round 1: {compare_report.epochs[0]} of {compare_report.epochs[1]} epochs, one seed; do not compare these values with full trainings"
         yield make_comparison_table(compare_report, compare_report.first_round)
         yield ""
         yield f"round 2: all {compare_report.epochs[1]} epochs"
@@ -99,12 +99,12 @@ def render_comparison(compare_report: "CompareReport") -> Iterator["RenderableTy
     yield f"{compare_report.finished} of {at_most}{format_count(compare_report.total, 'training')} done" + (
         ""
         if compare_report.complete or compare_report.hours_left is None
-        else f", about {format_duration(3600 * compare_report.hours_left)} one after the other left"
+        else f", about {format_duration(3600 * compare_report.hours_left)} left with one training at a time"
     )
     yield (
-        f"mean ± standard deviation over n seeds, {describe_moment(compare_report)}; gap: {describe_gap_meaning(compare_report)} against lbt at batch"
-        f" {compare_report.reference_batch}, over the seeds of both; recovered: share of lbt's gap at the same batch, - if the gap"
-        " is within the noise or unknown (one seed, no lbt)"
+        f"mean ± standard deviation over n seeds, {describe_moment(compare_report)}; gap: {describe_gap_meaning(compare_report)} relative to lbt at batch"
+        f" {compare_report.reference_batch}; recovered: share of lbt's gap at the same batch that the method recovers (-: this gap is"
+        " within noise, or unknown because there is one seed or no lbt)"
     )
 
 
@@ -204,15 +204,15 @@ def render_search_plan(search: "PreparedSearch", *, scripts: Sequence[str] = ())
     if others:
         yield f"then with the chosen rule at batch {' and '.join(map(str, others))}"
     yield (
-        f"each trains {plan.length} samples, from a checkpoint after {plan.start} samples at batch"
+        f"each branch trains {plan.length} samples, from a checkpoint after {plan.start} samples at batch"
         f" {spec.train.reference_batch}"
     )
-    share = f"in all {plan.samples} samples: {100 * plan.share:.1f} % of a training"
+    share = f"{plan.samples} samples in total: {100 * plan.share:.1f} % of a training"
     if search.hours is None or search.training_hours is None or search.node_hours is None:
         yield f"{share}; no estimate of time and cost: nothing was measured yet"
     else:
         whole = format_duration(3600 * search.training_hours)
-        yield f"{share}, about {format_duration(3600 * search.hours)} of {whole}, {format_number(search.node_hours)} node-h"
+        yield f"{share}, about {format_duration(3600 * search.hours)} (training: {whole}), {format_number(search.node_hours)} node-h"
         yield f"price: {search.price}"
     for script in scripts:
         yield ""
@@ -225,7 +225,7 @@ def render_learning_rates(report: "LearningRateReport") -> Iterator["RenderableT
 
     classes = any(branch.top1 is not None for branch in report.branches)
     made = make_table(
-        ("batch", "rule", "times", "learning\nrate", "loss", *(["top-1 (%)"] if classes else []), "note"),
+        ("batch", "rule", "factor", "learning\nrate", "loss", *(["top-1 (%)"] if classes else []), "note"),
         left=(1, 5 + classes),
     )
     for branch in report.branches:
@@ -242,11 +242,11 @@ def render_learning_rates(report: "LearningRateReport") -> Iterator["RenderableT
         )
     yield made
     if report.too_large is not None:
-        yield f"batch {report.too_large} does not fit the GPUs"
+        yield f"batch {report.too_large} does not fit into GPU memory"
     yield ""
-    yield f"{report.answer} It is the highest one whose loss exceeds the lowest by at most {format_number(report.loss_margin, 2)}."
+    yield f"{report.answer} This is the highest learning rate whose loss exceeds the lowest loss by at most {format_number(report.loss_margin, 2)}."
     if report.best_batch is not None:
-        yield f"largest batch whose loss after the same samples is as close to the lowest: {report.best_batch}"
+        yield f"largest batch whose loss is within this margin after the same number of samples: {report.best_batch}"
     yield describe_critical_batch(report)
     losses = (
         "loss and top-1 are on held-out training samples"

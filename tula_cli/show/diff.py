@@ -71,7 +71,7 @@ def _render_steps(run_difference: "RunDifference") -> Iterator["RenderableType"]
     steps = run_difference.steps
     if steps.rows:
         several = len({row.gpus_per_node for row in steps.rows}) > 1
-        where = ["nodes", *["GPUs a\nnode"] * several, "batch", "local\nbatch"]
+        where = ["nodes", *["GPUs/\nnode"] * several, "batch", "local\nbatch"]
         divisor, unit = choose_size_unit(max((row.memory.before or 0 for row in steps.rows), default=0))
         times = make_table([*where, "step A\n(ms)", "step B\n(ms)", "B / A", ""], left=[len(where) + 3])
         parts = make_table([*where, "compute\n(ms)", "sync\n(ms)", "data wait\n(ms)", f"memory\n({unit})"], left=())
@@ -88,7 +88,7 @@ def _render_steps(run_difference: "RunDifference") -> Iterator["RenderableType"]
         yield parts
     for letter, count in zip("AB", steps.only, strict=True):
         if count:
-            yield f"{format_count(count, 'configuration')} in {letter} alone"
+            yield f"{format_count(count, 'configuration')} only in {letter}"
 
 
 def _format_ms(value: float | None) -> str:

@@ -27,8 +27,8 @@ def render_observations(reports: Sequence["ObservedReport"]) -> Iterator["Render
         return
     yield ""
     if reports[-1].configurations_fitted < 2:
-        yield "next: observe the script with another batch or number of processes;"
-        yield "tula needs two such jobs for a recommendation"
+        yield "next: observe the script with another batch or number of processes, because"
+        yield "a recommendation needs two jobs that differ in one of them;"
         yield "or measure the script now: tula init --from-command '...'"
     else:
         yield "next: to choose nodes and batch size from these jobs, run tula init --from-command '...',"
@@ -51,7 +51,7 @@ def _render_report(report: "ObservedReport") -> Iterator["RenderableType"]:
     yield (
         f"{report.script}/{report.job}: {format_count(report.nodes)} with {report.gpus_per_node} {gpus}{plural}"
         f"{'' if report.nodes == 1 else ' each'}{batch}, {format_count(report.steps, 'step')}"
-        f"{'' if report.is_complete else ' in its newest report; it is still running, or was stopped'}"
+        f"{'' if report.is_complete else ' in its newest report; the job is still running, or was stopped'}"
     )
     yield ""
     yield _make_step_table(report)
@@ -60,7 +60,7 @@ def _render_report(report: "ObservedReport") -> Iterator["RenderableType"]:
     if report.other_requests:
         yield ""
         yield _make_requests_table(report)
-        yield f"Compared with this job, for as many samples and the same batch per {gpus}; 90 % intervals in brackets."
+        yield f"Relative to this job, for the same number of samples and batch per {gpus}; 90 % intervals in parentheses."
     yield from (f"note: {note}" for note in report.notes)
     if report.warnings:
         yield ""

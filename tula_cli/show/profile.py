@@ -29,7 +29,7 @@ def render_all_types(plans: "Sequence[ProfilePlan | UpperBoundPlan]") -> Iterato
         price = sum(known) if len(known) == len(prices) else None
         hours = sum(plan.node_hours_at_most for plan in plans)
         yield ""
-        yield f"all together: {describe_upper_bound(None, hours, price, plans[0].currency)}"
+        yield f"all node types together: {describe_upper_bound(None, hours, price, plans[0].currency)}"
 
 
 def render_plans(plans_by_type: "Mapping[str | None, ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
@@ -66,7 +66,7 @@ def render_unsettled_plan(plan: "UpperBoundPlan") -> Iterator["RenderableType"]:
     """Show the upper bound that is known before a node has built the model and the dataset."""
     if plan.why:
         yield plan.why
-        yield f"the first job builds them on 1 node, in at most {plan.first_job_minutes:g} min, and determines the probes"
+        yield f"the first job builds the model and the dataset on 1 node, in at most {plan.first_job_minutes:g} min, and determines the probes"
     more = " in the first round" if plan.adaptive else ""
     yield f"then probes on {list_numbers(plan.nodes)} nodes, at most {format_number(plan.probe_node_hours)} node-h{more}"
     cap = "" if plan.cap is None else "; probes beyond search.max_node_hours are not started"
@@ -127,7 +127,7 @@ def _render_largest_batch(largest: "LargestBatch") -> Iterator["RenderableType"]
     if largest.too_large is not None:
         yield f"local batch {largest.too_large} does not fit"
     elif largest.local_batch == largest.limit:
-        yield "no larger batch is possible: it is limited by search.max_batch or the size of the dataset"
+        yield "no larger batch is possible, because of search.max_batch or the size of the dataset"
     if (count := largest.local_batch_with_margin) is not None:
         batches = f"batches up to {count} per GPU leave" if count else "no batch leaves"
         yield f"{batches} {100 * largest.margin:.0f} % of the memory free, as tula recommend requires"
@@ -140,7 +140,7 @@ def _render_largest_batch(largest: "LargestBatch") -> Iterator["RenderableType"]
 def _describe_headroom(largest: "LargestBatch") -> str:
     if largest.headroom is None or largest.capacity is None:
         return ""
-    return f"; {100 * largest.headroom:.0f} % of {format_bytes(largest.capacity)} per GPU stays free"
+    return f"; {100 * largest.headroom:.0f} % of {format_bytes(largest.capacity)} per GPU remains free"
 
 
 def render_profile_report(report: "ProfileReport") -> Iterator["RenderableType"]:

@@ -58,7 +58,7 @@ def render_recommendation(
     if recommendation.objective == "accuracy-time":
         yield from _render_with_signs(render_same_progress(recommendation))
         yield ""
-        yield "With the epochs of the job at every batch:"
+        yield "With the job's number of epochs at every batch:"
     yield from _render_with_signs(make_predictions_table(recommendation, every=every))
     yield from () if every else _describe_left_out(recommendation, more)
     yield ""
@@ -69,8 +69,8 @@ def render_recommendation(
 
 DEMO = (
     "ResNet-18 on CIFAR-10, with one T4 GPU of each node (AWS g4dn.12xlarge). Step times and gradient noise were measured by"
-    " the authors of Pollux (OSDI 2021); memory is estimated by tula. Starting a job and evaluation were not published"
-    " and are not included."
+    " the authors of Pollux (OSDI 2021); memory is estimated by tula. Times for starting a job and for evaluation were not"
+    " published and are not included."
 )
 """The source of the numbers of `--demo`; benchmarks/replay/demo_run.py makes its run."""
 
@@ -166,7 +166,7 @@ def _describe_expected_start(recommendation: "Recommendation") -> Iterator[str]:
         yield f"start: the scheduler gives no estimate ({job}: {estimate.reason})"
         return
     yield (
-        f"start: in {format_duration(estimate.wait)} by the scheduler's own estimate of {format_moment(estimate.asked_at)} ({job}); jobs of"
+        f"start: in {format_duration(estimate.wait)} by the scheduler's estimate at {format_moment(estimate.asked_at)} ({job}); jobs of"
         " higher priority may come first"
     )
 
@@ -181,9 +181,9 @@ def _describe_better(rows: Iterable["Prediction"]) -> str:
 def describe_unsaved_answer(known: "Recommendation | None") -> str:
     """Explain that an answer is not saved, and what `tula train` uses instead: the saved answer `known`, if any."""
     if known is None:
-        return "only shown, because of --set; --save stores it for tula train"
+        return "not stored, because of --set; add --save to store it for tula train"
     kept = f"{describe_place(known.choice)} ({known.criteria}; {format_moment(known.created_at)})"
-    return f"only shown: tula train uses {kept}; --save stores this one"
+    return f"not stored: tula train still uses {kept}; add --save to use this one instead"
 
 
 def _describe_same_progress(recommendation: "Recommendation") -> Iterator[str]:

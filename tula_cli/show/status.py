@@ -294,7 +294,7 @@ def describe_links(job_statuses: "Iterable[JobStatus]") -> Iterator[str]:
             f"{', '.join(ids)} on {format_count(nodes)} (batch {batches[nodes]})" for nodes, ids in by_nodes.items()
         ]
         if texts:
-            yield f"links of {job.id}: {'; '.join(texts)}"
+            yield f"chained jobs of {job.id}: {'; '.join(texts)}"
 
 
 def describe_evaluation(evaluated: "EvaluationRecord") -> str:

@@ -203,11 +203,11 @@ def describe_measured_trainings(recommendation: "Recommendation") -> Iterator[st
         took = f"{', '.join(format_number(1000 * steps.step_time) for steps in trainings)} ms per step"
         probe = trainings[0].probed
         probe_in_words = "" if probe is None else f" (combined with its probe, {format_number(1000 * probe)})"
-        changed = ", less if the step time has changed" * any(steps.changed for steps in trainings)
+        changed = " (higher because the step time changed)" * any(steps.changed for steps in trainings)
         noise = ", ".join(format_percent(steps.noise) for steps in trainings)
         yield (
             f"measured by {who}: {format_count(nodes)}, batch {batch}, {took}{probe_in_words}, up to {format_moment(trainings[-1].until)}; the fit assumes"
-            f" an accuracy of {noise} %{changed}"
+            f" a standard deviation of {noise} %{changed}"
         )
     yield from (f"not used in the fit: {why}" for why in recommendation.trainings_left_out)
 

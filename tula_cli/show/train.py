@@ -60,7 +60,7 @@ def render_seeds_plan(plan: "Campaign", missing: int, *, scripts: Sequence[str] 
 
     yield from render_campaign(plan)
     yield ""
-    yield f"{missing} of {format_count(plan.trainings, 'training')} to submit, each with a seed of its own"
+    yield f"{missing} of {format_count(plan.trainings, 'training')} to submit, each with a different seed"
     for script in scripts:
         yield ""
         yield script
@@ -80,8 +80,8 @@ def render_seeds(report: "SeedsReport") -> Iterator["RenderableType"]:
     yield table
     finished = sum(row.summary is not None for row in report.trainings)
     yield (
-        f"{finished} of {format_count(len(report.trainings), 'training')} finished, for"
-        f" {format_number(report.cost)} {report.plan.currency}; planned for all: {format_number(report.plan.cost)}"
+        f"{finished} of {format_count(len(report.trainings), 'training')} finished; cost {format_number(report.cost)} of the"
+        f" planned {format_number(report.plan.cost)} {report.plan.currency}"
     )
 
 
@@ -97,8 +97,8 @@ def _describe_planned_branches(task: "TrainTask") -> Iterator[str]:
         yield f"no tuning: batch {task.batch} is not above train.reference_batch"
         return
     epochs = count * self_tuning.compute_branch_epochs(task.spec, count)
-    branches = f"{count} branches of {format_number(epochs)} epochs in all"
-    yield f"tunes itself after epoch {BRANCHING_EPOCH}: {count} arms, {branches} in addition to the training"
+    in_total = f"{format_number(epochs)} epochs in total, in addition to the training"
+    yield f"after epoch {BRANCHING_EPOCH}, tries {count} settings in short branches ({in_total}) and continues with one of them"
 
 
 def _describe_planned_stages(task: "TrainTask", predicted: "Prediction | None") -> Iterator[str]:
@@ -111,7 +111,7 @@ def _describe_planned_stages(task: "TrainTask", predicted: "Prediction | None") 
         yield f"The batch grows: {describe_stages(task.stages)}"
         return
     if task.spec.train.stages == "decay" and task.stages:
-        yield f"The batch grows in place of a decaying learning rate: {describe_stages(task.stages)}"
+        yield f"The batch grows instead of a decaying learning rate: {describe_stages(task.stages)}"
     elif (predicted is None or not predicted.stages) and task.batch > task.spec.train.reference_batch:
         yield "The batch grows over the first epochs (train.ramp); the log shows when."
     if predicted is None or not predicted.stages:
@@ -178,7 +178,7 @@ def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
         yield "no prediction of time and cost: this configuration has no measurements"
         return
     if task.spec.train.early_stopping is not None and task.spec.train.early_stopping.by_metric:
-        yield "train.early_stopping may end it earlier; times and costs are for all epochs"
+        yield "train.early_stopping may end the training earlier; times and costs are for all epochs"
     currency = task.spec.pricing.currency
     at_most = predicted.hours_high
     wide = ", too uncertain for a decision" * is_too_wide(predicted.hours_low, at_most)
@@ -209,7 +209,7 @@ def render_evaluation(evaluated: "EvaluationRecord") -> Iterator[str]:
         f"{name} {format_number(value, 4)}{' %' * (name in PERCENT)}" for name, value in evaluated.metrics.items()
     )
     if not evaluated.test:
-        yield "the best epoch was chosen by these samples, so the result is optimistic; dataset.test names a separate test set"
+        yield "the best epoch was chosen on these samples, so the result is optimistic; set dataset.test to use a separate test set"
 
 
 def _describe_weights(name: str) -> str:
@@ -233,8 +233,8 @@ def describe_best_epoch(summary: "Summary") -> str:
     if "top1" in summary.metrics:
         return f"best top-1 {format_number(summary.best_top1, 4)} %"
     if summary.best_loss is None:  # a run of an older version of tula
-        return "least loss"
-    loss = f"least loss {format_number(summary.best_loss, 4)}"
+        return "lowest loss"
+    loss = f"lowest loss {format_number(summary.best_loss, 4)}"
     return (
         f"{loss} (perplexity {format_number(compute_perplexity(summary.best_loss), 4)})"
         if "perplexity" in summary.metrics
@@ -270,7 +270,7 @@ def render_summary(
     if charge is not None:
         yield charge.description
     if summary.actual_kwh is not None and (summary.counted or 0.0) < WHOLE:
-        yield f"energy was counted during {format_percent(summary.counted)} % of the time (not while ranks start, and not before a failure)"
+        yield f"energy was measured during {format_percent(summary.counted)} % of the time (not while ranks start, and not before a failure)"
     yield from describe_changes(summary.changes)
     if summary.scaled is not None:
         did = describe_scaling(summary.scaled.mean, summary.scaled.scaled)
@@ -284,7 +284,7 @@ def render_summary(
         yield make_branches_table(summary.tuning.branches, summary.tuning.chosen.name)
     if summary.attempts > 1:
         yield ""
-        yield f"{format_count(summary.attempts, 'attempt')}; relaunched because of: {'; '.join(summary.causes) or 'an earlier end'}"
+        yield f"{format_count(summary.attempts, 'attempt')}; relaunched because of: {'; '.join(summary.causes) or 'unknown'}"
     if summary.lost:
         yield f"{format_count(len(summary.lost), 'interruption')}; {_describe_lost_samples(summary.lost)}"
     yield from (f"warning: {text}" for text in summary.warnings)

@@ -30,7 +30,7 @@ def test_runs_are_named_by_folder_or_by_name_and_a_difference_is_no_failure(here
     make.add_measured(RunDir.open(here / "copy"), 2, 64)
     make.add_out_of_memory(RunDir.open(here / "copy"), 1, 64)
     code, out, _ = tula("diff", run.id, "copy")
-    assert code == 0 and "measured -> out of memory" in out and "1 configuration in B alone" in out
+    assert code == 0 and "measured -> out of memory" in out and "1 configuration only in B" in out
     data = json.loads(tula("diff", "copy", run.id, "--json")[1])["data"]
     assert (data["before"]["path"], data["steps"]["only"]) == (str(here / "copy"), [1, 0])
     assert data["steps"]["rows"][0]["outcomes"] == ["out_of_memory", "measured"]

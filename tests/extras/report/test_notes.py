@@ -74,7 +74,7 @@ def test_an_efficiency_above_100_is_marked_in_its_table(run: RunDir) -> None:
     assert max(efficiency) > 100
     for value, note in zip(efficiency, column(table(report, "strong_scaling"), "note"), strict=True):
         assert ("efficiency above 1" in note) == (value >= 100.5)
-    assert "is hardly possible" in " ".join(section(report, "scaling").text)
+    assert "is implausible" in " ".join(section(report, "scaling").text)
 
 
 def test_an_unknown_interval_is_called_unknown(run: RunDir) -> None:

@@ -47,13 +47,13 @@ def tula(*words: str) -> tuple[int, str, str]:
 def test_without_a_form_it_says_what_there_is_and_what_is_missing() -> None:
     code, out, err = tula()
     assert code == 0
-    assert "Scaling" in out and "Methods and batches: no comparison. Run tula compare" in out
-    assert "--html FILE for a page" in out and err.startswith("run tula-runs/test-")
+    assert "Scaling" in out and "Methods and batches: nothing was compared yet. Run tula compare" in out
+    assert "To write them: --html FILE" in out and err.startswith("run tula-runs/test-")
 
 
 def test_text_forms_are_the_answer_on_stdout_word_by_word(trained: str) -> None:
     code, out, err = tula("--markdown")
-    assert code == 0 and out.startswith("# test\n\n**How many nodes (1, 2, 4, 8)")
+    assert code == 0 and out.startswith("# test\n\n**On how many nodes (1, 2, 4, 8)")
     assert "| nodes | batch |" in out, "no line is broken to the width of the screen"
     assert err.startswith("run tula-runs/test-") and err.count("\n") == 1
     assert tula(trained, "--latex")[1].startswith("\\documentclass")

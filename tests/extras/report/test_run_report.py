@@ -72,7 +72,7 @@ def test_the_answer_is_the_one_that_recommend_has_kept(whole: RunDir, told: Docu
     ):
         assert value in told.answer
     assert (
-        "Trained for 10 epochs on 2 nodes at batch 64: 6.00 min (predicted before: 4.80 min), 0.200 USD, best top-1 83.00 %."
+        "Trained for 10 epochs on 2 nodes at batch 64: 6.00 min (predicted: 4.80 min), 0.200 USD, best top-1 83.00 %."
         in told.answer
     )
     assert told.question.endswith(f"for 10 epochs (objective {kept.criteria}, 1970-01-01 00:00)?")
@@ -102,7 +102,7 @@ def test_an_answer_that_would_be_another_now_is_reported(tmp_path: Path) -> None
     other = next(row for row in kept.rows if row.batch != kept.choice.batch)
     run.write_recommendation(kept.model_copy(update={"choice": other}))
     text = " ".join(section(report(run), "choice").text)
-    assert f"A new recommendation would be {kept.choice.nodes} nodes, batch {kept.choice.batch}" in text
+    assert f"A new recommendation would choose {kept.choice.nodes} nodes, batch {kept.choice.batch}" in text
     limited = kept.model_copy(update={"choice": other, "options": ("--max-batch 64",)})
     run.write_recommendation(limited)
     assert "A new recommendation" not in " ".join(section(report(run), "choice").text)
@@ -361,7 +361,7 @@ def test_a_damaged_result_leaves_what_does_not_rest_on_it(tmp_path: Path) -> Non
     (run.path / "results/probe-n001-l000064.json").write_text("{")
     document = report(run)
     assert "scaling" in missing(document) and "training" not in missing(document)
-    assert "The figures are those of the stored recommendation" in " ".join(section(document, "choice").text)
+    assert "The values are those of the stored recommendation" in " ".join(section(document, "choice").text)
 
 
 # --- what holds of every report

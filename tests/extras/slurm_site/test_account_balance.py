@@ -38,7 +38,9 @@ def test_the_tightest_limit_of_all_above_decides():
     """41 minutes of billing are left of account big: at 5 an hour that is 8.2 minutes of one node."""
     fits = check_balance(job(), nodes=1, hours=8 / 60, billing=SITE)
     assert fits is not None and not fits.lacking and not fits.lacking_at_most
-    assert fits.words.startswith("account big has 0.683 of 1.67 SU left (0.667 reserved for running jobs); it needs")
+    assert fits.words.startswith(
+        "account big has 0.683 of 1.67 SU left (0.667 reserved for running jobs); the training needs"
+    )
     require_balance(fits)
     beyond = check_balance(job(), nodes=1, hours=9 / 60, billing=SITE)
     assert beyond is not None and "account big" in beyond.lacking.values["available"]

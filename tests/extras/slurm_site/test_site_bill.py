@@ -106,7 +106,7 @@ def test_the_factor_of_a_qos_multiplies_the_bill_and_a_factor_of_the_site_is_a_p
     assert compute_hourly_charge(pricing, 2) == 10 * 2
     assert compute_cost(pricing, hours=1.0, nodes=2, gpus_per_node=1, reserved=0) == 10 * 2 * 1.5
     assert describe_price(pricing).startswith("1.5 SU per billing-hour; ")
-    assert "QOS dear counts 2 times" in describe_price(pricing)
+    assert "usage factor 2 of QOS dear" in describe_price(pricing)
 
 
 def test_without_accounting_the_usage_factor_is_one():
@@ -122,11 +122,11 @@ def test_a_usage_factor_that_is_not_told_is_said_and_not_kept(tmp_path):
     requested, silent = job(partition="billed", qos="dear"), Slurm(get_user_name(), without=["sacctmgr"])
     site_bill = find_site_bill(requested, tmp_path, ask=silent)
     assert (site_bill.usage_factor, site_bill.qos) == (1, "dear")
-    assert "the usage factor of its QOS is unknown" in site_bill.words
+    assert "the usage factor of the job's QOS is unknown" in site_bill.words
     assert find_site_bill(requested, tmp_path, ask=Slurm(get_user_name())).usage_factor == 2  # asked again, and kept
     assert find_site_bill(requested, tmp_path, ask=silent).usage_factor == 2
     unknown = find_site_bill(job(partition="billed", qos="deer"), None, ask=Slurm(get_user_name()))
-    assert "the accounting reports no usage factor of QOS deer, so 1 is assumed" in unknown.words
+    assert "SLURM's accounting reports no usage factor for QOS deer, so 1 is assumed" in unknown.words
     none = Slurm(get_user_name(), config="AccountingStorageType = accounting_storage/none\n", without=["sacctmgr"])
     assert "usage factor" not in find_site_bill(requested, None, ask=none).words
 

@@ -42,7 +42,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_nothing_is_reported_as_sent_while_wandb_is_offline(answers: dict[str, Any], name: str) -> None:
     text = answers[name]
     assert "wandb sync" in text, "it has what uploads the folder"
-    assert re.findall(r"(?<!not )(?<!nothing )\bsent\b|there now", text) == []
+    assert re.findall(r"(?<!not )(?<!nothing )\bsent\b|stored there", text) == []
 
 
 def test_json_has_that_wandb_was_offline(answers: dict[str, Any]) -> None:

@@ -273,7 +273,7 @@ def test_after_ctrl_c_the_next_export_continues(run: RunDir, place: str) -> None
     trackers = [Export(to="fake_tracker:FakeTracker", uri=place)]
     first = export_run([open_run(run)], trackers, follow=True, active=lambda _: True, sleep=lambda _: None)
     next(first)
-    with pytest.raises(KeyboardInterrupt, match="the next export continues from there"):
+    with pytest.raises(KeyboardInterrupt, match="the next export sends the missing values"):
         first.throw(KeyboardInterrupt)
     assert send(run, place)[0][0].new_runs == 0
 

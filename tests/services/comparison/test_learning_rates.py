@@ -259,7 +259,7 @@ def test_the_report_of_a_script_says_what_its_losses_are_and_where_its_learning_
         result = learning_rates.read_report(prepared, FILE)
         assert [warning.code for warning in result.warnings] == warnings
     assert not result.held_out and result.overrides == ("train.lr_scaling=linear",)
-    assert "it needs a script that uses DDP" in learning_rates.describe_critical_batch(result)
+    assert "only if the script uses DDP" in learning_rates.describe_critical_batch(result)
     run.write_rate_search(record(prepared.task, 0.5, 0.3, 0.32))
     measured = learning_rates.read_report(prepared, FILE)
     assert learning_rates.describe_critical_batch(measured).endswith("300 (90 % interval: at least 250)")
@@ -325,7 +325,7 @@ def test_a_batch_that_does_not_fit_after_the_one_in_question_is_reported_and_not
 
 
 def test_where_every_learning_rate_diverges_the_search_fails_as_a_training_would(run: RunDir) -> None:
-    with pytest.raises(Diverged, match="every learning rate diverges at batch 64"):
+    with pytest.raises(Diverged, match="all learning rates diverged at batch 64"):
         search(run, Ends(None, None, None))
 
 

@@ -281,8 +281,8 @@ def test_the_plan_says_how_many_trainings_and_node_hours_it_takes_at_most(run: R
     text = "\n".join(str(line) for line in show_compare.render_compare_plan(planned))
     assert "at most 19 trainings to do, 0 of 19 done" in text
     assert (
-        "round 1: all rows but lbt for 4 of 16 epochs" in text
-        and "at most the cost of 16.0 full trainings (without rounds 18)" in text
+        "Round 1 trains all rows except lbt for 4 of 16 epochs." in text
+        and "at most as much as 16.0 full trainings, instead of 18 without rounds." in text
     )
     launcher = Trains()
     trained(run, launcher, most=4)
@@ -417,7 +417,7 @@ def test_dropped_rows_are_shown_apart_with_their_epochs_and_the_reason(run: RunD
     assert next(row for row in report.first_round if row.method == "ags").top1 == accuracy.SeedStatistics(60.0, None, 1)
     assert (report.finished, report.total, report.undecided) == (16, 16, 0)
     shown = [str(line) for line in show_compare.render_comparison(report)]
-    assert "round 1: 4 of 16 epochs, one seed; not to be compared with full trainings" in shown
+    assert "round 1: 4 of 16 epochs, one seed; do not compare these values with full trainings" in shown
     assert report.answer in shown and "noise of the seeds: ramp has top1 90.00 ± 1.0" in report.answer
 
 
@@ -604,7 +604,7 @@ def test_a_scheduler_gets_a_round_at_a_time(tmp_path: Path, wait: bool) -> None:
         )
         if call == 0 and not wait:
             assert [launcher.is_short(task) for task in launcher.tasks].count(True) == 4
-            assert "run the same command again when these trainings have ended, to start the next round" in notes
+            assert "when these trainings have finished, run the same command again to start the next round" in notes
         if len(launcher.tasks) == before:
             break
     assert result.report.complete and sorted(launcher.trained) == ["ags", "lbt", "lrs", "ortho", "ramp"]

@@ -108,10 +108,10 @@ def test_what_is_not_there_is_reported(run: RunDir) -> None:
     assert caught.value.hint == "choose from: aaaa, bbbb"
     with pytest.raises(SpecError, match="--weights bst: this file does not exist"):
         ready(run, weights="bst")
-    with pytest.raises(SpecError, match=f"--weights {__file__}: not a file of weights"):
+    with pytest.raises(SpecError, match=f"--weights {__file__} is not a weights file"):
         ready(run, weights=__file__)
     os.mkfifo(run.path / "pipe")
-    with pytest.raises(SpecError, match="pipe: not a file of weights"):
+    with pytest.raises(SpecError, match="pipe is not a weights file"):
         ready(run, weights=run.path / "pipe")
     with pytest.raises(SpecError, match="nodes 0: must be at least 1"):
         ready(run, nodes=0)

@@ -105,7 +105,7 @@ def test_a_site_fills_in_its_cluster_and_the_command_its_ranks(tmp_path: Path) -
     assert (spec.cluster.kind, spec.cluster.slurm.partition, spec.cluster.minutes) == ("slurm", "main", 60)
     assert (spec.cluster.gpus_per_node, spec.cluster.slurm.cpus_per_task) == (4, 8)
     (message,) = made.warnings
-    assert "starts 4 processes per node, but those of partition main have 8 GPUs" in message
+    assert "starts 4 processes per node, but nodes of partition main have 8 GPUs each" in message
     assert not make_job_from_command(LINE, "slurm", site()).warnings
 
 

@@ -329,7 +329,7 @@ def test_a_job_whose_record_is_damaged_holds_a_run(run: RunDir) -> None:
     trained(run, 100, 200, 300)
     (run.path / "jobs").mkdir()
     (run.path / "jobs/x.json").write_text("{")
-    assert "unknown whether that job runs" in found(run).kept
+    assert "unknown whether the job of that file is running" in found(run).kept
 
 
 def test_what_was_submitted_since_the_look_is_left(run: RunDir) -> None:

@@ -39,16 +39,16 @@ class Quantity:
 
 OF_EPOCHS = (
     Quantity("gradient_norm", "diagnostics.norm.q50", "Gradient norm", "norm of the gradient",
-             "Median of an epoch's steps; for a single training, bars are the 5 and 95 % quantiles.", True, "Figure 5", ("q05", "q95")),
+             "Median over the steps of an epoch; for a single training, bars show the 5 and 95 % quantiles.", True, "Figure 5", ("q05", "q95")),
     Quantity("gradient_change", "diagnostics.delta.q50", "Change of the gradient, Delta(G)", "Delta(G)",
-             "Eq. 5, median of an epoch's steps; for a single training, bars are the 5 and 95 % quantiles.", True, "Figure 6", ("q05", "q95")),
+             "Eq. 5 of the paper, median over the steps of an epoch; for a single training, bars show the 5 and 95 % quantiles.", True, "Figure 6", ("q05", "q95")),
     Quantity("factor_mean", "ags.mean", "Mean scaling factor", "factor"),
     Quantity("factor_steps", "ags.scaled", "Share of scaled steps", "share of steps"),
     Quantity("factor_at_cap", "ags.at_cap", "Share of factors at their cap", "share of factors"),
     Quantity("factor_at_floor", "ags.at_floor", "Share of factors at their floor", "share of factors"),
 )  # fmt: skip
 OF_CURVATURE = (
-    Quantity("lr_bound", "lr_bound", "Lemma 1's bound on the learning rate", "learning rate", "With the measured curvature.", True),
+    Quantity("lr_bound", "lr_bound", "Bound on the learning rate (Lemma 1)", "learning rate", "Computed from the measured curvature.", True),
 )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def _build_eigenvalue_figure(curves: Sequence[TrainingCurve]) -> Iterator[Figure
     if series:
         scale = choose_scale((y for line in series for y in line.y), span=1)
         yield Figure(
-            "eigenvalue", "Largest Hessian eigenvalue and gradient norm", "Both on the same training samples (train.diagnostics: hessian).",
+            "eigenvalue", "Largest Hessian eigenvalue and gradient norm", "Both are computed on the same training samples (train.diagnostics: hessian).",
             "samples seen", "eigenvalue, norm", tuple(series), y_scale=scale, paper="Figure 5",
         )  # fmt: skip
 
@@ -132,7 +132,7 @@ def _build_factor_density(curve: TrainingCurve, *, key: str) -> Iterator[Figure]
     columns = tuple(tuple(count / max(sum(counts), 1) for count in counts[low : high + 1]) for _, (_, counts) in logged)
     yield Figure(
         key, f"Scaling factors of {curve.name}, batch {curve.batch}", "Share of the elements (or tensors) whose factor lies in a bin, at the end of each epoch; the outer bins hold"
-        " what is beyond.", "samples seen", "scaling factor",
+        " all factors beyond the range.", "samples seen", "scaling factor",
         density=Density((0.0, *(samples for samples, _ in logged)), all_edges[low : high + 2], columns),
         y_scale="log2", paper="Figure 7",
     )  # fmt: skip
@@ -160,9 +160,7 @@ def _are_numbers(values: Any) -> bool:
 Spreads = Sequence[tuple[float, float, float, float]]
 """Rows of samples seen, mean, minimum and maximum."""
 
-CAPTION = (
-    "All steps; in a long training, a point is the mean of neighbouring steps, and the band their minimum and maximum."
-)
+CAPTION = "All steps. In a long training, each point is the mean of neighbouring steps, and the band shows their minimum and maximum."
 
 
 def _build_step_figures(steps: StepSeries, name: str) -> Iterator[Figure]:

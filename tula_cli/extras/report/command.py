@@ -151,7 +151,7 @@ def render_overview(document: "Document", *, written: Sequence[str]) -> Iterator
     if written:
         yield from (f"wrote {path}" for path in written)
         return
-    yield f"{_count_sections(document.sections)}: --html FILE for a page, --markdown, --latex, --csv DIR, --svg DIR"
+    yield f"{_count_sections(document.sections)}. To write them: --html FILE, --markdown, --latex, --csv DIR or --svg DIR"
 
 
 def _count_sections(sections: Sequence["Section"]) -> str:
@@ -180,5 +180,5 @@ def _check_page_path(html: Path | None) -> None:
         )
     if html == Path("-") or html.absolute().parent == Path("/dev") or (html.exists() and not html.is_file()):
         raise SpecError(
-            f"--html {html}: the page can only be written to a regular file", "for example --html report.html"
+            f"--html {html}: the page can only be written to a regular file", "name one, for example --html report.html"
         )

@@ -94,12 +94,12 @@ def build_comparison_table(report: CompareReport, *, first_round: bool = False) 
     caption = (
         f"Mean and sample standard deviation (sd) over seeds, {moment_words}, on {format_count(report.nodes)}. Gap:"
         f" {report.metric} {worse} relative to lbt at batch {report.reference_batch}. Recovered: share of lbt's gap at the"
-        " same batch that the method recovers, if that gap exceeds the noise of the seeds. Marked: the best of each batch, and"
-        " rows whose difference from it is within noise."
+        " same batch that the method recovers, if that gap exceeds the noise of the seeds. Marked: the best row of each batch,"
+        " and rows that differ from it only within noise."
     )
     if first_round and report.epochs is not None:
         key, title, marks = "methods_first_round", f"First round: {report.epochs[0]} of {report.epochs[1]} epochs", []
-        caption = "Short trainings, each with a schedule of that length; only the best methods were trained in full. Do not compare these values with those of full trainings."
+        caption = "Short trainings, each with a schedule for the shorter length; only the best methods were trained in full. Do not compare these values with those of full trainings."
     return build_table(
         key,
         title,

@@ -54,8 +54,8 @@ def _describe_question(material: Material) -> str:
     of_types = f" of types {', '.join(types)}" if types else ""
     asked_at = "" if material.kept is None else f", {format_moment(material.kept.created_at)}"
     by = "" if recommendation is None else f" (objective {recommendation.criteria}{asked_at})"
-    job = f"{get_workload(spec).title} for {describe_train_length(spec)}"
-    return f"How many nodes ({counts}{of_types}) and which batch to train {job}{by}?"
+    job = get_workload(spec).title
+    return f"On how many nodes ({counts}{of_types}) and with which batch should {job} be trained for {describe_train_length(spec)}{by}?"
 
 
 def _describe_answer(material: Material) -> Iterator[str]:
@@ -74,7 +74,7 @@ def _describe_answer(material: Material) -> Iterator[str]:
             yield f"Training {training.task.signature}: {training.state}."
             continue
         predicted = (
-            "" if end.predicted_hours is None else f" (predicted before: {format_duration(3600 * end.predicted_hours)})"
+            "" if end.predicted_hours is None else f" (predicted: {format_duration(3600 * end.predicted_hours)})"
         )
         time = f"{format_duration(3600 * end.actual_hours)}{predicted}"
         unit = " %" if training.task.spec.script is None else ""  # a script may report fractions

@@ -85,10 +85,10 @@ def _describe_choice(material: Material, recommendation: Recommendation) -> Iter
         yield f"Accuracy {found_accuracy.words}."
     if (other_choice := material.changed_choice) is not None:
         words = describe_configuration(other_choice.nodes, other_choice.batch, other_choice.local_batch)
-        yield f"A new recommendation would be {words}. Run tula recommend to update it."
+        yield f"A new recommendation would choose {words}. Run tula recommend to update it."
     if material.answer is None:
         yield (
-            "The figures are those of the stored recommendation, because a new one is not possible:"
+            "The values are those of the stored recommendation, because a new one cannot be made:"
             f" {material.unanswered}."
         )
 
@@ -141,7 +141,7 @@ def build_configurations_table(rows: Sequence[Prediction], choice: Prediction, c
             (Column("note", align="left"), lambda row: describe_notes(list_notes(row))),
         ),
         caption=f"{'Time, node-hours and cost' if priced else 'Time and node-hours'} of the whole training, the chosen"
-        " configuration first; low and high: 90 % interval of the time. Marked besides the choice: Pareto front (no"
+        " configuration first; low and high: 90 % interval of the time. Also marked: the Pareto front (no"
         f" configuration is both faster and cheaper).{explain_notes(map(list_notes, rows))}",
         marks=["chosen" if get_configuration(row) == chosen else "front" if row.pareto else "" for row in rows],
     )
@@ -151,7 +151,7 @@ def build_configurations_table(rows: Sequence[Prediction], choice: Prediction, c
 
 MAX_CURVES = 8
 """Largest number of curves that can be distinguished in one figure."""
-INTERVALS = "Filled markers: measured; open: predicted; bars: 90 % intervals."
+INTERVALS = "Filled markers: measured; open markers: predicted; bars: 90 % intervals."
 
 
 def build_time_and_cost_section(material: Material) -> Section:
@@ -249,7 +249,7 @@ def build_tradeoff_figure(
     return Figure(
         "front" if against == "cost" else "time_by_nodes",
         f"Time against {against}",
-        f"Time of the training against its {quantity}. {meaning} Filled markers: measured; open: predicted.",
+        f"Time of the training against its {quantity}. {meaning} Filled markers: measured; open markers: predicted.",
         label,
         f"time ({unit})",
         (make_series("configurations", ordered, "points"), *([make_series(name, best, "line+points")] if best else [])),
@@ -320,12 +320,14 @@ def build_scaling_section(material: Material) -> Section:
     text = []
     if len(strong) < 2:
         known = format_count(len(strong), "node count")
-        text.append(f"No strong scaling: batch {batch} is known for {known}. Set search.nodes to measure more.")
+        text.append(
+            f"No strong scaling: batch {batch} has a prediction for only {known}. Add node counts to search.nodes to measure more."
+        )
     highest = max((point.efficiency for point in (*strong, *weak)), default=0.0)
     if highest > HIGHEST_EFFICIENCY:
         text.append(
-            f"An efficiency of {100 * highest:.0f} % is hardly possible: the step time on the fewest nodes is too uncertain,"
-            " or its probe was disturbed. Increase search.min_seconds and profile again."
+            f"An efficiency of {100 * highest:.0f} % is implausible: the step time on the fewest nodes is too uncertain, or other"
+            " programs disturbed its probe. Increase search.min_seconds and run tula profile again."
         )
     tables = (
         _build_scaling_table(strong, "strong_scaling", f"Strong scaling: global batch {batch}", material, gpus),
@@ -365,7 +367,7 @@ def _build_scaling_table(study: Sequence[ScalingPoint], key: str, title: str, ma
             (Column("note", align="left"), lambda point: describe_notes(point.caveats)),
         ),
         caption=f"Speed-up and efficiency are relative to {fewest}; low and high: 90 % interval of the step time; "
-        f"{'time, node-hours and cost' if priced else 'time and node-hours'}: whole training."
+        f"{'time, node-hours and cost' if priced else 'time and node-hours'} are those of the whole training."
         f"{explain_notes(point.caveats for point in study)}",
         marks=["chosen" if get_configuration(row) == (choice and get_configuration(choice)) else "" for row in rows],
     )
@@ -407,13 +409,13 @@ def build_measured_section(material: Material) -> Section:
         return replace(section, missing="no probe has a result. Run tula profile.")
     jobs = [job for part in material.parts for job in part.now.jobs if job.kind == "probe"]
     remaining = sum(job.total - job.done for job in jobs)
-    waiting = f", {remaining} still missing (run tula profile)" if remaining else ""
+    waiting = f", {remaining} missing (run tula profile)" if remaining else ""
     figures = tuple(figure for part in material.parts for figure in _build_parts_figure(part))
     text = [f"{format_count(len(material.measured), 'probe')} measured{waiting}."]
     if material.measured and not figures:
         text.append(
-            "Only total step times were measured. Communication of a script is measured if it uses DistributedDataParallel,"
-            " data-loader wait if it uses torch's DataLoader."
+            "Only total step times were measured. In a script, communication is measured if it uses DistributedDataParallel,"
+            " and data-loader wait if it uses torch's DataLoader."
         )
     return replace(section, text=tuple(text), tables=tuple(map(_build_probe_table, parts)), figures=figures)
 
@@ -449,15 +451,15 @@ def _build_probe_table(run_material: RunMaterial) -> Table:
             (Column("steps"), of_measured(lambda probe: len(probe.step_times))),
             (Column("outcome", align="left"), _describe_outcome),
         ),
-        caption="Mean step times without the fastest and the slowest tenth; low and high: 90 % interval of the mean. Exposed"
-        " communication does not overlap with computing; compute is the rest of the step; -: not measured.",
+        caption="Mean step times without the fastest and the slowest 10 % of the steps; low and high: 90 % interval of the mean."
+        " Exposed communication does not overlap with computing; compute is the rest of the step; -: not measured.",
     )
 
 
 def _describe_outcome(result: Measured | OutOfMemory | Failed) -> str:
     outcome = result.kind.replace("_", " ")
     if isinstance(result, OutOfMemory) and result.assumed:
-        return f"{outcome}, as a smaller one was"
+        return f"{outcome} (assumed, because a smaller batch was)"
     return f"{outcome}: {get_first_line(result.message)}" if isinstance(result, Failed) else outcome
 
 
@@ -488,7 +490,7 @@ def _build_parts_figure(run_material: RunMaterial) -> Iterator[Figure]:
         run_material.name_key("step_parts"),
         run_material.name_title("Step time by component"),
         "Measured step time by nodes and batch per GPU."
-        + f" The first {len(shown)} of {len(probes)} probes." * (len(shown) < len(probes)),
+        + f" Shown: the first {len(shown)} of {len(probes)} probes." * (len(shown) < len(probes)),
         "nodes x batch per GPU",
         "time per step (ms)",
         tuple(
@@ -517,7 +519,7 @@ def build_memory_section(material: Material) -> Section:
     section = Section("memory", "Memory")
     measurements, choice = material.choice_measurements, material.choice
     if measurements is None or choice is None:
-        why = f"memory is unknown: {material.why_unknown}. tula check --memory estimates it before any probe"
+        why = f"memory is unknown: {material.why_unknown}. To estimate it without probes, run tula check --memory"
         return replace(section, missing=why)
     estimator, gpus = measurements.estimator, measurements.run.spec.cluster.gpus_per_node
     model = estimator.memory.for_ranks(choice.nodes * gpus)
@@ -528,7 +530,7 @@ def build_memory_section(material: Material) -> Section:
     if model.error is not None:
         text.append(f"Median absolute error of the model: {format_number(100 * model.error, 2)} %.")
     if not model.by_component:
-        text.append("Of a script only the total peak memory is known, not its components.")
+        text.append("For a script, only the total peak memory is known, not its components.")
     sizes = {config.local_batch(gpus) for config in estimator.configurations([choice.nodes])}
     sizes |= {local for _, local in estimator.probes}
     figure = _build_memory_figure(estimator.capacity, model, sorted(sizes), probes, choice.local_batch)
@@ -538,7 +540,7 @@ def build_memory_section(material: Material) -> Section:
 def _describe_limit(measurements: TypeMeasurements, nodes: int) -> str:
     capacity, largest = measurements.estimator.capacity, measurements.estimator.largest_local_batch(nodes)
     if capacity is None:
-        return "The memory per rank has no limit (set one with cluster.memory_per_gpu)."
+        return "The memory per rank has no limit. To set one, use cluster.memory_per_gpu."
     factor, unit = choose_bytes_unit([capacity])
     samples = measurements.estimator.dataset_size
     if largest is None:
@@ -629,7 +631,7 @@ def _describe_training(training: TrainingMaterial) -> Iterator[str]:
     done = f"batch {end.batch}{changed}: done in {format_duration(3600 * end.actual_hours)}"
     yield f"Training {task.signature}{others_text},{where}, {done}."
     if end.ended:
-        yield f"It stopped early {end.ended} (train.early_stopping); predictions are for the epochs trained."
+        yield f"The training stopped early {end.ended} (train.early_stopping); predictions are for the epochs trained."
     yield from (f"Relaunched: {get_first_line(cause)}." for cause in end.causes)
     yield from (f"The newer training {newer.task.signature} is {newer.state}." for newer in training.newer)
 
@@ -731,7 +733,7 @@ def _build_training_figures(training: TrainingMaterial) -> Iterator[Figure]:
         yield Figure(
             training.part.name_key("loss_by_samples"),
             "Loss over samples",
-            "Logged training steps, and the evaluation set at the end of each epoch.",
+            "Loss of logged training steps, and on the evaluation set at the end of each epoch.",
             "samples seen",
             "loss",
             losses,
@@ -800,8 +802,11 @@ def build_gradients_section(material: Material) -> Section:
     if figures:
         return replace(section, figures=figures)
     if trainings[0].task.spec.script is not None:
-        return replace(section, missing="a script's gradients are not logged; train.diagnostics is for tula's own loop")
-    how = "To log norms and curvature, train with --set train.diagnostics=[gradient_norms,hessian]"
+        return replace(
+            section,
+            missing="the gradients of a script are not logged; train.diagnostics works only with tula's own training loop",
+        )
+    how = "To log gradient norms and curvature, train with --set train.diagnostics=[gradient_norms,hessian]"
     return replace(section, missing=f"this training logged no gradients. {how}")
 
 
@@ -817,7 +822,7 @@ def _make_training_curve(training: TrainingMaterial) -> TrainingCurve:
 
 # --- Comparison of methods
 
-HOW_TO_COMPARE = "no comparison. Run tula compare to train the job with several methods and batches"
+HOW_TO_COMPARE = "nothing was compared yet. Run tula compare to train the job with several methods and batches"
 
 
 def build_comparison_sections_of_parts(material: Material) -> Iterator[Section]:

@@ -273,8 +273,8 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise SpecError(
-            "Figures need the package matplotlib, which is not installed.",
-            "pip install 'tula-cli[report]' (from a clone: pip install '.[report]')",
+            "figures need the package matplotlib, which is not installed",
+            "run pip install 'tula-cli[report]' (in a clone: pip install '.[report]')",
         ) from None
 
 

@@ -57,7 +57,7 @@ def is_priced(rows: Iterable[Prediction], currency: str) -> bool:
 
 NOTES = {
     **CAVEATS,
-    "efficiency_above_100": "better than linear scaling, within measurement error or because caches help on more nodes",
+    "efficiency_above_100": "better than linear scaling, because of measurement error or of caches that help on more nodes",
     "interval_unknown": "too few probes for a 90 % interval",
 }
 """Descriptions of the notes in tables: the caveats of configurations, and those of the report."""
@@ -189,7 +189,9 @@ def make_mean_series(
 
 # --- Figures of the paper
 
-WITHOUT_FIGURES = "drawn by tula's optional package figures, which is not installed: pip install 'tula-cli[figures]'"
+WITHOUT_FIGURES = (
+    "tula's optional package figures, which draws them, is not installed. Run pip install 'tula-cli[figures]'"
+)
 
 
 class PaperFigures(Protocol):

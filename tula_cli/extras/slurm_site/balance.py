@@ -42,9 +42,9 @@ def read_account_balance(spec: JobSpec, *, qos: str, ask: Ask) -> Balance:
     try:
         account = find_account(spec, ask)
     except SchedulerError as error:
-        return Balance("", (), f"the accounting does not report the account: {error.message}")
+        return Balance("", (), f"SLURM's accounting does not report the account: {error.message}")
     if not account:
-        return Balance("", (), "SLURM's accounting has no default account for you; set cluster.slurm.account")
+        return Balance("", (), "SLURM's accounting has no default account for this user. Set cluster.slurm.account")
     partition = (spec.cluster.slurm and spec.cluster.slurm.partition) or ""
     qos = qos.lower()
     limits, missing = _read_limits_of_controller(account, partition, ask)
@@ -172,7 +172,7 @@ def check_balance(
     return BalanceCheck(
         account=balance.account,
         limits=balance.limits,
-        words=f"{_describe_limit(worst, spec)}; it needs {_describe_need(worst, need, spec)}",
+        words=f"{_describe_limit(worst, spec)}; the training needs {_describe_need(worst, need, spec)}",
         lacking=_warn_insufficient_balance(worst, need, spec),
         lacking_at_most=_warn_insufficient_balance(worst, most, spec),
         unknown=balance.unseen,
@@ -182,7 +182,7 @@ def check_balance(
 def _describe_missing_limit(balance: Balance) -> str:
     if balance.unseen:
         return f"unknown: {balance.unseen}"
-    return f"account {balance.account} has no limit for this (GrpTRESMins)"
+    return f"account {balance.account} has no limit for these resources (GrpTRESMins)"
 
 
 def _warn_insufficient_balance(limit: TresLimit, need: Mapping[str, float], spec: JobSpec) -> Diagnostic | None:

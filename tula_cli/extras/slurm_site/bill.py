@@ -291,11 +291,11 @@ def ask_bill(spec: JobSpec, ask: Ask) -> tuple[SiteBill, str]:
     dearest = max(offers, key=lambda offer: offer.node)
     least = min(offer.node for offer in offers)
     between = (
-        f"; at least {format_number(least)}, depending on partition and node type; the most expensive is used"
+        f" (the most expensive option; others cost at least {format_number(least)}, depending on partition and node type)"
         if least < dearest.node
         else ""
     )
-    by_qos = "" if factor == 1 else f", QOS {qos} counts {factor:g} times"
+    by_qos = "" if factor == 1 else f", usage factor {factor:g} of QOS {qos}"
     bill = SiteBill(
         node=dearest.node,
         job=dearest.job,
@@ -337,8 +337,8 @@ def _list_bill_options(
                 "max": "the largest (MAX_TRES)",
                 "max_gres": "the largest, and GRES (MAX_TRES_GRES)",
             }
-            by = f"{text}, {how[count]}" if weights else "no TRESBillingWeights: its CPUs"
-            options.append(_BillOption(name, alone, job, tres, f"{name}: {by}; of a node {_describe_tres(tres)}"))
+            by = f"{text}, {how[count]}" if weights else "no TRESBillingWeights, so CPUs are billed"
+            options.append(_BillOption(name, alone, job, tres, f"{name}: {by}; per node: {_describe_tres(tres)}"))
     return options
 
 
@@ -360,12 +360,12 @@ def find_usage_factor(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> tup
         qos = named or find_default_qos(spec, ask, config)
         rows = ask("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,UsageFactor").splitlines()
     except SchedulerError as error:
-        return named, 1.0, f"the usage factor of its QOS is unknown ({error.message})"
+        return named, 1.0, f"the usage factor of the job's QOS is unknown ({error.message})"
     factors = {name.lower(): value for name, _, value in (row.partition("|") for row in rows)}
     try:
         return qos, float(factors[qos.lower()]), ""
     except (KeyError, ValueError):
-        return qos, 1.0, f"the accounting reports no usage factor of QOS {qos}"
+        return qos, 1.0, f"SLURM's accounting reports no usage factor for QOS {qos}"
 
 
 def find_default_qos(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> str:

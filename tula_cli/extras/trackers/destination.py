@@ -154,7 +154,7 @@ class Destination:
         except TulaError:
             raise
         except ImportError as error:
-            raise TrackerError(f"{self.to}: {error}", "pip install 'tula-cli[trackers]'") from error
+            raise TrackerError(f"{self.to}: {error}", "run pip install 'tula-cli[trackers]'") from error
         except Exception as error:  # networks, databases and user code raise errors of any type
             reason = (str(error).strip().splitlines() or [""])[0]
             raise TrackerError(

@@ -288,14 +288,19 @@ def list_requested_trackers(spec: JobSpec, to: Sequence[str], request: ExportReq
     uri, project = request.uri, request.project
     if not to:
         if uri is not None or project is not None:
-            raise SpecError("--uri and --project need --to, because they are settings of one tracker")
+            raise SpecError(
+                "--uri and --project are settings of one tracker, but --to names none",
+                "add --to, for example --to mlflow",
+            )
         if not spec.export:
             raise SpecError(
-                "no tracker was given", "add --to mlflow, wandb or tensorboard, or a section export to job.yaml"
+                "no tracker was given", "use --to mlflow, wandb or tensorboard, or add section export to job.yaml"
             )
         return tuple(spec.export)
     if len(to) > 1 and (uri is not None or project is not None):
-        raise SpecError("--uri and --project are settings of one tracker, but --to names several")
+        raise SpecError(
+            "--uri and --project are settings of one tracker, but --to names several", "name one tracker with --to"
+        )
     try:
         return tuple(Export(to=section, uri=uri, project=project) for section in to)
     except ValidationError as error:
@@ -349,7 +354,7 @@ def export_run(
             sleep(interval)
         yield from (WarningEvent(damage) for run in runs for damage in run.read().training_warnings)
     except KeyboardInterrupt:
-        raise Interruption("interrupted; the next export continues from there") from None
+        raise Interruption("interrupted; the next export sends the missing values") from None
     finally:
         for session in sessions:
             yield from session.close()
@@ -433,10 +438,10 @@ def describe_exports(results: "Sequence[ExportResult]") -> "Iterator[str]":
         runs = format_count(result.runs, "run")
         if result.offline:
             failed = "; incomplete, because of a write error" if result.problem else ""
-            yield f"{result.to} (offline): wrote {new}; {runs} in the folder{failed}; not sent until you run"
+            yield f"{result.to} (offline): wrote {new}; {runs} in the folder{failed}; to send them, run"
         else:
-            failed = "; incomplete, because it did not answer" if result.problem else ""
-            yield f"{result.to}: sent {new}; {runs} there now{failed}"
+            failed = "; incomplete, because of an error" if result.problem else ""
+            yield f"{result.to}: sent {new}; {runs} stored there{failed}"
         yield f"  {_describe_destination(result)}"
 
 

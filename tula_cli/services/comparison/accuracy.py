@@ -279,7 +279,7 @@ def _make_cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, 
         ended_without = (
             name not in summary.metrics and f"best_{name}" in summary.metrics
         )  # the last value is not finite
-        reason = f"{name} was not finite at the end" if ended_without else ""
+        reason = f"the last value of {name} was not finite" if ended_without else ""
         return dataclasses.replace(
             cell_report, metrics=summary.metrics, state="diverged" if ended_without else "done", reason=reason
         )
@@ -435,7 +435,7 @@ def describe_best_row(report: CompareReport, script: Script | None) -> str:
     batch = max((row.batch for row in report.rows if not row.reference and row.stat(report.metric)), default=0)
     candidates = [row for row in report.rows if row.batch == batch and not row.reference and row.stat(report.metric)]
     if small is None or not candidates:
-        return f"No result yet: {report.finished} of {format_count(report.total, 'training')} done; tula compare trains the others."
+        return f"No result yet: {report.finished} of {format_count(report.total, 'training')} done. Run tula compare to train the others."
     first = find_best_row(candidates, report)
     result = f"{report.metric} {describe_spread(first.stat(report.metric))}, where batch {report.reference_batch} has {describe_spread(small)}"
     progress = "" if report.complete else f" ({report.finished} of {format_count(report.total, 'training')} done)"
@@ -548,6 +548,7 @@ def _judge_accuracy(reference: "ComparisonRow", row: "ComparisonRow", metric: st
             f"{format_number(abs(row.gap))}{spread}{unit} {direction} in {metric} than batch {reference.batch}"
         )
     seeds = min(small.n, large.n)
+    limit = f"{MAX_POINTS_LOST:g} point" if percent else f"{100 * MAX_SHARE_LOST:g} %"
     outcome: Literal["keeps", "may lose"] = "keeps" if keeps else "may lose"
     return Accuracy(
         outcome=outcome,
@@ -557,5 +558,5 @@ def _judge_accuracy(reference: "ComparisonRow", row: "ComparisonRow", metric: st
         gap=row.gap,
         error=error,
         seeds=seeds,
-        words=f"{'kept' if keeps else 'may be lower'}: {row.method} at batch {row.batch} was {description} (tula compare, {format_count(seeds, 'seed')})",
+        words=f"{'kept within' if keeps else 'may be worse by more than'} {limit}: {row.method} at batch {row.batch} was {description} (tula compare, {format_count(seeds, 'seed')})",
     )

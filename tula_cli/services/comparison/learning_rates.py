@@ -196,7 +196,7 @@ def _require_branchable(run: Run, script: Script, divisor: int) -> tuple[int, in
         resumes = script.resume.batch if finding is None else finding.resumes
     problem, advice = "", ""
     if script.resume is None:
-        problem, advice = "script.resume is missing", "set script.resume to how the script resumes"
+        problem, advice = "script.resume is missing", "describe in script.resume how the script resumes"
     elif not script.placeholders & {"lr", "lr_factor"}:
         problem, advice = (
             "script.command has neither {lr} nor {lr_factor}",
@@ -216,7 +216,7 @@ def _require_branchable(run: Run, script: Script, divisor: int) -> tuple[int, in
     if problem or size is None:
         raise SpecError(
             f"tula cannot start short trainings of the script from its checkpoint: {problem}",
-            f"{advice}; or compare short trainings: tula compare --methods lbt,sqrt,lrs trains them for a quarter of the epochs",
+            f"{advice}; or compare trainings of a quarter of the epochs: tula compare --methods lbt,sqrt,lrs",
         )
     resume_test.get_resume_settings(run.spec)
     if resumes == "any" and script.save != "none":
@@ -355,7 +355,7 @@ def read_report(search: PreparedSearch, file: JobFile | None = None) -> Learning
     chosen = rate_search.choose_rate([branch for branch in record.branches if branch.batch == batch], record.start_loss)
     if chosen is None:
         raise Diverged(
-            f"every learning rate diverges at batch {batch}, even that of batch {reference}",
+            f"all learning rates diverged at batch {batch}, even the one that was tuned for batch {reference}",
             f"lower {rate_search.get_reference_keys(run.spec)[1]}, or use a smaller batch",
         )
     overrides = tuple(rate_search.list_overrides(run.spec, chosen.rule))
@@ -404,7 +404,7 @@ def _make_train_command(run: RunDir, task: RateSearchTask, overrides: Sequence[s
 def describe_critical_batch(report: LearningRateReport) -> str:
     """Describe the gradient noise scale at the checkpoint."""
     if report.critical_batch is None and not report.held_out:
-        return "critical batch (gradient noise scale): unknown, because it needs a script that uses DDP on two ranks or more"
+        return "critical batch (gradient noise scale): unknown, because it is measured only if the script uses DDP on two or more ranks"
     if report.critical_batch is None:
         return f"critical batch (gradient noise scale) at epoch {report.epoch:.2g}: unknown"
     scale, low, high = report.critical_batch

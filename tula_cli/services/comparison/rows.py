@@ -90,7 +90,7 @@ SECTIONS = ("ags", "auto", "optimizer", "schedule", "train")
 FIXED = {
     "train.method": "which is the first word of the row",
     "train.seed": "which --seeds changes",
-    "train.reference_batch": "which is the reference for all rows",
+    "train.reference_batch": "which must be the same in all rows",
 }
 _SETTING = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*=")
 _IMPORTED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -200,7 +200,7 @@ def _parse_setting(row: str, variant: Variant, text: str) -> str:
         keys = [f"{variant.method}:{section}.{key}={value}" for section in sections]
         raise SpecError(
             f"--methods: {row!r}: method {variant.method} has no section, so {key} needs the name of its section",
-            f"write {' or '.join(keys)}" if keys else f"no section that a row may set has the key {key}",
+            f"write {' or '.join(keys)}" if keys else f"remove it: no section that a row may set has the key {key}",
         )
     path = key if "." in key else f"{method_section}.{key}"
     section = path.partition(".")[0]
@@ -210,10 +210,10 @@ def _parse_setting(row: str, variant: Variant, text: str) -> str:
             f"a row can set {', '.join(SECTIONS)}",
         )
     if why := FIXED.get(path):
-        raise SpecError(f"--methods: {row!r} sets {path}, {why}", "leave it out")
+        raise SpecError(f"--methods: {row!r} sets {path}, {why}", "remove it")
     if not variant.training_method.uses_section(section):
         raise SpecError(
-            f"--methods: {row!r}: section {section} has no effect with method {variant.method}", "leave it out"
+            f"--methods: {row!r}: section {section} has no effect with method {variant.method}", "remove it"
         )
     parse_yaml(value, source=f"--methods: {row!r}: {path}")  # checked here so that the error names the row, not --set
     return f"{path}={value}"

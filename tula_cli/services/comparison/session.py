@@ -199,14 +199,14 @@ def _train_missing(
             jobs = yield from _submit_missing(run, plan, launcher, dependencies)
             if not wait_policy.should_wait(run.spec):
                 if plan.standing.undecided:
-                    yield Note("run the same command again when these trainings have ended, to start the next round")
+                    yield Note("when these trainings have finished, run the same command again to start the next round")
                 return
             together = trainings.wait_for_all(run, plan, launcher, jobs)
             yield from export_while_waiting(run, None, map(ComparisonProgress, together))
             tried |= {cell.signature for cell in plan.missing}
             plan = trainings.update_plan(run, plan, tried)
     except KeyboardInterrupt:
-        hint = f"run the same command to follow it; tula cancel {words.make_relative_path(run.path)} ends it"
+        hint = f"run the same command to follow them; tula cancel {words.make_relative_path(run.path)} stops them"
         message = "interrupted; finished trainings are kept, and running ones continue"
         raise Interruption(message, hint) from None
 

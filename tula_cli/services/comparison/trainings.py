@@ -60,8 +60,8 @@ def submit_cell(run: Run, cell: Cell, launcher: Launcher, *, inspect: Inspect) -
     planned = plan_cell(run, cell, inspect)
     if planned.task.signature != cell.signature:
         raise TulaError(
-            "the code that the job names has changed since the comparison was started",
-            "run the same command again to compare with the code as it is now",
+            "the code of the job has changed since the comparison was started",
+            "run the same command again to compare with the current code",
         )
     return train.submit_training(run, planned, launcher)
 
@@ -111,7 +111,9 @@ def train_cells_one_by_one(
         problem = _describe_failure(run, cell)
         failed += bool(problem)
         if failed == MAX_FIRST_FAILURES and failed == len(tried) + ended_before:
-            raise JobFailed(f"the first {failed} trainings have all failed: {problem}", "tula logs shows their output")
+            raise JobFailed(
+                f"the first {failed} trainings have all failed: {problem}", "read their output with tula logs"
+            )
         if plan.comparison.has_rounds:
             plan = update_plan(run, plan, tried)
             waiting = list(plan.missing)

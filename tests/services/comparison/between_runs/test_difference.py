@@ -55,7 +55,9 @@ def test_a_copy_differs_in_nothing(runs, tmp_path):
     copy = shutil.copytree(item.path, tmp_path / "copy")
     result = compare_runs(open_run(item), open_run(RunDir.open(copy)))
     assert result.same
-    message = "nothing differs: the same job, code and environment; step times are equal within noise at all of 6 configurations"
+    message = (
+        "nothing differs: the same job, code and environment; step times are equal within noise (6 configurations)"
+    )
     assert result.headline == (message,)
     assert set(result.frame()["ratio"]) == {1.0}
 
@@ -185,7 +187,7 @@ def test_what_fits_in_one_run_alone_is_reported(runs):
     result = compare_runs(open_run(first), open_run(other))
     assert [row.outcomes for row in result.steps.rows] == [("measured", "measured"), ("measured", "out_of_memory")]
     assert result.steps.only == (0, 1)
-    assert "1 configuration in B alone" in shown(result)
+    assert "1 configuration only in B" in shown(result)
 
 
 def test_a_script_tells_whole_steps(runs):
@@ -214,7 +216,7 @@ def test_runs_without_a_measurement_are_compared_by_their_jobs(runs):
     assert result.headline == ("nothing differs: the same job and code; neither run has measurements",)
     other = runs("c")
     add(other)
-    message = "nothing differs: the same job and code; no configuration was measured in both"
+    message = "nothing differs: the same job and code; no configuration was measured in both runs"
     assert compare_runs(open_run(runs("a")), open_run(other)).headline == (message,)
 
 

@@ -1711,7 +1711,7 @@ def test_rows_of_the_pareto_front_are_marked(cluster):
 def test_a_choice_by_energy_is_refused_where_no_probe_tells_it(cluster):
     tula("profile", "job.yaml")
     refused = tula("recommend", "--objective", "energy")
-    assert refused.code == 4 and "measured the energy of its steps" in refused.err and "Traceback" not in refused.err
+    assert refused.code == 4 and "needs the energy per step" in refused.err and "Traceback" not in refused.err
     assert {row["kwh"] for row in tula("recommend", "--json").json["data"]["rows"]} == {None}
 
 

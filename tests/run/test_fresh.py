@@ -35,8 +35,8 @@ def test_a_name_is_looked_for_in_its_folder(tmp_path: Path) -> None:
 
 
 def test_what_appears_late_is_waited_for(tmp_path: Path) -> None:
-    assert not wait_until_listed(tmp_path / "file", within=0.0)
+    assert not wait_until_listed(tmp_path / "file", timeout=0.0)
     late = threading.Timer(0.3, (tmp_path / "file").touch)
     late.start()
-    assert wait_until_listed(tmp_path / "file", within=20.0)
+    assert wait_until_listed(tmp_path / "file", timeout=20.0)
     late.join()

@@ -128,11 +128,13 @@ def _is_class_of_options(parameter: inspect.Parameter) -> bool:
 
 def _make_argument(parameter: inspect.Parameter, values: Mapping[str, Any]) -> Any:
     """Return the argument of a command for a parameter, from the values on the command line."""
-    fields = {field.name: _convert(field, option, values[field.name]) for field, option in _list_fields(parameter)}
+    fields = {
+        field.name: _convert_value(field, option, values[field.name]) for field, option in _list_fields(parameter)
+    }
     return parameter.annotation(**fields) if _is_class_of_options(parameter) else fields[parameter.name]
 
 
-def _convert(field: inspect.Parameter, option: Option | None, value: Any) -> Any:
+def _convert_value(field: inspect.Parameter, option: Option | None, value: Any) -> Any:
     """Return the value of a field for a value of the command line, where None means that the option is not given."""
     if value is None:
         return field.default

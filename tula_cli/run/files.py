@@ -547,18 +547,18 @@ def is_listed(path: Path) -> bool:
     return path.name in list_names(path.parent)
 
 
-def wait_until_listed(path: Path, *, within: float = MAX_ATTRIBUTE_LAG) -> bool:
+def wait_until_listed(path: Path, *, timeout: float = MAX_ATTRIBUTE_LAG) -> bool:
     """Wait until a folder lists a name that another machine has written; return False if it does not appear in time.
 
     Args:
         path: of the file or folder.
-        within: seconds.
+        timeout: seconds.
     """
-    deadline = time.monotonic() + within
+    deadline = time.monotonic() + timeout
     while not is_listed(path):
         if time.monotonic() >= deadline:
             return False
-        time.sleep(min(0.5, within))
+        time.sleep(min(0.5, timeout))
     return True
 
 

@@ -48,7 +48,7 @@ def require_run(path: Path) -> None:
         file_statistics = path.stat()
         is_run = stat.S_ISDIR(file_statistics.st_mode) and stat.S_ISREG((path / _RUN).stat().st_mode)
         refused = is_run and not all(
-            _has_access(place, how) for place, how in ((path, readable), (path / _RUN, os.R_OK))
+            _has_access(entry, how) for entry, how in ((path, readable), (path / _RUN, os.R_OK))
         )
     except PermissionError:
         is_run = refused = True
@@ -69,14 +69,14 @@ def make_ownership_error(path: Path, *, change: bool = False) -> NotYours | None
         path: of the file, which need not exist or be visible.
         change: whether it was to be written.
     """
-    for place in (path, *path.parents):
+    for entry in (path, *path.parents):
         try:
-            mode = place.lstat().st_mode
+            mode = entry.lstat().st_mode
         except OSError:  # missing, or in a folder that only its owner can read
             continue
-        closed = stat.S_ISDIR(mode) and not _has_access(place, os.R_OK | os.X_OK)
-        if (owner := find_other_owner(place)) and (closed or _is_in_run(place)):
-            return _make_ownership_error(place, owner, "change" if change else "read")
+        closed = stat.S_ISDIR(mode) and not _has_access(entry, os.R_OK | os.X_OK)
+        if (owner := find_other_owner(entry)) and (closed or _is_in_run(entry)):
+            return _make_ownership_error(entry, owner, "change" if change else "read")
         return None
     return None
 
@@ -100,8 +100,8 @@ def _make_ownership_error(path: Path, owner: str, what: str) -> NotYours:
     )
 
 
-def _is_in_run(place: Path) -> bool:
-    return any(os.path.exists(folder / _RUN) for folder in (place, *place.parents))  # noqa: PTH110 - raises no PermissionError
+def _is_in_run(entry: Path) -> bool:
+    return any(os.path.exists(folder / _RUN) for folder in (entry, *entry.parents))  # noqa: PTH110 - raises no PermissionError
 
 
 def _has_access(path: Path, how: int) -> bool:

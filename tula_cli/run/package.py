@@ -55,21 +55,21 @@ def write_package_archive(run: Path) -> Path | None:
             for name, content in _read_package_code().items():
                 made.writestr(zipfile.ZipInfo(name, _SAME_DATE), content, zipfile.ZIP_DEFLATED)
 
-    place = find_package_archive(run)
-    if place is not None and not place.exists():
-        write_atomic(place, save)
-    return place
+    archive = find_package_archive(run)
+    if archive is not None and not archive.exists():
+        write_atomic(archive, save)
+    return archive
 
 
-def prepend_to_path(place: Path | None, path: str = "") -> str:
+def prepend_to_path(archive: Path | None, path: str = "") -> str:
     """Return PYTHONPATH with an archive first; if the archive is gone, jobs import the installed package."""
-    entries = [*([str(place)] if place is not None else []), *filter(None, path.split(os.pathsep))]
+    entries = [*([str(archive)] if archive is not None else []), *filter(None, path.split(os.pathsep))]
     return os.pathsep.join(dict.fromkeys(entries))
 
 
 def make_shell_lines(run: Path) -> list[str]:
     """Return shell lines by which a job imports the version that submitted it, whatever its set-up put in the path."""
-    place = find_package_archive(run.resolve())
-    if place is None:
+    archive = find_package_archive(run.resolve())
+    if archive is None:
         return []
-    return [f'export PYTHONPATH={shlex.quote(str(place))}"${{PYTHONPATH:+:$PYTHONPATH}}"']
+    return [f'export PYTHONPATH={shlex.quote(str(archive))}"${{PYTHONPATH:+:$PYTHONPATH}}"']

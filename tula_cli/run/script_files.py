@@ -386,8 +386,8 @@ def _select_bounded_files(program: Program, base: Path, listed: Mapping[Path, bo
         ):
             continue
         size = file.stat().st_size
-        within = size <= code_selection.MAX_FILE_BYTES and total + size <= code_selection.MAX_TOTAL_BYTES
-        if within and len(copied) < code_selection.MAX_FILE_COUNT and os.access(file, os.R_OK):
+        fits_limits = size <= code_selection.MAX_FILE_BYTES and total + size <= code_selection.MAX_TOTAL_BYTES
+        if fits_limits and len(copied) < code_selection.MAX_FILE_COUNT and os.access(file, os.R_OK):
             copied.append(file)
             total += size
         else:

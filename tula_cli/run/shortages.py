@@ -78,10 +78,10 @@ def parse_shortage(text: str, folders: Iterable[Path]) -> Shortage:
 def find_remaining_shortage(shortage: Shortage) -> Shortage | None:
     """Return the current shortage on a disk that was full before, or None if there is space again."""
     folder = Path(shortage.folder)
-    place = next((parent for parent in (folder, *folder.parents) if parent.is_dir()), folder)
+    existing = next((parent for parent in (folder, *folder.parents) if parent.is_dir()), folder)
     needed = max(shortage.needed or 0, 0) + 2**16
     return (
         measure_shortage(folder, needed=shortage.needed, quota=shortage.quota)
-        if choose_full_disk_errno(place, needed)
+        if choose_full_disk_errno(existing, needed)
         else None
     )

@@ -321,7 +321,7 @@ def _read_sampled_rows(path: Path, _changed: int, size: int) -> tuple[dict[str, 
     rows: list[dict[str, Any]] = []
     skipped: tuple[int, bytes] | None = None  # (index in rows, line) of the newest step if it was left out
 
-    def wanted(line: bytes) -> bool:
+    def keep_line(line: bytes) -> bool:
         nonlocal skipped
         is_step = line.startswith(_STEP)
         if is_step and next(number) % every:
@@ -330,14 +330,14 @@ def _read_sampled_rows(path: Path, _changed: int, size: int) -> tuple[dict[str, 
         skipped = None if is_step else skipped
         return True
 
-    for row in filter(_has_required_fields, read_json_lines(path, is_wanted=wanted)):
-        rows.append(row)  # noqa: PERF402 - `wanted` reads len(rows) meanwhile
+    for row in filter(_has_required_fields, read_json_lines(path, is_wanted=keep_line)):
+        rows.append(row)  # noqa: PERF402 - `keep_line` reads len(rows) meanwhile
     if skipped is not None and (newest := parse_json_object(skipped[1])) is not None and _has_required_fields(newest):
         rows.insert(skipped[0], newest)
     return tuple(rows)
 
 
-def _list_damaged_lines(path: Path, is_sound: Callable[[bytes], bool]) -> list[int]:
+def _list_damaged_lines(path: Path, is_valid_line: Callable[[bytes], bool]) -> list[int]:
     """Return the line numbers (from 1) of a file that are not sound; empty if there is no such file."""
     number, damaged = 1, dict[int, None]()
     if not path.exists():
@@ -345,7 +345,7 @@ def _list_damaged_lines(path: Path, is_sound: Callable[[bytes], bool]) -> list[i
     try:
         with open_file(path) as file:
             for line in read_lines(file):
-                if not is_sound(line):
+                if not is_valid_line(line):
                     damaged[number] = None
                 number += line.endswith(b"\n")
     except FileNotFoundError:
@@ -381,12 +381,12 @@ def _has_required_fields(row: Mapping[str, Any]) -> bool:
         return _are_numbers(row.get("epoch"), row.get("batch"))
     if kind not in _PLACED:
         return isinstance(kind, str)
-    places = [row[name] for name in ("time", "epoch", "batch") if row.get(name) is not None]
+    positions = [row[name] for name in ("time", "epoch", "batch") if row.get(name) is not None]
     numbers = [row[name] for name in _MEASURED if row.get(name) is not None]
-    placed = "epoch" in row and _are_numbers(
-        row.get("samples"), *places, *(row.get(name) for name in _REQUIRED.get(kind, ()))
+    has_position = "epoch" in row and _are_numbers(
+        row.get("samples"), *positions, *(row.get(name) for name in _REQUIRED.get(kind, ()))
     )
-    return placed and all(isinstance(value, int | float) for value in numbers)
+    return has_position and all(isinstance(value, int | float) for value in numbers)
 
 
 def _are_numbers(*values: object) -> bool:

@@ -150,15 +150,15 @@ def require_plain_data(value: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"{place[1:]} is a {type(item).__name__}; use only text, numbers, true, false, null, lists and mappings"
             )
-    plain: dict[str, Any] = _to_plain(value)
+    plain: dict[str, Any] = _convert_to_plain_data(value)
     return plain
 
 
-def _to_plain(value: Any) -> Any:
+def _convert_to_plain_data(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _to_plain(inner) for key, inner in value.items()}
+        return {key: _convert_to_plain_data(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_to_plain(inner) for inner in value]
+        return [_convert_to_plain_data(inner) for inner in value]
     return int(value) if isinstance(value, TypedInt) else float(value) if isinstance(value, TypedFloat) else value
 
 

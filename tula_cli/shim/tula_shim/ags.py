@@ -77,7 +77,7 @@ class AgsSteps:
         self._optimizers.append(weakref.ref(optimizer))
         if hasattr(optimizer, "register_load_state_dict_pre_hook"):  # since torch 2.1
             optimizer.register_state_dict_post_hook(self._add_state)
-            optimizer.register_load_state_dict_pre_hook(self._load)
+            optimizer.register_load_state_dict_pre_hook(self._load_state)
 
     def bind_largest(self) -> None:
         """Bind to the largest DDP module and the largest optimizer of its parameters, once both exist.
@@ -141,7 +141,7 @@ class AgsSteps:
         dividing = importlib.import_module(f"{PACKAGE}.presets").DIVIDING
         target = self.settings["apply_to"] or ("gradient" if scales_gradients(base, dividing) else "update")
         try:
-            tula = self.tula = self._wrap(base, model, target)
+            tula = self.tula = self._wrap_optimizer(base, model, target)
         except ValueError as error:
             self.fail(str(error))
         self.split.hook = "default"  # the hook of AGS is not the script's own
@@ -153,7 +153,7 @@ class AgsSteps:
             self.notes.append(tula.identity)
         self._record_other_parameters(base, model)
         if (state := self._loaded.pop(base, None)) is not None:
-            self._resume(state)
+            self._restore_ags_state(state)
         elif self.settings["resumed"]:
             self.notes.append(
                 "the checkpoint contains no AGS state, so the factors start again at 1: check whether the script saves the state of its optimizer"
@@ -180,7 +180,7 @@ class AgsSteps:
             " ags.source: local_norms needs that hook: remove the script's, or set ags.source: small_batch"
         )
 
-    def _wrap(self, base: Any, model: Any, target: str) -> Any:
+    def _wrap_optimizer(self, base: Any, model: Any, target: str) -> Any:
         settings, library = self.settings, importlib.import_module(PACKAGE)
         if not self.plan.training:  # the last steps of a probe have no reductions, as planned
             warnings.simplefilter("ignore", library.MissedRefreshWarning)
@@ -250,7 +250,7 @@ class AgsSteps:
             CannotScaleError: the script trains without AGS.
         """
         if self.tula is None or optimizer is not self.tula.base:
-            self._unscale(optimizer)
+            self._unscale_gradients(optimizer)
             return
         if self._step is not None:
             from torch import no_grad
@@ -272,7 +272,7 @@ class AgsSteps:
         assert self.tula is not None
         return self.tula.identity is None and self.settings["settings"]["refresh"] == {"every": 1}
 
-    def _unscale(self, optimizer: Any) -> None:
+    def _unscale_gradients(self, optimizer: Any) -> None:
         if self.tula is None:
             self._without += 1
             if self._without >= PATIENCE:
@@ -328,16 +328,16 @@ class AgsSteps:
             return state
         return {**state, KEY: self.tula.ags_state_dict()}
 
-    def _load(self, optimizer: Any, state: dict[str, Any]) -> None:
+    def _load_state(self, optimizer: Any, state: dict[str, Any]) -> None:
         state_of_ags = state.pop(KEY, None)  # `state` is a shallow copy, so the script's dict is unchanged
         if state_of_ags is None:
             return
         if self.tula is not None and optimizer is self.tula.base:
-            self._resume(state_of_ags)
+            self._restore_ags_state(state_of_ags)
         else:
             self._loaded[optimizer] = state_of_ags
 
-    def _resume(self, state: dict[str, Any]) -> None:
+    def _restore_ags_state(self, state: dict[str, Any]) -> None:
         assert self.tula is not None
         try:
             self.tula.load_ags_state_dict(state)

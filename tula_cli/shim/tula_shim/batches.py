@@ -70,8 +70,8 @@ class DeliveredBatches:
 
     def _add_counts(self, key: int, counts: list[float], sign: int) -> None:
         pending = self.pending.setdefault(key, [0, 0, 0.0])
-        for place, value in enumerate(counts):
-            pending[place] += sign * value
+        for index, value in enumerate(counts):
+            pending[index] += sign * value
         if pending[1] <= 0:
             del self.pending[key]
 
@@ -94,7 +94,7 @@ class DeliveredBatches:
     def add(self, key: int, batch: object, *, waited: float, size: int | None, iterator: Any = None) -> None:
         """Count a batch of the dataset `key`; `size` is the batch size that its sampler reports."""
         try:
-            samples = self._count(key, batch, size)
+            samples = self._count_batch_samples(key, batch, size)
         except Exception:  # noqa: BLE001 - a type of the script that cannot be inspected; its batches are not counted
             samples = self._paths[key] = None
         counts = self.pending.get(key)
@@ -105,7 +105,7 @@ class DeliveredBatches:
         counts[2] += waited
         self._count_pass(key, iterator, samples or 0, waited)
 
-    def _count(self, key: int, batch: object, size: int | None) -> int | None:
+    def _count_batch_samples(self, key: int, batch: object, size: int | None) -> int | None:
         path = self._paths.get(key)
         if path is None and key in self._paths:
             return None

@@ -25,7 +25,7 @@ class BranchSteps:
         """Return whether the branch ends after `step` steps."""
         return self.steps is not None and step >= self.steps
 
-    def compute_share(self, done: int) -> float:
+    def compute_lr_share(self, done: int) -> float:
         """Return the share of the script's learning rate that the next step uses, after `done` steps.
 
         It rises in the first quarter, from the learning rate of the checkpoint, and falls to 0 in the second half.
@@ -72,7 +72,7 @@ def hook_branch(mine: Any) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     register_optimizer_step_pre_hook(
-        lambda optimizer, *_: mine.branch.scale_learning_rates(optimizer, mine.branch.compute_share(mine.step))
+        lambda optimizer, *_: mine.branch.scale_learning_rates(optimizer, mine.branch.compute_lr_share(mine.step))
     )
     register_optimizer_step_post_hook(lambda optimizer, *_: mine.branch.restore(optimizer))
     scaler = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler

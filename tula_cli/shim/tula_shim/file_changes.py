@@ -108,25 +108,25 @@ class Files:
         """
         if not isinstance(path, (str, bytes, os.PathLike)) or os.fspath(path) in ("", b"", ":memory:"):
             return  # a file descriptor or a file object
-        place = os.path.realpath(path) if resolve else _make_absolute_path(path, dir_fd)
-        place = os.fsdecode(place)
-        if self._seen.get(place) == self.stepped:
+        absolute_path = os.path.realpath(path) if resolve else _make_absolute_path(path, dir_fd)
+        absolute_path = os.fsdecode(absolute_path)
+        if self._seen.get(absolute_path) == self.stepped:
             return
-        if place.startswith(self.ignored) or any(f"{os.sep}{name}" in place for name in CACHES):
+        if absolute_path.startswith(self.ignored) or any(f"{os.sep}{name}" in absolute_path for name in CACHES):
             return
-        first = place not in self._seen
-        self._seen[place] = self.stepped
+        first = absolute_path not in self._seen
+        self._seen[absolute_path] = self.stepped
         self._here.busy = True
         try:
-            kept = self._back_up(place) if first else {"existed": None, "copy": None, "modified": None}
-            self._write(path=place, folder=folder, late=self.stepped, **kept)
+            kept = self._back_up(absolute_path) if first else {"existed": None, "copy": None, "modified": None}
+            self._write(path=absolute_path, folder=folder, late=self.stepped, **kept)
         finally:
             self._here.busy = False
 
-    def _back_up(self, place: str) -> dict[str, Any]:
+    def _back_up(self, absolute_path: str) -> dict[str, Any]:
         """Return whether a path existed before this probe, its copy, and its modification time (ns)."""
         try:
-            status = os.lstat(place)
+            status = os.lstat(absolute_path)
         except OSError:
             return {"existed": False, "copy": None, "modified": None}
         if stat.S_ISDIR(status.st_mode):
@@ -135,15 +135,15 @@ class Files:
             return {"existed": False, "copy": None, "modified": None}
         copy = None
         with contextlib.suppress(OSError):  # no space, or not readable: the change is reported without a copy
-            copy = self._copy(place, status.st_size)
+            copy = self._copy(absolute_path, status.st_size)
         return {"existed": True, "copy": copy, "modified": status.st_mtime_ns}
 
-    def _copy(self, place: str, size: int) -> str | None:
+    def _copy(self, absolute_path: str, size: int) -> str | None:
         """Return the copy of a file, shared by all processes of a node and made before the first of them changes it.
 
         None if the copies of this process would exceed MAX_COPY.
         """
-        name = hashlib.sha256(os.fsencode(place)).hexdigest()[:32]
+        name = hashlib.sha256(os.fsencode(absolute_path)).hexdigest()[:32]
         copy = self.folder / "before" / f"{socket.gethostname()}-{name}"
         if os.path.lexists(copy):
             return str(copy)
@@ -152,7 +152,7 @@ class Files:
         self._copied += size
         copy.parent.mkdir(parents=True, exist_ok=True)
         draft = f"{copy}.{os.getpid()}"
-        shutil.copy2(place, draft, follow_symlinks=False)
+        shutil.copy2(absolute_path, draft, follow_symlinks=False)
         try:
             os.link(draft, copy, follow_symlinks=False)
         except FileExistsError:

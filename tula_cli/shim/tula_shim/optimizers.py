@@ -42,7 +42,7 @@ class Optimizers:
     def clock(self) -> Any | None:
         return self._clock() if self._clock is not None else None
 
-    def main(self) -> dict[str, Any] | None:
+    def describe_main_optimizer(self) -> dict[str, Any] | None:
         """Return the name and number of elements of the clock, or else of the optimizer that the loop declared."""
         return max(self.seen, key=lambda entry: int(entry["elements"]), default=self.declared)
 
@@ -112,7 +112,7 @@ class Schedule:
         self._report: dict[str, Any] = {}
         self._searched = False
 
-    def report(self, optimizer: Any) -> dict[str, Any]:
+    def describe_schedule(self, optimizer: Any) -> dict[str, Any]:
         """Return {"schedule": {"name", "at", "moves"}}, empty without a torch scheduler.
 
         `at` counts its steps; `moves` is None if it cannot be projected.

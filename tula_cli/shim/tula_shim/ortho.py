@@ -85,7 +85,7 @@ class OrthoSteps:
             raise self.failed  # raised again, because the script caught the first one
         if self._open is not None and self._open[0] is not optimizer:
             return None  # a step within that of another optimizer
-        self._close(RuntimeError("the step was aborted"))
+        self._finish_step(RuntimeError("the step was aborted"))
         ortho = self._get_ortho(optimizer)
         if ortho is None:
             return None
@@ -101,9 +101,9 @@ class OrthoSteps:
     def after_step(self, optimizer: Any) -> None:
         """Orthogonalise the update."""
         if self._open is not None and self._open[0] is optimizer:
-            self._close(None)
+            self._finish_step(None)
 
-    def _close(self, error: RuntimeError | None) -> None:
+    def _finish_step(self, error: RuntimeError | None) -> None:
         """Complete a step; after an error the weights are restored."""
         if self._open is None:
             return

@@ -80,7 +80,7 @@ def read_plan(path: str | None = None) -> Plan:
 
 
 def _check_plan(path: str, given: dict[str, Any]) -> Plan:
-    def number(name: str, default: float, least: float) -> float:
+    def read_number(name: str, default: float, least: float) -> float:
         value = given.get(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
             raise PlanError(f"tula: plan {path}: key {name!r} must be a number of at least {least:g}, got {value!r}")
@@ -98,21 +98,21 @@ def _check_plan(path: str, given: dict[str, Any]) -> Plan:
     expected = given.get("expected")
     if not isinstance(expected, (dict, type(None))):
         raise PlanError(f"tula: plan {path}: key 'expected' must be a mapping or null, got {expected!r}")
-    steps = int(number("steps", STEPS, 1))
-    low = int(number("min_steps", steps, 1))
+    steps = int(read_number("steps", STEPS, 1))
+    low = int(read_number("min_steps", steps, 1))
     return Plan(
         folder=Path(given["folder"]),
         task=given["task"],
-        attempt=int(number("attempt", 1, 1)),
+        attempt=int(read_number("attempt", 1, 1)),
         mode=read_choice("mode", "probe", "train", "observe"),
         expected={name: (expected or {}).get(name) for name in ("world", "batch", "accumulate", "lr", "dataset")},
-        warmup=int(number("warmup", 5, 1)),
+        warmup=int(read_number("warmup", 5, 1)),
         min_steps=low,
-        max_steps=int(number("max_steps", max(low, steps), low)),
-        seconds=number("seconds", 0.0, 0.0),
-        split_steps=int(number("split_steps", 6, 0)),
-        heartbeat=number("heartbeat", 1.0, 0.0),
-        row=number("row", 10.0, 0.0),
+        max_steps=int(read_number("max_steps", max(low, steps), low)),
+        seconds=read_number("seconds", 0.0, 0.0),
+        split_steps=int(read_number("split_steps", 6, 0)),
+        heartbeat=read_number("heartbeat", 1.0, 0.0),
+        row=read_number("row", 10.0, 0.0),
         save=bool(given.get("save", False)),
         checkpoint=str(given.get("checkpoint", "")),
         ags=_read_part_of_plan(path, given, "ags", AGS),

@@ -163,7 +163,7 @@ class Recorder:
             self.asked_to = self.requests.poll(self.step, self.pulse, self.world)
             self._begin_training(counts, samples)
         elif self.plan.observing:
-            self._observe(counts, samples)
+            self._record_observed_step(counts, samples)
         else:
             self.lrs.append(lr)
             self._store_step(counts, samples)
@@ -184,12 +184,12 @@ class Recorder:
 
     def _make_row_extras(self) -> dict[str, Any]:
         scaled = self.ags.report() if self.ags is not None else {}
-        return {**scaled, **(self.schedule.report(self.optimizers.clock) if self.plan.schedule else {})}
+        return {**scaled, **(self.schedule.describe_schedule(self.optimizers.clock) if self.plan.schedule else {})}
 
     def _start_training(self) -> None:
         self.rank, self.world = get_rank() or 0, count_ranks(by_hand=self.by_hand)
         if self.plan.observing:
-            self._name_folder()
+            self._set_folder()
         self.startup = compute_process_age()
         self._clock = make_clock()
         if self.files is not None:
@@ -198,7 +198,7 @@ class Recorder:
         for path, written in self.loads.items():
             self.pulse.load(path, written)
 
-    def _name_folder(self) -> None:
+    def _set_folder(self) -> None:
         """Set the folder of this training, which is known at its first step."""
         folder = name_observed_folder(self.root, self.world)
         self.plan = self.pulse.plan = dataclasses.replace(self.plan, folder=folder)
@@ -219,7 +219,7 @@ class Recorder:
             self.phase = WARMUP if self.step <= self.plan.warmup else TIMED
             self._store_step(counts, samples)
 
-    def _observe(self, counts: dict[int, list[float]], samples: float | None) -> None:
+    def _record_observed_step(self, counts: dict[int, list[float]], samples: float | None) -> None:
         """Measure the first steps as a probe does, without changing anything; after them only add up durations.
 
         Each rank enters the next phase by its own decision, so that no rank ever waits for another one.
@@ -337,7 +337,7 @@ def make_report(recorder: Recorder, why: str) -> dict[str, Any]:
         why: "begun", "stopped", "ended" or "saved".
     """
     plan, optimizers = recorder.plan, recorder.optimizers
-    main = optimizers.main() or {"name": None, "elements": None}
+    main = optimizers.describe_main_optimizer() or {"name": None, "elements": None}
     torch = sys.modules.get("torch")
     notes = [*recorder.notes, recorder.split.note, recorder.requests.note]
     return {
@@ -366,7 +366,7 @@ def make_report(recorder: Recorder, why: str) -> dict[str, Any]:
         "lr": _list_learning_rates(recorder),
         "warmup": [recorder.seconds(i.begin, i.end) for i in recorder.intervals.get(WARMUP, ())],
         "timed": [_make_interval_row(recorder, interval) for interval in recorder.intervals.get(TIMED, ())],
-        "split": _split(recorder),
+        "split": _make_split_report(recorder),
         "loader": recorder.delivered.facts.get(recorder.delivered.training or 0),
         "loaders": list(recorder.delivered.facts.values()),
         "notes": [note for note in notes if note],
@@ -397,7 +397,7 @@ def _make_interval_row(recorder: Recorder, interval: Interval) -> dict[str, Any]
     }
 
 
-def _split(recorder: Recorder) -> dict[str, Any] | None:
+def _make_split_report(recorder: Recorder) -> dict[str, Any] | None:
     """Return the measurements of the steps after the timed ones, or of a branch; None if there were none."""
     split = recorder.split
     if not split.exposed and not split.norms:

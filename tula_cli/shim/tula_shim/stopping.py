@@ -72,18 +72,18 @@ def terminate_children() -> None:
     """Terminate this process' descendants: first data loader workers, which torch would wait for, then all others."""
     for child in multiprocessing.active_children():
         child.terminate()
-    _end_process(lambda: [pid for pid in list_descendants(os.getpid()) if not _is_cleaner(pid)])
+    _terminate_processes(lambda: [pid for pid in list_descendants(os.getpid()) if not _is_cleanup_process(pid)])
 
 
-def _end_process(remaining: Callable[[], list[int]]) -> None:
+def _terminate_processes(list_remaining: Callable[[], list[int]]) -> None:
     for signal_sent in (signal.SIGTERM, signal.SIGKILL):
-        for pid in remaining():
+        for pid in list_remaining():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal_sent)
         deadline = time.monotonic() + GRACE
         while time.monotonic() < deadline:
             _reap_children()
-            if not remaining():
+            if not list_remaining():
                 return
             time.sleep(0.01)
 
@@ -111,7 +111,7 @@ def list_descendants(pid: int) -> list[int]:
     return pids
 
 
-def _is_cleaner(pid: int) -> bool:
+def _is_cleanup_process(pid: int) -> bool:
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -150,7 +150,7 @@ def find_launcher(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
         place = 0  # the words may belong to a program that starts its processes itself
     wrapper, rest = rest[:place], rest[place:]
     inner = _find_inner_command(rest) if rest[0].name in _SHELLS else None
-    launch = find_launcher(inner, known) if inner is not None else _launch(rest, known)
+    launch = find_launcher(inner, known) if inner is not None else _parse_unwrapped_launch(rest, known)
     if wrapper and launch.program and launch.program[0].text.endswith(".py"):
         launch = replace(launch, program=(ShellWord("python", "python"), *launch.program))
     return replace(launch, wrapper=(*wrapper, *launch.wrapper), left_out=(*left_out, *launch.left_out))
@@ -212,7 +212,7 @@ def _find_inner_command(words: Sequence[ShellWord]) -> list[ShellWord] | None:
     return list(commands[0].program)
 
 
-def _launch(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
+def _parse_unwrapped_launch(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
     first = words[0]
     if why := _FOREIGN.get(first.name):
         hint = (

@@ -83,7 +83,7 @@ def render_sections(recognised: RecognisedCommand) -> str:
         *_list_length_lines(script),
         _render_dataset_size(script),
         *_render_reference(recognised),
-        *_resume(script),
+        *_render_resume(script),
         "  # metric: {top1: 'Acc@1 ([0-9.]+)'} # a pattern in the script's output; the last and the best value are kept",
         '  # save: none # how tula requests a checkpoint: SIGUSR1, SIGUSR2, SIGTERM, "file:{out}/save", or hooks (tula_hooks.py)',
         "  # code: snapshot # jobs run a copy made at submission; none: the files as they are when the job starts",
@@ -153,7 +153,7 @@ def _describe_batch(recognised: RecognisedCommand) -> str:
     return f"{text}; if {flag} is the batch of all GPUs, write {batch} here and {{batch}} in the command"
 
 
-def _resume(script: dict[str, Any]) -> Iterator[str]:
+def _render_resume(script: dict[str, Any]) -> Iterator[str]:
     args = script.get("resume", {}).get("args", "--resume {checkpoint}")
     if "resume" in script and "out" in find_placeholders(script["command"]):
         yield "  resume: # without this section, an interrupted training starts from the beginning"

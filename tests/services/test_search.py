@@ -170,7 +170,7 @@ def test_rounds_end_before_everything_is_measured_and_find_the_best() -> None:
     assert "Expected gain" in result.words
     everything = list_feasible_candidates(ADAPTIVE, dataset_size=truth.dataset_size, max_local_batch=None)
     assert rounds >= 2 and len(results) < len(everything) / 2
-    rows = Estimator.fit(ADAPTIVE, list(results.values())).predictions()
+    rows = Estimator.fit(ADAPTIVE, list(results.values())).candidates().predictions()
     best = min(truth.step_time(row.nodes, row.local_batch) / row.batch for row in rows)
     assert truth.step_time(rows[0].nodes, rows[0].local_batch) / rows[0].batch < 1.03 * best
 

@@ -304,12 +304,8 @@ class Estimator:
             )
         return self.estimate(*to_columns([config])).prediction(0)
 
-    def predictions(self, nodes: Iterable[int] | None = None) -> tuple[Prediction, ...]:
-        """Predict every feasible configuration whose step time is known from the probes, on demand, fastest first."""
-        return self.estimate(*self.find_known_configurations(nodes)).ordered().predictions()
-
     def candidates(self, nodes: Iterable[int] | None = None) -> Candidates:
-        """Predict the same configurations on each market of the pricing, fastest first."""
+        """Predict every feasible configuration with a known step time, on each market of the pricing, fastest first."""
         on_demand = self.estimate(*self.find_known_configurations(nodes))
         return Candidates.concatenate([on_demand, self.predict_on_spot(on_demand)]).ordered()
 

@@ -250,8 +250,8 @@ def test_each_stage_has_the_nodes_that_it_is_worth_unless_the_job_says_otherwise
 
 def test_batches_that_the_decay_never_comes_to_are_no_candidates() -> None:
     low = {"kind": "cosine", "min_lr": 0.01}
-    assert {row.batch for row in forecast(low).predictions()} == {32, 64, 128, 256}
-    assert 2048 in {row.batch for row in forecast().predictions()}
+    assert {row.batch for row in forecast(low).candidates().predictions()} == {32, 64, 128, 256}
+    assert 2048 in {row.batch for row in forecast().candidates().predictions()}
     subject = forecast(low, reference_batch=4, ramp_nodes="same").spec
     problems, (warning,) = describe_unusable_stages(subject, dataset_size=12_800)
     assert problems == [] and warning.code == "nodes-unusable-for-stages"

@@ -184,15 +184,15 @@ def test_the_fit_says_how_many_of_its_observations_are_trainings() -> None:
     probes = [measured(TRUTH, nodes, b) for nodes, value in PROBES.items() for b in value]
     forecast = Estimator.fit(spec(), probes, trained=[trained(0.1), trained(0.102, until=5.0)])
     assert "(8 probes and 2 trainings, " in forecast.steps.words
-    row = next(row for row in forecast.predictions() if (row.nodes, row.batch) == (8, 512))
+    row = next(row for row in forecast.candidates().predictions() if (row.nodes, row.batch) == (8, 512))
     assert row.measured and row.trained == "ab12cd34" and row.step_time == pytest.approx(0.101, rel=1e-3)
     assert "fit-misses" not in codes(forecast.warnings)
     before = Estimator.fit(spec(), probes)
-    assert "training" not in before.steps.words and not any(row.trained for row in before.predictions())
+    assert "training" not in before.steps.words and not any(row.trained for row in before.candidates().predictions())
 
 
 def test_a_training_on_more_nodes_than_any_probe_had_is_no_extrapolation() -> None:
     probes = [measured(TRUTH, nodes, b) for nodes in (2, 4) for b in (8, 128)]
-    rows = Estimator.fit(spec(), probes, trained=[trained(0.11)]).predictions([8])
+    rows = Estimator.fit(spec(), probes, trained=[trained(0.11)]).candidates([8]).predictions()
     assert not any(row.further for row in rows)
-    assert all(row.further for row in Estimator.fit(spec(), probes).predictions([8]))
+    assert all(row.further for row in Estimator.fit(spec(), probes).candidates([8]).predictions())

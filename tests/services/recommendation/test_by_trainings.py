@@ -85,7 +85,9 @@ def test_the_next_answer_has_learnt_from_a_training(run: RunDir) -> None:
 def test_what_is_trained_is_predicted_as_it_was_recommended(run: RunDir) -> None:
     train(run, 1.15 * TRUTH.step_time(2, 64))
     forecast = fit_estimator_of_recommendation(open_run(run))
-    assert forecast.predictions()[0] == ask(run).rows[0].model_copy(update={"pareto": False, "same_progress": None})
+    assert forecast.candidates().predictions()[0] == ask(run).rows[0].model_copy(
+        update={"pareto": False, "same_progress": None}
+    )
 
 
 def test_where_a_probe_was_too_both_count_and_the_table_says_so(run: RunDir) -> None:

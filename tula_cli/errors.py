@@ -72,7 +72,7 @@ class DiskFull(CannotWrite):
 
 
 class StorageFailed(CannotWrite):
-    """The file system did not answer or lost a file: a time-out, a stale handle or a disk error."""
+    """The file system did not answer, lost a file or had a disk error, or is read-only."""
 
     exit_code = 14
     code = "storage"

@@ -86,6 +86,14 @@ def test_what_the_file_system_says_has_its_class(code: int, kind: type, outcome:
     )
 
 
+@pytest.mark.parametrize(
+    ("path", "hint"), [("tula-runs/a/lock", "another folder with --run-dir"), ("x.html", "another folder")]
+)
+def test_a_read_only_file_system_is_named_and_another_folder_proposed(path: str, hint: str) -> None:
+    error = files.make_write_error(Path(path), OSError(errno.EROFS, os.strerror(errno.EROFS)))
+    assert error.message == f"cannot write {path}: Read-only file system" and error.hint == f"choose {hint}"
+
+
 def test_a_folder_that_is_not_ones_own_is_neither(tmp_path: Path) -> None:
     error = files.make_write_error(tmp_path / "a.json", OSError(errno.EACCES, os.strerror(errno.EACCES)))
     assert type(error) is CannotWrite and "another folder" in error.hint

@@ -20,7 +20,7 @@ from tula_cli.cli.options import COMMON, USAGE_ERROR, Command, ExtraCommand, Int
 from tula_cli.errors import DiskFull, SpecError, StorageFailed, TulaError
 from tula_cli.options import ROOT
 from tula_cli.run.disk_space import FULL_DISK_ERRNOS, IO_ERRNOS
-from tula_cli.run.files import NO_ANSWER
+from tula_cli.run.files import choose_storage_hint
 from tula_cli.run.owner import ACCESS_ERRNOS
 from tula_cli.show.screen import Screen, replace_missing_letters
 from tula_cli.spec.old_keys import OldKeyWarning
@@ -304,7 +304,9 @@ def _convert_os_error(error: OSError) -> TulaError | None:
         return SpecError(message, "give another path")
     if error.errno in ACCESS_ERRNOS:
         return TulaError(message, "check the permissions of the file and of its folders")
-    return StorageFailed(message, NO_ANSWER) if error.errno in IO_ERRNOS else None
+    if error.errno in IO_ERRNOS:
+        return StorageFailed(message, choose_storage_hint(Path(error.filename), error))
+    return None
 
 
 def _has_lost_working_directory() -> bool:

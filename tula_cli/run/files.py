@@ -109,7 +109,8 @@ def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None], *, 
 
     Raises:
         RunGone: the file is in a pinned run that no longer exists.
-        DiskFull, StorageFailed: there is no space, or the file system does not answer; the old file is unchanged.
+        DiskFull, StorageFailed: there is no space, or the file system does not answer or is read-only; the old file is
+            unchanged.
         NotYours: it is in another user's run.
         CannotWrite: the folder cannot be written.
     """
@@ -162,9 +163,14 @@ def make_write_error(path: Path, error: OSError, *, needed: int | None = None) -
             needed=needed,
         )
     if error.errno in IO_ERRNOS:
-        return StorageFailed(message, NO_ANSWER)
+        return StorageFailed(message, choose_storage_hint(path, error))
     not_yours_error = make_ownership_error(path, change=True) if error.errno in ACCESS_ERRNOS else None
     return not_yours_error or CannotWrite(message, _make_other_folder_hint(path))
+
+
+def choose_storage_hint(path: Path, error: OSError) -> str:
+    """Return the hint for a file whose file system refused an operation with one of `IO_ERRNOS`."""
+    return _make_other_folder_hint(path) if error.errno == errno.EROFS else NO_ANSWER
 
 
 def _make_other_folder_hint(path: Path) -> str:

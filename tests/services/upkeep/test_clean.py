@@ -1,5 +1,6 @@
 """What of runs may be freed, and what never goes."""
 
+import errno
 import io
 import json
 import os
@@ -385,6 +386,18 @@ def test_it_asks_on_a_terminal_and_is_refused_without_one(run: RunDir, monkeypat
     code, out, err = tula()
     assert "delete these files? [y/N]" in err and out.startswith("freed 0.00781 MiB in 1 file or folder")
     assert names(folder) == ["200.pt", "300.pt"]
+
+
+def test_files_that_cannot_be_deleted_are_an_error(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(run, 100, 200, 300, best=200)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(run_holdings, "remove_file", refuse)
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    code, out, err = tula("--yes")
+    assert (code, out) == (1, "") and f"cannot delete the files: {run.id}: cannot write" in err
 
 
 def test_json_tells_what_was_freed(run: RunDir) -> None:

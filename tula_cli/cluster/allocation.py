@@ -60,19 +60,19 @@ class Allocation:
     A scheduler starts one supervisor per rank or per node; a job on this machine has one supervisor for all ranks.
     """
 
-    index: int  # of this supervisor, from 0
-    count: int  # supervisors
-    local_index: int = 0  # on its node
-    job_id: str = ""  # the scheduler's; empty on this machine
-    restarts: int = 0  # how often the scheduler itself has requeued it
-    hosts: str = ""  # as the scheduler writes them
-    nodes: int | None = None  # None on this machine
-    environ: Mapping[str, str] = field(default_factory=dict)  # what the ranks inherit
-    ends_at: float | None = None  # Unix time of the time limit, where there is one
+    index: int  # index of this supervisor in the job, from 0
+    count: int  # number of supervisors of the job
+    local_index: int = 0  # index of this supervisor on its node
+    job_id: str = ""  # job id of the scheduler; empty on this machine
+    restarts: int = 0  # number of times that the scheduler itself has requeued the job
+    hosts: str = ""  # host list in the format of the scheduler
+    nodes: int | None = None  # number of nodes; None on this machine
+    environ: Mapping[str, str] = field(default_factory=dict)  # environment inherited by the ranks
+    ends_at: float | None = None  # Unix time of the time limit; None without one
     termination: TerminationSignal = field(default_factory=TerminationSignal)
 
-    cpus: int | None = None  # of a supervisor; None where nobody tells
-    scheduler: Scheduler = field(default_factory=SlurmScheduler)  # that a job with an id is one of
+    cpus: int | None = None  # CPUs per supervisor; None if unknown
+    scheduler: Scheduler = field(default_factory=SlurmScheduler)  # scheduler of the job, if it has a job_id
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], scheduler: Scheduler | None = None) -> "Allocation":
@@ -123,7 +123,7 @@ class Allocation:
     def list_ranks(self, task: Task) -> list[RankPlace]:
         """Return the ranks that this supervisor starts: one, those of its node, or all on this machine."""
         gpus = task.spec.cluster.gpus_per_node
-        if self.is_local:  # the machine's GPUs are counted through, whatever node they are taken for
+        if self.is_local:  # one supervisor starts the ranks of all emulated nodes
             return [RankPlace(rank, rank, rank // gpus) for rank in range(task.ranks)]
         if task.spec.task_per_node:
             return [RankPlace(self.index * gpus + local_rank, local_rank, self.index) for local_rank in range(gpus)]

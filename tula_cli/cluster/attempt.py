@@ -105,13 +105,13 @@ class RunningAttempt:
     run: RunDir
     allocation: Allocation
     spawner: RankSpawner
-    memory: GpuMemory  # of this supervisor's GPUs, over all attempts
+    memory: GpuMemory  # memory use of this supervisor's GPUs, compared over all attempts
     task: Task
     attempt: Attempt
     command: LeaderCommand
-    deadline: float  # of the monotonic clock
+    deadline: float  # monotonic time at which the task times out
     lookout: ChangeWatcher
-    _last_heartbeat: float = 0.0  # by the monotonic clock
+    _last_heartbeat: float = 0.0  # monotonic time of the last heartbeat in the log
     _log_capped: float = 0.0
 
     def run_to_exit(self) -> Failure | None:
@@ -120,7 +120,7 @@ class RunningAttempt:
         kills = failures.count_oom_kills()
         try:
             starts = self._program.start(self.allocation, self.command).make_rank_commands(log)
-        except JobFailed as error:  # of a script: no such network interface here
+        except JobFailed as error:  # raised for a script if this node lacks the network interface
             return self._report_not_started(f"{error.message}; {error.hint}")
         with self.run.open_log(log) as output:
             output.write("".join(f"tula: {line}\n" for line in self._clean_up_earlier_attempts(starts)).encode())
@@ -180,10 +180,10 @@ class RunningAttempt:
             termination = self.allocation.find_termination()
             if termination.outcome == "cancelled":
                 self.run.cancel(self.task.job, by=self.allocation.scheduler.cancel_command)
-            # If a follower has failed, the scheduler ends the leader too.
+            # If a follower fails, the scheduler terminates the leader too.
             reported = find_failure_of_supervisors(self.run, self.attempt) if termination.outcome == "signal" else None
             return reported or termination
-        # A rank may lose its peers on the way out: they have left and saved all the same.
+        # A rank that loses its peers during the exit is no failure: they have saved and exited.
         stopped = self.run.read_stop_reason(self.task.id, self.attempt.number)
         if failure is None or failure.outcome not in ("unknown", "peer", "signal"):
             return failure
@@ -238,7 +238,7 @@ class RunningAttempt:
             if failed_at is not None and time.monotonic() > failed_at + PEER_GRACE:
                 return self._end_waiting_ranks(group)
             if is_due and self._is_superseded():
-                group.kill()  # this node was given up for lost, and lives: two would write one run
+                group.kill()  # this node was considered lost: two allocations would write to one run
                 return Failure(outcome="node_failure", message="another allocation has taken over this job")
             self.lookout.pause(self._monitor.poll_interval(self.allocation))
         return None
@@ -252,7 +252,7 @@ class RunningAttempt:
 
     def _cap_log(self) -> None:
         """Limit the size of the ranks' log, such that all logs of a node together have at most MAX_LOG bytes."""
-        pause = max(LOG_PAUSE, self.allocation.count / 10)  # all of a job look ten times a second, at most
+        pause = max(LOG_PAUSE, self.allocation.count / 10)  # at most ten checks per second by all supervisors of a job
         if time.monotonic() < self._log_capped + pause:
             return
         self._log_capped = time.monotonic()
@@ -299,11 +299,11 @@ class RunningAttempt:
         """Kill ranks that wait in a collective for a failed rank; None if the failed rank is one of this supervisor."""
         has_failed_rank = group.find_first_failure() is not None
         group.kill()
-        # Not its own end, so not its own report.
+        # This supervisor's ranks have a failure of their own to report.
         if has_failed_rank:
             return None
         peer = Failure(outcome="peer")
-        return self._find_root_cause(peer) if self.allocation.is_leader else peer  # the leader alone asks who was first
+        return self._find_root_cause(peer) if self.allocation.is_leader else peer  # followers do not search
 
     def _should_not_start(self) -> bool:
         return self.allocation.termination.received or self._find_reason_to_stop(self.lookout.is_due()) is not None
@@ -358,8 +358,8 @@ LOG_TAIL = 20_000
 """Bytes at the end of a log from which the failure of ranks that wrote no record is found."""
 MAX_LOG = 128 * 2**20
 """Maximum bytes of the logs of a node in one attempt; the middle of a longer log is dropped."""
-_MAX_LINE = 65_536  # bytes of a line that is not cut
-_BLOCK = 2**22  # bytes of a log that are searched at a time
+_MAX_LINE = 65_536  # bytes; longer lines are cut
+_BLOCK = 2**22  # bytes of a log that are searched in one read
 _DROPPED_LINE = b"tula: %d bytes of this log were dropped here: it had grown beyond %d MiB\n"
 _DROPPED = re.compile(rb"^tula: ([0-9]+) bytes of this log were dropped here: .*\n", re.MULTILINE)
 

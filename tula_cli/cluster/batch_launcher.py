@@ -50,7 +50,7 @@ class BatchLauncher:
     def script(self, run: RunDir, task: Task) -> str:
         """Return the script of the first job of a task; the scripts of later jobs also wait for earlier ones."""
         from tula_cli.cluster.rank_programs import (
-            make_rank_program,  # for a dry run alone, not for each look at the jobs
+            make_rank_program,  # imported here because only a dry run needs it
         )
 
         text = self.render_job_script(run, self.make_request(run, task, self._list_job_names(run, task)[0]), task)
@@ -66,13 +66,13 @@ class BatchLauncher:
         """
         earlier, names, nodes = run.find_job(task.job), self._list_job_names(run, task), list_nodes_of_chain_jobs(task)
         if earlier is not None and is_moved(earlier, run.path.resolve()):
-            self.scheduler.cancel(earlier.ids[::-1])  # what still waits would find no run directory
+            self.scheduler.cancel(earlier.ids[::-1])  # pending jobs would find no run directory
         queued = self.list_queued_jobs(run, task, names)
         if earlier and any(job.id in earlier.ids for job in queued.values()):
             return earlier
         ids = [queued[name].id for name in names if name in queued]
         for id_ in ids:
-            self.prepare(run, task, id_)  # whoever submitted it may have been killed before that
+            self.prepare(run, task, id_)  # the submitting command may have been killed before this
         submitted_at = min((_get_script_write_time(job) for job in queued.values()), default=time.time())
         files.prepare_folders(
             run.path, *([f"train/{task.signature}/checkpoints"] if isinstance(task, TrainTask) else [])
@@ -130,7 +130,7 @@ class BatchLauncher:
             SchedulerError: the scheduler did not cancel the allocations.
         """
         run.cancel(job.id)
-        # The last first: the end of one link would start the next.
+        # In reverse order, as the end of one job of the chain would start the next.
         if complaint := self.scheduler.cancel(job.ids[::-1]):
             raise SchedulerError(
                 f"{self.scheduler.cancel_command or self.scheduler.name}: {complaint}",
@@ -218,7 +218,7 @@ class BatchLauncher:
             except SchedulerError:
                 if not ids and not after:
                     raise
-                break  # the queue takes no more of this user's jobs; those that it took go as far as they come
+                break  # the queue accepts no more jobs of this user; the chain is shorter then
         return ids
 
 
@@ -231,7 +231,7 @@ def submit_script(scheduler: Scheduler, run: RunDir, job: JobRequest, text: str)
     """
     package.write_package_archive(run.path.resolve())
     id_ = scheduler.submit(run.write_script(job.name, text), job)
-    if not isinstance(id_, str) or not id_ or _BAD_ID.search(id_):  # classes of users are not type-checked
+    if not isinstance(id_, str) or not id_ or _BAD_ID.search(id_):  # schedulers of users are not type-checked
         raise SchedulerError(
             f"{scheduler.name} gave a job the id {id_!r}",
             "make submit() return text without '/', '_' and white space; check the queue, because the job may already have been submitted",

@@ -33,7 +33,7 @@ def list_chain_tasks(task: Task) -> Sequence[Task]:
         return [task]
     predicted = task.prediction
     hours = None if predicted is None else predicted.hours
-    if task.sizes:  # as many jobs as it needs if each of them is granted the fewest nodes
+    if task.sizes:  # the number of jobs is that for the fewest nodes that may be granted
         smallest = task.with_granted_nodes(task.sizes[0].nodes).prediction
         hours = None if smallest is None else smallest.hours
     links: list[Task] = []
@@ -67,7 +67,7 @@ def get_start_delay(number: int) -> int:
     return min(FIRST_DELAY * (number - 1), LONGEST_DELAY)
 
 
-# --- what became of it
+# --- The state of a chain
 
 
 def get_chain_state(
@@ -96,7 +96,7 @@ def get_chain_state(
         else SchedulerState("ended", forgotten, forgotten=True)
     )
     states = [known.get(id_, unheard) for id_ in job.ids]
-    if young:  # accounting may know a job before the queue shows it
+    if young:  # accounting may know a job before squeue lists it
         states = [unheard if state.state == "unknown" else state for state in states]
     kinds = [state.state for state in states]
     if "running" in kinds:

@@ -33,7 +33,7 @@ class ChangeWatcher:
     allocation: Allocation
     _is_forced: bool = True
     _state: tuple[int, int] | None = None
-    _next_stat: float = 0.0  # by the monotonic clock, as all of these
+    _next_stat: float = 0.0  # monotonic time, as in the fields below
     _next_read: float = 0.0
     _reads_after_news: list[float] = field(default_factory=list)
 

@@ -43,16 +43,17 @@ class RankExit:
     """How a process that a supervisor started has exited; of several processes, the one that failed first."""
 
     exit_code: int
-    oom_kill: bool  # the kernel killed a process because the memory was used up meanwhile
-    words: str  # that came last of it
-    rank: int  # that this is about; under torchrun the first of those it has started
+    oom_kill: bool  # whether the kernel killed a process of this node for lack of memory during the attempt
+    words: str  # end of the output of the process
+    rank: int  # rank of the process; under torchrun its first rank
 
 
 def find_failure_of_ranks(run: RunDir, task: Task, attempt: Attempt, exited: RankExit) -> Failure:
     """Return why the ranks of this supervisor failed."""
     device = compute_device(run, task)
     recorded = find_root_failure(run.read_failures(task.id, attempt.number))
-    # The kernel's count is evidence, and outweighs what others saw: of a rank, or of a process that a rank of this node has lost.
+    # An out-of-memory kill counted by the kernel takes precedence over reports of peers, if a signal killed this rank
+    # or a rank of this node lost a process.
     lost_process = recorded is not None and recorded.outcome == "signal" and recorded.host == get_node_name()
     shot = exited.oom_kill and (exited.exit_code < 0 or lost_process)
     if recorded is not None and recorded.outcome != "peer" and not shot:
@@ -70,8 +71,8 @@ def _find_failure_of_log(run: RunDir, task: Task, exited: RankExit, device: str)
     outcome = classify_failure(output_text, exit_code=exited.exit_code, device=device)
     if outcome in ("peer", "unknown") and find_kill_signal(summary):
         outcome = "signal"
-    elif outcome in ("peer", "unknown"):  # that a rank was killed says more than that its peers noticed
-        # SIGABRT is no kill: torch ends its own process by it over a lost peer.
+    elif outcome in ("peer", "unknown"):  # the signal that killed a rank is closer to the cause than a lost peer
+        # SIGABRT does not count as a kill, because torch aborts its own process after losing a peer.
         exit_message = "" if exited.exit_code < 0 and exited.exit_code != -signal.SIGABRT else summary
         outcome = classify_failure(exit_message, exit_code=exited.exit_code, device=device)
     host = get_node_name()
@@ -104,7 +105,7 @@ def _describe_unknown_exit(summary: str, exited: RankExit) -> str:
     if not summary.strip():
         return f"exited with code {exited.exit_code} without any output"
     line = find_most_informative_line(summary)
-    # Python exits with 1 after its last words; any other code was chosen by the script.
+    # Python exits with code 1 after printing an exception; the script has chosen any other code.
     return line if exited.exit_code in (0, 1) else f"exited with code {exited.exit_code}; last output: {line}"
 
 
@@ -169,7 +170,7 @@ def write_exit_report(run: RunDir, task: Task, attempt: Attempt, exited: RankExi
     )
     if exited.rank in written and not by_kernel:
         return
-    # What another rank has reported is not reported once more in this one's name, by another clock.
+    # The failure of another rank is recorded as a lost peer, since that rank has reported it with its own clock.
     outcome = failure.outcome if failure.rank in (None, exited.rank) else "peer"
     place = {"task": task.id, "attempt": attempt.number, "rank": exited.rank, "host": get_node_name()}
     run.write_failure(
@@ -246,7 +247,7 @@ def write_supervisor_failure(run: RunDir, record_error: Callable[[Exception], No
         raise
     except Exception as error:
         named_error = convert_os_error(error, run)
-        with contextlib.suppress(Exception):  # the first error counts, and is told by the scheduler's log too
+        with contextlib.suppress(Exception):  # the first error matters, and the scheduler's log shows it too
             record_error(named_error)
         if named_error is not error:
             raise named_error from error

@@ -35,7 +35,7 @@ from tula_cli.spec.job import JobSpec, get_beta2_half_life
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.signature import compute_measurement_signature
 
-# --- A script's job before anything is measured
+# --- The inspection of a script's job
 
 PYTHON = re.compile(r"python(\d(\.\d+)?)?")
 IMPORT_SECONDS = 60.0
@@ -86,7 +86,7 @@ def _warn_missing_program(spec: JobSpec, script: Script) -> tuple[str, ...]:
         SpecError: the program is missing and the job runs on this machine.
     """
     program = shlex.split(script.command)[0]
-    if program.endswith(".py") or "{" in program or shutil.which(program):  # which takes a path from here, too
+    if program.endswith(".py") or "{" in program or shutil.which(program):  # shutil.which also accepts a path
         return ()
     problem = f"script.command: the program {program} does not exist on this machine"
     return _raise_if_local(
@@ -106,7 +106,7 @@ def _warn_missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:
     program = shlex.split(script.command)[0]
     python = shutil.which(program) if PYTHON.fullmatch(Path(program).name) else None
     is_tulas = python is None or Path(python).parent == Path(sys.executable).parent
-    if python is None or is_tulas or spec.cluster.setup:  # set-up lines may activate another
+    if python is None or is_tulas or spec.cluster.setup:  # set-up lines may activate another Python
         return ()
     try:
         tried = run_command([python, "-c", "import torch"], timeout=IMPORT_SECONDS)
@@ -132,8 +132,8 @@ def _raise_if_local(spec: JobSpec, problem: str, hint: str, on_nodes: str) -> tu
 PROGRAM = "tula_cli.worker.measure.inspect"
 TORCH_MISSING = "run pip install 'tula-cli[torch]', or, on SLURM, set cluster.python to a Python that has torch"
 ON_A_NODE = "run tula profile job.yaml, whose first job builds the model and the dataset on a node"
-_STEP_WORDS = ("srun:", "slurmstepd:")  # what SLURM says beside a program that fails
-INSPECTION_TIMEOUT = 600.0  # seconds; a first download of a dataset is part of it
+_STEP_WORDS = ("srun:", "slurmstepd:")  # prefixes of SLURM's own messages about a program that fails
+INSPECTION_TIMEOUT = 600.0  # seconds, including the download of a dataset
 
 
 Inspect = Callable[[JobSpec], Inspection]
@@ -316,9 +316,9 @@ def parse_inspection(stdout: str, stderr: str) -> Inspection:
     raise JobFailed(error["message"], error["hint"], evidence=error["cause"])
 
 
-# --- Kept inspections
+# --- Cached inspections
 #
-# Nothing is imported to find the key, so that it takes milliseconds where building takes seconds.
+# The cache key is computed without imports: in milliseconds, while building the model takes seconds.
 
 BUILDING = "building the model and the dataset"
 FOLDER = ".inspections"
@@ -359,7 +359,7 @@ class CachedInspection:
             JobFailed: the user's code failed, or took too long.
         """
         if spec.script is not None:
-            return self.build(spec)  # nothing is built
+            return self.build(spec)  # a script's job is inspected from its spec alone
         facts_before = self.facts(spec)
         path = self._make_path(facts_before)
         cached = None if self.fresh else _read(path)
@@ -370,7 +370,7 @@ class CachedInspection:
         self.note(BUILDING)
         inspection = self.build(spec)
         if self.keep:
-            after = self.facts(spec)  # building may have downloaded the dataset
+            after = self.facts(spec)  # computed again, as building may have downloaded the dataset
             if {**facts_before, "dataset": None} == {**after, "dataset": None}:
                 self._store(self._make_path(after), inspection)
         return inspection
@@ -380,22 +380,22 @@ class CachedInspection:
         return self.root / FOLDER / f"{digest[:16]}.json"
 
     def _store(self, path: Path, inspection: Inspection) -> None:
-        # A folder that cannot be written costs the next command some seconds, not this one its answer.
+        # If the folder is not writable, the next command builds again; this command still has its result.
         with contextlib.suppress(TulaError, OSError):
             make_folder(path.parent)
             write_record(path, inspection)
             for old in sorted(path.parent.glob("*.json"), key=_get_change_time)[:-MAX_ENTRIES_KEPT]:
-                old.unlink(missing_ok=True)  # another command may sweep at the same time
+                old.unlink(missing_ok=True)  # another command may delete it at the same time
 
 
 def _read(path: Path) -> Inspection | None:
     try:
         return read_record(path, Inspection)
-    except TulaError:  # damaged: it is built again and replaced
+    except TulaError:  # a damaged file is replaced by a new inspection
         return None
 
 
-# --- what an inspection depends on
+# --- The dependencies of an inspection
 
 
 def describe_inspection_dependencies(spec: JobSpec) -> Facts:
@@ -426,16 +426,16 @@ def list_unmeasured_settings(spec: JobSpec) -> Facts:
     ranks = max(search.nodes) * spec.cluster.gpus_per_node
     return {
         "several_ranks": ranks > 1,
-        # The memory of this machine is shared by the ranks; the check for a lone sample looks at the smallest batch.
+        # The ranks share the memory of this machine.
         "share": ranks if spec.cluster.kind == "local" and spec.cluster.memory_per_gpu is None else None,
         "one_sample": search.min_batch // (ranks * train.accumulate) <= 1,
-        "lr": spec.optimizer.lr if spec.optimizer.groups else None,  # shown for each group
-        "weight_decay": spec.optimizer.weight_decay > 0,  # some optimizers take none
+        "lr": spec.optimizer.lr if spec.optimizer.groups else None,  # shown for each parameter group
+        "weight_decay": spec.optimizer.weight_decay > 0,  # some optimizers do not accept a weight decay
         "beta2": [half_life, search.min_batch, search.max_batch] if half_life else None,
         "test": spec.dataset.test and spec.dataset.test.model_dump(mode="json"),
         "metrics": train.metrics,
         "schedule": [spec.schedule.kind, train.epochs] if is_import_string(spec.schedule.kind) else None,
-        "ags": spec.ags.parameters if train.training_method.uses_section("ags") else None,  # patterns that must match
+        "ags": spec.ags.parameters if train.training_method.uses_section("ags") else None,  # patterns must match
         "arms": spec.auto.model_dump(mode="json") if train.training_method.tunes else None,
     }
 
@@ -462,7 +462,7 @@ def _read_package_states(spec: JobSpec) -> object:
         completed = run_command(["bash", "-c", command], timeout=60.0, environ=make_environment_with_package())
         return json.loads(completed.stdout.strip().splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
-        return secrets.token_hex()  # the interpreter cannot run here, so no stored inspection is known to hold
+        return secrets.token_hex()  # the interpreter cannot run here: a random key matches no cached inspection
 
 
 def find_newest_change(root: Path) -> list[int]:

@@ -41,7 +41,7 @@ class LocalLauncher:
     def script(self, run: RunDir, task: Task) -> str:
         """Return a description of the processes that a job on this machine starts."""
         from tula_cli.cluster.rank_programs import (
-            make_rank_program,  # for a dry run alone, not for each look at the jobs
+            make_rank_program,  # imported here because only a dry run needs it
         )
 
         world = task.ranks
@@ -118,7 +118,7 @@ def run_supervisor(path: str, task_id: str, _: str | None = None) -> None:
     supervise: Callable[..., None] = importlib.import_module(SUPERVISOR).supervise
     supervise(Path(path), task_id, environ=environ)
     if os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
-        raise SystemExit(0)  # or submitit writes a file for each supervisor, with the result that it has not
+        raise SystemExit(0)  # else submitit would write a file with an empty result per supervisor
 
 
 def make_environment_with_package(run: Path | None = None) -> dict[str, str]:
@@ -178,7 +178,7 @@ def hold_machine_ticket(run: RunDir, task: Task) -> Iterator[machine_lock.Ticket
     gpus = [] if task.spec.cluster.device == "cpu" else [f"gpu {name}" for name in devices.list_lock_names(ranks)]
     cores = (
         machine_lock.list_core_devices() if not (gpus and measures) else []
-    )  # a training's loaders disturb a probe on CPUs
+    )  # loader processes of a training would disturb a probe on CPUs
     try:
         ticket = machine_lock.TicketHolder(_describe_holder(run.path, task.job), [*gpus, *cores], measures=measures)
     except OSError as error:
@@ -190,7 +190,7 @@ def hold_machine_ticket(run: RunDir, task: Task) -> Iterator[machine_lock.Ticket
         return
     try:
         while measures and not run.is_cancelled(task.job):
-            with contextlib.suppress(OSError):  # as for want of descriptors: nothing is known
+            with contextlib.suppress(OSError):  # e.g. no file descriptor is left: the conflicts remain unknown
                 if not ticket.list_probes_to_wait_for():
                     break
             time.sleep(POLL)

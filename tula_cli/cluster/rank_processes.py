@@ -23,9 +23,9 @@ from tula_cli.run.records.tasks import Task
 # --- The fork server
 #
 # Importing torch takes seconds, more on a shared file system; a fork takes milliseconds, for every rank and for every
-# relaunch. The far end is `tula_cli.worker.preloaded`; between them go lines of JSON: what a rank is started with, and its
-# process id. A forked rank is this process's own child (orphans are adopted for that moment): its exit code and its
-# signals are told by the kernel, and it needs the server no longer.
+# relaunch. The server is `tula_cli.worker.preloaded`. Requests (command and environment of a rank) and answers (its
+# process id) are lines of JSON. A forked rank becomes a child of this process (which adopts orphans meanwhile), so the
+# kernel reports its exit code, and the rank no longer depends on the server.
 
 SOCKET_POLL = 0.2  # seconds
 PROGRAM = "import sys; del sys.path[0]; from tula_cli.worker.preloaded import main; main()"
@@ -44,7 +44,7 @@ class RankCommand:
     command: tuple[str, ...]
     environment: dict[str, str]
     folder: str
-    log: str  # absolute path
+    log: str  # absolute path of the log
 
     @property
     def is_forkable(self) -> bool:
@@ -95,7 +95,7 @@ class ForkServer:
     def __init__(self, start: RankCommand, output: IO[bytes], *, program: str = PROGRAM) -> None:
         self.folder, self.environment = start.folder, start.shared_environment
         self._socket, far = socket.socketpair()
-        # The driver is asked through NVML whether there is a GPU: CUDA itself does not survive a fork.
+        # torch then detects GPUs through NVML, without initialising CUDA, which does not survive a fork.
         environment = {**self.environment, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         with far:
             self.process = subprocess.Popen(
@@ -139,7 +139,7 @@ class ForkServer:
         return ForkedRank(int(answer["pid"]))
 
     def _send(self, request: Mapping[str, Any]) -> None:
-        self._socket.settimeout(None)  # a line may be longer than the buffer while the server still imports
+        self._socket.settimeout(None)  # blocking, as a line may exceed the socket buffer while the server imports
         self._socket.sendall(json.dumps(request).encode() + b"\n")
         self._socket.settimeout(SOCKET_POLL)
 
@@ -249,7 +249,7 @@ class RankStart:
         variables = {**allocation.environ, **threads, **allocation.make_time_limit_variable()}
         if uses_torchrun(self.task):
             return [variables]
-        # A rendezvous of the site's set-up lines, or of a shell, is not ours.
+        # Rendezvous variables inherited from set-up lines or a shell belong to another job.
         variables = {name: value for name, value in variables.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
         world = str(self.task.ranks)
         return [
@@ -261,7 +261,7 @@ class RankStart:
         """Return the folder in which Python first finds the user's code: the submitted copy, or workdir without one."""
         task = self.task
         code = self.run.get_code_dir(task.code) if task.code else Path(task.workdir)
-        return str(code) if code.is_dir() else task.workdir  # the ranks say what is missing
+        return str(code) if code.is_dir() else task.workdir  # the ranks report a missing folder
 
 
 # --- The processes of one supervisor
@@ -275,7 +275,7 @@ class RankGroup:
     """Processes that are terminated together; each leads a process group that includes its data-loader processes."""
 
     children: list[Child]
-    _first_failure: tuple[int, int] | None = None  # what had failed when the others were killed
+    _first_failure: tuple[int, int] | None = None  # index and exit code of the first failed process, once killed
 
     def is_running(self) -> bool:
         return None in [child.poll() for child in self.children]
@@ -328,7 +328,7 @@ class RankSpawner:
     """
 
     server: ForkServer | None = None
-    executes: bool = False  # for good: forking has failed once
+    executes: bool = False  # whether ranks are executed from now on, because a fork has failed
 
     def spawn(self, starts: Sequence[RankCommand], output: IO[bytes], *, give_up: Callable[[], bool]) -> RankGroup:
         """Start ranks, forked if possible and otherwise executed.
@@ -358,7 +358,7 @@ class RankSpawner:
         try:
             self.server = self.server or ForkServer(start, output)
             return self.server.fork(start, give_up=give_up)
-        except ForkUnavailable as error:  # whatever is wrong, a rank that imports everything itself meets and tells it
+        except ForkUnavailable as error:  # an executed rank meets the same problem and reports it
             sys.stderr.write(
                 f"tula: each rank imports torch by itself, which starts slower, because ranks cannot be forked: {error}\n"
             )

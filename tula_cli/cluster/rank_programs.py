@@ -14,7 +14,7 @@ def make_rank_program(run: RunDir, task: Task) -> RankProgram:
         return WorkerProgram(run, task)
     match task:
         case ProbeTask():
-            from tula_cli.cluster.scripts.probe import ScriptProbe  # here: it needs numpy, and tula status does not
+            from tula_cli.cluster.scripts.probe import ScriptProbe  # here: needs numpy
 
             return ScriptProbe(run, task)
         case TrainTask():

@@ -38,7 +38,7 @@ def is_over(run: RunDir, task: Task) -> bool:
     return run.is_cancelled(task.job) or run.is_finished(task)
 
 
-# --- What decide() has to know
+# --- The input of decide()
 
 
 def read_history(
@@ -101,7 +101,7 @@ def _find_next_trial(run: RunDir, task: Task, *, failed: int | None = None) -> i
     """
     if not isinstance(task, ProbeTask) or task.bounds is None or run.find_current_probe(task) != failed:
         return None
-    from tula_cli.models.largest_batch import BatchBracket  # here: it needs numpy
+    from tula_cli.models.largest_batch import BatchBracket  # imported here because it needs numpy
 
     unrecorded = (
         () if failed is None else (OutOfMemory(**make_probe_identity(task, failed), assumed=False, message=""),)
@@ -141,7 +141,7 @@ def _list_similar_attempts(run: RunDir, task: Task, earlier: Sequence[Attempt]) 
         return earlier
     results = [run.read_result(make_probe_id(task.nodes, local_batch)) for local_batch in task.local_batches]
     over = [result.measured_at for result in results if isinstance(result, Measured)]
-    over += [attempt.ended_at or 0.0 for attempt in earlier if attempt.outcome == "user"]  # that batch is left out now
+    over += [attempt.ended_at or 0.0 for attempt in earlier if attempt.outcome == "user"]  # skipped now
     return [attempt for attempt in earlier if (attempt.ended_at or 0.0) > max(over, default=0.0)]
 
 
@@ -154,7 +154,7 @@ def _has_gpus_elsewhere(run: RunDir, attempt: Attempt) -> bool:
     return bool(attempt.allocation) and any(run.has_seen_gpus(other_attempt) for other_attempt in alike)
 
 
-# --- What was decided
+# --- Application of a decision
 
 
 def apply_decision(
@@ -235,7 +235,7 @@ def _apply_probe_decision(
         task = task.model_copy(update={"local_batches": (*task.local_batches, trial)})
         run.write_task(task)
     elif skip is not None:
-        # A batch that failed in the user's code (e.g. batch 1 with BatchNorm) or diverged; others may not.
+        # Skip a batch that failed in the user's code (e.g. batch 1 with BatchNorm) or diverged; other batches may work.
         task = task.model_copy(update={"skip": (skip,)})
         run.write_task(task)
     return task if isinstance(decision, Relaunch) else None
@@ -260,10 +260,10 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
     assert result is not None
     assert tasks
     tasks_by_id = {each.id: each for each in tasks}
-    now = time.time()  # the end of the newest attempt, which this process is part of
+    now = time.time()  # end of the newest attempt, in which this process still runs
     hours = sum(attempt.count_seconds(now) for attempt in attempts) / 3600
     prediction, energy = _predict_epochs(tasks[0], result), training.read_energy()
-    newest = tasks[-1].prediction  # of the batch and the nodes that the training ended with, as is result.step_time
+    newest = tasks[-1].prediction  # for the final batch and nodes, like result.step_time
     run.write_summary(
         Summary(
             signature=task.signature,

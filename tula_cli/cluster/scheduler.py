@@ -24,8 +24,8 @@ from tula_cli.spec.resources import Cluster
 
 # --- The log of a job
 #
-# A scheduler that opens the log itself fails the job at once where its folder is away, and so it does with every later job of the
-# chain: seconds without a file system would cost them all.
+# If a scheduler opened the log itself, it would fail a job at once while the folder is unavailable, and then every
+# later job of the chain: a file system that is unavailable for seconds would end the whole chain.
 
 MAX_PAUSE = 30
 """Maximum seconds between two attempts to open the log; the first pause is 1 s, and each further one twice as long."""
@@ -110,18 +110,18 @@ class SchedulerState:
     """The state of a job as its scheduler reports it; never used to decide whether results are complete."""
 
     state: Literal["pending", "running", "ended", "unknown"]
-    reason: str = ""  # for the user; empty if it ended well, "Dependency" of a job that waits for others to end
+    reason: str = ""  # reason of the state for the user; empty after a success; "Dependency" if it waits for other jobs
     starts_at: float | None = None  # Unix time at which a waiting job is expected to start
-    on_hold: bool = False  # it waits for its user to release it
-    hopeless: bool = False  # it waits for what waiting does not bring
-    without_nodes: bool = False  # it waits for nodes that are down or drained
-    without_log: bool = False  # it cannot open its log, or one before it could not
-    suspended: bool = False  # it has its nodes and stands still
-    released: str = ""  # which jobs of the chain tula itself has cancelled, and why
-    silent: bool = False  # with "unknown": nobody answered, so that nothing must be submitted now
-    failed: bool = False  # the job's own script ended with an error
-    forgotten: bool = False  # the scheduler does not know the job any more
-    young: bool = False  # it was just submitted, so that the scheduler need not know it yet
+    on_hold: bool = False  # whether the job is held until its user releases it
+    hopeless: bool = False  # whether the job can never start, however long it waits
+    without_nodes: bool = False  # whether the job waits for nodes that are down or drained
+    without_log: bool = False  # whether this job or an earlier one of the chain could not open its log
+    suspended: bool = False  # whether the job is suspended on its nodes
+    released: str = ""  # jobs of the chain that tula itself cancelled, with the reason; empty if none
+    silent: bool = False  # state "unknown" because the scheduler did not answer: no job may be submitted now
+    failed: bool = False  # whether the job's script exited with an error
+    forgotten: bool = False  # whether the scheduler no longer knows the job
+    young: bool = False  # whether the job was just submitted, so that the scheduler may not know it yet
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Queued:
 
     id: str
     name: str
-    script: str = ""  # the file that was submitted; empty where the scheduler does not tell
+    script: str = ""  # path of the submitted script; empty if unknown
 
 
 @dataclass(frozen=True)
@@ -139,25 +139,25 @@ class Limits:
 
     name: str
     default: bool = False
-    usable: int | None = None  # nodes of one job
-    minutes: int | None = None  # its time limit
+    usable: int | None = None  # maximum number of nodes per job
+    minutes: int | None = None  # maximum time limit of a job
 
 
 @dataclass(frozen=True)
 class JobRequest:
     """A job to submit: its command is started once per task, on all of its nodes at the same time."""
 
-    name: str  # finds it again in the queue
-    command: str  # that every task starts, as a shell reads it
+    name: str  # name of the job, by which it is found in the queue
+    command: str  # shell command that every task starts
     nodes: int = 1
     tasks_per_node: int = 1
     gpus_per_node: int = 0
-    minutes: int | None = None  # its time limit; None on this machine
-    after: tuple[str, ...] = ()  # ids of the jobs that have to be over before it starts, however they ended
-    folder: Path = Path()  # that it starts in
-    logs: Path = Path()  # where its script writes: files named <id>_<anything>_log.out and .err, which tula logs shows
-    setup: tuple[str, ...] = ()  # lines of the shell before the command
-    patience: int = 0  # seconds for which it waits for a folder that is away
+    minutes: int | None = None  # time limit; None on this machine
+    after: tuple[str, ...] = ()  # ids of jobs that must have ended, successfully or not, before it starts
+    folder: Path = Path()  # working folder
+    logs: Path = Path()  # folder of <id>_<anything>_log.out and .err, which `tula logs` shows
+    setup: tuple[str, ...] = ()  # shell lines before the command
+    patience: int = 0  # seconds to wait for an unavailable folder
 
     def lines(self, id_: str) -> list[str]:
         """Return the shell lines before the command, which open the log, enter the folder and run the set-up.
@@ -176,13 +176,13 @@ class Place:
     """The position of a process in its job."""
 
     job_id: str
-    index: int = 0  # of this task among all of the job, from 0; those of one node follow each other
-    count: int = 1  # tasks
-    local_index: int = 0  # on its node
+    index: int = 0  # index of this task in the job, from 0; tasks of a node have consecutive indices
+    count: int = 1  # number of tasks of the job
+    local_index: int = 0  # index of this task on its node
     nodes: int = 1
-    hosts: str = ""  # as the scheduler writes them
-    restarts: int = 0  # how often the scheduler itself has started the job again
-    cpus: int | None = None  # of a task; None where nobody tells
+    hosts: str = ""  # host list in the format of the scheduler
+    restarts: int = 0  # number of times that the scheduler itself has restarted the job
+    cpus: int | None = None  # CPUs per task; None if unknown
 
 
 class Scheduler(Protocol):

@@ -72,7 +72,7 @@ def require_current_format(run: Path, allocation: Allocation) -> None:
         run_format.require_current_format(run)
     except OtherFormat:
         waiting = _list_later_jobs(run, allocation.job_id) if allocation.is_leader and not allocation.is_local else ()
-        if waiting:  # each would end like this one, and the chain would be gone in a minute
+        if waiting:  # each would exit like this one, and the chain would be used up in a minute
             scheduler = allocation.scheduler
             complaint = scheduler.hold(waiting)
             ids = ",".join(waiting)
@@ -130,7 +130,7 @@ def supervise(
             contextlib.closing(supervisor.spawner),
         ):
             supervisor.supervise(task_id)
-    except TulaError as error:  # a full disk above all: nothing can be written, so the scheduler's log has to tell
+    except TulaError as error:  # e.g. a full disk: only the scheduler's log can show the error
         sys.stderr.write(f"tula: {error.message}. {error.hint}\n")
         raise SystemExit(error.exit_code) from error
 
@@ -150,10 +150,10 @@ class Supervisor:
     spawner: RankSpawner = field(default_factory=RankSpawner)
     memory: GpuMemory = field(default_factory=GpuMemory)
     lookout: ChangeWatcher = field(init=False)
-    _numbers: Iterator[int] = field(default_factory=itertools.count)  # of the leader's commands
+    _numbers: Iterator[int] = field(default_factory=itertools.count)  # numbers of the leader's commands
     _under_way: tuple[Task, Attempt] | None = None
-    _undelayed_job: str = ""  # the next job of the chain, once its delay is ended
-    _ticket: TicketHolder | None = None  # of a job on this machine
+    _undelayed_job: str = ""  # id of the next job of the chain, if its delay was removed; else empty
+    _ticket: TicketHolder | None = None  # measuring-lock ticket of a job on this machine
 
     def __post_init__(self) -> None:
         self.lookout = ChangeWatcher(self.run.path, self.allocation)
@@ -182,7 +182,7 @@ class Supervisor:
         task, attempt = self._under_way or (find_newest_task(self.run, task_id), None)
         failure = find_failure_of_error(error, self.run, task)
         if failure.outcome == "storage" and self._undelayed_job and time.time() < self.since + MAX_SECONDS:
-            self._delay(self._undelayed_job, get_start_delay(2))  # it would start at once, and end like this one
+            self._delay(self._undelayed_job, get_start_delay(2))  # else it would start at once and fail like this one
         if not self.allocation.is_leader:
             if attempt is not None:
                 rank = get_first_rank(self.allocation, task)
@@ -233,7 +233,7 @@ class Supervisor:
         while task is not None and not is_over(self.run, task):
             if isinstance(task, TrainTask) and task.stages and not self.allocation.has_nodes(task.nodes):
                 self._cancel_small_jobs(task)
-                return  # the first link with as many nodes goes on
+                return  # the next job with enough nodes resumes
             shortages.allocate_reserve(self.run.path)
             attempt = open_attempt(self.run, self.allocation, task)
             attempt = self._record_conflicting_trainings(attempt)
@@ -261,16 +261,16 @@ class Supervisor:
             )
             failure = attribute_failure(task, failure, history)
             decision = self._prepare_later_jobs(task, decide(task, failure, history), failure)
-            # If the scheduler ends this job, the next one does what was decided.
+            # If the scheduler ends this job, the next job applies the decision.
             is_for_next_job = isinstance(decision, Requeue) and (history.allocation_ended or decision.first == "hold")
             next_task = None if is_for_next_job else apply_decision(self.run, task, failure, decision)
-            # Last: who sees the attempt ended may rely on everything that follows from it.
+            # Done last: once the attempt is recorded as ended, all results that follow from it exist.
             close_attempt(self.run, self._record_conflicting_trainings(attempt), failure, decision, reached=reached)
             self._under_way = None
             if isinstance(decision, Requeue):
                 self._end_delay(
                     self._list_later_jobs_of_chain(task)
-                )  # the command line may not have written its id at the start
+                )  # the submitting command may not have recorded the job's id at the start
                 return
             if isinstance(decision, Relaunch) and decision.pause:
                 self._pause(task, history.earlier, failure)
@@ -353,7 +353,7 @@ class Supervisor:
         if job is not None:
             waiting = self._list_later_jobs_of_chain(task)
             large_enough = [link for link in waiting if job.get_nodes(link) >= task.nodes]
-            self._undelayed_job = ""  # another job of the chain is the next one now
+            self._undelayed_job = ""  # another job of the chain is next after the cancellation
             self._end_delay(large_enough)
             too_small = [link for link in waiting if link not in large_enough]
             self._cancel_jobs_of_chain(job, too_small, f"the training now needs {task.nodes} nodes")
@@ -395,7 +395,7 @@ class Supervisor:
         """Cancel jobs of the chain, and record why for those after this one; finished jobs are not affected."""
         waiting = [link for link in links if job.links.index(link) > job.links.index(self.allocation.job_id)]
         if waiting and not self.run.is_cancelled(job.id):
-            with contextlib.suppress(OSError):  # the jobs are cancelled all the same
+            with contextlib.suppress(OSError):  # the jobs are cancelled even if the reason cannot be recorded
                 self.run.record_released_jobs(job.id, waiting, why)
         self.allocation.scheduler.cancel(links)
 
@@ -428,7 +428,7 @@ class Supervisor:
                 return
             task, attempt = self._read_subject(command.task, command.attempt)
             if get_first_rank(self.allocation, task) >= command.ranks:
-                continue  # a smaller number of nodes is being measured
+                continue  # this node is not needed: fewer nodes are measured
             ends = deadlines.setdefault(task.id, time.monotonic() + task.timeout)
             self._under_way = (task, attempt)
             self._make_running_attempt(task, attempt, command, ends).run_to_exit()
@@ -451,7 +451,7 @@ class Supervisor:
                 )
             time.sleep(POLL)
 
-    # --- after earlier allocations
+    # --- Resumption after earlier allocations
 
     def _resume_from_earlier_jobs(self, task: Task) -> Task | None:
         """Return the task with which to resume after earlier jobs of the chain; None if it must not resume."""
@@ -463,7 +463,7 @@ class Supervisor:
             self.run.cancel(task.job, by=self.allocation.scheduler.cancel_command)
         earlier = self._list_attempts_of_submission(task)
         if not earlier or earlier[-1].task != task.id:
-            return task  # the first of this submission, or its relaunch is written already
+            return task  # first job of the submission, or the relaunch is already recorded
         last_attempt = self._correct_exit_reason(earlier[-1])
         if last_attempt.outcome == "cancelled" and not self.allocation.is_local:
             self.run.cancel(task.job, by=self.allocation.scheduler.cancel_command)

@@ -43,7 +43,7 @@ def list_visible_gpus() -> list[str]:
     gpu_total = len(nvidia) or len(amd)
     gpus = (
         [str(number) for number in range(gpu_total)] if gpu_total else None
-    )  # None: a driver that lists none, as under WSL
+    )  # None: the driver lists no GPUs, as under WSL
     for name in _list_visibility_variables(nvidia=bool(nvidia)):
         gpus = _select_gpus(os.environ[name], gpus)
     return ["0"] if gpus is None else gpus
@@ -63,7 +63,7 @@ def list_lock_names(ranks: int) -> list[str]:
     if mixed and any(gpu.isdecimal() for gpu in gpus):
         return [
             uuid for _, uuid, _ in rows
-        ]  # CUDA numbers them by their speed, nvidia-smi by their bus: any may be meant
+        ]  # CUDA numbers GPUs by speed, nvidia-smi by bus: a number may mean any of them
     uuids = {index: uuid for index, uuid, _ in rows}
     used = dict.fromkeys(gpus[rank % len(gpus)] for rank in range(ranks))
     return [uuids.get(gpu) or next((uuid for uuid in uuids.values() if uuid.startswith(gpu)), gpu) for gpu in used]
@@ -105,7 +105,7 @@ def find_device_holders() -> dict[int, str]:
     """Return the processes that have a device file open, with their names, as far as this user may inspect them."""
     names_by_pid = {}
     for process in (entry for entry in PROC_FOLDER.iterdir() if entry.name.isdigit()):
-        with contextlib.suppress(OSError):  # another user's, or it has ended
+        with contextlib.suppress(OSError):  # the process belongs to another user or has exited
             if any(_is_device(link) for link in (process / "fd").iterdir()):
                 names_by_pid[int(process.name)] = (
                     (process / "comm").read_text(encoding="utf-8", errors="replace").strip()

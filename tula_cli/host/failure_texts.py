@@ -1,6 +1,6 @@
 """Classification of the texts of other programs (torch, drivers, NCCL, launchers, SLURM, Python) by what they report.
 
-This is the only place where messages are searched. Everything else goes by the fields of a `Failure`.
+No other module searches messages; all others use the fields of a `Failure`.
 """
 
 import re
@@ -24,7 +24,7 @@ _FAULT_PATTERNS: dict[FaultName, tuple[str, ...]] = {
     "link": (r"\buncorrectable NVLink error\b", r"\bInvalid access of peer GPU memory over nvlink or a hardware error\b",
          r"(?i:\b(?:cudaError|CUDA_ERROR_)Nvlink_?Uncorrectable\b)"),
     "gpu_lost": (
-        # Xids of the hardware and of the link to it; those that a program causes are DEVICE_ERRORS.
+        # Xids of the hardware and its link; Xids that a program causes are in DEVICE_ERRORS.
          r"\bXid\b[^\n]{0,40}: ?(?:46|48|54|6[1-4]|74|79|9[245]|1(?:09|10|19|2[0-4]|3[67]|4[0-9]|5[0-9]))\b",
          r"\bfallen off the bus\b", r"\bGPU is lost\b", r"(?:\b|_)GPU_IS_LOST\b", _API + r"\bunknown error\b",
          r"\bCUDA unknown error\b", r"\bNVML(?:Error)?\b[^\n]{0,30}\bUnknown Error\b", r"\bNVMLError_(?:Unknown|GpuIsLost|GPU_IS_LOST)\b",
@@ -47,9 +47,9 @@ _FAULT_PATTERNS: dict[FaultName, tuple[str, ...]] = {
          r"\bMPS RPC\b[^\n]*fail",
          r"\bhardware resources required to support (?:MPS client|device)\b[^\n]*exhausted\b", r"\bcudaErrorMps\w+", r"\bCUDA_ERROR_MPS_\w+"),
     "locked_memory": (r"\bibv_\w+[^\n]*(?:Cannot allocate memory|ENOMEM|\b(?:errno|error):? 12\b)",
-         # Not the limit's name alone: `ulimit -a` prints it, and libibverbs warns of it where all goes on.
+         # Not the limit's name alone: `ulimit -a` prints it, and libibverbs only warns about it.
          r"\b(?:failed|ERROR)\b[^\n]*\b(?:max locked memory|RLIMIT_MEMLOCK)\b"),
-    # The last: if the driver says why there is none, that counts.
+    # Last, because a message of the driver about the reason takes precedence.
     "no_gpu": (r"\bNo (?:CUDA|HIP) GPUs are available\b", r"\bFound no NVIDIA driver on your system\b", r"\bno (?:CUDA|ROCm)-capable device is detected\b",
      r"\b(?:cudaErrorNoDevice|hipErrorNoDevice|CUDA_ERROR_NO_DEVICE)\b", r"^(?:tula_cli\.errors\.)?NoGpu\b"),
 }  # fmt: skip
@@ -218,7 +218,7 @@ _STORAGE = {
     128: "Key has been revoked",
     52: "Invalid exchange",
     123: "No medium found",
-    # Texts that scripts use too count only with their numbers.
+    # Texts that scripts may print as well are matched only by their numbers.
     19: "",
     61: "",
     71: "",
@@ -226,7 +226,7 @@ _STORAGE = {
     78: "",
     124: "",
     125: "",
-    **dict.fromkeys(range(512, 532), ""),  # the kernel's own numbers, that file systems should keep to themselves
+    **dict.fromkeys(range(512, 532), ""),  # numbers internal to the kernel, which some file systems return nevertheless
 }
 """Error numbers of a failed or unavailable file system, with their texts."""
 _LIMITS = {
@@ -247,9 +247,9 @@ _NOT_OVERFLOWN = r"(?![^\n]*more than 1EB)"
 
 FAILURE_PATTERNS = (
     _make_pattern("diverged", r"^tula_cli\.errors\.Diverged\b"),
-    # A failed assertion on the device leaves every later library call failing with words that look like memory.
+    # After a failed assertion on the device, every later library call fails with messages that look like out of memory.
     _make_pattern("user", r"device-side assert triggered", r"\bAssertion `[^\n]*` failed\.", r"\bhipErrorAssert\b"),
-    # Before memory: ibverbs cannot lock enough of it, which is nothing that a batch or a loader could spare.
+    # Before the rows about memory: a smaller batch or fewer loaders do not help if ibverbs cannot lock memory.
     _make_pattern("device_fault", *(pattern for patterns in _FAULT_PATTERNS.values() for pattern in patterns)),
     _make_pattern(
         "device_oom",
@@ -277,9 +277,9 @@ FAILURE_PATTERNS = (
         r"\bHSA_STATUS_ERROR_OUT_OF_RESOURCES\b",
         r"\b(?:UR_RESULT|ZE_RESULT|PI)_ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)\b",
     ),
-    # Not about memory by their words, and yet what a nearly full device (or a tensor beyond 2^31 elements) gives: torch
-    # tries every algorithm, each is refused its workspace, and the last refusal is what is told. A smaller batch either
-    # cures it or shows the same words again, so they are taken for memory.
+    # These messages do not mention memory, but occur on a nearly full device (or for a tensor beyond 2^31 elements):
+    # torch tries every algorithm, none gets its workspace, and the last error is printed. They count as out of memory,
+    # because a smaller batch either helps or shows the same message again.
     _make_pattern(
         "device_oom",
         r"Unable to find a valid cuDNN algorithm to run convolution",
@@ -298,7 +298,7 @@ FAILURE_PATTERNS = (
         r"\bHDFS \w+ failed, errno: \d+",
         r"\bAWS Error (?:NETWORK_CONNECTION|SLOW_DOWN|THROTTLING|INTERNAL_FAILURE|SERVICE_UNAVAILABLE|REQUEST_TIMEOUT) during \w+ operation\b",
         r"\bgoogle::cloud::Status\((?:UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|INTERNAL): ",
-        r"\[Errno (?:4|11|35|62|101|103|104|110|111|113)\] [^\n:]+: '",  # of a file, whose name Python tells: sockets have these numbers too
+        r"\[Errno (?:4|11|35|62|101|103|104|110|111|113)\] [^\n:]+: '",  # with a file name, unlike errors of sockets
         r"\bunable to lock file, errno = \d+",
         r"\[errno 110\]|\berrno = 110\b",
         r"^tula_cli\.errors\.StorageFailed\b",
@@ -333,7 +333,7 @@ FAILURE_PATTERNS = (
         scope="error",
     ),
     _make_pattern(
-        "signal",  # a loader worker is gone, and with it the other end of a queue
+        "signal",  # a loader process exited, so the other end of a queue is closed
         r"\b(?:torch/)?multiprocessing/(?:connection|queues|reductions|resource_sharer|managers)\.py[\s\S]*"
         r"^(?:ConnectionResetError|ConnectionRefusedError|ConnectionAbortedError|BrokenPipeError|EOFError)\b",
         scope="traceback",
@@ -356,15 +356,15 @@ FAILURE_PATTERNS = (
         scope="error",
     ),
     _make_pattern(
-        "diverged",  # an assertion without words, by the line that made it
+        "diverged",  # an assertion without a message, recognised by its source line
         r"^ +assert [^\n]*\b(?:isnan|isfinite|isinf)\([^\n]*\n(?:[ ^~]*\n)?AssertionError\s*$",
         scope="traceback",
     ),
     _make_pattern(
         "host_oom",
-        # oneDNN's words when memory for a kernel or its scratch space is refused.
+        # oneDNN's message if it gets no memory for a kernel or its scratch space.
         r"\bcould not (?:create|execute) a (?:primitive|memory)",
-        # A thread's stack is the last straw: glibc's words.
+        # glibc's message if there is no memory for a thread.
         r"\bfailed to register TLS destructor: out of memory\b",
         r"\bcannot allocate memory for thread-local data\b",
     ),
@@ -392,11 +392,11 @@ FAILURE_PATTERNS = (
         r"\bCannot allocate memory\b",
     ),
     _make_pattern(
-        "host_oom",  # shared memory, whose file system is as full as a disk
+        "host_oom",  # the file system of shared memory is full
         r"/multiprocessing/(?:synchronize|shared_memory|heap)\.py[^\n]*\n[^\n]*\n(?:[ ^~]*\n)?OSError: \[Errno 28\]",
         scope="traceback",
     ),
-    # After memory: a full device is told in many words, some of which are a library's own internal error.
+    # After the rows about memory: libraries report a full device in many ways, e.g. as an internal error.
     _make_pattern("device_error", *DEVICE_ERRORS),
     _make_pattern("port", r"\bEADDRINUSE\b", r"\bAddress already in use\b", r"\[Errno 98\]"),
     _make_pattern(
@@ -405,14 +405,14 @@ FAILURE_PATTERNS = (
         r"\bDisk quota exceeded\b",
         r"\[Errno (?:28|122)\]",
         r"\bPytorchStreamWriter failed writing\b",
-        r"^OSError: \d+ requested and \d+ written",  # numpy and torch.save, which leave out the number of the error
+        r"^OSError: \d+ requested and \d+ written",  # numpy and torch.save omit the error number
         r"\bbasic_ios::clear: iostream error\b",
         r"\bdatabase or disk is full\b",
-        r"\binline_container\.cc:\d+\][^\n]*unexpected pos \d+ vs \d+",  # torch, which closes what it could not write
+        r"\binline_container\.cc:\d+\][^\n]*unexpected pos \d+ vs \d+",  # torch closes a file that it could not write
         r"^tula_cli\.errors\.DiskFull\b",
     ),
     _make_pattern("signal", r"\bCANCELLED AT \S+ DUE TO\b"),
-    # Only the job's line: a step is also cancelled where one of its tasks failed.
+    # Only the line about the job: a step is also cancelled if one of its tasks failed.
     _make_pattern("cancelled", r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ (?:DUE to SIGNAL \w+ )?\*\*\*"),
 )
 """Patterns of failures and their classes (see `FAILURE_KINDS`). The first row that matches its scope decides."""
@@ -447,7 +447,7 @@ PEER = _make_pattern(
     r"\bApplication timeout caused pair closure\b",
     r"\bConnect timeout \[",
     r"\b(?:send|recv)\w+ failed on SocketImpl\b",
-    # The store of torch before 2.1 passes on what the system says, and no more.
+    # The store of torch before 2.1 only passes on the system's message.
     r"^RuntimeError: (?:Connection (?:reset by peer|refused|timed out|closed by peer)|Broken pipe)\s*$",
     r"\bTCPStore\b[^\n]*(?:Broken pipe|Connection (?:reset|refused)|timed out)",
     r"\bwait timeout after \d+ms\b",
@@ -469,17 +469,17 @@ SIGNAL = _make_pattern(
     r"\bNode failure on\b",
 )
 
-# Told by the process that started the ranks, or that raises once more what another one has raised.
+# Exceptions of the process that started the ranks, or that raises the exception of another process again.
 _MESSENGERS = re.compile(
     r"^(?:[\w.]*\.)?(?:ChildFailedError|SignalException|KeyboardInterrupt|ProcessRaisedException)\b"
     r"|^[\w.]+: Caught \w+ in (?:DataLoader worker process|replica|pin memory thread)\b"
 )
-# The same, unless nothing else is known.
+# Exceptions that count as messengers only if there is another exception.
 _LAST_RESORT = re.compile(
     r"^RuntimeError: (?:Pin memory thread|DataLoader worker \(pid[^\n]*) exited unexpectedly"
     r"|^(?:subprocess\.)?CalledProcessError:|^OSError: [^\n]*: exit \d+ \((?:read|write)\)"
 )
-# The same of a connection that ends with its process, unless it is to a loader worker or a peer.
+# Errors of a connection that was closed because the process at its other end exited.
 _LOST_PIPE = re.compile(r"^(?:BrokenPipeError: \[Errno 32\]|ConnectionResetError: \[Errno 104\])")
 _KNOWN_PIPES = re.compile(r"/multiprocessing/|/torch/distributed/")
 _RANK_PREFIX = re.compile(r"^(?:\[(?:rank|default)\d+\]: ?|\d+: )+", re.MULTILINE)
@@ -498,7 +498,7 @@ _KILLED_BY_SHELL = re.compile(r"^(?:.*\s)?Killed(?:\s.*)?$", re.MULTILINE)
 _CUDA_WARNING = re.compile(r"^[^\n]*Warning: CUDA initialization:[^\n]*$", re.MULTILINE)
 _USAGE = re.compile(r"^usage: [\s\S]*^\S+: error: ", re.MULTILINE)
 _LAST_LINES = 40
-_FAILURE_SIGNALS = (4, 6, 7, 8, 11)  # signals by which a process ends itself: its last lines may say why
+_FAILURE_SIGNALS = (4, 6, 7, 8, 11)  # signals caused by the process itself: its last lines may show why
 _NAMED = ("device_fault", "device_error", "storage", "host_limit", "signal", "hung", "diverged")
 """Classes for which a single line, anywhere in a text, shows what happened."""
 
@@ -531,7 +531,7 @@ def classify_failure(text: str, *, exit_code: int | None = None, device: str = "
         device: "cuda" or "cpu"; on the CPU the batch is in the host's memory, so every OOM is a device_oom.
     """
     text = _RANK_PREFIX.sub("", text)
-    if device == "cpu":  # every process without a GPU may get this warning
+    if device == "cpu":  # any process without a GPU may print this warning
         text = _CUDA_WARNING.sub("", text)
     outcome = _classify_by_exit(text, exit_code)
     return "device_oom" if outcome == "host_oom" and device == "cpu" else outcome
@@ -632,7 +632,7 @@ def _list_exception_chains(text: str) -> Iterator[list[_TracebackException]]:
         if chain and not linked:
             yield chain
         chain = chain if linked else []
-        # An exception in a destructor is printed and forgotten; it ends nothing.
+        # Python prints an exception in a destructor and continues.
         if "Exception ignored in" not in block_before.rstrip().rsplit("\n", 1)[-1]:
             chain = [*chain, *_parse_exception(block)]
         block_before = block

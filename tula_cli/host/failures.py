@@ -161,7 +161,7 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
         severity=4,
     ),
 }
-"""Roughly in the order in which they are checked: failures of the user, of the machine, of the scheduler."""
+"""Kinds of failure by class, in the approximate order of the checks: of the user, the machine, the scheduler."""
 
 _FAULT_ADVICE: dict[FaultName, str] = {
     "memory": "the memory of a GPU or of the node has failed: ask the administrators to drain the node",

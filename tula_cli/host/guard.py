@@ -24,7 +24,7 @@ def main(command: Sequence[str]) -> int:
     for number in STOP_SIGNALS:
         signal.signal(number, _exit_once)
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # elsewhere than on Linux the process group is killed, and no more
+        with contextlib.suppress(OSError):  # other systems than Linux: only the process group is killed
             stack.enter_context(adopt_orphans())
         try:
             code = subprocess.Popen(command).wait()

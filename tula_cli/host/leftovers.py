@@ -46,7 +46,7 @@ def kill_leftovers(mark: str, *, spare: Collection[int] = ()) -> list[int]:
     of earlier allocations. Other supervisors of this allocation kill theirs.
 
     Args:
-        own_mark: the mark of this supervisor.
+        mark: the mark of this supervisor.
         spare: ids of processes that are not killed.
     """
     spared = {os.getpid(), *spare, *(process.pid for process in psutil.Process().parents())}
@@ -86,7 +86,7 @@ def _find_marked_processes(mark: str) -> dict[int, tuple[str, str]]:
 def find_processes_with_variable(variable: str) -> dict[int, str]:
     """Return the value of an environment variable in this user's living processes that have it, by process id."""
     values = {}
-    for process in psutil.process_iter(["uids", "status", "environ"]):  # None: it may not be read
+    for process in psutil.process_iter(["uids", "status", "environ"]):  # environ is None if it may not be read
         info = process.info
         is_alive = info["status"] not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
         if is_alive and info["uids"] and info["uids"].real == os.getuid() and variable in (info["environ"] or {}):
@@ -106,7 +106,7 @@ class GpuMemory:
 
         Args:
             gpus: GPUs of this supervisor, named as in CUDA_VISIBLE_DEVICES; empty: all.
-            own_mark: the mark of this supervisor.
+            mark: the mark of this supervisor.
             give_up: called while waiting; stops the wait if it returns True.
 
         Returns:
@@ -136,6 +136,6 @@ class GpuMemory:
                 if used > used_before.get(gpu, 0) + MAX_EXTRA_BYTES
             }
             return ", ".join(f"{extra >> 20} MiB of {gpu}" for gpu, extra in extra_bytes.items())
-        # Where nothing tells of memory, its holders do; those of this run are by now other supervisors' next ranks.
+        # If used memory is unknown, compare holders; processes of this run belong to other supervisors' next attempt.
         later = sorted(set(devices.find_device_holders()) - set(self._holders) - set(_find_marked_processes(mark)))
         return f"processes {', '.join(map(str, later))} use GPUs" if later else ""

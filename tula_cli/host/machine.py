@@ -23,7 +23,7 @@ def read_cpu_quota(path: Path = CPU_MAX) -> float | None:
     try:
         quota, period = path.read_text(encoding="ascii").split()
         return int(quota) / int(period)
-    except (OSError, ValueError):  # there is no such file, or it says "max"
+    except (OSError, ValueError):  # the file does not exist or contains "max"
         return None
 
 
@@ -46,7 +46,7 @@ def read_machine_memory(groups: Path = CONTROL_GROUPS, membership: Path = MEMBER
 
 def _read_cgroup_limits(groups: Path, membership: Path) -> Iterator[int]:
     """Yield the memory limit of each group of the process, and of its parent groups."""
-    limit_files = [groups / "memory.max", groups / "memory/memory.limit_in_bytes"]  # what a container sees of its own
+    limit_files = [groups / "memory.max", groups / "memory/memory.limit_in_bytes"]  # paths inside a container
     for line in (_read_text(membership) or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:

@@ -31,10 +31,10 @@ class Ticket:
     """A process of this user that measures, waits to measure, or trains."""
 
     number: int
-    holder: str  # "<job> of <run>"
+    holder: str  # description of the job: "<job> of <run>"
     pid: int
-    devices: tuple[str, ...]  # "gpu <UUID or number>", "core <number>"
-    measures: bool = True  # a training does not: nobody waits for it
+    devices: tuple[str, ...]  # devices in use: "gpu <UUID or number>", "core <number>"
+    measures: bool = True  # False for a training, for which no probe waits
 
     def conflicts_with(self, other: "Ticket") -> bool:
         """Return whether two tickets share a device; a ticket without devices (unreadable) may use any."""
@@ -138,7 +138,7 @@ def _read_ticket(folder: Path, number: int) -> Ticket | None:
             return None
         content = json.loads(os.pread(handle, 2**20, 0))
         return Ticket(**{**content, "devices": tuple(content["devices"])})
-    except (ValueError, TypeError, KeyError):  # of another version of tula
+    except (ValueError, TypeError, KeyError):  # a ticket of another version of tula
         return Ticket(number, "another process", 0, ())
     finally:
         os.close(handle)
@@ -171,12 +171,12 @@ class TicketHolder:
                 if number not in living:
                     (self.folder / str(number)).unlink(missing_ok=True)
             self.ticket = Ticket(max(living, default=0) + 1, self.holder, os.getpid(), self.devices, self.measures)
-            draft.unlink(missing_ok=True)  # of a process that was killed here
+            draft.unlink(missing_ok=True)  # a draft of a process that was killed before the rename
             handle = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX)
                 os.write(handle, json.dumps(asdict(self.ticket)).encode())
-                draft.rename(self._path)  # whoever sees it sees it locked, and whole
+                draft.rename(self._path)  # visible only once it is locked and complete
             except OSError:
                 os.close(handle)
                 draft.unlink(missing_ok=True)
@@ -195,7 +195,7 @@ class TicketHolder:
         Raises:
             OSError: the tickets cannot be read or drawn.
         """
-        if not self._has_own_file():  # the session's folder was removed at logout: the others draw anew as well
+        if not self._has_own_file():  # the session's folder was removed at logout: all draw new tickets
             self._close_handle()
             self._take_number()
         return list_probes_ahead(self.ticket, _list_living_tickets(self.folder))
@@ -222,7 +222,7 @@ class TicketHolder:
 
     def _close_handle(self) -> None:
         handle, self._handle = self._handle, None
-        if handle is not None:  # once: its number may soon be that of another file
+        if handle is not None:  # close once: another file may get the same descriptor
             os.close(handle)
 
 

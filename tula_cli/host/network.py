@@ -51,7 +51,7 @@ def make_interface_variables(interface: str | None) -> dict[str, str]:
     if interface:
         find_own_address(interface)
         return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    # gloo takes the address of the node's name, and would offer the other nodes its loopback; NCCL looks itself.
+    # gloo uses the address of the node's name, which may be the loopback; NCCL finds an interface by itself.
     default_interface = find_interface(find_own_address()) if find_named_address() is None else None
     return {"GLOO_SOCKET_IFNAME": default_interface} if default_interface else {}
 
@@ -109,7 +109,7 @@ def _find_address(interface: str) -> str:
 
 def _is_reachable_address(address: str) -> bool:
     """Return whether an address belongs to this node and other nodes can reach it."""
-    if "%" in address or ipaddress.ip_address(address).is_loopback:  # "%": of one link
+    if "%" in address or ipaddress.ip_address(address).is_loopback:  # "%": link-local
         return False
     if (find_interface(address) or "").startswith(_VIRTUAL):
         return False
@@ -147,5 +147,5 @@ def _list_interface_addresses(interface: str) -> Iterator[str]:
     entries = psutil.net_if_addrs().get(interface, [])
     yield from (entry.address for entry in entries if entry.family == socket.AF_INET)
     for entry in entries:
-        if entry.family == socket.AF_INET6 and "%" not in entry.address:  # "%": of one link
+        if entry.family == socket.AF_INET6 and "%" not in entry.address:  # "%": link-local
             yield str(ipaddress.ip_address(entry.address))

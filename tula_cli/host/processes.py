@@ -39,7 +39,7 @@ def die_with_parent(parent: int | None = None, *, by: int = signal.SIGKILL) -> N
         return
     parent = os.getppid() if parent is None else parent
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
-    if os.getppid() != parent:  # it ended before the kernel knew
+    if os.getppid() != parent:  # the parent exited before the call above
         os._exit(1)
 
 
@@ -82,7 +82,7 @@ def run_command(
     parent, by = os.getpid(), signal.SIGTERM if guarded else signal.SIGKILL
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ,
-        start_new_session=True,  # Ctrl-C at the terminal is for tula, which then ends the whole group
+        start_new_session=True,  # Ctrl-C reaches only tula, which then kills the whole group
         preexec_fn=None if outlives_parent else lambda: die_with_parent(parent, by=by),
     )  # fmt: skip
     assert process.stdin and process.stdout and process.stderr
@@ -96,7 +96,7 @@ def run_command(
         code = process.wait(timeout)
     finally:
         if process.poll() is None and guarded:
-            process.terminate()  # the guard ends what has left the group
+            process.terminate()  # the guard then kills processes that have left the group
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GUARD_TIMEOUT)
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -116,7 +116,7 @@ def _run_in_background(function: Callable[..., None], *arguments: object) -> thr
 
 
 def _feed_pipe(pipe: IO[bytes], data: bytes) -> None:
-    with contextlib.suppress(OSError), pipe:  # it may have exited without reading
+    with contextlib.suppress(OSError), pipe:  # the process may exit without reading its input
         pipe.write(data)
 
 
@@ -152,7 +152,7 @@ class _TaggedStream(io.RawIOBase):
     """A binary file in which each line begins with a tag."""
 
     def __init__(self, stream: TextIO, tag: bytes) -> None:
-        self.stream = stream  # kept: it closes its file when nobody has it any more
+        self.stream = stream  # keep a reference: the stream closes its file when it is collected
         self.file, self.tag, self.begun = stream.buffer, tag, False
 
     def writable(self) -> bool:

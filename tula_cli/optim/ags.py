@@ -99,8 +99,8 @@ class Gate:
         self.change: Tensor | None = None
         self.scaled: Tensor | None = None
         self._world: int | None = None
-        self._counts = torch.zeros(3, dtype=torch.int64)  # steps scaled, rises, falls
-        self._mark = (0, 0, 0, 0)  # steps and counts at the latest report
+        self._counts = torch.zeros(3, dtype=torch.int64)  # numbers of scaled steps, rises and falls of |G|^2
+        self._mark = (0, 0, 0, 0)  # steps and counts at the previous report
 
     def bind(self, world: int) -> None:
         """Attach the gate to an optimizer on `world` ranks.
@@ -182,7 +182,7 @@ class Schedule:
 
     every: int | None
     steps: int | None
-    usual: int | None  # steps of an epoch that `start` does not announce; None: as in the epoch before
+    usual: int | None  # steps of an epoch without a call of `start`; None: as many as the previous epoch
     taken: int = 0
     refreshed: bool = False
     owed: bool = False
@@ -400,10 +400,10 @@ def _undo_loss_scale(grads: list[Tensor | None], scaler: torch.amp.GradScaler) -
     first = next((grad for grad in grads if grad is not None), None)
     if first is None:
         return grads
-    factor = 1.0 / scaler.scale(torch.ones((), device=first.device))  # on the device: get_scale() would wait for it
+    factor = 1.0 / scaler.scale(torch.ones((), device=first.device))  # on the device: get_scale() would wait
     for index, grad in enumerate(
         grads
-    ):  # one by one, so that never two copies of all exist; not in place, because gradients may share memory
+    ):  # one by one, so that all copies never exist at once; not in place, as gradients may share memory
         grads[index] = None if grad is None else grad * factor.to(grad.device)
     return grads
 
@@ -471,12 +471,12 @@ class Setup:
     rank: int
     world: int
     b_large: int
-    b_small: int  # as requested
+    b_small: int  # requested global number of samples in a small batch
     available: int  # samples that one rank can contribute to the small batch
     steps_per_epoch: int | None
     seed: int
     excluded: frozenset[Tensor] = frozenset()  # parameters whose factor is always 1
-    sharded: bool = False  # each rank holds a part of every parameter and gradient (fully_shard)
+    sharded: bool = False  # whether fully_shard has sharded parameters and gradients over the ranks
 
     @classmethod
     def from_optimizer(
@@ -797,7 +797,7 @@ class SmallBatch(Factors):
         self._factor: dict[Tensor, Tensor] = {}
         self._next_factors: dict[Tensor, Tensor] | None = None
         self._staged: dict[Tensor, Tensor] | None = None
-        self._finite: Tensor | None = None  # whether `_staged` is finite; 0-dim, bool
+        self._finite: Tensor | None = None  # whether `_staged` is finite, 0-dim, bool; None before a small batch
         self._small_batch_taken = self._warned = False
 
     def bind(self, setup: Setup) -> None:

@@ -131,7 +131,7 @@ def compute_element_factor(
 
 
 def _compute_ratio(small: Tensor, large: Tensor, eps: float, bounds: Bounds) -> Tensor:
-    # float16 has no 1e-8: eps would vanish without the wider type
+    # 1e-8 is not representable in float16: eps would be 0 without the wider type.
     dtype = get_accumulation_dtype(large.dtype)
     ratio = large.to(dtype, copy=True).add_(eps)
     torch.div(small.to(dtype), ratio, out=ratio)
@@ -168,12 +168,12 @@ def compute_tensor_factors(
 def compute_local_factors(small: Tensor, large: Tensor, before: Tensor, bounds: Bounds) -> Tensor:
     """Return a factor per tensor from the gradients of single ranks: sqrt(mean_r ||g_r||^2 / ||G||^2), bounded.
 
-    What a rank holds is the gradient of a small batch of b_large / N samples; the mean is over N disjoint ones.
+    The gradient of one of N ranks is that of a small batch of b_large / N samples; the mean is over N disjoint ones.
 
     Args:
         small: mean over the ranks of the squared norm of their own gradients, (n,).
         large: squared norm of the averaged gradients, (n,).
-        before: the factors so far, (n,); they stay where a norm is not finite.
+        before: the previous factors, (n,); kept for parameters whose norm is not finite.
 
     Returns:
         (n,) factors.
@@ -207,7 +207,10 @@ def select_(new: Sequence[Tensor], old: Sequence[Tensor], flag: Tensor) -> list[
 def clip_(grads: Sequence[Tensor], max_norm: float, *, square: Tensor | None = None) -> None:
     """Scale the gradients, dense or sparse, in place so that their joint l2 norm is at most `max_norm`.
 
-    `square` is that norm squared, where the gradients are parts of what it is of.
+    Args:
+        grads: the gradients, or this rank's shards of them.
+        max_norm: upper bound of the joint norm.
+        square: squared joint norm over all shards; None: computed from `grads`.
     """
     square = squared_norm(grads) if square is None else square
     # 1e-6 as in torch.nn.utils.clip_grad_norm_, so that clipping in the optimizer gives the same result
@@ -224,12 +227,12 @@ def _clamp_(ratio: Tensor, bounds: Bounds) -> Tensor:
 
 # --- Multiplication by the factors (lines 5 to 8 of Algorithm 1)
 #
-# Each in two forms with the same bits: on the CPU the host reads the branch; elsewhere the device computes it without a
-# synchronisation.
-# Factors are 0-dim or of their tensor's shape; a list that repeats one 0-dim tensor takes the shorter way.
+# Each operation has two bit-identical versions: on the CPU the host reads `calm`; on a GPU the device evaluates it
+# without synchronisation. Factors are 0-dim or have their tensor's shape; if all are the same 0-dim tensor, one
+# multiplication by it suffices.
 
 CHUNK = 64 * 2**20
-"""Bytes of multipliers that exist at a time: the peak is near two copies, with few more kernels."""
+"""Bytes of multipliers that exist at the same time; this limits the extra memory at the cost of a few more kernels."""
 
 
 def scale_(tensors: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> None:
@@ -282,7 +285,7 @@ def chunk_indices(factors: Sequence[Tensor], indices: Sequence[int]) -> Iterator
 def scale_update(params: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> Iterator[None]:
     """Scale the change of the parameters inside the context: w0 + s (w - w0) instead of w, if `calm` is true.
 
-    For a moment one copy of the parameters more, on the device two of CHUNK or of the largest tensor besides.
+    It needs a temporary copy of the parameters; on a GPU also two temporaries of CHUNK bytes, or of the largest tensor.
     """
     device = on_device(calm)
     if not params or (not device and not bool(calm)):

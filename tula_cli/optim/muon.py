@@ -13,7 +13,7 @@ from .orthogonal import find_matrices
 from .wrapper import Optimizer
 
 ADAMW_SHARE = 0.1
-"""AdamW's learning rate by Muon's, unless `adjust_lr_fn: match_rms_adamw` makes the same rate fit both."""
+"""Default of AdamW's learning rate as a multiple of Muon's, unless `adjust_lr_fn: match_rms_adamw` makes both equal."""
 
 
 def describe_missing_muon() -> str:
@@ -31,10 +31,10 @@ class MuonWithAdamW(Optimizer):
     Args:
         params: parameters, or groups of them; `split` marks by "by_muon" the groups that Muon updates. Without the mark Muon
             updates parameters of two dimensions.
-        lr: of Muon.
-        weight_decay: of both.
-        momentum: of Muon.
-        adamw: arguments of AdamW that differ: lr, betas, eps, weight_decay ...
+        lr: learning rate of Muon.
+        weight_decay: weight decay of Muon and AdamW.
+        momentum: momentum of Muon.
+        adamw: arguments of AdamW that override these: lr, betas, eps, weight_decay ...
         muon: further arguments of torch.optim.Muon.
 
     Raises:

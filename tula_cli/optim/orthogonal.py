@@ -16,26 +16,26 @@ from .gradient_stats import chunk_indices, clip_, copy_tensors, get_accumulation
 from .wrapper import Wrapper, check_sharding, get_rank_and_world
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the odd polynomial that Muon iterates: it is steep at 0 and stays around 1, rather than converging to it."""
+"""Coefficients of the odd polynomial that Muon iterates: steep at 0, and its values stay near 1 without converging."""
 ITERATIONS = 5
 
 MAX_SHORTER_SIDE = 2048
-"""A matrix whose shorter side is longer keeps the base's step: its multiplications would outweigh the training's."""
+"""Matrices with a longer shorter side get the base optimizer's step, as orthogonalising them would cost too much."""
 
 GPU_DTYPE = torch.bfloat16
-"""Precision of the products on a GPU, as in Muon."""
+"""Precision of the matrix products on a GPU, as in Muon."""
 MAX_PADDING = 1.4
-"""Elements that a GPU multiplies over those that there are, at most: zeros for few kernels."""
+"""Maximum ratio of elements with zero padding to elements without in a batch on a GPU: padding saves kernels."""
 MAX_BATCH_ELEMENTS = 2**24, 2**18
-"""Elements that are multiplied at a time, of several matrices, on a GPU and on the CPU, where a kernel costs nothing."""
+"""Maximum elements of a batch of several matrices on a GPU and on the CPU, where batching saves hardly any time."""
 
 NO_MATRIX_NAMES = frozenset(
     {"bias", "pos", "position", "positional", "embed", "embedding", "embeddings", "token", "tokens"}
 )
-"""Words in the names of parameters that are added to what comes in, or looked up, and multiply nothing."""
+"""Words in the names of parameters that are added to inputs or looked up, and are not multiplied as matrices."""
 
 ALIGN_EVERY = 100
-"""Steps after which rank 0's matrices are handed out, should other hardware round products otherwise."""
+"""Steps between two broadcasts of rank 0's matrices, as products may be rounded differently on other hardware."""
 
 
 REFUSED = {
@@ -43,14 +43,14 @@ REFUSED = {
     "Muon": "already orthogonalises its steps",
     "MuonWithAdamW": "already orthogonalises its steps",
 }
-"""Optimizers that `Ortho` does not wrap, and why."""
+"""Optimizers that `Ortho` does not wrap, with the reason."""
 
 INDEPENDENT_OF_WEIGHTS = frozenset(
     {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Rprop"}
 )
 """Classes of torch.optim whose update depends on the weights through weight decay alone."""
 COUPLED = INDEPENDENT_OF_WEIGHTS - {"AdamW"} | {"ASGD"}
-"""Those whose weight decay is a part of the gradient (L2), unless a parameter group has `decoupled_weight_decay`."""
+"""Classes with weight decay as part of the gradient (L2), unless a group has `decoupled_weight_decay`."""
 
 
 def describe_why_not_orthogonalizable(base: torch.optim.Optimizer) -> str:
@@ -286,7 +286,7 @@ def _orthogonalize_batch_(updates: Sequence[Tensor], lengths: Tensor, dtype: tor
     sides = [_get_sides(u) for u in updates]
     short, longest = sides[0][0], max(long for _, long in sides)
     new = updates[0].new_empty if all(long == longest for _, long in sides) else updates[0].new_zeros
-    if updates[0].shape[0] > short:  # without a transposed copy
+    if updates[0].shape[0] > short:  # transpose the view instead of copying
         work = new((len(updates), longest, short), dtype=dtype).mT
     else:
         work = new((len(updates), short, longest), dtype=dtype)
@@ -319,7 +319,7 @@ def newton_schulz(matrices: Tensor) -> Tensor:
     Args:
         matrices: (k, m, n), m at most n; columns of zeros stay zeros and have no effect on the others.
     """
-    # all singular values are at most 1 then
+    # Division by the Frobenius norm makes all singular values at most 1.
     work: Tensor = matrices / torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True).clamp_(min=1e-30)
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):

@@ -18,13 +18,13 @@ from .sharding import is_sharded
 
 # --- Checks
 
-# These keep each rank's own gradient or shard, so no rank holds the gradient that Eq. 5 speaks of.
+# With these classes no rank holds the averaged gradient of Eq. 5.
 SHARDING = frozenset(
     {"FullyShardedDataParallel", "FSDPModule", "DTensor", "ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"}
 )
-# Of these an optimizer may do with the shares of fully_shard.
+# Classes of fully_shard, which optimizers with `shares=True` support.
 SHARES = frozenset({"FSDPModule", "DTensor"})
-# Arguments that need not be given.
+# Arguments that may be None.
 OPTIONAL = frozenset({"available", "steps_per_epoch", "max_grad_norm", "factor"})
 
 

@@ -63,7 +63,7 @@ def main(*, entered: Callable[[], None] | None = None) -> None:
         if entered is not None:
             entered()
         run_task(task, run, attempt)
-    except Exception as error:  # noqa: BLE001 - the process boundary: whatever happened is written down, then we end
+    except Exception as error:  # noqa: BLE001 - the process boundary: any error is recorded, and the rank exits
         exit_with_failure(error, task, run, attempt)
     sys.stdout.flush()
 
@@ -86,16 +86,16 @@ def change_to_job_folder(task: Task, run: RunDir) -> None:
             f"the snapshot of the submitted code is missing: {home}",
             "submit the job again with tula profile or tula train",
         )
-    folder = Path.cwd()  # as the lookup of import strings names it
+    folder = Path.cwd()  # the same path as in the lookup of import strings
     inherited_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = [*(home / root for root in snapshot.roots), *(folder / root for root in (".", *snapshot.roots))]
-    # Python has read them as relative to the folder where this process was started.
+    # Python resolved relative entries in the folder where this process was started.
     path += [folder / entry for entry in inherited_path if entry and not Path(entry).is_absolute()]
     sys.path[:] = dict.fromkeys([*map(str, path), *sys.path])
 
 
 def run_task(task: Task, run: RunDir, attempt: int) -> None:
-    # Inside the boundary: an import that fails (a missing library on one node) is told like any other failure.
+    # Imported here so that a failing import (e.g. a library missing on one node) is recorded like any other failure.
     from tula_cli.worker import device
     from tula_cli.worker import ranks as worker_ranks
     from tula_cli.worker.build.data import build_datasets
@@ -134,7 +134,7 @@ def exit_with_failure(error: Exception, task: Task, run: RunDir, attempt: int) -
 
     device.lift_memory_limit()
     text = "".join(traceback.format_exception(error))
-    with contextlib.suppress(OSError):  # the log may lie on the disk that is full
+    with contextlib.suppress(OSError):  # the log may be on the full disk
         sys.stderr.write(text)
         sys.stderr.flush()
     rank = int(os.environ["RANK"])
@@ -153,18 +153,18 @@ def exit_with_failure(error: Exception, task: Task, run: RunDir, attempt: int) -
         fault=find_device_fault(message) if outcome == "device_fault" else None,
         local_batch=_find_current_local_batch(task, run),
         shortage=get_shortage(error),
-        # Samples are alike on every node; another SpecError may be due to this one, such as a missing folder.
+        # Samples are the same on every node; any other SpecError may be due to this node, such as a missing folder.
         permanent=isinstance(error, SpecError) and _is_sent_by_loader(error),
         failed_at=time.time(),
     )
     with contextlib.suppress(OSError):
         try:
             run.write_failure(failure)
-        except TulaError as unwritten:  # a full disk, or the run is gone: the log's end tells, if anything can
+        except TulaError as unwritten:  # full disk or removed run: only the log's end may show the failure
             sys.stderr.write(f"{unwritten}\n")
         sys.stderr.flush()
         sys.stdout.flush()
-    # Where not even that can be written the code tells it.
+    # If not even the log can be written, the exit code shows a full disk.
     os._exit(DiskFull.exit_code if failure.outcome == "disk" else 1)
 
 
@@ -178,12 +178,12 @@ def _find_last_error_line(error: Exception) -> str:
     """Return the class, message and hint of an error; of an error that a loader process has sent, those of the original."""
     lines = str(error).strip().splitlines()
     original, hint = "", error.hint if isinstance(error, TulaError) else ""
-    if _is_sent_by_loader(error):  # torch keeps the text alone of the original
+    if _is_sent_by_loader(error):  # torch keeps only the text of the original error
         original = find_user_exception(str(error))
         hints = [line.removeprefix(_HINT) for line in lines if line.startswith(_HINT)]
         hint = hints[-1] if hints and isinstance(error, TulaError) else ""
     message = _MODULE.sub("", original) or ": ".join(filter(None, [type(error).__name__, *lines[:1]]))
-    # NCCL begins with the kind of its error and tells what happened after this line.
+    # NCCL's message starts with the kind of error; the description follows this line.
     first_line = lines.index("Last error:") + 1 if "Last error:" in lines else 0
     return (
         f"{message}: {lines[first_line]}" if 0 < first_line < len(lines) else f"{message}{f' ({hint})' if hint else ''}"
@@ -205,7 +205,7 @@ def _get_device_kind(task: Task) -> str:
 def _find_current_local_batch(task: Task, run: RunDir) -> int | None:
     """Return the local batch that was running; for a probe task, the first one without a result."""
     if isinstance(task, CheckTask | ResumeTestTask):
-        return None  # none, or that of a script
+        return None  # no task, or a script's
     if isinstance(task, TrainTask):
         return task.batch // task.ranks
     if isinstance(task, EvaluateTask):

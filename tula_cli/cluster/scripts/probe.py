@@ -62,7 +62,7 @@ def build_probe_result(
     )
     times = tuple(step.seconds for step in steps)
     beyond = [_warn_long_sync(sync, median(times))] if sync is not None and sync > median(times) else []
-    alone = world == 1  # nothing to synchronise: a step is local work
+    alone = world == 1  # one rank does not synchronise: the whole step is local work
     return Measured(
         **make_probe_identity(task, local_batch),
         batch=local_batch * world,

@@ -54,7 +54,7 @@ class ScriptRateSearch(ScriptProgram):
     task: RateSearchTask
     records_steps = True
 
-    # --- its starts
+    # --- Starts of the script
 
     def make_command(self, *, attempt: int, meeting: str) -> LeaderCommand:
         """Return the command for the next branch, with a copy of the checkpoint in a folder of its own.
@@ -128,7 +128,7 @@ class ScriptRateSearch(ScriptProgram):
         start = PlannedBranch(rule=None, out=str(self._folder / "start"))
         return self.preview_command_at_batch(self._reference_batch, branch=start)
 
-    # --- what is known
+    # --- Plan and files of the search
 
     @cached_property
     def plan(self) -> SearchPlan:
@@ -168,7 +168,7 @@ class ScriptRateSearch(ScriptProgram):
         values, workdir = self._list_path_values(out, batch), Path(self.task.workdir)
         return training.find_newest_checkpoint(resume, values, workdir=workdir, since=0.0)[0]
 
-    # --- what was seen
+    # --- Observations of a start
 
     def record_results(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
         """Record the checkpoint or the branch of a start, and the end of the search after the last branch."""

@@ -40,9 +40,9 @@ def count_trained_steps(rows: Sequence[Mapping[str, Any]], local_batch: int) -> 
     steps = samples = delivered = prefetched = 0
     for row in rows:
         if row["step"] == steps:
-            continue  # the last one is told twice
+            continue  # the last step may have two rows
         if row["step"] < steps:
-            samples = delivered = prefetched = 0  # counted anew: another optimizer is the clock
+            samples = delivered = prefetched = 0  # counted anew, because another optimizer now counts the steps
         steps = row["step"]
         if row["samples"] is None:
             samples += local_batch
@@ -126,7 +126,7 @@ class ResumeTest(ScriptProgram):
     task: ResumeTestTask
     records_steps = True
 
-    # --- its starts
+    # --- Starts of the script
 
     def make_command(self, *, attempt: int, meeting: str) -> LeaderCommand:
         command, start = super().make_command(attempt=attempt, meeting=meeting), self.find_next_start()
@@ -144,7 +144,7 @@ class ResumeTest(ScriptProgram):
         script = self.script.model_copy(update={"length": _get_start(command).length})
         return self.task.spec.model_copy(update={"script": script})
 
-    # --- what was seen so far
+    # --- Records
 
     @property
     def files(self) -> ResumeTestRecords:
@@ -157,7 +157,7 @@ class ResumeTest(ScriptProgram):
             task=self.task.id, key=self.task.key, began_at=time.time()
         )
 
-    # --- what comes next
+    # --- The next start
 
     def find_next_start(self) -> PlannedStart:
         """Return the next start of an unfinished test; its time limit runs from the first call."""
@@ -286,7 +286,7 @@ class ResumeTest(ScriptProgram):
             ask_at=STEPS_BEFORE_KILL,
         )
 
-    # --- what was seen
+    # --- Observations of a start
 
     def record_results(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
         """Record the observations of a start, and the verdict after the last one.

@@ -41,7 +41,7 @@ class ScriptProcess:
     node_rank: int
     master_addr: str
     master_port: int
-    rank: int | None = None  # None where the command starts the ranks of a node itself
+    rank: int | None = None  # None if the command itself starts the ranks of a node
     local_rank: int | None = None
 
 
@@ -170,13 +170,13 @@ class ScriptProgram(RankProgram):
         return range(ranks[0], ranks[-1] + 1)
 
     def judge_clean_exit(self) -> Failure | None:
-        return None  # the leader then reads what the ranks have written
+        return None  # the leader then judges by the files of the ranks
 
     def record_attempt_results(self, command: LeaderCommand, failure: Failure | None) -> Failure | None:
         """Record the results of an attempt; return why it failed, corrected by these results."""
         refusals = (reported for reported in self.get_attempt(command).read_failures() if reported.where == "method")
         refused = next((refusal.description for refusal in refusals), "")
-        if refused:  # it may have finished nevertheless
+        if refused:  # the script may have finished nevertheless
             return make_script_failure(failure, refused, permanent=True)
         return self.record_results(command, failure)
 
@@ -206,7 +206,7 @@ class ScriptProgram(RankProgram):
         """Return why a start must be stopped although its ranks are not stuck, or None."""
         return None
 
-    # --- of one start
+    # --- Settings of one start
 
     @abstractmethod
     def get_output_folder(self, command: LeaderCommand) -> Path:

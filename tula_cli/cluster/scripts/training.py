@@ -175,7 +175,7 @@ def _is_complete_file(file: Path) -> bool:
             head = opened.read(4)
         if file.suffix not in _ZIPPED:
             return True
-        # zeros are blocks that a lost node has never written
+        # Leading zeros are blocks that a lost node never wrote.
         return zipfile.is_zipfile(file) if head == b"PK\x03\x04" else head != b"\0\0\0\0"
     except OSError:
         return False
@@ -188,7 +188,7 @@ _LESS_IS_BETTER = re.compile(
 )
 """Metrics to minimise. Short names must end a word or be one: answer_f1 and confidence are not error rates."""
 
-_BLOCK = 2**22  # bytes of a log that are searched at a time
+_BLOCK = 2**22  # bytes of a log that are searched in one read
 
 
 def read_metrics(script: Script, logs: Iterable[Path]) -> dict[str, list[float]]:
@@ -258,14 +258,14 @@ class TrainingMonitor(ScriptMonitor):
     program: "ScriptTraining"
     leads: bool = False
     _next_row: float = 0.0
-    _next_print: float = words.compute_log_pause(0.0)  # seconds after the start at which the log tells how far it is
-    _next_epoch: float = 0.0  # or once this has begun
+    _next_print: float = words.compute_log_pause(0.0)  # seconds after the start of the next progress line
+    _next_epoch: float = 0.0  # epoch at whose start a progress line is printed earlier
     _next_look: float = 0.0
     _began: float = field(default_factory=time.monotonic)
     _step: int = 0
-    _batch: float = 0.0  # samples of a step that were seen last; 0 before any were
+    _batch: float = 0.0  # samples per step at the last check; 0 before the first
     _broken: Failure | None = None
-    _claims_checked: bool = False  # the first steps of all ranks against what is claimed
+    _claims_checked: bool = False  # whether the first steps of all ranks were compared with the settings
 
     tolerates_shim_failures = True
 
@@ -324,7 +324,7 @@ class TrainingMonitor(ScriptMonitor):
     def undo_file_changes(self) -> str:
         return ""
 
-    # --- leaving
+    # --- The end of the allocation
 
     @property
     def can_save(self) -> bool:
@@ -365,7 +365,7 @@ class TrainingMonitor(ScriptMonitor):
         checkpoint = self.program.newest_checkpoint()
         return checkpoint is not None and since < get_checkpoint_change_time(checkpoint) < time.time() - SETTLED_SECONDS
 
-    # --- faults
+    # --- Failures
 
     def find_reason_to_kill(self) -> Failure | None:
         """Return why the ranks must be killed: also if their first steps contradict the settings, or are late."""
@@ -378,7 +378,7 @@ class TrainingMonitor(ScriptMonitor):
         has_heartbeat = any(self.attempt.read_heartbeat(rank) is not None for rank in range(self.command.ranks))
         if has_heartbeat or any(
             failure.where == "shim" for failure in self.attempt.read_failures()
-        ):  # it goes on without being watched
+        ):  # the script runs unwatched because the shim failed
             return None
         limit = f"{self._first_step_limit / 60:.3g} min (search.max_minutes, or 20 times the start-up time of a probe)"
         message = f"stopped, because the first step was not done after {limit}: {describe_missing_step(self.log)}"
@@ -415,7 +415,7 @@ class ScriptTraining(ScriptProgram):
     def world(self) -> int:
         return self.task.ranks
 
-    # --- its starts
+    # --- Starts of the script
 
     def make_command(self, *, attempt: int, meeting: str) -> LeaderCommand:
         command = super().make_command(attempt=attempt, meeting=meeting)
@@ -453,7 +453,7 @@ class ScriptTraining(ScriptProgram):
     def preview_command(self) -> str:
         return self.preview_command_at_batch(self.task.batch)
 
-    # --- where it goes on
+    # --- Resumption
 
     @property
     def output_folder(self) -> Path:
@@ -517,7 +517,7 @@ class ScriptTraining(ScriptProgram):
             resume, self.placeholder_values, workdir=Path(self.task.workdir), since=began, left_out=left_out
         )
 
-    # --- how far it is
+    # --- Progress
 
     @property
     def dataset_size(self) -> int | None:
@@ -552,7 +552,7 @@ class ScriptTraining(ScriptProgram):
         size, observed = self.dataset_size, claims.count_epoch_samples(self._first_rank_results)
         by_loader = claims.find_dataset_size(self._first_rank_results) if self._first_rank_results else None
         if get_script(self.task.spec).length.epochs is None or observed is None or by_loader != size:
-            return size  # a loader of a part of the dataset tells nothing of an epoch
+            return size  # a loader of a part of the dataset does not show the length of an epoch
         return observed
 
     @property
@@ -703,7 +703,7 @@ class ScriptTraining(ScriptProgram):
 
     def check_step_time(self, pace: "ScriptLevelDetector", attempt: ScriptAttempt, command: LeaderCommand) -> None:
         """Record a change of the step time."""
-        from tula_cli.models.time.changes import describe_level_change  # numpy: of use while a script trains alone
+        from tula_cli.models.time.changes import describe_level_change  # here: needs numpy
 
         beat = attempt.read_heartbeat(0)
         if beat is None or beat.lost is not None:
@@ -730,7 +730,7 @@ class ScriptTraining(ScriptProgram):
         saved_at = 0.0 if checkpoint is None else get_checkpoint_change_time(checkpoint)
         saves, began, beat = self.training.read_script_saves(), _get_plan_write_time(attempt), attempt.read_heartbeat(0)
         if settled and (beat is None or beat.stepped_at <= saved_at):
-            return  # the row that tells in which step it was written comes with the next one
+            return  # the row with the step of the save follows with the next step
         if not max([began, *(save.saved_at for save in saves.saves[-1:])]) < saved_at <= time.time() - settled:
             return
         previous_save = next((save.saved_at for save in saves.saves[-1:] if save.saved_at > began), None)
@@ -788,7 +788,7 @@ class ScriptTraining(ScriptProgram):
         violation = claims.describe_unmet_expectations(ranks, resumed=bool(command.checkpoint))
         return Failure(outcome="user", message=violation, permanent=True) if violation else None
 
-    # --- after an attempt
+    # --- The end of an attempt
 
     def count_samples_reached(self, command: LeaderCommand, attempt: Attempt) -> int | None:
         beat = self.get_attempt(command).read_heartbeat(0)
@@ -960,7 +960,7 @@ def _find_position_at(attempt: ScriptAttempt, when: float) -> tuple[int, float |
     rows = attempt.read_rows(0)
     after = [row for row in rows if row["kind"] == "gap" and "save" in row["causes"] and row["time"] >= when]
     if after:
-        return after[0]["step"] - 1, after[0].get("before")  # a loader may be ahead by then, so no share of "samples"
+        return after[0]["step"] - 1, after[0].get("before")  # "samples" may include prefetched ones
     stood = [(row["step"], row["samples"]) for row in rows if "step" in row and row["time"] <= when]
     beat = attempt.read_heartbeat(0)
     if beat is not None and beat.stepped_at <= when:

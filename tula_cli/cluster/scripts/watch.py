@@ -83,7 +83,7 @@ def move_probe_files(attempt: ScriptAttempt) -> str:
             remaining.append(f"{file.path} ({error.strerror})")
             continue
         (moved if restored else remaining).append(str(file.path))
-    for folder in folders:  # the deepest first; what the probe made, and holds nothing more
+    for folder in folders:  # deepest first; folders that the probe created and that are empty now
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
     text = _describe_moved(moved, remaining, attempt.aside)
@@ -105,7 +105,7 @@ def _list_changed_files(
         modified = next((event["modified"] for event in events if event.get("modified")), None)
         existed = any(event["existed"] for event in events)
         if not existed and not os.path.lexists(name):
-            continue  # a draft that was renamed, or a temporary file
+            continue  # a renamed draft or a deleted temporary file
         if any(event["late"] for event in events) or _get_modification_time(Path(name)) >= since:
             yield ChangedFile(Path(name), existed, None if copy is None else Path(copy), modified)
     new_files = {
@@ -268,7 +268,7 @@ class ScriptMonitor(RankMonitor):
             failed_at=shim_failure.failed_at,
         )
 
-    # --- faults
+    # --- Failures
 
     @property
     def has_stepped(self) -> bool:

@@ -55,7 +55,7 @@ def call_slurm(*command: str, patience: float | None = None, environ: Mapping[st
             command,
             timeout=limit,
             environ=make_command_environment(os.environ) if environ is None else environ,
-            outlives_parent=command[0] in ("sbatch", "scancel", "scontrol"),  # what it has begun, SLURM completes
+            outlives_parent=command[0] in ("sbatch", "scancel", "scontrol"),  # commands that change jobs must complete
         )
     except OSError as error:
         return CommandResult("missing", complaint=f"{command[0]}: {error.strerror}")
@@ -91,6 +91,6 @@ def parse_record(line: str) -> dict[str, str]:
     fields: dict[str, str] = {}
     for key, end in zip(
         keys, ends, strict=False
-    ):  # a line without any field ("No reservations in the system") has an end alone
+    ):  # a line without fields ("No reservations in the system") has only an end
         fields.setdefault(key[1], line[key.end() : end].strip())  # "CfgTRES=cpu=2,..." has no space before "cpu"
     return fields

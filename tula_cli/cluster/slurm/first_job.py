@@ -38,7 +38,7 @@ from tula_cli.spec.slurm_options import ROOM
 
 POLL_INTERVALS = (2.0, 10.0)
 """Seconds between two queries of the queue: while the job runs, and the maximum while it is pending."""
-LAG = 10.0  # seconds that a file may take from a node to here, once its job is over
+LAG = 10.0  # seconds until a file of a finished job becomes visible on this machine
 MINUTES = math.ceil(INSPECTION_TIMEOUT / 60) + ROOM
 """Time limit of the job in minutes; it uses one node, so this also limits its node-hours."""
 _JOB = "first_job.json"
@@ -59,7 +59,7 @@ def _read_inspection_of_lost_command(run: RunDir, spec: JobSpec) -> Inspection |
     except (
         TulaError,
         ValueError,
-    ):  # it runs, or ended before its answer, or with an error, which the next one may not see
+    ):  # the job runs, ended without an answer, or failed (the next may not)
         return None
 
 
@@ -79,8 +79,8 @@ def inspect_with_stored(inspect: Inspect, run: RunDir) -> Inspect:
     def build_anew(spec: JobSpec) -> Inspection:
         inspection = inspect(spec)
         if cached and cached.keep:
-            with contextlib.suppress(OSError):  # a folder that cannot be written costs this command nothing
-                get_inspection_path(run, spec).unlink(missing_ok=True)  # from now on the newer one counts
+            with contextlib.suppress(OSError):  # an unwritable folder does not affect this command
+                get_inspection_path(run, spec).unlink(missing_ok=True)  # replaced by the newer inspection
         return inspection
 
     def load_or_build(spec: JobSpec) -> Inspection:
@@ -218,10 +218,10 @@ class _WatchedJob:
     run: RunDir
     spec: JobSpec
     sleep: Callable[[float], None]
-    id: str = ""  # empty before it is submitted
-    age: float = 0.0  # seconds since it was submitted, when it was taken up
-    seconds: float = 0.0  # that it has held its node, at most
-    earlier: float = 0.0  # node-hours of the jobs before it
+    id: str = ""  # SLURM job id; empty before the submission
+    age: float = 0.0  # seconds between its submission and its adoption by this command
+    seconds: float = 0.0  # upper bound of the seconds for which the job has held its node
+    earlier: float = 0.0  # node-hours of earlier first jobs of the run
 
     def submit_or_adopt(self) -> None:
         """Submit and record the job, or adopt a queued one for the same spec; one for another spec is cancelled.
@@ -280,7 +280,7 @@ class _WatchedJob:
             state = scheduler.query_states([self.id]).get(self.id)
             now = time.monotonic()
             hopeless = hopeless + 1 if state is not None and state.hopeless else 0
-            if state is not None and hopeless > 1:  # it may be so for a moment while the controller is busy
+            if state is not None and hopeless > 1:  # a single query may say so while the controller is busy
                 raise SchedulerError(
                     f"the job that builds the model and the dataset was cancelled, because it would never start: {state.reason}"
                 )

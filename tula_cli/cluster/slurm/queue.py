@@ -66,7 +66,7 @@ _RESOURCES = {
 """Resources by their names in SLURM's reasons; other names are shown as 'many resources'."""
 _HELD = "scontrol release {id}"
 HOPELESS = tuple((re.compile(form), why) for form, why in {
-    # limits of one job, and budgets: SLURM makes these names of who limits, what, and for what
+    # Limits per job and budgets; the names consist of who limits what, and per what.
     "(?P<who>QOS|Assoc)Max(?P<what>[A-Za-z]+?)MinutesPerJob(?:Limit)?": "{who} does not allow so {what} for so long in one job",
     "(?P<who>QOS|Assoc)Max(?P<what>[A-Za-z]+?)PerJob(?:Limit)?": "{who} does not allow so {what}",
     "(?P<who>QOS|Assoc)Max(?P<what>[A-Za-z]+?)PerNode": "{who} does not allow so {what} per node",
@@ -78,7 +78,7 @@ HOPELESS = tuple((re.compile(form), why) for form, why in {
     ".*exceeds (?P<who>QOS|assoc)\\w*.* group (?:max TRES.* minutes|wall limit).*": "the budget of {who} is used up",
     ".*exceeds (?P<who>QOS|assoc)\\w*.* max TRES.* minutes.*": "{who} does not allow so many resources for so long in one job",
     "MaxMemPerLimit": "the partition does not allow so much memory per node or CPU: lower cluster.slurm.memory",
-    # what is asked for is not there, or not for this user
+    # The requested resource does not exist, or this user may not use it.
     "PartitionConfig": "the partition does not allow so many nodes or resources",
     "PartitionNodeLimit": "the partition does not allow so many nodes",
     "PartitionTimeLimit": "the partition does not allow so much time",
@@ -95,7 +95,7 @@ HOPELESS = tuple((re.compile(form), why) for form, why in {
     "DeadLine": "the job cannot end before its deadline",
     "DependencyNeverSatisfied": "the job depends on a job that failed",
     "BurstBufferOperation|Burst buffer .*error.*": "the burst buffer of the job failed",
-    # what somebody has to release
+    # Holds that a user or administrator has to release.
     "JobHoldMaxRequeue|.*requeued held": f"SLURM holds the job after it failed to start; release it with {_HELD}",
     "JobHeldAdmin": f"an administrator holds the job: ask them to release it ({_HELD})",
     "JobHeldUser|.*in held state.*": f"you hold the job; release it with {_HELD}",
@@ -125,7 +125,7 @@ STORAGE_FAILED = f"{StorageFailed.exit_code}:0"
 """Exit code of the steps of a job whose supervisor could no longer write to the file system."""
 
 
-# --- how jobs stand
+# --- Queries of job states
 
 
 _FORM = ("squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%S|%k")
@@ -142,7 +142,7 @@ def query_states(ids: Sequence[str]) -> dict[str, SchedulerState]:
     states = {id_: row for id_ in wanted if (row := queue.get(id_))}
     for id_, state_name in _query_sacct(id_ for id_ in wanted if id_ not in states).items():
         state = _parse_state(state_name)
-        # It is not in the queue any more, but not over for sacct, which lags and keeps jobs that ended unseen for ever.
+        # The job has left the queue but is not ended in sacct, which lags, and may never see the end of a job.
         recent = (
             state
             if state.state == "ended"
@@ -284,7 +284,7 @@ def _is_due(id_: str, now: float) -> bool:
     return _parse_state_name(state_text) not in ENDED and now - at >= ACCOUNTING_PAUSE
 
 
-# --- how one allocation ends
+# --- The end of an allocation
 
 
 def find_end_time(job_id: str, environ: Mapping[str, str]) -> float | None:
@@ -300,7 +300,7 @@ def find_end_time(job_id: str, environ: Mapping[str, str]) -> float | None:
     else:
         answer = call_slurm("squeue", "--noheader", f"--jobs={job_id}", "--format=%e")
         end = parse_time(answer.text.splitlines()[0]) if answer.ok and answer.text else None
-    never = time.time() + 10 * 365 * 86400  # an unlimited job ends in some hundred years
+    never = time.time() + 10 * 365 * 86400  # SLURM reports an end in about a hundred years for unlimited jobs
     return end if end is not None and end < never else None
 
 
@@ -324,7 +324,7 @@ def find_outcome(job_id: str, *, restart: int | None = None) -> OutcomeClass | N
     restart_count = record.get("Restarts", "")
     restarts = int(restart_count) if restart_count.isdigit() else 0
     if restart is not None and restart < restarts:
-        # Requeued since: whatever took that allocation away, it was not the job itself.
+        # Requeued since: the job itself did not end that allocation.
         return _find_outcome_of_rows(_list_rows_of_run(job_id, restart)) or "preempted"
     state = _parse_state_name(record.get("JobState", ""))
     if state in PENDING or (state in RUNNING and state != "COMPLETING"):
@@ -333,7 +333,7 @@ def find_outcome(job_id: str, *, restart: int | None = None) -> OutcomeClass | N
         return OUTCOMES.get(state)
     if record.get("DerivedExitCode") == STORAGE_FAILED and not restarts:
         return "storage"
-    # The exit code of an earlier run stays when a job is requeued.
+    # DerivedExitCode of an earlier run is kept when a job is requeued.
     if record.get("DerivedExitCode") == OOM_KILLED and not restarts:
         return "host_oom"
     return _find_outcome_of_rows(_list_rows_of_run(job_id, restart))
@@ -343,7 +343,7 @@ def _read_controller_record(job_id: str) -> dict[str, str]:
     """Return the controller's record of a job, which it keeps for some minutes after the end; empty if unknown."""
     answer = call_slurm("scontrol", "--details", "--oneliner", "show", "job", job_id)
     lines = [line for line in answer.text.splitlines() if line.startswith(f"JobId={job_id} ")] if answer.ok else []
-    # What stands first counts: 24.05 and later end with the command line of the submission.
+    # parse_record keeps the first value of a field: 24.05 and later append the submission's command line.
     return parse_record(lines[-1]) if lines else {}
 
 
@@ -374,7 +374,7 @@ def _find_outcome_of_rows(rows: list[list[str]]) -> OutcomeClass | None:
     return "host_oom" if killed and state_name == "FAILED" else None
 
 
-# --- finding and ending jobs
+# --- Finding and changing jobs
 
 
 def list_live_jobs(names: Sequence[str]) -> list[Queued]:
@@ -400,7 +400,7 @@ def list_live_jobs(names: Sequence[str]) -> list[Queued]:
 
 def cancel_jobs(ids: Sequence[str]) -> str:
     """Cancel exactly these jobs; return scancel's error message, or empty. Ended jobs are not an error."""
-    job_ids = [id_ for id_ in ids if id_.isdigit()]  # scancel would take a name for other things
+    job_ids = [id_ for id_ in ids if id_.isdigit()]  # scancel would interpret other words differently
     if not job_ids:
         return ""
     answer = call_slurm("scancel", *job_ids)

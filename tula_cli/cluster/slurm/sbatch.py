@@ -36,7 +36,7 @@ _INHERITED = (
 """The first lines of the script of every job."""
 FAULT_SECONDS = 86400.0
 """Seconds for which a faulty node is excluded; by then it is presumably repaired or drained."""
-_SIGNAL_SECONDS = 90  # seconds before its end at which a job is told so; less where it is short
+_SIGNAL_SECONDS = 90  # seconds before its time limit at which a job is signalled; fewer for short jobs
 _WRAPPER = "TULA_WRAPPER"
 _WRAPPER_END = "END_OF_TULA_WRAPPER"
 
@@ -116,7 +116,7 @@ def warn_too_few_cpus(spec: JobSpec) -> list[Diagnostic]:
     """Return a warning if the CPUs per task are too few for a rank and its data-loader processes, or are not set."""
     slurm = _get_slurm_section(spec)
     if not get_workload(spec).takes_workers:
-        return []  # how many there are is the script's own matter
+        return []  # a script chooses its loader processes itself
     workers = FEWEST_WORKERS if spec.train.workers == "auto" else spec.train.workers
     needed = workers + 1
     if spec.cluster.kind != "slurm" or (slurm.cpus_per_task or 0) >= needed or needed == 1:
@@ -138,7 +138,7 @@ def _make_size_options(task: Task, slurm: Slurm) -> dict[str, Any]:
     """Return the options for nodes, tasks, CPUs and GPUs; GPUs in one form only, as SLURM 24.11 refuses two."""
     ranks = task.spec.cluster.gpus_per_node
     size: dict[str, Any] = {"nodes": task.nodes, "ntasks_per_node": _count_tasks_per_node(task)}
-    if len(task.node_counts) > 1:  # with a number of tasks, SLURM would grant no more nodes than the fewest
+    if len(task.node_counts) > 1:  # with a number of tasks, SLURM would grant only the minimum of nodes
         size = {"nodes": f"{task.node_counts[0]}-{task.node_counts[-1]}"}
     if cpus := _count_cpus_per_task(task, slurm):
         size["cpus_per_task"] = cpus
@@ -172,7 +172,7 @@ def _count_cpus_per_task(task: Task, slurm: Slurm) -> int | None:
 
 def _list_extra_options(task: Task, slurm: Slurm) -> dict[str, Any]:
     """Return the options of sbatch that submitit has no name for."""
-    # SLURM's own requeue would start what tula starts itself.
+    # tula relaunches by itself; a requeue by SLURM would start the job twice.
     options: dict[str, Any] = {"no-requeue": True}
     if slurm.memory:
         options["mem"] = slurm.memory
@@ -180,7 +180,7 @@ def _list_extra_options(task: Task, slurm: Slurm) -> dict[str, Any]:
         options["mincpus"] = _count_tasks_per_node(task) * (_count_cpus_per_task(task, slurm) or 1)
     extra = _format_options(slurm.extra)
     if "gres" in _make_size_options(task, slurm):
-        extra.pop("gres", None)  # it is in there
+        extra.pop("gres", None)  # the GPUs are included in it
     return {**options, **extra}
 
 
@@ -199,12 +199,12 @@ def _format_option(value: Any) -> str:
 
 def _list_srun_options(task: Task, slurm: Slurm) -> list[str]:
     """Return the command-line options of srun."""
-    # A rank that dies must not leave the others waiting.
+    # When a rank dies, the others must not wait in a collective.
     options: dict[str, Any] = {"kill-on-bad-exit": 1}
     if cpus := _count_cpus_per_task(task, slurm):
-        options["cpus-per-task"] = cpus  # srun of SLURM 22.05 and later does not take it over from sbatch
+        options["cpus-per-task"] = cpus  # srun of SLURM 22.05 and later does not inherit it from sbatch
     if ":" in _make_size_options(task, slurm).get("gpus_per_task", ""):
-        options["gpu-bind"] = "per_task:1"  # implied, but srun of 22.05 stumbles over the type, and hides all GPUs
+        options["gpu-bind"] = "per_task:1"  # the default, but srun of 22.05 hides all GPUs if they have a type
     options |= _format_options(slurm.srun_extra)
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
 
@@ -249,7 +249,7 @@ def _make_setup_lines(task: Task, slurm: Slurm) -> list[str]:
     return [
         *_INHERITED,
         *read_setup_lines(task.spec.cluster, workdir),
-        *make_export_lines(slurm),  # after the set-up: they hold whatever the modules have set
+        *make_export_lines(slurm),  # after the set-up, so that modules do not override them
         *(_make_wrapper_lines(outer) if outer else []),
     ]
 

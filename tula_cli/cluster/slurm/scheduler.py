@@ -98,7 +98,7 @@ class SlurmScheduler:
         """Create the scheduler; `options` are further submitit parameters of scripts, e.g. `partition`, `account`."""
         self._options = options
 
-    # --- where jobs are submitted
+    # --- On the submitting machine
 
     def absent(self) -> str:
         return "" if shutil.which("sbatch") else "sbatch was not found on this machine"
@@ -106,7 +106,7 @@ class SlurmScheduler:
     def script(self, job: JobRequest) -> str:
         """Return the script for a command; jobs with a task of tula use `sbatch.make_submitit_parameters` instead."""
 
-        from tula_cli.cluster.slurm.script import ScriptWriter  # submitit: of use to those who submit alone
+        from tula_cli.cluster.slurm.script import ScriptWriter  # imported here: submitit is only needed to submit
 
         writer = ScriptWriter(job.logs, patience=job.patience)
         gpus = {"gpus_per_node": job.gpus_per_node} if job.gpus_per_node else {}
@@ -153,7 +153,7 @@ class SlurmScheduler:
             if partition.up
         ]
 
-    # --- inside a job
+    # --- Inside a job
 
     def place(self, environ: Mapping[str, str]) -> Place | None:
         """Return the position of a process started by srun in its job; None outside a step of srun."""
@@ -178,7 +178,7 @@ class SlurmScheduler:
         return queue.find_outcome(job_id, restart=restart)
 
 
-# --- submitting
+# --- Submission
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def _call_sbatch(script: Path) -> _Submission:
 
 
 _OVERRIDES: Mapping[str, tuple[str, ...]] = {
-    # What tula's script always says, in whatever words: nodes, ranks, GPUs, files, the queue that is asked later.
+    # Options that tula's script always sets: nodes, ranks, GPUs, files, and the cluster that is queried later.
     "nodes": (
         "ARRAY_INX", "CLUSTERS", "ERROR", "GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "GRES", "INPUT", "JOB_NAME", "NO_KILL",
         "NO_REQUEUE", "OPEN_MODE", "OUTPUT", "OVERCOMMIT", "REQUEUE", "SIGNAL", "TIMELIMIT", "TRES_PER_TASK", "WAIT",

@@ -17,8 +17,8 @@ from tula_cli.words import format_count
 
 # --- Partitions and accounts
 #
-# Only fields asked for by name are read, which SLURM 20.11 to 24.11 print alike. A scheduler that is not there, hangs, or
-# says what nobody understands has told nothing; none of it raises an error.
+# Only fields requested by name are read, which SLURM 20.11 to 24.11 print in the same format. A scheduler that is
+# missing, hangs or prints unknown output counts as unknown and raises no error.
 
 COMMAND_TIMEOUT = 10.0
 """Timeout in seconds of a command of SLURM; its output is helpful, not required."""
@@ -44,11 +44,11 @@ class Gpus:
 class NodeKind:
     """Identical nodes of a partition."""
 
-    nodes: int  # that can run a job: those that are down or drained do not count
-    cpus: int  # that a job can have
-    memory: int  # MB that a job can have
-    gpus: tuple[Gpus, ...]  # the most numerous first
-    limited_memory: bool = False  # a job may not ask for all memory of a node, which is more
+    nodes: int  # number of nodes that can run a job, without those that are down or drained
+    cpus: int  # CPUs per node that a job can use
+    memory: int  # MB per node that a job can use
+    gpus: tuple[Gpus, ...]  # GPUs per node by type, the most numerous first
+    limited_memory: bool = False  # whether a node has more memory than a job may request
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class Partition:
     name: str
     default: bool
     up: bool
-    minutes: int | None  # None: as long as one likes
-    most_nodes: int | None  # of one job; None: no limit but the partition's size
+    minutes: int | None  # time limit of a job; None: unlimited
+    most_nodes: int | None  # maximum nodes per job; None: only limited by the partition's size
     kinds: tuple[NodeKind, ...]
-    least_nodes: int = 1  # of one job
+    least_nodes: int = 1  # minimum nodes per job
 
     @property
     def nodes(self) -> int:
@@ -79,7 +79,7 @@ class Site:
     """The partitions and accounts of a site, as reported by its scheduler."""
 
     partitions: tuple[Partition, ...]
-    accounts: tuple[str, ...]  # the user's, as far as accounting knows any
+    accounts: tuple[str, ...]  # accounts of the user; empty if there is no accounting
 
     @property
     def default(self) -> Partition | None:
@@ -92,7 +92,7 @@ class Site:
         return next((each for each in self.partitions if each.name == name), None) if name else self.default
 
 
-# --- asking
+# --- Queries
 
 
 def query_site() -> Site | None:
@@ -115,7 +115,7 @@ def query_partitions(answer: Callable[..., str]) -> tuple[Partition, ...]:
     rows = answer(*SINFO)
     if not rows:
         return ()
-    nodes = sorted({_find_first_host(names) for *_, names in _split_rows(rows) if names})  # one of each kind
+    nodes = sorted({_find_first_host(names) for *_, names in _split_rows(rows) if names})  # one node of each kind
     return parse_partitions(
         rows,
         nodes=_parse_records(answer("scontrol", "--oneliner", "show", "node", ",".join(nodes)) if nodes else ""),
@@ -151,7 +151,7 @@ def _run_command(*command: str) -> str:
     return answer.text if answer.ok else ""
 
 
-# --- understanding
+# --- Parsing
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -303,7 +303,7 @@ def parse_gres(text: str) -> tuple[Gpus, ...]:
     return tuple(sorted((gpus for gpus in parsed if gpus.count), key=lambda gpus: -gpus.count))
 
 
-# --- a job spec to match
+# --- Settings for a job file
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ class TemplateLine:
     value: str
     why: str = ""
     below: tuple[str, ...] = ()
-    commented: bool = False  # a suggestion that the user completes
+    commented: bool = False  # whether the line is commented out, as a suggestion for the user
 
 
 def fill_template(template: str, site: Site) -> str:
@@ -341,7 +341,7 @@ _LINE = re.compile(r"^(?P<indent> *)(?P<off># )?(?P<key>[a-z_]+):(?P<rest>.*)$")
 
 def _find_setting_line(lines: Sequence[str], key: str) -> tuple[int, str]:
     """Return index and indentation of the line that sets a key, even if the line is commented out."""
-    path: list[tuple[int, str]] = []  # sections that are open: indentation, name
+    path: list[tuple[int, str]] = []  # enclosing sections: indentation, name
     for number, line in enumerate(lines):
         if not (match := _LINE.match(line)):
             continue
@@ -409,8 +409,8 @@ def list_measuring_settings(
     yield TemplateLine("search.max_node_hours", f"{cap:g}", comment)
 
 
-_MINUTES = 120  # of a training job, where the partition allows as much
-_JOB_MINUTES = 20  # of a measuring job, likewise
+_MINUTES = 120  # minutes of a training job, if the partition allows them
+_JOB_MINUTES = 20  # minutes of a measuring job, if the partition allows them
 _NODES = (2, 4, 8, 16)
 
 

@@ -65,7 +65,7 @@ class SlurmLauncher(BatchLauncher):
         return {name: job for name, job in listed_jobs.items() if name in names}
 
     def select_jobs_to_name(self, ids: Sequence[str]) -> Sequence[str]:
-        return ids[-1:]  # it waits for the others, which have the same name
+        return ids[-1:]  # `singleton` makes it wait for the other jobs of the same name
 
     def select_awaited_jobs(self, after: Sequence[str], ids: Sequence[str]) -> Sequence[str]:
         return ids[-1:] or after
@@ -79,7 +79,7 @@ def make_chain_name(run: RunDir, task: Task) -> str:
 
 def render_job_script(run: RunDir, task: Task, *, name: str | None = None, dependency: str | None = None) -> str:
     """Return the script of one job."""
-    from tula_cli.cluster.slurm.script import ScriptWriter  # submitit: of use to those who submit alone
+    from tula_cli.cluster.slurm.script import ScriptWriter  # imported here: submitit is only needed to submit
 
     require_plain_path(run.path)
     writer = ScriptWriter(run.submitit_dir, patience=task.folder_patience, python=task.spec.cluster.python)

@@ -25,9 +25,9 @@ class BatchSizes:
     """The batches of a training, and the number of micro-batches in which each is computed."""
 
     ramp: Ramp
-    micro_batches: int  # of a step on one rank, uncut
-    splits: Mapping[int, int]  # of each batch: parts that each of them is computed in
-    largest: int  # that this attempt comes to: less than the training's own where it leaves for more nodes before
+    micro_batches: int  # micro-batches per step on one rank, before splits
+    splits: Mapping[int, int]  # batch -> number of parts in which each micro-batch is computed
+    largest: int  # largest batch of this attempt, which may stop before later stages on more nodes
 
     @property
     def batch(self) -> int:
@@ -42,8 +42,8 @@ class BatchSizes:
 
 # --- Structure
 #
-# Samples come first: each tensor of a batch of n samples has n as its first dimension, or stands in a list with one entry a
-# sample. Numbers, texts, None and tensors without a dimension belong to the batch as a whole.
+# Each tensor of a batch of n samples has n as its first dimension, or is in a list with one entry per sample. Numbers,
+# texts, None and 0-dim tensors belong to the batch as a whole.
 
 
 def slice_batch(batch: Any, *, samples: int, start: int = 0, stop: int, from_user: bool = False) -> Any:
@@ -186,8 +186,8 @@ class TokenCounter:
     """Counts samples and tokens over batches, on the GPU if they are there: only `compute_means_per_sample` blocks the host."""
 
     samples: int = 0
-    places: int = 0  # padding counted
-    real: Any = 0  # a number, or a 0-dim tensor
+    places: int = 0  # positions, including padding
+    real: Any = 0  # tokens without padding: a number or a 0-dim tensor
 
     def add(self, batch: Any) -> None:
         """Count a batch; one that is not recognised as text is ignored."""
@@ -275,7 +275,7 @@ def as_dict(tree: Any) -> Any:
 
 # --- Calls of model and loss
 
-LossFunction = Callable[[Any, Any], torch.Tensor]  # (outputs, target), or (outputs, batch), -> 0-dim loss
+LossFunction = Callable[[Any, Any], torch.Tensor]  # (outputs, target) or (outputs, batch) -> 0-dim loss
 TARGETS = ("labels", "label", "targets", "target", "y")
 """Keys of a batch that hold its target if the model takes all entries."""
 
@@ -284,11 +284,11 @@ TARGETS = ("labels", "label", "targets", "target", "y")
 class ForwardSignature:
     """The arguments of a model's `forward`."""
 
-    names: tuple[str, ...]  # that may be given by name
-    required: tuple[str, ...]  # of these, without a default
-    positional: int  # that may be given in order
-    any_name: bool  # **kwargs
-    any_number: bool  # *args
+    names: tuple[str, ...]  # parameters that can be passed by name
+    required: tuple[str, ...]  # parameters without a default
+    positional: int  # number of parameters that can be passed by position
+    any_name: bool  # whether there is **kwargs
+    any_number: bool  # whether there is *args
 
     @classmethod
     def from_function(cls, function: Callable[..., Any]) -> "ForwardSignature":
@@ -315,10 +315,10 @@ class ModelCall:
 
     takes: ForwardSignature
     loss: LossFunction
-    whole: bool = False  # the loss takes the batch, not its target alone
-    takes_all_outputs: bool = False  # the loss takes what the model returns, whatever that is
-    default: bool = False  # nothing was said of the loss: a model that returns its own is believed
-    names: tuple[str, str] = ("model", "loss")  # for messages
+    whole: bool = False  # whether the loss takes the whole batch instead of its target
+    takes_all_outputs: bool = False  # whether the loss takes the model's outputs unchanged
+    default: bool = False  # whether the job sets no loss, so that a loss returned by the model is used
+    names: tuple[str, str] = ("model", "loss")  # names of model and loss in messages
 
     @classmethod
     def from_model(cls, model: nn.Module, loss: LossFunction, **how: Any) -> "ModelCall":
@@ -430,7 +430,7 @@ def takes_batch(loss: Callable[..., Any]) -> bool:
     try:
         function = loss.forward if isinstance(loss, nn.Module) else loss
         names = [p.name for p in inspect.signature(function).parameters.values()]
-    except (TypeError, ValueError):  # it does not is_list_of_samples
+    except (TypeError, ValueError):  # the signature is unknown
         return False
     return len(names) > 1 and names[1] == "batch"
 
@@ -440,7 +440,7 @@ def find_scores(outputs: Any) -> Any:
     if isinstance(outputs, torch.Tensor):
         return outputs
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
-    # A tuple with that name is GoogLeNet's, whose other outputs have a loss too.
+    # GoogLeNet returns a named tuple with `logits`, whose other outputs have losses too.
     return logits if isinstance(logits, torch.Tensor) and not isinstance(outputs, tuple) else outputs
 
 

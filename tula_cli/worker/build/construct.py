@@ -60,7 +60,7 @@ def list_parameter_names(target: Callable[..., Any]) -> list[str]:
     """Return the names of a callable's parameters; with **kwargs, also those of the class in its return annotation."""
     try:
         signature = inspect.signature(target)
-    except (TypeError, ValueError):  # it does not tell
+    except (TypeError, ValueError):  # the signature is unknown
         return []
     kinds = signature.parameters.values()
     names = [p.name for p in kinds if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"]

@@ -37,7 +37,7 @@ from tula_cli.worker.seeding import compute_stable_seed, seed_generators
 
 # --- Iterable datasets
 
-_EVALUATION = 0x4556  # the epoch whose random numbers an evaluation draws: no training comes to it
+_EVALUATION = 0x4556  # epoch number in the seeds of evaluations; no training has as many epochs
 
 
 class StreamedDataset:
@@ -108,7 +108,7 @@ class StreamedDataset:
 Transform = Callable[[Any], Any]
 
 Order = Callable[[Any, int], torch.Tensor]
-Samples = torch.utils.data.Dataset[Any]  # a sample by integer index, with a length
+Samples = torch.utils.data.Dataset[Any]  # has a length; returns a sample by integer index
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ class Datasets:
     """Training and evaluation samples of one job."""
 
     train: SeededDataset | StreamedDataset  # keys are (epoch, index)
-    eval: EvaluationDataset | StreamedDataset  # keys are index
-    classes: int | None  # None where an imported dataset does not tell
-    collate: Callable[[list[Any]], Any] | None = None  # samples -> batch; None: torch's own
+    eval: EvaluationDataset | StreamedDataset  # keys are indices
+    classes: int | None  # number of classes; None if an imported dataset does not report it
+    collate: Callable[[list[Any]], Any] | None = None  # samples -> batch; None: torch's default
 
 
 class SeededDataset(torch.utils.data.Dataset[Any]):
@@ -230,7 +230,7 @@ def count_samples(samples: Samples) -> int:
 
 # --- The sampler and the loaders
 
-_SAMPLER = 0x5341  # parts a sampler's random numbers from the job's others
+_SAMPLER = 0x5341  # part of the seed, so that a sampler's random numbers differ from the job's others
 Key = tuple[int, int]
 """(epoch, index): augmentation is seeded by both."""
 
@@ -240,7 +240,7 @@ class Position:
     """The progress of a run. It is measured in samples, because batch and world size may change at any position."""
 
     epoch: int = 0  # epochs completed
-    done: int = 0  # samples trained in the epoch under way
+    done: int = 0  # samples trained in the current epoch
     samples: int = 0  # samples trained since the start
     steps: int = 0  # optimizer steps since the start
 
@@ -426,7 +426,7 @@ def build_eval_loader(
 ) -> DataLoader[Any]:
     """Return this rank's share of the evaluation data: every world-th sample, each exactly once over all ranks."""
     options = _make_worker_options(dataset, workers, pin=pin)
-    # A generator of its own: the generator of the process remains unchanged.
+    # A separate generator leaves that of the process unchanged.
     options |= {"generator": torch.Generator(), "persistent_workers": options["num_workers"] > 0}
     if isinstance(dataset, StreamedDataset):
         share = EvaluationBatches(dataset, rank=rank, world=world, batch=batch, collate=collate)
@@ -459,17 +459,17 @@ def build_fixed_loader(
 
 
 def _choose_worker_start() -> Callable[[int], None]:
-    # Under a fork server that one is the parent, and ends with this process.
+    # Workers of a fork server have the server as their parent, which exits with this process.
     forked = multiprocessing.get_start_method() != "forkserver"
     return partial(_init_loader_process, os.getpid() if forked else None)
 
 
 def _init_loader_process(parent: int | None, _: int) -> None:
-    # A worker sees between two batches only that its rank is gone, and the driver frees the rank's memory when the last
-    # copy of its device files is closed: the next attempt would meet both.
+    # A worker notices only between two batches that its rank has exited, and the driver frees the rank's GPU memory
+    # only when the last copy of its device files is closed: both would disturb the next attempt.
     die_with_parent(parent)
     devices.close_inherited()
-    # SLURM tells every process of a job to end, but the rank still needs its data to reach the end of a step.
+    # SLURM sends SIGTERM to every process of a job, but the rank still needs data to finish its step.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
 
@@ -498,7 +498,7 @@ def to_tensor(image: Any) -> torch.Tensor:
     if not isinstance(image, PIL.Image.Image) or image.mode not in ("L", "RGB"):
         pixels = as_plain_tensor(v2.functional.to_dtype(v2.functional.to_image(image), torch.float32, scale=True))
         return pixels.contiguous()  # type: ignore[no-any-return]
-    # For a small image the checks and wrappers of these two take three times as long as the conversion.
+    # For a small image the checks and wrappers of ToImage and ToDtype take three times as long as the conversion.
     pixels = torch.from_numpy(np.array(image))
     return (pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1).contiguous()).float().div_(255)
 
@@ -740,7 +740,7 @@ def takes_transform(target: Callable[..., Any]) -> bool:
     """Return whether a user's dataset takes a transform, as image datasets do and text datasets do not."""
     try:
         kinds = [parameter.kind for parameter in inspect.signature(target).parameters.values()]
-    except (TypeError, ValueError):  # it does not tell
+    except (TypeError, ValueError):  # the signature is unknown
         return True
     return inspect.Parameter.VAR_KEYWORD in kinds or accepts_argument(target, "transform")
 
@@ -846,7 +846,7 @@ def _read_digits_table() -> np.ndarray[Any, Any]:
     Raises:
         SpecError: scikit-learn is not installed.
     """
-    # Its file is read without it where that is to be found: importing it costs each rank 1.6 s of CPU, the file 4 ms.
+    # If possible, read the file without importing scikit-learn, which takes each rank 1.6 s of CPU (the file: 4 ms).
     package = importlib.util.find_spec("sklearn")
     if package is None:
         raise SpecError(

@@ -90,7 +90,7 @@ def _list_parameters_of_kind(model: nn.Module, kind: str) -> Iterator[str]:
     """Yield the names of the parameters of one of KINDS."""
     for module_name, module in model.named_modules(remove_duplicate=False):
         for name, _ in module.named_parameters(recurse=False):
-            is_norm = "norm" in type(module).__name__.lower()  # LayerNorm, and RMSNorm of whatever package
+            is_norm = "norm" in type(module).__name__.lower()  # LayerNorm, RMSNorm of any package ...
             is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
             if {"norms": is_norm, "biases": name.endswith("bias"), "embeddings": is_embedding}[kind]:
                 yield f"{module_name}.{name}" if module_name else name
@@ -296,7 +296,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) == (
             "builtins",
             "getattr",
-        ):  # by which Python 3.11.2 and others write a member of an enumeration
+        ):  # used by Python 3.11.2 and others to pickle a member of an enumeration
             return _allow_frozen_member
         is_metadata_class = module == metadata.__name__ and isinstance(vars(metadata).get(name), type)
         number = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -342,10 +342,10 @@ MAX_NAMES_SHOWN = 6
 class WeightFit:
     """The match of a file's tensors with those of a model, by name and shape."""
 
-    common: Mapping[str, Any]  # of the file, by the model's names
-    missing: tuple[str, ...]  # of the model, not in the file
-    unexpected: tuple[str, ...]  # of the file, not in the model
-    other_shape: tuple[str, ...]  # with both shapes
+    common: Mapping[str, Any]  # tensors of the file that match, by the model's names
+    missing: tuple[str, ...]  # names in the model that the file lacks
+    unexpected: tuple[str, ...]  # names in the file that the model lacks
+    other_shape: tuple[str, ...]  # names in both with different shapes, with the two shapes
 
     @property
     def mismatch_text(self) -> str:
@@ -380,7 +380,7 @@ def read_weights(path: str, *, key: str = KEY) -> dict[str, Any]:
         raise SpecError(f"{key}: {error.message}", error.hint) from None
     except OSError as error:
         raise SpecError(f"{key}: {path} cannot be read: {error.strerror or error}") from None
-    except Exception as error:  # noqa: BLE001 - the unpickler, and the archive, trip over what is damaged in ways of their own
+    except Exception as error:  # noqa: BLE001 - unpickler and archive reader raise various errors for damaged files
         raise _make_unreadable_file_error(path, key, error) from None
     for key_name in STATE_KEYS:
         if isinstance(content, Mapping) and isinstance(content.get(key_name), Mapping):
@@ -433,7 +433,7 @@ def _read_sharded(path: str) -> dict[str, Any]:
 def _read_torch_file(path: str) -> Any:
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            if (bad := archive.testzip()) is not None:  # torch does not compare its check sums
+            if (bad := archive.testzip()) is not None:  # torch does not verify the check sums of the archive
                 raise zipfile.BadZipFile(bad)
     return torch.load(path, map_location="cpu", weights_only=True)
 
@@ -465,7 +465,7 @@ def check_fit(section: Model, model: nn.Module, *, key: str = KEY) -> WeightFit:
     }
     fit = WeightFit(
         common,
-        # BatchNorm's counter came later than many a file; nothing reads it where momentum is a number.
+        # Older files lack BatchNorm's counter, which is only used if momentum is None.
         missing=tuple(name for name in model_state if name not in state and not name.endswith("num_batches_tracked")),
         unexpected=tuple(name for name in state if name not in model_state),
         other_shape=tuple(
@@ -530,7 +530,7 @@ def _load_sharded(section: Model, model: nn.Module, *, first: bool, key: str) ->
         if fit is not None:
             full_tensor.copy_(fit.common[name])
         if isinstance(target, DTensor):
-            target.copy_(distribute_tensor(full_tensor, target.device_mesh, target.placements))  # rank 0's values
+            target.copy_(distribute_tensor(full_tensor, target.device_mesh, target.placements))  # sends rank 0's values
         else:
             dist.broadcast(full_tensor, src=0)
             target.copy_(full_tensor)

@@ -48,7 +48,7 @@ class _CheckpointedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        if torch.compiler.is_compiling():  # what is compiled writes statistics once
+        if torch.compiler.is_compiling():  # compiled code updates the statistics only once
             return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
         return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self._make_contexts, **kwargs)
 

@@ -231,7 +231,7 @@ def assume_one_sequence_per_sample() -> Iterator[None]:
     masking = sys.modules.get("transformers.masking_utils")
     name = "find_packed_sequence_indices"
     find = getattr(masking, name, None)
-    if masking is None or find is None:  # older versions look for none
+    if masking is None or find is None:  # older versions do not detect packed sequences
         yield
         return
     setattr(masking, name, lambda *_, **__: None)
@@ -303,7 +303,7 @@ class FromConfig:
         try:
             config = kind(**settings)
             model = self.target.from_config(config) if self._is_auto_class else self.target(config)
-        # Each model checks its sizes in its own way, and newer versions of transformers have errors of their own for it.
+        # Models check their sizes in different ways, and newer versions of transformers raise their own error classes.
         except Exception as error:
             raise make_refused_arguments_error(error, settings, path="model.args", name=self.name) from error
         assert isinstance(model, nn.Module)

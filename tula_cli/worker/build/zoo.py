@@ -22,15 +22,15 @@ from tula_cli.worker.build.text import FromConfig, is_transformers_name
 
 # --- Networks for small images
 #
-# torchvision's are made for 224 x 224: at 32 x 32 ResNet, VGG and MobileNetV3 throw most of the image away before the first
-# block, or leave one pixel for the head, and AlexNet does not run at all.
+# torchvision's networks are made for 224 x 224: at 32 x 32, ResNet, VGG and MobileNetV3 discard most of the image
+# before the first block or leave one pixel for the head, and AlexNet does not run at all.
 
 
 def build_small_resnet(name: str, **arguments: Any) -> nn.Module:
     """Return a ResNet with a 3x3 stem of stride 1 and no pooling before the first block (He et al. 2016, section 4.2)."""
     model = _build_torchvision(name, arguments)
     model.conv1 = nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)
-    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision's own
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision initialises it
     model.maxpool = nn.Identity()
     return model  # type: ignore[no-any-return]
 
@@ -250,7 +250,7 @@ def compute_lr_ratios(optimizer: torch.optim.Optimizer, lr: float) -> tuple[floa
 def set_lr(optimizer: torch.optim.Optimizer, lr: float, ratios: Sequence[float]) -> None:
     """Set each parameter group's learning rate to its ratio times `lr`; a tensor is changed in place."""
     for group, ratio in zip(optimizer.param_groups, ratios, strict=True):
-        if isinstance(group.get("lr"), torch.Tensor):  # a captured step reads it where it lies
+        if isinstance(group.get("lr"), torch.Tensor):  # a captured step reads the tensor in place
             group["lr"].fill_(lr * ratio)
         else:
             group["lr"] = lr * ratio
@@ -273,7 +273,7 @@ def compute_beta2_by_group(optimizer: torch.optim.Optimizer, spec: JobSpec, batc
         return ()
     betas_by_group: list[Any] = [group.get("betas") for group in optimizer.param_groups]
     kind = type(optimizer).__name__
-    # Lion has two betas as well, both of the gradient's average, whose sign it takes.
+    # Lion has two betas as well, but both are those of the gradient's average.
     if "lion" in kind.lower() or any(
         not isinstance(betas, tuple | list) or len(betas) != 2 for betas in betas_by_group
     ):

@@ -47,7 +47,7 @@ def choose_device(cluster: Cluster, local_rank: int, *, world: int) -> torch.dev
             f"{world} ranks need {world} GPUs, but this machine has {count}",
             "lower the numbers in search.nodes, or lower cluster.gpus_per_node",
         )
-    # A site may give each task one visible GPU or all of the node's: the modulus is right for both.
+    # A task may see one GPU or all of the node's; the modulus works for both.
     return torch.device("cuda", local_rank % count)
 
 
@@ -55,7 +55,7 @@ def _describe_why_no_gpu() -> str:
     """Return the driver's or torch's message about why no GPU is visible, which identifies a fault of the node."""
     try:
         torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # the latter of a torch that was built without CUDA
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
         return str(error).partition("\n")[0]
     return "the driver reports no error"
 
@@ -63,7 +63,7 @@ def _describe_why_no_gpu() -> str:
 def count_gpus() -> int:
     """Return the number of GPUs that torch sees, NVIDIA or AMD (both `cuda` to torch); other accelerators do not
     count."""
-    if not torch.accelerator.is_available():  # before anything else: torch 2.6 knows no accelerator then, and raises
+    if not torch.accelerator.is_available():  # checked first: without one, torch 2.6 raises in the calls below
         return 0
     kind = torch.accelerator.current_accelerator()
     return torch.accelerator.device_count() if kind is not None and kind.type == "cuda" else 0
@@ -97,23 +97,23 @@ def is_gpu_initialized() -> bool:
 
 def seed_gpu(device: torch.device, seed: int) -> None:
     """Seed the random generator of one GPU and of no other."""
-    torch.cuda.init()  # makes the list of generators
+    torch.cuda.init()  # creates the generators
     torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
-# --- how it computes
+# --- Settings of the device
 
 
 def configure_device(train: Train, device: torch.device) -> None:
     """Apply the job's settings for determinism and cuDNN, and allow TF32; must be called before any computation."""
     if train.deterministic:
-        # cuBLAS reads it when its first handle is made, and torch asks for it at the first product.
+        # cuBLAS reads the variable when it creates its first handle; torch requires it at the first matrix product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(train.deterministic)
     if device.type != "cuda":
         return
     torch.backends.cudnn.deterministic = train.deterministic
-    # MIOpen would search for minutes.
+    # On ROCm, MIOpen would search for minutes.
     torch.backends.cudnn.benchmark = not train.deterministic and torch.version.hip is None
     _allow_tf32()
 
@@ -137,7 +137,7 @@ def should_use_channels_last(train: Train, model: nn.Module, device: torch.devic
     Tensor cores use this format and would otherwise convert at each call. On other devices it is slower as often as
     faster, and MIOpen does not use it by default.
     """
-    if train.sharded:  # shares are cut from weights that lie as usual
+    if train.sharded:  # shards are cut from contiguous weights
         return False
     if device.type != "cuda" or torch.version.hip is not None or not has_convolutions(model):
         return False
@@ -162,7 +162,7 @@ def has_convolutions(model: nn.Module) -> bool:
     return any(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in model.modules())
 
 
-# --- what is brought to it
+# --- Transfers to the device
 
 
 Batch: TypeAlias = Any
@@ -228,7 +228,7 @@ def _get_upload_stream(device: torch.device) -> UploadStream:
     return UploadStream(device)
 
 
-# --- how much it may hold
+# --- Memory limits
 
 
 def limit_memory(capacity: int) -> None:
@@ -301,8 +301,8 @@ class MemoryMeter:
     """The peak memory of one rank since `reset`, in addition to what the process held then."""
 
     device: torch.device
-    base: int = 0  # bytes in use at the reset; on a GPU cuBLAS's workspaces, which the first steps have made
-    base_reserved: int = 0  # what the allocator held for that; on the CPU what counts against a limit
+    base: int = 0  # bytes in use at the reset; on a GPU e.g. cuBLAS's workspaces, created by the first steps
+    base_reserved: int = 0  # bytes reserved at the reset; on the CPU, bytes that count for the limit
     retries: int = 0
 
     def reset(self) -> None:
@@ -316,11 +316,11 @@ class MemoryMeter:
             self.base_reserved = torch.cuda.memory_reserved(self.device)
             self.retries = self._count_retries()
         else:
-            # glibc keeps freed tensors of the last batch for itself; give them back, or they hide this batch's peak.
+            # glibc keeps the memory of freed tensors; return it to the system, or it would hide this batch's peak.
             ctypes.CDLL(None).malloc_trim(0)
             _reset_peak()
             self.base = read_process_memory("VmRSS")
-            # What tensors take of the heap's free memory is in their peak, so it must not count as held as well.
+            # Free heap memory that tensors will use is part of their peak, so it must not count as held too.
             self.base_reserved = read_process_memory("VmData") - count_free_heap_bytes()
 
     def peak(self) -> tuple[int, int]:
@@ -379,7 +379,7 @@ class _HeapState(ctypes.Structure):
             *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
         )
     )
-    fordblks: int  # free bytes
+    fordblks: int  # free bytes of the heap
 
 
 def count_free_heap_bytes() -> int:

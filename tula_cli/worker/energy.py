@@ -36,7 +36,7 @@ class EnergyMeter:
         energy = None
         if self._start is not None and (counter := self._read()) is not None and counter > self._start:
             energy = counter - self._start
-        # By GPU: one that several ranks share counts once.
+        # By GPU, so that a GPU shared by several ranks counts once.
         by_gpu: dict[str, float | None] = dict(map(json.loads, self._ranks.gather(json.dumps([self._gpu, energy]))))
         measured = [joules for joules in by_gpu.values() if joules is not None]
         return sum(measured) if len(measured) == len(by_gpu) else None
@@ -66,7 +66,7 @@ class TrainingEnergy:
     def __init__(self, run: RunDir, signature: str, ranks: Ranks) -> None:
         self._run, self._signature, self._ranks = run, signature, ranks
         self._meter, self._began = EnergyMeter(ranks), time.monotonic()
-        self._counts = not ranks.max(float(not self._meter.has_counter))  # else nobody needs to be asked again
+        self._counts = not ranks.max(float(not self._meter.has_counter))  # else no communication later
         self._before = run.get_training(signature).read_energy() if ranks.is_first else None
 
     def save(self) -> None:
@@ -105,7 +105,7 @@ def _open_energy_counter(gpu: str) -> Counter | None:
     def read() -> float | None:
         try:
             return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1000  # mJ
-        except (nvml.NVMLError, AttributeError):  # the latter of a package that is too old to know the counter
+        except (nvml.NVMLError, AttributeError):  # AttributeError: the package is too old for this counter
             return None
 
     if read() is None:

@@ -54,6 +54,6 @@ def run_training(
 def _run_method(task: TrainTask, context: TrainContext) -> None:
     if not task.spec.train.training_method.tunes:
         return training.train(task, context)
-    from tula_cli.worker.train import auto_tune  # here: a training that does not tune itself imports nothing of it
+    from tula_cli.worker.train import auto_tune  # imported here: only for self-tuning trainings
 
     return auto_tune.train_with_tuning(task, context)

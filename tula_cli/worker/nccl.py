@@ -17,8 +17,8 @@ from tula_cli.run.files import read_last_bytes
 
 SETTINGS = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
 PREFIX = "tula-nccl-"
-_MAX_READ = 2**26  # bytes of what NCCL writes
-MAX_SIZES = 8  # sizes that are kept, the largest: those of DDP's buckets, not of the counters between ranks
+_MAX_READ = 2**26  # bytes of NCCL's output that are read
+MAX_SIZES = 8  # number of largest sizes kept: those of DDP's buckets, not of small collectives
 ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
 PROTOCOLS = ("ll", "ll128", "simple")
 """Indexed by NCCL's numbers (src/include/nccl_common.h), which its releases before 2.24 write in place of names."""

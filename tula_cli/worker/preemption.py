@@ -18,7 +18,7 @@ Reason = Literal["time_limit", "signal", "stage_end"]
 CHECK_SECONDS = 1.0
 """Approximate interval between two agreements of the ranks; an all-reduce of two numbers at every step would slow small
 steps down considerably."""
-MAX_STEPS_BETWEEN_CHECKS = 1000  # steps from one question to the next
+MAX_STEPS_BETWEEN_CHECKS = 1000  # maximum steps between two agreements of the ranks
 
 
 class Preempted(Exception):
@@ -85,6 +85,6 @@ class PreemptionHandler:
     def _stop_level(self, reserve: float) -> float:
         if self._is_announced:
             return 2.0
-        # A question may come as late as one more interval from now.
+        # The next agreement may be up to one more interval away.
         late = self.ranks.is_first and time.time() + reserve + 2 * CHECK_SECONDS > self.leave_at
         return 1.0 if late else 0.0

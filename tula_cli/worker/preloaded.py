@@ -30,7 +30,7 @@ from tula_cli.host.processes import die_with_parent
 
 MODULES = (
     "torch",
-    "torch._dynamo",  # the first optimizer imports it
+    "torch._dynamo",  # imported by the first optimizer
     "torchvision",
     "tula_cli.worker.__main__",
     "tula_cli.worker.measure.probe",
@@ -46,7 +46,7 @@ Request = Mapping[str, Any]
 def run_worker(request: Request) -> None:
     """Run the requested rank in this process."""
     main = importlib.import_module("tula_cli.worker.__main__")
-    sys.modules["__main__"] = main  # data-loader processes that are spawned import it by its name
+    sys.modules["__main__"] = main  # spawned data-loader processes import the main module by name
     main.main(entered=partial(_execute_if_hidden, request))
 
 
@@ -62,10 +62,10 @@ def main(*, modules: Iterable[str] = MODULES, rank: Callable[[Request], None] = 
     """
     connection = socket.socket(fileno=int(sys.argv[1]))
     finished: list[Request] = []
-    atexit.register(_exit_quickly, finished)  # before any library has registered anything: it is called last
+    atexit.register(_exit_quickly, finished)  # registered before all libraries' handlers, so it is called last
     try:
         _import_modules(modules)
-    except Exception as error:  # noqa: BLE001 - the process boundary: libraries raise what they like at their import
+    except Exception as error:  # noqa: BLE001 - the process boundary: imports may raise anything
         _send_answer(connection, {"error": f"{type(error).__name__}: {error}"})
         return
     request = _serve_requests(connection)
@@ -77,7 +77,7 @@ def main(*, modules: Iterable[str] = MODULES, rank: Callable[[Request], None] = 
         rank(request)
         finished.append(request)
     finally:
-        if not finished:  # what is frozen is not collected at the end either, and native code would tell of leaks
+        if not finished:  # frozen objects are not collected at exit, and native code would report leaks
             gc.unfreeze()
 
 
@@ -101,7 +101,7 @@ def _exit_quickly(finished: Sequence[Request]) -> None:
         return
     for candidate in gc.get_objects():
         if issubclass(type(candidate), io.IOBase):
-            with contextlib.suppress(ValueError, OSError):  # closed, or not for writing
+            with contextlib.suppress(ValueError, OSError):  # the file is closed or not writable
                 candidate.flush()
     os._exit(0)
 
@@ -112,8 +112,8 @@ def _send_answer(connection: socket.socket, answer: Mapping[str, object]) -> Non
 
 def _serve_requests(connection: socket.socket) -> Request | None:
     """Fork a rank for each request; return the request in the rank, and None in this process when there are no more."""
-    # A collection in a rank would touch, and so copy, every page that holds one of these objects. None goes before: what
-    # it let go would be holes in the heap, which a rank could fill without counting against its cluster.memory_per_gpu.
+    # A garbage collection in a rank would write to, and so copy, every memory page with one of these objects. There is
+    # no collection before: it would leave free heap memory, which a rank could use beyond its cluster.memory_per_gpu.
     gc.freeze()
     with connection.makefile("rb") as requests:
         for line in requests:
@@ -143,7 +143,7 @@ def _describe_why_not_forkable() -> str:
 
 
 def _has_gpu_open() -> bool:
-    from tula_cli.worker.device import is_gpu_initialized  # with torch, which is imported by now
+    from tula_cli.worker.device import is_gpu_initialized  # imported here: imports torch, which is loaded by now
 
     return is_gpu_initialized()
 
@@ -218,7 +218,7 @@ def _write_over_command_line(command: Iterable[str]) -> None:
     """Overwrite the command line of this process, so that ps and pgrep find the rank by its command."""
     fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
-    if not 0 < start < end:  # a sandbox may keep to itself where it is
+    if not 0 < start < end:  # a sandbox may hide the position of the command line
         return
     command_bytes = b"".join(os.fsencode(argument) + b"\0" for argument in command)
     ctypes.memmove(start, command_bytes[: end - start - 1].ljust(end - start, b"\0"), end - start)
@@ -244,9 +244,9 @@ def _list_shadowed_modules() -> list[str]:
 
 def _is_resolved_to(name: str, origin: str) -> bool:
     spec = PathFinder.find_spec(name)
-    if spec is None or spec.origin in (None, origin):  # another finder's, or a folder that hides nothing
+    if spec is None or spec.origin in (None, origin):  # found by another finder, or a namespace folder
         return True
     if not Path(origin).exists():
-        # In an archive: tula's own, that of the run, is what the job was submitted with.
+        # A module in an archive: tula's archive in the run is the version with which the job was submitted.
         return name == "tula_cli"
     return Path(str(spec.origin)).samefile(origin)

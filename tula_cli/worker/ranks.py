@@ -122,7 +122,7 @@ def join_process_group(cluster: Cluster, *, handover: Path, listen: bool = False
             rank=rank,
             world_size=world,
             timeout=COLLECTIVE_TIMEOUT,
-            device_id=device if on_gpu else None,  # NCCL connects here, and fails here, not in the first step
+            device_id=device if on_gpu else None,  # NCCL connects and fails here, not in the first step
         )
         yield Ranks(rank, world, local_rank, device)
         # gloo and a living DDP object deadlock in destroy_process_group (the reducer's destructor waits for gloo's
@@ -152,7 +152,7 @@ def _make_store(handover: Path, interface: str | None, device: torch.device, *, 
                 f"rank {rank} on {socket.gethostname()} found no address of rank 0 in {handover}",
                 "check that the run directory is on a file system that all nodes share",
             )
-        time.sleep(min(2.0, max(0.1, world / 100)))  # all ranks wait at once, on one file system
+        time.sleep(min(2.0, max(0.1, world / 100)))  # longer for more ranks, which all poll one file system
     host, port, _ = handover.read_text(encoding="utf-8").split()
     return TCPStore(host, int(port), world, is_master=False, timeout=RENDEZVOUS_TIMEOUT, wait_for_workers=False)
 

@@ -39,9 +39,9 @@ class LiveStorages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
-        self.peak = 0  # the most bytes at one time
-        self.events: list[int] = []  # n + 1: number n comes to be; -(n + 1): it dies
-        self.sizes: list[int] = []  # bytes of each number
+        self.peak = 0  # maximum of live_bytes
+        self.events: list[int] = []  # n + 1: storage n is created; -(n + 1): it is freed
+        self.sizes: list[int] = []  # bytes of each storage, by number
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,7 +69,7 @@ class LiveStorages(TorchDispatchMode):
         if key in self._live:
             return
         number, size = len(self.sizes), storage.nbytes()
-        # The Python object lives as long as the storage does, also where only autograd in C++ holds it.
+        # The Python object lives as long as the storage, even if only autograd in C++ holds it.
         self._live[key] = weakref.ref(storage, lambda _: self._release(key)), number
         self.sizes.append(size)
         self.events.append(number + 1)
@@ -131,7 +131,7 @@ def _is_narrow(value: object) -> bool:
 
 MIB = 2**20
 FIRST_BUCKET, BUCKET = MIB, 25 * MIB
-"""Sizes at which DDP closes a bucket, by default; the first one is small so that reducing starts early."""
+"""Sizes in bytes at which DDP closes a bucket by default; the first one is small so that reducing starts early."""
 
 CUDA_CONTEXT = 450 * MIB
 """The driver's context and the kernels, which are loaded when they are first used (CUDA_MODULE_LOADING=LAZY, the
@@ -145,7 +145,7 @@ NCCL_CONNECTION = 10 * MIB
 """Buffers of one channel to one peer: 4 MiB (NCCL_BUFFSIZE), 4.7 MiB for LL128 and 0.5 MiB for LL, in pieces of 2 MiB."""
 NCCL_CHANNELS = {"one GPU a node": 2, "several": 24}
 """Channels over Ethernet or a single InfiniBand card, and over the NVLink of an A100."""
-NCCL_PEERS = 3  # a ring's and a tree's connections, on average
+NCCL_PEERS = 3  # average number of peers per rank, with ring and tree
 
 
 def make_ddp_buckets(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
@@ -207,7 +207,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 ALLOCATOR_MARGINS = (1.01, 1.02, 1.04, 1.06, 1.08, 1.12, 1.16, 1.2)
 """Multiples of the memory in use that are tried as the GPU's capacity."""
-MARGIN_MICRO_BATCHES = (32, 256)  # micro-batches
+MARGIN_MICRO_BATCHES = (32, 256)  # micro-batches at which the allocator margin is measured
 HEAP_MARGIN = 1.5
 """The same margin for a process on the CPU, whose heap and workspaces take more than the tensors. Together with the
 margin of 10 % it covers all of 14 networks, whose peaks were 1.1 to 1.65 times the memory in use."""
@@ -217,11 +217,11 @@ margin of 10 % it covers all of 14 networks, whose peaks were 1.1 to 1.65 times 
 class Recording:
     """The storages of one optimizer step; the first `in_use` numbers are in use when it starts."""
 
-    early: int  # the first so many are parameters, buffers and gradients; the others of these come with the first step
+    early: int  # number of storages that exist before the first step: parameters, buffers, gradients
     in_use: int
     events: tuple[int, ...]
-    sizes: tuple[int, ...]  # bytes at the micro-batch of the fake step
-    small: range  # numbers that come to be on AGS's small batch
+    sizes: tuple[int, ...]  # bytes of each storage at the micro-batch of the fake step
+    small: range  # numbers of the storages created for AGS's small batch
 
     def compute_sizes(self, micro_batch: int, *, small_batch: int) -> list[float]:
         """Return the bytes of each number at another micro-batch."""
@@ -254,15 +254,15 @@ class FakeStep:
 
     spec: JobSpec
     sample: Any  # a real batch of COPIES samples
-    gpu: bool  # the memory is to be a GPU's
+    gpu: bool  # whether the memory of a GPU is estimated, else that of a process on the CPU
     fake: FakeTensorMode
     storages: LiveStorages
     model: nn.Module
     call: ModelCall
     optimizer: torch.optim.Optimizer
     factors: list[torch.Tensor] = field(default_factory=list)
-    buckets: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)  # each gradient's place
-    early: int = 0  # how many storages there were before the optimizer's state
+    buckets: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)  # gradients as views of DDP buckets
+    early: int = 0  # number of storages created before the optimizer's state
     synchronise: bool = True
     _recording: Recording | None = None
 
@@ -358,7 +358,7 @@ class FakeStep:
             self._update(staged)
             events, sizes = self.storages.events[first_event:], self.storages.sizes
         index_by_number = {number: index for index, number in enumerate(alive)}
-        shift = len(alive) - first_number  # numbers that have died before leave no gap
+        shift = len(alive) - first_number  # renumber without the storages that were freed before
         return Recording(
             early=len([number for number in alive if number < self.early]),
             in_use=len(alive),
@@ -374,7 +374,7 @@ class FakeStep:
             stack.enter_context(self.storages)
             if "position_ids" not in (
                 list_named_entries(self.sample) or ()
-            ):  # by which a batch tells what it has packed
+            ):  # the key by which a batch describes packed sequences
                 stack.enter_context(assume_one_sequence_per_sample())
             if self.gpu:
                 stack.enter_context(GpuMemoryEmulation())
@@ -400,7 +400,7 @@ class FakeStep:
             loss = self.call.compute_loss(self.model, batch)
         used = [g for g in torch.autograd.grad(loss, self.scaled, allow_unused=True) if g is not None]
         if self.several:
-            # To be sent, each is weighted and all are packed into one tensor, before the first two copies are dropped.
+            # As in the reduction: weighted copies are packed into one tensor before the first two copies are freed.
             weighted = [g * 1.0 for g in used]
             flat = torch.empty(sum(g.numel() for g in used), dtype=used[0].dtype)
             used = list(split_flat(flat, used))
@@ -411,16 +411,16 @@ class FakeStep:
         if self.spec.train.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.spec.train.max_grad_norm, error_if_nonfinite=False)
         new: list[torch.Tensor] = []
-        if self.factors:  # the new ones come to be beside the old, which scale this step
+        if self.factors:  # new factors exist together with the old ones, which scale this step
             new = self._compute_factors(staged)
             if self.gpu:
                 for chunk in chunk_indices(self.factors, range(len(self.factors))):
-                    torch._foreach_mul([self.factors[i] for i in chunk], 1.0)  # of a branch taken on the device
+                    torch._foreach_mul([self.factors[i] for i in chunk], 1.0)  # temporaries of scale_on_device_
         copies = self._copy_parameters()
         self.optimizer.step()
         if copies and self.gpu and self.memory.after:
             for chunk in chunk_indices(copies, range(len(copies))):
-                torch.empty(2 * sum(copies[i].numel() for i in chunk), dtype=copies[0].dtype)  # both outcomes
+                torch.empty(2 * sum(copies[i].numel() for i in chunk), dtype=copies[0].dtype)  # both results
         copies.clear()
         self.factors = new or self.factors
         self.optimizer.zero_grad()
@@ -475,7 +475,7 @@ def build_fake_step(
             parameter.register_post_accumulate_grad_hook(fake_step.move_to_bucket)
             parameter.grad = fake_step.buckets[parameter]
         fake_step.early = len(storages.sizes)
-        optimizer.step()  # its state is there from the second step on
+        optimizer.step()  # creates the optimizer's state
         optimizer.zero_grad()
         if fake_step.memory.factors:
             fake_step.factors = [
@@ -492,7 +492,7 @@ def _build_model(spec: JobSpec, classes: int | None, fake: FakeTensorMode) -> nn
     try:
         with fake:
             return zoo.build_model(spec, classes)
-    # Reading a number that was never drawn may fail in any way; where the model is at fault, it fails again below.
+    # A constructor that reads values of fake tensors may fail in any way; an error of the model itself is raised below.
     except Exception:  # noqa: BLE001
         return zoo.build_model(spec, classes)
 

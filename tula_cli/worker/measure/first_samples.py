@@ -39,8 +39,8 @@ PLAIN_TYPES = (torch.Tensor, type(None), str, bytes, int, float)
 class FirstSamples:
     """Some training samples that form a batch."""
 
-    item: Any  # one of them; where they vary, the longest of those that were read
-    batch: Any  # of `count`
+    item: Any  # one sample; if lengths vary, the longest of the samples that were read
+    batch: Any  # batch of `count` samples
     count: int
     warnings: tuple[str, ...] = ()
 
@@ -130,7 +130,7 @@ def _describe_padding(datasets: Datasets) -> str:
     """Describe the share of padding in batches of text; empty if the samples are not text with known field names."""
     items = datasets.train.list_spread_samples(
         SAMPLES_PADDED
-    )  # from all parts: neighbours may be of one class, or sorted by length
+    )  # spread samples, as neighbours may be of one class or sorted by length
     lengths = [find_sequence_length(make_batch(datasets.collate, [item])) for item in items]
     known_lengths = [length for length in lengths if length]
     if not known_lengths or len(known_lengths) < len(lengths):

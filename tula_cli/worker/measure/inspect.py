@@ -66,12 +66,12 @@ from tula_cli.worker.train.learning_rate import check_user_schedule
 # --- Memory footprint
 #
 # Fake tensors have shapes and storages but no data. A dispatch mode sees every operation, forward and backward, and
-# records when each storage comes to be and dies. One run with fake tensors is enough for every batch: its batch is a prime number, so
-# that a size it divides is one that grows with the batch. The recording is then replayed at any batch, for a GPU through a
-# simulation of PyTorch's allocator.
+# records when each storage is created and freed. One run with fake tensors is enough for all batches: its batch is a
+# prime number, so that sizes divisible by it grow with the batch. The recording is then replayed at any batch, for a
+# GPU through a simulation of PyTorch's allocator.
 #
-# What no operation shows is in no recording: the workspaces that cuDNN or oneDNN choose by measuring. For what libraries
-# hold beside the tensors there is a heuristic, `estimate_library_bytes`; probes correct both.
+# A recording lacks memory that no operation allocates, such as the workspaces that cuDNN or oneDNN choose by measuring.
+# `estimate_library_bytes` estimates the memory of libraries besides tensors; probes correct both.
 
 MICRO_BATCHES = tuple(2**power for power in range(17))
 """Micro-batches at which an estimate is reported; between them memory is approximately linear."""
@@ -108,7 +108,7 @@ def _list_block_sizes(model: nn.Module) -> tuple[list[int], int]:
     """Return the bytes of each block's parameters, without nested blocks, and of the parameters outside all blocks."""
     counted: set[nn.Parameter] = set()
     blocks = []
-    for block in list_fsdp_blocks(model):  # the inner ones come first
+    for block in list_fsdp_blocks(model):  # inner blocks come first
         parameters = set(block.parameters()) - counted
         blocks.append(count_tensor_bytes(parameters))
         counted |= parameters
@@ -135,7 +135,7 @@ def _add_extra(memory: Components, extra: int) -> Components:
 # --- The inspection
 
 if __name__ == "__main__":
-    gc.disable()  # collections during the imports, which find next to nothing, take a fifth of their time
+    gc.disable()  # collections find hardly anything and take a fifth of the import time
 
 
 START_MARKER = "begun"
@@ -154,7 +154,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
     download_dataset(spec)
     if spec.train.sharded and not _needs_gpu_memory_estimate(spec, device):
         check_torch(device)
-    datasets = build_datasets(job)  # method auto refuses datasets that its arms accept
+    datasets = build_datasets(job)  # method auto refuses datasets that its arms would accept
     first_samples = load_first_samples(spec, datasets)
     warnings, notes = list(first_samples.warnings), []
     footprints, estimate_error = tuple[Footprint, ...](), ""
@@ -169,11 +169,11 @@ def inspect_job(spec: JobSpec) -> Inspection:
         footprints = estimate_footprints(fake_step, largest=max(1, len(datasets.train)))
         model, call, optimizer, output = fake_step.model, fake_step.call, fake_step.optimizer, fake_step.make_output(2)
         warnings += _list_lone_sample_problems(spec, fake_step)
-        if _has_users_code(spec):  # fake tensors have not the values of the samples, and fewer checks of their types
+        if _has_users_code(spec):  # fake tensors have no values, and are checked less
             notes += _try_real_step(spec, datasets, device, model)
     except TulaError:
         raise
-    # A model may read values of its tensors, which fake ones do not have: only a real step can tell then.
+    # A model may read values of its tensors, which fake tensors do not have; then only a real step can check it.
     except Exception as error:  # noqa: BLE001
         estimate_error = f"{type(error).__name__}: {_get_first_line(error)}"
         model, call, optimizer, output = _run_real_step(spec, datasets)
@@ -514,7 +514,7 @@ def inspect_json(text: str) -> dict[str, Any]:
         return _make_error_answer("SpecError", error.message, error.hint, error.problems)
     except TulaError as error:
         return _make_error_answer("JobFailed", error.message, error.hint)
-    # The one place where the user's imports and constructors run: whatever they raise is their answer.
+    # The user's imports and constructors run here and may raise anything; the error is the answer.
     except Exception as error:  # noqa: BLE001
         cause = _describe_error(error)
         return _make_error_answer(
@@ -541,14 +541,14 @@ def main() -> None:
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     torch.set_num_threads(1)
-    channel.write(f"{START_MARKER}\n")  # whatever goes wrong from here on is the job's and not the interpreter's
+    channel.write(f"{START_MARKER}\n")  # later failures are due to the job, not the interpreter
     channel.flush()
     text = Path(sys.argv[1]).read_text(encoding="utf-8") if sys.argv[1:] else sys.stdin.read()
     channel.write(f"{json.dumps(inspect_json(text))}\n")
     channel.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # threads, child processes and exit handlers of the user's code would keep everybody waiting
+    os._exit(0)  # do not wait for threads, processes and exit handlers of the user's code
 
 
 if __name__ == "__main__":

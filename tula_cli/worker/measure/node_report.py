@@ -41,12 +41,12 @@ from tula_cli.worker.device import (
 )
 from tula_cli.worker.ranks import Ranks, join_process_group
 
-CLOCK_ROUNDS = 20  # of a question about the time
+CLOCK_ROUNDS = 20  # round trips per measurement of a clock offset
 TRANSFER_SIZES = tuple(2**power for power in range(16, 29, 2))  # bytes, 64 KiB to 256 MiB
 REPEATS = 5
 LONG_TRANSFER_SECONDS = 0.2  # seconds of one transfer; the next size would take four times as long
-LATENCY_REPEATS = (5, 30)  # all-reduces of one number: untimed, timed
-NCCL_TIMEOUT = timedelta(seconds=60)  # for NCCL to come up; the whole check has three minutes
+LATENCY_REPEATS = (5, 30)  # number of untimed and timed all-reduces of one number
+NCCL_TIMEOUT = timedelta(seconds=60)  # for the start of NCCL; the whole check may take three minutes
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def check_nodes(task: CheckTask, run: RunDir, *, attempt: int) -> None:
     Raises:
         JobFailed: this node has no network interface with the name in cluster.interface.
     """
-    write_error = _try_sign_in(task, run)  # before the ranks meet: who signed is told from who never came
+    write_error = _try_sign_in(task, run)  # before the rendezvous, to distinguish missing nodes from failed ones
     over_gloo = task.spec.cluster.model_copy(update={"device": "cpu"})
     with join_process_group(over_gloo, handover=run.get_handover_path(task.id, attempt)) as ranks:
         views = [
@@ -116,9 +116,7 @@ def check_nodes(task: CheckTask, run: RunDir, *, attempt: int) -> None:
         backend = "nccl" if device.type == "cuda" else "gloo"
         report = ClusterReport(id=task.id, job=task.job, backend=backend, ranks=ranks.world, nodes=tuple(nodes))
         if ranks.is_first:
-            run.checks.write_draft(
-                report
-            )  # a broken NCCL may end this process, and what is known so far is wanted then
+            run.checks.write_draft(report)  # written now because a broken NCCL may kill this process
         report = report.model_copy(update=_measure_network(ranks, first_ranks, backend=backend, device=device))
         if ranks.is_first:
             run.checks.write_report(report)
@@ -132,12 +130,12 @@ def _try_sign_in(task: CheckTask, run: RunDir) -> str:
     return ""
 
 
-# --- one node
+# --- Report of a node
 
 
 def _make_rank_report(task: CheckTask, run: RunDir, ranks: Ranks, write_error: str) -> RankReport:
     gpus = _list_visible_gpus()
-    # What gloo was told to use, by the spec or by the site's own environment.
+    # The interface configured for gloo by the spec or by the site's environment.
     address = network.find_own_address(os.environ.get("GLOO_SOCKET_IFNAME") or task.spec.cluster.interface)
     return RankReport(
         host=platform.node(),
@@ -207,7 +205,7 @@ _SAME_IN_BOTH = (
 )  # fmt: skip
 
 
-# --- between nodes
+# --- Measurements between nodes
 
 
 def _measure_clock_offset(ranks: Ranks, rank: int) -> tuple[float, float]:
@@ -263,9 +261,9 @@ def _measure_network(ranks: Ranks, first_ranks: Sequence[int], *, backend: str, 
                 fields["transfers"] = tuple(_measure_pair(first_ranks[:2], backend=backend, device=device))
             if backend == "nccl" and len(first_ranks) < ranks.world:
                 fields["inside"] = tuple(_measure_pair((0, 1), backend=backend, device=device))
-        except RuntimeError as failure:  # torch's errors of a backend are RuntimeErrors
+        except RuntimeError as failure:  # torch raises RuntimeError for failures of a backend
             error = "; ".join([str(failure).strip().splitlines()[0], *nccl.list_nccl_warnings()])
-    errors = [text for text in ranks.gather(error) if text]  # over gloo, as the ranks have met
+    errors = [text for text in ranks.gather(error) if text]  # over gloo, the backend of the rendezvous
     return {"network_error": errors[0]} if errors else fields
 
 
@@ -302,7 +300,7 @@ def _measure_transfer(size: int, pair: dist.ProcessGroup, device: torch.device) 
     """Return the fastest of REPEATS all-reduces; between two ranks, each sends and receives the tensor once."""
     tensor = torch.zeros(size // 4, device=device)
     seconds = min(_time_calls(lambda: dist.all_reduce(tensor, group=pair), REPEATS, device))
-    # The slower of the two counts, also because both have to stop at the same size.
+    # Both ranks use the slower time, so that they stop at the same size.
     slower = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(slower, op=dist.ReduceOp.MAX, group=pair)
     return Transfer(size=size, seconds=float(slower.item()))

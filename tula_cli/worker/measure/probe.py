@@ -48,8 +48,8 @@ from tula_cli.worker.train.step_watch import SynchronisationTimer
 
 # --- The timed window
 #
-# Ranks have to stop at the same step, so one of them decides for all; between two blocks, for a step that waits for an
-# answer is not the step of a training. Hence a rule says how many steps come until it is asked again.
+# All ranks must stop at the same step, so rank 0 decides for all, between two blocks of steps: a step in which ranks
+# communicate about this would not be representative. Each decision gives the number of steps of the next block.
 
 PRECISION = 0.01
 """Standard error of the mean, relative to the mean, at which a window ends: jobs differ by more between restarts."""
@@ -168,14 +168,14 @@ def _read(nvml: Any, handle: Any) -> GpuState | None:
             watts=nvml.nvmlDeviceGetPowerUsage(handle) / 1000,  # mW
             held_down=tuple(sorted({reason for bit, reason in REASONS.items() if bits & bit})),
         )
-    except (nvml.NVMLError, AttributeError):  # the latter of a package that is too old
+    except (nvml.NVMLError, AttributeError):  # AttributeError: the package is too old
         return None
 
 
 # --- Statistics of gradients
 #
-# With several ranks both come for free: a rank's own gradient is that of the local batch, the reduced one that of the
-# global batch (McCandlish et al. 2018, appendix A.1). A single rank takes two halves of its batch in their place.
+# With several ranks both norms cost nothing: the gradient of a rank is that of the local batch, the reduced one that of
+# the global batch (McCandlish et al. 2018, appendix A.1). A single rank uses two halves of its batch instead.
 
 
 @dataclass
@@ -188,9 +188,9 @@ class GradientNormRecorder:
 
     ranks: Ranks
     watching: bool = False
-    local: list[torch.Tensor] = field(default_factory=list)  # norms of the buckets of the current step
+    local: list[torch.Tensor] = field(default_factory=list)  # norms of the current step's buckets
     reduced: list[torch.Tensor] = field(default_factory=list)
-    steps: list[torch.Tensor] = field(default_factory=list)  # squared norms (local, reduced), one pair a step
+    steps: list[torch.Tensor] = field(default_factory=list)  # one tensor per step: its squared norms (local, reduced)
 
     @classmethod
     def attach(cls, trainer: Trainer) -> "GradientNormRecorder":
@@ -211,7 +211,7 @@ class GradientNormRecorder:
     def watch(self, steps: Iterator[Step], scaler: torch.amp.GradScaler) -> Iterator[Step]:
         """Yield the steps unchanged, and record the gradient norms of each."""
         self.watching = True
-        scale = float(scaler.get_scale())  # of the step to come: the scaler may change it after each
+        scale = float(scaler.get_scale())  # scale of the coming step; GradScaler may change it after each step
         for step in steps:
             self._record_step_norms(scale)
             scale = float(scaler.get_scale())
@@ -290,7 +290,7 @@ def measure_breakdown(
         }
     breakdown["gradients"] = _measure_gradient_stats(trainer, stream, norms=norms, room=room)
     breakdown["compute_time"], breakdown["ranks"] = _measure_local_step_time(trainer, stream, steps, room=room)
-    stream.close()  # with its workers
+    stream.close()  # also stops its loader processes
     breakdown["loader_time"], breakdown["tokens"] = measure_loader_time(trainer)
     return breakdown
 
@@ -329,7 +329,7 @@ def measure_loader_time(trainer: Trainer) -> tuple[float, Tokens | None]:
     batches = max(MIN_BATCHES_LOADED, PREFETCH_FACTOR * trainer.workers)
     stream = worker_train_loop.load_micro_batches(
         trainer, trainer.position.epoch + 2 + batches
-    )  # of a batch an epoch at least
+    )  # at least one batch per epoch
     next(stream)
     trainer.ranks.broadcast(0)
     began, taken, counter = time.perf_counter(), 0, TokenCounter()
@@ -353,7 +353,7 @@ def _measure_gradient_stats(trainer: Trainer, stream: Iterator[Step], *, norms: 
     """
     pairs: list[Pair] = []
     too_small, replicated = trainer.micro_batch < 4, trainer.parallel.separates_communication
-    if replicated and (too_small or _compute_max_search_ranks(trainer) > 1):  # batch norm cannot do with one sample
+    if replicated and (too_small or _compute_max_search_ranks(trainer) > 1):  # BatchNorm cannot train on one sample
         recorder = GradientNormRecorder.attach(trainer)
         for _ in recorder.watch(itertools.islice(stream, norms), trainer.scaler):
             pass
@@ -401,7 +401,7 @@ def _measure_local_step_time(
     if independent is None:
         return None, ()
     with independent:
-        steps = _run_steps(trainer, stream, count, None)  # last: the replicas drift apart
+        steps = _run_steps(trainer, stream, count, None)  # done last, because the replicas diverge
     rank_pace = RankPace(
         host=platform.node(),
         compute=statistics.median(measure_step_seconds(trainer, steps)),
@@ -440,7 +440,7 @@ def run_probes(task: ProbeTask, run: RunDir, ranks: Ranks, datasets: Datasets, *
     """
     task = task.model_copy(update={"spec": find_most_expensive_job(task.spec)})
     overheads: JobOverheads | None = None
-    # Rank 0 decides for all: on NFS another node may still see the task before the newest trial was added to it.
+    # Rank 0 decides for all: on NFS, other nodes may not yet see the newest trial in the task.
     while local_batch := ranks.broadcast((run.find_current_probe(task) or 0) if ranks.is_first else 0):
         overheads = overheads or _measure_job_overheads(
             task, run, ranks, datasets, local_batch=local_batch, started_at=started_at
@@ -458,7 +458,7 @@ class JobOverheads:
 
     startup: float
     save: float
-    longest: Any = None  # the largest sample that was looked at, where samples differ in shape
+    longest: Any = None  # largest inspected sample if shapes differ; else None
 
     def with_probe(self, trainer: Trainer, *, eval_time: float, refresh_time: float) -> Overheads:
         """Return these overheads combined with those of one probe."""
@@ -524,7 +524,7 @@ def measure_probe(
         window = _time_steps(trainer, stream)
         refresh_time = _measure_refresh_time(trainer, stream, window.steps)
         eval_time = _measure_eval_time(trainer)
-        memory = _measure_peak_components(trainer, meter)  # before all that trainings do not do
+        memory = _measure_peak_components(trainer, meter)  # measured before steps that a training does not take
         retries = int(ranks.max(meter.count_allocator_retries()))
     capacity = worker_measure_meter.get_memory_capacity(ranks, task.spec.cluster.memory_per_gpu)
     room = None if capacity is None else capacity - memory.reserved - memory.libraries
@@ -560,7 +560,7 @@ def measure_probe(
 def _run_warm_up(trainer: Trainer, stream: Iterator[Step]) -> list[float]:
     """Take steps until their times are stable; return their seconds."""
     first_steps = [next(stream)]
-    # With factors in place the timed steps scale as training does.
+    # Once factors exist, the timed steps scale gradients as training does.
     first_steps.append(_run_step_with_refresh(trainer, stream))
     queue = -(-PREFETCH_FACTOR * trainer.workers // trainer.parts)
     blocks = StepBlocks(trainer, partial(count_warm_up_steps, search=trainer.spec.search, prefetched=queue))
@@ -579,9 +579,9 @@ def _run_largest_step(trainer: Trainer, sample: Any) -> None:
 class TimedWindow:
     """The timed steps, and the state of the GPUs meanwhile."""
 
-    steps: list[float]  # seconds
-    waits: list[float]  # for data, seconds
-    joules: float | None  # of one step on all GPUs
+    steps: list[float]  # seconds of each step
+    waits: list[float]  # seconds of each step spent waiting for data
+    joules: float | None  # energy of one step on all GPUs; None if not measured
     gpus: tuple[GpuState, GpuState] | None
 
 
@@ -604,10 +604,10 @@ class StepBlocks:
     """Runs steps in blocks whose length rank 0 decides by its clock; ranks agree between blocks, outside of steps."""
 
     trainer: Trainer
-    more: Callable[[list[float]], int]  # the length of the next block by the seconds so far; 0: none
-    at_work: Callable[[], None] = lambda: None  # called at the end of a block, which a GPU is still busy with
-    steps: list[float] = field(default_factory=list)  # seconds
-    waits: list[float] = field(default_factory=list)  # for data
+    more: Callable[[list[float]], int]  # seconds of the steps so far -> length of the next block; 0: stop
+    at_work: Callable[[], None] = lambda: None  # called after a block is queued, while the GPU still works on it
+    steps: list[float] = field(default_factory=list)  # seconds of each step
+    waits: list[float] = field(default_factory=list)  # seconds of each step spent waiting for data
 
     def run(self, stream: Iterator[Step]) -> None:
         trainer = self.trainer

@@ -26,11 +26,11 @@ class Loop(Protocol):
     datasets: Datasets
     parallel: Parallel
     base: torch.optim.Optimizer
-    optimizer: torch.optim.Optimizer  # what `wrap` has returned
+    optimizer: torch.optim.Optimizer  # the optimizer returned by `wrap`
     scaler: torch.amp.GradScaler
     sizes: BatchSizes
     position: Position
-    apart: bool  # the replicas differ
+    apart: bool  # whether the replicas differ (post-local SGD between two averages)
 
     @property
     def batch(self) -> int:
@@ -50,19 +50,19 @@ class Configuration:
     """The configuration that a method's optimizer is built for."""
 
     spec: JobSpec
-    batch: int  # global
+    batch: int  # global batch
     world: int
-    refresh: bool = True  # whether AGS refreshes by itself (a probe times a refresh apart)
+    refresh: bool = True  # whether AGS refreshes by itself (a probe times refreshes separately)
 
 
 @dataclass(frozen=True)
 class Memory:
     """The memory that a method needs in a step, in addition to the base optimizer's state."""
 
-    factors: bool = False  # an element's, or a tensor's
-    small_batch: bool = False  # the gradient of a small batch beside the large one's
-    before: Sequence[nn.Parameter] = ()  # those whose value before the step is kept until it is changed
-    after: bool = False  # and for a moment, a part at a time, two copies of their value after the step
+    factors: bool = False  # whether there are scaling factors, per element or per tensor
+    small_batch: bool = False  # whether the gradient of a small batch is held in addition
+    before: Sequence[nn.Parameter] = ()  # parameters of which a copy from before the step is held until the step ends
+    after: bool = False  # whether two copies of them after the step are also held, one chunk at a time
 
 
 class Plain:

@@ -52,14 +52,14 @@ class PostLocal(Plain):
         if not loop.apart:
             return
         average_replicas(loop.parallel.module, loop.base)
-        if loop.scaler.is_enabled():  # each rank has found its own overflows
+        if loop.scaler.is_enabled():  # the ranks' loss scales differ after different overflows
             state = loop.scaler.state_dict()
             scale, steps = loop.ranks.elementwise_max([-state["scale"], -state["_growth_tracker"]])
             loop.scaler.load_state_dict({**state, "scale": -scale, "_growth_tracker": int(-steps)})
         loop.apart = False
 
     def probe_epochs(self) -> int | None:
-        return SWITCH_EPOCHS  # its synchronous steps: the more expensive ones
+        return SWITCH_EPOCHS  # a probe measures the synchronous steps, which take longer
 
     def remarks(self, loop: Loop) -> list[str]:
         epochs = loop.spec.train.epochs

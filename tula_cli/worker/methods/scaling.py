@@ -51,11 +51,11 @@ class Scaling(Plain):
         self, base: torch.optim.Optimizer, parallel: Parallel, configuration: Configuration
     ) -> torch.optim.Optimizer:
         spec, batch = configuration.spec, configuration.batch
-        # a probe says itself when, unless every step refreshes: then it is a part of what a step takes
+        # A probe requests refreshes itself, unless every step refreshes and a refresh is part of the step time.
         by_itself = configuration.refresh or spec.ags.resolved().each_step
         arguments = self.settings(spec.ags, **({} if by_itself else {"refresh": "epoch"}))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", IdentityWarning)  # `remarks` has it
+            warnings.simplefilter("ignore", IdentityWarning)  # `remarks` reports it
             return TulaOptimizer(
                 base,
                 model=parallel,
@@ -132,7 +132,7 @@ class Scaling(Plain):
         ags = self.scaling(loop.optimizer)
         assert ags is not None
         if loop.batch < loop.sizes.batch:
-            return []  # it acts at other batches than that of this stage
+            return []  # AGS has an effect at other batches than that of this stage
         if ags.identity:
             return [ags.identity]
         setup = ags.setup

@@ -70,7 +70,7 @@ class ScheduleFree(Plain):
 
 def _switch_weights(optimizer: torch.optim.Optimizer, *, training: bool) -> None:
     """Switch the parameters to the trained or to the evaluated weights."""
-    turn: Any = optimizer  # torch's class knows no train and eval
+    turn: Any = optimizer  # torch's base class has no train() and eval()
     turn.train() if training else turn.eval()
 
 

@@ -23,7 +23,7 @@ from tula_cli.worker.ranks import Ranks
 
 REST_FILE = "rest.pt"
 """The file of torch.save with the state that is not sharded: position, best metrics, factors."""
-_CHUNK = 2**24  # bytes that are summed at a time
+_CHUNK = 2**24  # bytes read at a time to compute a check sum
 
 
 def save_sharded(
@@ -46,7 +46,7 @@ def save_sharded(
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    # Each rank's BatchNorm has seen its own samples, and torch writes any rank's; what is evaluated is rank 0's.
+    # BatchNorm's statistics differ between ranks and torch may write those of any rank; rank 0's are evaluated.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     draft = get_draft_path(folder)
@@ -57,7 +57,7 @@ def save_sharded(
         why = _find_first_cause(error)
         if isinstance(why, OSError):
             raise make_write_error(folder, why) from error
-        # torch's writer of archives tells a full disk as a RuntimeError of its own
+        # torch's archive writer raises its own RuntimeError for a full disk.
         if code := choose_full_disk_errno(folder.parent):
             raise make_write_error(folder, OSError(code, os.strerror(code))) from error
         first_line = next(iter(str(why).splitlines()), type(why).__name__)
@@ -127,7 +127,7 @@ def load_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
             f"the checkpoint {folder} does not fit the model: {why}", "check whether the code of the model has changed"
         ) from None
     set_model_state_dict(model, state["model"])
-    # torch wants a state of each, and gives each one before it loads
+    # torch requires a state for each parameter and creates one before it loads.
     set_optimizer_state_dict(model, optimizer, {**optimizer_state, "state": states})
     for name, parameter in model.named_parameters():
         if name in untouched:
@@ -183,7 +183,7 @@ def _run_on_first_rank(work: Callable[[], None], folder: Path, ranks: Ranks) -> 
             work()
         except (OSError, CannotWrite) as error:
             cause = error if isinstance(error, OSError) else error.__cause__
-            assert isinstance(cause, OSError)  # of write_atomic
+            assert isinstance(cause, OSError)  # raised by write_atomic
             why = [cause.errno, cause.strerror]
     problem = json.loads(ranks.gather(json.dumps(why))[0])
     if problem:
@@ -215,7 +215,7 @@ def _replace_folder(draft: Path, folder: Path) -> None:
     draft.rename(folder)
     handle = os.open(folder.parent, os.O_RDONLY)
     try:
-        os.fsync(handle)  # the name is on the disk
+        os.fsync(handle)  # makes the new name durable
     finally:
         os.close(handle)
     shutil.rmtree(old, ignore_errors=True)

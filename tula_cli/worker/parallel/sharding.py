@@ -67,7 +67,7 @@ class Sharded(nn.Module):
     """
 
     def __init__(self, model: nn.Module, *, device: torch.device) -> None:
-        # here: DDP alone imports nothing of it
+        # Imported here: DDP does not need it.
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 

@@ -75,10 +75,10 @@ class Choice:
 
     arm: Arm
     epoch: float
-    start: int = 0  # samples there, of the checkpoint that stays while the arm may break down
-    branch_epochs: float = 0.0  # length of the branches
-    limit: float | None = None  # the control's loss after its branch; None where nothing is known of it
-    broken: tuple[str, ...] = ()  # arms that were chosen before
+    start: int = 0  # samples of the checkpoint at the branching point, kept while the arm may break down
+    branch_epochs: float = 0.0  # length of the branches in epochs
+    limit: float | None = None  # loss of the control after its branch; None if unknown
+    broken: tuple[str, ...] = ()  # names of the chosen arms that have broken down
 
     def is_behind(self, loss: float, *, epoch: float) -> bool:
         """Return whether a training has fallen behind: its loss is above that of the control's branch after
@@ -112,10 +112,10 @@ class BranchContext:
 
     task: TrainTask
     ranks: Ranks
-    datasets: Datasets  # without the held-out part, which is the evaluation set
-    beginning: int  # samples that the checkpoint is trained on, at the reference batch
-    epoch: float  # at which the arms branch
-    preemption: PreemptionHandler | None  # None: a branch that is interrupted is lost
+    datasets: Datasets  # training set without the held-out part, which is the evaluation set
+    beginning: int  # samples trained at the reference batch before the branches start
+    epoch: float  # fractional epoch at which the arms branch
+    preemption: PreemptionHandler | None  # checked between steps; None: not checked, an interrupted branch is lost
     control: Arm = CONTROL
 
     @functools.cached_property
@@ -147,7 +147,7 @@ class BranchContext:
         trainer = _build_arm_trainer(self, make_task_of_arm(task, arm, stages))
         checkpoint.restore_checkpoint(
             trainer, copy.deepcopy(self.start)
-        )  # an optimizer takes the tensors over as they are
+        )  # an optimizer does not copy the tensors of a loaded state
         begin = trainer.epoch
         trainer.lr_factor = lambda epoch: (
             self_tuning.compute_lr_factor(arm, epoch, start=begin)
@@ -172,7 +172,7 @@ class BranchContext:
 
     def evaluate(self, trainer: Trainer) -> Evaluation:
         """Evaluate a trainer's weights on the held-out samples."""
-        # The running statistics trail the weights by some ten steps, which is most of a short branch.
+        # The running statistics lag about ten steps behind the weights, which is most of a short branch.
         evaluation.recompute_batch_norm_statistics(trainer, batches=SETTLING_STEPS, between=self.check)
         return evaluation.Evaluator(trainer).evaluate(between=self.check)
 
@@ -249,7 +249,7 @@ def choose_next_arm(task: TrainTask, run: RunDir, ranks: Ranks, *, samples: int)
         chosen = next(arm for arm in tuning.arms if arm.name == name)
         lost = tuning.lost + samples - tuning.start
         run.write_tuning(tuning.model_copy(update={"broken": broken, "chosen": chosen, "lost": lost}))
-    ranks.broadcast(0)  # no rank looks for a checkpoint before
+    ranks.broadcast(0)  # no rank searches for a checkpoint before rank 0 has deleted the later ones
 
 
 def run_tuning(
@@ -288,7 +288,7 @@ def run_tuning(
         tuning = tuning.model_copy(update={"branches": (*tuning.branches, branch)})
         if ranks.is_first:
             run.write_tuning(tuning)
-            row = branch.model_dump(exclude={"samples"})  # of a row they are the training's
+            row = branch.model_dump(exclude={"samples"})  # "samples" of a row are those of the training
             log(
                 "branch",
                 position,
@@ -369,7 +369,7 @@ def _train_branch(context: BranchContext, arm: Arm, *, control: Branch | None) -
 
 def _build_arm_trainer(context: BranchContext, task: TrainTask) -> Trainer:
     """Return a trainer of an arm's task at the start of training, on the samples that are not held out."""
-    gc.collect()  # a DDP object and its model hold each other: the branch before is let go before this one is built
+    gc.collect()  # DDP and its model form a cycle: free the previous branch before building this one
     return worker_train_loop.build_trainer(
         task, context.ranks, context.datasets, batch=task.batch, workers=task.workers, refresh=True
     )
@@ -394,14 +394,14 @@ def _estimate_seconds_left(context: BranchContext, tuning: Tuning) -> float:
     size, epochs = len(context.datasets.train) + len(context.datasets.eval), context.task.spec.train.epochs
     planned = self_tuning.plan_tuning(context.task.spec, batch=context.task.batch, dataset_size=size)
     trained = sum(branch.samples for branch in tuning.branches)
-    pace = sum(branch.seconds for branch in tuning.branches) / max(1, trained)  # seconds a sample
+    pace = sum(branch.seconds for branch in tuning.branches) / max(1, trained)  # seconds per sample
     branches = max(0, planned.samples - tuning.samples)
     return pace * (branches + (epochs - context.epoch) * size)
 
 
 # --- The training that follows
 #
-# `worker/entry.py` imports it for such a training alone.
+# `worker/entry.py` imports this module only for method auto.
 
 
 def train_with_tuning(task: TrainTask, context: TrainContext) -> None:
@@ -450,7 +450,7 @@ class ArmTraining(Training):
         super().__init__(choice.make_task(task, size=len(context.datasets.train)), context)
         self.choice, self.keep = choice, (choice.start,)
         self.trainer.lr_factor = choice.lr_factor
-        self.behind = 0  # epochs in a row that ended where the choice should not have led
+        self.behind = 0  # successive epochs at whose end the arm was behind the control
 
     @property
     def _is_control(self) -> bool:

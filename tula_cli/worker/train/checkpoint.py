@@ -73,7 +73,7 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
         try:
             torch.save(content, cast("IO[bytes]", out))
         except Exception:
-            if out.error is not None:  # torch ends such a file with an error of its own
+            if out.error is not None:  # torch replaces the error of a failed write by its own
                 raise out.error from None
             raise
 
@@ -154,7 +154,7 @@ def _remove_outdated(run: RunDir, signature: str, path: Path, *, is_best: bool, 
     _replace_link(folder / "last", path)
     if is_best:
         _replace_link(folder / "best", path)
-    # A run that stands before a checkpoint of its own has found it damaged.
+    # Checkpoints later than this one were found damaged, or the run would have resumed from them.
     newest = [old for old in run.get_training(signature).list_checkpoints() if old <= path][:CHECKPOINTS_KEPT]
     retained = {*newest, _read_link_target(folder / "best"), _read_link_target(folder / "last")}
     for old in run.get_training(signature).list_checkpoints():
@@ -228,7 +228,7 @@ def load_newest_on_all_ranks(
     if newest is not None:
         return newest[1]
     path = run.get_training(signature).get_checkpoint_path(samples)
-    wait_until_listed(path)  # it is there for rank 0; that it was missing may be kept on this node for a while
+    wait_until_listed(path)  # this node's file-system cache may still report it as missing
     content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return content
 
@@ -243,7 +243,7 @@ def _rename_damaged(path: Path) -> str:
     name = f"the checkpoint {path.name} ({int(path.stem)} samples)"
     try:
         path.rename(path_aside)
-    except OSError as error:  # passed over all the same
+    except OSError as error:  # the checkpoint is skipped nevertheless
         return f"{name} is damaged and skipped ({error.strerror})"
     return f"{name} is damaged, skipped and kept as checkpoints/{path_aside.name}"
 
@@ -255,7 +255,7 @@ def _read_checkpoint(path: Path) -> dict[str, Any] | None:
     except (pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError):
         return None
     except RuntimeError as error:
-        # Of torch's reader of archives; too little memory, for one, is no fault of the file.
+        # Only errors of torch's archive reader show a damaged file; others, such as too little memory, do not.
         if not re.search("PytorchStreamReader|inline_container|file in archive", str(error)):
             raise
         return None
@@ -271,7 +271,7 @@ def restore_checkpoint(trainer: Trainer, content: dict[str, Any]) -> dict[str, f
     Raises:
         TulaError: the checkpoint does not fit the model.
     """
-    trainer.move_to(Position(**content["position"]))  # whose batch the state is loaded for
+    trainer.move_to(Position(**content["position"]))  # first, as the state depends on the batch of the position
     if "folder" in content:
         _load_sharded(trainer, content)
     else:
@@ -299,7 +299,7 @@ def _load_whole(trainer: Trainer, content: dict[str, Any]) -> None:
         ) from None
     settings = [(group.get("weight_decay"), group.get("betas")) for group in trainer.base.param_groups]
     _load_optimizer(trainer, content["optimizer"])
-    # those of the job: an arm (method auto) has others than what it goes on from; beta2 follows the batch at each step
+    # Keep the job's settings: those of an arm (method auto) differ from its checkpoint's; beta2 is set in each step.
     for group, (decay, betas) in zip(trainer.base.param_groups, settings, strict=True):
         if decay is not None:
             group["weight_decay"] = decay

@@ -19,20 +19,20 @@ QUANTILES = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
 EDGES = tuple(2.0 ** (half / 2) for half in range(-20, 15))
 """Edges of the histogram of factors: half octaves from 2^-10 to 2^7. There is one more bin on each side."""
 
-_CHUNK = 2**20  # elements that are sorted into bins at a time: their bins take as much memory again
+_CHUNK = 2**20  # elements sorted into bins at a time; their bin numbers need as much memory again
 
 
 @dataclass(frozen=True)
 class _UnreadStep:
     """A step whose values are still on the device."""
 
-    samples: int  # at its end
+    samples: int  # samples trained at the end of the step
     batch: int
     lr: float
-    square: Tensor | None  # |G|^2, 0-dim; None where GradScaler has skipped the step
+    square: Tensor | None  # |G|^2, 0-dim; None if GradScaler skipped the step
     change: Tensor | None = None  # Delta(G) as the optimizer saw it, 0-dim
     scaled: Tensor | None = None  # 0-dim, bool
-    factor: Tensor | float | None = None  # the mean of those in force, 0-dim
+    factor: Tensor | float | None = None  # mean of the scaling factors used in the step, 0-dim
 
 
 @dataclass
@@ -43,21 +43,21 @@ class Diagnostics:
     [gradient_norms]` they are also computed for other methods: one pass over the gradients, before they are clipped.
     """
 
-    takes_norms: bool = False  # norms are taken here
-    square: Tensor | None = None  # |G|^2 of the newest step, where they are
-    last: Tensor | None = None  # the same as TulaOptimizer had it
-    factor: Tensor | float | None = None  # the mean of the factors that the coming step has
-    refreshes_seen: int = -1  # refreshes after which that was
-    waiting: list[_UnreadStep] = field(default_factory=list)  # steps that nobody has read yet
-    rows: list[StepRow] = field(default_factory=list)  # that nobody has taken yet
+    takes_norms: bool = False  # whether norms are computed here, not taken from TulaOptimizer
+    square: Tensor | None = None  # |G|^2 of the newest step, if takes_norms
+    last: Tensor | None = None  # Delta(G) of TulaOptimizer at the newest step; the same object if it was skipped
+    factor: Tensor | float | None = None  # mean of the scaling factors of the coming step; None without factors
+    refreshes_seen: int = -1  # number of refreshes when `factor` was read; -1 if it is None
+    waiting: list[_UnreadStep] = field(default_factory=list)  # steps whose values are not yet read from the device
+    rows: list[StepRow] = field(default_factory=list)  # rows not yet returned by `pop_rows`
     newest: StepRow | None = None
-    norms: list[float] = field(default_factory=list)  # of the epoch under way, nan where there is none
-    changes: list[float] = field(default_factory=list)  # the same
+    norms: list[float] = field(default_factory=list)  # |G| of each step of the current epoch; nan if missing
+    changes: list[float] = field(default_factory=list)  # Delta(G), likewise
 
     @classmethod
     def attach(cls, trainer: Trainer) -> "Diagnostics | None":
         """Return the diagnostics of a trainer; None if nothing is to be collected on this rank."""
-        # The averaged gradient is the same on all ranks; post-local SGD's is not, after its switch. Shares need them all.
+        # Rank 0's gradient suffices, also for post-local SGD; for a sharded model all ranks must take part.
         if not trainer.ranks.is_first:
             if (
                 trainer.parallel.needs_all_ranks
@@ -82,7 +82,7 @@ class Diagnostics:
     def record_norm(self, trainer: Trainer) -> None:
         """Compute the norm of the gradient of the coming update: averaged, unless post-local SGD has switched."""
         square = _compute_squared_norm(trainer)
-        # Divided as a number and not as a gradient: the step stays what it was.
+        # Divide the squared norm by the loss scale instead of unscaling the gradients, which would change the step.
         scale = trainer.scaler.get_scale() if trainer.scaler.is_enabled() else 1.0
         self.square = None if square is None else square / scale**2
 

@@ -33,12 +33,10 @@ class DivergenceDetector:
     trainer: Trainer
     losses: list[tuple[Position, int, torch.Tensor]] = field(
         default_factory=list
-    )  # with their batch, since the last look, still on the device
-    judged: int = 0  # of these, by rank 0
-    blown_up: tuple[float, float] = (
-        NO_RISE  # the lowest level of the loss, and that from which it did not come down again
-    )
-    non_finite_weights: bool = False  # weights that are not finite were seen on this rank
+    )  # position, batch and loss of the steps since the last check, on the device
+    judged: int = 0  # number of `losses` already added to the loss level by rank 0
+    blown_up: tuple[float, float] = NO_RISE  # lowest level of the loss, and the level to which it rose for good
+    non_finite_weights: bool = False  # whether non-finite weights were found on this rank
 
     def record_loss(self, step: Step) -> None:
         """Record the loss of the step that has just been made."""
@@ -90,7 +88,7 @@ class DivergenceDetector:
         ]
         first_step, non_finite_weights, collapsed, lowest, level = self.trainer.ranks.elementwise_max(
             local_values
-        )  # the earliest step of all ranks
+        )  # the earliest step over all ranks
         if math.isfinite(first_step):
             return f"the loss is not finite at {self._describe_position(next(at for at, *_ in losses if at.steps == -first_step))}"
         if non_finite_weights:

@@ -170,7 +170,7 @@ class UserMetrics:
         states: list[Any] = [None] * self.ranks.world
         placed = callable(getattr(metric, "to", None))
         if placed:
-            metric.to("cpu")  # another rank's device is none of this one's
+            metric.to("cpu")  # the state of another rank may be on a device that this rank lacks
         dist.gather_object(metric, states if self.ranks.is_first else None, dst=0)
         if self.ranks.is_first:
             self._call_metric(name, metric.merge_state, states[1:])
@@ -180,7 +180,7 @@ class UserMetrics:
     def _call_metric(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         try:
             return function(*args)
-        except Exception as error:  # whatever the user's code raises
+        except Exception as error:  # the user's code may raise anything
             raise JobFailed(f"train.metrics.{name} fails: {type(error).__name__}: {error}") from error
 
     def _parse_number(self, name: str, value: Any) -> float:
@@ -222,7 +222,7 @@ def _move_to_cpu(leaf: Any) -> Any:
 STATISTICS_SAMPLES = 4096
 """Training samples over all ranks from which BatchNorm statistics are computed; at most a tenth of the training set."""
 
-_STREAM = 0x4E4F  # parts this module's random numbers from the job's others
+_STREAM = 0x4E4F  # part of the seed, so that random numbers differ from the job's others
 
 
 @dataclass(frozen=True)
@@ -236,8 +236,8 @@ class Evaluation:
     top1: float
     top5: float
     samples: int
-    perplexity: float = float("nan")  # the exponential of the loss of a language model; nan of any other
-    user_metrics: Mapping[str, float] = field(default_factory=dict)  # of train.metrics, by name
+    perplexity: float = float("nan")  # exp(loss) of a language model; nan for other models
+    user_metrics: Mapping[str, float] = field(default_factory=dict)  # values of train.metrics, by name
 
     @property
     def values(self) -> dict[str, float]:
@@ -279,7 +279,7 @@ class Evaluator:
 
     def _evaluate(self, max_batches: int | None, between: Callable[[], None]) -> Evaluation:
         trainer = self.trainer
-        # Each rank's BatchNorm has seen its own samples since the last forward; all evaluate rank 0's, which is saved.
+        # BatchNorm's statistics differ between ranks; all ranks evaluate with rank 0's, which are saved.
         for buffer in trainer.parallel.module.buffers():
             dist.broadcast(buffer, src=0)
         trainer.parallel.eval()
@@ -305,7 +305,7 @@ class Evaluator:
             unknown = dict.fromkeys(self.user_metrics.metrics, math.nan)
             return Evaluation(float("nan"), float("nan"), float("nan"), 0, user_metrics=unknown)
         mean = loss / samples
-        # Of a loss of the user's own nobody knows whether it is the mean logarithm that perplexity is made of.
+        # A loss of the user's may not be the mean cross-entropy from which perplexity is computed.
         perplexity_value = compute_perplexity(mean) if language == samples and trainer.call.default else math.nan
         user_metrics = self.user_metrics.compute()
         return Evaluation(
@@ -338,7 +338,7 @@ class Evaluator:
     def _score_batch(self, batch: Any, count: int) -> torch.Tensor:
         """Return sums over a batch of `count` samples: loss, top-1 hits, top-5 hits, samples, samples of language."""
         trainer = self.trainer
-        odd = count != trainer.largest_micro_batch  # the last batch, which is not worth a compilation
+        odd = count != trainer.largest_micro_batch  # not compiled for the shape of a smaller last batch
         with (
             disable_compilation(trainer.spec.train) if odd else contextlib.nullcontext(),
             make_autocast_context(trainer),
@@ -410,7 +410,7 @@ def recompute_batch_norm_statistics(trainer: Trainer, *, batches: int, between: 
     trainer.parallel.train()
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum = None  # the mean of all batches
+        norm.momentum = None  # None: cumulative mean over all batches
     try:
         with contextlib.closing(worker_train_loop.list_upcoming_micro_batches(trainer)) as stream:
             for batch in itertools.islice(stream, batches):

@@ -23,7 +23,7 @@ from tula_cli.worker.seeding import compute_stable_seed, seed_torch
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.loop import Trainer
 
-_STREAM = 0x4E53  # parts this module's random numbers from the job's others
+_STREAM = 0x4E53  # part of the seed, so that random numbers differ from the job's others
 
 Gradient = dict[torch.Tensor, torch.Tensor]
 """Gradients of the parameters that the batch uses."""
@@ -50,7 +50,7 @@ def measure_gradient_noise(
         `seconds`.
     """
     began, pairs, position = time.monotonic(), list[Pair](), trainer.position
-    # By the position, not by what ran before: stages follow from it, and a training that was interrupted has the same.
+    # The seed depends only on the position, so that a resumed training measures the same noise.
     seed = compute_stable_seed(trainer.spec.train.seed, _STREAM, position.samples, trainer.ranks.rank)
     seed_torch(seed, trainer.ranks.device)
     count = min(batches, _count_upcoming(trainer))
@@ -96,7 +96,7 @@ def _measure_group(trainer: Trainer, batches: Iterator[Any], between: Callable[[
     return sum(squares) / len(squares), compute_squared_norm(trainer, mean)
 
 
-# --- gradients of single batches
+# --- Gradients of single batches
 
 
 def compute_gradient(trainer: Trainer, batch: Any) -> Gradient:

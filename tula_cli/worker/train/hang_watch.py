@@ -31,10 +31,10 @@ MIN_LIMIT = 600.0
 """Minimum seconds after which a step counts as hung; scripts have the same limit."""
 LIMIT_IN_STEPS = 20
 """The limit as a multiple of the median step time."""
-POLL_SECONDS = 1.0  # seconds
-MEDIAN_STEPS = 101  # steps that the median is of
-_STACK = 512 * 2**10  # bytes of its thread: the usual 8 MiB count as memory of the job where that is limited
-_WAITS_IN = ("_engine_run_backward", "synchronize")  # the reducer of DDP, and a device's queue
+POLL_SECONDS = 1.0  # interval of the checks
+MEDIAN_STEPS = 101  # number of newest steps in the median step time
+_STACK = 512 * 2**10  # stack bytes of the thread; the default of 8 MiB would count against a memory limit
+_WAITS_IN = ("_engine_run_backward", "synchronize")  # functions that wait for DDP's reducer or a device
 
 
 @dataclass
@@ -59,7 +59,7 @@ class HangWatch:
     world: int
     end: Callable[[int], object] = os._exit
     _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEDIAN_STEPS))  # seconds
-    _step: int | None = None  # the one under way; None between two
+    _step: int | None = None  # number of the current step; None between two steps
     _over: threading.Event = field(default_factory=threading.Event)
 
     def watch_steps(self, steps: Iterator["Step"]) -> Iterator["Step"]:
@@ -94,7 +94,7 @@ class HangWatch:
         last_step, silent = None, 0.0
         while not self._over.wait(POLL_SECONDS):
             step = self._step
-            # Ticks are counted, not the clock: what passes while a job is suspended is a tick.
+            # Count polls instead of clock time: the time in which a job is suspended counts as one poll.
             silent = silent + POLL_SECONDS if step is not None and step == last_step else 0.0
             last_step = step
             if step is None or silent < self.limit:
@@ -110,7 +110,7 @@ class HangWatch:
         message = f"no step finished for {silent:.0f} s, although a step takes {statistics.median(self._step_seconds):.3g} s: {position}"
         detail = f"rank {self.rank} hangs: {message}\n{_list_thread_stacks()}"
         tag = words.make_rank_tag(self.rank)
-        # Past Python's own stream, which the thread that hangs may have locked.
+        # Bypass sys.stderr, which the hanging thread may have locked.
         os.write(2, "".join(f"{tag}{line}\n" for line in detail.splitlines()).encode())
         self.run.write_failure(
             Failure(

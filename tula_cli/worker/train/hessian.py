@@ -36,8 +36,8 @@ MAX_ITERATIONS = 100
 FAILURE_PROBABILITY = 0.01
 """Probability, over the random start, that an error exceeds its bound."""
 
-_MEMORY_RATIO = 4  # a double backward holds about so many times the memory of a training step with as many samples
-_STREAM = 0x4E55  # parts this module's random numbers from the job's others
+_MEMORY_RATIO = 4  # approximate memory of a double backward relative to a training step of as many samples
+_STREAM = 0x4E55  # part of the seed, so that random numbers differ from the job's others
 
 _NO_SECOND_DERIVATIVE = re.compile(
     r"derivative for .* is not implemented|double backwards? (is )?not (supported|implemented)",
@@ -51,9 +51,9 @@ Product = Callable[[Tensor], Tensor]  # v -> H v, both flat
 class Extremes:
     """Both ends of a spectrum as found by Lanczos' iteration; they lie within the true ends."""
 
-    largest: float  # the most positive one, or less
-    smallest: float  # the most negative one, or more
-    error: float  # neither is off by more, with probability 1 - FAILURE_PROBABILITY; infinity where nothing can be said
+    largest: float  # lower bound of the largest (most positive) eigenvalue
+    smallest: float  # upper bound of the smallest (most negative) eigenvalue
+    error: float  # bound on the error of both, with probability 1 - FAILURE_PROBABILITY; infinity if unknown
     iterations: int
     converged: bool
 
@@ -66,14 +66,14 @@ class Extremes:
 class Curvature:
     """The loss around the weights, as in a row of metrics.jsonl."""
 
-    eigenvalue: float  # the largest (the most positive one)
-    smoothness: float  # the largest magnitude of an eigenvalue: the local L of Lemma 1
-    error: float  # that both may have, by `run_lanczos`
-    gradient_norm: float  # on the same samples
+    eigenvalue: float  # largest (most positive) eigenvalue
+    smoothness: float  # largest magnitude of an eigenvalue: the local L of Lemma 1
+    error: float  # bound on the error of both, from `run_lanczos`
+    gradient_norm: float  # norm of the gradient on the same samples
     loss: float
-    iterations: int  # Hessian-vector products
+    iterations: int  # number of Hessian-vector products
     converged: bool
-    batch: int  # samples, over all ranks
+    batch: int  # number of samples over all ranks
     seconds: float
 
 
@@ -134,7 +134,7 @@ def measure_curvature(trainer: Trainer, *, samples: int, between: Callable[[], N
     )
 
 
-# --- the iteration
+# --- Lanczos' iteration
 
 
 def run_lanczos(
@@ -156,7 +156,7 @@ def run_lanczos(
     """
     rounding = 10 * torch.finfo(start.dtype).eps
     size, vector, previous, beta = len(start), start / torch.linalg.vector_norm(start), torch.zeros_like(start), 0.0
-    del start  # it is as large as all that is trained
+    del start  # frees as much memory as the trainable parameters
     diagonal: list[float] = []
     off_diagonal: list[float] = []
     for count in itertools.count(1):
@@ -206,7 +206,7 @@ def _compute_vector_norm(vector: Tensor) -> float:
     return float(torch.linalg.vector_norm(vector))
 
 
-# --- the loss as a function of the weights
+# --- The loss as a function of the weights
 
 
 class LossSurface:

@@ -20,7 +20,7 @@ def compute_learning_rate(spec: JobSpec, epoch: float, batch: int) -> float:
         batch: global batch, samples per optimizer step.
     """
     scale, warmup = compute_lr_scale(spec, batch), get_warmup_epochs(spec)
-    if spec.train.stages == "decay":  # at every point a multiple of the reference batch's, min_lr and warm-up included
+    if spec.train.stages == "decay":  # always a multiple of the reference batch's learning rate
         return scale * compute_reference_rate(spec, epoch)
     base = spec.optimizer.lr * scale
     if epoch < warmup:
@@ -61,7 +61,7 @@ def _load_user_schedule(name: str, epochs: int) -> Callable[[float], float]:
     def compute_factor(epoch: float) -> float:
         try:
             value = float(schedule(epoch))
-        except Exception as error:  # whatever the user's code raises
+        except Exception as error:  # the user's code may raise anything
             raise JobFailed(f"schedule {name} fails at epoch {epoch:g}: {type(error).__name__}: {error}") from error
         if not (math.isfinite(value) and value >= 0):
             raise JobFailed(

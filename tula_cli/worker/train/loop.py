@@ -42,12 +42,12 @@ class Step:
     """One optimizer step, as reported to the caller."""
 
     loss: torch.Tensor  # 0-dim, this rank's mean over the local batch; still on the device
-    batch: int  # global
-    lr: float  # the schedule's; a parameter group may have a multiple of it
+    batch: int  # global batch
+    lr: float  # learning rate of the schedule; a parameter group may have a multiple of it
     start: Mark
-    loaded: Mark  # when the first micro-batch was here
+    loaded: Mark  # time at which the first micro-batch was loaded
     end: Mark
-    refreshed: bool  # this step also refreshed the AGS factors, as not every step does
+    refreshed: bool  # whether this step refreshed the AGS factors although not every step does
     epoch_ended: bool
 
 
@@ -60,28 +60,28 @@ class Trainer:
     datasets: Datasets
     parallel: Parallel
     base: torch.optim.Optimizer
-    optimizer: torch.optim.Optimizer  # what the method makes of it
+    optimizer: torch.optim.Optimizer  # `base`, or the method's wrapper around it
     method: Plain
     scaler: torch.amp.GradScaler
     loss: LossFunction
     call: ModelCall
-    sizes: BatchSizes  # the batches, of which `position` tells the one in use
+    sizes: BatchSizes  # batches of all stages; `position` determines the current one
     workers: int
     clock: Clock
-    lr_ratios: Sequence[float]  # of each parameter group's learning rate to the spec's
-    beta2s_at: Mapping[int, Sequence[float]]  # of each group, by the batch; empty ones: they stay as they are
-    channels_last: bool = False  # images, and the weights of convolutions
+    lr_ratios: Sequence[float]  # ratio of each parameter group's learning rate to the spec's
+    beta2s_at: Mapping[int, Sequence[float]]  # batch -> beta2 of each group; empty: unchanged
+    channels_last: bool = False  # whether images and convolution weights are in channels-last format
     position: Position = field(default_factory=Position)
-    losses: LossLevel = field(default_factory=LossLevel)  # of the steps up to it, as rank 0 has seen them
+    losses: LossLevel = field(default_factory=LossLevel)  # level of the losses up to `position`, on rank 0
     refresh_each_epoch: bool = True
-    until: int | None = None  # the epoch at whose end `steps` ends; None: the spec's last
-    lr_factor: Callable[[float], float] = lambda _: 1.0  # of the schedule's learning rate, at fractional epochs
-    apart: bool = False  # the replicas differ, since their last average (post-local SGD)
-    synchronise: bool = True  # False measures a step's local work; the replicas drift apart
-    after_backward: Callable[[], None] | None = None  # a probe's look at a finished gradient, which is then dropped
-    on_backward: Callable[[], None] | None = None  # called when a step's gradient is there, reduced
+    until: int | None = None  # epoch at whose end `run_steps` stops; None: the spec's last
+    lr_factor: Callable[[float], float] = lambda _: 1.0  # fractional epoch -> factor on the scheduled learning rate
+    apart: bool = False  # whether the replicas differ since their last average (post-local SGD)
+    synchronise: bool = True  # False: only local work is measured, and the replicas diverge
+    after_backward: Callable[[], None] | None = None  # reads a probe's finished gradient, which is then discarded
+    on_backward: Callable[[], None] | None = None  # called when a step's gradient has been reduced
     on_gradient: "Callable[[Trainer], object] | None" = None  # sees each gradient before it is clipped and used
-    # The newest micro-batch; of the last one of train.accumulate the first part, wherever that is cut: AGS draws from it.
+    # The newest micro-batch, or its first part if it is split; AGS draws its small batch from it.
     last_batch: Any = None
 
     @property
@@ -163,7 +163,7 @@ def build_trainer(
     sizes = compute_batch_sizes(task, batch=batch, world=ranks.world, dataset_size=len(datasets.train))
     seed_torch(compute_stable_seed(spec.train.seed), ranks.device)
     model = zoo.build_model(spec, datasets.classes)
-    if not spec.train.sharded:  # shares are moved a block at a time
+    if not spec.train.sharded:  # a sharded model is moved block by block
         model = model.to(ranks.device)
     if spec.train.activation_checkpointing:
         apply_activation_checkpointing(model)
@@ -222,7 +222,7 @@ def run_steps(trainer: Trainer) -> Generator[Step, None, None]:
             for _ in range(count):
                 remaining -= 1
                 yield _take_step(trainer, stream, epoch_ends=remaining == 0)
-        if not stages:  # resumed where less than one batch is left of the epoch
+        if not stages:  # resumed when less than one batch of the epoch is left
             trainer.move_to(position.next_epoch())
 
 
@@ -279,8 +279,8 @@ def _train_step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) ->
     start = trainer.clock.mark()
     lr = trainer.lr
     zoo.set_lr(trainer.optimizer, lr, trainer.lr_ratios)
-    zoo.set_beta2(trainer.optimizer, trainer.beta2s)  # a state of another batch has brought its own
-    # Random layers draw from the position, not from what ran before: a resumed run repeats an uninterrupted one.
+    zoo.set_beta2(trainer.optimizer, trainer.beta2s)  # a loaded state may have the beta2 of another batch
+    # The seed of random layers depends only on the position, so that a resumed run equals an uninterrupted one.
     seed = compute_stable_seed(trainer.spec.train.seed, trainer.position.samples, trainer.ranks.rank)
     seed_torch(seed, trainer.ranks.device)
     trainer.method.before_backward(trainer)
@@ -296,7 +296,7 @@ def _run_backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple
     micro_batches, splits = trainer.parts, trainer.splits
     total, loaded = torch.zeros((), device=trainer.ranks.device), start
     for index in range(micro_batches):
-        batch = to_device(trainer, next(stream))  # the batch before is let go at once
+        batch = to_device(trainer, next(stream))  # frees the previous batch
         if index == 0:
             loaded = trainer.clock.mark()
         if index <= micro_batches - splits:
@@ -318,7 +318,7 @@ def _refresh_scaling_factors(trainer: Trainer) -> bool:
     """Run the method's refresh, which only some steps do, on the finished gradient; return whether it was done."""
     assert trainer.last_batch is not None
     samples = trainer.micro_batch
-    # Once an epoch is not worth compiling, which ranks would do one after the other.
+    # A refresh per epoch is not worth a compilation, which ranks would do one after the other.
     each_step = trainer.spec.ags.resolved().each_step
 
     def small_loss(count: int) -> torch.Tensor:
@@ -333,10 +333,10 @@ def _refresh_scaling_factors(trainer: Trainer) -> bool:
 
 
 def _update(trainer: Trainer) -> None:
-    if trainer.after_backward:  # only looked at: the next look is at the same weights
+    if trainer.after_backward:  # the gradient was only read: the weights do not change
         trainer.optimizer.zero_grad()
         return
-    if not trainer.synchronise:  # AGS's consensus would synchronise
+    if not trainer.synchronise:  # the method's own step might synchronise
         trainer.parallel.prepare_local_step(trainer.base)
         trainer.scaler.step(trainer.method.local_stepper(trainer))
         trainer.scaler.update()
@@ -345,7 +345,7 @@ def _update(trainer: Trainer) -> None:
     if trainer.on_gradient:
         trainer.on_gradient(trainer)
     limit = trainer.spec.train.max_grad_norm
-    if limit is not None and trainer.optimizer is trainer.base:  # a wrapper clips by itself, after it took the norm
+    if limit is not None and trainer.optimizer is trainer.base:  # a wrapper clips by itself, after computing the norm
         trainer.scaler.unscale_(trainer.optimizer)
         nn.utils.clip_grad_norm_(trainer.parallel.parameters(), limit)
     trainer.scaler.step(trainer.optimizer)

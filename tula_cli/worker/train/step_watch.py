@@ -81,7 +81,7 @@ class StepWatch:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.levels = LevelDetector()
-        self.steps: list[Step] = []  # since the last look
+        self.steps: list[Step] = []  # steps since the last sample
         self.newest: StepParts | None = None
         self._start_sampling()
 
@@ -127,7 +127,7 @@ class StepWatch:
         """
         self._stop_sampling()
         steps, spy, (passed, epoch, at) = self.steps, self.spy, self.began
-        local = self.trainer.local_sgd  # each rank's own steps: of another kind than those before
+        local = self.trainer.local_sgd  # local steps are compared separately from synchronous ones
         step_parts = None if local else self._find_slowest_parts(steps, spy)
         self._start_sampling()
         if step_parts is None or not self.trainer.ranks.is_first:

@@ -41,9 +41,9 @@ class TrainContext:
     ranks: Ranks
     datasets: Datasets
     preemption: PreemptionHandler
-    attempt: int  # of the task, for the mark that says why the ranks left
+    attempt: int  # attempt of the task, for the marker that records why the ranks stopped early
     energy: TrainingEnergy
-    task: TrainTask  # the whole one: with method auto its arms train tasks made of it
+    task: TrainTask  # the job's task; with method auto, arms train tasks derived from it
 
 
 def train(task: TrainTask, context: TrainContext) -> None:
@@ -77,10 +77,10 @@ class Training:
         self.trainer.until = until
         self._record_possible_splits()
         self.best: dict[str, float] = {}
-        self.damaged: list[str] = []  # words on checkpoints that were set aside
-        self.weights_mismatch = ""  # what the file of first weights and the model do not share
-        self.ended = ""  # why before the last epoch
-        self.owed = False  # the epoch that has ended is not evaluated yet
+        self.damaged: list[str] = []  # messages about damaged checkpoints that were renamed
+        self.weights_mismatch = ""  # mismatches of the initial weights' file with the model; empty if none
+        self.ended = ""  # reason to end before the last epoch; empty if it continues
+        self.owed = False  # whether the epoch that has ended is not yet evaluated
         self._resume()
         samples = self.trainer.position.samples
         self.metrics = MetricsFile(self.run, task, is_first=self.first, samples=samples)
@@ -89,7 +89,7 @@ class Training:
         self.divergence = DivergenceDetector(self.trainer)
         self.watch = StepWatch(self.trainer)
         self.last_save = time.monotonic()
-        self.save_time = self.eval_time = 0.0  # seconds that the newest took
+        self.save_time = self.eval_time = 0.0  # seconds of the newest checkpoint and evaluation
 
     @property
     def first(self) -> bool:
@@ -116,7 +116,7 @@ class Training:
         )
         if content is not None:
             self.best, self.owed = checkpoint.restore_checkpoint(self.trainer, content), bool(content.get("owed"))
-            self.ended = content.get("ended", "")  # what is left is the result
+            self.ended = content.get("ended", "")  # only the result is missing
             return
         self.weights_mismatch = finetune.load_weights(
             self.task.spec.model, self.trainer.parallel.module, first=self.first
@@ -136,7 +136,7 @@ class Training:
                 try:
                     self._run_steps(stream)
                 except Preempted as preempted:
-                    self._save_and_leave(preempted)  # first of all: the end of the loader's processes takes its time
+                    self._save_and_leave(preempted)  # before the loader processes are stopped, which takes time
                     raise
             if self.trainer.until is None:
                 self._finish()
@@ -156,7 +156,7 @@ class Training:
         if self.ended:
             return
         self._leave_for_more_nodes()
-        if not self.trainer.position.samples:  # also tells at once, not after an epoch, where it cannot be measured
+        if not self.trainer.position.samples:  # fails before the first epoch if it cannot be measured
             self._measure_curvature()
         ranks = self.context.ranks
         hangs = HangWatch(self.run, self.task, self.context.attempt, ranks.rank, ranks.world)
@@ -170,7 +170,7 @@ class Training:
                     return
             elif self.first:
                 self.log.write_steps_when_due(overhead=self._overhead)
-                # A checkpoint is the state of every rank.
+                # A checkpoint must hold the state of all ranks.
                 if not self.trainer.apart and not self.trainer.parallel.needs_all_ranks and self._is_due():
                     self._save_finite()
             self._leave_for_more_nodes()
@@ -193,7 +193,7 @@ class Training:
             Preempted: the ranks stop.
         """
         following, epochs = self.task.next_stage, self.task.spec.train.epochs
-        over = self.trainer.position.epoch == epochs  # a batch that never came has its place there
+        over = self.trainer.position.epoch == epochs  # stages that are never reached are placed at the end
         if following is not None and self.trainer.batch >= following.batch and not over:
             raise Preempted("stage_end")
 
@@ -202,7 +202,7 @@ class Training:
         """Seconds of an epoch's evaluation and checkpoint."""
         return self.eval_time + self.save_time
 
-    # --- leaving, and breaking down
+    # --- Early stops and divergence
 
     def _check(self) -> None:
         if self.context.preemption.check(reserve=1.5 * self.save_time):
@@ -240,7 +240,7 @@ class Training:
         if not problem:
             return
         if self.first:
-            self.log.write_steps(overhead=self._overhead)  # the last row shows it
+            self.log.write_steps(overhead=self._overhead)  # the last row shows the divergence
         raise self._make_divergence_error(problem)
 
     def _make_divergence_error(self, description: str) -> Exception:
@@ -249,13 +249,13 @@ class Training:
             losses, factor = self.trainer.losses, compute_lr_scale(self.task.spec, self.trainer.batch)
             self.log.add("diverged", message=description, sound=losses.sound, lr_factor=losses.lr_factor or factor)
             checkpoint.delete_checkpoints_after(self.run, self.task.signature, losses.sound)
-        self.context.ranks.broadcast(0)  # the first rank that ends has the others ended
+        self.context.ranks.broadcast(0)  # wait for rank 0, as the first rank to exit makes the others exit
         return Diverged(description, failures.advise("diverged"))
 
     def _handle_evaluation(self, loss: float) -> None:
         """Called on every rank when an epoch has been evaluated, with the mean loss of its last step; may raise."""
 
-    # --- checkpoints
+    # --- Checkpoints
 
     @property
     def takes_part_in_saving(self) -> bool:
@@ -304,7 +304,7 @@ class Training:
         known = (int(path.stem) for path in self.run.get_training(self.task.signature).list_checkpoints())
         return [samples for samples in known if samples <= self.trainer.losses.sound][:1]
 
-    # --- the end of an epoch, and of all
+    # --- The end of an epoch and of the training
 
     def _end_epoch(self, step: Step | None) -> None:
         """Evaluate, compare the step time with the prediction, log and save.

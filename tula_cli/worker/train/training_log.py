@@ -59,11 +59,11 @@ class StepFile:
 
     def __init__(self, training: TrainingRun, *, most: int = MOST_ROWS) -> None:
         self.training, self.most = training, most
-        self.count = 0  # rows in the file
-        self.width = 1  # steps of a row to come
-        self.complete_rows: list[StepRow] = []  # full, and not written yet
-        self.open: list[StepRow] = []  # the steps of a row that is not full yet, joined
-        self.last: StepRow | None = None  # where a training resumes: the newest row, with the newest norm
+        self.count = 0  # number of rows in the file
+        self.width = 1  # steps per new row
+        self.complete_rows: list[StepRow] = []  # full rows that are not yet written
+        self.open: list[StepRow] = []  # joined steps of the row that is not yet full
+        self.last: StepRow | None = None  # newest row with the newest norm, for a resumption
 
     def resume(self, samples: int) -> None:
         """Drop the rows beyond `samples`, and continue after the others."""
@@ -73,7 +73,7 @@ class StepFile:
         widest = max((row.steps for row in rows), default=1)
         self.width = 2 ** (widest - 1).bit_length()
         self.complete_rows, self.open, complete = [], [], [row for row in rows if row.last is not None]
-        # What GradScaler has skipped has no norm, and no part in the change of the next.
+        # Steps skipped by GradScaler have no norm and do not count for the change at the next step.
         self.last = complete[-1]._replace(samples=rows[-1].samples) if complete else None
         self._rewrite(rows)
 
@@ -138,7 +138,7 @@ class MetricsFile:
     def __init__(self, run: RunDir, task: TrainTask, *, is_first: bool, samples: int) -> None:
         self.path = run.get_training(task.signature).metrics_path
         self.run, self.task, self.first, self.samples = run, task, is_first, samples
-        self.steps = StepFile(run.get_training(task.signature))  # of every one
+        self.steps = StepFile(run.get_training(task.signature))  # values of every step
 
     def __enter__(self) -> "MetricsFile":
         if self.first:
@@ -149,13 +149,13 @@ class MetricsFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.steps.add([], close=True)  # also of a training that has broken down: its last steps tell why
+        self.steps.add([], close=True)  # also after a failure, whose cause the last steps may show
 
     def _drop_later_rows(self) -> None:
         if not self.path.exists():
             return
         retained: list[bytes] = []
-        damaged: list[bytes] = []  # since the last row that is kept
+        damaged: list[bytes] = []  # damaged rows since the last kept row
         with open_file(self.path) as file:
             for line in read_lines(file):
                 if not is_complete_row(line):
@@ -187,7 +187,7 @@ def compute_mean_step_time(rows: Iterable[dict[str, Any]], configuration: tuple[
     _, own_batch, micro_batch = configuration
     for row in rows:
         if row["kind"] == "start":
-            # An older tula wrote no micro-batch.
+            # Rows of older versions have no micro_batch.
             alike = configuration == (row["nodes"], row["batch"], row.get("micro_batch", micro_batch))
         elif (
             row["kind"] == "epoch"
@@ -227,20 +227,20 @@ class TrainingLog:
 
     def __init__(self, metrics: MetricsFile, task: TrainTask, trainer: Trainer, *, ahead: int = 0) -> None:
         self.metrics, self.task, self.trainer, self.ahead = metrics, task, trainer, ahead
-        self.diagnostics = Diagnostics.attach(trainer)  # of the epoch under way
-        self.recent: list[Step] = []  # since the last row
-        self.tokens = TokenCounter()  # of their batches
-        self.step_times: list[float] = []  # of the epoch under way
-        self.window: deque[float] = deque()  # the newest step times, for the comparison with the prediction
-        self.batch = trainer.batch  # of these steps
+        self.diagnostics = Diagnostics.attach(trainer)  # gradient statistics of the current epoch, or None
+        self.recent: list[Step] = []  # steps since the last row
+        self.tokens = TokenCounter()  # tokens of their batches
+        self.step_times: list[float] = []  # step times (s) of the current epoch
+        self.window: deque[float] = deque()  # newest step times (s), compared with the prediction
+        self.batch = trainer.batch  # global batch of these steps
         self.drift = StepTimeDrift(self.expected)
-        self.parts: StepParts | None = None  # of a step, at the ranks' newest look
-        self.changed = False  # a change of the step time was told
+        self.parts: StepParts | None = None  # parts of a step in the newest sample
+        self.changed = False  # whether a change of the step time was reported
         self.last_row = 0.0
         self.began = time.monotonic()
-        self.next_print = self.began + compute_log_pause(0.0)  # when the job's log tells of the steps again
-        self.unjudged: list[Mapping[str, float]] = []  # what AGS did in the newest epochs
-        self.warned: set[str] = set()  # kinds of warnings that are given once
+        self.next_print = self.began + compute_log_pause(0.0)  # monotonic time of the next progress line
+        self.unjudged: list[Mapping[str, float]] = []  # AGS reports of the newest epochs, until judged
+        self.warned: set[str] = set()  # kinds of warnings that were already given
 
     @property
     def expected(self) -> Prediction | StageSteps | None:
@@ -299,7 +299,7 @@ class TrainingLog:
         self.drift = StepTimeDrift(self.expected)
         beta2 = {"beta2": trainer.beta2s[0]} if trainer.beta2s else {}
         noise = stages[stage_number].noise
-        by = {} if noise is None else {"noise": noise}  # the scale that it was planned by
+        by = {} if noise is None else {"noise": noise}  # gradient noise scale from which the stage was planned
         self.add("stage", batch=self.batch, stage=stage_number + 1, stages=len(stages), lr=trainer.lr, **by, **beta2)
         noise_text = "" if noise is None else f", noise scale {format_number(noise)}"
         self._print(
@@ -315,7 +315,7 @@ class TrainingLog:
         if self.diagnostics:
             self.diagnostics.record_step(self.trainer, step)
 
-    # --- steps
+    # --- Steps
 
     def write_steps_when_due(self, *, overhead: float) -> None:
         """Write a row if the last one is LOG_SECONDS old; this reads the loss, so it waits for the device."""
@@ -340,17 +340,17 @@ class TrainingLog:
         self.step_times += plain
         self.window.extend(plain)
         loss, remaining = float(steps[-1].loss), self._estimate_remaining_seconds(statistics.fmean(seconds), overhead)
-        self.write_step_values(close=False)  # the device has just been waited for
+        self.write_step_values(close=False)  # cheap now, as the device has just been waited for
         self.add(
             "step",
             step=trainer.position.steps,
-            count=len(steps),  # since the last row
+            count=len(steps),  # steps since the last row
             loss=loss,
             lr=steps[-1].lr,
             batch=self.batch,
             step_time=statistics.fmean(seconds),
             refreshed=len(steps) - len(plain),
-            plain_time=statistics.fmean(plain) if plain else None,  # without those
+            plain_time=statistics.fmean(plain) if plain else None,  # without steps that refresh factors
             data_wait=statistics.fmean(waits),
             compute=self.parts and self.parts.compute,
             sync=self.parts and self.parts.sync,
@@ -428,7 +428,7 @@ class TrainingLog:
         self.add("change", change=change.model_dump(mode="json"))
         self._print(f"changed: {describe_step_change(change)}")
 
-    # --- epochs
+    # --- Epochs
 
     def write_epoch(
         self, result: Evaluation, *, loss: float, lr: float, eval_seconds: float, overhead: float = 0.0
@@ -444,7 +444,7 @@ class TrainingLog:
         """
         trainer, prediction = self.trainer, self.expected
         step_time = compute_trimmed_mean(self.step_times) if self.step_times else None
-        # The prediction is of synchronous steps, which post-local SGD leaves behind.
+        # The prediction is for synchronous steps, unlike those of post-local SGD after its switch.
         recent = None if trainer.local_sgd else self._compute_recent_step_time()
         within = self.drift.is_within(recent)
         ags = trainer.ags.report() if trainer.ags and not trainer.ags.identity else None
@@ -475,7 +475,7 @@ class TrainingLog:
         self.warn_non_finite_evaluation(result)
         self._warn_inactive_ags(ags)
         drifted = self.drift.check_epoch(recent, epoch=trainer.position.epoch)
-        if drifted and not self.changed:  # which says the same, with a cause
+        if drifted and not self.changed:  # a reported change says the same, with a cause
             self.warn(drifted)
         self.step_times = []
 
@@ -529,7 +529,7 @@ class TrainingLog:
                 self.warned.add(kind)
                 self.warn(messages.ags_hardly_scales(text=message))
 
-    # --- the prediction
+    # --- Comparison with the prediction
 
     def _compute_recent_step_time(self) -> float | None:
         """Return the step time over the newest steps, at least as many as in an epoch or probe; None until then.

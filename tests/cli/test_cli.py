@@ -979,6 +979,15 @@ def test_init_asks_the_scheduler_where_there_is_one(monkeypatch):
     assert "filled" not in tula("init", "local", "-o", "local.yaml").err
 
 
+def test_init_names_the_partitions_to_choose_from_where_none_is_the_default(monkeypatch):
+    message = (
+        "main|up|1:00:00|1-infinite|4|idle|16|64000|(null)\nfast|up|1:00:00|1-infinite|2|idle|16|64000|gpu:a100:4\n"
+    )
+    monkeypatch.setattr(site, "query_site", lambda: site.Site(site.parse_partitions(message), ()))
+    answer = tula("init", "slurm", "-o", "new.yaml")
+    assert "SLURM has no default partition. Set cluster.slurm.partition to one of main, fast." in answer.err
+
+
 COMMAND = "torchrun --nproc-per-node 2 train.py --batch-size 64 --lr 0.1 --epochs 90"
 
 

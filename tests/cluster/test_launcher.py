@@ -314,6 +314,14 @@ def test_a_chain_whose_submission_was_cut_off_is_taken_up_and_completed(slurm, r
     assert job.submissions == 1
 
 
+def test_a_job_that_has_ended_is_submitted_again_and_its_submissions_are_counted(slurm, run):
+    job = submitted(run, probes(run))
+    slurm.set(job.scheduler_id, "FAILED")
+    again = submitted(run, probes(run))
+    assert again.scheduler_id != job.scheduler_id
+    assert (job.submissions, again.submissions, len(slurm.jobs())) == (1, 2, 2)
+
+
 def test_no_link_is_submitted_beside_a_later_one_that_runs(slurm, run):
     cut = SlurmLauncher().submit(run, training(run, hours=0.1))
     slurm.set(cut.links[0], "TIMEOUT")

@@ -525,6 +525,15 @@ def test_a_script_that_resumes_by_itself_is_counted_from_what_it_has_loaded(alon
     )
 
 
+def test_a_script_that_resumes_from_a_checkpoint_beyond_what_was_counted_has_lost_nothing(alone: RunDir) -> None:
+    alone.get_training("x").write_script_saves(ScriptSaves(lost=(160, 400)))
+    out = ScriptTraining(alone, task(alone, "train-x-2", 16)).output_folder
+    saves(out / "epoch-1", STARTED + 20)
+    load = {"kind": "load", "path": str(out.resolve() / "epoch-1" / "state.json"), "written": STARTED + 20}
+    assert second_start(alone, load)[1] == (480, 30)
+    assert alone.get_training("x").read_script_saves().lost == (160, 0)
+
+
 @pytest.mark.parametrize(
     "load",
     [

@@ -205,7 +205,7 @@ def make_next_attempt(task: TrainTask, failure: Failure, decision: Relaunch | Re
 
 
 def resize_to_allocation(run: RunDir, task: TrainTask, granted: int) -> TrainTask:
-    """Return a task on the nodes that its job was granted; where they differ, as a new attempt, which is recorded."""
+    """Return the task on the nodes that its job was granted; a different number makes it a new, recorded attempt."""
     resized = task.with_granted_nodes(granted)
     if resized.nodes == task.nodes:
         return task

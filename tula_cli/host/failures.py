@@ -27,7 +27,7 @@ class FailureKind:
         advice: what the user can do; one line, with {more_memory} for the setting that depends on the
             scheduler.
         for_script: the same for a user's script, whose job has no model, optimizer ...; empty: same as `advice`.
-        severity: of the failures of several ranks, the one with the lowest severity is the root of the others.
+        severity: order among failures of several ranks; the one with the lowest value is the root cause.
     """
 
     means: str

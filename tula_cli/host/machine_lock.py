@@ -3,7 +3,7 @@
 Each waiting or measuring probe has a ticket: a numbered file that names its devices, with a lock (flock) that the
 kernel releases when the process exits. A probe measures once no living ticket with a smaller number names one of its
 devices. So probes run in order of arrival, no two probes can wait for each other, and dead ones are skipped at once. A
-training has a ticket for which nobody waits: it only shows that the training uses these devices.
+training has a ticket for which no probe waits: it only shows that the training uses these devices.
 """
 
 import contextlib

@@ -84,7 +84,7 @@ class Gate:
         square: |G|^2 of the newest step before scaling, 0-dim, on the device; None before the first step.
         change: Delta(G) of the newest step, 0-dim, on the device; infinite in the first step, None before it and after a
             load.
-        scaled: whether the newest step was scaled, 0-dim, bool, on the device; None likewise.
+        scaled: whether the newest step was scaled, 0-dim, bool, on the device; None as for `change`.
 
     Raises:
         ValueError: `delta` has the wrong type or is out of range.

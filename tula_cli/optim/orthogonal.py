@@ -247,7 +247,7 @@ def orthogonalize_(updates: Sequence[Tensor]) -> None:
     in float32, or float64 for float64.
 
     Args:
-        updates: of two dimensions or more; the first one counts the rows of the matrix.
+        updates: tensors of two dimensions or more; the first dimension gives the rows of the matrix.
     """
     for (_, dtype), indices in group_by_dtype(updates).items():
         selected = [updates[i] for i in indices]

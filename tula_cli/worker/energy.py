@@ -59,7 +59,7 @@ class TrainingEnergy:
 
     Args:
         run: the run directory that stores the energy.
-        signature: of the training.
+        signature: signature of the training.
         ranks: the ranks whose GPUs are counted from now on.
     """
 

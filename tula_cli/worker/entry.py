@@ -28,8 +28,8 @@ def run_training(
         task: the training task.
         run: the run directory.
         ranks: the process group.
-        datasets: of the task.
-        attempt: of the task, for the marker that records why the ranks stopped early.
+        datasets: datasets of the task.
+        attempt: number of the attempt, for the marker that records why the ranks stopped early.
         preemption: decides when to stop early; None: a new handler.
 
     Raises:

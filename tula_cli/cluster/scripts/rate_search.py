@@ -1,4 +1,4 @@
-"""The search for a learning rate with a user's script: each branch is a start of its own, from a copy of one checkpoint.
+"""The search for a learning rate with a user's script: each branch is a separate start, from a copy of one checkpoint.
 
 `models.rate_search` decides which branches are trained, as in tula's own loop. The shim ends each branch after its
 samples, and records the loss of each step: only the script could evaluate its model on other samples.
@@ -57,7 +57,7 @@ class ScriptRateSearch(ScriptProgram):
     # --- Starts of the script
 
     def make_command(self, *, attempt: int, meeting: str) -> LeaderCommand:
-        """Return the command for the next branch, with a copy of the checkpoint in a folder of its own.
+        """Return the command for the next branch, with a copy of the checkpoint in a separate folder.
 
         It is the training up to the checkpoint if there is none yet, or none any more; all branches follow it.
         """
@@ -291,7 +291,7 @@ class ScriptRateSearch(ScriptProgram):
 
     @staticmethod
     def _read_losses(attempt: ScriptAttempt, ranks: int) -> Sequence[float | None]:
-        """Return the loss of each step, the mean over the ranks; None where it was not finite, or not seen."""
+        """Return the mean loss of each step over the ranks; None if it was not finite or not observed."""
         by_rank = [
             {row["step"]: row["loss"] for row in attempt.read_rows(rank) if row["kind"] == "row"}
             for rank in range(ranks)

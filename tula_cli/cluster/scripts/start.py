@@ -262,7 +262,7 @@ class ScriptStart:
 
     Args:
         program: the script with its task.
-        allocation: of this supervisor.
+        allocation: allocation of this supervisor.
         command: command of the leader; its `batch` is the one that a probe measures.
     """
 

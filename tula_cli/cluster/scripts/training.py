@@ -132,7 +132,7 @@ def make_kill_plan(
     """Return how the shim requests a checkpoint, if the script saves on request, and kills the start after it.
 
     Args:
-        script: with section resume.
+        script: script with a section resume.
         values: values of the placeholders in paths.
         after: steps from the checkpoint to the end.
         ask_at: step at whose end a checkpoint is requested.

@@ -26,7 +26,7 @@ def call_with_arguments(
     Args:
         target: the callable.
         args: the spec's arguments.
-        path: of `args` in the spec ("model.args").
+        path: path of `args` in the spec ("model.args").
         name: the name in the spec; an import string is the user's own code.
         given: arguments that tula passes itself and `args` must not repeat.
         first: positional arguments.

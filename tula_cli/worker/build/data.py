@@ -266,7 +266,7 @@ class MicroBatchSampler(Sampler[list[Key]]):
     Args:
         size: samples of an epoch.
         ramp: determines the global batch of each step.
-        parts: for each batch, the micro-batches of a step on each rank.
+        parts: batch -> micro-batches per step on each rank.
     """
 
     def __init__(
@@ -482,7 +482,7 @@ def build_transforms(items: Sequence[str | dict[str, dict[str, Any]]], *, path: 
 
     Args:
         items: names of torchvision.transforms.v2 classes, `{Name: {arguments}}`, or import strings.
-        path: of the list in the spec, for messages.
+        path: path of the list in the spec, for messages.
 
     Raises:
         SpecError: unknown name or wrong arguments.
@@ -649,7 +649,7 @@ def build_test_dataset(spec: JobSpec, datasets: Datasets) -> EvaluationDataset |
 
     Args:
         spec: the job.
-        datasets: of the same job; their classes must be those of the test set.
+        datasets: datasets of the same job; their classes must be those of the test set.
 
     Raises:
         SpecError: as `build_datasets`, or the classes differ, or there are no samples.

@@ -43,7 +43,7 @@ def find_parameters(model: nn.Module, patterns: Sequence[str], *, path: str) -> 
         patterns: of names, in which * stands for any text; a pattern that matches a module selects all parameters in
             it. `norms`, `biases` and `embeddings` select those of the whole model. A pattern after ! excludes its
             matches.
-        path: of the patterns in the spec.
+        path: path of the patterns in the spec.
 
     Raises:
         SpecError: a pattern matches nothing.
@@ -132,7 +132,7 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
 
     Args:
         model: changed in place, before anything wraps it.
-        patterns: of names (`find_parameters`).
+        patterns: patterns of names (see `find_parameters`).
 
     Raises:
         SpecError: a pattern matches nothing, or nothing is left to train.
@@ -366,7 +366,7 @@ def read_weights(path: str, *, key: str = KEY) -> dict[str, Any]:
     Code in the file is not run (weights_only).
 
     Args:
-        path: of the file.
+        path: path of the file.
         key: the setting or option that names it.
 
     Raises:
@@ -494,8 +494,8 @@ def load_weights(section: Model, model: nn.Module, *, first: bool, key: str = KE
     """Load the file's weights into a model on all ranks; every rank must call this, and rank 0 alone reads the file.
 
     Args:
-        section: names the file.
-        model: on its device.
+        section: section model, which names the file.
+        model: model on its device.
         first: whether this is rank 0.
         key: the setting or option that names the file.
 

@@ -281,9 +281,9 @@ class FromConfig:
         """Return the model, initialised from torch's current random state.
 
         Args:
-            num_classes: of the dataset: `num_labels` of a classification model.
-            model_type: of an Auto class.
-            settings: of the configuration.
+            num_classes: classes of the dataset, passed as `num_labels` to a classification model.
+            model_type: model type, for an Auto class.
+            settings: settings of the configuration.
 
         Raises:
             SpecError: a setting is unknown or refused.

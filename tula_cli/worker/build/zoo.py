@@ -123,9 +123,9 @@ def build_model(spec: JobSpec, classes: int | None) -> nn.Module:
     """Return the model on the CPU, initialised from torch's current random state, with its frozen layers.
 
     Args:
-        spec: names the model; its `args` go to the constructor.
-        classes: of the dataset; passed as `num_classes` unless the arguments give it or an imported callable has no
-            such parameter.
+        spec: job that names the model; `model.args` are passed to the constructor.
+        classes: classes of the dataset; passed as `num_classes` unless the arguments give it or an imported callable
+            has no such parameter.
 
     Raises:
         SpecError: unknown model, arguments that it refuses, or layers to freeze that it does not have.
@@ -177,7 +177,7 @@ def make_model_call(spec: JobSpec, model: nn.Module, loss: LossFunction) -> Mode
     """Return the call of the model and the loss with a batch.
 
     Args:
-        spec: names model and loss.
+        spec: job that names model and loss.
         model: as it was built, before anything wraps it.
         loss: as returned by `build_loss`, on any device.
     """
@@ -264,7 +264,7 @@ def compute_beta2_by_group(optimizer: torch.optim.Optimizer, spec: JobSpec, batc
     Args:
         optimizer: as it was built.
         spec: the job.
-        batch: global.
+        batch: global batch.
 
     Raises:
         SpecError: the optimizer has no beta2, or its beta2 is not that of a second moment.

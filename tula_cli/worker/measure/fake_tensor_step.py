@@ -448,7 +448,7 @@ def build_fake_step(
     Args:
         spec: the job.
         sample: a real sample of the training set, which determines the shapes of the batches.
-        classes: of the dataset.
+        classes: number of classes of the dataset; None if unknown.
         gpu: whether to estimate the memory of a GPU, with PyTorch's allocator, or that of a process on the CPU.
         collate: makes a batch from samples; None: torch's default.
 

@@ -95,7 +95,7 @@ def check_nodes(task: CheckTask, run: RunDir, *, attempt: int) -> None:
     Args:
         task: the check to run.
         run: the run directory, which may be invisible from this node.
-        attempt: of the task.
+        attempt: number of the attempt.
 
     Raises:
         JobFailed: this node has no network interface with the name in cluster.interface.

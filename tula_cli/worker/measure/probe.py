@@ -67,7 +67,7 @@ def count_warm_up_steps(times: Sequence[float], search: Search, *, prefetched: i
 
     Args:
         times: seconds of the steps after the first `UNTIMED_STEPS`.
-        search: sets the limits.
+        search: section search, which sets the limits.
         prefetched: steps whose data the loader may have made while the first steps compiled; only later ones wait for
             it.
     """
@@ -100,7 +100,7 @@ def count_steps_to_time(times: Sequence[float], search: Search) -> int:
 
     Args:
         times: seconds of the timed steps.
-        search: sets the limits.
+        search: section search, which sets the limits.
     """
     timed, seconds = len(times), sum(times)
     if timed < LEAST_STEPS:
@@ -277,7 +277,7 @@ def measure_breakdown(
     afterwards.
 
     Args:
-        trainer: of the probe.
+        trainer: trainer of the probe.
         stream: its steps.
         steps: number of steps of each timing.
         norms: the most steps whose gradient norms are recorded.
@@ -391,7 +391,7 @@ def _measure_local_step_time(
     sharded model that cannot run without communication or does not fit a GPU as a whole.
 
     Args:
-        trainer: of the probe.
+        trainer: trainer of the probe.
         stream: its steps.
         count: number of steps.
         room: bytes of GPU memory that the probe has left free; None if there is no limit.

@@ -34,9 +34,9 @@ def save_sharded(
     Every rank must call this, and writes its own shards.
 
     Args:
-        folder: of the checkpoint, on a file system that all ranks share; an existing one is replaced.
+        folder: folder of the checkpoint, on a file system shared by all ranks; an existing one is replaced.
         model: sharded by fully_shard; its buffers become rank 0's.
-        optimizer: of its shards.
+        optimizer: optimizer of the model's shards.
         content: the remaining state; rank 0's is written.
         ranks: the process group.
 

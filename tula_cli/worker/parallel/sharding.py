@@ -27,10 +27,10 @@ class Replicated(DistributedDataParallel):
     needs_all_ranks: ClassVar[bool] = False
     """Whether every rank must take part where weights or gradients are read, evaluated or saved."""
     separates_communication: ClassVar[bool] = True
-    """Whether a rank has a gradient of its own before it communicates, so that both can be measured."""
+    """Whether a rank has its local gradient before it communicates, so that both times can be measured."""
 
     def count_samples_of_gradient(self, samples: int) -> int:
-        """Return how many samples a gradient is of that this rank computes from `samples` samples."""
+        """Return the number of samples that a gradient covers if each rank computes it from `samples` samples."""
         return samples
 
     def compute_squared_norm(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -59,8 +59,8 @@ class Sharded(nn.Module):
     values. Every forward pass involves all ranks.
 
     Args:
-        model: on the CPU or the device, the same on all ranks except for its values, which become rank 0's.
-        device: of this rank. The model is moved to it block by block, so that the whole need not fit.
+        model: model on the CPU or the device, the same on all ranks except for values, which become rank 0's.
+        device: device of this rank. The model is moved to it block by block, so that the whole need not fit.
 
     Raises:
         SpecError: this torch does not support sharding on the device, or it cannot divide a parameter.
@@ -222,12 +222,12 @@ def wrap_model(model: nn.Module, train: Train, device: torch.device) -> Parallel
     """Wrap a model for training; every rank must call this.
 
     Args:
-        model: the same on all ranks except for its values, which become rank 0's; on the device under ddp.
+        model: model, the same on all ranks except for values, which become rank 0's; on the device under ddp.
         train: selects ddp or fsdp.
-        device: of this rank.
+        device: device of this rank.
 
     Raises:
-        SpecError: as of `Sharded`.
+        SpecError: as for `Sharded`.
     """
     if train.sharded:
         return Sharded(model, device=device)

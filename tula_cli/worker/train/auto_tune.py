@@ -180,7 +180,7 @@ class BranchContext:
         """Train one branch and evaluate it.
 
         Args:
-            task: with the batch of the branch.
+            task: task with the batch of the branch.
             arm: how it is trained.
             length: samples.
             control: loss of the control; None if it is not known.
@@ -235,7 +235,7 @@ def choose_next_arm(task: TrainTask, run: RunDir, ranks: Ranks, *, samples: int)
     Later checkpoints are removed first: a training interrupted in between breaks down again.
 
     Args:
-        task: with method auto.
+        task: task with method auto.
         run: the run directory.
         ranks: the process group.
         samples: position of the training at the breakdown.
@@ -258,7 +258,7 @@ def run_tuning(
     """Train a branch with each arm, for a training at the branching point; recorded branches are reused.
 
     Args:
-        task: with method auto.
+        task: task with method auto.
         run: the run directory; rank 0 writes its tuning.json after each branch.
         ranks: the process group; all ranks follow rank 0's decisions.
         datasets: `hold_out_samples` of the task's datasets.

@@ -99,7 +99,7 @@ def list_micro_batch_splits(
 
     Args:
         loop: the training, with its model and ranks.
-        batches: global.
+        batches: global batches.
         jobs: returns the jobs that may be trained at a batch; with method auto one per arm, which differ in their
             method.
     """

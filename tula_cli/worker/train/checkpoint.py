@@ -187,7 +187,7 @@ def load_newest_checkpoint(
 
     Args:
         run: the run.
-        signature: of the training.
+        signature: signature of the training.
         tell: called with a message for each checkpoint that is renamed.
     """
     for path in run.get_training(signature).list_checkpoints():

@@ -99,7 +99,7 @@ class UserMetrics:
     rank 0 alone.
 
     Args:
-        section: names them.
+        section: section train, which names the metrics.
         ranks: the process group.
     """
 
@@ -197,9 +197,9 @@ class MetricInput:
     """The values of a batch that metrics receive.
 
     Args:
-        outputs: of the model.
+        outputs: outputs of the model.
         scores: the tensor of scores among them if there is one; else the outputs.
-        target: of the batch; None if it has none.
+        target: target of the batch; None if it has none.
         batch: the whole batch.
         samples: number of samples.
     """
@@ -437,9 +437,9 @@ def evaluate_checkpoint(task: EvaluateTask, run: RunDir, ranks: Ranks, datasets:
 
     Args:
         task: the evaluation.
-        run: of the training.
+        run: run of the training.
         ranks: the process group; each rank evaluates its share of the samples.
-        datasets: of the task.
+        datasets: datasets of the task.
 
     Raises:
         SpecError: the test set cannot be built, or the weights do not fit the model.

@@ -46,7 +46,7 @@ class HangWatch:
     Args:
         run: the run directory, in which the failure is written.
         task: the training task.
-        attempt: of the task.
+        attempt: number of the attempt.
         rank: this rank.
         world: number of ranks.
         end: exits this process.

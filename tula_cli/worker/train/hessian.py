@@ -213,11 +213,11 @@ class LossSurface:
     """The mean loss over fixed samples, and its derivatives by the trainable parameters as one flat vector.
 
     Args:
-        model: in the mode (training or evaluation) to measure it in.
+        model: model in the mode (training or evaluation) in which it is measured.
         call: computes the loss of a batch, a mean over its samples.
         batches: this rank's samples as (number of samples, batch), each small enough for a double backward.
         ranks: the mean is taken over all of them.
-        seed: for a model that draws random numbers even in that mode: the same in each pass.
+        seed: seed of each pass, for models that draw random numbers even in evaluation mode.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ def run_rate_search(task: RateSearchTask, run: RunDir, ranks: Ranks, datasets: D
         task: the search.
         run: the run directory, where rank 0 keeps the record.
         ranks: the process group; all ranks follow rank 0's record.
-        datasets: of the task.
+        datasets: datasets of the task.
 
     Raises:
         Diverged: the training diverges at the reference batch already.
@@ -77,10 +77,10 @@ def _make_task(task: RateSearchTask, plan: SearchPlan, size: int, spec: JobSpec,
 
     Args:
         task: the search.
-        plan: its samples.
-        size: training samples without the held-out ones.
-        spec: the job, with the rule of its learning rate.
-        batch: global.
+        plan: plan with the samples of the search.
+        size: number of training samples without the held-out ones.
+        spec: the job, whose learning-rate rule the training uses.
+        batch: global batch.
     """
     warmup = min(spec.schedule.warmup_epochs or 0.0, plan.start / size)
     schedule = spec.schedule.model_copy(update={"warmup_epochs": warmup})

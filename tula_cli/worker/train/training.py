@@ -60,9 +60,9 @@ class Training:
     """One training on this rank, positioned at the newest checkpoint, or at the start.
 
     Args:
-        task: with the method that trains.
+        task: task with the method to train with.
         context: run directory, process group and data.
-        until: epoch at which it ends without a result, because branches start there; None: the last.
+        until: epoch at whose end the training stops without a result, because branches start there; None: the last.
         ahead: steps of these branches, for the estimate of the remaining time.
     """
 

@@ -221,7 +221,7 @@ class TrainingLog:
     Args:
         metrics: writes the rows.
         task: the training task.
-        trainer: provides the position.
+        trainer: trainer at whose position rows are written.
         ahead: steps of branches that are to come before the training continues.
     """
 
@@ -436,9 +436,9 @@ class TrainingLog:
         """Write the row of the epoch that has ended, and the warnings that follow from it.
 
         Args:
-            result: of its evaluation.
-            loss: of its last step, the mean over all ranks.
-            lr: of its last step.
+            result: evaluation of the epoch.
+            loss: mean loss of the epoch's last step over all ranks.
+            lr: learning rate of the epoch's last step.
             eval_seconds: duration of the evaluation.
             overhead: seconds of an epoch's evaluation and checkpoint.
         """

@@ -28,7 +28,8 @@ import numpy as np
 from replay_baselines import MODELS, Predictor
 from replay_data import MeasuredSet, Where, load
 
-from tula_cli.models.choice.candidates import Config, Ints, to_columns, to_configs
+from tula_cli.models.choice.candidates import Ints, to_columns, to_configs
+from tula_cli.models.choice.grid import Config
 from tula_cli.models.ramp_costs import StageObjective, StageTimes
 from tula_cli.models.time.step_time import Estimates
 from tula_cli.run.records.recommendations import StageSteps

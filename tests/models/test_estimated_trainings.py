@@ -8,7 +8,8 @@ import pytest
 from make_results import MIB, Truth, of_a_script, out_of_memory, probe_all, spec
 
 from tula_cli.models import cost, estimator
-from tula_cli.models.choice.candidates import Config, to_configs
+from tula_cli.models.choice.candidates import to_configs
+from tula_cli.models.choice.grid import Config
 from tula_cli.models.estimator import Estimator
 from tula_cli.run.records.probes import Overheads
 from tula_cli.run.records.recommendations import Prediction

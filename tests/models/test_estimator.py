@@ -7,7 +7,7 @@ from read_diagnostics import codes, values
 
 from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.models import messages
-from tula_cli.models.choice.candidates import Config
+from tula_cli.models.choice.grid import Config
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.observations import TooFew
 from tula_cli.run.records.inspections import Inspection

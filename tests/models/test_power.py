@@ -5,7 +5,7 @@ import pytest
 from make_results import Truth, measured, probe_all, spec
 
 from tula_cli.models import power
-from tula_cli.models.choice.candidates import Config
+from tula_cli.models.choice.grid import Config
 from tula_cli.models.estimator import Estimator
 from tula_cli.run.records.probes import Measured
 

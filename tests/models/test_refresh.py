@@ -8,7 +8,7 @@ import pytest
 from make_results import Truth, measured, of_a_script, probe_all, spec
 
 from tula_cli.models import refresh
-from tula_cli.models.choice.candidates import Config
+from tula_cli.models.choice.grid import Config
 from tula_cli.models.estimator import Estimator
 from tula_cli.run.records.probes import Measured, Overheads
 

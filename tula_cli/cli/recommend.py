@@ -164,6 +164,8 @@ def _replaces_kept_answer(screen: Screen, runs: "Sequence[Run]", recommendation:
     if not services_recommend.should_replace(recommendation, stored):
         screen.note(show_recommend.describe_unsaved_answer(stored))
         return False
+    if stored is not None and (changed := show_recommend.describe_changed_choice(stored, recommendation)):
+        screen.note(changed)
     return True
 
 

@@ -17,16 +17,15 @@ from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.models import cost, memory, power
 from tula_cli.models.choice.candidates import (
     Candidates,
-    Config,
     Flags,
     Floats,
     Ints,
     StageTable,
     apply_to_distinct_values,
-    list_candidates,
     to_columns,
     to_configs,
 )
+from tula_cli.models.choice.grid import Config, list_candidates
 from tula_cli.models.cost import CheckpointSchedule, find_checkpoint_schedule
 from tula_cli.models.memory import MemoryModel
 from tula_cli.models.observations import (

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 
 from tula_cli.errors import Infeasible, SpecError
-from tula_cli.models.choice.candidates import Config, list_batches
+from tula_cli.models.choice.grid import Config, list_batches
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.out_of_memory import describe_why_not_splittable, list_splits
 from tula_cli.models.ramp_costs import compute_batch_divisor, list_nodes_named_by_stages

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.models import messages
-from tula_cli.models.choice.candidates import name_nearest_multiples
+from tula_cli.models.choice.grid import name_nearest_multiples
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.spec.ags import BRANCHING_EPOCH, Arm
 from tula_cli.spec.job import JobSpec, get_warmup_epochs

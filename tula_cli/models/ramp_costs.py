@@ -14,17 +14,8 @@ import numpy as np
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.models import messages
-from tula_cli.models.choice.candidates import (
-    NO_STAGES,
-    Config,
-    Flags,
-    Floats,
-    Ints,
-    StageTable,
-    list_candidates,
-    name_nearest_multiples,
-    to_configs,
-)
+from tula_cli.models.choice.candidates import NO_STAGES, Flags, Floats, Ints, StageTable, to_configs
+from tula_cli.models.choice.grid import Config, list_candidates, name_nearest_multiples
 from tula_cli.models.cost import WorkCount
 from tula_cli.models.out_of_memory import MIN_NORMALISED
 from tula_cli.models.ramp import (

@@ -10,7 +10,7 @@ from tula_cli.cluster.slurm.first_job import inspect_if_possible, inspect_with_s
 from tula_cli.cluster.slurm.sbatch import check_setup_files, warn_too_few_cpus
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible, OverBudget
-from tula_cli.models.choice.candidates import LimitByNodes, get_highest_limit
+from tula_cli.models.choice.grid import LimitByNodes, get_highest_limit
 from tula_cli.models.cost import MaxCost, compute_max_cost
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.frames import render_html

@@ -10,7 +10,7 @@ from tula_cli.cluster.inspection import Inspect, inspect
 from tula_cli.cluster.slurm.first_job import inspect_with_stored
 from tula_cli.errors import Infeasible, JobFailed, SpecError
 from tula_cli.models import memory
-from tula_cli.models.choice.candidates import list_batches
+from tula_cli.models.choice.grid import list_batches
 from tula_cli.models.memory import DataMemory, MemoryModel, estimate_data_memory
 from tula_cli.models.observations import describe_mixed_hardware, find_capacity
 from tula_cli.run.directory import Run

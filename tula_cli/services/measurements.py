@@ -13,7 +13,7 @@ import numpy as np
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible, Pending
 from tula_cli.models import efficiency
-from tula_cli.models.choice.candidates import Config
+from tula_cli.models.choice.grid import Config
 from tula_cli.models.efficiency import EARLY_SHARE, Noise, estimate_noise_scale
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes, TooFew

@@ -14,7 +14,8 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import Infeasible
 from tula_cli.models import cost, efficiency
 from tula_cli.models.choice.baseline import make_headline, predict_baseline, prefer_baseline
-from tula_cli.models.choice.candidates import Candidates, Config, Flags, Limit, list_limits
+from tula_cli.models.choice.candidates import Candidates, Flags, Limit, list_limits
+from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import (
     Choice,
     choose_configuration,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tula_cli.errors import BadMeasurements, Infeasible
-from tula_cli.models.choice.candidates import Config, LimitByNodes, get_highest_limit, list_candidates
+from tula_cli.models.choice.grid import Config, LimitByNodes, get_highest_limit, list_candidates
 from tula_cli.models.cost import count_work
 from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT, find_smallest_ruled_out
 from tula_cli.run.directory import RunDir

@@ -14,7 +14,7 @@ from tula_cli.cluster.slurm import first_job
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible, SchedulerError, SpecError, require_positive
 from tula_cli.models import moldable, self_tuning
-from tula_cli.models.choice.candidates import check_divisibility, list_batches
+from tula_cli.models.choice.grid import check_divisibility, list_batches
 from tula_cli.models.cost import describe_price
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp_costs import (
@@ -81,6 +81,7 @@ class TrainPlan:
     interruption: str = ""  # cost of an interruption of a script, in words; empty if unknown
     rehearses: bool = False  # whether a resume test of the script runs first
     balance: BalanceCheck | None = None  # balance of the account; None unless SLURM's billing is the price
+    finished_elsewhere: tuple[Summary, ...] = ()  # finished trainings of the job with other nodes or another batch
     warnings: tuple[Diagnostic, ...] = ()  # warnings about the range of nodes
 
 
@@ -177,6 +178,7 @@ def plan_training(
         source=source,
         finished=run.get_training(task.signature).read_summary() is not None,
         resumes=run.get_training(task.signature).find_newest_samples() or None,
+        finished_elsewhere=_list_finished_elsewhere(run, task),
         code=code,
         warnings=tuple(warnings),
         price=describe_price(spec.pricing),
@@ -184,6 +186,17 @@ def plan_training(
             run, spec, batch=batch, step_time=prediction.step_time if prediction else None
         ),
     )
+
+
+def _list_finished_elsewhere(run: Run, task: TrainTask) -> tuple[Summary, ...]:
+    """Return the finished trainings of the same job and seed with other nodes or another batch."""
+    trainings = {name: run.get_training(name) for name in run.train_signatures() if name != task.signature}
+    same_job = [training for training in trainings.values() if _has_same_spec(training.read_newest_task(), task)]
+    return tuple(summary for training in same_job if (summary := training.read_summary()) is not None)
+
+
+def _has_same_spec(other: TrainTask | None, task: TrainTask) -> bool:
+    return other is not None and other.spec.train == task.spec.train and other.spec.optimizer == task.spec.optimizer
 
 
 def _add_stages(run: Run, task: TrainTask, recommended: Recommendation | None, size: int) -> TrainTask:

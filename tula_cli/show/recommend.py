@@ -186,6 +186,17 @@ def describe_unsaved_answer(known: "Recommendation | None") -> str:
     return f"not stored: tula train still uses {kept}; add --save to use this one instead"
 
 
+def describe_changed_choice(stored: "Recommendation", recommendation: "Recommendation") -> str:
+    """Describe that new measurements have changed the choice that `tula train` uses; empty if they have not."""
+    before, after = stored.choice, recommendation.choice
+    if (before.nodes, before.batch, before.type) == (after.nodes, after.batch, after.type):
+        return ""
+    return (
+        f"new measurements changed the choice from {describe_place(before)} to {describe_place(after)};"
+        f" for the earlier one: tula train --nodes {before.nodes} --batch {before.batch}"
+    )
+
+
 def _describe_same_progress(recommendation: "Recommendation") -> Iterator[str]:
     """Describe epochs, time and cost of the choice to the same progress, in addition to those for the spec's epochs."""
     row = recommendation.choice.same_progress

@@ -162,6 +162,8 @@ def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     if plan.finished:
         yield "already finished: tula train shows the result"
         return
+    for other in plan.finished_elsewhere:
+        yield f"already trained on {format_count(other.nodes)} with batch {other.start_batch} (train-{other.signature}): this is another training"
     if plan.resumes is not None:
         yield f"resumes from the checkpoint at {plan.resumes} samples"
     if plan.rehearses:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_cli.models.choice.candidates import Config, list_batches, list_candidates, name_nearest_multiples
+from tula_cli.models.choice.grid import Config, list_batches, list_candidates, name_nearest_multiples
 
 
 def test_batches_double_up_to_the_maximum():

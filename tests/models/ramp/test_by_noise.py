@@ -10,7 +10,7 @@ from make_results import Truth, probe_all
 from make_results import spec as measured_spec
 from read_diagnostics import codes
 
-from tula_cli.models.choice.candidates import Config
+from tula_cli.models.choice.grid import Config
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp import (
     GROWTH,

@@ -12,7 +12,7 @@ from make_results import Truth, probe_all
 from make_results import spec as searched
 
 from tula_cli.errors import SpecError
-from tula_cli.models.choice.candidates import Config
+from tula_cli.models.choice.grid import Config
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp import Ramp, build_ramp
 from tula_cli.models.ramp_costs import check_stages, describe_stage_nodes, describe_unusable_stages

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from make_results import Truth, probe_all, spec
 
 from tula_cli.errors import SpecError
-from tula_cli.models.choice.candidates import Config
+from tula_cli.models.choice.grid import Config
 from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp_costs import (
     MAX_CHANGES,

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from make_results import Truth, probe_all, spec
 from read_diagnostics import codes
 
-from tula_cli.models.choice.candidates import Config, to_columns
+from tula_cli.models.choice.candidates import to_columns
 from tula_cli.models.choice.early_stopping import compute_remaining_share, shorten_prediction
+from tula_cli.models.choice.grid import Config
 from tula_cli.models.efficiency import (
     Noise,
     add_same_progress,

@@ -12,7 +12,7 @@ from read_diagnostics import values
 
 from tula_cli.cli import app
 from tula_cli.models.choice import candidates
-from tula_cli.models.choice.candidates import Config
+from tula_cli.models.choice.grid import Config
 from tula_cli.models.estimator import Estimator
 from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir

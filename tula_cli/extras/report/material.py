@@ -9,7 +9,7 @@ from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError
 from tula_cli.extras.report.values import Row, get_metric_value, has_position
 from tula_cli.models.choice.baseline import is_as_good, make_headline, predict_baseline
-from tula_cli.models.choice.candidates import Config
+from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import Choice
 from tula_cli.query import Query
 from tula_cli.run.directory import Run

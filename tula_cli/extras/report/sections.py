@@ -29,7 +29,7 @@ from tula_cli.extras.report.values import (
     make_chosen_mark,
     subsample_evenly,
 )
-from tula_cli.models.choice.candidates import Config
+from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import find_envelope
 from tula_cli.models.memory import MemoryModel
 from tula_cli.models.time.noise import Z90, compute_standard_error, compute_trimmed_mean, split_step

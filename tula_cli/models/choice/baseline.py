@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tula_cli.models import efficiency
-from tula_cli.models.choice.candidates import Candidates, Config, to_columns
+from tula_cli.models.choice.candidates import Candidates, to_columns
+from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import ALIKE, INTERVAL, KNEE_SAVES, Choice, describe_uncertain_alternative
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.estimator import Estimator

@@ -1,15 +1,15 @@
-"""The table of candidates: the grid of configurations that can be chosen, and the forecast of a training with each."""
+"""The table of candidates: what can be chosen, and the forecast of a training with each."""
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tula_cli.errors import SpecError
+from tula_cli.models.choice.grid import Config
 from tula_cli.query import Query
 from tula_cli.run.frames import list_columns, make_column_frame, read_records
 from tula_cli.run.records.recommendations import Prediction, StageSteps
@@ -19,93 +19,6 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
-
-
-LimitByNodes = int | Mapping[int, int | None] | None
-"""The largest local batch that fits one GPU, by number of nodes if the GPUs share a model; None if unbounded."""
-
-
-def get_max_local_batch(limit: LimitByNodes, nodes: int) -> int | None:
-    """Return the limit for a number of nodes."""
-    return limit.get(nodes) if isinstance(limit, Mapping) else limit
-
-
-def get_highest_limit(limit: LimitByNodes) -> int | None:
-    """Return the highest limit over all numbers of nodes; None if one of them is unbounded."""
-    if not isinstance(limit, Mapping):
-        return limit
-    bounds = [bound for bound in limit.values() if bound is not None]
-    return max(bounds) if len(bounds) == len(limit) else None
-
-
-class Config(NamedTuple):
-    """A number of nodes and a global batch (samples per optimizer step over all GPUs)."""
-
-    nodes: int
-    batch: int
-
-    def local_batch(self, gpus_per_node: int) -> int:
-        """Return the samples per optimizer step on one GPU."""
-        return self.batch // (self.nodes * gpus_per_node)
-
-
-def list_batches(minimum: int, maximum: int) -> list[int]:
-    """Return minimum * 2^k up to and including maximum, ascending."""
-    sizes, batch = [], minimum
-    while batch <= maximum:
-        sizes.append(batch)
-        batch *= 2
-    return sizes
-
-
-def check_divisibility(batch: int, parts: int) -> None:
-    """Check that a batch divides among nodes x GPUs per node x train.accumulate.
-
-    Raises:
-        SpecError: it does not; the hint names the nearest batches that do.
-    """
-    if batch % parts:
-        raise SpecError(
-            f"batch {batch} is not divisible by {parts} (nodes x GPUs per node x train.accumulate)",
-            name_nearest_multiples(batch, parts),
-        )
-
-
-def name_nearest_multiples(batch: int, divisor: int) -> str:
-    """Return the hint that names the multiples of `divisor` next to a batch that it does not divide."""
-    below = batch // divisor * divisor
-    return f"the nearest are {below} and {below + divisor}" if below else f"the nearest is {divisor}"
-
-
-def list_candidates(
-    nodes: Iterable[int],
-    *,
-    gpus_per_node: int,
-    min_batch: int,
-    max_batch: int,
-    max_local_batch: LimitByNodes = None,
-    accumulate: int = 1,
-) -> list[Config]:
-    """Return every feasible configuration, ordered by nodes, then batch.
-
-    Args:
-        nodes: cluster sizes.
-        gpus_per_node: GPUs of one node.
-        min_batch: smallest global batch.
-        max_batch: largest global batch (at most the dataset's size).
-        max_local_batch: largest batch that fits one GPU; None if memory sets no bound.
-        accumulate: micro-batches per optimizer step; the local batch must divide by it.
-    """
-    feasible, sizes = [], list_batches(min_batch, max_batch)
-    for count in sorted(set(nodes)):
-        world, most = count * gpus_per_node, get_max_local_batch(max_local_batch, count)
-        for batch in sizes:
-            if batch % (world * accumulate):
-                continue
-            if most is not None and batch // world > most:
-                continue
-            feasible.append(Config(count, batch))
-    return feasible
 
 
 def to_columns(configs: Sequence[Config]) -> tuple[Ints, Ints]:

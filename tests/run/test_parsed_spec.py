@@ -3,7 +3,7 @@ from unittest import mock
 import make_runs as make
 import pytest
 
-from tula_cli.run import directory
+from tula_cli.run import directory, parsed_spec
 from tula_cli.run.directory import RunDir
 
 
@@ -20,7 +20,7 @@ def test_a_job_is_read_without_its_yaml(run):
 def test_an_edited_yaml_counts_and_the_json_beside_it_does_not(run):
     path = run.path / "spec.yaml"
     path.write_text(path.read_text().replace("lr: 0.1", "lr: 0.2"))
-    assert directory.read_parsed_spec(run.path) is None and run.read_spec().optimizer.lr == 0.2
+    assert parsed_spec.read_parsed_spec(run.path) is None and run.read_spec().optimizer.lr == 0.2
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"digest": 3}', '{"digest": "x", "spec": {}}', None])

@@ -104,7 +104,7 @@ def _find_runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "lis
         OtherFormat: a named run has a format that this version of tula does not read.
         SpecError: `root` is given and does not exist.
     """
-    from tula_cli.run import directory as run_format
+    from tula_cli.run import format as run_format
     from tula_cli.run import owner
     from tula_cli.run.directory import RunDir
 

@@ -50,7 +50,7 @@ from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, make_mark
 from tula_cli.host.machine_lock import TicketHolder
 from tula_cli.host.network import get_node_name
 from tula_cli.host.processes import start_time
-from tula_cli.run import directory as run_format
+from tula_cli.run import format as run_format
 from tula_cli.run import shortages
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import list_files, pin_run, read_content

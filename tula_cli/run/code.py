@@ -19,8 +19,9 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.run import code_selection, messages
 from tula_cli.run.code_selection import Selection, list_entries, list_selection_warnings, select_imported_files
-from tula_cli.run.directory import Run, RunDir, require_known_format
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import make_folder, publish_folder
+from tula_cli.run.format import require_known_format
 from tula_cli.run.imports import (
     Source,
     add_weights_digest,

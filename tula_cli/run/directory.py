@@ -2,27 +2,16 @@
 
 Each file has one writer and is replaced as a whole: a draft named after host and pid, flush, fsync, os.replace. A
 reader sees either the old file or the new one, never a partial one, on NFS and Lustre too.
-
-An unknown format of the directory is reported, and the directory is not changed. Results of an older format are read,
-but nothing is started or continued among them. The job of a run is stored as JSON too, next to its YAML, which takes a
-hundred times as long to read; it is used while both agree.
 """
 
 import contextlib
 import copy
-import hashlib
-import json
-import re
-import shlex
-import stat
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from tula_cli.errors import BadMeasurements, OtherFormat, SpecError
-from tula_cli.run import files, owner
+from tula_cli.errors import SpecError
 from tula_cli.run.files import (
     announce_change,
     is_listed,
@@ -38,6 +27,13 @@ from tula_cli.run.files import (
 )
 from tula_cli.run.lock import FolderLock
 from tula_cli.run.owner import find_other_owner, require_ownership, require_run
+from tula_cli.run.parsed_spec import (
+    find_newest_run,
+    get_change_time,
+    list_run_folders,
+    read_parsed_spec,
+    write_parsed_spec,
+)
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.inspections import ClusterReport
 from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
@@ -75,177 +71,6 @@ from tula_cli.spec.load import dump_yaml, validate
 from tula_cli.spec.old_keys import without_removed_values
 from tula_cli.spec.signature import compute_measurement_signature
 from tula_cli.spec.yaml_text import read_yaml
-from tula_cli.version import RUN_FORMAT, __version__
-
-OLDEST = 1
-"""The oldest format whose results this version of tula reads."""
-_NAME = "format"
-
-
-def write_format(run: Path) -> None:
-    """Record the format of a new run and the version of tula that created it.
-
-    Raises:
-        TulaError: it cannot be written.
-    """
-    files.write_atomic(run / _NAME, f"{RUN_FORMAT} tula {__version__}\n")
-
-
-def require_known_format(run: Path) -> None:
-    """Check that a run is in a format that this version reads, or does not exist yet.
-
-    Raises:
-        OtherFormat: the format is not supported.
-        BadMeasurements: the format file is damaged.
-        TulaError: it cannot be read.
-    """
-    number, creator = _read_format(run)
-    if (run / "types").is_dir() or (run / "lengths").is_dir():
-        raise OtherFormat(
-            f"the run {run}{creator} contains the measurements of several node types or text lengths, for which"
-            " this version of tula makes separate runs; the run was not changed",
-            "measure the job again: tula profile job.yaml",
-        )
-    if OLDEST <= number <= RUN_FORMAT:
-        return
-    known = f"{OLDEST} to {RUN_FORMAT}"
-    raise OtherFormat(
-        f"the run {run}{creator} has format {number}, but tula {__version__} reads formats {known}; the run was not changed",
-        f"use {'a newer' if number > RUN_FORMAT else 'the older'} tula, also in the environment of the jobs",
-    )
-
-
-def require_current_format(run: Path) -> None:
-    """Check that this version may submit, run and continue jobs of a run: it has the current format, or does not exist yet.
-
-    Raises:
-        OtherFormat: the run has another format.
-        BadMeasurements: the format file is damaged.
-        TulaError: it cannot be read.
-    """
-    require_known_format(run)
-    number, creator = _read_format(run)
-    if number < RUN_FORMAT and (run / "spec.yaml").exists():
-        raise OtherFormat(
-            f"the run {run}{creator} is in format {number}: tula {__version__} reads its results, but starts and continues"
-            " no jobs in it",
-            f"use the version of tula that made the run, or start a new run of format {RUN_FORMAT} with tula profile job.yaml or tula train job.yaml",
-        )
-
-
-def _read_format(run: Path) -> tuple[int, str]:
-    """Return the format of a run (1 without a format file), and a phrase with the version that made it, or empty."""
-    path = run / _NAME
-    try:
-        text = files.read_content(path).decode(errors="replace").strip()
-    except FileNotFoundError:
-        return 1, ""
-    match = re.fullmatch(r"([0-9]{1,9})(?: (tula [\w.+-]{1,40}))?", text)
-    if match is None:
-        raise BadMeasurements(
-            f"{path} is damaged: it does not contain the number of a run format",
-            "do not delete this file: a run without it counts as format 1. If this version of tula made the run, restore it:"
-            f" echo {RUN_FORMAT} > {shlex.quote(str(path))}",
-        )
-    return int(match[1]), f", made by {match[2]}," if match[2] else ""
-
-
-_YAML, _JSON = "spec.yaml", "spec.json"
-
-
-@dataclass(frozen=True)
-class ParsedSpec:
-    """A job as plain values."""
-
-    digest: str  # SHA-256 of the YAML file with which it was written
-    spec: Mapping[str, Any]
-
-
-def write_parsed_spec(run: Path, yaml: str, spec: Mapping[str, Any]) -> None:
-    """Replace the job of a run in both forms, and record the format of a new run.
-
-    Args:
-        run: the run directory.
-        yaml: the job as text.
-        spec: the same as plain values.
-
-    Raises:
-        OtherFormat: the run exists in a format of another version of tula.
-        TulaError: the files cannot be written.
-    """
-    require_current_format(run)
-    if get_change_time(run) is None:
-        write_format(run)
-    files.write_atomic(run / _YAML, yaml)
-    files.write_atomic(run / _JSON, json.dumps(asdict(ParsedSpec(_compute_digest(yaml.encode()), spec))) + "\n")
-
-
-def read_parsed_spec(run: Path) -> ParsedSpec | None:
-    """Return the job of a run; None if the YAML was edited afterwards, or the JSON is missing or damaged.
-
-    Raises:
-        OtherFormat: the run is in a format of another version of tula.
-        TulaError: a file cannot be read.
-    """
-    require_known_format(run)
-    try:
-        content = json.loads(files.read_content(run / _JSON))
-        parsed = ParsedSpec(content["digest"], content["spec"])
-        return parsed if parsed.digest == _compute_digest(files.read_content(run / _YAML)) else None
-    except (FileNotFoundError, KeyError, ValueError, TypeError, RecursionError, BadMeasurements):
-        return None  # the caller parses the YAML instead
-
-
-def list_run_folders(root: Path) -> list[Path]:
-    """Return the folders under `root` that hold a job, most recently changed first.
-
-    Folders that may not be entered belong to other users and are left out.
-
-    Raises:
-        TulaError: `root` cannot be read.
-    """
-    changed_by_folder = {
-        root / name: at for name in files.list_names(root) if (at := get_change_time(root / name)) is not None
-    }
-    return sorted(changed_by_folder, key=lambda run: changed_by_folder[run], reverse=True)
-
-
-def find_newest_run(root: Path, latest: str) -> Path:
-    """Return the most recently used readable run under `root`, preferring the user's own runs.
-
-    Args:
-        root: folder of the runs.
-        latest: name of the most recently used run, which need not exist; empty if unknown.
-
-    Raises:
-        SpecError: there is none.
-        TulaError: `root` cannot be read.
-    """
-    if get_change_time(root / latest) is not None and not owner.find_other_owner(root / latest):
-        return root / latest
-    runs_found = list_run_folders(root)
-    if not runs_found:
-        others_text = owner.describe_left_out_runs(root / name for name in files.list_names(root))
-        message = f"no run under {root}{others_text and f' ({others_text})'}"
-        from tula_cli.run.observed import hint_at_observed_jobs
-
-        hint = f"start one with tula profile job.yaml, or name one with --run DIR{hint_at_observed_jobs()}"
-        raise SpecError(message, hint)
-    return next((run for run in runs_found if not owner.find_other_owner(run)), runs_found[0])
-
-
-def get_change_time(run: Path) -> int | None:
-    """Return when the job of a run was last written (ns of Unix time); None if there is no visible job."""
-    try:
-        status = (run / _YAML).stat()
-        return status.st_mtime_ns if stat.S_ISREG(status.st_mode) else None
-    except OSError:  # no run, a run that is being removed, or one of another user
-        return None
-
-
-def _compute_digest(yaml: bytes) -> str:
-    return hashlib.sha256(yaml).hexdigest()
-
 
 # --- Checks of the cluster
 

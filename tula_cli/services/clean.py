@@ -15,7 +15,7 @@ from tula_cli.cluster.scheduler import SchedulerState, make_scheduler
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.errors import TulaError
 from tula_cli.host import machine_lock
-from tula_cli.run import directory as run_format
+from tula_cli.run import format as run_format
 from tula_cli.run.clean import (
     CleanPolicy,
     RemovableFile,

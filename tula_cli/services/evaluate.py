@@ -11,8 +11,9 @@ from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.options import EvaluationRequest
 from tula_cli.plugins import is_import_string
 from tula_cli.run import imports
-from tula_cli.run.directory import Run, RunDir, require_current_format
+from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import is_regular_file
+from tula_cli.run.format import require_current_format
 from tula_cli.run.job_runs import select_runs
 from tula_cli.run.records.results import EvaluationRecord
 from tula_cli.run.records.tasks import EvaluateTask, RateSearchTask, TrainTask

@@ -11,7 +11,8 @@ from tula_cli.cluster.scripts.probe import NotMeasured, build_probe_result
 from tula_cli.errors import BadMeasurements, SpecError
 from tula_cli.models.observed import MeasuredJob
 from tula_cli.options import OBSERVED
-from tula_cli.run.directory import Run, require_current_format
+from tula_cli.run.directory import Run
+from tula_cli.run.format import require_current_format
 from tula_cli.run.job_runs import list_variants, save_runs
 from tula_cli.run.observed import ObservedJob, list_observed_jobs
 from tula_cli.run.records.probes import Measured

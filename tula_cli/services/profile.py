@@ -13,10 +13,10 @@ from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum, SpecError, TulaError
 from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.models.cost import MaxCost, compute_max_cost
-from tula_cli.models.largest_batch import BatchBracket
 from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT
 from tula_cli.run.code import choose_code, take_snapshot
-from tula_cli.run.directory import Run, RunDir, require_current_format
+from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.format import require_current_format
 from tula_cli.run.imports import Source
 from tula_cli.run.job_runs import save_runs
 from tula_cli.run.records.inspections import Inspection
@@ -433,6 +433,8 @@ def plan_largest_batch_search(run: Run, inspection: Inspection) -> ProfilePlan:
     spec, nodes, bounds = run.spec, get_search_nodes(run.spec), make_largest_batch_bounds(run.spec, inspection)
     source = choose_code(run, spec, Path.cwd(), keep=True)
     done = [result for result in run.read_results() if result.nodes == nodes and not isinstance(result, Failed)]
+    from tula_cli.models.largest_batch import BatchBracket  # numpy, which plans do without
+
     trial = BatchBracket.from_results(spec, nodes, bounds, done).choose_next_trial()
     seconds, steps = min(spec.search.max_seconds, TRIAL_SECONDS), min(spec.search.min_steps, LEAST_STEPS)
     short = {"max_seconds": seconds, "min_seconds": min(spec.search.min_seconds, seconds), "min_steps": steps}
@@ -467,6 +469,8 @@ def make_largest_batch(run: Run, inspection: Inspection, plan: ProfilePlan) -> L
     """
     spec, nodes = run.spec, get_search_nodes(run.spec)
     report = make_profile_report(run, plan)
+    from tula_cli.models.largest_batch import BatchBracket
+
     bracket = BatchBracket.from_results(spec, nodes, make_largest_batch_bounds(spec, inspection), run.read_results())
     if not bracket.fitting:
         raise OutOfMemoryAtMinimum(

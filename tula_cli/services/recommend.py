@@ -27,7 +27,8 @@ from tula_cli.models.estimator import Estimator
 from tula_cli.models.ramp import add_stage_epochs, describe_stages
 from tula_cli.models.ramp_costs import describe_stage_nodes
 from tula_cli.query import QUANTITIES, Quantity, Query
-from tula_cli.run.directory import Run, require_current_format
+from tula_cli.run.directory import Run
+from tula_cli.run.format import require_current_format
 from tula_cli.run.frames import make_frame
 from tula_cli.run.job_runs import find_settings_origin, mark_chosen_run, save_runs, select_runs
 from tula_cli.run.owner import require_ownership

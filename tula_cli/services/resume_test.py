@@ -11,7 +11,8 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import CannotResume, JobFailed, OverBudget, ResumeUntested, SpecError
 from tula_cli.models.cost import find_checkpoint_schedule
 from tula_cli.run.code import choose_code, take_snapshot
-from tula_cli.run.directory import Run, RunDir, require_current_format
+from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.format import require_current_format
 from tula_cli.run.imports import Source
 from tula_cli.run.job_runs import get_only_run, save_runs
 from tula_cli.run.records.probes import Measured

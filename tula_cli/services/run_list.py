@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.errors import BadMeasurements, TulaError
-from tula_cli.run import directory, files
+from tula_cli.run import files, parsed_spec
 from tula_cli.spec.scripts.script import get_program_name
 from tula_cli.words import compute_perplexity
 
@@ -46,7 +46,7 @@ def list_runs(root: Path) -> tuple[RunSummary, ...]:
     Raises:
         TulaError: `root` cannot be read.
     """
-    summaries = [_summarize_run(run) for run in directory.list_run_folders(root)]
+    summaries = [_summarize_run(run) for run in parsed_spec.list_run_folders(root)]
     return tuple(sorted(summaries, key=lambda run: run.changed or 0.0, reverse=True))
 
 
@@ -95,7 +95,7 @@ def _find_best_result(finished: Sequence[Mapping[str, Any]]) -> tuple[float | No
 
 def _read_job_names(run: Path) -> dict[str, str]:
     """Return the names of a run's model and dataset, or script."""
-    known = directory.read_parsed_spec(run)
+    known = parsed_spec.read_parsed_spec(run)
     if known is not None:
         with contextlib.suppress(KeyError, TypeError, AttributeError):  # damaged record: read the YAML instead
             return _select_names(known.spec)

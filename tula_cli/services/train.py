@@ -25,7 +25,8 @@ from tula_cli.models.ramp_costs import (
 )
 from tula_cli.options import NodeRange, TrainRequest, parse_nodes
 from tula_cli.run.code import choose_code, get_user_code, take_snapshot
-from tula_cli.run.directory import Run, RunDir, require_current_format
+from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.format import require_current_format
 from tula_cli.run.imports import Source, add_weights_digest
 from tula_cli.run.job_runs import compare_jobs, find_chosen_run, save_runs, select_runs
 from tula_cli.run.records.base import Market
@@ -190,7 +191,7 @@ def plan_training(
 
 def _list_finished_elsewhere(run: Run, task: TrainTask) -> tuple[Summary, ...]:
     """Return the finished trainings of the same job and seed with other nodes or another batch."""
-    trainings = {name: run.get_training(name) for name in run.train_signatures() if name != task.signature}
+    trainings = {name: run.get_training(name) for name in run.list_train_signatures() if name != task.signature}
     same_job = [training for training in trainings.values() if _has_same_spec(training.read_newest_task(), task)]
     return tuple(summary for training in same_job if (summary := training.read_summary()) is not None)
 

@@ -12,7 +12,8 @@ from tula_cli.models.choice.campaign import Campaign, ScheduledTraining, is_with
 from tula_cli.options import TrainRequest
 from tula_cli.query import Query
 from tula_cli.run.code import choose_code
-from tula_cli.run.directory import Run, RunDir, require_current_format
+from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.format import require_current_format
 from tula_cli.run.frames import make_frame
 from tula_cli.run.job_runs import save_runs, select_runs
 from tula_cli.run.records.results import JobFile, Summary

@@ -13,7 +13,8 @@ from tula_cli.models import rate_search
 from tula_cli.models.ramp_costs import compute_batch_divisor
 from tula_cli.models.rate_search import MIN_STEPS, RateArm, SearchPlan
 from tula_cli.run.code import choose_code, take_snapshot
-from tula_cli.run.directory import Run, RunDir, require_current_format
+from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.format import require_current_format
 from tula_cli.run.frames import make_frame, render_html
 from tula_cli.run.imports import Source
 from tula_cli.run.job_runs import save_runs

@@ -8,7 +8,8 @@ from tula_cli import words
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import BadMeasurements, Interruption, JobFailed, SpecError, require_list
 from tula_cli.options import ComparisonRequest
-from tula_cli.run.directory import Run, require_current_format
+from tula_cli.run.directory import Run
+from tula_cli.run.format import require_current_format
 from tula_cli.run.job_runs import save_runs
 from tula_cli.run.records.results import Comparison, JobFile
 from tula_cli.services import compare, status

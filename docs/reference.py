@@ -34,7 +34,7 @@ from tula_cli.spec.kinds import Section, parse_minutes, parse_size, require_know
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.old_keys import REMOVED, RENAMED
 from tula_cli.spec.resources import Cluster, SiteBill
-from tula_cli.spec.scripts.script import PLACEHOLDERS
+from tula_cli.spec.scripts.placeholders import PLACEHOLDERS
 
 REFERENCE = Path(__file__).parent / "reference"
 NOTE = "<!-- Written by docs/reference.py from the code; edit that instead. -->"

@@ -13,7 +13,7 @@ from typing import Any
 from tula_cli.cluster.scripts import start as cluster_values
 from tula_cli.run.records.scripts import ShimPlan
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.scripts.script import render
+from tula_cli.spec.scripts.placeholders import render
 
 SHIM = Path(__file__).parents[2] / "tula_cli" / "shim"
 LONG = 100_000  # epochs or steps that are asked for: the ruler ends the script

@@ -24,7 +24,8 @@ from tula_cli.services import profile
 from tula_cli.services.search import list_feasible_candidates
 from tula_cli.services.status import make_error_of_training
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.scripts.script import OWN_LOOP, TRAIN, find_placeholders
+from tula_cli.spec.scripts.placeholders import find_placeholders
+from tula_cli.spec.scripts.script import OWN_LOOP, TRAIN
 
 CLUSTERS: dict[str, dict[str, Any]] = {
     "this machine": {},

@@ -7,17 +7,9 @@ from pydantic import ValidationError
 from tula_cli.errors import SpecError
 from tula_cli.spec.job import JobSpec, describe_training_method
 from tula_cli.spec.load import dump_yaml, validate
+from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, fill, find_placeholders, get_program_name, render
 from tula_cli.spec.scripts.recognition import recognise_line
-from tula_cli.spec.scripts.script import (
-    PLACEHOLDERS,
-    Script,
-    count_script_samples,
-    describe_length,
-    fill,
-    find_placeholders,
-    get_program_name,
-    render,
-)
+from tula_cli.spec.scripts.script import Script, count_script_samples, describe_length
 from tula_cli.spec.scripts.script import count_script_steps as steps_of
 from tula_cli.spec.signature import compute_measurement_signature, compute_train_signature
 

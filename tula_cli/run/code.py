@@ -40,7 +40,8 @@ from tula_cli.run.script_files import (
     split_command,
 )
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.scripts.script import Script, get_program_name
+from tula_cli.spec.scripts.placeholders import get_program_name
+from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.signature import compute_measurement_signature
 
 

@@ -27,7 +27,8 @@ from tula_cli.run.imports import (
 )
 from tula_cli.run.records.tasks import CodeSnapshot
 from tula_cli.run.secrets import CODE_SUFFIXES, is_key_file
-from tula_cli.spec.scripts.script import LAUNCHER_PACKAGES, Script, fill, find_placeholders
+from tula_cli.spec.scripts.placeholders import LAUNCHER_PACKAGES, fill, find_placeholders
+from tula_cli.spec.scripts.script import Script
 
 # --- The program of a command
 

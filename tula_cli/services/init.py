@@ -29,9 +29,9 @@ from tula_cli.run.script_files import NoCommandFile, find_program, split_command
 from tula_cli.spec.json_schema import Kind, make_json_schema
 from tula_cli.spec.scripts.command_text import find_training_command
 from tula_cli.spec.scripts.launchers import NODES, KnownFacts, Unknown, read_slurm_options
+from tula_cli.spec.scripts.placeholders import find_placeholders
 from tula_cli.spec.scripts.proposal import MissingKey, format_yaml_word, list_missing, make_job_name, render_sections
 from tula_cli.spec.scripts.recognition import RecognisedCommand, recognise_command, recognise_line
-from tula_cli.spec.scripts.script import find_placeholders
 from tula_cli.spec.scripts.shell import Option, ShellWord
 from tula_cli.spec.slurm_options import ROOM
 from tula_cli.words import format_count

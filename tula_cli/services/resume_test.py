@@ -31,7 +31,8 @@ from tula_cli.services.waiting import (
     wait_for_jobs,
 )
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.scripts.script import Resume, find_placeholders
+from tula_cli.spec.scripts.placeholders import find_placeholders
+from tula_cli.spec.scripts.script import Resume
 from tula_cli.spec.signature import compute_resume_test_signature
 
 # --- The test

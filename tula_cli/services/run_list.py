@@ -12,7 +12,7 @@ from typing import Any
 
 from tula_cli.errors import BadMeasurements, TulaError
 from tula_cli.run import files, parsed_spec
-from tula_cli.spec.scripts.script import get_program_name
+from tula_cli.spec.scripts.placeholders import get_program_name
 from tula_cli.words import compute_perplexity
 
 # --- Summaries of runs

@@ -142,7 +142,7 @@ def _describe_job_sizes(task: "TrainTask") -> Iterator[str]:
 def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     from tula_cli.models.out_of_memory import describe_why_not_splittable
     from tula_cli.spec.job import describe_train_length
-    from tula_cli.spec.scripts.script import get_program_name
+    from tula_cli.spec.scripts.placeholders import get_program_name
 
     task, predicted = plan.task, plan.prediction
     local = task.batch // (task.training_nodes * task.spec.cluster.gpus_per_node)

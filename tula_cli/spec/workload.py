@@ -6,7 +6,8 @@
 from dataclasses import dataclass
 
 from tula_cli.spec.job import JobSpec, get_warmup_epochs
-from tula_cli.spec.scripts.script import Script, count_script_samples, find_placeholders, get_program_name
+from tula_cli.spec.scripts.placeholders import find_placeholders, get_program_name
+from tula_cli.spec.scripts.script import Script, count_script_samples
 
 
 @dataclass(frozen=True)

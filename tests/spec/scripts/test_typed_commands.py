@@ -13,8 +13,8 @@ from tula_cli.errors import SpecError
 from tula_cli.services.init import make_job_from_command
 from tula_cli.spec.load import validate
 from tula_cli.spec.scripts.launchers import KnownFacts, Unknown
+from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, render
 from tula_cli.spec.scripts.recognition import recognise_line
-from tula_cli.spec.scripts.script import PLACEHOLDERS, render
 from tula_cli.spec.yaml_text import parse_yaml
 
 ROWS: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parents[2] / "fixtures/commands/typed.yaml").read_text())

@@ -22,7 +22,8 @@ from tula_cli.run.records.scripts import KillPlan, ObservedStart, Phase, Planned
 from tula_cli.run.records.tasks import ResumeTestTask, Task
 from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
 from tula_cli.spec.job import JobSpec, compute_lr_scale
-from tula_cli.spec.scripts.script import Length, count_requested_samples, count_script_samples, find_placeholders
+from tula_cli.spec.scripts.placeholders import find_placeholders
+from tula_cli.spec.scripts.script import Length, count_requested_samples, count_script_samples
 
 # --- Rows and tracebacks of a start
 

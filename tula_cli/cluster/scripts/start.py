@@ -30,7 +30,8 @@ from tula_cli.run.records.tasks import Task
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.run.script_files import list_snapshot_python_path, move_command_to_snapshot
 from tula_cli.spec.job import JobSpec, compute_lr_scale
-from tula_cli.spec.scripts.script import Script, count_script_samples, count_script_steps, fill, render
+from tula_cli.spec.scripts.placeholders import fill, render
+from tula_cli.spec.scripts.script import Script, count_script_samples, count_script_steps
 
 
 @dataclass(frozen=True)

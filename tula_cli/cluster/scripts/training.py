@@ -47,7 +47,8 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
 from tula_cli.run.secrets import remove_secrets
 from tula_cli.run.training_run import TrainingRun
-from tula_cli.spec.scripts.script import Resume, Script, count_script_samples, fill
+from tula_cli.spec.scripts.placeholders import fill
+from tula_cli.spec.scripts.script import Resume, Script, count_script_samples
 from tula_cli.spec.signature import compute_resume_test_signature
 
 if TYPE_CHECKING:

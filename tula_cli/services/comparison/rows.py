@@ -18,7 +18,8 @@ from tula_cli.services import messages
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.merge import apply_overrides
 from tula_cli.spec.methods import METHODS, TrainingMethod, get_training_method
-from tula_cli.spec.scripts.script import Script, find_placeholders
+from tula_cli.spec.scripts.placeholders import find_placeholders
+from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.workload import get_workload
 from tula_cli.spec.yaml_text import parse_yaml
 from tula_cli.words import format_count, split_outside_brackets

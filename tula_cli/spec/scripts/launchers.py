@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from tula_cli.errors import SpecError
-from tula_cli.spec.scripts.script import SCRIPTS
+from tula_cli.spec.scripts.placeholders import SCRIPTS
 from tula_cli.spec.scripts.shell import (
     Option,
     ShellWord,

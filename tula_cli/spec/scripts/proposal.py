@@ -8,8 +8,9 @@ from typing import Any
 
 import yaml
 
+from tula_cli.spec.scripts.placeholders import BATCHES, find_placeholders, get_program_name
 from tula_cli.spec.scripts.recognition import RecognisedCommand
-from tula_cli.spec.scripts.script import BATCHES, find_placeholders, get_default_train, get_program_name
+from tula_cli.spec.scripts.script import get_default_train
 from tula_cli.words import format_count
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from tula_cli.errors import SpecError
 from tula_cli.spec.scripts.command_text import TrainingCommand, find_training_command, refuse_unknown
 from tula_cli.spec.scripts.launchers import KnownFacts, Launch, Unknown, find_launcher, make_per_node_words
-from tula_cli.spec.scripts.script import BATCHES, PLACEHOLDERS
+from tula_cli.spec.scripts.placeholders import BATCHES, PLACEHOLDERS
 from tula_cli.spec.scripts.shell import MAY_BE_BATCH, Option, ShellWord, fill_options, read_options
 from tula_cli.words import format_count, parse_number
 

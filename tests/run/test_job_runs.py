@@ -69,6 +69,8 @@ def test_runs_of_different_jobs_are_refused_with_the_keys_that_differ(tmp_path: 
     euros = RunDir.create(tmp_path / "euros", make.spec(pricing={"price": 1.0, "currency": "EUR"}))
     with pytest.raises(SpecError, match=r"different jobs: pricing\.currency differs"):
         open_runs([first, euros])
+    with pytest.raises(SpecError, match="several jobs together with tula recommend and --trainings N"):
+        open_runs([first, euros])
 
 
 def test_runs_of_one_job_on_two_clusters_are_chosen_among(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def combine_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
             raise SpecError(
                 f"{make_relative_path(first.path)} and {make_relative_path(other.path)} are runs of different jobs:"
                 f" {listed} {'differs' if len(keys) == 1 else 'differ'}",
-                "give runs of one job on different hardware, or --trainings N after each --run to plan several jobs together",
+                "give runs of one job on different hardware, or plan several jobs together with tula recommend and --trainings N after each --run",
             )
     if len({run.name for run in runs}) < len(runs):
         ids_differ = len({run.id for run in runs}) == len(runs)
@@ -360,7 +360,10 @@ def _select_training_settings(spec: JobSpec) -> dict[str, Any]:
 
 
 def compare_jobs(earlier: JobSpec, current: JobSpec) -> dict[str, tuple[Any, Any]]:
-    """Return the values of two jobs for each key in which they differ."""
-    leaves_before, after = (dict(flatten(spec.model_dump(mode="json"))) for spec in (earlier, current))
-    keys = [key for key in {**leaves_before, **after} if leaves_before.get(key, {}) != after.get(key, {})]
+    """Return the values of two jobs for each key in which they differ; an absent or empty section counts as None."""
+    leaves_before, after = (
+        {key: None if value == {} else value for key, value in flatten(spec.model_dump(mode="json"))}
+        for spec in (earlier, current)
+    )
+    keys = [key for key in {**leaves_before, **after} if leaves_before.get(key) != after.get(key)]
     return {key: (leaves_before.get(key), after.get(key)) for key in keys}

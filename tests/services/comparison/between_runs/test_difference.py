@@ -120,6 +120,14 @@ def test_keys_of_the_job_are_reported_with_defaults_filled_in(runs):
     assert "search.min_steps 10 -> 20" in result.headline[1]
 
 
+def test_a_section_of_one_run_alone_has_no_rows_for_its_unset_keys(runs):
+    before = runs("a")
+    after = runs("b", make.spec(dataset={**make.SPEC["dataset"], "test": {"name": "mine:test_set"}}))
+    fields = compare_runs(open_run(before), open_run(after)).job
+    assert fields and all(field.before != field.after for field in fields)
+    assert "dataset.test.name" in [field.about for field in fields]
+
+
 def test_of_many_differences_the_headline_names_six_and_counts_the_others(runs):
     search = {"min_steps": 20, "min_seconds": 6, "max_seconds": 61, "min_batch": 16, "max_batch": 2048}
     other = runs(

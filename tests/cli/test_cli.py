@@ -850,6 +850,16 @@ def test_a_folder_of_runs_that_is_not_there_is_reported(cluster):
     assert failed.code == 2 and "--run-dir nowhere: this folder does not exist" in failed.err
 
 
+def test_a_file_in_place_of_the_folder_of_runs_is_reported(cluster):
+    Path("afile").touch()
+    for command in ("list", "clean"):
+        failed = tula(command, "--run-dir", "afile")
+        assert failed.code == 2 and "--run-dir afile: this is a file" in failed.err
+    failed = tula("check", "job.yaml", "--run-dir", "afile")
+    assert f"Not a directory: {Path('afile').absolute()} is a file" in failed.err
+    assert "HINT: choose another folder" in failed.err and failed.code == 1
+
+
 def test_check_takes_the_name_of_a_run(here):
     run = RunDir.create(here / "tula-runs", make.spec())
     make.add_probes(run, 1, (32,))

@@ -109,8 +109,9 @@ def _find_runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "lis
     from tula_cli.run.directory import RunDir
 
     if not named:
-        if root != Path(ROOT) and not root.is_dir():
-            raise SpecError(f"--run-dir {root}: this folder does not exist", "name the folder that contains the runs")
+        if not root.is_dir() and (root != Path(ROOT) or root.exists()):
+            problem = "this is a file" if root.exists() else "this folder does not exist"
+            raise SpecError(f"--run-dir {root}: {problem}", "name the folder that contains the runs")
         every = RunDir.list_all(root.absolute())
         owned_runs = [run for run in every if not owner.find_other_owner(run.path)]
         if len(owned_runs) < len(every):

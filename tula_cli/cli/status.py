@@ -54,8 +54,9 @@ def list_(screen: Screen, root: Root = ROOT) -> None:
     from tula_cli.services import run_list
 
     root = Path(root)
-    if root != Path(ROOT) and not root.is_dir():
-        raise SpecError(f"--run-dir {root}: this folder does not exist", "name the folder that contains the runs")
+    if not root.is_dir() and (root != Path(ROOT) or root.exists()):
+        problem = "this is a file" if root.exists() else "this folder does not exist"
+        raise SpecError(f"--run-dir {root}: {problem}", "name the folder that contains the runs")
     if left_out := owner.describe_left_out_runs(root.absolute() / name for name in files.list_names(root.absolute())):
         screen.note(left_out)
     run_summaries = run_list.list_runs(root.absolute())

@@ -231,6 +231,9 @@ def make_read_error(path: Path, error: OSError) -> TulaError:
         return StorageFailed(message, NO_ANSWER)
     if error.errno in ACCESS_ERRNOS:
         return make_ownership_error(path) or TulaError(message, f"make it readable: chmod u+r {shlex.quote(str(path))}")
+    if isinstance(error, NotADirectoryError):
+        file = next((parent for parent in path.parents if parent.is_file()), path.parent)
+        return TulaError(f"{message}: {file} is a file", f"{_make_other_folder_hint(path)}, or move that file away")
     return TulaError(message)
 
 

@@ -183,7 +183,7 @@ class RunningAttempt:
             # If a follower fails, the scheduler terminates the leader too.
             reported = find_failure_of_supervisors(self.run, self.attempt) if termination.outcome == "signal" else None
             return reported or termination
-        # A rank that loses its peers during the exit is no failure: they have saved and exited.
+        # If the ranks have saved to stop early, a peer lost during the exit is not the reason of the end.
         stopped = self.run.read_stop_reason(self.task.id, self.attempt.number)
         if failure is None or failure.outcome not in ("unknown", "peer", "signal"):
             return failure

@@ -797,7 +797,7 @@ class SmallBatch(Factors):
         self._factor: dict[Tensor, Tensor] = {}
         self._next_factors: dict[Tensor, Tensor] | None = None
         self._staged: dict[Tensor, Tensor] | None = None
-        self._finite: Tensor | None = None  # whether `_staged` is finite, 0-dim, bool; None before a small batch
+        self._finite: Tensor | None = None  # whether `_staged` is finite, 0-dim, bool; None without gradients
         self._small_batch_taken = self._warned = False
 
     def bind(self, setup: Setup) -> None:

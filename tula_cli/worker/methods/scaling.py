@@ -132,7 +132,7 @@ class Scaling(Plain):
         ags = self.scaling(loop.optimizer)
         assert ags is not None
         if loop.batch < loop.sizes.batch:
-            return []  # AGS has an effect at other batches than that of this stage
+            return []  # a stage below the target batch: AGS may have an effect at later stages
         if ags.identity:
             return [ags.identity]
         setup = ags.setup

@@ -37,7 +37,7 @@ from tula_cli.show import live
 from tula_cli.show import screen as show_screen
 from tula_cli.spec.backend import BACKENDS
 from tula_cli.spec.job import describe_training_method
-from tula_cli.spec.load import load_spec
+from tula_cli.spec.load import dump_yaml, load_spec
 from tula_cli.version import __version__
 from tula_cli.words import make_relative_path
 
@@ -305,6 +305,13 @@ def test_profile_attaches_to_what_is_under_way_without_asking(cluster):
     without_cap = tula("profile", "job.yaml", "--set", "search.max_node_hours=null", "--timeout", 0)
     assert without_cap.code == 75, "not 8: nothing new is started"
     assert len(cluster.launcher.submitted) == 2
+
+
+def test_an_override_that_equals_the_job_file_is_not_named(cluster):
+    Path("job.yaml").write_text(dump_yaml(make.spec()))
+    tula("profile", "job.yaml", "--set", "search.max_node_hours=10.0", "--set", "train.epochs=7")
+    noted = tula("status").err
+    assert "--set train.epochs=7 of an earlier command still applies" in noted and "max_node_hours" not in noted
 
 
 def test_a_run_is_found_by_flag_variable_and_name(cluster, monkeypatch):

@@ -1,5 +1,6 @@
 """Resolution of the run that the user means."""
 
+import contextlib
 import os
 import re
 import shlex
@@ -149,16 +150,12 @@ def _find_run_directories(
     screen.run_id = format_run_ids(runs)
     earlier_overrides = _list_overrides(runs[0])
     screen.overrides = (*earlier_overrides, *overrides)
-    if why or earlier_overrides:
-        made_with = [f"--set {shlex.quote(text)}" for text in earlier_overrides]
-        earlier = (
-            f"; {' '.join(made_with)} of an earlier command still {'applies' if len(made_with) == 1 else 'apply'}"
-            " (to use the values of the job file, name that file)"
-            if made_with
-            else ""
-        )
-        paths = ", ".join(words.make_relative_path(run.path) for run in runs)
-        screen.note(f"{'run' if len(runs) == 1 else 'runs'} {paths}{why and f' {why}'}{earlier}")
+    paths_by_overrides: dict[str, list[str]] = {}
+    for run in runs:
+        paths_by_overrides.setdefault(_describe_overrides(run), []).append(words.make_relative_path(run.path))
+    for earlier, paths in paths_by_overrides.items():
+        if why or earlier:
+            screen.note(f"{'run' if len(paths) == 1 else 'runs'} {', '.join(paths)}{why and f' {why}'}{earlier}")
     return runs
 
 
@@ -250,6 +247,30 @@ def _list_overrides(run: "RunDir") -> tuple[str, ...]:
     """Return the overrides (`a.b=c`) of a run's settings, the last one of each key."""
     file = run.read_job_file()
     return tuple({text.partition("=")[0].strip(): text for text in (file.overrides if file else ())}.values())
+
+
+def _describe_overrides(run: "RunDir") -> str:
+    """Describe the overrides that change a value of the job file of a run's settings; empty if there are none."""
+    from tula_cli.spec.merge import flatten
+    from tula_cli.spec.yaml_text import parse_yaml, read_yaml
+
+    overrides = _list_overrides(run)
+    file = run.read_job_file() if overrides else None
+    job = dict[str, object]()
+    if file is not None:
+        with contextlib.suppress(SpecError):
+            job = dict(flatten(read_yaml(Path(file.path))))
+    made_with = []
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if key.strip() not in job or job[key.strip()] != parse_yaml(value, source=f"--set {key}"):
+            made_with.append(f"--set {shlex.quote(text)}")
+    if not made_with:
+        return ""
+    return (
+        f"; {' '.join(made_with)} of an earlier command still {'applies' if len(made_with) == 1 else 'apply'}"
+        " (to use the values of the job file, name that file)"
+    )
 
 
 def resolve_job_or_run(job: Path | None, named: Sequence[Path], root: Path) -> tuple[Path | None, Sequence[Path]]:

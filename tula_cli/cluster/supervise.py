@@ -255,7 +255,7 @@ class Supervisor:
             reached = program.count_samples_reached(command, attempt)
             failure = program.record_attempt_results(command, failure)
             if failure is not None and failure.outcome == "disk":
-                shortages.release_reserve(self.run.path)  # to write that down
+                shortages.release_reserve(self.run.path)  # frees space to record the failure
             history = self._read_history(
                 task, attempt, failure, reached=reached, allocation_ended=self._has_allocation_ended(failure)
             )

@@ -239,7 +239,7 @@ class ScriptProgram(RankProgram):
         return {"WANDB_MODE": "disabled"}
 
     def count_steps_per_epoch(self, batch: int) -> int:
-        """Return the steps after which AGS refreshes its factors once more."""
+        """Return the number of steps after which AGS refreshes its factors again."""
         return methods.NEVER_STEPS
 
     def make_kill_plan(self, command: LeaderCommand) -> KillPlan | None:

@@ -34,7 +34,7 @@ class Replicated(DistributedDataParallel):
         return samples
 
     def compute_squared_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return the squared norm of the averaged gradient, from what this rank holds of it."""
+        """Return the squared norm of the averaged gradient, given this rank's gradients or shards."""
         return squared_norm(gradients)
 
     def release_gathered(self) -> None:

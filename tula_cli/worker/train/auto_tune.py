@@ -462,13 +462,13 @@ class ArmTraining(Training):
             self.log.warn(messages.arm_diverged_after_choice(arms=self.choice.broken, chosen=self.choice.arm.name))
 
     def _make_divergence_error(self, description: str) -> Exception:
-        """Return BrokenDown, or Diverged if no arm is left."""
+        """Return ArmBrokeDown, or Diverged if no arm is left."""
         if self._is_control:
             return super()._make_divergence_error(description)
         return ArmBrokeDown(self.trainer.position.samples)
 
     def _handle_evaluation(self, loss: float) -> None:
-        """Raise BrokenDown if the arm has broken down; `loss` is the same on all ranks.
+        """Raise ArmBrokeDown if the arm has broken down; `loss` is the same on all ranks.
 
         The criterion is the training loss: the evaluation set must not influence the training.
         """

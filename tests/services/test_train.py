@@ -374,3 +374,20 @@ def test_an_out_of_memory_is_reported_with_the_batch_of_its_stage(run: RunDir) -
         words.append(relaunch._choose_fallback(run, task).description)  # type: ignore[union-attr]
     assert words[0].startswith("out of memory at batch 128, in a stage before batch 512: micro-batch ")
     assert words[1].startswith("out of memory at batch 512: micro-batch 128 x 2 now")
+
+
+def test_a_plan_names_the_finished_training_with_another_batch(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, make_runs.spec())
+    task = trained_for_two_hours(run, make_runs.prediction(2, 128))
+    relaunch.write_summary(run, task)
+    named = "already trained on 2 nodes with batch 128"
+
+    def describe(batch: int) -> str:
+        request = TrainRequest(nodes=2, batch=batch)
+        prepared = follow(
+            train.prepare_training([Run(run.path, run.read_spec())], request, lambda _: inspected()), print
+        )
+        return "\n".join(line for line in render_train_plan(prepared.plan) if isinstance(line, str))
+
+    assert f"{named} (train-{task.signature})" in describe(256)
+    assert named not in describe(128), "the training itself"

@@ -179,7 +179,6 @@ def plan_training(
         source=source,
         finished=run.get_training(task.signature).read_summary() is not None,
         resumes=run.get_training(task.signature).find_newest_samples() or None,
-        finished_elsewhere=_list_finished_elsewhere(run, task),
         code=code,
         warnings=tuple(warnings),
         price=describe_price(spec.pricing),
@@ -428,7 +427,12 @@ def prepare_training(
         require_known_balance(balance)
     elif balance is not None and balance.lacking:
         yield WarningEvent(balance.lacking)
-    plan = dataclasses.replace(plan_found, rehearses=ready.training_start.is_test_due, balance=balance)
+    plan = dataclasses.replace(
+        plan_found,
+        rehearses=ready.training_start.is_test_due,
+        balance=balance,
+        finished_elsewhere=_list_finished_elsewhere(run, plan_found.task),
+    )
     return dataclasses.replace(ready, plan=plan)
 
 

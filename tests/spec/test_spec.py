@@ -283,6 +283,21 @@ def test_file_without_a_mapping_is_refused(write, text, found):
         load(write(text))
 
 
+def test_a_file_in_another_encoding_is_named_with_line_and_byte(tmp_path):
+    (tmp_path / "latin.yaml").write_bytes("name: x\n# caf\xe9\n".encode("latin-1"))
+    with pytest.raises(SpecError, match=r"\(byte 0xe9 in line 2\)\nHINT: save the file as UTF-8"):
+        load(tmp_path / "latin.yaml")
+
+
+def test_only_files_with_a_similar_name_are_proposed(tmp_path):
+    for name in ("unkopt.yaml", "nodes0.yaml", "digits.yml"):
+        (tmp_path / name).touch()
+    with pytest.raises(SpecError, match=r"no such file: .*\nHINT: tula init"):
+        load(tmp_path / "nothere.yaml")
+    with pytest.raises(SpecError, match=r"did you mean .*digits\.yml\?"):
+        load(tmp_path / "digit.yaml")
+
+
 def test_missing_file_names_the_way_to_one(tmp_path):
     with pytest.raises(SpecError) as caught:
         load(tmp_path / "none.yaml")

@@ -252,8 +252,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise SpecError(
             f"{path} is a folder, not a job file", _suggest_file(path / "job.yaml") or "name a file in it, or a run"
         ) from None
-    except UnicodeDecodeError:
-        raise SpecError(f"cannot read {path}: it is not a text file in UTF-8", "tula init writes a job file") from None
+    except UnicodeDecodeError as error:
+        line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
+        raise SpecError(
+            f"cannot read {path}: it is not a text file in UTF-8 (byte 0x{byte:02x} in line {line})",
+            "save the file as UTF-8",
+        ) from None
     except (OSError, ValueError) as error:  # a path with a null character is a ValueError
         raise SpecError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     sections = parse_yaml(text, source=str(path))
@@ -271,6 +275,7 @@ def _suggest_file(path: Path) -> str:
     """Return "did you mean ...?" with the YAML files in the folder of `path` whose names are similar, or an empty string."""
     with contextlib.suppress(OSError):
         names = [entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml") and entry.exists()]
-        nearest = difflib.get_close_matches(path.name, names, n=2)
+        stems = difflib.get_close_matches(path.stem, {Path(name).stem for name in names}, n=2)
+        nearest = [name for stem in stems for name in names if Path(name).stem == stem][:2]
         return f"did you mean {' or '.join(str(path.with_name(name)) for name in nearest)}?" if nearest else ""
     return ""

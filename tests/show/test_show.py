@@ -684,7 +684,7 @@ def test_the_plan_of_a_finished_training_says_so_and_promises_nothing(run):
     )
     text = printed(show_train.render_train_plan(plan, links=(2, 2, 2), scripts=["#!/bin/bash"]))
     assert "already finished" in text
-    assert not [word for word in ("goes on from", "node-h", "chain", "#!/bin/bash") if word in text]
+    assert not [word for word in ("resumes from", "node-h", "chain", "#!/bin/bash") if word in text]
 
 
 def test_a_running_probe_names_both_batches(run):

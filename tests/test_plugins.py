@@ -54,6 +54,11 @@ def test_nearest_ignores_case_and_keeps_the_known_spelling():
     assert suggest_nearest("xy", ["resnet50"]) == ""
 
 
+def test_of_equally_near_names_those_with_the_same_start_come_first():
+    known = ["Adam", "AdamW", "RAdam", "NAdam", "SGD"]
+    assert suggest_nearest("Adamm", known) == "did you mean Adam or AdamW or RAdam?"
+
+
 @pytest.mark.parametrize(("name", "expected"), [("a.b:c", True), ("resnet50", False)])
 def test_import_strings_have_a_colon(name, expected):
     assert is_import_string(name) is expected

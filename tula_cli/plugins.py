@@ -18,7 +18,10 @@ _MAX_LISTED = 20
 def suggest_nearest(name: str, known: Iterable[str]) -> str:
     """Return "did you mean ...?" with the known names closest to `name`, or an empty string."""
     folded = {key.lower(): key for key in known}
-    close = difflib.get_close_matches(name.lower(), folded, n=3, cutoff=0.6)
+    matches = difflib.get_close_matches(name.lower(), folded, n=len(folded) or 1, cutoff=0.6)
+    # Of equally close names, those that start like it come first: AdamW before NAdam for Adamm.
+    ratios = {key: difflib.SequenceMatcher(None, key, name.lower()).ratio() for key in matches}
+    close = sorted(matches, key=lambda key: (-ratios[key], key[:1] != name[:1].lower()))[:3]
     return f"did you mean {' or '.join(folded[key] for key in close)}?" if close else ""
 
 

@@ -46,7 +46,7 @@ def test_dot_in_place_of_the_colon_is_corrected(builtins):
 def test_few_known_names_are_listed():
     with pytest.raises(SpecError) as caught:
         load("zzzz", BUILTINS, kind="number")
-    assert caught.value.hint.startswith("known: one, three; or write your own number")
+    assert caught.value.hint.startswith("choose from one, three, or write your own number")
 
 
 def test_nearest_ignores_case_and_keeps_the_known_spelling():

@@ -606,7 +606,7 @@ def test_a_training_does_not_start_from_settings_that_the_job_no_longer_has(clus
     tula("profile", "job.yaml")
     tula("recommend")
     edit(here, train={"epochs": 9, "method": "ags"}, optimizer={"lr": 0.002})
-    message = "job.yaml has changed: optimizer.lr 0.002 (here 0.1), train.epochs 9 (here 4)"
+    message = "job.yaml differs from this run: optimizer.lr 0.002 (run: 0.1), train.epochs 9 (run: 4)"
     for command in (["train"], ["compare", "--batch", 64]):
         refused = tula(*command)
         assert refused.code == 2 and "(optimizer.lr, train.epochs)" in refused.err and message in refused.err
@@ -631,14 +631,14 @@ def test_a_training_under_way_is_attached_to_whatever_became_of_the_job(cluster,
     tula("train", "job.yaml", *requested)
     edit(here, train={"epochs": 9})
     again = tula("train", *requested)
-    assert again.code == 0 and "already running" in again.out and "train.epochs 9 (here 4)" in again.err
+    assert again.code == 0 and "already running" in again.out and "train.epochs 9 (run: 4)" in again.err
 
 
 def test_an_edited_price_is_reported_and_trained_with(cluster, here):
     tula("profile", "job.yaml")
     edit(here, pricing={"price": 7.0})
     recommended = tula("recommend")
-    assert recommended.code == 0 and "pricing.price 7.0 (here 1.0)" in recommended.err
+    assert recommended.code == 0 and "pricing.price 7.0 (run: 1.0)" in recommended.err
     assert "To use the file: tula recommend job.yaml" in recommended.err
     assert "pricing.price" in tula("profile").err
     assert tula("train").code == 0

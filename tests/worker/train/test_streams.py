@@ -130,7 +130,7 @@ def test_a_dataset_that_shares_itself_out_is_read_as_it_is(monkeypatch: pytest.M
 
 
 def test_a_stream_that_ends_early_is_reported(alone: Ranks) -> None:
-    with pytest.raises(SpecError, match="dataset Stream ends after 40 samples, not 60"):
+    with pytest.raises(SpecError, match="dataset Stream ended after 40 samples instead of 60"):
         trained(stream(length=60), alone, batch=12)
 
 

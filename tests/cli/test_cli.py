@@ -1051,7 +1051,7 @@ def test_init_from_a_script_of_sbatch_is_a_job_of_slurm():
     assert (
         "understood: 2 nodes, 4 processes per node, 64 samples per process: global batch 512; 90 epochs" in answer.out
     )
-    assert "left out: --output=logs/%x-%j.out: tula sets it for each of its jobs" in answer.out
+    assert "left out: --output=logs/%x-%j.out: tula decides this for each of its jobs" in answer.out
     assert tula("init", "-o", "new.yaml", "--force", "--from-sbatch", "nowhere.sbatch").code == 2
     assert tula("init", "-o", "new.yaml", "--force", "--from-sbatch", str(script), "--from-command", "x").code == 2
 
@@ -1178,7 +1178,7 @@ def test_check_on_cluster_shows_the_nodes_and_the_network(cluster):
     [
         ("folder", 6, "n2 does not share the run directory"),
         ("user", 6, "no interface ib7"),
-        ("vanishes", 6, "reported nothing"),
+        ("vanishes", 6, "ended before its ranks reported"),
     ],
 )
 def test_check_on_cluster_fails_as_its_job_does(cluster, monkeypatch, fails, code, words):
@@ -1193,7 +1193,7 @@ def test_check_on_cluster_is_pending_when_its_time_is_over_and_attaches_again(cl
     for _ in range(2):
         answer = tula("check", "job.yaml", "--on-cluster", "--timeout", "0.05")
         assert answer.code == 75
-        assert "follow it" in answer.err
+        assert "follow the job" in answer.err
     assert cluster.launcher.submitted == ["check-n002-1"]
     assert answer.err.count("check-n002-1 on 2 nodes: running") == 1
 

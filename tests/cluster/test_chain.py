@@ -903,7 +903,7 @@ def test_faults_without_progress_are_bounded_and_end_in_words_of_their_own(
     with pytest.raises(DeviceFault) as error:
         train.load_summary(chain.run, "s")
     assert error.value.exit_code == 10
-    assert error.value.message.endswith("faulty: gpu11, gpu12, gpu13")
+    assert error.value.message.endswith("faulty nodes: gpu11, gpu12, gpu13")
     assert "(rank 0, gpu13)" in error.value.message
     assert "memory of a GPU" in error.value.hint
 

@@ -372,7 +372,9 @@ def test_an_out_of_memory_is_reported_with_the_batch_of_its_stage(run: RunDir) -
     for batch in (128, 512):
         append_json_line(files.metrics_path, {"kind": "stage", "samples": 0, "batch": batch})
         words.append(relaunch._choose_fallback(run, task).description)  # type: ignore[union-attr]
-    assert words[0].startswith("out of memory at batch 128, in a stage before batch 512: each rank now computes a step in ")
+    assert words[0].startswith(
+        "out of memory at batch 128, in a stage before batch 512: each rank now computes a step in "
+    )
     assert words[1].startswith("out of memory at batch 512: each rank now computes a step in 2 micro-batches of 128")
 
 

@@ -232,7 +232,9 @@ def test_the_cgroup_out_of_memory_is_reported_and_smaller_micro_batches_fit(tula
     command = ("train", "job.yaml", *nodes[:2], "--batch", str(batch), *model, "--wait")
     summary = tula(*command)["data"]
     assert summary["start_batch"] == summary["batch"] == batch
-    assert summary["causes"] == [f"out of memory at batch {batch}: micro-batch 64 x 2 now"]
+    assert summary["causes"] == [
+        f"out of memory at batch {batch}: each rank now computes a step in 2 micro-batches of 64"
+    ]
     assert attempts(tula)[0].message == "the kernel killed a process because the memory was used up"
     assert job(tula).submissions == 1
 

@@ -82,7 +82,9 @@ def test_out_of_memory_of_the_ranks_goes_on_in_the_same_allocation(tula: Tula) -
     limit = ("--set", "cluster.memory_per_gpu=20MB")
     summary = tula("train", "job.yaml", "--nodes", "2", "--batch", "1024", *limit, "--wait")["data"]
     assert summary["start_batch"] == 1024
-    assert summary["causes"][0].startswith("out of memory at batch 1024: micro-batch 256 x 2 now")
+    assert summary["causes"][0].startswith(
+        "out of memory at batch 1024: each rank now computes a step in 2 micro-batches of 256"
+    )
     assert tula.run().read_jobs()[0].submissions == 1
 
 

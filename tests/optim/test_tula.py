@@ -646,7 +646,7 @@ def test_a_foreign_state_is_refused() -> None:
         opt.load_state_dict(sgd(model).state_dict())
     state = opt.state_dict()
     state["ags"]["version"] = 99
-    with pytest.raises(ValueError, match="version 99"):
+    with pytest.raises(ValueError, match="format 99"):
         opt.load_state_dict(state)
 
 

@@ -384,12 +384,16 @@ def test_a_plan_names_the_finished_training_with_another_batch(tmp_path: Path) -
     relaunch.write_summary(run, task)
     named = "already trained on 2 nodes with batch 128"
 
-    def describe(batch: int) -> str:
-        request = TrainRequest(nodes=2, batch=batch)
-        prepared = follow(
-            train.prepare_training([Run(run.path, run.read_spec())], request, lambda _: inspected()), print
-        )
-        return "\n".join(line for line in render_train_plan(prepared.plan) if isinstance(line, str))
+    def describe(batch: int, **changes: dict[str, object]) -> str:
+        changed = Run(run.path, make_runs.spec(**changes))
+        preparing = train.prepare_training([changed], TrainRequest(nodes=2, batch=batch), lambda _: inspected())
+        return "\n".join(line for line in render_train_plan(follow(preparing, print).plan) if isinstance(line, str))
 
     assert f"{named} (train-{task.signature})" in describe(256)
+    assert named in describe(256, train={"epochs": run.read_spec().train.epochs, "workers": 3}), (
+        "which changes no weights"
+    )
     assert named not in describe(128), "the training itself"
+    assert named not in describe(256, schedule={"kind": "cosine"}), "a training with other settings"
+    run.get_training(task.signature).path.joinpath("summary.json").write_text("{")
+    assert named not in describe(256), "a damaged record of another training does not matter here"

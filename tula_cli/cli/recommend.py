@@ -143,8 +143,10 @@ def _save_answer(
     every: bool,
 ) -> bool:
     """Save an answer and return whether this succeeded; if `is_required`, a failure is raised."""
+    from tula_cli.run.job_runs import find_recommendation
     from tula_cli.services import recommend as services_recommend
 
+    stored = find_recommendation(runs)
     try:
         services_recommend.save_answer(runs, answer, overrides=chosen.overrides, job=chosen.job, every=every)
     except (CannotWrite, NotYours, OtherFormat) as error:
@@ -152,6 +154,8 @@ def _save_answer(
             raise
         screen.warn(f"the recommendation could not be stored for tula train: {error.message}")
         return False
+    if stored is not None and (changed := show_recommend.describe_changed_choice(stored, answer.recommendation)):
+        screen.note(changed)
     return True
 
 
@@ -164,8 +168,6 @@ def _replaces_kept_answer(screen: Screen, runs: "Sequence[Run]", recommendation:
     if not services_recommend.should_replace(recommendation, stored):
         screen.note(show_recommend.describe_unsaved_answer(stored))
         return False
-    if stored is not None and (changed := show_recommend.describe_changed_choice(stored, recommendation)):
-        screen.note(changed)
     return True
 
 

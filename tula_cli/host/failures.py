@@ -140,7 +140,7 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
     "stage_end": FailureKind(
         "the next stage of train.ramp has more nodes",
         JobFailed,
-        "the next stage of train.ramp has more nodes; run the same command again to continue on these nodes",
+        "the next stage of the batch ramp has more nodes; run the same command again to continue on these nodes",
     ),
     "unknown": FailureKind(
         "the cause is unknown",

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
@@ -631,7 +631,7 @@ def plan_trainings(arguments: CampaignArguments) -> Campaign:
         >>> tula.plan_trainings(run, 30, max_nodes=16, deadline_hours=72).hours
     """
     targets: Sequence[Target] = arguments.run if isinstance(arguments.run, list | tuple) else [arguments.run]  # type: ignore[list-item]
-    trainings = [arguments.trainings] if isinstance(arguments.trainings, int) else arguments.trainings
+    trainings = arguments.trainings if isinstance(arguments.trainings, Collection) else [arguments.trainings]
     for number in trainings:
         require_positive(trainings=number)
     jobs = [arguments.resolve(target).require_measured().runs for target in targets]

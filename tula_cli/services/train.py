@@ -188,15 +188,21 @@ def plan_training(
     )
 
 
-def _list_finished_elsewhere(run: Run, task: TrainTask) -> tuple[Summary, ...]:
-    """Return the finished trainings of the same job and seed with other nodes or another batch."""
-    trainings = {name: run.get_training(name) for name in run.list_train_signatures() if name != task.signature}
-    same_job = [training for training in trainings.values() if _has_same_spec(training.read_newest_task(), task)]
-    return tuple(summary for training in same_job if (summary := training.read_summary()) is not None)
+def _list_finished_elsewhere(run: Run, plan: TrainPlan) -> tuple[Summary, ...]:
+    """Return the finished trainings with the settings of this one, but other nodes or another batch.
 
-
-def _has_same_spec(other: TrainTask | None, task: TrainTask) -> bool:
-    return other is not None and other.spec.train == task.spec.train and other.spec.optimizer == task.spec.optimizer
+    Damaged records are skipped: they do not concern this training.
+    """
+    summaries = []
+    for signature in () if plan.finished else run.list_train_signatures():
+        with contextlib.suppress(BadMeasurements):
+            summary = run.get_training(signature).read_summary()
+            if summary is None or signature == plan.task.signature:
+                continue
+            nodes, batch, code = summary.nodes, summary.start_batch, plan.code.identity
+            if compute_train_signature(run.spec, nodes=nodes, batch=batch, code=code) == signature:
+                summaries.append(summary)
+    return tuple(summaries)
 
 
 def _add_stages(run: Run, task: TrainTask, recommended: Recommendation | None, size: int) -> TrainTask:
@@ -431,7 +437,7 @@ def prepare_training(
         plan_found,
         rehearses=ready.training_start.is_test_due,
         balance=balance,
-        finished_elsewhere=_list_finished_elsewhere(run, plan_found.task),
+        finished_elsewhere=_list_finished_elsewhere(run, plan_found),
     )
     return dataclasses.replace(ready, plan=plan)
 

@@ -413,7 +413,7 @@ def test_memory_is_estimated_from_what_was_built_and_then_from_probes(
     assert [row.memory.peak for row in report.rows] == sorted(row.memory.peak for row in report.rows)
     tula.profile(make.SPEC)
     assert tula.estimate(make.SPEC)[None].probed
-    with pytest.raises(ValueError, match="got 'much'"):
+    with pytest.raises(tula.TulaError, match="got 'much'"):
         tula.estimate(make.SPEC, memory="much")
 
 

@@ -180,7 +180,7 @@ def test_each_round_follows_from_the_results_of_those_before(rounds: RunDir) -> 
         seen += plan.missing
         plan = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
         assert plan.done == seen
-    assert 4 <= seen < 18 and "Expected gain" in plan.certainty
+    assert 4 <= seen < 18 and "Measuring all configurations" in plan.certainty
 
 
 def plan_after(plan: profile.ProfilePlan) -> profile.ProfilePlan:

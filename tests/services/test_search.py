@@ -100,7 +100,7 @@ def test_what_is_measured_is_feasible_ascending_and_never_more_than_full(
         ({}, None, 20, "larger than the dataset"),
         ({"search": {"nodes": [3]}}, None, 50_000, "is divisible by 3 nodes"),
         ({"search": {"nodes": [64], "max_batch": 32}}, None, 50_000, "up to 32 is divisible by 64 nodes"),
-        ({}, 1, 50_000, "at most 1 samples fit one GPU, but the smallest local batch is 2"),
+        ({}, 1, 50_000, "at most 1 samples fit on one GPU, but the smallest local batch is 2"),
         ({}, 0, 50_000, "at most 0 samples"),
     ],
 )
@@ -167,7 +167,7 @@ def test_rounds_end_before_everything_is_measured_and_find_the_best() -> None:
         assert len(result.reasons) == (len(fresh) if rounds else 1)  # one for all initial probes
         results |= {probe.id: probe for probe in fresh}
         rounds += 1
-    assert "Expected gain" in result.words
+    assert "Measuring all configurations" in result.words
     everything = list_feasible_candidates(ADAPTIVE, dataset_size=truth.dataset_size, max_local_batch=None)
     assert rounds >= 2 and len(results) < len(everything) / 2
     rows = Estimator.fit(ADAPTIVE, list(results.values())).candidates().predictions()

@@ -83,8 +83,8 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
     "device_error": FailureKind(
         "a kernel failed on a GPU",
         JobFailed,
-        "run the same command again; if a kernel also fails on another node, the model or a library has a bug",
-        "run the same command again; if a kernel also fails on another node, the script or a library has a bug",
+        "run the same command again; if the kernel also fails on another node, the model or a library has a bug",
+        "run the same command again; if the kernel also fails on another node, the script or a library has a bug",
     ),
     "disk": FailureKind(
         "a disk that the job writes to is full (space, quota or number of files)",
@@ -157,7 +157,8 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
     "peer": FailureKind(
         "a rank was lost, and no log shows why",
         JobFailed,
-        "a rank was lost, and its log does not show why: check the network (cluster.interface) and the output of tula logs",
+        "a rank was lost, and no log shows why: read the logs of all ranks with tula logs. If they show connection errors, set"
+        " cluster.interface to the network between the nodes",
         severity=4,
     ),
 }

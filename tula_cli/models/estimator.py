@@ -274,7 +274,10 @@ class Estimator:
             return f"a local batch of {oom} ran out of memory"
         largest = self.largest_local_batch(config.nodes)
         if largest is not None and local_batch > largest:
-            return f"at most {largest} samples fit one GPU with {100 * MEMORY_MARGIN:.0f} % of its memory left free"
+            return (
+                f"the local batch of {local_batch} is too large; at most {format_count(largest, 'sample')}"
+                f" {'fits' if largest == 1 else 'fit'} on one GPU if {100 * MEMORY_MARGIN:.0f} % of its memory is left free"
+            )
         return ""
 
     def describe_why_unknown(self, config: Config) -> str:

@@ -185,7 +185,10 @@ def step_time_falls_with_batch(*, pairs: Sequence[str]) -> str:
 
 @diagnostic
 def fit_misses(*, kind: str, where: Sequence[str]) -> str:
-    return f"The fitted step time is far from that of the {kind} at {'; '.join(where)}. Predictions for similar configurations are unreliable."
+    return (
+        f"The fitted step time differs by more than 25 % from the one measured in the {kind} at: {'; '.join(where)}. Predictions"
+        " for similar configurations are unreliable; measure the one you want with tula profile."
+    )
 
 
 @diagnostic

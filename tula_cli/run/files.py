@@ -34,7 +34,10 @@ _MAX_BYTES = 2**28
 """Maximum bytes of a file that is read as a whole."""
 MAX_LINE = 2**24
 """Maximum bytes of a line that is read as a whole: longer ones are not records."""
-NO_ANSWER = "the file system did not answer: run the same command again later; all saved files are kept"
+NO_ANSWER = (
+    "the file system failed or did not answer: run the same command again later. If it fails again, ask the administrators"
+    " (or renew your Kerberos ticket). All saved files are kept"
+)
 
 
 class _PinnedRun:

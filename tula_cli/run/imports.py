@@ -180,7 +180,7 @@ def _read_file(file: Path) -> bytes:
     except OSError as error:
         raise SpecError(
             f"cannot read {file}: {error.strerror}",
-            "make the file readable, because an import string of the job refers to this file",
+            "make the file readable: the job's code includes it",
         ) from error
 
 

@@ -282,7 +282,7 @@ def _make_infeasible_error(spec: JobSpec, *, dataset_size: int, max_local_batch:
         )
     least = min(config.local_batch(spec.cluster.gpus_per_node) for config in divisible)
     return Infeasible(
-        f"every probe ran out of memory: at most {get_highest_limit(max_local_batch)} samples fit one GPU, but the smallest local batch is"
+        f"every probe ran out of memory: at most {get_highest_limit(max_local_batch)} samples fit on one GPU, but the smallest local batch is"
         f" {least}",
         LESS_MEMORY if spec.script is None else LESS_MEMORY_FOR_SCRIPT,
     )

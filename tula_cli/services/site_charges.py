@@ -144,7 +144,7 @@ def _find_bill(spec: JobSpec, root: Path | None, billing: SiteBilling | None) ->
     if spec.cluster.kind != "slurm":
         raise SpecError(
             f"pricing.kind billing: the billing is queried from SLURM, but cluster.kind is {spec.cluster.kind}",
-            NODE_HOUR_ADVICE,
+            f"{NODE_HOUR_ADVICE}; or set cluster.kind: slurm",
         )
     return (billing or _load_site_billing()).find_bill(spec, root)
 

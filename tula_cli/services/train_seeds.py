@@ -126,7 +126,9 @@ class PreparedSeeds:
         plan = plan_training(run, nodes=training.nodes, batch=training.batch, inspect=self.inspect)
         if plan.task.signature != training.signature:
             raise TulaError(
-                "the code of the job has changed since the first training was started", "run the same command again"
+                "the code of the job has changed since the first training was started",
+                "to continue these trainings, restore the code; to train with the new code, run the same command again, which"
+                " starts all seeds anew",
             )
         return plan
 

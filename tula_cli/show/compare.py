@@ -251,7 +251,7 @@ def render_learning_rates(report: "LearningRateReport") -> Iterator["RenderableT
     losses = (
         "loss and top-1 are on held-out training samples"
         if report.held_out
-        else "loss: mean over a branch's last steps"
+        else "each loss is the mean over the last quarter of the branch"
     )
     yield f"cost: {100 * report.share:.1f} % of the samples of a training; {losses}"
     yield ""

@@ -184,7 +184,10 @@ def describe_unsaved_answer(known: "Recommendation | None") -> str:
     if known is None:
         return "not stored, because of --set; add --save to store it for tula train"
     kept = f"{describe_place(known.choice)} ({known.criteria}; {format_moment(known.created_at)})"
-    return f"not stored: tula train still uses {kept}; add --save to use this one instead"
+    return (
+        "not stored, because it answers another question than the stored recommendation: tula train still uses"
+        f" {kept}. To store the new one, add --save"
+    )
 
 
 def describe_changed_choice(stored: "Recommendation", recommendation: "Recommendation") -> str:

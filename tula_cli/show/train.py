@@ -94,7 +94,11 @@ def _describe_planned_branches(task: "TrainTask") -> Iterator[str]:
         return
     count = len(self_tuning.list_arms_of_training(task.spec, task.batch))
     if count == 1:
-        yield f"no tuning: batch {task.batch} is not above train.reference_batch"
+        reference = task.spec.train.reference_batch
+        why = f"batch {task.batch} is not above train.reference_batch ({reference})"
+        if task.spec.auto.arms:
+            why = "auto.arms contains no other arm"
+        yield f"method auto trains with lbt only, because {why}"
         return
     epochs = count * self_tuning.compute_branch_epochs(task.spec, count)
     in_total = f"{format_number(epochs)} epochs in total, in addition to the training"

@@ -95,7 +95,10 @@ REMOVED: Mapping[str, str] = {
         "profile another text length as a separate job, for example --set name=job-512 --set dataset.args.length=512"
     ),
     "search.steps": "set search.min_steps, search.min_seconds or search.max_seconds, which end a probe",
-    "search.tolerance": "the adaptive search stops if the expected regret is below 1 %; to limit its cost, set search.max_node_hours",
+    "search.tolerance": (
+        "the adaptive search stops when measuring all configurations would improve the choice by less than 1 %; to limit the"
+        " cost of the search, set search.max_node_hours"
+    ),
     "train.cudnn_benchmark": "cuDNN uses its fastest algorithms on NVIDIA GPUs, unless train.deterministic is true",
     "train.ghost_batch": "BatchNorm computes its statistics over the samples that a GPU processes at a time",
     "train.early_stopping.at_least": "set train.early_stopping.target to a value of train.best_checkpoint.metric",

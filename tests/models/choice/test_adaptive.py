@@ -74,17 +74,20 @@ def test_ends_near_the_optimum_with_a_part_of_the_probes() -> None:
         return true[min(grid, key=lambda p: guess[p])] / min(true.values()) - 1
 
     assert lost(0) < 0.02 and lost(1) < 0.02
-    assert all("Expected gain" in proposal.words for proposal in message)
+    assert all("Measuring all configurations" in proposal.words for proposal in message)
 
 
 @pytest.mark.parametrize(
     ("regrets", "expected"),
     [
-        ({"time": 0.05, "cost": 1.0}, "Expected gain of measuring all configurations: time 5.0 %, cost 100.0 %."),
+        (
+            {"time": 0.05, "cost": 1.0},
+            "Measuring all configurations would improve the choice by about 5.0 % (objective time) and 100.0 % (cost).",
+        ),
         ({"time": 3.0, "cost": 2.0}, "The choice is uncertain, because time and cost are not known precisely enough."),
         (
             {"time": 0.05, "cost": 2.0},
-            "Expected gain of measuring all configurations: time 5.0 %."
+            "Measuring all configurations would improve the choice by about 5.0 % (objective time)."
             " The choice is uncertain, because cost is not known precisely enough.",
         ),
     ],

@@ -181,10 +181,13 @@ def test_a_faster_and_cheaper_row_than_the_knee_is_explained(tmp_path: Path) -> 
 
 def test_accuracy_is_no_reason_against_the_reference_batch(tmp_path: Path) -> None:
     larger = ask(run_with(tmp_path / "small"), "knee")
-    assert larger.headline is not None and "(a knee needs 29 %) and may cost accuracy." in larger.headline.preference
+    assert (
+        larger.headline is not None
+        and "less than the 29 % that the knee requires, and may cost accuracy." in larger.headline.preference
+    )
     smaller = ask(run_with(tmp_path / "large", reference=4096, baseline={"batch": 64}), "knee")
     assert smaller.headline is not None
-    assert "(a knee needs 29 %)." in smaller.headline.preference
+    assert "less than the 29 % that the knee requires." in smaller.headline.preference
 
 
 def test_todays_configuration_is_kept_if_it_is_as_good_as_the_knee(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tula_cli.models.time.noise import Z90
 from tula_cli.models.time.step_time import DEFAULT_REPEAT_SD, StepTimeFit
-from tula_cli.words import describe_probe_place, format_percent
+from tula_cli.words import describe_probe_place, format_percent, join_words
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -107,9 +107,12 @@ def propose_probes(fit: StepTimeFit, candidates: Sequence[Candidate], *, toleran
 
 def describe_regrets(regrets: Mapping[str, float]) -> str:
     """Describe the expected regrets of deciding now, as shares by objective; those above 1 show only that little is known."""
-    gains = [f"{name} {format_percent(regret)} %" for name, regret in regrets.items() if regret <= 1]
+    gains = [f"{format_percent(regret)} % ({name})" for name, regret in regrets.items() if regret <= 1]
     unknown = [name for name, regret in regrets.items() if regret > 1]
-    sentences = [f"Expected gain of measuring all configurations: {', '.join(gains)}."] * bool(gains)
+    sentences = []
+    if gains:
+        shares = " and ".join(filter(None, (join_words(gains[:-1]), gains[-1]))).replace("(", "(objective ", 1)
+        sentences.append(f"Measuring all configurations would improve the choice by about {shares}.")
     if unknown:
         subject = f"{' and '.join(unknown)} {'are' if unknown[1:] else 'is'}"
         sentences.append(f"The choice is uncertain, because {subject} not known precisely enough.")

@@ -323,8 +323,11 @@ def _describe_preference(
     cheaper = 100 * (1 - best.cost / chosen.cost)
     saved = f"{format_number(100 * (1 - best.hours / chosen.hours), 2)} % faster{noise} and {cheaper:.0f} % cheaper"
     per_doubling = 1 - (best.hours / chosen.hours) ** (1 / max(1.0, math.log2(best.batch / chosen.batch)))
-    why = f"each doubling of the batch saves {100 * per_doubling:.0f} % of the time (a knee needs {100 * KNEE_SAVES:.0f} %)"
-    why += " and may cost accuracy" * (best.batch > reference_batch)
+    why = (
+        f"each doubling of the batch saves only {100 * per_doubling:.0f} % of the time, less than the {100 * KNEE_SAVES:.0f} %"
+        " that the knee requires"
+    )
+    why += ", and may cost accuracy" * (best.batch > reference_batch)
     if best.batch <= chosen.batch or per_doubling >= KNEE_SAVES:
         why = "the knee is based on the fit, not on single measurements"
     return f"{_describe_place(best)} is {saved}; objective knee prefers {_describe_place(chosen)}, because {why}."

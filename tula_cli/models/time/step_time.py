@@ -801,7 +801,7 @@ The value for the current cluster is estimated by the fit (`StepTimeFit.compute_
 _MAX_STEADY_NOISE = 0.1  # probes with more relative noise are reported
 MAX_EXTRAPOLATION = 8
 """Maximum ratio of the nodes of a prediction to the most nodes of any probe."""
-_MAX_RELATIVE_MISS = 0.25  # probes with a larger relative residual are reported
+_MAX_RELATIVE_MISS = 0.25  # larger relative residuals are reported; `fit_misses` names the 25 %
 _BLOCK = 512
 """Configurations that are predicted at a time: with more of them BLAS occupies all cores, mostly waiting."""
 

@@ -119,7 +119,8 @@ def build_fragment_datasets(spec: JobSpec, *_: Any) -> tuple[Fragments, Fragment
     largest = sorted(several, key=lambda name: (-sum(len(text) for _, text in several[name]), name))[:classes]
     if len(largest) < classes or classes < 2:
         raise SpecError(
-            f"dataset.args.classes must be 2 to {len(several)}, the number of packages with several files; got {classes}"
+            f"dataset.args.classes must be between 2 and {len(several)} (the number of standard-library packages with more than"
+            f" one file), got {classes}"
         )
     splits: tuple[tuple[list[bytes], list[int]], ...] = (([], []), ([], []))
     for label, name in enumerate(sorted(largest)):

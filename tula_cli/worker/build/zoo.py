@@ -336,7 +336,8 @@ def _get_momentum_and_weight_decay(spec: JobSpec, target: Callable[..., Any]) ->
             if value is not None and key not in spec.optimizer.args:
                 values[key] = value
         elif value:
-            hint = "; set the moment decay rates in optimizer.args.betas" if accepts_argument(target, "betas") else ""
+            has_betas = key == "momentum" and accepts_argument(target, "betas")
+            hint = "; to change the decay rates of the moments, set optimizer.args.betas" * has_betas
             raise SpecError(
                 f"optimizer.{key}: {spec.optimizer.name} has no argument {key}", f"remove optimizer.{key}{hint}"
             )

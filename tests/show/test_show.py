@@ -489,6 +489,7 @@ def test_the_status_and_the_plan_tell_the_stage_of_a_batch_that_grows(run):
         "source": "as given",
         "resumes": None,
         "finished": False,
+        "finished_elsewhere": (),
         "interruption": "",
         "rehearses": False,
         "balance": None,
@@ -636,6 +637,7 @@ def test_a_training_plan_tells_of_its_chain(run):
         prediction=None,
         source="as given",
         resumes=None,
+        finished_elsewhere=(),
         finished=False,
         interruption="",
         rehearses=False,
@@ -658,7 +660,7 @@ def test_a_script_is_shown_by_its_name_and_as_long_as_it_is(tmp_path, length, pl
     value = RunDir.create(tmp_path, make.script_spec(**length))
     make.add_training(value, rows=make.metrics())
     plan = types.SimpleNamespace(
-        task=value.read_tasks()[0], prediction=None, source="as given", resumes=None, finished=False,
+        task=value.read_tasks()[0], prediction=None, source="as given", resumes=None, finished=False, finished_elsewhere=(),
         interruption="saves each epoch",
         rehearses=True,
         balance=None,

@@ -19,7 +19,7 @@ from tula_cli.models.claims import (
     list_mismatches,
     select_undisturbed_steps,
     warn_inconsistent_probes,
-    warn_scaling_of_script,
+    warn_script_scales_lr,
 )
 from tula_cli.run.records.probes import ScriptObservation
 from tula_cli.run.records.scripts import ExpectedValues, LearningRates, LoaderProperties, RankResult, ScriptStep
@@ -187,7 +187,7 @@ def test_the_power_of_the_batch_by_which_a_script_scales(
         ObservedRate(batch, *rate) for batch, rate in zip((64, 128, 256), zip(given, seen, strict=True), strict=True)
     ]
     assert fit_lr_exponent(rates) == pytest.approx(exponent, abs=1e-9)
-    warnings = warn_scaling_of_script(rates)
+    warnings = warn_script_scales_lr(rates)
     assert [warning.values["exponent"] for warning in warnings] == ([pytest.approx(exponent)] if exponent else [])
 
 
@@ -195,7 +195,7 @@ def test_the_power_of_the_batch_by_which_a_script_scales(
     "rates", [[], [ObservedRate(64, None, 0.1)] * 2, [ObservedRate(64, None, 0.1), ObservedRate(128, None, 0.0)]]
 )
 def test_too_little_tells_no_power(rates: list[ObservedRate]) -> None:
-    assert fit_lr_exponent(rates) is None and warn_scaling_of_script(rates) == []
+    assert fit_lr_exponent(rates) is None and warn_script_scales_lr(rates) == []
 
 
 def test_the_base_of_a_schedule_is_what_counts() -> None:

@@ -274,7 +274,7 @@ def test_a_training_on_nodes_that_it_is_granted_is_submitted_behind_a_test_on_tw
     launcher, job = FakeLauncher(), run.read_spec()
     keep(run, "any")  # on one node, which is not enough
     start = on_granted_nodes(run, job)
-    start.require_other_nodes()
+    start.require_resume_on_other_nodes()
     name, _ = prepared(start, launcher)
     task = run.read_task(name)
     assert isinstance(task, ResumeTestTask) and launcher.submitted == [name]
@@ -285,14 +285,14 @@ def test_a_training_on_nodes_that_it_is_granted_needs_a_script_that_resumes_ther
     job = run.read_spec()
     keep(run, "any", other_nodes=True)
     assert not on_granted_nodes(run, job).is_test_due and prepared(on_granted_nodes(run, job)) == ("", [])
-    on_granted_nodes(run, job).require_other_nodes()
-    on_granted_nodes(run, job, wanted=False).require_other_nodes()
+    on_granted_nodes(run, job).require_resume_on_other_nodes()
+    on_granted_nodes(run, job, wanted=False).require_resume_on_other_nodes()
     keep(run, "any", other_nodes=False, number=2)
     with pytest.raises(CannotResume, match="KeyError: 'a'"):
-        on_granted_nodes(run, job).require_other_nodes()
+        on_granted_nodes(run, job).require_resume_on_other_nodes()
     unknown = ResumeTestResult(task="t", key="k", began_at=0.0, verdict="any", told=("not tested: no memory",))
     with pytest.raises(ResumeUntested, match="no memory"):
-        resume_test.ResumeFinding(unknown, "same", kept=False).require_other_nodes()
+        resume_test.ResumeFinding(unknown, "same", kept=False).require_resume_on_other_nodes()
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_a_range_of_nodes_is_refused_if_the_script_cannot_be_tested(
     run: RunDir, script: dict[str, Any], options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(SpecError, match=words) as error:
-        on_granted_nodes(run, spec(**script), **options).require_other_nodes()
+        on_granted_nodes(run, spec(**script), **options).require_resume_on_other_nodes()
     assert error.value.hint.endswith("or give one number, for example --nodes 4")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from script_ranks import ScriptRanks
 
-from tula_cli.models.claims import ObservedRate, join_steps, list_mismatches, warn_scaling_of_script
+from tula_cli.models.claims import ObservedRate, join_steps, list_mismatches, warn_script_scales_lr
 from tula_cli.run.records.scripts import ExpectedValues, RankResult, ShimPlan
 
 pytestmark = pytest.mark.torch
@@ -107,7 +107,7 @@ def test_a_script_that_scales_its_learning_rate_is_detected(run: ScriptRanks, tm
         seen = reference(run, tmp_path / str(batch), "-b", batch, "--scale-lr", expected=expecting(1, batch, lr=0.1))
         rates.append(ObservedRate.from_rates(batch, seen.lr, seen.expected.lr))
         assert list_mismatches([seen]) == []
-    (warning,) = warn_scaling_of_script([rate for rate in rates if rate is not None])
+    (warning,) = warn_script_scales_lr([rate for rate in rates if rate is not None])
     assert warning.values == {"exponent": pytest.approx(1), "rates": "0.003125 at batch 8, 0.00625 at batch 16"}
 
 

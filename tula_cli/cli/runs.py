@@ -203,7 +203,7 @@ def _find_folder_of_newest(named: Path, root: Path) -> Path | None:
 
 
 def _suggest_runs(named: Path, root: Path) -> str:
-    """Return a hint with the runs of the job of a name, or else with the run whose name is nearest; empty if none is near."""
+    """Return a hint that lists the runs of job `named`, or the run with the most similar name; empty if there is none."""
     from tula_cli.plugins import suggest_nearest
     from tula_cli.run.directory import RunDir
 

@@ -478,7 +478,7 @@ class Supervisor:
         return apply_decision(self.run, task, last_attempt.failure, decision, granted=self.allocation.nodes)
 
     def _correct_exit_reason(self, last_attempt: Attempt) -> Attempt:
-        """Return an attempt; if it only has a signal, with the scheduler's reason for the end of its allocation."""
+        """Replace a bare signal as the exit reason by the scheduler's reason, if it reports one, and store the attempt."""
         if last_attempt.outcome != "signal" or last_attempt.allocation in ("", self.allocation.id):
             return last_attempt
         termination = self.allocation.find_termination(last_attempt.allocation)

@@ -244,7 +244,7 @@ def fit_lr_exponent(rates: Iterable[ObservedRate]) -> float | None:
     return linear_regression(*zip(*points, strict=True)).slope
 
 
-def warn_scaling_of_script(rates: Sequence[ObservedRate]) -> list[Diagnostic]:
+def warn_script_scales_lr(rates: Sequence[ObservedRate]) -> list[Diagnostic]:
     """Return a warning if a script itself scales its learning rate with the batch; none if unknown."""
     exponent = fit_lr_exponent(rates)
     if exponent is None or abs(exponent) < _SAME_POWER:
@@ -264,4 +264,4 @@ def warn_inconsistent_probes(measured: Iterable[Measured]) -> list[Diagnostic]:
     # if tula passes no learning rate, the script's scaling is intended
     has_rates = any(rate.given is not None for rate in rates)
     differences = find_differences([script for _, script in seen]) if seen else []
-    return [*differences, *(warn_scaling_of_script(rates) if has_rates else [])]
+    return [*differences, *(warn_script_scales_lr(rates) if has_rates else [])]

@@ -188,7 +188,7 @@ class Estimator:
         return self._make_grid(self.spec.search.nodes)
 
     def _make_grid(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
-        """Return nodes and batches of the configurations."""
+        """Return the columns (nodes, batch) of all configurations on these numbers of nodes; None: those of search.nodes."""
         if nodes is None:
             return self._grid_of_spec
         search = self.spec.search

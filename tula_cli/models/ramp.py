@@ -183,7 +183,7 @@ def count_steps_of_stages(
     A stage ends with the first step that reaches its end; at the end of an epoch a partial batch is left out.
 
     Args:
-        batches: of the stages, in their order, shape (n, stages); 0 for a stage that a training does not have.
+        batches: batch of each stage, in order, shape (n, stages); 0 for a stage that a training does not have.
         ends: samples passed at which each stage ends, the last one infinite.
         size: samples per epoch.
         epochs: of the whole training.

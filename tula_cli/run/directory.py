@@ -111,7 +111,7 @@ class ClusterChecks:
         """Save the findings before the network test, which may terminate the ranks."""
         write_record(self.path / f"{report.id}.draft", report)
 
-    def read_draft(self, task_id: str) -> ClusterReport | None:
+    def read_draft_report(self, task_id: str) -> ClusterReport | None:
         return read_record(self.path / f"{task_id}.draft", ClusterReport)
 
     def report(self, task_id: str) -> ClusterReport | None:

@@ -423,7 +423,7 @@ def collect_node_check(
     run.checks.mark_reported(task.id)
     report = run.checks.report(task.id)
     if report is None:
-        failure, draft = _make_check_error(run, task, job), run.checks.read_draft(task.id)
+        failure, draft = _make_check_error(run, task, job), run.checks.read_draft_report(task.id)
         if draft is None or run.is_cancelled(task.job):
             raise failure
         reason = failure.message

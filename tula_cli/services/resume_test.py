@@ -100,7 +100,7 @@ class ResumeFinding:
         if self.rehearsal.verdict == "none":
             raise CannotResume(f"{name} cannot resume after an interruption: {self.why}", hint)
 
-    def require_other_nodes(self) -> None:
+    def require_resume_on_other_nodes(self) -> None:
         """Raise an error unless the test found that the script resumes at the same batch on another number of nodes.
 
         Raises:
@@ -343,8 +343,8 @@ class TrainingStart:
             return False
         return not any(record.over_at is not None for record in records.read_records(self._key))
 
-    def require_other_nodes(self) -> None:
-        """Check that the script of a training that may be granted other nodes resumes there, or is tested first.
+    def require_resume_on_other_nodes(self) -> None:
+        """Require that the script can resume on another number of nodes, or that a test of this is due, if --nodes is a range.
 
         Raises:
             SpecError: it cannot be tested, or --no-rehearse or the cap on node-hours prevents that.
@@ -354,7 +354,7 @@ class TrainingStart:
             return
         spec, record = self.run.spec, ResumeTestRecords(self.run.path).find_newest_on_other_nodes(self._key)
         if record is not None:
-            ResumeFinding(record, get_resume_settings(spec).batch, kept=True).require_other_nodes()
+            ResumeFinding(record, get_resume_settings(spec).batch, kept=True).require_resume_on_other_nodes()
             return
         untested = (
             "--nodes cannot be a range: whether the script resumes on another number of nodes must be tested first"
@@ -410,7 +410,7 @@ def run_resume_test_if_due(training: TrainingStart, launcher: Launcher, policy: 
     if training.rehearse and training.is_long:
         finding.require_resumable(run.spec.name, WITHOUT_RESUME_TEST)
     if training.changes_nodes and not finding.kept:
-        finding.require_other_nodes()
+        finding.require_resume_on_other_nodes()
     return ""
 
 

@@ -267,7 +267,7 @@ def get_job_status(
         )
         / 3600,
         node_hours_left=None if remaining is None else newest.nodes * remaining / 3600,
-        links=_list_link_statuses(job, newest),
+        links=_list_chain_job_statuses(job, newest),
         hopeless=state == "queued" and scheduler.hopeless,
         compared=_describe_compared_cell(snapshot, newest),
     )
@@ -278,7 +278,7 @@ def _describe_compared_cell(files_snapshot: Snapshot, task: JobTask) -> str:
     return files_snapshot.compared_cells.get(task.signature, "") if isinstance(task, TrainTask) else ""
 
 
-def _list_link_statuses(job: Job, task: JobTask) -> tuple[LinkStatus, ...]:
+def _list_chain_job_statuses(job: Job, task: JobTask) -> tuple[LinkStatus, ...]:
     """Return the scheduler jobs of a chain, with the batches of the stages that each one runs."""
     if not job.link_nodes or not isinstance(task, TrainTask):
         return ()

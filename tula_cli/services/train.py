@@ -407,7 +407,7 @@ def prepare_training(
     Raises:
         OtherFormat: the run has an older format.
         BadMeasurements, SpecError: as in `choose_run_to_train` and `plan_training`.
-        SpecError, CannotResume: as in `TrainingStart.require_other_nodes`.
+        SpecError, CannotResume: as in `TrainingStart.require_resume_on_other_nodes`.
     """
     run = choose_run_to_train(runs, request.node_type)
     require_current_format(run.path)
@@ -420,7 +420,7 @@ def prepare_training(
     if run.spec.cluster.collective == "parameter_server":
         yield WarningEvent(messages.parameter_server_collective())
     ready = PreparedTraining(runs, run, plan_found, request)
-    ready.training_start.require_other_nodes()
+    ready.training_start.require_resume_on_other_nodes()
     remaining_share = 1.0
     if plan_found.resumes is not None:
         remaining_share -= plan_found.resumes / (find_dataset_size(run, inspect) * run.spec.train.max_epochs)

@@ -130,7 +130,7 @@ def describe_gap_meaning(compare_report: "CompareReport") -> str:
 def choose_metric_digits(compare_report: "CompareReport", metric: str) -> int:
     """Return the decimals with which a metric is shown.
 
-    A script's metric, whose unit is unknown, has as many as give its largest value four significant digits.
+    The unit of a script's metric is unknown: its largest value is shown with four significant digits.
     """
     if not compare_report.of_script:
         return 4 if metric == "loss" else 2

@@ -90,7 +90,7 @@ def test_transfers_grow_until_one_takes_long(report: ClusterReport) -> None:
 
 
 def test_what_the_nodes_are_is_kept_before_the_network_is_tried(run: RunDir, report: ClusterReport) -> None:
-    draft = run.checks.read_draft(report.id)
+    draft = run.checks.read_draft_report(report.id)
     assert draft is not None
     assert draft == report.model_copy(update={"transfers": (), "latency": None})
 

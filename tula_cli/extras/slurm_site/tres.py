@@ -38,7 +38,7 @@ def parse_count(name: str, text: str) -> float | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTPE]?)B?", text.strip().upper())
     if match is None or not name:
         return None
-    units = _MB if _convert_to_mb(name) else _COUNTS
+    units = _MB if _has_memory_unit(name) else _COUNTS
     return float(match[1]) * (units[match[2]] if match[2] else 1.0)
 
 
@@ -53,12 +53,12 @@ def parse_weights(text: str) -> dict[str, float]:
         match = re.fullmatch(r"(-?\d*\.?\d+(?:[eE][-+]?\d+)?)([KMGTPE]?)B?", value.strip(), re.IGNORECASE)
         if name and match:
             unit = match[2].upper()
-            scale = 1.0 if not unit else (_MB if _convert_to_mb(name.lower()) else _COUNTS)[unit]
+            scale = 1.0 if not unit else (_MB if _has_memory_unit(name.lower()) else _COUNTS)[unit]
             weights[name.lower()] = float(match[1]) / scale
     return weights
 
 
-def _convert_to_mb(name: str) -> bool:
+def _has_memory_unit(name: str) -> bool:
     return name == "mem" or name.startswith("bb/")
 
 

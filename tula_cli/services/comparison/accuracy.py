@@ -145,7 +145,7 @@ class CompareReport:
                 describe_method_label(row.method, reference=row.reference),
                 str(row.batch),
                 str(row.seeds),
-                *(describe_spread(row.stat(name)) for name in self.columns),
+                *(format_mean_and_deviation(row.stat(name)) for name in self.columns),
                 format_number(row.gap),
                 format_duration(None if row.hours is None else 3600 * row.hours),
             )
@@ -437,7 +437,7 @@ def describe_best_row(report: CompareReport, script: Script | None) -> str:
     if small is None or not candidates:
         return f"No result yet: {report.finished} of {format_count(report.total, 'training')} done. Run tula compare to train the others."
     first = find_best_row(candidates, report)
-    result = f"{report.metric} {describe_spread(first.stat(report.metric))}, where batch {report.reference_batch} has {describe_spread(small)}"
+    result = f"{report.metric} {format_mean_and_deviation(first.stat(report.metric))}, where batch {report.reference_batch} has {format_mean_and_deviation(small)}"
     progress = "" if report.complete else f" ({report.finished} of {format_count(report.total, 'training')} done)"
     alike = [
         row
@@ -445,7 +445,9 @@ def describe_best_row(report: CompareReport, script: Script | None) -> str:
         if row is not first and not row.dropped and not differs_beyond_noise(first, row, report.metric)
     ]
     if alike:
-        alternatives = ", ".join(f"{row.method} has {describe_spread(row.stat(report.metric))}" for row in alike)
+        alternatives = ", ".join(
+            f"{row.method} has {format_mean_and_deviation(row.stat(report.metric))}" for row in alike
+        )
         unclear = (
             "the differences between the methods are within the noise of the seeds"
             if first.seeds > 1
@@ -485,7 +487,7 @@ def find_best_row(rows: Sequence[ComparisonRow], report: CompareReport) -> Compa
     return (min if report.less_is_better else max)(rows, key=value)
 
 
-def describe_spread(value: SeedStatistics | None) -> str:
+def format_mean_and_deviation(value: SeedStatistics | None) -> str:
     if value is None:
         return "-"
     return format_number(value.mean, 4) + (f" ± {format_number(value.sd, 2)}" if value.sd is not None else "")

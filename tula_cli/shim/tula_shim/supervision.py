@@ -228,7 +228,7 @@ class StepKiller:
 
     def _kill(self) -> None:
         deadline, settled = time.time() + PATIENCE, float(self.wanted.get("settled", 2.0))
-        while time.time() - self._get_write_time() < settled and time.time() < deadline:
+        while time.time() - self._get_checkpoint_write_time() < settled and time.time() < deadline:
             time.sleep(settled / 20)
         assert self._checkpoint is not None
         self._checkpoint["killed"] = True
@@ -239,7 +239,7 @@ class StepKiller:
         assert self._checkpoint is not None
         write_json(self.plan.folder / "rehearsal.json", self._checkpoint)
 
-    def _get_write_time(self) -> float:
+    def _get_checkpoint_write_time(self) -> float:
         """Return the Unix time at which a checkpoint was last written; 0 if there is none."""
         return _find_newest_checkpoint(str(self.wanted["checkpoint"])).changed
 

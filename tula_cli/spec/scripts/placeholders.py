@@ -54,7 +54,7 @@ def find_placeholders(text: str) -> tuple[str, ...]:
         if token[1] is None:
             raise ValueError(f"a single {token[0]} in {text!r}: write {token[0] * 2} for a literal brace")
         if token[1] not in PLACEHOLDERS:
-            raise ValueError(_describe_unknown(token[1]))
+            raise ValueError(_describe_unknown_placeholder(token[1]))
         found_names.append(token[1])
     return tuple(found_names)
 
@@ -121,7 +121,7 @@ def _format_value(value: str | float) -> str:
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
-def _describe_unknown(name: str) -> str:
+def _describe_unknown_placeholder(name: str) -> str:
     near = difflib.get_close_matches(name, PLACEHOLDERS, 1)
     hint = f"did you mean {{{near[0]}}}?" if near else f"choose from {', '.join(PLACEHOLDERS)}."
     return f"unknown placeholder {{{name}}}: {hint} For literal braces, write {{{{ and }}}}"

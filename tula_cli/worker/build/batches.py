@@ -367,7 +367,7 @@ class ModelCall:
         """Return the arguments of `forward` for a batch, in order and by name."""
         fields = list_named_entries(batch)
         if fields is not None and (isinstance(batch, Mapping) or self._names_any_parameter(fields)):
-            return self._list_named_arguments(fields, batch)
+            return self._make_call_arguments(fields, batch)
         if not isinstance(batch, tuple | list) or not batch:
             return (batch,), {}
         nested = isinstance(batch[0], Mapping | tuple | list)
@@ -376,7 +376,7 @@ class ModelCall:
             return tuple(inputs), {}
         fields = list_named_entries(inputs[0])
         if fields is not None:
-            return self._list_named_arguments(fields, inputs[0])
+            return self._make_call_arguments(fields, inputs[0])
         several = isinstance(inputs[0], tuple | list) and (self.takes.any_number or self.takes.positional > 1)
         return (tuple(inputs[0]) if several else (inputs[0],)), {}
 
@@ -411,7 +411,7 @@ class ModelCall:
     def _names_any_parameter(self, fields: Mapping[str, Any]) -> bool:
         return any(key in self.takes.names for key in fields)
 
-    def _list_named_arguments(self, fields: Mapping[str, Any], whole: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _make_call_arguments(self, fields: Mapping[str, Any], whole: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.takes.any_name:
             return (), dict(fields)
         if not self._names_any_parameter(fields) and len(self.takes.required) == 1:

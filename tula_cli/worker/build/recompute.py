@@ -95,12 +95,12 @@ def _list_units_to_wrap(module: nn.Module) -> Iterator[nn.Module | _Checkpointed
     """Yield blocks to wrap whole and plain chains to cut, outermost first; the inside of a block is not searched."""
     for child in [module] if isinstance(module, nn.Sequential) else module.children():
         if isinstance(child, nn.Sequential | nn.ModuleList):
-            yield from _list_units(child)
+            yield from _list_checkpointed_modules(child)
         else:
             yield from _list_units_to_wrap(child)
 
 
-def _list_units(group: nn.Sequential | nn.ModuleList) -> Iterator[nn.Module | _CheckpointedChain]:
+def _list_checkpointed_modules(group: nn.Sequential | nn.ModuleList) -> Iterator[nn.Module | _CheckpointedChain]:
     members = list(group)
     if isinstance(group, nn.Sequential) and not any(_is_composite(member) for member in members):
         cuts = _choose_cut_positions(members)
@@ -109,7 +109,7 @@ def _list_units(group: nn.Sequential | nn.ModuleList) -> Iterator[nn.Module | _C
         return
     for member in members:
         if isinstance(member, nn.Sequential | nn.ModuleList) and any(_is_composite(inner) for inner in member):
-            yield from _list_units(member)
+            yield from _list_checkpointed_modules(member)
         elif _is_composite(member) and not isinstance(member, nn.ModuleList | nn.ModuleDict):
             yield member
 

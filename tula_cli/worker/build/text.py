@@ -102,7 +102,11 @@ def build_block_datasets(spec: JobSpec, *_: Any) -> tuple[Blocks, Blocks, None]:
 
 
 def build_fragment_datasets(spec: JobSpec, *_: Any) -> tuple[Fragments, Fragments, int]:
-    """Return `python_packages`: fragments of at most `length` bytes of the `classes` packages with most text."""
+    """Return training set, held-out set and number of classes of dataset `python_packages`.
+
+    The samples are fragments of at most `length` bytes of source text, labelled by their package: the `classes` packages
+    with the most text.
+    """
 
     def settings(length: int = 128, classes: int = 8, size: int = 100_000) -> tuple[int, ...]:
         return length, classes, size

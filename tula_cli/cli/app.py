@@ -382,8 +382,8 @@ def _make_unknown_command_error(arguments: Sequence[str]) -> SpecError:
     argument = rest[0] if rest else ""
     if word in OTHER_NAMES:
         return SpecError(f"there is no command {word}", " ".join(OTHER_NAMES[word].format(argument, argument).split()))
+    # os.path, because Path.exists raises PermissionError in another user's folder.
     run_folders = (os.path.join(folder, word, "spec.yaml") for folder in ("", ROOT))  # noqa: PTH118
-    # Os.path raises no PermissionError, unlike Path.
     if word.endswith((".yaml", ".yml")) or any(map(os.path.exists, run_folders)):
         return SpecError(f"{word} is not a command", f"{_TRAIN.format(word, word)}; tula status {word} shows its run")
     hint = suggest_nearest(word, COMMANDS)

@@ -104,7 +104,7 @@ class CheckResult:
     """The search of a job on each node type; the key is None for a job without node types."""
 
     reports: Mapping[str | None, CheckReport]
-    cap: float | None  # node-hours of search.max_node_hours
+    cap: float | None  # maximum node-hours (search.max_node_hours); None without a cap
 
     def __repr__(self) -> str:
         return f"<CheckResult: {'; '.join(self._list_summaries())}>"

@@ -107,7 +107,7 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
     content = spec.model_dump(mode="json", exclude_unset=True)
     train = dict(content.get("train", {}))
     if variant.method != spec.train.method or variant.method == REFERENCE:
-        train.pop("lr_scaling", None)  # set for the job's method; the others have their own rule, lbt has none
+        train.pop("lr_scaling", None)  # of the job's method; other methods have their own rule, and lbt has none
     if not variant.training_method.ramps:
         train.pop("ramp", None)  # methods without ramps train at one batch
     content["train"] = {**train, "method": variant.method, "seed": seed, **variant.train}

@@ -136,7 +136,7 @@ class ProbeFinished:
     result: "Measured | OutOfMemory | Failed"
     number: int  # results so far, this one included
     total: int  # probes of these jobs
-    left: float | None  # estimated seconds until all of them are finished
+    left: float | None  # estimated seconds until all probes are finished; None if unknown
 
 
 @dataclass(frozen=True)

@@ -375,7 +375,7 @@ class LargestBatch:
     local_batch: int  # of one GPU; it ran
     too_large: int | None  # the smallest local batch above it that did not fit; None if none was tried
     limit: int  # largest local batch of the search: that of the dataset or of search.max_batch
-    capacity: int | None  # None if unknown
+    capacity: int | None  # bytes of memory per rank; None if unknown
     headroom: float | None  # share of the capacity that the largest local batch leaves free
     margin: float  # share of the capacity that tula keeps free in a training
     local_batch_with_margin: int | None  # largest local batch that leaves the margin free; None if unknown

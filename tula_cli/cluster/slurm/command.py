@@ -89,8 +89,7 @@ def parse_record(line: str) -> dict[str, str]:
     keys = list(_KEY.finditer(line))
     ends = [key.start() for key in keys[1:]] + [len(line)]
     fields: dict[str, str] = {}
-    for key, end in zip(
-        keys, ends, strict=False
-    ):  # a line without fields ("No reservations in the system") has only an end
+    # strict=False: a line without fields ("No reservations in the system") gives an end, but no key.
+    for key, end in zip(keys, ends, strict=False):
         fields.setdefault(key[1], line[key.end() : end].strip())  # "CfgTRES=cpu=2,..." has no space before "cpu"
     return fields

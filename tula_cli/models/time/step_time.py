@@ -279,7 +279,7 @@ class FeaturePoints:
     log_batch: Floats
     log_replicas: Floats  # relative to the fewest measured
     log_shape: Floats  # relative to that of the fewest measured
-    log_gpus: Floats  # of a node, against the fewest measured
+    log_gpus: Floats  # GPUs per node, relative to the fewest measured
     log_inner: Floats  # GPUs per node, relative to the most measured
     single: Flags  # one GPU per node while other nodes have more: no synchronisation inside
     u: Floats  # shape (n, places of u)
@@ -432,7 +432,7 @@ def evaluate_model(z: Floats, at: FeaturePoints) -> ModelValues:
 #     f(g) = f g^eta                                                 the floor is the work of a CPU that the GPUs share
 #
 # Deviations of a configuration depend on batch and nodes together, and are similar for its neighbours: ln t and
-# ln c also have residuals over (ln b, ln N), and over ln g as ln m has. They are part of the covariance of the probes
+# ln c also have residuals over (ln b, ln N), with nodes of several sizes over ln g too. They are part of the covariance of the probes
 # (generalised least squares), not coordinates of the fit; predictions interpolate those of nearby probes (kriging).
 #
 # A handful of probes does not determine all parameters. Each one has a prior from public measurements

@@ -58,7 +58,7 @@ class HangWatch:
     rank: int
     world: int
     end: Callable[[int], object] = os._exit
-    _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEDIAN_STEPS))  # seconds
+    _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEDIAN_STEPS))
     _step: int | None = None  # number of the current step; None between two steps
     _over: threading.Event = field(default_factory=threading.Event)
 

@@ -202,8 +202,8 @@ def _list_batches(
 ) -> list[list[Option]]:
     """Return the options of a job on a node type, by batch.
 
-    For the plan of lowest energy (or of another quantity than cost) within a budget there is also a list per batch of the options that all trainings together
-    can afford.
+    If the plan minimises neither time nor cost, but has a budget, there is also a list per batch of the options that all
+    trainings together can afford.
     """
     quantity, prices = _choose_quantity(query), candidates["cost"]
     rows = np.asarray(job.rows)[candidates["type"][job.rows] == node_type]
@@ -248,7 +248,7 @@ def _list_warnings(names: Sequence[str], considered: Sequence[_ConsideredConfigu
 
 
 def _require_within_limits(plan: Campaign, subject: str, query: Query) -> None:
-    """Raise an error if a plan that does not minimise time or cost, or one that need not be the best, exceeds the limits."""
+    """Raise an error if a plan exceeds the limits, which those of lowest time or cost with a proof do not."""
     if plan.minimises not in ("time", "cost") and not is_within(plan.cost, _get_limit(query.budget)):
         raise Infeasible(
             f"the plan of {QUANTITIES[plan.minimises].lowest} for {subject} costs {format_number(plan.cost, 4)} {plan.currency}, more than the"

@@ -360,7 +360,10 @@ def add_batches(text: str, recognised: RecognisedCommand) -> str:
         below = f"half of the current batch ({batch})" if least < batch else "the current batch"
         smallest = f"{below}; batches are min_batch x 2^k, and the script starts once for each"
         largest = f"{most} # {most // batch} times the current batch; memory may limit it further"
-    return _set_key(text, "min_batch", str(least), f"{smallest}\n  max_batch: {largest}")
+    text = _set_key(text, "min_batch", str(least), smallest)
+    return re.sub(
+        r"^  min_batch:.*$", lambda line: f"{line[0]}\n  max_batch: {largest}", text, count=1, flags=re.MULTILINE
+    )
 
 
 def _add_baseline(text: str, recognised: RecognisedCommand) -> str:

@@ -251,8 +251,9 @@ def _sort_rows(rows: Candidates, quantity: Quantity) -> Ints:
 def _compute_cautious_values(rows: Candidates, quantity: Quantity) -> Floats:
     """Return the values, increased by their uncertainty.
 
-    All quantities except kWh have the relative uncertainty of the hours. Among many uncertain forecasts the minimum is more often one that is too low by error than the best. A factor
-    exp(variance of ln time) compensates for that: negligible for intervals within 5 %, 6 % for an interval of +-50 %.
+    All quantities except kWh have the relative uncertainty of the hours. Among many uncertain forecasts the minimum is
+    more often one that is too low by error than the best. A factor exp(variance of ln time) compensates for that:
+    negligible for intervals within 5 %, 6 % for an interval of +-50 %.
     """
     low, high = rows[f"{quantity.interval}_low"], rows[f"{quantity.interval}_high"]
     known = (low > 0) & (high > 0)  # False for nan
@@ -296,10 +297,10 @@ def _describe_noise_range(rows: Candidates, quantity: Quantity) -> str:
     if quantity.name != "accuracy-time":
         return ""
     ends = (rows["same_progress_epochs_lossy"], rows["same_progress_epochs_alike"])
-    batch_at_first_end, batch_at_other_end = (int(rows["batch"][np.argmin(rows["hours"] * epochs)]) for epochs in ends)
-    if batch_at_first_end == batch_at_other_end:
-        return f" (batch {batch_at_other_end} over the whole range of the gradient noise)"
-    return f" (the best batch is {min(batch_at_first_end, batch_at_other_end)} to {max(batch_at_first_end, batch_at_other_end)} over the range of the gradient noise)"
+    best_batches = sorted({int(rows["batch"][np.argmin(rows["hours"] * epochs)]) for epochs in ends})
+    if len(best_batches) == 1:
+        return f" (batch {best_batches[0]} over the whole range of the gradient noise)"
+    return f" (the best batch is {best_batches[0]} to {best_batches[1]} over the range of the gradient noise)"
 
 
 def _choose_knee(rows: Candidates, quantity: Quantity) -> Choice:

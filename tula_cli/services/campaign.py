@@ -248,7 +248,7 @@ def _list_warnings(names: Sequence[str], considered: Sequence[_ConsideredConfigu
 
 
 def _require_within_limits(plan: Campaign, subject: str, query: Query) -> None:
-    """Raise an error if a plan exceeds the limits, which those of lowest time or cost with a proof do not."""
+    """Raise an error if a plan exceeds the limits: it may if it minimises neither time nor cost, or need not be the best."""
     if plan.minimises not in ("time", "cost") and not is_within(plan.cost, _get_limit(query.budget)):
         raise Infeasible(
             f"the plan of {QUANTITIES[plan.minimises].lowest} for {subject} costs {format_number(plan.cost, 4)} {plan.currency}, more than the"

@@ -55,7 +55,7 @@ def test_the_main_job_from_profile_to_trained_model(tula, tmp_path: Path, open_u
     choice = answer["data"]["choice"]
     fastest = min(answer["data"]["rows"], key=lambda row: row["hours"])
     noise_said = (  # where noise made a fit uncertain, or the ranks held each other up
-        f"batch {fastest['batch']} is predicted to be",
+        f"batch {fastest['batch']} is predicted to need",
         "of 6 measured configurations",
     )
     as_fast = fastest["hours"] > choice["hours"] * (1 - ALIKE / 2)  # less than that is not worth a word

@@ -12,7 +12,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import synchronised_metric
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import resnet18
@@ -50,7 +49,7 @@ OWN = {
     "error": "worker_jobs:error",
     "gathers": "worker_jobs:Errors",
     "merges": "worker_jobs:MergedErrors",
-    "torchmetrics": f"{synchronised_metric.__name__}:Errors",
+    "torchmetrics": "synchronised_metric:Errors",
 }
 MEASURED = {"dataset": {"args": {"eval_size": 37}}, "train": {"metrics": OWN}}
 WIDE = {"model": {"name": "worker_jobs:wide"}}

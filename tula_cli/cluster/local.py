@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import os
 import shlex
-import signal
 import socket
 import sys
 import time
@@ -15,7 +14,7 @@ from tula_cli.cluster.allocation import POLL
 from tula_cli.cluster.scheduler import JobRequest, LocalScheduler, SchedulerState
 from tula_cli.errors import JobFailed
 from tula_cli.host import devices, machine_lock
-from tula_cli.host.processes import start_time
+from tula_cli.host.processes import is_running
 from tula_cli.run import package
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
@@ -31,7 +30,7 @@ MAX_SILENCE = 3600.0
 
 
 class LocalLauncher:
-    """Launcher of jobs on this machine.
+    """Launcher of jobs on this machine: what a run records about them; `LocalScheduler` starts, finds and kills them.
 
     Probes that share a GPU or a core run one at a time, in order of their start; all other jobs run at once.
     """
@@ -66,16 +65,16 @@ class LocalLauncher:
         setup = (f"export PYTHONPATH={shlex.quote(path)}",)
         job = JobRequest(task.job, command, folder=Path(task.workdir), logs=run.submitit_dir.absolute(), setup=setup)
         script = run.write_script(task.job, self.scheduler.script(job))
-        pid = int(self.scheduler.submit(script, job).partition("-")[0])
+        pid, _, started = self.scheduler.submit(script, job).partition("-")
         return Job(
             id=task.job,
             scheduler="local",
-            scheduler_id=str(pid),
+            scheduler_id=pid,
             nodes=task.nodes,
             submitted_at=submitted_at,
             submissions=earlier.submissions + 1 if earlier else 1,
             folder=str(run.path.resolve()),
-            process_started=start_time(pid),
+            process_started=float(started) or None,
             host=socket.gethostname(),
             tula=__version__,
         )
@@ -87,7 +86,7 @@ class LocalLauncher:
     def _get_state(self, snapshot: Snapshot, job: Job) -> SchedulerState:
         if job.host not in ("", socket.gethostname()):
             return _get_state_on_other_machine(snapshot, job)
-        if not _is_alive(job):
+        if not is_running(int(job.scheduler_id), job.process_started):
             return SchedulerState("ended")
         if attempts := list_attempts_of_submission(snapshot, job):
             trainings = ", ".join(attempts[-1].disturbed_by)
@@ -96,13 +95,14 @@ class LocalLauncher:
         return SchedulerState("pending", waits or "starting")
 
     def cancel(self, run: RunDir, job: Job) -> None:
-        """Mark a job as cancelled and wait until its supervisor has exited; kill the supervisor after 30 s."""
+        """Mark a job as cancelled and wait until its supervisor has exited; kill its processes after 30 s."""
         run.cancel(job.id)
         deadline = time.monotonic() + 30
-        while _is_alive(job) and time.monotonic() < deadline:
+        while is_running(int(job.scheduler_id), job.process_started):
+            if time.monotonic() >= deadline:
+                self.scheduler.cancel([f"{job.scheduler_id}-{job.process_started:.0f}"])
+                return
             time.sleep(0.1)
-        if _is_alive(job):
-            os.kill(int(job.scheduler_id), signal.SIGKILL)
 
 
 def run_supervisor(path: str, task_id: str, _: str | None = None) -> None:
@@ -156,11 +156,6 @@ def _get_state_on_other_machine(snapshot: Snapshot, job: Job) -> SchedulerState:
 def list_attempts_of_submission(snapshot: Snapshot, job: Job) -> list[Attempt]:
     """Return the attempts of a job since its last submission."""
     return snapshot.list_attempts_of_job(job.id, since=job.submitted_at - 1)
-
-
-def _is_alive(job: Job) -> bool:
-    since = start_time(int(job.scheduler_id))
-    return since is not None and since == job.process_started
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from tula_cli import plugins
 from tula_cli.errors import SchedulerError, SpecError
-from tula_cli.host.processes import start_time
+from tula_cli.host.processes import is_running, start_time
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.spec.backend import BACKENDS
 from tula_cli.spec.resources import Cluster
@@ -336,13 +336,13 @@ class LocalScheduler:
 
     def ask(self, ids: Sequence[str]) -> Mapping[str, SchedulerState]:
         _reap_children()
-        return {id_: SchedulerState("running" if _is_same_process(id_) else "ended") for id_ in ids}
+        return {id_: SchedulerState("running" if _is_running(id_) else "ended") for id_ in ids}
 
     def cancel(self, ids: Sequence[str]) -> str:
         for id_ in ids:
-            if _is_same_process(id_):
+            if _is_running(id_):
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(_parse_pid(id_), signal.SIGKILL)
+                    os.killpg(int(id_.partition("-")[0]), signal.SIGKILL)
         return ""
 
     def hold(self, ids: Sequence[str]) -> str:
@@ -367,14 +367,9 @@ class LocalScheduler:
         return None
 
 
-def _parse_pid(id_: str) -> int:
-    return int(id_.partition("-")[0])
-
-
-def _is_same_process(id_: str) -> bool:
-    pid, _, ticks = id_.partition("-")
-    since = start_time(int(pid)) if pid.isdigit() else None
-    return since is not None and f"{since:.0f}" == ticks
+def _is_running(id_: str) -> bool:
+    pid, _, started = id_.partition("-")
+    return pid.isdigit() and started.isdigit() and is_running(int(pid), float(started))
 
 
 def _reap_children() -> None:

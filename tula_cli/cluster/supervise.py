@@ -49,7 +49,7 @@ from tula_cli.errors import JobFailed, OtherFormat, TulaError
 from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, make_mark
 from tula_cli.host.machine_lock import TicketHolder
 from tula_cli.host.network import get_node_name
-from tula_cli.host.processes import start_time
+from tula_cli.host.processes import is_running
 from tula_cli.run import format as run_format
 from tula_cli.run import shortages
 from tula_cli.run.directory import RunDir
@@ -201,7 +201,7 @@ class Supervisor:
     def _await_resume_test(self, task: Task) -> None:
         """Wait for the resume test that precedes a training on this machine; on a scheduler, job dependencies do so."""
         job = self.run.find_job(task.predecessor) if task.predecessor else None
-        while job is not None and start_time(int(job.scheduler_id)) == job.process_started:
+        while job is not None and is_running(int(job.scheduler_id), job.process_started):
             if self.run.is_cancelled(task.job):
                 return
             time.sleep(POLL)

@@ -194,6 +194,11 @@ def start_time(pid: int) -> float | None:
     return None if fields[0] in "ZX" else float(fields[19])
 
 
+def is_running(pid: int, started: float | None) -> bool:
+    """Return whether the process that `start_time` reported to have started then still runs; ids are reused."""
+    return started is not None and start_time(pid) == started
+
+
 def find_inner_id(pid: int) -> int | None:
     """Return the id of a process in its innermost PID namespace, which differs in containers; None if it has exited."""
     try:

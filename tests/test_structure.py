@@ -19,10 +19,17 @@ def modules(root: Path) -> dict[str, Path]:
     }
 
 
-def imports(name: str, tree: ast.AST, known: dict[str, Path]) -> set[str]:
-    """Return the modules that run when the one of this name does, those imported inside functions too."""
+def imports(name: str, tree: ast.AST, known: dict[str, Path], *, for_types: bool = False) -> set[str]:
+    """Return the modules that run when the one of this name does, those imported inside functions too.
+
+    Args:
+        name: name of the module.
+        tree: its syntax tree.
+        known: all modules.
+        for_types: whether imports for type checkers count too.
+    """
     result = set()
-    for node in _run_time(tree):
+    for node in ast.walk(tree) if for_types else _run_time(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             result |= _relative(node, name, known)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -49,9 +56,10 @@ def _run_time(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def cycles(root: Path) -> list[list[str]]:
-    """Return the groups of modules that import each other in a circle."""
+    """Return the groups of modules that import each other in a circle; imports for type checkers count too."""
     known = modules(root)
-    arrows = {name: imports(name, ast.parse(path.read_text()), known) - {name} for name, path in known.items()}
+    trees = {name: ast.parse(path.read_text()) for name, path in known.items()}
+    arrows = {name: imports(name, tree, known, for_types=True) - {name} for name, tree in trees.items()}
     reach = {name: _reached(name, arrows) for name in arrows}
     groups = {frozenset([name, *(other for other in reach[name] if name in reach[other])]) for name in arrows}
     return sorted(sorted(group) for group in groups if len(group) > 1)
@@ -223,10 +231,14 @@ def test_device_code_elsewhere_is_seen(tree: Path, line: str) -> None:
     assert result.startswith("tula_cli/cli/check.py: ")
 
 
-def test_a_tree_that_keeps_the_rules_passes(tree: Path) -> None:
-    (tree / "tula_cli/show").mkdir()
-    (tree / "tula_cli/show/check.py").write_text(
+def test_a_cycle_of_imports_for_types_is_detected(tree: Path) -> None:
+    (tree / "tula_cli/spec/job.py").write_text(
         "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    import tula_cli.cli.check\n"
     )
-    (tree / "tula_cli/cli/check.py").write_text("import tula_cli.show.check\n")
+    (tree / "tula_cli/cli/check.py").write_text("import tula_cli.spec.job\n")
+    assert cycles(tree) == [["tula_cli.cli.check", "tula_cli.spec.job"]]
+
+
+def test_a_tree_that_keeps_the_rules_passes(tree: Path) -> None:
+    (tree / "tula_cli/cli/check.py").write_text("import tula_cli.spec.job\n")
     assert not any([cycles(tree), device_code(tree)])

@@ -24,6 +24,7 @@ from tula_cli.services import compare as services_compare
 from tula_cli.services import status as services_status
 from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import accuracy, session, trainings
+from tula_cli.services.plans import ComparePlan
 from tula_cli.show import screen as show_screen
 from tula_cli.spec.job import JobSpec
 
@@ -103,7 +104,7 @@ class Trains(make.FakeLauncher):
         )  # fmt: skip
 
 
-def plan(run: RunDir, grid: Grid = GRID, spec: JobSpec | None = None) -> services_compare.ComparePlan:
+def plan(run: RunDir, grid: Grid = GRID, spec: JobSpec | None = None) -> ComparePlan:
     return services_compare.plan_comparison(Run(run.path, spec or run.read_spec()), grid, inspect=inspect, now=1.0)
 
 

@@ -18,6 +18,7 @@ from tula_cli.run.code import make_runs_of_job
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.tasks import ProbeTask, TrainTask
 from tula_cli.services import profile, train
+from tula_cli.services.plans import TrainPlan
 from tula_cli.spec.job import JobSpec
 
 
@@ -403,7 +404,7 @@ def submit(run: RunDir, spec: JobSpec, launcher: FakeLauncher) -> dict[str, Prob
     return {task.id: task for task in run.read_tasks() if isinstance(task, ProbeTask)}
 
 
-def plan_training(run: RunDir, spec: JobSpec) -> train.TrainPlan:
+def plan_training(run: RunDir, spec: JobSpec) -> TrainPlan:
     return train.plan_training(Run(run.path, spec), nodes=1, batch=32, inspect=lambda _: inspected())
 
 

@@ -18,6 +18,7 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.tasks import ProbeTask, make_probe_id
 from tula_cli.services import profile
 from tula_cli.services.events import JobsProgress, WarningEvent
+from tula_cli.services.plans import ProfilePlan
 from tula_cli.services.status import run_status
 from tula_cli.services.waiting import WaitPolicy, _NewProbeResults, wait_for_jobs
 from tula_cli.show import live
@@ -47,7 +48,7 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir.create(tmp_path, make_runs.spec(search=search, pricing={"price": 3.0}))
 
 
-def batches(plan: profile.ProfilePlan) -> dict[int, tuple[int, ...]]:
+def batches(plan: ProfilePlan) -> dict[int, tuple[int, ...]]:
     return {task.nodes: task.local_batches for task in plan.tasks}
 
 
@@ -162,7 +163,7 @@ def long_job(**search: object) -> JobSpec:
     return make_runs.spec(search={**rounds, **search}, train={"epochs": 1_000_000})
 
 
-def measure(run: RunDir, plan: profile.ProfilePlan) -> None:
+def measure(run: RunDir, plan: ProfilePlan) -> None:
     """Write the tasks of a plan and their results."""
     for task in plan.tasks:
         run.write_task(task)
@@ -183,12 +184,12 @@ def test_each_round_follows_from_the_results_of_those_before(rounds: RunDir) -> 
     assert 4 <= seen < 18 and "Measuring all configurations" in plan.certainty
 
 
-def plan_after(plan: profile.ProfilePlan) -> profile.ProfilePlan:
+def plan_after(plan: ProfilePlan) -> ProfilePlan:
     """Return a further round, with a job of the same id as one of the round before."""
     return dataclasses.replace(plan, tasks=(plan.tasks[0].model_copy(update={"local_batches": (64,)}),))
 
 
-def submit_all(run: RunDir, plan: profile.ProfilePlan, launcher: FakeLauncher) -> None:
+def submit_all(run: RunDir, plan: ProfilePlan, launcher: FakeLauncher) -> None:
     profile.submit_probes(run, plan, launcher)
     assert set(launcher.says.values()) == {"running"}
 
@@ -306,7 +307,7 @@ def test_why_a_probe_of_a_script_failed_is_reported_once_with_what_to_do(tmp_pat
     assert not [event for event in messages if isinstance(event, WarningEvent)], "the error says it"
     (job,) = next(event for event in messages if isinstance(event, JobsProgress)).status.jobs
     assert job.state == "failed" and why not in live._describe_job(job)
-    plan = profile.ProfilePlan(
+    plan = ProfilePlan(
         tuple(run.read_tasks()), 1, 0, 20, Source(Path(), ""), **vars(compute_max_cost(run.read_spec(), 0.3, None))
     )
     with pytest.raises(JobFailed, match="a step trains on 8 samples") as error:
@@ -317,7 +318,7 @@ def test_why_a_probe_of_a_script_failed_is_reported_once_with_what_to_do(tmp_pat
 
 
 def test_a_further_round_stays_within_the_cap_on_node_hours(rounds: RunDir) -> None:
-    def capped(cap: float) -> profile.ProfilePlan:
+    def capped(cap: float) -> ProfilePlan:
         return profile.plan_probes(Run(rounds.path, long_job(max_node_hours=cap)), inspection())
 
     assert capped(1.0).missing == 4  # the command line refuses the start where it is over the cap

@@ -30,12 +30,13 @@ from tula_cli.run.records.results import CountedEnergy
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.services import train
 from tula_cli.services.events import WarningEvent, follow
+from tula_cli.services.plans import TrainPlan
 from tula_cli.show.train import render_train_plan
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import compute_train_signature
 
 
-def plan(run: RunDir, spec: JobSpec | None = None, **named: object) -> train.TrainPlan:
+def plan(run: RunDir, spec: JobSpec | None = None, **named: object) -> TrainPlan:
     """Plan with a dataset of 2000 samples, without building it."""
     run = Run(run.path, spec or run.read_spec())
     return train.plan_training(run, **{"inspect": lambda _: inspected(), **named})  # type: ignore[arg-type]

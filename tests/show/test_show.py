@@ -26,6 +26,7 @@ from tula_cli.run.records.tasks import JobSize
 from tula_cli.services import profile, run_list
 from tula_cli.services import status as services_status
 from tula_cli.services.events import ProbeFinished
+from tula_cli.services.plans import ProfilePlan
 from tula_cli.services.profile import LargestBatch
 from tula_cli.show import live as show_live
 from tula_cli.show import profile as show_profile
@@ -922,7 +923,7 @@ def test_samples_that_were_trained_again_are_reported():
 
 
 def make_profile_plan(run):
-    return profile.ProfilePlan(
+    return ProfilePlan(
         tasks=tuple(run.read_tasks()), total=6, done=4, minutes_at_most=20, node_hours_at_most=0.667, price_at_most=1.5,
         currency="EUR", price="2.25 EUR per node-hour", code=Source(Path("/"), ""),
     )  # fmt: skip

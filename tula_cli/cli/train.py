@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from tula_cli.run.directory import Run
     from tula_cli.run.records.results import Summary
-    from tula_cli.services.train import PreparedTraining, TrainPlan
+    from tula_cli.services.plans import TrainPlan
+    from tula_cli.services.train import PreparedTraining
     from tula_cli.services.waiting import Dependencies, WaitPolicy
 
 

@@ -49,8 +49,8 @@ class _EventDisplay:
                 self._live().update(status)
             case events.ProbeFinished():
                 self._live().add_probe(event)
-            case events.ComparisonProgress(progress):
-                self._live().update_comparison(progress)
+            case events.ComparisonProgress():
+                self._live().update_comparison(event)
             case _:
                 self.drawn.close()
                 self.live = None

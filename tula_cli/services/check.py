@@ -24,7 +24,8 @@ from tula_cli.services.job_warnings import (
     warn_ags_on_one_rank,
     warn_unlikely_settings,
 )
-from tula_cli.services.profile import UpperBoundPlan, compute_max_node_hours, plan_upper_bound
+from tula_cli.services.plans import UpperBoundPlan
+from tula_cli.services.profile import compute_max_node_hours, plan_upper_bound
 from tula_cli.services.resume_test import describe_interruption_cost
 from tula_cli.services.search import (
     ON_ALL_NODES,

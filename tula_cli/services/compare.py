@@ -26,7 +26,6 @@ from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services import messages, train
 from tula_cli.services.comparison import rounds
-from tula_cli.services.comparison.rounds import ComparisonState
 from tula_cli.services.comparison.rows import (
     REFERENCE,
     VARIANTS,
@@ -36,7 +35,7 @@ from tula_cli.services.comparison.rows import (
     scale_lr_of_script,
     warn_missing_controls,
 )
-from tula_cli.services.train import TrainPlan
+from tula_cli.services.plans import ComparePlan, TrainPlan
 from tula_cli.spec.job import JobSpec, describe_misfit, get_warmup_epochs
 from tula_cli.spec.load import validate
 from tula_cli.spec.methods import METHODS
@@ -133,39 +132,6 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
 
 
 # --- The plan
-
-
-@dataclass(frozen=True)
-class ComparePlan:
-    """A comparison before anything is submitted."""
-
-    comparison: Comparison
-    spec: JobSpec  # the job whose settings the cells change
-    standing: ComparisonState
-    missing: tuple[Cell, ...]  # wanted trainings without a result, most useful first
-    # expected hours of one training by row (method, batch); None if unknown
-    hours: Mapping[tuple[str, int], float | None]
-    currency: str
-    price: str
-    first: TrainPlan | None  # plan of the first missing training; None if none is missing
-    warnings: tuple[Diagnostic, ...] = ()
-
-    @property
-    def hours_left(self) -> float | None:
-        """Upper bound of the hours of all missing trainings, one after another; None if no duration is known."""
-        return sum_hours((*self.missing, *self.standing.undecided), self.hours)
-
-
-def sum_hours(cells: Iterable[Cell], hours: Mapping[tuple[str, int], float | None]) -> float | None:
-    """Return the total expected hours of `cells`, or None if the hours of no row are known.
-
-    A row of unknown duration counts as the mean of the known ones; without cells the total is 0.
-    """
-    expected = [(hours.get((cell.method, cell.batch)), cell.share) for cell in cells]
-    known_hours = [value for value in hours.values() if value is not None]
-    if not expected or not known_hours:
-        return None if expected else 0.0
-    return sum(share * (statistics.fmean(known_hours) if value is None else value) for value, share in expected)
 
 
 def plan_comparison(run: Run, grid: Grid, *, inspect: Inspect, now: float) -> ComparePlan:

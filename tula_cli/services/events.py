@@ -10,13 +10,10 @@ if TYPE_CHECKING:
     from tula_cli.cluster.scheduler import SchedulerState
     from tula_cli.models.choice.campaign import Campaign
     from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+    from tula_cli.run.records.results import Cell
     from tula_cli.run.records.tasks import CheckTask, EvaluateTask
-    from tula_cli.services.compare import ComparePlan
-    from tula_cli.services.comparison.learning_rates import PreparedSearch
-    from tula_cli.services.comparison.trainings import Progress
-    from tula_cli.services.profile import ProfilePlan, UpperBoundPlan
-    from tula_cli.services.status import RunStatus
-    from tula_cli.services.train import TrainPlan
+    from tula_cli.services.plans import ComparePlan, PreparedSearch, ProfilePlan, TrainPlan, UpperBoundPlan
+    from tula_cli.services.status import RunStatus, TrainingStatus
 
 T = TypeVar("T")
 
@@ -149,9 +146,20 @@ class NodeCheckProgress:
 
 @dataclass(frozen=True)
 class ComparisonProgress:
-    """The progress of a comparison."""
+    """The progress of a comparison that is waited for. Times in seconds."""
 
-    progress: "Progress"
+    total: int  # upper bound of the number of trainings
+    done: int  # finished trainings, including diverged ones
+    failed: int  # failed trainings that this call started or waited for
+    cell: "Cell | None"  # the running training; None between two trainings, or if several run concurrently
+    training: "TrainingStatus | None"
+    left: float | None
+    running: int = 0
+    ended: "Cell | None" = None  # the training that has just ended; None if none has
+    problem: str = ""  # why that training failed; empty if it did not
+    waits: str = ""  # why the training is still queued; empty unless it waits unusually long
+    round: int | None = None  # number of the round; None for a comparison without rounds
+    undecided: int = 0  # trainings of the total that may not be needed
 
 
 Event = Note | WarningEvent | Planned | JobsProgress | ProbeFinished | NodeCheckProgress | ComparisonProgress

@@ -12,12 +12,11 @@ from tula_cli.cluster.launcher import Launcher, list_attachable_jobs, list_unfin
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum, SpecError, TulaError
 from tula_cli.host.failures import FAILURE_KINDS, advise
-from tula_cli.models.cost import MaxCost, compute_max_cost
+from tula_cli.models.cost import compute_max_cost
 from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT
 from tula_cli.run.code import choose_code, take_snapshot
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
-from tula_cli.run.imports import Source
 from tula_cli.run.job_runs import save_runs
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
@@ -25,6 +24,7 @@ from tula_cli.run.records.results import JobFile
 from tula_cli.run.records.tasks import BatchBounds, MeasuringTask, ProbeTask, make_probe_id
 from tula_cli.services import messages
 from tula_cli.services.events import Note, ProfilePlanned, WarningEvent, Work
+from tula_cli.services.plans import ProfilePlan, UpperBoundPlan
 from tula_cli.services.search import (
     Round,
     choose_next_round,
@@ -52,29 +52,6 @@ from tula_cli.words import describe_part, format_count
 
 MAX_EXIT_SECONDS = 60.0
 """How long to wait for a job to exit that has all its results."""
-
-
-@dataclass(frozen=True)
-class ProfilePlan(MaxCost):
-    """The probes that profiling would run now, those without a result, and their maximum cost."""
-
-    tasks: tuple[ProbeTask, ...]  # one task per number of nodes with missing probes
-    total: int  # probes of the whole search
-    done: int
-    minutes_at_most: float  # total time limit of all jobs
-    code: Source  # the user's code that the probes run
-    reasons: tuple[str, ...] = ()  # reason for each probe, with strategy: adaptive
-    certainty: str = ""  # how certain the decisions are, with strategy: adaptive
-    in_rounds: bool = False  # whether further probes may follow from the results
-
-    @property
-    def missing(self) -> int:
-        return sum(len(task.local_batches) for task in self.tasks)
-
-    @property
-    def jobs(self) -> dict[str, ProbeTask]:
-        """The task of each job."""
-        return {task.job: task for task in self.tasks}
 
 
 @dataclass(frozen=True)
@@ -317,24 +294,6 @@ def _make_nothing_measured_error(report: ProfileReport, spec: JobSpec | None) ->
 
 
 # --- Plans before the job is inspected
-
-
-@dataclass(frozen=True)
-class UpperBoundPlan(MaxCost):
-    """A first job on one node, and the probes that depend on its result: their maximum cost, within the cap."""
-
-    why: str  # why the job cannot be inspected on this machine; empty if it was
-    remedy: str  # what would make the inspection possible on this machine; empty if it was done
-    first_job_minutes: float  # minutes of the job that inspects on a node; 0 without one
-    nodes: tuple[int, ...]  # numbers of nodes in the search
-    probe_node_hours: float  # upper bound for all probes; with search.strategy: adaptive, for one round
-    cap: float | None  # search.max_node_hours; None without a cap
-    adaptive: bool  # whether further rounds may follow
-
-    @property
-    def first_job_node_hours(self) -> float:
-        """Node-hours of the first job."""
-        return self.first_job_minutes / 60
 
 
 def plan_upper_bound(spec: JobSpec, *, why: NotInspectable | None) -> UpperBoundPlan:

@@ -33,7 +33,7 @@ from tula_cli.run.records.base import Market
 from tula_cli.run.records.failures import Recovery, Resize
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Measured
-from tula_cli.run.records.recommendations import Prediction, Recommendation
+from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import JobFile, Summary
 from tula_cli.run.records.tasks import JobSize, Rung, TrainTask
 from tula_cli.services import messages, resume_test
@@ -42,9 +42,9 @@ from tula_cli.services.measurements import (
     fit_estimator_of_recommendation,
     plan_stages,
 )
+from tula_cli.services.plans import TrainPlan
 from tula_cli.services.resume_test import describe_cap_exceeded, describe_interruption_cost
 from tula_cli.services.site_charges import (
-    BalanceCheck,
     bill_run_by_site,
     check_balance_of_task,
     require_balance,
@@ -66,24 +66,6 @@ from tula_cli.words import format_count, format_moment, make_relative_path
 
 if TYPE_CHECKING:
     from tula_cli.models.choice.baseline import Gain
-
-
-@dataclass(frozen=True)
-class TrainPlan:
-    """The plan of a training, before anything is submitted."""
-
-    task: TrainTask
-    prediction: Prediction | None
-    source: str  # origin of nodes and batch, in words
-    finished: bool  # whether the training has already finished
-    resumes: int | None  # samples of the newest checkpoint; None if it starts from the beginning
-    code: Source  # the user's code that the training runs
-    price: str = ""  # in words, with unit, source and date
-    interruption: str = ""  # cost of an interruption of a script, in words; empty if unknown
-    rehearses: bool = False  # whether a resume test of the script runs first
-    balance: BalanceCheck | None = None  # balance of the account; None unless SLURM's billing is the price
-    finished_elsewhere: tuple[Summary, ...] = ()  # finished trainings of the job with other nodes or another batch
-    warnings: tuple[Diagnostic, ...] = ()  # warnings about the range of nodes
 
 
 def choose_run_to_train(runs: Sequence[Run], node_type: str | None) -> Run:

@@ -21,10 +21,11 @@ from tula_cli.services.campaign import load_campaign, plan_campaign, save_campai
 from tula_cli.services.compare import Inspect, inspect_once
 from tula_cli.services.comparison.rows import takes_seed
 from tula_cli.services.events import Note, SeedsPlanned, WarningEvent, Work
+from tula_cli.services.plans import TrainPlan
 from tula_cli.services.resume_test import TrainingStart, describe_cap_exceeded, run_resume_test_if_due
 from tula_cli.services.site_charges import bill_run_by_site
 from tula_cli.services.status import load_summary
-from tula_cli.services.train import TrainPlan, plan_training, submit_training
+from tula_cli.services.train import plan_training, submit_training
 from tula_cli.services.waiting import (
     Dependencies,
     WaitPolicy,

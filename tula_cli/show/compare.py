@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from tula_cli.services.compare import ComparePlan
     from tula_cli.services.comparison.accuracy import CompareReport, ComparisonRow, SeedStatistics
-    from tula_cli.services.comparison.learning_rates import LearningRateReport, PreparedSearch
+    from tula_cli.services.comparison.learning_rates import LearningRateReport
+    from tula_cli.services.plans import ComparePlan, PreparedSearch
 
 
 def render_compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:

@@ -13,8 +13,7 @@ from tula_cli.words import describe_configuration, format_count, format_duration
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-    from tula_cli.services.comparison.trainings import Progress
-    from tula_cli.services.events import ProbeFinished
+    from tula_cli.services.events import ComparisonProgress, ProbeFinished
     from tula_cli.services.status import JobStatus, RunStatus, TrainingStatus
 
 # --- Progress while waiting
@@ -46,7 +45,7 @@ class Live:
     def add_probe(self, event: "ProbeFinished") -> None:
         """Show the result of a probe."""
 
-    def update_comparison(self, now: "Progress") -> None:
+    def update_comparison(self, now: "ComparisonProgress") -> None:
         """Show the progress of a comparison."""
         if now.problem and now.ended is not None:
             self.screen.warn(f"{now.ended.description} failed: {get_first_line(now.problem)}")
@@ -73,7 +72,7 @@ class ChangesLive(Live):
     def add_probe(self, event: "ProbeFinished") -> None:
         self.screen.note(_describe_finished_probe(event))
 
-    def update_comparison(self, now: "Progress") -> None:
+    def update_comparison(self, now: "ComparisonProgress") -> None:
         super().update_comparison(now)
         cell = "" if now.cell is None else now.cell.description
         state = f"{now.done} {now.failed} {now.running} {now.total} {cell} {now.waits}"
@@ -143,7 +142,7 @@ class DrawnLive(Live):
     def add_probe(self, event: "ProbeFinished") -> None:
         self.screen.note(f"[{event.number}/{event.total}] {describe_probe(event.result)}")
 
-    def update_comparison(self, now: "Progress") -> None:
+    def update_comparison(self, now: "ComparisonProgress") -> None:
         super().update_comparison(now)
         total = now.total or 1
         remaining = [] if now.left is None else [f"{format_duration(now.left)} left"]
@@ -195,7 +194,7 @@ def _list_probe_progress(job: "JobStatus") -> Iterator[str]:
 # --- Progress of a comparison
 
 
-def describe_comparison(now: "Progress") -> str:
+def describe_comparison(now: "ComparisonProgress") -> str:
     """Describe the progress of a comparison in one line."""
     at_most, of_two = "at most " if now.undecided else "", f"round {now.round} of 2: " if now.round else ""
     parts = [f"{of_two}{now.done} of {at_most}{format_count(now.total, 'training')} done"]

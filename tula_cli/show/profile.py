@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-    from tula_cli.services.profile import DryRun, LargestBatch, ProfilePlan, ProfileReport, UpperBoundPlan
+    from tula_cli.services.plans import ProfilePlan, UpperBoundPlan
+    from tula_cli.services.profile import DryRun, LargestBatch, ProfileReport
 
 
 def render_all_types(plans: "Sequence[ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
@@ -50,7 +51,7 @@ def render_plan(
     profile_plan: "ProfilePlan | UpperBoundPlan", *, scripts: Sequence[str] = ()
 ) -> Iterator["RenderableType"]:
     """Show the plan for one node type and its upper bound, then the job scripts."""
-    from tula_cli.services.profile import ProfilePlan
+    from tula_cli.services.plans import ProfilePlan
 
     yield from (
         _render_settled_plan(profile_plan)
@@ -76,7 +77,7 @@ def render_unsettled_plan(plan: "UpperBoundPlan") -> Iterator["RenderableType"]:
 
 def render_round(plans_by_type: "Mapping[str | None, ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
     """Show what a further round of a search adds to the plan that was shown before."""
-    from tula_cli.services.profile import ProfilePlan
+    from tula_cli.services.plans import ProfilePlan
 
     unfinished = {name: plan for name, plan in plans_by_type.items() if isinstance(plan, ProfilePlan) and plan.missing}
     yield from render_by_type(unfinished, _render_added_probes)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from tula_cli.run.records.recommendations import Prediction
     from tula_cli.run.records.results import EvaluationRecord, Summary
     from tula_cli.run.records.tasks import EvaluateTask, TrainTask
+    from tula_cli.services.plans import TrainPlan
     from tula_cli.services.site_charges import SiteCharge
-    from tula_cli.services.train import TrainPlan
     from tula_cli.services.train_seeds import SeedsReport
 
 PERCENT = ("top1", "top5")

@@ -19,8 +19,9 @@ from tula_cli.run.records.scripts import ObservedStart, ResumeTestResult, Verdic
 from tula_cli.run.records.tasks import RateSearchTask
 from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.services.comparison import learning_rates
-from tula_cli.services.comparison.learning_rates import LearningRateReport, PreparedSearch
+from tula_cli.services.comparison.learning_rates import LearningRateReport
 from tula_cli.services.events import Note, RateSearchPlanned, WarningEvent, follow
+from tula_cli.services.plans import PreparedSearch
 from tula_cli.services.waiting import Dependencies, DetachedJobs, WaitPolicy
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate

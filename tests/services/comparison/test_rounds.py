@@ -22,9 +22,10 @@ from tula_cli.run.records.results import Comparison
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services import compare as services_compare
 from tula_cli.services import status as services_status
-from tula_cli.services.compare import ComparePlan, Grid
+from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import accuracy, rounds, session, trainings
 from tula_cli.services.events import Note, follow
+from tula_cli.services.plans import ComparePlan
 from tula_cli.services.waiting import Dependencies, WaitPolicy
 from tula_cli.show import compare as show_compare
 from tula_cli.show import live

@@ -13,6 +13,7 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.services import compare, messages
 from tula_cli.services.compare import Grid, make_job_of_cell
 from tula_cli.services.comparison.rows import parse_row
+from tula_cli.services.plans import ComparePlan
 from tula_cli.spec.job import JobSpec
 
 JOB = make.spec(train={"epochs": 4, "reference_batch": 32, "seed": 5}, ags={"b_small": 8})
@@ -104,7 +105,7 @@ def test_a_setting_that_the_spec_does_not_take_is_reported_as_it_tells_it(row: s
 # --- in a plan
 
 
-def plan(run: RunDir, *rows: str, inspect=lambda spec: inspected()) -> compare.ComparePlan:
+def plan(run: RunDir, *rows: str, inspect=lambda spec: inspected()) -> ComparePlan:
     grid = Grid(methods=rows, batches=(128,), seeds=1, nodes=1, controls=False)
     return compare.plan_comparison(Run(run.path, run.read_spec()), grid, inspect=inspect, now=1.0)
 

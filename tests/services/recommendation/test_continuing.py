@@ -11,11 +11,12 @@ from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import write_atomic
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services import messages, train
+from tula_cli.services.plans import TrainPlan
 from tula_cli.services.train import warn_interrupted_training
 from tula_cli.spec.job import JobSpec
 
 
-def plan(run: RunDir, spec: JobSpec | None = None, *, nodes: int, batch: int) -> train.TrainPlan:
+def plan(run: RunDir, spec: JobSpec | None = None, *, nodes: int, batch: int) -> TrainPlan:
     return train.plan_training(
         Run(run.path, spec or run.read_spec()), nodes=nodes, batch=batch, inspect=lambda _: inspected()
     )

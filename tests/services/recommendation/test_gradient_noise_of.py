@@ -21,6 +21,7 @@ from tula_cli.services.measurements import (
     list_trainings_with_noise,
     make_noise_path,
 )
+from tula_cli.services.plans import TrainPlan
 from tula_cli.show.recommend import _describe_sources
 
 NOISES = {1: 100.0, 2: 300.0, 10: 900.0}
@@ -103,7 +104,7 @@ def noisy_run(tmp_path: Path, **train: object) -> RunDir:
     return RunDir.create(tmp_path, make_runs.spec(train=settings, search={"nodes": [1, 2], "min_batch": 32}))
 
 
-def plan(run: RunDir, **named: object) -> train.TrainPlan:
+def plan(run: RunDir, **named: object) -> TrainPlan:
     return train.plan_training(open_run(run), **{"inspect": lambda _: inspected(), **named})  # type: ignore[arg-type]
 
 

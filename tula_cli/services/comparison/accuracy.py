@@ -16,9 +16,10 @@ from tula_cli.run.records.recommendations import Accuracy
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services import messages
-from tula_cli.services.compare import ENDED, FINISHED, State, compute_mean_hours_by_row, estimate_hours, sum_hours
+from tula_cli.services.compare import ENDED, FINISHED, State, compute_mean_hours_by_row, estimate_hours
 from tula_cli.services.comparison import rounds
 from tula_cli.services.comparison.rows import REFERENCE, takes_seed
+from tula_cli.services.plans import sum_hours
 from tula_cli.services.status import JobStatus
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.script import Script

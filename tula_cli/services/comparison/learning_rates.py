@@ -11,7 +11,7 @@ from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Diverged, OverBudget, SpecError
 from tula_cli.models import rate_search
 from tula_cli.models.ramp_costs import compute_batch_divisor
-from tula_cli.models.rate_search import MIN_STEPS, RateArm, SearchPlan
+from tula_cli.models.rate_search import MIN_STEPS
 from tula_cli.run.code import choose_code, take_snapshot
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
@@ -24,6 +24,7 @@ from tula_cli.run.records.tasks import RateSearchTask
 from tula_cli.services import compare, messages, resume_test, train
 from tula_cli.services.evaluate import make_error_of_job
 from tula_cli.services.events import Note, RateSearchPlanned, WarningEvent, Work
+from tula_cli.services.plans import PreparedSearch
 from tula_cli.services.waiting import (
     Dependencies,
     DetachedJobs,
@@ -47,29 +48,6 @@ LOW_RATE = 0.8
 """Share of a script's learning rate below which its branches do not show whether the full rate is stable."""
 MIN_GAIN = 0.01
 """Share of the loss that the best branch must gain for the losses to distinguish learning rates."""
-
-
-@dataclass(frozen=True)
-class PreparedSearch:
-    """A search for a learning rate before anything is submitted."""
-
-    run: Run
-    task: RateSearchTask
-    plan: SearchPlan
-    arms: tuple[RateArm, ...]  # learning rates to try at the batch, ascending
-    code: Source
-    training_hours: float | None  # predicted hours of a training with this batch; None without measurements
-    price: str
-    startup_hours: float = 0.0  # hours that a script takes to start once per branch
-
-    @property
-    def hours(self) -> float | None:
-        """Expected hours of the search, if its samples take as long as those of the training."""
-        return None if self.training_hours is None else self.plan.share * self.training_hours + self.startup_hours
-
-    @property
-    def node_hours(self) -> float | None:
-        return None if self.hours is None else self.hours * self.task.nodes
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from tula_cli.run.format import require_current_format
 from tula_cli.run.job_runs import save_runs
 from tula_cli.run.records.results import Comparison, JobFile
 from tula_cli.services import compare, status
-from tula_cli.services.compare import ComparePlan, Grid
+from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import accuracy, rows, trainings
 from tula_cli.services.comparison.accuracy import CompareReport
-from tula_cli.services.events import ComparePlanned, ComparisonProgress, Note, WarningEvent, Work
+from tula_cli.services.events import ComparePlanned, Note, WarningEvent, Work
+from tula_cli.services.plans import ComparePlan
 from tula_cli.services.tracking import export_while_waiting
 from tula_cli.services.train import choose_run_to_train
 from tula_cli.services.waiting import Dependencies, WaitPolicy, require_confirmed, warn_new_jobs
@@ -193,7 +194,7 @@ def _train_missing(
     try:
         if not run.spec.cluster.backend.has_queue:
             one_by_one = trainings.train_cells_one_by_one(run, plan, launcher, inspect=dependencies.inspect)
-            yield from export_while_waiting(run, None, map(ComparisonProgress, one_by_one))
+            yield from export_while_waiting(run, None, one_by_one)
             return
         tried: set[str] = set()
         while plan.missing:
@@ -203,7 +204,7 @@ def _train_missing(
                     yield Note("when these trainings have finished, run the same command again to start the next round")
                 return
             together = trainings.wait_for_all(run, plan, launcher, jobs)
-            yield from export_while_waiting(run, None, map(ComparisonProgress, together))
+            yield from export_while_waiting(run, None, together)
             tried |= {cell.signature for cell in plan.missing}
             plan = trainings.update_plan(run, plan, tried)
     except KeyboardInterrupt:

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import Diverged, JobFailed, TulaError
@@ -14,41 +13,23 @@ from tula_cli.services import status, train
 from tula_cli.services.compare import (
     ENDED,
     START_SECONDS,
-    ComparePlan,
     Inspect,
     compute_mean_hours_by_row,
     estimate_hours,
     inspect_once,
     is_cell_ended,
     plan_cell,
-    sum_hours,
 )
 from tula_cli.services.comparison import rounds
-from tula_cli.services.status import JobStatus, RunStatus, TrainingStatus, load_summary
+from tula_cli.services.events import ComparisonProgress
+from tula_cli.services.plans import ComparePlan, sum_hours
+from tula_cli.services.status import JobStatus, RunStatus, load_summary
 
 MAX_FIRST_FAILURES = 3
 """Number of failures after which a comparison without any successful training is stopped."""
 
 
 # --- Running the trainings
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The progress of a comparison that is waited for. Times in seconds."""
-
-    total: int  # upper bound of the number of trainings
-    done: int  # finished trainings, including diverged ones
-    failed: int  # failed trainings that this call started or waited for
-    cell: Cell | None  # the running training; None between two trainings, or if several run concurrently
-    training: TrainingStatus | None
-    left: float | None
-    running: int = 0
-    ended: Cell | None = None  # the training that has just ended; None if none has
-    problem: str = ""  # why that training failed; empty if it did not
-    waits: str = ""  # why the training is still queued; empty unless it waits unusually long
-    round: int | None = None  # number of the round; None for a comparison without rounds
-    undecided: int = 0  # trainings of the total that may not be needed
 
 
 def submit_cell(run: Run, cell: Cell, launcher: Launcher, *, inspect: Inspect) -> str:
@@ -79,7 +60,7 @@ def train_cells_one_by_one(
     *,
     inspect: Inspect,
     clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Progress]:
+) -> Iterator[ComparisonProgress]:
     """Run the missing trainings one after another, as on this machine; a failed training does not stop the others.
 
     Args:
@@ -142,11 +123,11 @@ def update_plan(run: Run, plan: ComparePlan, tried: Collection[str]) -> CompareP
     return dataclasses.replace(plan, standing=standing, missing=missing)
 
 
-def _make_progress_factory(plan: ComparePlan) -> Callable[..., Progress]:
-    """Return a constructor of `Progress` with the total and the current round of a plan."""
+def _make_progress_factory(plan: ComparePlan) -> Callable[..., ComparisonProgress]:
+    """Return a constructor of `ComparisonProgress` with the total and the current round of a plan."""
     number = (1 if any(cell.short for cell in plan.missing) else 2) if plan.comparison.has_rounds else None
     undecided = len(plan.standing.undecided)
-    return functools.partial(Progress, plan.standing.at_most, round=number, undecided=undecided)
+    return functools.partial(ComparisonProgress, plan.standing.at_most, round=number, undecided=undecided)
 
 
 def _describe_waiting(run_status: RunStatus, job: str) -> str:
@@ -193,7 +174,7 @@ def _describe_failure(run: Run, cell: Cell) -> str:
     return ""
 
 
-def wait_for_all(run: Run, plan: ComparePlan, launcher: Launcher, jobs: Sequence[str]) -> Iterator[Progress]:
+def wait_for_all(run: Run, plan: ComparePlan, launcher: Launcher, jobs: Sequence[str]) -> Iterator[ComparisonProgress]:
     """Watch jobs that a scheduler runs in parallel until all have ended."""
     cells = {f"train-{cell.signature}": cell for cell in plan.comparison.cells}
     over, describe = set[str](), _make_progress_factory(plan)

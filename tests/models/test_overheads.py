@@ -1,6 +1,7 @@
 """What a configuration takes beside its steps, where some probes do not tell."""
 
 import numpy as np
+import pytest
 from make_results import Truth, measured, of_a_script, spec
 
 from tula_cli.models.choice.candidates import Ints
@@ -29,6 +30,35 @@ def test_what_no_probe_tells_stays_unknown() -> None:
     result = OverheadModel(JOB, probes, shutdown=0.0).estimate_overheads(*at(4, 64))
     assert (result.startup, result.eval_batch, result.checkpoint, result.refresh) == (12.0, None, None, 0.0)
     assert result.eval_batch_size == 0
+
+
+def starts_on(nodes: list[int], startups: dict[int, list[float]]) -> list[float]:
+    """Return the estimated start-up time on each number of nodes, from one probe per measured start-up."""
+    probes = [
+        probe.model_copy(update={"overheads": probe.overheads.model_copy(update={"startup": seconds})})
+        for count, measured_here in startups.items()
+        for local_batch, seconds in zip((16, 32, 64), measured_here, strict=False)
+        for probe in [measured(Truth(), count, local_batch)]
+    ]
+    counts = np.array(nodes)
+    estimate = OverheadModel(JOB, probes, shutdown=0.0).estimate_overheads(counts, counts * 0 + 64, counts * 64)
+    return estimate.startup.tolist()
+
+
+@pytest.mark.parametrize(
+    ("startups", "expected"),
+    [
+        ({1: [10.0], 2: [20.0], 4: [40.0]}, [10, 20, 40]),
+        ({4: [9.0], 2: [12.0], 1: [60.0]}, [12, 12, 12]),  # the first job also fills the file cache
+        ({1: [10.0], 2: [14.0], 4: [12.0]}, [10, 13, 13]),
+        ({1: [30.0, 31.0], 4: [10.0, 11.0]}, [20.5, 20.5, 20.5]),  # two starts each show nothing
+        ({1: [30.0, 31.0, 32.0], 2: [20.0, 21.0, 22.0], 4: [10.0, 19.0, 20.5]}, [31, 20.25, 20.25]),
+    ],
+)
+def test_startup_does_not_get_shorter_with_more_nodes_unless_it_is_clear(
+    startups: dict[int, list[float]], expected: list[float]
+) -> None:
+    assert starts_on([1, 2, 4], startups) == expected
 
 
 def test_the_wait_in_the_queue_is_the_median_over_jobs_that_started() -> None:

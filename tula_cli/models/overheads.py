@@ -1,7 +1,7 @@
 """Overheads of training in addition to its steps, each taken from the most similar probes that measured it."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,7 +37,8 @@ class OverheadModel:
     def estimate_overheads(self, nodes: Ints, local_batch: Ints, batch: Ints) -> OverheadColumns:
         """Return the overheads of configurations, from the probes with the nearest local batch.
 
-        Overheads that do not depend on the batch are taken from the nearest number of nodes.
+        Overheads that do not depend on the batch are taken from the nearest number of nodes. Start-up does not get
+        shorter with more nodes, unless the measurements show it clearly.
 
         Args:
             nodes, local_batch, batch: shape (n,).
@@ -48,17 +49,18 @@ class OverheadModel:
             compute_ratios([probe.local_batch for probe in near], local_batch),
             compute_ratios([probe.nodes for probe in near], nodes),
         )
-        startup = self._compute_medians_by_nodes(
-            [(probe.nodes, probe.overheads.startup) for probe in self.probes], nodes
-        )
-        saves = [(probe.nodes, save) for probe in self.probes if (save := probe.overheads.checkpoint) is not None]
+        saves: dict[int, list[float]] = {}
+        for probe in self.probes:
+            if probe.overheads.checkpoint is not None:
+                saves.setdefault(probe.nodes, []).append(probe.overheads.checkpoint)
+        save_medians = {count: statistics.median(seconds) for count, seconds in saves.items()}
         return OverheadColumns(
-            startup=startup + self.shutdown,
+            startup=_select_nearest(_pool_shorter_startups(self._startups), nodes) + self.shutdown,
             eval_batch=np.array([probe.overheads.eval_batch for probe in near], dtype=float)[nearest_probe]
             if probes
             else None,
             eval_batch_size=np.array([probe.overheads.eval_batch_size or 0 for probe in near])[nearest_probe],
-            checkpoint=self._compute_medians_by_nodes(saves, nodes) if saves else None,
+            checkpoint=_select_nearest(save_medians, nodes) if saves else None,
             refresh=refresh.compute_refresh_seconds(
                 self.spec, self.probes, nodes=nodes, local_batch=local_batch, batch=batch
             ),
@@ -67,22 +69,52 @@ class OverheadModel:
     @cached_property
     def startup_spread(self) -> float:
         """Half the 90 % interval of the start-up time between jobs, in seconds; 0 if only one job was measured."""
-        spread: list[float] = []
-        for nodes in {probe.nodes for probe in self.probes}:
-            # The probes of one job share its start-up time.
-            startups = sorted({probe.overheads.startup for probe in self.probes if probe.nodes == nodes})
-            spread.append(statistics.median(startups))
-        return Z90 * statistics.stdev(spread) if len(spread) > 1 else 0.0
+        medians = [statistics.median(startups) for startups in self._startups.values()]
+        return Z90 * statistics.stdev(medians) if len(medians) > 1 else 0.0
 
-    def _compute_medians_by_nodes(self, values: Sequence[tuple[int, float]], nodes: Ints) -> Floats:
-        """Return the median values at the nearest measured number of nodes, shape (n,)."""
-        counts = list(dict.fromkeys(count for count, _ in values))
-        medians = [
-            statistics.median(seconds for node_count, seconds in values if node_count == count) for count in counts
-        ]
-        distinct, where = np.unique(nodes, return_inverse=True)
-        nearest_medians: Floats = np.array(medians)[find_nearest(compute_ratios(counts, distinct))][where]
-        return nearest_medians
+    @cached_property
+    def _startups(self) -> dict[int, list[float]]:
+        """The start-up time of each job by number of nodes, ascending; the probes of one job share theirs."""
+        return {
+            nodes: sorted({probe.overheads.startup for probe in self.probes if probe.nodes == nodes})
+            for nodes in sorted({probe.nodes for probe in self.probes})
+        }
+
+
+MIN_STARTUPS = 3
+"""Minimum number of start-ups on each of two numbers of nodes that can show a difference: by chance, all three on one are
+shorter than all three on the other once in 20 times."""
+
+
+def _pool_shorter_startups(startups: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """Return the start-up time by number of nodes; more nodes have a shorter one only if the difference is clear.
+
+    Otherwise both have the median of their start-ups together (isotonic regression by pooling adjacent violators).
+
+    Args:
+        startups: seconds of each start by number of nodes, ascending.
+    """
+    pools: list[tuple[list[int], list[float]]] = []
+    for count, seconds in startups.items():
+        counts, pooled = [count], list(seconds)
+        while pools and _is_shorter_by_chance(pooled, pools[-1][1]):
+            fewer, longer = pools.pop()
+            counts, pooled = fewer + counts, longer + pooled
+        pools.append((counts, pooled))
+    return {count: statistics.median(pooled) for counts, pooled in pools for count in counts}
+
+
+def _is_shorter_by_chance(seconds: Sequence[float], before: Sequence[float]) -> bool:
+    """Return whether start-ups have a smaller median than those on fewer nodes without being clearly shorter."""
+    is_clear = min(len(seconds), len(before)) >= MIN_STARTUPS and max(seconds) < min(before)
+    return statistics.median(seconds) < statistics.median(before) and not is_clear
+
+
+def _select_nearest(seconds: Mapping[int, float], nodes: Ints) -> Floats:
+    """Return the seconds of the nearest number of nodes that has them, shape (n,)."""
+    distinct, where = np.unique(nodes, return_inverse=True)
+    nearest: Floats = np.array(list(seconds.values()))[find_nearest(compute_ratios(list(seconds), distinct))][where]
+    return nearest
 
 
 def compute_median_shutdown(attempts: Iterable[Attempt], measured: Sequence[Measured]) -> float:

@@ -51,6 +51,23 @@ def test_what_is_no_epoch_is_so_many_steps_or_so_long() -> None:
     assert saving(3200, seconds=None).steps == 100, "one, at the end of a start, tells no time"
 
 
+@pytest.mark.parametrize(
+    ("samples", "unit", "interval"),
+    [({32: 3200, 64: 6400}, "steps", 100), ({32: 6400, 64: 6400}, "samples", 6400), ({64: 6400, 32: 6336}, "samples", 6336)],
+)  # fmt: skip
+def test_several_batches_show_whether_a_script_counts_steps_or_samples(
+    samples: dict[int, int], unit: str, interval: int
+) -> None:
+    seen = [save for batch, count in samples.items() for save in saves(count, count, batch=batch)]
+    script = job().script
+    assert script is not None
+    schedule = cost.find_checkpoint_schedule(script, seen, dataset_size=SIZE)
+    assert getattr(schedule, unit) == interval and schedule.is_known
+    at_128 = schedule.compute_interval(0.5, epoch_steps=SIZE / 128)
+    assert at_128 == pytest.approx(0.5 * (interval if unit == "steps" else interval / 128))
+    assert f"saves every {interval} {unit}" in schedule.describe_loss(0.5, epoch_steps=SIZE // 128)
+
+
 def test_how_often_a_script_saves_is_unknown_until_a_training_has_shown_it() -> None:
     assert not saving().is_known and saving(spec=job(None)).is_known
 

@@ -454,9 +454,9 @@ def test_a_probe_without_steps_nodes_or_memory_is_damaged(run, key, value):
         run.read_results()
 
 
-def test_checkpoints_of_the_training_that_saved_last_are_the_newest(run):
-    def save(signature, *moments):
-        saves = [Save(saved_at=at, batch=8, steps=10, samples=80, seconds=1.0) for at in moments]
+def test_checkpoints_of_the_training_that_saved_last_are_the_newest_of_a_batch(run):
+    def save(signature, *moments, batch=8):
+        saves = [Save(saved_at=at, batch=batch, steps=10, samples=80, seconds=1.0) for at in moments]
         run.get_training(signature).write_script_saves(ScriptSaves(saves=saves))
 
     assert run.find_newest_script_saves() == ()
@@ -464,3 +464,5 @@ def test_checkpoints_of_the_training_that_saved_last_are_the_newest(run):
     save("second", 30.0, 31.0, 32.0)
     save("third")
     assert [save.saved_at for save in run.find_newest_script_saves()] == [1.0, 40.0]
+    save("fourth", 35.0, batch=16)
+    assert [save.saved_at for save in run.find_newest_script_saves()] == [35.0, 1.0, 40.0]

@@ -46,6 +46,7 @@ def test_a_training_runs_to_its_end_and_its_samples_are_counted(run: ScriptRanks
         (11, 160, ["eval", "epoch", "save"]),
         (21, 320, ["eval", "epoch", "save"]),
     ]
+    assert {name for row in rows(tmp_path, "gap") for name in row["saved"]} == {str(tmp_path / "checkpoint.pth")}
     beat = TypeAdapter(Heartbeat).validate_json((tmp_path / "heartbeat-0.json").read_bytes())
     assert (beat.step, beat.samples, beat.lost) == (30, 480, None)
     assert 0 < beat.seconds < 5 and beat.stepped_at <= beat.alive_at <= time.time()

@@ -14,9 +14,9 @@ functions that need it, so that commands which only show a price start without i
 import functools
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tula_cli.models import refresh, self_tuning
 from tula_cli.run.records.base import Market
@@ -420,18 +420,22 @@ def describe_price(pricing: Pricing) -> str:
 
 @dataclass(frozen=True)
 class CheckpointSchedule:
-    """Interval of the checkpoints that a script can resume from, in epochs, steps or seconds; all None if unknown."""
+    """Interval of the checkpoints that a script can resume from, in one of four units; all None if unknown."""
 
     resumes: bool  # whether the script resumes from checkpoints
     save_request: str = "none"  # script.save
     epochs: int | None = None
     steps: int | None = None
     seconds: float | None = None
+    samples: int | None = None
+    dataset_size: int | None = None  # samples of an epoch; known if `samples` are
 
     @property
     def is_known(self) -> bool:
         """Whether the cost of an interruption is known."""
-        return not self.resumes or any(value is not None for value in (self.epochs, self.steps, self.seconds))
+        return not self.resumes or any(
+            value is not None for value in (self.epochs, self.steps, self.seconds, self.samples)
+        )
 
     def compute_hours_on_spot(self, training: TrainingTime, step_time: Any) -> Any:
         """Return the expected hours on spot nodes of a training by a script that alone decides when it saves.
@@ -457,6 +461,8 @@ class CheckpointSchedule:
             return math.inf
         if self.epochs is not None:
             return self.epochs * epoch_steps * step_time
+        if self.samples is not None and self.dataset_size is not None:
+            return self.samples / self.dataset_size * epoch_steps * step_time
         return self.seconds if self.steps is None else self.steps * step_time
 
     def describe_loss(self, step_time: float | None, *, epoch_steps: float | None) -> str:
@@ -481,7 +487,7 @@ class CheckpointSchedule:
             return (
                 f"saves {interval_text}, so an interruption costs half of this interval on average{self._setting_text}"
             )
-        lasts = f" ({format_duration(seconds)})" if self.steps or self.epochs else ""
+        lasts = f" ({format_duration(seconds)})" if self.seconds is None else ""
         return f"saves {interval_text}{lasts}, so an interruption costs {format_duration(seconds / 2)} on average{self._setting_text}"
 
     @property
@@ -490,6 +496,8 @@ class CheckpointSchedule:
             return "each epoch" if self.epochs == 1 else f"every {format_count(self.epochs, 'epoch')}"
         if self.steps is not None:
             return "each step" if self.steps == 1 else f"every {format_count(self.steps, 'step')}"
+        if self.samples is not None:
+            return f"every {format_count(self.samples, 'sample')}"
         return f"every {format_duration(self.seconds)}"
 
     @property
@@ -504,7 +512,8 @@ def find_checkpoint_schedule(script: Script, saves: Iterable[Save], *, dataset_s
 
     Args:
         script: section of the job.
-        saves: checkpoints that its trainings have written.
+        saves: checkpoints that its trainings have written, those of the newest batch last. Only several batches can
+            show that it counts samples, not steps.
         dataset_size: samples of an epoch; None if unknown.
     """
     resume, observed_saves = script.resume, list(saves)
@@ -512,13 +521,25 @@ def find_checkpoint_schedule(script: Script, saves: Iterable[Save], *, dataset_s
         return CheckpointSchedule(resumes=False, save_request=script.save)
     if not observed_saves:
         return CheckpointSchedule(True, script.save)
-    if epochs := _find_whole_epochs(observed_saves, dataset_size):
+    by_batch: dict[int, list[Save]] = {}
+    for save in observed_saves:
+        by_batch.setdefault(save.batch, []).append(save)
+    newest_saves = by_batch[observed_saves[-1].batch]
+    if epochs := _find_whole_epochs(newest_saves, dataset_size):
         return CheckpointSchedule(True, script.save, epochs=epochs)
-    steps = [save.steps for save in observed_saves]
-    usual, times = statistics.mode(steps), [save.seconds for save in observed_saves if save.seconds is not None]
+    steps, samples = [save.steps for save in newest_saves], [save.samples for save in newest_saves]
+    usual, times = statistics.mode(steps), [save.seconds for save in newest_saves if save.seconds is not None]
+    if dataset_size and _compute_spread(by_batch, "samples") < _compute_spread(by_batch, "steps"):
+        return CheckpointSchedule(True, script.save, samples=statistics.mode(samples), dataset_size=dataset_size)
     if times and 2 * steps.count(usual) < len(steps):
         return CheckpointSchedule(True, script.save, seconds=statistics.median(times))
     return CheckpointSchedule(True, script.save, steps=usual)
+
+
+def _compute_spread(by_batch: Mapping[int, Sequence[Save]], unit: Literal["steps", "samples"]) -> float:
+    """Return the ratio of the longest and the shortest interval between checkpoints at different batches."""
+    medians: list[float] = [statistics.median(getattr(save, unit) for save in saves) for saves in by_batch.values()]
+    return max(medians) / min(medians)
 
 
 def _find_whole_epochs(saves: list[Save], dataset_size: int | None) -> int | None:

@@ -413,11 +413,16 @@ class RunDir:
         return [path.name for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)]
 
     def find_newest_script_saves(self) -> tuple[Save, ...]:
-        """Return the checkpoints of the script's training that saved most recently; empty if none has saved."""
-        saves_by_training = [
-            self.get_training(signature).read_script_saves().saves for signature in self.list_train_signatures()
-        ]
-        return max(filter(None, saves_by_training), key=lambda saves: saves[-1].saved_at, default=())
+        """Return for each batch the checkpoints of the script's training that saved most recently, newest batch last."""
+        newest: dict[int, list[Save]] = {}
+        for signature in self.list_train_signatures():
+            by_batch: dict[int, list[Save]] = {}
+            for save in self.get_training(signature).read_script_saves().saves:
+                by_batch.setdefault(save.batch, []).append(save)
+            for batch, saves in by_batch.items():
+                newest[batch] = max(newest.get(batch, saves), saves, key=lambda saves: saves[-1].saved_at)
+        by_age = sorted(newest.values(), key=lambda saves: saves[-1].saved_at)
+        return tuple(save for saves in by_age for save in saves)
 
     def write_train_result(self, result: TrainResult) -> None:
         write_record(self.path / f"train/{result.signature}/result.json", result)

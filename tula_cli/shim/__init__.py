@@ -64,7 +64,7 @@ Each rank writes these files, every JSON file completely or not at all:
     steps-<rank>.jsonl     mode train: rows {"kind": "row"}: step, samples (of this rank), lr, loss, time, and "ags"
                            (factors and shares since the last row, "so_far" of all steps); {"kind": "gap"}: a step that
                            included an evaluation, a save or a new epoch: step, samples, "before" it, time, seconds,
-                           causes; {"kind": "note"}: "text"; {"kind": "load"}: "path" of a file that torch.load has
+                           causes, "saved" (path -> when its torch.save began); {"kind": "note"}: "text"; {"kind": "load"}: "path" of a file that torch.load has
                            read before the first step, "written"
     files-<host>-<pid>.jsonl  with "files": {"path", "folder", "late": whether training had begun, "existed": whether
                            the file existed before this start, "copy": of the earlier file; null with existed if it was

@@ -426,6 +426,28 @@ def test_what_lies_between_two_checkpoints_is_kept(run: RunDir) -> None:
     assert [(save.steps, save.samples, save.seconds) for save in result] == [(30, 480, None), (30, 480, 20.0)]
 
 
+def test_checkpoints_between_two_polls_are_counted_one_by_one(run: RunDir) -> None:
+    training, attempt = ScriptTraining(run, task(run, "train-x-1", 16)), planned(run, STARTED)
+    begun = {step: STARTED + 0.1 * step for step in (11, 16, 21, 26, 31)}
+
+    def saved(step: int, name: str) -> dict[str, object]:
+        return {**row("gap", step, begun[step] + 0.5), "saved": {name: begun[step]}}
+
+    out = training.output_folder
+    rows = [saved(step, f"{out}/state.json.tmp" if step != 16 else "/elsewhere/outputs.pt") for step in begun]
+    saves(out, begun[31] + 0.2)
+    tells(run, "train-x-1", *rows, step=33, samples=528.0, stepped_at=begun[31] + 10)
+    training.record_save(attempt, command())
+    result = run.get_training("x").read_script_saves().saves
+    assert [(save.steps, save.samples) for save in result] == [(10, 160), (10, 160), (5, 80), (5, 80)]
+    assert [save.saved_at for save in result] == pytest.approx(
+        [begun[11], begun[21], begun[26], begun[31] + 0.2], abs=1e-6
+    )
+    assert [save.seconds and round(save.seconds, 1) for save in result] == [None, 1.0, 0.5, 0.7]
+    training.record_save(attempt, command(), settled=0.0)
+    assert run.get_training("x").read_script_saves().saves == result
+
+
 def test_samples_that_an_interruption_costs_are_kept(run: RunDir) -> None:
     training = ScriptTraining(run, task(run, "train-x-1", 16))
     planned(run, STARTED)

@@ -170,11 +170,19 @@ def script_job(resume: Any = (), **script: Any) -> JobSpec:
     return validate({"name": "own", "script": settings, "search": {"nodes": [1]}}, source="test")
 
 
-def write_resume_test(run: RunDir, job: JobSpec, verdict: Verdict, *, saved: int | None = None) -> None:
+def write_resume_test(
+    run: RunDir, job: JobSpec, verdict: Verdict, *, saved: int | None = None, batch: int = 16
+) -> None:
     """Write the result of a resume test of the script, with the code that the search finds."""
     key = compute_resume_test_signature(job, choose_code(run, job, Path.cwd(), keep=False).digest)
     begin = ObservedStart(
-        phase="begin", batch=16, length=Length(epochs=3), whole=4800, ended="killed", seconds=1.0, saved_samples=saved
+        phase="begin",
+        batch=batch,
+        length=Length(epochs=3),
+        whole=4800,
+        ended="killed",
+        seconds=1.0,
+        saved_samples=saved,
     )
     result = ResumeTestResult(
         task=f"rehearse-{key}-1",
@@ -246,6 +254,22 @@ def test_branches_of_a_script_start_from_one_of_its_own_checkpoints(
     assert [arm.factor for arm in prepared.arms] == [1.0, 2.0, 4.0]
     near = prepare(run, job, near_batches=True)[0]
     assert near.task.batches == (64, 32, 128) and near.plan.share <= 0.1
+
+
+@pytest.mark.parametrize(
+    ("tested_batch", "saved", "start"),
+    [
+        (8, 600, 2400),  # each 75 steps, which are 1,200 samples at the reference batch of 16
+        (12, 1596, 1600),  # at the end of an epoch, whose last 4 samples it drops
+    ],
+)
+def test_checkpoints_of_a_resume_test_are_converted_to_the_batch_that_branches_start_at(
+    tmp_path: Path, tested_batch: int, saved: int, start: int
+) -> None:
+    job = script_job(resume={"batch": "rehearse"})
+    run = RunDir.create(tmp_path, job)
+    write_resume_test(run, job, "any", saved=saved, batch=tested_batch)
+    assert prepare(run, job)[0].plan.start == start
 
 
 def test_the_report_of_a_script_says_what_its_losses_are_and_where_its_learning_rate_was_too_low(

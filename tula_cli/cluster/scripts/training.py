@@ -720,7 +720,9 @@ class ScriptTraining(ScriptProgram):
         self._add("change", samples, change=change.model_dump(mode="json"))
 
     def record_save(self, attempt: ScriptAttempt, command: LeaderCommand, *, settled: float = SETTLED_SECONDS) -> None:
-        """Record a new checkpoint of an attempt, with the steps and samples trained since the previous one.
+        """Record the new checkpoints of an attempt, each with the steps and samples trained since the previous one.
+
+        A script may have saved several times since the last call; only the newest checkpoint need still exist.
 
         Args:
             attempt: files that the shims of its ranks write.
@@ -734,26 +736,34 @@ class ScriptTraining(ScriptProgram):
             return  # the row with the step of the save follows with the next step
         if not max([began, *(save.saved_at for save in saves.saves[-1:])]) < saved_at <= time.time() - settled:
             return
+        assert checkpoint is not None
         previous_save = next((save.saved_at for save in saves.saves[-1:] if save.saved_at > began), None)
-        steps, samples = self._count_samples_between(attempt, command, previous_save, saved_at)
-        if steps < 1:
-            return
-        seconds = None if previous_save is None else saved_at - previous_save
-        save = Save(saved_at=saved_at, batch=self.task.batch, steps=steps, samples=samples, seconds=seconds)
-        update = {"saves": (*saves.saves, save)[-MAX_SAVES_REMEMBERED:]}
-        self.training.write_script_saves(saves.model_copy(update=update))
-
-    def _count_samples_between(
-        self, attempt: ScriptAttempt, command: LeaderCommand, begin: float | None, end: float
-    ) -> tuple[int, int]:
-        """Return steps and samples trained by an attempt from `begin` (None: its start) to `end` (Unix times)."""
-        begin_position = (
+        samples, steps = (
             self.get_start_position(command)
-            if begin is None
-            else self._find_reached_position(command, *_find_position_at(attempt, begin))
+            if previous_save is None
+            else self._find_reached_position(command, *_find_position_at(attempt, previous_save))
         )
-        end_position = self._find_reached_position(command, *_find_position_at(attempt, end))
-        return end_position[1] - begin_position[1], end_position[0] - begin_position[0]
+        end = self._find_reached_position(command, *_find_position_at(attempt, saved_at))
+        earlier = [
+            (when, *self._find_reached_position(command, step, samples_here))
+            for when, step, samples_here in _list_earlier_saves(attempt, checkpoint, saved_at)
+        ]
+        new_saves: list[Save] = []
+        for when, samples_then, steps_then in [*(save for save in earlier if save[2] < end[1]), (saved_at, *end)]:
+            if steps_then > steps:
+                new_saves.append(
+                    Save(
+                        saved_at=when,
+                        batch=self.task.batch,
+                        steps=steps_then - steps,
+                        samples=samples_then - samples,
+                        seconds=None if previous_save is None else when - previous_save,
+                    )
+                )
+                previous_save, samples, steps = when, samples_then, steps_then
+        if new_saves:
+            update = {"saves": (*saves.saves, *new_saves)[-MAX_SAVES_REMEMBERED:]}
+            self.training.write_script_saves(saves.model_copy(update=update))
 
     def _record_lost(self, samples: int) -> None:
         """Record the samples lost by an attempt that reached `samples`: those after the newest checkpoint."""
@@ -967,6 +977,24 @@ def _find_position_at(attempt: ScriptAttempt, when: float) -> tuple[int, float |
     if beat is not None and beat.stepped_at <= when:
         stood.append((beat.step, beat.samples))
     return max(stood, key=lambda stand: stand[0], default=(0, None))
+
+
+def _list_earlier_saves(
+    attempt: ScriptAttempt, checkpoint: Path, saved_at: float
+) -> list[tuple[float, int, float | None]]:
+    """Return when an attempt saved checkpoints like one of `saved_at`, with the steps and samples as of rank 0.
+
+    These are the calls of torch.save with its path, except for numbers in it and an ending such as .tmp, or with what
+    the step that wrote it has saved. A script that saves in another way has none.
+    """
+    rows = [row for row in attempt.read_rows(0) if row["kind"] == "gap" and row.get("saved")]
+    names = next(([*row["saved"]] for row in rows if row["time"] >= saved_at), [])
+    prefixes = tuple(map(_remove_numbers, [str(checkpoint), *names]))
+    return [
+        (max(times), row["step"] - 1, row["before"])
+        for row in rows
+        if (times := [when for name, when in row["saved"].items() if _remove_numbers(name).startswith(prefixes)])
+    ]
 
 
 def _get_plan_write_time(attempt: ScriptAttempt) -> float:

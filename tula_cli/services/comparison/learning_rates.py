@@ -201,8 +201,13 @@ def _require_branchable(run: Run, script: Script, divisor: int) -> tuple[int, in
     if resumes == "any" and script.save != "none":
         return size, 0
     begins = [] if finding is None else [start for start in finding.rehearsal.starts if start.phase == "begin"]
-    saved = next((start.saved_samples for start in reversed(begins) if start.saved_samples), None)
-    return size, saved or (size if script.length.epochs is not None else 0)
+    for start in reversed(begins):
+        if start.saved_samples:
+            epochs = round(start.saved_samples / size)
+            is_epoch_end = epochs and abs(start.saved_samples - epochs * size) <= epochs * start.batch
+            steps = epochs * (size // reference) if is_epoch_end else round(start.saved_samples / start.batch)
+            return size, steps * reference
+    return size, size // reference * reference if script.length.epochs is not None else 0
 
 
 def _compute_signature(run: Run, nodes: int, batch: int, code: Source) -> str:

@@ -16,7 +16,7 @@ from .batches import DeliveredBatches
 from .branch import hook_branch
 from .optimizers import get_learning_rate
 from .plan import OBSERVE_FILE, VARIABLE, PlanError, read_plan
-from .recorder import EPOCH, EVAL, SAVE, Recorder
+from .recorder import EPOCH, EVAL, Recorder
 from .stopping import stop, write_first_steps, write_result
 
 _recorders: list[Recorder] = []
@@ -179,13 +179,7 @@ def _hook_gaps(mine: Recorder) -> None:
 
     @functools.wraps(save)
     def record_and_save(*arguments: Any, **named: Any) -> Any:
-        mine.record_disturbance(SAVE)
-        # So that the samples of the checkpoint are known even if the process ends now.
-        mine.record_activity(at_once=True)
-        if mine.files is not None:
-            mine.files.record_change(
-                named["f"] if "f" in named else arguments[1] if len(arguments) > 1 else None, resolve=True
-            )
+        mine.record_save(named["f"] if "f" in named else arguments[1] if len(arguments) > 1 else None)
         return save(*arguments, **named)
 
     load = torch.load

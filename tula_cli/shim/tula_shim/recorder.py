@@ -75,6 +75,7 @@ class Recorder:
         self.asked_to = ""  # "save" or "stop" if requested after the current step, else empty
         self.begun = False  # the first steps of a training ended with the current step
         self.gap = 0
+        self.saved: dict[str, float] = {}  # files that the current step saves -> when it began to (Unix time)
         self.backwards = 0
         self.startup: float | None = None
         self.rank, self.world = 0, 1
@@ -99,6 +100,16 @@ class Recorder:
         """Record an event that makes the current step longer than others."""
         self.gap |= cause
         self.record_activity()
+
+    def record_save(self, target: Any) -> None:
+        """Record a call of torch.save with its path, or for an open file or a buffer the class of this."""
+        is_path = isinstance(target, (str, os.PathLike))
+        self.saved[os.path.abspath(target) if is_path else type(target).__name__] = time.time()  # noqa: PTH100
+        self.record_disturbance(SAVE)
+        # So that the samples of the checkpoint are known even if the process ends now.
+        self.record_activity(at_once=True)
+        if self.files is not None:
+            self.files.record_change(target, resolve=True)
 
     def record_activity(self, *, at_once: bool = False) -> None:
         """Record that the process is not stuck; raises nothing, because the script's own calls may call it."""
@@ -158,7 +169,7 @@ class Recorder:
             loss = seen if loss is None else loss
         if self.plan.training:
             causes = [name for cause, name in CAUSES.items() if self.gap & cause] if self.gap else []
-            self.pulse.write_row_if_due(causes, lr=lr, loss=loss)
+            self.pulse.write_row_if_due(causes, lr=lr, loss=loss, saved=self.saved)
             self.killing.after_step(self.step, self.pulse.before, self.rank, self.delivered.size())
             self.asked_to = self.requests.poll(self.step, self.pulse, self.world)
             self._begin_training(counts, samples)
@@ -168,7 +179,7 @@ class Recorder:
             self.lrs.append(lr)
             self._store_step(counts, samples)
         self.split.after_step()
-        self.gap, self.backwards = 0, 0
+        self.gap, self.saved, self.backwards = 0, {}, 0
         if self.branch is not None:
             if self.step <= self.branch.norms:
                 self._watch_branch_norms(self.branch.norms)

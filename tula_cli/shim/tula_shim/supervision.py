@@ -83,12 +83,13 @@ class Pulse:
         }
         write_json(self.plan.folder / f"heartbeat-{self.rank}.json", content, durable=False)
 
-    def write_row_if_due(self, causes: list[str], *, lr: Any, loss: Any) -> None:
+    def write_row_if_due(self, causes: list[str], *, lr: Any, loss: Any, saved: dict[str, float]) -> None:
         """Write a row if one is due, and a gap row for each step with further events. Called after `record_step`."""
         self._newest = {"lr": lr, "loss": loss}
         if causes and self._recent:
             where = {"step": self.step, "samples": self.samples, "time": time.time()}
-            self._append(kind="gap", **where, before=self.before, seconds=self._recent[-1], causes=causes)
+            files = {"saved": saved} if saved else {}
+            self._append(kind="gap", **where, before=self.before, seconds=self._recent[-1], causes=causes, **files)
         if self._began is not None and self._began - self._row_at >= self.plan.row:
             self._row_at = self._began
             self.close()

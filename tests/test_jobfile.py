@@ -8,6 +8,7 @@ import pytest
 import yaml
 from quiet import quiet
 
+from tula_cli.cli.runs import JobOrRun
 from tula_cli.run import job_runs
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.job_runs import ConfigDrift
@@ -93,6 +94,14 @@ def test_what_was_set_on_the_command_line_is_laid_over_the_file_as_it_is_now(job
     run.save_job(load_spec(run.path / "spec.yaml", overrides=["optimizer.lr=0.3"]), job_runs.find_settings_origin(run, None, ["optimizer.lr=0.3"]))  # fmt: skip
     known = run.read_job_file()
     assert known is not None and known.overrides == ("train.epochs=2", "optimizer.lr=0.3") and config_drift(run) is None
+
+
+def test_a_run_named_instead_of_its_job_file_keeps_the_job_file(job: Path) -> None:
+    run = run_of(job)
+    runs = [Run(run.path, run.read_spec())]
+    for named in (run.path, Path(run.id)):
+        assert JobOrRun(job=named, root=run.path.parent).find_settings_origin(runs) == run.read_job_file()
+    assert JobOrRun(job=job, root=run.path.parent).find_settings_origin(runs) == run.read_job_file()
 
 
 def test_an_override_of_a_run_derives_the_defaults_that_follow_from_it(job: Path) -> None:

@@ -28,7 +28,7 @@ from tula_cli.services import check as services_check
 from tula_cli.services import profile, train
 from tula_cli.services.estimate import estimate_all
 from tula_cli.services.events import Event, ProfilePlanned, follow
-from tula_cli.services.waiting import Dependencies, WaitPolicy
+from tula_cli.services.waiting import Submission
 from tula_cli.show import check as show_check
 from tula_cli.show import profile as show_profile
 from tula_cli.spec.job import JobSpec
@@ -83,15 +83,15 @@ class World(make.FakeLauncher):
         root = self.run.path.parent
         return CachedInspection(root, self._inspect, fresh=fresh, keep=False, note=self.said.append, facts=lambda _: {})
 
-    def means(self, *, fresh: bool = False) -> Dependencies:
+    def means(self, *, fresh: bool = False) -> Submission:
         def confirm(planned: Any) -> bool:
             self.confirmed.append(planned)
             return self.answer
 
-        return Dependencies(lambda _: self, self.inspector(fresh=fresh), confirm)
+        return Submission(lambda _: self, self.inspector(fresh=fresh), confirm, wait=True)
 
     def profile(self, job: JobSpec | None = None, *, fresh: bool = False) -> Any:
-        work = profile.run_profile([self.run.with_spec(job or spec())], self.means(fresh=fresh), WaitPolicy(wait=True))
+        work = profile.run_profile([self.run.with_spec(job or spec())], self.means(fresh=fresh))
         return follow(work, self.events.append)
 
     def planned(self) -> list[ProfilePlanned]:

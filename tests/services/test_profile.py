@@ -20,7 +20,7 @@ from tula_cli.services import profile
 from tula_cli.services.events import JobsProgress, WarningEvent
 from tula_cli.services.plans import ProfilePlan
 from tula_cli.services.status import run_status
-from tula_cli.services.waiting import WaitPolicy, _NewProbeResults, wait_for_jobs
+from tula_cli.services.waiting import _NewProbeResults, wait_for_jobs
 from tula_cli.show import live
 from tula_cli.spec.job import JobSpec
 
@@ -300,7 +300,7 @@ def test_why_a_probe_of_a_script_failed_is_reported_once_with_what_to_do(tmp_pat
     make_runs.add_failed(run, 1, 32, why)
     launcher = make_runs.FakeLauncher(says={name: "ended"})
     messages = []
-    waiting_for = wait_for_jobs(run, launcher, [name], WaitPolicy())
+    waiting_for = wait_for_jobs(run, launcher, [name])
     with contextlib.suppress(StopIteration):
         while True:
             messages.append(next(waiting_for))
@@ -314,7 +314,7 @@ def test_why_a_probe_of_a_script_failed_is_reported_once_with_what_to_do(tmp_pat
         profile.make_profile_report(run, plan)
     assert error.value.hint.startswith("read the output of the script with tula logs")
     make_runs.add_measured(run, 1, 64)
-    assert any(isinstance(event, WarningEvent) for event in wait_for_jobs(run, launcher, [name], WaitPolicy()))
+    assert any(isinstance(event, WarningEvent) for event in wait_for_jobs(run, launcher, [name]))
 
 
 def test_a_further_round_stays_within_the_cap_on_node_hours(rounds: RunDir) -> None:

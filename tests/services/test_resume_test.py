@@ -7,6 +7,7 @@ from typing import Any
 
 import make_runs
 import pytest
+from make_results import inspected
 from make_runs import FakeLauncher
 
 import tula_cli as tula
@@ -22,7 +23,7 @@ from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.services import messages, resume_test, status
 from tula_cli.services.events import Event, Note, WarningEvent, follow
 from tula_cli.services.profile import count_measured_node_hours
-from tula_cli.services.waiting import WaitPolicy
+from tula_cli.services.waiting import Submission
 from tula_cli.show import check as show_check
 from tula_cli.show import status as show_status
 from tula_cli.spec.job import JobSpec
@@ -31,7 +32,6 @@ from tula_cli.spec.scripts.script import Length
 from tula_cli.spec.signature import compute_resume_test_signature
 
 RESUME = {"args": "--resume {checkpoint}", "checkpoint": "{out}/x.pth"}
-DETACHED = WaitPolicy(wait=False)
 
 
 def spec(**script: Any) -> JobSpec:
@@ -93,7 +93,9 @@ def on_granted_nodes(
 def prepared(result: resume_test.TrainingStart, launcher: FakeLauncher | None = None) -> tuple[str, list[Event]]:
     """Return the job that a training waits for, and what was said."""
     text: list[Event] = []
-    return follow(resume_test.run_resume_test_if_due(result, launcher or FakeLauncher(), DETACHED), text.append), text
+    launcher = launcher or FakeLauncher()
+    submission = Submission(lambda _: launcher, lambda _: inspected(), lambda _: True, wait=False)
+    return follow(resume_test.run_resume_test_if_due(result, launcher, submission), text.append), text
 
 
 # --- what can be tested

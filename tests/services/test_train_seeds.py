@@ -17,7 +17,7 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services.campaign import PLAN_FILE, load_campaign, plan_campaign, save_campaign
 from tula_cli.services.events import Event, SeedsPlanned, follow
 from tula_cli.services.train_seeds import PreparedSeeds, SeedsReport, prepare_seeds, run_seeds
-from tula_cli.services.waiting import Dependencies, WaitPolicy
+from tula_cli.services.waiting import Submission
 from tula_cli.show.campaign import render_campaign
 from tula_cli.spec.job import JobSpec
 
@@ -69,9 +69,9 @@ def train(
     run: RunDir, launcher: Trains, seeds: int, job: JobSpec | None = None, **policy: Any
 ) -> tuple[SeedsReport, list[Event]]:
     events: list[Event] = []
-    dependencies = Dependencies(lambda _: launcher, inspect, lambda _: True)  # type: ignore[arg-type, return-value]
+    submission = Submission(lambda _: launcher, inspect, lambda _: True, **policy)  # type: ignore[arg-type, return-value]
     prepared = prepare(run, job or run.read_spec(), seeds)
-    return follow(run_seeds(prepared, dependencies, WaitPolicy(**policy)), events.append), events
+    return follow(run_seeds(prepared, submission), events.append), events
 
 
 def test_each_training_has_its_seed_and_all_run_one_after_another_on_this_machine(run: RunDir) -> None:

@@ -24,7 +24,7 @@ from tula_cli.run.records.tasks import CheckTask
 from tula_cli.services import train
 from tula_cli.services.events import WarningEvent, follow
 from tula_cli.services.site_charges import add_site_billing, check_balance_of_task, find_site_charge
-from tula_cli.services.waiting import Dependencies, WaitPolicy
+from tula_cli.services.waiting import Submission
 from tula_cli.spec.job import JobSpec
 
 pytestmark = pytest.mark.slurm
@@ -181,9 +181,9 @@ def test_a_training_beyond_the_balance_is_reported_and_refused(on_site: SlurmClu
     warned = [event.text for event in message if isinstance(event, WarningEvent)]
     beyond = r"account big has 1\.6\d of 1\.67 SU left, but up to (43\.6|61\.1) SU"  # the largest, or the sum
     assert any(re.search(beyond, text) for text in warned), warned
-    dependencies = Dependencies(make_launcher, lambda _: inspected(), lambda _: True)
+    submission = Submission(make_launcher, lambda _: inspected(), lambda _: True, wait=False)
     with pytest.raises(OverBudget, match=beyond):
-        follow(train.run_training(prepared, dependencies, WaitPolicy(False)), message.append)
+        follow(train.run_training(prepared, submission), message.append)
     assert not on_site.run("login", "squeue", "--noheader").stdout
     cheap = check_balance_of_task(prepared.plan.task, remaining_share=1e-6)
     assert cheap is not None and not cheap.lacking and not cheap.unknown

@@ -11,8 +11,8 @@ from tula_cli.cli.waiting import (
     answer_detached,
     follow_work,
     make_confirmation,
-    make_dependencies,
     make_inspector,
+    make_submission,
 )
 from tula_cli.errors import SpecError
 from tula_cli.options import ComparisonRequest, LearningRates, NearBatches, NodeType, Wait
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tula_cli.run.directory import Run
     from tula_cli.services.comparison.learning_rates import LearningRateReport
     from tula_cli.services.comparison.session import ComparisonResult, PreparedComparison
-    from tula_cli.services.waiting import Dependencies, WaitPolicy
+    from tula_cli.services.waiting import Submission
 
 
 def compare(
@@ -53,26 +53,23 @@ def compare(
     it tries 1, sqrt(k) and k times the learning rate, in short trainings from one checkpoint.
     """
     from tula_cli.services.comparison import session
-    from tula_cli.services.waiting import WaitPolicy
 
     runs = chosen.open(screen)
-    if learning_rates or near_batches:
-        options = _SearchOptions(request, node_type, near_batches, only_show=only_show, yes=yes, dry_run=dry_run)
-        return _search_learning_rate(screen, chosen, runs, options, WaitPolicy(wait))
-    if only_show:
-        return _show(screen, runs, request, node_type=node_type)
-    dependencies = make_dependencies(
+    submission = make_submission(
+        chosen,
         make_inspector(screen, runs[0].path.parent, keep=not dry_run),
         make_edit_check(screen, runs, chosen, then=make_confirmation(screen, runs[0].spec, yes=yes)),
+        wait=wait,
     )
-    prepared = follow_work(screen, session.prepare_comparison(runs, request, dependencies, node_type=node_type))
+    if learning_rates or near_batches:
+        options = _SearchOptions(request, node_type, near_batches, only_show=only_show, dry_run=dry_run)
+        return _search_learning_rate(screen, runs, options, submission)
+    if only_show:
+        return _show(screen, runs, request, node_type=node_type)
+    prepared = follow_work(screen, session.prepare_comparison(runs, request, submission.inspect, node_type=node_type))
     if dry_run:
-        return _show_dry_run(screen, prepared, dependencies)
-    wait_policy = WaitPolicy(wait)
-    comparison = follow_work(
-        screen,
-        session.run_comparison(prepared, dependencies, wait_policy, file=chosen.find_settings_origin([prepared.run])),
-    )
+        return _show_dry_run(screen, prepared, submission)
+    comparison = follow_work(screen, session.run_comparison(prepared, submission))
     _answer_with_table(screen, comparison)
     return comparison.require_none_failed()
 
@@ -85,7 +82,6 @@ class _SearchOptions:
     node_type: str | None
     near_batches: bool
     only_show: bool
-    yes: bool
     dry_run: bool
 
     @property
@@ -109,33 +105,28 @@ class _SearchOptions:
 
 
 def _search_learning_rate(
-    screen: Screen, chosen: JobOrRun, runs: "Sequence[Run]", options: _SearchOptions, wait_policy: "WaitPolicy"
+    screen: Screen, runs: "Sequence[Run]", options: _SearchOptions, submission: "Submission"
 ) -> None:
     """Find the learning rate of a batch, show the plan, or show what was found."""
     from tula_cli.services.comparison import learning_rates
     from tula_cli.services.waiting import DetachedJobs
 
-    dependencies = make_dependencies(
-        make_inspector(screen, runs[0].path.parent, keep=not options.dry_run),
-        make_edit_check(screen, runs, chosen, then=make_confirmation(screen, runs[0].spec, yes=options.yes)),
-    )
     search = follow_work(
         screen,
         learning_rates.prepare_search(
             runs,
-            dependencies,
+            submission.inspect,
             batch=options.batch,
             nodes=options.request.nodes,
             node_type=options.node_type,
             near_batches=options.near_batches,
         ),
     )
-    file = chosen.find_settings_origin([search.run])
     if options.only_show:
-        report = learning_rates.read_report(search, file)
+        report = learning_rates.read_report(search, submission.find_settings_origin(search.run))
         return _answer_with_learning_rate(screen, report)
     if options.dry_run:
-        scripts = [dependencies.launcher_for(search.run.spec).script(search.run, search.task)]
+        scripts = [submission.launcher_for(search.run.spec).script(search.run, search.task)]
         data = {
             "plan": search.plan,
             "share": search.plan.share,
@@ -144,7 +135,7 @@ def _search_learning_rate(
             "scripts": scripts,
         }
         return screen.answer(data, show_compare.render_search_plan(search, scripts=scripts))
-    result = follow_work(screen, learning_rates.run_search(search, dependencies, wait_policy, file=file))
+    result = follow_work(screen, learning_rates.run_search(search, submission))
     if isinstance(result, DetachedJobs):
         return answer_detached(screen, [search.run], result, {"plan": search.plan})
     return _answer_with_learning_rate(screen, result)
@@ -171,9 +162,9 @@ def _show(screen: Screen, runs: "Sequence[Run]", request: ComparisonRequest, *, 
     _answer_with_table(screen, session.read_comparison_result(run, comparison, looks))
 
 
-def _show_dry_run(screen: Screen, prepared: "PreparedComparison", dependencies: "Dependencies") -> None:
+def _show_dry_run(screen: Screen, prepared: "PreparedComparison", submission: "Submission") -> None:
     plan, run = prepared.plan, prepared.run
-    launcher = dependencies.launcher_for(run.spec)
+    launcher = submission.launcher_for(run.spec)
     scripts = [launcher.script(run, plan.first.task)] if plan.first is not None else []
     data = {
         "comparison": plan.comparison,

@@ -2,7 +2,7 @@
 
 from tula_cli.cli.options import DryRun, Yes
 from tula_cli.cli.runs import JobOrRun
-from tula_cli.cli.waiting import answer_detached, follow_work, make_confirmation, make_dependencies, make_inspector
+from tula_cli.cli.waiting import answer_detached, follow_work, make_confirmation, make_inspector, make_submission
 from tula_cli.options import EvaluationRequest, Timeout, Wait
 from tula_cli.show import train as show_train
 from tula_cli.show.screen import Screen
@@ -23,20 +23,24 @@ def evaluate(
     the stored result is shown. tula status also shows it.
     """
     from tula_cli.services import evaluate as service
-    from tula_cli.services.waiting import DetachedJobs, WaitPolicy
+    from tula_cli.services.waiting import DetachedJobs
 
     prepared = service.prepare_evaluation(chosen.open(screen), request)
     run, task = prepared.run, prepared.task
-    dependencies = make_dependencies(
-        make_inspector(screen, run.path.parent), make_confirmation(screen, run.spec, yes=yes)
+    submission = make_submission(
+        chosen,
+        make_inspector(screen, run.path.parent),
+        make_confirmation(screen, run.spec, yes=yes),
+        wait=wait,
+        timeout=timeout,
     )
     if dry_run:
-        script = dependencies.launcher_for(run.spec).script(run, task)
+        script = submission.launcher_for(run.spec).script(run, task)
         return screen.answer(
             {"task": task, "found": prepared.known_record, "scripts": [script]},
             [*show_train.render_evaluation_plan(task), "", script],
         )
-    evaluation = follow_work(screen, service.run_evaluation(prepared, dependencies, WaitPolicy(wait, timeout)))
+    evaluation = follow_work(screen, service.run_evaluation(prepared, submission))
     if isinstance(evaluation, DetachedJobs):
         return answer_detached(screen, [run], evaluation, {"task": task})
     return screen.answer(evaluation, show_train.render_evaluation(evaluation))

@@ -2,7 +2,7 @@
 
 from tula_cli.cli.options import DryRun, Yes
 from tula_cli.cli.runs import JobOrRun
-from tula_cli.cli.waiting import answer_detached, follow_work, make_confirmation, make_dependencies, make_inspector
+from tula_cli.cli.waiting import answer_detached, follow_work, make_confirmation, make_inspector, make_submission
 from tula_cli.options import Fresh, Largest, Timeout, Wait
 from tula_cli.show import profile as show_profile
 from tula_cli.show import tables
@@ -25,21 +25,22 @@ def profile(
     """
     from tula_cli.run.owner import require_ownership
     from tula_cli.services import profile
-    from tula_cli.services.waiting import WaitPolicy
 
     runs = chosen.open(screen)
     for run in () if dry_run else runs:
         require_ownership(run.path)  # before the model is built
     root, spec = runs[0].path.parent, runs[0].spec
-    dependencies = make_dependencies(
-        make_inspector(screen, root, fresh=fresh, keep=not dry_run), make_confirmation(screen, spec, yes=yes)
+    submission = make_submission(
+        chosen,
+        make_inspector(screen, root, fresh=fresh, keep=not dry_run),
+        make_confirmation(screen, spec, yes=yes),
+        wait=wait,
+        timeout=timeout,
     )
-    wait_policy = WaitPolicy(wait, timeout)
     if dry_run:
-        would = follow_work(screen, profile.make_dry_run(runs, dependencies, largest=largest))
+        would = follow_work(screen, profile.make_dry_run(runs, submission, largest=largest))
         return screen.answer(tables.list_data_by_type(would), show_profile.render_dry_run(would))
-    file = chosen.find_settings_origin(runs)
-    profiled = follow_work(screen, profile.run_profile(runs, dependencies, wait_policy, file=file, largest=largest))
+    profiled = follow_work(screen, profile.run_profile(runs, submission, largest=largest))
     if isinstance(profiled, profile.SubmittedProbes):
         return answer_detached(screen, runs, profiled, {"plan": tables.list_data_by_type(profiled.plans)})
     screen.status = "partial" if profiled.partial else screen.status

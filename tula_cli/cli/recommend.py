@@ -148,7 +148,7 @@ def _save_answer(
 
     stored = find_recommendation(runs)
     try:
-        services_recommend.save_answer(runs, answer, overrides=chosen.overrides, job=chosen.job, every=every)
+        services_recommend.save_answer(runs, answer, overrides=chosen.overrides, job=chosen.job_file, every=every)
     except (CannotWrite, NotYours, OtherFormat) as error:
         if is_required:
             raise

@@ -53,6 +53,11 @@ class JobOrRun:
         """Whether the command line names a job or a run."""
         return self.job is not None or bool(self.named)
 
+    @property
+    def job_file(self) -> Path | None:
+        """The job file that the command line names; None if it names a run."""
+        return resolve_job_or_run(self.job, self.named, Path(self.root))[0]
+
     def open(self, screen: Screen) -> tuple["Run", ...]:
         """Return the runs of a job.yaml, which may not exist yet, or existing runs."""
         root = Path(self.root)
@@ -97,7 +102,7 @@ class JobOrRun:
         """Return where the settings come from, as the runs record it."""
         from tula_cli.run.job_runs import find_settings_origin
 
-        return find_settings_origin(runs[0], self.job, self.overrides)
+        return find_settings_origin(runs[0], self.job_file, self.overrides)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from tula_cli.cli.options import DryRun, Yes
 from tula_cli.cli.runs import JobOrRun, make_edit_check
-from tula_cli.cli.waiting import answer_detached, follow_work, make_confirmation, make_dependencies, make_inspector
+from tula_cli.cli.waiting import answer_detached, follow_work, make_confirmation, make_inspector, make_submission
 from tula_cli.options import Timeout, TrainRequest, Wait
 from tula_cli.show import train as show_train
 from tula_cli.show.screen import Screen
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tula_cli.run.records.results import Summary
     from tula_cli.services.plans import TrainPlan
     from tula_cli.services.train import PreparedTraining
-    from tula_cli.services.waiting import Dependencies, WaitPolicy
+    from tula_cli.services.waiting import Submission
 
 
 def train(
@@ -33,49 +33,40 @@ def train(
     Run the same command again to follow a training that is running, or to resume it from its newest checkpoint.
     """
     from tula_cli.services import train as service
-    from tula_cli.services.waiting import DetachedJobs, WaitPolicy
+    from tula_cli.services.waiting import DetachedJobs
 
     runs = chosen.open(screen)
-    dependencies = make_dependencies(
+    submission = make_submission(
+        chosen,
         make_inspector(screen, runs[0].path.parent, keep=not dry_run),
         make_edit_check(screen, runs, chosen, then=make_confirmation(screen, runs[0].spec, yes=yes)),
+        wait=wait,
+        timeout=timeout,
     )
-    wait_policy = WaitPolicy(wait, timeout)
     if request.seeds is not None:
-        return _train_seeds(screen, chosen, runs, request, dependencies, wait_policy, dry_run=dry_run)
-    training = follow_work(screen, service.prepare_training(runs, request, dependencies.inspect))
+        return _train_seeds(screen, runs, request, submission, dry_run=dry_run)
+    training = follow_work(screen, service.prepare_training(runs, request, submission.inspect))
     if dry_run:
-        return _show_dry_run(screen, training, dependencies)
-    summary = follow_work(
-        screen,
-        service.run_training(training, dependencies, wait_policy, file=chosen.find_settings_origin([training.run])),
-    )
+        return _show_dry_run(screen, training, submission)
+    summary = follow_work(screen, service.run_training(training, submission))
     if isinstance(summary, DetachedJobs):
         return answer_detached(screen, [training.run], summary, {"plan": training.plan})
     return _answer_training(screen, training, summary)
 
 
 def _train_seeds(
-    screen: Screen,
-    chosen: JobOrRun,
-    runs: "Sequence[Run]",
-    request: TrainRequest,
-    dependencies: "Dependencies",
-    wait_policy: "WaitPolicy",
-    *,
-    dry_run: bool,
+    screen: Screen, runs: "Sequence[Run]", request: TrainRequest, submission: "Submission", *, dry_run: bool
 ) -> None:
     """Run the trainings of a plan, or show it."""
     from tula_cli.services import train_seeds as service
 
-    prepared = follow_work(screen, service.prepare_seeds(runs, request, dependencies.inspect))
+    prepared = follow_work(screen, service.prepare_seeds(runs, request, submission.inspect))
     if dry_run:
         first, run = prepared.first, prepared.run
-        scripts = [] if first is None else [dependencies.launcher_for(run.spec).script(run, first.task)]
+        scripts = [] if first is None else [submission.launcher_for(run.spec).script(run, first.task)]
         data = {"plan": prepared.plan, "trainings": prepared.trainings, "scripts": scripts}
         return screen.answer(data, show_train.render_seeds_plan(prepared.plan, len(prepared.missing), scripts=scripts))
-    origin = chosen.find_settings_origin([prepared.run])
-    report = follow_work(screen, service.run_seeds(prepared, dependencies, wait_policy, file=origin))
+    report = follow_work(screen, service.run_seeds(prepared, submission))
     is_over = all(training.is_over for training in report.trainings)
     screen.status = "done" if is_over else "pending"
     screen.answer(report, show_train.render_seeds(report))
@@ -97,10 +88,10 @@ def _answer_training(screen: Screen, training: "PreparedTraining", summary: "Sum
     return screen.answer(data, parts)
 
 
-def _show_dry_run(screen: Screen, training: "PreparedTraining", dependencies: "Dependencies") -> None:
+def _show_dry_run(screen: Screen, training: "PreparedTraining", submission: "Submission") -> None:
     from tula_cli.cluster.chains import list_nodes_of_chain_jobs
 
     plan: TrainPlan = training.plan
-    scripts = [dependencies.launcher_for(training.run.spec).script(training.run, plan.task)]
+    scripts = [submission.launcher_for(training.run.spec).script(training.run, plan.task)]
     shown = show_train.render_train_plan(plan, links=list_nodes_of_chain_jobs(plan.task), scripts=scripts)
     screen.answer({"plan": plan, "scripts": scripts}, shown)

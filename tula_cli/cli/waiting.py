@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tula_cli import words
+from tula_cli.cli.runs import JobOrRun
 from tula_cli.errors import OverBudget, SpecError
 from tula_cli.show import check as show_check
 from tula_cli.show import compare as show_compare
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from tula_cli.cluster.inspection import CachedInspection
     from tula_cli.run.directory import RunDir
     from tula_cli.services.events import Event, NodeCheckProgress, Note, Planned, WarningEvent, Work
-    from tula_cli.services.waiting import Dependencies, DetachedJobs
+    from tula_cli.services.waiting import DetachedJobs, Submission
     from tula_cli.spec.job import JobSpec
 
 T = TypeVar("T")
@@ -88,12 +89,19 @@ def _show_message(screen: Screen, event: "Note | WarningEvent | Planned | NodeCh
             screen.print_aside(show_compare.render_compare_plan(compared))
 
 
-def make_dependencies(inspect: "CachedInspection", confirm: "Callable[[Planned], bool]") -> "Dependencies":
-    """Return the dependencies of a command that submits jobs."""
+def make_submission(
+    chosen: JobOrRun,
+    inspect: "CachedInspection",
+    confirm: "Callable[[Planned], bool]",
+    *,
+    wait: bool | None,
+    timeout: float | None = None,
+) -> "Submission":
+    """Return how a command submits its jobs and waits for them."""
     from tula_cli.cluster import launcher
-    from tula_cli.services.waiting import Dependencies
+    from tula_cli.services.waiting import Submission
 
-    return Dependencies(launcher.make_launcher, inspect, confirm)
+    return Submission(launcher.make_launcher, inspect, confirm, wait, timeout, chosen.job_file, tuple(chosen.overrides))
 
 
 def make_inspector(screen: Screen, root: Path, *, fresh: bool = False, keep: bool = True) -> "CachedInspection":

@@ -4,7 +4,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
@@ -88,7 +88,7 @@ from tula_cli.services.resume_test import ResumeFinding, run_resume_test
 from tula_cli.services.status import RunStatus
 from tula_cli.services.tracking import ExportResult, load_trackers_package
 from tula_cli.services.train_seeds import SeedsReport, prepare_seeds, run_seeds
-from tula_cli.services.waiting import Dependencies, DetachedJobs, WaitPolicy
+from tula_cli.services.waiting import DetachedJobs, Submission
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
 from tula_cli.spec.merge import apply_overrides
@@ -362,6 +362,16 @@ class SubmitArguments(JobArguments):
     ] = None
     wait: Wait = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_callable(confirm=self.confirm)
+
+    def make_submission(self, call: "Call", *, timeout: float | None = None, fresh: bool = False) -> Submission:
+        """Return how the call submits its jobs."""
+        inspect = make_inspector(call.runs[0].path.parent, fresh=fresh, report_event=self.on_event)
+        confirm = _make_confirm(call.runs[0].spec, self.confirm)
+        return Submission(launcher.make_launcher, inspect, confirm, self.wait, timeout, call.job, call.overrides)
+
 
 @dataclass(frozen=True)
 class Call:
@@ -402,31 +412,6 @@ class Call:
         if not any(run.exists for run in self.runs):
             raise BadMeasurements(f"{self.runs[0].job_name} has no measurements yet", "call profile first")
         return self
-
-
-@dataclass(frozen=True)
-class Submission:
-    """A call that submits jobs."""
-
-    call: Call
-    dependencies: Dependencies
-    wait_policy: WaitPolicy
-
-    @classmethod
-    def from_arguments(
-        cls, target: Target, arguments: SubmitArguments, *, timeout: float | None = None, fresh: bool = False
-    ) -> "Submission":
-        """Return the submission for a function's arguments.
-
-        Raises:
-            SpecError: the job, an override or an argument is invalid, or a folder is not a run directory.
-        """
-        require_callable(confirm=arguments.confirm)
-        call = arguments.resolve(target)
-        inspect = make_inspector(call.runs[0].path.parent, fresh=fresh, report_event=arguments.on_event)
-        asks = _make_confirm(call.runs[0].spec, arguments.confirm)
-        dependencies = Dependencies(launcher.make_launcher, inspect, asks)
-        return cls(call, dependencies, WaitPolicy(arguments.wait, timeout))
 
 
 def load_job(job: Job, overrides: Sequence[str] = ()) -> JobSpec:
@@ -702,11 +687,10 @@ class ProfileArguments(SubmitArguments):
     timeout: Timeout = None
     fresh: Fresh = False
 
-    def prepare(self) -> Submission:
-        """Return the submission, with the cap on node-hours."""
+    def resolve(self, target: Target) -> Call:
+        """Return the runs of a target with its settings, the overrides and the cap on node-hours."""
         cap = () if self.max_node_hours is None else (f"search.max_node_hours={self.max_node_hours}",)
-        capped = replace(self, overrides=(*self.overrides, *cap)) if cap else self
-        return Submission.from_arguments(self.job, capped, timeout=self.timeout, fresh=self.fresh)
+        return Call.from_target(target, root=self.root, overrides=(*self.overrides, *cap))
 
 
 @with_arguments(ProfileArguments)
@@ -731,18 +715,10 @@ def profile(arguments: ProfileArguments) -> Run:
         >>> run = tula.profile("job.yaml", max_node_hours=2)
         >>> run.results()[["nodes", "batch", "step_time_s"]]
     """
-    submission = arguments.prepare()
-    arguments.follow(_run_profile_work(submission))
-    return Run.from_directories(submission.call.runs)
-
-
-def _run_profile_work(
-    submission: Submission, *, largest: bool = False
-) -> Work[profiling.ProfileResult | profiling.SubmittedProbes]:
-    call = submission.call
-    return profiling.run_profile(
-        call.runs, submission.dependencies, submission.wait_policy, file=call.file, largest=largest
-    )
+    call = arguments.resolve(arguments.job)
+    submission = arguments.make_submission(call, timeout=arguments.timeout, fresh=arguments.fresh)
+    arguments.follow(profiling.run_profile(call.runs, submission))
+    return Run.from_directories(call.runs)
 
 
 @with_arguments(ProfileArguments)
@@ -762,13 +738,14 @@ def find_largest_batch(arguments: ProfileArguments) -> LargestBatch | None:
     Example:
         >>> tula.find_largest_batch("job.yaml", max_node_hours=1).local_batch
     """
-    submission = arguments.prepare()
-    runs = select_runs(submission.call.runs, None)
+    call = arguments.resolve(arguments.job)
+    submission = arguments.make_submission(call, timeout=arguments.timeout, fresh=arguments.fresh)
+    runs = select_runs(call.runs, None)
     if len(runs) > 1:
         raise SpecError(
             f"find_largest_batch works on one node type, but the job has {len(runs)}", "use tula profile --largest"
         )
-    profiled = arguments.follow(_run_profile_work(submission, largest=True))
+    profiled = arguments.follow(profiling.run_profile(call.runs, submission, largest=True))
     if isinstance(profiled, DetachedJobs):
         return None
     (largest_batch,) = profiled.reports.values()
@@ -810,16 +787,13 @@ def train(arguments: TrainArguments) -> TrainingSummary | SeedsReport | None:
         SchedulerError: the scheduler rejected the job.
         KeyboardInterrupt: Ctrl-C; the training continues, and the same call attaches to it again.
     """
-    submission = Submission.from_arguments(arguments.run, arguments, timeout=arguments.timeout)
-    call, inspect = submission.call, submission.dependencies.inspect
+    call = arguments.resolve(arguments.run)
+    submission = arguments.make_submission(call, timeout=arguments.timeout)
     if arguments.seeds is not None:
-        seeds = arguments.follow(prepare_seeds(call.runs, arguments, inspect))
-        return arguments.follow(run_seeds(seeds, submission.dependencies, submission.wait_policy, file=call.file))
-    work = training.prepare_training(call.runs, arguments, inspect)
-    prepared = arguments.follow(work)
-    summary = arguments.follow(
-        training.run_training(prepared, submission.dependencies, submission.wait_policy, file=call.file)
-    )
+        seeds = arguments.follow(prepare_seeds(call.runs, arguments, submission.inspect))
+        return arguments.follow(run_seeds(seeds, submission))
+    prepared = arguments.follow(training.prepare_training(call.runs, arguments, submission.inspect))
+    summary = arguments.follow(training.run_training(prepared, submission))
     if isinstance(summary, DetachedJobs):
         return None
     return TrainingSummary(**dict(summary), gain=training.find_gain(prepared.run, summary))
@@ -848,14 +822,12 @@ def compare(arguments: CompareArguments) -> CompareReport:
         JobFailed: the first trainings have all failed.
         KeyboardInterrupt: Ctrl-C; finished trainings are kept, and running ones continue.
     """
-    submission = Submission.from_arguments(arguments.run, arguments)
-    call = submission.call
-    ready = arguments.follow(
-        session.prepare_comparison(call.runs, arguments, submission.dependencies, node_type=arguments.node_type)
+    call = arguments.resolve(arguments.run)
+    submission = arguments.make_submission(call)
+    prepared = arguments.follow(
+        session.prepare_comparison(call.runs, arguments, submission.inspect, node_type=arguments.node_type)
     )
-    return arguments.follow(
-        session.run_comparison(ready, submission.dependencies, submission.wait_policy, file=call.file)
-    ).report
+    return arguments.follow(session.run_comparison(prepared, submission)).report
 
 
 @dataclass(frozen=True)
@@ -892,18 +864,18 @@ def find_learning_rate(arguments: LearningRateArguments) -> LearningRateReport |
     Example:
         >>> tula.find_learning_rate("job.yaml", batch=1024).answer
     """
-    submission = Submission.from_arguments(arguments.job, arguments, timeout=arguments.timeout)
-    call, dependencies = submission.call, submission.dependencies
+    call = arguments.resolve(arguments.job)
+    submission = arguments.make_submission(call, timeout=arguments.timeout)
     work = learning_rates.prepare_search(
         call.runs,
-        dependencies,
+        submission.inspect,
         batch=arguments.batch,
         nodes=arguments.nodes,
         node_type=arguments.node_type,
         near_batches=arguments.near_batches,
     )
     search = arguments.follow(work)
-    result = arguments.follow(learning_rates.run_search(search, dependencies, submission.wait_policy, file=call.file))
+    result = arguments.follow(learning_rates.run_search(search, submission))
     return None if isinstance(result, DetachedJobs) else result
 
 
@@ -969,9 +941,10 @@ def evaluate(arguments: EvaluateArguments) -> EvaluationRecord | None:
     Example:
         >>> tula.evaluate(run, weights="best").metrics["top1"]
     """
-    submission = Submission.from_arguments(arguments.run, arguments, timeout=arguments.timeout)
-    prepared = prepare_evaluation(submission.call.runs, arguments)
-    evaluation = arguments.follow(run_evaluation(prepared, submission.dependencies, submission.wait_policy))
+    call = arguments.resolve(arguments.run)
+    prepared = prepare_evaluation(call.runs, arguments)
+    submission = arguments.make_submission(call, timeout=arguments.timeout)
+    evaluation = arguments.follow(run_evaluation(prepared, submission))
     return None if isinstance(evaluation, DetachedJobs) else evaluation
 
 

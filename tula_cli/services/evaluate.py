@@ -21,11 +21,9 @@ from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.events import EvaluationPlanned, Note, Work
 from tula_cli.services.status import compute_micro_batch
 from tula_cli.services.waiting import (
-    Dependencies,
     DetachedJobs,
-    WaitPolicy,
+    Submission,
     make_interruption_of_jobs,
-    require_confirmed,
     wait_for_jobs,
     warn_new_jobs,
 )
@@ -175,15 +173,12 @@ def _make_evaluation_job(trained: JobSpec, current: JobSpec) -> JobSpec:
     return trained.model_copy(update={"dataset": dataset, "train": train, "cluster": current.cluster})
 
 
-def run_evaluation(
-    evaluation: PreparedEvaluation, dependencies: Dependencies, wait_policy: WaitPolicy
-) -> Work[EvaluationRecord | DetachedJobs]:
+def run_evaluation(evaluation: PreparedEvaluation, submission: Submission) -> Work[EvaluationRecord | DetachedJobs]:
     """Evaluate the weights, attach to the job if it is already running, or return the stored result.
 
     Args:
         evaluation: the result of `prepare_evaluation`.
-        dependencies: launcher, and the confirmation that is requested before a job is submitted to a cluster.
-        wait_policy: whether and how long to wait.
+        submission: how to submit and wait.
 
     Raises:
         OtherFormat: the run has an older format.
@@ -203,19 +198,19 @@ def run_evaluation(
         )
         return evaluation.known_record
     require_current_format(run.path)
-    launcher = dependencies.launcher_for(run.spec)
+    launcher = submission.launcher_for(run.spec)
     unfinished = list_unfinished_jobs(run, launcher, [task.job])
     if not unfinished:
         planned = EvaluationPlanned(task)
         yield planned
         if run.spec.cluster.backend.has_queue:  # on this machine, evaluation needs no confirmation
-            require_confirmed(dependencies.confirm, planned)
+            submission.require_confirmed(planned)
     try:
         _start_job(run, task, launcher)
-        if not wait_policy.should_wait(run.spec):
+        if not submission.should_wait(run.spec):
             yield from warn_new_jobs(run, launcher, [task.job], unfinished, run.spec)
             return DetachedJobs((task.job,), tuple(unfinished))
-        yield from wait_for_jobs(run, launcher, [task.job], wait_policy)
+        yield from wait_for_jobs(run, launcher, [task.job], timeout=submission.timeout)
     except KeyboardInterrupt:
         raise make_interruption_of_jobs([run]) from None
     return read_evaluation_result(run, task)

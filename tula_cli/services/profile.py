@@ -1,6 +1,5 @@
 """`tula profile`: find the missing probes and their maximum cost, submit them in rounds over all node types, and wait."""
 
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +16,8 @@ from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT
 from tula_cli.run.code import choose_code, take_snapshot
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
-from tula_cli.run.job_runs import save_runs
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-from tula_cli.run.records.results import JobFile
 from tula_cli.run.records.tasks import BatchBounds, MeasuringTask, ProbeTask, make_probe_id
 from tula_cli.services import messages
 from tula_cli.services.events import Note, ProfilePlanned, WarningEvent, Work
@@ -37,11 +34,9 @@ from tula_cli.services.search import (
 from tula_cli.services.site_charges import bill_run_by_site, warn_balance_for_probes
 from tula_cli.services.status import summarize_notes
 from tula_cli.services.waiting import (
-    Dependencies,
     DetachedJobs,
-    WaitPolicy,
+    Submission,
     make_interruption_of_jobs,
-    require_confirmed,
     require_within_cap,
     wait_for_jobs,
     warn_new_jobs,
@@ -525,9 +520,9 @@ def plan_variants(
     return planned
 
 
-def inspect_variant(run: Run, dependencies: Dependencies) -> Inspection | NotInspectable:
+def inspect_variant(run: Run, inspect: Callable[[JobSpec], Inspection]) -> Inspection | NotInspectable:
     """Return a stored or new inspection of a variant, or the error (see `inspect_if_possible`)."""
-    return first_job.inspect_if_possible(run.spec, first_job.inspect_with_stored(dependencies.inspect, run))
+    return first_job.inspect_if_possible(run.spec, first_job.inspect_with_stored(inspect, run))
 
 
 def _plan_first_jobs(
@@ -539,18 +534,18 @@ def _plan_first_jobs(
 
 
 def make_dry_run(
-    runs: Sequence[Run], dependencies: Dependencies, *, largest: bool = False
+    runs: Sequence[Run], submission: Submission, *, largest: bool = False
 ) -> Work[dict[str | None, DryRun]]:
     """Return the jobs that would be submitted on each node type; nothing is written.
 
     Args:
-        runs, dependencies, largest: as of `run_profile`.
+        runs, submission, largest: as of `run_profile`.
 
     Raises:
         Infeasible: no configuration is feasible.
     """
     variants = _prepare_runs(runs)
-    inspections = {variant.name: inspect_variant(variant, dependencies) for variant in variants}
+    inspections = {variant.name: inspect_variant(variant, submission.inspect) for variant in variants}
     settled = {
         name: inspection for name, inspection in inspections.items() if not isinstance(inspection, NotInspectable)
     }
@@ -565,7 +560,7 @@ def make_dry_run(
         return {name: DryRun(plan, scripts[name]) for name, plan in planned.items()}
     dry_runs = {}
     for variant, plan in (yield from plan_variants(variants, settled, largest=largest)):
-        launcher = dependencies.launcher_for(variant.spec)
+        launcher = submission.launcher_for(variant.spec)
         dry_runs[variant.name] = DryRun(plan, tuple(launcher.script(variant, task) for task in plan.tasks))
     return dry_runs
 
@@ -579,19 +574,15 @@ def _prepare_runs(runs: Sequence[Run]) -> list[Run]:
 
 def run_profile(
     runs: Sequence[Run],
-    dependencies: Dependencies,
-    wait_policy: WaitPolicy,
+    submission: Submission,
     *,
-    file: JobFile | None = None,
     largest: bool = False,
 ) -> Work[ProfileResult | SubmittedProbes]:
     """Measure the missing probes, round after round; jobs that are already running are attached to.
 
     Args:
         runs: the runs of a job, which need not exist yet.
-        dependencies: launcher, inspection, and the confirmation that is requested before jobs are submitted.
-        wait_policy: whether and how long to wait.
-        file: the file that the spec comes from.
+        submission: how to submit and wait.
         largest: search for the largest batch that fits, on the fewest nodes, instead of the probes of the search.
 
     Raises:
@@ -604,7 +595,7 @@ def run_profile(
         SchedulerError: the scheduler refused a job.
     """
     runs = _prepare_runs(runs)
-    return (yield from _Profiling(runs, dependencies, wait_policy, file, largest).run())
+    return (yield from _Profiling(runs, submission, largest).run())
 
 
 @dataclass
@@ -635,9 +626,7 @@ class _Profiling:
     """The state of one call of `run_profile`."""
 
     runs: Sequence[Run]
-    dependencies: Dependencies
-    wait_policy: WaitPolicy
-    file: JobFile | None
+    submission: Submission
     largest: bool
     confirmed: bool = False
     is_started: bool = False  # the plan of the search was shown, and its first round submitted
@@ -650,7 +639,7 @@ class _Profiling:
 
     def _inspect_variants(self, deadline: float | None) -> Work[Inspections]:
         """Inspect the model and the dataset: here or, if that is not possible, on a node after confirmation."""
-        results = {run.name: inspect_variant(run, self.dependencies) for run in self.runs}
+        results = {run.name: inspect_variant(run, self.submission.inspect) for run in self.runs}
         inspections = {
             name: inspection for name, inspection in results.items() if not isinstance(inspection, NotInspectable)
         }
@@ -658,14 +647,14 @@ class _Profiling:
         if not elsewhere:
             return inspections
         for run in elsewhere:
-            self.dependencies.launcher_for(run.spec)  # raises an error if no job can be submitted from this machine
+            self.submission.launcher_for(run.spec)  # raises an error if no job can be submitted from this machine
         plans = _plan_first_jobs(self.runs, results)
         planned_event = ProfilePlanned(plans, self.cap)
         yield planned_event
         require_within_cap([], self.cap, first_jobs=sum(plan.first_job_node_hours for plan in plans.values()))
-        require_confirmed(self.dependencies.confirm, planned_event)
+        self.submission.require_confirmed(planned_event)
         self.confirmed = True
-        save_runs(elsewhere, self.file)
+        self.submission.save_runs(elsewhere)
         for run in elsewhere:
             inspections[run.name] = first_job.inspect_on_node(run, run.spec, timeout=self._remaining_seconds(deadline))
             self.first_jobs += first_job.count_newest_node_hours(run)
@@ -673,10 +662,10 @@ class _Profiling:
 
     def _remaining_seconds(self, deadline: float | None) -> float | None:
         """Return the seconds until the deadline, or None without a deadline."""
-        return None if deadline is None else max(0.0, deadline - self.wait_policy.clock())
+        return None if deadline is None else max(0.0, deadline - self.submission.clock())
 
     def run(self) -> Work[ProfileResult | SubmittedProbes]:
-        timeout, clock = self.wait_policy.timeout, self.wait_policy.clock
+        timeout, clock = self.submission.timeout, self.submission.clock
         deadline = None if timeout is None else clock() + timeout
         inspections = yield from self._inspect_variants(deadline)
         stopped: set[str | None] = set()  # node types whose last round ended with results missing
@@ -688,14 +677,14 @@ class _Profiling:
             )
             missing = [(run, plan) for run, plan in planned if plan.missing and run.name not in stopped]
             if not missing:
-                save_runs([run for run, _ in planned], self.file)
+                self.submission.save_runs([run for run, _ in planned])
                 if not any(
                     plan.certainty for _, plan in planned
                 ):  # for a search in rounds, the report states why it is finished
                     yield Note("all probes already have results")
                 break
             jobs = yield from self._submit_round(planned, missing)
-            if not all(self.wait_policy.should_wait(submitted.run.spec) for submitted in jobs):
+            if not all(self.submission.should_wait(submitted.run.spec) for submitted in jobs):
                 return (yield from _list_submitted_probes(planned, jobs))
             yield from self._wait_for_round(jobs, deadline)
             measures_failed_again = False
@@ -731,8 +720,8 @@ class _Profiling:
     def _submit_round(self, planned: Plans, missing: Plans) -> Work[list[_SubmittedRun]]:
         """Submit a round, after confirmation if there are jobs to submit."""
         for run, plan in missing:
-            wait_for_exits(run, self.dependencies.launcher_for(run.spec), plan)
-        jobs = [_SubmittedRun(run, plan, self.dependencies.launcher_for(run.spec)) for run, plan in missing]
+            wait_for_exits(run, self.submission.launcher_for(run.spec), plan)
+        jobs = [_SubmittedRun(run, plan, self.submission.launcher_for(run.spec)) for run, plan in missing]
         if any(submitted.has_missing for submitted in jobs):
             for run, plan in missing:
                 yield from map(WarningEvent, warn_balance_for_probes(run.spec, plan.node_hours_at_most))
@@ -741,9 +730,9 @@ class _Profiling:
             hours = [plan.node_hours_at_most for _, plan in planned]
             require_within_cap(hours, self.cap, first_jobs=self.first_jobs)
             if not self.confirmed:  # later rounds are covered by the first confirmation
-                require_confirmed(self.dependencies.confirm, planned_event)
+                self.submission.require_confirmed(planned_event)
             self.confirmed = self.is_started = True
-        save_runs([run for run, _ in planned], self.file)
+        self.submission.save_runs([run for run, _ in planned])
         self._submit_jobs(jobs)
         return jobs
 
@@ -765,8 +754,9 @@ class _Profiling:
             for submitted in jobs:
                 if submitted.run.name is not None:
                     yield Note(f"{describe_part(submitted.run.name)}:")
-                wait_policy = dataclasses.replace(self.wait_policy, timeout=self._remaining_seconds(deadline))
-                yield from wait_for_jobs(submitted.run, submitted.launcher, submitted.started, wait_policy)
+                yield from wait_for_jobs(
+                    submitted.run, submitted.launcher, submitted.started, timeout=self._remaining_seconds(deadline)
+                )
         except KeyboardInterrupt:
             raise make_interruption_of_jobs([submitted.run for submitted in jobs]) from None
 

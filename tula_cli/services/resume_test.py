@@ -25,7 +25,7 @@ from tula_cli.services import messages
 from tula_cli.services.events import Event, Note, WarningEvent, Work
 from tula_cli.services.profile import count_measured_node_hours
 from tula_cli.services.waiting import (
-    WaitPolicy,
+    Submission,
     describe_beyond_cap,
     make_interruption_of_jobs,
     wait_for_jobs,
@@ -161,12 +161,11 @@ def run_resume_test(
             over, "raise the limit, for example --set search.max_node_hours=100, or lower search.max_minutes"
         )
     save_runs([run], file)
-    policy = WaitPolicy(wait=True, timeout=timeout)
-    return (yield from submit_and_wait(run, launcher_for(run.spec), code, policy, batch=None))
+    return (yield from submit_and_wait(run, launcher_for(run.spec), code, timeout=timeout, batch=None))
 
 
 def submit_and_wait(
-    run: Run, launcher: Launcher, code: Source, policy: WaitPolicy, *, batch: int | None, nodes: int = 1
+    run: Run, launcher: Launcher, code: Source, *, timeout: float | None, batch: int | None, nodes: int = 1
 ) -> Work[ResumeFinding]:
     """Submit a resume test, or attach to the one that is already running, and return its finding.
 
@@ -174,7 +173,7 @@ def submit_and_wait(
         run: the run and its job.
         launcher: submits the job.
         code: the user code that the test runs.
-        policy: how long to wait.
+        timeout: seconds to wait at most.
         batch: global batch of the first start; None chooses one.
         nodes: of the job: one, or twice those of the first start.
 
@@ -185,7 +184,7 @@ def submit_and_wait(
         task = submit_resume_test(run, launcher, code, batch=batch, nodes=nodes)
         at_most = f"at batch {task.batch}, at most {run.spec.get_measuring_minutes():g} min"
         yield Note(f"testing on {words.format_count(task.nodes)} whether the script can resume, {at_most}: {task.id}")
-        yield from wait_for_jobs(run, launcher, [task.job], policy)
+        yield from wait_for_jobs(run, launcher, [task.job], timeout=timeout)
     except KeyboardInterrupt:
         raise make_interruption_of_jobs([run]) from None
     record = ResumeTestRecords(run.path).read(task.id)
@@ -376,7 +375,7 @@ def can_test_resume(spec: JobSpec) -> bool:
         return False
 
 
-def run_resume_test_if_due(training: TrainingStart, launcher: Launcher, policy: WaitPolicy) -> Work[str]:
+def run_resume_test_if_due(training: TrainingStart, launcher: Launcher, submission: Submission) -> Work[str]:
     """Test a script's resume if that is due, and report the finding.
 
     Returns:
@@ -394,11 +393,11 @@ def run_resume_test_if_due(training: TrainingStart, launcher: Launcher, policy: 
     if training.is_test_due:
         local_batch, nodes = task.batch // (task.nodes * run.spec.cluster.gpus_per_node), task.resume_test_nodes
         batch = compute_resume_test_batch(run, local_batch=local_batch, nodes=nodes)
-        if not policy.should_wait(run.spec):
+        if not submission.should_wait(run.spec):
             job = submit_resume_test(run, launcher, code, batch=batch, nodes=nodes).job
             yield Note(f"the training starts after {job}, if the script can resume from its checkpoint")
             return job
-        finding = yield from submit_and_wait(run, launcher, code, policy, batch=batch, nodes=nodes)
+        finding = yield from submit_and_wait(run, launcher, code, timeout=submission.timeout, batch=batch, nodes=nodes)
     else:
         if training.needs_test:
             yield WarningEvent(messages.resume_untested(reason=training.over_cap))

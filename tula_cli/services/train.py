@@ -28,13 +28,13 @@ from tula_cli.run.code import choose_code, get_user_code, take_snapshot
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
 from tula_cli.run.imports import Source, add_weights_digest
-from tula_cli.run.job_runs import compare_jobs, find_chosen_run, save_runs, select_runs
+from tula_cli.run.job_runs import compare_jobs, find_chosen_run, select_runs
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.failures import Recovery, Resize
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Recommendation
-from tula_cli.run.records.results import JobFile, Summary
+from tula_cli.run.records.results import Summary
 from tula_cli.run.records.tasks import JobSize, Rung, TrainTask
 from tula_cli.services import messages, resume_test
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
@@ -52,11 +52,9 @@ from tula_cli.services.site_charges import (
 )
 from tula_cli.services.status import load_summary, require_known_job
 from tula_cli.services.waiting import (
-    Dependencies,
     DetachedJobs,
-    WaitPolicy,
+    Submission,
     make_interruption_of_jobs,
-    require_confirmed,
     wait_for_jobs,
     warn_new_jobs,
 )
@@ -424,16 +422,12 @@ def prepare_training(
     return dataclasses.replace(ready, plan=plan)
 
 
-def run_training(
-    training: PreparedTraining, dependencies: Dependencies, wait_policy: WaitPolicy, *, file: JobFile | None = None
-) -> Work[Summary | DetachedJobs]:
+def run_training(training: PreparedTraining, submission: Submission) -> Work[Summary | DetachedJobs]:
     """Train, or attach to the training if it is already running.
 
     Args:
         training: the result of `prepare_training`.
-        dependencies: launcher, and the confirmation that is requested before a job is submitted.
-        wait_policy: whether and how long to wait.
-        file: the file that the settings come from.
+        submission: how to submit and wait.
 
     Raises:
         OverBudget: the training was not confirmed, or exceeds the balance.
@@ -447,26 +441,26 @@ def run_training(
     if plan.finished:
         yield Note("this training has already finished")
         return load_summary(run, plan.task.signature)
-    launcher = dependencies.launcher_for(run.spec)
+    launcher = submission.launcher_for(run.spec)
     unfinished = list_unfinished_jobs(run, launcher, [plan.task.job])
     if not unfinished:
         if training.request.within_balance:
             require_balance(require_known_balance(plan.balance))
         planned = TrainPlanned(plan, list_nodes_of_chain_jobs(plan.task))
         yield planned
-        require_confirmed(dependencies.confirm, planned)
-    save_runs([run], file)
+        submission.require_confirmed(planned)
+    submission.save_runs([run])
     after = (
         ""
         if unfinished
-        else (yield from resume_test.run_resume_test_if_due(training.training_start, launcher, wait_policy))
+        else (yield from resume_test.run_resume_test_if_due(training.training_start, launcher, submission))
     )
     try:
         jobs = (submit_training(run, plan, launcher, after=after),)
-        if not wait_policy.should_wait(run.spec):
+        if not submission.should_wait(run.spec):
             yield from warn_new_jobs(run, launcher, jobs, unfinished, run.spec)
             return DetachedJobs(jobs, tuple(unfinished))
-        run_status = yield from wait_for_jobs(run, launcher, jobs, wait_policy)
+        run_status = yield from wait_for_jobs(run, launcher, jobs, timeout=submission.timeout)
     except KeyboardInterrupt:
         raise make_interruption_of_jobs([run]) from None
     require_known_job(run_status, plan.task.job)

@@ -15,8 +15,8 @@ from tula_cli.run.code import choose_code
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
 from tula_cli.run.frames import make_frame
-from tula_cli.run.job_runs import save_runs, select_runs
-from tula_cli.run.records.results import JobFile, Summary
+from tula_cli.run.job_runs import select_runs
+from tula_cli.run.records.results import Summary
 from tula_cli.services.campaign import load_campaign, plan_campaign, save_campaign
 from tula_cli.services.compare import Inspect, inspect_once
 from tula_cli.services.comparison.rows import takes_seed
@@ -27,10 +27,8 @@ from tula_cli.services.site_charges import bill_run_by_site
 from tula_cli.services.status import load_summary
 from tula_cli.services.train import plan_training, submit_training
 from tula_cli.services.waiting import (
-    Dependencies,
-    WaitPolicy,
+    Submission,
     make_interruption_of_jobs,
-    require_confirmed,
     wait_for_jobs,
     warn_new_jobs,
 )
@@ -246,16 +244,12 @@ def _require_within_budget(prepared: PreparedSeeds) -> None:
         )
 
 
-def run_seeds(
-    prepared: PreparedSeeds, dependencies: Dependencies, wait_policy: WaitPolicy, *, file: JobFile | None = None
-) -> Work[SeedsReport]:
+def run_seeds(prepared: PreparedSeeds, submission: Submission) -> Work[SeedsReport]:
     """Submit the trainings that are missing, on this machine one after another, and return all of them.
 
     Args:
         prepared: the result of `prepare_seeds`.
-        dependencies: launcher, and the confirmation that is requested before jobs are submitted.
-        wait_policy: whether and how long to wait.
-        file: the file that the settings come from.
+        submission: how to submit and wait.
 
     Raises:
         OverBudget: the trainings were not confirmed.
@@ -270,42 +264,42 @@ def run_seeds(
         yield Note("all trainings of this plan have already finished")
         return prepared.report()
     has_queue = run.spec.cluster.backend.has_queue
-    if not has_queue and wait_policy.wait is False:
+    if not has_queue and submission.wait is False:
         raise SpecError(
             "--no-wait is not possible: on this machine trainings run one after the other, and this command starts each of them",
             "remove --no-wait; if you interrupt the command, finished trainings are kept",
         )
-    launcher = dependencies.launcher_for(run.spec)
+    launcher = submission.launcher_for(run.spec)
     under_way = list_unfinished_jobs(run, launcher, [training.job for training in prepared.missing])
     new = [training for training in prepared.missing if training.job not in under_way]
     if new:
         node_hours = sum(scheduled.nodes * scheduled.hours for scheduled in prepared.list_scheduled(new))
         planned = SeedsPlanned(prepared.plan, len(new), node_hours)
         yield planned
-        require_confirmed(dependencies.confirm, planned)
-    save_runs([run], file)
+        submission.require_confirmed(planned)
+    submission.save_runs([run])
     save_campaign(prepared.runs, prepared.plan)
     try:
         if has_queue:
-            yield from _submit_all(prepared, launcher, wait_policy, under_way)
+            yield from _submit_all(prepared, launcher, submission, under_way)
         else:
-            yield from _train_one_by_one(prepared, launcher, wait_policy)
+            yield from _train_one_by_one(prepared, launcher, submission)
     except KeyboardInterrupt:
         raise make_interruption_of_jobs([run]) from None
     return prepared.report()
 
 
-def _test_resume(prepared: PreparedSeeds, launcher: Launcher, wait_policy: WaitPolicy) -> Work[str]:
+def _test_resume(prepared: PreparedSeeds, launcher: Launcher, submission: Submission) -> Work[str]:
     """Test the resume of a script if that is due; return the job that the trainings have to wait for, or an empty text."""
     first, run = prepared.first, prepared.run
     assert first is not None
     over = describe_cap_exceeded(prepared.runs) if run.spec.script is not None else ""
     start = TrainingStart(run, first.task, first.code, first.prediction, prepared.request.rehearse, over)
-    return (yield from run_resume_test_if_due(start, launcher, wait_policy))
+    return (yield from run_resume_test_if_due(start, launcher, submission))
 
 
 def _submit_all(
-    prepared: PreparedSeeds, launcher: Launcher, wait_policy: WaitPolicy, under_way: Sequence[str]
+    prepared: PreparedSeeds, launcher: Launcher, submission: Submission, under_way: Sequence[str]
 ) -> Work[None]:
     """Submit the missing trainings, each behind those whose nodes it takes over.
 
@@ -313,7 +307,7 @@ def _submit_all(
     are idle.
     """
     run, unfinished = prepared.run, set(under_way)
-    after = yield from _test_resume(prepared, launcher, wait_policy)
+    after = yield from _test_resume(prepared, launcher, submission)
     for training, scheduled in zip(prepared.trainings, prepared.plan.schedule, strict=True):
         if training.summary is None and training.job not in unfinished:
             before = [number for index in scheduled.follows for number in prepared.plan.schedule[index].follows]
@@ -323,22 +317,22 @@ def _submit_all(
             unfinished.add(training.job)
     jobs = [training.job for training in prepared.missing]
     yield from warn_new_jobs(run, launcher, jobs, under_way, run.spec)
-    if wait_policy.should_wait(run.spec):
-        yield from wait_for_jobs(run, launcher, jobs, wait_policy)
+    if submission.should_wait(run.spec):
+        yield from wait_for_jobs(run, launcher, jobs, timeout=submission.timeout)
     else:
         yield Note(
             f"{format_count(len(jobs), 'training')} running or queued; run the same command again later to see their results"
         )
 
 
-def _train_one_by_one(prepared: PreparedSeeds, launcher: Launcher, wait_policy: WaitPolicy) -> Work[None]:
+def _train_one_by_one(prepared: PreparedSeeds, launcher: Launcher, submission: Submission) -> Work[None]:
     """Run the missing trainings one after another; one that fails does not stop the others."""
     run, failed = prepared.run, 0
-    after = yield from _test_resume(prepared, launcher, wait_policy)
+    after = yield from _test_resume(prepared, launcher, submission)
     for number, training in enumerate(prepared.missing, 1):
         yield Note(f"training {number} of {len(prepared.missing)}: seed {training.seed}")
         submit_training(run, prepared.plan_training(training), launcher, after=after)
-        yield from wait_for_jobs(run, launcher, [training.job], wait_policy)
+        yield from wait_for_jobs(run, launcher, [training.job], timeout=submission.timeout)
         if run.is_cancelled(training.job):
             return
         try:

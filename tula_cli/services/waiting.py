@@ -1,18 +1,21 @@
-"""Shared parts of the commands that submit jobs: their dependencies, confirmation, and waiting."""
+"""Shared parts of the commands that submit jobs: how they submit, confirm and wait."""
 
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.cluster.slurm.scheduler import list_overriding_variables
 from tula_cli.errors import Interruption, OverBudget, Pending
 from tula_cli.run.directory import Run, RunDir
+from tula_cli.run.job_runs import find_settings_origin, save_runs
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured
+from tula_cli.run.records.results import JobFile
 from tula_cli.run.records.tasks import make_probe_id
 from tula_cli.services import messages, status
 from tula_cli.services.events import Event, JobsProgress, Planned, ProbeFinished, WarningEvent, Work
@@ -25,25 +28,43 @@ FIRST_JOB = "the job that builds the model and the dataset"
 
 
 @dataclass(frozen=True)
-class Dependencies:
-    """The launcher, inspection and confirmation that a command uses; tests replace them."""
+class Submission:
+    """How a command submits its jobs and waits for them; tests replace its functions."""
 
     launcher_for: Callable[[JobSpec], Launcher]
     inspect: Callable[[JobSpec], Inspection]  # returns the dataset's size and the memory estimate
     confirm: Callable[[Planned], bool]  # returns whether the plan may be submitted
-
-
-@dataclass(frozen=True)
-class WaitPolicy:
-    """Whether and how long to wait for jobs."""
-
     wait: bool | None = None  # None: wait on this machine, but not on a cluster
     timeout: float | None = None  # seconds to wait; None: no limit
+    job: Path | None = None  # job file that the settings come from; None if they are those of a run
+    overrides: tuple[str, ...] = ()  # `a.b=c`, in addition to those of the file
     clock: Callable[[], float] = time.monotonic
 
     def should_wait(self, spec: JobSpec) -> bool:
         """Return whether to wait for jobs of this cluster."""
         return not spec.cluster.backend.has_queue if self.wait is None else self.wait
+
+    def require_confirmed(self, planned: Planned) -> None:
+        """Request confirmation before money is spent.
+
+        Raises:
+            OverBudget: the plan was not confirmed.
+        """
+        if not self.confirm(planned):
+            raise OverBudget("not confirmed; nothing was submitted")
+
+    def find_settings_origin(self, run: Run) -> JobFile | None:
+        """Return where the settings come from, as the run records it."""
+        return find_settings_origin(run, self.job, self.overrides)
+
+    def save_runs(self, runs: Sequence[Run]) -> None:
+        """Make runs the newest, with their jobs.
+
+        Raises:
+            TulaError: they cannot be written.
+        """
+        for run in runs:
+            save_runs([run], self.find_settings_origin(run))
 
 
 @dataclass(frozen=True)
@@ -52,16 +73,6 @@ class DetachedJobs:
 
     jobs: tuple[str, ...]
     under_way: tuple[str, ...]  # jobs that were already queued or running
-
-
-def require_confirmed(confirm: Callable[[Planned], bool], planned: Planned) -> None:
-    """Request confirmation before money is spent.
-
-    Raises:
-        OverBudget: the plan was not confirmed.
-    """
-    if not confirm(planned):
-        raise OverBudget("not confirmed; nothing was submitted")
 
 
 def describe_beyond_cap(subject: str, node_hours: float, cap: float | None) -> str:
@@ -90,14 +101,16 @@ def require_within_cap(node_hours: Sequence[float], cap: float | None, *, first_
         raise OverBudget(problem, hint)
 
 
-def wait_for_jobs(run: Run, launcher: Launcher, jobs: Sequence[str], wait_policy: WaitPolicy) -> Work[RunStatus]:
+def wait_for_jobs(
+    run: Run, launcher: Launcher, jobs: Sequence[str], *, timeout: float | None = None
+) -> Work[RunStatus]:
     """Wait until jobs have ended, and return the status of the run.
 
     Raises:
         Pending: some jobs have not ended when the timeout has passed.
     """
     run_status, new_results = None, _NewProbeResults(run)
-    watched = status.watch_jobs(run, launcher, jobs, timeout=wait_policy.timeout)
+    watched = status.watch_jobs(run, launcher, jobs, timeout=timeout)
     for event in export_while_waiting(run, jobs, map(JobsProgress, watched)):
         if isinstance(event, JobsProgress):
             run_status = event.status

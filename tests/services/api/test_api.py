@@ -23,7 +23,7 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask
 from tula_cli.services import messages, profile
 from tula_cli.services.events import JobsProgress, Note, ProfilePlanned, WarningEvent, Work, follow
-from tula_cli.services.waiting import Dependencies, WaitPolicy
+from tula_cli.services.waiting import Submission
 from tula_cli.spec.load import dump_yaml
 
 
@@ -202,8 +202,7 @@ def test_ctrl_c_while_jobs_are_submitted_leaves_none_that_is_not_written_down(
     run = RunDir.from_spec(Path("tula-runs").absolute(), make.spec())
     work = profile.run_profile(
         [run],
-        Dependencies(launcher.make_launcher, inspection.inspect, lambda _: True),
-        WaitPolicy(),
+        Submission(launcher.make_launcher, inspection.inspect, lambda _: True),
     )
     with pytest.raises(Interruption, match="the jobs continue"):
         follow(work, lambda _: None)

@@ -22,13 +22,12 @@ from tula_cli.services.comparison import learning_rates
 from tula_cli.services.comparison.learning_rates import LearningRateReport
 from tula_cli.services.events import Note, RateSearchPlanned, WarningEvent, follow
 from tula_cli.services.plans import PreparedSearch
-from tula_cli.services.waiting import Dependencies, DetachedJobs, WaitPolicy
+from tula_cli.services.waiting import DetachedJobs, Submission
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
 from tula_cli.spec.scripts.script import Length
 from tula_cli.spec.signature import compute_resume_test_signature
 
-DETACHED = WaitPolicy(wait=False)
 FILE = JobFile(path=str(Path("job.yaml").absolute()))
 JOB = make.spec(train={"epochs": 100, "method": "lrs", "reference_batch": 16})
 
@@ -38,14 +37,14 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir.create(tmp_path, JOB)
 
 
-def dependencies(launcher: FakeLauncher, *, confirm: bool = True) -> Dependencies:
-    return Dependencies(lambda _: launcher, lambda _: inspected(), lambda _: confirm)
+def submission(launcher: FakeLauncher, *, wait: bool, confirm: bool = True) -> Submission:
+    return Submission(lambda _: launcher, lambda _: inspected(), lambda _: confirm, wait, job=Path(FILE.path))
 
 
 def prepare(run: RunDir, job: JobSpec = JOB, **request: Any) -> tuple[PreparedSearch, list[Any]]:
     events: list[Any] = []
     request = {"batch": 64, "nodes": 1, **request}
-    work = learning_rates.prepare_search([Run(run.path, job)], dependencies(FakeLauncher()), **request)
+    work = learning_rates.prepare_search([Run(run.path, job)], lambda _: inspected(), **request)
     return follow(work, events.append), events
 
 
@@ -95,9 +94,7 @@ def search(run: RunDir, launcher: FakeLauncher, *, wait: bool = True, confirm: b
     """Return the result of a search and its events."""
     events: list[Any] = []
     prepared, _ = prepare(run, **request)
-    work = learning_rates.run_search(
-        prepared, dependencies(launcher, confirm=confirm), WaitPolicy(wait=wait), file=FILE
-    )
+    work = learning_rates.run_search(prepared, submission(launcher, wait=wait, confirm=confirm))
     return follow(work, events.append), events
 
 
@@ -129,7 +126,7 @@ def test_after_measurements_the_plan_has_hours(run: RunDir) -> None:
     section = {"nodes": [1, 2], "max_node_hours": prepared.node_hours / 2}
     capped = make.spec(train={"epochs": 100, "method": "lrs", "reference_batch": 16}, search=section)
     launcher = FakeLauncher()
-    work = learning_rates.run_search(prepare(run, capped)[0], dependencies(launcher), DETACHED)
+    work = learning_rates.run_search(prepare(run, capped)[0], submission(launcher, wait=False))
     with pytest.raises(OverBudget, match="search for a learning rate may take"):
         follow(work, lambda _: None)
     assert not launcher.submitted

@@ -26,7 +26,7 @@ from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import accuracy, rounds, session, trainings
 from tula_cli.services.events import Note, follow
 from tula_cli.services.plans import ComparePlan
-from tula_cli.services.waiting import Dependencies, WaitPolicy
+from tula_cli.services.waiting import Submission
 from tula_cli.show import compare as show_compare
 from tula_cli.show import live
 from tula_cli.spec.job import JobSpec
@@ -587,8 +587,8 @@ def test_a_script_is_compared_in_rounds_by_its_own_metric(tmp_path: Path) -> Non
 # --- by a scheduler
 
 
-def dependencies(launcher: Trains) -> Dependencies:
-    return Dependencies(lambda spec, **_: launcher, inspect, lambda _: True)
+def submission(launcher: Trains, *, wait: bool) -> Submission:
+    return Submission(lambda spec, **_: launcher, inspect, lambda _: True, wait)
 
 
 @pytest.mark.parametrize("wait", [True, False])
@@ -600,7 +600,7 @@ def test_a_scheduler_gets_a_round_at_a_time(tmp_path: Path, wait: bool) -> None:
         prepared = session.PreparedComparison(part, plan(run, grid(), spec))
         before = len(launcher.tasks)
         result = follow(
-            session.run_comparison(prepared, dependencies(launcher), WaitPolicy(wait)),
+            session.run_comparison(prepared, submission(launcher, wait=wait)),
             lambda event: notes.append(event.text) if isinstance(event, Note) else None,
         )
         if call == 0 and not wait:

@@ -21,11 +21,10 @@ from tula_cli.run.snapshot import Snapshot
 from tula_cli.services.evaluate import PreparedEvaluation, prepare_evaluation, run_evaluation
 from tula_cli.services.events import EvaluationPlanned, Note, follow
 from tula_cli.services.status import get_job_progress
-from tula_cli.services.waiting import Dependencies, DetachedJobs, WaitPolicy
+from tula_cli.services.waiting import DetachedJobs, Submission
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import compute_measurement_signature, compute_train_signature
 
-DETACHED = WaitPolicy(wait=False)
 OWN_TEST = {"name": "digits", "test": {"name": "mine:Digits"}}
 
 
@@ -58,8 +57,8 @@ def ready(run: RunDir, spec: JobSpec | None = None, **request: Any) -> PreparedE
 def start(
     prepared: PreparedEvaluation, launcher: FakeLauncher, *, confirm: bool = True
 ) -> EvaluationRecord | DetachedJobs:
-    dependencies = Dependencies(lambda _: launcher, lambda _: inspected(), lambda _: confirm)
-    return follow(run_evaluation(prepared, dependencies, DETACHED), lambda _: None)
+    submission = Submission(lambda _: launcher, lambda _: inspected(), lambda _: confirm, wait=False)
+    return follow(run_evaluation(prepared, submission), lambda _: None)
 
 
 # --- which
@@ -211,8 +210,8 @@ class Ends(FakeLauncher):
 
 def waited(run: RunDir, launcher: FakeLauncher) -> tuple[Any, list[Any]]:
     message: list[Any] = []
-    dependencies = Dependencies(lambda _: launcher, lambda _: inspected(), lambda _: True)
-    return follow(run_evaluation(ready(run), dependencies, WaitPolicy(wait=True)), message.append), message
+    submission = Submission(lambda _: launcher, lambda _: inspected(), lambda _: True, wait=True)
+    return follow(run_evaluation(ready(run), submission), message.append), message
 
 
 def test_one_waits_for_the_result(run: RunDir) -> None:

@@ -17,7 +17,6 @@ from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
 from tula_cli.run.frames import make_frame, render_html
 from tula_cli.run.imports import Source
-from tula_cli.run.job_runs import save_runs
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.results import JobFile, RateBranch, RateSearch
 from tula_cli.run.records.tasks import RateSearchTask
@@ -26,12 +25,10 @@ from tula_cli.services.evaluate import make_error_of_job
 from tula_cli.services.events import Note, RateSearchPlanned, WarningEvent, Work
 from tula_cli.services.plans import PreparedSearch
 from tula_cli.services.waiting import (
-    Dependencies,
     DetachedJobs,
-    WaitPolicy,
+    Submission,
     describe_beyond_cap,
     make_interruption_of_jobs,
-    require_confirmed,
     wait_for_jobs,
     warn_new_jobs,
 )
@@ -100,7 +97,7 @@ class LearningRateReport:
 
 def prepare_search(
     runs: Sequence[Run],
-    dependencies: Dependencies,
+    inspect: compare.Inspect,
     *,
     batch: int | None,
     nodes: int | None,
@@ -111,7 +108,7 @@ def prepare_search(
 
     Args:
         runs: the runs of a job.
-        dependencies: provides the inspection of the dataset's size if no probe has recorded it.
+        inspect: returns the dataset's size if no probe has recorded it.
         batch: global batch; None for the recommended one.
         nodes: number of nodes; None for the recommended one, or the fewest in search.nodes.
         node_type: the node type; None for the recommended one.
@@ -130,9 +127,9 @@ def prepare_search(
     of_script = None if spec.script is None else _require_branchable(run, spec.script, divisor)
     (batch,) = compare.list_default_batches(run) if batch is None else (batch,)
     rate_search.require_searchable(spec, batch)
-    training = train.plan_training(run, nodes=nodes, batch=batch, inspect=dependencies.inspect)
+    training = train.plan_training(run, nodes=nodes, batch=batch, inspect=inspect)
     yield from map(WarningEvent, training.code.warnings)
-    size, save_every = of_script or (train.find_dataset_size(run, dependencies.inspect), 0)
+    size, save_every = of_script or (train.find_dataset_size(run, inspect), 0)
     others = rate_search.list_other_batches(spec, batch, divisor=divisor, dataset_size=size) if near_batches else ()
     plan = rate_search.plan_search(spec, (batch, *others), dataset_size=size, save_every=save_every)
     if plan.share > EXPENSIVE_SHARE:
@@ -217,16 +214,12 @@ def _compute_signature(run: Run, nodes: int, batch: int, code: Source) -> str:
     )
 
 
-def run_search(
-    search: PreparedSearch, dependencies: Dependencies, wait_policy: WaitPolicy, *, file: JobFile | None = None
-) -> Work[LearningRateReport | DetachedJobs]:
+def run_search(search: PreparedSearch, submission: Submission) -> Work[LearningRateReport | DetachedJobs]:
     """Train the missing branches, or attach to the job if it is running, and return the report.
 
     Args:
         search: the result of `prepare_search`.
-        dependencies: launcher, and the confirmation that is requested before the job is submitted.
-        wait_policy: whether and how long to wait.
-        file: the file that the settings come from.
+        submission: how to submit and wait.
 
     Raises:
         OverBudget: the search was not confirmed, or is expected to use more than search.max_node_hours.
@@ -239,8 +232,8 @@ def run_search(
     run, task = search.run, search.task
     if _is_complete(run, task):
         yield Note("this search has already finished")
-        return read_report(search, file)
-    launcher = dependencies.launcher_for(run.spec)
+        return read_report(search, submission.find_settings_origin(run))
+    launcher = submission.launcher_for(run.spec)
     unfinished = list_unfinished_jobs(run, launcher, [task.job])
     if not unfinished:
         planned = RateSearchPlanned(search)
@@ -250,17 +243,17 @@ def run_search(
             raise OverBudget(problem, "raise the limit, for example --set search.max_node_hours=100")
         if known := len(_list_branches(run, task)):
             yield Note(f"{known} of {search.plan.branches} branches have already been trained")
-        require_confirmed(dependencies.confirm, planned)
-    save_runs([run], file)
+        submission.require_confirmed(planned)
+    submission.save_runs([run])
     try:
         _start_job(search, launcher)
-        if not wait_policy.should_wait(run.spec):
+        if not submission.should_wait(run.spec):
             yield from warn_new_jobs(run, launcher, [task.job], unfinished, run.spec)
             return DetachedJobs((task.job,), tuple(unfinished))
-        yield from _wait_for_branches(search, launcher, wait_policy)
+        yield from _wait_for_branches(search, launcher, submission)
     except KeyboardInterrupt:
         raise make_interruption_of_jobs([run]) from None
-    return read_report(search, file)
+    return read_report(search, submission.find_settings_origin(run))
 
 
 def _start_job(search: PreparedSearch, launcher: Launcher) -> None:
@@ -279,11 +272,11 @@ def _list_branches(run: RunDir, task: RateSearchTask) -> tuple[RateBranch, ...]:
     return () if record is None else record.branches
 
 
-def _wait_for_branches(search: PreparedSearch, launcher: Launcher, wait_policy: WaitPolicy) -> Work[None]:
+def _wait_for_branches(search: PreparedSearch, launcher: Launcher, submission: Submission) -> Work[None]:
     """Wait for the job, and report each branch when it has ended."""
     run, task = search.run, search.task
     reported = len(_list_branches(run, task))
-    for event in wait_for_jobs(run, launcher, [task.job], wait_policy):
+    for event in wait_for_jobs(run, launcher, [task.job], timeout=submission.timeout):
         branches = _list_branches(run, task)
         for number, branch in enumerate(branches[reported:], reported + 1):
             yield Note(f"branch {number} of {search.plan.branches}: {describe_branch(branch)}")

@@ -10,8 +10,7 @@ from tula_cli.errors import BadMeasurements, Interruption, JobFailed, SpecError,
 from tula_cli.options import ComparisonRequest
 from tula_cli.run.directory import Run
 from tula_cli.run.format import require_current_format
-from tula_cli.run.job_runs import save_runs
-from tula_cli.run.records.results import Comparison, JobFile
+from tula_cli.run.records.results import Comparison
 from tula_cli.services import compare, status
 from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import accuracy, rows, trainings
@@ -20,7 +19,7 @@ from tula_cli.services.events import ComparePlanned, Note, WarningEvent, Work
 from tula_cli.services.plans import ComparePlan
 from tula_cli.services.tracking import export_while_waiting
 from tula_cli.services.train import choose_run_to_train
-from tula_cli.services.waiting import Dependencies, WaitPolicy, require_confirmed, warn_new_jobs
+from tula_cli.services.waiting import Submission, warn_new_jobs
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.workload import get_workload
 
@@ -89,14 +88,14 @@ class ComparisonResult:
 
 
 def prepare_comparison(
-    runs: Sequence[Run], request: ComparisonRequest, dependencies: Dependencies, *, node_type: str | None = None
+    runs: Sequence[Run], request: ComparisonRequest, inspect: compare.Inspect, *, node_type: str | None = None
 ) -> Work[PreparedComparison]:
     """Plan a comparison; nothing is written.
 
     Args:
         runs: the runs of a job.
         request: the requested comparison.
-        dependencies: provides the inspection of the dataset's size if no probe has recorded it.
+        inspect: returns the dataset's size if no probe has recorded it.
         node_type: the node type; None for the recommended one.
 
     Raises:
@@ -112,7 +111,7 @@ def prepare_comparison(
     grid = complete_grid(request, run, previous)
     if request.methods is None and previous is None:
         yield Note(compare.list_default_rows(run.spec, nodes=grid.nodes).words)
-    plan = compare.plan_comparison(run, grid, inspect=dependencies.inspect, now=time.time())
+    plan = compare.plan_comparison(run, grid, inspect=inspect, now=time.time())
     for text in plan.warnings:
         yield WarningEvent(text)
     return PreparedComparison(run, plan)
@@ -140,16 +139,12 @@ def read_comparison_result(run: Run, comparison: Comparison, launcher: Launcher)
     return ComparisonResult(accuracy.build_compare_report(run, comparison, jobs=run_status.jobs), run_status.active())
 
 
-def run_comparison(
-    prepared: PreparedComparison, dependencies: Dependencies, wait_policy: WaitPolicy, *, file: JobFile | None = None
-) -> Work[ComparisonResult]:
+def run_comparison(prepared: PreparedComparison, submission: Submission) -> Work[ComparisonResult]:
     """Run the missing trainings, or attach to those already running, and return the table.
 
     Args:
         prepared: the result of `prepare`.
-        dependencies: launcher, inspection, and the confirmation that is requested before jobs are submitted.
-        wait_policy: whether to wait.
-        file: the file that the settings come from.
+        submission: how to submit and wait.
 
     Raises:
         OverBudget: the comparison was not confirmed.
@@ -159,47 +154,45 @@ def run_comparison(
         JobFailed: the first trainings have all failed.
     """
     plan, run = prepared.plan, prepared.run
-    launcher = dependencies.launcher_for(run.spec)
+    launcher = submission.launcher_for(run.spec)
     if plan.missing:
-        _require_waiting(run.spec, wait_policy)
+        _require_waiting(run.spec, submission)
         planned = ComparePlanned(plan)
         yield planned
-        require_confirmed(dependencies.confirm, planned)
+        submission.require_confirmed(planned)
     else:
         yield Note("all trainings of this comparison have already finished")
-    save_runs([run], file)
+    submission.save_runs([run])
     run.write_comparison(plan.comparison)
     if plan.missing:
-        yield from _train_missing(run, plan, launcher, dependencies, wait_policy)
+        yield from _train_missing(run, plan, launcher, submission)
     return read_comparison_result(run, plan.comparison, launcher)
 
 
-def _require_waiting(spec: JobSpec, wait_policy: WaitPolicy) -> None:
+def _require_waiting(spec: JobSpec, submission: Submission) -> None:
     """Reject --no-wait on this machine, before confirmation is requested and anything is written.
 
     Raises:
         SpecError: the command is not to wait.
     """
-    if not spec.cluster.backend.has_queue and wait_policy.wait is False:
+    if not spec.cluster.backend.has_queue and submission.wait is False:
         raise SpecError(
             "--no-wait is not possible: on this machine trainings run one after the other, and this command starts each of them",
             "remove --no-wait; if you interrupt the command, finished trainings are kept",
         )
 
 
-def _train_missing(
-    run: Run, plan: ComparePlan, launcher: Launcher, dependencies: Dependencies, wait_policy: WaitPolicy
-) -> Work[None]:
+def _train_missing(run: Run, plan: ComparePlan, launcher: Launcher, submission: Submission) -> Work[None]:
     """Run the missing trainings: one after another on this machine, in parallel on a cluster."""
     try:
         if not run.spec.cluster.backend.has_queue:
-            one_by_one = trainings.train_cells_one_by_one(run, plan, launcher, inspect=dependencies.inspect)
+            one_by_one = trainings.train_cells_one_by_one(run, plan, launcher, inspect=submission.inspect)
             yield from export_while_waiting(run, None, one_by_one)
             return
         tried: set[str] = set()
         while plan.missing:
-            jobs = yield from _submit_missing(run, plan, launcher, dependencies)
-            if not wait_policy.should_wait(run.spec):
+            jobs = yield from _submit_missing(run, plan, launcher, submission)
+            if not submission.should_wait(run.spec):
                 if plan.standing.undecided:
                     yield Note("when these trainings have finished, run the same command again to start the next round")
                 return
@@ -213,9 +206,9 @@ def _train_missing(
         raise Interruption(message, hint) from None
 
 
-def _submit_missing(run: Run, plan: ComparePlan, launcher: Launcher, dependencies: Dependencies) -> Work[Sequence[str]]:
+def _submit_missing(run: Run, plan: ComparePlan, launcher: Launcher, submission: Submission) -> Work[Sequence[str]]:
     yield Note(f"submitting {words.format_count(len(plan.missing), 'training')}")
-    jobs = trainings.submit_cells(run, plan, launcher, inspect=dependencies.inspect)
+    jobs = trainings.submit_cells(run, plan, launcher, inspect=submission.inspect)
     yield from warn_new_jobs(run, launcher, jobs, [], plan.spec)
     yield Note(f"{words.format_count(len(jobs), 'training')} under way")
     return jobs

@@ -10,7 +10,6 @@ from tula_cli.cluster import decisions
 from tula_cli.cluster.decisions import (
     CHECK,
     EVALUATION,
-    MAX_RESTARTS,
     PROBE,
     RATE_SEARCH,
     RESUME_TEST,
@@ -27,6 +26,7 @@ from tula_cli.run.records.failures import Failure, Fallback, Relaunch, Requeue, 
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.tasks import (
+    MAX_RESTARTS,
     CheckTask,
     EvaluateTask,
     ProbeTask,

@@ -17,7 +17,7 @@ import pytest
 from make_results import Truth, measured
 
 from tula_cli.cluster import attempt as cluster_attempt
-from tula_cli.cluster import decisions, failures
+from tula_cli.cluster import failures
 from tula_cli.cluster import supervise as cluster_supervise
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.attempt import RunningAttempt
@@ -29,12 +29,13 @@ from tula_cli.host.processes import start_time
 from tula_cli.models.out_of_memory import list_splits
 from tula_cli.run import shortages
 from tula_cli.run.directory import RunDir
+from tula_cli.run.records import tasks as task_records
 from tula_cli.run.records.base import MicroBatches, OutcomeClass
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.probes import OutOfMemory
 from tula_cli.run.records.results import TrainResult
-from tula_cli.run.records.tasks import ProbeTask, Rung, Task, TrainTask, make_probe_id
+from tula_cli.run.records.tasks import MAX_RESTARTS, ProbeTask, Rung, Task, TrainTask, make_probe_id
 from tula_cli.services.status import make_error_of_training
 
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31415"
@@ -199,7 +200,7 @@ def test_a_lost_rank_is_started_again(run: RunDir, ranks: Ranks, probe: ProbeTas
 def test_a_probe_job_gives_up_after_some_restarts(run: RunDir, ranks: Ranks, probe: ProbeTask) -> None:
     ranks.will(f"print({KILLED!r}); raise SystemExit(1)")
     cluster_supervise.supervise(run.path, probe.id)
-    assert len(ranks.starts) == decisions.MAX_RESTARTS + 1
+    assert len(ranks.starts) == MAX_RESTARTS + 1
     failed = run.read_result(make_probe_id(1, 32))
     assert failed is not None
     assert failed.kind == "failed"
@@ -646,7 +647,7 @@ def test_of_several_ranks_the_killed_one_is_reported_and_not_those_that_lost_it(
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
     monkeypatch.setattr(RankStart, "argv", lambda _: command)
-    monkeypatch.setattr(decisions, "MAX_RESTARTS", 0)
+    monkeypatch.setattr(task_records, "MAX_RESTARTS", 0)
     run.write_task(probe.model_copy(update={"nodes": 2}))
     cluster_supervise.supervise(run.path, probe.id)
     (attempt,) = run.read_attempts(probe.id)
@@ -659,7 +660,7 @@ def test_ranks_that_do_not_notice_the_loss_of_one_are_ended(
     script = "import os, time; time.sleep(60 * (os.environ['RANK'] == '0')); os._exit(3)"
     monkeypatch.setattr(RankStart, "argv", lambda _: [sys.executable, "-c", script])
     monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.1)
-    monkeypatch.setattr(decisions, "MAX_RESTARTS", 0)
+    monkeypatch.setattr(task_records, "MAX_RESTARTS", 0)
     run.write_task(probe.model_copy(update={"nodes": 2}))
     cluster_supervise.supervise(run.path, probe.id)
     (attempt,) = run.read_attempts(probe.id)

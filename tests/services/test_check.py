@@ -605,7 +605,7 @@ def test_the_same_check_is_taken_up_until_its_end_was_reported(nodes):
 
 
 def test_a_check_measures_nothing_and_trains_nothing(nodes):
-    assert nodes.run.check_tasks() == [nodes.task]
+    assert nodes.run.read_check_tasks() == [nodes.task]
     assert nodes.run.read_tasks() == []
 
 

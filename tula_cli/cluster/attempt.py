@@ -34,7 +34,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.files import is_run_gone, read_last_bytes
 from tula_cli.run.records.failures import Failure, Relaunch, Requeue, Stop
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
-from tula_cli.run.records.tasks import Task, TrainTask
+from tula_cli.run.records.tasks import Task
 from tula_cli.spec.signature import compute_cluster_signature
 from tula_cli.version import __version__
 
@@ -52,7 +52,7 @@ TERMINATION_GRACE = 25.0
 
 def open_attempt(run: RunDir, allocation: Allocation, task: Task) -> Attempt:
     """Record the start of a new attempt of a task and return it."""
-    training = run.get_training(task.signature) if isinstance(task, TrainTask) else None
+    training = run.find_training(task)
     attempt = Attempt(
         task=task.id,
         number=max((earlier.number for earlier in run.read_attempts(task.id)), default=0) + 1,
@@ -292,8 +292,7 @@ class RunningAttempt:
         group.end(deadline - time.monotonic())
 
     def _is_superseded(self) -> bool:
-        task = self.task
-        return isinstance(task, TrainTask) and not self.allocation.is_local and self.run.is_superseded(task)
+        return not self.allocation.is_local and self.run.is_superseded(self.task)
 
     def _end_waiting_ranks(self, group: RankGroup) -> Failure | None:
         """Kill ranks that wait in a collective for a failed rank; None if the failed rank is one of this supervisor."""

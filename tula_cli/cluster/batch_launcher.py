@@ -22,7 +22,7 @@ from tula_cli.run import files, package
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import read_last_bytes
 from tula_cli.run.records.jobs import Job
-from tula_cli.run.records.tasks import Task, TrainTask
+from tula_cli.run.records.tasks import Task
 from tula_cli.run.snapshot import Snapshot, is_moved
 from tula_cli.version import __version__
 
@@ -74,9 +74,7 @@ class BatchLauncher:
         for id_ in ids:
             self.prepare(run, task, id_)  # the submitting command may have been killed before this
         submitted_at = min((_get_script_write_time(job) for job in queued.values()), default=time.time())
-        files.prepare_folders(
-            run.path, *([f"train/{task.signature}/checkpoints"] if isinstance(task, TrainTask) else [])
-        )
+        files.prepare_folders(run.path, *task.folders)
         new = list(zip(list_chain_tasks(task), names, strict=True))[_count_submitted_jobs(names, queued) :]
         ids += self._submit_jobs_of_chain(
             run, new, after=self.select_jobs_to_name(ids), preceding=_list_preceding_ids(run, task)
@@ -86,7 +84,7 @@ class BatchLauncher:
             id=task.job,
             scheduler=self.kind,
             scheduler_id=ids[0],
-            nodes=task.training_nodes if isinstance(task, TrainTask) and task.sizes else task.nodes,
+            nodes=task.requested_nodes,
             link_nodes=nodes if len(set(nodes)) > 1 else (),
             submitted_at=submitted_at,
             submissions=max(1, submissions) if queued else submissions + 1,
@@ -268,9 +266,7 @@ def _count_submitted_jobs(names: Sequence[str], queued: Mapping[str, Queued]) ->
 
 def _list_preceding_ids(run: RunDir, task: Task) -> Sequence[str]:
     """Return the ids of the jobs that the first job of a training waits for."""
-    names = [task.predecessor] if task.predecessor else []
-    names += task.follows if isinstance(task, TrainTask) else ()
-    return [id_ for name in names if (job := run.find_job(name)) is not None for id_ in job.ids]
+    return [id_ for name in task.predecessors if (job := run.find_job(name)) is not None for id_ in job.ids]
 
 
 def _add_error_output(snapshot: Snapshot, job: Job, state: SchedulerState) -> SchedulerState:

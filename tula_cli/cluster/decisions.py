@@ -14,19 +14,13 @@ from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure, Fallback, Relaunch, Requeue, Stop
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.tasks import (
-    CheckTask,
-    EvaluateTask,
     ProbeTask,
-    RateSearchTask,
-    ResumeTestTask,
     Task,
     TrainTask,
 )
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import FEWEST_WORKERS
 
-MAX_RESTARTS = 2
-"""Maximum restarts of a job other than a training after lost processes (not after out-of-memory or a user error)."""
 MAX_SECONDS = 30.0
 """Seconds from the start of the ranks, for imports of Python, torch and the user's code and the first steps."""
 CRASH_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE")
@@ -258,24 +252,18 @@ def find_rule(task: Task, failure: Failure | None, history: History) -> Rule:
     """Return the row that decides what follows an attempt; arguments as of `decide`."""
     case = _Case(task, failure, history)
     kinds = ("none",) if failure is None else (failure.outcome, "any")
-    return next(rule for rule in get_rules(task) if rule[0] in kinds and _SITUATIONS[rule[1]](case))
+    return next(rule for rule in RULES[task.kind] if rule[0] in kinds and _SITUATIONS[rule[1]](case))
 
 
-def get_rules(task: Task) -> tuple[Rule, ...]:
-    """Return the table of a task."""
-    match task:
-        case TrainTask():
-            return TRAINING
-        case ProbeTask():
-            return PROBE
-        case ResumeTestTask():
-            return RESUME_TEST
-        case EvaluateTask():
-            return EVALUATION
-        case RateSearchTask():
-            return RATE_SEARCH
-        case CheckTask():
-            return CHECK
+RULES = {
+    "train": TRAINING,
+    "probe": PROBE,
+    "rehearse": RESUME_TEST,
+    "evaluate": EVALUATION,
+    "rates": RATE_SEARCH,
+    "check": CHECK,
+}
+"""The tables by the kind of a task."""
 
 
 def attribute_failure(task: Task, failure: Failure | None, history: History) -> Failure | None:
@@ -292,9 +280,8 @@ def attribute_failure(task: Task, failure: Failure | None, history: History) -> 
     if not (lacks_gpu or comes_again):
         return failure
     note = f"; {advise(failure)}" if lacks_gpu else ", as in the previous attempt"
-    permanent = isinstance(task, TrainTask)
     return failure.model_copy(
-        update={"outcome": "user", "message": f"{failure.description}{note}", "permanent": permanent}
+        update={"outcome": "user", "message": f"{failure.description}{note}", "permanent": task.has_checkpoints}
     )
 
 
@@ -325,15 +312,18 @@ class _Case:
         assert isinstance(self.task, TrainTask)
         return self.task
 
+    @property
+    def probe(self) -> ProbeTask:
+        assert isinstance(self.task, ProbeTask)
+        return self.task
+
     def has_attempts_left(self) -> bool:
         """Return whether the limit of restarts is not reached.
 
         Failures of the file system are not the program's fault: they count only among themselves and in their allocation.
         """
         counted = count_lost([*self.history.earlier, self._this_attempt], self.outcome, self.history.allocation)
-        if isinstance(self.task, TrainTask):
-            return counted < self.task.spec.train.max_attempts
-        return counted <= MAX_RESTARTS
+        return counted < self.task.max_attempts
 
     @property
     def _this_attempt(self) -> Attempt:
@@ -416,7 +406,7 @@ def _mask_message(failure: Failure) -> str:
 _SITUATIONS: dict[Situation, Callable[[_Case], bool]] = {
     "always": lambda _case: True,
     "the job is cancelled": lambda case: (
-        case.history.cancelled or (case.outcome == "cancelled" and isinstance(case.task, TrainTask))
+        case.history.cancelled or (case.outcome == "cancelled" and case.task.has_checkpoints)
     ),
     "the job has all its results": lambda case: case.history.finished,
     "a new start would fail too": lambda case: case.failure is not None and case.failure.permanent,
@@ -435,11 +425,9 @@ _SITUATIONS: dict[Situation, Callable[[_Case], bool]] = {
     "the supervisor has failed `train.max_attempts` times without a newer checkpoint": lambda case: (
         case.count_failed_supervisors() >= case.training.spec.train.max_attempts
     ),
-    "no batch was skipped yet": lambda case: isinstance(case.task, ProbeTask) and not case.task.skip,
+    "no batch was skipped yet": lambda case: not case.probe.skip,
     "no batch was skipped yet, and there is a GPU": lambda case: (
-        isinstance(case.task, ProbeTask)
-        and not case.task.skip
-        and (case.failure is None or case.failure.fault != "no_gpu")
+        not case.probe.skip and (case.failure is None or case.failure.fault != "no_gpu")
     ),
     "the search for the largest batch continues": lambda case: case.history.next_trial is not None,
 }

@@ -46,9 +46,9 @@ def _estimate_checkpoint_bytes(run: RunDir, last_attempt: Attempt) -> int | None
     An error of a full disk does not always report the size of the write, and a checkpoint is the largest file.
     """
     task = run.read_task(last_attempt.task)
-    if not isinstance(task, TrainTask):
+    training = None if task is None else run.find_training(task)
+    if training is None:
         return None
-    training = run.get_training(task.signature)
     of_script = training.read_script_progress()
     saved = training.list_checkpoints() if of_script is None else [Path(of_script.checkpoint)]
     sizes = [measure_file_size(path) for path in saved]

@@ -11,7 +11,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import MicroBatches
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
-from tula_cli.run.records.tasks import Task, TrainTask
+from tula_cli.run.records.tasks import Task
 
 
 class RankMonitor:
@@ -150,9 +150,10 @@ class WorkerProgram(RankProgram):
         return failure  # the ranks have recorded their results themselves
 
     def count_samples_reached(self, command: LeaderCommand, attempt: Attempt) -> int | None:
-        if not isinstance(self.task, TrainTask):
+        training = self.run.find_training(self.task)
+        if training is None:
             return None
-        rows = self.run.get_training(self.task.signature).read_newest_metrics()
+        rows = training.read_newest_metrics()
         steps: list[int] = [
             row["samples"] for row in rows if row["kind"] == "step" and row["time"] >= attempt.started_at
         ]
@@ -162,5 +163,5 @@ class WorkerProgram(RankProgram):
         """Do nothing: the ranks have recorded their progress themselves."""
 
     def list_micro_batch_splits(self) -> MicroBatches | None:
-        assert isinstance(self.task, TrainTask)
-        return self.run.get_training(self.task.signature).read_micro_batches()
+        training = self.run.find_training(self.task)
+        return None if training is None else training.read_micro_batches()

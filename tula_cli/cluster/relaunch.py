@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tula_cli.cluster.decisions import History
 from tula_cli.cluster.rank_programs import make_rank_program
@@ -28,9 +29,8 @@ def find_newest_task(run: RunDir, task_id: str) -> Task:
     """Return the task to start; for a training, its newest relaunch."""
     task = run.read_task(task_id)
     assert task is not None, f"{run.path} has no task {task_id}"
-    if isinstance(task, TrainTask):
-        return run.get_training(task.signature).read_newest_task() or task
-    return task
+    training = run.find_training(task)
+    return (None if training is None else training.read_newest_task()) or task
 
 
 def is_over(run: RunDir, task: Task) -> bool:
@@ -70,8 +70,7 @@ def read_history(
     """
     outcome = None if failure is None else failure.outcome
     ended = attempt if attempt.ended_at is not None else attempt.model_copy(update={"ended_at": time.time()})
-    current_batch = run.find_current_probe(task) if isinstance(task, ProbeTask) else None
-    return History(
+    history = History(
         attempt=ended,
         earlier=[other_attempt for other_attempt in earlier if other_attempt.ended_at is not None],
         allocation=allocation,
@@ -80,18 +79,31 @@ def read_history(
         allocation_ended=allocation_ended,
         cancelled=run.is_cancelled(task.job),
         finished=run.is_finished(task),
-        progress=run.get_training(task.signature).count_trained_samples() if isinstance(task, TrainTask) else None,
         reached=reached,
-        fallback=_choose_fallback(run, task) if isinstance(task, TrainTask) and outcome == "device_oom" else None,
-        lr_factor=_find_lr_factor(run, task) if isinstance(task, TrainTask) and outcome == "diverged" else None,
-        current_batch=current_batch,
-        similar=_list_similar_attempts(run, task, earlier) if outcome == "device_error" else (),
+        similar=earlier if outcome == "device_error" else (),
         has_seen_gpus=outcome == "device_fault" and _has_gpus_elsewhere(run, attempt),
-        next_trial=_find_next_trial(run, task, failed=current_batch if outcome == "device_oom" else None),
     )
+    match task:
+        case TrainTask():
+            training = run.get_training(task.signature)
+            return replace(
+                history,
+                progress=training.count_trained_samples(),
+                fallback=_choose_fallback(run, task) if outcome == "device_oom" else None,
+                lr_factor=_find_lr_factor(training) if outcome == "diverged" else None,
+            )
+        case ProbeTask():
+            current_batch = run.find_current_probe(task)
+            return replace(
+                history,
+                current_batch=current_batch,
+                similar=_list_attempts_at_same_batch(run, task, history.similar),
+                next_trial=_find_next_trial(run, task, failed=current_batch if outcome == "device_oom" else None),
+            )
+    return history
 
 
-def _find_next_trial(run: RunDir, task: Task, *, failed: int | None = None) -> int | None:
+def _find_next_trial(run: RunDir, task: ProbeTask, *, failed: int | None = None) -> int | None:
     """Return the local batch that a search for the largest one tries next.
 
     Args:
@@ -99,7 +111,7 @@ def _find_next_trial(run: RunDir, task: Task, *, failed: int | None = None) -> i
         task: the task; None is returned unless it searches for the largest batch and every other trial has a result.
         failed: the trial that was out of memory, which is not recorded yet.
     """
-    if not isinstance(task, ProbeTask) or task.bounds is None or run.find_current_probe(task) != failed:
+    if task.bounds is None or run.find_current_probe(task) != failed:
         return None
     from tula_cli.models.largest_batch import BatchBracket  # imported here because it needs numpy
 
@@ -110,9 +122,9 @@ def _find_next_trial(run: RunDir, task: Task, *, failed: int | None = None) -> i
     return BatchBracket.from_results(task.spec, task.nodes, task.bounds, results).choose_next_trial()
 
 
-def _find_lr_factor(run: RunDir, task: TrainTask) -> float | None:
+def _find_lr_factor(training: TrainingRun) -> float | None:
     """Return the learning-rate factor at which the loss of a growing batch diverged; None if it was not recorded."""
-    rows = (row for row in reversed(run.get_training(task.signature).read_metrics()) if row["kind"] == "diverged")
+    rows = (row for row in reversed(training.read_metrics()) if row["kind"] == "diverged")
     return next((row.get("lr_factor") for row in rows), None)
 
 
@@ -135,10 +147,8 @@ def _find_batch_of_stage(run: RunDir, task: TrainTask) -> int | None:
     return batch if batch < task.batch else None
 
 
-def _list_similar_attempts(run: RunDir, task: Task, earlier: Sequence[Attempt]) -> Sequence[Attempt]:
-    """Return the earlier attempts at the same work as the newest one: of a probe job, at the same batch."""
-    if not isinstance(task, ProbeTask):
-        return earlier
+def _list_attempts_at_same_batch(run: RunDir, task: ProbeTask, earlier: Sequence[Attempt]) -> Sequence[Attempt]:
+    """Return the earlier attempts of a probe job at the batch of the newest one."""
     results = [run.read_result(make_probe_id(task.nodes, local_batch)) for local_batch in task.local_batches]
     over = [result.measured_at for result in results if isinstance(result, Measured)]
     over += [attempt.ended_at or 0.0 for attempt in earlier if attempt.outcome == "user"]  # skipped now

@@ -191,7 +191,7 @@ class Supervisor:
         attempt = attempt or open_attempt(self.run, self.allocation, task)
         append_traceback(self.run, attempt, self.allocation.index, error)
         decision: Relaunch | Requeue | Stop = Stop(why="batch_failed")
-        if isinstance(task, TrainTask):
+        if task.has_checkpoints:
             decided = decide(task, failure, self._read_history(task, attempt, failure))
             decision = self._prepare_later_jobs(task, Requeue() if isinstance(decided, Relaunch) else decided, failure)
         else:
@@ -309,7 +309,7 @@ class Supervisor:
             task,
             failure,
             attempt,
-            attempts=self._list_attempts_of_submission(task) if isinstance(task, TrainTask) else (),
+            attempts=self._list_attempts_of_submission(task) if task.has_checkpoints else (),
             earlier=earlier,
             reached=attempt.reached if reached is None else reached,
             allocation=self.allocation.id,
@@ -502,9 +502,9 @@ class Supervisor:
         predecessors = [link for link in earlier if job.get_nodes(link) >= task.nodes]
         return bool(predecessors) and self.allocation.scheduler.ended_how(predecessors[-1]) == "cancelled"
 
-    def _list_attempts_of_submission(self, task: TrainTask) -> list[Attempt]:
-        """Return the attempts of a training in this submission; attempts of earlier submissions do not count."""
-        attempts = self.run.get_training(task.signature).read_attempts()
+    def _list_attempts_of_submission(self, task: Task) -> list[Attempt]:
+        """Return the attempts of a task in this submission; attempts of earlier submissions do not count."""
+        attempts = self.run.read_attempts_of_task(task)
         if self.allocation.is_local:
             return [attempt for attempt in attempts if attempt.started_at >= self.since]
         job = self._find_job(task)
@@ -513,9 +513,10 @@ class Supervisor:
 
     def _list_attempts_without_progress(self, task: Task) -> list[Attempt]:
         """Return the attempts of this job so far; of a training, those without a newer checkpoint since."""
-        if not isinstance(task, TrainTask):
+        training = self.run.find_training(task)
+        if training is None:
             return [attempt for attempt in self.run.read_attempts(task.id) if attempt.started_at >= self.since]
-        progress = self.run.get_training(task.signature).count_trained_samples()
+        progress = training.count_trained_samples()
         return [attempt for attempt in self._list_attempts_of_submission(task) if attempt.progress == progress]
 
     def _close_lost_attempts(self, task: Task) -> None:

@@ -252,14 +252,14 @@ class RunDir:
         """Return the tasks that measure, test resuming, train or evaluate."""
         return self.read().tasks
 
-    def check_tasks(self) -> list[CheckTask]:
-        """Return the tasks of `tula check --on-cluster`."""
-        tasks = [read_record(path, TASK) for path in list_files(self.path / "tasks", "check-*.json")]
-        return [task for task in tasks if isinstance(task, CheckTask)]
+    def read_check_tasks(self) -> list[CheckTask]:
+        """Return the tasks of `tula check --on-cluster`, oldest first."""
+        paths = list_files(self.path / "tasks", "check-*.json")
+        return sorted((task for path in paths if (task := read_record(path, CheckTask))), key=lambda task: task.number)
 
-    def is_superseded(self, task: TrainTask) -> bool:
+    def is_superseded(self, task: Task) -> bool:
         """Return whether a later attempt of a training exists, so that the job running this one has to stop."""
-        return is_listed(self.path / f"tasks/{task.job}-{task.attempt + 1}.json")
+        return isinstance(task, TrainTask) and is_listed(self.path / f"tasks/{task.job}-{task.attempt + 1}.json")
 
     def write_job(self, job: Job) -> None:
         write_record(self.path / f"jobs/{job.id}.json", job)
@@ -406,6 +406,10 @@ class RunDir:
     def get_training(self, train_signature: str) -> TrainingRun:
         """Return one training with all its relaunches; it need not exist yet."""
         return TrainingRun(self.path, train_signature)
+
+    def find_training(self, task: Task) -> TrainingRun | None:
+        """Return the training that a task starts or resumes; None for another task."""
+        return self.get_training(task.signature) if isinstance(task, TrainTask) else None
 
     def list_train_signatures(self) -> list[str]:
         """Return the signatures of existing trainings, most recently changed first."""

@@ -20,11 +20,12 @@ from tula_cli.run.records.probes import RESULT, Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Comparison, RateSearch
 from tula_cli.run.records.scripts import ResumeTestResult
-from tula_cli.run.records.tasks import TASK, CheckTask, JobTask, ProbeTask, Task, TrainTask
+from tula_cli.run.records.tasks import TASK, BaseTask, CheckTask, JobTask, ProbeTask, Task, TrainTask
 from tula_cli.run.training_run import TrainingRun
 
 Result = Measured | OutOfMemory | Failed
 T = TypeVar("T")
+SelectedTask = TypeVar("SelectedTask", bound=BaseTask)
 
 
 def is_moved(job: Job, run_path: Path) -> bool:
@@ -80,20 +81,19 @@ class Snapshot:
         """The tasks that measure, test resuming, train or evaluate, by their ids."""
         return [task for task in self._all_tasks if not isinstance(task, CheckTask)]
 
-    @cached_property
-    def check_tasks(self) -> list[CheckTask]:
-        """The tasks of `tula check --on-cluster`."""
-        return [task for task in self._all_tasks if isinstance(task, CheckTask)]
+    def select_tasks(self, kind: type[SelectedTask]) -> list[SelectedTask]:
+        """Return the tasks of a class, by their ids."""
+        return [task for task in self._all_tasks if isinstance(task, kind)]
 
-    @cached_property
+    @property
     def probe_tasks(self) -> list[ProbeTask]:
         """The tasks that measure, by their ids."""
-        return [task for task in self._all_tasks if isinstance(task, ProbeTask)]
+        return self.select_tasks(ProbeTask)
 
-    @cached_property
+    @property
     def train_tasks(self) -> list[TrainTask]:
         """The tasks of all attempts of all trainings, by their ids."""
-        return [task for task in self._all_tasks if isinstance(task, TrainTask)]
+        return self.select_tasks(TrainTask)
 
     @cached_property
     def _tasks_by_job(self) -> Mapping[str, list[JobTask]]:

@@ -35,7 +35,7 @@ from tula_cli.run.records.results import (
     TrainResult,
     Tuning,
 )
-from tula_cli.run.records.tasks import TASK, TrainTask
+from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.step_series import StepRow, StepSeries, is_step_line, to_columns
 from tula_cli.run.step_series import parse_rows as read_steps
 
@@ -90,8 +90,9 @@ class TrainingRun:
 
     def read_tasks(self) -> list[TrainTask]:
         """Return the task of each relaunch, first attempt first."""
-        tasks = [self._read(path, TASK) for path in list_files(self.run / "tasks", f"train-{self.signature}-*.json")]
-        return sorted((task for task in tasks if isinstance(task, TrainTask)), key=lambda task: task.attempt)
+        paths = list_files(self.run / "tasks", f"train-{self.signature}-*.json")
+        tasks = [task for path in paths if (task := self._read(path, TrainTask))]
+        return sorted(tasks, key=lambda task: task.attempt)
 
     def read_newest_task(self) -> TrainTask | None:
         """Return the task of the latest attempt."""

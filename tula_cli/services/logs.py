@@ -16,7 +16,7 @@ from tula_cli.host.failures import find_root_failure
 from tula_cli.plugins import suggest_nearest
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.files import make_read_error, open_file, read_lines, read_lines_back
-from tula_cli.run.records.tasks import Task
+from tula_cli.run.records.tasks import BaseTask, Task
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.backend import get_backend
 
@@ -299,7 +299,7 @@ def _list_job_ids(snapshot: Snapshot) -> list[str]:
 
     A copied run has the logs and tasks of its jobs, but the jobs belong to another run.
     """
-    ids = (*(job.id for job in snapshot.jobs), *(task.job for task in (*snapshot.tasks, *snapshot.check_tasks)))
+    ids = (*(job.id for job in snapshot.jobs), *(task.job for task in snapshot.select_tasks(BaseTask)))
     return list(dict.fromkeys(ids))
 
 
@@ -316,7 +316,7 @@ def _list_log_files(run: RunDir, job: str | None) -> list[Path]:
             f"no job {job!r} in {run.path}",
             suggest_nearest(job, job_ids) or f"choose from: {', '.join(job_ids) or '-'}",
         )
-    tasks = tuple(f"{task.id}." for task in (*snapshot.tasks, *snapshot.check_tasks) if task.job == job)
+    tasks = tuple(f"{task.id}." for task in snapshot.select_tasks(BaseTask) if task.job == job)
     task_logs = [path for path in run.list_logs() if path.name.startswith(tasks)]
     return task_logs or snapshot.list_scheduler_logs(
         id_ for job_record in snapshot.jobs if job_record.id == job for id_ in job_record.ids

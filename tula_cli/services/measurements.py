@@ -27,7 +27,7 @@ from tula_cli.query import Objective, Query
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.probes import Failed, GradientStats, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation, Stage, TrainedSteps
-from tula_cli.run.records.tasks import ProbeTask, TrainTask
+from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services import messages
 from tula_cli.spec.job import JobSpec, describe_train_length
@@ -335,15 +335,16 @@ def list_observations_from_trainings(
     names = run.list_train_signatures()
     if not measured or not names:
         return TrainingObservations()
-    tasks = run.read_tasks()
-    probed_job = next((task.spec for task in tasks if isinstance(task, ProbeTask)), run.spec)
+    records = run.read()
+    train_tasks = records.train_tasks
+    probed_job = next((task.spec for task in records.probe_tasks), run.spec)
     from tula_cli.run.code import find_measured_snapshot  # imported here: only runs with trainings need it
 
     snapshot = find_measured_snapshot(run)
     observations: list[TrainedSteps] = []
     left_out: list[str] = []
     for name in sorted(names):
-        steps_here = [task for task in tasks if isinstance(task, TrainTask) and task.signature == name]
+        steps_here = [task for task in train_tasks if task.signature == name]
         if not steps_here or not _runs_same_steps_as_probes(
             run, steps_here[-1], probed_job, code="" if snapshot is None else snapshot.digest
         ):

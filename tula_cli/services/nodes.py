@@ -312,7 +312,7 @@ def submit_node_check(run: Run, launcher: Launcher, *, nodes: int) -> CheckTask:
 
 def _submit_or_attach_node_check(run: Run, launcher: Launcher, *, nodes: int) -> CheckTask:
     spec = run.spec
-    tasks = sorted(run.check_tasks(), key=lambda task: task.number)
+    tasks = run.read_check_tasks()
     unreported = [task for task in tasks if task.nodes == nodes and not run.checks.is_reported(task.id)]
     for task in [task for task in unreported if task.spec != spec]:
         if (job := run.find_job(task.job)) is not None:

@@ -169,7 +169,7 @@ def _list_begun_probes(run: RunDir) -> set[tuple[int, int]]:
 
 def count_measured_node_hours(run: RunDir) -> float:
     """Return the node-hours used by profiling so far, including resume tests and the first job that built the model."""
-    tasks = [task for task in run.read_tasks() if isinstance(task, MeasuringTask)]
+    tasks = run.read().select_tasks(MeasuringTask)
     nodes = {task.id: task.nodes for task in tasks}
     return first_job.count_node_hours(run) + sum(
         nodes[attempt.task] * attempt.count_seconds() / 3600 for attempt in run.read_attempts() if attempt.task in nodes

@@ -34,7 +34,6 @@ from tula_cli.run.job_runs import find_settings_origin, mark_chosen_run, save_ru
 from tula_cli.run.owner import require_ownership
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, QueryLimits, Recommendation
-from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services import messages
 from tula_cli.services.measurements import (
     TypeMeasurements,
@@ -76,7 +75,7 @@ def make_training_command(run: Run, choice: Prediction) -> str:
     """
     where = f"--run {shlex.quote(str(run.path.absolute()))}"
     train = f"tula train {where} --nodes {choice.nodes} --batch {choice.batch}"
-    folder = next((task.workdir for task in run.read_tasks() if isinstance(task, ProbeTask)), None)
+    folder = next((task.workdir for task in run.read().probe_tasks), None)
     return train if folder is None else f"cd {shlex.quote(folder)} && {train}"
 
 

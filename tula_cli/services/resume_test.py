@@ -206,7 +206,7 @@ def submit_resume_test(
     spec = run.spec
     key = compute_resume_test_signature(spec, code.digest)
     with lock_submission(run):
-        earlier = [task for task in run.read_tasks() if isinstance(task, ResumeTestTask) and task.key == key]
+        earlier = [task for task in run.read().select_tasks(ResumeTestTask) if task.key == key]
         unfinished = list_attachable_jobs(run, launcher, [task.job for task in earlier])
         if (task := next((task for task in earlier if task.job in unfinished), None)) is not None:
             return task

@@ -252,7 +252,7 @@ def get_job_status(
         kind=tasks[0].kind,
         scheduler=job.scheduler,
         scheduler_id=job.scheduler_id,
-        nodes=newest.nodes if isinstance(newest, TrainTask) else job.nodes,
+        nodes=newest.nodes,
         state=state,
         reason=reason,
         starts_at=scheduler.starts_at if state == "queued" else None,
@@ -547,7 +547,7 @@ def _list_attempt_statuses(tasks: Sequence[JobTask], attempts: Sequence[Attempt]
             attempt=attempt,
             batch=task.batch if isinstance(task, TrainTask) else None,
             nodes=task.nodes,
-            cause=task.cause if isinstance(task, TrainTask) and attempt.number == 1 else "",
+            cause=task.cause if attempt.number == 1 else "",
         )
         for attempt in attempts
         if (task := by_id.get(attempt.task)) is not None

@@ -9,14 +9,13 @@ import pytest
 from make_results import inspected
 from make_runs import FakeLauncher
 
-from tula_cli.cluster.decisions import MAX_RESTARTS
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.errors import BadMeasurements, DeviceFault, JobFailed, OverBudget, SpecError
 from tula_cli.options import EvaluationRequest
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.failures import Failure
 from tula_cli.run.records.results import EvaluationRecord
-from tula_cli.run.records.tasks import EvaluateTask, Rung, TrainTask
+from tula_cli.run.records.tasks import MAX_RESTARTS, EvaluateTask, Rung, TrainTask
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services.evaluate import PreparedEvaluation, prepare_evaluation, run_evaluation
 from tula_cli.services.events import EvaluationPlanned, Note, follow

@@ -14,6 +14,8 @@ from tula_cli.spec.sections import Workers
 from tula_cli.spec.slurm_options import ROOM
 from tula_cli.spec.workload import get_workload
 
+MAX_RESTARTS = 2
+"""Maximum restarts of a job other than a training after lost processes (not after out-of-memory or a user error)."""
 FOLDER_PATIENCE = 30
 """Seconds for which a job waits for a folder that is unavailable."""
 TRAINING_PATIENCE = 600
@@ -75,6 +77,36 @@ class BaseTask(Record):
     def predecessor(self) -> str:
         """The job that must be over before this one starts; empty if there is none."""
         return ""
+
+    @property
+    def predecessors(self) -> tuple[str, ...]:
+        """The jobs that the scheduler has to wait for before it starts this one."""
+        return ()
+
+    @property
+    def requested_nodes(self) -> int:
+        """Number of nodes of its job; the largest if the scheduler may grant several."""
+        return self.nodes
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders that only it needs, relative to the run directory."""
+        return ()
+
+    @property
+    def cause(self) -> str:
+        """The reason for this relaunch in one sentence; empty if it is none."""
+        return ""
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether it resumes from checkpoints, so that a relaunch may succeed after any failure of the allocation."""
+        return False
+
+    @property
+    def max_attempts(self) -> int:
+        """Maximum attempts that lose their processes; of a training, without a newer checkpoint."""
+        return 1 + MAX_RESTARTS
 
     @property
     def micro_batch_splits(self) -> int:
@@ -209,6 +241,26 @@ class TrainTask(BaseTask):
     @property
     def predecessor(self) -> str:
         return self.after
+
+    @property
+    def predecessors(self) -> tuple[str, ...]:
+        return (*filter(None, (self.after,)), *self.follows)
+
+    @property
+    def requested_nodes(self) -> int:
+        return self.training_nodes if self.sizes else self.nodes
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        return (f"train/{self.signature}/checkpoints",)
+
+    @property
+    def has_checkpoints(self) -> bool:
+        return True
+
+    @property
+    def max_attempts(self) -> int:
+        return self.spec.train.max_attempts
 
     @property
     def micro_batch_splits(self) -> int:

@@ -56,16 +56,16 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def ask(
-    run: RunDir, objective: Any = "time", *, pending: int | dict[str | None, int] = 0, **limits: Any
+    run: RunDir, objective: Any = "time", *, pending: int = 0, type_: str | None = None, **limits: Any
 ) -> Recommendation:
     """Ask, and keep the answer."""
-    answer = recommend(open_family(run), Query(objective=objective, **limits), pending=pending, now=1.0)
+    answer = recommend(open_family(run), Query(objective=objective, **limits), pending={type_: pending}, now=1.0)
     save_answer(open_family(run), answer)
     return answer.recommendation
 
 
 def warnings_of(run: RunDir, objective: Any = "time", *, pending: int = 0, **limits: Any) -> Sequence[Diagnostic]:
-    return recommend(open_family(run), Query(objective=objective, **limits), pending=pending, now=1.0).warnings
+    return recommend(open_family(run), Query(objective=objective, **limits), pending={None: pending}, now=1.0).warnings
 
 
 def test_the_choice_is_the_best_of_the_rows(run: RunDir) -> None:
@@ -564,7 +564,7 @@ def test_a_type_that_was_not_measured_is_left_out_aloud(tmp_path: Path) -> None:
     with pytest.raises(BadMeasurements, match="no probe"):
         ask(two_types(tmp_path / "none", fast=False, slow=False))
     with pytest.raises(Pending):
-        ask(two_types(tmp_path / "wait", fast=False, slow=False), pending={"slow": 3})
+        ask(two_types(tmp_path / "wait", fast=False, slow=False), pending=3, type_="slow")
 
 
 def test_limits_hold_over_all_types(tmp_path: Path) -> None:

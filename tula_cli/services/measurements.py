@@ -124,17 +124,7 @@ def gather_measurements(
         results, pending_here = results_of[run.type], pending.get(run.type, 0)
         observations, sizes = trainings(run), read_measurements_of_other_sizes(run.sizes, trainings)
         try:
-            estimator = Estimator.fit(
-                run.spec,
-                results,
-                attempts=run.read_attempts(),
-                saves=run.find_newest_script_saves(),
-                trained=observations.steps,
-                other_sizes=sizes,
-                noise=noise,
-                queue=compute_median_queue_wait(run.read_jobs(), run.read_attempts()),
-                stages_by=stage_objective,
-            )
+            estimator = _fit_estimator(run, observations, sizes, noise, stage_objective)
             unknown = _list_unknown_configurations(estimator, query)
             _require_enough_configurations(estimator, unknown, pending=pending_here)
         except (Pending, BadMeasurements, Infeasible) as error:
@@ -253,16 +243,30 @@ def fit_estimator_of_recommendation(run: Run, *, stages_by: StageObjective = "ti
     Raises:
         BadMeasurements, Infeasible: as in `Estimator.fit`.
     """
-    spec, results, attempts = run.spec, run.read_results(), run.read_attempts()
+    trainings = CachedTrainings()
+    sizes, noise = (
+        read_measurements_of_other_sizes(run.sizes, trainings),
+        make_noise_path([run], run.spec, run.read_results()),
+    )
+    return _fit_estimator(run, trainings(run), sizes, noise, stages_by)
+
+
+def _fit_estimator(
+    run: Run,
+    observations: TrainingObservations,
+    sizes: OtherSizes,
+    noise: NoisePath | None,
+    stages_by: StageObjective,
+) -> Estimator:
     return Estimator.fit(
-        spec,
-        results,
-        attempts=attempts,
+        run.spec,
+        run.read_results(),
+        attempts=run.read_attempts(),
         saves=run.find_newest_script_saves(),
-        trained=list_observations_from_trainings(run, results).steps,
-        other_sizes=read_measurements_of_other_sizes(run.sizes, CachedTrainings()),
-        noise=make_noise_path([run], spec, results),
-        queue=compute_median_queue_wait(run.read_jobs(), attempts),
+        trained=observations.steps,
+        other_sizes=sizes,
+        noise=noise,
+        queue=compute_median_queue_wait(run.read_jobs(), run.read_attempts()),
         stages_by=stages_by,
     )
 

@@ -349,7 +349,7 @@ def recommend(
     query: Query,
     *,
     overrides: Sequence[str] = (),
-    pending: int | Mapping[str | None, int] = 0,
+    pending: Mapping[str | None, int] = {},
     now: float,
 ) -> Answer:
     """Choose a configuration; nothing is written.
@@ -360,7 +360,7 @@ def recommend(
         runs: the runs of a job, with the results.
         query: objective and limits.
         overrides: settings of the runs that override the job; for the record.
-        pending: number of probes that are queued or running; by node type if the job names any.
+        pending: number of probes that are queued or running, by node type.
         now: Unix time.
 
     Raises:
@@ -371,8 +371,7 @@ def recommend(
         SpecError: the job names no such node type.
     """
     runs = [add_site_bill(run) for run in select_runs(runs, query.node_type)]
-    waiting = pending if isinstance(pending, Mapping) else {run.type: pending for run in runs}
-    all_measurements, warnings = gather_measurements(runs, query, waiting)
+    all_measurements, warnings = gather_measurements(runs, query, pending)
     if query.objective == "energy":
         all_measurements, warnings = require_energy(all_measurements, warnings)
     noise = find_gradient_noise_of_job(all_measurements, needed=query.objective == "accuracy-time")

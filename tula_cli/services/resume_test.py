@@ -23,6 +23,7 @@ from tula_cli.run.records.tasks import ResumeTestTask, TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.services import messages
 from tula_cli.services.events import Event, Note, WarningEvent, Work
+from tula_cli.services.plans import TrainPlan
 from tula_cli.services.profile import count_measured_node_hours
 from tula_cli.services.waiting import (
     Submission,
@@ -306,6 +307,14 @@ class TrainingStart:
     prediction: Prediction | None
     rehearse: bool  # False with --no-rehearse
     over_cap: str = ""  # why a resume test does not fit search.max_node_hours; empty if it does
+
+    @classmethod
+    def from_plan(cls, plan: TrainPlan, run: Run, runs: Sequence[Run], *, rehearse: bool) -> "TrainingStart":
+        """Return the start of a planned training in a run; `runs` are all runs of the job."""
+        over = ""
+        if run.spec.script is not None:
+            over = describe_cap_exceeded(runs, nodes=plan.task.resume_test_nodes)
+        return cls(run, plan.task, plan.code, plan.prediction, rehearse, over)
 
     @property
     def is_long(self) -> bool:

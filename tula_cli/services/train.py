@@ -36,14 +36,14 @@ from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Summary
 from tula_cli.run.records.tasks import JobSize, Rung, TrainTask
-from tula_cli.services import messages, resume_test
+from tula_cli.services import messages
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
 from tula_cli.services.measurements import (
     fit_estimator_of_recommendation,
     plan_stages,
 )
 from tula_cli.services.plans import TrainPlan
-from tula_cli.services.resume_test import describe_cap_exceeded, describe_interruption_cost
+from tula_cli.services.resume_test import TrainingStart, describe_interruption_cost, run_resume_test_if_due
 from tula_cli.services.site_charges import (
     bill_run_by_site,
     check_balance_of_task,
@@ -355,21 +355,12 @@ def submit_training(
 
 @dataclass(frozen=True)
 class PreparedTraining:
-    """A training before anything is submitted: the runs of the job, the one of the hardware to train on, and the plan."""
+    """A training before anything is submitted: the run of the hardware to train on, and the plan."""
 
-    runs: Sequence[Run]
     run: Run
     plan: TrainPlan
     request: TrainRequest
-
-    @property
-    def training_start(self) -> resume_test.TrainingStart:
-        """The arguments of a resume test of the training's script."""
-        plan = self.plan
-        over = ""
-        if self.run.spec.script is not None:
-            over = describe_cap_exceeded(self.runs, nodes=plan.task.resume_test_nodes)
-        return resume_test.TrainingStart(self.run, plan.task, plan.code, plan.prediction, self.request.rehearse, over)
+    start: TrainingStart
 
 
 def prepare_training(
@@ -399,8 +390,8 @@ def prepare_training(
     yield from map(WarningEvent, (*plan_found.warnings, *warn_interrupted_training(run, plan_found.task)))
     if run.spec.cluster.collective == "parameter_server":
         yield WarningEvent(messages.parameter_server_collective())
-    ready = PreparedTraining(runs, run, plan_found, request)
-    ready.training_start.require_resume_on_other_nodes()
+    start = TrainingStart.from_plan(plan_found, run, runs, rehearse=request.rehearse)
+    start.require_resume_on_other_nodes()
     remaining_share = 1.0
     if plan_found.resumes is not None:
         remaining_share -= plan_found.resumes / (find_dataset_size(run, inspect) * run.spec.train.max_epochs)
@@ -415,11 +406,11 @@ def prepare_training(
         yield WarningEvent(balance.lacking)
     plan = dataclasses.replace(
         plan_found,
-        rehearses=ready.training_start.is_test_due,
+        rehearses=start.is_test_due,
         balance=balance,
         finished_elsewhere=_list_finished_elsewhere(run, plan_found),
     )
-    return dataclasses.replace(ready, plan=plan)
+    return PreparedTraining(run, plan, request, start)
 
 
 def run_training(training: PreparedTraining, submission: Submission) -> Work[Summary | DetachedJobs]:
@@ -450,11 +441,7 @@ def run_training(training: PreparedTraining, submission: Submission) -> Work[Sum
         yield planned
         submission.require_confirmed(planned)
     submission.save_runs([run])
-    after = (
-        ""
-        if unfinished
-        else (yield from resume_test.run_resume_test_if_due(training.training_start, launcher, submission))
-    )
+    after = "" if unfinished else (yield from run_resume_test_if_due(training.start, launcher, submission))
     try:
         jobs = (submit_training(run, plan, launcher, after=after),)
         if not submission.should_wait(run.spec):

@@ -22,7 +22,7 @@ from tula_cli.services.compare import Inspect, inspect_once
 from tula_cli.services.comparison.rows import takes_seed
 from tula_cli.services.events import Note, SeedsPlanned, WarningEvent, Work
 from tula_cli.services.plans import TrainPlan
-from tula_cli.services.resume_test import TrainingStart, describe_cap_exceeded, run_resume_test_if_due
+from tula_cli.services.resume_test import TrainingStart, run_resume_test_if_due
 from tula_cli.services.site_charges import bill_run_by_site
 from tula_cli.services.status import load_summary
 from tula_cli.services.train import plan_training, submit_training
@@ -293,8 +293,7 @@ def _test_resume(prepared: PreparedSeeds, launcher: Launcher, submission: Submis
     """Test the resume of a script if that is due; return the job that the trainings have to wait for, or an empty text."""
     first, run = prepared.first, prepared.run
     assert first is not None
-    over = describe_cap_exceeded(prepared.runs) if run.spec.script is not None else ""
-    start = TrainingStart(run, first.task, first.code, first.prediction, prepared.request.rehearse, over)
+    start = TrainingStart.from_plan(first, run, prepared.runs, rehearse=prepared.request.rehearse)
     return (yield from run_resume_test_if_due(start, launcher, submission))
 
 

@@ -64,6 +64,12 @@ def run(tmp_path: Path) -> RunDir:
 # --- the grid
 
 
+def test_a_method_or_batch_that_is_listed_twice_is_trained_once(run: RunDir) -> None:
+    request = ComparisonRequest(methods=("ags", "lbt", "ags"), batches=(64, 64, 128))
+    grid = session.complete_grid(request, Run(run.path, run.spec), None)
+    assert (grid.methods, grid.batches) == (("ags", "lbt"), (64, 128))
+
+
 def test_the_first_seed_of_every_row_comes_before_any_second_one(run: RunDir) -> None:
     cells = plan(run).comparison.cells
     rows = [

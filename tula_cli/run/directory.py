@@ -445,7 +445,10 @@ class RunDir:
         return read_record(self.path / f"rates/{key}.json", RateSearch)
 
     def write_comparison(self, comparison: Comparison) -> None:
-        write_record(self.path / "comparison.json", comparison)
+        """Replace the comparison; the signatures of the trainings of earlier ones are kept."""
+        previous = self.read_comparison()
+        earlier = () if previous is None else tuple(sorted(previous.signatures))
+        write_record(self.path / "comparison.json", comparison.model_copy(update={"earlier": earlier}))
 
     def read_comparison(self) -> Comparison | None:
         return read_record(self.path / "comparison.json", Comparison)

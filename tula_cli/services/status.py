@@ -693,7 +693,8 @@ def _count_epochs_of_training(spec: JobSpec, moving: Sequence[Mapping[str, Any]]
 
 def _find_newest_train_task(files_snapshot: Snapshot, tasks: Iterable[JobTask]) -> TrainTask | None:
     all_trainings = [task for task in tasks if isinstance(task, TrainTask)]
-    compared = files_snapshot.compared_cells
+    comparison = files_snapshot.comparison
+    compared = frozenset[str]() if comparison is None else comparison.signatures
     trainings = [task for task in all_trainings if task.signature not in compared] or all_trainings
     submitted = {job.id: job.submitted_at for job in files_snapshot.jobs}
     return max(trainings, key=lambda task: (submitted.get(task.job, 0.0), task.attempt), default=None)

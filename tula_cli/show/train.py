@@ -46,7 +46,7 @@ def render_train_plan(
         counts = {nodes: links.count(nodes) for nodes in sorted(links)}
         on = ", ".join(f"{count} on {format_count(nodes)}" for nodes, count in counts.items())
         of = f"{len(links)} jobs" + f" ({on})" * (len(counts) > 1)
-        yield f"a chain of {of}, each of which waits for the previous one (afterany); jobs that are not needed exit at once"
+        yield f"a chain of {of}, which run one after the other; tula cancels jobs that are not needed"
     if plan.balance is not None:
         yield f"balance: {plan.balance.words}"
     for script in scripts:

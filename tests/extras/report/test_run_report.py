@@ -17,6 +17,7 @@ from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
 from tula_cli.run.job_runs import open_family, open_run
+from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.step_series import StepRow, format_rows
 from tula_cli.services import recommend as recommending
 from tula_cli.services import status
@@ -247,6 +248,25 @@ def test_a_finished_training_is_shown_after_a_newer_one_was_cancelled(tmp_path: 
 
 def test_the_training_is_not_one_of_the_comparison(whole: RunDir, tmp_path: Path) -> None:
     assert section(report(whole), "training").text[0].startswith("Training ab12cd34,")
+
+
+def test_a_row_of_an_earlier_comparison_is_not_the_training(tmp_path: Path) -> None:
+    run = reports.trained(RunDir.create(tmp_path, reports.JOB))
+
+    def compare(signature: str, *, method: str) -> None:
+        cell = Cell(method=method, batch=128, seed=1, nodes=2, signature=signature)
+        run.write_comparison(
+            Comparison(
+                methods=(method,), batches=(128,), seeds=1, nodes=2, controls=False, cells=(cell,), created_at=1.0,
+                job_row="ramp",
+            )
+        )  # fmt: skip
+
+    compare("ab12cd34", method="lbt-x4")
+    compare("c0c0c0c0", method="ags")
+    assert "ab12cd34" not in " ".join(section(report(run), "training").text)
+    compare("ab12cd34", method="ramp")
+    assert section(report(run), "training").text[0].startswith("Training ab12cd34"), "it trains the job unchanged"
 
 
 # --- gradients and methods

@@ -96,6 +96,14 @@ def test_no_gain_is_above_100_percent(regrets: dict[str, float], expected: str) 
     assert describe_regrets(regrets) == expected
 
 
+def test_with_all_configurations_measured_only_noise_remains() -> None:
+    words = describe_regrets({"time": 0.05}, all_measured=True)
+    assert (
+        words
+        == "All configurations are measured; because of noise, the best one may be better by about 5.0 % (objective time)."
+    )
+
+
 def test_never_proposes_what_was_probed_or_the_same_twice() -> None:
     grid = places()
     probed = {(1, 64), (1, 1024), (8, 8)}

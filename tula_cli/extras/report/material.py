@@ -260,7 +260,7 @@ class TrainingMaterial:
 
 
 def list_newest_trainings(material: Material) -> list[TrainingMaterial]:
-    """Return the training of each part to show; one that belongs to a comparison only if there is no other.
+    """Return the training of each part to show; one of a comparison only if it trains the job unchanged and there is no other.
 
     It is the newest that is active or finished; without any, the newest.
     """
@@ -269,9 +269,11 @@ def list_newest_trainings(material: Material) -> list[TrainingMaterial]:
 
 def _find_newest_training(run_material: RunMaterial) -> Iterator[TrainingMaterial]:
     comparison = run_material.run.read_comparison()
-    compared = {cell.signature for cell in comparison.cells} if comparison is not None else set()
+    compared = frozenset[str]() if comparison is None else comparison.signatures
     tasks = run_material.look.train_tasks
-    shown_tasks = [task for task in tasks if task.signature not in compared] or tasks
+    unchanged = frozenset[str]() if comparison is None else comparison.signatures_of_job
+    shown_tasks = [task for task in tasks if task.signature not in compared]
+    shown_tasks = shown_tasks or [task for task in tasks if task.signature in unchanged]
     submitted = {job.id: job.submitted_at for job in run_material.look.jobs}
     newest_by_signature = {
         task.signature: task

@@ -91,8 +91,8 @@ def propose_probes(fit: StepTimeFit, candidates: Sequence[Candidate], *, toleran
     belief = _Belief.from_fit(fit, candidates)
     problem = _Problem.from_candidates(candidates)
     regrets = problem.compute_regrets(belief)
-    words = describe_regrets(regrets)
     open_ = np.array([candidate.measured is None for candidate in candidates])
+    words = describe_regrets(regrets, all_measured=not open_.any())
     if max(regrets.values()) <= tolerance:
         return Proposal((), regrets, f"The search is finished: further probes would not change the choice. {words}")
     training = problem.compute_node_seconds(belief.mean)
@@ -105,14 +105,18 @@ def propose_probes(fit: StepTimeFit, candidates: Sequence[Candidate], *, toleran
     )
 
 
-def describe_regrets(regrets: Mapping[str, float]) -> str:
+def describe_regrets(regrets: Mapping[str, float], *, all_measured: bool = False) -> str:
     """Describe the expected regrets of deciding now, as shares by objective; those above 1 show only that little is known."""
     gains = [f"{format_percent(regret)} % ({name})" for name, regret in regrets.items() if regret <= 1]
     unknown = [name for name, regret in regrets.items() if regret > 1]
     sentences = []
     if gains:
         shares = " and ".join(filter(None, (join_words(gains[:-1]), gains[-1]))).replace("(", "(objective ", 1)
-        sentences.append(f"Measuring all configurations would improve the choice by about {shares}.")
+        sentences.append(
+            f"All configurations are measured; because of noise, the best one may be better by about {shares}."
+            if all_measured
+            else f"Measuring all configurations would improve the choice by about {shares}."
+        )
     if unknown:
         subject = f"{' and '.join(unknown)} {'are' if unknown[1:] else 'is'}"
         sentences.append(f"The choice is uncertain, because {subject} not known precisely enough.")

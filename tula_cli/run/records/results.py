@@ -329,6 +329,17 @@ class Comparison(Record):
     """Trainings of the first round, then full trainings of all rows, some of which may be dropped."""
     created_at: float  # Unix time
     job_row: str = ""  # name of the row that trains the job unchanged
+    earlier: tuple[str, ...] = ()  # signatures of the trainings of earlier comparisons of the run
+
+    @property
+    def signatures(self) -> frozenset[str]:
+        """Signatures of the trainings of this comparison and of earlier ones of the run."""
+        return frozenset((*self.earlier, *(cell.signature for cell in self.cells)))
+
+    @property
+    def signatures_of_job(self) -> frozenset[str]:
+        """Signatures of the full trainings of this comparison that train the job unchanged, except for batch and seed."""
+        return frozenset(cell.signature for cell in self.cells if cell.method == self.job_row and not cell.short)
 
     @property
     def has_rounds(self) -> bool:

@@ -40,14 +40,16 @@ def complete_grid(request: ComparisonRequest, run: Run, previous: Comparison | N
         if previous
         else compare.choose_default_nodes(run)
     )
-    batches = tuple(request.batches or ()) or (previous.batches if previous else compare.list_default_batches(run))
+    batches = tuple(dict.fromkeys(request.batches or ())) or (
+        previous.batches if previous else compare.list_default_batches(run)
+    )
     by_default = True if request.methods else compare.choose_default_control(spec, batches)
     controls = request.controls if request.controls is not None else previous.controls if previous else by_default
     seeds = (
         request.seeds if request.seeds is not None else previous.seeds if previous else rows.choose_default_seeds(spec)
     )
     return Grid(
-        methods=tuple(request.methods or ())
+        methods=tuple(dict.fromkeys(request.methods or ()))
         or (previous.methods if previous else compare.list_default_rows(spec, nodes=nodes).methods),
         batches=batches,
         seeds=seeds,

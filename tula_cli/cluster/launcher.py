@@ -13,7 +13,9 @@ from tula_cli.cluster.local import LocalLauncher
 from tula_cli.cluster.scheduler import SchedulerState, make_scheduler
 from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.errors import SchedulerError
+from tula_cli.run.code import take_snapshot
 from tula_cli.run.directory import RunDir
+from tula_cli.run.imports import Source
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Task
 from tula_cli.run.snapshot import Snapshot
@@ -131,6 +133,25 @@ def submit_task(run: RunDir, launcher: Launcher, task: Task) -> None:
     run.remove_cancellation(task.job)
     run.write_task(task)
     run.write_job(launcher.submit(run, task))
+
+
+def submit_missing(run: RunDir, launcher: Launcher, tasks: Sequence[Task], code: Source) -> list[str]:
+    """Submit the jobs of tasks that are not pending or running, with a copy of the user's code, under `lock_submission`.
+
+    The code is copied first, so that later edits do not affect submitted jobs.
+
+    Returns:
+        The ids of the jobs that were pending or running, which are left alone.
+
+    Raises:
+        SchedulerError: the scheduler refused a job, or one of them is still being cancelled.
+    """
+    unfinished = list_attachable_jobs(run, launcher, [task.job for task in tasks])
+    missing = [task for task in tasks if task.job not in unfinished]
+    digest = take_snapshot(run, missing[0].spec, code) if missing else ""
+    for task in missing:
+        submit_task(run, launcher, task.model_copy(update={"code": digest}))
+    return unfinished
 
 
 @contextlib.contextmanager

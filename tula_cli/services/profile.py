@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.cluster.inspection import NotInspectable
-from tula_cli.cluster.launcher import Launcher, list_attachable_jobs, list_unfinished_jobs, lock_submission, submit_task
+from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission, submit_missing
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum, SpecError, TulaError
 from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.models.cost import compute_max_cost
 from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT
-from tula_cli.run.code import choose_code, take_snapshot
+from tula_cli.run.code import choose_code
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
 from tula_cli.run.records.inspections import Inspection
@@ -209,19 +209,12 @@ def compute_max_node_hours(spec: JobSpec, nodes: Sequence[int]) -> float:
 def submit_probes(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[str, ...]:
     """Submit the jobs of a plan, one after another; jobs that are already waiting or running are left alone.
 
-    The user's code is copied first, so that later edits do not affect submitted jobs.
-
     Returns:
         The ids of the jobs to wait for.
     """
-    jobs = plan.jobs
     with lock_submission(run):
-        alive = list_attachable_jobs(run, launcher, jobs)
-        code = take_snapshot(run, plan.tasks[0].spec, plan.code) if jobs.keys() - alive else ""
-        for id_, task in jobs.items():
-            if id_ not in alive:
-                submit_task(run, launcher, task.model_copy(update={"code": code}))
-    return tuple(jobs)
+        submit_missing(run, launcher, plan.tasks, plan.code)
+    return tuple(plan.jobs)
 
 
 def wait_for_exits(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tula_cli.cluster.chains import list_nodes_of_chain_jobs
 from tula_cli.cluster.full_disk import release_held_jobs
-from tula_cli.cluster.launcher import Launcher, list_attachable_jobs, list_unfinished_jobs, lock_submission, submit_task
+from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission, submit_missing
 from tula_cli.cluster.slurm import first_job
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Infeasible, SchedulerError, SpecError, require_positive
@@ -24,7 +24,7 @@ from tula_cli.models.ramp_costs import (
     move_task_to_stage_nodes,
 )
 from tula_cli.options import NodeRange, TrainRequest, parse_nodes
-from tula_cli.run.code import choose_code, get_user_code, take_snapshot
+from tula_cli.run.code import choose_code, get_user_code
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
 from tula_cli.run.imports import Source, add_weights_digest
@@ -341,12 +341,9 @@ def submit_training(
     task = plan.task
     with lock_submission(run):
         release_held_jobs(run, task)
-        if list_attachable_jobs(run, launcher, [task.job]):
+        waiting_task = task.model_copy(update={"after": after, "follows": tuple(follows)})
+        if submit_missing(run, launcher, [waiting_task], plan.code):
             require_stopped(run, task)
-        else:
-            code = take_snapshot(run, task.spec, plan.code)
-            update = {"code": code, "after": after, "follows": tuple(follows)}
-            submit_task(run, launcher, task.model_copy(update=update))
     return task.job
 
 

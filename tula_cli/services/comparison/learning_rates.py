@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tula_cli.cluster.launcher import Launcher, list_attachable_jobs, list_unfinished_jobs, lock_submission, submit_task
+from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission, submit_missing
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import BadMeasurements, Diverged, OverBudget, SpecError
 from tula_cli.models import rate_search
 from tula_cli.models.ramp_costs import compute_batch_divisor
 from tula_cli.models.rate_search import MIN_STEPS
-from tula_cli.run.code import choose_code, take_snapshot
+from tula_cli.run.code import choose_code
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.format import require_current_format
 from tula_cli.run.frames import make_frame, render_html
@@ -246,7 +246,8 @@ def run_search(search: PreparedSearch, submission: Submission) -> Work[LearningR
         submission.require_confirmed(planned)
     submission.save_runs([run])
     try:
-        _start_job(search, launcher)
+        with lock_submission(run):
+            submit_missing(run, launcher, [task], search.code)
         if not submission.should_wait(run.spec):
             yield from warn_new_jobs(run, launcher, [task.job], unfinished, run.spec)
             return DetachedJobs((task.job,), tuple(unfinished))
@@ -254,16 +255,6 @@ def run_search(search: PreparedSearch, submission: Submission) -> Work[LearningR
     except KeyboardInterrupt:
         raise make_interruption_of_jobs([run]) from None
     return read_report(search, submission.find_settings_origin(run))
-
-
-def _start_job(search: PreparedSearch, launcher: Launcher) -> None:
-    """Submit the job with a copy of the user's code, unless it is already waiting or running."""
-    run, task = search.run, search.task
-    with lock_submission(run):
-        if list_attachable_jobs(run, launcher, [task.job]):
-            return
-        code = take_snapshot(run, task.spec, search.code)
-        submit_task(run, launcher, task.model_copy(update={"code": code}))
 
 
 def _list_branches(run: RunDir, task: RateSearchTask) -> tuple[RateBranch, ...]:

@@ -37,7 +37,7 @@ def test_each_node_type_is_a_run_that_its_own_spec_identifies(family: tuple[Run,
         assert RunDir.from_spec(tmp_path, run.read_spec()).path == run.path
         assert run.job_name == "toy"
     (alone,) = make_runs(tmp_path, make.spec())
-    assert alone.path == RunDir.from_spec(tmp_path, make.spec()).path and alone.name is None
+    assert alone.path == RunDir.from_spec(tmp_path, make.spec()).path and alone.type is None
 
 
 def test_runs_of_a_job_find_each_other_and_a_copy_is_alone(family: tuple[Run, ...], tmp_path: Path) -> None:

@@ -870,10 +870,10 @@ JOBS_OF_TYPES = ["a100/probe-n001", "a100/probe-n002", "h100/probe-n001", "h100/
 def test_what_one_scheduler_does_not_cancel_keeps_none_of_the_others(two_types, refused, silent, not_cancelled):
     launchers = {}
     for part in two_types:
-        launchers[part.name] = Refusing(dict.fromkeys(("probe-n001", "probe-n002"), "running"))
-        launchers[part.name].refused, launchers[part.name].silent = refused.get(part.name, ()), part.name in silent
+        launchers[part.type] = Refusing(dict.fromkeys(("probe-n001", "probe-n002"), "running"))
+        launchers[part.type].refused, launchers[part.type].silent = refused.get(part.type, ()), part.type in silent
     with pytest.raises(SchedulerError) as caught:
-        services_status.cancel_jobs(two_types, lambda part: launchers[part.name])
+        services_status.cancel_jobs(two_types, lambda part: launchers[part.type])
     ended = [f"{name}/{job}" for name, launcher in launchers.items() for job in launcher.cancelled]
     assert ended == [job for job in JOBS_OF_TYPES if job not in not_cancelled]
     for job in not_cancelled:
@@ -888,7 +888,7 @@ def test_a_type_whose_scheduler_is_not_there_keeps_none_of_the_others(two_types)
     launcher = Refusing(dict.fromkeys(("probe-n001", "probe-n002"), "running"))
 
     def launcher_for(part):
-        if part.name == "a100":
+        if part.type == "a100":
             raise SpecError("my.queue cannot be imported")
         return launcher
 

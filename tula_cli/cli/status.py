@@ -26,7 +26,7 @@ def status(screen: Screen, chosen: ExistingRun) -> None:
 
     runs = chosen.find(screen)
     statuses = {
-        run.name: services_status.run_status(run, launcher.make_launcher(run.spec, submits=False), now=time.time())
+        run.type: services_status.run_status(run, launcher.make_launcher(run.spec, submits=False), now=time.time())
         for run in runs
     }
     screen.status = "pending" if any(now.active() for now in statuses.values()) else "done"

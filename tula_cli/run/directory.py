@@ -526,28 +526,23 @@ class Run(RunDir):
     Args:
         path: the run directory, which may not exist yet.
         spec: the job on this hardware.
-        part: what it measures of a job with several variants; empty if the job has none.
+        variant: what it measures of a job with several variants; empty if the job has none.
     """
 
-    def __init__(self, path: Path, spec: JobSpec, part: Variant = Variant()) -> None:  # noqa: B008 - it is frozen
+    def __init__(self, path: Path, spec: JobSpec, variant: Variant = Variant()) -> None:  # noqa: B008 - it is frozen
         super().__init__(path)
-        self.spec, self.part = spec, part
-        self.type = part.type  # name of the variant; the run's id or path while runs of the same type are compared
+        self.spec, self.variant = spec, variant
+        self.type = variant.type  # name among the variants, None without others; the id or path if types are equal
         self.family: tuple[Run, ...] = (self,)  # the runs of all variants of the job
-
-    @property
-    def name(self) -> str | None:
-        """Name among the variants of the job, or None if it has no others."""
-        return self.type
 
     @property
     def job_name(self) -> str:
         """Name of the job without that of the variant."""
-        return self.spec.name.removesuffix(f"-{self.name}")
+        return self.spec.name.removesuffix(f"-{self.type}")
 
     def read_job(self) -> JobSpec:
         """Return the stored job on this hardware, to which no overrides of the current command apply."""
-        return self.read_spec().with_fewer_gpus(self.part.in_addition == "gpus")
+        return self.read_spec().with_fewer_gpus(self.variant.in_addition == "gpus")
 
     def with_spec(self, spec: JobSpec) -> "Run":
         """Return this run with other settings."""
@@ -558,16 +553,16 @@ class Run(RunDir):
     def with_plain_type(self) -> "Run":
         """Return this run with the name of its variant, for commands that compare it with no run of the same type."""
         run = copy.copy(self)
-        run.type = self.part.type
+        run.type = self.variant.type
         return run
 
     def name_jobs(self, jobs: Iterable[str]) -> list[str]:
         """Return job names prefixed with the name of the variant, as shown to the user."""
-        return [job if self.name is None else f"{self.name}/{job}" for job in jobs]
+        return [job if self.type is None else f"{self.type}/{job}" for job in jobs]
 
     @property
     def sizes(self) -> tuple["Run", ...]:
         """The runs with other numbers of GPUs on the same nodes, whose measurements also enter a fit."""
-        here = self.part.node_type
-        runs = (run for run in self.family if run.part.node_type == here)
-        return tuple(run for run in runs if run.part.gpus != self.part.gpus)
+        here = self.variant.node_type
+        runs = (run for run in self.family if run.variant.node_type == here)
+        return tuple(run for run in runs if run.variant.gpus != self.variant.gpus)

@@ -73,9 +73,9 @@ def open_family(run: RunDir, overrides: Sequence[str] = ()) -> tuple[Run, ...]:
         SpecError: an override changes settings that were measured, or is invalid.
     """
     stored = [(sibling, sibling.read_variant() or Variant()) for sibling in list_siblings(run)]
-    node_types = {part.node_type for _, part in stored if part.node_type}
+    node_types = {variant.node_type for _, variant in stored if variant.node_type}
     return _join_family(
-        [_open(sibling, part, _select_overrides(overrides, part, node_types)) for sibling, part in stored]
+        [_open(sibling, variant, _select_overrides(overrides, variant, node_types)) for sibling, variant in stored]
     )
 
 
@@ -118,17 +118,17 @@ def _open_each(runs: Sequence[RunDir], overrides: Sequence[str]) -> list[Run]:
     return [opened[run.path] for run in runs]
 
 
-def _open(run: RunDir, part: Variant, overrides: Sequence[str]) -> Run:
-    return Run(run.path, load_with_overrides(run, overrides).with_fewer_gpus(part.in_addition == "gpus"), part)
+def _open(run: RunDir, variant: Variant, overrides: Sequence[str]) -> Run:
+    return Run(run.path, load_with_overrides(run, overrides).with_fewer_gpus(variant.in_addition == "gpus"), variant)
 
 
-def _select_overrides(overrides: Sequence[str], part: Variant, node_types: Collection[str]) -> list[str]:
+def _select_overrides(overrides: Sequence[str], variant: Variant, node_types: Collection[str]) -> list[str]:
     """Return overrides as they apply to one run: without those of other node types, and without `node_types.NAME`."""
     require_list(overrides=overrides)
     selected = []
     for text in overrides:
         node_type = next((name for name in node_types if text.startswith(f"node_types.{name}.")), None)
-        if node_type in (None, part.node_type):
+        if node_type in (None, variant.node_type):
             selected.append(text if node_type is None else text.removeprefix(f"node_types.{node_type}."))
     return selected
 
@@ -149,8 +149,8 @@ def save_runs(runs: Sequence[Run], file: JobFile | None) -> None:
     for run in runs:
         stored = run.read_variant()
         run.save_job(run.spec, file)
-        if run.part.runs:
-            run.write_variant(run.part.model_copy(update={"chosen": stored.chosen if stored else ""}))
+        if run.variant.runs:
+            run.write_variant(run.variant.model_copy(update={"chosen": stored.chosen if stored else ""}))
 
 
 # --- Selection of runs
@@ -158,7 +158,7 @@ def save_runs(runs: Sequence[Run], file: JobFile | None) -> None:
 
 def list_runs_with_data(runs: Sequence[Run]) -> list[Run]:
     """Return the runs that exist; of a job without variants its run."""
-    return [run for run in runs if run.name is None or run.exists]
+    return [run for run in runs if run.type is None or run.exists]
 
 
 def select_runs(runs: Sequence[Run], node_type: str | None) -> tuple[Run, ...]:
@@ -242,7 +242,7 @@ def combine_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
                 f" {listed} {'differs' if len(keys) == 1 else 'differ'}",
                 "give runs of one job on different hardware, or plan several jobs together with tula recommend and --trainings N after each --run",
             )
-    if len({run.name for run in runs}) < len(runs):
+    if len({run.type for run in runs}) < len(runs):
         ids_differ = len({run.id for run in runs}) == len(runs)
         for run in runs:
             run.type = run.id if ids_differ else make_relative_path(run.path)
@@ -338,11 +338,11 @@ def find_config_drift(run: Run, overrides: Sequence[str] = ()) -> ConfigDrift | 
     except SpecError as error:
         problems = [str(problem) for problem in error.problems]
         return ConfigDrift(file, {}, problem="; ".join([error.message, *problems]))
-    spec, part = run.spec, (run.part.node_type, run.part.gpus)
+    spec, variant = run.spec, (run.variant.node_type, run.variant.gpus)
     jobs = {(variant.node_type, variant.gpus): job for variant, job in list_variants(job)}
-    current = jobs.get(part)
+    current = jobs.get(variant)
     if current is None:
-        named = "the hardware of the run" if run.name is None else describe_part(run.name)
+        named = "the hardware of the run" if run.type is None else describe_part(run.type)
         return ConfigDrift(file, {}, problem=f"{named} is no longer in the file")
     if current == spec:
         return None

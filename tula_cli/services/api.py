@@ -201,7 +201,7 @@ class Run:
         Raises:
             BadMeasurements: a result is damaged.
         """
-        return {run.name: run.read_results() for run in self._runs}
+        return {run.type: run.read_results() for run in self._runs}
 
     def results(self) -> "pd.DataFrame":
         """Return one row per probe; `RESULT_COLUMNS` and docs/reference/tables.md have the columns with their units.
@@ -254,7 +254,7 @@ class Run:
         """Return the status of the run's jobs and of its newest training; queries the scheduler."""
         return Status(
             {
-                run.name: status_service.run_status(
+                run.type: status_service.run_status(
                     run, launcher.make_launcher(run.spec, submits=False), now=time.time()
                 )
                 for run in self._runs

@@ -489,10 +489,10 @@ def plan_variants(
     planned: list[tuple[Run, ProfilePlan]] = []
     errors = []
     rounds = any(run.spec.search.strategy in ("auto", "adaptive") for run in runs)
-    spent = {run.name: count_measured_node_hours(run) if rounds else 0.0 for run in runs}
+    spent = {run.type: count_measured_node_hours(run) if rounds else 0.0 for run in runs}
     for run in runs:
-        elsewhere = sum(spent.values()) - spent[run.name] + sum(plan.node_hours_at_most for _, plan in planned)
-        inspection = inspections[run.name]
+        elsewhere = sum(spent.values()) - spent[run.type] + sum(plan.node_hours_at_most for _, plan in planned)
+        inspection = inspections[run.type]
         for text in inspection.warnings:
             yield WarningEvent(messages.inspection_warning(text=text))
         try:
@@ -503,7 +503,7 @@ def plan_variants(
             )
             planned.append((run, plan))
         except Infeasible as error:
-            errors.append((run.name, error))
+            errors.append((run.type, error))
     if not planned:
         raise errors[0][1]
     for name, infeasible in errors:
@@ -523,7 +523,7 @@ def _plan_first_jobs(
 ) -> dict[str | None, UpperBoundPlan]:
     """Return the plan of each variant of a job of which some model and dataset must first be inspected on a node."""
     failures = {name: inspection for name, inspection in inspections.items() if isinstance(inspection, NotInspectable)}
-    return {run.name: plan_upper_bound(run.spec, why=failures.get(run.name)) for run in runs}
+    return {run.type: plan_upper_bound(run.spec, why=failures.get(run.type)) for run in runs}
 
 
 def make_dry_run(
@@ -538,15 +538,15 @@ def make_dry_run(
         Infeasible: no configuration is feasible.
     """
     variants = _prepare_runs(runs)
-    inspections = {variant.name: inspect_variant(variant, submission.inspect) for variant in variants}
+    inspections = {variant.type: inspect_variant(variant, submission.inspect) for variant in variants}
     settled = {
         name: inspection for name, inspection in inspections.items() if not isinstance(inspection, NotInspectable)
     }
     if len(settled) < len(inspections):
         planned = _plan_first_jobs(variants, inspections)
         scripts = {
-            variant.name: ()
-            if variant.name in settled
+            variant.type: ()
+            if variant.type in settled
             else (first_job.render_inspection_script(variant, variant.spec),)
             for variant in variants
         }
@@ -554,7 +554,7 @@ def make_dry_run(
     dry_runs = {}
     for variant, plan in (yield from plan_variants(variants, settled, largest=largest)):
         launcher = submission.launcher_for(variant.spec)
-        dry_runs[variant.name] = DryRun(plan, tuple(launcher.script(variant, task) for task in plan.tasks))
+        dry_runs[variant.type] = DryRun(plan, tuple(launcher.script(variant, task) for task in plan.tasks))
     return dry_runs
 
 
@@ -632,11 +632,11 @@ class _Profiling:
 
     def _inspect_variants(self, deadline: float | None) -> Work[Inspections]:
         """Inspect the model and the dataset: here or, if that is not possible, on a node after confirmation."""
-        results = {run.name: inspect_variant(run, self.submission.inspect) for run in self.runs}
+        results = {run.type: inspect_variant(run, self.submission.inspect) for run in self.runs}
         inspections = {
             name: inspection for name, inspection in results.items() if not isinstance(inspection, NotInspectable)
         }
-        elsewhere = [run for run in self.runs if run.name not in inspections]
+        elsewhere = [run for run in self.runs if run.type not in inspections]
         if not elsewhere:
             return inspections
         for run in elsewhere:
@@ -649,7 +649,7 @@ class _Profiling:
         self.confirmed = True
         self.submission.save_runs(elsewhere)
         for run in elsewhere:
-            inspections[run.name] = first_job.inspect_on_node(run, run.spec, timeout=self._remaining_seconds(deadline))
+            inspections[run.type] = first_job.inspect_on_node(run, run.spec, timeout=self._remaining_seconds(deadline))
             self.first_jobs += first_job.count_newest_node_hours(run)
         return inspections
 
@@ -668,7 +668,7 @@ class _Profiling:
             planned = yield from plan_variants(
                 self.runs, inspections, again=measures_failed_again, largest=self.largest
             )
-            missing = [(run, plan) for run, plan in planned if plan.missing and run.name not in stopped]
+            missing = [(run, plan) for run, plan in planned if plan.missing and run.type not in stopped]
             if not missing:
                 self.submission.save_runs([run for run, _ in planned])
                 if not any(
@@ -681,8 +681,8 @@ class _Profiling:
                 return (yield from _list_submitted_probes(planned, jobs))
             yield from self._wait_for_round(jobs, deadline)
             measures_failed_again = False
-            unfinished = {submitted.run.name for submitted in jobs if submitted.may_continue}
-            stopped |= {submitted.run.name for submitted in jobs} - unfinished
+            unfinished = {submitted.run.type for submitted in jobs if submitted.may_continue}
+            stopped |= {submitted.run.type for submitted in jobs} - unfinished
             if not unfinished:
                 break
         return (yield from self._collect_reports(planned, inspections))
@@ -697,15 +697,15 @@ class _Profiling:
         errors: list[TulaError] = []
         for run, plan in planned:
             try:
-                reports[run.name] = (
-                    make_largest_batch(run, inspections[run.name], plan)
+                reports[run.type] = (
+                    make_largest_batch(run, inspections[run.type], plan)
                     if self.largest
                     else make_profile_report(run, plan)
                 )
             except (BadMeasurements, JobFailed, OutOfMemoryAtMinimum) as error:
                 errors.append(error)
-                if run.name is not None:
-                    yield WarningEvent(messages.part_failed(part=describe_part(run.name), reason=error.message))
+                if run.type is not None:
+                    yield WarningEvent(messages.part_failed(part=describe_part(run.type), reason=error.message))
         if not reports:
             raise errors[0]
         return ProfileResult(reports, bool(errors) or any(not report.is_complete for report in reports.values()))
@@ -718,7 +718,7 @@ class _Profiling:
         if any(submitted.has_missing for submitted in jobs):
             for run, plan in missing:
                 yield from map(WarningEvent, warn_balance_for_probes(run.spec, plan.node_hours_at_most))
-            planned_event = ProfilePlanned({run.name: plan for run, plan in planned}, self.cap, self.is_started)
+            planned_event = ProfilePlanned({run.type: plan for run, plan in planned}, self.cap, self.is_started)
             yield planned_event
             hours = [plan.node_hours_at_most for _, plan in planned]
             require_within_cap(hours, self.cap, first_jobs=self.first_jobs)
@@ -745,8 +745,8 @@ class _Profiling:
         """Wait until `deadline` for the jobs of one variant after another; all of them have been submitted."""
         try:
             for submitted in jobs:
-                if submitted.run.name is not None:
-                    yield Note(f"{describe_part(submitted.run.name)}:")
+                if submitted.run.type is not None:
+                    yield Note(f"{describe_part(submitted.run.type)}:")
                 yield from wait_for_jobs(
                     submitted.run, submitted.launcher, submitted.started, timeout=self._remaining_seconds(deadline)
                 )
@@ -761,4 +761,4 @@ def _list_submitted_probes(planned: Plans, jobs: Sequence[_SubmittedRun]) -> Wor
         )
     started = [job for submitted in jobs for job in submitted.run.name_jobs(submitted.started)]
     unfinished = [job for submitted in jobs for job in submitted.run.name_jobs(submitted.under_way)]
-    return SubmittedProbes(tuple(started), tuple(unfinished), {run.name: plan for run, plan in planned})
+    return SubmittedProbes(tuple(started), tuple(unfinished), {run.type: plan for run, plan in planned})

@@ -401,7 +401,7 @@ def recommend(
 def _select_candidates_of_run(candidates: Candidates, measurements: TypeMeasurements) -> Candidates:
     """Return the candidates of one run under its node type."""
     of_run = candidates.select(type=measurements.type)
-    return of_run.with_columns({"type": measurements.run.part.type or ""})
+    return of_run.with_columns({"type": measurements.run.variant.type or ""})
 
 
 def add_site_bill(run: Run) -> Run:
@@ -742,7 +742,7 @@ def save_answer(
     stored = [run.with_spec(run.read_job()) if assumed else run for run in runs if run.exists]
     for run in sorted(stored, key=lambda run: run.path == chosen.path):  # the last one is the newest run
         of_run = measured.get(run.path)
-        if run.path == chosen.path and chosen.type == chosen.part.type:
+        if run.path == chosen.path and chosen.type == chosen.variant.type:
             tables = answer.candidates, answer.forecasts
             write_answer(run, answer.all_measurements, answer.recommendation, *tables, every=every)
         elif of_run is not None and of_run.type in answer.by_type:

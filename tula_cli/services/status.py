@@ -861,7 +861,7 @@ def cancel_jobs(runs: Sequence[Run], launcher_for: Callable[[Run], Launcher]) ->
             launcher, files_snapshot = launcher_for(run), run.read()
             states = launcher.states(files_snapshot, files_snapshot.jobs)
         except TulaError as error:
-            failures[f"all jobs of {run.name}" if run.name else "all jobs"] = error
+            failures[f"all jobs of {run.type}" if run.type else "all jobs"] = error
             continue
         for job in files_snapshot.jobs:
             if states[job.id].state == "ended":

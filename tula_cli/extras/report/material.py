@@ -41,7 +41,7 @@ class RunMaterial:
     @property
     def name(self) -> str:
         """Node type of the part; empty if the job names none."""
-        return self.run.name or ""
+        return self.run.type or ""
 
     @property
     def measured(self) -> list[Measured]:

@@ -248,7 +248,7 @@ def test_ctrl_c_before_a_node_check_is_submitted_starts_nothing(
     def pressed(_: RunDir) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(RunDir, "check_tasks", pressed)
+    monkeypatch.setattr(RunDir, "read_check_tasks", pressed)
     with pytest.raises(Interruption, match="run the same command again to submit the job, or to follow"):
         tula.check_nodes(make.SPEC)
     assert not cluster.submitted

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,6 +81,7 @@ class Estimator:
     probes: Mapping[Probe, Measured]
     ooms: tuple[Probe, ...]  # probes that ran out of memory
     trained: Mapping[Probe, Sequence[TrainedSteps]]  # steps of trainings by configuration, oldest first
+    trainings: Mapping[Probe, stretches.TrainedConfiguration]  # the newest by configuration, also without used steps
     dataset_size: int
     eval_size: int | None  # held-out samples; None if no probe reports it
     shutdown: float  # seconds from the last measurement of a job to its end
@@ -100,6 +102,7 @@ class Estimator:
         attempts: Iterable[Attempt] = (),
         saves: Iterable[Save] = (),
         trained: Sequence[TrainedSteps] = (),
+        trainings: Iterable[stretches.TrainedConfiguration] = (),
         other_sizes: OtherSizes = NO_OTHER_SIZES,
         noise: NoisePath | None = None,
         queue: float = 0.0,
@@ -114,6 +117,7 @@ class Estimator:
             attempts: start and end times of the probes' jobs, from which the shutdown time follows.
             saves: checkpoints written by trainings of a script, from which the cost of an interruption follows.
             trained: step times of trainings, also used in the fit.
+            trainings: all trainings, also those whose steps are not used.
             other_sizes: results with other numbers of GPUs per node, used for the step time only.
             noise: of the gradients, which determines the stages of `train.ramp: noise`.
             queue: seconds that a job waits for nodes.
@@ -160,6 +164,7 @@ class Estimator:
             queue=queue,
             stages_by=stages_by,
             trained=stretches.group_trainings_by_configuration(trained),
+            trainings=stretches.find_newest_trainings([*map(stretches.get_configuration, trained), *trainings]),
         )
 
     def largest_local_batch(self, nodes: int) -> int | None:
@@ -483,7 +488,7 @@ class Estimator:
                 "headroom": headroom,
                 "measured": measured,
                 "scaling_efficiency": self._compute_scaling_efficiency(local_batch, steps.seconds),
-                "trained": self._find_newest_trainings(nodes, local_batch, measured),
+                **self._find_newest_trainings(nodes, local_batch),
                 "further": nodes > max(count for count, _ in (*self.probes, *self.trained)),
                 "refresh_share": time.work.refreshes * time.overheads.refresh / (3600 * hours),
                 "type": np.full(len(nodes), ""),
@@ -516,12 +521,20 @@ class Estimator:
         free = np.nan if self.capacity is None else 1 - model.needed(local_batch) / self.capacity
         return reserved, free + np.zeros(len(nodes))
 
-    def _find_newest_trainings(self, nodes: Ints, local_batch: Ints, measured: Flags) -> NDArray[np.str_]:
-        """Return the newest training that measured each configuration; empty if none did."""
-        signatures = np.full(len(nodes), "", dtype=object)
-        for index, place in index_probes(self.trained, nodes, local_batch).items():
-            signatures[index] = self.trained[place][-1].signature if measured[index] else ""
-        return signatures.astype(np.str_)
+    def _find_newest_trainings(self, nodes: Ints, local_batch: Ints) -> dict[str, NDArray[Any]]:
+        """Return the columns of the newest training with each configuration."""
+        signatures, hours = np.full(len(nodes), "", dtype=object), np.full(len(nodes), np.nan)
+        for index, place in index_probes(self.trainings, nodes, local_batch).items():
+            training = self.trainings[place]
+            signatures[index] = training.signature
+            hours[index] = np.nan if training.hours is None else training.hours
+        includes_training = np.zeros(len(nodes), dtype=bool)
+        includes_training[list(index_probes(self.trained, nodes, local_batch))] = True
+        return {
+            "trained": signatures.astype(np.str_),
+            "trained_hours": hours,
+            "includes_training": includes_training,
+        }
 
     def _add_energy(self, rows: Candidates, probes: Mapping[int, Measured], model: PowerModel) -> Candidates:
         """Add the energy of trainings to forecasts; the time outside steps is assumed to draw the same power."""

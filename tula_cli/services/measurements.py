@@ -1,5 +1,6 @@
 """The basis of a recommendation: measurements of each node type, models fitted to them, and what remains unknown."""
 
+import contextlib
 import functools
 import math
 from collections import defaultdict
@@ -22,7 +23,7 @@ from tula_cli.models.ramp import HOW_TO_MEASURE, NOISE_NOT_MEASURED, NoisePath, 
 from tula_cli.models.ramp_costs import StageObjective, build_ramp_on_nodes, choose_stage_objective
 from tula_cli.models.time import stretches
 from tula_cli.models.time.noise import compute_trimmed_mean
-from tula_cli.models.time.stretches import TrainingObservations
+from tula_cli.models.time.stretches import TrainedConfiguration, TrainingObservations
 from tula_cli.query import Objective, Query
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.probes import Failed, GradientStats, Measured, OutOfMemory
@@ -264,6 +265,7 @@ def _fit_estimator(
         attempts=run.read_attempts(),
         saves=run.find_newest_script_saves(),
         trained=observations.steps,
+        trainings=observations.configurations,
         other_sizes=sizes,
         noise=noise,
         queue=compute_median_queue_wait(run.read_jobs(), run.read_attempts()),
@@ -347,15 +349,18 @@ def list_observations_from_trainings(
     snapshot = find_measured_snapshot(run)
     observations: list[TrainedSteps] = []
     left_out: list[str] = []
+    configurations: list[TrainedConfiguration] = []
     for name in sorted(names):
         steps_here = [task for task in train_tasks if task.signature == name]
         if not steps_here or not _runs_same_steps_as_probes(
             run, steps_here[-1], probed_job, code="" if snapshot is None else snapshot.digest
         ):
             continue
+        rows = run.get_training(name).read_sampled_metrics()
+        configurations += _list_trained_configurations(run, steps_here, until=rows[-1]["time"] if rows else 0.0)
         training_observations = stretches.list_observations_from_training(
             steps_here,
-            run.get_training(name).read_sampled_metrics(),
+            rows,
             functools.partial(_describe_why_not_comparable, measured),
         )
         disagreements = {
@@ -369,8 +374,22 @@ def list_observations_from_trainings(
         for steps in steps_here[-MAX_TRAININGS:]
     ]
     return TrainingObservations(
-        tuple(sorted(newest, key=lambda steps: (steps.nodes, steps.batch, steps.until))), tuple(left_out)
+        tuple(sorted(newest, key=lambda steps: (steps.nodes, steps.batch, steps.until))),
+        tuple(left_out),
+        tuple(configurations),
     )
+
+
+def _list_trained_configurations(run: Run, tasks: Sequence[TrainTask], *, until: float) -> list[TrainedConfiguration]:
+    """Return the configurations of a training, with its hours if it has had the length of the job at one of them."""
+    signature, gpus = tasks[-1].signature, run.spec.cluster.gpus_per_node
+    configurations = list(dict.fromkeys((task.nodes, task.batch // (task.nodes * gpus)) for task in tasks))
+    hours = None
+    if len(configurations) == 1 and describe_train_length(tasks[-1].spec) == describe_train_length(run.spec):
+        with contextlib.suppress(BadMeasurements):  # a damaged record, which list_measurement_warnings reports
+            summary = run.get_training(signature).read_summary()
+            hours = summary.actual_hours if summary is not None and not summary.ended else None
+    return [TrainedConfiguration(signature, nodes, local_batch, until, hours) for nodes, local_batch in configurations]
 
 
 def _describe_disagreement(steps: TrainedSteps, measured: Sequence[Measured]) -> str:

@@ -128,6 +128,7 @@ _FORECAST_COLUMNS = {
     "step_high": "step_time_high_s",
     "trained": "training",
     "hours": "training_hours",
+    "trained_hours": "trained_hours",
     "hours_low": "training_hours_low",
     "hours_high": "training_hours_high",
     "cost": "cost_{currency}",
@@ -187,7 +188,7 @@ def _make_results_table(
     table = table.reset_index().rename(columns={"type": "node_type", **names, **_MEASURED_COLUMNS})
     for name in ("node_type", "training", "note"):
         table[name] = table[name].map(escape_spreadsheet_cell)
-    step, training = list(names.values())[:4], list(names.values())[4:]
+    step, training = list(names.values())[:5], list(names.values())[5:]
     head = [
         "node_type",
         "nodes",

@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import make_runs as make
 import pytest
 from make_results import Truth, measured, probe_all, spec
 
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
 from tula_cli.run.job_runs import open_family, open_run
-from tula_cli.run.records.recommendations import Recommendation
+from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.services.measurements import MAX_TRAININGS, fit_estimator_of_recommendation
 from tula_cli.services.recommend import recommend
@@ -62,6 +63,19 @@ def ask(run: RunDir) -> Recommendation:
     return recommend(open_family(run), Query(objective="time"), now=1.0).recommendation
 
 
+def get_row(result: Recommendation, nodes: int = 2, batch: int = 128) -> Prediction:
+    return next(row for row in result.rows if (row.nodes, row.batch) == (nodes, batch))
+
+
+def finish(run: RunDir, hours: float, name: str = "ab12cd34", **changes: Any) -> None:
+    summary = make.summary(signature=name, nodes=2, start_batch=128, batch=128, actual_hours=hours, **changes)
+    run.write_summary(summary)
+
+
+def drop_trainings(result: Recommendation) -> list[Prediction]:
+    return [row.model_copy(update={"trained": ""}) for row in result.rows]
+
+
 def step_time(result: Recommendation, nodes: int, batch: int) -> float:
     return next(row.step_time for row in result.rows if (row.nodes, row.batch) == (nodes, batch))
 
@@ -100,13 +114,48 @@ def test_where_a_probe_was_too_both_count_and_the_table_says_so(run: RunDir) -> 
     assert "84.7 ms per step (combined with its probe, 77.0), up to " in line
 
 
+@pytest.mark.parametrize("probed", [True, False])
+def test_a_training_whose_steps_are_left_out_is_shown_with_its_duration(run: RunDir, probed: bool) -> None:
+    if probed:
+        run.write_result(measured(TRUTH, 2, 64))
+    before = get_row(ask(run))
+    assert (before.trained, before.trained_hours, before.source) == ("", None, "measured" if probed else "predicted")
+    train(run, 0.5, hardware="Other GPU")
+    row = get_row(ask(run))
+    assert (row.trained, row.trained_hours, row.source) == ("ab12cd34", None, f"{before.source}, trained")
+    assert row.step_time == before.step_time and not row.includes_training
+    finish(run, 0.25)
+    row = get_row(ask(run))
+    assert (row.trained, row.trained_hours, row.source) == ("ab12cd34", 0.25, f"{before.source}, trained (15.0 min)")
+    assert not get_row(ask(run), 2, 256).trained
+    (run.path / "train" / "ab12cd34" / "summary.json").write_text("{")
+    assert get_row(ask(run)).trained_hours is None
+
+
+def test_of_several_trainings_of_a_configuration_the_newest_is_shown(run: RunDir) -> None:
+    train(run, 0.08, name="ab12cd30")
+    train(run, 0.5, name="ab12cd31", hardware="Other GPU")
+    path = run.get_training("ab12cd31").metrics_path
+    path.write_text(path.read_text().replace('"time": ', '"time": 1'))
+    for name, hours in (("ab12cd30", 1.0), ("ab12cd31", 2.0)):
+        finish(run, hours, name)
+    row = get_row(ask(run))
+    assert (row.trained, row.trained_hours, row.source) == ("ab12cd31", 2.0, "training (2.00 h)")
+
+
+def test_the_duration_of_a_training_of_another_length_is_not_shown(run: RunDir) -> None:
+    train(run, 0.08, own=spec(search={"nodes": [1, 2, 4], "max_batch": 512}, train={"epochs": 1}))
+    finish(run, 0.25)
+    assert (get_row(ask(run)).trained, get_row(ask(run)).trained_hours) == ("ab12cd34", None)
+
+
 @pytest.mark.parametrize("factor", [0.4, 10.0])
 def test_a_training_that_no_drift_explains_does_not_replace_a_probe(run: RunDir, factor: float) -> None:
     run.write_result(measured(TRUTH, 2, 64))
     before = ask(run)
     train(run, factor * TRUTH.step_time(2, 64))
     after = ask(run)
-    assert after.rows == before.rows and not after.trainings
+    assert drop_trainings(after) == drop_trainings(before) and not after.trainings
     assert [why.partition(":")[0] for why in after.trainings_left_out] == ["training ab12cd34"]
 
 
@@ -162,7 +211,9 @@ def test_one_that_ran_elsewhere_is_left_out_and_that_is_said(run: RunDir, where:
     before = ask(run)
     train(run, 0.5, **where)
     after = ask(run)
-    assert after.rows == before.rows and after.trainings_left_out == (f"training ab12cd34: {why}",)
+    assert drop_trainings(after) == drop_trainings(before) and after.trainings_left_out == (
+        f"training ab12cd34: {why}",
+    )
     assert list(tables.describe_measured_trainings(after)) == [f"not used in the fit: training ab12cd34: {why}"]
 
 

@@ -213,7 +213,7 @@ def _build_batch_figure(material: Material, choice: Prediction, *, of_cost: bool
 
 
 def _list_measured_flags(rows: Sequence[Prediction]) -> tuple[bool, ...]:
-    return tuple(row.measured or bool(row.trained) for row in rows)
+    return tuple(row.measured or row.includes_training for row in rows)
 
 
 def build_tradeoff_figure(

@@ -38,11 +38,23 @@ Refused = Callable[[TrainTask, Row | None], str]
 
 
 @dataclass(frozen=True)
+class TrainedConfiguration:
+    """A training at one of its configurations, whether or not its steps are used."""
+
+    signature: str
+    nodes: int
+    local_batch: int
+    until: float  # Unix time of its newest row; 0 without one
+    hours: float | None = None  # None if it has not finished, had another length, or changed its configuration
+
+
+@dataclass(frozen=True)
 class TrainingObservations:
     """The observations of a training, and why other steps of it are excluded."""
 
     steps: tuple[TrainedSteps, ...] = ()
     left_out: tuple[str, ...] = ()
+    configurations: tuple[TrainedConfiguration, ...] = ()
 
 
 @dataclass
@@ -107,6 +119,20 @@ def group_trainings_by_configuration(trained: Iterable[TrainedSteps]) -> dict[tu
     for steps in sorted(trained, key=lambda steps: steps.until):
         groups.setdefault((steps.nodes, steps.local_batch), []).append(steps)
     return groups
+
+
+def get_configuration(steps: TrainedSteps) -> TrainedConfiguration:
+    return TrainedConfiguration(steps.signature, steps.nodes, steps.local_batch, steps.until)
+
+
+def find_newest_trainings(
+    trainings: Iterable[TrainedConfiguration],
+) -> dict[tuple[int, int], TrainedConfiguration]:
+    """Return the newest training by nodes and local batch."""
+    return {
+        (training.nodes, training.local_batch): training
+        for training in sorted(trainings, key=lambda training: training.until)
+    }
 
 
 def estimate_from_measurements(

@@ -112,6 +112,14 @@ class Prediction(Record):
     trained: str = Field(
         default="", description="signature of the newest training with this configuration; empty if there is none"
     )
+    trained_hours: float | None = Field(
+        default=None,
+        description="hours that this training took; None if it has not finished, had another length, or changed its"
+        " configuration",
+    )
+    includes_training: bool = Field(
+        default=False, description="whether step_time is based on steps of trainings with this configuration"
+    )
     type: str = Field(default="", description="node type; empty if the job names none")
     market: Market = Field(default="on_demand", description="on_demand or spot")
     same_progress: SameProgress | None = Field(default=None, description="None if the gradient noise was not measured")
@@ -141,10 +149,12 @@ class Prediction(Record):
 
     @property
     def source(self) -> str:
-        """Where the step time comes from, in a word."""
-        if self.trained:
-            return "training"
-        return "measured" if self.measured else "extrapolated" if self.further else "predicted"
+        """Where the step time comes from, in a word, and whether the configuration was trained, with the duration."""
+        duration = "" if self.trained_hours is None else f" ({format_duration(3600 * self.trained_hours)})"
+        if self.includes_training:
+            return f"training{duration}"
+        source = "measured" if self.measured else "extrapolated" if self.further else "predicted"
+        return f"{source}, trained{duration}" if self.trained else source
 
     @property
     def all_node_hours(self) -> float:

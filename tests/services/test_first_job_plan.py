@@ -27,7 +27,7 @@ from tula_cli.run.records.inspections import FirstJob, Inspection
 from tula_cli.services import check as services_check
 from tula_cli.services import profile, train
 from tula_cli.services.estimate import estimate_all
-from tula_cli.services.events import Event, ProfilePlanned, follow
+from tula_cli.services.events import Event, ProfilePlanned, WarningEvent, follow
 from tula_cli.services.waiting import Submission
 from tula_cli.show import check as show_check
 from tula_cli.show import profile as show_profile
@@ -120,6 +120,15 @@ def test_the_first_job_and_the_probes_are_shown_and_asked_for_once(world: World)
     assert world.first_jobs == 1, "start is resume"
     assert world.tried == tried, "what could not be built here is not tried again"
     assert "found by a job on a node" in world.said[-1] and "--fresh" in world.said[-1]
+
+
+def test_a_reference_batch_above_the_dataset_size_is_warned_of_once(world: World) -> None:
+    world.here = True
+    job = spec()
+    train_section = job.train.model_copy(update={"reference_batch": TOLD.dataset_size + 1})
+    world.profile(job.model_copy(update={"train": train_section}))
+    codes = [event.warning.code for event in world.events if isinstance(event, WarningEvent)]
+    assert codes.count("reference-batch-exceeds-dataset") == 1
 
 
 def test_nothing_is_submitted_where_the_answer_is_no(world: World) -> None:

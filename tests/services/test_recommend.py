@@ -225,6 +225,13 @@ def test_a_deadline_within_the_interval_is_warned_of(run: RunDir) -> None:
     assert "may-miss-deadline" not in codes(warnings_of(run, deadline_hours=choice.hours * 10))
 
 
+def test_a_reference_batch_above_the_dataset_size_is_warned_of(tmp_path: Path) -> None:
+    job = spec(search={"max_batch": 4096}, train={"reference_batch": 50_001, "method": "lbt"})
+    run = run_with(tmp_path, probe_all(Truth(noise=0.01), SWEEP), job=job)
+    values = [warning.values for warning in warnings_of(run) if warning.code == "reference-batch-exceeds-dataset"]
+    assert values == [{"reference_batch": 50_001, "dataset_size": 50_000}]
+
+
 def test_an_exactly_determined_fit_is_said_to_be(tmp_path: Path) -> None:
     run = run_with(tmp_path, probe_all(Truth(), {2: (256,), 16: (2,)}))
     answer = ask(run)

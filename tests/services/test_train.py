@@ -65,6 +65,15 @@ def test_the_recommended_configuration_is_taken(run: RunDir) -> None:
     assert plan(run, nodes=1).source.startswith("nodes as given, otherwise as recommended (time, ")
 
 
+@pytest.mark.parametrize(("reference", "codes"), [(2000, []), (2001, ["reference-batch-exceeds-dataset"])])
+def test_a_reference_batch_above_the_dataset_size_is_warned_of(
+    tmp_path: Path, reference: int, codes: list[str]
+) -> None:
+    job = make_runs.spec(search={"nodes": [1, 2], "min_batch": 32}, train={"epochs": 3, "reference_batch": reference})
+    warnings = plan(RunDir.create(tmp_path, job), nodes=1, batch=32).warnings
+    assert [warning.code for warning in warnings] == codes
+
+
 def test_given_nodes_and_batch_win(run: RunDir) -> None:
     run.write_recommendation(make_runs.recommendation())
     planned = plan(run, nodes=1, batch=96)

@@ -81,10 +81,8 @@ def warn_unlikely_settings(spec: JobSpec, inspection: Inspection | None) -> list
     half_life, reference = spec.optimizer.beta2_half_life, spec.train.reference_batch
     if isinstance(half_life, float) and half_life < reference:
         warnings.append(messages.beta2_half_life_below_batch(half_life=half_life, reference_batch=reference))
-    if inspection is not None and spec.script is None and reference > inspection.dataset_size:
-        warnings.append(
-            messages.reference_batch_exceeds_dataset(reference_batch=reference, dataset_size=inspection.dataset_size)
-        )
+    if inspection is not None:
+        warnings += warn_large_reference_batch(spec, inspection.dataset_size)
     runs_here = inspection is not None and spec.cluster.kind == "local"
     if (
         inspection is not None
@@ -95,6 +93,14 @@ def warn_unlikely_settings(spec: JobSpec, inspection: Inspection | None) -> list
         processes = workers * spec.cluster.gpus_per_node
         warnings.append(messages.too_many_loader_processes(workers=workers, processes=processes, cores=inspection.cpus))
     return warnings
+
+
+def warn_large_reference_batch(spec: JobSpec, dataset_size: int) -> list[Diagnostic]:
+    """Return a warning if no training can use the reference batch: learning rates are scaled from it all the same."""
+    reference = spec.train.reference_batch
+    if spec.script is not None or reference <= dataset_size:
+        return []
+    return [messages.reference_batch_exceeds_dataset(reference_batch=reference, dataset_size=dataset_size)]
 
 
 def warn_ags_on_one_rank(spec: JobSpec) -> list[Diagnostic]:

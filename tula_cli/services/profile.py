@@ -21,6 +21,7 @@ from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.tasks import BatchBounds, MeasuringTask, ProbeTask, make_probe_id
 from tula_cli.services import messages
 from tula_cli.services.events import Note, ProfilePlanned, WarningEvent, Work
+from tula_cli.services.job_warnings import warn_large_reference_batch
 from tula_cli.services.plans import ProfilePlan, UpperBoundPlan
 from tula_cli.services.search import (
     Round,
@@ -495,6 +496,8 @@ def plan_variants(
         inspection = inspections[run.type]
         for text in inspection.warnings:
             yield WarningEvent(messages.inspection_warning(text=text))
+        if run is runs[0]:
+            yield from map(WarningEvent, warn_large_reference_batch(run.spec, inspection.dataset_size))
         try:
             plan = (
                 plan_largest_batch_search(run, inspection)

@@ -35,6 +35,7 @@ from tula_cli.run.owner import require_ownership
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, QueryLimits, Recommendation
 from tula_cli.services import messages
+from tula_cli.services.job_warnings import warn_large_reference_batch
 from tula_cli.services.measurements import (
     TypeMeasurements,
     describe_epochs,
@@ -393,6 +394,8 @@ def recommend(
         if measurements.type and np.any(candidates["type"] == measurements.type)
     }
     candidates = candidates.with_pareto_front()
+    of_job = all_measurements[0]
+    warnings += warn_large_reference_batch(of_job.run.spec, of_job.estimator.dataset_size)
     answer = _build_answer(
         all_measurements, candidates, forecasts, query, [*warnings, *no_gradients], noise, overrides=overrides, now=now
     )

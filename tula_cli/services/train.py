@@ -38,6 +38,7 @@ from tula_cli.run.records.results import Summary
 from tula_cli.run.records.tasks import JobSize, Rung, TrainTask
 from tula_cli.services import messages
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
+from tula_cli.services.job_warnings import warn_large_reference_batch
 from tula_cli.services.measurements import (
     fit_estimator_of_recommendation,
     plan_stages,
@@ -138,16 +139,18 @@ def plan_training(
     rungs = sizes[-1].ladder if sizes else _list_fallback_rungs(estimator, spec, nodes, batch, market)
     task = _make_train_task(spec, nodes, batch, code, rungs, sizes=sizes)
     newest = run.get_training(task.signature).read_newest_task()
-    if newest is None:
-        task = _add_stages(run, task, recommendation if as_chosen else None, find_dataset_size(run, inspect))
-    prediction = task.prediction
     warnings: list[Diagnostic] = []
+    if newest is None:
+        dataset_size = find_dataset_size(run, inspect)
+        task = _add_stages(run, task, recommendation if as_chosen else None, dataset_size)
+        warnings += warn_large_reference_batch(spec, dataset_size)
+    prediction = task.prediction
     if newest is not None:
         task = _resume_task(run, newest, task)
         prediction = task.sizes[-1].prediction if task.sizes else prediction
-        warnings = _warn_unusable_sizes(task, sizes)
+        warnings += _warn_unusable_sizes(task, sizes)
     elif sizes:
-        warnings = _warn_shortened_ramp(run, task, find_dataset_size(run, inspect))
+        warnings += _warn_shortened_ramp(run, task, find_dataset_size(run, inspect))
     if sizes and not task.sizes:
         raise Infeasible(
             "no number of nodes in the range can be used, because none divides all batches of train.ramp among its GPUs",

@@ -29,6 +29,18 @@ class Diagnostic:
         return self.text
 
 
+class DiagnosticWarning(UserWarning):
+    """The Python warning that a function of the API issues, with the code and the values of its diagnostic.
+
+    A warning that is a text only has an empty code.
+    """
+
+    def __init__(self, warning: Diagnostic | str) -> None:
+        super().__init__(str(warning))
+        self.code = warning.code if isinstance(warning, Diagnostic) else ""
+        self.values = warning.values if isinstance(warning, Diagnostic) else {}
+
+
 def diagnostic(write: Callable[P, str]) -> Callable[P, Diagnostic]:
     """Decorate a function that writes a sentence, so that it returns a `Diagnostic`.
 

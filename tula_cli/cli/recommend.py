@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tula_cli.cli.runs import JobOrRun
-from tula_cli.errors import BadMeasurements, CannotWrite, NotYours, OtherFormat, SpecError
+from tula_cli.errors import BadMeasurements, SpecError
 from tula_cli.options import Every, Observed
 from tula_cli.query import Query
 from tula_cli.show import recommend as show_recommend
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tula_cli.run.directory import Run
-    from tula_cli.run.records.recommendations import Recommendation
     from tula_cli.services.recommend import Answer
 
 
@@ -77,12 +76,16 @@ def recommend(
         answer = service.recommend(runs, query, overrides=chosen.overrides, now=time.time())
     else:
         answer = service.answer_query(runs, query, overrides=chosen.overrides)
-    recommendation = answer.recommendation
-    saved = (
-        not demo
-        and (save or _replaces_kept_answer(screen, runs, recommendation))
-        and _save_answer(screen, runs, answer, chosen, is_required=save, every=every)
-    )
+    recommendation, saved = answer.recommendation, False
+    warnings = [*answer.warnings]
+    if not demo:
+        stored = service.store_answer(
+            runs, answer, requested=save, overrides=chosen.overrides, job=chosen.job_file, every=every
+        )
+        saved = stored.is_stored
+        warnings += stored.warnings
+        if not saved and not stored.warnings:
+            screen.note(show_recommend.describe_unsaved_answer(stored.earlier))
     rows = {"rows": Lines(answer.rows_as_json(every=every))}
     explained = service.list_regressions(answer) if explain else {}
     line = describe_training_method(runs[0].spec)
@@ -95,7 +98,7 @@ def recommend(
         details = itertools.chain([line], show_recommend.render_explanation(recommendation, explained))
     first, last = show_recommend.render_demo_lines() if demo else ((), ())
     screen.answer(data, itertools.chain(first, shown, details, last))
-    screen.warn_all(answer.warnings)
+    screen.warn_all(warnings)
 
 
 def _show_campaign(
@@ -131,44 +134,6 @@ def _render_answer(answer: "Answer", *, every: bool, kept: bool) -> "Iterator[Re
         every=whole,
         more=show_recommend.describe_saved_table(kept=kept) if every else show_recommend.MORE,
     )
-
-
-def _save_answer(
-    screen: Screen,
-    runs: "Sequence[Run]",
-    answer: "Answer",
-    chosen: JobOrRun,
-    *,
-    is_required: bool,
-    every: bool,
-) -> bool:
-    """Save an answer and return whether this succeeded; if `is_required`, a failure is raised."""
-    from tula_cli.run.job_runs import find_recommendation
-    from tula_cli.services import recommend as services_recommend
-
-    stored = find_recommendation(runs)
-    try:
-        services_recommend.save_answer(runs, answer, overrides=chosen.overrides, job=chosen.job_file, every=every)
-    except (CannotWrite, NotYours, OtherFormat) as error:
-        if is_required:
-            raise
-        screen.warn(f"the recommendation could not be stored for tula train: {error.message}")
-        return False
-    if stored is not None and (changed := show_recommend.describe_changed_choice(stored, answer.recommendation)):
-        screen.note(changed)
-    return True
-
-
-def _replaces_kept_answer(screen: Screen, runs: "Sequence[Run]", recommendation: "Recommendation") -> bool:
-    """Return whether an answer replaces the stored one without a request; print a note if it does not."""
-    from tula_cli.run.job_runs import find_recommendation
-    from tula_cli.services import recommend as services_recommend
-
-    stored = find_recommendation(runs)
-    if not services_recommend.should_replace(recommendation, stored):
-        screen.note(show_recommend.describe_unsaved_answer(stored))
-        return False
-    return True
 
 
 def _open_demo_run(screen: Screen, chosen: JobOrRun, *, saves: bool) -> "Run":

@@ -143,7 +143,7 @@ def _find_run_directories(
     screen: Screen, named: Sequence[Path], root: str | Path, overrides: Sequence[str]
 ) -> "list[RunDir]":
     from tula_cli.run.directory import RunDir
-    from tula_cli.run.job_runs import list_siblings
+    from tula_cli.run.job_runs import list_distinct_runs, list_siblings
 
     root, why = Path(root).absolute(), ""
     if named:
@@ -152,12 +152,13 @@ def _find_run_directories(
         runs, why = [RunDir.open(Path(os.environ["TULA_RUN"]).absolute())], "(from TULA_RUN)"
     else:
         runs, why = list_siblings(RunDir.find_newest(root)), "(the newest)"
+    runs = list_distinct_runs(runs)
     screen.run_id = format_run_ids(runs)
-    earlier_overrides = _list_overrides(runs[0])
-    screen.overrides = (*earlier_overrides, *overrides)
+    files = [run.read_job_file() for run in runs]
+    screen.overrides = (*_list_overrides(files[0]), *overrides)
     paths_by_overrides: dict[str, list[str]] = {}
-    for run in runs:
-        paths_by_overrides.setdefault(_describe_overrides(run), []).append(words.make_relative_path(run.path))
+    for run, file in zip(runs, files, strict=True):
+        paths_by_overrides.setdefault(_describe_overrides(file), []).append(words.make_relative_path(run.path))
     for earlier, paths in paths_by_overrides.items():
         if why or earlier:
             screen.note(f"{'run' if len(paths) == 1 else 'runs'} {', '.join(paths)}{why and f' {why}'}{earlier}")
@@ -248,21 +249,19 @@ def _find_runs_of_job(job: Path, root: Path) -> "list[RunDir]":
     )
 
 
-def _list_overrides(run: "RunDir") -> tuple[str, ...]:
+def _list_overrides(file: "JobFile | None") -> tuple[str, ...]:
     """Return the overrides (`a.b=c`) of a run's settings, the last one of each key."""
-    file = run.read_job_file()
     return tuple({text.partition("=")[0].strip(): text for text in (file.overrides if file else ())}.values())
 
 
-def _describe_overrides(run: "RunDir") -> str:
+def _describe_overrides(file: "JobFile | None") -> str:
     """Describe the overrides that change a value of the job file of a run's settings; empty if there are none."""
     from tula_cli.spec.merge import flatten
     from tula_cli.spec.yaml_text import parse_yaml, read_yaml
 
-    overrides = _list_overrides(run)
-    file = run.read_job_file() if overrides else None
+    overrides = _list_overrides(file)
     job = dict[str, object]()
-    if file is not None:
+    if overrides and file is not None:
         with contextlib.suppress(SpecError):
             job = dict(flatten(read_yaml(Path(file.path))))
     made_with = []

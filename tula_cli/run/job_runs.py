@@ -108,10 +108,15 @@ def open_runs_by_job(runs: Sequence[RunDir], overrides: Sequence[str] = ()) -> l
     return [combine_runs(job) for job in jobs]
 
 
+def list_distinct_runs(runs: Sequence[RunDir]) -> list[RunDir]:
+    """Return the runs in their order, those that are named several times only once."""
+    return list({run.path.resolve(): run for run in reversed(runs)}.values())[::-1]
+
+
 def _open_each(runs: Sequence[RunDir], overrides: Sequence[str]) -> list[Run]:
     opened: dict[Path, Run] = {}
     existing = [run for run in runs if run.exists] or runs[:1]
-    runs = list({run.path.resolve(): run for run in reversed(existing)}.values())[::-1]
+    runs = list_distinct_runs(existing)
     for run in runs:
         if run.path not in opened:
             opened |= {sibling.path: sibling for sibling in open_family(run, overrides)}

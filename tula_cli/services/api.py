@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 from tula_cli.cluster import inspection, launcher
 from tula_cli.cluster.inspection import CachedInspection
+from tula_cli.diagnostics import DiagnosticWarning
 from tula_cli.errors import (
     BadMeasurements,
-    CannotWrite,
-    OtherFormat,
     OverBudget,
     SpecError,
     require_callable,
@@ -58,7 +57,6 @@ from tula_cli.run.job_runs import (
     open_runs,
     select_runs,
 )
-from tula_cli.run.owner import find_other_owner
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import EvaluationRecord, JobFile, Summary
@@ -467,7 +465,7 @@ def _make_confirm(spec: JobSpec, confirm: Confirm | None) -> Confirm:
 def warn_of_event(event: Event) -> None:
     """Issue a Python warning for a warning event; ignore other events."""
     if isinstance(event, WarningEvent):
-        warnings.warn(event.text, stacklevel=2)
+        warnings.warn(DiagnosticWarning(event.warning), stacklevel=2)
 
 
 # --- Functions that submit no jobs
@@ -568,20 +566,18 @@ def recommend(arguments: RecommendArguments) -> Recommendation:
         follow(add_observed_probes(call.runs, arguments.observed, call.file), warn_of_event)
     call.require_measured()
     answer = recommending.answer_query(call.runs, arguments, overrides=arguments.overrides)
-    recommendation = answer.recommendation
-    renews = recommending.should_replace(recommendation, find_recommendation(call.runs)) and not find_other_owner(
-        answer.chosen_run.path
-    )
-    if renews if arguments.save is None else arguments.save:
-        try:
-            recommending.save_answer(
-                call.runs, answer, overrides=arguments.overrides, job=call.job, every=arguments.every
-            )
-        except (CannotWrite, OtherFormat) as error:
-            if arguments.save:
-                raise
-            warnings.warn(f"not saved: {error.message}", stacklevel=2)
-    return answer.with_all_rows() if arguments.every else recommendation
+    if arguments.save is not False:
+        stored = recommending.store_answer(
+            call.runs,
+            answer,
+            requested=arguments.save is True,
+            overrides=arguments.overrides,
+            job=call.job,
+            every=arguments.every,
+        )
+        for warning in stored.warnings:
+            warnings.warn(DiagnosticWarning(warning), stacklevel=2)
+    return answer.with_all_rows() if arguments.every else answer.recommendation
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The sentences of the services: one function per code of a `Diagnostic`."""
 
+import shlex
 from collections.abc import Sequence
 
 from tula_cli.diagnostics import diagnostic
@@ -58,6 +59,25 @@ def warmup_after_end(*, warmup_epochs: float, epochs: int) -> str:
     return (
         f"schedule.warmup_epochs {warmup_epochs:g} is more than train.epochs {epochs}, so the learning rate does not reach"
         " optimizer.lr. Shorten the warm-up, or train for more epochs."
+    )
+
+
+@diagnostic
+def recommendation_not_stored(*, reason: str) -> str:
+    return f"The recommendation could not be stored for tula train: {reason}"
+
+
+@diagnostic
+def choice_changed(
+    *, nodes: int, batch: int, node_type: str, earlier_nodes: int, earlier_batch: int, earlier_node_type: str
+) -> str:
+    """Text for a stored recommendation whose new choice differs; the node types are empty if the job names none."""
+    earlier = f"{format_count(earlier_nodes)}{f' of type {earlier_node_type}' * bool(earlier_node_type)}"
+    option = f" --type {shlex.quote(earlier_node_type)}" if earlier_node_type else ""
+    return (
+        f"The choice has changed from {earlier}, batch {earlier_batch} to"
+        f" {format_count(nodes)}{f' of type {node_type}' * bool(node_type)}, batch {batch}. To train the earlier one:"
+        f" tula train --nodes {earlier_nodes} --batch {earlier_batch}{option}."
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tula_cli.diagnostics import Diagnostic
-from tula_cli.errors import Infeasible
+from tula_cli.errors import CannotWrite, Infeasible, NotYours, OtherFormat
 from tula_cli.models import cost, efficiency
 from tula_cli.models.choice.baseline import make_headline, predict_baseline, prefer_baseline
 from tula_cli.models.choice.candidates import Candidates, Flags, Limit, list_limits
@@ -30,7 +30,7 @@ from tula_cli.query import QUANTITIES, Quantity, Query
 from tula_cli.run.directory import Run
 from tula_cli.run.format import require_current_format
 from tula_cli.run.frames import make_frame
-from tula_cli.run.job_runs import find_settings_origin, mark_chosen_run, save_runs, select_runs
+from tula_cli.run.job_runs import find_recommendation, find_settings_origin, mark_chosen_run, save_runs, select_runs
 from tula_cli.run.owner import require_ownership
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, QueryLimits, Recommendation
@@ -128,8 +128,8 @@ _FORECAST_COLUMNS = {
     "step_low": "step_time_low_s",
     "step_high": "step_time_high_s",
     "trained": "training",
-    "hours": "training_hours",
     "trained_hours": "trained_hours",
+    "hours": "training_hours",
     "hours_low": "training_hours_low",
     "hours_high": "training_hours_high",
     "cost": "cost_{currency}",
@@ -709,6 +709,62 @@ def should_replace(recommendation: Recommendation, stored: Recommendation | None
         stored: the answer that the run has stored; None if there is none.
     """
     return not recommendation.overrides if stored is None else recommendation.criteria == stored.criteria
+
+
+@dataclass(frozen=True)
+class StoreResult:
+    """Whether an answer was stored for `tula train`."""
+
+    is_stored: bool
+    earlier: Recommendation | None  # stored before
+    warnings: tuple[Diagnostic, ...] = ()  # that the choice has changed, or why the answer could not be stored
+
+
+def store_answer(
+    runs: Sequence[Run],
+    answer: Answer,
+    *,
+    requested: bool,
+    overrides: Sequence[str] = (),
+    job: Path | None = None,
+    every: bool = False,
+) -> StoreResult:
+    """Store an answer if it is requested or `should_replace` the stored one.
+
+    Args:
+        runs, answer, overrides, job, every: as in `save_answer`.
+        requested: whether the user wants it to be stored; if it then cannot be stored, that is an error.
+
+    Raises:
+        TulaError: as in `save_answer`.
+    """
+    recommendation, earlier = answer.recommendation, find_recommendation(runs)
+    if not requested and not should_replace(recommendation, earlier):
+        return StoreResult(is_stored=False, earlier=earlier)
+    try:
+        save_answer(runs, answer, overrides=overrides, job=job, every=every)
+    except (CannotWrite, NotYours, OtherFormat) as error:
+        if requested:
+            raise
+        warning = messages.recommendation_not_stored(reason=error.message)
+        return StoreResult(is_stored=False, earlier=earlier, warnings=(warning,))
+    return StoreResult(
+        is_stored=True,
+        earlier=earlier,
+        warnings=() if earlier is None else tuple(_warn_changed_choice(earlier.choice, recommendation.choice)),
+    )
+
+
+def _warn_changed_choice(before: Prediction, after: Prediction) -> Iterator[Diagnostic]:
+    if (before.nodes, before.batch, before.type) != (after.nodes, after.batch, after.type):
+        yield messages.choice_changed(
+            nodes=after.nodes,
+            batch=after.batch,
+            node_type=after.type,
+            earlier_nodes=before.nodes,
+            earlier_batch=before.batch,
+            earlier_node_type=before.type,
+        )
 
 
 def save_answer(

@@ -1,6 +1,5 @@
 """Output of `tula recommend`: the choice, all predictions and the Pareto front."""
 
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -187,18 +186,6 @@ def describe_unsaved_answer(known: "Recommendation | None") -> str:
     return (
         "not stored, because it answers another question than the stored recommendation: tula train still uses"
         f" {kept}. To store the new one, add --save"
-    )
-
-
-def describe_changed_choice(stored: "Recommendation", recommendation: "Recommendation") -> str:
-    """Describe that the choice that `tula train` uses has changed, and how to train the earlier one; empty if it has not."""
-    before, after = stored.choice, recommendation.choice
-    if (before.nodes, before.batch, before.type) == (after.nodes, after.batch, after.type):
-        return ""
-    node_type = f" --type {shlex.quote(before.type)}" if before.type else ""
-    return (
-        f"the choice has changed from {describe_place(before)} to {describe_place(after)}; to train the earlier one:"
-        f" tula train --nodes {before.nodes} --batch {before.batch}{node_type}"
     )
 
 

@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from make_results import Truth, footprint, measured
 import tula_cli as tula
 from tula_cli.cluster import inspection, launcher
 from tula_cli.cluster.launcher import delay_interrupts
+from tula_cli.diagnostics import DiagnosticWarning
 from tula_cli.errors import CannotWrite, Interruption, SchedulerError, SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.job_runs import find_config_drift
@@ -461,6 +463,33 @@ def test_weights_are_evaluated_and_what_they_come_to_is_returned(cluster: AtOnce
 
 def test_an_answer_that_cannot_be_kept_is_a_warning_unless_that_was_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_changed_choice_is_a_warning_with_code_and_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir.create(tmp_path, make.spec())
+    for nodes, local in ((1, 32), (1, 64), (2, 16), (2, 32)):
+        make.add_measured(run, nodes, local)
+    reads: list[Path] = []
+    read = RunDir.read_recommendation
+    monkeypatch.setattr(RunDir, "read_recommendation", lambda run: (reads.append(run.path), read(run))[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DiagnosticWarning)
+        first = tula.recommend(run.path, objective="time").choice
+        assert tula.recommend(run.path, objective="time").choice == first
+    assert len(reads) == 2, "once in each call"
+    earlier = first.model_copy(update={"nodes": 3 - first.nodes, "type": "big gpu"})
+    stored = read(run)
+    assert stored is not None
+    run.write_recommendation(stored.model_copy(update={"choice": earlier}))
+    with pytest.warns(DiagnosticWarning) as issued:
+        tula.recommend(run.path, objective="time")
+    (warning,) = (warning.message for warning in issued)
+    assert isinstance(warning, DiagnosticWarning) and warning.code == "choice-changed"
+    assert warning.values == {
+        "nodes": first.nodes, "batch": first.batch, "node_type": "",
+        "earlier_nodes": earlier.nodes, "earlier_batch": earlier.batch, "earlier_node_type": "big gpu",
+    }  # fmt: skip
+    assert f"tula train --nodes {earlier.nodes} --batch {earlier.batch} --type 'big gpu'." in str(warning)
+
+
 ) -> None:
     run = RunDir.create(tmp_path, make.spec())
     for nodes, local in ((1, 32), (1, 64), (2, 16), (2, 32)):
@@ -470,7 +499,7 @@ def test_an_answer_that_cannot_be_kept_is_a_warning_unless_that_was_asked(
         raise CannotWrite("cannot write there: no permission")
 
     monkeypatch.setattr("tula_cli.services.recommend.save_answer", refused)
-    with pytest.warns(UserWarning, match="not saved: cannot write there"):
+    with pytest.warns(DiagnosticWarning, match="could not be stored for tula train: cannot write there") as issued:
         assert tula.recommend(run.path, objective="time").choice.nodes in (1, 2)
     with pytest.raises(CannotWrite):
         tula.recommend(run.path, objective="time", save=True)

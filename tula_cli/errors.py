@@ -5,7 +5,7 @@ Any exception that is not a TulaError is a defect of tula and keeps its tracebac
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral
 
 
 class TulaError(Exception):
@@ -140,20 +140,6 @@ def require_whole_number(**given: object) -> None:
     for name, value in given.items():
         if value is not None and (not isinstance(value, Integral) or isinstance(value, bool)):
             raise SpecError(f"{name} {value!r}: must be an integer")
-
-
-def require_number(**given: object) -> None:
-    """Check that arguments are numbers.
-
-    Args:
-        given: values by argument name; None if not given.
-
-    Raises:
-        SpecError: a value is not a number.
-    """
-    for name, value in given.items():
-        if value is not None and (not isinstance(value, Real) or isinstance(value, bool)):
-            raise SpecError(f"{name} {value!r}: must be a number")
 
 
 def require_callable(**given: object) -> None:

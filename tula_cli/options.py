@@ -88,18 +88,19 @@ def with_arguments(arguments: Callable[P, A]) -> Callable[[Callable[[A], R]], Ca
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
-                call.__signature__.bind(*args, **kwargs)  # type: ignore[attr-defined]
+                given = call.__signature__.bind(*args, **kwargs).arguments  # type: ignore[attr-defined]
             except TypeError as error:  # raised again with the name of the function instead of its arguments' class
                 raise TypeError(f"{function.__name__}() {error}") from None
-            checked = arguments(*args, **kwargs)
             for parameter, option in list_fields(arguments):
-                value = getattr(checked, parameter.name)
+                if parameter.name not in given:
+                    continue
+                value = given[parameter.name]
                 check_type(parameter.name, value, get_args(parameter.annotation)[0])
                 if isinstance(value, list | tuple) and not value and parameter.default != ():
                     raise SpecError(f"{parameter.name} {value!r}: must have at least one item")
                 if option is not None:
                     option.check_value(parameter.name, value)
-            return function(checked)
+            return function(arguments(*args, **kwargs))
 
         plain = [field.replace(annotation=get_args(field.annotation)[0]) for field, _ in list_fields(arguments)]
         signature = inspect.signature(function).replace(parameters=plain)

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from tula_cli.errors import SpecError, require_number, require_positive
+from tula_cli.errors import SpecError
 from tula_cli.options import NodeType, Option, list_fields
 from tula_cli.words import SECONDS_PER_UNIT
 
@@ -110,10 +110,11 @@ class Query:
     """Objective and limits of a recommendation; None is no limit.
 
     The fields are the options of `tula recommend` and arguments of `tula.recommend`. `max_batch` is global, `budget` is in
-    the currency of the pricing, and on spot nodes deadline and budget are compared with the expected time and cost.
+    the currency of the pricing, and on spot nodes deadline and budget are compared with the expected time and cost. Types
+    and lower bounds of the limits are checked as for every option, on the command line and in Python.
 
     Raises:
-        SpecError: there is no such objective or curve, the objective has no curve, or a limit is not a number, below 1, or an efficiency above 1.
+        SpecError: there is no such objective or curve, the objective has no curve, or a limit is not finite, or an efficiency above 1.
     """
 
     objective: Annotated[
@@ -174,10 +175,8 @@ class Query:
                 )
         if self.curve != "time" and self.objective != "knee":
             raise SpecError(f"curve {self.curve} has no effect with objective {self.objective}", "use objective knee")
-        require_positive(nodes=self.nodes, max_nodes=self.max_nodes, max_batch=self.max_batch)
         for name in ("min_efficiency", "deadline_hours", "budget"):
             limit = getattr(self, name)
-            require_number(**{name: limit})
             if limit is not None and not math.isfinite(limit):
                 raise SpecError(f"{name} {limit}: must be a finite number", f"leave out {name} to set no limit")
         if self.min_efficiency is not None and self.min_efficiency > 1:

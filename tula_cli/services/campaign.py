@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from tula_cli.diagnostics import Diagnostic
-from tula_cli.errors import Infeasible, SpecError, require_positive
+from tula_cli.errors import Infeasible, SpecError
 from tula_cli.models.choice.campaign import (
     Campaign,
     CandidatesOfJob,
@@ -128,18 +128,20 @@ def plan_campaign(
         jobs: the runs of each job, with the results.
         query: objective and limits; `max_nodes` limits the nodes in use at a time (default: the most of search.nodes),
             `deadline_hours` and `budget` are those of all trainings together.
-        trainings: the number of trainings of each job.
+        trainings: the number of trainings of each job, at least 1.
         overrides: settings that override those of each job.
         one_at_a_time: whether no two trainings may run side by side, as on this machine; for one job.
 
     Raises:
-        SpecError: a number of trainings is below 1 or too large, a run is given twice, or the jobs have different
+        SpecError: the trainings are too many, a run is given twice, or the jobs have different
             currencies or no node type in common.
         Pending, BadMeasurements: as in `answer_query`.
         Infeasible: no configuration or no plan is within the limits.
     """
-    for number in (*trainings, sum(trainings)):
-        _require_number_of_trainings(number)
+    if sum(trainings) > MAX_TRAININGS:
+        raise SpecError(
+            f"--trainings {sum(trainings)}: at most {MAX_TRAININGS} can be planned together", "plan fewer at once"
+        )
     names = _name_jobs(jobs)
     nodes = query.max_nodes or max(nodes for runs in jobs for run in runs for nodes in run.spec.search.nodes)
     considered = [_find_configurations(runs, query, nodes, overrides) for runs in jobs]
@@ -177,14 +179,6 @@ def plan_campaign(
     plan = describe_plan(starts, candidates, planned_jobs, request, lower_bound=lower_bound)
     _require_within_limits(plan, subject, query)
     return plan
-
-
-def _require_number_of_trainings(trainings: int) -> None:
-    require_positive(trainings=trainings)
-    if trainings > MAX_TRAININGS:
-        raise SpecError(
-            f"--trainings {trainings}: at most {MAX_TRAININGS} can be planned together", "plan fewer at once"
-        )
 
 
 def _get_common_currency(considered: Sequence[_ConsideredConfigurations]) -> str:

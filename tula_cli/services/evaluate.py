@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher, list_attachable_jobs, list_unfinished_jobs, lock_submission, submit_task
-from tula_cli.errors import BadMeasurements, JobFailed, SpecError, TulaError, require_positive
+from tula_cli.errors import BadMeasurements, JobFailed, SpecError, TulaError
 from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.options import EvaluationRequest
 from tula_cli.plugins import is_import_string
@@ -54,7 +54,6 @@ def prepare_evaluation(runs: Sequence[Run], request: EvaluationRequest) -> Prepa
         SpecError: the job has a training script; or there is no such node type, training or file.
         BadMeasurements: nothing has been trained yet, or the training has saved no weights.
     """
-    require_positive(nodes=request.nodes)
     if runs[0].spec.script is not None:
         raise SpecError(
             "tula evaluate works only with tula's own training loop, but this job has section script",

@@ -23,7 +23,6 @@ from tula_cli.errors import (
     SchedulerError,
     SpecError,
     TulaError,
-    require_positive,
 )
 from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.run.directory import Run, RunDir
@@ -254,9 +253,8 @@ def check_node_count(spec: JobSpec, requested: int | None) -> int:
     """Return the number of nodes to check: the requested one, else the smallest of the search from 2 on, if possible.
 
     Raises:
-        SpecError: fewer than one node is requested, or more than the partition has.
+        SpecError: more nodes are requested than the partition has.
     """
-    require_positive(nodes=requested)
     most, where = _find_max_nodes(spec)
     if requested is not None and most is not None and requested > most:
         raise SpecError(f"--nodes {requested}: a job can have at most {most} nodes here ({where})")

@@ -109,7 +109,7 @@ def plan_training(
         Infeasible: no number of nodes of a range can be used.
     """
     bounds = nodes if isinstance(nodes, NodeRange) else NodeRange(nodes, nodes)
-    require_positive(nodes=bounds.most, batch=batch)
+    require_positive(nodes=bounds.most)
     recommendation, spec = run.read_recommendation(), run.spec
     choice = recommendation.choice if recommendation is not None else None
     if choice is None and (bounds.most is None or batch is None):

@@ -293,6 +293,8 @@ def test_values_that_the_command_line_would_refuse_are_one_error(cluster: AtOnce
         ("^--methods: there is no method 'agz'", lambda: tula.compare(run, batches=[64], methods=["agz"])),
         ("nodes 0: must be at least 1", lambda: tula.check_nodes(run, nodes=0)),
         ("nodes -2: must be at least 1", lambda: tula.check_nodes(run, nodes=-2)),
+        ("nodes 0: must be at least 1", lambda: tula.evaluate(run, nodes=0)),
+        ("trainings 0: must be at least 1", lambda: tula.plan_trainings("no such job.yaml", 0)),
         ("batch 'x': must be an integer", lambda: tula.train(run, nodes=1, batch="x")),  # type: ignore[arg-type]
         ("nodes 1.5: must be an integer", lambda: tula.train(run, nodes=1.5, batch=64)),  # type: ignore[arg-type]
         ("timeout '5': must be a number", lambda: tula.profile(run, timeout="5")),  # type: ignore[arg-type]
@@ -461,8 +463,6 @@ def test_weights_are_evaluated_and_what_they_come_to_is_returned(cluster: AtOnce
     assert tula.evaluate(run, weights=path, wait=False) is None
 
 
-def test_an_answer_that_cannot_be_kept_is_a_warning_unless_that_was_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_changed_choice_is_a_warning_with_code_and_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDir.create(tmp_path, make.spec())
     for nodes, local in ((1, 32), (1, 64), (2, 16), (2, 32)):
@@ -490,6 +490,8 @@ def test_a_changed_choice_is_a_warning_with_code_and_values(tmp_path: Path, monk
     assert f"tula train --nodes {earlier.nodes} --batch {earlier.batch} --type 'big gpu'." in str(warning)
 
 
+def test_an_answer_that_cannot_be_kept_is_a_warning_unless_that_was_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunDir.create(tmp_path, make.spec())
     for nodes, local in ((1, 32), (1, 64), (2, 16), (2, 32)):
@@ -501,5 +503,6 @@ def test_a_changed_choice_is_a_warning_with_code_and_values(tmp_path: Path, monk
     monkeypatch.setattr("tula_cli.services.recommend.save_answer", refused)
     with pytest.warns(DiagnosticWarning, match="could not be stored for tula train: cannot write there") as issued:
         assert tula.recommend(run.path, objective="time").choice.nodes in (1, 2)
+    assert [warning.message.code for warning in issued] == ["recommendation-not-stored"]  # type: ignore[union-attr]
     with pytest.raises(CannotWrite):
         tula.recommend(run.path, objective="time", save=True)

@@ -111,8 +111,6 @@ def test_what_is_not_there_is_reported(run: RunDir) -> None:
     os.mkfifo(run.path / "pipe")
     with pytest.raises(SpecError, match="pipe is not a weights file"):
         ready(run, weights=run.path / "pipe")
-    with pytest.raises(SpecError, match="nodes 0: must be at least 1"):
-        ready(run, nodes=0)
     with pytest.raises(SpecError, match="this job has section script"):
         ready(run, make.script_spec(epochs=3))
 

@@ -164,8 +164,8 @@ def test_the_table_has_every_candidate_and_every_result(run: RunDir) -> None:
     table = pd.read_csv(run.path / "results.csv")
     assert list(table.columns) == [
         "node_type", "nodes", "gpus_per_node", "batch", "local_batch", "outcome", "chosen", "within_limits", "pareto",
-        "step_time_s", "step_time_low_s", "step_time_high_s", "training", "sync_time_s", "compute_time_s", "data_wait_s",
-        "cached_time_s", "loader_time_s",
+        "step_time_s", "step_time_low_s", "step_time_high_s", "training", "trained_hours", "sync_time_s", "compute_time_s",
+        "data_wait_s", "cached_time_s", "loader_time_s",
         "training_hours", "training_hours_low", "training_hours_high", "cost_USD", "same_progress_epochs",
         "same_progress_hours", "same_progress_hours_low", "same_progress_hours_high", "same_progress_cost_USD",
         "step_energy_joules", "energy_kwh", "energy_kwh_low", "energy_kwh_high", "spot_hours", "spot_cost_USD", "peak_memory_bytes", "memory_headroom_share", "note",

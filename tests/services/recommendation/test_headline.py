@@ -8,6 +8,7 @@ import make_runs as make
 import pytest
 from make_results import Truth, of_a_script, out_of_memory, probe_all, spec, with_noise
 
+import tula_cli as tula
 from tula_cli.errors import Infeasible, SpecError
 from tula_cli.models.choice.baseline import compute_gain
 from tula_cli.query import Query
@@ -304,8 +305,8 @@ def test_a_minimum_efficiency_limits_the_choice_and_is_named_where_nothing_reach
         with pytest.raises(SpecError, match=f"min_efficiency {share}: must be at most 1") as refused:
             Query(min_efficiency=share)
         assert refused.value.hint == "write 0.8 for 80 %"
-    with pytest.raises(SpecError, match="min_efficiency"):
-        Query(min_efficiency="much")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="min_efficiency 'much': must be a number"):
+        tula.recommend("job.yaml", min_efficiency="much")  # type: ignore[arg-type]
 
 
 # --- what a training gained

@@ -97,9 +97,9 @@ def warn_unlikely_settings(spec: JobSpec, inspection: Inspection | None) -> list
 
 def warn_large_reference_batch(spec: JobSpec, dataset_size: int) -> list[Diagnostic]:
     """Return a warning if no training can use the reference batch: learning rates are scaled from it all the same."""
-    reference = spec.train.reference_batch
-    if spec.script is not None or reference <= dataset_size:
+    if not spec.is_reference_batch_above(dataset_size):
         return []
+    reference = spec.train.reference_batch
     return [messages.reference_batch_exceeds_dataset(reference_batch=reference, dataset_size=dataset_size)]
 
 

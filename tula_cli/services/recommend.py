@@ -35,7 +35,6 @@ from tula_cli.run.owner import require_ownership
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, QueryLimits, Recommendation
 from tula_cli.services import messages
-from tula_cli.services.job_warnings import warn_large_reference_batch
 from tula_cli.services.measurements import (
     TypeMeasurements,
     describe_epochs,
@@ -395,7 +394,10 @@ def recommend(
     }
     candidates = candidates.with_pareto_front()
     of_job = all_measurements[0]
-    warnings += warn_large_reference_batch(of_job.run.spec, of_job.estimator.dataset_size)
+    spec, dataset_size = of_job.run.spec, of_job.estimator.dataset_size
+    if spec.is_reference_batch_above(dataset_size):
+        reference = spec.train.reference_batch
+        warnings.append(messages.reference_batch_exceeds_dataset(reference_batch=reference, dataset_size=dataset_size))
     answer = _build_answer(
         all_measurements, candidates, forecasts, query, [*warnings, *no_gradients], noise, overrides=overrides, now=now
     )

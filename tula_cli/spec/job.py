@@ -333,6 +333,10 @@ class JobSpec(Section):
         merge(base, settings, {}, source=name)
         return JobSpec.model_validate(base)
 
+    def is_reference_batch_above(self, dataset_size: int) -> bool:
+        """Return whether no training of tula's own loop can use the reference batch, as it exceeds the samples."""
+        return self.script is None and self.train.reference_batch > dataset_size
+
     def without_bill(self) -> "JobSpec":
         """Return the job without the billing that SLURM reported, which is requested again."""
         pricing = self.pricing.model_copy(update={"slurm_billing": None})

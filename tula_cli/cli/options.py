@@ -179,10 +179,8 @@ class Command(TyperCommand):
     """A command whose module is imported only when it runs or its help is shown, so that `tula` starts quickly.
 
     Args:
-        name: its name.
         module: its module in tula_cli.cli.
         summary: the first paragraph of its help text.
-        example: example of a command line.
     """
 
     def __init__(self, name: str, module: str, summary: str, example: str) -> None:

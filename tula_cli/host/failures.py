@@ -204,7 +204,6 @@ def advise(failure: Failure | OutcomeClass, spec: JobSpec | None = None) -> str:
     """Return one line of advice about a failure, or about all of a kind.
 
     Args:
-        failure: the failure, or its kind.
         spec: the failed job; None: a job of tula's training loop on this machine.
     """
     if isinstance(failure, Failure) and failure.fault is not None and failure.outcome == "device_fault":

@@ -31,7 +31,6 @@ def make_mark(run: Path, task: str, allocation: str, index: int) -> str:
     """Return the value of `MARK_VARIABLE`.
 
     Args:
-        run: the run directory.
         task: the task that the supervisor was started with; the same in all jobs of a chain.
         allocation: id of the allocation.
         index: index of the supervisor in the allocation.

@@ -124,10 +124,6 @@ def compute_code_digest(spec: JobSpec, workdir: Path) -> str:
 def make_runs_of_job(root: Path, spec: JobSpec) -> tuple[Run, ...]:
     """Return the runs of a job with the user's code in its current state; they may not exist yet.
 
-    Args:
-        root: folder of the runs.
-        spec: the job.
-
     Raises:
         SpecError: a file of the code cannot be read.
         OtherFormat: a run exists in a format of another version of tula.
@@ -146,7 +142,6 @@ def choose_code(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool)
 
     Args:
         run: the run in which earlier submissions may have left snapshots.
-        spec: the job.
         workdir: the folder where tula was called.
         keep: use the code with which the run was measured even if the current code differs.
 

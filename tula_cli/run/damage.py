@@ -126,7 +126,6 @@ def is_complete_archive(path: Path, *, summed: float = float("inf")) -> bool:
     """Return whether a file of torch.save is complete, by its checksums (which torch does not verify).
 
     Args:
-        path: the file.
         summed: verify checksums of the first members up to this many bytes.
     """
     try:

@@ -143,7 +143,6 @@ class RunDir:
         """Return the run of `spec` under `root`, which may not exist yet; nothing is written.
 
         Args:
-            root: folder of the runs.
             spec: the job, on one hardware and at one text length.
             code: digest of the user's code that the spec names; empty for none.
         """
@@ -160,7 +159,6 @@ class RunDir:
         """Make this the newest run, with this spec; its measurements are kept.
 
         Args:
-            spec: the job.
             file: the job file that the spec comes from, if known.
 
         Raises:

@@ -106,7 +106,6 @@ def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None], *, 
     """Replace the file at `path` as a whole.
 
     Args:
-        path: the file.
         data: the content, or a function that writes it (and may raise OSError).
         mode: permissions, subject to the umask.
 
@@ -259,7 +258,6 @@ def read_record(path: Path, kind: "type[T] | TypeAdapter[T]") -> T | None:
     """Return the record at `path`, or None if there is no such file.
 
     Args:
-        path: of the record.
         kind: its class; an adapter for one of several classes.
 
     Raises:
@@ -369,7 +367,6 @@ def read_json_lines(
     """Yield the objects of a JSON-lines file if it exists; an incomplete last line is left out.
 
     Args:
-        path: of the file.
         last_bytes: read only this many bytes at its end; None for all.
         is_wanted: returns whether a line is to be parsed; None for all.
     """
@@ -401,7 +398,6 @@ def read_lines(file: BinaryIO, *, longest: int = MAX_LINE) -> Iterator[bytes]:
     Every piece of a line except the last lacks a line end.
 
     Args:
-        file: to read.
         longest: maximum bytes of a piece, including its line end.
     """
     while line := file.readline(longest):
@@ -607,9 +603,7 @@ def write_and_announce(run: Path, name: str, record: "BaseModel") -> None:
     """Replace one of a run's records and announce the change.
 
     Args:
-        run: the run directory.
         name: the record's path in the run directory.
-        record: the new content.
 
     Raises:
         TulaError: the disk is full or the folder cannot be written; the old record is unchanged.
@@ -627,7 +621,6 @@ def prepare_folders(run: Path, *others: str) -> None:
     """Create the folders that supervisors and ranks poll: file systems that cache missing names would hide them.
 
     Args:
-        run: the run directory.
         others: further folders in it.
 
     Raises:

@@ -163,7 +163,6 @@ def render_html(
     """Return a title, a table and notes as HTML; all text is escaped.
 
     Args:
-        title: one line.
         columns: headings, with units.
         rows: cells in the order of the columns; the table is left out if there are none.
         notes: lines below the table.

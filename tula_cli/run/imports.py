@@ -119,7 +119,6 @@ def list_files_of_imports(spec: JobSpec, workdir: Path, *, path: Sequence[str] |
     """Return the user's files that the spec's import strings refer to, directly or through import statements.
 
     Args:
-        spec: the job.
         workdir: the folder where tula was called; only files under it are the user's own.
         path: module search path; sys.path by default.
     """
@@ -140,7 +139,6 @@ def follow_imports(starts: Iterable[Path], workdir: Path, roots: Sequence[Path])
     """Return the given files and those under `workdir` reached through their import statements, sorted.
 
     Args:
-        starts: initial files.
         workdir: only files under it are the user's own.
         roots: folders that python imports from.
     """
@@ -158,8 +156,6 @@ def compute_digest_of_files(files: Iterable[Path], workdir: Path, *, start: str 
     """Return 8 hex digits over the names relative to `workdir` and the contents; empty if there are no files.
 
     Args:
-        files: files to include.
-        workdir: the folder that contains them.
         start: the file that is run, if the spec alone does not determine it.
 
     Raises:

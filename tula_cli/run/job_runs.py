@@ -41,8 +41,6 @@ def make_runs(root: Path, spec: JobSpec, *, code: str = "") -> tuple[Run, ...]:
     """Return the runs of a job under `root`, of which some or all may not exist yet; nothing is written.
 
     Args:
-        root: folder of the runs.
-        spec: the job.
         code: digest of the user's code that the spec names; empty for none.
     """
     jobs = [(variant, RunDir.from_spec(root, job, code=code)) for variant, job in list_variants(spec)]
@@ -188,8 +186,6 @@ def get_only_run(runs: Sequence[Run], node_type: str | None, *, purpose: str) ->
     """Return the run of one node type.
 
     Args:
-        runs: the runs of a job.
-        node_type: the node type, if there are several.
         purpose: the command or option that needs it, for the message.
 
     Raises:
@@ -294,7 +290,6 @@ def load_with_overrides(run: RunDir, overrides: Sequence[str]) -> JobSpec:
     """Return a run's settings with overrides that keep its measurements valid.
 
     Args:
-        run: the run.
         overrides: `a.b=c`; later ones win.
 
     Raises:

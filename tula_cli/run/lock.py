@@ -15,11 +15,7 @@ STALE_SECONDS = 300.0
 
 
 class FolderLock:
-    """A lock in the form of a folder: creating one is atomic on NFS and Lustre, where file locks are unreliable.
-
-    Args:
-        path: the folder.
-    """
+    """A lock in the form of a folder: creating one is atomic on NFS and Lustre, where file locks are unreliable."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

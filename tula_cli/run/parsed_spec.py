@@ -31,7 +31,6 @@ def write_parsed_spec(run: Path, yaml: str, spec: Mapping[str, Any]) -> None:
     """Replace the job of a run in both forms, and record the format of a new run.
 
     Args:
-        run: the run directory.
         yaml: the job as text.
         spec: the same as plain values.
 
@@ -80,7 +79,6 @@ def find_newest_run(root: Path, latest: str) -> Path:
     """Return the most recently used readable run under `root`, preferring the user's own runs.
 
     Args:
-        root: folder of the runs.
         latest: name of the most recently used run, which need not exist; empty if unknown.
 
     Raises:

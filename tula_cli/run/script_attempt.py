@@ -35,8 +35,6 @@ class ScriptAttempt:
     """One attempt of a task. Reading a file that does not exist yet never fails; the result is None or an empty list.
 
     Args:
-        run: the run directory.
-        task_id: of the task.
         number: of the attempt, from 1.
     """
 
@@ -129,11 +127,7 @@ class ScriptAttempt:
 
 
 class ResumeTestRecords:
-    """Results of resume tests: one file each, `script/<its task>.json`, written only by its leader.
-
-    Args:
-        run: the run directory.
-    """
+    """Results of resume tests: one file each, `script/<its task>.json`, written only by its leader."""
 
     def __init__(self, run: Path) -> None:
         self.path = run / "script"

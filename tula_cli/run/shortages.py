@@ -66,7 +66,6 @@ def parse_shortage(text: str, folders: Iterable[Path]) -> Shortage:
     """Return the shortage described by a process's message; if it names no file, that of the fullest folder.
 
     Args:
-        text: the message.
         folders: folders that the process may have written to.
     """
     quota = "quota" in text.lower()

@@ -32,7 +32,6 @@ def is_moved(job: Job, run_path: Path) -> bool:
     """Return whether a job's run was moved after its submission, so that the job's run directory no longer exists.
 
     Args:
-        job: of the run.
         run_path: resolved path of the run.
     """
     return bool(job.folder) and Path(job.folder) != run_path and not os.path.exists(job.folder)  # noqa: PTH110 - raises no PermissionError

@@ -127,7 +127,6 @@ def join_adjacent_rows(
     """Return the rows with neighbours joined.
 
     Args:
-        rows: of a training.
         most: maximum steps per row.
         must_stay_apart: whether two rows must not be joined, by the samples at their ends.
     """

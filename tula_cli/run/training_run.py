@@ -72,8 +72,6 @@ class TrainingRun:
     """A training. Reading a file that does not exist yet never fails; the result is None or an empty list.
 
     Args:
-        run: the run directory.
-        signature: of the training.
         read: reads its records.
     """
 

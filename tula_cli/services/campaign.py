@@ -352,11 +352,6 @@ def _plan_shortest_batch(
 
     Args:
         groups: the options of each batch on each node type; all trainings of a plan use one of them.
-        query: the limits.
-        trainings: the number of trainings.
-        nodes: the number of nodes in use at a time.
-        subject: trainings, nodes and batches, for messages.
-        currency: of the costs.
 
     Raises:
         Infeasible: no plan is within budget and deadline.

@@ -152,9 +152,6 @@ class CheckResult:
     def require_sound(self, name: str) -> None:
         """Raise an error if the job can run on no node type, or if its search may exceed the cap on all of them.
 
-        Args:
-            name: name of the job, for the message.
-
         Raises:
             Infeasible: the job can run on no node type.
             OverBudget: the search may take more node-hours than search.max_node_hours.

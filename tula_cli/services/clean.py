@@ -77,11 +77,8 @@ def measure_runs(
     SLURM is queried once for all jobs.
 
     Args:
-        runs: runs of this user.
-        keep_best: keep the best weights of finished trainings.
         compared: remove the finished trainings of `tula compare` entirely.
         older: only runs in which nothing was written for that many seconds; None for all.
-        ask: queries SLURM.
         now: Unix time.
     """
     run_spaces, snapshots = [], {}

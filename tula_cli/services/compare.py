@@ -95,9 +95,7 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
     """Return the job of one cell.
 
     Args:
-        spec: the job.
         method: a value of train.method, a variant or a user-defined method; with settings, if any (`comparison.rows`).
-        seed: seed of the cell.
 
     Raises:
         SpecError: the job's other settings are not compatible with the method.
@@ -138,8 +136,6 @@ def plan_comparison(run: Run, grid: Grid, *, inspect: Inspect, now: float) -> Co
     """Decide what is trained and in which order: the first seed of every row before any second seed.
 
     Args:
-        run: the run, which need not exist yet.
-        grid: rows, batches and seeds to compare.
         inspect: returns the dataset's size if no probe has recorded it.
         now: Unix time.
 
@@ -225,10 +221,6 @@ def _inspect_user_code(run: Run, grid: Grid, inspect: Inspect) -> None:
 
 def describe_why_not_a_row(spec: JobSpec, method: str) -> str:
     """Return why a method cannot be a row of a job's comparison, or an empty string if it can.
-
-    Args:
-        spec: the job.
-        method: a row of the table.
 
     Raises:
         SpecError: settings of tula's training loop are not compatible with the method.
@@ -320,7 +312,6 @@ def _make_short_cells(run: Run, cells: Sequence[Cell], job_row: str, sign: Calla
     Args:
         run: the run; a row that has full trainings and no short one takes part in the second round in any case.
         cells: full trainings of the batch, without lbt.
-        job_row: the row that trains the job unchanged.
         sign: returns the signature of a training at a batch.
     """
     spec = run.spec

@@ -120,9 +120,7 @@ def estimate(
     """Estimate the peak memory of one GPU; for a probed job, with the same model as `tula recommend`.
 
     Args:
-        spec: the job.
         capacity: bytes of one GPU, if it differs from the GPU found by the probes or the inspection.
-        results: results of the job's probes.
         inspector: inspects the model and the dataset, or returns a stored inspection; None builds them.
 
     Raises:
@@ -241,7 +239,6 @@ def list_local_batches(spec: JobSpec, inspection: Inspection, *, largest: int | 
     """Return the local batches of the search, up to and including the first that does not fit.
 
     Args:
-        spec: the job.
         inspection: provides the dataset's size.
         largest: the largest local batch that fits; None for no bound.
     """

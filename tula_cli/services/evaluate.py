@@ -48,7 +48,6 @@ def prepare_evaluation(runs: Sequence[Run], request: EvaluationRequest) -> Prepa
     Args:
         runs: the runs of a job, of which one has the training. Their job provides the test set, metrics and cluster; all
             other settings are those of the training.
-        request: the weights and samples to evaluate.
 
     Raises:
         SpecError: the job has a training script; or there is no such node type, training or file.
@@ -174,10 +173,6 @@ def _make_evaluation_job(trained: JobSpec, current: JobSpec) -> JobSpec:
 
 def run_evaluation(evaluation: PreparedEvaluation, submission: Submission) -> Work[EvaluationRecord | DetachedJobs]:
     """Evaluate the weights, attach to the job if it is already running, or return the stored result.
-
-    Args:
-        evaluation: the result of `prepare_evaluation`.
-        submission: how to submit and wait.
 
     Raises:
         OtherFormat: the run has an older format.

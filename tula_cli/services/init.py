@@ -76,10 +76,6 @@ def _read_beginning(path: Path) -> str:
 def add_schema(text: str, job: Path) -> str:
     """Write the schemas next to a new job file, and return its text with the line that refers to the schema.
 
-    Args:
-        text: text of the job file.
-        job: path of the job file.
-
     Raises:
         TulaError, SpecError, CannotWrite: as in `write_schema`.
     """
@@ -148,7 +144,6 @@ def make_job_from_command(
 
     Args:
         line: the command as it is typed today, with its launcher.
-        kind: where the job will run.
         offered: the site's partitions as the scheduler reports them; they are filled in for slurm.
         gpus: number of GPUs of this machine; a local job searches the node counts that they allow.
         cores: number of CPU cores of this machine; without GPUs, a local job searches the node counts that they allow.
@@ -237,8 +232,6 @@ def make_job_text(line: str, recognised: RecognisedCommand, kind: Literal["local
 
     Args:
         line: the command as it was typed.
-        recognised: the parts of the command.
-        kind: where the job will run.
         name: name of the job; if empty, derived from the name of its script.
     """
     arguments = [*recognised.wrapper] if kind == "local" or not _is_wrapper_list(recognised.wrapper) else []
@@ -383,9 +376,7 @@ def choose_batch_range(recognised: RecognisedCommand, batch: int, nodes: list[in
     The largest is 8 times the current batch or, if that is more, the current batch times the largest number of nodes.
 
     Args:
-        recognised: the command.
         batch: the current global batch.
-        nodes: numbers of nodes that are searched.
     """
     micro_batches = recognised.accumulate
     half, odd = divmod(batch, _BATCH_RANGE_BELOW)
@@ -397,7 +388,6 @@ def _list_machine_warnings(recognised: RecognisedCommand, offered: Site | None, 
     """Return warnings if the command does not match the machines.
 
     Args:
-        recognised: the command.
         offered: the site's partitions as the scheduler reports them.
         gpus: number of GPUs of this machine if the job is to run here; else 0.
     """
@@ -504,8 +494,6 @@ def make_job_from_sbatch(
     """Return a commented job file for an sbatch script.
 
     Args:
-        text: text of the script.
-        source: the name of its file.
         offered: the site's partitions as the scheduler reports them, if there is a scheduler.
         answers: answers to questions that were raised before, by their keys.
 
@@ -720,7 +708,6 @@ def make_job_from_template(kind: Literal["local", "slurm"], offered: Site | None
     """Return the text of a job file with all keys.
 
     Args:
-        kind: where the job will run.
         offered: the site's partitions as the scheduler reports them; they are filled in for slurm.
         gpus: number of GPUs of this machine; a local job searches up to that many nodes of one GPU each.
 

@@ -20,7 +20,6 @@ def describe_loader_and_scaling(spec: JobSpec, inspection: Inspection | None) ->
     """Return a line on the data loader and one on gradient scaling, if the job leaves them to tula.
 
     Args:
-        spec: the job.
         inspection: inspection of its model and dataset; None if there is none yet.
     """
     if spec.script is not None:  # the script decides how it computes, and without {workers} also its loader processes
@@ -120,7 +119,6 @@ def check_shared_memory(
     """Return a problem if in no job one batch of each rank fits in /dev/shm: processes that write it are killed (SIGBUS).
 
     Args:
-        spec: the job.
         inspection: provides the size of a sample; without it, or with a script's data loader, nothing is checked.
         jobs: map from number of nodes to ascending local batches.
         free: free bytes of /dev/shm on a node; None if unknown.

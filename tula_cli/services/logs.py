@@ -52,7 +52,6 @@ class LogQuery:
     Args:
         job: only logs of this job; None for the job that wrote last.
         rank: only lines of this rank; None for the whole log that contains rank 0.
-        every: logs of every attempt.
         last: only the last so many existing lines.
     """
 
@@ -93,11 +92,8 @@ def read_logs(
     """Yield the lines of the newest attempt, or of the requested ones; the failure of an attempt comes before its log.
 
     Args:
-        run: the run.
-        query: the requested logs.
         follow: continue with lines as they are written, also in later attempts, while `active()`.
         active: whether further lines may be written.
-        sleep: waits for some seconds.
 
     Raises:
         SpecError: the run has no such job, or none of its attempts has such a rank.

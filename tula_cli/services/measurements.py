@@ -109,8 +109,6 @@ def gather_measurements(
     """Return the measurements of each node type, and warnings about types that are left out.
 
     Args:
-        runs: the run of each node type of the job.
-        query: objective and limits of the user.
         pending: number of queued or running probes by node type.
 
     Raises:
@@ -514,8 +512,6 @@ def make_noise_path(
 
     Args:
         runs: runs of the job, one per node type: the noise does not depend on the hardware.
-        spec: the job.
-        results: results of its probes.
 
     Returns:
         None if the stages do not depend on the noise, or nothing has measured it.
@@ -544,10 +540,6 @@ def plan_stages(
     """Return the ramp stages of a new training, the last one at its batch; empty if its batch does not grow.
 
     Args:
-        run: the run.
-        nodes: number of nodes.
-        batch: global batch.
-        dataset_size: training samples.
         recommended: the recommendation of just this configuration; with several node types, its stages also use the
             measurements of the other types.
 

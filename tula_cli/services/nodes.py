@@ -179,9 +179,6 @@ class ClusterCheck:
     def require_sound(self, name: str) -> None:
         """Raise an error if the job cannot run on these nodes.
 
-        Args:
-            name: name of the job, for the message.
-
         Raises:
             JobFailed: there are problems.
         """
@@ -201,12 +198,9 @@ def run_node_check(
     """Check the nodes of the cluster in a job of about a minute, or attach to a check that is already running.
 
     Args:
-        runs: the runs of a job, which need not exist yet.
         launcher_for: returns the launcher that submits the job.
         nodes: number of nodes; None for the smallest number of the search that is at least two, if possible.
-        node_type: the node type, if the job names several.
         timeout: seconds to wait at most.
-        file: the file that the spec comes from.
 
     Raises:
         SpecError: the job names several node types and none is given; or the partition has fewer nodes than requested;
@@ -336,11 +330,7 @@ def watch_node_check(
     """Yield the scheduler's state of a check's job until the check is over.
 
     Args:
-        run: the run.
-        launcher: queries the scheduler.
-        task: the check.
         clock: Unix time.
-        sleep: waits for some seconds.
         timeout: seconds after which to give up.
 
     Raises:

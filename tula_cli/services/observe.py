@@ -67,8 +67,6 @@ def run_observed(command: Sequence[str], root: Path, *, quiet_stdout: bool = Fal
     Signals are passed on. Exit codes of signals are those of a shell, 128 + number.
 
     Args:
-        command: program and arguments.
-        root: folder of the observations.
         quiet_stdout: send the standard output of the command to standard error.
 
     Raises:
@@ -181,7 +179,6 @@ def list_observed_reports(root: Path, name: str | None = None) -> list[ObservedR
     """Return the reports on observed jobs, oldest first.
 
     Args:
-        root: folder of the observations.
         name: SCRIPT, all jobs of a script; or SCRIPT/JOB, JOB or a folder, one job. None for the newest job.
 
     Raises:

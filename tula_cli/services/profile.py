@@ -289,7 +289,6 @@ def plan_upper_bound(spec: JobSpec, *, why: NotInspectable | None) -> UpperBound
     """Return the maximum cost of profiling before the dataset's size and the memory are known.
 
     Args:
-        spec: the job.
         why: why the model and the dataset cannot be inspected here; None if they were.
     """
     search = spec.search
@@ -479,8 +478,6 @@ def plan_variants(
     """Return the probes to measure for each variant; yield a warning for one that has none, if another can be trained.
 
     Args:
-        runs: the run of each variant, which need not exist yet.
-        inspections: inspection of each variant.
         again: whether failed probes are measured again.
         largest: whether to search for the largest batch; each trial follows from the one before.
 
@@ -577,8 +574,6 @@ def run_profile(
     """Measure the missing probes, round after round; jobs that are already running are attached to.
 
     Args:
-        runs: the runs of a job, which need not exist yet.
-        submission: how to submit and wait.
         largest: search for the largest batch that fits, on the fewest nodes, instead of the probes of the search.
 
     Raises:

@@ -92,8 +92,6 @@ def write_answer(
 
     Args:
         run: the run to write to, with the job to train.
-        all_measurements: the measurements of each node type.
-        recommendation: the recommendation.
         candidates: the configurations within the limits.
         forecasts: the same and those beyond the limits.
         every: whether results.csv lists all configurations, not only the listed and measured ones.
@@ -216,8 +214,6 @@ def _list_rows(
     These are the probes and the listed configurations, and all candidates if there are few or `every` is set.
 
     Args:
-        measurements: of the node type.
-        recommendation: with the listed configurations.
         known: node type, nodes and batch of the configurations with a forecast.
         every: whether all are listed.
     """
@@ -305,7 +301,6 @@ def answer_query(
 
     Args:
         runs: the runs of a job, with the results.
-        query: objective and limits.
         overrides: settings that override those of the job; the answer records them as assumptions.
         estimates_start: on SLURM, whether to ask the scheduler when a training with the choice would start.
 
@@ -359,7 +354,6 @@ def recommend(
 
     Args:
         runs: the runs of a job, with the results.
-        query: objective and limits.
         overrides: settings of the runs that override the job; for the record.
         pending: number of probes that are queued or running, by node type.
         now: Unix time.
@@ -653,8 +647,6 @@ def list_choice_warnings(
 
     Args:
         estimator: the models of the node type of the choice.
-        choice: the choice.
-        query: objective and limits.
         other_market: the forecast of the choice on the other market; None if there is none.
     """
     chosen, deadline = choice.prediction, query.deadline_hours
@@ -707,7 +699,6 @@ def should_replace(recommendation: Recommendation, stored: Recommendation | None
     That is the case for the first answer without overrides, and for an answer to the same criteria as the stored one.
 
     Args:
-        recommendation: the new answer.
         stored: the answer that the run has stored; None if there is none.
     """
     return not recommendation.overrides if stored is None else recommendation.criteria == stored.criteria
@@ -785,8 +776,6 @@ def save_answer(
     the answer only assumes.
 
     Args:
-        runs: the runs of the query.
-        answer: the answer to store.
         overrides: settings of the runs that override their file.
         job: the file of the settings; None for those of the runs.
         every: whether results.csv lists all candidates, however many there are.

@@ -78,9 +78,6 @@ class ResumeFinding:
     def require_found(self, name: str) -> None:
         """Raise an error if the test was inconclusive.
 
-        Args:
-            name: name of the job, for the message.
-
         Raises:
             ResumeUntested: the test has no verdict.
         """
@@ -90,10 +87,6 @@ class ResumeFinding:
 
     def require_resumable(self, name: str, hint: str) -> None:
         """Raise an error if the script cannot resume from its checkpoint.
-
-        Args:
-            name: name of the job, for the message.
-            hint: what to do about it.
 
         Raises:
             CannotResume: the script cannot resume.
@@ -132,12 +125,9 @@ def run_resume_test(
     """Test a script's resume, or return the finding of an earlier test of the same script and code.
 
     Args:
-        runs: the runs of a job, which need not exist yet.
         launcher_for: returns the launcher that submits the job.
-        node_type: the node type, if the job names several.
         timeout: seconds to wait at most.
         fresh: run the test even if there is a verdict.
-        file: the file that the spec comes from.
 
     Raises:
         SpecError: the job has no script, or no resume to test; or names several node types and none is given.
@@ -171,9 +161,6 @@ def submit_and_wait(
     """Submit a resume test, or attach to the one that is already running, and return its finding.
 
     Args:
-        run: the run and its job.
-        launcher: submits the job.
-        code: the user code that the test runs.
         timeout: seconds to wait at most.
         batch: global batch of the first start; None chooses one.
         nodes: of the job: one, or twice those of the first start.
@@ -444,7 +431,6 @@ def describe_interruption_cost(
 
     Args:
         run: the run, which need not exist yet; None for no run.
-        spec: the job.
         batch: global batch of the training; None if it is not chosen yet.
         step_time: seconds per step at that batch; None if it is not known.
     """

@@ -90,7 +90,6 @@ def choose_next_round(
     """Return the probes with the highest expected improvement of the decisions per node-second.
 
     Args:
-        spec: the job.
         results: results of the probes so far; failed probes, and numbers of nodes on which a script only failed,
             are proposed again only if no other configuration is left.
         inspection: dataset size and memory estimate.
@@ -374,7 +373,6 @@ def estimate_search(
     """Return the expected duration and node-hours of a search.
 
     Args:
-        spec: the job.
         jobs: nodes and local batches of each job of the search.
         probes: probes of the job, which measure the time of a step; a batch without a probe takes that of the nearest
             probed batch. Without probes, durations are assumed.
@@ -425,7 +423,6 @@ def choose_strategy(spec: JobSpec, *, dataset_size: int, largest: LimitByNodes, 
 
     Args:
         spec: the job; a strategy other than auto is kept.
-        dataset_size: training samples.
         largest: the largest local batch that fits one GPU.
         run: the run of the job, which need not exist yet.
     """

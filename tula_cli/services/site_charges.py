@@ -91,9 +91,7 @@ class SiteBilling(Protocol):
         """Return whether the balance of the job's account covers a training.
 
         Args:
-            spec: the job.
             bill: SLURM's billing of the job.
-            nodes: nodes of its jobs.
             hours: expected total duration of its jobs; None if there is no prediction.
             at_most: the upper end of the 90 % interval of that duration; None if unknown.
         """
@@ -120,7 +118,6 @@ def add_site_billing(spec: JobSpec, root: Path | None, *, billing: SiteBilling |
     """Return a job with its billing (`pricing.slurm_billing`); other pricing is unchanged.
 
     Args:
-        spec: the job, on one hardware.
         root: the folder of the runs, in which SLURM's answers are cached; None for no cache.
         billing: asks SLURM; None for the optional package `slurm_site`.
 
@@ -164,7 +161,6 @@ def check_balance(
 
     Args:
         spec: the job, with its billing filled in.
-        nodes: nodes of its jobs.
         hours: expected total duration of its jobs; None if there is no prediction.
         at_most: the upper end of the 90 % interval of that duration.
         billing: asks SLURM; None for the optional package `slurm_site`.
@@ -183,7 +179,6 @@ def check_balance_of_task(task: TrainTask, *, remaining_share: float) -> Balance
     """Return whether the balance covers the remainder of a training.
 
     Args:
-        task: the training, with its prediction.
         remaining_share: share of the training that remains.
     """
     predicted, nodes = task.prediction, task.training_nodes
@@ -243,7 +238,6 @@ def find_site_charge(run: RunDir, signature: str) -> SiteCharge | None:
 
     Args:
         run: the run with the training.
-        signature: signature of the training.
     """
     training = run.get_training(signature)
     tasks = training.read_tasks()

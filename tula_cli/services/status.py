@@ -482,8 +482,6 @@ def run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | 
     """Return the status of a run at `now`. Damaged records and rows are reported as warnings; all others are shown.
 
     Args:
-        run: the run.
-        launcher: queries the scheduler.
         now: Unix time.
         only: include only these jobs and their training; None for all.
     """
@@ -755,11 +753,7 @@ def watch_jobs(
     as ended without either is waited for during the grace period of its file system.
 
     Args:
-        run: the run.
-        launcher: queries the scheduler.
-        job_ids: the jobs to wait for.
         clock: Unix time.
-        sleep: waits for some seconds.
         timeout: seconds after which to stop, whether the jobs have ended or not; None waits forever.
 
     Raises:
@@ -902,7 +896,6 @@ def make_error_of_training(task: TrainTask, attempts: Sequence[Attempt], *, save
     Args:
         task: the newest task of the training.
         attempts: all attempts, oldest first; the last one determines the error.
-        saved_samples: samples of the newest checkpoint.
     """
     attempt = attempts[-1]
     if attempt.failure is None:

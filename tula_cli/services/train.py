@@ -71,7 +71,6 @@ def choose_run_to_train(runs: Sequence[Run], node_type: str | None) -> Run:
     """Return the run to train in, with SLURM's billing.
 
     Args:
-        runs: the runs of a job.
         node_type: the node type to train on; None for the recommended one.
 
     Raises:
@@ -99,7 +98,6 @@ def plan_training(
     Args:
         run: the run, with or without probes and a recommendation.
         nodes: number of nodes, or the range within which each job uses what it is granted.
-        batch: global batch.
         inspect: returns the dataset's size if no probe has recorded it.
 
     Raises:
@@ -331,9 +329,6 @@ def submit_training(
     """Submit the training job with a copy of the user's code, and return its id; a running training is left alone.
 
     Args:
-        run: the run.
-        plan: the plan of the training.
-        launcher: submits the job.
         after: the job of a resume test that the training has to wait for; empty for none.
         follows: unfinished jobs that the training has to wait for, because it takes over their nodes.
 
@@ -371,8 +366,6 @@ def prepare_training(
     """Plan a training on the chosen part of a job; nothing is written.
 
     Args:
-        runs: the runs of a job.
-        request: the training to run.
         inspect: returns the dataset's size if no probe has recorded it.
 
     Raises:
@@ -415,10 +408,6 @@ def prepare_training(
 
 def run_training(training: PreparedTraining, submission: Submission) -> Work[Summary | DetachedJobs]:
     """Train, or attach to the training if it is already running.
-
-    Args:
-        training: the result of `prepare_training`.
-        submission: how to submit and wait.
 
     Raises:
         OverBudget: the training was not confirmed, or exceeds the balance.

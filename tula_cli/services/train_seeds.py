@@ -170,7 +170,6 @@ def prepare_seeds(runs: Sequence[Run], request: TrainRequest, inspect: Inspect) 
     The i-th training of the plan, counted from 0, has the seed `train.seed` + i.
 
     Args:
-        runs: the runs of a job.
         request: the number of seeds, and options.
         inspect: returns the dataset's size if no probe has recorded it.
 
@@ -246,10 +245,6 @@ def _require_within_budget(prepared: PreparedSeeds) -> None:
 
 def run_seeds(prepared: PreparedSeeds, submission: Submission) -> Work[SeedsReport]:
     """Submit the trainings that are missing, on this machine one after another, and return all of them.
-
-    Args:
-        prepared: the result of `prepare_seeds`.
-        submission: how to submit and wait.
 
     Raises:
         OverBudget: the trainings were not confirmed.

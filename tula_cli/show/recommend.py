@@ -45,7 +45,6 @@ def render_recommendation(
     """Yield the choice compared with today's configuration, and the table of configurations.
 
     Args:
-        recommendation: the recommendation.
         every: show all feasible configurations.
         more: note on where the configurations left out can be found.
     """

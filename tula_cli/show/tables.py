@@ -69,7 +69,6 @@ def render_long_table(
 
     Args:
         columns: headings, which may have several lines.
-        rows: one text per column.
         left: indices of the columns of text; the others hold numbers.
         width: columns of the screen; the gap between columns shrinks if the table is wider.
     """

@@ -381,7 +381,6 @@ def compute_reference_rate(spec: JobSpec, epoch: float) -> float:
     """Return the learning rate at the reference batch, for a schedule that is not user-defined.
 
     Args:
-        spec: the job.
         epoch: finished epochs, with fraction.
     """
     warmup = get_warmup_epochs(spec)
@@ -512,7 +511,6 @@ def compute_beta2(spec: JobSpec, beta2: float, batch: int) -> float:
     that at the reference batch: beta2^(batch / reference) (Marek et al. 2025, arXiv 2507.07101).
 
     Args:
-        spec: the job.
         beta2: value of the optimizer, by default or by its arguments.
         batch: samples per step.
     """

@@ -50,9 +50,6 @@ def list_inner_sections(hint: Any) -> Iterator[type[Section]]:
 def describe_keys(section: type[Section]) -> dict[str, str]:
     """Return the description of each key: the comment of its field, else the first line of its section's docstring.
 
-    Args:
-        section: a section of the spec.
-
     Raises:
         TulaError: the source code is missing in this installation, and with it the comments.
     """

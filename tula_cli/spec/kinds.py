@@ -33,7 +33,6 @@ class UnexpectedValue(ValueError):
 
     Args:
         expected: what the value must be.
-        given: the value.
     """
 
     def __init__(self, expected: str, given: str) -> None:

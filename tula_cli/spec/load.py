@@ -32,7 +32,6 @@ def load_spec(
     """Read, merge and check a job spec.
 
     Args:
-        path: the YAML file.
         overrides: `a.b=c`, with c in YAML; later wins.
         environ: environment with TULA_SPEC_* variables.
         site_files: YAML files of site-wide values, weaker than the spec; None: those of the site and the user.

@@ -209,7 +209,6 @@ def _complete_train(train: Mapping[str, Any], *, is_of_other_metric: bool) -> di
     """Return a stored section train without values that mean nothing without the removed keys.
 
     Args:
-        train: the section.
         is_of_other_metric: whether the target of early stopping was of another metric than that of the best checkpoint.
     """
     complete, stopping, ramp = dict(train), train.get("early_stopping"), train.get("ramp")

@@ -76,7 +76,6 @@ def describe_problems(errors: Iterable[Any], *, of_script: bool) -> tuple[Proble
     """Describe pydantic errors, with one problem per path.
 
     Args:
-        errors: the errors.
         of_script: whether the job runs a script, so that keys of scripts are suggested first.
     """
     return _merge_unions([_describe(item, of_script=of_script) for item in errors])

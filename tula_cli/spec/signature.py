@@ -27,7 +27,6 @@ def compute_measurement_signature(spec: JobSpec, code: str = "") -> str:
     """Return 8 hex digits of the settings that a measurement depends on, such as the model but not the price.
 
     Args:
-        spec: the job.
         code: digest of the user code named by the spec; empty for none.
     """
     cluster = spec.cluster
@@ -69,7 +68,6 @@ def compute_train_signature(spec: JobSpec, *, nodes: int | None, batch: int, cod
     """Return 8 hex digits of all settings that change the weights.
 
     Args:
-        spec: the job.
         nodes: number of nodes; None for a training that runs on any number, with the same weights up to rounding.
         batch: global batch at the start of the run.
         code: digest of the user code named by the spec; empty for none.
@@ -142,7 +140,6 @@ def compute_evaluation_signature(spec: JobSpec, weights: Mapping[str, Any], *, c
     """Return 8 hex digits of the settings that an evaluation depends on, in addition to the training.
 
     Args:
-        spec: the job.
         weights: values that identify the file of weights.
         code: digest of the user code that the evaluation runs; empty for none.
     """

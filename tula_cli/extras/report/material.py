@@ -176,7 +176,6 @@ def gather_material(
     """Read the runs of a job and fit their models.
 
     Args:
-        runs: the runs.
         launcher_for: returns the launcher of a job, which knows whether jobs are active.
         now: Unix time.
 

@@ -224,7 +224,6 @@ def build_tradeoff_figure(
     Args:
         rows: the configurations, at least one.
         choice: the chosen one, which is marked.
-        currency: currency of the costs.
         against: the quantity of the horizontal axis.
     """
     factor, unit = choose_hours_unit(row.hours for row in rows)

@@ -113,11 +113,7 @@ def build_table(
     """Build a table with one row per item; columns in which no row has a value are left out.
 
     Args:
-        key: key of the table.
-        title: title of the table.
-        rows: the items.
         fields: the columns, and how each gets its value from an item.
-        caption: text below the title.
         marks: one per row, or empty.
     """
     lines = [[get_cell(row) for _, get_cell in fields] for row in rows]

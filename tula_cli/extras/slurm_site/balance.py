@@ -148,9 +148,7 @@ def check_balance(
     """Return whether the balance of an account covers a training.
 
     Args:
-        spec: the job.
         bill: SLURM's billing of the job.
-        nodes: nodes of its jobs.
         hours: expected total duration of its jobs; None if there is no prediction.
         at_most: the upper end of the 90 % interval of that duration; None if unknown.
         ask: returns the output of a SLURM command.

@@ -89,7 +89,6 @@ def compute_allocated_tres(
     """Return the TRES that a job is allocated on one node.
 
     Args:
-        spec: the job.
         node: the node that it runs on.
         partition: record of the partition.
         config: settings of the cluster.
@@ -258,7 +257,6 @@ def ask_bill(spec: JobSpec, ask: Ask) -> tuple[SiteBill, str]:
     """Query SLURM for the bill of a job, for the most expensive of its possible partitions and kinds of nodes.
 
     Args:
-        spec: the job.
         ask: runs a command and returns its output.
 
     Returns:

@@ -95,8 +95,6 @@ class Session:
     Several commands may send the same run: each update locks the record and starts from what the others have sent.
 
     Args:
-        run: the run.
-        destination: the tracker.
         reports: writes the report and returns its files, to send in addition to those of the run; called in updates
             while no job is running.
 
@@ -278,7 +276,6 @@ def list_requested_trackers(spec: JobSpec, to: Sequence[str], request: ExportReq
     """Return the requested trackers: those of the command line, or else those of the job file.
 
     Args:
-        spec: the job.
         to: trackers or import strings, as named on the command line.
         request: address and project of the named tracker.
 
@@ -323,14 +320,11 @@ def export_run(
     """Send new values of the runs of a job to trackers.
 
     Args:
-        runs: the runs.
-        trackers: the trackers to send to.
         follow: continue while jobs of the run are queued or running.
         every: seconds between two updates; None for `POLL_INTERVAL`, and at least as long as the scheduler's interval.
         active: whether a job of a run is queued or running; None queries the scheduler.
         reports: writes a report on a run and returns its files, which are sent if they have changed; called once no
             job is running.
-        sleep: waits for some seconds.
 
     Raises:
         TulaError: the run cannot be read or written.
@@ -367,9 +361,7 @@ def export_while_waiting(run: Run, jobs: Sequence[str] | None, waiting: Iterable
     Probes on this machine are timed: their values are sent after the jobs are over, so that they share no cores.
 
     Args:
-        run: the run whose jobs are waited for.
         jobs: ids of these jobs; None for trainings, of which some may not be submitted yet.
-        waiting: events of waiting for the jobs.
     """
     trains = jobs is None or any(task.job in jobs for task in run.read().train_tasks)
     next_update = time.monotonic() if run.spec.cluster.backend.has_queue or trains else float("inf")

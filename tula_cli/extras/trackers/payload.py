@@ -78,10 +78,7 @@ def make_run_payload(run: Run, snapshot: Snapshot, *, active: bool, artifacts: t
     """Return the payload of a whole run: its settings, environment, probes and recommendation.
 
     Args:
-        run: the run of one hardware.
-        snapshot: snapshot of the run.
         active: whether a job of it is queued or running.
-        artifacts: files to send.
     """
     answer, measured = snapshot.recommendation, [result for result in snapshot.results if isinstance(result, Measured)]
     moments = [job.submitted_at for job in snapshot.jobs] + [result.measured_at for result in measured]
@@ -144,8 +141,6 @@ def make_training_payload(
     """Return the payload of a training. The newest point of a running one waits: more rows of its position may follow.
 
     Args:
-        snapshot: snapshot of the run.
-        tasks: tasks of the training, first attempt first.
         group: name of the whole run.
         parent: the tracker's id of the whole run.
         active: whether its job is queued or running.

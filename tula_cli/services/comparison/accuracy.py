@@ -201,8 +201,6 @@ def build_compare_report(run: Run, comparison: Comparison, *, jobs: Iterable[Job
     """Return the table of the trainings so far.
 
     Args:
-        run: the run.
-        comparison: the comparison, with its cells.
         jobs: status of the run's jobs, for cells that are not finished.
     """
     states, snapshot = {job.id: job for job in jobs}, run.read(skip_damaged=True)
@@ -428,7 +426,6 @@ def describe_best_row(report: CompareReport, script: Script | None) -> str:
     """Return a sentence on the best row of the largest batch with results, compared with the reference.
 
     Args:
-        report: the table of the comparison.
         script: script of the job, if any; only a script that takes the seed can be trained with more seeds.
     """
     reference = next((row for row in report.rows if row.reference), None)
@@ -514,7 +511,6 @@ def find_accuracy_evidence(run: Run, *, batch: int) -> Accuracy | None:
 
     Args:
         run: the run, for the node type of the choice.
-        batch: global batch.
     """
     comparison = run.read_comparison()
     if comparison is None:

@@ -107,7 +107,6 @@ def prepare_search(
     """Plan a search; nothing is written.
 
     Args:
-        runs: the runs of a job.
         inspect: returns the dataset's size if no probe has recorded it.
         batch: global batch; None for the recommended one.
         nodes: number of nodes; None for the recommended one, or the fewest in search.nodes.
@@ -216,10 +215,6 @@ def _compute_signature(run: Run, nodes: int, batch: int, code: Source) -> str:
 
 def run_search(search: PreparedSearch, submission: Submission) -> Work[LearningRateReport | DetachedJobs]:
     """Train the missing branches, or attach to the job if it is running, and return the report.
-
-    Args:
-        search: the result of `prepare_search`.
-        submission: how to submit and wait.
 
     Raises:
         OverBudget: the search was not confirmed, or is expected to use more than search.max_node_hours.

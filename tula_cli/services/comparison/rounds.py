@@ -125,11 +125,7 @@ def compute_comparison_state(
     """Return the trainings to run, those that may follow, and the reasons why rows are dropped.
 
     Args:
-        run: the run.
-        comparison: the comparison, with its cells.
-        spec: the job.
         failed: signatures of trainings that have failed and are not waited for.
-        hours: expected hours of each row.
     """
     batches = {cell.batch for cell in comparison.cells if cell.short}
     if not batches:
@@ -159,15 +155,7 @@ def _decide_batch(
     ended_signatures: Collection[str],
     hours: Mapping[tuple[str, int], float | None],
 ) -> ComparisonState:
-    """Return the standing at one batch.
-
-    Args:
-        comparison: the comparison, with its cells.
-        batch: the global batch.
-        outcomes_by_signature: outcomes of the trainings that have ended.
-        ended_signatures: signatures of trainings that are not waited for.
-        hours: expected hours of each row.
-    """
+    """Return the standing at one batch."""
 
     def list_cells(methods: Iterable[str]) -> list[Cell]:
         return [cell for method in methods for cell in full[method]]

@@ -34,10 +34,6 @@ _NO_LR = "script.command has no {lr} that could be increased"
 def require_comparable_script(script: Script, *, seeds: int) -> None:
     """Reject a script whose trainings cannot be compared.
 
-    Args:
-        script: script of the job.
-        seeds: number of seeds to compare.
-
     Raises:
         SpecError: the script reports no metric, or its command does not take the seed.
     """

@@ -95,8 +95,6 @@ def prepare_comparison(
     """Plan a comparison; nothing is written.
 
     Args:
-        runs: the runs of a job.
-        request: the requested comparison.
         inspect: returns the dataset's size if no probe has recorded it.
         node_type: the node type; None for the recommended one.
 
@@ -143,10 +141,6 @@ def read_comparison_result(run: Run, comparison: Comparison, launcher: Launcher)
 
 def run_comparison(prepared: PreparedComparison, submission: Submission) -> Work[ComparisonResult]:
     """Run the missing trainings, or attach to those already running, and return the table.
-
-    Args:
-        prepared: the result of `prepare`.
-        submission: how to submit and wait.
 
     Raises:
         OverBudget: the comparison was not confirmed.

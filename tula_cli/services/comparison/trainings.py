@@ -64,11 +64,7 @@ def train_cells_one_by_one(
     """Run the missing trainings one after another, as on this machine; a failed training does not stop the others.
 
     Args:
-        run: the run.
-        plan: the plan of the comparison.
-        launcher: starts the jobs.
         inspect: returns the dataset's size if no probe has recorded it.
-        clock: returns seconds.
 
     Raises:
         JobFailed: the first trainings have all failed.

@@ -480,8 +480,6 @@ def _make_launch_without_launcher(launch: Launch, known: KnownFacts, *, is_scrip
     """Return the launch of a program without a launcher: one process, or as many as its options make it start.
 
     Args:
-        launch: the program.
-        known: facts about the command.
         is_script: whether Python runs the program; nothing is known about other programs.
     """
     name = launch.program[-1].name

@@ -229,9 +229,6 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
 
     These are never shown: the worker of tula's loop is not started, and `remove_script_defaults` removes them.
 
-    Args:
-        content: content of the job as read.
-
     Raises:
         ValueError: the content has a setting that would not reach the script.
     """
@@ -300,7 +297,6 @@ def count_script_samples(script: Script, dataset_size: int) -> int:
     """Return the samples of the whole training.
 
     Args:
-        script: section with the length.
         dataset_size: samples per epoch.
     """
     requested = count_requested_samples(script)

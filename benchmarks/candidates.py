@@ -25,7 +25,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import Components
 from tula_cli.run.records.probes import Environment, GradientStats, Measured, Overheads
 from tula_cli.run.records.tasks import make_probe_id
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDINARY = 32
@@ -134,7 +134,7 @@ def make_run(root: Path, count: int, *, method: str = "lbt", spot: bool) -> RunD
     few = count <= ORDINARY
     nodes = [1, 2, 4, 8] if few else _nodes(-(-count // BATCHES))
     smallest, batches = (64, 8) if few else (SMALLEST, BATCHES)
-    spec = validate(
+    spec = validate_job(
         {
             "name": "candidates",
             "model": {"name": "resnet18"},

@@ -18,7 +18,7 @@ from typer.models import ArgumentInfo, ParameterInfo
 
 from tula_cli import errors
 from tula_cli.cli import options
-from tula_cli.cli.app import COMMANDS, READER_IS_GONE
+from tula_cli.cli.app import BROKEN_PIPE_EXIT_CODE, COMMANDS
 from tula_cli.cluster.decisions import TRAINING
 from tula_cli.errors import TulaError
 from tula_cli.host.failures import FAILURE_KINDS
@@ -32,7 +32,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.json_schema import describe_keys, list_inner_sections, walk_sections
 from tula_cli.spec.kinds import Section, parse_minutes, parse_size, require_known_method
 from tula_cli.spec.methods import METHODS
-from tula_cli.spec.old_keys import REMOVED, RENAMED
+from tula_cli.spec.old_keys import REMOVED_KEYS, RENAMED_KEYS
 from tula_cli.spec.resources import Cluster, SiteBill
 from tula_cli.spec.scripts.placeholders import PLACEHOLDERS
 
@@ -87,8 +87,8 @@ comments. [The quickstart](../tutorial/quickstart.md#the-job-file) shows the sma
 
 def _old_keys() -> str:
     """Return the tables of renamed and removed keys."""
-    renamed = [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
-    removed = [f"| `{key}` | {advice} |" for key, advice in REMOVED.items()]
+    renamed = [f"| `{old}` | `{new}` |" for old, new in RENAMED_KEYS.items()]
+    removed = [f"| `{key}` | {advice} |" for key, advice in REMOVED_KEYS.items()]
     tables = (
         ["| old name | name |", "| --- | --- |", *renamed],
         ["| removed | what to set instead, or what tula does now |", "| --- | --- |", *removed],
@@ -243,7 +243,7 @@ def _default_of(param: inspect.Parameter) -> str:
 def _exit_codes() -> str:
     result = sorted({(kind.exit_code, kind.code, inspect.cleandoc(kind.__doc__ or "")) for kind in _classes()})
     rows = [f"| {number} | `{code}` | {words.splitlines()[0]} |" for number, code, words in result]
-    last = f"| {READER_IS_GONE} | | The program that read the output (`head`, a pager) exited before its end. |"
+    last = f"| {BROKEN_PIPE_EXIT_CODE} | | The program that read the output (`head`, a pager) exited before its end. |"
     return "\n".join(["| exit code | `error.code` in `--json` | |", "|---|---|---|", "| 0 | | Done. |", *rows, last])
 
 

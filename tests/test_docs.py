@@ -19,7 +19,7 @@ import table1_summary
 from tula_cli.cli.app import COMMANDS
 from tula_cli.services.profile import compute_max_node_hours
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import load_spec, validate
+from tula_cli.spec.load import load_spec, validate_job
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.yaml_text import parse_yaml
 
@@ -174,7 +174,7 @@ def test_every_job_file_can_be_used(page: str, tmp_path: Path) -> None:
         content = parse_yaml(shown, source=page)
         assert content
         if "script" in content:
-            assert validate(content, source=page).script
+            assert validate_job(content, source=page).script
         if "train:" in shown:  # whole; others show a section
             path = tmp_path / "job.yaml"
             path.write_text(shown)

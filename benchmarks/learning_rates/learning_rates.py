@@ -32,7 +32,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import RateBranch, RateSearch
 from tula_cli.run.records.tasks import RateSearchTask, Rung, TrainTask
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 from tula_cli.worker.build.data import _read_digits_table, build_datasets
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train.evaluation import Evaluator
@@ -152,7 +152,7 @@ def make_job(
         "schedule": {"kind": "cosine"},
         "search": {"nodes": [1]},
     }  # fmt: skip
-    return validate(content, source=name)
+    return validate_job(content, source=name)
 
 
 def train_in_full(job: JobSpec, batch: int, ranks: Ranks) -> float:

@@ -24,7 +24,7 @@ from tula_cli.run.records.base import Footprint
 from tula_cli.run.records.probes import Environment, GradientStats, Measured, Overheads
 from tula_cli.run.records.tasks import make_probe_id
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 
 ROOT = Path(__file__).parents[2] / "tula_cli" / "demo"
 NOISE_EPOCHS = range(1, 4)
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("steps", type=Path)
     parser.add_argument("gradients", type=Path)
     arguments = parser.parse_args()
-    spec = validate(JOB, source="demo_run.py")
+    spec = validate_job(JOB, source="demo_run.py")
     steps = next(
         measured
         for measured in load(arguments.steps)
@@ -96,7 +96,7 @@ def select_probes(steps: MeasuredSet, spec: JobSpec) -> Iterator[tuple[Where, in
 def estimate_footprints() -> dict[int, Footprint]:
     """Return the memory of each local batch, as `tula check` estimates it: of random images, which need no download."""
     images = {"name": "FakeData", "args": {"size": 50_000, "image_size": [3, 32, 32], "num_classes": 10}}
-    inspection = inspect(validate({**JOB, "dataset": images}, source="demo_run.py"))
+    inspection = inspect(validate_job({**JOB, "dataset": images}, source="demo_run.py"))
     return {footprint.local_batch: footprint for footprint in inspection.footprints}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from tula_cli.cluster.scripts import start as cluster_values
 from tula_cli.run.records.scripts import ShimPlan
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.scripts.placeholders import render
+from tula_cli.spec.scripts.placeholders import fill_command
 
 SHIM = Path(__file__).parents[2] / "tula_cli" / "shim"
 LONG = 100_000  # epochs or steps that are asked for: the ruler ends the script
@@ -62,7 +62,7 @@ def _command(spec: JobSpec, batch: int, folder: Path, python: str) -> list[str]:
         spec, here, batch=batch, out=folder / "out", run=folder, workers=1
     )  # timm takes no fewer
     known |= {name: LONG for name in ("epochs", "steps") if name in known}
-    words = render(script.command, known)
+    words = fill_command(script.command, known)
     return [python, *words] if words[0].endswith(".py") else words
 
 

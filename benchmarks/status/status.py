@@ -33,7 +33,7 @@ from tula_cli.run.records.results import Summary, TrainResult
 from tula_cli.run.records.tasks import Rung, TrainTask, make_probe_id
 from tula_cli.services import run_list, status
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 
 JOB = {
     "name": "looked-at",
@@ -92,7 +92,7 @@ def _status(root: Path, jobs: int) -> Cost:
 
 
 def _list(root: Path, runs: int) -> Cost:
-    spec = validate(JOB, source="benchmark")
+    spec = validate_job(JOB, source="benchmark")
     for number in range(runs):
         run = RunDir.create(root, spec.model_copy(update={"name": f"run-{number:04d}"}))
         for size in range(8):
@@ -134,7 +134,7 @@ def counted() -> Iterator[list[Path]]:
 
 def make_run(root: Path, jobs: int) -> RunDir:
     """Return a run of as many SLURM trainings that have ended, each with all its files."""
-    spec = validate(JOB, source="benchmark")
+    spec = validate_job(JOB, source="benchmark")
     run = RunDir.create(root, spec)
     for number in range(jobs):
         _add_training(run, spec, f"{number:08x}", scheduler_id=str(1000 + number))

@@ -39,7 +39,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import TrainResult
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 from tula_cli.spec.signature import compute_train_signature
 from tula_cli.words import format_duration
 from tula_cli.worker.build.data import build_datasets
@@ -233,7 +233,7 @@ def job_of(key: Key, options: argparse.Namespace) -> JobSpec:
         file = options.runs / f"cifar10-{size}.npz"
         table1_networks.prepare(options.data, file, size=size, per_class=per_class)
         content["dataset"] |= {"args": {"file": str(file), "crop": not setting.by_default}}
-    return validate(content, source="benchmarks/table1")
+    return validate_job(content, source="benchmarks/table1")
 
 
 # --- the command line

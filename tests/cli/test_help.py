@@ -89,7 +89,7 @@ def test_a_wrong_first_word_suggests_the_right_command(
 
 
 def test_each_other_name_suggests_a_command_that_exists() -> None:
-    for word, hint in app.OTHER_NAMES.items():
+    for word, hint in app.COMMAND_HINTS.items():
         assert word not in COMMANDS
         commands = set(re.findall(r"tula (\w+)", hint))
         assert commands <= set(COMMANDS) and (commands or word in ("version", "help"))

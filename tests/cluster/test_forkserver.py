@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tula_cli.cluster.rank_processes import WORKER, ForkedRank, ForkServer, ForkUnavailable, RankCommand, RankSpawner
-from tula_cli.host.processes import start_time
+from tula_cli.host.processes import read_start_time
 
 SERVER = """
 import sys
@@ -140,9 +140,9 @@ def test_ranks_outlive_the_server_and_die_with_the_supervisor(tmp_path: Path) ->
         assert supervisor.stdout is not None
         pid, ended = supervisor.stdout.readline().split()
         assert ended == "None"
-        assert start_time(int(pid)) is not None, "the rank went with the server"
+        assert read_start_time(int(pid)) is not None, "the rank went with the server"
         supervisor.kill()
-        until(lambda: start_time(int(pid)) is None, "the rank outlived its supervisor")
+        until(lambda: read_start_time(int(pid)) is None, "the rank outlived its supervisor")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_one_command_that_is_not_there_leaves_none_running(tmp_path: Path) -> No
     with open(log, "ab") as output, pytest.raises(FileNotFoundError):
         RankSpawner().spawn([sleep, missing], output, give_up=lambda: False)
     words = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout.split()
-    assert [pid for pid in words if start_time(int(pid)) is not None] == []
+    assert [pid for pid in words if read_start_time(int(pid)) is not None] == []
 
 
 # --- with torch

@@ -40,7 +40,7 @@ from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
 from tula_cli.services import logs, train
 from tula_cli.services import status as services_status
 from tula_cli.show import screen as show_screen
-from tula_cli.spec.slurm_options import MAX_LINKS
+from tula_cli.spec.slurm_options import MAX_CHAINED_JOBS
 
 ROOT = Path(__file__).resolve().parents[2]
 SIGNATURE = "ab12cd34"
@@ -182,13 +182,13 @@ def test_links_differ_in_their_dependency_only(slurm, run):
 def test_fifty_links_wait_for_one_job_each(slurm, run):
     job = submitted(run, training(run, hours=1000.0))
     named = [set(re.findall(r":(\d+)", link["dependency"])) for link in slurm.jobs()]
-    assert len(job.links) == MAX_LINKS and max(map(len, named)) == 1
+    assert len(job.links) == MAX_CHAINED_JOBS and max(map(len, named)) == 1
     assert slurm.jobs()[-1]["dependency"].endswith("+30"), "the delay grows to half an hour"
 
 
 @pytest.mark.parametrize(
     ("hours", "links"),
-    [(None, 3), (0.01, 3), (0.49, 3), (0.5, 3), (1.0, 4), (10.0, 17), (1000.0, MAX_LINKS)],
+    [(None, 3), (0.01, 3), (0.49, 3), (0.5, 3), (1.0, 4), (10.0, 17), (1000.0, MAX_CHAINED_JOBS)],
 )
 def test_the_chain_is_as_long_as_the_prediction_wants(run, hours, links):
     assert chains.count_chain_jobs(training(run, hours=hours)) == links
@@ -210,7 +210,7 @@ def growing(run, *, hours, steps):
 
 def test_stages_that_want_many_links_leave_some_to_those_of_all_nodes(run):
     nodes = chains.list_nodes_of_chain_jobs(growing(run, hours=500.0, steps=180_000))  # a hundred hours each
-    assert len(nodes) == MAX_LINKS and nodes[-2:] == (4, 4) and nodes[0] == 1
+    assert len(nodes) == MAX_CHAINED_JOBS and nodes[-2:] == (4, 4) and nodes[0] == 1
 
 
 def test_links_of_stages_ask_for_their_nodes_and_come_first(slurm, run):

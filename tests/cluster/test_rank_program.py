@@ -13,13 +13,13 @@ from tula_cli.cluster.scripts.resume_test import ResumeTest
 from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import CheckTask, ProbeTask, ResumeTestTask, Rung, Task, TrainTask
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 
 SCRIPT = {"command": "train.py -b {batch}", "length": {"epochs": 1}, "reference": {"batch": 8}, "dataset_size": 64}
 
 
 def tasks(folder: Path, job: dict[str, Any]) -> dict[str, Task]:
-    spec = validate({"search": {"nodes": [2]}, **job}, source="test")
+    spec = validate_job({"search": {"nodes": [2]}, **job}, source="test")
     common: dict[str, Any] = {"job": "j", "spec": spec, "workdir": str(folder), "nodes": 2}
     return {
         "probe": ProbeTask(id="probe", local_batches=(4, 8), **common),

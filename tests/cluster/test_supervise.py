@@ -25,7 +25,7 @@ from tula_cli.cluster.rank_processes import RankStart, get_first_rank
 from tula_cli.cluster.supervise import Supervisor
 from tula_cli.errors import TulaError
 from tula_cli.host import devices
-from tula_cli.host.processes import start_time
+from tula_cli.host.processes import read_start_time
 from tula_cli.models.out_of_memory import list_splits
 from tula_cli.run import shortages
 from tula_cli.run.directory import RunDir
@@ -618,7 +618,7 @@ def test_the_ranks_die_with_a_killed_supervisor(run: RunDir, tmp_path: Path, tra
     supervisor.kill()
     supervisor.wait()
     deadline = time.monotonic() + 5
-    while start_time(int(pid_file.read_text())) is not None:
+    while read_start_time(int(pid_file.read_text())) is not None:
         assert time.monotonic() < deadline, "the rank outlived its supervisor"
         time.sleep(0.05)
 

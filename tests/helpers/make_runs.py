@@ -24,7 +24,7 @@ from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, Rung,
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.ags import Arm
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 
 SPEC: dict[str, Any] = {
     "name": "toy",
@@ -41,7 +41,7 @@ def spec(**changes: Any) -> JobSpec:
     """Return a small spec; `changes` replace whole sections. Without other settings it has method ags and strategy sweep."""
     content = {**SPEC, **changes}
     train, search = {"method": "ags", **content["train"]}, {"strategy": "sweep", **content["search"]}
-    return validate({**content, "train": train, "search": search}, source="test")
+    return validate_job({**content, "train": train, "search": search}, source="test")
 
 
 def script_spec(cluster: dict[str, Any] | None = None, **length: int) -> JobSpec:
@@ -49,7 +49,7 @@ def script_spec(cluster: dict[str, Any] | None = None, **length: int) -> JobSpec
     command = "python /home/me/finetune.py -b {local_batch}"
     script = {"command": command, "length": length, "reference": {"batch": 256}}
     content = {"name": "own", "script": script, "search": SPEC["search"], **({"cluster": cluster} if cluster else {})}
-    return validate(content, source="test")
+    return validate_job(content, source="test")
 
 
 def create_runs(root: Path, job: JobSpec) -> tuple[Run, ...]:

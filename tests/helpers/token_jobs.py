@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 
 WORDS, CLASSES = 30, 3
 JOB: dict[str, Any] = {
@@ -24,7 +24,7 @@ JOB: dict[str, Any] = {
 
 def tokens(**changes: dict[str, Any]) -> JobSpec:
     """Return a job of tokens; `changes` are merged into its sections."""
-    return validate({**JOB, **{k: {**JOB.get(k, {}), **v} for k, v in changes.items()}}, source="test")
+    return validate_job({**JOB, **{k: {**JOB.get(k, {}), **v} for k, v in changes.items()}}, source="test")
 
 
 class Sentences(torch.utils.data.Dataset[Any]):

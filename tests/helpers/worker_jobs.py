@@ -10,7 +10,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import Prediction, Stage
 from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 from tula_cli.spec.sections import Workers
 from tula_cli.spec.signature import compute_train_signature
 from tula_cli.worker.build.data import Datasets, build_datasets
@@ -34,7 +34,7 @@ SPEC: dict[str, Any] = {
 
 def spec(**changes: dict[str, Any]) -> JobSpec:
     """Return a small spec; `changes` are merged into its sections."""
-    return validate({**SPEC, **{k: {**SPEC.get(k, {}), **v} for k, v in changes.items()}}, source="test")
+    return validate_job({**SPEC, **{k: {**SPEC.get(k, {}), **v} for k, v in changes.items()}}, source="test")
 
 
 class LeavesAt(PreemptionHandler):

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from tula_cli.errors import Infeasible, TulaError
 from tula_cli.host.failure_texts import find_device_fault
-from tula_cli.host.failures import FAILURE_KINDS, advise
+from tula_cli.host.failures import FAILURE_KINDS, describe_advice
 from tula_cli.models.cost import compute_max_cost
 from tula_cli.models.observations import require_measurements
 from tula_cli.run.directory import RunDir
@@ -26,7 +26,7 @@ from tula_cli.services.search import list_feasible_candidates
 from tula_cli.services.status import make_error_of_training
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.placeholders import find_placeholders
-from tula_cli.spec.scripts.script import OWN_LOOP, TRAIN
+from tula_cli.spec.scripts.script import SCRIPT_TRAIN_KEYS, TULA_LOOP_SECTIONS
 
 CLUSTERS: dict[str, dict[str, Any]] = {
     "this machine": {},
@@ -59,11 +59,11 @@ def hints(spec: JobSpec, tmp_path: Path) -> Iterator[tuple[str, str]]:
     run = RunDir.create(tmp_path, spec)
     of_queues = {"time_limit"} if spec.cluster.kind == "local" else set()
     for outcome in sorted(FAILURE_KINDS.keys() - of_queues):
-        yield outcome, advise(outcome, spec)
+        yield outcome, describe_advice(outcome, spec)
         yield f"a training: {outcome}", _end_of_training(run, outcome).hint
         yield f"all probes: {outcome}", _end_of_probes(spec, outcome, tmp_path / outcome).hint
     for name, words in WORDS.items():
-        yield name, advise(Failure(outcome="device_fault", fault=find_device_fault(words)), spec)
+        yield name, describe_advice(Failure(outcome="device_fault", fault=find_device_fault(words)), spec)
     with pytest.raises(Infeasible) as caught:
         list_feasible_candidates(spec, dataset_size=10_000, max_local_batch=1)
     yield "before anything ran", caught.value.hint
@@ -104,7 +104,9 @@ KEY = re.compile(
 def is_valid(key: str, spec: JobSpec) -> bool:
     """Return whether a job of that kind may have the key in its file."""
     section, *path = key.split(".")
-    if spec.script is not None and (section in OWN_LOOP or (section == "train" and path[0] not in TRAIN)):
+    if spec.script is not None and (
+        section in TULA_LOOP_SECTIONS or (section == "train" and path[0] not in SCRIPT_TRAIN_KEYS)
+    ):
         return False
     if spec.script is None and section == "script":
         return False

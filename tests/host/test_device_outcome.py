@@ -6,8 +6,8 @@ frames around them are made here.
 
 import pytest
 
-from tula_cli.host.failure_texts import classify_failure, find_device_fault, find_telling_line
-from tula_cli.host.failures import advise, find_root_failure
+from tula_cli.host.failure_texts import classify_failure, find_device_fault, find_line_of_failure
+from tula_cli.host.failures import describe_advice, find_root_failure
 from tula_cli.run.records.failures import Failure
 
 ASYNCHRONOUS = "kernel errors might be asynchronously reported at some other API call."
@@ -197,14 +197,14 @@ def test_each_form_is_of_its_class(outcome: str, text: str) -> None:
 
 @pytest.mark.parametrize("text", FORMS["device_fault"] + FORMS["device_error"])
 def test_the_line_that_tells_of_a_fault_is_found_in_a_log(text: str) -> None:
-    answer = find_telling_line(f"epoch 1\nloss 0.3\n{text}\nlast words of a peer\n")
+    answer = find_line_of_failure(f"epoch 1\nloss 0.3\n{text}\nlast words of a peer\n")
     assert answer
     assert answer in text
     assert classify_failure(answer) in ("device_fault", "device_error")
 
 
 def test_other_endings_have_no_such_line() -> None:
-    assert all(find_telling_line(text) == "" for outcome in ("device_oom", "peer") for text in FORMS[outcome])
+    assert all(find_line_of_failure(text) == "" for outcome in ("device_oom", "peer") for text in FORMS[outcome])
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_other_endings_have_no_such_line() -> None:
     ],
 )
 def test_the_advice_is_by_what_is_wrong(words: str, told: str) -> None:
-    advice = advise(Failure(outcome="device_fault", fault=find_device_fault(words)))
+    advice = describe_advice(Failure(outcome="device_fault", fault=find_device_fault(words)))
     assert told in advice and "\n" not in advice
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tula_cli.host import devices, leftovers
 from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, kill_leftovers, make_mark
-from tula_cli.host.processes import start_time
+from tula_cli.host.processes import read_start_time
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_who_holds_a_device_is_seen_by_its_files(stand_in: Path) -> None:
 
 
 def test_the_memory_of_a_gpu_is_waited_for(nvidia_smi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leftovers, "POLL", 0.01)
+    monkeypatch.setattr(leftovers, "POLL_SECONDS", 0.01)
     nvidia_smi.write_text("500\n9000\n9000\n540\n")
     memory = GpuMemory()
     assert memory.wait_until_memory_is_free(["3"], "r|t||0", give_up=lambda: False) == ""
@@ -87,7 +87,7 @@ def test_the_memory_of_a_gpu_is_waited_for(nvidia_smi: Path, tmp_path: Path, mon
 
 
 def test_where_it_does_not_come_back_it_is_said_who_holds_it(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leftovers, "MEMORY_PATIENCE", 0.0)
+    monkeypatch.setattr(leftovers, "MEMORY_TIMEOUT", 0.0)
     nvidia_smi.write_text("500\n9000\n")
     memory = GpuMemory()
     memory.wait_until_memory_is_free([], "r|t||0", give_up=lambda: False)
@@ -97,7 +97,7 @@ def test_where_it_does_not_come_back_it_is_said_who_holds_it(nvidia_smi: Path, m
 
 def test_without_nvidia_smi_its_holders_tell(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(leftovers, "MEMORY_PATIENCE", 0.0)
+    monkeypatch.setattr(leftovers, "MEMORY_TIMEOUT", 0.0)
     memory = GpuMemory()
     memory.wait_until_memory_is_free([], "r|t||0", give_up=lambda: False)
     assert memory.wait_until_memory_is_free([], "r|t||0", give_up=lambda: False) == ""
@@ -127,9 +127,9 @@ def test_what_an_earlier_attempt_left_is_killed_and_no_other_process(tmp_path: P
     try:
         expected = {running["earlier attempt"].pid, running["earlier job of the chain"].pid}
         assert set(kill_leftovers(mark, spare=[running["spared"].pid])) == expected
-        alive = {name for name, process in running.items() if start_time(process.pid) is not None}
+        alive = {name for name, process in running.items() if read_start_time(process.pid) is not None}
         assert alive == {"another supervisor", "another training", "another run", "no mark of ours", "spared"}
-        assert start_time(foreign.pid) is not None
+        assert read_start_time(foreign.pid) is not None
         assert kill_leftovers(mark, spare=[running["spared"].pid]) == []
     finally:
         for process in (*running.values(), foreign):
@@ -153,8 +153,8 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in the place of /dev and of the kernel's list of AMD's nodes, with a driver at work."""
     (tmp_path / "nvidiactl").touch()
     monkeypatch.setattr(devices, "GPU_DRIVER_FILES", (str(tmp_path / "nvidiactl"),))
-    monkeypatch.setattr(devices, "DEV", tmp_path)
-    monkeypatch.setattr(devices, "KFD", tmp_path / "nodes")
+    monkeypatch.setattr(devices, "DEVICE_FOLDER", tmp_path)
+    monkeypatch.setattr(devices, "KFD_FOLDER", tmp_path / "nodes")
     for name in devices.VISIBILITY_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return tmp_path

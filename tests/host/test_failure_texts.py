@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tula_cli.host.failure_texts import classify_failure, find_telling_line
-from tula_cli.host.failures import FAILURE_KINDS, advise
+from tula_cli.host.failure_texts import classify_failure, find_line_of_failure
+from tula_cli.host.failures import FAILURE_KINDS, describe_advice
 
 ROWS = yaml.safe_load((Path(__file__).parents[1] / "fixtures" / "failure_texts.yaml").read_text())
 MEMORY = ("host_oom", "device_oom")
@@ -39,7 +39,7 @@ def test_the_table_is_large_enough() -> None:
     "row", [row for row in ROWS if row["expect"] in ("storage", "host_limit", "diverged")], ids=lambda row: row["name"]
 )
 def test_one_line_tells_what_failed(row: dict[str, str]) -> None:
-    line = find_telling_line(row["text"])
+    line = find_line_of_failure(row["text"])
     assert line and line in row["text"]
 
 
@@ -50,4 +50,4 @@ def test_what_an_epoch_ago_was_logged_does_not_decide_what_a_kill_is() -> None:
 
 
 def test_limits_name_the_setting() -> None:
-    assert "ulimit -n" in advise("host_limit") and FAILURE_KINDS["host_limit"].error.exit_code == 6
+    assert "ulimit -n" in describe_advice("host_limit") and FAILURE_KINDS["host_limit"].error.exit_code == 6

@@ -28,8 +28,8 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     runtime = tmp_path / "runtime"
     runtime.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    monkeypatch.setattr(machine_lock, "TEMPORARY", tmp_path)
-    monkeypatch.setattr(machine_lock, "RUNTIME", tmp_path / "run-user")
+    monkeypatch.setattr(machine_lock, "TEMPORARY_FOLDER", tmp_path)
+    monkeypatch.setattr(machine_lock, "RUNTIME_FOLDER", tmp_path / "run-user")
     return tmp_path
 
 
@@ -239,7 +239,7 @@ def test_gpus_are_named_alike_in_all_processes(
     for number in range(4):
         (tmp_path / f"nvidia{number}").touch()
     monkeypatch.setattr(devices, "GPU_DRIVER_FILES", (str(tmp_path / "nvidia0"),))
-    monkeypatch.setattr(devices, "DEV", tmp_path)
+    monkeypatch.setattr(devices, "DEVICE_FOLDER", tmp_path)
     rows = [[str(number), f"GPU-{'ABCD'[number]}", "H100"] for number in range(4)]
     monkeypatch.setattr(devices, "_run_nvidia_smi", lambda *_: rows)
     assert devices.list_lock_names(ranks) == expected
@@ -255,7 +255,7 @@ def test_processors_of_one_core_are_one_device(tmp_path: Path, monkeypatch: pyte
     for number, siblings in enumerate(("0,2", "1-3", "0,2")):
         (tmp_path / f"cpu{number}/topology").mkdir(parents=True)
         (tmp_path / f"cpu{number}/topology/thread_siblings_list").write_text(f"{siblings}\n")
-    monkeypatch.setattr(machine_lock, "CORES", tmp_path)
+    monkeypatch.setattr(machine_lock, "CORES_FOLDER", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 7})
     assert machine_lock.list_core_devices() == ["core 0", "core 1", "core 7"]
     assert machine_lock.describe_devices(["core 0", "core 1", "core 2", "core 7"]) == "cores 0-2, 7"

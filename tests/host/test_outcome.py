@@ -11,7 +11,7 @@ import yaml
 
 from tula_cli.errors import Diverged
 from tula_cli.host.failure_texts import classify_failure
-from tula_cli.host.failures import advise, find_root_failure
+from tula_cli.host.failures import describe_advice, find_root_failure
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure
 
@@ -186,5 +186,5 @@ def test_no_failure_has_no_root():
 
 @pytest.mark.parametrize("outcome", get_args(OutcomeClass))
 def test_advice_is_one_line(outcome):
-    assert advise(outcome)
-    assert "\n" not in advise(outcome)
+    assert describe_advice(outcome)
+    assert "\n" not in describe_advice(outcome)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tula_cli.host.processes import run_command, start_time
+from tula_cli.host.processes import read_start_time, run_command
 
 # what a program leaves behind when it exits; each writes its process id into the file `pid`
 LEFT = {
@@ -38,9 +38,9 @@ def program(left: str, *, ends: bool = True) -> list[str]:
 
 def is_gone(pid: int) -> bool:
     deadline = time.monotonic() + 10
-    while start_time(pid) is not None and time.monotonic() < deadline:
+    while read_start_time(pid) is not None and time.monotonic() < deadline:
         time.sleep(0.02)
-    return start_time(pid) is None
+    return read_start_time(pid) is None
 
 
 @pytest.mark.parametrize("left", LEFT.values(), ids=LEFT)

@@ -20,7 +20,7 @@ from tula_cli.host import machine
 def test_the_name_is_the_kernels_or_the_architecture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str | None, name: str
 ) -> None:
-    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(machine, "CPU_INFO_FILE", tmp_path / "cpuinfo")
     if told is not None:
-        machine.CPUINFO.write_text(told)
+        machine.CPU_INFO_FILE.write_text(told)
     assert machine.read_processor_name() == name

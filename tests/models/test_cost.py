@@ -19,7 +19,7 @@ from tula_cli.models.cost import (
 )
 from tula_cli.run.records.probes import Overheads
 from tula_cli.run.records.recommendations import TimeParts
-from tula_cli.spec.resources import UNPRICED, Pricing, Spot
+from tula_cli.spec.resources import UNPRICED_PRICING, Pricing, Spot
 
 NOTHING = Overheads(startup=0, eval_batch=0, eval_batch_size=64, checkpoint=0, refresh=0)
 
@@ -112,7 +112,7 @@ def test_a_price_is_reported_with_its_unit() -> None:
     assert describe_price(pricing) == "0.15 USD per hour and GB of reserved GPU memory"
     on_spot = Pricing(price=2, spot=Spot(discount=0.6, interruptions_per_day=0.5))
     assert describe_price(on_spot) == "2 USD per node-hour; spot 60 % off, 0.5 interruptions per day and node"
-    assert "pricing.price is not set" in describe_price(UNPRICED)
+    assert "pricing.price is not set" in describe_price(UNPRICED_PRICING)
 
 
 @given(st.floats(0.01, 1e4), st.floats(0.01, 100), st.sampled_from(["on_demand", "spot"]))

@@ -11,7 +11,7 @@ from tula_cli.models.estimator import Estimator
 from tula_cli.run.records.probes import Overheads
 from tula_cli.run.records.results import Save
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 
 RESUME = {"args": "--resume {checkpoint}", "checkpoint": "{out}/c.pt", "batch": "any"}
 PROBES = {1: (16, 32, 64), 2: (16, 32)}
@@ -24,7 +24,7 @@ def job(resume: dict | None = RESUME, save: str = "none", **sections) -> JobSpec
     if resume is not None:
         script["resume"] = resume
     search = {"nodes": [1, 2], "min_batch": 16, "max_batch": 64}
-    return validate({"script": script, "search": search, **sections}, source="test")
+    return validate_job({"script": script, "search": search, **sections}, source="test")
 
 
 def saves(*samples: int, batch: int = 32, seconds: float | None = 7.0) -> list[Save]:

@@ -11,7 +11,7 @@ from tula_cli.models.out_of_memory import (
 )
 from tula_cli.run.records.base import MicroBatches
 from tula_cli.run.records.failures import Fallback
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 
 SCRIPT = {"length": {"samples": 1600}, "reference": {"batch": 16}}
 
@@ -128,7 +128,7 @@ def test_without_cutting_the_next_smaller_batch_follows(why: str, words: str) ->
     ],
 )
 def test_a_script_needs_both_placeholders(command: str, oom: str, words: str) -> None:
-    spec = validate({"script": {"command": command, **SCRIPT}, "train": {"oom_policy": oom}}, source="test")
+    spec = validate_job({"script": {"command": command, **SCRIPT}, "train": {"oom_policy": oom}}, source="test")
     result = describe_why_not_splittable(spec)
     assert result.startswith(words) and bool(result) is bool(words)
 

@@ -11,7 +11,7 @@ from tula_cli.options import NodeRange, parse_nodes
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.tasks import JobSize, TrainTask
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 
 SWEEP = {2: (16, 32, 64, 128), 4: (8, 64), 8: (4, 32), 16: (2, 16)}
 ON_SLURM = {"cluster": {"kind": "slurm"}, "search": {"nodes": [1, 2, 4, 8, 16]}}
@@ -81,7 +81,7 @@ def test_a_batch_that_does_not_fit_few_nodes_is_computed_there_in_parts() -> Non
 
 def script_job(arguments: str) -> JobSpec:
     script = {"command": f"train.py {arguments}", "length": {"samples": 5120}, "reference": {"batch": 64}}
-    return validate({"script": script, "cluster": {"kind": "slurm", "device": "cpu"}}, source="test")
+    return validate_job({"script": script, "cluster": {"kind": "slurm", "device": "cpu"}}, source="test")
 
 
 def test_of_a_script_only_one_that_accumulates_is_given_smaller_micro_batches_after_an_out_of_memory() -> None:

@@ -11,7 +11,7 @@ from tula_cli.run.records.probes import Overheads
 from tula_cli.run.records.results import Branch
 from tula_cli.spec.ags import Arm
 from tula_cli.spec.job import JobSpec, compute_lr_scale
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 from tula_cli.spec.signature import compute_train_signature
 
 
@@ -22,7 +22,7 @@ def job(**sections: dict[str, Any]) -> JobSpec:
         "optimizer": {"lr": 0.1},
         "train": {"epochs": 20, "method": "auto", "reference_batch": 32},
     }
-    return validate({**base, **{k: {**base.get(k, {}), **v} for k, v in sections.items()}}, source="test")
+    return validate_job({**base, **{k: {**base.get(k, {}), **v} for k, v in sections.items()}}, source="test")
 
 
 def branch(arm: str, *, top1: float | None = 50.0, loss: float | None = 1.0, diverged: bool = False) -> Branch:

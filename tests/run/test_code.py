@@ -376,7 +376,7 @@ def test_git_tells_the_commit_and_what_differs_from_it(
     assert dirty.dirty
     assert "-x = 1\n+x = 2\n" in dirty.diff
     assert "password" not in dirty.diff
-    monkeypatch.setattr(git_state, "MAX_DIFF", 10)
+    monkeypatch.setattr(git_state, "MAX_DIFF_CHARACTERS", 10)
     write(here, mine="x = 3\n")
     cut = run.read_code(take(run, job(), here))
     assert cut is not None

@@ -47,7 +47,7 @@ def test_what_is_no_regular_file_is_not_read(
     make: Callable[[Path], object], read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(yaml_text, "_PIPE_PATIENCE", 0.1)
+    monkeypatch.setattr(yaml_text, "_PIPE_TIMEOUT", 0.1)
     path = tmp_path / "file.pt"
     make(path)
     try:
@@ -78,7 +78,7 @@ def test_a_checkpoint_is_complete_if_each_of_its_files_is(
 
 
 def test_a_pipe_into_which_nobody_writes_is_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(yaml_text, "_PIPE_PATIENCE", 0.1)
+    monkeypatch.setattr(yaml_text, "_PIPE_TIMEOUT", 0.1)
     os.mkfifo(tmp_path / "job.yaml")
     with pytest.raises(TulaError, match="received nothing"):
         yaml_text.read_yaml(tmp_path / "job.yaml")

@@ -15,7 +15,7 @@ from tula_cli.run.records.probes import Failed, OutOfMemory, ScriptObservation
 from tula_cli.run.records.recommendations import Recommendation, StartEstimate
 from tula_cli.run.records.results import Summary
 from tula_cli.run.records.scripts import ObservedStart, RankResult, ScriptFailure
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 from tula_cli.worker.build.data import Position
 from tula_cli.worker.train.training_log import MetricsFile
 
@@ -81,7 +81,7 @@ def test_what_a_job_runs_from_keeps_its_words_in_a_private_folder(tmp_path: Path
         "length": {"epochs": 1},
         "reference": {"batch": 8},
     }
-    run = RunDir.create(tmp_path / "tula-runs", validate({"script": script}, source="test"))
+    run = RunDir.create(tmp_path / "tula-runs", validate_job({"script": script}, source="test"))
     read = RunDir.open(run.path).read_spec().script
     assert read is not None and SECRET in str(read.command) and SECRET in (run.path / "spec.yaml").read_text()
     assert run.path.stat().st_mode & 0o077 == 0

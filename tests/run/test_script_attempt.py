@@ -32,7 +32,7 @@ def test_the_newest_row_is_found_at_the_end_of_a_long_file(tmp_path: Path) -> No
     rows = [{"kind": "row" if step % 3 else "gap", "step": step} for step in range(5000)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (attempt.path / "steps-0.jsonl").write_text(text + '{"kind": "row", "st')
-    assert len(text) > 2 * script_attempt.TAIL
+    assert len(text) > 2 * script_attempt.TAIL_BYTES
     assert attempt.read_newest_row(0) == {"kind": "row", "step": 4999}
     assert attempt.read_rows(0) == rows
 

@@ -9,8 +9,8 @@ import pytest
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.job_runs import load_with_overrides
-from tula_cli.spec.load import load_spec, validate
-from tula_cli.spec.old_keys import without_removed_values
+from tula_cli.spec.load import load_spec, validate_job
+from tula_cli.spec.old_keys import drop_removed_values
 
 
 @pytest.fixture
@@ -56,4 +56,4 @@ def test_a_job_file_with_it_is_refused(run: RunDir, tmp_path: Path) -> None:
 def test_all_else_of_a_stored_job_is_kept() -> None:
     job = make.spec(search={"nodes": [1, 2], "strategy": "full"})
     content = job.model_dump(mode="json")
-    assert validate(without_removed_values(content), source="test") == job
+    assert validate_job(drop_removed_values(content), source="test") == job

@@ -15,7 +15,7 @@ from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import site
 from tula_cli.cluster.slurm.site import NodeKind, Partition
 from tula_cli.errors import JobFailed, Pending, SchedulerError, SpecError
-from tula_cli.host.failures import advise
+from tula_cli.host.failures import describe_advice
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import Components, Footprint
 from tula_cli.run.records.failures import Failure
@@ -26,10 +26,10 @@ from tula_cli.services import estimate as services_estimate
 from tula_cli.services import logs as services_logs
 from tula_cli.services import messages
 from tula_cli.services import nodes as services_nodes
-from tula_cli.services.check import check, check_all
+from tula_cli.services.check import check, check_all_node_types
 from tula_cli.services.estimate import estimate
 from tula_cli.services.nodes import check_node_count, collect_node_check, submit_node_check, watch_node_check
-from tula_cli.services.search import ASSUMED_START, estimate_search, list_measured_probes
+from tula_cli.services.search import ASSUMED_START_SECONDS, estimate_search, list_measured_probes
 from tula_cli.show import check as show_check
 from tula_cli.show import check as show_estimate
 from tula_cli.spec.job import JobSpec
@@ -90,7 +90,9 @@ def test_a_scheduler_of_ones_own_that_is_not_there_is_reported_before_the_model_
         raise AssertionError("built")
 
     with pytest.raises(SpecError, match="there is no module 'no_such_site'"):
-        check_all([RunDir.from_spec(Path("runs"), make.spec(cluster={"kind": "no_such_site:Pbs"}))], inspector=never)
+        check_all_node_types(
+            [RunDir.from_spec(Path("runs"), make.spec(cluster={"kind": "no_such_site:Pbs"}))], inspector=never
+        )
 
 
 def test_jobs_are_those_of_the_search(found):
@@ -113,7 +115,9 @@ def test_what_is_expected_follows_from_the_nearest_probes_and_stays_below_the_mo
     jobs = [(1, (32, 64, 1024)), (2, (16,))]
     supposed = estimate_search(job, jobs, [])
     assert supposed.probes == 0 and "0.1 s per step" in supposed.basis
-    assert supposed.hours == pytest.approx((2 * ASSUMED_START + 4 * job.search.estimate_probe_seconds(0.1)) / 3600)
+    assert supposed.hours == pytest.approx(
+        (2 * ASSUMED_START_SECONDS + 4 * job.search.estimate_probe_seconds(0.1)) / 3600
+    )
     run = RunDir.create(tmp_path, job)
     for local in (32, 512):
         make.add_measured(run, 1, local)
@@ -737,7 +741,7 @@ def test_a_failure_is_reported_with_what_to_do_about_it(nodes, outcome):
     nodes.ends(outcome=outcome, message="the end")
     with pytest.raises(JobFailed, match="check-n002-1 failed: the end") as caught:
         nodes.conclude()
-    assert caught.value.hint == advise(Failure(outcome=outcome), nodes.task.spec)
+    assert caught.value.hint == describe_advice(Failure(outcome=outcome), nodes.task.spec)
 
 
 def test_a_port_that_was_taken_is_tried_again(nodes):

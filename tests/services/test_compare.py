@@ -419,7 +419,7 @@ def test_a_scheduler_gets_everything_at_once(run: RunDir) -> None:
     planned = plan(run)
     jobs = trainings.submit_cells(run, planned, launcher, inspect=inspect)
     assert jobs == [f"train-{cell.signature}" for cell in planned.comparison.cells]
-    steps = list(trainings.wait_for_all(run, planned, launcher, jobs))
+    steps = list(trainings.wait_for_cells(run, planned, launcher, jobs))
     assert (steps[-1].done, steps[-1].failed, steps[-1].total) == (22, 0, 22)
     assert {step.ended for step in steps if step.ended} == set(planned.comparison.cells)
 

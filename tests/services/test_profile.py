@@ -264,7 +264,9 @@ def test_a_round_that_is_under_way_is_the_plan_until_it_is_done(rounds: RunDir) 
     make_runs.add_measured(rounds, 4, 8)
     again = profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection())
     assert batches(again) == {1: (256, 512)}, "what failed, and what stands in for it to start from"
-    assert batches(profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection(), again=False)) == {1: (256,)}
+    assert batches(profile.plan_probes(Run(rounds.path, rounds.read_spec()), inspection(), repeat_failed=False)) == {
+        1: (256,)
+    }
 
 
 def test_a_round_whose_probes_all_fail_is_not_measured(rounds: RunDir) -> None:
@@ -346,5 +348,5 @@ def test_what_is_no_longer_searched_is_not_tried_again(rounds: RunDir) -> None:
 def test_the_cap_counts_what_other_node_types_take(rounds: RunDir) -> None:
     job = long_job(max_node_hours=10)
     measure(rounds, profile.plan_probes(Run(rounds.path, job), inspection()))
-    assert profile.plan_probes(Run(rounds.path, job), inspection(), elsewhere=1.0).missing
-    assert not profile.plan_probes(Run(rounds.path, job), inspection(), elsewhere=9.9).missing
+    assert profile.plan_probes(Run(rounds.path, job), inspection(), node_hours_of_other_types=1.0).missing
+    assert not profile.plan_probes(Run(rounds.path, job), inspection(), node_hours_of_other_types=9.9).missing

@@ -32,7 +32,7 @@ from tula_cli.services.measurements import describe_epochs
 from tula_cli.services.recommend import count_pending_probes, recommend, save_answer, should_replace
 from tula_cli.show import recommend as show_recommend
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import load_spec, validate
+from tula_cli.spec.load import load_spec, validate_job
 from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.spec.workload import get_workload
 from tula_cli.words import format_duration
@@ -718,7 +718,7 @@ def test_the_cost_of_an_interruption_of_a_script_is_reported(tmp_path: Path) -> 
     content = make.script_spec(epochs=10).model_dump(mode="json", exclude_unset=True)
     content["script"] |= {"resume": resume, "save": "SIGUSR1"}
     content["pricing"] = {"price": 1.0, "spot": {"discount": 0.7, "interruptions_per_day": 1}}
-    job = validate({**content, "search": {"nodes": [2, 4], "max_batch": 4096}}, source="test")
+    job = validate_job({**content, "search": {"nodes": [2, 4], "max_batch": 4096}}, source="test")
     run = run_with(tmp_path, [of_a_script(probe) for probe in probe_all(Truth(noise=0.01), SWEEP)], job=job)
     result = ask(run)
     assert result.interruption.startswith("the checkpoint interval is unknown until the script trains")

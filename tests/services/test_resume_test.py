@@ -21,13 +21,13 @@ from tula_cli.run.records.scripts import ObservedStart, ResumeTestResult
 from tula_cli.run.records.tasks import JobSize, ResumeTestTask, Rung, TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.services import messages, resume_test, status
-from tula_cli.services.events import Event, Note, WarningEvent, follow
+from tula_cli.services.events import Event, Note, WarningEvent, run_work
 from tula_cli.services.profile import count_measured_node_hours
 from tula_cli.services.waiting import Submission
 from tula_cli.show import check as show_check
 from tula_cli.show import status as show_status
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 from tula_cli.spec.scripts.script import Length
 from tula_cli.spec.signature import compute_resume_test_signature
 
@@ -43,7 +43,7 @@ def spec(**script: Any) -> JobSpec:
         "code": "none",
         "resume": RESUME,
     }
-    return validate({"name": "own", "script": settings | script, "cluster": {"gpus_per_node": 2}}, source="test")
+    return validate_job({"name": "own", "script": settings | script, "cluster": {"gpus_per_node": 2}}, source="test")
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def prepared(result: resume_test.TrainingStart, launcher: FakeLauncher | None = 
     text: list[Event] = []
     launcher = launcher or FakeLauncher()
     submission = Submission(lambda _: launcher, lambda _: inspected(), lambda _: True, wait=False)
-    return follow(resume_test.run_resume_test_if_due(result, launcher, submission), text.append), text
+    return run_work(resume_test.run_resume_test_if_due(result, launcher, submission), text.append), text
 
 
 # --- what can be tested
@@ -111,7 +111,9 @@ def prepared(result: resume_test.TrainingStart, launcher: FakeLauncher | None = 
 )
 def test_a_job_that_cannot_be_tested_is_refused(tmp_path: Path, job: JobSpec, words: str) -> None:
     with pytest.raises(SpecError, match=words):
-        follow(resume_test.run_resume_test([RunDir.from_spec(tmp_path, job)], lambda _: FakeLauncher()), lambda _: None)
+        run_work(
+            resume_test.run_resume_test([RunDir.from_spec(tmp_path, job)], lambda _: FakeLauncher()), lambda _: None
+        )
 
 
 def test_a_batch_has_a_half_and_is_that_of_the_recommendation_or_of_the_script(run: RunDir) -> None:
@@ -130,7 +132,7 @@ def test_a_batch_has_a_half_and_is_that_of_the_recommendation_or_of_the_script(r
 def test_what_was_found_is_not_tried_again_unless_that_is_wished(run: RunDir) -> None:
     keep(run, "epoch", why="it goes on")
     launcher = FakeLauncher()
-    result = follow(resume_test.run_resume_test([Run(run.path, spec())], lambda _: launcher), lambda _: None)
+    result = run_work(resume_test.run_resume_test([Run(run.path, spec())], lambda _: launcher), lambda _: None)
     assert (result.kept, result.resumes, launcher.submitted) == (True, "epoch", [])
     shown = list(show_check.render_resume_test(result))
     assert shown[-1] == "script.resume.batch: rehearse now means epoch" and "it goes on" in shown
@@ -147,7 +149,7 @@ def test_what_each_start_had_left_to_train_is_shown(run: RunDir) -> None:
     later = begin.model_copy(update={"phase": "same", "saved_samples": None})
     half = later.model_copy(update={"phase": "half", "batch": 50, "whole": None, "first_lr": None})
     keep(run, "epoch", starts=(begin, later, half))
-    result = follow(resume_test.run_resume_test([Run(run.path, spec())], lambda _: FakeLauncher()), lambda _: None)
+    result = run_work(resume_test.run_resume_test([Run(run.path, spec())], lambda _: FakeLauncher()), lambda _: None)
     columns = [list(column.cells) for column in next(show_check.render_resume_test(result)).columns]
     assert columns[1:6] == [
         ["100", "100", "50"], ["5"] * 3, ["500"] * 3, ["3000", "2600", "-"], ["0.1000", "0.1000", "-"],
@@ -217,7 +219,9 @@ def capped(run: RunDir, *, hours: float) -> JobSpec:
 def test_a_rehearsal_counts_to_the_cap_on_node_hours(run: RunDir) -> None:
     job = capped(run, hours=0.6)
     with pytest.raises(OverBudget, match=r"so far \(0.500 node-hours\) and a resume test may take 0.833"):
-        follow(resume_test.run_resume_test([Run(run.path, job)], lambda _: FakeLauncher(), fresh=True), lambda _: None)
+        run_work(
+            resume_test.run_resume_test([Run(run.path, job)], lambda _: FakeLauncher(), fresh=True), lambda _: None
+        )
     assert "a resume test may take 1.17" in resume_test.describe_cap_exceeded([Run(run.path, job)], nodes=2)
     enough = job.model_copy(update={"search": job.search.model_copy(update={"max_node_hours": 9.0})})
     assert resume_test.describe_cap_exceeded([Run(run.path, enough)]) == ""

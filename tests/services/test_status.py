@@ -420,7 +420,7 @@ def test_the_time_left_counts_down_only_while_steps_are_made(tmp_path, said, fla
     now = START + (650 if left == 80 else 70)
     seen = services_status.run_status(on_slurm, make.FakeLauncher({name: said}, flags=flags), now=now)
     (job,) = seen.jobs
-    assert (job.state in status.ACTIVE) == (job.left is not None)
+    assert (job.state in status.ACTIVE_STATES) == (job.left is not None)
     assert job.left in (None, left) and seen.training.eta == job.left
     assert (job.left is None) == bool(flags.get("on_hold")), job.state
 

@@ -29,7 +29,7 @@ from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.records.results import CountedEnergy
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.services import train
-from tula_cli.services.events import WarningEvent, follow
+from tula_cli.services.events import WarningEvent, run_work
 from tula_cli.services.plans import TrainPlan
 from tula_cli.show.train import render_train_plan
 from tula_cli.spec.job import JobSpec
@@ -131,7 +131,7 @@ def test_a_parameter_server_is_a_model_of_time_and_training_says_so_once(
     make_runs.add_measured(run, 1, 32)
     spec = make_runs.spec(cluster={"collective": collective})
     message: list[object] = []
-    ready = follow(
+    ready = run_work(
         train.prepare_training([Run(run.path, spec)], TrainRequest(nodes=1, batch=32), lambda _: pytest.fail("built")),
         message.append,
     )
@@ -149,7 +149,7 @@ def test_a_range_of_nodes_is_one_training_whatever_its_bounds(run: RunDir) -> No
     again = plan(run, spec, nodes=NodeRange(1, 2), batch=64).task
     assert (again.job, again.attempt, again.nodes, again.node_counts) == (task.job, 2, 1, (1, 2))
     assert plan(run, spec, nodes=4, batch=64).task.signature != task.signature
-    ready = follow(
+    ready = run_work(
         train.prepare_training([Run(run.path, spec)], TrainRequest(nodes="1-4", batch=64), lambda _: inspected()), print
     )
     assert ready.plan.task.job == task.job
@@ -397,7 +397,7 @@ def test_a_plan_names_the_finished_training_with_another_batch(tmp_path: Path) -
     def describe(batch: int, **changes: dict[str, object]) -> str:
         changed = Run(run.path, make_runs.spec(**changes))
         preparing = train.prepare_training([changed], TrainRequest(nodes=2, batch=batch), lambda _: inspected())
-        return "\n".join(line for line in render_train_plan(follow(preparing, print).plan) if isinstance(line, str))
+        return "\n".join(line for line in render_train_plan(run_work(preparing, print).plan) if isinstance(line, str))
 
     assert f"{named} (train-{task.signature})" in describe(256)
     assert named in describe(256, train={"epochs": run.read_spec().train.epochs, "workers": 3}), (

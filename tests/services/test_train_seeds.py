@@ -15,7 +15,7 @@ from tula_cli.query import Query
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services.campaign import PLAN_FILE, load_campaign, plan_campaign, save_campaign
-from tula_cli.services.events import Event, SeedsPlanned, follow
+from tula_cli.services.events import Event, SeedsPlanned, run_work
 from tula_cli.services.train_seeds import PreparedSeeds, SeedsReport, prepare_seeds, run_seeds
 from tula_cli.services.waiting import Submission
 from tula_cli.show.campaign import render_campaign
@@ -62,7 +62,7 @@ def inspect(_: JobSpec) -> Any:
 
 
 def prepare(run: RunDir, job: JobSpec, seeds: int, **request: Any) -> PreparedSeeds:
-    return follow(prepare_seeds([Run(run.path, job)], TrainRequest(seeds=seeds, **request), inspect), lambda _: None)
+    return run_work(prepare_seeds([Run(run.path, job)], TrainRequest(seeds=seeds, **request), inspect), lambda _: None)
 
 
 def train(
@@ -71,7 +71,7 @@ def train(
     events: list[Event] = []
     submission = Submission(lambda _: launcher, inspect, lambda _: True, **policy)  # type: ignore[arg-type, return-value]
     prepared = prepare(run, job or run.read_spec(), seeds)
-    return follow(run_seeds(prepared, submission), events.append), events
+    return run_work(run_seeds(prepared, submission), events.append), events
 
 
 def test_each_training_has_its_seed_and_all_run_one_after_another_on_this_machine(run: RunDir) -> None:

@@ -15,13 +15,20 @@ import tula_cli
 from tula_cli.models.observed import MeasuredJob
 from tula_cli.run.observed import ObservedJob, list_observed_jobs
 from tula_cli.run.records.scripts import ShimPlan
-from tula_cli.services.observe import PLAN, install_observer
+from tula_cli.services.observe import OBSERVATION_PLAN, install_observer
 
 pytestmark = pytest.mark.torch
 
 
 def make_plan(folder: Path, **more: object) -> ShimPlan:
-    settings = {**PLAN, "folder": str(folder), "warmup": 2, "min_steps": 5, "seconds": 0.0, "split_steps": 4}
+    settings = {
+        **OBSERVATION_PLAN,
+        "folder": str(folder),
+        "warmup": 2,
+        "min_steps": 5,
+        "seconds": 0.0,
+        "split_steps": 4,
+    }
     return ShimPlan.model_validate(settings | more)
 
 

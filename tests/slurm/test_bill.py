@@ -22,7 +22,7 @@ from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import CheckTask
 from tula_cli.services import train
-from tula_cli.services.events import WarningEvent, follow
+from tula_cli.services.events import WarningEvent, run_work
 from tula_cli.services.site_charges import add_site_billing, check_balance_of_task, find_site_charge
 from tula_cli.services.waiting import Submission
 from tula_cli.spec.job import JobSpec
@@ -140,7 +140,7 @@ def _held_against_the_accounting(root: Path, ids: list[str]) -> None:
     """A training whose jobs these were is held against what sacct has billed them, its QOS counted twice."""
     result = job(partition="billed", qos="dear")
     run = measured(root, result)
-    prepared = follow(
+    prepared = run_work(
         train.prepare_training([Run(run.path, result)], TrainRequest(nodes=1, batch=32), lambda _: inspected()),
         lambda _: None,
     )
@@ -177,13 +177,13 @@ def test_a_training_beyond_the_balance_is_reported_and_refused(on_site: SlurmClu
         work = train.prepare_training(
             [Run(run.path, result)], TrainRequest(nodes=1, batch=32, within_balance=within), lambda _: inspected()
         )
-        prepared = follow(work, message.append)
+        prepared = run_work(work, message.append)
     warned = [event.text for event in message if isinstance(event, WarningEvent)]
     beyond = r"account big has 1\.6\d of 1\.67 SU left, but up to (43\.6|61\.1) SU"  # the largest, or the sum
     assert any(re.search(beyond, text) for text in warned), warned
     submission = Submission(make_launcher, lambda _: inspected(), lambda _: True, wait=False)
     with pytest.raises(OverBudget, match=beyond):
-        follow(train.run_training(prepared, submission), message.append)
+        run_work(train.run_training(prepared, submission), message.append)
     assert not on_site.run("login", "squeue", "--noheader").stdout
     cheap = check_balance_of_task(prepared.plan.task, remaining_share=1e-6)
     assert cheap is not None and not cheap.lacking and not cheap.unknown

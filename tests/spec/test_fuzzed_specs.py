@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from tula_cli.errors import SpecError
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import dump_yaml, load_spec, validate
+from tula_cli.spec.load import dump_yaml, load_spec, validate_job
 from tula_cli.spec.yaml_text import parse_yaml
 
 BASE = """
@@ -64,11 +64,11 @@ def set_value(spec: dict[str, Any], place: tuple[str, ...], value: str) -> dict[
 
 def check_spec(make_content: Callable[[], dict[str, Any]]) -> None:
     try:
-        spec = validate(make_content(), source="fuzzed")
+        spec = validate_job(make_content(), source="fuzzed")
     except SpecError as error:
         assert len(error.message.splitlines()) == 1 and all(len(str(problem)) < 2000 for problem in error.problems)
         return
-    assert validate(parse_yaml(dump_yaml(spec), source="kept"), source="kept") == spec
+    assert validate_job(parse_yaml(dump_yaml(spec), source="kept"), source="kept") == spec
     assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
 
 

@@ -10,9 +10,9 @@ import pytest
 from tula_cli.errors import SpecError
 from tula_cli.services.api import load_job
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import load_spec, validate
+from tula_cli.spec.load import load_spec, validate_job
 from tula_cli.spec.merge import ENV_PREFIX
-from tula_cli.spec.old_keys import REMOVED, RENAMED, OldKeyWarning, without_removed_values
+from tula_cli.spec.old_keys import REMOVED_KEYS, RENAMED_KEYS, OldKeyWarning, drop_removed_values
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.signature import compute_measurement_signature, compute_train_signature
 
@@ -40,14 +40,14 @@ def test_jobs_of_older_runs_are_read_without_a_word_and_have_other_names_in_this
     old = OLD[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        spec = validate(without_removed_values(old["spec"]), source=name)
+        spec = validate_job(drop_removed_values(old["spec"]), source=name)
     assert compute_measurement_signature(spec) != old["signature"]
     assert compute_train_signature(spec, nodes=2, batch=1024) != old["training"]
-    assert validate(spec.model_dump(mode="json"), source=name).model_dump() == spec.model_dump()
+    assert validate_job(spec.model_dump(mode="json"), source=name).model_dump() == spec.model_dump()
 
 
 def test_what_older_runs_say_is_kept_under_the_new_names() -> None:
-    train = validate(without_removed_values(OLD["judged"]["spec"]), source="").train
+    train = validate_job(drop_removed_values(OLD["judged"]["spec"]), source="").train
     assert (train.oom_policy, train.best_checkpoint.metric, train.early_stopping and train.early_stopping.patience) == ("shrink", "loss", 5)  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def test_settings_of_a_scheduler_are_read_where_older_files_have_them_and_report
     }
     own = {"options": {"queue": "gpu"}, "minutes": 3, "python": None, "setup": []}
     stored = {"cluster": {"kind": "mine:Queue", "slurm": None, "scheduler": own}}
-    cluster = validate(without_removed_values({**CONTENT, "train": {"epochs": 3}, **stored}), source="a run").cluster
+    cluster = validate_job(drop_removed_values({**CONTENT, "train": {"epochs": 3}, **stored}), source="a run").cluster
     assert (cluster.options, cluster.minutes, cluster.setup) == ({"queue": "gpu"}, 3, [])
 
 
@@ -133,19 +133,19 @@ def test_both_names_of_a_key_are_refused(tmp_path: Path) -> None:
 
 
 def test_every_name_in_the_tables_is_right() -> None:
-    spec = validate(without_removed_values(OLD["defaults"]["spec"]), source="")
-    for old, new in RENAMED.items():
+    spec = validate_job(drop_removed_values(OLD["defaults"]["spec"]), source="")
+    for old, new in RENAMED_KEYS.items():
         section, _, name = new.rpartition(".")
         keys = (Script if section == "script" else type(at(spec, section))).model_fields
         assert name in keys and old.startswith(f"{section}.")
         if old.count(".") == 1:
             assert old.rpartition(".")[2] not in keys
-    assert all(REMOVED.values())
+    assert all(REMOVED_KEYS.values())
 
 
 def test_measurements_that_older_runs_switched_on_by_a_key_each_are_left_out_as_no_training_of_theirs_goes_on() -> None:
     train = {"epochs": 3, "diagnostics": True, "hessian": {"samples": 64}, "gradient_noise": False}
-    stored = validate(without_removed_values({**CONTENT, "train": train}), source="a run")
+    stored = validate_job(drop_removed_values({**CONTENT, "train": train}), source="a run")
     assert stored.train.diagnostics == []
 
 
@@ -186,4 +186,4 @@ def test_a_removed_key_is_refused_with_advice_and_left_out_of_stored_jobs(path: 
     with pytest.raises(SpecError) as caught:
         load_job(content)
     assert "this key no longer exists" in str(caught.value.problems)
-    validate(without_removed_values(content), source="a run")
+    validate_job(drop_removed_values(content), source="a run")

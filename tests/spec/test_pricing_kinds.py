@@ -4,7 +4,7 @@ import pytest
 from make_runs import spec
 
 from tula_cli.errors import SpecError
-from tula_cli.spec.load import dump_yaml, validate
+from tula_cli.spec.load import dump_yaml, validate_job
 from tula_cli.spec.resources import SiteBill
 from tula_cli.spec.signature import compute_measurement_signature
 from tula_cli.spec.yaml_text import parse_yaml
@@ -52,6 +52,6 @@ def test_what_slurm_told_is_not_written_down_as_the_users():
     answer = written.pricing.model_copy(update={"slurm_billing": SiteBill(node=5.0, words="x")})
     filled = written.model_copy(update={"pricing": answer})
     assert filled != written and filled.without_bill() == written
-    assert validate(parse_yaml(dump_yaml(written), source="x"), source="x") == written
+    assert validate_job(parse_yaml(dump_yaml(written), source="x"), source="x") == written
     assert compute_measurement_signature(filled) == compute_measurement_signature(written)
-    assert validate(filled.model_dump(mode="json"), source="task") == filled
+    assert validate_job(filled.model_dump(mode="json"), source="task") == filled

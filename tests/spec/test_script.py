@@ -6,8 +6,14 @@ from pydantic import ValidationError
 
 from tula_cli.errors import SpecError
 from tula_cli.spec.job import JobSpec, describe_training_method
-from tula_cli.spec.load import dump_yaml, validate
-from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, fill, find_placeholders, get_program_name, render
+from tula_cli.spec.load import dump_yaml, validate_job
+from tula_cli.spec.scripts.placeholders import (
+    PLACEHOLDERS,
+    fill_command,
+    fill_text,
+    find_placeholders,
+    get_program_name,
+)
 from tula_cli.spec.scripts.recognition import recognise_line
 from tula_cli.spec.scripts.script import Script, count_script_samples, describe_length
 from tula_cli.spec.scripts.script import count_script_steps as steps_of
@@ -26,19 +32,19 @@ def section(**changes: object) -> Script:
 
 def test_values_stand_in_their_places_and_doubled_braces_are_braces() -> None:
     values = {"local_batch": 32, "lr": 0.1 + 0.2, "out": "/a folder/x"}
-    result = render("train.py -b {local_batch} --lr={lr} '{{x}}' --out {out}", values)
+    result = fill_command("train.py -b {local_batch} --lr={lr} '{{x}}' --out {out}", values)
     assert result == ["train.py", "-b", "32", "--lr=0.3", "{x}", "--out", "/a folder/x"]
 
 
 def test_a_value_is_one_word_whatever_is_in_it() -> None:
-    assert render("a {out}", {"out": "x; rm -rf $HOME 'y"}) == ["a", "x; rm -rf $HOME 'y"]
+    assert fill_command("a {out}", {"out": "x; rm -rf $HOME 'y"}) == ["a", "x; rm -rf $HOME 'y"]
 
 
 @pytest.mark.parametrize(
     ("value", "written"), [(10**15, "1000000000000000"), (2.0, "2"), (1e-7, "1e-07"), (0.05, "0.05")]
 )
 def test_numbers_are_written_as_people_do(value: float, written: str) -> None:
-    assert fill("{lr}", {"lr": value}) == written
+    assert fill_text("{lr}", {"lr": value}) == written
 
 
 @pytest.mark.parametrize(
@@ -59,7 +65,7 @@ def test_what_is_no_placeholder_is_reported(text: str, words: str) -> None:
 def test_each_placeholder_can_be_filled() -> None:
     text = " ".join(f"{{{name}}}" for name in PLACEHOLDERS)
     assert find_placeholders(text) == tuple(PLACEHOLDERS)
-    assert fill(text, dict.fromkeys(PLACEHOLDERS, 1)) == " ".join("1" * len(PLACEHOLDERS))
+    assert fill_text(text, dict.fromkeys(PLACEHOLDERS, 1)) == " ".join("1" * len(PLACEHOLDERS))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +144,7 @@ def test_what_cannot_work_is_reported(changes: dict[str, object], words: str) ->
 
 def test_a_wrong_pattern_is_one_problem() -> None:
     with pytest.raises(SpecError) as caught:
-        validate({"script": {**SECTION, "metric": {"top1": "Acc [0-9.]+"}}}, source="test")
+        validate_job({"script": {**SECTION, "metric": {"top1": "Acc [0-9.]+"}}}, source="test")
     assert [problem.path for problem in caught.value.problems] == ["script.metric.top1"]
     assert "Rows" not in str(caught.value.problems)
 
@@ -289,7 +295,7 @@ JOB = {"script": SECTION, "search": {"nodes": [1]}}
 
 
 def job(**changes: object) -> JobSpec:
-    return validate({**JOB, **changes}, source="test")
+    return validate_job({**JOB, **changes}, source="test")
 
 
 def test_a_job_has_a_script_in_place_of_the_loops_sections() -> None:
@@ -307,13 +313,13 @@ def test_a_job_has_a_script_in_place_of_the_loops_sections() -> None:
             "oom_policy",
             "max_attempts",
         }
-        again = validate(written, source="again")
+        again = validate_job(written, source="again")
         assert again.model_dump() == spec.model_dump() and again.train == spec.train
 
 
 def test_a_job_without_a_script_is_written_as_ever() -> None:
     settings = {"model": {"name": "a:b"}, "dataset": {"name": "c:d"}, "optimizer": {"lr": 0.1}, "train": {"epochs": 1}}
-    assert "script" not in validate(settings, source="test").model_dump()
+    assert "script" not in validate_job(settings, source="test").model_dump()
 
 
 @pytest.mark.parametrize(
@@ -348,7 +354,7 @@ def test_gradient_scaling_of_a_script_is_robust_unless_it_says_otherwise() -> No
     assert job(train={"method": "ags"}, ags={"preset": "paper"}).ags.resolved().granularity == "element"
     for written in (spec.model_dump(mode="json"), spec.model_dump(exclude_unset=True), yaml.safe_load(dump_yaml(spec))):
         assert written["ags"]["preset"] == "robust"
-        assert validate(written, source="again").ags == spec.ags
+        assert validate_job(written, source="again").ags == spec.ags
     typed = job(train={"method": "ags"}, node_types={"small": {"pricing": {"price": 1.0}}})
     assert typed.select_type("small").ags == spec.ags
 
@@ -414,8 +420,8 @@ def test_a_script_without_a_method_has_a_scaled_rate_if_its_command_takes_one(
 ) -> None:
     reference = {"batch": 64, **({"lr": 0.1} if " {lr}" in options else {})}
     script = {"command": f"t.py -b {{batch}} {options}", "length": {"epochs": 1}, "reference": reference}
-    spec = validate({"script": script, "train": train}, source="test")
+    spec = validate_job({"script": script, "train": train}, source="test")
     assert (spec.train.method, spec.train.lr_scaling) == expected
     is_default = "method" not in {key for key, value in train.items() if value} and "lr_scaling" not in train
     assert ("the default because" in describe_training_method(spec)) == is_default
-    assert validate(spec.model_dump(exclude_unset=True), source="test") == spec
+    assert validate_job(spec.model_dump(exclude_unset=True), source="test") == spec

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tula_cli.errors import SpecError
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 
 BASE: dict[str, Any] = {
     "model": {"name": "resnet18"},
@@ -17,14 +17,14 @@ BASE: dict[str, Any] = {
 
 def job(train: dict[str, Any] | None = None, **sections: Any) -> Any:
     content = {**BASE, **sections, "train": {**BASE["train"], "parallel": "fsdp", **(train or {})}}
-    return validate(content, source="test")
+    return validate_job(content, source="test")
 
 
 def test_factors_are_of_tensors_unless_it_is_said_otherwise() -> None:
     assert job().ags.granularity == "tensor"
     assert job({"parallel": "ddp"}).ags.granularity is None
     assert job({"method": "lbt"}).ags.granularity is None
-    again = validate(job().model_dump(mode="json", exclude_unset=True), source="test")
+    again = validate_job(job().model_dump(mode="json", exclude_unset=True), source="test")
     assert again == job(), "a job that was written is read as itself"
 
 

@@ -12,10 +12,10 @@ from tula_cli.presets import AGS_PRESETS
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec, compute_lr_scale, describe_training_method, get_default_beta1
 from tula_cli.spec.kinds import parse_size
-from tula_cli.spec.load import dump_yaml, load_spec, validate
-from tula_cli.spec.merge import ENV_PREFIX, apply_overrides, flatten, merge_sources
+from tula_cli.spec.load import dump_yaml, load_spec, validate_job
+from tula_cli.spec.merge import ENV_PREFIX, apply_overrides, flatten_mapping, merge_sources
 from tula_cli.spec.methods import METHODS
-from tula_cli.spec.resources import UNPRICED
+from tula_cli.spec.resources import UNPRICED_PRICING
 from tula_cli.spec.signature import compute_measurement_signature, compute_train_signature
 from tula_cli.spec.yaml_text import parse_yaml, read_yaml
 
@@ -133,7 +133,7 @@ def test_a_number_at_a_key_of_text_arrives_as_it_was_typed(write, tmp_path, sour
         result = load_spec(job, overrides=overrides, site_files=[site], environ={})
         again = load_spec(write(dump_yaml(result)), site_files=[], environ={})
         assert again == result
-        values = dict(flatten(again.model_dump(mode="json")))
+        values = dict(flatten_mapping(again.model_dump(mode="json")))
         assert {key: values[key] for key in KEYS_OF_TEXT} == dict.fromkeys(KEYS_OF_TEXT, typed)
         assert values["cluster.setup"] == ["x" if source == "--set" else typed]
 
@@ -148,11 +148,11 @@ def test_python_code_gives_text_exactly_or_is_refused(value, outcome):
         "cluster": {"kind": "slurm", "slurm": {"account": value, "environment": {"TAG": value}}},
     }  # fmt: skip
     if not isinstance(value, float | bool):
-        slurm = validate(content, source="here").cluster.slurm
+        slurm = validate_job(content, source="here").cluster.slurm
         assert (slurm.account, slurm.environment["TAG"]) == (outcome, outcome)
     else:
         with pytest.raises(SpecError) as caught:
-            validate(content, source="here")
+            validate_job(content, source="here")
         assert [problem.path for problem in caught.value.problems] == [
             "cluster.slurm.account",
             "cluster.slurm.environment.TAG",
@@ -426,7 +426,7 @@ def test_a_key_without_its_section_is_the_likely_one(write, override, key):
 def test_a_key_without_its_section_is_one_of_the_scripts_where_there_is_a_script(key, meant):
     script = {"command": "t.py -b {batch}", "length": {"epochs": 1}, "reference": {"batch": 8}}
     with pytest.raises(SpecError) as error:
-        validate({"name": "j", "script": script, key: 1}, source="j")
+        validate_job({"name": "j", "script": script, key: 1}, source="j")
     assert meant in str(error.value)
 
 
@@ -1122,19 +1122,21 @@ def test_spec_is_frozen():
 )
 def test_a_price_that_is_none_is_refused(pricing, words):
     with pytest.raises(SpecError) as caught:
-        validate({**yaml.safe_load(MINIMAL), "pricing": pricing}, source="test")
+        validate_job({**yaml.safe_load(MINIMAL), "pricing": pricing}, source="test")
     assert words in "; ".join(map(str, caught.value.problems))
 
 
 def test_without_a_price_cost_counts_node_hours():
-    assert (spec().pricing, spec().pricing.currency) == (UNPRICED, "node-h")
+    assert (spec().pricing, spec().pricing.currency) == (UNPRICED_PRICING, "node-h")
 
 
 # --- several types of nodes
 
 
 def typed(**types):
-    return validate({**yaml.safe_load(MINIMAL), "cluster": {"gpus_per_node": 2}, "node_types": types}, source="test")
+    return validate_job(
+        {**yaml.safe_load(MINIMAL), "cluster": {"gpus_per_node": 2}, "node_types": types}, source="test"
+    )
 
 
 def test_a_type_is_the_job_with_what_is_special_about_it():
@@ -1157,7 +1159,7 @@ def test_types_survive_a_round_trip(write):
 
 def test_settings_of_the_cluster_are_laid_over_one_by_one():
     slurm = {"kind": "slurm", "slurm": {"partition": "all", "account": "me"}}
-    job = validate(
+    job = validate_job(
         {
             **yaml.safe_load(MINIMAL),
             "cluster": slurm,
@@ -1224,7 +1226,7 @@ def test_another_type_or_price_keeps_the_run_and_another_cluster_is_measured_ane
     assert compute_measurement_signature(other.split_by_type()["b"]) == compute_measurement_signature(
         two.split_by_type()["b"]
     )
-    base = validate({**two.model_dump(exclude_unset=True), "cluster": {"gpus_per_node": 6}}, source="test")
+    base = validate_job({**two.model_dump(exclude_unset=True), "cluster": {"gpus_per_node": 6}}, source="test")
     assert compute_measurement_signature(base) == compute_measurement_signature(two), (
         "a type that has its own GPUs keeps what was measured"
     )
@@ -1261,7 +1263,7 @@ def test_ags_scales_updates_where_the_optimizer_divides_by_the_gradient(optimize
         "train": {"epochs": 1, **train},
         "ags": ags,
     }
-    job = validate(content, source="test")
+    job = validate_job(content, source="test")
     assert job.ags.apply_to == expected
     assert JobSpec.model_validate_json(job.model_dump_json()) == job
 
@@ -1269,7 +1271,7 @@ def test_ags_scales_updates_where_the_optimizer_divides_by_the_gradient(optimize
 def test_what_ags_leaves_out_is_another_training_and_no_other_run_where_nothing_is():
     def job(**ags):
         sections = {"model": {"name": "small_cnn"}, "dataset": {"name": "digits"}, "optimizer": {"lr": 0.1}}
-        return validate({**sections, "train": {"epochs": 1, "method": "ags"}, "ags": ags}, source="test")
+        return validate_job({**sections, "train": {"epochs": 1, "method": "ags"}, "ags": ags}, source="test")
 
     plain, norms, whole = job(), job(parameters=["*", "!norms"]), job(parameters="all")
     assert len({compute_train_signature(spec, nodes=1, batch=64) for spec in (plain, norms, whole)}) == 3
@@ -1280,7 +1282,7 @@ def test_what_ags_leaves_out_is_another_training_and_no_other_run_where_nothing_
         "ags": {"parameters": ["norms"]},
     }
     with pytest.raises(SpecError, match=r"tula_hooks\.wrap"):
-        validate(script, source="test")
+        validate_job(script, source="test")
 
 
 @pytest.mark.parametrize(
@@ -1345,4 +1347,4 @@ def test_a_site_file_from_documentation_says_so_and_from_which_and_when(path):
 )
 def test_a_test_set_that_would_be_the_evaluation_set_is_refused(dataset, why):
     with pytest.raises(SpecError, match=why):
-        validate({**yaml.safe_load(MINIMAL), "dataset": dataset}, source="test")
+        validate_job({**yaml.safe_load(MINIMAL), "dataset": dataset}, source="test")

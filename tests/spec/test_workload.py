@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 from tula_cli.spec.workload import Workload, get_workload
 
 LOOP = {
@@ -21,7 +21,7 @@ def script(command: str, **section: Any) -> dict[str, Any]:
 
 
 def workload(job: dict[str, Any]) -> Workload:
-    return get_workload(validate(job, source="test"))
+    return get_workload(validate_job(job, source="test"))
 
 
 def test_tulas_own_loop_takes_every_setting() -> None:

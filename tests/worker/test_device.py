@@ -13,7 +13,7 @@ from worker_jobs import probe_task, spec, train_task
 
 from tula_cli.errors import JobFailed, NoGpu
 from tula_cli.host.failure_texts import classify_failure, find_device_fault
-from tula_cli.host.failures import advise
+from tula_cli.host.failures import describe_advice
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.failures import Failure
 from tula_cli.spec.job import JobSpec
@@ -52,7 +52,9 @@ def test_a_rank_without_gpu_says_why_and_is_of_the_class_of_faults(
         choose_device(Cluster(device="cuda"), 0, world=1)
     assert raised.value.message.endswith(str(error).splitlines()[0])
     assert classify_failure("".join(traceback.format_exception(raised.value)), exit_code=1) == "device_fault"
-    assert told in advise(Failure(outcome="device_fault", fault=find_device_fault(f"NoGpu: {raised.value.message}")))
+    assert told in describe_advice(
+        Failure(outcome="device_fault", fault=find_device_fault(f"NoGpu: {raised.value.message}"))
+    )
 
 
 def test_auto_takes_the_processor_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TextIO, get_args
 import typer
 from typer.core import TyperGroup
 
-from tula_cli.cli.options import COMMON, USAGE_ERROR, Command, ExtraCommand, Interrupted
+from tula_cli.cli.options import COMMON_OPTIONS, USAGE_ERROR, Command, ExtraCommand, Interrupted
 from tula_cli.errors import DiskFull, SpecError, StorageFailed, TulaError
 from tula_cli.options import ROOT
 from tula_cli.run.disk_space import FULL_DISK_ERRNOS, IO_ERRNOS
@@ -27,7 +27,7 @@ from tula_cli.spec.old_keys import OldKeyWarning
 from tula_cli.version import __version__
 from tula_cli.words import describe_expected_value
 
-WORKFLOW = (
+WORKFLOW_COMMANDS = (
     Command("init", "check", "Write a job file with the most important keys.", "tula init slurm"),
     Command(
         "check", "check", "Check a job file, and show what profiling it would cost.", "tula check job.yaml --on-cluster"
@@ -47,7 +47,7 @@ WORKFLOW = (
     Command("train", "train", "Train at the recommended nodes and batch size.", "tula train --nodes 4 --batch 1024"),
     Command("status", "status", "Show the jobs, the training and the recommendation of a run.", "tula status digits"),
 )
-MORE = (
+FURTHER_COMMANDS = (
     Command("logs", "status", "Show the log of a job.", "tula logs digits --follow"),
     Command("cancel", "status", "Cancel the jobs of a run; its results are kept.", "tula cancel digits-1f0c5b7e"),
     Command(
@@ -83,9 +83,9 @@ MORE = (
     ),
     Command("clean", "clean", "Delete files that runs no longer need.", "tula clean --older 30d --dry-run"),
 )
-COMMANDS: Mapping[str, Command] = {str(command.name): command for command in (*WORKFLOW, *MORE)}
+COMMANDS: Mapping[str, Command] = {str(command.name): command for command in (*WORKFLOW_COMMANDS, *FURTHER_COMMANDS)}
 """The commands by name, in order of use, each with the first paragraph of its help text and an example."""
-FULLER_WIDTH = 100
+MAX_HELP_COLUMNS = 100
 """Maximum number of columns of --help."""
 
 
@@ -102,7 +102,7 @@ class Commands(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         """Write the commands, each under the name of its panel."""
-        for panel, commands in (("Workflow", WORKFLOW), ("More commands", MORE)):
+        for panel, commands in (("Workflow", WORKFLOW_COMMANDS), ("More commands", FURTHER_COMMANDS)):
             with formatter.section(panel):
                 formatter.write_dl([(command.name, command.summary) for command in commands])
 
@@ -111,11 +111,11 @@ app = typer.Typer(
     name="tula",
     cls=Commands,
     help="Measure a PyTorch training job, choose its number of nodes and batch size, and train.",
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": FULLER_WIDTH},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MAX_HELP_COLUMNS},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-REPLACED: Mapping[str, str] = {
+REPLACED_COMMANDS: Mapping[str, str] = {
     "estimate": "use tula check job.yaml --memory 32GiB",
     "schema": "tula init writes .tula/job.schema.json and .tula/site.schema.json beside the job file",
 }
@@ -163,9 +163,9 @@ REMOVED_VALUES: Mapping[tuple[str, str, str], str] = {
 }
 """Values of options that were removed, by command and option, and what to use instead."""
 
-_TRAIN = "tula train {} trains; tula profile {} measures configurations first"
-OTHER_NAMES: Mapping[str, str] = {
-    **dict.fromkeys(("run", "start", "launch", "submit", "sbatch", "execute"), _TRAIN),
+_TRAIN_HINT = "tula train {} trains; tula profile {} measures configurations first"
+COMMAND_HINTS: Mapping[str, str] = {
+    **dict.fromkeys(("run", "start", "launch", "submit", "sbatch", "execute"), _TRAIN_HINT),
     **dict.fromkeys(("fit", "resume", "continue", "restart"), "tula train {}"),
     **dict.fromkeys(("measure", "probe", "bench", "benchmark", "sweep", "search", "scan", "tune"), "tula profile {}"),
     **dict.fromkeys(("choose", "predict", "suggest", "optimize", "optimise", "plan", "answer"), "tula recommend {}"),
@@ -184,8 +184,11 @@ OTHER_NAMES: Mapping[str, str] = {
 """Words that users of other tools type in place of a command, with the command to use; {} is the argument after them."""
 
 
-_SHARED = {
-    word for kind in COMMON.values() for option in get_args(kind)[1:] for word in (option.default, *option.param_decls)
+_SHARED_OPTIONS = {
+    word
+    for kind in COMMON_OPTIONS.values()
+    for option in get_args(kind)[1:]
+    for word in (option.default, *option.param_decls)
 }
 """Options that every command takes but `tula` itself does not; typer keeps the first word as the default."""
 
@@ -211,7 +214,7 @@ def _show_help(
 # --- Conversion of errors to exit codes
 
 
-READER_IS_GONE = 128 + signal.SIGPIPE
+BROKEN_PIPE_EXIT_CODE = 128 + signal.SIGPIPE
 """Exit code if the reader of the output is gone, as a shell reports it for other programs."""
 
 
@@ -219,7 +222,7 @@ def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
     """Run one command and return its exit code; errors that the user cannot fix are raised."""
     screen = screen or Screen()
     screen.expect(arguments)
-    if hint := REPLACED.get(screen.command):
+    if hint := REPLACED_COMMANDS.get(screen.command):
         return _report_error(screen, SpecError(f"command {screen.command} was removed", hint))
     if _has_empty_argument(screen.command, arguments):
         hint = "if a shell variable stands for this argument, set the variable; otherwise remove the argument"
@@ -340,7 +343,7 @@ def _convert_usage_error(error: Any, arguments: Sequence[str]) -> SpecError:
         path = f"tula {arguments[0]}"  # click's error for an option without its value has no context
     message = describe_expected_value(error.format_message())
     option = getattr(error, "option_name", None)
-    if path == "tula" and option in _SHARED:
+    if path == "tula" and option in _SHARED_OPTIONS:
         return SpecError(f"tula itself has no option {option}", f"write it after the command: tula status {option}")
     if path == "tula" and option is None:
         return _make_unknown_command_error(arguments)
@@ -380,12 +383,16 @@ def _make_unknown_command_error(arguments: Sequence[str]) -> SpecError:
 
     word, *rest = [argument for argument in arguments if not argument.startswith("-")]
     argument = rest[0] if rest else ""
-    if word in OTHER_NAMES:
-        return SpecError(f"there is no command {word}", " ".join(OTHER_NAMES[word].format(argument, argument).split()))
+    if word in COMMAND_HINTS:
+        return SpecError(
+            f"there is no command {word}", " ".join(COMMAND_HINTS[word].format(argument, argument).split())
+        )
     # os.path, because Path.exists raises PermissionError in another user's folder.
     run_folders = (os.path.join(folder, word, "spec.yaml") for folder in ("", ROOT))  # noqa: PTH118
     if word.endswith((".yaml", ".yml")) or any(map(os.path.exists, run_folders)):
-        return SpecError(f"{word} is not a command", f"{_TRAIN.format(word, word)}; tula status {word} shows its run")
+        return SpecError(
+            f"{word} is not a command", f"{_TRAIN_HINT.format(word, word)}; tula status {word} shows its run"
+        )
     hint = suggest_nearest(word, COMMANDS)
     return SpecError(f"there is no command {word}", hint or "tula --help lists the commands")
 
@@ -393,17 +400,17 @@ def _make_unknown_command_error(arguments: Sequence[str]) -> SpecError:
 def _exit_on_broken_pipe() -> int:
     """Discard the output after a pager or `head` has closed the pipe, and return the exit code."""
     _redirect_to_dev_null(sys.stdout)
-    return READER_IS_GONE
+    return BROKEN_PIPE_EXIT_CODE
 
 
-_REPORT = "this is a bug in tula; please report the lines above"
+_BUG_HINT = "this is a bug in tula; please report the lines above"
 
 
 def _report_defect(screen: Screen, kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Show an unexpected error of tula or of user code with its traceback, also in the envelope."""
     screen.print_traceback(error.with_traceback(trace))
     theirs = _find_user_line(trace)
-    hint = f"the error was raised in {theirs}, which is not part of tula; correct this code" if theirs else _REPORT
+    hint = f"the error was raised in {theirs}, which is not part of tula; correct this code" if theirs else _BUG_HINT
     _report_error(screen, TulaError(f"{kind.__name__}: {error}", hint))
 
 
@@ -422,7 +429,7 @@ def _find_user_line(trace: Any) -> str:
     return ""
 
 
-NARROWEST = 20
+MIN_COLUMNS = 20
 """Minimum number of columns; a smaller COLUMNS (0, for example) is not from a real terminal and is ignored."""
 
 
@@ -434,7 +441,7 @@ def main() -> None:
     replace_missing_letters(sys.stdout)
     replace_missing_letters(sys.stderr)
     columns = os.environ.get("COLUMNS", "")
-    if columns.isdecimal() and int(columns) < NARROWEST:
+    if columns.isdecimal() and int(columns) < MIN_COLUMNS:
         del os.environ["COLUMNS"]
     screen = Screen()
     sys.excepthook = functools.partial(_report_defect, screen)

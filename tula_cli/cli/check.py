@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tula_cli.cli.options import ADVANCED
-from tula_cli.cli.runs import JobOrRun, find_runs, load, resolve_job_or_run
-from tula_cli.cli.waiting import follow_work, make_inspector, refuse
+from tula_cli.cli.options import ADVANCED_PANEL
+from tula_cli.cli.runs import JobOrRun, find_runs, load_job_file, resolve_job_or_run
+from tula_cli.cli.waiting import follow_work, make_inspector, refuse_option
 from tula_cli.errors import SpecError
 from tula_cli.options import ROOT, CheckedNodes, Fresh, NodeType, Overrides, Root, Timeout
 from tula_cli.show import check as show_check
@@ -54,7 +54,7 @@ def init(
         typer.Option(
             "--hooks",
             help="Write only tula_hooks.py, for a script whose loop has no torch optimizer.",
-            rich_help_panel=ADVANCED,
+            rich_help_panel=ADVANCED_PANEL,
         ),
     ] = False,
     full: Annotated[bool, typer.Option("--full", help="Write all keys, with defaults and explanations.")] = False,
@@ -67,7 +67,7 @@ def init(
     """
     if hooks:
         return _write_hooks(screen, command or script, force=force)
-    refuse(command is not None and script is not None, "--from-command", "and --from-sbatch cannot be combined")
+    refuse_option(command is not None and script is not None, "--from-command", "and --from-sbatch cannot be combined")
     from tula_cli.cluster.slurm import site
     from tula_cli.host import devices
     from tula_cli.run.files import MODE_FOR_ALL, write_atomic
@@ -76,11 +76,11 @@ def init(
         make_job_from_command,
         make_job_from_sbatch,
         make_job_from_template,
-        shorten_job,
+        shorten_job_file,
         warn_missing_file,
     )
     from tula_cli.spec.job import describe_training_method
-    from tula_cli.spec.load import validate
+    from tula_cli.spec.load import validate_job
     from tula_cli.spec.methods import get_training_method
     from tula_cli.spec.scripts.script import get_default_train
     from tula_cli.spec.yaml_text import parse_yaml
@@ -101,7 +101,7 @@ def init(
         text = make_job_from_template(kind, offered, gpus=gpus)
         lines: list[str] = [f"wrote {output}; next: tula check {output}"]
         data: dict[str, object] = {}
-        spec = validate(parse_yaml(text, source=str(output)), source=str(output))
+        spec = validate_job(parse_yaml(text, source=str(output)), source=str(output))
         method, line = spec.train.method, describe_training_method(spec)
     else:
         source = "" if script is None else _read_script(script)
@@ -113,13 +113,13 @@ def init(
                 command or "", kind, offered, gpus=gpus, cores=len(os.sched_getaffinity(0)), answers=answers
             )
 
-        made = _ask_missing(screen, make)
+        made = _ask_missing_facts(screen, make)
         text = made.text
         data, lines = show_check.describe_proposal(made, output)
         default, reason = get_default_train(made.recognised.script["command"])
         method, line = default["method"], get_training_method(default["method"]).describe(None, reason)
         screen.warn_all((*made.warnings, *warn_missing_file(made.recognised.script["command"])))
-    write_atomic(output, add_schema(text if full else shorten_job(text), output), mode=MODE_FOR_ALL)
+    write_atomic(output, add_schema(text if full else shorten_job_file(text), output), mode=MODE_FOR_ALL)
     if kind == "slurm" and script is None:
         screen.note(show_check.describe_site(offered))
     screen.note(f"train.method is {method}: {get_training_method(method).summary.partition(';')[0]}.")
@@ -139,7 +139,7 @@ def _read_script(path: Path) -> str:
         ) from None
 
 
-def _ask_missing(screen: Screen, make: "Callable[[dict[str, str]], FromCommand]") -> "FromCommand":
+def _ask_missing_facts(screen: Screen, make: "Callable[[dict[str, str]], FromCommand]") -> "FromCommand":
     """Return the job, asking on a terminal for facts that the command does not state; an error without a terminal."""
     from tula_cli.services.init import LENGTH_QUESTION
     from tula_cli.spec.scripts.launchers import Unknown
@@ -163,7 +163,7 @@ def _ask_missing(screen: Screen, make: "Callable[[dict[str, str]], FromCommand]"
 
 
 def _write_hooks(screen: Screen, given: object, *, force: bool) -> None:
-    refuse(
+    refuse_option(
         given is not None,
         "--hooks",
         "cannot be combined with --from-command or --from-sbatch; run tula init once for each",
@@ -195,7 +195,7 @@ class CheckOptions:
     ] = False
     offline: Annotated[
         bool,
-        typer.Option("--offline", help="Do not build the model and the dataset.", rich_help_panel=ADVANCED),
+        typer.Option("--offline", help="Do not build the model and the dataset.", rich_help_panel=ADVANCED_PANEL),
     ] = False
     on_cluster: Annotated[
         bool, typer.Option("--on-cluster", help="Check the nodes of the cluster, in a job of about one minute.")
@@ -242,12 +242,12 @@ def check(screen: Screen, options: CheckOptions) -> None:
     if options.on_cluster:
         _refuse_options({**foreign, "--fresh": options.fresh}, to="--on-cluster")
         return _check_on_cluster(screen, job, options)
-    refuse(
+    refuse_option(
         options.nodes is not None,
         "--nodes",
         "needs --on-cluster; to set the numbers of nodes of the probes, set search.nodes",
     )
-    refuse(options.timeout is not None, "--timeout", "needs --on-cluster or --rehearse")
+    refuse_option(options.timeout is not None, "--timeout", "needs --on-cluster or --rehearse")
     return _check_job(screen, job, options)
 
 
@@ -257,9 +257,11 @@ def _check_job(screen: Screen, job: Path, options: CheckOptions) -> None:
     online = not options.offline
     file, spec, runs = _load_job_or_run(screen, job, options)
     origins = _list_value_origins(file, spec, options.overrides) if options.show_origin else {}
-    refuse(options.fresh and options.offline, "--fresh", "has no effect with --offline; remove one of the two options")
+    refuse_option(
+        options.fresh and options.offline, "--fresh", "has no effect with --offline; remove one of the two options"
+    )
     inspect = make_inspector(screen, Path(options.root), fresh=options.fresh)
-    checked = services_check.check_all(runs, node_type=options.node_type, online=online, inspector=inspect)
+    checked = services_check.check_all_node_types(runs, node_type=options.node_type, online=online, inspector=inspect)
     screen.answer(*show_check.render_checks(checked.reports, origins))
     for report in checked.reports.values():
         screen.warn_all(report.warnings)
@@ -275,7 +277,7 @@ def _load_job_or_run(screen: Screen, job: Path, options: CheckOptions) -> "tuple
     root = Path(options.root)
     job_file, named = resolve_job_or_run(job, (), root)
     if job_file is not None:
-        spec = load(job_file, options.overrides)
+        spec = load_job_file(job_file, options.overrides)
         return job_file, spec, make_runs(root, spec) if options.offline else make_runs_of_job(root, spec)
     runs = find_runs(screen, named, root, options.overrides)
     return runs[0].path / "spec.yaml", runs[0].spec, runs
@@ -283,7 +285,7 @@ def _load_job_or_run(screen: Screen, job: Path, options: CheckOptions) -> "tuple
 
 def _refuse_options(given: dict[str, bool], *, to: str) -> None:
     for option, was in given.items():
-        refuse(was, option, f"has no effect with {to}; remove one of the two options")
+        refuse_option(was, option, f"has no effect with {to}; remove one of the two options")
 
 
 def _check_on_cluster(screen: Screen, job: Path, options: CheckOptions) -> None:
@@ -330,10 +332,10 @@ def _test_resume(screen: Screen, job: Path, options: CheckOptions) -> None:
 
 def _list_value_origins(job: Path, spec: "JobSpec", overrides: Sequence[str]) -> dict[str, show_screen.Origin]:
     """Return each value of the spec with its source."""
-    from tula_cli.spec.merge import flatten, merge_sources
+    from tula_cli.spec.merge import flatten_mapping, merge_sources
 
     sources = merge_sources(job, overrides=overrides)[1]
-    values = flatten(spec.model_dump(mode="json"))
+    values = flatten_mapping(spec.model_dump(mode="json"))
     return {key: show_screen.Origin(value, _find_origin_of_key(key, sources)) for key, value in values}
 
 
@@ -351,5 +353,5 @@ def _check_memory(screen: Screen, job: Path, options: CheckOptions, *, capacity:
     runs = _load_job_or_run(screen, job, options)[2]
     size = service.parse_capacity("--memory", capacity)
     inspect = make_inspector(screen, Path(options.root), fresh=options.fresh)
-    reports = service.estimate_all(runs, capacity=size, node_type=options.node_type, inspector=inspect)
+    reports = service.estimate_all_node_types(runs, capacity=size, node_type=options.node_type, inspector=inspect)
     screen.answer(tables.list_data_by_type(reports), tables.render_by_type(reports, show_check.render_estimate))

@@ -59,7 +59,7 @@ def clean(
     from tula_cli.services import clean as service
 
     long = None if older is None else _parse_age(older, "--older")
-    run_spaces = service.measure_runs(
+    run_spaces = service.measure_space_of_runs(
         _find_runs(screen, named, Path(root)), keep_best=keep == "best", compared=compared, older=long
     )
     if named and (kept_run := next((run_space for run_space in run_spaces if run_space.kept), None)):

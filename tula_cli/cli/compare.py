@@ -65,7 +65,7 @@ def compare(
         options = _SearchOptions(request, node_type, near_batches, only_show=only_show, dry_run=dry_run)
         return _search_learning_rate(screen, runs, options, submission)
     if only_show:
-        return _show(screen, runs, request, node_type=node_type)
+        return _show_comparison(screen, runs, request, node_type=node_type)
     prepared = follow_work(screen, session.prepare_comparison(runs, request, submission.inspect, node_type=node_type))
     if dry_run:
         return _show_dry_run(screen, prepared, submission)
@@ -113,7 +113,7 @@ def _search_learning_rate(
 
     search = follow_work(
         screen,
-        learning_rates.prepare_search(
+        learning_rates.prepare_rate_search(
             runs,
             submission.inspect,
             batch=options.batch,
@@ -135,7 +135,7 @@ def _search_learning_rate(
             "scripts": scripts,
         }
         return screen.answer(data, show_compare.render_search_plan(search, scripts=scripts))
-    result = follow_work(screen, learning_rates.run_search(search, submission))
+    result = follow_work(screen, learning_rates.run_rate_search(search, submission))
     if isinstance(result, DetachedJobs):
         return answer_detached(screen, [search.run], result, {"plan": search.plan})
     return _answer_with_learning_rate(screen, result)
@@ -146,7 +146,9 @@ def _answer_with_learning_rate(screen: Screen, report: "LearningRateReport") -> 
     screen.warn_all(report.warnings)
 
 
-def _show(screen: Screen, runs: "Sequence[Run]", request: ComparisonRequest, *, node_type: str | None) -> None:
+def _show_comparison(
+    screen: Screen, runs: "Sequence[Run]", request: ComparisonRequest, *, node_type: str | None
+) -> None:
     """Show the current comparison without starting anything."""
     from tula_cli.cluster import launcher
     from tula_cli.services.comparison import session
@@ -158,8 +160,8 @@ def _show(screen: Screen, runs: "Sequence[Run]", request: ComparisonRequest, *, 
         )
     run, comparison = session.load_comparison(runs, node_type=node_type)
     print_node_type(screen, run)
-    looks = launcher.make_launcher(run.spec, submits=False)
-    _answer_with_table(screen, session.read_comparison_result(run, comparison, looks))
+    read_only_launcher = launcher.make_launcher(run.spec, submits=False)
+    _answer_with_table(screen, session.read_comparison_result(run, comparison, read_only_launcher))
 
 
 def _show_dry_run(screen: Screen, prepared: "PreparedComparison", submission: "Submission") -> None:

@@ -27,8 +27,8 @@ class Interrupted(TulaError):
 
 # --- Panels of --help
 
-ADVANCED = "Advanced"
-OUTPUT = "Output"
+ADVANCED_PANEL = "Advanced"
+OUTPUT_PANEL = "Output"
 
 
 class CommandWithPanels(TyperCommand):
@@ -36,11 +36,16 @@ class CommandWithPanels(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments and options, each under the name of its panel."""
-        panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], ADVANCED: [], OUTPUT: []}
+        panels: dict[str, list[tuple[str, str]]] = {
+            "Arguments": [],
+            "Options": [],
+            ADVANCED_PANEL: [],
+            OUTPUT_PANEL: [],
+        }
         for param in self.get_params(ctx):
             if (record := param.get_help_record(ctx)) is not None:
                 default = "Arguments" if param.param_type_name == "argument" else "Options"
-                panel = OUTPUT if "--help" in param.opts else getattr(param, "rich_help_panel", None)
+                panel = OUTPUT_PANEL if "--help" in param.opts else getattr(param, "rich_help_panel", None)
                 panels[panel or default].append(record)
         for name, records in panels.items():
             if records:
@@ -53,10 +58,12 @@ class CommandWithPanels(TyperCommand):
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be submitted, without submitting it.")]
 
-COMMON: dict[str, Any] = {
+COMMON_OPTIONS: dict[str, Any] = {
     "as_json": Annotated[
         bool,
-        typer.Option("--json", help="Print one JSON object to stdout, also after an error.", rich_help_panel=OUTPUT),
+        typer.Option(
+            "--json", help="Print one JSON object to stdout, also after an error.", rich_help_panel=OUTPUT_PANEL
+        ),
     ],
     "quiet": Annotated[
         bool,
@@ -64,14 +71,15 @@ COMMON: dict[str, Any] = {
             "--quiet",
             "-q",
             help="Print only the answer, warnings and errors, not the progress.",
-            rich_help_panel=OUTPUT,
+            rich_help_panel=OUTPUT_PANEL,
         ),
     ],
     "verbose": Annotated[
-        bool, typer.Option("--verbose", "-v", help="Print the traceback of an error.", rich_help_panel=OUTPUT)
+        bool, typer.Option("--verbose", "-v", help="Print the traceback of an error.", rich_help_panel=OUTPUT_PANEL)
     ],
     "no_color": Annotated[
-        bool, typer.Option("--no-color", help="Print without colours (as with NO_COLOR=1).", rich_help_panel=OUTPUT)
+        bool,
+        typer.Option("--no-color", help="Print without colours (as with NO_COLOR=1).", rich_help_panel=OUTPUT_PANEL),
     ],
 }
 
@@ -107,7 +115,7 @@ def register(app: typer.Typer, function: Callable[..., None], *, example: str) -
     command_options = [
         _make_typer_parameter(field, option) for parameter in parameters for field, option in _list_fields(parameter)
     ]
-    common = [inspect.Parameter(name, keyword, default=False, annotation=kind) for name, kind in COMMON.items()]
+    common = [inspect.Parameter(name, keyword, default=False, annotation=kind) for name, kind in COMMON_OPTIONS.items()]
     context = inspect.Parameter("ctx", keyword, annotation=typer.Context)
     wrapper.__signature__ = inspect.Signature([context, *command_options, *common])  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in [context, *command_options, *common]}
@@ -156,7 +164,7 @@ def _make_typer_parameter(field: inspect.Parameter, option: Option | None) -> in
         return field
     # With `readable`, typer would report an unreadable run before tula can name its owner.
     flags = [flag for flag in (option.make_flag(field.name), option.short) if flag]
-    panel = ADVANCED if option.advanced else None
+    panel = ADVANCED_PANEL if option.advanced else None
     metavar = option.metavar or (None if option.minimum is None else "N")
     kind = option.type or get_args(field.annotation)[0]
     info = typer.Option(

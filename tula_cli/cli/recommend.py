@@ -90,10 +90,10 @@ def recommend(
     explained = service.list_regressions(answer) if explain else {}
     line = describe_training_method(runs[0].spec)
     details_as_json = {"explanation": explained} if explain else {}
-    source = {"demo": show_recommend.DEMO} if demo else {}
+    source = {"demo": show_recommend.DEMO_SOURCE} if demo else {}
     data = {**dict(recommendation), **rows, "saved": saved, "method_line": line, **details_as_json, **source}
     shown = _render_answer(answer, every=every, kept=saved)
-    details: Iterable[RenderableType] = [show_recommend.EXPLAIN]
+    details: Iterable[RenderableType] = [show_recommend.EXPLAIN_HINT]
     if explain:
         details = itertools.chain([line], show_recommend.render_explanation(recommendation, explained))
     first, last = show_recommend.render_demo_lines() if demo else ((), ())
@@ -121,18 +121,18 @@ def _show_campaign(
         one_by_one = "" if has_queue else "; on this machine, this command runs one training after the other"
         screen.note(f"The plan is stored for tula train --seeds {plan.trainings}{one_by_one}.")
     first, last = show_recommend.render_demo_lines() if demo else ((), ())
-    data = {**vars(plan), **({"demo": show_recommend.DEMO} if demo else {})}
+    data = {**vars(plan), **({"demo": show_recommend.DEMO_SOURCE} if demo else {})}
     screen.answer(data, itertools.chain(first, show_campaign.render_campaign(plan), last))
     screen.warn_all(plan.warnings)
 
 
 def _render_answer(answer: "Answer", *, every: bool, kept: bool) -> "Iterator[RenderableType]":
     """Yield the answer for terminal output; `kept` states whether the answer was written."""
-    whole = every and len(answer.candidates) <= show_recommend.MOST
+    whole = every and len(answer.candidates) <= show_recommend.MAX_TABLE_ROWS
     yield from show_recommend.render_recommendation(
         answer.with_all_rows() if whole else answer.recommendation,
         every=whole,
-        more=show_recommend.describe_saved_table(kept=kept) if every else show_recommend.MORE,
+        more=show_recommend.describe_saved_table(kept=kept) if every else show_recommend.ALL_ROWS_HINT,
     )
 
 

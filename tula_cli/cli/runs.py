@@ -68,7 +68,7 @@ class JobOrRun:
             return runs
         from tula_cli.run.code import get_user_code, list_runs_with_other_code, make_runs_of_job
 
-        runs = make_runs_of_job(root, load(job, self.overrides))
+        runs = make_runs_of_job(root, load_job_file(job, self.overrides))
         screen.overrides = tuple(self.overrides)
         first = runs[0]
         if not any(run.exists for run in runs) and (before := list_runs_with_other_code(first)):
@@ -201,10 +201,10 @@ def find_named_runs(named: Path, root: Path) -> "list[RunDir]":
 
 def _find_folder_of_newest(named: Path, root: Path) -> Path | None:
     """Return the folder of runs of which `latest`, or the path of that file, names the newest; None for other names."""
-    from tula_cli.run.directory import LATEST
+    from tula_cli.run.directory import LATEST_FILE
 
     folder = named.absolute().parent if os.path.exists(named) else root  # noqa: PTH110
-    is_file = named.name == LATEST and os.path.isfile(folder / LATEST)  # noqa: PTH113
+    is_file = named.name == LATEST_FILE and os.path.isfile(folder / LATEST_FILE)  # noqa: PTH113
     return folder if is_file and (len(named.parts) == 1 or os.path.exists(named)) else None  # noqa: PTH110
 
 
@@ -238,7 +238,7 @@ def _find_runs_of_job(job: Path, root: Path) -> "list[RunDir]":
     from tula_cli.run.directory import RunDir
     from tula_cli.run.job_runs import list_siblings
 
-    if runs := [run for run in make_runs_of_job(root, load(job)) if run.exists]:
+    if runs := [run for run in make_runs_of_job(root, load_job_file(job)) if run.exists]:
         return [*runs]
     for other in RunDir.list_all(root):
         file = other.read_job_file()
@@ -256,14 +256,14 @@ def _list_overrides(file: "JobFile | None") -> tuple[str, ...]:
 
 def _describe_overrides(file: "JobFile | None") -> str:
     """Describe the overrides that change a value of the job file of a run's settings; empty if there are none."""
-    from tula_cli.spec.merge import flatten
+    from tula_cli.spec.merge import flatten_mapping
     from tula_cli.spec.yaml_text import parse_yaml, read_yaml
 
     overrides = _list_overrides(file)
     job = dict[str, object]()
     if overrides and file is not None:
         with contextlib.suppress(SpecError):
-            job = dict(flatten(read_yaml(Path(file.path))))
+            job = dict(flatten_mapping(read_yaml(Path(file.path))))
     made_with = []
     for text in overrides:
         key, _, value = text.partition("=")
@@ -301,7 +301,7 @@ def _make_two_runs_error(target: Path, named: Sequence[Path]) -> SpecError:
     return SpecError(f"{target} and --run {named[0]} both name a run", "remove one of them")
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> "JobSpec":
+def load_job_file(path: Path, overrides: Sequence[str] = ()) -> "JobSpec":
     from tula_cli.spec.load import load_spec
 
     return load_spec(path, overrides=overrides)

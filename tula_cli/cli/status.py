@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tula_cli.cli.options import ADVANCED
+from tula_cli.cli.options import ADVANCED_PANEL
 from tula_cli.cli.runs import ExistingRun
 from tula_cli.errors import SpecError
 from tula_cli.options import ROOT, NodeType, Root
@@ -125,7 +125,8 @@ def cancel(
     screen: Screen,
     chosen: ExistingRun,
     yes: Annotated[  # noqa: ARG001
-        bool, typer.Option("--yes", "-y", help="Has no effect, because cancel does not ask.", rich_help_panel=ADVANCED)
+        bool,
+        typer.Option("--yes", "-y", help="Has no effect, because cancel does not ask.", rich_help_panel=ADVANCED_PANEL),
     ] = False,
 ) -> None:
     """Cancel the jobs of a run; its results are kept."""

@@ -32,7 +32,7 @@ def follow_work(screen: Screen, work: "Work[T]") -> T:
 
     with ExitStack() as drawn:
         shown = _EventDisplay(screen, drawn)
-        return events.follow(work, shown.show)
+        return events.run_work(work, shown.show)
 
 
 class _EventDisplay:
@@ -136,7 +136,7 @@ def make_confirmation(screen: Screen, spec: "JobSpec", *, yes: bool) -> "Callabl
     return confirm
 
 
-def refuse(given: bool, option: str, why: str) -> None:
+def refuse_option(given: bool, option: str, why: str) -> None:
     if given:
         raise SpecError(f"{option} {why}")
 

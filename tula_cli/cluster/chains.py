@@ -8,7 +8,7 @@ from dataclasses import replace
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Task, TrainTask
-from tula_cli.spec.slurm_options import MAX_LINKS, SPARE_LINKS
+from tula_cli.spec.slurm_options import MAX_CHAINED_JOBS, SPARE_CHAINED_JOBS
 
 FIRST_DELAY, LONGEST_DELAY = 10, 30
 """Minimum and maximum minutes by which a job is delayed after one that did not start tula."""
@@ -44,9 +44,9 @@ def list_chain_tasks(task: Task) -> Sequence[Task]:
         links += [task.model_copy(update={"nodes": nodes})] * _count_jobs_needed(task, predicted_hours, spare=1)
         hours = None if hours is None or predicted_hours is None else hours - predicted_hours
     last_task = task.model_copy(update={"nodes": task.training_nodes})
-    needed = _count_jobs_needed(task, hours, spare=SPARE_LINKS)
-    links = links[: MAX_LINKS - 2] + [last_task] * min(max(2, needed), MAX_LINKS)
-    return links[:MAX_LINKS]
+    needed = _count_jobs_needed(task, hours, spare=SPARE_CHAINED_JOBS)
+    links = links[: MAX_CHAINED_JOBS - 2] + [last_task] * min(max(2, needed), MAX_CHAINED_JOBS)
+    return links[:MAX_CHAINED_JOBS]
 
 
 def _count_jobs_needed(task: TrainTask, hours: float | None, *, spare: int) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tula_cli.cluster.chains import get_start_delay
-from tula_cli.host.failures import advise
+from tula_cli.host.failures import describe_advice
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.failures import Failure, Fallback, Relaunch, Requeue, Stop
 from tula_cli.run.records.jobs import Attempt
@@ -19,7 +19,7 @@ from tula_cli.run.records.tasks import (
     TrainTask,
 )
 from tula_cli.spec.resources import Cluster
-from tula_cli.spec.sections import FEWEST_WORKERS
+from tula_cli.spec.sections import MIN_AUTO_WORKERS
 
 MAX_SECONDS = 30.0
 """Seconds from the start of the ranks, for imports of Python, torch and the user's code and the first steps."""
@@ -279,7 +279,7 @@ def attribute_failure(task: Task, failure: Failure | None, history: History) -> 
     )
     if not (lacks_gpu or comes_again):
         return failure
-    note = f"; {advise(failure)}" if lacks_gpu else ", as in the previous attempt"
+    note = f"; {describe_advice(failure)}" if lacks_gpu else ", as in the previous attempt"
     return failure.model_copy(
         update={"outcome": "user", "message": f"{failure.description}{note}", "permanent": task.has_checkpoints}
     )
@@ -339,7 +339,7 @@ class _Case:
         """Return fewer loader processes, or None: half, once; for `auto` FEWEST_WORKERS, then half each time."""
         task = self.training
         if task.workers == "auto":
-            return FEWEST_WORKERS
+            return MIN_AUTO_WORKERS
         workers = task.spec.train.workers
         if workers == "auto":
             return task.workers // 2 or None

@@ -16,9 +16,9 @@ from tula_cli.host.failure_texts import (
     find_device_fault,
     find_kill_signal,
     find_launcher_summary,
+    find_line_of_failure,
     find_most_informative_line,
     find_signal,
-    find_telling_line,
     find_user_exception,
     has_crashed,
     is_thread_refused,
@@ -83,7 +83,7 @@ def _find_failure_of_log(run: RunDir, task: Task, exited: RankExit, device: str)
         return Failure(
             outcome="device_oom" if device == "cpu" else "host_oom", message=message, rank=exited.rank, host=host
         )
-    line = find_telling_line(output_text)
+    line = find_line_of_failure(output_text)
     if line and outcome == classify_failure(line, device=device):
         return _make_failure(outcome, line, exited, rank=exited.rank)
     is_limited = task.spec.cluster.memory_per_gpu is not None and device == "cpu"

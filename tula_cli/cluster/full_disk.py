@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tula_cli.cluster.scheduler import make_scheduler
 from tula_cli.errors import DiskFull, SchedulerError
-from tula_cli.host.failures import advise
+from tula_cli.host.failures import describe_advice
 from tula_cli.run.directory import RunDir
 from tula_cli.run.disk_space import measure_file_size
 from tula_cli.run.records.base import ModelStates
@@ -33,7 +33,7 @@ def require_disk_space(run: RunDir, last_attempt: Attempt | None) -> None:
     if missing is not None:
         raise DiskFull(
             f"there is still too little space: {missing.description}",
-            advise("disk"),
+            describe_advice("disk"),
             folder=missing.folder,
             quota=missing.quota,
             needed=missing.needed,

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from tula_cli import plugins
 from tula_cli.errors import SchedulerError, SpecError
-from tula_cli.host.processes import is_running, start_time
+from tula_cli.host.processes import is_running, read_start_time
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.spec.backend import BACKENDS
 from tula_cli.spec.resources import Cluster
@@ -328,7 +328,7 @@ class LocalScheduler:
         except OSError as error:
             raise SchedulerError(f"the job could not be started: {error.strerror}") from error
         _children.append(child)
-        return f"{child.pid}-{start_time(child.pid) or 0:.0f}"
+        return f"{child.pid}-{read_start_time(child.pid) or 0:.0f}"
 
     def queued(self, names: Sequence[str]) -> list[Queued]:
         """Return an empty list: local jobs have no names, and their ids are known as soon as they start."""

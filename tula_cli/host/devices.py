@@ -15,7 +15,7 @@ DEVICE_FILES = [r"/dev/nvidia[^/]*", r"/dev/kfd", r"/dev/dri/.*"]
 """Patterns of device files that a process on a GPU has open; its memory is kept until the last copy is closed."""
 VISIBILITY_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 """Variables that select the GPUs visible to a process: the first for NVIDIA, all three for AMD."""
-DEV, KFD = Path("/dev"), Path("/sys/class/kfd/kfd/topology/nodes")
+DEVICE_FOLDER, KFD_FOLDER = Path("/dev"), Path("/sys/class/kfd/kfd/topology/nodes")
 """Folders in which NVIDIA's driver has one file per GPU, and AMD's one folder per processor or GPU."""
 NVIDIA_SMI_TIMEOUT = 20.0
 """Timeout of nvidia-smi in seconds; it is slow on nodes with many GPUs without the persistence daemon."""
@@ -38,8 +38,8 @@ def list_visible_gpus() -> list[str]:
     """Return the visible GPUs in order: the drivers' numbers, or names from `VISIBILITY_VARIABLES` (UUIDs)."""
     if not has_gpu():
         return []
-    nvidia = [path for path in DEV.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
-    amd = [path for path in KFD.glob("*/gpu_id") if path.read_text(encoding="ascii").strip() not in ("", "0")]
+    nvidia = [path for path in DEVICE_FOLDER.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    amd = [path for path in KFD_FOLDER.glob("*/gpu_id") if path.read_text(encoding="ascii").strip() not in ("", "0")]
     gpu_total = len(nvidia) or len(amd)
     gpus = (
         [str(number) for number in range(gpu_total)] if gpu_total else None
@@ -93,7 +93,7 @@ def _select_gpus(listed: str, available: Sequence[str] | None) -> list[str]:
     return selected if available is None else selected[: len(available)]
 
 
-def close_inherited() -> None:
+def close_inherited_device_files() -> None:
     """Close only the device files inherited from the parent, in a process that uses no GPU."""
     for link in list(Path("/proc/self/fd").iterdir()):
         if int(link.name) > 2 and _is_device(link):

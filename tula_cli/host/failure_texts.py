@@ -14,7 +14,9 @@ from tula_cli.run.records.failures import FaultName
 
 # --- Messages of drivers about faulty devices and nodes, and about kernels that fail
 
-_API = r"(?:\b(?:CUDA|Cuda|HIP|XPU)(?: runtime| driver)? (?:error|failure)\b|\bTriton Error \[\w+\])[^\n]{0,40}?"
+_RUNTIME_ERROR_START = (
+    r"(?:\b(?:CUDA|Cuda|HIP|XPU)(?: runtime| driver)? (?:error|failure)\b|\bTriton Error \[\w+\])[^\n]{0,40}?"
+)
 """Start of messages in which torch, Triton, NCCL and RCCL report an error of the device runtime."""
 
 _FAULT_PATTERNS: dict[FaultName, tuple[str, ...]] = {
@@ -26,11 +28,11 @@ _FAULT_PATTERNS: dict[FaultName, tuple[str, ...]] = {
     "gpu_lost": (
         # Xids of the hardware and its link; Xids that a program causes are in DEVICE_ERRORS.
          r"\bXid\b[^\n]{0,40}: ?(?:46|48|54|6[1-4]|74|79|9[245]|1(?:09|10|19|2[0-4]|3[67]|4[0-9]|5[0-9]))\b",
-         r"\bfallen off the bus\b", r"\bGPU is lost\b", r"(?:\b|_)GPU_IS_LOST\b", _API + r"\bunknown error\b",
+         r"\bfallen off the bus\b", r"\bGPU is lost\b", r"(?:\b|_)GPU_IS_LOST\b", _RUNTIME_ERROR_START + r"\bunknown error\b",
          r"\bCUDA unknown error\b", r"\bNVML(?:Error)?\b[^\n]{0,30}\bUnknown Error\b", r"\bNVMLError_(?:Unknown|GpuIsLost|GPU_IS_LOST)\b",
          r"\bUnable to determine the device handle for \w+\b",
          r"\bGPU requires (?:a )?reset\b", r"\bamdgpu\b[^\n]*\b(?:GPU reset|ring \w+ timeout|uncorrectable)\b",
-         _API + r"\boperation cannot be performed in the present state\b",
+         _RUNTIME_ERROR_START + r"\boperation cannot be performed in the present state\b",
          r"\b(?:cudaErrorIllegalState|hipErrorIllegalState|CUDA_ERROR_ILLEGAL_STATE)\b",
          r"\b(?:cudaErrorUnknown|hipErrorUnknown|CUDA_ERROR_UNKNOWN)\b"),
     "gpu_busy": (r"\bdevice(?:\(s\)|s)? (?:is/are|is|are) busy or unavailable\b", r"\bcudaErrorDevices?Unavailable\b",
@@ -60,13 +62,15 @@ DEVICE_ERRORS = (
     r"\b(?:cudaErrorIllegalAddress|hipErrorIllegalAddress|CUDA_ERROR_ILLEGAL_ADDRESS)\b",
     r"\bunspecified launch failure\b",
     r"\b(?:cudaErrorLaunchFailure|hipErrorLaunchFailure|CUDA_ERROR_LAUNCH_FAILED)\b",
-    _API + r"(?:\bmisaligned address|\ban illegal instruction was encountered|\binvalid program counter)",
+    _RUNTIME_ERROR_START
+    + r"(?:\bmisaligned address|\ban illegal instruction was encountered|\binvalid program counter)",
     r"\bhardware stack error\b",
     r"\b(?:Memory access fault|HW Exception) by GPU\b",
     r"\bHSA_STATUS_ERROR_(?:MEMORY_APERTURE_VIOLATION|MEMORY_FAULT|ILLEGAL_INSTRUCTION|EXCEPTION)\b",
     r"\bXid\b[^\n]{0,40}: ?(?:13|31|43|45)\b",
-    _API + r"\b(?:the launch timed out and was terminated|operation not supported on global/shared address space)",
-    _API + r"\binvalid device ordinal\b",
+    _RUNTIME_ERROR_START
+    + r"\b(?:the launch timed out and was terminated|operation not supported on global/shared address space)",
+    _RUNTIME_ERROR_START + r"\binvalid device ordinal\b",
     r"\b(?:CUDNN|CUBLAS|HIPBLAS|CUSOLVER|CUSPARSE)_STATUS_(?:INTERNAL_ERROR|EXECUTION_FAILED)(?:_[A-Z]+)*\b",
     r"\bCUFFT_(?:INTERNAL_ERROR|EXEC_FAILED)\b",
     r"\bcuBLAS(?:Lt)? Error: (?:an internal operation failed|the GPU program failed to execute)",
@@ -77,22 +81,24 @@ DEVICE_ERRORS = (
 
 # --- Messages of launchers about a child process that a signal killed
 
-_BY_PYTHON = r"\bdied with (?:<Signals\.SIG\w+: |unknown signal )(\d+)"  # a CalledProcessError
-_BY_NUMBER = (
+_SIGNAL_IN_PYTHON = r"\bdied with (?:<Signals\.SIG\w+: |unknown signal )(\d+)"  # a CalledProcessError
+_SIGNAL_BY_NUMBER = (
     r"\bexit ?code *: *-(\d+)",
     r"\bSignal (\d+) \(SIG[A-Z]+\) received by PID\b",
     r"\bexits? with return ?code *=+ *-(\d+)",
-    _BY_PYTHON,
+    _SIGNAL_IN_PYTHON,
     r"\bexited on signal (\d+)\b",  # mpirun
     r"\bWITH THE EXIT STRING: [^\n]*\(signal (\d+)\)",  # MPICH
 )
-_DESCRIPTIONS = {str(signal.strsignal(number)): number.value for number in signal.Signals}
-_BY_DESCRIPTION = rf"^srun: error: \S+: tasks? [\d,-]+: ({'|'.join(map(re.escape, _DESCRIPTIONS))})\b"
-_BY_SHELL = r"\breturned non-zero exit status 1(?:29|[3-8]\d|9[0-2])\b"  # 128 and the signal
-ENDED_BY_SIGNAL = (*_BY_NUMBER, _BY_DESCRIPTION, _BY_SHELL)
+_SIGNAL_BY_DESCRIPTION = {str(signal.strsignal(number)): number.value for number in signal.Signals}
+_DESCRIBED_SIGNAL = rf"^srun: error: \S+: tasks? [\d,-]+: ({'|'.join(map(re.escape, _SIGNAL_BY_DESCRIPTION))})\b"
+_SIGNAL_IN_SHELL_STATUS = r"\breturned non-zero exit status 1(?:29|[3-8]\d|9[0-2])\b"  # 128 and the signal
+ENDED_BY_SIGNAL = (*_SIGNAL_BY_NUMBER, _DESCRIBED_SIGNAL, _SIGNAL_IN_SHELL_STATUS)
 """Patterns of messages of launchers about a child process that a signal killed."""
 
-CHILD_KILLED = re.compile(rf"^(?:subprocess\.)?CalledProcessError: [\s\S]*?(?:{_BY_SHELL}|{_BY_PYTHON})", re.MULTILINE)
+CHILD_KILLED = re.compile(
+    rf"^(?:subprocess\.)?CalledProcessError: [\s\S]*?(?:{_SIGNAL_IN_SHELL_STATUS}|{_SIGNAL_IN_PYTHON})", re.MULTILINE
+)
 """An exception that only reports that a signal killed a child process."""
 
 _FOLLOW_UP_SIGNALS = ("SIGTERM", "SIGABRT")
@@ -100,8 +106,8 @@ _FOLLOW_UP_SIGNALS = ("SIGTERM", "SIGABRT")
 
 _SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
 _SIGNAL_NAME = re.compile(r"\bSIG[A-Z]{2,}\b")
-_CRASH = re.compile(r"exitcode *: *-(?:11|6)\b")  # SIGSEGV, SIGABRT
-_NOISE = re.compile(
+_CRASH_PATTERN = re.compile(r"exitcode *: *-(?:11|6)\b")  # SIGSEGV, SIGABRT
+_UNRELATED_LINE_PATTERN = re.compile(
     r"\b\w*Warning: |\bwarnings\.warn\(|\bresource_tracker\b|^\[?[IW]\d{4}[ :]|^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d{4} epoch "
 )
 """Lines that are unrelated to an exit, though they may be the last ones, such as tula's own lines of progress."""
@@ -122,15 +128,17 @@ def find_signal(text: str, exit_code: int | None = None) -> str:
 
 
 def _list_signals(text: str) -> list[str]:
-    numbers = [int(number) for pattern in _BY_NUMBER for number in re.findall(pattern, text)]
-    numbers += [_DESCRIPTIONS[description] for description in re.findall(_BY_DESCRIPTION, text, re.MULTILINE)]
-    numbers += [int(match_text[-3:]) - 128 for match_text in re.findall(_BY_SHELL, text)]
+    numbers = [int(number) for pattern in _SIGNAL_BY_NUMBER for number in re.findall(pattern, text)]
+    numbers += [
+        _SIGNAL_BY_DESCRIPTION[description] for description in re.findall(_DESCRIBED_SIGNAL, text, re.MULTILINE)
+    ]
+    numbers += [int(match_text[-3:]) - 128 for match_text in re.findall(_SIGNAL_IN_SHELL_STATUS, text)]
     return [_SIGNAL_NAMES[number] for number in numbers if number in _SIGNAL_NAMES]
 
 
 def has_crashed(summary: str, exit_code: int) -> bool:
     """Return whether native code ended a process (SIGSEGV, SIGABRT), by its exit code or torchrun's summary."""
-    return bool(_CRASH.search(summary)) or exit_code in (-signal.SIGSEGV, -signal.SIGABRT)
+    return bool(_CRASH_PATTERN.search(summary)) or exit_code in (-signal.SIGSEGV, -signal.SIGABRT)
 
 
 def is_thread_refused(text: str) -> bool:
@@ -150,7 +158,7 @@ def find_most_informative_line(text: str) -> str:
         return ", ".join(" ".join(line.split()) for line in exit_lines)
     if name := find_kill_signal(text):
         return f"the launcher reports that a rank was killed by {name}"
-    useful = [line for line in lines if not _NOISE.search(line)]
+    useful = [line for line in lines if not _UNRELATED_LINE_PATTERN.search(line)]
     return (useful or lines or ["no output"])[-1]
 
 
@@ -198,7 +206,7 @@ def _make_texts_pattern(*texts: str) -> str:
     return rf"\b(?:{'|'.join(texts)})(?=\s*(?:$|[\[(:;'\",.]))"
 
 
-_STORAGE = {
+_STORAGE_ERRNOS = {
     5: "Input/output error",
     30: "Read-only file system",
     67: "Link has been severed",
@@ -229,7 +237,7 @@ _STORAGE = {
     **dict.fromkeys(range(512, 532), ""),  # numbers internal to the kernel, which some file systems return nevertheless
 }
 """Error numbers of a failed or unavailable file system, with their texts."""
-_LIMITS = {
+_HOST_LIMIT_ERRNOS = {
     24: "Too many open files",
     23: "Too many open files in system",
     11: "Resource temporarily unavailable",
@@ -239,11 +247,11 @@ _LIMITS = {
 """Error numbers of limits of the host (descriptors, processes and threads, buffers, file size), with their texts."""
 
 # Lines about a loss or a gradient that is not finite.
-_LOSS = r"(?=[^\n]*\b(?i:loss|losses|grads?|gradients?|grad_norm|total norm)\b)"
-_NOT_FINITE = r"(?=[^\n]*\b(?i:nans?|infs?|infinite|infinity|non-?finite|not finite)\b)"
+_MENTIONS_LOSS = r"(?=[^\n]*\b(?i:loss|losses|grads?|gradients?|grad_norm|total norm)\b)"
+_MENTIONS_NOT_FINITE = r"(?=[^\n]*\b(?i:nans?|infs?|infinite|infinity|non-?finite|not finite)\b)"
 
 # A size that overflowed is a broken message or a bug, not a lack of memory.
-_NOT_OVERFLOWN = r"(?![^\n]*more than 1EB)"
+_UNLESS_OVERFLOW = r"(?![^\n]*more than 1EB)"
 
 FAILURE_PATTERNS = (
     _make_pattern("diverged", r"^tula_cli\.errors\.Diverged\b"),
@@ -253,8 +261,8 @@ FAILURE_PATTERNS = (
     _make_pattern("device_fault", *(pattern for patterns in _FAULT_PATTERNS.values() for pattern in patterns)),
     _make_pattern(
         "device_oom",
-        rf"\btorch\.(?:cuda\.)?OutOfMemoryError\b{_NOT_OVERFLOWN}",
-        rf"\b(?:CUDA|HIP|XPU|MPS|NPU|MLU|HPU|MUSA)\b[^\n]{{0,40}}\bout of memory\b{_NOT_OVERFLOWN}",
+        rf"\btorch\.(?:cuda\.)?OutOfMemoryError\b{_UNLESS_OVERFLOW}",
+        rf"\b(?:CUDA|HIP|XPU|MPS|NPU|MLU|HPU|MUSA)\b[^\n]{{0,40}}\bout of memory\b{_UNLESS_OVERFLOW}",
         r"\bcuda runtime error \(2\)|\berror=2 : out of memory\b",
         r"\bRESOURCE_EXHAUSTED\b[^\n]*\b(?:(?:[Oo]ut of|[Rr]an out of) memory\b|Attempting to (?:reserve|allocate) \d|Failed to allocate request for \d)",
         r"\bOutOfMemoryError: Out of memory allocating\b",
@@ -290,8 +298,8 @@ FAILURE_PATTERNS = (
     ),
     _make_pattern(
         "storage",
-        _make_errno_pattern(_STORAGE),
-        _make_texts_pattern(*filter(None, _STORAGE.values())),
+        _make_errno_pattern(_STORAGE_ERRNOS),
+        _make_texts_pattern(*filter(None, _STORAGE_ERRNOS.values())),
         r"\bdisk I/O error\b",
         r"\bFSTimeoutError\b",
         r"\bPytorchStreamReader failed reading [^\n]*: file read failed\b",
@@ -312,8 +320,8 @@ FAILURE_PATTERNS = (
     _make_pattern(
         "host_limit",
         r"\binotify (?:watch|instance) limit reached\b",
-        _make_errno_pattern(_LIMITS),
-        _make_texts_pattern(*_LIMITS.values()),
+        _make_errno_pattern(_HOST_LIMIT_ERRNOS),
+        _make_texts_pattern(*_HOST_LIMIT_ERRNOS.values()),
         r"\bcan't start new thread\b",
         r"\breceived \d+ items of ancdata\b",
         r"\bToo many open files\b",
@@ -342,7 +350,7 @@ FAILURE_PATTERNS = (
     _make_pattern("hung", r"\bDataLoader timed out after\b", scope="error"),
     _make_pattern(
         "diverged",
-        rf"^{_LOSS}{_NOT_FINITE}(?!KeyError|AttributeError|NameError|TypeError|IndexError|ImportError)"
+        rf"^{_MENTIONS_LOSS}{_MENTIONS_NOT_FINITE}(?!KeyError|AttributeError|NameError|TypeError|IndexError|ImportError)"
         r"(?![^\n]*(?:\bskip|\bargument -|\binvalid (?:choice|\w+ value)\b))[^\n]+",
         r"^(?:\w+\.)*FloatingPointError\b(?![^\n]*(?<!\((?:nan|inf)\) )\bencountered in\b)",
         r"\b(?:[Mm]inimum loss scale reached|loss scale already at minimum)\b",
@@ -417,7 +425,7 @@ FAILURE_PATTERNS = (
 )
 """Patterns of failures and their classes (see `FAILURE_KINDS`). The first row that matches its scope decides."""
 
-PEER = _make_pattern(
+PEER_PATTERN = _make_pattern(
     "peer",
     r"\bgloo/transport/",
     r"\bGloo connect\w+ failed",
@@ -460,7 +468,7 @@ PEER = _make_pattern(
     r"\bSocket Timeout\b",
 )
 
-SIGNAL = _make_pattern(
+SIGNAL_PATTERN = _make_pattern(
     "signal",
     *ENDED_BY_SIGNAL,
     r"\bSignalException: Process \d+ got signal\b",
@@ -470,36 +478,36 @@ SIGNAL = _make_pattern(
 )
 
 # Exceptions of the process that started the ranks, or that raises the exception of another process again.
-_MESSENGERS = re.compile(
+_MESSENGER_EXCEPTIONS = re.compile(
     r"^(?:[\w.]*\.)?(?:ChildFailedError|SignalException|KeyboardInterrupt|ProcessRaisedException)\b"
     r"|^[\w.]+: Caught \w+ in (?:DataLoader worker process|replica|pin memory thread)\b"
 )
 # Exceptions that count as messengers only if there is another exception.
-_LAST_RESORT = re.compile(
+_LAST_RESORT_EXCEPTIONS = re.compile(
     r"^RuntimeError: (?:Pin memory thread|DataLoader worker \(pid[^\n]*) exited unexpectedly"
     r"|^(?:subprocess\.)?CalledProcessError:|^OSError: [^\n]*: exit \d+ \((?:read|write)\)"
 )
 # Errors of a connection that was closed because the process at its other end exited.
-_LOST_PIPE = re.compile(r"^(?:BrokenPipeError: \[Errno 32\]|ConnectionResetError: \[Errno 104\])")
-_KNOWN_PIPES = re.compile(r"/multiprocessing/|/torch/distributed/")
+_LOST_PIPE_PATTERN = re.compile(r"^(?:BrokenPipeError: \[Errno 32\]|ConnectionResetError: \[Errno 104\])")
+_KNOWN_PIPE_FRAMES = re.compile(r"/multiprocessing/|/torch/distributed/")
 _RANK_PREFIX = re.compile(r"^(?:\[(?:rank|default)\d+\]: ?|\d+: )+", re.MULTILINE)
-_TRACEBACK = "Traceback (most recent call last):"
-_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
-_EXCEPTION = re.compile(r"^(?:[a-z_]\w*\.)*_?[A-Z]\w*(?::|$)")
-_BARE_EXCEPTION = re.compile(
+_TRACEBACK_HEADING = "Traceback (most recent call last):"
+_CHAINED_HEADINGS = ("During handling of the above exception", "The above exception was the direct cause")
+_EXCEPTION_LINE = re.compile(r"^(?:[a-z_]\w*\.)*_?[A-Z]\w*(?::|$)")
+_BARE_EXCEPTION_LINE = re.compile(
     r"^(?:(?:[A-Za-z_]\w*\.)*(?:\w+Error|\w*Exception)|(?:[a-z_]\w*\.)+_?[A-Z]\w*)(?::|$)", re.MULTILINE
 )
-_OF_VALUES = re.compile(
+_VALUE_ERROR_LINE = re.compile(
     r"^(?:[a-z_]\w*\.)*(?:Value|Key|Index|Type|Attribute|Name|UnboundLocal|Assertion|NotImplemented|Syntax|ModuleNotFound"
     r"|Argument|JSONDecode|Unicode\w*)Error\b"
     r"|^(?:aiohttp|botocore|httpx|huggingface_hub|pymongo|redis|requests|urllib3?|wandb)\."
 )
 _KILLED_BY_SHELL = re.compile(r"^(?:.*\s)?Killed(?:\s.*)?$", re.MULTILINE)
 _CUDA_WARNING = re.compile(r"^[^\n]*Warning: CUDA initialization:[^\n]*$", re.MULTILINE)
-_USAGE = re.compile(r"^usage: [\s\S]*^\S+: error: ", re.MULTILINE)
-_LAST_LINES = 40
+_USAGE_ERROR_PATTERN = re.compile(r"^usage: [\s\S]*^\S+: error: ", re.MULTILINE)
+_MAX_LAST_LINES = 40
 _FAILURE_SIGNALS = (4, 6, 7, 8, 11)  # signals caused by the process itself: its last lines may show why
-_NAMED = ("device_fault", "device_error", "storage", "host_limit", "signal", "hung", "diverged")
+_SINGLE_LINE_CLASSES = ("device_fault", "device_error", "storage", "host_limit", "signal", "hung", "diverged")
 """Classes for which a single line, anywhere in a text, shows what happened."""
 
 
@@ -513,13 +521,13 @@ class _TracebackException:
     @property
     def is_messenger(self) -> bool:
         """Whether the exception only reports that another process has failed."""
-        return bool(_MESSENGERS.match(self.message) or CHILD_KILLED.match(self.message))
+        return bool(_MESSENGER_EXCEPTIONS.match(self.message) or CHILD_KILLED.match(self.message))
 
     @property
     def is_last_resort(self) -> bool:
         """Whether the exception may only report that another process failed; any other one takes precedence."""
-        lost_pipe = _LOST_PIPE.match(self.message) and not _KNOWN_PIPES.search(self.frames)
-        return bool(lost_pipe or _LAST_RESORT.match(self.message))
+        lost_pipe = _LOST_PIPE_PATTERN.match(self.message) and not _KNOWN_PIPE_FRAMES.search(self.frames)
+        return bool(lost_pipe or _LAST_RESORT_EXCEPTIONS.match(self.message))
 
 
 def classify_failure(text: str, *, exit_code: int | None = None, device: str = "cuda") -> OutcomeClass:
@@ -542,9 +550,9 @@ def _classify_by_exit(text: str, exit_code: int | None) -> OutcomeClass:
         return row[0]
     if exit_code in (-9, 137) and _KILLED_BY_SHELL.search(text):
         return "host_oom"
-    if _find_deciding_chain(text, exit_code) or (exit_code == 2 and _USAGE.search(text)):
+    if _find_deciding_chain(text, exit_code) or (exit_code == 2 and _USAGE_ERROR_PATTERN.search(text)):
         return "user"
-    for failure in (PEER, SIGNAL):
+    for failure in (PEER_PATTERN, SIGNAL_PATTERN):
         if failure.pattern.search(text):
             return failure.outcome
     return "signal" if _get_signal(exit_code) else "unknown"
@@ -568,7 +576,7 @@ def _find_first_match(text: str, exit_code: int | None = None) -> tuple[OutcomeC
     chain = _find_deciding_chain(text, exit_code)
     explained = not all(error.is_last_resort for error in chain)
     last_lines = "" if explained or _is_killed(exit_code) else _find_last_lines(text)
-    of_system = [error for error in chain if not _OF_VALUES.match(error.message)]
+    of_system = [error for error in chain if not _VALUE_ERROR_LINE.match(error.message)]
     texts_by_scope: dict[Scope, str] = {
         "log": text,
         "error": "\n\n".join([*(error.message for error in chain), last_lines]),
@@ -587,13 +595,13 @@ def _find_last_lines(text: str) -> str:
     """Return the last lines outside tracebacks, without separators and NCCL INFO lines."""
     frames = ("  File ", "    ", "Traceback")
     lines = [line for line in text.splitlines() if line.strip(" =-~^") and not line.startswith(frames)]
-    return "\n".join([line for line in lines if " NCCL INFO " not in line][-_LAST_LINES:])
+    return "\n".join([line for line in lines if " NCCL INFO " not in line][-_MAX_LAST_LINES:])
 
 
-def find_telling_line(text: str) -> str:
+def find_line_of_failure(text: str) -> str:
     """Return the line of a text that shows the failure, for classes for which a single line does; empty for others."""
     row = _find_first_match(_RANK_PREFIX.sub("", text))
-    if row is None or row[0] not in _NAMED:
+    if row is None or row[0] not in _SINGLE_LINE_CLASSES:
         return ""
     matched_text, at = row[1].string, row[1].start() if row[1].re.pattern[:2] != r"\A" else row[1].end()
     return matched_text[matched_text.rfind("\n", 0, at) + 1 :].split("\n", 1)[0].strip()
@@ -604,10 +612,12 @@ def _find_deciding_chain(text: str, exit_code: int | None = None) -> list[_Trace
 
     Tracebacks that only report a lost peer or the failure of another process are ignored.
     """
-    if _is_killed(exit_code) and _TRACEBACK not in text:
+    if _is_killed(exit_code) and _TRACEBACK_HEADING not in text:
         return []
     chains = [[error for error in chain if not error.is_messenger] for chain in _list_exception_chains(text)]
-    chains = [chain for chain in chains if chain and not any(PEER.pattern.search(error.message) for error in chain)]
+    chains = [
+        chain for chain in chains if chain and not any(PEER_PATTERN.pattern.search(error.message) for error in chain)
+    ]
     causes = [chain for chain in chains if not all(error.is_last_resort for error in chain)]
     return (causes or chains or [[]])[-1]
 
@@ -621,14 +631,14 @@ def find_user_exception(text: str) -> str:
 
 def _list_exception_chains(text: str) -> Iterator[list[_TracebackException]]:
     """Yield the exceptions of each traceback; chained exceptions are yielded together."""
-    if _TRACEBACK not in text:
-        for match in _BARE_EXCEPTION.finditer(text):
+    if _TRACEBACK_HEADING not in text:
+        for match in _BARE_EXCEPTION_LINE.finditer(text):
             yield [_TracebackException(text[match.start() :].split("\n\n")[0])]
         return
-    block_before, *blocks = text.split(_TRACEBACK)
+    block_before, *blocks = text.split(_TRACEBACK_HEADING)
     chain: list[_TracebackException] = []
     for block in blocks:
-        linked = any(marker in block_before for marker in _CHAINED)
+        linked = any(marker in block_before for marker in _CHAINED_HEADINGS)
         if chain and not linked:
             yield chain
         chain = chain if linked else []
@@ -643,7 +653,7 @@ def _parse_exception(block: str) -> list[_TracebackException]:
     """Return the exception at the end of a traceback, with the first lines of its message; empty if it is cut off."""
     lines = block.split("\n")
     for number, line in enumerate(lines):
-        if _EXCEPTION.match(line.rstrip()):
+        if _EXCEPTION_LINE.match(line.rstrip()):
             message = "\n".join(lines[number : number + 8]).split("\n\n")[0]
             return [_TracebackException(message, "".join(f"{frame}\n" for frame in lines[:number]))]
     return []

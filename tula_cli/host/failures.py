@@ -200,7 +200,7 @@ def _get_severity(failure: Failure) -> int:
     return FAILURE_KINDS["peer" if is_follow_up else failure.outcome].severity
 
 
-def advise(failure: Failure | OutcomeClass, spec: JobSpec | None = None) -> str:
+def describe_advice(failure: Failure | OutcomeClass, spec: JobSpec | None = None) -> str:
     """Return one line of advice about a failure, or about all of a kind.
 
     Args:

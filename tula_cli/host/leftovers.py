@@ -18,13 +18,13 @@ from tula_cli.host import devices
 
 MARK_VARIABLE = "TULA_STARTED_BY"
 """Environment variable that marks all processes started by a supervisor."""
-REAP_PATIENCE = 10.0
+REAP_TIMEOUT = 10.0
 """Seconds to wait until killed processes have exited: the driver first frees the memory of each."""
-MEMORY_PATIENCE = 30.0
+MEMORY_TIMEOUT = 30.0
 """Seconds to wait until the memory of GPUs is free again."""
 MAX_EXTRA_BYTES = 64 * 2**20
 """Bytes by which the used memory of a GPU may exceed that before the first attempt."""
-POLL = 0.2
+POLL_SECONDS = 0.2
 
 
 def make_mark(run: Path, task: str, allocation: str, index: int) -> str:
@@ -50,7 +50,7 @@ def kill_leftovers(mark: str, *, spare: Collection[int] = ()) -> list[int]:
     """
     spared = {os.getpid(), *spare, *(process.pid for process in psutil.Process().parents())}
     killed: set[int] = set()
-    deadline = time.monotonic() + REAP_PATIENCE
+    deadline = time.monotonic() + REAP_TIMEOUT
     while alive := [pid for pid in _find_leftover_pids(mark) if pid not in spared]:
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
@@ -58,7 +58,7 @@ def kill_leftovers(mark: str, *, spare: Collection[int] = ()) -> list[int]:
         killed.update(alive)
         if time.monotonic() > deadline:
             break
-        time.sleep(POLL / 10)
+        time.sleep(POLL_SECONDS / 10)
     return sorted(killed)
 
 
@@ -114,7 +114,7 @@ class GpuMemory:
         if self._used is None:
             self._used, self._holders = devices.read_used_gpu_memory(gpus), frozenset(devices.find_device_holders())
             return ""
-        deadline = time.monotonic() + MEMORY_PATIENCE
+        deadline = time.monotonic() + MEMORY_TIMEOUT
         while missing := self._describe_missing(gpus, mark):
             if give_up():
                 return ""
@@ -122,7 +122,7 @@ class GpuMemory:
                 return (
                     f"{missing}; held by {', '.join(devices.describe_holders()) or 'no process that is visible here'}"
                 )
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
         return ""
 
     def _describe_missing(self, gpus: Sequence[str], mark: str) -> str:

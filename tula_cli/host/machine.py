@@ -5,20 +5,20 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-CPUINFO = Path("/proc/cpuinfo")
-CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+CPU_INFO_FILE = Path("/proc/cpuinfo")
+CPU_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 
 
 def read_processor_name() -> str:
     """Return the processor's name as reported by the kernel, or its architecture if there is none, as on ARM."""
     try:
-        lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = CPU_INFO_FILE.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def read_cpu_quota(path: Path = CPU_MAX) -> float | None:
+def read_cpu_quota(path: Path = CPU_QUOTA_FILE) -> float | None:
     """Return the CPU quota of this process's container in cores; None if unlimited."""
     try:
         quota, period = path.read_text(encoding="ascii").split()
@@ -28,11 +28,11 @@ def read_cpu_quota(path: Path = CPU_MAX) -> float | None:
 
 
 SHARED_MEMORY_FOLDER = Path("/dev/shm")
-CONTROL_GROUPS = Path("/sys/fs/cgroup")
-MEMBERSHIP = Path("/proc/self/cgroup")
+CONTROL_GROUPS_FOLDER = Path("/sys/fs/cgroup")
+MEMBERSHIP_FILE = Path("/proc/self/cgroup")
 
 
-def read_machine_memory(groups: Path = CONTROL_GROUPS, membership: Path = MEMBERSHIP) -> int:
+def read_machine_memory(groups: Path = CONTROL_GROUPS_FOLDER, membership: Path = MEMBERSHIP_FILE) -> int:
     """Return the bytes of this machine's memory, or of the control group that holds this process if that is less.
 
     Args:

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from tula_cli.words import format_number_ranges
 
-TEMPORARY, RUNTIME = Path("/tmp"), Path("/run/user")
-"""Parents of the ticket folder: RUNTIME/<uid> without XDG_RUNTIME_DIR, TEMPORARY as fallback, not TMPDIR."""
-CORES = Path("/sys/devices/system/cpu")
+TEMPORARY_FOLDER, RUNTIME_FOLDER = Path("/tmp"), Path("/run/user")
+"""Parents of the ticket folder: RUNTIME_FOLDER/<uid> without XDG_RUNTIME_DIR, TEMPORARY_FOLDER as fallback, not TMPDIR."""
+CORES_FOLDER = Path("/sys/devices/system/cpu")
 
 
 class UntrustedFolder(OSError):
@@ -49,7 +49,7 @@ def list_core_devices() -> list[str]:
     cores = set()
     for number in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1):
         try:
-            siblings = (CORES / f"cpu{number}/topology/thread_siblings_list").read_text(encoding="ascii")
+            siblings = (CORES_FOLDER / f"cpu{number}/topology/thread_siblings_list").read_text(encoding="ascii")
             cores.add(int(siblings.replace("-", ",").split(",")[0]))
         except (OSError, ValueError):
             cores.add(number)
@@ -71,11 +71,11 @@ def make_ticket_folder() -> Path:
         OSError: the folder cannot be created.
     """
     user = os.getuid()
-    runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or RUNTIME / str(user))
+    runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or RUNTIME_FOLDER / str(user))
     if runtime.is_absolute() and _is_private(runtime):
         with contextlib.suppress(OSError):
             return _make_private(runtime / "tula")
-    return _make_private(TEMPORARY / f"tula-{user}")
+    return _make_private(TEMPORARY_FOLDER / f"tula-{user}")
 
 
 def _is_private(path: Path) -> bool:

@@ -11,7 +11,7 @@ import psutil
 
 from tula_cli.errors import JobFailed
 
-_VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "podman", "lxc", "tun", "tap", "ifb")
+_VIRTUAL_INTERFACE_PREFIXES = ("docker", "br-", "veth", "virbr", "cni", "flannel", "podman", "lxc", "tun", "tap", "ifb")
 """Prefixes of virtual interfaces, which lead to containers of this node and not to other nodes."""
 
 
@@ -111,7 +111,7 @@ def _is_reachable_address(address: str) -> bool:
     """Return whether an address belongs to this node and other nodes can reach it."""
     if "%" in address or ipaddress.ip_address(address).is_loopback:  # "%": link-local
         return False
-    if (find_interface(address) or "").startswith(_VIRTUAL):
+    if (find_interface(address) or "").startswith(_VIRTUAL_INTERFACE_PREFIXES):
         return False
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -126,7 +126,7 @@ def _sort_ipv4_first(addresses: list[str]) -> list[str]:
 
 def _list_outside_addresses() -> Iterator[str]:
     """Yield the addresses of external interfaces, those of the default route first."""
-    candidates = [name for name in list_interfaces() if not name.startswith(_VIRTUAL)]
+    candidates = [name for name in list_interfaces() if not name.startswith(_VIRTUAL_INTERFACE_PREFIXES)]
     states = psutil.net_if_stats()
     for name in dict.fromkeys([*_list_default_routes(), *candidates]):
         if name in states and states[name].isup and "loopback" not in states[name].flags.split(","):

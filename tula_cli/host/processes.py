@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PROC_FOLDER = Path("/proc")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-MAX_OUTPUT = 2**26
+MAX_OUTPUT_BYTES = 2**26
 """Maximum bytes of a command's output that are kept."""
 _GUARD_TIMEOUT, _PIPE_TIMEOUT = 15.0, 1.0
 """Timeouts in seconds: for a guard to kill its descendants, and for reading a pipe after a command has exited."""
@@ -89,8 +89,8 @@ def run_command(
     output, errors = bytearray(), bytearray()
     pipes = [
         _run_in_background(_feed_pipe, process.stdin, stdin.encode()),
-        _run_in_background(_collect, process.stdout, output),
-        _run_in_background(_collect, process.stderr, errors),
+        _run_in_background(_read_last_output, process.stdout, output),
+        _run_in_background(_read_last_output, process.stderr, errors),
     ]
     try:
         code = process.wait(timeout)
@@ -120,13 +120,13 @@ def _feed_pipe(pipe: IO[bytes], data: bytes) -> None:
         pipe.write(data)
 
 
-def _collect(pipe: IO[bytes], into: bytearray) -> None:
+def _read_last_output(pipe: IO[bytes], into: bytearray) -> None:
     """Read a pipe to its end, and keep only the last part: the output may be endless."""
     with pipe:
         while data := os.read(pipe.fileno(), 2**16):
             into += data
-            if len(into) > 2 * MAX_OUTPUT:
-                del into[:-MAX_OUTPUT]
+            if len(into) > 2 * MAX_OUTPUT_BYTES:
+                del into[:-MAX_OUTPUT_BYTES]
 
 
 @contextlib.contextmanager
@@ -136,14 +136,14 @@ def adopt_orphans() -> Iterator[None]:
     Raises:
         OSError: the system does not support this.
     """
-    _adopt(True)
+    _start_adopting(True)
     try:
         yield
     finally:
-        _adopt(False)
+        _start_adopting(False)
 
 
-def _adopt(orphans: bool) -> None:
+def _start_adopting(orphans: bool) -> None:
     if platform.system() != "Linux" or ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(orphans), 0, 0, 0):
         raise OSError("this system cannot assign orphaned processes to another parent")
 
@@ -185,7 +185,7 @@ def _tag_stream(stream: TextIO, tag: bytes) -> TextIO:
     return io.TextIOWrapper(_TaggedStream(stream, tag), encoding="utf-8", errors="replace", line_buffering=True)  # type: ignore[type-var]
 
 
-def start_time(pid: int) -> float | None:
+def read_start_time(pid: int) -> float | None:
     """Return when a process started, in clock ticks since boot; None if it has exited (including zombies)."""
     try:
         fields = (PROC_FOLDER / str(pid) / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
@@ -195,11 +195,11 @@ def start_time(pid: int) -> float | None:
 
 
 def is_running(pid: int, started: float | None) -> bool:
-    """Return whether the process that `start_time` reported to have started then still runs; ids are reused."""
-    return started is not None and start_time(pid) == started
+    """Return whether the process that `read_start_time` reported to have started then still runs; ids are reused."""
+    return started is not None and read_start_time(pid) == started
 
 
-def find_inner_id(pid: int) -> int | None:
+def find_innermost_pid(pid: int) -> int | None:
     """Return the id of a process in its innermost PID namespace, which differs in containers; None if it has exited."""
     try:
         lines = (PROC_FOLDER / str(pid) / "status").read_text(encoding="utf-8").splitlines()

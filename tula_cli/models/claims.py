@@ -11,7 +11,7 @@ from tula_cli.errors import BadMeasurements
 from tula_cli.models import messages
 from tula_cli.run.records.probes import Measured, ScriptObservation
 from tula_cli.run.records.scripts import LearningRates, RankResult, ScriptStep
-from tula_cli.spec.sections import LEAST_STEPS
+from tula_cli.spec.sections import MIN_TIMED_STEPS
 
 _USUAL = 0.5  # activities in more than this share of the steps are part of a normal step
 _SAME_POWER = 0.1  # difference of exponents of the batch that is ignored
@@ -99,7 +99,7 @@ def describe_unmet_expectations(ranks: Sequence[RankResult], *, resumed: bool) -
     """
     if not ranks or len(ranks) < ranks[0].world:
         return ""
-    few = min(len(rank.timed) for rank in ranks) < LEAST_STEPS
+    few = min(len(rank.timed) for rank in ranks) < MIN_TIMED_STEPS
     mismatched = list_mismatches([rank.model_copy(update={"timed": ()}) for rank in ranks] if few else ranks)
     return " ".join(mismatch.text for mismatch in mismatched if not (resumed and mismatch.code == "epoch-steps-differ"))
 

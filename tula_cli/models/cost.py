@@ -26,7 +26,7 @@ from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.records.results import Save
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.resources import BILLING_UNIT, UNPRICED, Pricing
+from tula_cli.spec.resources import BILLING_UNIT, UNPRICED_PRICING, Pricing
 from tula_cli.spec.scripts.script import Script
 from tula_cli.words import format_count, format_duration
 
@@ -405,7 +405,7 @@ def compute_max_cost(spec: JobSpec, node_hours: float, capacity: int | None) -> 
 
 def describe_price(pricing: Pricing) -> str:
     """Return the price with its unit."""
-    if pricing == UNPRICED:
+    if pricing == UNPRICED_PRICING:
         return "pricing.price is not set, so costs are in node-hours"
     description = f"{pricing.price:g} {pricing.currency} per {_UNITS[pricing.kind]}"
     if pricing.kind == "billing" and (pricing.price, pricing.currency) == (1.0, BILLING_UNIT):

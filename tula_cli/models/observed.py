@@ -18,7 +18,7 @@ from tula_cli.models.claims import join_steps
 from tula_cli.models.time.noise import Z90
 from tula_cli.models.time.step_time import Observation, StepTimeFit, fit_step_time
 from tula_cli.run.records.scripts import Heartbeat, RankResult
-from tula_cli.spec.sections import LEAST_STEPS, MEMORY_MARGIN
+from tula_cli.spec.sections import MEMORY_MARGIN, MIN_TIMED_STEPS
 
 CHEAPER = 0.9
 """Share of the node-hours that a smaller request may need to be advised, with `LIKELY` as the least probability."""
@@ -123,9 +123,9 @@ class MeasuredJob:
                 "all ranks must write to the same folder: put the folder on a shared file system (--folder), or start all ranks with srun or one torchrun",
             )
         steps = [step for step in join_steps(ranks) if not step.causes]
-        if len(steps) < LEAST_STEPS:
+        if len(steps) < MIN_TIMED_STEPS:
             raise BadMeasurements(
-                f"{script}/{job}: only {len(steps)} of {max(rank.steps for rank in ranks)} steps could be timed, but {LEAST_STEPS} are"
+                f"{script}/{job}: only {len(steps)} of {max(rank.steps for rank in ranks)} steps could be timed, but {MIN_TIMED_STEPS} are"
                 f" needed (without evaluation or checkpoint, after the first {WARMUP_STEPS})",
                 "observe a longer part of the training",
             )

@@ -32,7 +32,7 @@ from tula_cli.run.records.recommendations import Stage
 from tula_cli.spec.ags import BRANCHING_EPOCH, Arm
 from tula_cli.spec.job import JobSpec, get_warmup_epochs
 from tula_cli.spec.methods import METHODS
-from tula_cli.spec.schedules import ROUNDING, compute_lr_decay_factor
+from tula_cli.spec.schedules import RELATIVE_TOLERANCE, compute_lr_decay_factor
 from tula_cli.spec.sections import MIN_STAGE_SHARE, RampStage, Schedule
 from tula_cli.words import format_number
 
@@ -337,7 +337,7 @@ def _count_samples_until_decay(share: float, schedule: str, lr: float, *, warmup
 
     def has_decayed(passed: int) -> bool:
         remaining_share = compute_lr_decay_factor(rule, lr, epoch=passed / size, warmup=warmup, epochs=epochs)
-        return remaining_share <= share * (1 + ROUNDING)
+        return remaining_share <= share * (1 + RELATIVE_TOLERANCE)
 
     return bisect_left(range(epochs * size), True, key=has_decayed)
 

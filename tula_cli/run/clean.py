@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Literal
 
 from tula_cli.errors import CannotWrite
-from tula_cli.run.training_run import CHECKPOINT, DRAFT, TrainingRun
+from tula_cli.run.training_run import CHECKPOINT_PATTERN, DRAFT_PATTERN, TrainingRun
 
 Kind = Literal["checkpoints", "compared", "damaged", "drafts", "scratch"]
 
-_DAMAGED = re.compile(r"damaged-(?:[0-9]+-)?[0-9]{12,}\.(pt|dcp)")
+_DAMAGED_CHECKPOINT_PATTERN = re.compile(r"damaged-(?:[0-9]+-)?[0-9]{12,}\.(pt|dcp)")
 """The name given to a checkpoint that cannot be read."""
-_LINK_DRAFT = re.compile(r"\.(best|last)\.[0-9]+")
-_PROBE_OUT = re.compile(r"probe-.+\.[0-9]{3}")
-_RESUME_TEST = re.compile(r"rehearse-[^.]+")
-_RATE_SEARCH = re.compile(r"rates-[^.]+")
-RESUMED_FROM = 2
+_LINK_DRAFT_PATTERN = re.compile(r"\.(best|last)\.[0-9]+")
+_PROBE_FOLDER_PATTERN = re.compile(r"probe-.+\.[0-9]{3}")
+_RESUME_TEST_FOLDER_PATTERN = re.compile(r"rehearse-[^.]+")
+_RATE_SEARCH_FOLDER_PATTERN = re.compile(r"rates-[^.]+")
+KEPT_RESUME_CHECKPOINTS = 2
 """Number of newest checkpoints kept for an unfinished training: one spare in case the newest is damaged."""
 
 
@@ -58,49 +58,51 @@ def measure_size_and_time(path: Path) -> tuple[int, float]:
     return size, newest
 
 
-def list_removable_files(folder: Path, wish: CleanPolicy) -> Iterator[RemovableFile]:
+def list_removable_files(folder: Path, policy: CleanPolicy) -> Iterator[RemovableFile]:
     """Yield the removable files of a run. No job of the run may be alive.
 
     Raises:
         BadMeasurements: a record that shows whether a training has finished is damaged.
     """
     for training in _list_folders(folder / "train"):
-        yield from _list_removable_of_training(TrainingRun(folder, training.name), wish)
+        yield from _list_removable_of_training(TrainingRun(folder, training.name), policy)
     for attempt in _list_folders(folder / "script"):
         out = attempt / "out"
-        if _PROBE_OUT.fullmatch(attempt.name) and _is_folder(out):
+        if _PROBE_FOLDER_PATTERN.fullmatch(attempt.name) and _is_folder(out):
             yield _make_removable_file("scratch", out)
-        elif _RESUME_TEST.fullmatch(attempt.name):
+        elif _RESUME_TEST_FOLDER_PATTERN.fullmatch(attempt.name):
             yield _make_removable_file("scratch", attempt)
-        elif _RATE_SEARCH.fullmatch(attempt.name):  # branches can start again from copies of "start"
+        elif _RATE_SEARCH_FOLDER_PATTERN.fullmatch(attempt.name):  # branches can start again from copies of "start"
             yield from (
                 _make_removable_file("scratch", copy) for copy in _list_folders(attempt) if copy.name != "start"
             )
 
 
-def _list_removable_of_training(training: TrainingRun, wish: CleanPolicy) -> Iterator[RemovableFile]:
+def _list_removable_of_training(training: TrainingRun, policy: CleanPolicy) -> Iterator[RemovableFile]:
     folder = training.path / "checkpoints"
     entries = _list_entries(folder) if _is_folder(folder) else {}
-    whole = [name for name, mode in entries.items() if CHECKPOINT.fullmatch(name) and _has_type_of_name(name, mode)]
+    whole = [
+        name for name, mode in entries.items() if CHECKPOINT_PATTERN.fullmatch(name) and _has_type_of_name(name, mode)
+    ]
     if whole:
         over = training.read_result() is not None
-        gone = over and training.signature in wish.compared
+        gone = over and training.signature in policy.compared
         kept = (
             set()
             if gone
-            else _list_kept_checkpoints(training, sorted(whole, reverse=True), over=over, keep_best=wish.keep_best)
+            else _list_kept_checkpoints(training, sorted(whole, reverse=True), over=over, keep_best=policy.keep_best)
         )
         for name in sorted(set(whole) - kept):
             yield _make_removable_file("compared" if gone else "checkpoints", folder / name)
     for name, mode in sorted(entries.items()):
         if stat.S_ISLNK(mode):
             continue
-        if _DAMAGED.fullmatch(name):
+        if _DAMAGED_CHECKPOINT_PATTERN.fullmatch(name):
             yield _make_removable_file("damaged", folder / name)
-        elif DRAFT.fullmatch(name):
+        elif DRAFT_PATTERN.fullmatch(name):
             yield _make_removable_file("drafts", folder / name)
     for name, mode in sorted(_list_entries(training.path).items()):
-        if _LINK_DRAFT.fullmatch(name) and stat.S_ISLNK(mode):
+        if _LINK_DRAFT_PATTERN.fullmatch(name) and stat.S_ISLNK(mode):
             yield _make_removable_file("drafts", training.path / name)
 
 
@@ -114,7 +116,7 @@ def _list_kept_checkpoints(training: TrainingRun, whole: list[str], *, over: boo
     tuning = training.read_tuning()
     if tuning is not None and tuning.chosen is None:
         return set(whole)  # the remaining arms resume from their common checkpoint
-    return {*whole[:RESUMED_FROM], *best, *last}
+    return {*whole[:KEPT_RESUME_CHECKPOINTS], *best, *last}
 
 
 def _read_link_target(link: Path) -> str:
@@ -141,7 +143,7 @@ def remove_file(holding: RemovableFile) -> None:
         if not _is_folder(path):
             path.unlink(missing_ok=True)
             return
-        if CHECKPOINT.fullmatch(path.name):  # renamed first: a partly removed checkpoint must not look complete
+        if CHECKPOINT_PATTERN.fullmatch(path.name):  # renamed first: a partly removed checkpoint must not look complete
             doomed = path.with_name(f".{path.name}.old")
             if _is_folder(doomed):
                 _remove_folder(doomed)

@@ -18,7 +18,7 @@ from tula_cli.spec.job import JobSpec
 
 # --- Git
 
-MAX_DIFF = 1_000_000  # characters
+MAX_DIFF_CHARACTERS = 1_000_000  # characters
 GIT_TIMEOUT = 10.0  # seconds
 LISTING_TIMEOUT = 60.0  # seconds for listing files, whose failure is an error because the code is then unknown
 
@@ -78,8 +78,8 @@ def read_repository_state(base: Path, paths: Iterable[Path]) -> tuple[str, bool,
     pathspecs = [f":(literal){path}" for path in _list_paths_in_repository(base, paths)]
     dirty = bool(_run_git(base, "status", "--porcelain", "--", *pathspecs).strip())
     diff = _read_diff_of_paths(base, pathspecs)
-    if len(diff) > MAX_DIFF:
-        diff = f"{diff[:MAX_DIFF]}\n[cut: {len(diff) - MAX_DIFF} more characters]\n"
+    if len(diff) > MAX_DIFF_CHARACTERS:
+        diff = f"{diff[:MAX_DIFF_CHARACTERS]}\n[cut: {len(diff) - MAX_DIFF_CHARACTERS} more characters]\n"
     return commit, dirty, diff
 
 

@@ -16,9 +16,9 @@ from tula_cli.run import messages
 from tula_cli.run.files import is_regular_file, read_content
 from tula_cli.run.training_run import TrainingRun
 
-SUMS = "sums.json"
+CHECKSUM_FILE = "sums.json"
 """The file with the checksums of the other files of a sharded checkpoint."""
-_MAX_SUMMED = 2**20
+_MAX_VERIFIED_BYTES = 2**20
 """Bytes of a checkpoint whose checksums are verified; for the rest only the structure is checked, because it would take
 minutes."""
 _MAX_RANGES = 5
@@ -117,12 +117,16 @@ def describe_checkpoint_problem(path: Path) -> str:
             return "it is not a file"
         if path.stat().st_size == 0:
             return "it is empty"
-        return "" if is_complete_archive(path, summed=_MAX_SUMMED) else "it is truncated or overwritten"
+        return (
+            ""
+            if is_complete_archive(path, max_verified_bytes=_MAX_VERIFIED_BYTES)
+            else "it is truncated or overwritten"
+        )
     except OSError as error:
         return error.strerror or str(error)
 
 
-def is_complete_archive(path: Path, *, summed: float = float("inf")) -> bool:
+def is_complete_archive(path: Path, *, max_verified_bytes: float = float("inf")) -> bool:
     """Return whether a file of torch.save is complete, by its checksums (which torch does not verify).
 
     Args:
@@ -140,7 +144,7 @@ def is_complete_archive(path: Path, *, summed: float = float("inf")) -> bool:
             total = 0
             for member in members:
                 total += member.file_size
-                if total > summed:
+                if total > max_verified_bytes:
                     break
                 with archive.open(member) as file:
                     while file.read(2**20):
@@ -153,14 +157,14 @@ def is_complete_archive(path: Path, *, summed: float = float("inf")) -> bool:
 def _describe_sharded_problem(folder: Path) -> str:
     """Describe the first missing or modified file of a sharded checkpoint; empty if no problem is found."""
     try:
-        sums = json.loads(read_content(folder / SUMS))
+        sums = json.loads(read_content(folder / CHECKSUM_FILE))
         for name, total in sums.items():
             path = folder / name
             size = path.stat().st_size
-            if size == 0 or (size <= _MAX_SUMMED and zlib.crc32(read_content(path)) != total):
+            if size == 0 or (size <= _MAX_VERIFIED_BYTES and zlib.crc32(read_content(path)) != total):
                 return f"its {name} is truncated or overwritten"
     except FileNotFoundError as error:
         return f"its {Path(error.filename).name} is missing"
     except (OSError, ValueError, AttributeError, TulaError) as error:
-        return f"its {SUMS} cannot be read ({error})"
+        return f"its {CHECKSUM_FILE} cannot be read ({error})"
     return ""

@@ -67,8 +67,8 @@ from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.run.snapshot import Result, Snapshot, is_of_another_run
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import dump_yaml, validate
-from tula_cli.spec.old_keys import without_removed_values
+from tula_cli.spec.load import dump_yaml, validate_job
+from tula_cli.spec.old_keys import drop_removed_values
 from tula_cli.spec.signature import compute_measurement_signature
 from tula_cli.spec.yaml_text import read_yaml
 
@@ -127,7 +127,7 @@ class ClusterChecks:
 
 # --- The run directory
 
-LATEST = "latest"
+LATEST_FILE = "latest"
 
 
 class RunDir:
@@ -174,8 +174,8 @@ class RunDir:
         spec = spec.without_bill()  # each command reads it from the scheduler
         write_parsed_spec(self.path, dump_yaml(spec), spec.model_dump(mode="json"))
         # In a shared folder, the file of another user is not overwritten.
-        if not find_other_owner(self.path.parent / LATEST):
-            write_atomic(self.path.parent / LATEST, f"{self.path.name}\n")
+        if not find_other_owner(self.path.parent / LATEST_FILE):
+            write_atomic(self.path.parent / LATEST_FILE, f"{self.path.name}\n")
 
     @staticmethod
     def open(path: Path) -> "RunDir":
@@ -196,7 +196,7 @@ class RunDir:
             SpecError: there is none.
             TulaError: `root` cannot be read.
         """
-        latest = "" if find_other_owner(root / LATEST) else read_text(root / LATEST)
+        latest = "" if find_other_owner(root / LATEST_FILE) else read_text(root / LATEST_FILE)
         return RunDir(find_newest_run(root, latest))
 
     @staticmethod
@@ -221,8 +221,8 @@ class RunDir:
         path, parsed = self.path / "spec.yaml", read_parsed_spec(self.path)
         if parsed is not None:
             with contextlib.suppress(SpecError):  # damaged: the YAML is used instead
-                return validate(without_removed_values(parsed.spec), source=str(path))
-        return validate(without_removed_values(read_yaml(path)), source=str(path))
+                return validate_job(drop_removed_values(parsed.spec), source=str(path))
+        return validate_job(drop_removed_values(read_yaml(path)), source=str(path))
 
     def read_job_file(self) -> JobFile | None:
         return read_record(self.path / "job_file.json", JobFile)
@@ -548,7 +548,7 @@ class Run(RunDir):
         run.spec = spec
         return run
 
-    def with_plain_type(self) -> "Run":
+    def with_variant_name(self) -> "Run":
         """Return this run with the name of its variant, for commands that compare it with no run of the same type."""
         run = copy.copy(self)
         run.type = self.variant.type

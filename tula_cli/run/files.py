@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _MAX_BYTES = 2**28
 """Maximum bytes of a file that is read as a whole."""
-MAX_LINE = 2**24
+MAX_LINE_BYTES = 2**24
 """Maximum bytes of a line that is read as a whole: longer ones are not records."""
-NO_ANSWER = (
+STORAGE_FAILURE_HINT = (
     "the file system failed or did not answer: run the same command again later. If it fails again, ask the administrators"
     " (or renew your Kerberos ticket). All saved files are kept"
 )
@@ -172,7 +172,7 @@ def make_write_error(path: Path, error: OSError, *, needed: int | None = None) -
 
 def choose_storage_hint(path: Path, error: OSError) -> str:
     """Return the hint for a file whose file system refused an operation with one of `IO_ERRNOS`."""
-    return _make_other_folder_hint(path) if error.errno == errno.EROFS else NO_ANSWER
+    return _make_other_folder_hint(path) if error.errno == errno.EROFS else STORAGE_FAILURE_HINT
 
 
 def _make_other_folder_hint(path: Path) -> str:
@@ -230,7 +230,7 @@ def is_regular_file(path: Path | str) -> bool:
 def make_read_error(path: Path, error: OSError) -> TulaError:
     message = f"cannot read {path}: {error.strerror}"
     if error.errno in IO_ERRNOS:
-        return StorageFailed(message, NO_ANSWER)
+        return StorageFailed(message, STORAGE_FAILURE_HINT)
     if error.errno in ACCESS_ERRNOS:
         return make_ownership_error(path) or TulaError(message, f"make it readable: chmod u+r {shlex.quote(str(path))}")
     if isinstance(error, NotADirectoryError):
@@ -275,7 +275,7 @@ def read_record(path: Path, kind: "type[T] | TypeAdapter[T]") -> T | None:
         first_error = error.errors()[0]
         where = ".".join(str(key) for key in first_error["loc"]) or "the top"
         raise make_damaged_error(path, f"{first_error['msg']} at {where}") from None
-    if _EXCESSIVE.search(content):
+    if _EXCESSIVE_NUMBER_PATTERN.search(content):
         try:
             limit = _MAX_MEASURED if path.parent.name == "results" else math.inf
             json.loads(content, parse_constant=_reject_number, parse_float=partial(_check_number, limit))
@@ -292,7 +292,7 @@ def _get_adapter(kind: type[T]) -> "TypeAdapter[T]":
     return TypeAdapter(kind)
 
 
-_EXCESSIVE = re.compile(rb"NaN|Infinity|\d[eE]\+?\d{3}")
+_EXCESSIVE_NUMBER_PATTERN = re.compile(rb"NaN|Infinity|\d[eE]\+?\d{3}")
 """Bytes of a JSON text that may be an excessive number; inside strings they are harmless."""
 _MAX_MEASURED = 1e150
 """Maximum of measured numbers: their squares must be finite."""
@@ -392,7 +392,7 @@ def read_json_lines(
                 yield row
 
 
-def read_lines(file: BinaryIO, *, longest: int = MAX_LINE) -> Iterator[bytes]:
+def read_lines(file: BinaryIO, *, longest: int = MAX_LINE_BYTES) -> Iterator[bytes]:
     """Yield the lines of a file from its current position, long ones in pieces: a whole file may be a single line.
 
     Every piece of a line except the last lacks a line end.
@@ -516,7 +516,7 @@ _AT_FDCWD = -100
 _AT_STATX_FORCE_SYNC = 0x2000
 _STATX_BASIC_STATS = 0x7FF
 _STATX_BYTES = 256  # size of struct statx
-_INODE, _MODIFIED = 32, 112  # byte offsets of these fields in struct statx
+_INODE_OFFSET, _MODIFIED_OFFSET = 32, 112  # byte offsets of these fields in struct statx
 _REFUSED_ERRNOS = (
     errno.ENOSYS,
     errno.EPERM,
@@ -530,8 +530,8 @@ def read_file_identity(path: Path) -> tuple[int, int] | None:
     if call is not None:
         buffer = ctypes.create_string_buffer(_STATX_BYTES)
         if call(_AT_FDCWD, os.fsencode(path), _AT_STATX_FORCE_SYNC, _STATX_BASIC_STATS, buffer) == 0:
-            (inode,) = struct.unpack_from("Q", buffer, _INODE)
-            seconds, nanoseconds = struct.unpack_from("qI", buffer, _MODIFIED)
+            (inode,) = struct.unpack_from("Q", buffer, _INODE_OFFSET)
+            seconds, nanoseconds = struct.unpack_from("qI", buffer, _MODIFIED_OFFSET)
             return inode, seconds * 10**9 + nanoseconds
         if ctypes.get_errno() not in _REFUSED_ERRNOS:
             return None
@@ -582,8 +582,8 @@ def _load_statx() -> Callable[..., int] | None:
 
 # --- Marker of changes
 
-_NAME = "news"
-_FOLDERS = ("orders", "handover", "failures")
+_NEWS_FILE = "news"
+_POLLED_FOLDERS = ("orders", "handover", "failures")
 
 
 def announce_change(run: Path) -> None:
@@ -591,7 +591,7 @@ def announce_change(run: Path) -> None:
 
     Takes no space, and errors are ignored: supervisors also poll without it.
     """
-    path = run / _NAME
+    path = run / _NEWS_FILE
     with contextlib.suppress(OSError):
         try:
             os.utime(path, follow_symlinks=False)
@@ -614,7 +614,7 @@ def write_and_announce(run: Path, name: str, record: "BaseModel") -> None:
 
 def read_news_state(run: Path) -> tuple[int, int] | None:
     """Return a value that changes with each announcement (one stat call); None if there has been none."""
-    return read_file_identity(run / _NAME)
+    return read_file_identity(run / _NEWS_FILE)
 
 
 def prepare_folders(run: Path, *others: str) -> None:
@@ -626,6 +626,6 @@ def prepare_folders(run: Path, *others: str) -> None:
     Raises:
         OSError: the run directory cannot be written.
     """
-    for name in (*_FOLDERS, *others):
+    for name in (*_POLLED_FOLDERS, *others):
         make_folder(run / name)
     announce_change(run)

@@ -12,9 +12,9 @@ from tula_cli.errors import BadMeasurements, OtherFormat
 from tula_cli.run import files
 from tula_cli.version import RUN_FORMAT, __version__
 
-OLDEST = 1
+OLDEST_READABLE_FORMAT = 1
 """The oldest format whose results this version of tula reads."""
-_NAME = "format"
+_FORMAT_FILE = "format"
 
 
 def write_format(run: Path) -> None:
@@ -23,7 +23,7 @@ def write_format(run: Path) -> None:
     Raises:
         TulaError: it cannot be written.
     """
-    files.write_atomic(run / _NAME, f"{RUN_FORMAT} tula {__version__}\n")
+    files.write_atomic(run / _FORMAT_FILE, f"{RUN_FORMAT} tula {__version__}\n")
 
 
 def require_known_format(run: Path) -> None:
@@ -41,9 +41,9 @@ def require_known_format(run: Path) -> None:
             " this version of tula makes separate runs; the run was not changed",
             "measure the job again: tula profile job.yaml",
         )
-    if OLDEST <= number <= RUN_FORMAT:
+    if OLDEST_READABLE_FORMAT <= number <= RUN_FORMAT:
         return
-    known = f"{OLDEST} to {RUN_FORMAT}"
+    known = f"{OLDEST_READABLE_FORMAT} to {RUN_FORMAT}"
     raise OtherFormat(
         f"the run {run}{creator} has format {number}, but tula {__version__} reads formats {known}; the run was not changed",
         f"use {'a newer' if number > RUN_FORMAT else 'the older'} tula, also in the environment of the jobs",
@@ -70,7 +70,7 @@ def require_current_format(run: Path) -> None:
 
 def _read_format(run: Path) -> tuple[int, str]:
     """Return the format of a run (1 without a format file), and a phrase with the version that made it, or empty."""
-    path = run / _NAME
+    path = run / _FORMAT_FILE
     try:
         text = files.read_content(path).decode(errors="replace").strip()
     except FileNotFoundError:

@@ -15,7 +15,7 @@ from pathlib import Path
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError
 from tula_cli.plugins import is_import_string
-from tula_cli.run.directory import LATEST
+from tula_cli.run.directory import LATEST_FILE
 from tula_cli.run.files import is_regular_file
 from tula_cli.spec.job import JobSpec
 
@@ -205,7 +205,7 @@ def is_foreign_folder(folder: Path) -> bool:
     """Return whether a folder does not hold user code: hidden, installed, an environment, or a folder of runs."""
     if folder.name.startswith(".") or is_installed_folder(folder):
         return True
-    return (folder / LATEST).is_file() and any(folder.glob("*/spec.yaml"))
+    return (folder / LATEST_FILE).is_file() and any(folder.glob("*/spec.yaml"))
 
 
 def is_installed_folder(folder: Path) -> bool:

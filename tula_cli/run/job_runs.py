@@ -15,14 +15,14 @@ from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import JobFile, Variant
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import load_spec, validate
-from tula_cli.spec.merge import apply_overrides, flatten
-from tula_cli.spec.old_keys import without_removed_values
+from tula_cli.spec.load import load_spec, validate_job
+from tula_cli.spec.merge import apply_overrides, flatten_mapping
+from tula_cli.spec.old_keys import drop_removed_values
 from tula_cli.spec.signature import compute_measurement_signature
 from tula_cli.spec.yaml_text import read_yaml
 from tula_cli.words import describe_part, make_relative_path
 
-_HARDWARE = ("name", "cluster", "pricing", "search", "baseline", "export")
+_HARDWARE_SECTIONS = ("name", "cluster", "pricing", "search", "baseline", "export")
 """Sections of a job in which runs of one job may differ."""
 _MAX_KEYS_SHOWN = 4
 
@@ -254,7 +254,7 @@ def _list_differences(first: Run, other: Run) -> list[str]:
     """Return the keys in which the jobs of two runs differ; empty if it is one job on different hardware."""
     if other.path in [sibling.path for sibling in first.family]:
         return []
-    keys = [key for key in compare_jobs(first.spec, other.spec) if key.split(".")[0] not in _HARDWARE]
+    keys = [key for key in compare_jobs(first.spec, other.spec) if key.split(".")[0] not in _HARDWARE_SECTIONS]
     keys += ["pricing.currency"] * (first.spec.pricing.currency != other.spec.pricing.currency)
     return keys or ["the code"] * _has_different_code(first, other)
 
@@ -312,12 +312,12 @@ def _load_with_overrides(path: Path, stored: JobSpec, overrides: Sequence[str]) 
 
     The run's file contains every default, and that of `train.ramp_nodes` depends on the ramp: it is derived again.
     """
-    content = without_removed_values(read_yaml(path))
+    content = drop_removed_values(read_yaml(path))
     default = "auto" if stored.train.ramp == "decay" else "same"
     if content.get("train", {}).get("ramp_nodes") == default:
         del content["train"]["ramp_nodes"]
     apply_overrides(content, overrides, {})
-    return validate(content, source=" --set ".join((str(path), *overrides)))
+    return validate_job(content, source=" --set ".join((str(path), *overrides)))
 
 
 def find_config_drift(run: Run, overrides: Sequence[str] = ()) -> ConfigDrift | None:
@@ -362,7 +362,7 @@ def _select_training_settings(spec: JobSpec) -> dict[str, Any]:
 def compare_jobs(earlier: JobSpec, current: JobSpec) -> dict[str, tuple[Any, Any]]:
     """Return the values of two jobs for each key in which they differ; an absent or empty section counts as None."""
     leaves_before, after = (
-        {key: None if value == {} else value for key, value in flatten(spec.model_dump(mode="json"))}
+        {key: None if value == {} else value for key, value in flatten_mapping(spec.model_dump(mode="json"))}
         for spec in (earlier, current)
     )
     keys = [key for key in {**leaves_before, **after} if leaves_before.get(key) != after.get(key)]

@@ -12,7 +12,7 @@ from tula_cli.errors import NotYours, SpecError
 
 ACCESS_ERRNOS = (errno.EACCES, errno.EPERM)
 """Error numbers for missing permissions."""
-_RUN = "spec.yaml"
+_SPEC_FILE = "spec.yaml"
 
 
 def find_other_owner(path: Path) -> str:
@@ -46,20 +46,22 @@ def require_run(path: Path) -> None:
     readable = os.R_OK | os.X_OK
     try:
         file_statistics = path.stat()
-        is_run = stat.S_ISDIR(file_statistics.st_mode) and stat.S_ISREG((path / _RUN).stat().st_mode)
+        is_run = stat.S_ISDIR(file_statistics.st_mode) and stat.S_ISREG((path / _SPEC_FILE).stat().st_mode)
         refused = is_run and not all(
-            _has_access(entry, how) for entry, how in ((path, readable), (path / _RUN, os.R_OK))
+            _has_access(entry, how) for entry, how in ((path, readable), (path / _SPEC_FILE, os.R_OK))
         )
     except PermissionError:
         is_run = refused = True
     except OSError:
         is_run = refused = False
     if refused:
-        raise make_ownership_error(path / _RUN) or SpecError(f"no permission to read {path}", f"chmod -R u+rwX {path}")
+        raise make_ownership_error(path / _SPEC_FILE) or SpecError(
+            f"no permission to read {path}", f"chmod -R u+rwX {path}"
+        )
     if not path.exists():
         raise SpecError(f"there is no run {path}", "tula list shows all runs")
     if not is_run:
-        raise SpecError(f"{path} is not a run: it contains no {_RUN}", "tula list shows all runs")
+        raise SpecError(f"{path} is not a run: it contains no {_SPEC_FILE}", "tula list shows all runs")
 
 
 def make_ownership_error(path: Path, *, change: bool = False) -> NotYours | None:
@@ -101,7 +103,7 @@ def _make_ownership_error(path: Path, owner: str, what: str) -> NotYours:
 
 
 def _is_in_run(entry: Path) -> bool:
-    return any(os.path.exists(folder / _RUN) for folder in (entry, *entry.parents))  # noqa: PTH110 - raises no PermissionError
+    return any(os.path.exists(folder / _SPEC_FILE) for folder in (entry, *entry.parents))  # noqa: PTH110 - raises no PermissionError
 
 
 def _has_access(path: Path, how: int) -> bool:

@@ -14,7 +14,7 @@ from tula_cli.run.files import write_atomic
 from tula_cli.version import __version__
 
 _PACKAGE = Path(__file__).parents[1]
-_SAME_DATE = (1980, 1, 1, 0, 0, 0)
+_ARCHIVE_DATE = (1980, 1, 1, 0, 0, 0)
 """Date of all archive members, so that the same code produces the same archive."""
 
 
@@ -53,7 +53,7 @@ def write_package_archive(run: Path) -> Path | None:
     def save(file: BinaryIO) -> None:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as made:
             for name, content in _read_package_code().items():
-                made.writestr(zipfile.ZipInfo(name, _SAME_DATE), content, zipfile.ZIP_DEFLATED)
+                made.writestr(zipfile.ZipInfo(name, _ARCHIVE_DATE), content, zipfile.ZIP_DEFLATED)
 
     archive = find_package_archive(run)
     if archive is not None and not archive.exists():

@@ -16,7 +16,7 @@ from tula_cli.errors import BadMeasurements, SpecError
 from tula_cli.run import files, owner
 from tula_cli.run.format import require_current_format, require_known_format, write_format
 
-_YAML, _JSON = "spec.yaml", "spec.json"
+_YAML_FILE, _JSON_FILE = "spec.yaml", "spec.json"
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ def write_parsed_spec(run: Path, yaml: str, spec: Mapping[str, Any]) -> None:
     require_current_format(run)
     if get_change_time(run) is None:
         write_format(run)
-    files.write_atomic(run / _YAML, yaml)
-    files.write_atomic(run / _JSON, json.dumps(asdict(ParsedSpec(_compute_digest(yaml.encode()), spec))) + "\n")
+    files.write_atomic(run / _YAML_FILE, yaml)
+    files.write_atomic(run / _JSON_FILE, json.dumps(asdict(ParsedSpec(_compute_digest(yaml.encode()), spec))) + "\n")
 
 
 def read_parsed_spec(run: Path) -> ParsedSpec | None:
@@ -54,9 +54,9 @@ def read_parsed_spec(run: Path) -> ParsedSpec | None:
     """
     require_known_format(run)
     try:
-        content = json.loads(files.read_content(run / _JSON))
+        content = json.loads(files.read_content(run / _JSON_FILE))
         parsed = ParsedSpec(content["digest"], content["spec"])
-        return parsed if parsed.digest == _compute_digest(files.read_content(run / _YAML)) else None
+        return parsed if parsed.digest == _compute_digest(files.read_content(run / _YAML_FILE)) else None
     except (FileNotFoundError, KeyError, ValueError, TypeError, RecursionError, BadMeasurements):
         return None  # the caller parses the YAML instead
 
@@ -101,7 +101,7 @@ def find_newest_run(root: Path, latest: str) -> Path:
 def get_change_time(run: Path) -> int | None:
     """Return when the job of a run was last written (ns of Unix time); None if there is no visible job."""
     try:
-        status = (run / _YAML).stat()
+        status = (run / _YAML_FILE).stat()
         return status.st_mtime_ns if stat.S_ISREG(status.st_mode) else None
     except OSError:  # no run, a run that is being removed, or one of another user
         return None

@@ -15,7 +15,7 @@ from tula_cli.run.files import (
 )
 from tula_cli.run.records.scripts import Heartbeat, Killed, RankResult, ResumeTestResult, ScriptFailure, ShimPlan
 
-TAIL = 16_384
+TAIL_BYTES = 16_384
 """Bytes at the end of a row file that are searched for the newest row."""
 
 
@@ -97,12 +97,12 @@ class ScriptAttempt:
 
     def read_newest_row(self, rank: int) -> dict[str, Any]:
         """Return the newest progress row of a rank if it is among the last lines, because the file grows for days."""
-        rows = reversed(list(read_json_lines(self.path / f"steps-{rank}.jsonl", last_bytes=TAIL)))
+        rows = reversed(list(read_json_lines(self.path / f"steps-{rank}.jsonl", last_bytes=TAIL_BYTES)))
         return next((row for row in rows if row["kind"] == "row"), {})
 
     def read_gaps(self, rank: int) -> list[dict[str, Any]]:
         """Return the rows, among the last lines, of steps that included an evaluation, a save or a new epoch."""
-        rows = read_json_lines(self.path / f"steps-{rank}.jsonl", last_bytes=TAIL)
+        rows = read_json_lines(self.path / f"steps-{rank}.jsonl", last_bytes=TAIL_BYTES)
         return [row for row in rows if row["kind"] == "gap"]
 
     def read_changed_files(self, host: str) -> list[dict[str, Any]]:

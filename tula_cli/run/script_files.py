@@ -27,19 +27,19 @@ from tula_cli.run.imports import (
 )
 from tula_cli.run.records.tasks import CodeSnapshot
 from tula_cli.run.secrets import CODE_SUFFIXES, is_key_file
-from tula_cli.spec.scripts.placeholders import LAUNCHER_PACKAGES, fill, find_placeholders
+from tula_cli.spec.scripts.placeholders import LAUNCHER_PACKAGES, fill_text, find_placeholders
 from tula_cli.spec.scripts.script import Script
 
 # --- The program of a command
 
 SHELL_SUFFIXES = (".sh", ".bash")
 SCRIPT_SUFFIXES = (".py", *SHELL_SUFFIXES)
-_PYTHON = re.compile(r"(python|pypy)[\d.]*")
-_SHELL = re.compile(r"(ba|da|k|z)?sh")
-_PYTHON_INLINE, _PYTHON_MODULE = re.compile(r"-[bBdEhiIOqsSuvx]*c"), re.compile(r"-[bBdEhiIOqsSuvx]*m")
-_SHELL_INLINE = re.compile(r"-[a-z]*c[a-z]*")
-_PYTHON_VALUED = re.compile(r"-X|-W|--check-hash-based-pycs")
-_SHELL_VALUED = re.compile(r"[-+][a-zA-Z]*[oO]|--rcfile|--init-file")
+_PYTHON_PATTERN = re.compile(r"(python|pypy)[\d.]*")
+_SHELL_PATTERN = re.compile(r"(ba|da|k|z)?sh")
+_PYTHON_INLINE_PATTERN, _PYTHON_MODULE_PATTERN = re.compile(r"-[bBdEhiIOqsSuvx]*c"), re.compile(r"-[bBdEhiIOqsSuvx]*m")
+_SHELL_INLINE_PATTERN = re.compile(r"-[a-z]*c[a-z]*")
+_PYTHON_VALUE_OPTIONS = re.compile(r"-X|-W|--check-hash-based-pycs")
+_SHELL_VALUE_OPTIONS = re.compile(r"[-+][a-zA-Z]*[oO]|--rcfile|--init-file")
 
 
 class NoCommandFile(SpecError):
@@ -60,7 +60,7 @@ class Program:
 
 def split_command(command: str) -> list[str]:
     """Split a command into words before its placeholders are filled; words with placeholders become empty."""
-    return ["" if find_placeholders(word) else fill(word, {}) for word in shlex.split(command)]
+    return ["" if find_placeholders(word) else fill_text(word, {}) for word in shlex.split(command)]
 
 
 def list_module_names(words: Sequence[str]) -> list[str]:
@@ -124,18 +124,18 @@ def _classify_words(words: Sequence[str]) -> Iterator[tuple[int, _Role]]:
         role, ahead = ahead, None
         if role is None and word.startswith(("-", "+")):
             role = _Role.OPTION
-            if (python and _PYTHON_INLINE.fullmatch(word)) or (shell and _SHELL_INLINE.fullmatch(word)):
+            if (python and _PYTHON_INLINE_PATTERN.fullmatch(word)) or (shell and _SHELL_INLINE_PATTERN.fullmatch(word)):
                 role = _Role.INLINE
-            elif word in ("-m", "--module") or (python and _PYTHON_MODULE.fullmatch(word)):
+            elif word in ("-m", "--module") or (python and _PYTHON_MODULE_PATTERN.fullmatch(word)):
                 ahead, python = _Role.MODULE, False
-            elif (python and _PYTHON_VALUED.fullmatch(word)) or (shell and _SHELL_VALUED.fullmatch(word)):
+            elif (python and _PYTHON_VALUE_OPTIONS.fullmatch(word)) or (shell and _SHELL_VALUE_OPTIONS.fullmatch(word)):
                 ahead = _Role.OPTION
         elif role is None and (python or shell):
             role, python, shell = _Role.RUN, False, False
         elif role is None:
             role = _Role.WORD if position else _Role.FIRST
             name = PurePath(word).name
-            python, shell = bool(_PYTHON.fullmatch(name)), bool(_SHELL.fullmatch(name))
+            python, shell = bool(_PYTHON_PATTERN.fullmatch(name)), bool(_SHELL_PATTERN.fullmatch(name))
         yield position, role
 
 

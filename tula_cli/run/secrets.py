@@ -37,28 +37,28 @@ _SECRET_NAME = (
     r"|JWT|COOKIE"
 )
 _SHORT_NAME = r"(?:[A-Z0-9_.-]{0,99}[_.-])?(?:AUTH|AUTHORIZATION|PWD|PASS|DSN|SAS|SIG)|[A-Z0-9_-]{1,99}[_-]KEY|(?:[A-Z0-9_.-]{0,99}\.)?(?:WANDB|COMET|NEPTUNE|OPENAI|HUB)\.KEY"
-_NAMED = re.compile(
+_NAMED_SECRET_PATTERN = re.compile(
     rf"{_SECRET_NAME}|(?:^|[_-])(?:AUTH|AUTHORIZATION|PWD|PASS|DSN|SAS|SIG)(?=$|[_-])|[_-]KEY(?=$|[_-])", re.IGNORECASE
 )
-_IN_URL = re.compile(
+_URL_SECRET_PATTERN = re.compile(
     r"(://[^/@\s:]*:)[^/\s]*@|(://)[A-Za-z0-9_-]{16,}@"
 )  # a URL with a password, or with a token as user name
-_IN_QUERY = re.compile(
+_QUERY_SECRET_PATTERN = re.compile(
     r"([?&;](?:[\w.-]{0,99}(?:sig|signature|token|key|auth|authorization|passwd|password|pwd|pass|secret|credential|sas|cookie|jwt)"
     r"|code)=)[^&\s'\"#;]+",
     re.IGNORECASE,
 )
 _VALUE = r"""(?!\*\*\*)("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|["'][^"'\n]+|[^\s,;&"']+)"""
-_ASSIGNED = re.compile(
+_ASSIGNED_SECRET_PATTERN = re.compile(
     rf"""((?<![\w-])(?!PWD=["']?/)(?:{_SHORT_NAME})(?:=|["']:\s*|(?<=[A-Z]):\s*)|--?(?i:{_SHORT_NAME})(?:=|\s+)){_VALUE}"""
     rf"""|((?<![\w-])(?!PWD=["']?/)(?i:{_SHORT_NAME})(?:=|["']:\s*)){_VALUE}"""
 )  # after a lower-case name a colon alone does not count ("forward pass: 3 ms"); PWD=/path is the shell's working directory
-_BEARER = re.compile(
+_BEARER_PATTERN = re.compile(
     r"(\b(?:(?:Proxy-)?Authorization:\s*(?:[A-Za-z]+\s+)?|(?:Bearer|Basic|Set-Cookie:|Cookie:)\s+))(?!(?:Bearer|Basic)\s)[^\s'\",]{6,}",
     re.IGNORECASE,
 )
-_PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(?=-----END|\Z)", re.DOTALL)
-_LOGIN = (
+_PRIVATE_KEY_PATTERN = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(?=-----END|\Z)", re.DOTALL)
+_LOGIN_TEMPLATE = (
     r"""(\bcurl\b[^\n|;]{{0,999}}?\s(?:-u|--user)[ =]?{quote}[^\s:'"]+:|\bsshpass\s+-p\s*{quote}"""
     r"""|\b(?:mysql|mariadb)[\w-]{{0,20}}\b[^\n|;]{{0,999}}?\s-p{quote}(?=[^\s"'])"""
     r"""|\b(?:redis-cli\b[^\n|;]{{0,999}}?\s-a|(?:mongo\w{{0,20}}|(?:docker|podman|helm registry) login)\b[^\n|;]{{0,999}}?\s-p)[ =]?{quote}"""
@@ -67,25 +67,25 @@ _LOGIN = (
 )
 """Text before an unnamed secret: a login, or a URL that anyone who knows it may post to. Options are sought in the next
 thousand characters, because a search to the end of each line would take minutes in a line with many such words."""
-_LOGINS = tuple(
-    re.compile(_LOGIN.format(quote=quote, value=value))
+_LOGIN_PATTERNS = tuple(
+    re.compile(_LOGIN_TEMPLATE.format(quote=quote, value=value))
     for quote, value in ((r"""["']""", r"""[^"'\n]+"""), ("", r"""[^\s'"]+"""))
 )
 """In quotes, where a secret may contain spaces, and without."""
-_TOKEN = re.compile(
+_TOKEN_PATTERN = re.compile(
     r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox[abps]-|AKIA|ASIA|AIza|eyJ|npm_|pypi-|dop_v1_|rpa_|SG\.|ya29\.|dckr_pat_"
     r"|r8_|lin_api_|nvapi-|gsk_|tskey-|xapp-|hvs\.|[rs]k_live_|shpat_|AGE-SECRET-KEY-|dapi(?=[0-9a-f]{32}\b))[A-Za-z0-9_.-]{16,}"
 )
-_IN_WORDS = re.compile(
+_SECRET_AFTER_NAME_PATTERN = re.compile(
     rf"""([^\s=]{{0,99}}(?:{_SECRET_NAME})(?:[^\s=:]{{0,99}}\s*(?:=\s*|:\s+)|(?:ORDS?|DS?|S)?["']?\s*:)|--?[^\s=]{{0,99}}(?:{_SECRET_NAME})[^\s=:]{{0,99}}\s+){_VALUE}""",
     re.IGNORECASE,
 )
-_IN_SENTENCE = re.compile(
+_SECRET_IN_SENTENCE_PATTERN = re.compile(
     rf"((?:{_SECRET_NAME})[^\s=:]{{0,99}}\s+)(?=\S*\d)(?=\S*[A-Za-z])([^\s,;\"']{{8,}})", re.IGNORECASE
 )
 """A word after the name of a secret counts as one only if it contains digits and letters: "token ab12cd34", not "tokens
 are counted"."""
-_HARMLESS = re.compile(
+_HARMLESS_VALUE_PATTERN = re.compile(
     r"""["']?(?:[+-]?[\d.]+(?:[eE][+-]?\d+)?[kKMGTB]?|(?i:true|false|none|null)|</?s>|<[a-z_|]{3,}>|\[(?i:pad|unk|cls|sep|mask|bos|eos)\])["']?"""
 )
 """Values that are never secret, whatever their name: numbers, booleans, special tokens of a tokenizer."""
@@ -93,7 +93,7 @@ _HARMLESS = re.compile(
 
 def may_be_secret(name: str, value: str) -> bool:
     """Return whether a variable or setting may be a password or token, by its name or its content."""
-    return bool(_NAMED.search(name)) or redact_secrets(value) != value
+    return bool(_NAMED_SECRET_PATTERN.search(name)) or redact_secrets(value) != value
 
 
 def redact_secrets(text: str) -> str:
@@ -101,12 +101,12 @@ def redact_secrets(text: str) -> str:
 
     def hide(match: re.Match[str]) -> str:
         name, value = (part for part in match.groups() if part is not None)
-        return match[0] if _HARMLESS.fullmatch(value) else f"{name}***"
+        return match[0] if _HARMLESS_VALUE_PATTERN.fullmatch(value) else f"{name}***"
 
-    for pattern in (_PRIVATE_KEY, *_LOGINS, _BEARER):
+    for pattern in (_PRIVATE_KEY_PATTERN, *_LOGIN_PATTERNS, _BEARER_PATTERN):
         text = pattern.sub(r"\1***", text)
-    text = _TOKEN.sub("***", _IN_QUERY.sub(r"\1***", _IN_URL.sub(r"\1\2***@", text)))
-    for pattern in (_ASSIGNED, _IN_WORDS, _IN_SENTENCE):
+    text = _TOKEN_PATTERN.sub("***", _QUERY_SECRET_PATTERN.sub(r"\1***", _URL_SECRET_PATTERN.sub(r"\1\2***@", text)))
+    for pattern in (_ASSIGNED_SECRET_PATTERN, _SECRET_AFTER_NAME_PATTERN, _SECRET_IN_SENTENCE_PATTERN):
         text = pattern.sub(hide, text)
     return text
 

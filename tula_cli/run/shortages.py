@@ -38,7 +38,7 @@ def release_reserve(run: Path) -> None:
 
 # --- Shortages
 
-_NAMED = re.compile(r"(?:No space left on device|Disk quota exceeded): '(/[^'\n]+)'")
+_NAMED_PATH_PATTERN = re.compile(r"(?:No space left on device|Disk quota exceeded): '(/[^'\n]+)'")
 """A path in Python's message of a full disk."""
 
 
@@ -69,7 +69,7 @@ def parse_shortage(text: str, folders: Iterable[Path]) -> Shortage:
         folders: folders that the process may have written to.
     """
     quota = "quota" in text.lower()
-    if named := _NAMED.search(text):
+    if named := _NAMED_PATH_PATTERN.search(text):
         return measure_shortage(Path(named[1]).parent, quota=quota)
     return min((measure_shortage(folder, quota=quota) for folder in folders), key=lambda shortage: shortage.free)
 

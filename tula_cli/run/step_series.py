@@ -2,7 +2,7 @@
 
 A line holds neighbouring rows with the same batch and number of steps, column by column; a column of equal values is
 stored as one value. A row is one step and takes 30 to 40 bytes. In a long training a row covers several steps, so that
-no file has more than `MOST_ROWS` rows.
+no file has more than `MAX_ROWS_UNJOINED` rows.
 """
 
 import json
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any, NamedTuple
 
-MOST_ROWS = 50_000
+MAX_ROWS_UNJOINED = 50_000
 """Maximum rows before neighbours are joined: 2 MB if a row is one step, 5 MB for the longest training."""
 
 _COLUMNS = ("lr", "norm", "norm_low", "norm_high", "delta", "delta_low", "delta_high", "scaled", "factor", "last")
@@ -24,7 +24,7 @@ _SAME_IN_ONE_STEP = {
     "last": "norm",
 }
 """Columns that equal another one if a row is one step, and are then not stored."""
-_DIGITS = {"lr": 6, "norm": 9, "delta": 4, "scaled": 4, "factor": 5, "last": 9}
+_SIGNIFICANT_DIGITS = {"lr": 6, "norm": 9, "delta": 4, "scaled": 4, "factor": 5, "last": 9}
 """Significant digits. Norms are single precision, which 9 digits represent exactly."""
 
 
@@ -146,7 +146,7 @@ def join_adjacent_rows(
 
 def format_rows(rows: Iterable[StepRow]) -> str:
     """Format rows as lines of steps.jsonl."""
-    return "".join(json.dumps(_make_line(group), separators=(",", ":")) + "\n" for group in _group_alike_rows(rows))
+    return "".join(json.dumps(_make_line(group), separators=(",", ":")) + "\n" for group in _group_rows_of_line(rows))
 
 
 def parse_rows(lines: Iterable[Mapping[str, Any]]) -> list[StepRow]:
@@ -154,7 +154,7 @@ def parse_rows(lines: Iterable[Mapping[str, Any]]) -> list[StepRow]:
     return [row for line in lines for row in _parse_rows_of_line(line)]
 
 
-def _group_alike_rows(rows: Iterable[StepRow]) -> Iterator[list[StepRow]]:
+def _group_rows_of_line(rows: Iterable[StepRow]) -> Iterator[list[StepRow]]:
     number, previous = 0, None
 
     def number_row(row: StepRow) -> int:
@@ -203,7 +203,7 @@ def _read_line(line: Mapping[str, Any]) -> tuple[tuple[int, int, int, int], list
     if not all(isinstance(value, int) and 0 < value < 10**18 for value in header):
         return None
     samples, batch, steps, count = (int(value or 0) for value in header)
-    if count > 2 * MOST_ROWS or "lr" not in line:
+    if count > 2 * MAX_ROWS_UNJOINED or "lr" not in line:
         return None
     values = [column for name in _COLUMNS if (column := _read_column(line.get(name), count)) is not None]
     return ((samples, batch, steps, count), values) if len(values) == len(_COLUMNS) else None
@@ -235,7 +235,7 @@ def _read_column(content: Any, count: int) -> list[float | None] | None:
 
 def round_value(name: str, value: float | None) -> float | None:
     """Round a value to the significant digits of its column; None if it is not finite."""
-    return None if value is None or not math.isfinite(value) else float(f"{value:.{_DIGITS[name]}g}")
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{_SIGNIFICANT_DIGITS[name]}g}")
 
 
 def _join_spreads(name: str, first: StepRow, second: StepRow) -> list[float | None]:

@@ -39,31 +39,31 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.step_series import StepRow, StepSeries, is_step_line, to_columns
 from tula_cli.run.step_series import parse_rows as read_steps
 
-CHECKPOINT = re.compile(r"[0-9]{12,}\.(pt|dcp)")
+CHECKPOINT_PATTERN = re.compile(r"[0-9]{12,}\.(pt|dcp)")
 """File names created by `get_checkpoint_path`."""
-DRAFT = re.compile(r"\.[0-9]{12,}\.(pt\..+\.[0-9]+|dcp\.(draft|old))")
+DRAFT_PATTERN = re.compile(r"\.[0-9]{12,}\.(pt\..+\.[0-9]+|dcp\.(draft|old))")
 """File names of checkpoints that are being written or replaced, by `write_atomic` or as shares."""
 
-CLOCKS_AGREE, A_COPY = 5.0, 3600.0
+MAX_CLOCK_NOISE_SECONDS, COPIED_FILE_SECONDS = 5.0, 3600.0
 """Seconds between a row's own time and its file's modification time: a smaller difference is the time until it is
 written, one above the second value means that the file is a copy."""
 
-_PLACED = ("start", "step", "epoch")
+_PROGRESS_KINDS = ("start", "step", "epoch")
 """Kinds of rows that record the progress of a training."""
-_REQUIRED: Mapping[str, tuple[str, ...]] = {"start": ("attempt",), "step": ("step",)}
+_REQUIRED_FIELDS: Mapping[str, tuple[str, ...]] = {"start": ("attempt",), "step": ("step",)}
 """Numbers that every row of a kind has."""
-_MEASURED = (
+_MEASURED_FIELDS = (
     "loss", "lr", "step_time", "plain_time", "data_wait", "compute", "sync", "count", "refreshed", "eta", "eval_loss", "top1",
     "top5", "perplexity", "predicted_step", "step_low", "step_high", "eval_seconds", "tokens_per_second", "padding",
 )  # fmt: skip
 """Names of measured values, which are numbers or null."""
-_MOST = 1e18
-_SAMPLED, _STEP = 2**20, b'{"kind": "step"'
+_MAX_NUMBER = 1e18
+_SAMPLED_BYTES, _STEP_ROW_PREFIX = 2**20, b'{"kind": "step"'
 """Approximate bytes of step rows that represent a training well enough, and the prefix of a step row."""
-_NUMBER = rb"-?[0-9]{1,17}(?:\.[0-9]+)?(?:e-[0-9]+)?"
-_PLAIN_STEP = re.compile(
+_NUMBER_PATTERN = rb"-?[0-9]{1,17}(?:\.[0-9]+)?(?:e-[0-9]+)?"
+_PLAIN_STEP_PATTERN = re.compile(
     rb'\{"kind": "step", "time": %s, "samples": [0-9]{1,17}, "epoch": (?:%s|null)(?:, "[a-z0-9_]+": (?:%s|null))*\}\n'
-    % (_NUMBER, _NUMBER, _NUMBER)
+    % (_NUMBER_PATTERN, _NUMBER_PATTERN, _NUMBER_PATTERN)
 )
 """A regular step row: there may be a million of them, and parsing each as JSON takes three times as long."""
 
@@ -219,12 +219,12 @@ class TrainingRun:
     def list_checkpoints(self) -> list[Path]:
         """Return the checkpoints, newest (most samples) first; other files in the folder are the user's."""
         paths = (self.path / "checkpoints").glob("*")
-        return sorted((path for path in paths if CHECKPOINT.fullmatch(path.name)), reverse=True)
+        return sorted((path for path in paths if CHECKPOINT_PATTERN.fullmatch(path.name)), reverse=True)
 
     def drop_drafts(self) -> None:
         """Remove unfinished checkpoints that killed ranks left behind."""
         for draft in (self.path / "checkpoints").glob(".*"):
-            if DRAFT.fullmatch(draft.name):
+            if DRAFT_PATTERN.fullmatch(draft.name):
                 remove_path(draft)
 
     @property
@@ -263,7 +263,7 @@ class TrainingRun:
         """Return the seconds by which the file system's clock is ahead of that of the writing host; 0 if they agree.
 
         Rows are written immediately, so the newest one is compared with the file's modification time. A difference
-        below `CLOCKS_AGREE` is the time until a row is written; above `A_COPY` the file is a copy.
+        below `MAX_CLOCK_NOISE_SECONDS` is the time until a row is written; above `COPIED_FILE_SECONDS` the file is a copy.
         """
         try:
             ahead = self.metrics_path.stat().st_mtime - max(
@@ -271,7 +271,7 @@ class TrainingRun:
             )
         except (OSError, ValueError):
             return 0.0
-        return float(ahead) if CLOCKS_AGREE < abs(ahead) < A_COPY else 0.0
+        return float(ahead) if MAX_CLOCK_NOISE_SECONDS < abs(ahead) < COPIED_FILE_SECONDS else 0.0
 
     def read_newest_metrics(self) -> list[dict[str, Any]]:
         """Return the rows in the last 16 KiB of metrics.jsonl."""
@@ -315,14 +315,14 @@ class TrainingRun:
 @functools.lru_cache(maxsize=8)
 def _read_sampled_rows(path: Path, _changed: int, size: int) -> tuple[dict[str, Any], ...]:
     """Return every n-th step row and all other rows of a file; cached by modification time (ns) and size."""
-    every = 1 + size // _SAMPLED
+    every = 1 + size // _SAMPLED_BYTES
     number = itertools.count()
     rows: list[dict[str, Any]] = []
     skipped: tuple[int, bytes] | None = None  # (index in rows, line) of the newest step if it was left out
 
     def keep_line(line: bytes) -> bool:
         nonlocal skipped
-        is_step = line.startswith(_STEP)
+        is_step = line.startswith(_STEP_ROW_PREFIX)
         if is_step and next(number) % every:
             skipped = (len(rows), line)
             return False
@@ -356,7 +356,7 @@ def _list_damaged_lines(path: Path, is_valid_line: Callable[[bytes], bool]) -> l
 
 def is_complete_row(line: bytes) -> bool:
     """Return whether a line of metrics.jsonl is a complete row."""
-    if _PLAIN_STEP.fullmatch(line):
+    if _PLAIN_STEP_PATTERN.fullmatch(line):
         return True
     row = parse_json_object(line) if line.endswith(b"\n") else None
     return row is not None and _has_required_fields(row)
@@ -378,16 +378,16 @@ def _has_required_fields(row: Mapping[str, Any]) -> bool:
         return False
     if kind == "noise":
         return _are_numbers(row.get("epoch"), row.get("batch"))
-    if kind not in _PLACED:
+    if kind not in _PROGRESS_KINDS:
         return isinstance(kind, str)
     positions = [row[name] for name in ("time", "epoch", "batch") if row.get(name) is not None]
-    numbers = [row[name] for name in _MEASURED if row.get(name) is not None]
+    numbers = [row[name] for name in _MEASURED_FIELDS if row.get(name) is not None]
     has_position = "epoch" in row and _are_numbers(
-        row.get("samples"), *positions, *(row.get(name) for name in _REQUIRED.get(kind, ()))
+        row.get("samples"), *positions, *(row.get(name) for name in _REQUIRED_FIELDS.get(kind, ()))
     )
     return has_position and all(isinstance(value, int | float) for value in numbers)
 
 
 def _are_numbers(*values: object) -> bool:
     """Return whether all values are numbers in the range of a time, a batch or a count."""
-    return all(isinstance(value, int | float) and abs(value) < _MOST for value in values)
+    return all(isinstance(value, int | float) and abs(value) < _MAX_NUMBER for value in values)

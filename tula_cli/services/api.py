@@ -77,7 +77,7 @@ from tula_cli.services.diff import RunDifference, choose_run, compare_runs
 from tula_cli.services.document import Document, TextForm, load_report_package
 from tula_cli.services.estimate import EstimateReport
 from tula_cli.services.evaluate import prepare_evaluation, run_evaluation
-from tula_cli.services.events import Event, Note, Planned, WarningEvent, Work, follow
+from tula_cli.services.events import Event, Note, Planned, WarningEvent, Work, run_work
 from tula_cli.services.nodes import ClusterCheck
 from tula_cli.services.observe import list_observed_reports
 from tula_cli.services.observed_probes import add_observed_probes
@@ -88,7 +88,7 @@ from tula_cli.services.tracking import ExportResult, load_trackers_package
 from tula_cli.services.train_seeds import SeedsReport, prepare_seeds, run_seeds
 from tula_cli.services.waiting import DetachedJobs, Submission
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import load_spec, validate
+from tula_cli.spec.load import load_spec, validate_job
 from tula_cli.spec.merge import apply_overrides
 from tula_cli.spec.old_keys import replace_old_keys
 from tula_cli.words import format_bytes, format_count, format_number
@@ -323,13 +323,13 @@ class Settings:
     root: Root = ROOT
     overrides: Overrides = ()
 
-    def resolve(self, target: Target) -> "Call":
+    def resolve(self, target: Target) -> "ResolvedTarget":
         """Return the runs of a target with its settings and the overrides.
 
         Raises:
             SpecError: the job or an override is invalid, or a folder is not a run directory.
         """
-        return Call.from_target(target, root=self.root, overrides=self.overrides)
+        return ResolvedTarget.from_target(target, root=self.root, overrides=self.overrides)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,9 +344,9 @@ class JobArguments(Settings):
     def __post_init__(self) -> None:
         require_callable(on_event=self.on_event)
 
-    def follow(self, work: Work[T]) -> T:
+    def run_work(self, work: Work[T]) -> T:
         """Run work and return its result; pass its events to `on_event`, or turn its warnings into Python warnings."""
-        return follow(work, self.on_event or warn_of_event)
+        return run_work(work, self.on_event or issue_python_warning)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,15 +364,19 @@ class SubmitArguments(JobArguments):
         super().__post_init__()
         require_callable(confirm=self.confirm)
 
-    def make_submission(self, call: "Call", *, timeout: float | None = None, fresh: bool = False) -> Submission:
+    def make_submission(
+        self, resolved: "ResolvedTarget", *, timeout: float | None = None, fresh: bool = False
+    ) -> Submission:
         """Return how the call submits its jobs."""
-        inspect = make_inspector(call.runs[0].path.parent, fresh=fresh, report_event=self.on_event)
-        confirm = _make_confirm(call.runs[0].spec, self.confirm)
-        return Submission(launcher.make_launcher, inspect, confirm, self.wait, timeout, call.job, call.overrides)
+        inspect = make_inspector(resolved.runs[0].path.parent, fresh=fresh, report_event=self.on_event)
+        confirm = _make_confirm(resolved.runs[0].spec, self.confirm)
+        return Submission(
+            launcher.make_launcher, inspect, confirm, self.wait, timeout, resolved.job, resolved.overrides
+        )
 
 
 @dataclass(frozen=True)
-class Call:
+class ResolvedTarget:
     """The subject of a call: the runs of a job (which may not exist yet) with its settings, and their origin."""
 
     runs: tuple[HardwareRun, ...]
@@ -380,7 +384,7 @@ class Call:
     overrides: tuple[str, ...] = ()
 
     @classmethod
-    def from_target(cls, target: Target, *, root: str | Path = ROOT, overrides: Sequence[str] = ()) -> "Call":
+    def from_target(cls, target: Target, *, root: str | Path = ROOT, overrides: Sequence[str] = ()) -> "ResolvedTarget":
         """Return the runs of a target; those of a job are under `root`.
 
         Raises:
@@ -401,7 +405,7 @@ class Call:
         """The job file and overrides that the settings come from, as a run records them; None without a job file."""
         return find_settings_origin(self.runs[0], self.job, self.overrides)
 
-    def require_measured(self) -> "Call":
+    def require_measured(self) -> "ResolvedTarget":
         """Return this call if at least one of its runs exists.
 
         Raises:
@@ -427,12 +431,12 @@ def load_job(job: Job, overrides: Sequence[str] = ()) -> JobSpec:
     content = job.model_dump(mode="json", exclude_unset=True) if isinstance(job, JobSpec) else deepcopy(dict(job))
     content = replace_old_keys(content, source="the job")
     apply_overrides(content, overrides, {})
-    return validate(content, source="the job")
+    return validate_job(content, source="the job")
 
 
 def make_inspector(root: str | Path, *, fresh: bool = False, report_event: OnEvent | None = None) -> CachedInspection:
     """Return an inspector of jobs that caches its results under `root`."""
-    note = report_event or warn_of_event
+    note = report_event or issue_python_warning
     return CachedInspection(Path(root).absolute(), inspection.inspect, fresh=fresh, note=lambda text: note(Note(text)))
 
 
@@ -443,13 +447,13 @@ def _find_measured_run(target: Target, root: str | Path) -> Run:
         SpecError: the job is invalid.
         BadMeasurements: the job has no run yet.
     """
-    return Run.from_directories(Call.from_target(target, root=root).require_measured().runs)
+    return Run.from_directories(ResolvedTarget.from_target(target, root=root).require_measured().runs)
 
 
 def _make_confirm(spec: JobSpec, confirm: Confirm | None) -> Confirm:
     """Return the function that confirms a plan: `confirm`, or one that accepts every plan of a job with a cap."""
 
-    def allowed(planned: Planned) -> bool:
+    def is_confirmed(planned: Planned) -> bool:
         if confirm is not None:
             return confirm(planned)
         if spec.search.max_node_hours is None:
@@ -459,10 +463,10 @@ def _make_confirm(spec: JobSpec, confirm: Confirm | None) -> Confirm:
             )
         return True
 
-    return allowed
+    return is_confirmed
 
 
-def warn_of_event(event: Event) -> None:
+def issue_python_warning(event: Event) -> None:
     """Issue a Python warning for a warning event; ignore other events."""
     if isinstance(event, WarningEvent):
         warnings.warn(DiagnosticWarning(event.warning), stacklevel=2)
@@ -499,7 +503,9 @@ def check(arguments: CheckArguments) -> CheckResult:
     """
     spec, inspect = load_job(arguments.job, arguments.overrides), make_inspector(arguments.root, fresh=arguments.fresh)
     runs = (make_runs_of_job if arguments.online else make_runs)(Path(arguments.root), spec)
-    return checking.check_all(runs, node_type=arguments.node_type, online=arguments.online, inspector=inspect)
+    return checking.check_all_node_types(
+        runs, node_type=arguments.node_type, online=arguments.online, inspector=inspect
+    )
 
 
 @dataclass(frozen=True)
@@ -524,10 +530,12 @@ def estimate(arguments: EstimateArguments) -> dict[str | None, EstimateReport]:
         SpecError: the job is invalid or cannot be built, or `memory` is not a size.
         JobFailed: the user's code fails.
     """
-    call = arguments.resolve(arguments.job)
+    resolved = arguments.resolve(arguments.job)
     capacity = None if arguments.memory is None else estimating.parse_capacity("memory", arguments.memory)
     inspect = make_inspector(arguments.root, fresh=arguments.fresh)
-    return estimating.estimate_all(call.runs, capacity=capacity, node_type=arguments.node_type, inspector=inspect)
+    return estimating.estimate_all_node_types(
+        resolved.runs, capacity=capacity, node_type=arguments.node_type, inspector=inspect
+    )
 
 
 @dataclass(frozen=True)
@@ -561,18 +569,18 @@ def recommend(arguments: RecommendArguments) -> Recommendation:
     Example:
         >>> tula.recommend(run, objective="cost", deadline_hours=24).choice.nodes
     """
-    call = arguments.resolve(arguments.run)
+    resolved = arguments.resolve(arguments.run)
     if arguments.observed is not None:
-        follow(add_observed_probes(call.runs, arguments.observed, call.file), warn_of_event)
-    call.require_measured()
-    answer = recommending.answer_query(call.runs, arguments, overrides=arguments.overrides)
+        run_work(add_observed_probes(resolved.runs, arguments.observed, resolved.file), issue_python_warning)
+    resolved.require_measured()
+    answer = recommending.answer_query(resolved.runs, arguments, overrides=arguments.overrides)
     if arguments.save is not False:
         stored = recommending.store_answer(
-            call.runs,
+            resolved.runs,
             answer,
             requested=arguments.save is True,
             overrides=arguments.overrides,
-            job=call.job,
+            job=resolved.job,
             every=arguments.every,
         )
         for warning in stored.warnings:
@@ -661,16 +669,16 @@ def check_nodes(arguments: NodeCheckArguments) -> ClusterCheck:
         SchedulerError: the scheduler rejected the job, or will never start it.
         KeyboardInterrupt: Ctrl-C; the job continues, and the same call attaches to it again.
     """
-    call = arguments.resolve(arguments.job)
+    resolved = arguments.resolve(arguments.job)
     work = node_checking.run_node_check(
-        call.runs,
+        resolved.runs,
         launcher.make_launcher,
         nodes=arguments.nodes,
         node_type=arguments.node_type,
         timeout=arguments.timeout,
-        file=call.file,
+        file=resolved.file,
     )
-    return arguments.follow(work)
+    return arguments.run_work(work)
 
 
 @dataclass(frozen=True)
@@ -683,10 +691,10 @@ class ProfileArguments(SubmitArguments):
     timeout: Timeout = None
     fresh: Fresh = False
 
-    def resolve(self, target: Target) -> Call:
+    def resolve(self, target: Target) -> ResolvedTarget:
         """Return the runs of a target with its settings, the overrides and the cap on node-hours."""
         cap = () if self.max_node_hours is None else (f"search.max_node_hours={self.max_node_hours}",)
-        return Call.from_target(target, root=self.root, overrides=(*self.overrides, *cap))
+        return ResolvedTarget.from_target(target, root=self.root, overrides=(*self.overrides, *cap))
 
 
 @with_arguments(ProfileArguments)
@@ -711,10 +719,10 @@ def profile(arguments: ProfileArguments) -> Run:
         >>> run = tula.profile("job.yaml", max_node_hours=2)
         >>> run.results()[["nodes", "batch", "step_time_s"]]
     """
-    call = arguments.resolve(arguments.job)
-    submission = arguments.make_submission(call, timeout=arguments.timeout, fresh=arguments.fresh)
-    arguments.follow(profiling.run_profile(call.runs, submission))
-    return Run.from_directories(call.runs)
+    resolved = arguments.resolve(arguments.job)
+    submission = arguments.make_submission(resolved, timeout=arguments.timeout, fresh=arguments.fresh)
+    arguments.run_work(profiling.run_profile(resolved.runs, submission))
+    return Run.from_directories(resolved.runs)
 
 
 @with_arguments(ProfileArguments)
@@ -734,14 +742,14 @@ def find_largest_batch(arguments: ProfileArguments) -> LargestBatch | None:
     Example:
         >>> tula.find_largest_batch("job.yaml", max_node_hours=1).local_batch
     """
-    call = arguments.resolve(arguments.job)
-    submission = arguments.make_submission(call, timeout=arguments.timeout, fresh=arguments.fresh)
-    runs = select_runs(call.runs, None)
+    resolved = arguments.resolve(arguments.job)
+    submission = arguments.make_submission(resolved, timeout=arguments.timeout, fresh=arguments.fresh)
+    runs = select_runs(resolved.runs, None)
     if len(runs) > 1:
         raise SpecError(
             f"find_largest_batch works on one node type, but the job has {len(runs)}", "use tula profile --largest"
         )
-    profiled = arguments.follow(profiling.run_profile(call.runs, submission, largest=True))
+    profiled = arguments.run_work(profiling.run_profile(resolved.runs, submission, largest=True))
     if isinstance(profiled, DetachedJobs):
         return None
     (largest_batch,) = profiled.reports.values()
@@ -783,13 +791,13 @@ def train(arguments: TrainArguments) -> TrainingSummary | SeedsReport | None:
         SchedulerError: the scheduler rejected the job.
         KeyboardInterrupt: Ctrl-C; the training continues, and the same call attaches to it again.
     """
-    call = arguments.resolve(arguments.run)
-    submission = arguments.make_submission(call, timeout=arguments.timeout)
+    resolved = arguments.resolve(arguments.run)
+    submission = arguments.make_submission(resolved, timeout=arguments.timeout)
     if arguments.seeds is not None:
-        seeds = arguments.follow(prepare_seeds(call.runs, arguments, submission.inspect))
-        return arguments.follow(run_seeds(seeds, submission))
-    prepared = arguments.follow(training.prepare_training(call.runs, arguments, submission.inspect))
-    summary = arguments.follow(training.run_training(prepared, submission))
+        seeds = arguments.run_work(prepare_seeds(resolved.runs, arguments, submission.inspect))
+        return arguments.run_work(run_seeds(seeds, submission))
+    prepared = arguments.run_work(training.prepare_training(resolved.runs, arguments, submission.inspect))
+    summary = arguments.run_work(training.run_training(prepared, submission))
     if isinstance(summary, DetachedJobs):
         return None
     return TrainingSummary(**dict(summary), gain=training.find_gain(prepared.run, summary))
@@ -818,12 +826,12 @@ def compare(arguments: CompareArguments) -> CompareReport:
         JobFailed: the first trainings have all failed.
         KeyboardInterrupt: Ctrl-C; finished trainings are kept, and running ones continue.
     """
-    call = arguments.resolve(arguments.run)
-    submission = arguments.make_submission(call)
-    prepared = arguments.follow(
-        session.prepare_comparison(call.runs, arguments, submission.inspect, node_type=arguments.node_type)
+    resolved = arguments.resolve(arguments.run)
+    submission = arguments.make_submission(resolved)
+    prepared = arguments.run_work(
+        session.prepare_comparison(resolved.runs, arguments, submission.inspect, node_type=arguments.node_type)
     )
-    return arguments.follow(session.run_comparison(prepared, submission)).report
+    return arguments.run_work(session.run_comparison(prepared, submission)).report
 
 
 @dataclass(frozen=True)
@@ -860,18 +868,18 @@ def find_learning_rate(arguments: LearningRateArguments) -> LearningRateReport |
     Example:
         >>> tula.find_learning_rate("job.yaml", batch=1024).answer
     """
-    call = arguments.resolve(arguments.job)
-    submission = arguments.make_submission(call, timeout=arguments.timeout)
-    work = learning_rates.prepare_search(
-        call.runs,
+    resolved = arguments.resolve(arguments.job)
+    submission = arguments.make_submission(resolved, timeout=arguments.timeout)
+    work = learning_rates.prepare_rate_search(
+        resolved.runs,
         submission.inspect,
         batch=arguments.batch,
         nodes=arguments.nodes,
         node_type=arguments.node_type,
         near_batches=arguments.near_batches,
     )
-    search = arguments.follow(work)
-    result = arguments.follow(learning_rates.run_search(search, submission))
+    search = arguments.run_work(work)
+    result = arguments.run_work(learning_rates.run_rate_search(search, submission))
     return None if isinstance(result, DetachedJobs) else result
 
 
@@ -895,10 +903,10 @@ def diff(before: str | Path | Run, after: str | Path | Run, *, root: str | Path 
         >>> print(*tula.diff("digits-1f0c5b7e", "digits-9a4e02cd").headline, sep="\\n")
     """
     check_type("root", root, str | Path)
-    return compare_runs(*(choose_run(_find_directories(named, Path(root))) for named in (before, after)))
+    return compare_runs(*(choose_run(_open_directories(named, Path(root))) for named in (before, after)))
 
 
-def _find_directories(named: str | Path | Run, root: Path) -> tuple[HardwareRun, ...]:
+def _open_directories(named: str | Path | Run, root: Path) -> tuple[HardwareRun, ...]:
     if isinstance(named, Run):
         return named.directories
     if not isinstance(named, str | Path):
@@ -923,7 +931,7 @@ def evaluate(arguments: EvaluateArguments) -> EvaluationRecord | None:
 
     Returns:
         `.metrics` has those available of loss, top-1 and top-5 (percent), perplexity and train.metrics. None if the
-        call does not wait for the job (`tula.status(run)` shows it).
+        resolved does not wait for the job (`tula.status(run)` shows it).
 
     Raises:
         SpecError: the job, the training or the file is invalid, or the job trains with a script.
@@ -937,10 +945,10 @@ def evaluate(arguments: EvaluateArguments) -> EvaluationRecord | None:
     Example:
         >>> tula.evaluate(run, weights="best").metrics["top1"]
     """
-    call = arguments.resolve(arguments.run)
-    prepared = prepare_evaluation(call.runs, arguments)
-    submission = arguments.make_submission(call, timeout=arguments.timeout)
-    evaluation = arguments.follow(run_evaluation(prepared, submission))
+    resolved = arguments.resolve(arguments.run)
+    prepared = prepare_evaluation(resolved.runs, arguments)
+    submission = arguments.make_submission(resolved, timeout=arguments.timeout)
+    evaluation = arguments.run_work(run_evaluation(prepared, submission))
     return None if isinstance(evaluation, DetachedJobs) else evaluation
 
 
@@ -977,10 +985,10 @@ def export(arguments: ExportArguments) -> tuple[ExportResult, ...]:
     Example:
         >>> tula.export(run, "mlflow", uri="http://tracking.example.org:5000")[0].new_points
     """
-    call = Call.from_target(arguments.run, root=arguments.root).require_measured()
+    resolved = ResolvedTarget.from_target(arguments.run, root=arguments.root).require_measured()
     to = [arguments.to] if isinstance(arguments.to, str) else list(arguments.to)
-    work = load_trackers_package().export(call.runs, to, arguments)
-    return follow(work, arguments.on_event or warn_of_event)
+    work = load_trackers_package().export(resolved.runs, to, arguments)
+    return run_work(work, arguments.on_event or issue_python_warning)
 
 
 @dataclass(frozen=True)
@@ -1010,16 +1018,16 @@ def rehearse(arguments: TestResumeArguments) -> ResumeFinding:
         SchedulerError: the scheduler rejected the job, or will never start it.
         KeyboardInterrupt: Ctrl-C; the job continues, and the same call attaches to it again.
     """
-    call = arguments.resolve(arguments.job)
+    resolved = arguments.resolve(arguments.job)
     work = run_resume_test(
-        call.runs,
+        resolved.runs,
         launcher.make_launcher,
         node_type=arguments.node_type,
         timeout=arguments.timeout,
         fresh=arguments.fresh,
-        file=call.file,
+        file=resolved.file,
     )
-    return arguments.follow(work)
+    return arguments.run_work(work)
 
 
 def observed_jobs(root: str | Path = OBSERVED, name: str | None = None) -> list[ObservedReport]:

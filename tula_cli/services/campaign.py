@@ -89,7 +89,7 @@ class _ConsideredConfigurations:
     warnings: Sequence[Diagnostic]
 
 
-def _find_configurations(
+def _find_usable_configurations(
     runs: Sequence[Run], query: Query, nodes: int, overrides: Sequence[str]
 ) -> _ConsideredConfigurations:
     """Return the configurations of a job that are within the limits of one training.
@@ -142,9 +142,9 @@ def plan_campaign(
         raise SpecError(
             f"--trainings {sum(trainings)}: at most {MAX_TRAININGS} can be planned together", "plan fewer at once"
         )
-    names = _name_jobs(jobs)
+    names = _list_job_names(jobs)
     nodes = query.max_nodes or max(nodes for runs in jobs for run in runs for nodes in run.spec.search.nodes)
-    considered = [_find_configurations(runs, query, nodes, overrides) for runs in jobs]
+    considered = [_find_usable_configurations(runs, query, nodes, overrides) for runs in jobs]
     currency = _get_common_currency(considered)
     candidates = Candidates.concatenate([of_job.candidates for of_job in considered])
     ends = list(itertools.accumulate(len(of_job.candidates) for of_job in considered))
@@ -154,23 +154,26 @@ def plan_campaign(
     ]
     all_nodes = nodes if one_at_a_time else None
     tables = [
-        [JobTrainings(job.trainings, _list_batches(candidates, job, type_, query, all_nodes)) for job in planned_jobs]
+        [
+            JobTrainings(job.trainings, _list_options_by_batch(candidates, job, type_, query, all_nodes))
+            for job in planned_jobs
+        ]
         for type_ in _list_common_node_types(names, considered)
     ]
-    nodes = min(nodes, max(sum(map(_count_widest_nodes, table)) for table in tables))  # more would stay idle
-    subject = _describe_subject(planned_jobs, nodes)
+    nodes = min(nodes, max(sum(map(_count_max_nodes_in_use, table)) for table in tables))  # more would stay idle
+    subject = _describe_planned_trainings(planned_jobs, nodes)
     lower_bound = None
     if len(jobs) > 1:
         plan_of_jobs = _plan_several_jobs(tables, query, nodes=nodes, subject=subject, currency=currency)
         starts, lower_bound = plan_of_jobs.starts, plan_of_jobs.lower_bound
     else:
         groups = [options for (job,) in tables for options in job.batches]
-        is_shortest = _choose_quantity(query).name == "time"
-        choose = _plan_shortest_batch if is_shortest else partial(_plan_cheapest_batch, prices=candidates["cost"])
+        is_shortest = _choose_minimised_quantity(query).name == "time"
+        choose = _plan_in_shortest_time if is_shortest else partial(_plan_at_lowest_cost, prices=candidates["cost"])
         starts = choose(groups, query, trainings=trainings[0], nodes=nodes, subject=subject, currency=currency)
     request = PlanRequest(
         query=query,
-        minimises=_choose_quantity(query).name,
+        minimises=_choose_minimised_quantity(query).name,
         nodes=nodes,
         currency=currency,
         warnings=_list_warnings(names, considered),
@@ -191,7 +194,7 @@ def _get_common_currency(considered: Sequence[_ConsideredConfigurations]) -> str
     return currencies[0]
 
 
-def _list_batches(
+def _list_options_by_batch(
     candidates: Candidates, job: CandidatesOfJob, node_type: str, query: Query, all_nodes: int | None
 ) -> list[list[Option]]:
     """Return the options of a job on a node type, by batch.
@@ -199,7 +202,7 @@ def _list_batches(
     If the plan minimises neither time nor cost, but has a budget, there is also a list per batch of the options that all
     trainings together can afford.
     """
-    quantity, prices = _choose_quantity(query), candidates["cost"]
+    quantity, prices = _choose_minimised_quantity(query), candidates["cost"]
     rows = np.asarray(job.rows)[candidates["type"][job.rows] == node_type]
     budgets = [math.inf]
     if quantity.name not in ("time", "cost") and query.budget is not None:
@@ -213,12 +216,12 @@ def _list_batches(
     return [list_options(candidates, rows, cost=cost, all_nodes=all_nodes) for rows in groups]
 
 
-def _count_widest_nodes(job: JobTrainings) -> int:
+def _count_max_nodes_in_use(job: JobTrainings) -> int:
     """Return the nodes that all trainings of a job use if each of them has the most."""
     return job.trainings * max(option.nodes for options in job.batches for option in options)
 
 
-def _describe_subject(jobs: Sequence[CandidatesOfJob], nodes: int) -> str:
+def _describe_planned_trainings(jobs: Sequence[CandidatesOfJob], nodes: int) -> str:
     """Describe trainings, nodes and batches, for messages."""
     trainings, on_nodes = (
         format_count(sum(job.trainings for job in jobs), "training"),
@@ -243,15 +246,15 @@ def _list_warnings(names: Sequence[str], considered: Sequence[_ConsideredConfigu
 
 def _require_within_limits(plan: Campaign, subject: str, query: Query) -> None:
     """Raise an error if a plan exceeds the limits: it may if it minimises neither time nor cost, or need not be the best."""
-    if plan.minimises not in ("time", "cost") and not is_within(plan.cost, _get_limit(query.budget)):
+    if plan.minimises not in ("time", "cost") and not is_within(plan.cost, _get_limit_or_infinity(query.budget)):
         raise Infeasible(
             f"the plan of {QUANTITIES[plan.minimises].lowest} for {subject} costs {format_number(plan.cost, 4)} {plan.currency}, more than the"
             f" budget of {query.budget:g}",
             "raise --budget, or choose --objective cost",
         )
-    if not is_within(plan.hours, _get_limit(query.deadline_hours)):
+    if not is_within(plan.hours, _get_limit_or_infinity(query.deadline_hours)):
         raise _make_too_late_error(f"the shortest plan found for {subject} takes", plan.hours, query)
-    if not is_within(plan.cost, _get_limit(query.budget)):
+    if not is_within(plan.cost, _get_limit_or_infinity(query.budget)):
         raise _make_over_budget_error(f"the cheapest plan found for {subject} costs", plan.cost, query, plan.currency)
 
 
@@ -263,11 +266,11 @@ def _plan_several_jobs(
     Raises:
         Infeasible: no plan was found within the budget of the shortest plan, or the deadline of the cheapest one.
     """
-    is_shortest = _choose_quantity(query).name == "time"
+    is_shortest = _choose_minimised_quantity(query).name == "time"
     target = (
-        Target("time", budget=_get_limit(query.budget))
+        Target("time", budget=_get_limit_or_infinity(query.budget))
         if is_shortest
-        else Target("cost", deadline=_get_limit(query.deadline_hours))
+        else Target("cost", deadline=_get_limit_or_infinity(query.deadline_hours))
     )
     plans = [best for table in tables if (best := plan_jobs(table, nodes, target)) is not None]
     if plans:
@@ -283,7 +286,7 @@ def _plan_several_jobs(
     raise _make_too_late_error(f"the shortest plan found for {subject} takes", makespan, query)
 
 
-def _name_jobs(jobs: Sequence[Sequence[Run]]) -> list[str]:
+def _list_job_names(jobs: Sequence[Sequence[Run]]) -> list[str]:
     """Return the names of jobs, or if several have the same one, those of their first runs.
 
     Raises:
@@ -334,18 +337,18 @@ def load_campaign(runs: Sequence[Run]) -> Campaign | None:
     return next(filter(None, plans), None)
 
 
-def _choose_quantity(query: Query) -> Quantity:
+def _choose_minimised_quantity(query: Query) -> Quantity:
     """Return the quantity that a plan minimises: time, or one that grows with the nodes."""
     if query.objective == "knee":
         return QUANTITIES["time" if query.deadline_hours is None else "cost"]
     return query.quantity if query.quantity.grows_with_nodes else QUANTITIES["time"]
 
 
-def _get_limit(value: float | None) -> float:
+def _get_limit_or_infinity(value: float | None) -> float:
     return math.inf if value is None else value
 
 
-def _plan_shortest_batch(
+def _plan_in_shortest_time(
     groups: Sequence[Sequence[Option]], query: Query, *, trainings: int, nodes: int, subject: str, currency: str
 ) -> list[Start]:
     """Return the shortest plan within the budget.
@@ -363,20 +366,24 @@ def _plan_shortest_batch(
         if makespans[index] >= makespan:
             break
         other = plan_shortest(
-            groups[index], trainings=trainings, nodes=nodes, budget=_get_limit(query.budget), deadline=makespan
+            groups[index],
+            trainings=trainings,
+            nodes=nodes,
+            budget=_get_limit_or_infinity(query.budget),
+            deadline=makespan,
         )
         if other is not None and compute_makespan(other) < makespan:
             plan, makespan = other, compute_makespan(other)
     if plan is None:
         least = trainings * min(option.cost for options in groups for option in options)
         raise _make_over_budget_error(f"{subject} cost at least", least, query, currency)
-    if not is_within(makespan, _get_limit(query.deadline_hours)):
+    if not is_within(makespan, _get_limit_or_infinity(query.deadline_hours)):
         budget = "" if query.budget is None else f" within a budget of {query.budget:g} {currency}"
         raise _make_too_late_error(f"{subject}{budget} take at least", makespan, query)
     return plan
 
 
-def _plan_cheapest_batch(
+def _plan_at_lowest_cost(
     groups: Sequence[Sequence[Option]],
     query: Query,
     *,
@@ -393,16 +400,18 @@ def _plan_cheapest_batch(
     Args:
         prices: cost of a training by row of the candidates; the cost of an option may be its energy.
     """
-    deadline = _get_limit(query.deadline_hours)
+    deadline = _get_limit_or_infinity(query.deadline_hours)
     plans = [plan_cheapest(options, trainings=trainings, nodes=nodes, deadline=deadline) for options in groups]
     within = [starts for starts in plans if starts is not None]
     if not within:
         makespan = min(find_shortest_makespan(options, trainings=trainings, nodes=nodes) for options in groups)
         raise _make_too_late_error(f"{subject} take at least", makespan, query)
-    budget = _get_limit(query.budget)
+    budget = _get_limit_or_infinity(query.budget)
     affordable = [plan for plan in within if is_within(sum(prices[start.option.row] for start in plan), budget)]
     plan = min(affordable or within, key=lambda starts: (sum_costs(starts), compute_makespan(starts)))
-    if _choose_quantity(query).name == "cost" and not is_within(sum_costs(plan), _get_limit(query.budget)):
+    if _choose_minimised_quantity(query).name == "cost" and not is_within(
+        sum_costs(plan), _get_limit_or_infinity(query.budget)
+    ):
         late = "" if query.deadline_hours is None else f" within {format_duration(3600 * query.deadline_hours)}"
         raise _make_over_budget_error(f"{subject}{late} cost at least", sum_costs(plan), query, currency)
     return plan
@@ -423,6 +432,6 @@ def _make_too_late_error(least: str, makespan: float, query: Query) -> Infeasibl
     options = "--deadline" if query.budget is None else "--deadline, --budget"
     return Infeasible(
         f"{least} {format_duration(3600 * makespan)}, more than the deadline of"
-        f" {format_duration(3600 * _get_limit(query.deadline_hours))}",
+        f" {format_duration(3600 * _get_limit_or_infinity(query.deadline_hours))}",
         f"raise {options} or --max-nodes, {fewer}",
     )

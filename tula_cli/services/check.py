@@ -28,7 +28,7 @@ from tula_cli.services.plans import UpperBoundPlan
 from tula_cli.services.profile import compute_max_node_hours, plan_upper_bound
 from tula_cli.services.resume_test import describe_interruption_cost
 from tula_cli.services.search import (
-    ON_ALL_NODES,
+    STRATEGIES_ON_ALL_NODES,
     Expectation,
     choose_probes,
     choose_strategy,
@@ -167,7 +167,7 @@ class CheckResult:
         require_within_cap([report.node_hours_to_allow for report in self.reports.values()], self.cap)
 
 
-def check_all(
+def check_all_node_types(
     runs: Sequence[Run], *, node_type: str | None = None, online: bool = True, inspector: Inspect | None = None
 ) -> CheckResult:
     """Check a job on each of its node types.
@@ -227,13 +227,17 @@ def check(
         check_setup_files(spec.cluster, Path.cwd())
     answer = inspect_if_possible(spec, inspector or inspect) if online else None
     inspection = answer if isinstance(answer, Inspection) else None
-    later = plan_upper_bound(spec, why=answer) if isinstance(answer, NotInspectable) else None
+    upper_bound_plan = plan_upper_bound(spec, why=answer) if isinstance(answer, NotInspectable) else None
     largest = find_largest_local_batch(spec, inspection) if inspection else None
     chosen_by_auto = spec.search.strategy == "auto"
     if inspection:
         spec = choose_strategy(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
     jobs, problems = _plan_jobs(spec, inspection, largest=largest)
-    node_hours = later.node_hours_at_most if later else compute_max_node_hours(spec, [job.nodes for job in jobs])
+    node_hours = (
+        upper_bound_plan.node_hours_at_most
+        if upper_bound_plan
+        else compute_max_node_hours(spec, [job.nodes for job in jobs])
+    )
     one_by_one = len(jobs) * spec.get_measuring_minutes() / 60
     capacity = inspection.capacity if inspection else spec.cluster.memory_per_gpu
     sizes = {job.nodes: job.local_batches for job in jobs}
@@ -245,16 +249,16 @@ def check(
         machine_hours_at_most=None if spec.cluster.backend.has_queue else one_by_one,
         problems=(
             *problems,
-            *_check_gpus(spec, inspection),
-            *_check_stages(spec, inspection)[0],
+            *_check_gpu_count(spec, inspection),
+            *_check_ramp_stages(spec, inspection)[0],
             *check_shared_memory(spec, inspection, sizes, free=find_free_shared_memory(spec, run)),
-            *_check_cap(spec, node_hours, later),
+            *_check_node_hour_cap(spec, node_hours, upper_bound_plan),
         ),
         warnings=(
-            *_warn_unknown(later),
+            *_warn_unknown_cost(upper_bound_plan),
             *_list_warnings(spec, inspection, jobs, chosen_by_auto=chosen_by_auto),
         ),
-        unsettled=later,
+        unsettled=upper_bound_plan,
         settings=describe_loader_and_scaling(spec, inspection),
         method_line=describe_training_method(spec),
         interruption=describe_interruption_cost(run, spec),
@@ -262,13 +266,15 @@ def check(
     )
 
 
-def _warn_unknown(later: UpperBoundPlan | None) -> Iterator[Diagnostic]:
-    if later is None:
+def _warn_unknown_cost(upper_bound_plan: UpperBoundPlan | None) -> Iterator[Diagnostic]:
+    if upper_bound_plan is None:
         return
-    yield messages.first_job_inspects(reason=later.why, minutes=later.first_job_minutes, remedy=later.remedy)
-    total = later.first_job_node_hours + later.probe_node_hours
-    if later.cap is not None and total > later.cap:
-        yield messages.first_search_may_exceed_cap(node_hours=total, cap=later.cap)
+    yield messages.first_job_inspects(
+        reason=upper_bound_plan.why, minutes=upper_bound_plan.first_job_minutes, remedy=upper_bound_plan.remedy
+    )
+    total = upper_bound_plan.first_job_node_hours + upper_bound_plan.probe_node_hours
+    if upper_bound_plan.cap is not None and total > upper_bound_plan.cap:
+        yield messages.first_search_may_exceed_cap(node_hours=total, cap=upper_bound_plan.cap)
 
 
 def _plan_jobs(
@@ -290,7 +296,9 @@ def _plan_jobs(
     return tuple(jobs), ()
 
 
-def _check_cap(spec: JobSpec, node_hours: float, later: UpperBoundPlan | None) -> Iterator[Diagnostic]:
+def _check_node_hour_cap(
+    spec: JobSpec, node_hours: float, upper_bound_plan: UpperBoundPlan | None
+) -> Iterator[Diagnostic]:
     """Yield a problem if the search exceeds the cap on node-hours.
 
     If a first job inspects the model on a node, only that job is compared with the cap.
@@ -298,13 +306,15 @@ def _check_cap(spec: JobSpec, node_hours: float, later: UpperBoundPlan | None) -
     cap = spec.search.max_node_hours
     if cap is None:
         return
-    if later is None and node_hours > cap:
+    if upper_bound_plan is None and node_hours > cap:
         yield messages.search_exceeds_cap(node_hours=node_hours, cap=cap)
-    if later is not None and later.first_job_node_hours > cap:
-        yield messages.first_job_exceeds_cap(node_hours=later.first_job_node_hours, cap=cap, remedy=later.remedy)
+    if upper_bound_plan is not None and upper_bound_plan.first_job_node_hours > cap:
+        yield messages.first_job_exceeds_cap(
+            node_hours=upper_bound_plan.first_job_node_hours, cap=cap, remedy=upper_bound_plan.remedy
+        )
 
 
-def _check_stages(spec: JobSpec, inspection: Inspection | None) -> tuple[list[Diagnostic], list[Diagnostic]]:
+def _check_ramp_stages(spec: JobSpec, inspection: Inspection | None) -> tuple[list[Diagnostic], list[Diagnostic]]:
     if spec.train.stages is None:
         return [], []
     # imports numpy, which jobs without a ramp do not need
@@ -313,7 +323,7 @@ def _check_stages(spec: JobSpec, inspection: Inspection | None) -> tuple[list[Di
     return describe_unusable_stages(spec, dataset_size=inspection.dataset_size if inspection else None)
 
 
-def _check_gpus(spec: JobSpec, inspection: Inspection | None) -> tuple[Diagnostic, ...]:
+def _check_gpu_count(spec: JobSpec, inspection: Inspection | None) -> tuple[Diagnostic, ...]:
     """Return a problem if a search on this machine needs more GPUs than it has: every rank needs its own GPU."""
     if inspection is None or spec.cluster.kind != "local" or inspection.device != "cuda":
         return ()
@@ -341,11 +351,11 @@ def _list_warnings(
     warnings += [
         *warn_unlikely_settings(spec, inspection),
         *_warn_small_batch(spec, jobs),
-        *_check_stages(spec, inspection)[1],
+        *_check_ramp_stages(spec, inspection)[1],
     ]
     warnings += warn_ags_on_one_rank(spec)
     left_out = sorted(set(spec.search.nodes) - {job.nodes for job in jobs}) if jobs else []
-    if left_out and spec.search.strategy in ON_ALL_NODES and not spec.measured_with_fewer_gpus:
+    if left_out and spec.search.strategy in STRATEGIES_ON_ALL_NODES and not spec.measured_with_fewer_gpus:
         warnings.append(messages.nodes_without_batch(nodes=left_out))
     ranks = max(spec.search.nodes) * spec.cluster.gpus_per_node
     if inspection and spec.cluster.kind == "local" and inspection.device == "cpu" and ranks > inspection.cpus:

@@ -31,7 +31,7 @@ from tula_cli.spec.backend import get_backend
 JUST_SUBMITTED_SECONDS = 600.0
 """Seconds after its submission for which a job that SLURM does not list counts as pending."""
 
-Ask = Callable[[Sequence[str]], Mapping[str, SchedulerState]]
+StateQuery = Callable[[Sequence[str]], Mapping[str, SchedulerState]]
 """Queries SLURM for the states of jobs, by SLURM's job ids."""
 
 
@@ -63,13 +63,13 @@ class CleanResult:
     problems: tuple[str, ...]  # why some files could not be removed
 
 
-def measure_runs(
+def measure_space_of_runs(
     runs: Iterable[RunDir],
     *,
     keep_best: bool = False,
     compared: bool = False,
     older: float | None = None,
-    ask: Ask = scheduler.query_states,
+    ask: StateQuery = scheduler.query_states,
     now: Callable[[], float] = time.time,
 ) -> list[RunSpace]:
     """Return the disk space of runs and their removable files, largest first; nothing is changed.
@@ -86,21 +86,23 @@ def measure_runs(
         size, changed = measure_size_and_time(run.path)
         if older is None or now() - changed >= older:
             snapshots[run.path] = run.read()
-            run_spaces.append(_measure_run(run, size, changed, keep_best=keep_best, compared=compared))
+            run_spaces.append(_measure_space_of_run(run, size, changed, keep_best=keep_best, compared=compared))
     paths = [run_space.path for run_space in run_spaces if run_space.holdings]
-    why = dict(zip(paths, _find_reasons_to_keep([snapshots[path] for path in paths], ask, now()), strict=True))
+    reason_by_path = dict(
+        zip(paths, _find_reasons_to_keep([snapshots[path] for path in paths], ask, now()), strict=True)
+    )
     spaces = [
-        _mark_unremovable(run_space, reason) if (reason := why.get(run_space.path)) else run_space
+        _mark_unremovable(run_space, reason) if (reason := reason_by_path.get(run_space.path)) else run_space
         for run_space in run_spaces
     ]
     return sorted(spaces, key=lambda run_space: (-run_space.size, -run_space.held))
 
 
-def _mark_unremovable(run_space: RunSpace, why: str) -> RunSpace:
-    return replace(run_space, kept=why, lives=True, holdings=(), final=(), compared=())
+def _mark_unremovable(run_space: RunSpace, reason_by_path: str) -> RunSpace:
+    return replace(run_space, kept=reason_by_path, lives=True, holdings=(), final=(), compared=())
 
 
-def _measure_run(run: RunDir, size: int, changed: float, *, keep_best: bool, compared: bool) -> RunSpace:
+def _measure_space_of_run(run: RunDir, size: int, changed: float, *, keep_best: bool, compared: bool) -> RunSpace:
     """Return the disk space of a run; nothing is removable if the run is damaged or of another format."""
     try:
         run_format.require_known_format(run.path)
@@ -134,7 +136,7 @@ def _is_newest(path: Path) -> bool:
 # --- Runs with active jobs
 
 
-def _find_reasons_to_keep(snapshots: Sequence[Snapshot], ask: Ask, now: float) -> list[str]:
+def _find_reasons_to_keep(snapshots: Sequence[Snapshot], ask: StateQuery, now: float) -> list[str]:
     """Return, per run, the reason why nothing may be removed; empty if no job of it is alive."""
     ids = [
         id_
@@ -145,7 +147,7 @@ def _find_reasons_to_keep(snapshots: Sequence[Snapshot], ask: Ask, now: float) -
     ]
     states = ask(ids) if ids else {}
     holders = [ticket.holder for ticket in machine_lock.list_living_tickets()]
-    return [_describe_why_alive(snapshot, states, holders, now) for snapshot in snapshots]
+    return [_describe_active_job(snapshot, states, holders, now) for snapshot in snapshots]
 
 
 def _list_readable_jobs(snapshot: Snapshot) -> list[Job]:
@@ -154,7 +156,7 @@ def _list_readable_jobs(snapshot: Snapshot) -> list[Job]:
     return []
 
 
-def _describe_why_alive(
+def _describe_active_job(
     snapshot: Snapshot, states: Mapping[str, SchedulerState], holders: Sequence[str], now: float
 ) -> str:
     try:
@@ -171,16 +173,20 @@ def _describe_why_alive(
         if run == str(snapshot.here):
             return f"job {name} is running or waiting on this machine"
     for job in jobs:
-        state = local[job.id] if job.scheduler == "local" else _get_queue_state(job, states, now)
+        state = local[job.id] if job.scheduler == "local" else _get_chain_state(job, states, now)
         if state.state != "ended":
             reason_text = f" ({state.reason})" if state.reason else ""
-            who = get_backend(job.scheduler).title
-            description = f"may be running: {who} does not answer" if state.state == "unknown" else f"is {state.state}"
+            scheduler_title = get_backend(job.scheduler).title
+            description = (
+                f"may be running: {scheduler_title} does not answer"
+                if state.state == "unknown"
+                else f"is {state.state}"
+            )
             return f"{job.id} {description}{reason_text}"
     return ""
 
 
-def _get_queue_state(job: Job, known: Mapping[str, SchedulerState], now: float) -> SchedulerState:
+def _get_chain_state(job: Job, known: Mapping[str, SchedulerState], now: float) -> SchedulerState:
     """Return the state of a job, which is alive while one of its chained scheduler jobs is."""
     states = [known[id_] for id_ in job.ids if id_ in known]
     if len(states) < len(job.ids) and now - job.submitted_at < JUST_SUBMITTED_SECONDS:

@@ -27,7 +27,7 @@ from tula_cli.run.snapshot import Snapshot
 from tula_cli.services import messages, train
 from tula_cli.services.comparison import rounds
 from tula_cli.services.comparison.rows import (
-    REFERENCE,
+    REFERENCE_METHOD,
     VARIANTS,
     make_row_of_job,
     parse_row,
@@ -37,7 +37,7 @@ from tula_cli.services.comparison.rows import (
 )
 from tula_cli.services.plans import ComparePlan, TrainPlan
 from tula_cli.spec.job import JobSpec, describe_misfit, get_warmup_epochs
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.signature import compute_train_signature
 from tula_cli.spec.workload import get_workload
@@ -55,9 +55,9 @@ first.
 START_SECONDS = 15.0
 """Seconds after which a training that is not running yet is reported as waiting."""
 Inspect = Callable[[JobSpec], Inspection]
-State = Literal["done", "diverged", "failed", "cancelled", "lost", "held", "running", "queued", "missing"]
-FINISHED: tuple[State, ...] = ("done", "diverged")
-ENDED: tuple[State, ...] = ("failed", "cancelled", "lost", "held")
+CellState = Literal["done", "diverged", "failed", "cancelled", "lost", "held", "running", "queued", "missing"]
+FINISHED_STATES: tuple[CellState, ...] = ("done", "diverged")
+UNFINISHED_END_STATES: tuple[CellState, ...] = ("failed", "cancelled", "lost", "held")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Grid:
 
     def list_rows(self, reference: int) -> list[tuple[str, int]]:
         """Return (method, batch) of every row, the reference first; controls only for batches above the reference."""
-        rows = [(REFERENCE, reference)]
+        rows = [(REFERENCE_METHOD, reference)]
         for batch in self.batches:
             rows += [(method, batch) for method in self.methods]
             if batch > reference:
@@ -103,7 +103,7 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
     variant = parse_row(method)
     content = spec.model_dump(mode="json", exclude_unset=True)
     train = dict(content.get("train", {}))
-    if variant.method != spec.train.method or variant.method == REFERENCE:
+    if variant.method != spec.train.method or variant.method == REFERENCE_METHOD:
         train.pop("lr_scaling", None)  # of the job's method; other methods have their own rule, and lbt has none
     if not variant.training_method.ramps:
         train.pop("ramp", None)  # methods without ramps train at one batch
@@ -126,7 +126,7 @@ def make_job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
     if variant.preset:
         retained_ags = spec.ags.model_dump(include={"apply_to", "parameters"})
         content["ags"] = {"preset": variant.preset, **retained_ags}
-    return validate(variant.content(content), source=f"the job with method {method}")
+    return validate_job(variant.content(content), source=f"the job with method {method}")
 
 
 # --- The plan
@@ -149,15 +149,15 @@ def plan_comparison(run: Run, grid: Grid, *, inspect: Inspect, now: float) -> Co
     _require_fitting_methods(spec, grid)
     _inspect_user_code(run, grid, inspect)
     inspect = functools.partial(inspect_once, inspect, {})
-    comparison, twins = _build_comparison(run, grid, now=now)
+    comparison, first_row_by_duplicate = _build_comparison(run, grid, now=now)
     plans = {}
     for cell in comparison.cells:  # the seed affects neither duration nor validity
         if (cell.method, cell.batch) not in plans and not cell.short and not is_cell_ended(run, cell):
             plans[cell.method, cell.batch] = plan_cell(run, cell, inspect)
-    took = compute_mean_hours_by_row(run, comparison)
+    mean_hours_by_row = compute_mean_hours_by_row(run, comparison)
     predicted = {row: p.prediction.hours for row, p in plans.items() if p.prediction is not None}
     rows = {(cell.method, cell.batch) for cell in comparison.cells}
-    hours = {row: estimate_hours(row, took, predicted) for row in rows}
+    hours = {row: estimate_hours(row, mean_hours_by_row, predicted) for row in rows}
     standing = rounds.compute_comparison_state(run, comparison, spec, hours=hours)
     missing = tuple(cell for cell in standing.wanted if not is_cell_ended(run, cell))
     return ComparePlan(
@@ -171,7 +171,7 @@ def plan_comparison(run: Run, grid: Grid, *, inspect: Inspect, now: float) -> Co
         first=plan_cell(run, missing[0], inspect) if missing else None,
         warnings=(
             *_list_distinct(warning for p in plans.values() for warning in p.code.warnings),
-            *(messages.duplicate_row(row=row, twin=twin) for row, twin in twins.items()),
+            *(messages.duplicate_row(row=row, twin=twin) for row, twin in first_row_by_duplicate.items()),
             *_warn_ineffective_methods(spec, grid),
         ),
     )
@@ -259,11 +259,11 @@ def _warn_ineffective_methods(spec: JobSpec, grid: Grid) -> Iterator[Diagnostic]
             yield messages.only_warmup(method=method, warmup_epochs=warmup, epochs=spec.train.epochs)
 
 
-def inspect_once(inspect: Inspect, remembered: dict[str, Inspection], spec: JobSpec) -> Inspection:
+def inspect_once(inspect: Inspect, inspection_cache: dict[str, Inspection], spec: JobSpec) -> Inspection:
     """Return the inspection of the first spec passed, also for later ones: all cells share the model and dataset."""
-    if not remembered:
-        remembered["all"] = inspect(spec)
-    return remembered["all"]
+    if not inspection_cache:
+        inspection_cache["all"] = inspect(spec)
+    return inspection_cache["all"]
 
 
 def _build_comparison(run: Run, grid: Grid, *, now: float) -> tuple[Comparison, dict[str, str]]:
@@ -272,9 +272,9 @@ def _build_comparison(run: Run, grid: Grid, *, now: float) -> tuple[Comparison, 
     reference = spec.train.reference_batch
     codes: dict[tuple[str, ...], str] = {}
     cells_by_signature: dict[str, Cell] = {}
-    twins: dict[str, str] = {}
+    first_row_by_duplicate: dict[str, str] = {}
 
-    def sign(job: JobSpec, batch: int) -> str:
+    def compute_signature(job: JobSpec, batch: int) -> str:
         if (names := list_import_strings(job)) not in codes:
             codes[names] = choose_code(run, job, Path.cwd(), keep=False).identity
         return compute_train_signature(job, nodes=grid.nodes, batch=batch, code=codes[names])
@@ -282,31 +282,35 @@ def _build_comparison(run: Run, grid: Grid, *, now: float) -> tuple[Comparison, 
     for number in range(grid.seeds):
         seed = spec.train.seed + number
         for method, batch in _list_rows_of_grid(spec, grid):
-            signature = sign(make_job_of_cell(spec, method, seed), batch)
-            is_reference = (method, batch) == (REFERENCE, reference)
+            signature = compute_signature(make_job_of_cell(spec, method, seed), batch)
+            is_reference = (method, batch) == (REFERENCE_METHOD, reference)
             cell = Cell(
                 method=method, batch=batch, seed=seed, nodes=grid.nodes, signature=signature, reference=is_reference
             )
             # Rows that resolve to the same training (a variant that equals the job's settings) are one row.
             first_method = cells_by_signature.setdefault(signature, cell).method
             if first_method != method and (parse_row(method).settings or parse_row(first_method).settings):
-                twins[method] = first_method
+                first_row_by_duplicate[method] = first_method
     job_rows = (
-        cells_by_signature.get(sign(make_job_of_cell(spec, make_row_of_job(spec), spec.train.seed), batch))
+        cells_by_signature.get(compute_signature(make_job_of_cell(spec, make_row_of_job(spec), spec.train.seed), batch))
         for batch in grid.batches
     )
     job_row = next((cell.method for cell in job_rows if cell is not None and not cell.reference), "")
     short: list[Cell] = []
     for batch in grid.batches if grid.halving else ():
-        cells = [cell for cell in cells_by_signature.values() if cell.batch == batch and cell.method != REFERENCE]
-        short += _make_short_cells(run, cells, job_row, sign)
+        cells = [
+            cell for cell in cells_by_signature.values() if cell.batch == batch and cell.method != REFERENCE_METHOD
+        ]
+        short += _make_short_cells(run, cells, job_row, compute_signature)
     grid_fields = {name: value for name, value in dataclasses.asdict(grid).items() if name != "halving"}
     return Comparison(
         **grid_fields, cells=(*short, *cells_by_signature.values()), created_at=now, job_row=job_row
-    ), twins
+    ), first_row_by_duplicate
 
 
-def _make_short_cells(run: Run, cells: Sequence[Cell], job_row: str, sign: Callable[[JobSpec, int], str]) -> list[Cell]:
+def _make_short_cells(
+    run: Run, cells: Sequence[Cell], job_row: str, compute_signature: Callable[[JobSpec, int], str]
+) -> list[Cell]:
     """Return the short trainings of the first round for one batch, or an empty list if rounds may cost more.
 
     Args:
@@ -319,12 +323,14 @@ def _make_short_cells(run: Run, cells: Sequence[Cell], job_row: str, sign: Calla
     firsts = [cell for cell in cells if cell.seed == spec.train.seed]
     for cell in firsts if epochs < spec.train.epochs else ():
         try:
-            signature = sign(rounds.shorten_job(make_job_of_cell(spec, cell.method, cell.seed), epochs), cell.batch)
+            signature = compute_signature(
+                rounds.shorten_job_to_epochs(make_job_of_cell(spec, cell.method, cell.seed), epochs), cell.batch
+            )
         except SpecError:  # the settings are invalid for so few epochs
             continue
         short = cell.model_copy(update={"signature": signature, "short": (epochs, spec.train.epochs)})
-        in_full = any(is_cell_ended(run, full_cell) for full_cell in cells if full_cell.method == cell.method)
-        if cell.method == job_row or not in_full or is_cell_ended(run, short):
+        has_full_training = any(is_cell_ended(run, full_cell) for full_cell in cells if full_cell.method == cell.method)
+        if cell.method == job_row or not has_full_training or is_cell_ended(run, short):
             short_cells.append(short)
     rivals = [cell for cell in short_cells if cell.method != job_row]
     saved = (len(rivals) - rounds.FULL_ROWS) * len({cell.seed for cell in cells}) * spec.train.epochs
@@ -343,18 +349,18 @@ def _list_rows_of_grid(spec: JobSpec, grid: Grid) -> list[tuple[str, int]]:
     def lr(method: str, batch: int) -> tuple[int, str]:
         return batch, f"{get_learning_rate(make_job_of_cell(spec, method, spec.train.seed), batch):.9g}"
 
-    plain = {lr(method, batch) for method, batch in rows if method not in CONTROLS and not _is_scaling(method)}
+    plain = {lr(method, batch) for method, batch in rows if method not in CONTROLS and not _scales_gradients(method)}
     return [row for row in rows if row[0] not in CONTROLS or lr(*row) not in plain]
 
 
-def _is_scaling(method: str) -> bool:
+def _scales_gradients(method: str) -> bool:
     return parse_row(method).training_method.scales
 
 
 def plan_cell(run: Run, cell: Cell, inspect: Inspect) -> TrainPlan:
     job = make_job_of_cell(run.spec, cell.method, cell.seed)
     try:
-        job = job if cell.short is None else rounds.shorten_job(job, cell.short[0])
+        job = job if cell.short is None else rounds.shorten_job_to_epochs(job, cell.short[0])
         return train.plan_training(run.with_spec(job), nodes=cell.nodes, batch=cell.batch, inspect=inspect)
     except SpecError as error:
         description = "the reference" if cell.reference else f"method {cell.method}"
@@ -372,15 +378,21 @@ def compute_mean_hours_by_row(run: RunDir | Snapshot, comparison: Comparison) ->
 
 
 def estimate_hours(
-    row: tuple[str, int], took: Mapping[tuple[str, int], float], predicted: Mapping[tuple[str, int], float]
+    row: tuple[str, int], mean_hours_by_row: Mapping[tuple[str, int], float], predicted: Mapping[tuple[str, int], float]
 ) -> float | None:
     """Return the expected hours of a training of `row`, or None if nothing is known.
 
     The estimate is the mean of the row's trainings, else the prediction, else the mean of the rows at the same batch,
     else the mean of all rows.
     """
-    hours_at_batch = [hours for (_, batch), hours in took.items() if batch == row[1]] or list(took.values())
-    return took.get(row) or predicted.get(row) or (statistics.fmean(hours_at_batch) if hours_at_batch else None)
+    hours_at_batch = [hours for (_, batch), hours in mean_hours_by_row.items() if batch == row[1]] or list(
+        mean_hours_by_row.values()
+    )
+    return (
+        mean_hours_by_row.get(row)
+        or predicted.get(row)
+        or (statistics.fmean(hours_at_batch) if hours_at_batch else None)
+    )
 
 
 def choose_default_nodes(run: Run) -> int:
@@ -417,12 +429,14 @@ def list_default_rows(spec: JobSpec, *, nodes: int) -> DefaultRows:
     own_method = make_row_of_job(spec)
     if spec.script is not None:
         scales = nodes * spec.cluster.gpus_per_node > 1 or spec.train.training_method.scales
-        candidates = tuple(method for method in METHODS_OF_SCRIPTS if scales or not _is_scaling(method))
+        candidates = tuple(method for method in METHODS_OF_SCRIPTS if scales or not _scales_gradients(method))
     else:
         name = spec.optimizer.name
         candidates = ROWS_OF_SGD if name == "SGD" else ROWS_OF_ADAM if name in DIVIDING else ROWS_OF_OTHERS
     refused = {
-        method: why for method in candidates if method != own_method and (why := _describe_why_no_default(spec, method))
+        method: why
+        for method in candidates
+        if method != own_method and (why := _describe_why_not_default_row(spec, method))
     }
     trained = make_job_of_cell(spec, own_method, spec.train.seed).model_dump()
     rows = dict.fromkeys(
@@ -431,14 +445,16 @@ def list_default_rows(spec: JobSpec, *, nodes: int) -> DefaultRows:
         if method in (own_method, *refused) or make_job_of_cell(spec, method, spec.train.seed).model_dump() != trained
     )
     other_methods = (
-        name for name in METHODS if name not in (*rows, spec.train.method) and not _describe_why_no_default(spec, name)
+        name
+        for name in METHODS
+        if name not in (*rows, spec.train.method) and not _describe_why_not_default_row(spec, name)
     )
     return DefaultRows(
         own_method, tuple(method for method in rows if method not in refused), refused, tuple(other_methods)
     )
 
 
-def _describe_why_no_default(spec: JobSpec, method: str) -> str:
+def _describe_why_not_default_row(spec: JobSpec, method: str) -> str:
     try:
         cell_job = make_job_of_cell(spec, method, spec.train.seed)
     except SpecError as error:

@@ -94,7 +94,7 @@ def _read_file(path: Path) -> bytes | None:
 
 # --- Environments
 
-_SOFTWARE = {
+_SOFTWARE_FIELDS = {
     "hardware": "hardware",
     "device": "device",
     "GPU driver": "driver",
@@ -130,7 +130,7 @@ def _describe_environment(probes: Sequence[Measured]) -> dict[str, str | None]:
     return {
         **{
             label: _join_distinct(getattr(environment, field) for environment in environments)
-            for label, field in _SOFTWARE.items()
+            for label, field in _SOFTWARE_FIELDS.items()
         },
         "all-reduce": _join_distinct(how for environment in environments for how in environment.allreduce.values()),
         "memory for a rank": _join_distinct(
@@ -275,18 +275,22 @@ def _compare_results(before: Result, after: Result) -> StepDifference:
 
 def _compare_steps(probe_before: Measured | None, probe_after: Measured | None) -> StepRatio | None:
     """Return the comparison of the step times of two probes; None if either has no valid step time."""
-    if probe_before is None or probe_after is None or not (_is_timed(probe_before) and _is_timed(probe_after)):
+    if (
+        probe_before is None
+        or probe_after is None
+        or not (_has_step_time(probe_before) and _has_step_time(probe_after))
+    ):
         return None
     return compare_step_times(probe_before.step_times, probe_after.step_times)
 
 
-def _is_timed(probe: Measured) -> bool:
+def _has_step_time(probe: Measured) -> bool:
     return bool(probe.step_times) and 0 < compute_trimmed_mean(probe.step_times) < math.inf
 
 
 def _list_step_parts(probe: Measured | None) -> StepParts | None:
     """Return the breakdown of a probe's step time; None if it was not measured."""
-    if probe is None or not _is_timed(probe):
+    if probe is None or not _has_step_time(probe):
         return None
     return split_step(probe)
 
@@ -395,7 +399,7 @@ def _make_overview(run: Run, probes: Sequence[Measured]) -> RunOverview:
 
 _MAX_CAUSES = 6
 """Maximum number of differences in the headline; the tables show all of them."""
-_PARTS: tuple[StepPart, ...] = ("compute", "network", "input")
+_STEP_PART_NAMES: tuple[StepPart, ...] = ("compute", "network", "input")
 _LIKELY_CAUSES = ("hardware", "GPU driver", "GPU clocks (MHz)", "clocks throttled by", "torch", "CUDA", "NCCL")
 """Settings that change the time of a step most often; they are shown first."""
 _MAX_VALUE_LENGTH = 40  # characters of a value
@@ -434,7 +438,7 @@ def _describe_step_time_change(steps: StepComparison) -> str:
             f" {format_number(ratios[-1])} x the step time of A)"
         )
     how = f"{format_number(steps.ratio)} x as slow" if slower else f"{format_number(1 / steps.ratio)} x as fast"
-    other_parts = [part for part in _PARTS if part not in steps.causes]
+    other_parts = [part for part in _STEP_PART_NAMES if part not in steps.causes]
     causes = f" ({' and '.join(steps.causes)}{', not ' + ' or '.join(other_parts) if other_parts else ''})"
     return f"B is {how} at {len(steps.changed)} of {of}{causes if steps.causes else ''}"
 

@@ -86,7 +86,7 @@ def parse_capacity(name: str, value: int | str) -> int:
     return size
 
 
-def estimate_all(
+def estimate_all_node_types(
     runs: Sequence[Run],
     *,
     capacity: int | None = None,

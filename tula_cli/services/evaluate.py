@@ -7,7 +7,7 @@ from pathlib import Path
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher, list_attachable_jobs, list_unfinished_jobs, lock_submission, submit_task
 from tula_cli.errors import BadMeasurements, JobFailed, SpecError, TulaError
-from tula_cli.host.failures import FAILURE_KINDS, advise
+from tula_cli.host.failures import FAILURE_KINDS, describe_advice
 from tula_cli.options import EvaluationRequest
 from tula_cli.plugins import is_import_string
 from tula_cli.run import imports
@@ -242,5 +242,5 @@ def make_error_of_job(run: RunDir, task: EvaluateTask | RateSearchTask, subject:
             "read the output of the job with tula logs; run the same command to start it again",
         )
     where = f" (rank {last_attempt.rank} on {last_attempt.host})" if last_attempt.rank is not None else ""
-    hint = advise(last_attempt.failure, task.spec)
+    hint = describe_advice(last_attempt.failure, task.spec)
     return FAILURE_KINDS[last_attempt.failure.outcome].error(f"{subject} failed{where}: {last_attempt.message}", hint)

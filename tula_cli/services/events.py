@@ -167,7 +167,7 @@ Work = Generator[Event, None, T]
 """A generator of events that returns the result (as the value of StopIteration)."""
 
 
-def follow(work: Work[T], on_event: Callable[[Event], object]) -> T:
+def run_work(work: Work[T], on_event: Callable[[Event], object]) -> T:
     """Run `work`, pass every event to `on_event`, and return the result.
 
     A KeyboardInterrupt raised in `on_event` is thrown into `work`, so that Ctrl-C also ends the work.

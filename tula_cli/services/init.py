@@ -1,6 +1,6 @@
 """`tula init`: write a job file from a template, a command or an sbatch script, and the JSON Schemas for editors.
 
-A job file is made with every key; `shorten_job` keeps the keys that it sets.
+A job file is made with every key; `shorten_job_file` keeps the keys that it sets.
 """
 
 import json
@@ -28,12 +28,12 @@ from tula_cli.run.files import MODE_FOR_ALL, write_atomic
 from tula_cli.run.script_files import NoCommandFile, find_program, split_command
 from tula_cli.spec.json_schema import Kind, make_json_schema
 from tula_cli.spec.scripts.command_text import find_training_command
-from tula_cli.spec.scripts.launchers import NODES, KnownFacts, Unknown, read_slurm_options
+from tula_cli.spec.scripts.launchers import NODES_QUESTION, KnownFacts, Unknown, read_slurm_options
 from tula_cli.spec.scripts.placeholders import find_placeholders
 from tula_cli.spec.scripts.proposal import MissingKey, format_yaml_word, list_missing, make_job_name, render_sections
 from tula_cli.spec.scripts.recognition import RecognisedCommand, recognise_command, recognise_line
 from tula_cli.spec.scripts.shell import Option, ShellWord
-from tula_cli.spec.slurm_options import ROOM
+from tula_cli.spec.slurm_options import EXTRA_MINUTES
 from tula_cli.words import format_count
 
 # --- Schemas for editors
@@ -59,13 +59,13 @@ def write_schema(kind: Kind, path: Path) -> None:
         SpecError: the file exists and is not a schema of tula.
         CannotWrite: the file cannot be written.
     """
-    if path.is_dir() or (path.exists() and _TULA_SCHEMA not in _read_beginning(path)):
+    if path.is_dir() or (path.exists() and _TULA_SCHEMA not in _read_file_start(path)):
         raise SpecError(f"{path} already exists and is not a schema that tula wrote", "move or remove this file")
     text = json.dumps(make_json_schema(kind), indent=1, ensure_ascii=False) + "\n"
     write_atomic(path, text, mode=MODE_FOR_ALL)
 
 
-def _read_beginning(path: Path) -> str:
+def _read_file_start(path: Path) -> str:
     try:
         with path.open("rb") as file:
             return file.read(400).decode(errors="replace")
@@ -89,9 +89,9 @@ def add_schema(text: str, job: Path) -> str:
 TEMPLATES: Mapping[str, str] = {"local": "templates/job.yaml", "slurm": "templates/slurm.yaml"}
 LENGTH_QUESTION = "epochs"
 """Key of the question how many epochs the script trains."""
-_MINUTES = 20  # minutes of a profiling job, in which the script is started once per batch
+_PROFILING_MINUTES = 20  # minutes of a profiling job, in which the script is started once per batch
 _BATCH_RANGE_BELOW, _BATCH_RANGE_ABOVE = 2, 8  # minimum factors below and above the current batch in the search
-_HEAD = """\
+_FILE_HEADER = """\
 # A job around your training script: tula check job.yaml, then tula profile job.yaml, tula recommend, tula train.
 #
 #   tula check job.yaml        shows what would be measured and its maximum cost
@@ -134,7 +134,7 @@ class FromCommand:
 def make_job_from_command(
     line: str,
     kind: Literal["local", "slurm"],
-    offered: Site | None = None,
+    cluster_site: Site | None = None,
     *,
     gpus: int = 0,
     cores: int | None = None,
@@ -154,7 +154,7 @@ def make_job_from_command(
         SpecError: the command cannot be used.
         TulaError: the installation lacks its templates.
     """
-    gpus_available = gpus if kind == "local" else _count_gpus(offered)
+    gpus_available = gpus if kind == "local" else _count_gpus(cluster_site)
     recognised = add_answered_epochs(
         recognise_line(line, KnownFacts(answers or {}, gpus=gpus_available), keeps_setup=kind == "slurm"), answers
     )
@@ -168,15 +168,18 @@ def make_job_from_command(
         )
     else:
         text = make_job_text(line, recognised, kind)
-        if offered is not None:
-            text = _adapt_site_settings(site.fill_template(text, offered), recognised, offered)
+        if cluster_site is not None:
+            text = _adapt_site_settings(site.fill_template(text, cluster_site), recognised, cluster_site)
         text = site.write_settings(text, list_shell_settings(recognised))
     if one_process:
         text = _set_key(
             text, "nodes", "[1]", "more nodes need a script that uses torch.distributed or a trainer library"
         )
-    text = add_batches(text, recognised)
-    warnings = [*recognised.warnings, *_list_machine_warnings(recognised, offered, gpus=gpus if kind == "local" else 0)]
+    text = set_batch_range(text, recognised)
+    warnings = [
+        *recognised.warnings,
+        *_list_machine_warnings(recognised, cluster_site, gpus=gpus if kind == "local" else 0),
+    ]
     if one_process:
         warnings.append(
             "neither the script nor the modules in its folder use torch.distributed or a trainer library, so search.nodes is"
@@ -240,7 +243,7 @@ def make_job_text(line: str, recognised: RecognisedCommand, kind: Literal["local
         recognised = replace(recognised, script={**recognised.script, "command": command})
     shown = "\n#   ".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in row) for row in line.split("\n"))
     return (
-        _HEAD.format(line=shown, name=name or make_job_name(recognised))
+        _FILE_HEADER.format(line=shown, name=name or make_job_name(recognised))
         + render_sections(recognised)
         + "\n"
         + _read_search_section(kind)
@@ -263,9 +266,9 @@ def _is_wrapper_list(arguments: Sequence[str]) -> bool:
     return all(argument and argument.isprintable() for argument in arguments)
 
 
-def _count_gpus(offered: Site | None) -> int:
+def _count_gpus(cluster_site: Site | None) -> int:
     """Return the number of GPUs per node of the default partition, or 0 if it is not known."""
-    kinds = offered.default.kinds if offered is not None and offered.default is not None else ()
+    kinds = cluster_site.default.kinds if cluster_site is not None and cluster_site.default is not None else ()
     return kinds[0].gpus[0].count if kinds and kinds[0].gpus else 0
 
 
@@ -308,22 +311,27 @@ def _set_machine_resources(text: str, *, per_node: int, gpus: int, cores: int | 
         flags=re.MULTILINE,
     )
     text = _set_key(
-        text, "max_minutes", str(_MINUTES), "maximum minutes of one profiling job; it starts the script once per batch"
+        text,
+        "max_minutes",
+        str(_PROFILING_MINUTES),
+        "maximum minutes of one profiling job; it starts the script once per batch",
     )
-    hours = sum(nodes) * _MINUTES / 60
+    hours = sum(nodes) * _PROFILING_MINUTES / 60
     cap = math.ceil(12 * hours) / 10
     sum_ = f"({' + '.join(map(str, nodes))}) nodes" if len(nodes) > 1 else format_count(nodes[0])
-    comment = f"maximum node-hours of all profiling jobs: {sum_} x {_MINUTES} minutes = {hours:.3g}, plus 20 %"
+    comment = (
+        f"maximum node-hours of all profiling jobs: {sum_} x {_PROFILING_MINUTES} minutes = {hours:.3g}, plus 20 %"
+    )
     return _set_key(text, "max_node_hours", f"{cap:g}", comment)
 
 
-def _adapt_site_settings(text: str, recognised: RecognisedCommand, offered: Site) -> str:
+def _adapt_site_settings(text: str, recognised: RecognisedCommand, cluster_site: Site) -> str:
     """Correct the site's settings for the command's number of ranks, and workers if the command has no {workers}."""
     if "workers" not in find_placeholders(recognised.script["command"]):
         text = re.sub(
             r"^  workers: .*$", "  # workers: auto # needs {workers} in the command", text, count=1, flags=re.MULTILINE
         )
-    partition = offered.default
+    partition = cluster_site.default
     if recognised.gpus_per_node is None or partition is None or not partition.kinds:
         return text
     cpus = partition.kinds[0].cpus
@@ -331,7 +339,7 @@ def _adapt_site_settings(text: str, recognised: RecognisedCommand, offered: Site
     return re.sub(r"^    cpus_per_task: .*$", line, text, count=1, flags=re.MULTILINE)
 
 
-def add_batches(text: str, recognised: RecognisedCommand) -> str:
+def set_batch_range(text: str, recognised: RecognisedCommand) -> str:
     """Set the range of batches to measure around the current batch, the GPUs per node, and today's configuration."""
     text = _add_baseline(text, recognised)
     if recognised.gpus_per_node is not None:
@@ -384,20 +392,20 @@ def choose_batch_range(recognised: RecognisedCommand, batch: int, nodes: list[in
     return half if divides else batch, batch * max(_BATCH_RANGE_ABOVE, max(nodes))
 
 
-def _list_machine_warnings(recognised: RecognisedCommand, offered: Site | None, *, gpus: int) -> list[str]:
+def _list_machine_warnings(recognised: RecognisedCommand, cluster_site: Site | None, *, gpus: int) -> list[str]:
     """Return warnings if the command does not match the machines.
 
     Args:
         offered: the site's partitions as the scheduler reports them.
         gpus: number of GPUs of this machine if the job is to run here; else 0.
     """
-    requested, partition = recognised.gpus_per_node, offered.default if offered is not None else None
+    requested, partition = recognised.gpus_per_node, cluster_site.default if cluster_site is not None else None
     if requested is None:
         return []
     description = f"the command starts {format_count(requested, 'process')} per node"
     if 0 < gpus < requested:
         return [f"{description}, but this machine has {format_count(gpus, 'GPU')}. Lower cluster.gpus_per_node"]
-    available = _count_gpus(offered) or requested
+    available = _count_gpus(cluster_site) or requested
     if partition is None or available == requested:
         return []
     return [
@@ -407,12 +415,12 @@ def _list_machine_warnings(recognised: RecognisedCommand, offered: Site | None, 
 
 # --- From an sbatch script
 
-_SETTINGS = {"partition": "partition", "account": "account", "qos": "qos", "constraint": "constraint",
+_SETTING_OPTIONS = {"partition": "partition", "account": "account", "qos": "qos", "constraint": "constraint",
              "exclude": "exclude", "mem": "memory"}  # fmt: skip
 """Options of sbatch that are settings of cluster.slurm, with the same values."""
-_SIZES = {"nodes", "ntasks", "ntasks_per_node", "gres", "gpus", "gpus_per_node", "gpus_per_task", "cpus_per_task",
+_SIZE_OPTIONS = {"nodes", "ntasks", "ntasks_per_node", "gres", "gpus", "gpus_per_node", "gpus_per_task", "cpus_per_task",
           "cpus_per_gpu", "time", "job_name", "exclusive", "chdir"}  # fmt: skip
-_LEFT_OUT = {"array", "dependency", "output", "error", "open_mode", "input", "requeue", "no_requeue", "signal", "wait", "parsable",
+_DROPPED_OPTIONS = {"array", "dependency", "output", "error", "open_mode", "input", "requeue", "no_requeue", "signal", "wait", "parsable",
              "quiet", "verbose", "test_only", "hold", "wrap", "ntasks_per_gpu", "gpu_bind", "label", "unbuffered",
              "kill_on_bad_exit", "begin", "deadline", "jobid", "overlap", "exact", "pty", "time_min", "clusters"}  # fmt: skip
 """Options that concern a single job, its output or its tasks, and are left out of the job file."""
@@ -420,7 +428,7 @@ _COMMAND_STARTS = re.compile(r"^\s*[^#\s]")
 
 
 @dataclass(frozen=True)
-class _Request:
+class _SbatchRequest:
     """The resources and options that a script asks SLURM for."""
 
     options: Mapping[str, Option]  # options by long name, with underscores
@@ -459,7 +467,7 @@ class _Request:
             raise Unknown(
                 f"#SBATCH {written} does not specify the number of nodes",
                 "add a line #SBATCH --nodes=N with the number of nodes",
-                key=NODES,
+                key=NODES_QUESTION,
                 question=f"number of nodes for the tasks of #SBATCH {written}?",
             )
         return max(1, math.ceil(tasks / tasks_per_node)) if tasks_per_node else 1
@@ -489,7 +497,7 @@ class _Request:
 
 
 def make_job_from_sbatch(
-    text: str, source: str, offered: Site | None = None, *, answers: Mapping[str, str] | None = None
+    text: str, source: str, cluster_site: Site | None = None, *, answers: Mapping[str, str] | None = None
 ) -> FromCommand:
     """Return a commented job file for an sbatch script.
 
@@ -504,8 +512,8 @@ def make_job_from_sbatch(
     text = text.removeprefix("\ufeff")
     _check_shell(text)
     known = KnownFacts(answers or {})
-    request = replace(_read_request(text), answered=known.parse_answer(NODES) or 0)
-    _check_folder(request)
+    request = replace(_read_request(text), answered=known.parse_answer(NODES_QUESTION) or 0)
+    _check_working_directory(request)
     gpus, _, _ = request.gpus
     known = replace(known, gpus=gpus, nodes=request.nodes, tasks_per_node=request.tasks_per_node)
     command = find_training_command(text, keeps_setup=True, variables=_list_slurm_variables(request))
@@ -514,7 +522,7 @@ def make_job_from_sbatch(
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.get_text("job_name")).strip("._-")[:64]
     written = make_job_text(f"tula init --from-sbatch {shlex.quote(source)}", recognised, "slurm", name=name)
     written = write_settings(
-        written, [*_list_setting_lines(request, recognised, offered), *list_shell_settings(recognised)]
+        written, [*_list_setting_lines(request, recognised, cluster_site), *list_shell_settings(recognised)]
     )
     left_out = [
         f"{option.written}: "
@@ -524,18 +532,18 @@ def make_job_from_sbatch(
             else "tula decides this for each of its jobs"
         )
         for name, option in request.options.items()
-        if name in _LEFT_OUT and name != "clusters"
+        if name in _DROPPED_OPTIONS and name != "clusters"
     ]
     recognised = replace(recognised, left_out=(*left_out, *recognised.left_out))
     return FromCommand(
-        add_batches(written, recognised),
+        set_batch_range(written, recognised),
         recognised,
         list_missing(recognised),
         (*recognised.warnings, *_list_sbatch_warnings(request, recognised)),
     )
 
 
-def _read_request(text: str) -> _Request:
+def _read_request(text: str) -> _SbatchRequest:
     options: dict[str, Option] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if _COMMAND_STARTS.match(line):
@@ -555,7 +563,7 @@ def _read_request(text: str) -> _Request:
         if other_words:
             raise SpecError(f"line {number}: {other_words[0].text!r} is not an option of sbatch", "correct the line")
         options |= known
-    return _Request(options)
+    return _SbatchRequest(options)
 
 
 def _check_shell(text: str) -> None:
@@ -567,7 +575,7 @@ def _check_shell(text: str) -> None:
         )
 
 
-def _check_folder(request: _Request) -> None:
+def _check_working_directory(request: _SbatchRequest) -> None:
     if (folder := request.get_text("chdir")) and Path(folder).expanduser().resolve() != Path.cwd():
         raise SpecError(
             f"#SBATCH {request.options['chdir'].written} cannot be used: jobs run in the folder in which tula runs",
@@ -575,7 +583,7 @@ def _check_folder(request: _Request) -> None:
         )
 
 
-def _list_slurm_variables(request: _Request) -> dict[str, str]:
+def _list_slurm_variables(request: _SbatchRequest) -> dict[str, str]:
     """Return the variables that SLURM sets in the script's job, as far as they follow from its request."""
     gpus, _, _ = request.gpus
     tasks = request.tasks_per_node
@@ -593,20 +601,20 @@ def _list_slurm_variables(request: _Request) -> dict[str, str]:
 
 def _list_srun_options(options: Mapping[str, Option]) -> dict[str, Option]:
     """Return the options of srun that also apply to the job; #SBATCH lines take precedence."""
-    names = {*_SETTINGS, *_SIZES} - {"nodes", "ntasks", "chdir"}
+    names = {*_SETTING_OPTIONS, *_SIZE_OPTIONS} - {"nodes", "ntasks", "chdir"}
     return {name: option for name, option in options.items() if name in names}
 
 
 def _list_extra_options(options: Mapping[str, Option]) -> dict[str, str | bool]:
     """Return the options that are not settings of cluster.slurm, in the form of section `extra`."""
-    names = options.keys() - {*_SETTINGS, *_SIZES, *_LEFT_OUT}
+    names = options.keys() - {*_SETTING_OPTIONS, *_SIZE_OPTIONS, *_DROPPED_OPTIONS}
     return {name.replace("_", "-"): option.value.text or True for name, option in options.items() if name in names}
 
 
 def _list_setting_lines(
-    request: _Request, recognised: RecognisedCommand, offered: Site | None
+    request: _SbatchRequest, recognised: RecognisedCommand, cluster_site: Site | None
 ) -> Iterator[TemplateLine]:
-    for name, key in _SETTINGS.items():
+    for name, key in _SETTING_OPTIONS.items():
         if text := request.get_text(name):
             yield TemplateLine(f"cluster.slurm.{key}", quote_word(text), f"--{name.replace('_', '-')}")
     gpus, kind, form = request.gpus
@@ -639,26 +647,26 @@ def _list_setting_lines(
     ):
         if extra_options:
             yield TemplateLine(f"cluster.slurm.{key}", json.dumps(extra_options), f"other options of {command}")
-    yield from _list_profiling_settings(request, offered)
+    yield from _list_profiling_settings(request, cluster_site)
 
 
-def _list_profiling_settings(request: _Request, offered: Site | None) -> Iterator[TemplateLine]:
+def _list_profiling_settings(request: _SbatchRequest, cluster_site: Site | None) -> Iterator[TemplateLine]:
     """Yield the settings for the searched nodes and the time limits of jobs."""
     limit = parse_minutes(request.get_text("time"))
     if limit:
         yield TemplateLine(
             "cluster.minutes", str(limit), f"time limit of a training job, from --time {request.get_text('time')}"
         )
-    partition = offered.find_partition(request.get_text("partition")) if offered else None
+    partition = cluster_site.find_partition(request.get_text("partition")) if cluster_site else None
     most = partition.usable if partition is not None and partition.usable else 2 * request.nodes
     nodes = sorted({max(1, request.nodes // 2), request.nodes, min(most, 2 * request.nodes)})
-    minutes = max(1, min(_MINUTES, (limit or _MINUTES) - ROOM))
+    minutes = max(1, min(_PROFILING_MINUTES, (limit or _PROFILING_MINUTES) - EXTRA_MINUTES))
     yield from list_measuring_settings(
         nodes, minutes, f"numbers of nodes to measure, around the {request.nodes} of the script"
     )
 
 
-def _list_sbatch_warnings(request: _Request, recognised: RecognisedCommand) -> Iterator[str]:
+def _list_sbatch_warnings(request: _SbatchRequest, recognised: RecognisedCommand) -> Iterator[str]:
     gpus, _, _ = request.gpus
     ranks = recognised.gpus_per_node or 1
     if not request.options:
@@ -684,27 +692,27 @@ MAX_SHORT_LINES = 40
 _FULL_HINT = (
     "# Every key with its default: tula init --full. To set one key on the command line: --set search.nodes=[2,4]"
 )
-_KEPT_COMMENT = re.compile(r"^ *# *(?:partition|account|resume|metric|pricing): |^ *#.*# REQUIRED")
+_KEPT_COMMENT_PATTERN = re.compile(r"^ *# *(?:partition|account|resume|metric|pricing): |^ *#.*# REQUIRED")
 """Commented-out keys that most jobs need, or that a job cannot do without."""
 
 
-def shorten_job(text: str) -> str:
+def shorten_job_file(text: str) -> str:
     """Return a job file with the keys that it sets, each with its comment; other keys and explanations are removed.
 
     Args:
         text: a job file with all keys; its first line says how it is used.
     """
     first, *lines = text.splitlines()
-    kept = [line for line in lines if line and (not line.lstrip().startswith("#") or _KEPT_COMMENT.match(line))]
+    kept = [line for line in lines if line and (not line.lstrip().startswith("#") or _KEPT_COMMENT_PATTERN.match(line))]
     return "\n".join([first, _FULL_HINT, *kept]) + "\n"
 
 
 # --- From a template
 
-_NODES_HERE = re.compile(r"^  nodes: .*$", re.MULTILINE)
+_NODES_LINE_PATTERN = re.compile(r"^  nodes: .*$", re.MULTILINE)
 
 
-def make_job_from_template(kind: Literal["local", "slurm"], offered: Site | None = None, *, gpus: int = 0) -> str:
+def make_job_from_template(kind: Literal["local", "slurm"], cluster_site: Site | None = None, *, gpus: int = 0) -> str:
     """Return the text of a job file with all keys.
 
     Args:
@@ -716,10 +724,10 @@ def make_job_from_template(kind: Literal["local", "slurm"], offered: Site | None
     """
     text = find_asset(TEMPLATES[kind]).read_text(encoding="utf-8")
     if kind == "slurm":
-        return text if offered is None else site.fill_template(text, offered)
+        return text if cluster_site is None else site.fill_template(text, cluster_site)
     if gpus < 1:
         return text
-    return _NODES_HERE.sub(
+    return _NODES_LINE_PATTERN.sub(
         f"  nodes: {_list_powers_of_two(gpus)} # numbers of nodes to measure; here each node is one of {format_count(gpus, 'GPU')}",
         text,
         count=1,

@@ -9,7 +9,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.services import messages
 from tula_cli.spec.job import JobSpec, get_warmup_epochs
-from tula_cli.spec.sections import FEWEST_WORKERS, MOST_WORKERS
+from tula_cli.spec.sections import MAX_AUTO_WORKERS, MIN_AUTO_WORKERS
 from tula_cli.spec.workload import get_workload
 from tula_cli.words import format_count
 
@@ -62,9 +62,11 @@ def count_loader_processes(spec: JobSpec, inspection: Inspection | None, *, rank
     if train.workers != "auto":
         return train.workers, train.workers
     if spec.cluster.kind == "local":
-        return (train.count_loaders(inspection.cpus / ranks),) * 2 if inspection else (FEWEST_WORKERS, MOST_WORKERS)
+        return (
+            (train.count_loaders(inspection.cpus / ranks),) * 2 if inspection else (MIN_AUTO_WORKERS, MAX_AUTO_WORKERS)
+        )
     cpus_per_task = slurm.cpus_per_task if slurm is not None else None
-    return (train.count_loaders(cpus_per_task),) * 2 if cpus_per_task else (FEWEST_WORKERS, MOST_WORKERS)
+    return (train.count_loaders(cpus_per_task),) * 2 if cpus_per_task else (MIN_AUTO_WORKERS, MAX_AUTO_WORKERS)
 
 
 # --- Unlikely combinations of settings

@@ -20,11 +20,11 @@ from tula_cli.run.records.tasks import BaseTask, Task
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.backend import get_backend
 
-_NAME = re.compile(r"(?P<task>.+?)\.(?P<attempt>[0-9]{3,})(?:\.(?P<index>[0-9]{4,}))?\.log")
+_LOG_NAME_PATTERN = re.compile(r"(?P<task>.+?)\.(?P<attempt>[0-9]{3,})(?:\.(?P<index>[0-9]{4,}))?\.log")
 """File names of `RunDir.get_log_path`."""
-_MAX_LINE = 2**16
+_MAX_LINE_BYTES = 2**16
 """Maximum bytes of a line that is shown whole; longer lines are shown in pieces."""
-_HARMLESS = re.compile(rb"\[c10d\] The hostname of the client socket cannot be retrieved")
+_HARMLESS_LINE_PATTERN = re.compile(rb"\[c10d\] The hostname of the client socket cannot be retrieved")
 """torch prints this for each connection if a node's address has no name, and then continues."""
 
 
@@ -227,9 +227,9 @@ class _LogReader:
         """Yield the requested lines of a log, last first."""
         try:
             with open_file(log.file) as file:
-                for raw in read_lines_back(file, end=self._offsets[log.file], block=_MAX_LINE):
+                for raw in read_lines_back(file, end=self._offsets[log.file], block=_MAX_LINE_BYTES):
                     line = log.parse_line(raw)
-                    if self._is_from_requested_rank(line) and not _HARMLESS.search(raw):
+                    if self._is_from_requested_rank(line) and not _HARMLESS_LINE_PATTERN.search(raw):
                         yield line
         except OSError as error:
             raise make_read_error(log.file, error) from error
@@ -255,12 +255,12 @@ class _LogReader:
                 elif status.st_size < self._offsets[log.file]:  # the file was truncated: the rest was shown already
                     self._set_offset(log, status.st_size)
                 file.seek(self._offsets[log.file])
-                for raw in read_lines(file, longest=_MAX_LINE):
-                    if not raw.endswith(b"\n") and len(raw) < _MAX_LINE and not with_incomplete:
+                for raw in read_lines(file, longest=_MAX_LINE_BYTES):
+                    if not raw.endswith(b"\n") and len(raw) < _MAX_LINE_BYTES and not with_incomplete:
                         return
                     self._offsets[log.file] += len(raw)
                     line = log.parse_line(raw)
-                    if self._is_from_requested_rank(line) and not _HARMLESS.search(raw):
+                    if self._is_from_requested_rank(line) and not _HARMLESS_LINE_PATTERN.search(raw):
                         yield line
         except OSError as error:
             raise make_read_error(log.file, error) from error
@@ -323,7 +323,7 @@ def _group_logs_by_attempt(files: Iterable[Path]) -> list[list[_AttemptLog]]:
     """Return the logs of each attempt, lowest ranks first; the attempt that wrote last comes last."""
     logs_by_attempt: defaultdict[tuple[str, int], list[_AttemptLog]] = defaultdict(list)
     for number, path in enumerate(files):
-        name, changed = _NAME.fullmatch(path.name), path.stat().st_mtime
+        name, changed = _LOG_NAME_PATTERN.fullmatch(path.name), path.stat().st_mtime
         if name is None:  # a log of the scheduler: each one is a group
             logs_by_attempt["", -number].append(_AttemptLog(path, "", 0, changed))
         else:

@@ -67,7 +67,7 @@ class TypeMeasurements:
 
     def with_type_of_run(self) -> "TypeMeasurements":
         """Return these measurements under the node type that later commands give the run."""
-        return replace(self, run=self.run.with_plain_type())
+        return replace(self, run=self.run.with_variant_name())
 
     @property
     def prefix(self) -> str:
@@ -180,7 +180,7 @@ def warn_no_gradients(all_measurements: Sequence[TypeMeasurements]) -> list[Diag
     return [messages.same_progress_unknown()]
 
 
-_NO_ENERGY = "No probe measured the energy of its steps."
+_NO_ENERGY_MESSAGE = "No probe measured the energy of its steps."
 
 
 def require_energy(
@@ -196,7 +196,7 @@ def require_energy(
         unknown = [measurements.type for measurements in all_measurements if measurements.estimator.power is None]
         return with_power, [
             *left_out,
-            *(messages.node_type_left_out(node_type=name, problems=[_NO_ENERGY]) for name in unknown),
+            *(messages.node_type_left_out(node_type=name, problems=[_NO_ENERGY_MESSAGE]) for name in unknown),
         ]
     count = sum(len(measurements.estimator.probes) for measurements in all_measurements)
     raise _make_unknown_error(

@@ -24,7 +24,7 @@ from tula_cli.errors import (
     SpecError,
     TulaError,
 )
-from tula_cli.host.failures import FAILURE_KINDS, advise
+from tula_cli.host.failures import FAILURE_KINDS, describe_advice
 from tula_cli.run.directory import Run, RunDir
 from tula_cli.run.job_runs import get_only_run, save_runs
 from tula_cli.run.records.failures import Failure
@@ -39,9 +39,9 @@ from tula_cli.spec.job import JobSpec
 
 # --- Findings
 
-SLOW_INSIDE = 8 * 32e9
+SLOW_LINK_BITS_PER_SECOND = 8 * 32e9
 """Bits per second between two GPUs of one node, in each direction: PCIe 4.0 x16. NVLink is faster from V100 on."""
-SMALL_SHARED = 2**30
+SMALL_SHARED_MEMORY_BYTES = 2**30
 """Bytes of /dev/shm below which large batches of a few loader processes do not fit; containers default to 64 MiB."""
 MAX_CLOCK_OFFSET = 1.0
 """Seconds by which the clocks of two nodes may differ."""
@@ -72,7 +72,7 @@ def list_node_problems(run: RunDir, task: CheckTask, report: ClusterReport) -> I
 
 def _list_dataset_problems(task: CheckTask, report: ClusterReport) -> Iterator[Diagnostic]:
     without = [node.host for node in report.nodes if node.dataset is False]
-    if without and not _will_be_downloaded(task):
+    if without and not _needs_download(task):
         yield messages.cannot_read_dataset(hosts=format_hosts(without), folder=str(_get_dataset_folder(task)))
 
 
@@ -80,7 +80,7 @@ def _get_dataset_folder(task: CheckTask) -> Path:
     return Path(task.workdir, Path(task.spec.dataset.root).expanduser())
 
 
-def _will_be_downloaded(task: CheckTask) -> bool:
+def _needs_download(task: CheckTask) -> bool:
     """Return whether the dataset is to be downloaded before the first job."""
     return task.spec.dataset.download and not os.access(_get_dataset_folder(task), os.R_OK)
 
@@ -126,10 +126,10 @@ def list_node_warnings(task: CheckTask, report: ClusterReport) -> Iterator[Diagn
     for name, aspect in aspects.items():
         if differences := _describe_differences(report.nodes, aspect):
             yield messages.nodes_differ(aspect=name, differences=differences)
-    if report.inside and report.inside[-1].speed < SLOW_INSIDE:
+    if report.inside and report.inside[-1].speed < SLOW_LINK_BITS_PER_SECOND:
         yield messages.slow_gpu_link(host=report.nodes[0].host, gigabytes_per_second=report.inside[-1].speed / 8e9)
     for host, shared in {node.host: node.shared for node in report.nodes}.items():
-        if shared is not None and shared < SMALL_SHARED:
+        if shared is not None and shared < SMALL_SHARED_MEMORY_BYTES:
             yield messages.small_shared_memory(host=host, free_bytes=shared)
     for node in report.nodes:
         if abs(node.clock_offset) > MAX_CLOCK_OFFSET:
@@ -141,7 +141,7 @@ def list_node_warnings(task: CheckTask, report: ClusterReport) -> Iterator[Diagn
         and not any(n.gpus for n in report.nodes)
     ):
         yield messages.jobs_run_on_cpu()
-    if _will_be_downloaded(task) and any(node.dataset is False for node in report.nodes):
+    if _needs_download(task) and any(node.dataset is False for node in report.nodes):
         yield messages.dataset_not_downloaded(folder=str(_get_dataset_folder(task)))
 
 
@@ -342,7 +342,7 @@ def watch_node_check(
     assert job is not None
     started, (pause, longest), hopeless = clock(), POLL_INTERVALS, 0
     some_since: float | None = None
-    while not _is_over(run, task):
+    while not _is_check_over(run, task):
         state = launcher.states(run.read(), [job])[job.id]
         yield state
         if state.state == "ended":
@@ -364,7 +364,7 @@ def watch_node_check(
         pause = min(longest, 1.5 * pause)
 
 
-def _is_over(run: RunDir, task: CheckTask) -> bool:
+def _is_check_over(run: RunDir, task: CheckTask) -> bool:
     """Return whether the check has an outcome: a report, a cancellation, or a failure that is not retried."""
     if run.checks.report(task.id) is not None or run.is_cancelled(task.job):
         return True
@@ -426,7 +426,7 @@ def _has_all_reports(run: RunDir, task: CheckTask, job: Job) -> bool:
     report = run.checks.report(task.id)
     if report is not None:
         return not find_nodes_without_files(run, report)
-    return _is_over(run, task) and len(_find_nodes_with_files(run, task, job)) == task.nodes
+    return _is_check_over(run, task) and len(_find_nodes_with_files(run, task, job)) == task.nodes
 
 
 # --- Failed checks
@@ -446,18 +446,18 @@ def _make_check_error(run: RunDir, task: CheckTask, job: Job) -> TulaError:
         if last_attempt is None and ended is not None:
             return JobFailed(
                 f"{job.id} ended before it could check the nodes: {FAILURE_KINDS[ended].means}",
-                advise(ended, task.spec),
+                describe_advice(ended, task.spec),
             )
-        blind = set(range(task.nodes)) - _find_nodes_with_files(run, task, job)
-        if blind:
-            return _make_not_shared_error(run, task, job, blind)
+        nodes_without_directory = set(range(task.nodes)) - _find_nodes_with_files(run, task, job)
+        if nodes_without_directory:
+            return _make_not_shared_error(run, task, job, nodes_without_directory)
     if last_attempt is None or last_attempt.outcome is None:
         return JobFailed(
-            f"{job.id} ended before its ranks reported: {_find_last_log_line(run, job)}", advise("unknown")
+            f"{job.id} ended before its ranks reported: {_find_last_log_line(run, job)}", describe_advice("unknown")
         )
     where = f" (rank {last_attempt.rank} on {last_attempt.host})" if last_attempt.rank is not None else ""
     failure = last_attempt.failure or Failure(outcome="unknown")
-    hint = advise(failure, task.spec)
+    hint = describe_advice(failure, task.spec)
     return FAILURE_KINDS[failure.outcome].error(f"{job.id} failed{where}: {last_attempt.message}", hint)
 
 
@@ -473,13 +473,13 @@ def _find_nodes_with_files(run: RunDir, task: CheckTask, job: Job) -> set[int]:
     }
 
 
-def _make_not_shared_error(run: RunDir, task: CheckTask, job: Job, blind: set[int]) -> JobFailed:
+def _make_not_shared_error(run: RunDir, task: CheckTask, job: Job, nodes_without_directory: set[int]) -> JobFailed:
     hosts = site.list_allocated_hosts(job.scheduler_id)
     names = (
         hosts if len(hosts) == task.nodes else tuple(f"node {number + 1} of the job" for number in range(task.nodes))
     )
-    seeing = [name for number, name in enumerate(names) if number not in blind]
-    without = format_hosts(name for number, name in enumerate(names) if number in blind)
+    seeing = [name for number, name in enumerate(names) if number not in nodes_without_directory]
+    without = format_hosts(name for number, name in enumerate(names) if number in nodes_without_directory)
     description = (
         f"{format_hosts(seeing)} wrote files there, {without} did not" if seeing else f"{without} reported nothing"
     )

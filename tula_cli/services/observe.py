@@ -17,9 +17,9 @@ from tula_cli.models.observed import MAX_TIMED_STEPS, WARMUP_STEPS, MeasuredJob,
 from tula_cli.run.files import make_folder, make_write_error, write_atomic
 from tula_cli.run.observed import ObservedJob, list_observed_jobs
 
-JOB = "TULA_OBSERVED_JOB"
-SHIM = ".shim"
-PLAN: Mapping[str, Any] = {
+JOB_VARIABLE = "TULA_OBSERVED_JOB"
+SHIM_FOLDER = ".shim"
+OBSERVATION_PLAN: Mapping[str, Any] = {
     "version": 1,
     "mode": "observe",
     "task": "observe",
@@ -31,9 +31,9 @@ PLAN: Mapping[str, Any] = {
     "heartbeat": 10.0,
 }
 """The plan of the shim (`tula_cli/shim/__init__.py`): what is measured, and for how long."""
-FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that schedulers and shells send to a job, passed on to the command."""
-PATIENCE = 5.0
+RESULT_TIMEOUT = 5.0
 """Seconds to wait for the files of ranks on other nodes after the command of this process has ended."""
 
 
@@ -49,7 +49,7 @@ def install_observer(folder: Path, root: Path | str) -> None:
     """
     contents = dict(read_module_sources("shim"))
     contents.pop(Path("__init__.py"), None)  # only launchers need it
-    contents[Path("observe.json")] = json.dumps({**PLAN, "folder": str(root)}).encode()
+    contents[Path("observe.json")] = json.dumps({**OBSERVATION_PLAN, "folder": str(root)}).encode()
     for name, content in contents.items():
         path = folder / name
         if path.exists() and path.read_bytes() == content:
@@ -74,10 +74,15 @@ def run_observed(command: Sequence[str], root: Path, *, quiet_stdout: bool = Fal
         TulaError: the folder cannot be written.
     """
     root = root.absolute()
-    install_observer(root / SHIM, root)
+    install_observer(root / SHIM_FOLDER, root)
     job = choose_job_name()
-    path = os.pathsep.join(filter(None, [str(root / SHIM), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "PYTHONPATH": path, JOB: job, "TULA_PLAN": str(root / SHIM / "observe.json")}
+    path = os.pathsep.join(filter(None, [str(root / SHIM_FOLDER), os.environ.get("PYTHONPATH", "")]))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        JOB_VARIABLE: job,
+        "TULA_PLAN": str(root / SHIM_FOLDER / "observe.json"),
+    }
     with _ForwardedSignals() as signals:
         try:
             process = subprocess.Popen(command, env=environment, stdout=2 if quiet_stdout else None)
@@ -103,7 +108,7 @@ class _ForwardedSignals:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "_ForwardedSignals":
-        for number in FORWARDED:
+        for number in FORWARDED_SIGNALS:
             self._previous[number] = signal.signal(number, self._forward)
         return self
 
@@ -155,7 +160,7 @@ def report_job(root: Path, job: str) -> list[ObservedReport]:
     Raises:
         BadMeasurements: nothing was trained, or too little.
     """
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + RESULT_TIMEOUT
     while True:
         everything = list_observed_jobs(root)
         jobs = [observed for observed in everything if observed.id.startswith(f"{job}-")]

@@ -10,7 +10,7 @@ from tula_cli.cluster.inspection import NotInspectable
 from tula_cli.cluster.launcher import Launcher, list_unfinished_jobs, lock_submission, submit_missing
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum, SpecError, TulaError
-from tula_cli.host.failures import FAILURE_KINDS, advise
+from tula_cli.host.failures import FAILURE_KINDS, describe_advice
 from tula_cli.models.cost import compute_max_cost
 from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT
 from tula_cli.run.code import choose_code
@@ -43,7 +43,7 @@ from tula_cli.services.waiting import (
     warn_new_jobs,
 )
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.sections import LEAST_STEPS, MEMORY_MARGIN
+from tula_cli.spec.sections import MEMORY_MARGIN, MIN_TIMED_STEPS
 from tula_cli.words import describe_part, format_count
 
 MAX_EXIT_SECONDS = 60.0
@@ -67,13 +67,15 @@ class ProfileReport:
         return not self.failed and not self.missing
 
 
-def plan_probes(run: Run, inspection: Inspection, *, elsewhere: float = 0.0, again: bool = True) -> ProfilePlan:
+def plan_probes(
+    run: Run, inspection: Inspection, *, node_hours_of_other_types: float = 0.0, repeat_failed: bool = True
+) -> ProfilePlan:
     """Return the missing probes, grouped into jobs, and their maximum cost.
 
     Args:
         run: the run, which may have results already or not exist yet.
         inspection: dataset size and memory estimate.
-        elsewhere: node-hours that other node types of the same job have used or are about to use.
+        node_hours_of_other_types: node-hours that other node types of the same job have used or are about to use.
         again: whether failed probes are measured again.
 
     Raises:
@@ -86,13 +88,15 @@ def plan_probes(run: Run, inspection: Inspection, *, elsewhere: float = 0.0, aga
     chosen_by_auto = spec.search.strategy == "auto"
     spec = choose_strategy(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
     results_by_id = {result.id: result for result in run.read_results()}
-    wanted_batches, round_ = _choose_batches(run.with_spec(spec), inspection, results_by_id, elsewhere=elsewhere)
+    wanted_batches, round_ = _choose_batches(
+        run.with_spec(spec), inspection, results_by_id, node_hours_of_other_types=node_hours_of_other_types
+    )
     tasks = []
     for nodes, local_batches in wanted_batches.items():
         missing = [
             local
             for local in local_batches
-            if _needs_measurement(results_by_id.get(make_probe_id(nodes, local)), again=again)
+            if _needs_measurement(results_by_id.get(make_probe_id(nodes, local)), repeat_failed=repeat_failed)
         ]
         if missing:
             tasks.append(_make_probe_task(spec, nodes, missing, workdir=source.workdir))
@@ -118,7 +122,7 @@ Known = Mapping[str, Measured | OutOfMemory | Failed]
 
 
 def _choose_batches(
-    run: Run, inspection: Inspection, results_by_id: Known, *, elsewhere: float
+    run: Run, inspection: Inspection, results_by_id: Known, *, node_hours_of_other_types: float
 ) -> tuple[Mapping[int, Sequence[int]], Round]:
     """Return all local batches to measure by number of nodes; with `adaptive`, those so far and the next round."""
     spec = run.spec
@@ -126,7 +130,7 @@ def _choose_batches(
     if spec.search.strategy != "adaptive":
         return choose_probes(spec, dataset_size=inspection.dataset_size, max_local_batch=largest), Round({}, (), "")
     begun_probes = _list_begun_probes(run)
-    settled = {probe for probe in begun_probes if _is_settled(results_by_id.get(make_probe_id(*probe)))}
+    settled = {probe for probe in begun_probes if _has_final_result(results_by_id.get(make_probe_id(*probe)))}
     candidates = list_feasible_candidates(spec, dataset_size=inspection.dataset_size, max_local_batch=largest)
     searched = {(config.nodes, config.local_batch(spec.cluster.gpus_per_node)) for config in candidates}
     failed = {(r.nodes, r.local_batch) for r in results_by_id.values() if isinstance(r, Failed)} & searched
@@ -140,7 +144,7 @@ def _choose_batches(
         inspection=inspection,
         **_collect_adaptive_inputs(run, results_by_id),
     )
-    fresh = _limit_round_to_cap(spec, fresh, spent=elsewhere + count_measured_node_hours(run))
+    fresh = _limit_round_to_cap(spec, fresh, spent=node_hours_of_other_types + count_measured_node_hours(run))
     picked = {(nodes, size) for nodes, sizes in fresh.probes.items() for size in sizes}
     return group_probes_by_nodes(settled | failed | picked), fresh
 
@@ -165,7 +169,9 @@ def _collect_adaptive_inputs(run: Run, results_by_id: Known) -> dict[str, Any]:
 def _list_begun_probes(run: RunDir) -> set[tuple[int, int]]:
     """Return all probes that were requested or have a result, as (nodes, local batch)."""
     requested = {(task.nodes, size) for task in run.read().probe_tasks for size in task.local_batches}
-    return requested | {(result.nodes, result.local_batch) for result in run.read_results() if _is_settled(result)}
+    return requested | {
+        (result.nodes, result.local_batch) for result in run.read_results() if _has_final_result(result)
+    }
 
 
 def count_measured_node_hours(run: RunDir) -> float:
@@ -187,12 +193,12 @@ def _limit_round_to_cap(spec: JobSpec, round_: Round, *, spent: float) -> Round:
     return Round({}, (), f"{round_.words} {why}")
 
 
-def _is_settled(result: Measured | OutOfMemory | Failed | None) -> bool:
+def _has_final_result(result: Measured | OutOfMemory | Failed | None) -> bool:
     return isinstance(result, Measured | OutOfMemory)
 
 
-def _needs_measurement(result: Measured | OutOfMemory | Failed | None, *, again: bool) -> bool:
-    return result is None or (again and isinstance(result, Failed))
+def _needs_measurement(result: Measured | OutOfMemory | Failed | None, *, repeat_failed: bool) -> bool:
+    return result is None or (repeat_failed and isinstance(result, Failed))
 
 
 def _make_probe_task(spec: JobSpec, nodes: int, local_batches: list[int], *, workdir: Path) -> ProbeTask:
@@ -239,7 +245,7 @@ def wait_for_exits(
 def is_measured(run: RunDir, plan: ProfilePlan) -> bool:
     """Return whether every probe of a plan has a result, and at least one did not fail (measured or out of memory)."""
     results = [run.read_result(make_probe_id(task.nodes, size)) for task in plan.tasks for size in task.local_batches]
-    return None not in results and any(map(_is_settled, results))
+    return None not in results and any(map(_has_final_result, results))
 
 
 def make_profile_report(run: RunDir, plan: ProfilePlan) -> ProfileReport:
@@ -271,13 +277,13 @@ def _make_nothing_measured_error(report: ProfileReport, spec: JobSpec | None) ->
         kind = FAILURE_KINDS[first_failure.outcome].error if have_same_outcome else JobFailed
         return kind(
             f"{first_failure.id} failed: {first_failure.message}",
-            advise(first_failure.failure, spec),
+            describe_advice(first_failure.failure, spec),
         )
     if report.out_of_memory:
         first_oom = report.out_of_memory[0]
         return OutOfMemoryAtMinimum(
             f"out of memory at the smallest local batch, {first_oom.local_batch}: {first_oom.message}",
-            advise("device_oom", spec),
+            describe_advice("device_oom", spec),
         )
     return BadMeasurements("no probe has a result", "run tula profile again; tula status shows the jobs")
 
@@ -383,7 +389,7 @@ def plan_largest_batch_search(run: Run, inspection: Inspection) -> ProfilePlan:
     from tula_cli.models.largest_batch import BatchBracket  # numpy, which plans do without
 
     trial = BatchBracket.from_results(spec, nodes, bounds, done).choose_next_trial()
-    seconds, steps = min(spec.search.max_seconds, TRIAL_SECONDS), min(spec.search.min_steps, LEAST_STEPS)
+    seconds, steps = min(spec.search.max_seconds, TRIAL_SECONDS), min(spec.search.min_steps, MIN_TIMED_STEPS)
     short = {"max_seconds": seconds, "min_seconds": min(spec.search.min_seconds, seconds), "min_steps": steps}
     job = f"largest-n{nodes:03d}"
     task = ProbeTask(
@@ -473,7 +479,7 @@ Inspections = Mapping[str | None, Inspection]
 
 
 def plan_variants(
-    runs: Sequence[Run], inspections: Inspections, *, again: bool = True, largest: bool = False
+    runs: Sequence[Run], inspections: Inspections, *, repeat_failed: bool = True, largest: bool = False
 ) -> Work[list[tuple[Run, ProfilePlan]]]:
     """Return the probes to measure for each variant; yield a warning for one that has none, if another can be trained.
 
@@ -489,7 +495,9 @@ def plan_variants(
     rounds = any(run.spec.search.strategy in ("auto", "adaptive") for run in runs)
     spent = {run.type: count_measured_node_hours(run) if rounds else 0.0 for run in runs}
     for run in runs:
-        elsewhere = sum(spent.values()) - spent[run.type] + sum(plan.node_hours_at_most for _, plan in planned)
+        node_hours_of_other_types = (
+            sum(spent.values()) - spent[run.type] + sum(plan.node_hours_at_most for _, plan in planned)
+        )
         inspection = inspections[run.type]
         for text in inspection.warnings:
             yield WarningEvent(messages.inspection_warning(text=text))
@@ -499,7 +507,9 @@ def plan_variants(
             plan = (
                 plan_largest_batch_search(run, inspection)
                 if largest
-                else plan_probes(run, inspection, elsewhere=elsewhere, again=again)
+                else plan_probes(
+                    run, inspection, node_hours_of_other_types=node_hours_of_other_types, repeat_failed=repeat_failed
+                )
             )
             planned.append((run, plan))
         except Infeasible as error:
@@ -586,7 +596,7 @@ def run_profile(
         SchedulerError: the scheduler refused a job.
     """
     runs = _prepare_runs(runs)
-    return (yield from _Profiling(runs, submission, largest).run())
+    return (yield from _ProfilingSession(runs, submission, largest).run())
 
 
 @dataclass
@@ -613,7 +623,7 @@ class _SubmittedRun:
 
 
 @dataclass
-class _Profiling:
+class _ProfilingSession:
     """The state of one call of `run_profile`."""
 
     runs: Sequence[Run]
@@ -634,10 +644,10 @@ class _Profiling:
         inspections = {
             name: inspection for name, inspection in results.items() if not isinstance(inspection, NotInspectable)
         }
-        elsewhere = [run for run in self.runs if run.type not in inspections]
-        if not elsewhere:
+        node_hours_of_other_types = [run for run in self.runs if run.type not in inspections]
+        if not node_hours_of_other_types:
             return inspections
-        for run in elsewhere:
+        for run in node_hours_of_other_types:
             self.submission.launcher_for(run.spec)  # raises an error if no job can be submitted from this machine
         plans = _plan_first_jobs(self.runs, results)
         planned_event = ProfilePlanned(plans, self.cap)
@@ -645,8 +655,8 @@ class _Profiling:
         require_within_cap([], self.cap, first_jobs=sum(plan.first_job_node_hours for plan in plans.values()))
         self.submission.require_confirmed(planned_event)
         self.confirmed = True
-        self.submission.save_runs(elsewhere)
-        for run in elsewhere:
+        self.submission.save_runs(node_hours_of_other_types)
+        for run in node_hours_of_other_types:
             inspections[run.type] = first_job.inspect_on_node(run, run.spec, timeout=self._remaining_seconds(deadline))
             self.first_jobs += first_job.count_newest_node_hours(run)
         return inspections
@@ -664,7 +674,7 @@ class _Profiling:
         measures_failed_again = True
         while True:
             planned = yield from plan_variants(
-                self.runs, inspections, again=measures_failed_again, largest=self.largest
+                self.runs, inspections, repeat_failed=measures_failed_again, largest=self.largest
             )
             missing = [(run, plan) for run, plan in planned if plan.missing and run.type not in stopped]
             if not missing:

@@ -337,7 +337,9 @@ def _count_pending_of_run(run: Run, launcher_for: "Callable[[JobSpec], Launcher]
     from tula_cli.services import status  # imported here: also imports the schedulers
 
     run_status = status.run_status(run, launcher_for(run.spec), now=time.time())
-    return sum(job.total - job.done for job in run_status.jobs if job.kind == "probe" and job.state in status.ACTIVE)
+    return sum(
+        job.total - job.done for job in run_status.jobs if job.kind == "probe" and job.state in status.ACTIVE_STATES
+    )
 
 
 def recommend(

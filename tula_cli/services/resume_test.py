@@ -38,7 +38,7 @@ from tula_cli.spec.signature import compute_resume_test_signature
 
 # --- The test
 
-FREEDOM: tuple[Verdict, ...] = ("none", "same", "epoch", "any")
+RESUME_ABILITIES: tuple[Verdict, ...] = ("none", "same", "epoch", "any")
 """Abilities to resume, ascending: each one includes those before it."""
 
 
@@ -65,7 +65,7 @@ class ResumeFinding:
         if (
             verdict in (None, "none")
             or self.setting == "rehearse"
-            or FREEDOM.index(self.setting) <= FREEDOM.index(verdict)
+            or RESUME_ABILITIES.index(self.setting) <= RESUME_ABILITIES.index(verdict)
         ):
             return None
         return messages.resume_setting_too_free(setting=self.setting, verdict=verdict, reason=self.why)
@@ -152,10 +152,10 @@ def run_resume_test(
             over, "raise the limit, for example --set search.max_node_hours=100, or lower search.max_minutes"
         )
     save_runs([run], file)
-    return (yield from submit_and_wait(run, launcher_for(run.spec), code, timeout=timeout, batch=None))
+    return (yield from submit_resume_test_and_wait(run, launcher_for(run.spec), code, timeout=timeout, batch=None))
 
 
-def submit_and_wait(
+def submit_resume_test_and_wait(
     run: Run, launcher: Launcher, code: Source, *, timeout: float | None, batch: int | None, nodes: int = 1
 ) -> Work[ResumeFinding]:
     """Submit a resume test, or attach to the one that is already running, and return its finding.
@@ -281,7 +281,7 @@ def compute_resume_test_batch(run: Run, *, local_batch: int | None = None, nodes
 
 LONG_TRAINING_HOURS = 1.0
 """Hours above which a training is preceded by a resume test."""
-WITHOUT_RESUME_TEST = "correct how the script resumes, or use tula train --no-rehearse, which trains from the beginning after each interruption"
+NO_RESUME_HINT = "correct how the script resumes, or use tula train --no-rehearse, which trains from the beginning after each interruption"
 
 
 @dataclass(frozen=True)
@@ -393,7 +393,9 @@ def run_resume_test_if_due(training: TrainingStart, launcher: Launcher, submissi
             job = submit_resume_test(run, launcher, code, batch=batch, nodes=nodes).job
             yield Note(f"the training starts after {job}, if the script can resume from its checkpoint")
             return job
-        finding = yield from submit_and_wait(run, launcher, code, timeout=submission.timeout, batch=batch, nodes=nodes)
+        finding = yield from submit_resume_test_and_wait(
+            run, launcher, code, timeout=submission.timeout, batch=batch, nodes=nodes
+        )
     else:
         if training.needs_test:
             yield WarningEvent(messages.resume_untested(reason=training.over_cap))
@@ -403,7 +405,7 @@ def run_resume_test_if_due(training: TrainingStart, launcher: Launcher, submissi
         finding = earlier
     yield from _list_finding_events(finding)
     if training.rehearse and training.is_long:
-        finding.require_resumable(run.spec.name, WITHOUT_RESUME_TEST)
+        finding.require_resumable(run.spec.name, NO_RESUME_HINT)
     if training.changes_nodes and not finding.kept:
         finding.require_resume_on_other_nodes()
     return ""

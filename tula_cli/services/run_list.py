@@ -54,11 +54,11 @@ def _summarize_run(run: Path) -> RunSummary:
     damaged: list[str] = []
     try:
         names = _read_job_names(run)
-        recommended = _read_sound_records([run / "recommendation.json"], damaged, _RECOMMENDATION)
-        results = _read_sound_records(files.list_files(run / "results"), damaged, _RESULT)
-        jobs = _read_sound_records(files.list_files(run / "jobs"), damaged, _JOB)
+        recommended = _read_sound_records([run / "recommendation.json"], damaged, _RECOMMENDATION_TYPES)
+        results = _read_sound_records(files.list_files(run / "results"), damaged, _RESULT_TYPES)
+        jobs = _read_sound_records(files.list_files(run / "jobs"), damaged, _JOB_TYPES)
         trainings = [run / "train" / name / "result.json" for name in files.list_names(run / "train")]
-        finished = _read_sound_records(trainings, damaged, _TRAINED)
+        finished = _read_sound_records(trainings, damaged, _TRAINED_TYPES)
     except TulaError as error:
         return RunSummary(id=run.name, path=run, changed=None, problem=error.message)
     kinds = [result["kind"] for result in results]
@@ -116,14 +116,14 @@ def _select_names(spec: Mapping[str, Any]) -> dict[str, str]:
 
 _Types = Mapping[str, tuple[type, ...]]
 """The types of a record's fields; a field that may be missing has NoneType among them."""
-_NUMBER, _OPTIONAL = (int, float), (int, float, type(None))
-_RECOMMENDATION: _Types = {"choice": (dict,), "created_at": _NUMBER}
-_RESULT: _Types = {"kind": (str,), "measured_at": _OPTIONAL}
-_JOB: _Types = {"submitted_at": _NUMBER}
-_TRAINED: _Types = {
-    "finished_at": _NUMBER,
-    "best_top1": _OPTIONAL,
-    "best_loss": _OPTIONAL,
+_NUMBER_TYPES, _OPTIONAL_NUMBER_TYPES = (int, float), (int, float, type(None))
+_RECOMMENDATION_TYPES: _Types = {"choice": (dict,), "created_at": _NUMBER_TYPES}
+_RESULT_TYPES: _Types = {"kind": (str,), "measured_at": _OPTIONAL_NUMBER_TYPES}
+_JOB_TYPES: _Types = {"submitted_at": _NUMBER_TYPES}
+_TRAINED_TYPES: _Types = {
+    "finished_at": _NUMBER_TYPES,
+    "best_top1": _OPTIONAL_NUMBER_TYPES,
+    "best_loss": _OPTIONAL_NUMBER_TYPES,
     "metrics": (dict, type(None)),
 }
 

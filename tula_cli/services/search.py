@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tula_cli.models.observations import OtherSizes
 REGRET_TOLERANCE = 0.01
 """Expected regret at which search.strategy `adaptive` stops, as a share of time or cost."""
-_MAX_WEIGHED = 100
+_MAX_COMPARED_CONFIGURATIONS = 100
 """Number of configurations that are compared with each other for each of time and cost."""
 
 ByNodes = Mapping[int, Sequence[int]]
@@ -164,7 +164,7 @@ def _has_whole_steps_only(spec: JobSpec, measured: Iterable[Measured]) -> bool:
 def _select_compared_configurations(estimator: "Estimator", fitting: Set[Config]) -> tuple[Prediction, ...]:
     """Return the configurations to compare, fastest first.
 
-    These are the measured ones, and the fastest and the cheapest of each batch, up to `_MAX_WEIGHED`: the cost of the
+    These are the measured ones, and the fastest and the cheapest of each batch, up to `_MAX_COMPARED_CONFIGURATIONS`: the cost of the
     comparison grows with the square of their number.
     """
     from tula_cli.models.choice.candidates import to_configs
@@ -175,7 +175,7 @@ def _select_compared_configurations(estimator: "Estimator", fitting: Set[Config]
     rows = rows.take([config in fitting for config in to_configs(rows["nodes"], rows["batch"])])
     is_candidate = rows["measured"].copy()
     for name in ("time", "cost"):
-        is_candidate[find_best_rows(rows, QUANTITIES[name], most=_MAX_WEIGHED)] = True
+        is_candidate[find_best_rows(rows, QUANTITIES[name], most=_MAX_COMPARED_CONFIGURATIONS)] = True
     return rows.take(is_candidate).predictions()
 
 
@@ -338,14 +338,14 @@ STRATEGIES: Mapping[str, Callable[[ByNodes], dict[int, set[int]]]] = {
     "adaptive": _choose_first_adaptive_probes,
 }
 
-ON_ALL_NODES = ("full", "sweep")
+STRATEGIES_ON_ALL_NODES = ("full", "sweep")
 """Strategies that measure on every number of nodes with a feasible batch, except for jobs measured in addition."""
 
 # --- Expected cost of profiling
 
-ASSUMED_STEP = 0.1
+ASSUMED_STEP_SECONDS = 0.1
 """Seconds per step that are assumed if no probe has measured any."""
-ASSUMED_START = 20.0
+ASSUMED_START_SECONDS = 20.0
 """Seconds from the start of a job to its first step that are assumed if no probe has measured any."""
 
 
@@ -355,13 +355,13 @@ class Expectation:
 
     hours: float  # total hours if jobs run one after the other
     node_hours: float
-    probes: int  # number of probes that the step times are based on; 0: based on `ASSUMED_STEP`
+    probes: int  # number of probes that the step times are based on; 0: based on `ASSUMED_STEP_SECONDS`
 
     @property
     def basis(self) -> str:
         """Return a description of the step times that the expectation is based on."""
         if not self.probes:
-            return f"(assuming {ASSUMED_STEP:g} s per step)"
+            return f"(assuming {ASSUMED_STEP_SECONDS:g} s per step)"
         return (
             "(from the step time of 1 probe)" if self.probes == 1 else f"(from the step times of {self.probes} probes)"
         )
@@ -377,7 +377,7 @@ def estimate_search(
         probes: probes of the job, which measure the time of a step; a batch without a probe takes that of the nearest
             probed batch. Without probes, durations are assumed.
     """
-    start = statistics.median(probe.overheads.startup for probe in probes) if probes else ASSUMED_START
+    start = statistics.median(probe.overheads.startup for probe in probes) if probes else ASSUMED_START_SECONDS
     most = 60 * spec.search.max_minutes
     seconds = [
         min(most, start + sum(_estimate_probe_seconds(spec, probes, local) for local in batches)) for _, batches in jobs
@@ -398,7 +398,7 @@ def list_measured_probes(run: RunDir | None) -> list[Measured]:
 
 def _estimate_probe_seconds(spec: JobSpec, probes: Sequence[Measured], local_batch: int) -> float:
     step = find_nearest_step_time(probes, local_batch)
-    return spec.search.estimate_probe_seconds(ASSUMED_STEP if step is None else step)
+    return spec.search.estimate_probe_seconds(ASSUMED_STEP_SECONDS if step is None else step)
 
 
 def _find_nearest_probe(probes: Sequence[Measured], local_batch: int) -> Measured:
@@ -463,7 +463,7 @@ def _estimate_sweep_share(
     )
     if not todo.steps:
         return None
-    step = find_nearest_step_time(probes, local_batch) or ASSUMED_STEP
+    step = find_nearest_step_time(probes, local_batch) or ASSUMED_STEP_SECONDS
     node_hours = fewest * todo.epochs * todo.steps * step / 3600
     return float(estimate_search(spec, list(sweep.items()), probes).node_hours / node_hours)
 

@@ -26,7 +26,7 @@ from tula_cli.errors import (
     SchedulerError,
     TulaError,
 )
-from tula_cli.host.failures import FAILURE_KINDS, advise
+from tula_cli.host.failures import FAILURE_KINDS, describe_advice
 from tula_cli.models import self_tuning
 from tula_cli.models.choice.early_stopping import compute_remaining_share
 from tula_cli.models.cost import compute_attempt_cost
@@ -54,14 +54,14 @@ from tula_cli.run.records.tasks import (
     make_probe_id,
 )
 from tula_cli.run.snapshot import Snapshot
-from tula_cli.run.training_run import A_COPY, CLOCKS_AGREE
+from tula_cli.run.training_run import COPIED_FILE_SECONDS, MAX_CLOCK_NOISE_SECONDS
 from tula_cli.spec.backend import get_backend
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.script import count_requested_samples
 from tula_cli.words import format_count
 
 JobState = Literal["queued", "running", "suspended", "held", "done", "failed", "diverged", "cancelled", "lost"]
-ACTIVE: tuple[JobState, ...] = ("queued", "running", "suspended")
+ACTIVE_STATES: tuple[JobState, ...] = ("queued", "running", "suspended")
 
 MAX_CLOCK_DIFFERENCE = 60.0
 """Seconds by which the clocks of two machines may differ."""
@@ -201,7 +201,7 @@ Results = dict[str, Measured | OutOfMemory | Failed]
 
 
 @dataclass(frozen=True)
-class _Progress:
+class _JobProgress:
     """The tasks of a job and its results so far."""
 
     total: int
@@ -246,7 +246,7 @@ def get_job_status(
     end = now if state in ("running", "suspended") else progress.measured_at
     elapsed, nodes = _sum_elapsed_seconds(attempts, end=end), {task.id: task.nodes for task in tasks}
     newest = tasks[-1]
-    remaining = _estimate_remaining_seconds(progress, training, pace=pace) if state in ACTIVE else None
+    remaining = _estimate_remaining_seconds(progress, training, pace=pace) if state in ACTIVE_STATES else None
     return JobStatus(
         id=job.id,
         kind=tasks[0].kind,
@@ -258,7 +258,7 @@ def get_job_status(
         starts_at=scheduler.starts_at if state == "queued" else None,
         total=progress.total,
         done=progress.done,
-        now=progress.now if state in ACTIVE else None,
+        now=progress.now if state in ACTIVE_STATES else None,
         elapsed=elapsed,
         left=remaining,
         node_hours=sum(
@@ -299,15 +299,15 @@ def _list_planned_probes(tasks: Iterable[JobTask]) -> dict[str, ProbeConfigurati
     }
 
 
-def get_job_progress(snapshot: Snapshot, tasks: list[JobTask], results: Results) -> _Progress:
+def get_job_progress(snapshot: Snapshot, tasks: list[JobTask], results: Results) -> _JobProgress:
     newest = tasks[-1]
     if not isinstance(newest, ProbeTask):
-        return _Progress(total=1, done=int(_has_result(snapshot, newest)), now=None)
+        return _JobProgress(total=1, done=int(_has_result(snapshot, newest)), now=None)
     probes = _list_planned_probes(tasks)
     results_here = {id_: results[id_] for id_ in probes if id_ in results}
     failed = {id_: result.message for id_, result in results_here.items() if isinstance(result, Failed)}
     undone = [probe for id_, probe in probes.items() if id_ not in results_here or id_ in failed]
-    return _Progress(
+    return _JobProgress(
         total=len(probes),
         done=len(probes) - len(undone),
         now=undone[0] if undone else None,
@@ -330,7 +330,7 @@ def _has_result(snapshot: Snapshot, task: JobTask) -> bool:
 
 
 def _get_job_state(
-    progress: _Progress,
+    progress: _JobProgress,
     attempts: list[Attempt],
     scheduler: SchedulerState,
     spec: JobSpec,
@@ -346,7 +346,7 @@ def _get_job_state(
     if cancelled:
         return "cancelled", f"by {cancelled}"
     if scheduler.on_hold and attempts and attempts[-1].outcome == "disk":
-        return "held", f"{attempts[-1].message}; {advise('disk')}"
+        return "held", f"{attempts[-1].message}; {describe_advice('disk')}"
     if scheduler.state == "pending":
         return "queued", scheduler.reason
     if scheduler.state == "running":
@@ -355,7 +355,13 @@ def _get_job_state(
 
 
 def _get_state_from_attempts(
-    progress: _Progress, attempts: list[Attempt], scheduler: SchedulerState, spec: JobSpec, *, now: float, grace: float
+    progress: _JobProgress,
+    attempts: list[Attempt],
+    scheduler: SchedulerState,
+    spec: JobSpec,
+    *,
+    now: float,
+    grace: float,
 ) -> tuple[JobState, str]:
     last_attempt = attempts[-1] if attempts else None
     if last_attempt is not None and last_attempt.ended_at is not None:
@@ -367,9 +373,9 @@ def _get_state_from_attempts(
         if measured:  # the supervisor has seen all results; network file systems may show them here later
             return "lost", f"finished, but only {progress.done} of {progress.total} results are visible here"
         if last_attempt.outcome == "diverged":
-            return "diverged", f"{last_attempt.message}; {advise('diverged', spec)}"
+            return "diverged", f"{last_attempt.message}; {describe_advice('diverged', spec)}"
         if last_attempt.failure is not None and last_attempt.outcome == "device_fault":
-            advice = advise(last_attempt.failure, spec)
+            advice = describe_advice(last_attempt.failure, spec)
             return "failed", f"{last_attempt.message} on {last_attempt.failure.host or last_attempt.host}; {advice}"
         message = last_attempt.message or f"ended with {progress.done} of {progress.total} probes"
         who = spec.cluster.backend.title
@@ -387,7 +393,7 @@ def adjust_to_file_clock(snapshot: Snapshot, attempts: Iterable[Attempt]) -> lis
     adjusted = []
     for attempt in attempts:
         written = None if attempt.ended_at is not None else snapshot.get_attempt_write_time(attempt)
-        if written is not None and CLOCKS_AGREE < abs(written - attempt.started_at) < A_COPY:
+        if written is not None and MAX_CLOCK_NOISE_SECONDS < abs(written - attempt.started_at) < COPIED_FILE_SECONDS:
             attempt = attempt.model_copy(update={"started_at": written})
         adjusted.append(attempt)
     return adjusted
@@ -406,7 +412,7 @@ def _sum_elapsed_seconds(attempts: list[Attempt], *, end: float | None) -> float
 
 
 def _estimate_remaining_seconds(
-    progress: _Progress, training: TrainingStatus | None, *, pace: float | None
+    progress: _JobProgress, training: TrainingStatus | None, *, pace: float | None
 ) -> float | None:
     if progress.now is None:
         return training.eta if training is not None else None
@@ -472,7 +478,7 @@ class RunStatus:
     def active(self, job_ids: Iterable[str] | None = None) -> bool:
         """Return whether one of these jobs is queued or running; None considers all jobs."""
         requested = None if job_ids is None else set(job_ids)
-        return any(job.state in ACTIVE for job in self.jobs if requested is None or job.id in requested)
+        return any(job.state in ACTIVE_STATES for job in self.jobs if requested is None or job.id in requested)
 
 
 # --- The status at one moment
@@ -500,7 +506,7 @@ def run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | 
         get_job_status(files_snapshot, job, results, states[job.id], pace=pace, training=training, now=now)
         for job in tasked
     ]
-    moving = {status.id for status in jobs if status.state in ACTIVE}
+    moving = {status.id for status in jobs if status.state in ACTIVE_STATES}
     if training is not None and not training.finished and training.job not in moving:
         training = dataclasses.replace(training, eta=None)
     return RunStatus(
@@ -829,7 +835,7 @@ def _are_jobs_finished(run: RunDir, job_ids: set[str]) -> bool:
 def _is_waiting(job: JobStatus, lost_since: dict[str, float], *, now: float) -> bool:
     if job.state != "lost":
         lost_since.pop(job.id, None)
-        return job.state in ACTIVE
+        return job.state in ACTIVE_STATES
     return now - lost_since.setdefault(job.id, now) < get_backend(job.scheduler).grace
 
 
@@ -880,8 +886,8 @@ def cancel_jobs(runs: Sequence[Run], launcher_for: Callable[[Run], Launcher]) ->
 
 # --- The end of a training
 
-DISK_IS_FULL = 2**16  # bytes free; below, the small files of a run cannot be written
-CANCELLED = "run the same command again to resume from the newest checkpoint"
+MIN_FREE_BYTES = 2**16  # bytes free; below, the small files of a run cannot be written
+RESUME_HINT = "run the same command again to resume from the newest checkpoint"
 
 
 def compute_micro_batch(task: TrainTask) -> int:
@@ -901,10 +907,10 @@ def make_error_of_training(task: TrainTask, attempts: Sequence[Attempt], *, save
     if attempt.failure is None:
         return Pending(f"training {task.signature} has not ended", "tula status shows its progress")
     where = f" (rank {attempt.rank}, {attempt.host})" if attempt.rank is not None else ""
-    hint = advise(attempt.failure, task.spec)
+    hint = describe_advice(attempt.failure, task.spec)
     message = f"Training failed on attempt {task.attempt}{where}: {attempt.message}"
     if attempt.outcome == "cancelled":
-        return JobFailed(f"Training was cancelled on attempt {task.attempt}{where}: {attempt.message}", CANCELLED)
+        return JobFailed(f"Training was cancelled on attempt {task.attempt}{where}: {attempt.message}", RESUME_HINT)
     if attempt.outcome == "device_oom":
         cut = f" with micro-batches of {compute_micro_batch(task)}" if task.splits > 1 else ""
         return OutOfMemoryAtMinimum(
@@ -933,12 +939,12 @@ def require_known_job(run_status: RunStatus, job_id: str) -> None:
     """
     for job in run_status.jobs:
         if job.id == job_id and job.state == "lost":
-            if shutil.disk_usage(run_status.path).free < DISK_IS_FULL:
+            if shutil.disk_usage(run_status.path).free < MIN_FREE_BYTES:
                 raise DiskFull(
                     f"{job.id} ended because the disk that holds {run_status.path} is full",
                     "free some space and run the same command again; it resumes from the newest checkpoint",
                 )
-            raise JobFailed(f"{job.id} is lost: {job.reason}", CANCELLED)
+            raise JobFailed(f"{job.id} is lost: {job.reason}", RESUME_HINT)
 
 
 def load_summary(run: RunDir, signature: str) -> Summary:
@@ -956,7 +962,7 @@ def load_summary(run: RunDir, signature: str) -> Summary:
         return summary
     task = run.get_training(signature).read_newest_task()
     if task is not None and run.is_cancelled(task.job):  # its ranks may still be running
-        raise JobFailed(f"training {signature} was cancelled", CANCELLED)
+        raise JobFailed(f"training {signature} was cancelled", RESUME_HINT)
     attempts = run.get_training(signature).read_attempts()
     if task is None or not attempts:
         raise Pending(f"training {signature} has not started", "tula status shows why")

@@ -140,7 +140,7 @@ def plan_training(
     warnings: list[Diagnostic] = []
     if newest is None:
         dataset_size = find_dataset_size(run, inspect)
-        task = _add_stages(run, task, recommendation if as_chosen else None, dataset_size)
+        task = _add_ramp_stages(run, task, recommendation if as_chosen else None, dataset_size)
         warnings += warn_large_reference_batch(spec, dataset_size)
     prediction = task.prediction
     if newest is not None:
@@ -186,10 +186,10 @@ def _list_finished_elsewhere(run: Run, plan: TrainPlan) -> tuple[Summary, ...]:
     return tuple(summaries)
 
 
-def _add_stages(run: Run, task: TrainTask, recommended: Recommendation | None, size: int) -> TrainTask:
+def _add_ramp_stages(run: Run, task: TrainTask, recommended: Recommendation | None, size: int) -> TrainTask:
     """Return a new task with its ramp stages, after checking that its batch fits `size` training samples."""
     spec, nodes, batch = task.spec, task.nodes, task.batch
-    _require_size(spec, nodes, batch, size)
+    _require_fitting_batch(spec, nodes, batch, size)
     stages = plan_stages(run.with_spec(spec), nodes, batch, size, recommended=recommended)
     task = task.model_copy(update={"stages": stages}).with_usable_sizes()
     return move_task_to_stage_nodes(task, samples=run.get_training(task.signature).find_newest_samples())
@@ -274,7 +274,7 @@ def find_dataset_size(run: Run, inspect: Callable[[JobSpec], Inspection]) -> int
     return next(measured, None) or first_job.inspect_with_stored(inspect, run)(run.spec).dataset_size
 
 
-def _require_size(spec: JobSpec, nodes: int, batch: int, dataset_size: int) -> None:
+def _require_fitting_batch(spec: JobSpec, nodes: int, batch: int, dataset_size: int) -> None:
     if batch > dataset_size:
         raise SpecError(
             f"batch {batch} is larger than the dataset: {dataset_size} training samples",
@@ -470,13 +470,15 @@ def warn_interrupted_training(run: RunDir, task: TrainTask) -> list[Diagnostic]:
             or (newest.training_nodes, newest.batch) != (task.training_nodes, task.batch)
         ):
             continue
-        keys = [key for key in compare_jobs(newest.spec, task.spec) if key.split(".")[0] not in _NOT_TRAINED_BY]
+        keys = [
+            key for key in compare_jobs(newest.spec, task.spec) if key.split(".")[0] not in _SECTIONS_WITHOUT_EFFECT
+        ]
         if keys:
             return [messages.earlier_training_other_settings(training=signature, samples=samples, keys=keys)]
     return []
 
 
-_NOT_TRAINED_BY = ("name", "search", "pricing", "baseline", "cluster", "node_types")
+_SECTIONS_WITHOUT_EFFECT = ("name", "search", "pricing", "baseline", "cluster", "node_types")
 
 
 def require_stopped(run: RunDir, task: TrainTask) -> None:

@@ -133,7 +133,7 @@ class PreparedSeeds:
 
     def report(self) -> SeedsReport:
         """Return the trainings as they are now."""
-        rows = tuple(_read_training(self.run, training) for training in self.trainings)
+        rows = tuple(_read_seed_training(self.run, training) for training in self.trainings)
         return SeedsReport(self.plan, rows, _sum_costs(rows))
 
     def list_scheduled(self, trainings: Sequence[SeedTraining]) -> list[ScheduledTraining]:
@@ -152,7 +152,7 @@ def _set_seed(spec: JobSpec, seed: int) -> JobSpec:
     return spec.model_copy(update={"train": spec.train.model_copy(update={"seed": seed})})
 
 
-def _read_training(run: RunDir, training: SeedTraining) -> SeedTraining:
+def _read_seed_training(run: RunDir, training: SeedTraining) -> SeedTraining:
     """Return a training with its summary, or why it failed."""
     summary, problem = None, ""
     try:
@@ -212,7 +212,7 @@ def prepare_seeds(runs: Sequence[Run], request: TrainRequest, inspect: Inspect) 
             _set_seed(run.spec, seed), nodes=scheduled.nodes, batch=plan.batch, code=code.identity
         )
         training = SeedTraining(seed, scheduled.nodes, plan.batch, signature, None, "")
-        trainings.append(_read_training(run, training))
+        trainings.append(_read_seed_training(run, training))
     inspect = functools.partial(inspect_once, inspect, {})
     prepared = PreparedSeeds(runs, run, plan, tuple(trainings), None, request, inspect)
     _require_within_budget(prepared)
@@ -276,7 +276,7 @@ def run_seeds(prepared: PreparedSeeds, submission: Submission) -> Work[SeedsRepo
     save_campaign(prepared.runs, prepared.plan)
     try:
         if has_queue:
-            yield from _submit_all(prepared, launcher, submission, under_way)
+            yield from _submit_missing_trainings(prepared, launcher, submission, under_way)
         else:
             yield from _train_one_by_one(prepared, launcher, submission)
     except KeyboardInterrupt:
@@ -292,7 +292,7 @@ def _test_resume(prepared: PreparedSeeds, launcher: Launcher, submission: Submis
     return (yield from run_resume_test_if_due(start, launcher, submission))
 
 
-def _submit_all(
+def _submit_missing_trainings(
     prepared: PreparedSeeds, launcher: Launcher, submission: Submission, under_way: Sequence[str]
 ) -> Work[None]:
     """Submit the missing trainings, each behind those whose nodes it takes over.

@@ -24,7 +24,7 @@ from tula_cli.services.tracking import export_while_waiting
 from tula_cli.spec.job import JobSpec
 
 FAILED_STATES = ("lost", "held", "failed", "diverged", "cancelled")
-FIRST_JOB = "the job that builds the model and the dataset"
+FIRST_JOB_DESCRIPTION = "the job that builds the model and the dataset"
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def require_within_cap(node_hours: Sequence[float], cap: float | None, *, first_
         OverBudget: the total may exceed the cap.
     """
     types = f" of all {len(node_hours)} node types" if len(node_hours) > 1 else ""
-    subjects = [*([f"the probes{types}"] if node_hours else []), *([FIRST_JOB] if first_jobs else [])]
+    subjects = [*([f"the probes{types}"] if node_hours else []), *([FIRST_JOB_DESCRIPTION] if first_jobs else [])]
     needed = sum(node_hours) + first_jobs
     if problem := describe_beyond_cap(" and ".join(subjects), needed, cap):
         hint = f"raise the limit with --set search.max_node_hours={math.ceil(needed)}, lower search.max_minutes, or search fewer nodes"
@@ -118,7 +118,7 @@ def wait_for_jobs(
         yield event
     assert run_status is not None
     awaited_jobs = [job for job in run_status.jobs if job.id in jobs]
-    if unfinished := [f"{job.id} ({job.state})" for job in awaited_jobs if job.state in status.ACTIVE]:
+    if unfinished := [f"{job.id} ({job.state})" for job in awaited_jobs if job.state in status.ACTIVE_STATES]:
         raise Pending(
             f"not finished within the timeout: {', '.join(unfinished)}", "run the same command again to follow the jobs"
         )

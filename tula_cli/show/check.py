@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tula_cli.show.profile import render_unsettled_plan
 from tula_cli.show.screen import Origin
-from tula_cli.show.tables import describe_upper_bound, list_numbers, make_table, render_by_type
+from tula_cli.show.tables import describe_upper_bound, join_numbers, make_table, render_by_type
 from tula_cli.words import (
     choose_size_unit,
     format_bytes,
@@ -56,10 +56,10 @@ def render_checks(
 def render_check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterator["RenderableType"]:
     """Yield the job, its search and the cost of the search, preceded by the origin of each job file value if given."""
     if origins:
-        made = make_table(("key", "value", "from"), left=range(3))
+        job_proposal = make_table(("key", "value", "from"), left=range(3))
         for key, origin in origins.items():
-            made.add_row(key, json.dumps(origin.value), origin.source)
-        yield made
+            job_proposal.add_row(key, json.dumps(origin.value), origin.source)
+        yield job_proposal
         yield ""
     if report.inspection is not None:
         yield from render_inspection(report.inspection)
@@ -95,12 +95,12 @@ def describe_expectation(expectation: "Expectation", *, local: bool) -> str:
 
 
 def _render_jobs(report: "CheckReport") -> Iterator["RenderableType"]:
-    made = make_table(("nodes", "probes", "global batches", "local batches"), left=(2, 3))
+    job_proposal = make_table(("nodes", "probes", "global batches", "local batches"), left=(2, 3))
     for job in report.jobs:
-        made.add_row(
-            str(job.nodes), str(len(job.local_batches)), list_numbers(job.batches), list_numbers(job.local_batches)
+        job_proposal.add_row(
+            str(job.nodes), str(len(job.local_batches)), join_numbers(job.batches), join_numbers(job.local_batches)
         )
-    yield made
+    yield job_proposal
     yield ""
     yield f"{format_count(report.probes, 'probe')} in {format_count(len(report.jobs), 'job')}"
 
@@ -151,20 +151,22 @@ def describe_site(site: "Site | None") -> str:
     return words
 
 
-def describe_proposal(made: "FromCommand", path: Path) -> tuple[dict[str, object], list[str]]:
+def describe_proposal(job_proposal: "FromCommand", path: Path) -> tuple[dict[str, object], list[str]]:
     """Return what was recognised and not recognised in a command, as data for the envelope and as lines."""
-    spans, proposal = made.placeholders, made.recognised
+    spans, proposal = job_proposal.placeholders, job_proposal.recognised
     rows = [(f"{flag} {was}", f"{{{name}}}") for flag, (was, name) in spans.items()]
     width = max((len(was) for was, _ in rows), default=0)
     lines = [f"understood: {proposal.summary}", *(f"{written}: {meaning}" for written, meaning in proposal.sources)]
     lines += [f"{' '.join(proposal.wrapper)}: put before the command of each rank"] * bool(proposal.wrapper)
     lines += [f"left out: {text}" for text in proposal.left_out]
     lines += ["", *(f"{was:<{width}}  ->  {now}" for was, now in rows), *[""] * bool(rows)]
-    lines += [f"Not found in the command (required): {key.key}, {key.words}" for key in made.missing if key.required]
+    lines += [
+        f"Not found in the command (required): {key.key}, {key.words}" for key in job_proposal.missing if key.required
+    ]
     named = {"script.command": "{out} in script.command"}  # the only optional part of the command is its output folder
-    optional = [named.get(key.key, key.key) for key in made.missing if not key.required]
+    optional = [named.get(key.key, key.key) for key in job_proposal.missing if not key.required]
     lines += [f"Not found in the command (optional): {', '.join(optional)}"] * bool(optional)
-    after = f"tula check {path}" if made.complete else "add the required keys, then run tula check " + str(path)
+    after = f"tula check {path}" if job_proposal.complete else "add the required keys, then run tula check " + str(path)
     data: dict[str, object] = {
         "recognised": {flag: {"value": was, "placeholder": name} for flag, (was, name) in spans.items()},
         "understood": {
@@ -177,8 +179,8 @@ def describe_proposal(made: "FromCommand", path: Path) -> tuple[dict[str, object
             "wrapper": proposal.wrapper,
             "left_out": proposal.left_out,
         },
-        "missing": made.missing,
-        "complete": made.complete,
+        "missing": job_proposal.missing,
+        "complete": job_proposal.complete,
     }
     return data, [*lines, "", f"wrote {path}; next: {after}"]
 
@@ -194,21 +196,21 @@ def render_cluster_check(cluster_check: "ClusterCheck") -> Iterator["RenderableT
     """Yield two tables with one row per node (equipment and connection), then the network measurements."""
     report = cluster_check.report
     names = _describe_node_names(report)
-    made = make_table(("node", "ranks", "GPUs", "driver", "torch", "CUDA", "NCCL", "CPUs/\nrank", "memory\n(GiB)", "/dev/shm\n(GiB)"), left=(0, 2, 3, 4, 5, 6))  # fmt: skip
+    job_proposal = make_table(("node", "ranks", "GPUs", "driver", "torch", "CUDA", "NCCL", "CPUs/\nrank", "memory\n(GiB)", "/dev/shm\n(GiB)"), left=(0, 2, 3, 4, 5, 6))  # fmt: skip
     for name, node in zip(names, report.nodes, strict=True):
-        made.add_row(
+        job_proposal.add_row(
             name, str(node.ranks), _describe_gpus(node), node.driver or "-", node.torch, node.cuda or "-", node.nccl or "-",
             str(node.cpus), format_size(node.memory, 1024**3), format_size(node.shared, 1024**3),
         )  # fmt: skip
-    yield made
+    yield job_proposal
     yield ""
-    made = make_table(("node", "interface", "address", "clock\n(ms)", "folder", "dataset", "free disk\n(GiB)"), left=(0, 1, 2, 4, 5))  # fmt: skip
+    job_proposal = make_table(("node", "interface", "address", "clock\n(ms)", "folder", "dataset", "free disk\n(GiB)"), left=(0, 1, 2, 4, 5))  # fmt: skip
     for name, node in zip(names, report.nodes, strict=True):
-        made.add_row(
+        job_proposal.add_row(
             name, node.interface or "-", node.address, _describe_clock(node), "read only" if node.write_error else "shared",
             {True: "readable", False: "missing", None: "-"}[node.dataset], format_size(node.free_disk, 1024**3),
         )  # fmt: skip
-    yield made
+    yield job_proposal
     yield ""
     yield from _render_network(report, names)
 
@@ -235,14 +237,14 @@ def _describe_gpus(node: "NodeReport") -> str:
 def _render_network(report: "ClusterReport", names: Sequence[str]) -> Iterator["RenderableType"]:
     if report.transfers:
         largest = report.transfers[-1]  # small transfers may be bursts
-        made = make_table(("all-reduce\n(KiB)", "time\n(ms)", "Gbit/s\neach way"), left=())
+        job_proposal = make_table(("all-reduce\n(KiB)", "time\n(ms)", "Gbit/s\neach way"), left=())
         for transfer in report.transfers:
-            made.add_row(
+            job_proposal.add_row(
                 format_number(transfer.size / 1024),
                 format_number(1000 * transfer.seconds),
                 format_number(transfer.speed / 1e9),
             )
-        yield made
+        yield job_proposal
         yield ""
         yield f"network between {names[0]} and {names[1]}: {format_number(largest.speed / 1e9)} Gbit/s each way, as measured with {report.backend}"
     if report.inside:
@@ -252,8 +254,8 @@ def _render_network(report: "ClusterReport", names: Sequence[str]) -> Iterator["
         yield f"an all-reduce of one number over {format_count(report.ranks, 'rank')} takes {format_number(1e6 * report.latency)} µs"
 
 
-_PHASES = {"begin": "from the start", "same": "resumed", "more": "on more nodes", "half": "resumed at half"}
-_RESUMES = {
+_PHASE_NAMES = {"begin": "from the start", "same": "resumed", "more": "on more nodes", "half": "resumed at half"}
+_VERDICT_DESCRIPTIONS = {
     "none": "the script cannot resume from its own checkpoint: after an interruption it would start from the beginning",
     "same": "the script resumes from its checkpoint at the same batch",
     "epoch": "the script resumes from its checkpoint, at another batch only from the end of an epoch",
@@ -273,23 +275,27 @@ def make_resume_test_data(resume_finding: "ResumeFinding") -> dict[str, Any]:
 
 def render_resume_test(resume_finding: "ResumeFinding") -> Iterator["RenderableType"]:
     """Yield a table with one row per start of the script, followed by the conclusion of the resume test."""
-    made = make_table(
+    job_proposal = make_table(
         ("start", "batch", "steps", "samples", "samples\nleft", "first\nlr", "seconds", "ended"), left=(0, 7)
     )
     rows = resume_finding.rehearsal.starts
     saved = next((row.saved_samples for row in reversed(rows) if row.saved_samples is not None), 0)
     for row in rows:
         remaining = None if row.whole is None else row.whole - (saved if row.phase != "begin" else 0)
-        made.add_row(
-            _PHASES[row.phase], str(row.batch), str(row.steps), str(row.samples), "-" if remaining is None else str(remaining),
+        job_proposal.add_row(
+            _PHASE_NAMES[row.phase], str(row.batch), str(row.steps), str(row.samples), "-" if remaining is None else str(remaining),
             "-" if row.first_lr is None else format_number(row.first_lr, 4), format_number(row.seconds), row.ended,
         )  # fmt: skip
-    yield made
+    yield job_proposal
     yield "If the command has a placeholder for the length, the test trains fewer samples than a training."
     yield ""
     yield from resume_finding.rehearsal.told
     verdict = resume_finding.rehearsal.verdict
-    yield _RESUMES[verdict] if verdict is not None else "it is unknown at which batch sizes the script can resume"
+    yield (
+        _VERDICT_DESCRIPTIONS[verdict]
+        if verdict is not None
+        else "it is unknown at which batch sizes the script can resume"
+    )
     if resume_finding.setting == "rehearse":
         yield f"script.resume.batch: rehearse now means {resume_finding.resumes}"
     else:
@@ -322,7 +328,7 @@ def describe_file_use(config_drift: "ConfigDrift", command: str) -> str:
 
 # --- Memory
 
-ON_GPU = ("reserved", "libraries")
+GPU_MEMORY_COMPONENTS = ("reserved", "libraries")
 """Memory components that exist only on a GPU."""
 
 
@@ -357,14 +363,14 @@ def _make_components_table(report: "EstimateReport") -> "Table":
     from tula_cli.run.records.base import Components  # imports pydantic, which --help does not need
 
     byte, unit = choose_size_unit(max(*report.needed, *(row.memory.reserved for row in report.rows)))
-    parts = [part for part in Components.model_fields if report.gpu or part not in ON_GPU]
+    parts = [part for part in Components.model_fields if report.gpu or part not in GPU_MEMORY_COMPONENTS]
     headings = [f"{part}\n({unit})" for part in (*parts, *(["needed"] if report.gpu else []))]
-    made = make_table(("local\nbatch", *headings, "fits"), left=(1 + len(headings),))
+    job_proposal = make_table(("local\nbatch", *headings, "fits"), left=(1 + len(headings),))
     for row, needed in zip(report.rows, report.needed, strict=True):
         sizes = [getattr(row.memory, part) for part in parts] + ([needed] if report.gpu else [])
         fits = {True: "yes", False: "no", None: "-"}[report.fits(row)]
-        made.add_row(str(row.local_batch), *(format_size(value, byte) for value in sizes), fits)
-    return made
+        job_proposal.add_row(str(row.local_batch), *(format_size(value, byte) for value in sizes), fits)
+    return job_proposal
 
 
 def _describe_data_memory(report: "EstimateReport") -> Iterator[str]:

@@ -50,7 +50,7 @@ def render_compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> 
         )
     yield made
     yield ""
-    done, total = len(plan.standing.wanted) - len(todo), plan.standing.at_most
+    done, total = len(plan.standing.wanted) - len(todo), plan.standing.max_trainings
     at_most = "at most " if plan.standing.undecided else ""
     yield f"{at_most}{format_count(total - done, 'training')} to do, {done} of {total} done"
     short = next((cell.short for cell in plan.comparison.cells if cell.short), None)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tula_cli.services.diff import FieldDifference, RunDifference, RunOverview, StepDifference, ValuePair
 
-_WIDEST = 48  # maximum characters of a value in a table
+_MAX_VALUE_CHARACTERS = 48  # maximum characters of a value in a table
 
 
 def render_difference(run_difference: "RunDifference") -> Iterator["RenderableType"]:
@@ -51,7 +51,9 @@ def _render_values(heading: str, differences: Sequence["FieldDifference"]) -> It
     for difference in differences:
         made.add_row(
             difference.about,
-            *shorten_pair(format_value(difference.before, "-"), format_value(difference.after, "-"), _WIDEST),
+            *shorten_pair(
+                format_value(difference.before, "-"), format_value(difference.after, "-"), _MAX_VALUE_CHARACTERS
+            ),
         )
     yield ""
     yield made

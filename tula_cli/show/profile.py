@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.show.tables import describe_upper_bound, list_numbers, make_table, render_by_type
+from tula_cli.show.tables import describe_upper_bound, join_numbers, make_table, render_by_type
 from tula_cli.words import (
     choose_size_unit,
     describe_configuration,
@@ -69,7 +69,7 @@ def render_unsettled_plan(plan: "UpperBoundPlan") -> Iterator["RenderableType"]:
         yield plan.why
         yield f"the first job builds the model and the dataset on 1 node, in at most {plan.first_job_minutes:g} min, and determines the probes"
     more = " in the first round" if plan.adaptive else ""
-    yield f"then probes on {list_numbers(plan.nodes)} nodes, at most {format_number(plan.probe_node_hours)} node-h{more}"
+    yield f"then probes on {join_numbers(plan.nodes)} nodes, at most {format_number(plan.probe_node_hours)} node-h{more}"
     cap = "" if plan.cap is None else "; probes beyond search.max_node_hours are not started"
     yield f"{describe_upper_bound(None, plan.node_hours_at_most, plan.price_at_most, plan.currency)}{cap}"
     yield f"price: {plan.price}"
@@ -98,8 +98,8 @@ def _render_settled_plan(plan: "ProfilePlan") -> Iterator["RenderableType"]:
     made = make_table(("job", "nodes", "probes", "batches", "batches per GPU"), left=(0, 3, 4))
     for task in plan.tasks:
         world = task.ranks
-        batches = list_numbers(local * world for local in task.local_batches)
-        made.add_row(task.job, str(task.nodes), str(len(task.local_batches)), batches, list_numbers(task.local_batches))
+        batches = join_numbers(local * world for local in task.local_batches)
+        made.add_row(task.job, str(task.nodes), str(len(task.local_batches)), batches, join_numbers(task.local_batches))
     yield made
     yield ""
     yield from _render_added_probes(plan)

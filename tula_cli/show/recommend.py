@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from tula_cli.show.tables import (
     describe_measured_trainings,
-    describe_place,
+    describe_row,
     get_configuration_key,
     make_table,
 )
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from tula_cli.run.records.recommendations import Caveats, Prediction, Recommendation
 
 
-MOST = 1000
+MAX_TABLE_ROWS = 1000
 """Maximum number of predictions shown in one table, because laying out very many takes minutes."""
 
-MORE = "--all shows the others and writes them to results.csv"
+ALL_ROWS_HINT = "--all shows the others and writes them to results.csv"
 
 
 def render_recommendation(
     recommendation: "Recommendation",
     *,
     every: bool = False,
-    more: str = MORE,
+    more: str = ALL_ROWS_HINT,
 ) -> Iterator["RenderableType"]:
     """Yield the choice compared with today's configuration, and the table of configurations.
 
@@ -66,7 +66,7 @@ def render_recommendation(
     yield from (f"price: {line}" for line in recommendation.price.splitlines())
 
 
-DEMO = (
+DEMO_SOURCE = (
     "ResNet-18 on CIFAR-10, with one T4 GPU of each node (AWS g4dn.12xlarge). Step times and gradient noise were measured by"
     " the authors of Pollux (OSDI 2021); memory is estimated by tula. Times for starting a job and for evaluation were not"
     " published and are not included."
@@ -77,7 +77,7 @@ DEMO = (
 def render_demo_lines() -> tuple[list[str], list[str]]:
     """Return the lines before and after the answer of `--demo`: the source of its numbers, and how to get one's own."""
     advice = "For your own job: tula init writes job.yaml; then tula profile job.yaml and tula recommend."
-    return [f"Demo: {DEMO}", ""], ["", advice]
+    return [f"Demo: {DEMO_SOURCE}", ""], ["", advice]
 
 
 def _render_headline(recommendation: "Recommendation") -> Iterator["RenderableType"]:
@@ -88,7 +88,7 @@ def _render_headline(recommendation: "Recommendation") -> Iterator["RenderableTy
     if headline is None:
         energy = "" if choice.kwh is None else f", {format_number(choice.kwh)} kWh"
         costs = f"{format_duration(3600 * choice.hours)}, {format_number(choice.cost)} {recommendation.currency}"
-        yield Text.assemble((f"{describe_place(choice)}: {costs}{energy}", "bold green"))
+        yield Text.assemble((f"{describe_row(choice)}: {costs}{energy}", "bold green"))
         return
     yield Text.assemble((headline.text, "bold green"))
     yield f"{headline.comparison} {headline.interval}".rstrip()
@@ -96,7 +96,7 @@ def _render_headline(recommendation: "Recommendation") -> Iterator["RenderableTy
     yield from [f"accuracy: {recommendation.accuracy.words}"] if recommendation.accuracy is not None else ()
 
 
-EXPLAIN = "--explain shows why, intervals, memory and the fit"
+EXPLAIN_HINT = "--explain shows why, intervals, memory and the fit"
 
 
 def render_explanation(
@@ -181,7 +181,7 @@ def describe_unsaved_answer(known: "Recommendation | None") -> str:
     """Explain that an answer is not saved, and what `tula train` uses instead: the saved answer `known`, if any."""
     if known is None:
         return "not stored, because of --set; add --save to store it for tula train"
-    kept = f"{describe_place(known.choice)} ({known.criteria}; {format_moment(known.created_at)})"
+    kept = f"{describe_row(known.choice)} ({known.criteria}; {format_moment(known.created_at)})"
     return (
         "not stored, because it answers another question than the stored recommendation: tula train still uses"
         f" {kept}. To store the new one, add --save"
@@ -235,7 +235,7 @@ def render_same_progress(recommendation: "Recommendation") -> "Table":
     return made
 
 
-SIGNS = {"wide_interval": "?", "within_noise": "~", "efficiency_above_110": "!"}
+CAVEAT_SIGNS = {"wide_interval": "?", "within_noise": "~", "efficiency_above_110": "!"}
 """Sign before a figure with a caveat, by the keys of `CAVEATS`."""
 
 
@@ -243,7 +243,7 @@ def _list_caveat_signs(caveats: Sequence[str], *names: str) -> str:
     """Return the signs of the named caveats that are present."""
     from tula_cli.run.records.recommendations import get_caveat_kind
 
-    return "".join(SIGNS[get_caveat_kind(name)] for name in names if name in caveats)
+    return "".join(CAVEAT_SIGNS[get_caveat_kind(name)] for name in names if name in caveats)
 
 
 def _render_with_signs(made: "Table") -> "Iterator[RenderableType]":
@@ -252,12 +252,14 @@ def _render_with_signs(made: "Table") -> "Iterator[RenderableType]":
 
     yield made
     cells = [str(cell) for column in made.columns for cell in column.cells]
-    signs = {letter for cell in cells for letter in cell[: len(cell) - len(cell.lstrip("".join(SIGNS.values())))]}
+    signs = {
+        letter for cell in cells for letter in cell[: len(cell) - len(cell.lstrip("".join(CAVEAT_SIGNS.values())))]
+    }
     if signs:
-        yield "; ".join(f"{sign} {CAVEATS[name]}" for name, sign in SIGNS.items() if sign in signs)
+        yield "; ".join(f"{sign} {CAVEATS[name]}" for name, sign in CAVEAT_SIGNS.items() if sign in signs)
 
 
-MARKETS = {"on_demand": "on demand", "spot": "on spot"}
+MARKET_NAMES = {"on_demand": "on demand", "spot": "on spot"}
 
 
 def _describe_other_market(recommendation: "Recommendation") -> Iterator[str]:
@@ -274,7 +276,7 @@ def _describe_other_market(recommendation: "Recommendation") -> Iterator[str]:
     )
     expected = " expected" * (other.market == "spot")
     yield (
-        f"the same {MARKETS[other.market]}: {format_duration(3600 * other.hours)}{expected}, {format_number(other.cost)}"
+        f"the same {MARKET_NAMES[other.market]}: {format_duration(3600 * other.hours)}{expected}, {format_number(other.cost)}"
         f" {recommendation.currency} ({compared})"
     )
 
@@ -336,7 +338,7 @@ def make_predictions_table(recommendation: "Recommendation", *, every: bool = Fa
         mark = marks.get(get_configuration_key(row), "")
         made.add_row(
             f"{mark} P" if any(offer.pareto for offer in offers.values()) else mark,
-            *columns.format_place(row),
+            *columns.format_configuration(row),
             *columns.format_values(offers.get("on_demand")),
             *(columns.format_time_and_cost(offers.get("spot")) if on_spot else []),
             *columns.format_origin(row),
@@ -382,7 +384,7 @@ class _ColumnFormat:
         words = {index for index, name in enumerate(columns) if name in ("", "type", "accuracy\nrisk", "source")}
         return make_table(columns, left=words)
 
-    def format_place(self, row: "Prediction") -> list[str]:
+    def format_configuration(self, row: "Prediction") -> list[str]:
         local_batch = [str(row.local_batch)] if self.has_local_batch else []
         return [*([row.type] if self.has_types else []), str(row.nodes), str(row.batch), *local_batch]
 
@@ -470,7 +472,7 @@ def _format_interval(low: float | None, high: float | None) -> str:
     """Format an interval, with a sign if it is too wide for a decision."""
     if low is None or high is None:
         return "-"
-    return f"{SIGNS['wide_interval'] * is_too_wide(low, high)}{format_number(low)} .. {format_number(high)}"
+    return f"{CAVEAT_SIGNS['wide_interval'] * is_too_wide(low, high)}{format_number(low)} .. {format_number(high)}"
 
 
 def _format_kwh(row: "Prediction | None", caveats: "Caveats") -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from tula_cli.diagnostics import Diagnostic
 from tula_cli.errors import SpecError, TulaError
-from tula_cli.show.tables import print_part, style_text
+from tula_cli.show.tables import print_renderable, style_text
 from tula_cli.words import strip_control_characters
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class Screen:
             return
         console = self._make_console(self.out)
         for part in parts:
-            print_part(console, part)
+            print_renderable(console, part)
         self.out.flush()  # flushed before the warnings on stderr, which may be the same file
 
     def print_aside(self, parts: Iterable["RenderableType"]) -> None:
@@ -170,7 +170,7 @@ class Screen:
         if not self.quiet:
             console = self._make_console(self.err)
             for part in parts:
-                print_part(console, part)
+                print_renderable(console, part)
 
     def line(self, text: str, data: Any) -> None:
         """Print one line of an endless answer (`tula logs`): text, or one JSON object per line."""
@@ -189,11 +189,11 @@ class Screen:
         """Print an error and its hint, and add them to the envelope."""
         console = self._make_console(self.err)
         heading = "" if error.code == "interrupted" else "error: "
-        print_part(console, style_text(f"{heading}{error.message}", "bold red", until=len(heading)))
+        print_renderable(console, style_text(f"{heading}{error.message}", "bold red", until=len(heading)))
         for problem in error.problems if isinstance(error, SpecError) else ():
-            print_part(console, f"  {problem}")
+            print_renderable(console, f"  {problem}")
         if error.hint:
-            print_part(console, style_text(f"HINT: {error.hint}", "cyan", until=5))
+            print_renderable(console, style_text(f"HINT: {error.hint}", "cyan", until=5))
         if self.verbose and error.__cause__ is not None:
             self.print_traceback(error.__cause__)
         if self.as_json:  # last, because writing to a closed pipe fails
@@ -218,10 +218,10 @@ class Screen:
 
         def token(value: Any) -> str:
             later.append(value)
-            return _TOKEN
+            return _LINES_PLACEHOLDER
 
         text = json.dumps(envelope, indent=1, allow_nan=False, default=token)
-        first, *rest = text.split(json.dumps(_TOKEN)) if later else [text]
+        first, *rest = text.split(json.dumps(_LINES_PLACEHOLDER)) if later else [text]
         self.out.write(first)
         for lines, after in zip(later, rest, strict=True):
             self.out.writelines(lines.array())
@@ -281,7 +281,7 @@ class Lines:
         yield "\n]"
 
 
-_TOKEN = "\0lines"
+_LINES_PLACEHOLDER = "\0lines"
 """Placeholder for `Lines`; no other output contains it."""
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tula_cli.show.tables import (
     describe_cost,
     describe_metrics,
-    describe_place,
+    describe_row,
     format_or_dash,
     make_table,
     make_table_of_columns,
@@ -95,7 +95,7 @@ def render_status(now: "RunStatus") -> Iterator["RenderableType"]:
         yield "next: run tula profile again; it submits the next round, or ends the search"
     if now.recommendation is not None:
         yield ""
-        yield f"recommended: {describe_place(now.recommendation.choice)}, {now.recommendation.criteria}"
+        yield f"recommended: {describe_row(now.recommendation.choice)}, {now.recommendation.criteria}"
 
 
 def render_status_by_type(
@@ -113,7 +113,7 @@ def render_status_by_type(
     if chosen is not None and None not in statuses:
         yield ""
         among = "" if any(option.startswith("--type") for option in chosen.options) else " over all node types"
-        yield f"recommended{among}: {describe_place(chosen.choice)}, {chosen.criteria}"
+        yield f"recommended{among}: {describe_row(chosen.choice)}, {chosen.criteria}"
 
 
 def describe_job_state(job: "JobStatus") -> str:

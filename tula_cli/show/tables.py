@@ -92,7 +92,7 @@ def render_long_table(
     yield Text("\n".join([rule, *map(line, rows)]), no_wrap=True)
 
 
-def print_part(console: "Console", part: "RenderableType") -> None:
+def print_renderable(console: "Console", part: "RenderableType") -> None:
     """Print a part: on a terminal within its width; elsewhere rows of tables and sentences stay whole, for grep and awk."""
     from rich.table import Table
     from rich.text import Text
@@ -143,7 +143,7 @@ def style_text(text: str, style: str, *, until: int | None = None) -> "Renderabl
     return made
 
 
-def list_numbers(numbers: Iterable[int]) -> str:
+def join_numbers(numbers: Iterable[int]) -> str:
     return " ".join(map(str, numbers))
 
 
@@ -176,7 +176,7 @@ def list_data_by_type(parts_by_name: Mapping[str | None, T], **whole: Any) -> An
     return {"types": dict(parts_by_name), **whole} if None not in parts_by_name else parts_by_name[None]
 
 
-def describe_place(row: "Prediction") -> str:
+def describe_row(row: "Prediction") -> str:
     """Describe a configuration, with node type and market if they matter."""
     kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")
     return describe_configuration(row.nodes, row.batch, row.local_batch).replace(",", f"{kind},", 1)

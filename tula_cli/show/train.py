@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tula_cli.services.site_charges import SiteCharge
     from tula_cli.services.train_seeds import SeedsReport
 
-PERCENT = ("top1", "top5")
+PERCENT_METRICS = ("top1", "top5")
 
 
 def render_train_plan(
@@ -212,7 +212,8 @@ def render_evaluation(evaluated: "EvaluationRecord") -> Iterator[str]:
     on = f"{_describe_samples(evaluated.test)}, {evaluated.size} samples ({evaluated.dataset})"
     yield f"{_describe_weights(evaluated.weights)} of training {evaluated.signature}{at} on {on}"
     yield ", ".join(
-        f"{name} {format_number(value, 4)}{' %' * (name in PERCENT)}" for name, value in evaluated.metrics.items()
+        f"{name} {format_number(value, 4)}{' %' * (name in PERCENT_METRICS)}"
+        for name, value in evaluated.metrics.items()
     )
     if not evaluated.test:
         yield "the best epoch was chosen on these samples, so the result is optimistic; set dataset.test to use a separate test set"
@@ -248,7 +249,7 @@ def describe_best_epoch(summary: "Summary") -> str:
     )
 
 
-WHOLE = 0.95
+MIN_COUNTED_SHARE = 0.95
 """Minimum share of the time over which energy must be counted to be compared with its prediction."""
 
 
@@ -275,7 +276,7 @@ def render_summary(
     yield _make_predicted_against_actual(summary, charge)
     if charge is not None:
         yield charge.description
-    if summary.actual_kwh is not None and (summary.counted or 0.0) < WHOLE:
+    if summary.actual_kwh is not None and (summary.counted or 0.0) < MIN_COUNTED_SHARE:
         yield f"energy was measured during {format_percent(summary.counted)} % of the time (not while ranks start, and not before a failure)"
     yield from describe_changes(summary.changes)
     if summary.scaled is not None:
@@ -352,7 +353,7 @@ def list_time_parts(summary: "Summary") -> Iterator[tuple[str, float | None, flo
 def _compare_energy(predicted: float | None, actual: float, counted: float) -> tuple[str, str, str]:
     """Return predicted and counted energy and the prediction error; no error if too little of the time was counted."""
     predicted_text, here, error = _compare_values(predicted, actual, 1)
-    return predicted_text, here, error if counted >= WHOLE else "-"
+    return predicted_text, here, error if counted >= MIN_COUNTED_SHARE else "-"
 
 
 def _compare_values(predicted: float | None, actual: float | None, factor: float) -> tuple[str, str, str]:

@@ -18,11 +18,16 @@ from tula_cli.plugins import is_import_string
 from tula_cli.presets import DIVIDING
 from tula_cli.spec.ags import BRANCHING_EPOCH, Ags, Auto, adapt_to_sharded_model
 from tula_cli.spec.kinds import Positive, Section, find_null_character
-from tula_cli.spec.merge import merge
-from tula_cli.spec.methods import DEFAULT_METHOD, REASON
+from tula_cli.spec.merge import merge_mappings
+from tula_cli.spec.methods import DEFAULT_METHOD, DEFAULT_METHOD_REASON
 from tula_cli.spec.old_keys import replace_old_keys
-from tula_cli.spec.resources import UNPRICED, Cluster, NodeType, Pricing, TypeName
-from tula_cli.spec.schedules import ROUNDING, compute_lr_decay_factor, compute_scheduled_lr, compute_warmup_factor
+from tula_cli.spec.resources import UNPRICED_PRICING, Cluster, NodeType, Pricing, TypeName
+from tula_cli.spec.schedules import (
+    RELATIVE_TOLERANCE,
+    compute_lr_decay_factor,
+    compute_scheduled_lr,
+    compute_warmup_factor,
+)
 from tula_cli.spec.scripts import script as script_section
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.sections import (
@@ -37,21 +42,21 @@ from tula_cli.spec.sections import (
     Train,
     Transforms,
 )
-from tula_cli.spec.slurm_options import ROOM
+from tula_cli.spec.slurm_options import EXTRA_MINUTES
 from tula_cli.words import format_count
 
 CROSS_ENTROPIES = ("cross_entropy", "CrossEntropyLoss")
 MAX_WARMUP_SHARE = 0.05
 """Maximum share of the epochs used for a warm-up that the job does not give."""
-SGD_LIKE = ("SGD", "ASGD")
+SGD_LIKE_OPTIMIZERS = ("SGD", "ASGD")
 """Optimizers whose step is proportional to the gradient."""
-LATE_DECAY = {"kind": "linear", "decay_from": 0.7}
+LATE_DECAY_SCHEDULE = {"kind": "linear", "decay_from": 0.7}
 """Schedule of method ramp with Adam-like optimizers, if the job gives no kind."""
 LARGE_BATCH_BETA1, LARGE_BATCH_RATIO = 0.8, 8
 """First beta of method ramp with Adam-like optimizers above this many reference batches, if none is given."""
 DEFAULT_BETA2 = 0.999
 """Second beta of Adam-like optimizers if the job gives no betas."""
-WITH_BETA2 = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam")
+OPTIMIZERS_WITH_BETA2 = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam")
 """Optimizers of torch whose second beta averages squared gradients, or their largest magnitude."""
 SectionType = TypeVar("SectionType", bound=Section)
 
@@ -84,7 +89,7 @@ class JobSpec(Section):
     cluster: Cluster = Cluster()
     baseline: Baseline = Baseline()
     # Price of the nodes; without this section, costs are in node-hours
-    pricing: Pricing = UNPRICED
+    pricing: Pricing = UNPRICED_PRICING
     # Types of nodes by name. tula measures each type separately, and tula recommend chooses among all.
     node_types: dict[TypeName, NodeType] = {}
     export: list[Export] = []  # Trackers that receive results while a command waits for jobs; see also tula export
@@ -120,7 +125,7 @@ class JobSpec(Section):
         In a queue this is the time that the job requests, and that its user may be charged for.
         """
         most = self.search.max_minutes
-        return math.ceil(most) + ROOM if self.cluster.backend.has_queue else most
+        return math.ceil(most) + EXTRA_MINUTES if self.cluster.backend.has_queue else most
 
     @model_validator(mode="after")
     def _check_script_takes_learning_rate(self) -> "JobSpec":
@@ -194,10 +199,12 @@ class JobSpec(Section):
         if self.script is not None or self.train.stages == "decay":
             return self
         if has_adam_defaults(self) and "kind" not in self.schedule.model_fields_set:
-            object.__setattr__(self, "schedule", _set_defaults(self.schedule, LATE_DECAY))  # the model is frozen
+            object.__setattr__(
+                self, "schedule", _set_defaults(self.schedule, LATE_DECAY_SCHEDULE)
+            )  # the model is frozen
         if (
             max_grad_norm is not None
-            and self.optimizer.name in SGD_LIKE
+            and self.optimizer.name in SGD_LIKE_OPTIMIZERS
             and self.loss.name in CROSS_ENTROPIES
             and "max_grad_norm" not in self.train.model_fields_set
         ):
@@ -252,7 +259,7 @@ class JobSpec(Section):
             try:
                 currencies[name] = self.select_node_type(name).pricing.currency
             except ValidationError as error:
-                problems += [_move_under(item, "node_types", name) for item in error.errors()]
+                problems += [_prefix_error_path(item, "node_types", name) for item in error.errors()]
         if problems:
             raise ValidationError.from_exception_data("JobSpec", problems)
         if len(set(currencies.values())) > 1:
@@ -328,9 +335,9 @@ class JobSpec(Section):
         # Stored specs contain empty sections, which override nothing.
         settings = {key: value for key, value in self.node_types[name].model_dump(exclude_unset=True).items() if value}
         base = self.model_dump(mode="json", exclude_unset=True, exclude={"node_types"})
-        if self.pricing == UNPRICED:  # the defaults must not be mixed with the type's price
+        if self.pricing == UNPRICED_PRICING:  # the defaults must not be mixed with the type's price
             base.pop("pricing", None)
-        merge(base, settings, {}, source=name)
+        merge_mappings(base, settings, {}, source=name)
         return JobSpec.model_validate(base)
 
     def is_reference_batch_above(self, dataset_size: int) -> bool:
@@ -354,7 +361,7 @@ def _set_defaults(section: SectionType, defaults: Mapping[str, Any]) -> SectionT
     return type(section).model_construct(section.model_fields_set, **{**dict(section), **defaults})
 
 
-def _move_under(item: Any, *path: str) -> InitErrorDetails:
+def _prefix_error_path(item: Any, *path: str) -> InitErrorDetails:
     """Return a pydantic error of a section with its path in the whole job."""
     why = item["msg"].removeprefix("Value error, ")
     kind = PydanticCustomError("value_error", "{why}", {**item.get("ctx", {}), "why": why})
@@ -396,7 +403,7 @@ def compute_max_decay_growth(spec: JobSpec) -> float:
     epochs, warmup, lr = spec.train.epochs, get_warmup_epochs(spec), spec.optimizer.lr
     last = spec.train.max_epochs - MIN_STAGE_SHARE * epochs
     share = compute_lr_decay_factor(spec.schedule, lr, epoch=last, warmup=warmup, epochs=epochs)
-    return (1 + ROUNDING) / share if share > 0 else math.inf
+    return (1 + RELATIVE_TOLERANCE) / share if share > 0 else math.inf
 
 
 def describe_train_length(spec: JobSpec) -> str:
@@ -460,7 +467,9 @@ def _get_noise_rule(spec: JobSpec) -> Literal["linear", "sqrt"]:
       by sqrt(a) (same paper, Algorithm 1). This is the largest rate that does not diverge there (its Lemma 4), so
       unknown optimizers use it too.
     """
-    return "linear" if spec.optimizer.name in SGD_LIKE and not spec.train.training_method.replaces else "sqrt"
+    return (
+        "linear" if spec.optimizer.name in SGD_LIKE_OPTIMIZERS and not spec.train.training_method.replaces else "sqrt"
+    )
 
 
 def _get_lr_rule(spec: JobSpec) -> Literal["none", "linear", "sqrt"]:
@@ -478,7 +487,11 @@ def _get_lr_rule(spec: JobSpec) -> Literal["none", "linear", "sqrt"]:
 
 def has_adam_defaults(spec: JobSpec) -> bool:
     """Return whether the job's method applies a late decay and a lower beta1 by default."""
-    return spec.train.training_method.late_decay and spec.optimizer.name in WITH_BETA2 and spec.train.stages != "decay"
+    return (
+        spec.train.training_method.late_decay
+        and spec.optimizer.name in OPTIMIZERS_WITH_BETA2
+        and spec.train.stages != "decay"
+    )
 
 
 def get_default_beta1(spec: JobSpec, batch: int) -> float | None:
@@ -499,7 +512,7 @@ def get_beta2_half_life(spec: JobSpec) -> float | Literal["auto"] | None:
     given = spec.optimizer.beta2_half_life
     return (
         "auto"
-        if given is None and spec.train.training_method.orthogonalises and spec.optimizer.name in WITH_BETA2
+        if given is None and spec.train.training_method.orthogonalises and spec.optimizer.name in OPTIMIZERS_WITH_BETA2
         else given
     )
 
@@ -530,7 +543,7 @@ def describe_misfit(spec: JobSpec) -> str:
     divides = name in DIVIDING and spec.ags.resolved().apply_to == "gradient"
     if misfit := spec.train.training_method.describe_misfit(name, divides_gradients=divides):
         return misfit
-    if spec.optimizer.beta2_half_life is not None and ":" not in name and name not in WITH_BETA2:
+    if spec.optimizer.beta2_half_life is not None and ":" not in name and name not in OPTIMIZERS_WITH_BETA2:
         return f"keeps optimizer.name: {name}, which has no beta2, so optimizer.beta2_half_life has no effect; set optimizer.name: AdamW, or remove optimizer.beta2_half_life"
     return ""
 
@@ -539,7 +552,7 @@ def describe_training_method(spec: JobSpec) -> str:
     """Describe the method of a job in one line, with the reason if it is the default."""
     method, script = spec.train.training_method, spec.script
     if script is None:
-        reason = REASON if method.name == DEFAULT_METHOD else ""
+        reason = DEFAULT_METHOD_REASON if method.name == DEFAULT_METHOD else ""
         return method.describe(spec.optimizer.name, reason, _describe_settings(spec))
     default, reason = script_section.get_default_train(script.command)
     is_default = default == spec.train.model_dump(include=set(default))
@@ -557,6 +570,6 @@ def _describe_settings(spec: JobSpec) -> str:
         has_default = get_default_beta1(spec, above + 1) is not None
         beta1 = f"is {LARGE_BATCH_BETA1:g} at batches above {above} unless optimizer.args.betas is set"
         return f"With {name}, the learning-rate schedule is {schedule.kind}{late}, and beta1 {beta1 if has_default else 'is that of optimizer.args.betas'}"
-    if method.max_grad_norm is None or name not in SGD_LIKE or spec.train.max_grad_norm is None:
+    if method.max_grad_norm is None or name not in SGD_LIKE_OPTIMIZERS or spec.train.max_grad_norm is None:
         return ""
     return f"Gradients are clipped to norm {spec.train.max_grad_norm:g} (train.max_grad_norm)"

@@ -91,13 +91,13 @@ Schema = dict[str, Any]
 Kind = Literal["job", "site"]
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-_WORDS = {
+_SCHEMA_DESCRIPTIONS = {
     "job": "A job of tula: what to train, what to measure first, where to run.",
     "site": "Settings for all jobs of a site or a user: any part of a job file. A job file overrides them.",
 }
 
 
-class _TypedText(GenerateJsonSchema):
+class _SchemaGenerator(GenerateJsonSchema):
     """Schema generator that lets text be typed as a number: see `spec/kinds.convert_to_typed_text`."""
 
     def str_schema(self, schema: StringSchema) -> Schema:
@@ -113,7 +113,7 @@ def make_json_schema(kind: Kind) -> Schema:
     Raises:
         TulaError: the source code is missing in this installation, and with it the descriptions.
     """
-    made = JobSpec.model_json_schema(mode="validation", schema_generator=_TypedText)
+    made = JobSpec.model_json_schema(mode="validation", schema_generator=_SchemaGenerator)
     parts: Schema = made.pop("$defs")
     classes: dict[str, type[Section]] = {section.__name__: section for _, section in walk_sections(JobSpec)}
     for name, part in parts.items():
@@ -135,7 +135,7 @@ def make_json_schema(kind: Kind) -> Schema:
         "$id": f"urn:tula:{kind}",
         "$comment": f"written by tula init, version {__version__}",
         "title": f"{kind}.yaml of tula",
-        "description": _WORDS[kind],
+        "description": _SCHEMA_DESCRIPTIONS[kind],
     }
     return {**head, **{key: made[key] for key in made if key not in head}, "$defs": parts}
 

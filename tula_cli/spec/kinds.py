@@ -20,11 +20,11 @@ _SIZE_UNITS = {"": 1} | {
     for suffix, base in (("", 1000), ("I", 1024))
 }
 
-_LEAST_MEMORY = 1000**2
+_MIN_MEMORY_BYTES = 1000**2
 """Bytes; a smaller size indicates a forgotten unit."""
-_MOST_MEMORY = 2**60
-_LINE = 60  # characters of a value that an error shows
-_DEEPEST, _LARGEST = 32, 10_000
+_MAX_MEMORY_BYTES = 2**60
+_MAX_SHOWN_CHARACTERS = 60  # characters of a value that an error shows
+_MAX_DEPTH, _MAX_VALUES = 32, 10_000
 """Maximum depth and number of values passed to user code, because YAML anchors can expand without limit."""
 
 
@@ -55,9 +55,9 @@ def parse_size(value: object) -> object:
         size: object = math.floor(Fraction(match[1]) * _SIZE_UNITS[match[2] or ""] + Fraction(1, 2))
     else:
         size = value
-    if isinstance(size, int | float) and size >= _MOST_MEMORY:
+    if isinstance(size, int | float) and size >= _MAX_MEMORY_BYTES:
         raise ValueError(f"must be less than 1 EiB, got {_shorten_value(value)}")
-    if isinstance(size, int | float) and 0 < size < _LEAST_MEMORY:
+    if isinstance(size, int | float) and 0 < size < _MIN_MEMORY_BYTES:
         if isinstance(value, str) and value.strip()[-1:].isalpha():
             raise ValueError(f"must be at least 1MB, such as 16GiB or 800MB, got {value!r}")
         raise ValueError(
@@ -133,9 +133,9 @@ def require_plain_data(value: dict[str, Any]) -> dict[str, Any]:
     while pending:
         place, item, depth = pending.pop()
         seen += 1
-        if depth > _DEEPEST or seen > _LARGEST:
+        if depth > _MAX_DEPTH or seen > _MAX_VALUES:
             raise ValueError(
-                f"must have at most {_DEEPEST} levels and {_LARGEST} values; write larger arguments to a file that your code reads"
+                f"must have at most {_MAX_DEPTH} levels and {_MAX_VALUES} values; write larger arguments to a file that your code reads"
             )
         if isinstance(item, dict):
             pending += [(f"{place}.{_check_key(place, key)}", inner, depth + 1) for key, inner in item.items()]
@@ -173,7 +173,7 @@ def _shorten_value(value: object) -> str:
         text = repr(value)
     except ValueError:  # an integer with more digits than Python converts to text
         return "this number"
-    return text if len(text) <= _LINE else f"{text[:_LINE]}..."
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."
 
 
 def check_word(value: str) -> str:
@@ -212,7 +212,7 @@ def check_price(value: object) -> object:
 # The written forms of types with a BeforeValidator, for the JSON Schema: pydantic cannot derive them.
 _WRITTEN_SIZE = {
     "anyOf": [
-        {"type": "integer", "minimum": _LEAST_MEMORY},
+        {"type": "integer", "minimum": _MIN_MEMORY_BYTES},
         {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?\s*([KMGTkmgt][Ii]?)?[Bb]?\s*$"},
     ]
 }

@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, ValidationError
 from tula_cli.errors import Problem, SpecError
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.merge import merge_sources
-from tula_cli.spec.old_keys import without_removed_values
+from tula_cli.spec.old_keys import drop_removed_values
 from tula_cli.spec.yaml_text import Dumper
 from tula_cli.words import join_words
 
@@ -44,7 +44,7 @@ def load_spec(
     merged, origins = merge_sources(path, overrides=overrides, environ=environ, site_files=site_files)
     source = " --set ".join((str(path), *overrides))
     try:
-        return validate(merged, source=source)
+        return validate_job(merged, source=source)
     except SpecError as error:
         problems = tuple(_add_origin(problem, origins, known={str(path), "--set"}) for problem in error.problems)
         raise SpecError(error.message, error.hint, problems=problems) from None
@@ -66,7 +66,7 @@ def _add_origin(problem: Problem, origins: Mapping[str, str], *, known: Collecti
     return replace(problem, message=f"{problem.message}; the key is set by {join_words(sorted(sources))}")
 
 
-def validate(content: Mapping[str, Any], *, source: str) -> JobSpec:
+def validate_job(content: Mapping[str, Any], *, source: str) -> JobSpec:
     """Check a mapping as a job spec.
 
     Raises:
@@ -88,5 +88,5 @@ def dump_yaml(spec: JobSpec) -> str:
     return yaml.dump(content, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-StoredSpec = Annotated[JobSpec, BeforeValidator(without_removed_values)]
+StoredSpec = Annotated[JobSpec, BeforeValidator(drop_removed_values)]
 """The job spec stored in a record, possibly by an older version of tula."""

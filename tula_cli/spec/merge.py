@@ -29,7 +29,7 @@ def merge_sources(
     candidates = reversed(list_config_files(SITE_FILE, environ=environ)) if site_files is None else site_files
     sites = [site_file for site_file in candidates if site_file.is_file()]
     for file in (*sites, path):
-        merge(merged, replace_old_keys(read_yaml(file), source=str(file)), origins, source=str(file))
+        merge_mappings(merged, replace_old_keys(read_yaml(file), source=str(file)), origins, source=str(file))
     for variable in sorted(environ):
         if variable.startswith(ENV_PREFIX):
             key = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".")
@@ -78,7 +78,7 @@ def _assign_value(into: dict[str, Any], key: str, text: str, origins: dict[str, 
         content = {part: content}
     content = replace_old_keys(content, source=source)
     _remove_path(into, replace_old_path(key), origins)
-    merge(into, content, origins, source=source)
+    merge_mappings(into, content, origins, source=source)
 
 
 def _remove_path(content: dict[str, Any], path: str, origins: dict[str, str]) -> None:
@@ -94,24 +94,24 @@ def _remove_path(content: dict[str, Any], path: str, origins: dict[str, str]) ->
         del origins[leaf]
 
 
-def merge(
+def merge_mappings(
     into: dict[str, Any], new: Mapping[str, Any], origins: dict[str, str], *, source: str, prefix: str = ""
 ) -> None:
     """Merge mappings level by level; a value is replaced unless both values are mappings."""
     for key, value in new.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict) and isinstance(into.get(key), dict):
-            merge(into[key], value, origins, source=source, prefix=f"{path}.")
+            merge_mappings(into[key], value, origins, source=source, prefix=f"{path}.")
         else:
             into[key] = value
-            for leaf, _ in flatten(value, path):
+            for leaf, _ in flatten_mapping(value, path):
                 origins[leaf] = source
 
 
-def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_mapping(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each value of nested mappings with its key `a.b.c`; lists and empty mappings count as single values."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
-            yield from flatten(inner, f"{path}.{key}" if path else key)
+            yield from flatten_mapping(inner, f"{path}.{key}" if path else key)
     else:
         yield path, value

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 DEFAULT_METHOD = "ramp"
-REASON = "tula's own loop can change the batch during training"
+DEFAULT_METHOD_REASON = "tula's own loop can change the batch during training"
 """Why `DEFAULT_METHOD` is the default of tula's loop; for scripts see `spec.scripts.script.get_default_train`."""
 
 LrRule = Literal["none", "linear", "sqrt"]
@@ -242,9 +242,9 @@ def get_training_method(name: str) -> TrainingMethod:
     return METHODS[name] if name in METHODS else TrainingMethod(name, name, section="ags")
 
 
-ARMS = tuple(name for name, method in METHODS.items() if method.is_arm)
+ARM_METHODS = tuple(name for name, method in METHODS.items() if method.is_arm)
 
 if TYPE_CHECKING:
     ArmMethod = str
 else:
-    ArmMethod = Literal[ARMS]
+    ArmMethod = Literal[ARM_METHODS]

@@ -1,14 +1,14 @@
 """Keys of older job files: renamed keys, which are still read, and removed keys, with advice on what to do instead.
 
 In input written by a user (files, variables, `--set`, mappings in Python) the old spelling of a renamed key is reported
-with the new one, and a removed key is an error. Runs of older versions stay readable: `without_removed_values`.
+with the new one, and a removed key is an error. Runs of older versions stay readable: `drop_removed_values`.
 """
 
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-RENAMED: Mapping[str, str] = {
+RENAMED_KEYS: Mapping[str, str] = {
     "auto.epochs": "auto.branch_epochs",
     "cluster.scheduler.minutes": "cluster.minutes",
     "cluster.scheduler.options": "cluster.options",
@@ -46,7 +46,7 @@ _FACTOR_ADVICE = (
     "set pricing.price to the factor of the job's QOS and partition, and pricing.currency: SU if costs are in SU"
 )
 _ARMS_ADVICE = "an arm of auto.arms has only name, method and lr_factor; train other settings in a separate job"
-REMOVED: Mapping[str, str] = {
+REMOVED_KEYS: Mapping[str, str] = {
     "ags.exclude": 'set ags.parameters, for example ["*", "!embeddings", "!norms"]',
     "auto.after": "the arms of auto.arms branch off after one epoch at train.reference_batch",
     "cluster.scheduler": "set cluster.options, cluster.minutes, cluster.python and cluster.setup",
@@ -129,7 +129,7 @@ def replace_old_keys(content: Any, *, source: str | None = None, prefix: str = "
     if not isinstance(content, Mapping):
         return content
     replaced = dict(content)
-    for old, new in RENAMED.items():
+    for old, new in RENAMED_KEYS.items():
         section, _, name = new.rpartition(".")
         keys = _get_section(replaced, section)
         old_name = old.removeprefix(f"{section}.")
@@ -167,7 +167,7 @@ def _move_key(keys: Mapping[str, Any], old: Sequence[str], new: str) -> dict[str
     return {**moved, new: inner[below[0]]}
 
 
-def without_removed_values(content: Any) -> Any:
+def drop_removed_values(content: Any) -> Any:
     """Return a stored job, as plain values, with the new names of its keys and without removed keys and values.
 
     The results of older runs stay readable; no version continues a training of another format.
@@ -176,7 +176,7 @@ def without_removed_values(content: Any) -> Any:
         return content
     updated = replace_old_keys(content)
     stopping = _get_section(_get_section(updated, "train"), "early_stopping")
-    for path in REMOVED:
+    for path in REMOVED_KEYS:
         updated = _remove_path(updated, path.split("."))
     search, train = _get_section(updated, "search"), _get_section(updated, "train")
     if str(search.get("strategy")) in REMOVED_STRATEGIES:
@@ -186,7 +186,7 @@ def without_removed_values(content: Any) -> Any:
     if train:
         updated["train"] = _complete_train(train, is_of_other_metric=stopping.get("metric") is not None)
     if isinstance(node_types := content.get("node_types"), Mapping):
-        updated["node_types"] = {name: without_removed_values(node_type) for name, node_type in node_types.items()}
+        updated["node_types"] = {name: drop_removed_values(node_type) for name, node_type in node_types.items()}
     return updated
 
 
@@ -225,7 +225,7 @@ def _complete_train(train: Mapping[str, Any], *, is_of_other_metric: bool) -> di
 def replace_old_path(path: str) -> str:
     """Return the path of a key, `a.b.c`, with the new name of a renamed key."""
     path_in_job = _get_path_in_job(path)
-    for old, new in RENAMED.items():
+    for old, new in RENAMED_KEYS.items():
         if f"{path_in_job}.".startswith(f"{old}."):
             return f"{path.removesuffix(path_in_job)}{new}{path_in_job.removeprefix(old)}"
     return path
@@ -234,9 +234,9 @@ def replace_old_path(path: str) -> str:
 def advise_key(path: str) -> str:
     """Return advice for a key `a.b.c` that no longer exists; empty if there is none."""
     path_in_job = _get_path_in_job(path)
-    if path_in_job in RENAMED:
-        return f"it was renamed to {RENAMED[path_in_job]}, which is also set"
-    return REMOVED.get(path_in_job, "")
+    if path_in_job in RENAMED_KEYS:
+        return f"it was renamed to {RENAMED_KEYS[path_in_job]}, which is also set"
+    return REMOVED_KEYS.get(path_in_job, "")
 
 
 def _get_path_in_job(path: str) -> str:

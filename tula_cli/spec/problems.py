@@ -15,11 +15,11 @@ from tula_cli.spec.old_keys import REMOVED_VALUES, advise_key
 from tula_cli.spec.resources import NodeType
 from tula_cli.words import describe_expected_value
 
-_BATCH = "tula chooses the batch: set train.reference_batch to the batch that optimizer.lr was tuned for, limit the choice with search.min_batch and search.max_batch, or train at one batch with tula train --batch"
+_BATCH_ADVICE = "tula chooses the batch: set train.reference_batch to the batch that optimizer.lr was tuned for, limit the choice with search.min_batch and search.max_batch, or train at one batch with tula train --batch"
 _USUAL_NAMES: Mapping[str, str] = {
     **dict.fromkeys(
         ("batch", "batch_size", "batchsize", "bs", "local_batch", "local_batch_size", "micro_batch", "micro_batch_size",
-         "train_batch_size", "per_device_train_batch_size", "global_batch", "global_batch_size", "mini_batch_size"), _BATCH
+         "train_batch_size", "per_device_train_batch_size", "global_batch", "global_batch_size", "mini_batch_size"), _BATCH_ADVICE
     ),
     **dict.fromkeys(("lr", "learning_rate", "base_lr", "peak_lr"), "optimizer.lr"),
     **dict.fromkeys(("gpus", "num_gpus", "n_gpus", "ngpus", "nproc_per_node", "gpus_per_node", "devices"), "cluster.gpus_per_node"),
@@ -40,9 +40,9 @@ _USUAL_NAMES: Mapping[str, str] = {
 }  # fmt: skip
 """Names used by other programs for a key, with its path here or advice."""
 
-_SECTION = "a section"
+_SECTION_WORDS = "a section"
 _EXPECTED: Mapping[str, str] = {
-    **dict.fromkeys(("model_type", "model_attributes_type", "dataclass_type"), _SECTION),
+    **dict.fromkeys(("model_type", "model_attributes_type", "dataclass_type"), _SECTION_WORDS),
     **dict.fromkeys(("tuple_type", "list_type"), "a list such as [a, b]"),
     **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "an integer"),
     **dict.fromkeys(("float_type", "float_parsing"), "a number"),
@@ -52,7 +52,7 @@ _EXPECTED: Mapping[str, str] = {
     "string_type": "text",
 }
 """Descriptions of the expected value, by pydantic's error type."""
-_EMPTY = "must not be empty"
+_EMPTY_MESSAGE = "must not be empty"
 _BOUNDS: Mapping[str, tuple[str, str]] = {
     "greater_than": ("gt", "above"),
     "greater_than_equal": ("ge", "of at least"),
@@ -91,8 +91,8 @@ def _describe(item: Any, *, of_script: bool) -> _Description:
     if item["type"] in ("extra_forbidden", "missing"):
         return _Description(_describe_key(item, path, of_script=of_script))
     expected, given = _describe_expected(item), _format_value(item["input"])
-    message = f"must be {expected}" if expected else _describe_rule(item)
-    is_section = _EXPECTED.get(item["type"]) == _SECTION
+    message = f"must be {expected}" if expected else _describe_constraint(item)
+    is_section = _EXPECTED.get(item["type"]) == _SECTION_WORDS
     hint = _find_key_of_name(item) if is_section else ""
     if item["type"] == "literal_error":
         key, value = ".".join(path.split(".")[-2:]), str(item["input"])
@@ -125,10 +125,10 @@ def _describe_value_error(item: Any, path: str) -> Problem:
     return Problem(path, message[:1].lower() + message[1:])
 
 
-def _describe_rule(item: Any) -> str:
+def _describe_constraint(item: Any) -> str:
     """Describe what a value must satisfy, in a form other than "must be X"."""
     if item["type"] in ("too_short", "string_too_short"):
-        return _EMPTY
+        return _EMPTY_MESSAGE
     return describe_expected_value(item["msg"])
 
 
@@ -148,7 +148,7 @@ def _describe_expected(item: Any) -> str:
         return f"{'an integer' if isinstance(bound, int) else 'a number'} {words} {bound:.15g}"
     if kind not in _EXPECTED:
         return ""
-    names = _list_keys_at(item["loc"]) if _EXPECTED[kind] == _SECTION else []
+    names = _list_keys_at(item["loc"]) if _EXPECTED[kind] == _SECTION_WORDS else []
     return _EXPECTED[kind] + (f" (keys: {', '.join(names)})" if names else "")
 
 
@@ -185,7 +185,7 @@ def _suggest_key(key: str, names: list[str], *, of_script: bool) -> str:
     known, paths = _USUAL_NAMES.get(plain, ""), _list_paths_of_keys()
     same_name = paths.get(known.rpartition(".")[2] or plain, [])
     of_scripts = [path for path in same_name if path.startswith("script.")]
-    if of_script and known == _BATCH:
+    if of_script and known == _BATCH_ADVICE:
         known = known.replace("train.reference_batch", "script.reference.batch").replace(
             "optimizer.lr", "script.reference.lr"
         )

@@ -118,7 +118,7 @@ class SiteBill:
 
 BILLING_UNIT = "SU"
 """A billing-hour, as SLURM counts it."""
-_NO_MONEY = ("node-h", BILLING_UNIT)
+_UNPRICED_UNITS = ("node-h", BILLING_UNIT)
 """Units of costs if no price is given."""
 
 
@@ -139,8 +139,8 @@ class Pricing(Section):
     def _check_pricing_by_kind(self) -> "Pricing":
         if self.kind == "billing":
             # A run stores all fields, so a stored price of 1.0 in node-h or SU also means that no price is given.
-            if "price" not in self.model_fields_set or (self.price == 1.0 and self.currency in _NO_MONEY):
-                if self.currency not in ("USD", *_NO_MONEY):
+            if "price" not in self.model_fields_set or (self.price == 1.0 and self.currency in _UNPRICED_UNITS):
+                if self.currency not in ("USD", *_UNPRICED_UNITS):
                     raise ValueError(
                         f"currency: {self.currency} needs pricing.price; set the price of a billing-hour, or remove the currency to show costs in {BILLING_UNIT}"
                     )
@@ -154,7 +154,7 @@ class Pricing(Section):
         return self
 
 
-UNPRICED = Pricing(price=1.0, currency="node-h")
+UNPRICED_PRICING = Pricing(price=1.0, currency="node-h")
 """Without a price, cost is the number of node-hours."""
 
 

@@ -2,14 +2,14 @@
 
 import math
 
-from tula_cli.spec.sections import PEAK, Schedule
+from tula_cli.spec.sections import ONE_CYCLE_PEAK, Schedule
 
-ONE_CYCLE_START = 25
+ONE_CYCLE_INITIAL_DIVISOR = 25
 """Ratio of the full learning rate to the initial rate of one-cycle."""
 WARMUP_START = 0.01
 """Share of the full rate at epoch 0 of a warm-up whose rate is not scaled; the rate grows linearly from there."""
 
-ROUNDING = 1e-9
+RELATIVE_TOLERANCE = 1e-9
 """Relative tolerance for a halved rate, since the factors of milestones may multiply to a half only up to rounding."""
 
 
@@ -38,9 +38,9 @@ def compute_scheduled_lr(schedule: Schedule, base: float, *, epoch: float, warmu
     if schedule.kind == "multistep":
         return base * schedule.gamma ** sum(epoch >= milestone for milestone in schedule.milestones)
     if schedule.kind == "one-cycle":
-        top = PEAK * epochs
+        top = ONE_CYCLE_PEAK * epochs
         if epoch < top:
-            return _interpolate_cosine(base / ONE_CYCLE_START, base, epoch / top)
+            return _interpolate_cosine(base / ONE_CYCLE_INITIAL_DIVISOR, base, epoch / top)
         return _interpolate_cosine(base, schedule.min_lr, min(1.0, (epoch - top) / (epochs - top)))
     start = max(warmup, schedule.decay_from * epochs)
     if schedule.kind in ("cosine", "linear") and epoch > start:
@@ -56,7 +56,7 @@ def compute_lr_decay_factor(schedule: Schedule, base: float, *, epoch: float, wa
 
     Args: as for `compute_scheduled_lr`.
     """
-    rises_until = PEAK * epochs if schedule.kind == "one-cycle" else warmup
+    rises_until = ONE_CYCLE_PEAK * epochs if schedule.kind == "one-cycle" else warmup
     if epoch < rises_until:
         return 1.0
     return min(1.0, compute_scheduled_lr(schedule, base, epoch=epoch, warmup=warmup, epochs=epochs) / base)

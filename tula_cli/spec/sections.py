@@ -193,18 +193,18 @@ class Dataset(Section):
 
     @model_validator(mode="after")
     def _check_import_strings(self) -> "Dataset":
-        for key in OWN_PARTS:
+        for key in IMPORTABLE_DATASET_KEYS:
             get_import_string(getattr(self, key), key)
         return self
 
     @property
     def further_imports(self) -> tuple[str, ...]:
         """The import strings of the dataset other than its name."""
-        names = (get_import_string(getattr(self, key), key) for key in OWN_PARTS)
+        names = (get_import_string(getattr(self, key), key) for key in IMPORTABLE_DATASET_KEYS)
         return tuple(name for name in names if name)
 
 
-OWN_PARTS = ("collate_fn", "sampler")
+IMPORTABLE_DATASET_KEYS = ("collate_fn", "sampler")
 """Keys of section dataset whose value is an import string, alone or with arguments."""
 
 
@@ -275,9 +275,9 @@ class Optimizer(Section):
         return self
 
 
-FALLING = ("cosine", "linear", "one-cycle")
-SCHEDULES = ("constant", "multistep", *FALLING)
-PEAK = 0.3
+FALLING_SCHEDULES = ("cosine", "linear", "one-cycle")
+SCHEDULES = ("constant", "multistep", *FALLING_SCHEDULES)
+ONE_CYCLE_PEAK = 0.3
 """Share of the epochs at which one-cycle reaches the full learning rate."""
 
 
@@ -312,9 +312,9 @@ class Schedule(Section):
             raise ValueError(f"milestones: has no effect {kind}; remove the key, or set schedule.kind: multistep")
         if sorted(self.milestones) != self.milestones:
             raise ValueError(f"milestones: must be in ascending order, got {self.milestones}")
-        if self.kind not in FALLING and self.min_lr:
+        if self.kind not in FALLING_SCHEDULES and self.min_lr:
             raise ValueError(
-                f"min_lr: has no effect {kind}; remove the key, or set schedule.kind to {', '.join(FALLING[:-1])} or {FALLING[-1]}"
+                f"min_lr: has no effect {kind}; remove the key, or set schedule.kind to {', '.join(FALLING_SCHEDULES[:-1])} or {FALLING_SCHEDULES[-1]}"
             )
         if self.kind == "one-cycle" and self.warmup_epochs:
             raise ValueError(
@@ -329,7 +329,7 @@ MetricName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$")]
 
 
 Workers = Literal["auto"] | Annotated[int, Field(ge=0)]
-FEWEST_WORKERS, MOST_WORKERS = 2, 8
+MIN_AUTO_WORKERS, MAX_AUTO_WORKERS = 2, 8
 """Limits of data-loader processes with `auto`.
 
 Two processes that share a core still load while the GPU computes; more than eight are faster than the GPU and only
@@ -337,9 +337,9 @@ take memory.
 """
 
 
-BUILT_IN = ("top1", "top5", "loss", "perplexity")
+BUILT_IN_METRICS = ("top1", "top5", "loss", "perplexity")
 """The metrics that every evaluation computes if possible."""
-_RESERVED = {"auto", "eval_loss", *BUILT_IN}
+_RESERVED_METRIC_NAMES = {"auto", "eval_loss", *BUILT_IN_METRICS}
 
 
 class Train(Section):
@@ -405,10 +405,10 @@ class Train(Section):
     @model_validator(mode="after")
     def _check_metrics(self) -> "Train":
         for name, entry in self.metrics.items():
-            if name in _RESERVED:
+            if name in _RESERVED_METRIC_NAMES:
                 raise ValueError(f"metrics.{name}: tula uses this name itself; choose another name")
             get_import_string(entry, f"metrics.{name}")
-        known = ("auto", *BUILT_IN, *self.metrics)
+        known = ("auto", *BUILT_IN_METRICS, *self.metrics)
         stopping = self.early_stopping
         name = self.best_checkpoint.metric
         if name not in known:
@@ -480,7 +480,7 @@ class Train(Section):
         """Return the number of data-loader processes of a rank with `cores` CPU cores."""
         if self.workers != "auto":
             return self.workers
-        return max(FEWEST_WORKERS, min(MOST_WORKERS, int(cores) - 1))
+        return max(MIN_AUTO_WORKERS, min(MAX_AUTO_WORKERS, int(cores) - 1))
 
     @property
     def training_method(self) -> TrainingMethod:
@@ -491,9 +491,9 @@ class Train(Section):
 
 MEMORY_MARGIN = 0.1
 """Share of a GPU's memory that a configuration must leave free."""
-LEAST_STEPS = 5
+MIN_TIMED_STEPS = 5
 """Minimum number of steps that a probe times, however long they take, so that their spread is known."""
-LOOKS = 3
+EXTRA_TIMINGS = 3
 """Additional timings of a probe with separate steps: on available data, of synchronisation, and of local work."""
 
 
@@ -548,7 +548,7 @@ class Search(Section):
             step_time: seconds per step.
         """
         wanted = max(self.min_steps, math.ceil(self.min_seconds / step_time))
-        return max(LEAST_STEPS, min(wanted, math.ceil(self.max_seconds / step_time)))
+        return max(MIN_TIMED_STEPS, min(wanted, math.ceil(self.max_seconds / step_time)))
 
     def estimate_probe_seconds(self, step_time: float) -> float:
         """Return the expected duration of a probe's steps in seconds: warm-up, timed steps and additional timings.
@@ -557,14 +557,14 @@ class Search(Section):
             step_time: seconds per step.
         """
         # With steady steps, the additional timings take the minimum number of steps.
-        looks = LOOKS * LEAST_STEPS + self.split_steps
+        looks = EXTRA_TIMINGS * MIN_TIMED_STEPS + self.split_steps
         return (self.min_steps + self.estimate_timed_steps(step_time) + looks) * step_time
 
 
 # --- Exports
 
 TRACKERS = ("mlflow", "wandb", "tensorboard")
-_WITH_PASSWORD = re.compile(r"://[^/@\s]*@")
+_URL_PASSWORD_PATTERN = re.compile(r"://[^/@\s]*@")
 
 
 def strip_password(uri: str) -> str:
@@ -573,7 +573,7 @@ def strip_password(uri: str) -> str:
     Raises:
         ValueError: the address contains a user name or password, which would be stored in the run's files.
     """
-    if _WITH_PASSWORD.search(uri):
+    if _URL_PASSWORD_PATTERN.search(uri):
         raise ValueError(
             "must not contain a user name or password; set the environment variables of the tracker instead, such as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or WANDB_API_KEY"
         )

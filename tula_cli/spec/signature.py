@@ -13,9 +13,9 @@ from tula_cli.spec.sections import BestCheckpoint, EarlyStopping
 from tula_cli.spec.slurm_options import Slurm
 from tula_cli.version import RUN_FORMAT
 
-COMPUTING = {"compile", "deterministic"}
+COMPUTATION_KEYS = {"compile", "deterministic"}
 """Settings of section train that only change the duration of a step or its rounding."""
-_REMOVED: Mapping[str, dict[str, Any]] = {
+_REMOVED_KEY_VALUES: Mapping[str, dict[str, Any]] = {
     "train": {"tf32": True, "channels_last": "auto", "fsdp_blocks": "auto"},
     "trained": {"tf32": True, "ramp_noise": None},
     "probe": {"stop": "exit", "environment": {"WANDB_MODE": "disabled"}},
@@ -46,10 +46,10 @@ def _list_loop_fields(spec: JobSpec) -> dict[str, Any]:
         "transforms": spec.transforms.model_dump(),
         "loss": spec.loss.model_dump(),
         "optimizer": spec.optimizer.model_dump(exclude={"lr", "weight_decay", "beta2_half_life"}),
-        "train": _REMOVED["train"] | spec.train.model_dump(
+        "train": _REMOVED_KEY_VALUES["train"] | spec.train.model_dump(
             include={
                 "precision", "workers", "accumulate", "max_grad_norm", "activation_checkpointing", "reference_batch", "method",
-                "parallel", *COMPUTING,
+                "parallel", *COMPUTATION_KEYS,
             }
         ),
         "ags": _list_measured_ags_fields(spec),
@@ -59,7 +59,7 @@ def _list_loop_fields(spec: JobSpec) -> dict[str, Any]:
 def _list_script_fields(spec: JobSpec, script: Script) -> dict[str, Any]:
     """Return the settings on which a step of a script depends, which exclude the learning rate and the length."""
     settings = script.model_dump(include={"command", "launch"})
-    settings["probe"] = {"args": script.probe_args, **_REMOVED["probe"]}
+    settings["probe"] = {"args": script.probe_args, **_REMOVED_KEY_VALUES["probe"]}
     parts = {"script": settings, "train": spec.train.model_dump(include={"accumulate", "workers"})}
     return {**parts, "ags": _list_measured_ags_fields(spec)} if spec.train.training_method.scales else parts
 
@@ -83,13 +83,13 @@ def compute_train_signature(spec: JobSpec, *, nodes: int | None, batch: int, cod
     acts = spec.ags if spec.train.training_method.uses_section("ags") else Ags()  # no effect with other methods
     parts["ags"] = {"exclude": (), "norm_ewma": 0.0, **acts.resolved().model_dump(exclude={"preset"})}
     parts["schedule"]["args"] = {}
-    parts["train"] = _REMOVED["trained"] | spec.train.model_dump(
+    parts["train"] = _REMOVED_KEY_VALUES["trained"] | spec.train.model_dump(
         exclude={
             *("workers", "checkpoint_every", "oom_policy", "max_attempts", "diagnostics"),
             *("metrics", "best_checkpoint"),  # evaluation only, without effect on the weights
             *("early_stopping", "max_lr_factor"),
             *(() if spec.train.sharded else ("parallel",)),
-            *COMPUTING,  # change results no more than another type of GPU does
+            *COMPUTATION_KEYS,  # change results no more than another type of GPU does
         }
     )
     parts["train"]["max_lr_factor"] = _get_lr_limit(spec, batch)

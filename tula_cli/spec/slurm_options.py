@@ -34,11 +34,13 @@ _SBATCH_SETTINGS = {
     "cpus-per-task": "cluster.slurm.cpus_per_task",
 }
 """Options of sbatch that have a separate setting."""
-_SBATCH_OURS = frozenset({
+_RESERVED_SBATCH_OPTIONS = frozenset({
     "array", "dependency", "error", "no-requeue", "open-mode", "output", "parsable", "quiet", "requeue", "signal",
     "test-only", "wait", "wrap",
 })  # fmt: skip
-_SRUN_OURS = frozenset({"error", "kill-on-bad-exit", "output", "unbuffered", "ntasks", "ntasks-per-node", "nodes"})
+_RESERVED_SRUN_OPTIONS = frozenset(
+    {"error", "kill-on-bad-exit", "output", "unbuffered", "ntasks", "ntasks-per-node", "nodes"}
+)
 _GPU_OPTIONS = frozenset({"gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres", "tres-per-task"})
 _RANK_VARIABLES = frozenset({
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
@@ -60,7 +62,7 @@ def _check_option_name(name: str) -> str:
 def _check_sbatch_option(name: str) -> str:
     if setting := _SBATCH_SETTINGS.get(normalize_option_name(_check_option_name(name))):
         raise ValueError(f"remove this option, and set {setting}")
-    if normalize_option_name(name) in _SBATCH_OURS:
+    if normalize_option_name(name) in _RESERVED_SBATCH_OPTIONS:
         raise ValueError("tula sets this itself; remove the key")
     if normalize_option_name(name) == "clusters":
         raise ValueError(
@@ -72,7 +74,7 @@ def _check_sbatch_option(name: str) -> str:
 def _check_srun_option(name: str) -> str:
     if normalize_option_name(_check_option_name(name)) == "cpus-per-task":
         raise ValueError("remove this option, and set cluster.slurm.cpus_per_task")
-    if normalize_option_name(name) in _SRUN_OURS:
+    if normalize_option_name(name) in _RESERVED_SRUN_OPTIONS:
         raise ValueError("tula sets this itself; remove the key")
     return name
 
@@ -122,14 +124,14 @@ OptionValue = Annotated[
     bool | str | list[str] | None, BeforeValidator(_check_option_value), WithJsonSchema(_WRITTEN_OPTION)
 ]
 """True is the bare option; False, None, "" and [] omit the option; a list is joined by commas."""
-_NOTHING: tuple[object, ...] = (False, None, "", [])
+_OMITTED_VALUES: tuple[object, ...] = (False, None, "", [])
 
 
-ROOM = 2
+EXTRA_MINUTES = 2
 """Additional minutes requested from SLURM, so that the supervisor can stop the job first and record the reason."""
-MAX_LINKS = 50
+MAX_CHAINED_JOBS = 50
 """Maximum jobs of one chain, as queues limit the jobs of a user; the same command resumes after the last one."""
-SPARE_LINKS = 2
+SPARE_CHAINED_JOBS = 2
 """Jobs of a chain beyond the predicted number, for preemptions, lost nodes and slow hardware."""
 
 
@@ -173,10 +175,10 @@ class Slurm(Section):
         return self
 
 
-_Unfit = Iterator[tuple[tuple[str, ...], str]]
+_OptionProblems = Iterator[tuple[tuple[str, ...], str]]
 
 
-def _list_gpu_problems(slurm: Slurm) -> _Unfit:
+def _list_gpu_problems(slurm: Slurm) -> _OptionProblems:
     if slurm.launcher == "torchrun" and slurm.gpus == "gpus_per_task":
         yield (
             ("gpus",),
@@ -193,7 +195,7 @@ def _list_gpu_problems(slurm: Slurm) -> _Unfit:
         # gres may request other resources than GPUs, for which there is no other key.
         if (
             normalize_option_name(name) in _GPU_OPTIONS
-            and value not in (*_NOTHING, "0")
+            and value not in (*_OMITTED_VALUES, "0")
             and (normalize_option_name(name) != "gres" or "gpu" in str(value))
         ):
             yield (
@@ -202,7 +204,7 @@ def _list_gpu_problems(slurm: Slurm) -> _Unfit:
             )
 
 
-def _list_option_problems(slurm: Slurm) -> _Unfit:
+def _list_option_problems(slurm: Slurm) -> _OptionProblems:
     given = [normalize_option_name(name) for name, value in slurm.extra.items() if value]
     for name in ("mem-per-cpu", "mem-per-gpu"):
         if name in given and slurm.memory:

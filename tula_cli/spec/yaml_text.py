@@ -111,13 +111,13 @@ for _class in (*_LOADERS, Dumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
 
 
-_DEEPEST = 50
-_PIPE_PATIENCE = 10.0
-_LARGEST = 2**24  # maximum size of a file in bytes
-_MOST_VALUES = 100_000
+_MAX_DEPTH = 50
+_PIPE_TIMEOUT = 10.0
+_MAX_FILE_BYTES = 2**24  # maximum size of a file in bytes
+_MAX_VALUES = 100_000
 """Maximum number of values with all anchors expanded, because nested anchors could exceed the memory."""
-_TOO_DEEP = f"it has more than {_DEEPEST} levels"
-_BY_CONTENT = (ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError)
+_TOO_DEEP = f"it has more than {_MAX_DEPTH} levels"
+_VALUE_ERRORS = (ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError)
 """Errors of PyYAML for a value that does not fit its tag (`!!bool x`, `!!timestamp x`) or is nested too deeply."""
 
 
@@ -128,15 +128,15 @@ def parse_yaml(text: str, *, source: str) -> Any:
         SpecError: the text is not valid YAML (with source, line and column), nested too deeply, or too large.
     """
     content: Any = None
-    with contextlib.suppress(yaml.YAMLError, *_BY_CONTENT):
+    with contextlib.suppress(yaml.YAMLError, *_VALUE_ERRORS):
         content = yaml.load(text, Loader=_FastLoader) if yaml.__with_libyaml__ else None
     if content is None:
         content = _parse_in_python(text, source=source)
-    if _measure_nesting_depth(content) > _DEEPEST:
+    if _measure_nesting_depth(content) > _MAX_DEPTH:
         raise SpecError(f"{source}: not valid YAML: {_TOO_DEEP}")
-    if _count_values(content, {}) > _MOST_VALUES:
+    if _count_values(content, {}) > _MAX_VALUES:
         raise SpecError(
-            f"{source} has more than {_MOST_VALUES} values after its YAML anchors are expanded",
+            f"{source} has more than {_MAX_VALUES} values after its YAML anchors are expanded",
             "write large data to a separate file, and its path into the job",
         )
     return content
@@ -145,7 +145,7 @@ def parse_yaml(text: str, *, source: str) -> Any:
 def _measure_nesting_depth(content: Any) -> int:
     """Return the nesting depth of a value, at most one more than allowed; a recursive anchor has unlimited depth."""
     level, depth = [content], 0
-    while level and depth <= _DEEPEST:
+    while level and depth <= _MAX_DEPTH:
         inner: dict[int, Any] = {}  # id -> value, so that a value referenced by many aliases is visited once per level
         for value in level:
             inner |= {id(child): child for child in _list_children(value)}
@@ -188,13 +188,13 @@ def _parse_in_python(text: str, *, source: str) -> Any:
         raise SpecError(f"{source}: not valid YAML: {_TOO_DEEP}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise SpecError(f"{source}: not valid YAML: {error}") from None
-    except _BY_CONTENT:
+    except _VALUE_ERRORS:
         raise SpecError(f"{source}: not valid YAML: a value does not have the type of its tag (!!...)") from None
 
 
-_PAIR = re.compile(r"(?:^|[{,]|- )\s*(?P<key>[\w.-]+):\s+(?P<value>\S.*?)(?=,\s*[\w.-]+:\s|\s+#|\s*$)")
-_ITEM = re.compile(r"(?:^\s*- |\[)\s*(?P<key>)(?P<value>[^\s\[].*?)(?=\s+#|\s*$)")
-_SPECIAL = re.compile(r"[\[\]{}:#,&*!|>'\"%@`]")
+_MAPPING_VALUE_PATTERN = re.compile(r"(?:^|[{,]|- )\s*(?P<key>[\w.-]+):\s+(?P<value>\S.*?)(?=,\s*[\w.-]+:\s|\s+#|\s*$)")
+_LIST_VALUE_PATTERN = re.compile(r"(?:^\s*- |\[)\s*(?P<key>)(?P<value>[^\s\[].*?)(?=\s+#|\s*$)")
+_SPECIAL_CHARACTERS = re.compile(r"[\[\]{}:#,&*!|>'\"%@`]")
 """Characters with a special meaning in YAML values: at the start, inside [...] and {...}, or before a space."""
 
 
@@ -202,7 +202,7 @@ def _make_quoting_hint(text: str, mark: "yaml.Mark | None") -> str:
     """Return how to quote the value at which parsing failed; empty if the value has no special characters."""
     lines = text.splitlines()
     line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
-    pairs = [*_PAIR.finditer(line)] or [*_ITEM.finditer(line)]
+    pairs = [*_MAPPING_VALUE_PATTERN.finditer(line)] or [*_LIST_VALUE_PATTERN.finditer(line)]
     before = [pair for pair in pairs if mark is not None and pair.start("value") <= mark.column] or pairs[:1]
     if not before:
         return ""
@@ -213,7 +213,7 @@ def _make_quoting_hint(text: str, mark: "yaml.Mark | None") -> str:
         key, value = "", value[1:-1]
     while value[-1:] in ("}", "]") and value.count(value[-1]) > value.count({"}": "{", "]": "["}[value[-1]]):
         value = value[:-1].rstrip()
-    if not _SPECIAL.search(value):
+    if not _SPECIAL_CHARACTERS.search(value):
         return ""
     quote = "'" if '"' in value else '"'
     return f"put the value in quotes: {f'{key}: ' if key else ''}{quote}{value}{quote}"
@@ -228,12 +228,12 @@ def read_text_file(path: Path) -> str:
         UnicodeDecodeError: it is not text in UTF-8.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not select.select([file], [], [], _PIPE_PATIENCE)[0]:
-            raise SpecError(f"{path} is a pipe that received nothing for {_PIPE_PATIENCE:g} s")
+        if not select.select([file], [], [], _PIPE_TIMEOUT)[0]:
+            raise SpecError(f"{path} is a pipe that received nothing for {_PIPE_TIMEOUT:g} s")
         os.set_blocking(file.fileno(), True)
-        content = file.read(_LARGEST + 1)
-    if len(content) > _LARGEST:
-        raise SpecError(f"{path} is larger than {_LARGEST >> 20} MiB; check that this is the right file")
+        content = file.read(_MAX_FILE_BYTES + 1)
+    if len(content) > _MAX_FILE_BYTES:
+        raise SpecError(f"{path} is larger than {_MAX_FILE_BYTES >> 20} MiB; check that this is the right file")
     return content.decode()
 
 

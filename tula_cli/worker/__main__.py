@@ -20,8 +20,8 @@ from tula_cli.errors import DiskFull, JobFailed, SpecError, TulaError
 from tula_cli.host.failure_texts import (
     classify_failure,
     find_device_fault,
+    find_line_of_failure,
     find_signal,
-    find_telling_line,
     find_user_exception,
 )
 from tula_cli.host.network import get_node_name
@@ -170,7 +170,7 @@ def exit_with_failure(error: Exception, task: Task, run: RunDir, attempt: int) -
 
 def _summarize_error(error: Exception, text: str) -> str:
     """Return the error in one line, or that of an earlier cause in its traceback if the cause decides its class."""
-    line, last = find_telling_line(text), _find_last_error_line(error)
+    line, last = find_line_of_failure(text), _find_last_error_line(error)
     return line if line and classify_failure(last) != classify_failure(text) else last
 
 

@@ -16,7 +16,7 @@ from tula_cli.run.records.results import RateSearch
 from tula_cli.run.records.scripts import Killed, ShimPlan
 from tula_cli.run.records.tasks import RateSearchTask
 from tula_cli.run.script_attempt import ScriptAttempt
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 
 SCRIPT = """
 import argparse, json, os, time
@@ -81,7 +81,7 @@ def prepare(
         "resume": {"args": "--resume {checkpoint}", "checkpoint": "{out}/state", "batch": "any"},
     }
     content = {"script": settings | dict(script), "cluster": {"device": "cpu", "gpus_per_node": gpus}}
-    spec = validate({**content, "train": {"method": "lrs"}}, source="test")
+    spec = validate_job({**content, "train": {"method": "lrs"}}, source="test")
     run = RunDir.create(folder / "tula-runs", spec)
     task = RateSearchTask(
         id="rates-k", job="rates-k", spec=spec, workdir=str(folder), nodes=1, key="k", batches=batches,

@@ -10,7 +10,7 @@ import pytest
 
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.supervise import Supervisor, supervise
-from tula_cli.host.processes import start_time
+from tula_cli.host.processes import read_start_time
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.scripts import ResumeTestResult, Verdict
@@ -18,7 +18,7 @@ from tula_cli.run.records.tasks import JobSize, ResumeTestTask, Rung, TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.show import train as show_train
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 from tula_cli.spec.signature import compute_resume_test_signature
 
 SCRIPT = """
@@ -71,7 +71,7 @@ def job(folder: Path, *, what_else: str, within: str, saves: str, script: dict[s
         "reference": {"batch": 16},
         "resume": {"args": "--resume {checkpoint}", "checkpoint": "{out}/state"},
     }
-    return validate({"script": settings | script, "cluster": {"device": "cpu"}, **changes}, source="test")
+    return validate_job({"script": settings | script, "cluster": {"device": "cpu"}, **changes}, source="test")
 
 
 COMMAND = "train.py -b {local_batch} --out {out} --samples {samples}"
@@ -236,7 +236,7 @@ def training_after(folder: Path, verdict: Verdict, *, sizes: tuple[JobSize, ...]
     with subprocess.Popen(["sh", "-c", f"sleep 0.5; touch {folder / 'over'}"]) as process:
         here = Job(
             id=task.after, scheduler="local", scheduler_id=str(process.pid), nodes=1, submitted_at=0.0,
-            process_started=start_time(process.pid),
+            process_started=read_start_time(process.pid),
         )  # fmt: skip
         run.write_job(here)
         ResumeTestRecords(run.path).write(rehearsal)

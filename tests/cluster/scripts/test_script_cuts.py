@@ -10,7 +10,7 @@ from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 
 FAILURE = {
     "version": 1, "task": "t-1", "attempt": 1, "host": "h", "pid": 1, "where": "script",
@@ -23,7 +23,7 @@ def training(folder: Path, **train: Any) -> tuple[RunDir, TrainTask]:
     command = "train.py -b {micro_batch} -a {accumulate}"
     script = {"command": command, "length": {"samples": 1600}, "reference": {"batch": 16}}
     preset = {"ags": {"preset": "paper"}} if train.get("method") == "ags" else {}
-    spec = validate({"script": script, "train": train, "search": {"nodes": [2]}, **preset}, source="test")
+    spec = validate_job({"script": script, "train": train, "search": {"nodes": [2]}, **preset}, source="test")
     task = TrainTask(
         id="t-1", job="t", spec=spec, workdir=str(folder), nodes=2, signature="t", attempt=1,
         ladder=(Rung(batch=128), Rung(batch=64)), workers=1,

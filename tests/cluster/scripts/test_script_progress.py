@@ -26,7 +26,7 @@ from tula_cli.run.records.results import Save, ScriptProgress, ScriptSaves, Step
 from tula_cli.run.records.scripts import ExpectedValues, LoaderProperties, RankResult
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 from tula_cli.spec.scripts.script import Length, Resume
 
 STARTED = 1_000_000.0  # Unix time
@@ -34,7 +34,7 @@ STARTED = 1_000_000.0  # Unix time
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    spec = validate(
+    spec = validate_job(
         {
             "script": {
                 "command": "train.py -b {local_batch} --out {out}",
@@ -159,7 +159,7 @@ def test_a_change_of_its_pace_is_reported_without_evaluations_and_its_end_where_
 ) -> None:
     script = {**run.read_spec().model_dump(exclude_unset=True)["script"], "dataset_size": size or "auto"}
     script["length"] = {"epochs": 10}
-    priced = validate({"script": script, "cluster": {"device": "cpu"}, "pricing": {"price": 3.0}}, source="test")
+    priced = validate_job({"script": script, "cluster": {"device": "cpu"}, "pricing": {"price": 3.0}}, source="test")
     (result,) = looked(run, task(run, "train-x-1", 16).model_copy(update={"spec": priced}), slower_from=36)
     assert result.before.step == pytest.approx(0.104, rel=0.03) and result.after.step == pytest.approx(0.26, rel=0.03)
     assert abs(result.samples - 35 * 16) <= 16
@@ -499,7 +499,7 @@ def test_metrics_of_a_script_are_read_from_the_logs_that_exist(tmp_path: Path) -
         "reference": {"batch": 8},
         "metric": {"acc": r"acc (\S+)"},
     }
-    script = validate(
+    script = validate_job(
         {"name": "own", "script": content, "search": {"nodes": [2], "max_node_hours": 1}}, source="test"
     ).script
     assert script is not None
@@ -511,7 +511,7 @@ def test_metrics_of_a_script_are_read_from_the_logs_that_exist(tmp_path: Path) -
 def alone(tmp_path: Path) -> RunDir:
     """Return a run of a script that says nothing of a resume, of whose training an attempt was killed and another begins."""
     script = {"command": "train.py -b {local_batch} --out {out}", "length": {"epochs": 2}, "dataset_size": 800}
-    spec = validate({"script": {**script, "reference": {"batch": 16}}, "cluster": {"device": "cpu"}}, source="test")
+    spec = validate_job({"script": {**script, "reference": {"batch": 16}}, "cluster": {"device": "cpu"}}, source="test")
     run = RunDir.create(tmp_path, spec)
     for number, began in ((1, STARTED), (2, STARTED + 100)):
         run.write_task(task(run, f"train-x-{number}", 16))

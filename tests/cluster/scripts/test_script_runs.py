@@ -26,7 +26,7 @@ from tula_cli.run.records.results import TrainResult
 from tula_cli.run.records.tasks import BatchBounds, ProbeTask, Rung, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 
 SCRIPT = """
 import argparse, json, os, signal, sys, time
@@ -83,7 +83,7 @@ def job(folder: Path, *, what_else: str = "", within: str = "pass", **changes: A
         "resume": {"args": "--resume {checkpoint}", "checkpoint": "{out}/state.json", "batch": "any"},
         "metric": {"top1": "top1 ([0-9.]+)"},
     }
-    return validate(
+    return validate_job(
         {
             "script": script | changes.pop("script", {}),
             "search": {

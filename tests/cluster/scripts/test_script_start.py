@@ -19,7 +19,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.results import ScalingSummary
 from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 
 AGS: dict[str, Any] = {"how": {"method": "ags", "accumulate": 2}}
 SLURM: dict[str, Any] = {"kind": "slurm", "gpus_per_node": 2, "slurm": {"cpus_per_task": 6}}
@@ -39,7 +39,7 @@ def start(
     """Return how a supervisor starts a script: on this machine, or as the one of an index in an allocation."""
     reference = {"batch": 16} | ({"lr": 0.1} if "{lr}" in command else {})
     script = {"command": command, "length": {"epochs": 3}, "dataset_size": 100, "reference": reference}
-    spec = validate(
+    spec = validate_job(
         {
             "script": script | job.pop("script", {}),
             "search": {"nodes": [2]},

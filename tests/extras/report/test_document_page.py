@@ -121,7 +121,8 @@ def test_a_series_looks_the_same_in_all_figures_of_a_section() -> None:
     section = Section("s", "S", figures=(figure("lbt", "lrs", "ags"), figure("ags", "lrs")))
     first, second = document_page.render_page(Document("t", "", "", "", (), (section,))).split("<svg")[1:]
     colors = [
-        {color for color in svg.SERIES if f"stroke: {svg.COLORS[color]}" in drawing} for drawing in (first, second)
+        {color for color in svg.SERIES_COLORS if f"stroke: {svg.COLORS[color]}" in drawing}
+        for drawing in (first, second)
     ]
     assert colors == [{"s0", "s1", "s2"}, {"s1", "s2"}]
 

@@ -8,7 +8,7 @@ from make_reports import column, section, table
 from make_results import Truth, measured
 from make_runs import prediction
 
-from tula_cli.extras.report.sections import build_configurations_table, build_study
+from tula_cli.extras.report.sections import build_configurations_table, build_scaling_study
 from tula_cli.extras.report.values import describe_notes, explain_notes
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
@@ -56,7 +56,7 @@ def test_the_choice_is_the_first_row_whatever_the_order(run: RunDir) -> None:
     ],
 )
 def test_caveats_of_a_scaling_study_begin_at_their_bounds(changes: dict[str, Any], caveats: list[str]) -> None:
-    _, point = build_study([prediction(2, 128), prediction(4, 256, **changes)])
+    _, point = build_scaling_study([prediction(2, 128), prediction(4, 256, **changes)])
     assert point.caveats == caveats
 
 

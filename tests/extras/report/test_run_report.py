@@ -12,7 +12,7 @@ from make_results import MIB, Truth
 
 from tula_cli.errors import SpecError
 from tula_cli.extras.report.run_report import build_document
-from tula_cli.extras.report.sections import build_study
+from tula_cli.extras.report.sections import build_scaling_study
 from tula_cli.models.time.noise import compute_trimmed_mean
 from tula_cli.query import Query
 from tula_cli.run.directory import RunDir
@@ -436,7 +436,7 @@ def test_rows_that_are_damaged_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_step_time_without_a_lower_bound_has_no_upper_throughput() -> None:
-    (point,) = build_study([make.prediction(2, 64, step_low=0.0)])
+    (point,) = build_scaling_study([make.prediction(2, 64, step_low=0.0)])
     assert point.samples_interval == (pytest.approx(64 / 0.11), None)
 
 

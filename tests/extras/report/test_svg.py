@@ -161,7 +161,9 @@ def test_fifty_series_are_reported_apart_below_the_axes() -> None:
         for line in root.iter(f"{SVG}path")
         if "stroke-width: 1.6" in line.get("style", "")
     }
-    assert len(curves) == len(svg.SERIES) * len(svg.DASHES), "besides, there are as many markers as make 168 looks"
+    assert len(curves) == len(svg.SERIES_COLORS) * len(svg.DASHES), (
+        "besides, there are as many markers as make 168 looks"
+    )
     bottom = max(float(text.get("y")) for text in root.iter(f"{SVG}text") if text.text == "batch")
     legend = [float(text.get("y")) for text in root.iter(f"{SVG}text") if text.text in names]
     assert min(legend) > bottom

@@ -17,7 +17,7 @@ from tula_cli.extras.report.page import render_page
 from tula_cli.run.directory import RunDir
 from tula_cli.services.document import Document
 from tula_cli.show.screen import Screen
-from tula_cli.spec.resources import UNPRICED, Pricing
+from tula_cli.spec.resources import UNPRICED_PRICING, Pricing
 
 TABLES = ("configurations", "strong_scaling", "weak_scaling")
 PRICED = {
@@ -35,7 +35,7 @@ def run_with(root: Path, pricing: Pricing) -> RunDir:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    return run_with(tmp_path_factory.mktemp("unpriced") / "tula-runs", UNPRICED)
+    return run_with(tmp_path_factory.mktemp("unpriced") / "tula-runs", UNPRICED_PRICING)
 
 
 @pytest.fixture(scope="module")

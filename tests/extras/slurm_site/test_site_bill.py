@@ -7,7 +7,7 @@ from make_runs import spec
 from tula_cli.cluster.slurm.command import parse_record
 from tula_cli.errors import SpecError
 from tula_cli.extras.slurm_site import SlurmSite
-from tula_cli.extras.slurm_site.bill import FOLDER, KEPT_SECONDS, find_site_bill, get_user_name
+from tula_cli.extras.slurm_site.bill import CACHE_FOLDER, MAX_CACHE_AGE_SECONDS, find_site_bill, get_user_name
 from tula_cli.models.cost import compute_cost, compute_hourly_charge, compute_max_cost, describe_price
 from tula_cli.services.site_charges import add_site_billing
 
@@ -168,13 +168,13 @@ def test_an_answer_is_kept_for_a_day_and_goes_on_where_slurm_does_not_answer(tmp
     assert find_site_bill(requested, tmp_path, ask=first) == find_site_bill(
         requested, tmp_path, ask=Slurm(get_user_name(), without=["scontrol"])
     )
-    assert [file.parent.name for file in tmp_path.rglob("bill-*.json")] == [FOLDER]
+    assert [file.parent.name for file in tmp_path.rglob("bill-*.json")] == [CACHE_FOLDER]
     other = job(partition="billed", memory="0")
     with pytest.raises(SpecError, match="SLURM does not report its billing"):
         find_site_bill(other, tmp_path, ask=Slurm(get_user_name(), without=["scontrol"]))
     import time
 
-    later = time.time() + 2 * KEPT_SECONDS
+    later = time.time() + 2 * MAX_CACHE_AGE_SECONDS
     monkeypatch.setattr(time, "time", lambda: later)
     stale = find_site_bill(requested, tmp_path, ask=Slurm(get_user_name(), without=["scontrol"]))
     assert stale.node == 5

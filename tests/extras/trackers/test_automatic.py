@@ -18,7 +18,7 @@ from make_runs import (
 from make_runs import spec as toy_spec
 
 from tula_cli.run.directory import RunDir
-from tula_cli.services.events import WarningEvent, follow
+from tula_cli.services.events import WarningEvent, run_work
 from tula_cli.services.waiting import wait_for_jobs
 
 JOB = "train-ab12cd34"
@@ -44,7 +44,7 @@ def events(run: RunDir) -> list[str]:
 def waited(run: RunDir, *jobs: str) -> list[str]:
     """Wait for jobs as a command does; return its warnings."""
     message: list[Any] = []
-    follow(wait_for_jobs(run, FakeLauncher(says=dict.fromkeys(jobs, "ended")), jobs), message.append)
+    run_work(wait_for_jobs(run, FakeLauncher(says=dict.fromkeys(jobs, "ended")), jobs), message.append)
     return [event.text for event in message if isinstance(event, WarningEvent)]
 
 

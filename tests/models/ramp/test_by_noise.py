@@ -22,7 +22,7 @@ from tula_cli.models.ramp import (
     plan_stages_by_noise,
 )
 from tula_cli.run.records.recommendations import Stage
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 from tula_cli.spec.sections import MIN_STAGE_SHARE
 
 SIZE, EPOCHS = 10_000, 20
@@ -131,7 +131,7 @@ def test_stages_only_double_last_their_share_and_never_go_down(
 
 def job(**train: object) -> object:
     sections = {"model": {"name": "small_cnn"}, "dataset": {"name": "digits"}, "optimizer": {"lr": 0.1}}
-    return validate(
+    return validate_job(
         {**sections, "train": {"epochs": EPOCHS, "method": "lrs", "ramp": "noise", **train}}, source="a test"
     )
 

@@ -18,7 +18,7 @@ from tula_cli.models.ramp import Ramp, build_ramp
 from tula_cli.models.ramp_costs import check_stages, describe_stage_nodes, describe_unusable_stages
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.spec.job import JobSpec, compute_lr_scale, compute_reference_rate, get_max_lr_factor
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 from tula_cli.spec.signature import compute_train_signature
 from tula_cli.worker.train.learning_rate import compute_learning_rate
 
@@ -29,7 +29,7 @@ COSINE = {"kind": "cosine"}
 def job(schedule: Any = COSINE, optimizer: Any = None, **train: Any) -> JobSpec:
     sections = {"model": {"name": "small_cnn"}, "dataset": {"name": "digits"}, "optimizer": optimizer or {"lr": 0.1}}
     value = {"epochs": EPOCHS, "method": "lbt", "ramp": "decay", **train}
-    return validate({**sections, "schedule": schedule, "train": value}, source="a test")
+    return validate_job({**sections, "schedule": schedule, "train": value}, source="a test")
 
 
 def of(schedule: Any = COSINE, *, batch: int = 1024, parts: int = 1, **train: Any) -> Ramp:
@@ -199,7 +199,7 @@ def test_what_has_no_decay_to_spend_is_refused(schedule: Any, train: dict[str, A
 def test_a_script_whose_batch_is_its_own_is_refused() -> None:
     script = {"command": "train.py --batch {local_batch}", "length": {"epochs": 2}}
     with pytest.raises(SpecError) as caught:
-        validate({"script": script, "train": {"ramp": "decay"}}, source="a test")
+        validate_job({"script": script, "train": {"ramp": "decay"}}, source="a test")
     assert any("train.ramp: has no effect on a script" in str(problem) for problem in caught.value.problems)
 
 

@@ -10,13 +10,13 @@ from tula_cli.errors import SpecError
 from tula_cli.models.ramp import Ramp, Stage, build_ramp
 from tula_cli.models.ramp_costs import check_stages, describe_unusable_stages
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 from tula_cli.spec.sections import Search
 
 
 def job(ramp: Any = "auto", **train: Any) -> JobSpec:
     sections = {"model": {"name": "small_cnn"}, "dataset": {"name": "digits"}, "optimizer": {"lr": 0.1}}
-    return validate({**sections, "train": {"epochs": 20, "method": "lbt", "ramp": ramp, **train}}, source="a test")
+    return validate_job({**sections, "train": {"epochs": 20, "method": "lbt", "ramp": ramp, **train}}, source="a test")
 
 
 def of(ramp: Any, *, batch: int = 2048, parts: int = 1, size: int = 10_000, **train: Any) -> Ramp:

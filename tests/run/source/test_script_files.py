@@ -16,12 +16,12 @@ from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.run.script_files import list_snapshot_python_path, move_command_to_snapshot, select_script_files
 from tula_cli.run.secrets import may_be_secret, redact_secrets
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 
 
 def job(command: str = "train.py -b {local_batch}", **changes: object) -> JobSpec:
     script = {"command": command, "length": {"epochs": 1}, "reference": {"batch": 32}, **changes}
-    return validate({"name": "toy", "script": script, "search": {"nodes": [1]}}, source="test")
+    return validate_job({"name": "toy", "script": script, "search": {"nodes": [1]}}, source="test")
 
 
 def write(folder: Path, *files: str | dict[str, str]) -> None:

@@ -24,7 +24,7 @@ from tula_cli.run.job_runs import find_config_drift
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask
 from tula_cli.services import messages, profile
-from tula_cli.services.events import JobsProgress, Note, ProfilePlanned, WarningEvent, Work, follow
+from tula_cli.services.events import JobsProgress, Note, ProfilePlanned, WarningEvent, Work, run_work
 from tula_cli.services.waiting import Submission
 from tula_cli.spec.load import dump_yaml
 
@@ -207,7 +207,7 @@ def test_ctrl_c_while_jobs_are_submitted_leaves_none_that_is_not_written_down(
         Submission(launcher.make_launcher, inspection.inspect, lambda _: True),
     )
     with pytest.raises(Interruption, match="the jobs continue"):
-        follow(work, lambda _: None)
+        run_work(work, lambda _: None)
     assert [job.id for job in run.read_jobs()] == cluster.submitted == ["probe-n001", "probe-n002"]
     assert cluster.cancelled == []
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and not (run.path / "lock").exists()
@@ -331,7 +331,7 @@ def test_work_returns_its_result_and_ends_where_it_is_reported() -> None:
             raise KeyboardInterrupt
 
     message: list[Any] = []
-    assert follow(work(), press) == "done" and message == [Note("one"), WarningEvent("pressed")]
+    assert run_work(work(), press) == "done" and message == [Note("one"), WarningEvent("pressed")]
 
 
 def test_overrides_are_what_set_is_on_the_command_line(cluster: AtOnce, tmp_path: Path) -> None:

@@ -20,11 +20,11 @@ from tula_cli.run.records.tasks import RateSearchTask
 from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.services.comparison import learning_rates
 from tula_cli.services.comparison.learning_rates import LearningRateReport
-from tula_cli.services.events import Note, RateSearchPlanned, WarningEvent, follow
+from tula_cli.services.events import Note, RateSearchPlanned, WarningEvent, run_work
 from tula_cli.services.plans import PreparedSearch
 from tula_cli.services.waiting import DetachedJobs, Submission
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 from tula_cli.spec.scripts.script import Length
 from tula_cli.spec.signature import compute_resume_test_signature
 
@@ -44,8 +44,8 @@ def submission(launcher: FakeLauncher, *, wait: bool, confirm: bool = True) -> S
 def prepare(run: RunDir, job: JobSpec = JOB, **request: Any) -> tuple[PreparedSearch, list[Any]]:
     events: list[Any] = []
     request = {"batch": 64, "nodes": 1, **request}
-    work = learning_rates.prepare_search([Run(run.path, job)], lambda _: inspected(), **request)
-    return follow(work, events.append), events
+    work = learning_rates.prepare_rate_search([Run(run.path, job)], lambda _: inspected(), **request)
+    return run_work(work, events.append), events
 
 
 def record(task: RateSearchTask, *losses: float | None, finished: bool = True) -> RateSearch:
@@ -94,8 +94,8 @@ def search(run: RunDir, launcher: FakeLauncher, *, wait: bool = True, confirm: b
     """Return the result of a search and its events."""
     events: list[Any] = []
     prepared, _ = prepare(run, **request)
-    work = learning_rates.run_search(prepared, submission(launcher, wait=wait, confirm=confirm))
-    return follow(work, events.append), events
+    work = learning_rates.run_rate_search(prepared, submission(launcher, wait=wait, confirm=confirm))
+    return run_work(work, events.append), events
 
 
 def report(run: RunDir, launcher: FakeLauncher, **request: Any) -> LearningRateReport:
@@ -126,9 +126,9 @@ def test_after_measurements_the_plan_has_hours(run: RunDir) -> None:
     section = {"nodes": [1, 2], "max_node_hours": prepared.node_hours / 2}
     capped = make.spec(train={"epochs": 100, "method": "lrs", "reference_batch": 16}, search=section)
     launcher = FakeLauncher()
-    work = learning_rates.run_search(prepare(run, capped)[0], submission(launcher, wait=False))
+    work = learning_rates.run_rate_search(prepare(run, capped)[0], submission(launcher, wait=False))
     with pytest.raises(OverBudget, match="search for a learning rate may take"):
-        follow(work, lambda _: None)
+        run_work(work, lambda _: None)
     assert not launcher.submitted
 
 
@@ -164,7 +164,7 @@ def script_job(resume: Any = (), **script: Any) -> JobSpec:
         **EPOCHS,
         **script,
     }
-    return validate({"name": "own", "script": settings, "search": {"nodes": [1]}}, source="test")
+    return validate_job({"name": "own", "script": settings, "search": {"nodes": [1]}}, source="test")
 
 
 def write_resume_test(

@@ -24,7 +24,7 @@ from tula_cli.services import compare as services_compare
 from tula_cli.services import status as services_status
 from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import accuracy, rounds, session, trainings
-from tula_cli.services.events import Note, follow
+from tula_cli.services.events import Note, run_work
 from tula_cli.services.plans import ComparePlan
 from tula_cli.services.waiting import Submission
 from tula_cli.show import compare as show_compare
@@ -497,7 +497,7 @@ LONG = {"epochs": 40}
 def test_a_short_training_has_a_schedule_of_its_length(changes: dict[str, Any], path: str, expected: Any) -> None:
     base = {**SPEC, "train": {**SPEC["train"], **LONG}}
     spec = make.spec(**{**base, **{name: {**base.get(name, {}), **part} for name, part in changes.items()}})
-    value: Any = rounds.shorten_job(spec, rounds.get_short_epochs(spec))
+    value: Any = rounds.shorten_job_to_epochs(spec, rounds.get_short_epochs(spec))
     for name in path.split("."):
         value = getattr(value, name)
     if path == "train.ramp" and isinstance(value, list):
@@ -534,7 +534,7 @@ def test_a_script_is_shortened_if_its_command_takes_the_length(
     )
     assert rounds.get_short_epochs(spec) == short
     if short < spec.train.epochs:
-        made = rounds.shorten_job(spec, short)
+        made = rounds.shorten_job_to_epochs(spec, short)
         assert made.script is not None and made.script.length.epochs == made.train.epochs == short
 
 
@@ -599,7 +599,7 @@ def test_a_scheduler_gets_a_round_at_a_time(tmp_path: Path, wait: bool) -> None:
         part = Run(run.path, spec)
         prepared = session.PreparedComparison(part, plan(run, grid(), spec))
         before = len(launcher.tasks)
-        result = follow(
+        result = run_work(
             session.run_comparison(prepared, submission(launcher, wait=wait)),
             lambda event: notes.append(event.text) if isinstance(event, Note) else None,
         )

@@ -18,7 +18,7 @@ from tula_cli.run.records.results import EvaluationRecord
 from tula_cli.run.records.tasks import MAX_RESTARTS, EvaluateTask, Rung, TrainTask
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services.evaluate import PreparedEvaluation, prepare_evaluation, run_evaluation
-from tula_cli.services.events import EvaluationPlanned, Note, follow
+from tula_cli.services.events import EvaluationPlanned, Note, run_work
 from tula_cli.services.status import get_job_progress
 from tula_cli.services.waiting import DetachedJobs, Submission
 from tula_cli.spec.job import JobSpec
@@ -57,7 +57,7 @@ def start(
     prepared: PreparedEvaluation, launcher: FakeLauncher, *, confirm: bool = True
 ) -> EvaluationRecord | DetachedJobs:
     submission = Submission(lambda _: launcher, lambda _: inspected(), lambda _: confirm, wait=False)
-    return follow(run_evaluation(prepared, submission), lambda _: None)
+    return run_work(run_evaluation(prepared, submission), lambda _: None)
 
 
 # --- which
@@ -208,7 +208,7 @@ class Ends(FakeLauncher):
 def waited(run: RunDir, launcher: FakeLauncher) -> tuple[Any, list[Any]]:
     message: list[Any] = []
     submission = Submission(lambda _: launcher, lambda _: inspected(), lambda _: True, wait=True)
-    return follow(run_evaluation(ready(run), submission), message.append), message
+    return run_work(run_evaluation(ready(run), submission), message.append), message
 
 
 def test_one_waits_for_the_result(run: RunDir) -> None:

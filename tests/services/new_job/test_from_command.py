@@ -9,7 +9,7 @@ from tula_cli.errors import SpecError
 from tula_cli.services.init import FromCommand, make_job_from_command
 from tula_cli.services.search import choose_probes
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import load_spec, validate
+from tula_cli.spec.load import load_spec, validate_job
 from tula_cli.spec.yaml_text import parse_yaml
 
 LINE = "torchrun --nproc-per-node 4 train.py --batch-size 64 --lr 0.1 --epochs 90"
@@ -161,7 +161,7 @@ def test_what_is_required_and_not_told_is_a_comment_that_check_asks_for(
     for line_ in made.text.splitlines():
         if "# REQUIRED" in line_:
             filled = filled.replace(line_, line_.replace("# ", "", 1))
-    spec = validate(parse_yaml(filled, source="filled"), source="filled")
+    spec = validate_job(parse_yaml(filled, source="filled"), source="filled")
     assert spec.script is not None
 
 

@@ -10,7 +10,7 @@ from tula_cli.cluster.slurm.site import NodeKind, Partition, Site
 from tula_cli.errors import SpecError
 from tula_cli.services.init import FromCommand, make_job_from_sbatch
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 from tula_cli.spec.yaml_text import parse_yaml
 
 SCRIPTS = Path(__file__).parents[2] / "fixtures/sbatch/typed"
@@ -23,7 +23,7 @@ def made(name: str) -> FromCommand:
 
 def loaded(job: FromCommand) -> JobSpec:
     text = job.text if job.complete else job.text.replace("  # length: {epochs: 90}", "  length: {epochs: 90}")
-    return validate(parse_yaml(text, source="job.yaml"), source="job.yaml")
+    return validate_job(parse_yaml(text, source="job.yaml"), source="job.yaml")
 
 
 def test_every_script_has_its_row() -> None:

@@ -12,7 +12,7 @@ from tula_cli.services.init import (
     make_job_from_command,
     make_job_from_sbatch,
     make_job_from_template,
-    shorten_job,
+    shorten_job_file,
 )
 from tula_cli.spec.job import JobSpec
 
@@ -92,7 +92,7 @@ FULL_FILES = dict(full_files())
 @pytest.mark.parametrize("name", FULL_FILES)
 def test_the_short_file_is_the_same_job_in_at_most_40_lines(name, tmp_path):
     full = add_schema(FULL_FILES[name], tmp_path / "job.yaml")
-    short = add_schema(shorten_job(FULL_FILES[name]), tmp_path / "job.yaml")
+    short = add_schema(shorten_job_file(FULL_FILES[name]), tmp_path / "job.yaml")
     assert MAX_SHORT_LINES == 40 and len(short.splitlines()) <= 40 < len(full.splitlines())
     assert yaml.safe_load(short) == yaml.safe_load(full)
     assert "tula init --full" in short and "tula profile job.yaml" in short
@@ -100,7 +100,7 @@ def test_the_short_file_is_the_same_job_in_at_most_40_lines(name, tmp_path):
 
 @pytest.mark.parametrize("name", FULL_FILES)
 def test_every_key_of_the_short_file_has_a_comment(name):
-    keys = [line for line in shorten_job(FULL_FILES[name]).splitlines() if re.match(r"^ *[a-z_]+: +\S", line)]
+    keys = [line for line in shorten_job_file(FULL_FILES[name]).splitlines() if re.match(r"^ *[a-z_]+: +\S", line)]
     value = ("command:",)  # it is the user's own
     assert [line for line in keys if " # " not in line and not line.lstrip().startswith(value)] == []
 
@@ -119,4 +119,4 @@ def test_every_key_of_the_short_file_has_a_comment(name):
     ],
 )
 def test_the_short_file_shows_commented_out_keys_that_most_jobs_need(name, line):
-    assert any(text.startswith(line) for text in shorten_job(FULL_FILES[name]).splitlines())
+    assert any(text.startswith(line) for text in shorten_job_file(FULL_FILES[name]).splitlines())

@@ -18,7 +18,7 @@ from tula_cli.run.records.recommendations import Accuracy, Headline, Prediction,
 from tula_cli.services.recommend import recommend
 from tula_cli.show.train import render_summary
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.resources import UNPRICED
+from tula_cli.spec.resources import UNPRICED_PRICING
 
 SWEEP = {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 256)}
 
@@ -153,7 +153,7 @@ def test_a_baseline_that_cannot_run_is_named_with_the_reason(tmp_path: Path, bas
 
 def test_without_prices_there_is_no_cost(tmp_path: Path) -> None:
     run = run_with(tmp_path)
-    free = run.read_spec().model_copy(update={"pricing": UNPRICED})
+    free = run.read_spec().model_copy(update={"pricing": UNPRICED_PRICING})
     line = recommend([Run(run.path, free)], Query(objective="time"), now=1.0).recommendation.headline
     assert line is not None and line.cost is None and "USD" not in line.text and "node-h" not in line.text
 

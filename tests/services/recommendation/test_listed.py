@@ -126,9 +126,9 @@ def test_a_search_weighs_the_best_of_each_batch_and_what_was_measured(
 ) -> None:
     forecast = Estimator.fit(MANY, run.read_results())
     fitting = set(forecast.configurations())
-    monkeypatch.setattr(search, "_MAX_WEIGHED", 10**6)
+    monkeypatch.setattr(search, "_MAX_COMPARED_CONFIGURATIONS", 10**6)
     whole = search._select_compared_configurations(forecast, fitting)
-    monkeypatch.setattr(search, "_MAX_WEIGHED", 9)
+    monkeypatch.setattr(search, "_MAX_COMPARED_CONFIGURATIONS", 9)
     few = search._select_compared_configurations(forecast, fitting)
     assert len(few) < len(whole) == len(forecast.estimate(*forecast.find_known_configurations()))
     assert {row.batch for row in few} == {row.batch for row in whole} and few[0] == whole[0]
@@ -148,7 +148,7 @@ def test_all_that_no_table_shows_are_reported_as_json_and_written(run: RunDir, m
     count = len(ask(run).with_all_rows().rows)
     requested = ("--run", str(run.path), "--all")
     assert "configurations;" not in said(*requested), "a table of them all"
-    monkeypatch.setattr(show_recommend, "MOST", count - 1)
+    monkeypatch.setattr(show_recommend, "MAX_TABLE_ROWS", count - 1)
     text = said(*requested)
     assert len(text.splitlines()) < 100 and "configurations; results.csv and --json contain all of them" in text
     assert "results.csv (with --save) and --json contain all of them" in said(*requested, "--objective", "time")

@@ -63,7 +63,7 @@ def names(folder: Path) -> list[str]:
 
 def found(run: RunDir, **options: Any) -> service.RunSpace:
     options.setdefault("ask", nobody_asks)
-    (item,) = service.measure_runs([run], **options)
+    (item,) = service.measure_space_of_runs([run], **options)
     return item
 
 
@@ -160,7 +160,7 @@ def test_trainings_of_a_comparison_go_where_that_is_asked_and_they_are_over(run:
 def test_a_run_with_node_types_inside_is_left_as_it_is(run: RunDir) -> None:
     (run.path / "types").mkdir()
     folder = trained(run, 100, 200, 300, best=300)
-    (space,) = service.measure_runs([run])
+    (space,) = service.measure_space_of_runs([run])
     assert space.holdings == () and "makes separate runs" in space.kept
     assert names(folder) == ["100.pt", "200.pt", "300.pt"]
 
@@ -235,7 +235,7 @@ def test_a_folder_that_cannot_be_removed_is_reported_and_the_others_go(
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(run_holdings, "_remove_folder", refuse)
-    done = service.remove_files(service.measure_runs([run, other]))
+    done = service.remove_files(service.measure_space_of_runs([run, other]))
     assert done.files == 1
     assert len(done.problems) == 1 and "Permission denied" in done.problems[0]
 
@@ -269,7 +269,7 @@ def says(**states: str) -> Callable[[Iterable[str]], dict[str, SchedulerState]]:
         (says(), ""),
     ],
 )
-def test_a_run_with_a_job_that_may_live_is_left_as_it_is(run: RunDir, ask: service.Ask, why: str) -> None:
+def test_a_run_with_a_job_that_may_live_is_left_as_it_is(run: RunDir, ask: service.StateQuery, why: str) -> None:
     folder = trained(run, 100, 200, 300, best=100)
     name = slurm_job(run)
     item = found(run, ask=ask)
@@ -305,17 +305,17 @@ def test_slurm_is_asked_once_for_all_runs_and_only_where_something_may_go(run: R
         requested.append(list(ids))
         return {}
 
-    service.measure_runs([run, other, nothing], ask=ask)
+    service.measure_space_of_runs([run, other, nothing], ask=ask)
     assert requested == [["11", "12", "11", "12"]]
 
 
 def test_a_job_on_this_machine_and_the_lock_of_the_machine_hold_a_run(run: RunDir) -> None:
-    from tula_cli.host.processes import start_time
+    from tula_cli.host.processes import read_start_time
 
     trained(run, 100, 200, 300)
     name = make.add_training(run, signature=SIGNATURE)
     pid = os.getpid()
-    alive = {"scheduler_id": str(pid), "process_started": start_time(pid)}
+    alive = {"scheduler_id": str(pid), "process_started": read_start_time(pid)}
     run.write_job(make.job(name).model_copy(update=alive))
     assert "is pending" in found(run).kept
     run.write_job(make.job(name))

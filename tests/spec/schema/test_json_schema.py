@@ -15,7 +15,7 @@ from tula_cli.services.init import make_job_from_command
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.json_schema import make_json_schema, walk_sections
 from tula_cli.spec.kinds import Section
-from tula_cli.spec.load import dump_yaml, validate
+from tula_cli.spec.load import dump_yaml, validate_job
 from tula_cli.spec.yaml_text import parse_yaml
 
 ROOT = Path(__file__).parents[3]
@@ -86,7 +86,7 @@ def test_what_the_project_shows_is_taken(place):
 @pytest.mark.parametrize("place", [place for place in WRITTEN if place.startswith(("configs", "templates", "from"))])
 def test_the_resolved_job_is_taken_too(place):
     content = parse_yaml(WRITTEN[place], source=place)
-    assert refused(parse_yaml(dump_yaml(validate(content, source=place)), source=place)) == []
+    assert refused(parse_yaml(dump_yaml(validate_job(content, source=place)), source=place)) == []
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_value_is_taken_as_the_loader_takes_it(path, value):
     content = with_value(path, value)
     if (section := path.partition(".")[0]) in ("ags", "auto"):
         content["train"] = {**content["train"], "method": section}
-    validate(content, source="the test")
+    validate_job(content, source="the test")
     assert refused(content) == []
 
 
@@ -171,7 +171,7 @@ def test_a_value_is_taken_as_the_loader_takes_it(path, value):
 def test_a_typical_mistake_is_refused_as_the_loader_refuses_it(path, value):
     content = with_value(path, value)
     with pytest.raises(SpecError):
-        validate(content, source="the test")
+        validate_job(content, source="the test")
     assert refused(content) != []
 
 
@@ -220,7 +220,7 @@ def test_nothing_is_refused_that_the_loader_takes():
             if is_another_spelling(value) or not refused(content):
                 continue
             try:
-                validate(content, source="the test")
+                validate_job(content, source="the test")
             except SpecError:
                 continue
             refused_alone.append((key, value))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tula_cli.errors import SpecError
 from tula_cli.services.init import make_job_from_command
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 from tula_cli.spec.scripts.launchers import KnownFacts, Unknown
-from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, render
+from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, fill_command
 from tula_cli.spec.scripts.recognition import recognise_line
 from tula_cli.spec.yaml_text import parse_yaml
 
@@ -38,7 +38,7 @@ def test_a_command_is_understood(row: dict[str, Any]) -> None:
     assert {key: record.get(key) for key in requested} == requested
     assert all(f"{name}={value}" in result.script["command"] for name, value in row.get("environment", {}).items())
     assert f"global batch {row['batch']}" in result.summary
-    validate(
+    validate_job(
         {"script": {"length": {"epochs": 1}, **result.script}, "train": {"accumulate": result.accumulate}}, source="row"
     )
 
@@ -160,9 +160,9 @@ def test_every_word_reaches_the_ranks_bit_for_bit(kind: Any, words: list[str]) -
     line = shlex.join(
         ["torchrun", "--nproc_per_node=2", "train.py", "--batch-size", "8", "--epochs", "3", "--", *words]
     )
-    spec = validate(parse_yaml(make_job_from_command(line, kind).text, source="job.yaml"), source="job.yaml")
+    spec = validate_job(parse_yaml(make_job_from_command(line, kind).text, source="job.yaml"), source="job.yaml")
     assert spec.script is not None
-    ranks = render(spec.script.command, {"local_batch": 8, "epochs": 3})
+    ranks = fill_command(spec.script.command, {"local_batch": 8, "epochs": 3})
     assert ranks == ["python", "train.py", "--batch-size", "8", "--epochs", "3", "--", *words]
 
 
@@ -176,8 +176,8 @@ def test_wrappers_reach_the_ranks_bit_for_bit(words: list[str]) -> None:
     words = [f"+{word}" for word in words if _is_free(word) and not _names_program(word)]
     line = shlex.join(["wrap", *words, "torchrun", "--nproc_per_node=2", "t.py", "-b", "8", "--epochs", "3"])
     for kind in ("local", "slurm"):
-        spec = validate(parse_yaml(make_job_from_command(line, kind).text, source="job.yaml"), source="job.yaml")
+        spec = validate_job(parse_yaml(make_job_from_command(line, kind).text, source="job.yaml"), source="job.yaml")
         assert spec.script is not None
         wrapper = spec.cluster.slurm.wrapper if spec.cluster.slurm else None
-        ranks = [*(wrapper or []), *render(spec.script.command, {"local_batch": 8, "epochs": 3})]
+        ranks = [*(wrapper or []), *fill_command(spec.script.command, {"local_batch": 8, "epochs": 3})]
         assert ranks == ["wrap", *words, "python", "t.py", "-b", "8", "--epochs", "3"]

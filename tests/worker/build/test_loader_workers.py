@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tula_cli.host import devices
-from tula_cli.host.processes import start_time
+from tula_cli.host.processes import read_start_time
 
 RANK = """if True:
     import re, sys, time
@@ -47,6 +47,6 @@ def test_a_killed_rank_leaves_neither_workers_nor_open_devices(tmp_path: Path, m
     rank.wait()
     assert devices.find_device_holders() == {}, "an overlap of 0 s with the next attempt"
     deadline = time.monotonic() + 10
-    while any(start_time(pid) is not None for pid in workers) and time.monotonic() < deadline:
+    while any(read_start_time(pid) is not None for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert [start_time(pid) for pid in workers] == [None, None], "they were minutes from the end of their batches"
+    assert [read_start_time(pid) for pid in workers] == [None, None], "they were minutes from the end of their batches"

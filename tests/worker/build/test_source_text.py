@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tula_cli.errors import SpecError
-from tula_cli.spec.load import load_spec, validate
+from tula_cli.spec.load import load_spec, validate_job
 from tula_cli.worker.build import text, zoo
 from tula_cli.worker.build.batches import make_batch
 from tula_cli.worker.build.data import build_datasets
@@ -24,7 +24,7 @@ def job(dataset: str = "python_source", model: str = "AutoModelForCausalLM", arg
         "train": {"epochs": 1, "method": "lbt"},
         "cluster": {"device": "cpu"},
     }
-    return validate(content, source="test")
+    return validate_job(content, source="test")
 
 
 def test_blocks_of_source_are_the_same_each_time_and_hold_out_files() -> None:
@@ -69,7 +69,7 @@ def test_sizes_that_make_no_dataset_are_refused(arguments: dict[str, Any], probl
 def test_text_takes_no_transform() -> None:
     changed = {**job().model_dump(exclude_unset=True), "transforms": {"train": ["RandomHorizontalFlip"]}}
     with pytest.raises(SpecError, match="which is text"):
-        build_datasets(validate(changed, source="test"))
+        build_datasets(validate_job(changed, source="test"))
 
 
 def test_long_lines_are_cut_and_blank_parts_left_out() -> None:

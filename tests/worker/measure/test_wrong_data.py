@@ -6,7 +6,7 @@ import pytest
 
 from tula_cli.errors import JobFailed, SpecError
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 from tula_cli.worker.measure.inspect import inspect_job
 
 CPU, SLURM = {"device": "cpu"}, {"kind": "slurm", "gpus_per_node": 4}
@@ -25,7 +25,7 @@ def job(
         "search": {"nodes": [1, 2], "max_node_hours": 1},
         "cluster": cluster,
     }
-    return validate({**content, **sections}, source="test")
+    return validate_job({**content, **sections}, source="test")
 
 
 FLOAT, LAST, NAN = "return float32", "make __len__ return", "check the samples, the model and the loss"

@@ -26,7 +26,7 @@ from tula_cli.run.records.scripts import RankResult
 from tula_cli.run.records.tasks import ProbeTask, make_probe_identity
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.spec.job import compute_lr_scale
-from tula_cli.spec.sections import LEAST_STEPS
+from tula_cli.spec.sections import MIN_TIMED_STEPS
 from tula_cli.version import __version__
 
 # --- Probes
@@ -134,15 +134,15 @@ def _select_timed_steps(ranks: Sequence[RankResult], log: Path) -> Sequence[Join
         if ranks[0].why == "stopped":
             raise NotMeasured(f"{error.message}; {error.hint}") from None
         steps = ()
-    if len(steps) < LEAST_STEPS and ranks[0].why == "stopped":
+    if len(steps) < MIN_TIMED_STEPS and ranks[0].why == "stopped":
         raise NotMeasured(
             f"only {len(steps)} of {len(ranks[0].timed)} timed steps contain no evaluation, checkpoint or start of an epoch;"
-            f" at least {LEAST_STEPS} are needed: raise search.min_steps, or set script.probe_args so that the script evaluates less often in probes"
+            f" at least {MIN_TIMED_STEPS} are needed: raise search.min_steps, or set script.probe_args so that the script evaluates less often in probes"
         )
-    if len(steps) < LEAST_STEPS:
+    if len(steps) < MIN_TIMED_STEPS:
         raise NotMeasured(
             f"the script ended after {ranks[0].steps} steps, of which {len(steps)} could be timed, but"
-            f" {LEAST_STEPS} are needed: set script.probe_args so that the script trains longer in probes"
+            f" {MIN_TIMED_STEPS} are needed: set script.probe_args so that the script trains longer in probes"
         )
     return steps
 

@@ -30,7 +30,7 @@ from tula_cli.run.records.tasks import Task
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.run.script_files import list_snapshot_python_path, move_command_to_snapshot
 from tula_cli.spec.job import JobSpec, compute_lr_scale
-from tula_cli.spec.scripts.placeholders import fill, render
+from tula_cli.spec.scripts.placeholders import fill_command, fill_text
 from tula_cli.spec.scripts.script import Script, count_script_samples, count_script_steps
 
 
@@ -231,7 +231,7 @@ class ScriptProgram(RankProgram):
         resume = self.script.resume
         if resume is None or "*" in resume.checkpoint:
             return str(self.get_output_folder(command) / "checkpoint.pt")
-        return fill(resume.checkpoint, values)
+        return fill_text(resume.checkpoint, values)
 
     @property
     def probe_environment(self) -> Mapping[str, str]:
@@ -370,8 +370,8 @@ class ScriptStart:
     def argv(self, process: ScriptProcess) -> tuple[str, ...]:
         """Return the command line of a process."""
         values = self._list_values(process)
-        arguments = render(self.program.script.command, values)
-        arguments += render(self.program.get_extra_arguments(self.command), values)
+        arguments = fill_command(self.program.script.command, values)
+        arguments += fill_command(self.program.get_extra_arguments(self.command), values)
         arguments = move_command_to_snapshot(arguments, Path(self.task.workdir), self._code_snapshot)
         if arguments[0].endswith(".py"):
             arguments = [sys.executable, "-u", *arguments]

@@ -28,11 +28,11 @@ from tula_cli.cluster.scripts.watch import ScriptMonitor, describe_missing_step
 from tula_cli.errors import JobFailed
 from tula_cli.host.leftovers import find_processes_with_variable
 from tula_cli.host.network import get_node_name
-from tula_cli.host.processes import find_inner_id
+from tula_cli.host.processes import find_innermost_pid
 from tula_cli.models import claims, refresh
 from tula_cli.models.out_of_memory import list_splits, make_batch_norm_limit
 from tula_cli.run.files import (
-    MAX_LINE,
+    MAX_LINE_BYTES,
     append_json_line,
     is_regular_file,
     open_file,
@@ -47,7 +47,7 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
 from tula_cli.run.secrets import remove_secrets
 from tula_cli.run.training_run import TrainingRun
-from tula_cli.spec.scripts.placeholders import fill
+from tula_cli.spec.scripts.placeholders import fill_text
 from tula_cli.spec.scripts.script import Resume, Script, count_script_samples
 from tula_cli.spec.signature import compute_resume_test_signature
 
@@ -124,7 +124,7 @@ def _remove_numbers(name: str) -> str:
 def make_checkpoint_pattern(resume: Resume, values: Mapping[str, str | float], *, workdir: Path) -> str:
     """Return the absolute glob pattern of a script's checkpoints; special characters in folders are escaped."""
     literal = {name: glob.escape(value) if isinstance(value, str) else value for name, value in values.items()}
-    return str(Path(glob.escape(str(workdir))) / fill(resume.checkpoint, literal))
+    return str(Path(glob.escape(str(workdir))) / fill_text(resume.checkpoint, literal))
 
 
 def make_kill_plan(
@@ -140,7 +140,7 @@ def make_kill_plan(
         first: step from which on checkpoints count.
     """
     assert script.resume is not None
-    ask = fill(script.save, values) if script.save != "none" else ""
+    ask = fill_text(script.save, values) if script.save != "none" else ""
     if ask.startswith("file:"):
         ask = f"file:{workdir / ask.removeprefix('file:')}"
     pattern = make_checkpoint_pattern(script.resume, values, workdir=workdir)
@@ -215,7 +215,7 @@ def _read_blocks(log: Path) -> Iterator[str]:
         return
     with open_file(log) as file:
         while block := file.read(_BLOCK):
-            yield (block + file.readline(MAX_LINE)).decode(errors="replace")
+            yield (block + file.readline(MAX_LINE_BYTES)).decode(errors="replace")
 
 
 def is_lower_better(name: str) -> bool:
@@ -347,7 +347,7 @@ class TrainingMonitor(ScriptMonitor):
         elif self.leads and how == "hooks":
             self.attempt.write_save_request()
         elif self.leads:
-            path = Path(self.task.workdir) / fill(how.removeprefix("file:"), self.program.placeholder_values)
+            path = Path(self.task.workdir) / fill_text(how.removeprefix("file:"), self.program.placeholder_values)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
 
@@ -358,7 +358,7 @@ class TrainingMonitor(ScriptMonitor):
         return [
             pid
             for pid, value in find_processes_with_variable("TULA_PLAN").items()
-            if value == plan and find_inner_id(pid) in hearts
+            if value == plan and find_innermost_pid(pid) in hearts
         ]
 
     def has_saved(self, *, since: float) -> bool:

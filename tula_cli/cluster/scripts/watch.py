@@ -15,7 +15,7 @@ from tula_cli.cluster.failures import compute_device
 from tula_cli.cluster.rank_program import RankMonitor
 from tula_cli.cluster.scripts.start import ScriptProgram
 from tula_cli.errors import BadMeasurements
-from tula_cli.host.failure_texts import classify_failure, find_device_fault, find_signal, find_telling_line
+from tula_cli.host.failure_texts import classify_failure, find_device_fault, find_line_of_failure, find_signal
 from tula_cli.host.network import get_node_name
 from tula_cli.models.resuming import NO_STEP_SEEN
 from tula_cli.run.directory import RunDir
@@ -251,7 +251,7 @@ class ScriptMonitor(RankMonitor):
         shims_fault = "measuring the script failed (a bug in tula): " if shim_failure.where == "shim" else ""
         device = compute_device(self.run, self.task)
         outcome = "user" if is_of_shim else classify_failure(shim_failure.text, exit_code=1, device=device)
-        line = "" if is_of_shim else find_telling_line(shim_failure.text)
+        line = "" if is_of_shim else find_line_of_failure(shim_failure.text)
         message = shims_fault + (line or shim_failure.description)
         return Failure(
             task=self.task.id,

@@ -34,12 +34,12 @@ from tula_cli.run.records.inspections import FirstJob, Inspection
 from tula_cli.run.records.tasks import CheckTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import compute_digest
-from tula_cli.spec.slurm_options import ROOM
+from tula_cli.spec.slurm_options import EXTRA_MINUTES
 
 POLL_INTERVALS = (2.0, 10.0)
 """Seconds between two queries of the queue: while the job runs, and the maximum while it is pending."""
 LAG = 10.0  # seconds until a file of a finished job becomes visible on this machine
-MINUTES = math.ceil(INSPECTION_TIMEOUT / 60) + ROOM
+MINUTES = math.ceil(INSPECTION_TIMEOUT / 60) + EXTRA_MINUTES
 """Time limit of the job in minutes; it uses one node, so this also limits its node-hours."""
 _JOB = "first_job.json"
 

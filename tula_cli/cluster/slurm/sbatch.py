@@ -16,7 +16,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import CheckTask, Task
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import Cluster
-from tula_cli.spec.sections import FEWEST_WORKERS
+from tula_cli.spec.sections import MIN_AUTO_WORKERS
 from tula_cli.spec.signature import compute_cluster_signature
 from tula_cli.spec.slurm_options import Slurm, normalize_option_name
 from tula_cli.spec.workload import get_workload
@@ -117,7 +117,7 @@ def warn_too_few_cpus(spec: JobSpec) -> list[Diagnostic]:
     slurm = _get_slurm_section(spec)
     if not get_workload(spec).takes_workers:
         return []  # a script chooses its loader processes itself
-    workers = FEWEST_WORKERS if spec.train.workers == "auto" else spec.train.workers
+    workers = MIN_AUTO_WORKERS if spec.train.workers == "auto" else spec.train.workers
     needed = workers + 1
     if spec.cluster.kind != "slurm" or (slurm.cpus_per_task or 0) >= needed or needed == 1:
         return []

@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from tula_cli.cluster.slurm.command import call_slurm, parse_record
-from tula_cli.spec.sections import FEWEST_WORKERS
-from tula_cli.spec.slurm_options import ROOM
+from tula_cli.spec.sections import MIN_AUTO_WORKERS
+from tula_cli.spec.slurm_options import EXTRA_MINUTES
 from tula_cli.words import format_count
 
 # --- Partitions and accounts
@@ -400,12 +400,12 @@ def list_measuring_settings(
     yield TemplateLine(
         "search.max_minutes",
         str(minutes),
-        f"maximum minutes of one profiling job; the job requests {minutes + ROOM}",
+        f"maximum minutes of one profiling job; the job requests {minutes + EXTRA_MINUTES}",
     )
-    hours = sum(nodes) * (minutes + ROOM) / 60
+    hours = sum(nodes) * (minutes + EXTRA_MINUTES) / 60
     cap = math.ceil(12 * hours) / 10 if hours < 5 else math.ceil(1.2 * hours)
     sum_ = f"({' + '.join(map(str, nodes))}) nodes" if len(nodes) > 1 else format_count(nodes[0])
-    comment = f"maximum node-hours of all profiling jobs: {sum_} x {minutes + ROOM} minutes = {hours:.3g}"
+    comment = f"maximum node-hours of all profiling jobs: {sum_} x {minutes + EXTRA_MINUTES} minutes = {hours:.3g}"
     yield TemplateLine("search.max_node_hours", f"{cap:g}", comment)
 
 
@@ -428,7 +428,7 @@ def suggest_nodes(partition: Partition) -> tuple[int, ...]:
 def _choose_measuring_minutes(partition: Partition) -> int:
     if partition.minutes is None:
         return _JOB_MINUTES
-    return max(1, min(_JOB_MINUTES, partition.minutes - ROOM))
+    return max(1, min(_JOB_MINUTES, partition.minutes - EXTRA_MINUTES))
 
 
 def _list_node_settings(kind: NodeKind) -> Iterator[TemplateLine]:
@@ -448,7 +448,7 @@ def _list_node_settings(kind: NodeKind) -> Iterator[TemplateLine]:
     if gpus.type:
         yield TemplateLine("cluster.slurm.gpu_type", quote_word(gpus.type), "the GPU's name in SLURM")
     yield TemplateLine("cluster.slurm.cpus_per_task", str(cpus), f"per rank; a node has {kind.cpus}")
-    if cpus <= FEWEST_WORKERS:
+    if cpus <= MIN_AUTO_WORKERS:
         yield TemplateLine(
             "train.workers", str(cpus - 1), "data-loader processes per GPU; the ranks share the node's CPUs"
         )

@@ -37,7 +37,7 @@ class Quantity:
     ends: tuple[str, str] | None = None
 
 
-OF_EPOCHS = (
+EPOCH_QUANTITIES = (
     Quantity("gradient_norm", "diagnostics.norm.q50", "Gradient norm", "norm of the gradient",
              "Median over the steps of an epoch; for a single training, bars show the 5 and 95 % quantiles.", True, "Figure 5", ("q05", "q95")),
     Quantity("gradient_change", "diagnostics.delta.q50", "Change of the gradient, Delta(G)", "Delta(G)",
@@ -47,7 +47,7 @@ OF_EPOCHS = (
     Quantity("factor_at_cap", "ags.at_cap", "Share of factors at their cap", "share of factors"),
     Quantity("factor_at_floor", "ags.at_floor", "Share of factors at their floor", "share of factors"),
 )  # fmt: skip
-OF_CURVATURE = (
+CURVATURE_QUANTITIES = (
     Quantity("lr_bound", "lr_bound", "Bound on the learning rate (Lemma 1)", "learning rate", "Computed from the measured curvature.", True),
 )  # fmt: skip
 
@@ -59,11 +59,11 @@ def build_gradient_figures(curves: Sequence[TrainingCurve]) -> Iterator[Figure]:
     """
     steps = curves[0].steps if len(curves) == 1 else None
     of_steps = {} if steps is None else {figure.key: figure for figure in _build_step_figures(steps, curves[0].name)}
-    for quantity in OF_EPOCHS:
+    for quantity in EPOCH_QUANTITIES:
         drawn = of_steps.pop(quantity.key, None)
         yield from _draw_quantity(quantity, curves, lambda curve: curve.epochs) if drawn is None else [drawn]
     yield from _build_eigenvalue_figure(curves)
-    for quantity in OF_CURVATURE:
+    for quantity in CURVATURE_QUANTITIES:
         yield from _draw_quantity(quantity, curves, lambda curve: curve.curvature)
     yield from of_steps.values()
     first_curves = {curve.name: curve for curve in reversed(curves)}

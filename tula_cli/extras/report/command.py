@@ -63,7 +63,7 @@ def report(
         screen.warn_all(part.now.warnings)
     document = build_document(material)
     text = None if form is None else RENDERERS[form](document)
-    written = _write(document, html, svg, csv)
+    written = _write_files(document, html, svg, csv)
     if text is None:
         screen.answer({"report": document, "written": written}, render_overview(document, written=written))
         return
@@ -105,7 +105,7 @@ def _check_output_paths(html: Path | None, svg: Path | None, csv: Path | None) -
             raise SpecError(f"{option} {path} is a file", "name a folder; --csv can also write a single .csv file")
 
 
-def _write(document: "Document", html: Path | None, svg: Path | None, csv: Path | None) -> list[str]:
+def _write_files(document: "Document", html: Path | None, svg: Path | None, csv: Path | None) -> list[str]:
     """Write the requested files, and return the given paths, relative to the current folder."""
     from tula_cli.extras.report import formats
     from tula_cli.run.files import MODE_FOR_ALL, write_atomic

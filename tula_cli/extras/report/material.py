@@ -283,7 +283,7 @@ def _find_newest_training(run_material: RunMaterial) -> Iterator[TrainingMateria
         TrainingMaterial(run_material, run_material.look.get_training(task.signature), task, count)
         for task in sorted(newest_by_signature.values(), key=lambda task: submitted.get(task.job, 0.0), reverse=True)
     ]
-    shown = next((training for training in trainings if training.state in ("done", *status.ACTIVE)), None)
+    shown = next((training for training in trainings if training.state in ("done", *status.ACTIVE_STATES)), None)
     if shown is not None:
         yield replace(shown, newer=tuple(trainings[: trainings.index(shown)]))
     else:

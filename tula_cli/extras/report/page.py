@@ -15,7 +15,7 @@ from tula_cli.words import format_count
 
 # --- Style
 
-_SCREEN = """
+_SCREEN_CSS = """
 *{box-sizing:border-box}
 html{-webkit-text-size-adjust:100%}
 body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,-apple-system,'Segoe UI',Roboto,
@@ -65,7 +65,7 @@ details .scroll{max-height:24rem;overflow:auto;margin:.5rem 0}
 details th,details td,details td.words{padding:.2rem .35rem;font-size:.8rem;min-width:0}details .left{white-space:normal}
 .skip{position:absolute;left:-100vw}.skip:focus{left:1rem;top:.5rem;background:var(--paper);padding:.5rem}
 """
-_PRINT = """
+_PRINT_CSS = """
 @media(max-width:30rem){.page{padding:1rem .75rem 2rem}}
 @media screen and (max-width:48rem){
 .cards thead{display:none}.cards table,.cards tbody,.cards caption{display:block}
@@ -94,18 +94,18 @@ a{color:inherit;text-decoration:none}
 """
 # The shade at the edge of a table indicates that it can be scrolled.
 _COLORS = {**svg.COLORS, "link": "#0a58a8", "chosen": "#eaf3fb", "shade": "#1b1f2440"}
-_VARIABLES = "".join(f"--{role}:{color};" for role, color in _COLORS.items())
-_STYLE = f":root{{{_VARIABLES}}}{_SCREEN}{_PRINT}"
+_CSS_VARIABLES = "".join(f"--{role}:{color};" for role, color in _COLORS.items())
+_CSS = f":root{{{_CSS_VARIABLES}}}{_SCREEN_CSS}{_PRINT_CSS}"
 
 
 # --- The page
 
 _MARKS = {"chosen": ("★", "chosen"), "front": ("◆", "marked")}
 """Sign and name of a row's mark; the caption of a table explains marks other than the choice."""
-_MOST_ROWS = 1000  # maximum rows in the table of a figure's values
-_DIGITS = 4  # significant digits in that table; the CSV files have all digits
-_WORDY = 90  # characters from which on a fact has its own line
-_LONG = 28  # characters from which on a cell is wrapped
+_MAX_ROWS = 1000  # maximum rows in the table of a figure's values
+_SIGNIFICANT_DIGITS = 4  # significant digits in that table; the CSV files have all digits
+_LONG_FACT_CHARACTERS = 90  # characters from which on a fact has its own line
+_WRAPPED_CELL_CHARACTERS = 28  # characters from which on a cell is wrapped
 
 
 def render_page(document: Document) -> str:
@@ -129,7 +129,7 @@ def render_page(document: Document) -> str:
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
         '<link rel="icon" href="data:,">'
     )
-    head = f"<head>{meta}<title>{title}</title><style>{_STYLE}</style></head>"
+    head = f"<head>{meta}<title>{title}</title><style>{_CSS}</style></head>"
     body = "\n".join(parts)
     return f'<!doctype html>\n<html lang="en">{head}\n<body><div class="page">\n{body}\n</div></body></html>\n'
 
@@ -166,7 +166,7 @@ def _render_facts(facts: tuple[Fact, ...]) -> Iterator[str]:
     if facts:
         yield '<dl class="facts">'
         for fact in facts:
-            long = ' class="long"' * (len(fact.value) > _WORDY)
+            long = ' class="long"' * (len(fact.value) > _LONG_FACT_CHARACTERS)
             yield f"<div{long}><dt>{escape_text(fact.name)}</dt><dd>{escape_text(fact.value)}</dd></div>"
         yield "</dl>"
 
@@ -202,7 +202,7 @@ def _render_figure(figure: Figure, number: int, style_indices: Mapping[str, int]
     table = make_figure_numbers(figure)
     if table.rows:
         yield f"<details><summary>The numbers of this figure ({format_count(len(table.rows), 'row')})</summary>"
-        yield from _render_table(table, most=_MOST_ROWS)
+        yield from _render_table(table, most=_MAX_ROWS)
         yield "</details>"
     yield "</figure>"
 
@@ -212,7 +212,7 @@ def make_figure_numbers(figure: Figure) -> Table:
     head, *rows = list_figure_rows(figure)
     is_text = [any(isinstance(row[place], str) for row in rows) for place in range(len(head))]
     fields = [
-        (Column(str(title), align="left" if is_text[place] else "right", digits=_DIGITS), itemgetter(place))
+        (Column(str(title), align="left" if is_text[place] else "right", digits=_SIGNIFICANT_DIGITS), itemgetter(place))
         for place, title in enumerate(head)
     ]
     return build_table(f"{figure.key}-numbers", f"{figure.title}: numbers", rows, fields)
@@ -267,5 +267,5 @@ def _make_label(column: Column) -> str:
 
 
 def _get_cell_class(column: Column, text: str) -> str:
-    names = ["left"] * (column.align == "left") + ["words"] * (len(text) > _LONG)
+    names = ["left"] * (column.align == "left") + ["words"] * (len(text) > _WRAPPED_CELL_CHARACTERS)
     return f' class="{" ".join(names)}"' if names else ""

@@ -19,7 +19,7 @@ from tula_cli.extras.report.values import (
     choose_bytes_unit,
     choose_hours_unit,
     choose_scale,
-    convert,
+    convert_unit,
     describe_nodes,
     describe_notes,
     explain_notes,
@@ -129,13 +129,13 @@ def build_configurations_table(rows: Sequence[Prediction], choice: Prediction, c
             (Column("batch/GPU"), lambda row: row.local_batch),
             (Column("step", "ms", digits=3), lambda row: 1000 * row.step_time),
             (Column("time", unit, digits=3), lambda row: row.hours * to_unit),
-            (Column("low", unit, digits=3), lambda row: convert(row.hours_low, to_unit)),
-            (Column("high", unit, digits=3), lambda row: convert(row.hours_high, to_unit)),
+            (Column("low", unit, digits=3), lambda row: convert_unit(row.hours_low, to_unit)),
+            (Column("high", unit, digits=3), lambda row: convert_unit(row.hours_high, to_unit)),
             (Column("node-hours", digits=3), lambda row: row.all_node_hours),
             (Column("cost", currency, digits=3), lambda row: row.cost if priced else None),
             (Column("energy", "kWh", digits=3), lambda row: row.kwh),
-            (Column("memory/GPU", size, digits=3), lambda row: convert(row.peak_memory, to_size)),
-            (Column("free", "%", digits=3), lambda row: convert(row.headroom, 100)),
+            (Column("memory/GPU", size, digits=3), lambda row: convert_unit(row.peak_memory, to_size)),
+            (Column("free", "%", digits=3), lambda row: convert_unit(row.headroom, 100)),
             (Column("market", align="left"), lambda row: row.market.replace("_", " ") if has_spot else None),
             (Column("source", align="left"), lambda row: row.source),
             (Column("note", align="left"), lambda row: describe_notes(list_notes(row))),
@@ -151,7 +151,7 @@ def build_configurations_table(rows: Sequence[Prediction], choice: Prediction, c
 
 MAX_CURVES = 8
 """Largest number of curves that can be distinguished in one figure."""
-INTERVALS = "Filled markers: measured; open markers: predicted; bars: 90 % intervals."
+MARKER_LEGEND = "Filled markers: measured; open markers: predicted; bars: 90 % intervals."
 
 
 def build_time_and_cost_section(material: Material) -> Section:
@@ -201,7 +201,7 @@ def _build_batch_figure(material: Material, choice: Prediction, *, of_cost: bool
     return Figure(
         f"{name}_by_batch",
         f"{name.capitalize()} of the training",
-        f"{name.capitalize()} of the whole training by global batch.{price} {INTERVALS}",
+        f"{name.capitalize()} of the whole training by global batch.{price} {MARKER_LEGEND}",
         "global batch",
         f"{name} ({unit})",
         tuple(make_series(name, rows) for name, rows in curves.items()),
@@ -300,7 +300,7 @@ class ScalingPoint:
         return [*names, *["efficiency_above_100"] * (self.efficiency >= MARKED_EFFICIENCY)]
 
 
-def build_study(rows: Sequence[Prediction]) -> list[ScalingPoint]:
+def build_scaling_study(rows: Sequence[Prediction]) -> list[ScalingPoint]:
     """Build a scaling study from predictions at one global batch (strong) or one local batch (weak), fewest nodes first."""
     ordered = sorted(rows, key=lambda row: row.nodes)
     return [ScalingPoint(row, ordered[0]) for row in ordered]
@@ -314,8 +314,8 @@ def build_scaling_section(material: Material) -> Section:
         return replace(section, missing=f"scaling is unknown: {material.why_unknown}")
     spec, batch, local = measurements.run.spec, choice.batch, choice.local_batch
     nodes, gpus = sorted({*spec.search.nodes, choice.nodes}), spec.cluster.gpus_per_node
-    strong = build_study(material.forecast([Config(count, batch) for count in nodes]))
-    weak = build_study(material.forecast([Config(count, local * count * gpus) for count in nodes]))
+    strong = build_scaling_study(material.forecast([Config(count, batch) for count in nodes]))
+    weak = build_scaling_study(material.forecast([Config(count, local * count * gpus) for count in nodes]))
     text = []
     if len(strong) < 2:
         known = format_count(len(strong), "node count")
@@ -354,8 +354,8 @@ def _build_scaling_table(study: Sequence[ScalingPoint], key: str, title: str, ma
             (Column("batch"), lambda point: point.row.batch),
             (Column("batch/GPU"), lambda point: point.row.local_batch),
             (Column("step", "ms", digits=3), lambda point: 1000 * point.row.step_time),
-            (Column("low", "ms", digits=3), lambda point: convert(point.row.step_low, 1000)),
-            (Column("high", "ms", digits=3), lambda point: convert(point.row.step_high, 1000)),
+            (Column("low", "ms", digits=3), lambda point: convert_unit(point.row.step_low, 1000)),
+            (Column("high", "ms", digits=3), lambda point: convert_unit(point.row.step_high, 1000)),
             (Column("samples/s", digits=4), lambda point: point.samples),
             (Column("speed-up", digits=3), lambda point: point.speedup),
             (Column("efficiency", "%", digits=3), lambda point: 100 * point.efficiency),
@@ -384,7 +384,7 @@ def _build_throughput_figure(studies: Mapping[str, Sequence[ScalingPoint]], choi
     return Figure(
         "scaling_throughput",
         "Throughput against nodes",
-        INTERVALS,
+        MARKER_LEGEND,
         "nodes",
         "samples/s",
         tuple(series),
@@ -426,7 +426,7 @@ def _build_probe_table(run_material: RunMaterial) -> Table:
         return lambda result: get_cell(result) if isinstance(result, Measured) else None
 
     def get_part(place: int) -> Callable[[Measured | OutOfMemory | Failed], Cell]:
-        return of_measured(lambda probe: convert(_list_step_parts(probe)[place], 1000))
+        return of_measured(lambda probe: convert_unit(_list_step_parts(probe)[place], 1000))
 
     return build_table(
         run_material.name_key("probes"),
@@ -493,7 +493,7 @@ def _build_parts_figure(run_material: RunMaterial) -> Iterator[Figure]:
         "nodes x batch per GPU",
         "time per step (ms)",
         tuple(
-            Series(name, xs, tuple(convert(seconds, 1000) for seconds in component), style="stacked")
+            Series(name, xs, tuple(convert_unit(seconds, 1000) for seconds in component), style="stacked")
             for name, component in zip(names, components, strict=True)
         ),
         x_scale="category",
@@ -665,11 +665,18 @@ def _build_predicted_against_actual(training: TrainingMaterial, end: Summary) ->
     """Build the table of predicted and actual values; errors are relative to the actual value."""
     divisor, unit = choose_time_unit(3600 * end.actual_hours)
     lines: list[tuple[str, str, float | None, float | None]] = [
-        ("step time", "ms", convert(end.predicted_step, 1000), convert(end.actual_step, 1000)),
-        ("time", unit, convert(end.predicted_hours, 3600 / divisor), convert(end.actual_hours, 3600 / divisor)),
+        ("step time", "ms", convert_unit(end.predicted_step, 1000), convert_unit(end.actual_step, 1000)),
+        (
+            "time",
+            unit,
+            convert_unit(end.predicted_hours, 3600 / divisor),
+            convert_unit(end.actual_hours, 3600 / divisor),
+        ),
     ]
     for name, predicted, actual in list_time_parts(end):
-        lines.append((f"time: {name.strip()}", unit, convert(predicted, 1 / divisor), convert(actual, 1 / divisor)))
+        lines.append(
+            (f"time: {name.strip()}", unit, convert_unit(predicted, 1 / divisor), convert_unit(actual, 1 / divisor))
+        )
     lines.append(("cost", end.currency, end.predicted_cost, end.actual_cost))
     lines.append(("energy", "kWh", end.predicted_kwh, end.actual_kwh))
     rows = tuple(
@@ -755,7 +762,7 @@ def _build_training_figures(training: TrainingMaterial) -> Iterator[Figure]:
     if predicted := subsample_evenly([row for row in epochs if row.get("predicted_step") is not None]):
         xs = tuple(float(row["samples"]) for row in predicted)
         step, low, high = (
-            tuple(convert(get_metric_value(row, name), 1000) for row in predicted)
+            tuple(convert_unit(get_metric_value(row, name), 1000) for row in predicted)
             for name in ("predicted_step", "step_low", "step_high")
         )
         times.append(Series("predicted", xs, step, low, high, style="line"))

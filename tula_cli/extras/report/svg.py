@@ -43,21 +43,21 @@ COLORS = {
     "s5": "#6b6f76",
 }
 """Colours by role."""
-SERIES = tuple(role for role in COLORS if role[0] == "s")
+SERIES_COLORS = tuple(role for role in COLORS if role[0] == "s")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours, so that 168 series are distinct
 DASHES = ("-", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 1.5, 1.5, 1.5)))
 
 
 # --- Text and numbers
 
-_UNFIT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+_CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 _LINE_LENGTH = 50  # maximum characters per line of text in a drawing
-_LARGEST = 1e200  # axes overflow at larger values
+_MAX_PLOTTED_VALUE = 1e200  # axes overflow at larger values
 
 
 def remove_control_characters(text: str) -> str:
     """Replace characters that are invalid in XML or HTML (control characters, lone surrogates) by U+FFFD."""
-    return _UNFIT.sub("\ufffd", text)
+    return _CONTROL_CHARACTERS.sub("\ufffd", text)
 
 
 def wrap_text(text: str, length: int = _LINE_LENGTH, *, most: int = 2) -> str:
@@ -90,7 +90,7 @@ def place_ticks(low: float, high: float, scale: str) -> list[float]:
 def _convert_to_floats(values: Sequence[float | None], scale: str) -> "np.ndarray[Any, np.dtype[np.float64]]":
     """Return values as numbers; nan if one is unknown, too large to draw, or not positive on a logarithmic scale."""
     numbers = np.array([math.nan if value is None else value for value in values], dtype=float)
-    numbers[~(np.abs(numbers) < _LARGEST)] = math.nan
+    numbers[~(np.abs(numbers) < _MAX_PLOTTED_VALUE)] = math.nan
     if scale != "linear":
         numbers[numbers <= 0] = math.nan
     return numbers
@@ -98,8 +98,8 @@ def _convert_to_floats(values: Sequence[float | None], scale: str) -> "np.ndarra
 
 # --- Curves, bars and densities
 
-_MANY = 60  # number of points from which on a curve has no markers
-_BAND = 15  # number of points from which on the intervals of a curve are drawn as a band
+_MAX_MARKERS = 60  # number of points from which on a curve has no markers
+_MAX_ERROR_BARS = 15  # number of points from which on the intervals of a curve are drawn as a band
 _SHADES = (0.07, 0.17, 0.3, 0.46, 0.63, 0.82, 1.0)
 _LEVELS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
@@ -115,14 +115,14 @@ def _draw_curve(axes: "Axes", figure: Figure, series: Series, style_index: int, 
     )
     known = ~np.isnan(x + y)
     measured = np.ones(len(x), dtype=bool) if series.measured is None else np.array(series.measured)[order]
-    color, style = COLORS[SERIES[style_index % len(SERIES)]], series.style
-    dashes: Any = "none" if style == "points" else DASHES[style_index // len(SERIES) % len(DASHES)]
-    has_markers = style == "points" or known.sum() < 2 or (style == "line+points" and len(x) <= _MANY)
+    color, style = COLORS[SERIES_COLORS[style_index % len(SERIES_COLORS)]], series.style
+    dashes: Any = "none" if style == "points" else DASHES[style_index // len(SERIES_COLORS) % len(DASHES)]
+    has_markers = style == "points" or known.sum() < 2 or (style == "line+points" and len(x) <= _MAX_MARKERS)
     if series.low is not None and series.high is not None:
         low, high = (_convert_to_floats(bounds, figure.y_scale)[order] for bounds in (series.low, series.high))
         low = np.fmin(y, np.where(np.isnan(low), y, low))
         high = np.fmax(y, np.where(np.isnan(high), y, high))
-        if style == "line" or (style == "line+points" and len(x) >= _BAND):
+        if style == "line" or (style == "line+points" and len(x) >= _MAX_ERROR_BARS):
             axes.fill_between(x, low, high, color=color, alpha=0.16, linewidth=0, zorder=2)
         else:
             uncertain = known & (high > low)
@@ -150,7 +150,7 @@ def _draw_stack(axes: "Axes", bars: Sequence[tuple[Series, int]]) -> "list[Artis
     bottoms: dict[float, float] = {}
     symbols: list[Artist] = []
     for series, style_index in bars:
-        color = COLORS[SERIES[style_index % len(SERIES)]]
+        color = COLORS[SERIES_COLORS[style_index % len(SERIES_COLORS)]]
         heights = np.nan_to_num(_convert_to_floats(series.y, "linear"))
         axes.bar(series.x, heights, 0.62, [bottoms.get(x, 0.0) for x in series.x], color=color, zorder=2)
         bottoms |= {x: bottoms.get(x, 0.0) + height for x, height in zip(series.x, heights, strict=True)}
@@ -180,14 +180,14 @@ def _draw_density(axes: "Axes", density: Density) -> "list[Artist]":
 
 # --- Marks
 
-_POINT: dict[str, Any] = {
+_POINT_STYLE: dict[str, Any] = {
     "linestyle": "none",
     "marker": "*",
     "markersize": 14,
     "markerfacecolor": COLORS["ink"],
     "markeredgecolor": COLORS["paper"],
 }
-_LINES = {"choice": (0, (1, 1)), "limit": (0, (6, 3)), "event": (0, (1, 2))}
+_LINE_STYLES = {"choice": (0, (1, 1)), "limit": (0, (6, 3)), "event": (0, (1, 2))}
 
 
 def _draw_marks(axes: "Axes", figure: Figure) -> "list[Artist]":
@@ -198,10 +198,10 @@ def _draw_marks(axes: "Axes", figure: Figure) -> "list[Artist]":
     symbols: dict[str, Artist] = {}
     for mark in figure.marks:
         (x,), (y,) = _convert_to_floats([mark.x], _get_x_scale(figure)), _convert_to_floats([mark.y], figure.y_scale)
-        style: dict[str, Any] = {"linestyle": _LINES[mark.kind], "linewidth": 1.2, "color": COLORS["ink"]}
+        style: dict[str, Any] = {"linestyle": _LINE_STYLES[mark.kind], "linewidth": 1.2, "color": COLORS["ink"]}
         label = mark.text
         if not math.isnan(x + y):
-            style = _POINT
+            style = _POINT_STYLE
             axes.plot([x], [y], zorder=6, clip_on=False, **style)
         elif mark.x is None and not math.isnan(y):
             axes.axhline(y, zorder=5, **style)
@@ -226,10 +226,10 @@ def _is_event(mark: Annotation) -> bool:
 
 # --- Figures
 
-WIDTH, PLOT = 390.0, 255.0  # width of a drawing, and height without its legend, in points
+WIDTH, PLOT_HEIGHT = 390.0, 255.0  # width of a drawing, and height without its legend, in points
 _LINE_HEIGHT = 15.0  # height of a line of the legend, in points
 _NOTEBOOK_DPI = 144
-_RC: dict[str, Any] = {
+_MATPLOTLIB_SETTINGS: dict[str, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "tula",
     "text.parse_math": False,  # dollar signs are literal
@@ -300,12 +300,12 @@ def render_svg(figure: Figure, *, prefix: str = "", style_indices: Mapping[str, 
     return (
         f'<svg class="figure" role="img" aria-labelledby="{name}-title {name}-desc"{root}>'
         f'<title id="{name}-title">{title}</title><desc id="{name}-desc">{description}</desc>'
-        + _TAG.sub(lambda tag: _REFERENCE.sub(rf"\g<1>{name}-", tag[0]), content)
+        + _TAG_PATTERN.sub(lambda tag: _REFERENCE_PATTERN.sub(rf"\g<1>{name}-", tag[0]), content)
     )
 
 
-_TAG = re.compile("<[^>]+>")
-_REFERENCE = re.compile(r"""(?:xlink:)?(href="#| id="|url\(#)""")
+_TAG_PATTERN = re.compile("<[^>]+>")
+_REFERENCE_PATTERN = re.compile(r"""(?:xlink:)?(href="#| id="|url\(#)""")
 """Where matplotlib names an element; two figures of a page may have the same names."""
 
 
@@ -335,7 +335,7 @@ def _use_plot_defaults() -> Iterator[None]:
     """Use fixed drawing settings regardless of the user's matplotlib configuration, without warnings about fonts."""
     from matplotlib import style
 
-    with style.context(["default", _RC]), warnings.catch_warnings():
+    with style.context(["default", _MATPLOTLIB_SETTINGS]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Glyph .* missing from")  # browsers have other fonts
         yield
 
@@ -347,7 +347,7 @@ def _get_x_scale(figure: Figure) -> str:
 def _draw_figure(figure: Figure, style_indices: Mapping[str, int], *, dpi: int = 72) -> "Canvas":
     from matplotlib.figure import Figure as Canvas
 
-    canvas = Canvas(figsize=(WIDTH / 72, PLOT / 72), dpi=dpi, layout="constrained")
+    canvas = Canvas(figsize=(WIDTH / 72, PLOT_HEIGHT / 72), dpi=dpi, layout="constrained")
     axes = canvas.add_subplot()
     shown = [
         (series, style_indices.get(series.name, place))
@@ -378,7 +378,7 @@ def _draw_figure(figure: Figure, style_indices: Mapping[str, int], *, dpi: int =
     axes.set_title(wrap_text(figure.y_label), pad=17 if has_numbers else 8, color=COLORS["ink"])
     axes.set_xlabel(wrap_text(figure.x_label))
     lines = 0 if only and not marks else _draw_legend(canvas, symbols)
-    canvas.set_size_inches(WIDTH / 72, (PLOT + _LINE_HEIGHT * lines) / 72)
+    canvas.set_size_inches(WIDTH / 72, (PLOT_HEIGHT + _LINE_HEIGHT * lines) / 72)
     return canvas
 
 

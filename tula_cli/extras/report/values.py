@@ -33,7 +33,7 @@ def choose_bytes_unit(sizes: Iterable[float | None]) -> tuple[float, str]:
     return 1 / divisor, unit
 
 
-def convert(value: float | None, factor: float) -> float | None:
+def convert_unit(value: float | None, factor: float) -> float | None:
     """Convert a value to another unit; None is returned unchanged."""
     return None if value is None else value * factor
 
@@ -55,7 +55,7 @@ def is_priced(rows: Iterable[Prediction], currency: str) -> bool:
     return not all(is_cost_in_node_hours(row.cost, row.all_node_hours, currency) for row in rows)
 
 
-NOTES = {
+NOTE_DESCRIPTIONS = {
     **CAVEATS,
     "efficiency_above_100": "better than linear scaling, because of measurement error or of caches that help on more nodes",
     "interval_unknown": "too few probes for a 90 % interval",
@@ -75,7 +75,7 @@ def describe_notes(names: Sequence[str]) -> str:
 def explain_notes(rows: Iterable[Sequence[str]]) -> str:
     """Explain the caveats of some rows as the end of a caption; empty if the rows have none."""
     kinds = {get_caveat_kind(name) for names in rows for name in names}
-    explained = {name: explanation for name, explanation in NOTES.items() if name in kinds}
+    explained = {name: explanation for name, explanation in NOTE_DESCRIPTIONS.items() if name in kinds}
     return "".join(f" {describe_notes([name]).capitalize()}: {text}." for name, text in explained.items())
 
 

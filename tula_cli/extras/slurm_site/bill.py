@@ -32,7 +32,7 @@ from tula_cli.words import format_count, format_moment, format_number
 # As observed with SLURM 22.05 and documented for 24.11: a job with exclusive nodes is allocated all their CPUs and GPUs,
 # but only the memory that it requests; without a request, the default of the partition or cluster, or else all memory.
 
-_BARE = re.compile(r"^\d+$")
+_NUMBER_PATTERN = re.compile(r"^\d+$")
 
 
 def parse_config(text: str) -> dict[str, str]:
@@ -56,7 +56,7 @@ class Node:
         """Return the node from a record of `scontrol show node`."""
         tres = parse_tres(record.get("CfgTRES", ""))
         cpus = record.get("CPUEfctv") or record.get("CPUTot", "0")
-        tres.setdefault("cpu", float(cpus) if _BARE.match(cpus) else 0.0)
+        tres.setdefault("cpu", float(cpus) if _NUMBER_PATTERN.match(cpus) else 0.0)
         tres.setdefault("mem", parse_count("mem", record.get("RealMemory", "0")) or 0.0)
         threads = record.get("ThreadsPerCore", "1")
         return cls(
@@ -64,7 +64,7 @@ class Node:
             partitions=tuple(filter(None, record.get("Partitions", "").split(","))),
             features=tuple(filter(None, record.get("AvailableFeatures", "").split(","))),
             gres=record.get("Gres", ""),
-            threads=int(threads) if _BARE.match(threads) else 1,
+            threads=int(threads) if _NUMBER_PATTERN.match(threads) else 1,
         )
 
     def can_run(self, spec: JobSpec, partition: str) -> bool:
@@ -162,11 +162,11 @@ def list_requested_licenses(spec: JobSpec) -> dict[str, float]:
 
 # --- The bill of a job
 
-FOLDER = ".site"
+CACHE_FOLDER = ".site"
 """Folder of cached answers, in the folder of the runs."""
-KEPT_SECONDS = 86400.0
+MAX_CACHE_AGE_SECONDS = 86400.0
 """Seconds for which a cached answer is valid; weights and nodes may change in a maintenance."""
-_PATIENCE = 30.0  # timeout in seconds; scontrol prints megabytes of nodes on large sites
+_TIMEOUT = 30.0  # timeout in seconds; scontrol prints megabytes of nodes on large sites
 
 
 class StoredBill(Record):
@@ -191,10 +191,10 @@ def find_site_bill(spec: JobSpec, root: Path | None, *, ask: Ask) -> SiteBill:
     Raises:
         SpecError: SLURM does not report its billing, and no answer is cached; or the job cannot be billed by SLURM.
     """
-    path = None if root is None else root / FOLDER / f"bill-{_make_cache_key(spec)}.json"
+    path = None if root is None else root / CACHE_FOLDER / f"bill-{_make_cache_key(spec)}.json"
     stored = None if path is None else read_record(path, _RECORD)
     now = time.time()
-    if stored is not None and 0 <= now - stored.asked_at < KEPT_SECONDS:
+    if stored is not None and 0 <= now - stored.asked_at < MAX_CACHE_AGE_SECONDS:
         return stored.bill
     try:
         bill, unsure = ask_bill(spec, ask)
@@ -230,13 +230,13 @@ def _make_cache_key(spec: JobSpec) -> str:
     })  # fmt: skip
 
 
-def ask_slurm(*command: str) -> str:
+def run_slurm_command(*command: str) -> str:
     """Run a command of SLURM and return its output.
 
     Raises:
         SchedulerError: the command fails or does not answer.
     """
-    answer = call_slurm(*command, patience=_PATIENCE)
+    answer = call_slurm(*command, patience=_TIMEOUT)
     if not answer.ok:
         raise SchedulerError(answer.complaint.splitlines()[-1] if answer.complaint else f"{command[0]} printed nothing")
     return answer.text
@@ -400,8 +400,8 @@ def get_user_name() -> str:
 
 # --- Charges of jobs from SLURM's accounting
 
-_FIELDS = "JobIDRaw,State,ElapsedRaw,AllocTRES"
-_OPEN = ("RUNNING", "PENDING", "REQUEUED", "SUSPENDED", "COMPLETING")
+_SACCT_FIELDS = "JobIDRaw,State,ElapsedRaw,AllocTRES"
+_OPEN_STATES = ("RUNNING", "PENDING", "REQUEUED", "SUSPENDED", "COMPLETING")
 
 
 @dataclass(frozen=True)
@@ -424,7 +424,7 @@ def read_billed_jobs(ids: Sequence[str]) -> BilledJobs | None:
     if not ids:
         return None
     answer = call_slurm(
-        "sacct", "--allocations", "--duplicates", "--noheader", "--parsable2", f"--jobs={','.join(ids)}", f"--format={_FIELDS}",
+        "sacct", "--allocations", "--duplicates", "--noheader", "--parsable2", f"--jobs={','.join(ids)}", f"--format={_SACCT_FIELDS}",
         patience=COMMAND_TIMEOUT,
     )  # fmt: skip
     return parse_billed_jobs(answer.text) if answer.ok else None
@@ -449,7 +449,9 @@ def parse_billed_jobs(output: str) -> BilledJobs | None:
         jobs=len(ran),
         billing_hours=sum(seconds * billing for seconds, billing in ran) / 3600,
         hours=sum(seconds for seconds, _ in ran) / 3600,
-        open=any(state in _OPEN for states in jobs_states.values() for state in (states - {"REQUEUED"} or states)),
+        open=any(
+            state in _OPEN_STATES for states in jobs_states.values() for state in (states - {"REQUEUED"} or states)
+        ),
         billings=tuple(sorted({int(billing) for _, billing in ran})),
     )
 

@@ -16,11 +16,11 @@ from tula_cli.models.cost import ROUNDING_ERROR
 Tres = Mapping[str, float]
 """Counts by name ("cpu", "mem" in MB, "node", "gres/gpu", "gres/gpu:a100", "license/matlab")."""
 
-Count = Literal["sum", "max", "max_gres"]
+BillingRule = Literal["sum", "max", "max_gres"]
 
-_MB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "P": 1024.0**3, "E": 1024.0**4}
-_COUNTS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
-_OF_A_NODE = ("cpu", "mem", "node")
+_MEGABYTE_UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "P": 1024.0**3, "E": 1024.0**4}
+_COUNT_UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+_NODE_TRES = ("cpu", "mem", "node")
 
 
 def parse_tres(text: str) -> dict[str, float]:
@@ -38,7 +38,7 @@ def parse_count(name: str, text: str) -> float | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTPE]?)B?", text.strip().upper())
     if match is None or not name:
         return None
-    units = _MB if _has_memory_unit(name) else _COUNTS
+    units = _MEGABYTE_UNITS if _has_memory_unit(name) else _COUNT_UNITS
     return float(match[1]) * (units[match[2]] if match[2] else 1.0)
 
 
@@ -53,7 +53,7 @@ def parse_weights(text: str) -> dict[str, float]:
         match = re.fullmatch(r"(-?\d*\.?\d+(?:[eE][-+]?\d+)?)([KMGTPE]?)B?", value.strip(), re.IGNORECASE)
         if name and match:
             unit = match[2].upper()
-            scale = 1.0 if not unit else (_MB if _has_memory_unit(name.lower()) else _COUNTS)[unit]
+            scale = 1.0 if not unit else (_MEGABYTE_UNITS if _has_memory_unit(name.lower()) else _COUNT_UNITS)[unit]
             weights[name.lower()] = float(match[1]) / scale
     return weights
 
@@ -62,13 +62,13 @@ def _has_memory_unit(name: str) -> bool:
     return name == "mem" or name.startswith("bb/")
 
 
-def parse_flags(flags: str) -> Count:
+def parse_flags(flags: str) -> BillingRule:
     """Return the billing rule that PriorityFlags selects."""
     words = re.split(r"[,\s]+", flags.upper())
     return "max" if "MAX_TRES" in words else "max_gres" if "MAX_TRES_GRES" in words else "sum"
 
 
-def compute_billing(tres: Tres, weights: Tres | None, count: Count) -> float:
+def compute_billing(tres: Tres, weights: Tres | None, count: BillingRule) -> float:
     """Return the billing of an allocation, before SLURM truncates it to a whole number.
 
     Args:
@@ -81,7 +81,7 @@ def compute_billing(tres: Tres, weights: Tres | None, count: Count) -> float:
     products = {name: weight * tres.get(name, 0.0) for name, weight in weights.items() if name != "billing"}
     if count == "sum":
         return sum(products.values())
-    alternatives = {name for name in products if name in _OF_A_NODE or (count == "max" and name.startswith("gres/"))}
+    alternatives = {name for name in products if name in _NODE_TRES or (count == "max" and name.startswith("gres/"))}
     most = max((products[name] for name in alternatives), default=0.0)
     return max(0.0, most) + sum(value for name, value in products.items() if name not in alternatives)
 

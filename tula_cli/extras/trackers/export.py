@@ -39,9 +39,15 @@ if TYPE_CHECKING:
     from tula_cli.services.tracking import ExportResult
 # --- Files to send
 
-FILES = ("recommended.yaml", "results.csv")
+SENT_FILES = ("recommended.yaml", "results.csv")
 """Files of a run that are sent unchanged."""
-_REPORTED = ("recommendation.json", "results/*.json", "train/*/result.json", "train/*/summary.json", "comparison.json")
+_REPORTED_FILES = (
+    "recommendation.json",
+    "results/*.json",
+    "train/*/result.json",
+    "train/*/summary.json",
+    "comparison.json",
+)
 
 
 def write_report_file(run: Run) -> tuple[Path, ...]:
@@ -53,7 +59,7 @@ def write_report_file(run: Run) -> tuple[Path, ...]:
         TulaError: a record of the run cannot be read, or the report cannot be written.
     """
     path = run.path / FOLDER / "report.md"
-    newest = max((file.stat().st_mtime for pattern in _REPORTED for file in run.path.glob(pattern)), default=None)
+    newest = max((file.stat().st_mtime for pattern in _REPORTED_FILES for file in run.path.glob(pattern)), default=None)
     package: ReportPackage | None = find_extra("report")
     if newest is None or package is None:
         return ()
@@ -85,7 +91,7 @@ class ExportRecord(Record):
 _RECORD = TypeAdapter(ExportRecord)
 
 
-LOCK_POLL = 0.5
+LOCK_POLL_SECONDS = 0.5
 """Seconds between two attempts to lock the record of a destination."""
 
 
@@ -141,7 +147,7 @@ class Session:
         while self._lock.acquire():
             if active:
                 return
-            time.sleep(LOCK_POLL)
+            time.sleep(LOCK_POLL_SECONDS)
         problem = ""
         try:
             self.sent = self._read_sent()
@@ -165,7 +171,7 @@ class Session:
         )
 
     def _send(self, snapshot: Snapshot, *, active: bool) -> None:
-        files = tuple(path for name in FILES if (path := snapshot.path / name).is_file())
+        files = tuple(path for name in SENT_FILES if (path := snapshot.path / name).is_file())
         if not active:  # while jobs run, the report would change with each update
             files += self.reports(self.run)
         self._send_run(make_run_payload(self.run, snapshot, active=active, artifacts=files))

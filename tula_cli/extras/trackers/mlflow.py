@@ -23,11 +23,11 @@ from mlflow.entities import Metric, Param, RunTag  # noqa: E402 - it reads these
 from mlflow.tracking import MlflowClient  # noqa: E402
 
 T = TypeVar("T")
-FILES = "mlartifacts"
+ARTIFACT_FOLDER = "mlartifacts"
 """Folder of artifacts next to a local database."""
-_METRICS, _OTHERS = 1000, 100
+_MAX_METRICS_PER_CALL, _MAX_PARAMS_PER_CALL = 1000, 100
 """Maximum numbers of metrics, and of parameters or tags, per call."""
-_LONGEST = 500
+_MAX_VALUE_CHARACTERS = 500
 """Maximum length of a value, in characters, that every server version accepts."""
 _STATES = {"running": "RUNNING", "finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 
@@ -40,14 +40,16 @@ class MlflowRun:
         self.given = set(client.get_run(run_id).data.params)  # parameters cannot be changed
 
     def params(self, values: Mapping[str, Scalar]) -> None:
-        params = [Param(_make_key(name), str(value)[:_LONGEST]) for name, value in values.items()]
-        for some in _split_into_chunks([param for param in params if param.key not in self.given], _OTHERS):
+        params = [Param(_make_key(name), str(value)[:_MAX_VALUE_CHARACTERS]) for name, value in values.items()]
+        for some in _split_into_chunks(
+            [param for param in params if param.key not in self.given], _MAX_PARAMS_PER_CALL
+        ):
             self.client.log_batch(self.id, params=some)
         self.given |= {param.key for param in params}
 
     def tags(self, values: Mapping[str, str]) -> None:
-        tags = [RunTag(_make_key(name), value[:_LONGEST]) for name, value in values.items()]
-        for some in _split_into_chunks(tags, _OTHERS):
+        tags = [RunTag(_make_key(name), value[:_MAX_VALUE_CHARACTERS]) for name, value in values.items()]
+        for some in _split_into_chunks(tags, _MAX_PARAMS_PER_CALL):
             self.client.log_batch(self.id, tags=some)
 
     def points(self, points: Sequence[Point]) -> None:
@@ -64,7 +66,7 @@ class MlflowRun:
         self._log_metrics([Metric(_make_key(name), value, now, samples) for name, value in values.items()])
 
     def _log_metrics(self, metrics: Sequence[Metric]) -> None:
-        for some in _split_into_chunks(metrics, _METRICS):
+        for some in _split_into_chunks(metrics, _MAX_METRICS_PER_CALL):
             self.client.log_batch(self.id, metrics=some)
 
     def artifact(self, path: Path) -> None:
@@ -85,7 +87,7 @@ class MlflowExporter:
         if uri.startswith("sqlite:///"):  # the default is relative to the current folder
             folder = Path(uri.removeprefix("sqlite:///")).parent
             folder.mkdir(parents=True, exist_ok=True)
-            files = (folder / FILES / _make_key(project)).as_uri()
+            files = (folder / ARTIFACT_FOLDER / _make_key(project)).as_uri()
         self.client = MlflowClient(tracking_uri=uri)
         existing = self.client.get_experiment_by_name(project)
         self.experiment = existing.experiment_id if existing else self.client.create_experiment(project, files)

@@ -20,7 +20,7 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.secrets import may_be_secret, redact_secrets
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.training_run import TrainingRun
-from tula_cli.spec.merge import flatten
+from tula_cli.spec.merge import flatten_mapping
 from tula_cli.words import describe_configuration, format_count, get_first_line
 
 # --- A run
@@ -47,7 +47,7 @@ class RunPayload:
 
 def list_settings(content: Mapping[str, Any]) -> dict[str, Scalar]:
     """Return nested settings by their keys, `a.b.c`, without empty values and possible secrets."""
-    return {key: value for key, given in flatten(content) if (value := _format_setting(key, given)) is not None}
+    return {key: value for key, given in flatten_mapping(content) if (value := _format_setting(key, given)) is not None}
 
 
 def _format_setting(key: str, value: Any) -> Scalar | None:
@@ -227,11 +227,11 @@ def _list_end_numbers(training: TrainingRun) -> Iterator[tuple[str, Any]]:
 
 # --- Curves
 
-_NO_CURVE = ("warning", "environment", "change", "branch")
+_ROW_KINDS_WITHOUT_CURVE = ("warning", "environment", "change", "branch")
 """Kinds of rows that are not part of a curve: they are text, or concern weights other than the training's."""
-_PLACES = {"ags": "ags/", "diagnostics": "gradients/", "metrics": "eval/"}
+_NAME_PREFIXES = {"ags": "ags/", "diagnostics": "gradients/", "metrics": "eval/"}
 """Mappings in a row, with the beginning of their values' names at a tracker."""
-_NAMES = {
+_CURVE_NAMES = {
     "epoch": "epoch",
     "attempt": "attempt",
     "stage": "stage",
@@ -250,7 +250,7 @@ def collect_points(rows: Iterable[Mapping[str, Any]], *, batch: int) -> list[Poi
         batch: global batch of rows that have none.
     """
     points: list[Point] = []
-    curves = (row for row in rows if row["kind"] not in _NO_CURVE and "samples" in row)
+    curves = (row for row in rows if row["kind"] not in _ROW_KINDS_WITHOUT_CURVE and "samples" in row)
     for samples, at_position in groupby(curves, key=itemgetter("samples")):
         time, values = 0.0, dict[str, float]()
         for row in at_position:
@@ -264,12 +264,14 @@ def _list_row_values(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the values of a row by their names at a tracker."""
     kind = row["kind"]
     prefix = "train" if kind in ("step", "epoch", "start", "stage") else kind
-    for key, value in flatten({key: value for key, value in row.items() if key not in ("kind", "time", "samples")}):
+    for key, value in flatten_mapping(
+        {key: value for key, value in row.items() if key not in ("kind", "time", "samples")}
+    ):
         first, _, rest = key.partition(".")
-        if rest and first in _PLACES:
-            yield _PLACES[first] + rest.replace(".", "_"), value
+        if rest and first in _NAME_PREFIXES:
+            yield _NAME_PREFIXES[first] + rest.replace(".", "_"), value
         else:
-            yield _NAMES.get(key, f"{prefix}/{key}"), value
+            yield _CURVE_NAMES.get(key, f"{prefix}/{key}"), value
     if kind == "step" and row.get("step_time"):
         yield "train/samples_per_second", row["batch"] / row["step_time"]
 

@@ -14,7 +14,7 @@ from tensorboard.util import tensor_util
 
 from tula_cli.extras.trackers.destination import Point, Scalar, State, TrackerRun
 
-_TABLED = 40
+_MAX_TABLE_SETTINGS = 40
 """Maximum number of settings for which a run is shown in the HPARAMS table; a whole job has more and becomes text."""
 
 
@@ -28,7 +28,7 @@ class BoardRun:
 
     def params(self, values: Mapping[str, Scalar]) -> None:
         self._write_text("parameters", _render_table(values))
-        if len(values) <= _TABLED:
+        if len(values) <= _MAX_TABLE_SETTINGS:
             self._write_summary(hparams.hparams_pb(dict(values), trial_id=self.id, start_time_secs=self.started), at=0)
 
     def tags(self, values: Mapping[str, str]) -> None:

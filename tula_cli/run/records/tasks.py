@@ -11,7 +11,7 @@ from tula_cli.run.records.recommendations import Prediction, Stage
 from tula_cli.spec.load import StoredSpec
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.sections import Workers
-from tula_cli.spec.slurm_options import ROOM
+from tula_cli.spec.slurm_options import EXTRA_MINUTES
 from tula_cli.spec.workload import get_workload
 
 MAX_RESTARTS = 2
@@ -409,7 +409,7 @@ class CheckTask(BaseTask):
 
     @property
     def time_limit(self) -> int:
-        return math.ceil(self.MINUTES) + ROOM
+        return math.ceil(self.MINUTES) + EXTRA_MINUTES
 
 
 class CodeSnapshot(Record):

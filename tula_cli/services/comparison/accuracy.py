@@ -16,9 +16,15 @@ from tula_cli.run.records.recommendations import Accuracy
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services import messages
-from tula_cli.services.compare import ENDED, FINISHED, State, compute_mean_hours_by_row, estimate_hours
+from tula_cli.services.compare import (
+    FINISHED_STATES,
+    UNFINISHED_END_STATES,
+    CellState,
+    compute_mean_hours_by_row,
+    estimate_hours,
+)
 from tula_cli.services.comparison import rounds
-from tula_cli.services.comparison.rows import REFERENCE, takes_seed
+from tula_cli.services.comparison.rows import REFERENCE_METHOD, takes_seed
 from tula_cli.services.plans import sum_hours
 from tula_cli.services.status import JobStatus
 from tula_cli.spec.job import JobSpec
@@ -45,7 +51,7 @@ class CellReport:
     """
 
     cell: Cell
-    state: State
+    state: CellState
     reason: str = ""
     top1: float | None = None
     top5: float | None = None
@@ -59,7 +65,7 @@ class CellReport:
 
     @property
     def finished(self) -> bool:
-        return self.state in FINISHED
+        return self.state in FINISHED_STATES
 
     def value(self, metric: str) -> float | None:
         """Return top1, top5, loss or another metric; None if the training does not report it."""
@@ -107,13 +113,22 @@ class ComparisonRow:
         first_stat = self.top1 or self.loss or next(iter(self.metrics.values()), None)
         return 0 if first_stat is None else first_stat.n
 
-    def count(self, *states: State) -> int:
+    def count(self, *states: CellState) -> int:
         return sum(cell.state in states for cell in self.cells)
 
     @property
     def note(self) -> str:
         """The reason why the row was dropped, and the number of trainings in each state other than finished."""
-        states: tuple[State, ...] = ("diverged", "failed", "cancelled", "lost", "held", "running", "queued", "missing")
+        states: tuple[CellState, ...] = (
+            "diverged",
+            "failed",
+            "cancelled",
+            "lost",
+            "held",
+            "running",
+            "queued",
+            "missing",
+        )
         counts = [f"{count} {state}" for state in states if (count := self.count(state))]
         return ", ".join([*([self.dropped] if self.dropped else []), *counts])
 
@@ -191,9 +206,9 @@ class CompareReport:
 def _list_metric_columns(row: ComparisonRow, metrics: Iterable[str]) -> dict[str, float | None]:
     stats = {name: row.stat(name) for name in metrics}
     return {
-        f"{name}_{of}": None if stat is None else getattr(stat, of)
+        f"{name}_{statistic_name}": None if stat is None else getattr(stat, statistic_name)
         for name, stat in stats.items()
-        for of in ("mean", "sd")
+        for statistic_name in ("mean", "sd")
     }
 
 
@@ -214,7 +229,9 @@ def build_compare_report(run: Run, comparison: Comparison, *, jobs: Iterable[Job
     ]
     columns = _list_metric_names(cells, spec)
     metric = columns[0]
-    full, short = ([report for report in cells if bool(report.cell.short) is of] for of in (False, True))
+    full, short = (
+        [report for report in cells if bool(report.cell.short) is statistic_name] for statistic_name in (False, True)
+    )
     rows = [_mark_dropped(row, standing.reasons) for row in _compare_with_reference(_group_rows(full), metric)]
     second = {(row.method, row.batch) for row in rows}
     first_round = [
@@ -226,7 +243,7 @@ def build_compare_report(run: Run, comparison: Comparison, *, jobs: Iterable[Job
         columns=columns,
         reference_batch=spec.train.reference_batch,
         nodes=comparison.nodes,
-        total=standing.at_most,
+        total=standing.max_trainings,
         finished=sum(cell.finished for cell in cells),
         hours_left=sum_hours([*(c.cell for c in cells if not c.finished), *standing.undecided], hours),
         warnings=(*_list_comparison_warnings([*rows, *first_round], metric), *snapshot.training_warnings),
@@ -341,7 +358,7 @@ def _compute_mean(values: Iterable[float | None]) -> float | None:
 def _compare_with_reference(rows: Sequence[ComparisonRow], metric: str) -> list[ComparisonRow]:
     """Return the rows with their gap to the reference, and the share of lbt's gap that they recover."""
     reference = next((row for row in rows if row.reference), None)
-    plain = {row.batch: row for row in rows if row.method == REFERENCE and not row.reference}
+    plain = {row.batch: row for row in rows if row.method == REFERENCE_METHOD and not row.reference}
     return [row if row.reference else _add_gap(row, reference, plain.get(row.batch), metric) for row in rows]
 
 
@@ -350,7 +367,7 @@ def _add_gap(
 ) -> ComparisonRow:
     small, row_stat = _compute_stats_over_common_seeds(metric, reference, row)
     lost = compute_metric_gap(small, row_stat, metric)
-    if row.method == REFERENCE:
+    if row.method == REFERENCE_METHOD:
         return dataclasses.replace(row, gap=lost)
     small, large, row_stat = _compute_stats_over_common_seeds(metric, reference, plain, row)
     return dataclasses.replace(row, gap=lost, recovered=compute_recovered_share(small, large, row_stat, metric))
@@ -412,7 +429,7 @@ def _list_comparison_warnings(rows: Iterable[ComparisonRow], metric: str) -> Ite
                 method=row.method, batch=row.batch, normalisation=normalisation
             )
         for cell in row.cells:
-            if cell.state in ENDED or (cell.state == "diverged" and cell.reason):
+            if cell.state in UNFINISHED_END_STATES or (cell.state == "diverged" and cell.reason):
                 reason = cell.reason.strip().partition(chr(10))[0]
                 yield messages.job_ended(job=cell.cell.description, state=cell.state, reason=reason)
             elif cell.state == "done" and cell.value(metric) is None:
@@ -534,9 +551,9 @@ def _judge_accuracy(reference: "ComparisonRow", row: "ComparisonRow", metric: st
     small, large = reference.stat(metric), row.stat(metric)
     assert small is not None and large is not None and row.gap is not None  # both have the metric of the gap
     error, percent = compute_standard_error(small, large), metric in ("top1", "top5")
-    within = MAX_POINTS_LOST if percent else MAX_SHARE_LOST * abs(small.mean)
-    keeps = row.gap + (Z90 * error if error is not None else 0.0) <= within
-    if keeps and error is None:
+    max_gap = MAX_POINTS_LOST if percent else MAX_SHARE_LOST * abs(small.mean)
+    is_kept = row.gap + (Z90 * error if error is not None else 0.0) <= max_gap
+    if is_kept and error is None:
         return None
     spread, unit = f" ± {format_number(error)}" if error is not None else "", " points" if percent else ""
     if row.gap == 0:
@@ -548,7 +565,7 @@ def _judge_accuracy(reference: "ComparisonRow", row: "ComparisonRow", metric: st
         )
     seeds = min(small.n, large.n)
     limit = f"{MAX_POINTS_LOST:g} point" if percent else f"{100 * MAX_SHARE_LOST:g} %"
-    outcome: Literal["keeps", "may lose"] = "keeps" if keeps else "may lose"
+    outcome: Literal["keeps", "may lose"] = "keeps" if is_kept else "may lose"
     return Accuracy(
         outcome=outcome,
         batch=row.batch,
@@ -557,5 +574,5 @@ def _judge_accuracy(reference: "ComparisonRow", row: "ComparisonRow", metric: st
         gap=row.gap,
         error=error,
         seeds=seeds,
-        words=f"{'kept within' if keeps else 'may be worse by more than'} {limit}: {row.method} at batch {row.batch} was {description} (tula compare, {format_count(seeds, 'seed')})",
+        words=f"{'kept within' if is_kept else 'may be worse by more than'} {limit}: {row.method} at batch {row.batch} was {description} (tula compare, {format_count(seeds, 'seed')})",
     )

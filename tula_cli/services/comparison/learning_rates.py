@@ -95,7 +95,7 @@ class LearningRateReport:
         )
 
 
-def prepare_search(
+def prepare_rate_search(
     runs: Sequence[Run],
     inspect: compare.Inspect,
     *,
@@ -133,7 +133,7 @@ def prepare_search(
     plan = rate_search.plan_search(spec, (batch, *others), dataset_size=size, save_every=save_every)
     if plan.share > EXPENSIVE_SHARE:
         yield WarningEvent(messages.expensive_rate_search(share=plan.share, samples=plan.length, steps=MIN_STEPS))
-    key = compute_digest({"training": _compute_signature(run, nodes, batch, training.code), "batches": others})
+    key = compute_digest({"training": _compute_search_signature(run, nodes, batch, training.code), "batches": others})
     task = RateSearchTask(
         id=f"rates-{key}",
         job=f"rates-{key}",
@@ -206,14 +206,14 @@ def _require_branchable(run: Run, script: Script, divisor: int) -> tuple[int, in
     return size, size // reference * reference if script.length.epochs is not None else 0
 
 
-def _compute_signature(run: Run, nodes: int, batch: int, code: Source) -> str:
+def _compute_search_signature(run: Run, nodes: int, batch: int, code: Source) -> str:
     """Return a signature that is the same for all rules of the learning rate."""
     return compute_train_signature(
         rate_search.make_job_of_rule(run.spec, "linear"), nodes=nodes, batch=batch, code=code.identity
     )
 
 
-def run_search(search: PreparedSearch, submission: Submission) -> Work[LearningRateReport | DetachedJobs]:
+def run_rate_search(search: PreparedSearch, submission: Submission) -> Work[LearningRateReport | DetachedJobs]:
     """Train the missing branches, or attach to the job if it is running, and return the report.
 
     Raises:
@@ -225,7 +225,7 @@ def run_search(search: PreparedSearch, submission: Submission) -> Work[LearningR
         SchedulerError: the scheduler refused the job.
     """
     run, task = search.run, search.task
-    if _is_complete(run, task):
+    if _is_search_complete(run, task):
         yield Note("this search has already finished")
         return read_report(search, submission.find_settings_origin(run))
     launcher = submission.launcher_for(run.spec)
@@ -236,7 +236,7 @@ def run_search(search: PreparedSearch, submission: Submission) -> Work[LearningR
         cap = run.spec.search.max_node_hours
         if problem := describe_beyond_cap("the search for a learning rate", planned.node_hours or 0.0, cap):
             raise OverBudget(problem, "raise the limit, for example --set search.max_node_hours=100")
-        if known := len(_list_branches(run, task)):
+        if known := len(_list_finished_branches(run, task)):
             yield Note(f"{known} of {search.plan.branches} branches have already been trained")
         submission.require_confirmed(planned)
     submission.save_runs([run])
@@ -252,7 +252,7 @@ def run_search(search: PreparedSearch, submission: Submission) -> Work[LearningR
     return read_report(search, submission.find_settings_origin(run))
 
 
-def _list_branches(run: RunDir, task: RateSearchTask) -> tuple[RateBranch, ...]:
+def _list_finished_branches(run: RunDir, task: RateSearchTask) -> tuple[RateBranch, ...]:
     """Return the branches that have ended."""
     record = run.read_rate_search(task.key)
     return () if record is None else record.branches
@@ -261,9 +261,9 @@ def _list_branches(run: RunDir, task: RateSearchTask) -> tuple[RateBranch, ...]:
 def _wait_for_branches(search: PreparedSearch, launcher: Launcher, submission: Submission) -> Work[None]:
     """Wait for the job, and report each branch when it has ended."""
     run, task = search.run, search.task
-    reported = len(_list_branches(run, task))
+    reported = len(_list_finished_branches(run, task))
     for event in wait_for_jobs(run, launcher, [task.job], timeout=submission.timeout):
-        branches = _list_branches(run, task)
+        branches = _list_finished_branches(run, task)
         for number, branch in enumerate(branches[reported:], reported + 1):
             yield Note(f"branch {number} of {search.plan.branches}: {describe_branch(branch)}")
         reported = len(branches)
@@ -289,7 +289,7 @@ def _find_batch_too_large(run: RunDir, task: RateSearchTask) -> int | None:
     return arm.batch if arm is not None and arm.batch > task.batches[0] else None
 
 
-def _is_complete(run: RunDir, task: RateSearchTask) -> bool:
+def _is_search_complete(run: RunDir, task: RateSearchTask) -> bool:
     """Return whether nothing is left to train."""
     record = run.read_rate_search(task.key)
     return record is not None and (record.finished or _find_batch_too_large(run, task) is not None)
@@ -312,7 +312,7 @@ def read_report(search: PreparedSearch, file: JobFile | None = None) -> Learning
             f"there is no search for a learning rate at batch {first}{with_others} on {format_count(task.nodes)} yet",
             f"to start it, remove --show; to show another search, {'remove' if others else 'add'} --batches",
         )
-    if record is None or not _is_complete(run, task):
+    if record is None or not _is_search_complete(run, task):
         raise make_error_of_job(run, task, "the search for a learning rate")
     batch, reference = task.batches[0], record.reference_batch
     chosen = rate_search.choose_rate([branch for branch in record.branches if branch.batch == batch], record.start_loss)

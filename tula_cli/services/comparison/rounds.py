@@ -18,7 +18,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import validate_job
 from tula_cli.spec.workload import get_workload
 from tula_cli.words import format_number
 
@@ -36,7 +36,7 @@ def get_short_epochs(spec: JobSpec) -> int:
     return spec.train.epochs if epochs is None else math.ceil(epochs / SHORT_EPOCH_DIVISOR)
 
 
-def shorten_job(spec: JobSpec, epochs: int) -> JobSpec:
+def shorten_job_to_epochs(spec: JobSpec, epochs: int) -> JobSpec:
     """Return a job with `epochs` epochs, and all settings counted in epochs shortened in proportion.
 
     Raises:
@@ -48,18 +48,18 @@ def shorten_job(spec: JobSpec, epochs: int) -> JobSpec:
     else:
         share = epochs / spec.train.epochs
         content |= {
-            name: _scale_counts(content[name], share) for name in ("schedule", "train", "auto") if name in content
+            name: _scale_epoch_counts(content[name], share) for name in ("schedule", "train", "auto") if name in content
         }
         content["train"]["epochs"] = epochs
-    return validate(content, source=f"the job with {epochs} of its {spec.train.epochs} epochs")
+    return validate_job(content, source=f"the job with {epochs} of its {spec.train.epochs} epochs")
 
 
-def _scale_counts(value: Any, share: float, counts: bool = False) -> Any:
+def _scale_epoch_counts(value: Any, share: float, counts: bool = False) -> Any:
     """Multiply the values that count epochs by `share`; integers are rounded up."""
     if isinstance(value, dict):
-        return {k: _scale_counts(v, share, k in EPOCH_KEYS) for k, v in value.items()}
+        return {k: _scale_epoch_counts(v, share, k in EPOCH_KEYS) for k, v in value.items()}
     if isinstance(value, list):
-        return [_scale_counts(entry, share, counts) for entry in value]
+        return [_scale_epoch_counts(entry, share, counts) for entry in value]
     if not counts or not isinstance(value, int | float):
         return value
     return math.ceil(share * value) if isinstance(value, int) else share * value
@@ -110,7 +110,7 @@ class ComparisonState:
     reasons: Mapping[tuple[str, int], str] = field(default_factory=dict)  # why a row (method, batch) was dropped
 
     @property
-    def at_most(self) -> int:
+    def max_trainings(self) -> int:
         return len(self.wanted) + len(self.undecided)
 
 
@@ -133,7 +133,9 @@ def compute_comparison_state(
     outcomes = {cell.signature: read_outcome(run, cell, spec) for cell in comparison.cells}
     outcomes_by_signature = {signature: result for signature, result in outcomes.items() if result is not None}
     standings = [
-        _decide_batch(comparison, batch, outcomes_by_signature, {*outcomes_by_signature, *failed}, hours or {})
+        _decide_trainings_at_batch(
+            comparison, batch, outcomes_by_signature, {*outcomes_by_signature, *failed}, hours or {}
+        )
         for batch in sorted(batches)
     ]
     wanted_signatures = {cell.signature for standing in standings for cell in standing.wanted} | set(
@@ -148,7 +150,7 @@ def compute_comparison_state(
     )
 
 
-def _decide_batch(
+def _decide_trainings_at_batch(
     comparison: Comparison,
     batch: int,
     outcomes_by_signature: Mapping[str, Outcome],
@@ -164,10 +166,12 @@ def _decide_batch(
     short = [cell for cell in cells if cell.short]
     full = {cell.method: [c for c in cells if c.method == cell.method and not c.short] for cell in cells}
     rivals = [cell.method for cell in short if cell.method != comparison.job_row]
-    always = [method for method in full if method not in rivals]
+    rows_trained_in_full = [method for method in full if method not in rivals]
     if any(cell.signature not in ended_signatures for cell in short):
-        dearest = sorted(rivals, key=lambda method: hours.get((method, batch)) or 0.0, reverse=True)
-        return ComparisonState((*short, *list_cells(always)), tuple(list_cells(dearest[:FULL_ROWS])))
+        slowest_rivals = sorted(rivals, key=lambda method: hours.get((method, batch)) or 0.0, reverse=True)
+        return ComparisonState(
+            (*short, *list_cells(rows_trained_in_full)), tuple(list_cells(slowest_rivals[:FULL_ROWS]))
+        )
 
     results = [outcomes_by_signature[cell.signature] for cell in short if cell.signature in outcomes_by_signature]
     results = rank_branches(sorted(results, key=lambda result: result.eval_loss))  # sorting is stable
@@ -177,4 +181,4 @@ def _decide_batch(
         if result.cell.method in rivals and result.cell.method not in best:
             why = f"place {position} of {len(results)}, {result.describe_gap(results[0])}"
             reasons[result.cell.method, batch] = f"dropped in round 1: {why}"
-    return ComparisonState((*short, *list_cells(dict.fromkeys([*always, *best]))), (), reasons)
+    return ComparisonState((*short, *list_cells(dict.fromkeys([*rows_trained_in_full, *best]))), (), reasons)

@@ -26,9 +26,9 @@ from tula_cli.words import format_count, split_outside_brackets
 
 # --- Requirements on a script
 
-SEEDS = 3
+DEFAULT_SEEDS = 3
 """Default number of seeds."""
-_NO_LR = "script.command has no {lr} that could be increased"
+_NO_LR_MESSAGE = "script.command has no {lr} that could be increased"
 
 
 def require_comparable_script(script: Script, *, seeds: int) -> None:
@@ -55,7 +55,7 @@ def takes_seed(script: Script) -> bool:
 
 def choose_default_seeds(spec: JobSpec) -> int:
     """Return the default number of seeds: one for scripts that take no seed."""
-    return SEEDS if "seed" in get_workload(spec).settings else 1
+    return DEFAULT_SEEDS if "seed" in get_workload(spec).settings else 1
 
 
 def scale_lr_of_script(section: Mapping[str, Any], script: Script, *, factor: float) -> dict[str, Any]:
@@ -66,31 +66,31 @@ def scale_lr_of_script(section: Mapping[str, Any], script: Script, *, factor: fl
     """
     lr = script.reference.lr
     if lr is None or "lr" not in find_placeholders(script.command):
-        raise SpecError(_NO_LR)
+        raise SpecError(_NO_LR_MESSAGE)
     return {**section, "reference": {**section["reference"], "lr": lr * factor}}
 
 
 def warn_missing_controls(script: Script, *, controls: Sequence[str]) -> Iterator[Diagnostic]:
     """Yield warnings about what a script's comparison lacks: controls with a raised learning rate, or several seeds."""
     if "lr" not in find_placeholders(script.command):
-        yield messages.controls_left_out(controls=controls, reason=_NO_LR)
+        yield messages.controls_left_out(controls=controls, reason=_NO_LR_MESSAGE)
     if not takes_seed(script):
         yield messages.one_seed_only()
 
 
 # --- Rows
 
-REFERENCE = "lbt"
+REFERENCE_METHOD = "lbt"
 """Method of the small-batch reference: at train.reference_batch, with the learning rate that was tuned for it."""
-SECTIONS = ("ags", "auto", "optimizer", "schedule", "train")
+CHANGEABLE_SECTIONS = ("ags", "auto", "optimizer", "schedule", "train")
 """Sections of the job that a row may change; model and data must be the same in all rows to be comparable."""
-FIXED = {
+FIXED_KEYS = {
     "train.method": "which is the first word of the row",
     "train.seed": "which --seeds changes",
     "train.reference_batch": "which must be the same in all rows",
 }
-_SETTING = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*=")
-_IMPORTED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_SETTING_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*=")
+_IMPORT_STRING_PATTERN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def make_row_of_job(spec: JobSpec) -> str:
     train = spec.train
     retained = train.model_dump(mode="json", include={"ramp"}, exclude_none=True)
     settings = {} if train.training_method.ramps else retained
-    if train.method == REFERENCE and train.lr_scaling != "auto":
+    if train.method == REFERENCE_METHOD and train.lr_scaling != "auto":
         settings = {"lr_scaling": train.lr_scaling, **settings}
     return ":".join([train.method, *(f"train.{name}={json.dumps(value)}" for name, value in settings.items())])
 
@@ -150,14 +150,14 @@ def parse_row(row: str) -> Variant:
     name, *rest = split_outside_brackets(row, ":")
     settings: list[str] = []
     for setting in rest:
-        if _SETTING.match(setting.strip()):
+        if _SETTING_PATTERN.match(setting.strip()):
             settings.append(setting.strip())
         elif settings:  # the value is an import string, which contains a colon
             settings[-1] += f":{setting}"
         else:
             name += f":{setting}"
     method = name.strip()
-    is_user_method = name.partition(":")[0] not in list_known_methods() and _IMPORTED.fullmatch(method)
+    is_user_method = name.partition(":")[0] not in list_known_methods() and _IMPORT_STRING_PATTERN.fullmatch(method)
     if method not in list_known_methods() and not is_user_method:
         raise _make_unknown_method_error(method, row)
     variant = VARIANTS.get(method, Variant(method))
@@ -190,7 +190,7 @@ def _parse_setting(row: str, variant: Variant, text: str) -> str:
     if "." not in key and not method_section:
         sections = [
             name
-            for name in SECTIONS
+            for name in CHANGEABLE_SECTIONS
             if variant.training_method.uses_section(name)
             and key in getattr(JobSpec.model_fields[name].annotation, "model_fields", ())
         ]
@@ -201,12 +201,12 @@ def _parse_setting(row: str, variant: Variant, text: str) -> str:
         )
     path = key if "." in key else f"{method_section}.{key}"
     section = path.partition(".")[0]
-    if section not in SECTIONS:
+    if section not in CHANGEABLE_SECTIONS:
         raise SpecError(
             f"--methods: {row!r}: a row cannot set section {section}, which is the same in all rows",
-            f"a row can set {', '.join(SECTIONS)}",
+            f"a row can set {', '.join(CHANGEABLE_SECTIONS)}",
         )
-    if why := FIXED.get(path):
+    if why := FIXED_KEYS.get(path):
         raise SpecError(f"--methods: {row!r} sets {path}, {why}", "remove it")
     if not variant.training_method.uses_section(section):
         raise SpecError(

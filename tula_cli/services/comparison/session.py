@@ -81,7 +81,7 @@ class ComparisonResult:
             JobFailed: some trainings have failed.
         """
         report = self.report
-        failed = sum(row.count(*compare.ENDED) for row in (*report.rows, *report.first_round))
+        failed = sum(row.count(*compare.UNFINISHED_END_STATES) for row in (*report.rows, *report.first_round))
         if failed and not report.complete and not self.active:
             raise JobFailed(
                 f"{failed} of {words.format_count(report.total, 'training')} failed",
@@ -161,7 +161,7 @@ def run_comparison(prepared: PreparedComparison, submission: Submission) -> Work
     submission.save_runs([run])
     run.write_comparison(plan.comparison)
     if plan.missing:
-        yield from _train_missing(run, plan, launcher, submission)
+        yield from _run_missing_trainings(run, plan, launcher, submission)
     return read_comparison_result(run, plan.comparison, launcher)
 
 
@@ -178,7 +178,7 @@ def _require_waiting(spec: JobSpec, submission: Submission) -> None:
         )
 
 
-def _train_missing(run: Run, plan: ComparePlan, launcher: Launcher, submission: Submission) -> Work[None]:
+def _run_missing_trainings(run: Run, plan: ComparePlan, launcher: Launcher, submission: Submission) -> Work[None]:
     """Run the missing trainings: one after another on this machine, in parallel on a cluster."""
     try:
         if not run.spec.cluster.backend.has_queue:
@@ -187,12 +187,12 @@ def _train_missing(run: Run, plan: ComparePlan, launcher: Launcher, submission: 
             return
         tried: set[str] = set()
         while plan.missing:
-            jobs = yield from _submit_missing(run, plan, launcher, submission)
+            jobs = yield from _submit_missing_trainings(run, plan, launcher, submission)
             if not submission.should_wait(run.spec):
                 if plan.standing.undecided:
                     yield Note("when these trainings have finished, run the same command again to start the next round")
                 return
-            together = trainings.wait_for_all(run, plan, launcher, jobs)
+            together = trainings.wait_for_cells(run, plan, launcher, jobs)
             yield from export_while_waiting(run, None, together)
             tried |= {cell.signature for cell in plan.missing}
             plan = trainings.update_plan(run, plan, tried)
@@ -202,7 +202,9 @@ def _train_missing(run: Run, plan: ComparePlan, launcher: Launcher, submission: 
         raise Interruption(message, hint) from None
 
 
-def _submit_missing(run: Run, plan: ComparePlan, launcher: Launcher, submission: Submission) -> Work[Sequence[str]]:
+def _submit_missing_trainings(
+    run: Run, plan: ComparePlan, launcher: Launcher, submission: Submission
+) -> Work[Sequence[str]]:
     yield Note(f"submitting {words.format_count(len(plan.missing), 'training')}")
     jobs = trainings.submit_cells(run, plan, launcher, inspect=submission.inspect)
     yield from warn_new_jobs(run, launcher, jobs, [], plan.spec)

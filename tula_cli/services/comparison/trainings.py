@@ -11,8 +11,8 @@ from tula_cli.run.directory import Run
 from tula_cli.run.records.results import Cell
 from tula_cli.services import status, train
 from tula_cli.services.compare import (
-    ENDED,
     START_SECONDS,
+    UNFINISHED_END_STATES,
     Inspect,
     compute_mean_hours_by_row,
     estimate_hours,
@@ -123,7 +123,7 @@ def _make_progress_factory(plan: ComparePlan) -> Callable[..., ComparisonProgres
     """Return a constructor of `ComparisonProgress` with the total and the current round of a plan."""
     number = (1 if any(cell.short for cell in plan.missing) else 2) if plan.comparison.has_rounds else None
     undecided = len(plan.standing.undecided)
-    return functools.partial(ComparisonProgress, plan.standing.at_most, round=number, undecided=undecided)
+    return functools.partial(ComparisonProgress, plan.standing.max_trainings, round=number, undecided=undecided)
 
 
 def _describe_waiting(run_status: RunStatus, job: str) -> str:
@@ -170,14 +170,16 @@ def _describe_failure(run: Run, cell: Cell) -> str:
     return ""
 
 
-def wait_for_all(run: Run, plan: ComparePlan, launcher: Launcher, jobs: Sequence[str]) -> Iterator[ComparisonProgress]:
+def wait_for_cells(
+    run: Run, plan: ComparePlan, launcher: Launcher, jobs: Sequence[str]
+) -> Iterator[ComparisonProgress]:
     """Watch jobs that a scheduler runs in parallel until all have ended."""
     cells = {f"train-{cell.signature}": cell for cell in plan.comparison.cells}
     over, describe = set[str](), _make_progress_factory(plan)
     for run_status in status.watch_jobs(run, launcher, jobs):
         states = {job.id: job for job in run_status.jobs if job.id in cells}
         # A training that looks lost at first may only be delayed; the final table decides.
-        unfinished = (*status.ACTIVE, "lost")
+        unfinished = (*status.ACTIVE_STATES, "lost")
         newly_ended = [job for job in jobs if job in states and states[job].state not in unfinished and job not in over]
         running = sum(job.state == "running" for job in states.values())
         count = functools.partial(_count_trainings, run, plan)
@@ -194,4 +196,4 @@ def wait_for_all(run: Run, plan: ComparePlan, launcher: Launcher, jobs: Sequence
 
 def _count_trainings(run: Run, plan: ComparePlan, states: Mapping[str, JobStatus]) -> tuple[int, int]:
     finished = sum(is_cell_ended(run, cell) for cell in plan.standing.wanted)
-    return finished, sum(job.state in ENDED for job in states.values())
+    return finished, sum(job.state in UNFINISHED_END_STATES for job in states.values())

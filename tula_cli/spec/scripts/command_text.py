@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tula_cli.errors import SpecError
 from tula_cli.spec.scripts.launchers import RANK_VARIABLES, has_launcher, is_program_start
-from tula_cli.spec.scripts.shell import MAY_BE_BATCH, PIPES, Command, ShellWord, split_commands
+from tula_cli.spec.scripts.shell import MAY_BE_BATCH, PIPE_OPERATORS, Command, ShellWord, split_commands
 
-_PRINTS = (
+_OUTPUT_COMMANDS = (
     "echo",
     "printf",
     "date",
@@ -27,9 +27,11 @@ _PRINTS = (
     "wait",
 )
 """Commands whose output is not needed in the job."""
-_SHELL = ("cd", "pushd", "set", "source", ".", "module", "ml", "conda", "mkdir", "ulimit", "export")
-_RENDEZVOUS = re.compile(r"scontrol|hostname|NODELIST|\bSLURM_(?:JOB_)?NODE|SLURM_LAUNCH_NODE|comm -23|getsockname")
-_WITHOUT_SHELL = "tula starts the command without a shell"
+_SETUP_COMMANDS = ("cd", "pushd", "set", "source", ".", "module", "ml", "conda", "mkdir", "ulimit", "export")
+_RENDEZVOUS_PATTERN = re.compile(
+    r"scontrol|hostname|NODELIST|\bSLURM_(?:JOB_)?NODE|SLURM_LAUNCH_NODE|comm -23|getsockname"
+)
+_NO_SHELL_MESSAGE = "tula starts the command without a shell"
 _Pipeline = list[Command]
 
 
@@ -66,11 +68,11 @@ def find_training_command(
         raise SpecError(
             f"{text.strip()!r} is not a command: {str(error).lower()}", "put the whole command in quotes"
         ) from None
-    return _Reader(typed, keeps_setup).read(list(_split_pipelines(commands)))
+    return _TrainingCommandFinder(typed, keeps_setup).read(list(_split_pipelines(commands)))
 
 
 @dataclass
-class _Reader:
+class _TrainingCommandFinder:
     text: str
     keeps_setup: bool
     environment: dict[str, str] = field(default_factory=dict)
@@ -96,10 +98,10 @@ class _Reader:
             elif word.unknown and self.keeps_setup:
                 self.setup.append(f"export {word.raw}")
             else:
-                refuse_unknown(word)
+                reject_unexpanded_word(word)
                 self.environment[name] = word.text
         for word in training[0].program:
-            refuse_typography(word)
+            reject_typographic_characters(word)
         warnings = tuple(
             f"{self._describe_line(other)}{self._get_raw_text(other)!r} is not part of the job; run it first if the training needs it"
             for other in programs
@@ -129,7 +131,9 @@ class _Reader:
             return False
         words = list(first.program)
         may_be = (
-            bool(words) and words[0].name not in (*_PRINTS, *_SHELL) and (_is_likely(pipeline) or not self.keeps_setup)
+            bool(words)
+            and words[0].name not in (*_OUTPUT_COMMANDS, *_SETUP_COMMANDS)
+            and (_is_likely(pipeline) or not self.keeps_setup)
         )
         is_program = may_be or is_program_start(words)
         is_piped = any(is_program_start(command.program) for command in pipeline[1:])
@@ -155,18 +159,18 @@ class _Reader:
         writes_file = any(re.match(r"1?>", text) and "/dev/null" not in text for text in first.redirections)
         if name in ("cd", "pushd"):
             self._record_folder(pipeline)
-        elif not first.words or (name in _PRINTS and not writes_file):
+        elif not first.words or (name in _OUTPUT_COMMANDS and not writes_file):
             self.left_out.append(raw)
         elif not name and self._is_rendezvous(first, raw):
             self.rendezvous += [variable for variable, _ in first.assignments]
             self.left_out.append(f"{raw}: tula sets it")
         elif not name and not self.keeps_setup:
             for variable, word in first.assignments if first.exported else ():
-                refuse_unknown(word)
+                reject_unexpanded_word(word)
                 self.environment[variable] = word.text
         elif not self.keeps_setup:
             raise SpecError(
-                f"{self._describe_line(pipeline)}{raw!r} needs a shell, but {_WITHOUT_SHELL}",
+                f"{self._describe_line(pipeline)}{raw!r} needs a shell, but {_NO_SHELL_MESSAGE}",
                 "run this command yourself before tula, or write it into cluster.setup of a job with cluster.kind: slurm (tula init slurm does so)",
             )
         elif re.search(r"\$(?:[1-9@*#]|\{[1-9@*#])", raw) and not re.match(r"function|.*\(\)", raw):
@@ -180,7 +184,9 @@ class _Reader:
     def _is_rendezvous(self, command: Command, raw: str) -> bool:
         """Return whether variables define the rendezvous of the ranks, which tula determines itself."""
         uses = any(re.search(rf"\$\{{?{name}\b", raw) for name in self.rendezvous)
-        return uses or bool(_RENDEZVOUS.search(raw) or RANK_VARIABLES & {name for name, _ in command.assignments})
+        return uses or bool(
+            _RENDEZVOUS_PATTERN.search(raw) or RANK_VARIABLES & {name for name, _ in command.assignments}
+        )
 
     def _record_folder(self, pipeline: _Pipeline) -> None:
         words = pipeline[0].program
@@ -206,7 +212,7 @@ class _Reader:
                 )
             if before.operator == "||" or after.program[0].name != "tee":
                 raise SpecError(
-                    f"{self._describe_line(pipeline)}{outside[-1]!r} needs a shell, but {_WITHOUT_SHELL}",
+                    f"{self._describe_line(pipeline)}{outside[-1]!r} needs a shell, but {_NO_SHELL_MESSAGE}",
                     "remove it: the output of the ranks is in the run's logs",
                 )
         if redirection := next((each for each in first.redirections if re.match(r"\d*<(?!\s*/dev/null$)", each)), ""):
@@ -223,17 +229,17 @@ class _Reader:
         return f"line {pipeline[0].line}: " if self.keeps_setup or "\n" in self.text.strip() else ""
 
 
-_INVISIBLE = re.compile("[\u00a0\u00ad\u2000-\u200f\u2028-\u202f\u205f-\u206f\u3000\ufeff]")
+_INVISIBLE_CHARACTERS = re.compile("[\u00a0\u00ad\u2000-\u200f\u2028-\u202f\u205f-\u206f\u3000\ufeff]")
 """Characters that look like a space or like nothing, and do not separate words."""
 
 
-def refuse_typography(word: ShellWord) -> None:
+def reject_typographic_characters(word: ShellWord) -> None:
     """Reject a word that starts with a typographic dash or quote, or that contains an invisible character.
 
     Raises:
         SpecError: the word is such a word.
     """
-    if (match := _INVISIBLE.search(word.raw)) and not re.search("['\"]", word.raw):
+    if (match := _INVISIBLE_CHARACTERS.search(word.raw)) and not re.search("['\"]", word.raw):
         raise SpecError(
             f"{word.text!r} contains the character U+{ord(match[0]):04X}, as in text copied from a web page",
             "replace it by a space or remove it, or quote the word with ' if it is meant literally",
@@ -245,7 +251,7 @@ def refuse_typography(word: ShellWord) -> None:
         )
 
 
-def refuse_unknown(word: ShellWord) -> None:
+def reject_unexpanded_word(word: ShellWord) -> None:
     """Reject a word that needs expansion by a shell.
 
     Raises:
@@ -253,7 +259,7 @@ def refuse_unknown(word: ShellWord) -> None:
     """
     if word.unknown:
         raise SpecError(
-            f"{word.raw!r} needs a shell ({word.unknown}), but {_WITHOUT_SHELL}",
+            f"{word.raw!r} needs a shell ({word.unknown}), but {_NO_SHELL_MESSAGE}",
             "replace it by its value, or quote it with ' if it is meant literally",
         )
 
@@ -262,7 +268,7 @@ def _split_pipelines(commands: Sequence[Command]) -> Iterator[_Pipeline]:
     pipeline: _Pipeline = []
     for command in commands:
         pipeline.append(command)
-        if command.operator not in PIPES or command is commands[-1]:
+        if command.operator not in PIPE_OPERATORS or command is commands[-1]:
             yield pipeline
             pipeline = []
 

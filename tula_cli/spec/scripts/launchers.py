@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from tula_cli.errors import SpecError
-from tula_cli.spec.scripts.placeholders import SCRIPTS
+from tula_cli.spec.scripts.placeholders import SCRIPT_SUFFIXES
 from tula_cli.spec.scripts.shell import (
     Option,
     ShellWord,
@@ -24,7 +24,7 @@ RANK_VARIABLES = frozenset({
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
 })  # fmt: skip
 """Variables that tula sets for each rank, as torchrun does."""
-PROCESSES, NODES = "processes per node", "nodes"
+PROCESSES_QUESTION, NODES_QUESTION = "processes per node", "nodes"
 """Keys of questions."""
 
 
@@ -101,14 +101,14 @@ _LAUNCHERS = {
     "srun": _SRUN,
 }
 """Launchers by the name of the program, or of the module after `python -m`."""
-_MPI = "starts the processes itself and connects them by variables of MPI, which tula does not set"
-_SUBMITS = "submits a job, but tula itself submits the jobs"
-_FOREIGN = {
-    **dict.fromkeys(("mpirun", "mpiexec", "orterun", "horovodrun", "jsrun", "aprun", "ibrun"), _MPI),
+_MPI_REASON = "starts the processes itself and connects them by variables of MPI, which tula does not set"
+_SUBMITS_REASON = "submits a job, but tula itself submits the jobs"
+_UNSUPPORTED_LAUNCHERS = {
+    **dict.fromkeys(("mpirun", "mpiexec", "orterun", "horovodrun", "jsrun", "aprun", "ibrun"), _MPI_REASON),
     **dict.fromkeys(("docker", "podman", "kubectl"), "starts a container without the variables of a rank"),
     **dict.fromkeys(("sudo", "su"), "runs the command as another user, without the variables of a rank"),
     **dict.fromkeys(("ssh", "pdsh"), "runs the command on another machine, but tula itself starts it on the nodes"),
-    **dict.fromkeys(("sbatch", "salloc", "qsub", "bsub", "torchx", "sky", "ray"), _SUBMITS),
+    **dict.fromkeys(("sbatch", "salloc", "qsub", "bsub", "torchx", "sky", "ray"), _SUBMITS_REASON),
     **dict.fromkeys(
         ("xargs", "parallel", "watch", "tmux", "screen"),
         "cannot be used: tula has to start one fixed command and wait for its exit",
@@ -121,15 +121,15 @@ _WRAPPERS = frozenset({
     "kernprof", "viztracer", "scalene", "memray", "pyinstrument",
 })  # fmt: skip
 """Programs that run another program once; the words up to that program are kept."""
-_LEFT_OUT = ("time", "nohup", "exec", "command", "setsid", "eval")
-_PYTHON = re.compile(r"i?python[\d.]*|pypy[\d.]*")
+_DROPPED_PREFIXES = ("time", "nohup", "exec", "command", "setsid", "eval")
+_PYTHON_PATTERN = re.compile(r"i?python[\d.]*|pypy[\d.]*")
 _SHELLS = ("bash", "sh", "zsh", "dash")
-_WHOLE = "give the complete command with which you start the training today"
-_HOW_TO_START = (
+_COMPLETE_COMMAND_HINT = "give the complete command with which you start the training today"
+_PROCESS_COUNT_HINT = (
     "if the program starts N processes per node, write {gpus_per_node=N} for its number of GPUs; if it is one of several"
     " processes, replace python by torchrun --nproc_per_node=N"
 )
-_INSIDE = "give the command with which this program starts the training; or, " + _HOW_TO_START
+_INNER_COMMAND_HINT = "give the command with which this program starts the training; or, " + _PROCESS_COUNT_HINT
 
 
 # --- Start of the training program
@@ -144,7 +144,7 @@ def find_launcher(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
     """
     rest, left_out = _strip_prefix(words)
     if not rest:
-        raise SpecError("the command is empty", _WHOLE)
+        raise SpecError("the command is empty", _COMPLETE_COMMAND_HINT)
     place = _find_start_index(rest)
     if rest[0].name not in _WRAPPERS and rest[place].name not in _LAUNCHERS and not known.starts_ranks:
         place = 0  # the words may belong to a program that starts its processes itself
@@ -159,7 +159,7 @@ def find_launcher(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
 def is_program_start(words: Sequence[ShellWord]) -> bool:
     """Return whether a command starts a Python program, a launcher or a shell script."""
     rest, _ = _strip_prefix(words)
-    return bool(rest) and (_is_start(rest[0]) or (rest[0].name in _WRAPPERS and _find_start_index(rest) > 0))
+    return bool(rest) and (_starts_program(rest[0]) or (rest[0].name in _WRAPPERS and _find_start_index(rest) > 0))
 
 
 def has_launcher(words: Sequence[ShellWord]) -> bool:
@@ -169,25 +169,30 @@ def has_launcher(words: Sequence[ShellWord]) -> bool:
 
 def _strip_prefix(words: Sequence[ShellWord]) -> tuple[list[ShellWord], list[str]]:
     """Return a command without prefixes such as `time`, `nohup` and `tula observe --`, and the removed words."""
-    size = next((place for place, word in enumerate(words) if word.name not in _LEFT_OUT), len(words))
+    size = next((place for place, word in enumerate(words) if word.name not in _DROPPED_PREFIXES), len(words))
     texts = [word.text for word in words]
     if [word.name for word in words[size : size + 2]] == ["tula", "observe"] and "--" in texts:
         size = texts.index("--") + 1
     return list(words[size:]), [word.raw for word in words[:size]]
 
 
-def _is_start(word: ShellWord) -> bool:
+def _starts_program(word: ShellWord) -> bool:
     """Return whether a word is a launcher, Python, a shell or a script."""
-    is_name = word.name in _LAUNCHERS or word.name in _FOREIGN or word.name in _SHELLS or _PYTHON.fullmatch(word.name)
-    return word.text.endswith(SCRIPTS) or (bool(is_name) and not re.search("[:,=]", word.text))
+    is_name = (
+        word.name in _LAUNCHERS
+        or word.name in _UNSUPPORTED_LAUNCHERS
+        or word.name in _SHELLS
+        or _PYTHON_PATTERN.fullmatch(word.name)
+    )
+    return word.text.endswith(SCRIPT_SUFFIXES) or (bool(is_name) and not re.search("[:,=]", word.text))
 
 
 def _find_start_index(words: Sequence[ShellWord]) -> int:
     """Return the index at which a program starts, else 0; of two adjacent names the first is an argument."""
-    starts = [place for place, word in enumerate(words) if _is_start(word)]
+    starts = [place for place, word in enumerate(words) if _starts_program(word)]
     for place in starts:
         is_argument = (
-            place + 1 in starts and not words[place + 1].text.endswith(SCRIPTS) and words[place].name != "srun"
+            place + 1 in starts and not words[place + 1].text.endswith(SCRIPT_SUFFIXES) and words[place].name != "srun"
         )
         if place == 0 or not is_argument:
             return place
@@ -214,7 +219,7 @@ def _find_inner_command(words: Sequence[ShellWord]) -> list[ShellWord] | None:
 
 def _parse_unwrapped_launch(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
     first = words[0]
-    if why := _FOREIGN.get(first.name):
+    if why := _UNSUPPORTED_LAUNCHERS.get(first.name):
         hint = (
             "tula init --from-sbatch FILE reads an sbatch script"
             if first.name in ("sbatch", "salloc")
@@ -223,7 +228,7 @@ def _parse_unwrapped_launch(words: Sequence[ShellWord], known: KnownFacts) -> La
         raise SpecError(f"{first.text} {why}", hint)
     if launcher := _LAUNCHERS.get(first.name):
         if first.name == "accelerate" and [word.text for word in words[1:2]] != ["launch"]:
-            raise SpecError("accelerate starts a script only with accelerate launch", _WHOLE)
+            raise SpecError("accelerate starts a script only with accelerate launch", _COMPLETE_COMMAND_HINT)
         if launcher is _SRUN:
             return _parse_srun_launch(words[1:], known)
         size = 2 if first.name == "accelerate" else 1
@@ -231,7 +236,7 @@ def _parse_unwrapped_launch(words: Sequence[ShellWord], known: KnownFacts) -> La
         interpreter = str(Path(folder, "python")) if folder else "python"
         start = words[:size] if launcher is _ACCELERATE else [ShellWord(interpreter, interpreter, first.unknown)]
         return _parse_launch(launcher, start, words[size:], known)
-    if _PYTHON.fullmatch(first.name):
+    if _PYTHON_PATTERN.fullmatch(first.name):
         return _parse_python_launch(words, known)
     size = next((place for place, word in enumerate(words, 1) if word.text.endswith(".sh")), 1)
     return _make_launch_without_launcher(
@@ -246,13 +251,13 @@ def _parse_python_launch(words: Sequence[ShellWord], known: KnownFacts) -> Launc
     if words[place : place + 1] and words[place].text in ("-m", "-c"):
         place += 1
     if place >= len(words):
-        raise SpecError("the command has a launcher but no script", _WHOLE)
+        raise SpecError("the command has a launcher but no script", _COMPLETE_COMMAND_HINT)
     name = words[place].name
     if (launcher := _LAUNCHERS.get(name)) and launcher is not _SRUN:
         start = words[: place + 1] if launcher is _ACCELERATE else words[: place - (words[place - 1].text == "-m")]
         return _parse_launch(launcher, start, words[place + 1 :], known)
     if words[place - 1].text == "-m" and re.search(r"launch|\.distributed\b|elastic", name):
-        raise SpecError(f"{name} is a launcher that tula does not support", _HOW_TO_START)
+        raise SpecError(f"{name} is a launcher that tula does not support", _PROCESS_COUNT_HINT)
     return _make_launch_without_launcher(
         Launch(tuple(words[: place + 1]), tuple(words[place + 1 :])), known, is_script=True
     )
@@ -261,7 +266,7 @@ def _parse_python_launch(words: Sequence[ShellWord], known: KnownFacts) -> Launc
 # --- Launchers
 
 
-def count(option: Option | None, key: str, known: KnownFacts, *, missing: str = "") -> int:
+def parse_count_option(option: Option | None, key: str, known: KnownFacts, *, missing: str = "") -> int:
     """Return the number of processes or nodes that an option gives.
 
     Raises:
@@ -271,7 +276,11 @@ def count(option: Option | None, key: str, known: KnownFacts, *, missing: str = 
         return number
     if (answer := known.parse_answer(key)) is not None:
         return answer
-    if key == PROCESSES and known.gpus and (option is None or option.value.text in ("gpu", "cuda", "auto", "-1")):
+    if (
+        key == PROCESSES_QUESTION
+        and known.gpus
+        and (option is None or option.value.text in ("gpu", "cuda", "auto", "-1"))
+    ):
         return known.gpus
     written = option.written if option else missing
     flag = re.split(r"[ =]", written.removeprefix("srun's "))[0]
@@ -293,11 +302,11 @@ def _parse_number(option: Option | None) -> int | None:
 
 
 def _ask_processes(what: str, hint: str, known: KnownFacts) -> int:
-    if (answer := known.parse_answer(PROCESSES)) is not None:
+    if (answer := known.parse_answer(PROCESSES_QUESTION)) is not None:
         return answer
-    question = f"how many {PROCESSES} does the program start by itself ({what})?"
+    question = f"how many {PROCESSES_QUESTION} does the program start by itself ({what})?"
     raise Unknown(
-        f"{what}: it is unknown how many processes the program starts", hint, key=PROCESSES, question=question
+        f"{what}: it is unknown how many processes the program starts", hint, key=PROCESSES_QUESTION, question=question
     )
 
 
@@ -307,7 +316,7 @@ def _count_processes_per_node(
     """Return the processes per node, from an option for them or for the processes of all nodes."""
     world = _parse_number(total) if each is None else None
     if world is None:
-        return count(each or total, PROCESSES, known, missing=missing)
+        return parse_count_option(each or total, PROCESSES_QUESTION, known, missing=missing)
     if world % machines:
         raise SpecError(
             f"{format_count(world, 'process')} cannot be divided equally among {format_count(machines)}",
@@ -331,7 +340,7 @@ def _parse_launch(
     """Return the launch of a launcher's command: each rank's program, or accelerate with tula's numbers filled in."""
     options, rest = _split_options(launcher, words)
     if not rest:
-        raise SpecError("the command has a launcher but no script", _WHOLE)
+        raise SpecError("the command has a launcher but no script", _COMPLETE_COMMAND_HINT)
     given = {option.meaning: option for option in options}
     if "config_file" in given and "num_processes" not in given:
         given = {**_read_accelerate_config(given["config_file"].value.text, known), **given}
@@ -340,7 +349,9 @@ def _parse_launch(
         for names in (launcher.nodes, launcher.per_node, launcher.total)
     )
     needs_nodes = {"hostfile", "H"} & given.keys() and not {"include", "i"} & given.keys()
-    machines = count(nodes, NODES, known, missing=f"--{launcher.nodes}") if nodes or needs_nodes else 1
+    machines = (
+        parse_count_option(nodes, NODES_QUESTION, known, missing=f"--{launcher.nodes}") if nodes or needs_nodes else 1
+    )
     if each and each.meaning in ("include", "i"):  # host:0,1@host:0,1
         hosts = [host.partition(":")[2] for host in each.value.text.split("@")]
         each, machines = replace(each, value=ShellWord(f"[{hosts[0]}]" if len({*hosts}) == 1 else "", "")), len(hosts)
@@ -350,13 +361,13 @@ def _parse_launch(
         missing = f"--{launcher.per_node or launcher.total}".replace("--n ", "-n ").split()[0]
         processes = _count_processes_per_node(each, total, machines, known, missing=missing)
     if launcher is _ACCELERATE:
-        taken = {*_ACCELERATE_ON_NODES.replace("--", "").split(), "multi_gpu"}
+        taken = {*_ACCELERATE_OPTIONS.replace("--", "").split(), "multi_gpu"}
         others = [word for option in options if option.meaning not in taken for word in option.words]
-        program = (*start, *map(fill_placeholders, _ACCELERATE_ON_NODES.split()), *others, rest[0])
+        program = (*start, *map(fill_placeholders, _ACCELERATE_OPTIONS.split()), *others, rest[0])
         launch = Launch(program, tuple(rest[1:]), "node")
         return _add_counts(launch, launcher.name, machines, processes, nodes, each or total)
     if launcher is _COMPOSER:
-        machines = max(1, count(total, PROCESSES, known) // processes) if total else 1
+        machines = max(1, parse_count_option(total, PROCESSES_QUESTION, known) // processes) if total else 1
         start = (
             ShellWord("env", "env"),
             fill_placeholders("NODE_RANK={node_rank}"),
@@ -372,7 +383,7 @@ def _parse_launch(
 
 def _split_options(launcher: _Launcher, words: Sequence[ShellWord]) -> tuple[list[Option], list[ShellWord]]:
     """Return a launcher's options and the words after them; options with a number may be abbreviated."""
-    options, rest = split_launcher_options(words, _is_start)
+    options, rest = split_launcher_options(words, _starts_program)
     numbers = f"{launcher.nodes} {launcher.per_node} {launcher.total}".split()
     result = []
     for option in options:
@@ -396,7 +407,7 @@ def _find_local_rank_flag(script: Path) -> str:
     return next((flag for flag in ("--local-rank", "--local_rank") if flag in text), "")
 
 
-_ACCELERATE_ON_NODES = (
+_ACCELERATE_OPTIONS = (
     "--num_processes {world} --num_machines {nodes} --machine_rank {node_rank} --main_process_ip {master_addr}"
     " --main_process_port {master_port}"
 )
@@ -426,7 +437,7 @@ def _parse_srun_launch(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
             "give the command of the component that trains",
         )
     if not rest:
-        raise SpecError("the command has a launcher but no script", _WHOLE)
+        raise SpecError("the command has a launcher but no script", _COMPLETE_COMMAND_HINT)
     if container := next((name for name in options if name.startswith("container")), ""):
         raise SpecError(
             f"srun's {options[container].written} cannot be used: it would also run tula's own process (the supervisor) in the container, where tula is not installed",
@@ -435,7 +446,7 @@ def _parse_srun_launch(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
     nodes, tasks, each = options.get("nodes"), options.get("ntasks"), options.get("ntasks_per_node")
     several = (_parse_number(each or tasks) or known.tasks_per_node) > 1
     launch = replace(find_launcher(rest, replace(known, starts_ranks=several)), slurm=options)
-    machines = count(nodes, NODES, known) if nodes else known.nodes or launch.nodes
+    machines = parse_count_option(nodes, NODES_QUESTION, known) if nodes else known.nodes or launch.nodes
     if launch.launcher:  # the launcher starts the processes, and srun starts the launcher once per node
         return launch if launch.nodes > 1 else replace(launch, nodes=machines)
     if not (each or tasks) and known.tasks_per_node:
@@ -444,7 +455,7 @@ def _parse_srun_launch(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
     return _add_counts(launch, "srun", machines, per_node, nodes, each or tasks)
 
 
-_SLURM_SHORT = {
+_SLURM_SHORT_OPTIONS = {
     "A": "account", "C": "constraint", "D": "chdir", "G": "gpus", "J": "job_name", "N": "nodes", "a": "array",
     "b": "begin", "c": "cpus_per_task", "d": "dependency", "e": "error", "i": "input", "n": "ntasks", "o": "output",
     "p": "partition", "q": "qos", "t": "time", "w": "nodelist", "x": "exclude", "tasks_per_node": "ntasks_per_node",
@@ -453,24 +464,24 @@ _SLURM_SHORT = {
     "m": "distribution", "r": "relative", "E": "preserve_env", "O": "overcommit", "X": "disable_status", "k": "no_kill",
     "s": "oversubscribe",
 }  # fmt: skip
-_SLURM_WITH_VALUE = "ABCDFGJLMNSTWabcdeimnopqrtwx"
+_SLURM_OPTIONS_WITH_VALUE = "ABCDFGJLMNSTWabcdeimnopqrtwx"
 
 
 def read_slurm_options(words: Sequence[ShellWord]) -> tuple[dict[str, Option], list[ShellWord]]:
     """Return options of sbatch or srun by their long names with underscores, and the words after them."""
-    options, rest = split_launcher_options(words, _is_start, attached=_SLURM_WITH_VALUE)
-    return {_SLURM_SHORT.get(option.meaning, option.meaning): option for option in options}, rest
+    options, rest = split_launcher_options(words, _starts_program, attached=_SLURM_OPTIONS_WITH_VALUE)
+    return {_SLURM_SHORT_OPTIONS.get(option.meaning, option.meaning): option for option in options}, rest
 
 
 # --- Programs that start their processes themselves
 
-_DEVICES = re.compile(
+_DEVICE_OPTION_PATTERN = re.compile(
     r"(?:num_?|n_?)?gpus?(?:_num|_ids|_per_node)?|n_?gpus_per_node|num_gpus_per_node|(?:num_)?devices?|device_ids"
     r"|nprocs?(?:_per_node)?|num_processes|(?:distributed_)?world_size"
 )
-_SEVERAL = re.compile(r"--(?:(?:use[-_])?ddp|dp|data[-_]parallel|multi[-_]?gpu|(?:multiprocessing[-_])?distributed|fsdp)(?:=[Tt]rue|=1)?")  # fmt: skip
-_SUBMITIT = re.compile(r"(?:run_with_)?submitit\w*\.py|\w+_submitit\.py")
-_TORCHRUN_ON_NODES = (
+_SEVERAL_PROCESSES_PATTERN = re.compile(r"--(?:(?:use[-_])?ddp|dp|data[-_]parallel|multi[-_]?gpu|(?:multiprocessing[-_])?distributed|fsdp)(?:=[Tt]rue|=1)?")  # fmt: skip
+_SUBMITIT_PATTERN = re.compile(r"(?:run_with_)?submitit\w*\.py|\w+_submitit\.py")
+_TORCHRUN_COMMAND = (
     "-m torch.distributed.run --nnodes {nodes} --node-rank {node_rank} --nproc-per-node {gpus_per_node} --master-addr"
     " {master_addr} --master-port {master_port}"
 )
@@ -483,7 +494,7 @@ def _make_launch_without_launcher(launch: Launch, known: KnownFacts, *, is_scrip
         is_script: whether Python runs the program; nothing is known about other programs.
     """
     name = launch.program[-1].name
-    if _SUBMITIT.fullmatch(name):
+    if _SUBMITIT_PATTERN.fullmatch(name):
         raise SpecError(
             f"{name} submits jobs with submitit, but tula itself submits the jobs",
             "give the command that these jobs run, without submitit's options, for example: torchrun --nproc_per_node=8 main.py ...",
@@ -503,13 +514,15 @@ def _make_launch_without_launcher(launch: Launch, known: KnownFacts, *, is_scrip
     if known.starts_ranks:
         return launch
     several = next((option for option in given if _may_name_several_gpus(option)), None)
-    flag = next((word.raw for word in launch.arguments if _SEVERAL.fullmatch(word.text)), "")
+    flag = next((word.raw for word in launch.arguments if _SEVERAL_PROCESSES_PATTERN.fullmatch(word.text)), "")
     if several and ("{gpus_per_node=" in several.value.text or name == "yolo"):
-        each = count(several, PROCESSES, known)
+        each = parse_count_option(several, PROCESSES_QUESTION, known)
     elif several or flag or not is_script:
         words = [*launch.program, *launch.arguments][:2] if not is_script else several.words if several else ()
         each = _ask_processes(
-            " ".join(word.raw for word in words) or flag, _HOW_TO_START if is_script else _INSIDE, known
+            " ".join(word.raw for word in words) or flag,
+            _PROCESS_COUNT_HINT if is_script else _INNER_COMMAND_HINT,
+            known,
         )
     else:
         return launch
@@ -519,7 +532,7 @@ def _make_launch_without_launcher(launch: Launch, known: KnownFacts, *, is_scrip
 def _may_name_several_gpus(option: Option) -> bool:
     """Return whether an option names more than one GPU, or a number that may be more than one."""
     value, names_one_gpu = option.value.text, option.name in ("gpu", "device", "gpu_ids", "device_ids")
-    if len(option.path) > 1 or not _DEVICES.fullmatch(option.name):
+    if len(option.path) > 1 or not _DEVICE_OPTION_PATTERN.fullmatch(option.name):
         return False
     if re.fullmatch(r"\d+|-1|all|auto", value):
         return value not in ("0", "1") and not names_one_gpu
@@ -532,8 +545,8 @@ def _make_lightning_launch(launch: Launch, options: Mapping[str, Option], known:
     Without torchrun Lightning would take SLURM's tasks for its ranks.
     """
     devices, nodes = options.get("devices") or options.get("gpus"), options.get("num_nodes")
-    processes = count(devices, PROCESSES, known, missing="--trainer.devices")
-    machines = count(nodes, NODES, known) if nodes else 1
+    processes = parse_count_option(devices, PROCESSES_QUESTION, known, missing="--trainer.devices")
+    machines = parse_count_option(nodes, NODES_QUESTION, known) if nodes else 1
     arguments = fill_options(launch.arguments, [(devices, "{gpus_per_node}"), (nodes, "{nodes}")])
     if nodes is None and devices is not None and devices.path[:-1]:
         path = ".".join(devices.path[:-1])
@@ -541,12 +554,12 @@ def _make_lightning_launch(launch: Launch, options: Mapping[str, Option], known:
         arguments += map(
             fill_placeholders, [f"--{path}.num_nodes", "{nodes}"] if is_flag else [f"++{path}.num_nodes={{nodes}}"]
         )
-    is_python = bool(_PYTHON.fullmatch(launch.program[0].name))
+    is_python = bool(_PYTHON_PATTERN.fullmatch(launch.program[0].name))
     size = 2 if [word.text for word in launch.program[-2:-1]] == ["-m"] else 1
     script = launch.program[-size:]
     start = launch.program[:-size] if is_python else (ShellWord("python", "python"),)
     bare = () if is_python or script[0].text.endswith(".py") else (ShellWord("--no-python", ""),)
-    program = (*start, *map(fill_placeholders, _TORCHRUN_ON_NODES.split()), *bare, *script)
+    program = (*start, *map(fill_placeholders, _TORCHRUN_COMMAND.split()), *bare, *script)
     launch = replace(launch, program=program, arguments=tuple(arguments), launch="node")
     return _add_counts(launch, "lightning", machines, processes, nodes, devices)
 

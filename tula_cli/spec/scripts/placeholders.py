@@ -33,12 +33,12 @@ PLACEHOLDERS = {
     "tula_run": "the run directory",
 }
 """Meaning of each placeholder."""
-BATCHES = {"batch", "local_batch", "micro_batch"}
-OF_A_RANK = {"rank", "local_rank"}
+BATCH_PLACEHOLDERS = {"batch", "local_batch", "micro_batch"}
+RANK_PLACEHOLDERS = {"rank", "local_rank"}
 """Placeholders that differ among the processes of a node, so that a command started once per node cannot use them."""
-SCRIPTS = (".py", ".sh")
+SCRIPT_SUFFIXES = (".py", ".sh")
 """File extensions of scripts."""
-_TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+_PLACEHOLDER_PATTERN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
 def find_placeholders(text: str) -> tuple[str, ...]:
@@ -48,7 +48,7 @@ def find_placeholders(text: str) -> tuple[str, ...]:
         ValueError: a placeholder is unknown, or a brace is neither doubled nor part of a placeholder.
     """
     found_names = []
-    for token in _TOKEN.finditer(text):
+    for token in _PLACEHOLDER_PATTERN.finditer(text):
         if token[0] in ("{{", "}}"):
             continue
         if token[1] is None:
@@ -59,7 +59,7 @@ def find_placeholders(text: str) -> tuple[str, ...]:
     return tuple(found_names)
 
 
-def render(command: str, values: Mapping[str, str | float]) -> list[str]:
+def fill_command(command: str, values: Mapping[str, str | float]) -> list[str]:
     """Return the words of a command with values in place of its placeholders.
 
     The command is split as by a shell before values are inserted, so that a path with spaces stays one word.
@@ -68,10 +68,10 @@ def render(command: str, values: Mapping[str, str | float]) -> list[str]:
         KeyError: a placeholder has no value.
         ValueError: see `find_placeholders`; or the command is not valid shell syntax.
     """
-    return [fill(word, values) for word in shlex.split(command)]
+    return [fill_text(word, values) for word in shlex.split(command)]
 
 
-def fill(text: str, values: Mapping[str, str | float]) -> str:
+def fill_text(text: str, values: Mapping[str, str | float]) -> str:
     """Return a text with values in place of its placeholders, and single braces in place of doubled ones.
 
     Raises:
@@ -79,15 +79,17 @@ def fill(text: str, values: Mapping[str, str | float]) -> str:
         ValueError: see `find_placeholders`.
     """
     find_placeholders(text)
-    return _TOKEN.sub(lambda token: token[0][0] if token[1] is None else _format_value(values[token[1]]), text)
+    return _PLACEHOLDER_PATTERN.sub(
+        lambda token: token[0][0] if token[1] is None else _format_value(values[token[1]]), text
+    )
 
 
-FOR_A_SHELL = "needs a shell, but tula starts the command without one"
-IN_A_FILE = "replace variables by their values and remove redirections, or put the command into a shell script, for example bash train.sh"
-_OF_A_SHELL = re.compile(r"&&|\|\|?|.*;|&|\d?[<>]{1,2}(&\d|.*)?|.*\$[A-Za-z_{(].*")
+NEEDS_SHELL_MESSAGE = "needs a shell, but tula starts the command without one"
+SHELL_SCRIPT_HINT = "replace variables by their values and remove redirections, or put the command into a shell script, for example bash train.sh"
+_SHELL_WORD_PATTERN = re.compile(r"&&|\|\|?|.*;|&|\d?[<>]{1,2}(&\d|.*)?|.*\$[A-Za-z_{(].*")
 
-_QUOTED = re.compile(r"""\\.|'[^']*'|"((?:\\.|[^"\\])*)\"""", re.DOTALL)
-_VARIABLE = re.compile(r"(?<!\\)\$[A-Za-z_{(]\w*")
+_QUOTED_PATTERN = re.compile(r"""\\.|'[^']*'|"((?:\\.|[^"\\])*)\"""", re.DOTALL)
+_VARIABLE_PATTERN = re.compile(r"(?<!\\)\$[A-Za-z_{(]\w*")
 """Expansions that a shell also performs inside double quotes."""
 
 
@@ -98,8 +100,8 @@ def find_shell_word(command: str) -> str:
     """
     if any(PurePath(word).name in ("bash", "sh", "zsh") for word in shlex.split(command)):
         return ""
-    bare = _QUOTED.sub(lambda quoted: next(iter(_VARIABLE.findall(quoted[1] or "")), "-"), command)
-    return next((word for word in bare.split() if _OF_A_SHELL.fullmatch(word)), "")
+    bare = _QUOTED_PATTERN.sub(lambda quoted: next(iter(_VARIABLE_PATTERN.findall(quoted[1] or "")), "-"), command)
+    return next((word for word in bare.split() if _SHELL_WORD_PATTERN.fullmatch(word)), "")
 
 
 LAUNCHER_PACKAGES = {"torch", "accelerate", "deepspeed"}
@@ -109,7 +111,7 @@ LAUNCHER_PACKAGES = {"torch", "accelerate", "deepspeed"}
 def get_program_name(command: str) -> str:
     """Return the displayed name of a command: the file name of its script, else its module or program."""
     words = shlex.split(command)
-    files = [word for word in words if PurePath(word).suffix in SCRIPTS]
+    files = [word for word in words if PurePath(word).suffix in SCRIPT_SUFFIXES]
     modules = [] if files else [name for flag, name in itertools.pairwise(words) if flag == "-m"]
     if modules:  # skips a launcher's module; a later -m may be an option of the program
         return next((name for name in modules if name.partition(".")[0] not in LAUNCHER_PACKAGES), modules[0])

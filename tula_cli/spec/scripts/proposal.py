@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from tula_cli.spec.scripts.placeholders import BATCHES, find_placeholders, get_program_name
+from tula_cli.spec.scripts.placeholders import BATCH_PLACEHOLDERS, find_placeholders, get_program_name
 from tula_cli.spec.scripts.recognition import RecognisedCommand
 from tula_cli.spec.scripts.script import get_default_train
 from tula_cli.words import format_count
@@ -142,7 +142,7 @@ def _render_reference(recognised: RecognisedCommand) -> Iterator[str]:
 
 def _describe_batch(recognised: RecognisedCommand) -> str:
     """Describe how the reference batch is computed, and what to do if the option means the batch of all GPUs."""
-    flag = next((word for word, name in recognised.flags.items() if name in BATCHES), "")
+    flag = next((word for word, name in recognised.flags.items() if name in BATCH_PLACEHOLDERS), "")
     if "batch" in recognised.values:
         return "over all GPUs"
     values = recognised.values

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.errors import SpecError
-from tula_cli.spec.scripts.command_text import TrainingCommand, find_training_command, refuse_unknown
+from tula_cli.spec.scripts.command_text import TrainingCommand, find_training_command, reject_unexpanded_word
 from tula_cli.spec.scripts.launchers import KnownFacts, Launch, Unknown, find_launcher, make_per_node_words
-from tula_cli.spec.scripts.placeholders import BATCHES, PLACEHOLDERS
+from tula_cli.spec.scripts.placeholders import BATCH_PLACEHOLDERS, PLACEHOLDERS
 from tula_cli.spec.scripts.shell import MAY_BE_BATCH, Option, ShellWord, fill_options, read_options
 from tula_cli.words import format_count, parse_number
 
 _DEVICE = r"(?:gpu|device|rank|replica|proc(?:ess)?)"
 _SIZE = r"batch(?:_?size)?"
-_MEANINGS = {
+_OPTION_PATTERNS = {
     "tokens": r"max_tokens|tokens_per_(?:batch|step)|\w*batch(?:_size)?_tokens",
     "accumulate": r"(?:\w*_)?(?:acc|accum(?:ulat(?:e|ion))?)_(?:steps?|iters?|freq|grad_batches)|(?:\w*_)?accum(?:ulat(?:e|ion))?"
     r"|update_freq|iter_size",
@@ -36,16 +36,16 @@ _MEANINGS = {
     "resume": r"resume(?:_from(?:_checkpoint)?)?|ckpt_path",
 }
 """Patterns of option names by meaning; names are in lower case with underscores, the last part of a path."""
-_OTHER_PHASE = re.compile(
+_OTHER_PHASE_PATTERN = re.compile(
     r"(?:^|_)(?:val|valid(?:ation)?|eval(?:uation)?|test(?:ing)?|infer(?:ence)?|pred(?:ict)?)(?:$|_)"
 )
 _LENGTH_OF_TEXT = re.compile(r"(?:max_)?seq(?:uence)?_len(?:gth)?|block_size|context_length")
-_YOLO = {"weights", "hyp", "cfg", "img", "imgsz"}
-_LENGTHS = ("epochs", "steps")
-_COUNTS = {*BATCHES, *_LENGTHS, "some_batch", "accumulate"}
+_YOLO_OPTIONS = {"weights", "hyp", "cfg", "img", "imgsz"}
+_LENGTH_MEANINGS = ("epochs", "steps")
+_COUNT_MEANINGS = {*BATCH_PLACEHOLDERS, *_LENGTH_MEANINGS, "some_batch", "accumulate"}
 """Meanings of options whose values must be positive integers: --max_steps -1 and --epochs 0.5 are left unchanged."""
-_BY_HAND = re.compile(r"(?<!\{)\{(\w+)(?:=([^{}\s]*))?\}(?!\})")
-_HOW_TO_SAY = "replace its value by {{local_batch={0}}} if it is the batch of one process, or by {{batch={0}}} if it is the batch of all processes"
+_USER_PLACEHOLDER_PATTERN = re.compile(r"(?<!\{)\{(\w+)(?:=([^{}\s]*))?\}(?!\})")
+_BATCH_HINT = "replace its value by {{local_batch={0}}} if it is the batch of one process, or by {{batch={0}}} if it is the batch of all processes"
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,13 @@ def recognise_command(command: TrainingCommand, known: KnownFacts) -> Recognised
     devices = re.findall(r"[\w-]+", command.environment.get("CUDA_VISIBLE_DEVICES", ""))
     launch = find_launcher(command.words, replace(known, gpus=len(devices) or known.gpus))
     environment = [f"{name}={value}" for name, value in command.environment.items()]
-    reader = _Reader(launch, known, len(environment))
+    reader = _OptionReplacer(launch, known, len(environment))
     arguments = reader.read_words([*(ShellWord(text, text) for text in environment), *launch.arguments])
     words = [*arguments[: len(environment)], *launch.program, *arguments[len(environment) :]]
     if environment:  # program env instead of the shell's assignments, because there is no shell
         words = [ShellWord("env", "env"), *words]
     for word in (*launch.wrapper, *words):
-        refuse_unknown(word)
+        reject_unexpanded_word(word)
     return RecognisedCommand(
         reader.make_section(" ".join(_quote_word(_escape_braces(word)) for word in words)),
         launch.per_node,
@@ -140,7 +140,7 @@ def recognise_command(command: TrainingCommand, known: KnownFacts) -> Recognised
 
 
 @dataclass
-class _Reader:
+class _OptionReplacer:
     """Replaces the values of a script's options by placeholders."""
 
     launch: Launch
@@ -183,7 +183,7 @@ class _Reader:
 
     def _record_placeholders(self, word: ShellWord, flag: str) -> None:
         """Record placeholders written by the user, and the values in them: {local_batch=64}."""
-        for name, value in _BY_HAND.findall("" if word.filled else word.text):
+        for name, value in _USER_PLACEHOLDER_PATTERN.findall("" if word.filled else word.text):
             if name not in PLACEHOLDERS:
                 continue
             self.by_hand.add(name)
@@ -206,7 +206,7 @@ class _Reader:
             if option.name == "max_duration" and re.fullmatch(r"\d+ep", text):
                 yield option, "epochs"
             elif (
-                placeholder in {*PLACEHOLDERS} - {*BATCHES, "accumulate", *seen}
+                placeholder in {*PLACEHOLDERS} - {*BATCH_PLACEHOLDERS, "accumulate", *seen}
                 and _is_valid_value(placeholder, text)
                 and (placeholder == "out" or not option.value.unknown)
             ):
@@ -220,11 +220,11 @@ class _Reader:
             Unknown: there is none, or whose batch an option gives is uncertain.
             SpecError: an option counts tokens, the batch is given twice, or processes share a copy of the model.
         """
-        if self.by_hand & BATCHES:
+        if self.by_hand & BATCH_PLACEHOLDERS:
             return
         kinds: dict[str, list[Option]] = {}
         for option in options:
-            is_training = not any(_OTHER_PHASE.search(part) for part in option.path)
+            is_training = not any(_OTHER_PHASE_PATTERN.search(part) for part in option.path)
             if is_training and (
                 option.flag.lower() != "b=" or _is_valid_value("batch", option.value.text)
             ):  # in b=x, an x that is not a number is no batch
@@ -245,7 +245,7 @@ class _Reader:
             raise SpecError(
                 f"{of_tokens[0].written} may count tokens, but tula's batches are samples",
                 "use an option for samples (sequences) per step, and add one to the script if there is none; if this option counts"
-                f" samples, {_HOW_TO_SAY.format(of_tokens[0].value.text)}",
+                f" samples, {_BATCH_HINT.format(of_tokens[0].value.text)}",
             )
         if not chosen:
             raise _make_no_batch_error(options, [*self.launch.program, *self.launch.arguments])
@@ -253,7 +253,7 @@ class _Reader:
             names = " and ".join(option.written for option in [*global_options, *local_options] or chosen)
             raise SpecError(
                 f"the batch is given twice: {names}",
-                "remove one of them; or, for the one that sets the batch, " + _HOW_TO_SAY.format("N"),
+                "remove one of them; or, for the one that sets the batch, " + _BATCH_HINT.format("N"),
             )
         option, accumulation = chosen[0], kinds.get("accumulate", [])[:1]
         shared = [each for each in kinds.get("model_parallel", []) if each.value.text != "1"]
@@ -264,7 +264,7 @@ class _Reader:
                 "use an option for the batch of all processes, and replace its value N by {batch=N}",
             )
         _check_count(option, "samples")
-        if global_options or self._is_of_all(option, options):
+        if global_options or self._is_batch_of_all_processes(option, options):
             yield option, "batch"
         elif not accumulation:
             yield option, "local_batch"
@@ -273,12 +273,14 @@ class _Reader:
             yield option, "micro_batch"
             yield accumulation[0], self._choose_accumulation_placeholder(accumulation[0], option)
 
-    def _is_of_all(self, option: Option, options: Sequence[Option]) -> bool:
+    def _is_batch_of_all_processes(self, option: Option, options: Sequence[Option]) -> bool:
         """Return whether an option gives the batch of all processes, instead of the batch of one."""
         name, launcher = option.name, self.launch.launcher
         if self.ranks == 1 or _find_option_meaning(option) in ("local_batch", "micro_batch"):
             return False
-        if launcher == "yolo" or (name.startswith("batch") and len({each.name for each in options} & _YOLO) > 1):
+        if launcher == "yolo" or (
+            name.startswith("batch") and len({each.name for each in options} & _YOLO_OPTIONS) > 1
+        ):
             return True  # yolov5 and similar scripts
         is_yacs = len(option.path) > 1 and option.flag[:1].isupper() and option.path[0] != "data"
         is_split = any(_find_option_meaning(each) == "micro_batch" for each in options)
@@ -293,7 +295,7 @@ class _Reader:
             option,
             f"batch of {option.label}",
             "the batch",
-            _HOW_TO_SAY.format(option.value.text),
+            _BATCH_HINT.format(option.value.text),
         )
 
     def _choose_accumulation_placeholder(self, option: Option, batch: Option) -> str:
@@ -334,7 +336,7 @@ class _Reader:
         reference: dict[str, Any] = {"batch": int(batch)} if batch else {}
         if (lr := self.get_number("lr")) is not None:
             reference["lr"] = lr
-        lengths = {name: int(value) for name in _LENGTHS if (value := self.get_number(name)) is not None}
+        lengths = {name: int(value) for name in _LENGTH_MEANINGS if (value := self.get_number(name)) is not None}
         section: dict[str, Any] = {"command": command, "launch": self.launch.launch, "reference": reference}
         if lengths:
             section["length"] = dict([next(iter(lengths.items()))])
@@ -344,13 +346,13 @@ class _Reader:
 
 
 def _find_option_meaning(option: Option) -> str:
-    return next((meaning for meaning, names in _MEANINGS.items() if re.fullmatch(names, option.name)), "")
+    return next((meaning for meaning, names in _OPTION_PATTERNS.items() if re.fullmatch(names, option.name)), "")
 
 
 def _find_option_role(option: Option) -> str:
     """Return the meaning of an option; the same for all options that set a batch."""
     meaning = _find_option_meaning(option)
-    return "batch" if meaning in {*BATCHES, "some_batch"} else meaning
+    return "batch" if meaning in {*BATCH_PLACEHOLDERS, "some_batch"} else meaning
 
 
 def _check_count(option: Option, what: str) -> None:
@@ -396,7 +398,7 @@ def _make_no_batch_error(options: Sequence[Option], words: Sequence[ShellWord]) 
 def _is_valid_value(placeholder: str, text: str) -> bool:
     """Return whether an option's value is valid for its placeholder."""
     value = parse_number(text)
-    if placeholder in _COUNTS:
+    if placeholder in _COUNT_MEANINGS:
         return value is not None and value >= 1 and value == int(value)
     return (placeholder == "out" and bool(text)) or (value is not None and (value > 0 or placeholder != "lr"))
 
@@ -406,7 +408,7 @@ def _escape_braces(word: ShellWord) -> str:
     if word.filled:
         return word.text
     result, end = "", 0
-    for match in _BY_HAND.finditer(word.text):
+    for match in _USER_PLACEHOLDER_PATTERN.finditer(word.text):
         if match[1] in PLACEHOLDERS:
             result += _double_braces(word.text[end : match.start()]) + f"{{{match[1]}}}"
             end = match.end()

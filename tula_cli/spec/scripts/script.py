@@ -11,10 +11,10 @@ from tula_cli.spec.kinds import Line, Positive, PositiveFloat, Section, require_
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.old_keys import advise_key
 from tula_cli.spec.scripts.placeholders import (
-    BATCHES,
-    FOR_A_SHELL,
-    IN_A_FILE,
-    OF_A_RANK,
+    BATCH_PLACEHOLDERS,
+    NEEDS_SHELL_MESSAGE,
+    RANK_PLACEHOLDERS,
+    SHELL_SCRIPT_HINT,
     find_placeholders,
     find_shell_word,
 )
@@ -29,7 +29,7 @@ def _require_known_placeholders(text: str) -> str:
 
 def _require_no_shell(text: str) -> str:
     if word := find_shell_word(text):
-        raise ValueError(f"{word!r} {FOR_A_SHELL}; {IN_A_FILE}")
+        raise ValueError(f"{word!r} {NEEDS_SHELL_MESSAGE}; {SHELL_SCRIPT_HINT}")
     return text
 
 
@@ -155,7 +155,7 @@ class Script(Section):
     @model_validator(mode="after")
     def _check_batch_placeholders(self) -> "Script":
         placeholders = set(find_placeholders(self.command))
-        if not placeholders & BATCHES:
+        if not placeholders & BATCH_PLACEHOLDERS:
             raise ValueError(
                 "command: has no placeholder for the batch size; replace the batch size by {local_batch} (per GPU), {batch} (all GPUs), or {micro_batch} with {accumulate} (samples per forward pass, and their number per step)"
             )
@@ -168,7 +168,7 @@ class Script(Section):
     @model_validator(mode="after")
     def _check_placeholder_values(self) -> "Script":
         placeholders = self.placeholders
-        if self.launch == "node" and (of_rank := sorted(placeholders & OF_A_RANK)):
+        if self.launch == "node" and (of_rank := sorted(placeholders & RANK_PLACEHOLDERS)):
             raise ValueError(
                 f"command: {{{of_rank[0]}}} differs between the processes of a node, but with script.launch: node tula starts only one process per node. Remove the placeholder, or set script.launch: rank"
             )
@@ -196,11 +196,11 @@ class Script(Section):
 
 # --- Checks with the other sections
 
-OWN_LOOP = ("model", "dataset", "transforms", "loss", "optimizer", "schedule", "auto")
+TULA_LOOP_SECTIONS = ("model", "dataset", "transforms", "loss", "optimizer", "schedule", "auto")
 """Sections of tula's loop, which a script replaces completely."""
-TRAIN = {"method", "lr_scaling", "accumulate", "seed", "workers", "oom_policy", "max_attempts"}
+SCRIPT_TRAIN_KEYS = {"method", "lr_scaling", "accumulate", "seed", "workers", "oom_policy", "max_attempts"}
 """Settings of section train that apply to a script: through placeholders, or because they control its start."""
-PRESET = "robust"
+SCRIPT_AGS_PRESET = "robust"
 """Preset of section ags for scripts; it works without changes to the script."""
 
 
@@ -232,7 +232,7 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: the content has a setting that would not reach the script.
     """
-    if foreign := [name for name in OWN_LOOP if content.get(name) is not None]:
+    if foreign := [name for name in TULA_LOOP_SECTIONS if content.get(name) is not None]:
         rest = "have no effect with section script, because the script builds its model and data itself; remove these sections"
         rest = (
             rest
@@ -241,9 +241,9 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
         )
         raise ValueError(f"{', '.join(foreign)} {rest}")
     train = {key: value for key, value in (content.get("train") or {}).items() if value is not None}
-    if unknown := sorted(key for key in train.keys() - TRAIN if not advise_key(f"train.{key}")):
+    if unknown := sorted(key for key in train.keys() - SCRIPT_TRAIN_KEYS if not advise_key(f"train.{key}")):
         raise ValueError(
-            f"train.{unknown[0]}: has no effect on a script; remove the key, and set the value in the script or its command. The keys of section train that affect a script are {', '.join(sorted(TRAIN))}"
+            f"train.{unknown[0]}: has no effect on a script; remove the key, and set the value in the script or its command. The keys of section train that affect a script are {', '.join(sorted(SCRIPT_TRAIN_KEYS))}"
         )
     if "method" not in train:
         default, _ = get_default_train(_as_mapping(content["script"]).get("command"))
@@ -273,7 +273,7 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
 def _fill_ags_defaults(content: Mapping[str, Any]) -> Any:
     """Return section ags with the default preset of scripts; a value that is not a mapping is left to validation."""
     given = content.get("ags") or {}
-    return {"preset": PRESET, **given} if isinstance(given, Mapping) else given
+    return {"preset": SCRIPT_AGS_PRESET, **given} if isinstance(given, Mapping) else given
 
 
 def _get_mapping_at(script: Any, name: str) -> Mapping[str, Any]:
@@ -287,9 +287,11 @@ def _as_mapping(part: Any) -> Mapping[str, Any]:
 def remove_script_defaults(content: dict[str, Any]) -> dict[str, Any]:
     """Return the written content of a job with a script, without the additions of `fill_script_defaults`."""
     reads_ags = METHODS[content.get("train", {}).get("method", "lbt")].uses_section("ags")
-    kept = {key: value for key, value in content.items() if key not in OWN_LOOP and (key != "ags" or reads_ags)}
+    kept = {
+        key: value for key, value in content.items() if key not in TULA_LOOP_SECTIONS and (key != "ags" or reads_ags)
+    }
     if "train" in kept:
-        kept["train"] = {key: value for key, value in kept["train"].items() if key in TRAIN}
+        kept["train"] = {key: value for key, value in kept["train"].items() if key in SCRIPT_TRAIN_KEYS}
     return kept
 
 

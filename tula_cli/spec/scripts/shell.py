@@ -11,7 +11,7 @@ from tula_cli.words import parse_number
 
 # --- Shell text
 
-PIPES = ("|", "|&", "||")
+PIPE_OPERATORS = ("|", "|&", "||")
 """Operators that join commands into a pipeline; other operators separate commands that run one after the other."""
 _NESTED = r"\([^()]*\)"
 for _ in range(3):
@@ -31,11 +31,17 @@ _BLANK = re.compile(r"(?:[ \t]|\\\r?\n|\r(?=\n|\Z))*(?:#[^\n]*)?")
 _LINE_END = re.compile(r"(?<=\\[ \t])[ \t]*\r?\n")
 _OPERATOR = re.compile(r"&&|\|\||\|&|;;|[;|&\n]|\Z")
 _REDIRECTION = re.compile(r"(?:&>>?|\d*(?:<<<|<<-?|>>|>\||>&|<&|<>|[<>]))(?!\()")
-_SEVERAL = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
+_BRACE_EXPANSION = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_EXPORTS = ("export", "declare", "readonly", "local", "typeset")
-_CLOSES = {**dict.fromkeys(("for", "while", "until", "select"), "done"), "if": "fi", "case": "esac", "{": "}", "(": ")"}
-_BETWEEN = ("do", "then", "else", "elif", "!")
+_EXPORT_COMMANDS = ("export", "declare", "readonly", "local", "typeset")
+_BLOCK_ENDS = {
+    **dict.fromkeys(("for", "while", "until", "select"), "done"),
+    "if": "fi",
+    "case": "esac",
+    "{": "}",
+    "(": ")",
+}
+_BLOCK_KEYWORDS = ("do", "then", "else", "elif", "!")
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Command:
     @property
     def exported(self) -> bool:
         """Whether the variables of the command are exported to later programs."""
-        return bool(self.words) and self.words[0].raw in _EXPORTS
+        return bool(self.words) and self.words[0].raw in _EXPORT_COMMANDS
 
     @property
     def assignments(self) -> tuple[tuple[str, ShellWord], ...]:
@@ -113,15 +119,15 @@ def _count_block_size(commands: list[Command]) -> int:
     closes: list[str] = []
     for count, command in enumerate(commands, 1):
         raw = [word.raw for word in command.words]
-        while raw and raw[0] in _BETWEEN:
+        while raw and raw[0] in _BLOCK_KEYWORDS:
             raw.pop(0)
         is_function = raw[1:3] == ["(", ")"] or raw[:1] == ["function"]
         if is_function:
             closes += ["}"] if "{" in raw else []
         elif raw and raw[0] in closes[-1:]:
             closes.pop()
-        elif raw and raw[0] in _CLOSES:
-            closes.append(_CLOSES[raw[0]])
+        elif raw and raw[0] in _BLOCK_ENDS:
+            closes.append(_BLOCK_ENDS[raw[0]])
         if closes[-1:] == [")"] and ")" in raw:
             closes.pop()
         if not closes:
@@ -260,7 +266,7 @@ class _Scanner:
 
 def _find_shell_pattern(bare: str, text: str) -> str:
     """Return the text if a shell would expand it to several words or to file names, else an empty text."""
-    if _SEVERAL.search(bare):
+    if _BRACE_EXPANSION.search(bare):
         return text
     pattern = text.replace("~", str(Path.home()), bare.startswith("~/"))
     return text if re.search(r"[*?\[]", bare) and "\0" not in text and glob(pattern) else ""  # noqa: PTH207
@@ -269,11 +275,11 @@ def _find_shell_pattern(bare: str, text: str) -> str:
 # --- Options of a command
 
 _YACS_KEY = re.compile(r"[A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)+|[A-Z]+_[A-Z_]+")
-_PAIR = re.compile(r"[A-Za-z_+~][\w.+/-]*=")
-_ATTACHED = re.compile(r"(-[A-Za-z])(\d+)")
+_PAIR_PATTERN = re.compile(r"[A-Za-z_+~][\w.+/-]*=")
+_ATTACHED_NUMBER_PATTERN = re.compile(r"(-[A-Za-z])(\d+)")
 MAY_BE_BATCH = re.compile(r"(?i)batch|(?:^|[-_.])(?:m?bs|bsz|bz)(?:$|[ =\d])|(?:samples|imgs|ims|images)_per_|^-b\d*$")
 """Pattern of options that may be a batch."""
-_LISTS = ("opts", "cfg_options", "options", "override", "overrides")
+_OPTION_LISTS = ("opts", "cfg_options", "options", "override", "overrides")
 """Options whose values are themselves options."""
 
 
@@ -319,9 +325,9 @@ def read_options(words: Sequence[ShellWord]) -> list[Option]:
         word, after = words[place], words[place + 1] if place + 1 < len(words) else None
         flag, equals, value = word.text.partition("=")
         option = None
-        if equals and (word.text.startswith("-") or _PAIR.match(word.text)):
+        if equals and (word.text.startswith("-") or _PAIR_PATTERN.match(word.text)):
             option = Option((word,), f"{flag}=", replace(word, text=value), place)
-        elif match := _ATTACHED.fullmatch(word.text):
+        elif match := _ATTACHED_NUMBER_PATTERN.fullmatch(word.text):
             option = Option((word,), match[1], replace(word, text=match[2]), place)
         elif after is not None and (_YACS_KEY.fullmatch(word.text) or _takes_value(word.text, after.text)):
             option = Option((word, after), f"{word.text} ", after, place)
@@ -332,7 +338,7 @@ def read_options(words: Sequence[ShellWord]) -> list[Option]:
 
 
 def _takes_value(flag: str, after: str) -> bool:
-    is_list = flag.lstrip("-").replace("-", "_") in _LISTS or _YACS_KEY.fullmatch(after)
+    is_list = flag.lstrip("-").replace("-", "_") in _OPTION_LISTS or _YACS_KEY.fullmatch(after)
     return is_option(flag) and not is_option(after) and not is_list
 
 
@@ -353,7 +359,7 @@ def fill_options(words: Sequence[ShellWord], values: Sequence[tuple[Option | Non
     return result
 
 
-_FLAGS = frozenset({
+_VALUELESS_FLAGS = frozenset({
     "standalone", "no_python", "use_env", "m", "module", "module_mode", "v", "verbose", "multi_gpu", "no_local_rank",
     "exclusive", "label", "l", "unbuffered", "u", "quiet", "Q", "overlap", "exact", "pty", "overcommit", "O", "oversubscribe",
     "E", "H", "K", "X", "k", "s", "hold", "kill_on_bad_exit", "multi_prog", "no_kill", "preserve_env", "requeue", "no_requeue",
@@ -381,7 +387,13 @@ def split_launcher_options(
         if match and (match[2][0].isdigit() or match[1][1] in attached):
             flag, equals, value = match[1], "=", match[2]
         name = flag.lstrip("-").replace("-", "_")
-        if not equals and behind and name not in _FLAGS and not is_option(behind[0].text) and not starts(behind[0]):
+        if (
+            not equals
+            and behind
+            and name not in _VALUELESS_FLAGS
+            and not is_option(behind[0].text)
+            and not starts(behind[0])
+        ):
             size, value = 2, behind[0].text
         given = behind[0] if size == 2 else replace(word, text=value)
         options.append(Option(tuple(words[place : place + size]), f"{flag}{equals or ' '}", given, place, name))

@@ -468,7 +468,7 @@ def _init_loader_process(parent: int | None, _: int) -> None:
     # A worker notices only between two batches that its rank has exited, and the driver frees the rank's GPU memory
     # only when the last copy of its device files is closed: both would disturb the next attempt.
     die_with_parent(parent)
-    devices.close_inherited()
+    devices.close_inherited_device_files()
     # SLURM sends SIGTERM to every process of a job, but the rank still needs data to finish its step.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)

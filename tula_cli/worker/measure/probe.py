@@ -28,7 +28,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import Components
 from tula_cli.run.records.probes import GpuState, GradientStats, Measured, OutOfMemory, Overheads, RankPace, Tokens
 from tula_cli.run.records.tasks import ProbeTask, make_probe_identity
-from tula_cli.spec.sections import LEAST_STEPS, Search
+from tula_cli.spec.sections import MIN_TIMED_STEPS, Search
 from tula_cli.worker import device, environment
 from tula_cli.worker.build import finetune
 from tula_cli.worker.build.batches import TokenCounter, list_tensors, make_batch, slice_batch
@@ -71,16 +71,16 @@ def count_warm_up_steps(times: Sequence[float], search: Search, *, prefetched: i
         prefetched: steps whose data the loader may have made while the first steps compiled; only later ones wait for
             it.
     """
-    missing = max(search.min_steps - UNTIMED_STEPS, prefetched and prefetched + LEAST_STEPS) - len(times)
+    missing = max(search.min_steps - UNTIMED_STEPS, prefetched and prefetched + MIN_TIMED_STEPS) - len(times)
     if sum(times) >= search.max_seconds:
         return 0
     if missing > 0:
-        return min(LEAST_STEPS, missing)
-    few = min(LEAST_STEPS, len(times) // 2)
+        return min(MIN_TIMED_STEPS, missing)
+    few = min(MIN_TIMED_STEPS, len(times) // 2)
     if few < 2:
-        return LEAST_STEPS
+        return MIN_TIMED_STEPS
     newest, previous = statistics.median(times[-few:]), statistics.median(times[-2 * few : -few])
-    return 0 if abs(newest - previous) <= MAX_RELATIVE_DIFFERENCE * previous else LEAST_STEPS
+    return 0 if abs(newest - previous) <= MAX_RELATIVE_DIFFERENCE * previous else MIN_TIMED_STEPS
 
 
 def count_steps_for_median(times: Sequence[float], search: Search) -> int:
@@ -90,7 +90,7 @@ def count_steps_for_median(times: Sequence[float], search: Search) -> int:
     that of a mean for normally distributed values.
     """
     error = compute_standard_error(times) / (PRECISION * compute_trimmed_mean(times))
-    return min(search.split_steps, max(LEAST_STEPS, math.ceil(min(math.pi / 2 * len(times) * error**2, 1e9))))
+    return min(search.split_steps, max(MIN_TIMED_STEPS, math.ceil(min(math.pi / 2 * len(times) * error**2, 1e9))))
 
 
 def count_steps_to_time(times: Sequence[float], search: Search) -> int:
@@ -103,8 +103,8 @@ def count_steps_to_time(times: Sequence[float], search: Search) -> int:
         search: section search, which sets the limits.
     """
     timed, seconds = len(times), sum(times)
-    if timed < LEAST_STEPS:
-        return LEAST_STEPS - timed
+    if timed < MIN_TIMED_STEPS:
+        return MIN_TIMED_STEPS - timed
     if seconds >= search.max_seconds:
         return 0
     mean = seconds / timed
@@ -112,7 +112,7 @@ def count_steps_to_time(times: Sequence[float], search: Search) -> int:
     if missing <= 0:
         if compute_standard_error(times) <= PRECISION * compute_trimmed_mean(times):
             return 0
-        missing = max(LEAST_STEPS, timed // 2)
+        missing = max(MIN_TIMED_STEPS, timed // 2)
     return min(missing, math.ceil((search.max_seconds - seconds) / mean))
 
 
@@ -516,7 +516,7 @@ def measure_probe(
     stream = repeat_steps(trainer)
     warmup_times = _run_warm_up(trainer, stream)
     if why := DivergenceDetector(trainer).describe_divergence(weights=True):
-        raise Diverged(why, failures.advise("diverged"))
+        raise Diverged(why, failures.describe_advice("diverged"))
     if overheads.longest is not None:
         _run_largest_step(trainer, overheads.longest)
     meter.restart_after_warmup()

@@ -16,7 +16,7 @@ from torch import nn
 
 from tula_cli.errors import CannotWrite, TulaError
 from tula_cli.run import files
-from tula_cli.run.damage import SUMS
+from tula_cli.run.damage import CHECKSUM_FILE
 from tula_cli.run.disk_space import choose_full_disk_errno
 from tula_cli.run.files import make_folder, make_write_error, write_atomic
 from tula_cli.worker.ranks import Ranks
@@ -88,7 +88,7 @@ def is_complete(folder: Path, ranks: Ranks) -> bool:
 def _read_checksums(folder: Path) -> dict[str, int]:
     """Return the check sums that were written with a checkpoint; empty if they cannot be read."""
     try:
-        content = json.loads(files.read_content(folder / SUMS))
+        content = json.loads(files.read_content(folder / CHECKSUM_FILE))
     except (OSError, ValueError, TulaError):
         return {}
     return (
@@ -202,7 +202,7 @@ def _serialize(content: dict[str, Any]) -> bytes:
 
 
 def _write_checksums(draft: Path, folder: Path, sums: dict[str, int]) -> None:
-    write_atomic(draft / SUMS, json.dumps(sums))
+    write_atomic(draft / CHECKSUM_FILE, json.dumps(sums))
     _replace_folder(draft, folder)
 
 

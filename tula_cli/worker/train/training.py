@@ -250,7 +250,7 @@ class Training:
             self.log.add("diverged", message=description, sound=losses.sound, lr_factor=losses.lr_factor or factor)
             checkpoint.delete_checkpoints_after(self.run, self.task.signature, losses.sound)
         self.context.ranks.broadcast(0)  # wait for rank 0, as the first rank to exit makes the others exit
-        return Diverged(description, failures.advise("diverged"))
+        return Diverged(description, failures.describe_advice("diverged"))
 
     def _handle_evaluation(self, loss: float) -> None:
         """Called on every rank when an epoch has been evaluated, with the mean loss of its last step; may raise."""

@@ -21,7 +21,7 @@ from tula_cli.run.records.recommendations import Prediction, StageSteps
 from tula_cli.run.records.results import StepParts
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.secrets import remove_secrets
-from tula_cli.run.step_series import MOST_ROWS, StepRow, format_rows, join_adjacent_rows
+from tula_cli.run.step_series import MAX_ROWS_UNJOINED, StepRow, format_rows, join_adjacent_rows
 from tula_cli.run.training_run import TrainingRun, is_complete_row
 from tula_cli.spec.job import get_warmup_epochs
 from tula_cli.words import (
@@ -57,7 +57,7 @@ class StepFile:
         most: number of rows beyond which neighbouring rows are joined.
     """
 
-    def __init__(self, training: TrainingRun, *, most: int = MOST_ROWS) -> None:
+    def __init__(self, training: TrainingRun, *, most: int = MAX_ROWS_UNJOINED) -> None:
         self.training, self.most = training, most
         self.count = 0  # number of rows in the file
         self.width = 1  # steps per new row

@@ -76,7 +76,7 @@ def observe(
 
 
 def _show_report(screen: Screen, folder: Path, job: str, code: int) -> None:
-    """Show what was observed on stderr, because stdout is the command's; its exit code stays the command's."""
+    """Show the report on stderr, because stdout and the exit code are those of the command."""
     from tula_cli.services import observe as service
     from tula_cli.show.observe import render_observations
 

@@ -559,7 +559,7 @@ def _classify_by_exit(text: str, exit_code: int | None) -> OutcomeClass:
 
 
 def _get_signal(exit_code: int | None) -> int:
-    """Return the signal that an exit code stands for; 0 if none."""
+    """Return the number of the signal in an exit code; 0 if it has none."""
     if exit_code is None:
         return 0
     return -exit_code if exit_code < 0 else exit_code - 128 if 128 < exit_code <= 192 else 0

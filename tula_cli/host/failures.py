@@ -191,7 +191,7 @@ def find_root_failure(failures: Iterable[Failure]) -> Failure | None:
 
 
 def has_cause(failures: Iterable[Failure]) -> bool:
-    """Return whether any of the failures is more than the loss of a peer."""
+    """Return whether any of the failures is a cause, not only the loss of a peer."""
     return any(_get_severity(failure) != FAILURE_KINDS["peer"].severity for failure in failures)
 
 

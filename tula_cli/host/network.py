@@ -57,7 +57,7 @@ def make_interface_variables(interface: str | None) -> dict[str, str]:
 
 
 def find_named_address() -> str | None:
-    """Return the address to which this node's name resolves; None if unreachable for others or not this node's."""
+    """Return the address to which this node's name resolves; None if it is another node's or others cannot reach it."""
     with suppress(OSError):
         addresses = [
             str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)

@@ -121,7 +121,7 @@ def _feed_pipe(pipe: IO[bytes], data: bytes) -> None:
 
 
 def _read_last_output(pipe: IO[bytes], into: bytearray) -> None:
-    """Read a pipe to its end, and keep only the last part: the output may be endless."""
+    """Read a pipe to its end, and keep only the last MAX_OUTPUT_BYTES, because the output may be endless."""
     with pipe:
         while data := os.read(pipe.fileno(), 2**16):
             into += data

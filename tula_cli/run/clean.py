@@ -59,7 +59,7 @@ def measure_size_and_time(path: Path) -> tuple[int, float]:
 
 
 def list_removable_files(folder: Path, policy: CleanPolicy) -> Iterator[RemovableFile]:
-    """Yield the removable files of a run. No job of the run may be alive.
+    """Yield the removable files of a run, of which no job may be active.
 
     Raises:
         BadMeasurements: a record that shows whether a training has finished is damaged.
@@ -120,7 +120,7 @@ def _list_kept_checkpoints(training: TrainingRun, whole: list[str], *, over: boo
 
 
 def _read_link_target(link: Path) -> str:
-    """Return the checkpoint name that one of tula's links points to; empty if there is none."""
+    """Return the checkpoint name that a symbolic link of tula points to; empty if there is none."""
     try:
         target = link.readlink()
     except OSError:

@@ -228,7 +228,7 @@ class RunDir:
         return read_record(self.path / "job_file.json", JobFile)
 
     def read_variant(self) -> Variant | None:
-        """Return the part of its job that this run measures; None if the job has no variants."""
+        """Return the node type and GPU count of the job that this run measures; None if the job names neither."""
         return read_record(self.path / "variant.json", Variant)
 
     def write_variant(self, variant: Variant) -> None:
@@ -524,7 +524,7 @@ class Run(RunDir):
     Args:
         path: the run directory, which may not exist yet.
         spec: the job on this hardware.
-        variant: what it measures of a job with several variants; empty if the job has none.
+        variant: node type and GPU count that the run measures; empty if the job has no variants.
     """
 
     def __init__(self, path: Path, spec: JobSpec, variant: Variant = Variant()) -> None:  # noqa: B008 - it is frozen

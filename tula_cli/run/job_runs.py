@@ -28,7 +28,7 @@ _MAX_KEYS_SHOWN = 4
 
 
 def list_variants(spec: JobSpec) -> list[tuple[Variant, JobSpec]]:
-    """Return the variants of a job, each with its job: every node type with each number of its GPUs."""
+    """Return each variant of a job (a node type with a number of GPUs per node) with its job."""
     variants: list[tuple[Variant, JobSpec]] = []
     for name, job in spec.split_by_type().items():
         node_type, gpus = (None, None) if name is None else spec.kinds[name]

@@ -25,7 +25,7 @@ class ObservedJob:
 
     @cached_property
     def ranks(self) -> tuple[RankResult, ...]:
-        """The measurements of each rank, by rank: at its end, or of its first steps while it runs or if it was killed."""
+        """The measurements by rank: at the end, or of the first steps if the rank runs or was killed."""
         first_steps = {result.rank: result for result in read_rank_results(self.path, "begun-*.json")}
         ends = {result.rank: result for result in read_rank_results(self.path, "result-*.json")}
         merged = first_steps | {rank: end for rank, end in ends.items() if end.timed or rank not in first_steps}

@@ -115,7 +115,7 @@ class ScriptAttempt:
         return self.path / "aside"
 
     def read_moved_files(self) -> list[str]:
-        """Return descriptions of the files that were moved there, or left changed, by all nodes."""
+        """Return descriptions of the files that were moved into `aside` or remain changed, by all nodes."""
         return [row["text"] for row in read_json_lines(self.path / "aside.jsonl")]
 
     def read_heartbeat(self, rank: int) -> Heartbeat | None:

@@ -193,7 +193,7 @@ def _compact_column(values: Sequence[float | None]) -> Any:
 
 
 def is_step_line(line: Mapping[str, Any]) -> bool:
-    """Return whether a line has all columns of its rows; a lost node may leave a damaged one."""
+    """Return whether a line has all columns; a lost node may leave a damaged one."""
     return _read_line(line) is not None
 
 

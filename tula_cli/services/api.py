@@ -377,7 +377,7 @@ class SubmitArguments(JobArguments):
 
 @dataclass(frozen=True)
 class ResolvedTarget:
-    """The subject of a call: the runs of a job (which may not exist yet) with its settings, and their origin."""
+    """The runs that a target refers to, which may not exist yet, with the origin of their settings."""
 
     runs: tuple[HardwareRun, ...]
     job: Path | None  # the job file; None if the settings are those of a run, a mapping or a spec
@@ -406,7 +406,7 @@ class ResolvedTarget:
         return find_settings_origin(self.runs[0], self.job, self.overrides)
 
     def require_measured(self) -> "ResolvedTarget":
-        """Return this call if at least one of its runs exists.
+        """Return this target if at least one of its runs exists.
 
         Raises:
             BadMeasurements: no run exists yet.
@@ -931,7 +931,7 @@ def evaluate(arguments: EvaluateArguments) -> EvaluationRecord | None:
 
     Returns:
         `.metrics` has those available of loss, top-1 and top-5 (percent), perplexity and train.metrics. None if the
-        resolved does not wait for the job (`tula.status(run)` shows it).
+        call does not wait for the job (`tula.status(run)` shows it).
 
     Raises:
         SpecError: the job, the training or the file is invalid, or the job trains with a script.

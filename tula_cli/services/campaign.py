@@ -217,7 +217,7 @@ def _list_options_by_batch(
 
 
 def _count_max_nodes_in_use(job: JobTrainings) -> int:
-    """Return the nodes that all trainings of a job use if each of them has the most."""
+    """Return the number of nodes in use if every training of a job runs at once, on its largest number of nodes."""
     return job.trainings * max(option.nodes for options in job.batches for option in options)
 
 
@@ -245,7 +245,7 @@ def _list_warnings(names: Sequence[str], considered: Sequence[_ConsideredConfigu
 
 
 def _require_within_limits(plan: Campaign, subject: str, query: Query) -> None:
-    """Raise an error if a plan exceeds the limits: it may if it minimises neither time nor cost, or need not be the best."""
+    """Raise an error if a plan exceeds the deadline or the budget, which planning does not enforce for every objective."""
     if plan.minimises not in ("time", "cost") and not is_within(plan.cost, _get_limit_or_infinity(query.budget)):
         raise Infeasible(
             f"the plan of {QUANTITIES[plan.minimises].lowest} for {subject} costs {format_number(plan.cost, 4)} {plan.currency}, more than the"
@@ -393,7 +393,7 @@ def _plan_at_lowest_cost(
     currency: str,
     prices: Floats,
 ) -> list[Start]:
-    """Return the plan of lowest cost or energy within the deadline, of a batch whose plan is within the budget if any is.
+    """Return the plan of lowest cost or energy within the deadline; a batch whose plan is within the budget is preferred.
 
     Other arguments and errors are as for the shortest plan.
 

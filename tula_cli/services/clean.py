@@ -137,7 +137,7 @@ def _is_newest(path: Path) -> bool:
 
 
 def _find_reasons_to_keep(snapshots: Sequence[Snapshot], ask: StateQuery, now: float) -> list[str]:
-    """Return, per run, the reason why nothing may be removed; empty if no job of it is alive."""
+    """Return, per run, the reason why nothing may be removed: a job that is or may be active; empty if there is none."""
     ids = [
         id_
         for snapshot in snapshots
@@ -187,7 +187,7 @@ def _describe_active_job(
 
 
 def _get_chain_state(job: Job, known: Mapping[str, SchedulerState], now: float) -> SchedulerState:
-    """Return the state of a job, which is alive while one of its chained scheduler jobs is."""
+    """Return the state of a job: that of the first of its chained scheduler jobs that has not ended."""
     states = [known[id_] for id_ in job.ids if id_ in known]
     if len(states) < len(job.ids) and now - job.submitted_at < JUST_SUBMITTED_SECONDS:
         return SchedulerState("pending", "just submitted")
@@ -200,7 +200,7 @@ def _get_chain_state(job: Job, known: Mapping[str, SchedulerState], now: float) 
 def remove_files(run_spaces: Iterable[RunSpace]) -> CleanResult:
     """Remove the removable files of `run_spaces`; runs with jobs submitted in the meantime are left unchanged.
 
-    If interrupted, the same call can be repeated to remove the rest.
+    If interrupted, the same call removes the remaining files.
     """
     files, size, problems = 0, 0, []
     for run_space in run_spaces:

@@ -260,14 +260,14 @@ def _warn_ineffective_methods(spec: JobSpec, grid: Grid) -> Iterator[Diagnostic]
 
 
 def inspect_once(inspect: Inspect, inspection_cache: dict[str, Inspection], spec: JobSpec) -> Inspection:
-    """Return the inspection of the first spec passed, also for later ones: all cells share the model and dataset."""
+    """Inspect only the first spec, and return its inspection for all specs: all cells share the model and dataset."""
     if not inspection_cache:
         inspection_cache["all"] = inspect(spec)
     return inspection_cache["all"]
 
 
 def _build_comparison(run: Run, grid: Grid, *, now: float) -> tuple[Comparison, dict[str, str]]:
-    """Return the comparison, and the duplicate rows that have settings, mapped to the row that trains the same."""
+    """Return the comparison, and a map from each row that trains the same as an earlier row to that row."""
     spec = run.spec
     reference = spec.train.reference_batch
     codes: dict[tuple[str, ...], str] = {}

@@ -233,7 +233,7 @@ def read_evaluation_result(run: RunDir, task: EvaluateTask) -> EvaluationRecord:
 
 
 def make_error_of_job(run: RunDir, task: EvaluateTask | RateSearchTask, subject: str) -> TulaError:
-    """Return the error of a job that has ended without its result: of the class of its last failure."""
+    """Return the error for a job that ended without a result, of the class of its last failure."""
     attempts = run.read_attempts(task.id)
     last_attempt = attempts[-1] if attempts else None
     if last_attempt is None or last_attempt.failure is None or run.is_cancelled(task.job):

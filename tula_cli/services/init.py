@@ -251,7 +251,7 @@ def make_job_text(line: str, recognised: RecognisedCommand, kind: Literal["local
 
 
 def list_shell_settings(recognised: RecognisedCommand) -> Iterator[TemplateLine]:
-    """Yield settings for what surrounds the command in a SLURM job: the wrapper of ranks, and lines before the job."""
+    """Yield the settings for the wrapper of the ranks and for the shell lines before the command in a SLURM job."""
     if recognised.wrapper and _is_wrapper_list(recognised.wrapper):
         arguments = ", ".join(format_yaml_word(argument, flow=True) for argument in recognised.wrapper)
         yield TemplateLine(

@@ -66,7 +66,7 @@ class TypeMeasurements:
         return self.run.type or ""
 
     def with_type_of_run(self) -> "TypeMeasurements":
-        """Return these measurements under the node type that later commands give the run."""
+        """Return these measurements with the run under the name of its node type, as later commands open it."""
         return replace(self, run=self.run.with_variant_name())
 
     @property
@@ -233,11 +233,11 @@ def describe_noise_basis(noise: Noise, measurements: TypeMeasurements) -> str:
 
 
 def fit_estimator_of_recommendation(run: Run, *, stages_by: StageObjective = "time") -> Estimator:
-    """Return the forecast that a recommendation is made from.
+    """Fit the models of a run as a recommendation does.
 
     Args:
         run: the run, in a comparison with another method in its job.
-        stages_by: what the nodes of the stages of `train.ramp` are chosen by.
+        stages_by: the quantity that the number of nodes of each stage of `train.ramp` minimises.
 
     Raises:
         BadMeasurements, Infeasible: as in `Estimator.fit`.

@@ -38,11 +38,11 @@ RESULT_TIMEOUT = 5.0
 
 
 def install_observer(folder: Path, root: Path | str) -> None:
-    """Copy the hooks into a folder that, first in PYTHONPATH, watches every training of torch.
+    """Copy the hooks into a folder; with this folder first in PYTHONPATH, every training with torch is observed.
 
     Args:
         folder: of the hooks; existing files are replaced.
-        root: folder of the observations; may begin with ~, the home of whoever trains.
+        root: folder of the observations; may start with ~, the home of the user who trains.
 
     Raises:
         TulaError: the folder cannot be written.

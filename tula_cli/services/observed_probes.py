@@ -96,7 +96,7 @@ def _describe_reason(error: BadMeasurements | NotMeasured, job: ObservedJob) -> 
 
 
 def _drop_overrides(run: Run, file: JobFile | None) -> tuple[list[Run], JobFile | None]:
-    """Return a run and the file of its settings as they are stored: without overrides that measure the same."""
+    """Return a run and its job file without the overrides that do not change what is measured."""
     if file is None or not file.overrides:
         return [run], file
     if run.exists:

@@ -76,7 +76,7 @@ def plan_probes(
         run: the run, which may have results already or not exist yet.
         inspection: dataset size and memory estimate.
         node_hours_of_other_types: node-hours that other node types of the same job have used or are about to use.
-        again: whether failed probes are measured again.
+        repeat_failed: whether failed probes are measured again.
 
     Raises:
         Infeasible: no configuration of the search can run.
@@ -227,7 +227,7 @@ def submit_probes(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[s
 def wait_for_exits(
     run: RunDir, launcher: Launcher, plan: ProfilePlan, *, sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Wait until those jobs of a plan have exited that have all results of the round before.
+    """Wait until the jobs of a plan that have all results of the previous round have exited.
 
     A round submits jobs of the same ids as the one before. While a job of that round exits, it would pass for the job that
     measures this one.
@@ -378,7 +378,7 @@ def make_largest_batch_bounds(spec: JobSpec, inspection: Inspection) -> BatchBou
 
 
 def plan_largest_batch_search(run: Run, inspection: Inspection) -> ProfilePlan:
-    """Return the job that searches for the largest batch, from its next trial; without tasks if that is known.
+    """Return the plan of the search for the largest batch from its next trial on; without tasks if the search is over.
 
     Raises:
         SpecError, Infeasible: as of `make_largest_batch_bounds`; or a file of the user's code cannot be read.
@@ -484,7 +484,7 @@ def plan_variants(
     """Return the probes to measure for each variant; yield a warning for one that has none, if another can be trained.
 
     Args:
-        again: whether failed probes are measured again.
+        repeat_failed: whether failed probes are measured again.
         largest: whether to search for the largest batch; each trial follows from the one before.
 
     Raises:

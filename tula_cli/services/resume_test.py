@@ -314,7 +314,7 @@ class TrainingStart:
 
     @property
     def changes_nodes(self) -> bool:
-        """Whether its script has to resume on other nodes, as the jobs use what they are granted."""
+        """Whether the script may have to resume on another number of nodes, because jobs use the nodes that they are granted."""
         return self.run.spec.script is not None and len(self.task.sizes) > 1
 
     @property

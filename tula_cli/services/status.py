@@ -179,7 +179,7 @@ class TrainingStatus:
 
 @dataclass(frozen=True)
 class RestOfTraining:
-    """Predicted time and cost of what remains of a training on a number of nodes."""
+    """Predicted remaining time and cost of a training on a number of nodes."""
 
     nodes: int
     hours: float
@@ -188,7 +188,7 @@ class RestOfTraining:
 
 @dataclass(frozen=True)
 class SpentAndRest:
-    """Time and cost of a training so far, each attempt on its nodes, and of the rest; costs are in `currency`."""
+    """Time and cost of a training so far, by the nodes of each attempt, and the remaining ones; costs are in `currency`."""
 
     hours: float
     node_hours: float
@@ -389,7 +389,7 @@ def _get_state_from_attempts(
 
 
 def adjust_to_file_clock(snapshot: Snapshot, attempts: Iterable[Attempt]) -> list[Attempt]:
-    """Return attempts; those still open start by the clock of the file system, as their host's clock may be wrong."""
+    """Return the attempts, with the start of open ones by the clock of the file system, as their host's clock may be wrong."""
     adjusted = []
     for attempt in attempts:
         written = None if attempt.ended_at is not None else snapshot.get_attempt_write_time(attempt)
@@ -629,7 +629,7 @@ def _get_training_status(
 def _compute_spent_and_rest(
     files_snapshot: Snapshot, newest: TrainTask, status: TrainingStatus, *, now: float
 ) -> SpentAndRest:
-    """Return time and cost so far, and of the rest: by the pace of the running job, or else as predicted for each size."""
+    """Return time and cost so far, and the remaining ones by the pace of the running job, else as predicted for each size."""
     tasks = {task.id: task for task in files_snapshot.list_tasks_of_job(newest.job) if isinstance(task, TrainTask)}
     attempts = [
         attempt
@@ -843,7 +843,7 @@ def _is_waiting(job: JobStatus, lost_since: dict[str, float], *, now: float) -> 
 
 
 def cancel_jobs(runs: Sequence[Run], launcher_for: Callable[[Run], Launcher]) -> list[str]:
-    """Cancel the queued and running jobs of the parts, and return their names; unreadable job records are left out.
+    """Cancel the queued and running jobs of the runs, and return their names; unreadable job records are left out.
 
     Each job is marked as cancelled first, so that nothing (a supervisor, the next job of a chain) restarts it. A job or
     part that cannot be cancelled does not prevent the cancellation of the others.

@@ -363,7 +363,7 @@ def prepare_training(
     request: TrainRequest,
     inspect: Callable[[JobSpec], Inspection],
 ) -> Work[PreparedTraining]:
-    """Plan a training on the chosen part of a job; nothing is written.
+    """Plan a training on the chosen node type of a job; nothing is written.
 
     Args:
         inspect: returns the dataset's size if no probe has recorded it.
@@ -444,7 +444,7 @@ def run_training(training: PreparedTraining, submission: Submission) -> Work[Sum
 
 
 def find_gain(run: Run, summary: Summary) -> "Gain | None":
-    """Return what a finished training gained over the baseline of the recommendation of its run, if that is known."""
+    """Return the gain of a finished training over the baseline in the recommendation of its run; None if unknown."""
     from tula_cli.models.choice.baseline import compute_gain  # imported here: only needed at the end of a training
 
     recommendation = run.read_recommendation()

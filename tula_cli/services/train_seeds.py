@@ -295,7 +295,7 @@ def _test_resume(prepared: PreparedSeeds, launcher: Launcher, submission: Submis
 def _submit_missing_trainings(
     prepared: PreparedSeeds, launcher: Launcher, submission: Submission, under_way: Sequence[str]
 ) -> Work[None]:
-    """Submit the missing trainings, each behind those whose nodes it takes over.
+    """Submit the missing trainings, each to start after the trainings whose nodes it uses.
 
     It also waits for those that these wait for: if one that waits is cancelled, the next does not start before its nodes
     are idle.

@@ -83,10 +83,10 @@ def describe_beyond_cap(subject: str, node_hours: float, cap: float | None) -> s
 
 
 def require_within_cap(node_hours: Sequence[float], cap: float | None, *, first_jobs: float = 0.0) -> None:
-    """Enforce the cap on node-hours over all parts of a job.
+    """Enforce the cap on node-hours over all node types of a job.
 
     Args:
-        node_hours: node-hours of the probes of each part.
+        node_hours: node-hours of the probes on each node type.
         cap: search.max_node_hours.
         first_jobs: node-hours of the jobs that build the model and the dataset on a node.
 

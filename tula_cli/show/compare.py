@@ -109,7 +109,7 @@ def render_comparison(compare_report: "CompareReport") -> Iterator["RenderableTy
 
 
 def list_column_headings(compare_report: "CompareReport") -> tuple[str, ...]:
-    """Return the headings of the metric columns; a script's metrics keep their names and have no unit."""
+    """Return the headings of the metric columns; a script's metrics have their own names and no unit."""
     if compare_report.of_script:
         return tuple(metric.replace("best_", "best ", 1) for metric in compare_report.columns)
     return tuple({"top1": "top-1 (%)", "top5": "top-5 (%)"}.get(metric, metric) for metric in compare_report.columns)

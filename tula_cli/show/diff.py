@@ -24,7 +24,7 @@ _MAX_VALUE_CHARACTERS = 48  # maximum characters of a value in a table
 
 
 def render_difference(run_difference: "RunDifference") -> Iterator["RenderableType"]:
-    """Yield the answer in one or two lines and the tables behind it; equal values are left out."""
+    """Yield the answer in one or two lines, and tables of the values that differ."""
     yield from (
         f"{letter}  {_describe_run(run)}" for letter, run in (("A", run_difference.before), ("B", run_difference.after))
     )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def render_all_types(plans: "Sequence[ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
-    """Show the upper bound of profiling all parts together, if there are several."""
+    """Yield the upper bound of profiling all node types together, if there are several."""
     if len(plans) > 1:
         prices = [plan.price_at_most for plan in plans]
         known = [price for price in prices if price is not None]
@@ -76,7 +76,7 @@ def render_unsettled_plan(plan: "UpperBoundPlan") -> Iterator["RenderableType"]:
 
 
 def render_round(plans_by_type: "Mapping[str | None, ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
-    """Show what a further round of a search adds to the plan that was shown before."""
+    """Yield the probes and the cost that a further round of a search adds to the plan."""
     from tula_cli.services.plans import ProfilePlan
 
     unfinished = {name: plan for name, plan in plans_by_type.items() if isinstance(plan, ProfilePlan) and plan.missing}

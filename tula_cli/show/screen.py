@@ -97,7 +97,7 @@ class Screen:
         self.drawn: Console | None = None  # console that redraws in place on stderr; None if not used
 
     def expect(self, arguments: Sequence[str]) -> None:
-        """Guess command and flags from the arguments, for errors that occur before parsing."""
+        """Set command and flags from unparsed arguments, for errors that occur before parsing."""
         self.command = next((word for word in arguments if not word.startswith("-")), "")
         self.as_json = "--json" in arguments
         self.verbose = "-v" in arguments or "--verbose" in arguments
@@ -155,7 +155,7 @@ class Screen:
     # --- The answer
 
     def answer(self, data: Any, parts: Iterable["RenderableType"]) -> None:
-        """Give the answer: `data` in the envelope, otherwise the parts, which are created only when shown."""
+        """Print the answer: with --json `data` in the envelope, otherwise `parts`, which are created only when shown."""
         self._answered = True
         if self.as_json:
             self._data = to_plain_data(data)

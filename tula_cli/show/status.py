@@ -230,7 +230,7 @@ def describe_training(now: "TrainingStatus") -> str:
 
 
 def describe_spent_and_rest(now: "SpentAndRest") -> str:
-    """Describe time and cost of a training so far, and as predicted for the rest."""
+    """Describe time and cost of a training so far, and the predicted remaining ones."""
     so_far = f"so far {format_duration(3600 * now.hours)}, {describe_cost(now.node_hours, now.cost, now.currency)}"
     rests = [
         f"{format_duration(3600 * rest.hours)}, {describe_cost(rest.nodes * rest.hours, rest.cost, now.currency)}"
@@ -341,7 +341,7 @@ def make_branches_table(branches: "Sequence[Branch]", chosen: str | None) -> "Ta
 
 
 def render_runs(run_summaries: "Sequence[RunSummary]", *, width: int) -> Iterator["RenderableType"]:
-    """Yield a table with one row per run, without dataset and model if it is too wide, then what cannot be read."""
+    """Yield a table with one row per run, without dataset and model if it is too wide, then the runs that cannot be read."""
     columns = ["run", "last change", "model", "dataset", "probes", "chosen\nnodes", "chosen\nbatch", "trained", "best result"]  # fmt: skip
     rows = [_make_run_row(run) for run in run_summaries]
     for column in (3, 2):

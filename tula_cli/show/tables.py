@@ -93,7 +93,7 @@ def render_long_table(
 
 
 def print_renderable(console: "Console", part: "RenderableType") -> None:
-    """Print a part: on a terminal within its width; elsewhere rows of tables and sentences stay whole, for grep and awk."""
+    """Print text or a table; lines are wrapped only on a terminal, so that grep and awk can process other output."""
     from rich.table import Table
     from rich.text import Text
 
@@ -113,7 +113,7 @@ def print_renderable(console: "Console", part: "RenderableType") -> None:
 
 
 def _wrap_text_columns(part: "Table") -> int:
-    """Let text continue on further lines of its cell, without cutting words; return by how much this may narrow it."""
+    """Allow line breaks between the words of text cells; return by how many characters this may narrow the table."""
     saved = 0
     for column in part.columns:
         column.vertical = "top"
@@ -163,7 +163,7 @@ def describe_upper_bound(hours: float | None, node_hours: float, price: float | 
 def render_by_type(
     parts_by_name: Mapping[str | None, T], describe: Callable[[T], Iterator["RenderableType"]]
 ) -> Iterator["RenderableType"]:
-    """Yield the output of each part of a job (node type), with headings if parts have names."""
+    """Yield the output for each node type of a job, with headings if the job names node types."""
     for index, (name, part) in enumerate(parts_by_name.items()):
         if name is not None:
             yield from () if index == 0 else ("",)
@@ -172,7 +172,7 @@ def render_by_type(
 
 
 def list_data_by_type(parts_by_name: Mapping[str | None, T], **whole: Any) -> Any:
-    """Return the data of each part for the envelope with that of the `whole` job, or of a job without node types."""
+    """Return the data of each node type for the envelope, with that of the `whole` job; only the data without node types."""
     return {"types": dict(parts_by_name), **whole} if None not in parts_by_name else parts_by_name[None]
 
 

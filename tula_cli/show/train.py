@@ -132,7 +132,7 @@ def _describe_planned_nodes(task: "TrainTask") -> Iterator[str]:
 
 
 def _describe_job_sizes(task: "TrainTask") -> Iterator[str]:
-    """Describe what a training takes on each number of nodes that its jobs may be granted."""
+    """Describe time and cost of a training on each number of nodes that its jobs may be granted."""
     for size in task.sizes:
         parts = f"local batch {task.batch // (size.nodes * task.spec.cluster.gpus_per_node)}"
         if size.splits > 1:
@@ -261,7 +261,7 @@ def render_summary(
     charge: "SiteCharge | None" = None,
     gain: "Gain | None" = None,
 ) -> Iterator["RenderableType"]:
-    """Yield predicted and actual values, result metrics, the path of the best weights or of a script's files, and what was gained."""
+    """Yield predicted and actual values, result metrics, the path of the best weights or of a script's files, and the gain."""
     changed = "" if summary.batch == summary.start_batch else f" (started with {summary.start_batch})"
     at = f", {describe_best_epoch(summary)} at epoch {summary.best_epoch}" * bool(
         summary.best_epoch

@@ -96,7 +96,7 @@ class ResolvedAgs(Ags):
 
     @property
     def each_step(self) -> bool:
-        """Whether every step refreshes the factors, so that refreshing is part of the step."""
+        """Whether every step refreshes the factors, so that the step time includes the refresh."""
         return isinstance(self.refresh, Every) and self.refresh.every == 1
 
 

@@ -36,7 +36,7 @@ class Backend:
 
     @property
     def more_memory(self) -> str:
-        """Advice to a user whose job has used up a node's memory."""
+        """Advice for a job that has run out of host memory."""
         return f"request more with {self.memory_setting}"
 
 
@@ -74,5 +74,5 @@ BACKENDS: dict[str, Backend] = {
 
 
 def get_backend(kind: str) -> Backend:
-    """Return the backend of a value of `cluster.kind`, or of the same in the record of a job."""
+    """Return the backend for a value of `cluster.kind`, which job records also contain."""
     return BACKENDS.get(kind) or Backend()

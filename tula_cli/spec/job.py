@@ -285,7 +285,7 @@ class JobSpec(Section):
 
     @property
     def types(self) -> tuple[str, ...]:
-        """Names of what is measured separately: each node type with each searched number of its GPUs.
+        """Names of the configurations of hardware that are measured separately: each node type with each number of GPUs.
 
         Empty if the job has neither node types nor searched GPU counts.
         """
@@ -345,12 +345,12 @@ class JobSpec(Section):
         return self.script is None and self.train.reference_batch > dataset_size
 
     def without_bill(self) -> "JobSpec":
-        """Return the job without the billing that SLURM reported, which is requested again."""
+        """Return the job without the billing that SLURM reported, so that it is requested again."""
         pricing = self.pricing.model_copy(update={"slurm_billing": None})
         return self.model_copy(update={"pricing": pricing})
 
     def with_fewer_gpus(self, fewer: bool) -> "JobSpec":
-        """Return the job with `measured_with_fewer_gpus`, which is not part of its text."""
+        """Return the job with `measured_with_fewer_gpus` set, which is no key of the job file."""
         job = self.model_copy()
         job._measured_with_fewer_gpus = fewer
         return job

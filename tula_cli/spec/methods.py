@@ -49,7 +49,7 @@ class TrainingMethod:
 
     @property
     def tunes(self) -> bool:
-        """Whether it trains with the methods of its arms (worker/train/auto_tune.py)."""
+        """Whether the method trains with those of its arms (worker/train/auto_tune.py)."""
         return self.section == "auto"
 
     def uses_section(self, section: str) -> bool:

@@ -206,10 +206,10 @@ def _remove_path(content: Any, keys: Sequence[str]) -> Any:
 
 
 def _complete_train(train: Mapping[str, Any], *, is_of_other_metric: bool) -> dict[str, Any]:
-    """Return a stored section train without values that mean nothing without the removed keys.
+    """Return a stored section train without values that have no effect without the removed keys.
 
     Args:
-        is_of_other_metric: whether the target of early stopping was of another metric than that of the best checkpoint.
+        is_of_other_metric: whether early stopping had another metric than the best checkpoint.
     """
     complete, stopping, ramp = dict(train), train.get("early_stopping"), train.get("ramp")
     if isinstance(stopping, Mapping):

@@ -126,7 +126,7 @@ def _describe_value_error(item: Any, path: str) -> Problem:
 
 
 def _describe_constraint(item: Any) -> str:
-    """Describe what a value must satisfy, in a form other than "must be X"."""
+    """Describe a constraint on a value that is not of the form "must be X"."""
     if item["type"] in ("too_short", "string_too_short"):
         return _EMPTY_MESSAGE
     return describe_expected_value(item["msg"])

@@ -36,7 +36,7 @@ class Workload:
 
     @property
     def reported_metrics(self) -> tuple[str, ...]:
-        """The metrics that it reports in place of tula's; the first one is compared."""
+        """The metrics that the workload reports instead of those of tula; the first one is compared."""
         return ()
 
     @property
@@ -50,11 +50,11 @@ class Workload:
         return self.spec.train.epochs
 
     def count_epochs(self, dataset_size: int) -> int:
-        """Return the epochs of its training; a length in samples or steps is rounded to whole epochs."""
+        """Return the epochs of the training; a length in samples or steps is rounded to whole epochs."""
         return self.spec.train.epochs
 
     def describe_accumulation_conflict(self) -> str:
-        """Return why its micro-batches cannot be split; empty if they can."""
+        """Return why micro-batches cannot be split; empty if they can."""
         return ""
 
 

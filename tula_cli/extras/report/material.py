@@ -40,20 +40,20 @@ class RunMaterial:
 
     @property
     def name(self) -> str:
-        """Node type of the part; empty if the job names none."""
+        """Node type of the run; empty if the job names none."""
         return self.run.type or ""
 
     @property
     def measured(self) -> list[Measured]:
-        """The successful probes of the part."""
+        """The successful probes of the run."""
         return [result for result in self.look.results if isinstance(result, Measured)]
 
     def name_key(self, key: str) -> str:
-        """Return the key of a table, figure or section of this part, unique in the report."""
+        """Return the key of a table, figure or section on this run, unique in the report."""
         return f"{key}_{self.name}" if self.name else key
 
     def name_title(self, title: str) -> str:
-        """Return the title of a table, figure or section of this part."""
+        """Return the title of a table, figure or section on this run."""
         return f"{title}: {self.name}" if self.name else title
 
 
@@ -160,7 +160,7 @@ class Material:
 
 
 def get_configuration(row: Prediction) -> tuple[str, int, int, str]:
-    """Return what two predictions of one configuration have in common."""
+    """Return the values that identify the configuration of a prediction."""
     return row.type, row.nodes, row.batch, row.market
 
 
@@ -212,7 +212,7 @@ def _recommend_now(
 
 @dataclass(frozen=True)
 class TrainingMaterial:
-    """A training of a part; `count` trainings of the part exist outside its comparison.
+    """A training of a run; `count` trainings of the run exist outside its comparison.
 
     If all trainings belong to the comparison, `count` is their number.
     """
@@ -259,7 +259,7 @@ class TrainingMaterial:
 
 
 def list_newest_trainings(material: Material) -> list[TrainingMaterial]:
-    """Return the training of each part to show; one of a comparison only if it trains the job unchanged and there is no other.
+    """Return the newest training of each run; one of a comparison only if it trains the job unchanged and is the only one.
 
     It is the newest that is active or finished; without any, the newest.
     """

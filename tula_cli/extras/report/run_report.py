@@ -59,7 +59,7 @@ def _describe_question(material: Material) -> str:
 
 
 def _describe_answer(material: Material) -> Iterator[str]:
-    """Yield the comparison with today's configuration, the choice, and the state or result of each part's newest training."""
+    """Yield the comparison with today's configuration, the choice, and the state or result of the newest training on each node type."""
     recommendation = material.shown_recommendation
     if recommendation is None:
         yield f"No recommendation yet: {material.unanswered}."

@@ -600,7 +600,7 @@ HOW_TO_TRAIN = "nothing was trained yet. Run tula train."
 
 
 def build_training_section(material: Material) -> Section:
-    """Build the section of the newest training of each part."""
+    """Build the section of the newest training on each node type."""
     section, trainings = Section("training", "The training"), list_newest_trainings(material)
     if not trainings:
         return replace(section, missing=HOW_TO_TRAIN)
@@ -832,7 +832,7 @@ HOW_TO_COMPARE = "nothing was compared yet. Run tula compare to train the job wi
 
 
 def build_comparison_sections_of_parts(material: Material) -> Iterator[Section]:
-    """Yield the sections of each part's comparison, or a single empty one if nothing was compared."""
+    """Yield the sections of the comparison on each node type, or a single empty one if nothing was compared."""
     compared_parts = [
         (part, comparison) for part in material.parts if (comparison := part.run.read_comparison()) is not None
     ]

@@ -86,7 +86,7 @@ class TrackedRun(Protocol):
 
 
 class Exporter(Protocol):
-    """The interface of a tracker: what a callable returns that is called with `uri` and `project`."""
+    """The interface of a tracker, which a callable with the arguments `uri` and `project` returns."""
 
     def open(self, run: TrackerRun, *, known: str | None) -> TrackedRun:
         """Start a run, or open an existing one again.

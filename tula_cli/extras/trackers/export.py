@@ -134,7 +134,7 @@ class Session:
         )
 
     def update(self, *, active: bool) -> Iterator[WarningEvent]:
-        """Send what is new. If the tracker fails, values sent until then are recorded, and the error is reported once.
+        """Send new values. If the tracker fails, values sent until then are recorded, and the error is reported once.
 
         If another command is sending the run, wait for it at the end; before the end, leave this update to it.
 
@@ -387,7 +387,7 @@ def export_while_waiting(run: Run, jobs: Sequence[str] | None, waiting: Iterable
 
 
 def _update_with_warnings(sessions: Sequence[Session], active: Callable[[Run], bool]) -> Iterator[WarningEvent]:
-    """Send what is new; all errors are warnings, since the jobs of the command do not depend on it."""
+    """Send new values; all errors are warnings, since the jobs of the command do not depend on it."""
     for session in sessions:
         try:
             for event in session.update(active=active(session.run)):

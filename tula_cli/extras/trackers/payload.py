@@ -40,7 +40,7 @@ class RunPayload:
     points: Sequence[Point] = ()  # points of the curves
 
     def compute_digest(self) -> str:
-        """Return a digest of all values and files but the curves, to compare it with that of what was sent before."""
+        """Return a digest of all values and files except the curves, to compare it with that of the values sent before."""
         files = {path.name: compute_digest(path.read_bytes()) for path in self.artifacts}
         return compute_digest([dict(self.params), dict(self.tags), dict(self.numbers), self.state, files])
 
@@ -138,7 +138,7 @@ def _list_probe_numbers(probes: Iterable[Measured]) -> Iterator[tuple[str, Any]]
 def make_training_payload(
     snapshot: Snapshot, tasks: Sequence[TrainTask], group: str, parent: str, *, active: bool
 ) -> RunPayload:
-    """Return the payload of a training. The newest point of a running one waits: more rows of its position may follow.
+    """Return the payload of a training. The newest point of a running training is held back, because more rows at its position may follow.
 
     Args:
         group: name of the whole run.

@@ -154,7 +154,7 @@ class Relaunch(Record):
 
     @property
     def consequence(self) -> str:
-        """Description of what follows, to append to that of the failure; empty if there is nothing to report."""
+        """Sentence on the consequence, to append to that on the failure; empty if there is nothing to report."""
         return "the training had made progress, so tula starts it again" if self.after_progress else ""
 
     def describe_cause(self, failure: Failure) -> str:

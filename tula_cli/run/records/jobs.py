@@ -70,7 +70,7 @@ class Attempt(Record):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def outcome(self) -> Literal["done"] | OutcomeClass | None:
-        """The kind of its failure, or "done"; None while it runs."""
+        """The kind of failure, or "done"; None while the attempt runs."""
         if self.failure is not None:
             return self.failure.outcome
         return None if self.ended_at is None else "done"
@@ -78,7 +78,7 @@ class Attempt(Record):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def message(self) -> RecordedText:
-        """The reason for its failure, and the consequence if there is one to report; empty without a failure."""
+        """The reason for the failure, and the consequence if there is one to report; empty without a failure."""
         if self.failure is None:
             return ""
         return "; ".join(filter(None, (self.failure.summary, self.decision.consequence if self.decision else "")))
@@ -86,7 +86,7 @@ class Attempt(Record):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def rank(self) -> int | None:
-        """The rank that caused its failure; None without a failure or if no single rank failed."""
+        """The rank that caused the failure; None without a failure or if no single rank failed."""
         return None if self.failure is None else self.failure.rank
 
     @computed_field  # type: ignore[prop-decorator]
@@ -97,7 +97,7 @@ class Attempt(Record):
 
     @property
     def job_id(self) -> str:
-        """The scheduler's id of the job that it ran in; empty on the local machine."""
+        """The scheduler's id of the job that the attempt ran in; empty on the local machine."""
         return self.allocation.rpartition(".")[0] or self.allocation
 
     @property

@@ -19,7 +19,7 @@ class JobFile(Record):
 
 
 class Variant(Record):
-    """The part of a job that a run measures, if the job names several node types or GPU counts.
+    """The node type and GPU count that a run measures, if its job names several.
 
     Each is a run of its own. A run of a job without variants has no such record.
     """

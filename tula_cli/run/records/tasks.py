@@ -19,7 +19,7 @@ MAX_RESTARTS = 2
 FOLDER_PATIENCE = 30
 """Seconds for which a job waits for a folder that is unavailable."""
 TRAINING_PATIENCE = 600
-"""Maximum of this time for a job of a training, which waits for at most half of its time limit."""
+"""Maximum of FOLDER_PATIENCE for a job of a training, which waits for at most half of its time limit."""
 
 
 class Rung(Record):
@@ -65,17 +65,17 @@ class BaseTask(Record):
 
     @property
     def node_counts(self) -> tuple[int, ...]:
-        """Possible numbers of nodes of its job, ascending; one, unless the job uses the nodes that the scheduler grants."""
+        """Possible numbers of nodes of the job, ascending; one, unless the job uses the nodes that the scheduler grants."""
         return (self.nodes,)
 
     @property
     def attempt_files(self) -> str:
-        """Pattern of the file names of its attempts; of a training, those of all its relaunches."""
+        """Pattern of the file names of the attempts; of a training, those of all relaunches."""
         return f"{self.id}.*.json"
 
     @property
     def predecessor(self) -> str:
-        """The job that must be over before this one starts; empty if there is none."""
+        """The job that must have ended before this one starts; empty if there is none."""
         return ""
 
     @property
@@ -115,12 +115,12 @@ class BaseTask(Record):
 
     @property
     def is_timed(self) -> bool:
-        """Whether its step times are measurements, which other programs on the machine would distort."""
+        """Whether step times are measured, which other programs on the machine would distort."""
         return False
 
     @property
     def script(self) -> Script | None:
-        """The user's script that its processes run; None if they run tula's worker."""
+        """The user's script that the ranks run; None if they run tula's worker."""
         return self.spec.script
 
     @property
@@ -132,7 +132,7 @@ class BaseTask(Record):
 
     @property
     def timeout(self) -> float:
-        """Seconds after which its supervisor stops it, over all attempts; infinite if only the job's limit applies."""
+        """Seconds over all attempts after which the supervisor stops the task; infinite if only the job's limit applies."""
         return math.inf
 
     @property
@@ -141,12 +141,12 @@ class BaseTask(Record):
 
     @property
     def time_limit(self) -> int:
-        """Time limit of its job in minutes."""
+        """Time limit of the job in minutes."""
         return self.spec.cluster.minutes
 
     @property
     def folder_patience(self) -> int:
-        """Seconds for which its job waits for unavailable folders: few, as a user waits for the result."""
+        """Seconds for which the job waits for unavailable folders: few, as a user waits for the result."""
         return FOLDER_PATIENCE
 
 
@@ -272,7 +272,7 @@ class TrainTask(BaseTask):
 
     @property
     def folder_patience(self) -> int:
-        """Seconds for which its job waits for unavailable folders: many, to survive an outage of the file system."""
+        """Seconds for which the job waits for unavailable folders: many, to survive an outage of the file system."""
         return min(TRAINING_PATIENCE, 30 * self.time_limit)
 
     @property
@@ -350,7 +350,7 @@ class ResumeTestTask(MeasuringTask):
 
     @property
     def first_nodes(self) -> int:
-        """Number of nodes of its first start."""
+        """Number of nodes of the first start."""
         return max(1, self.nodes // 2)
 
 
@@ -392,7 +392,7 @@ class CheckTask(BaseTask):
 
     @property
     def number(self) -> int:
-        """Its number among the checks of a run, the last part of its id; a later check has a higher one."""
+        """Number of the check in its run, at the end of its id; a later check has a higher one."""
         return int(self.id.rpartition("-")[2])
 
     @property

@@ -44,7 +44,7 @@ EXPENSIVE_SHARE = 0.12
 LOW_RATE = 0.8
 """Share of a script's learning rate below which its branches do not show whether the full rate is stable."""
 MIN_GAIN = 0.01
-"""Share of the loss that the best branch must gain for the losses to distinguish learning rates."""
+"""Minimum relative decrease of the loss in the best branch; below it, the losses do not distinguish learning rates."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def prepare_rate_search(
 def _require_branchable(run: Run, script: Script, divisor: int) -> tuple[int, int]:
     """Check that a script can be branched; return the samples of an epoch, and those between two of its checkpoints.
 
-    The second number is 0 if the script saves when it is asked to.
+    The second number is 0 if the script saves on request.
 
     Raises:
         SpecError: it cannot, or it is not known.

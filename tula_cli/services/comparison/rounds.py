@@ -157,7 +157,7 @@ def _decide_trainings_at_batch(
     ended_signatures: Collection[str],
     hours: Mapping[tuple[str, int], float | None],
 ) -> ComparisonState:
-    """Return the standing at one batch."""
+    """Return the trainings of one batch that are to run, that may follow, and the rows that are dropped."""
 
     def list_cells(methods: Iterable[str]) -> list[Cell]:
         return [cell for method in methods for cell in full[method]]

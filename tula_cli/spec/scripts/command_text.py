@@ -153,7 +153,7 @@ class _TrainingCommandFinder:
         return likely[0] if likely else programs[0]
 
     def _record_preceding(self, pipeline: _Pipeline) -> None:
-        """Take over a command before the training: as set-up, as environment, or as left out."""
+        """Record a command before the training as set-up, as environment, or as left out."""
         first, raw = pipeline[0], self._get_raw_text(pipeline)
         name = first.program[0].name if first.program else ""
         writes_file = any(re.match(r"1?>", text) and "/dev/null" not in text for text in first.redirections)

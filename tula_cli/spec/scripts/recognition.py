@@ -274,7 +274,7 @@ class _OptionReplacer:
             yield accumulation[0], self._choose_accumulation_placeholder(accumulation[0], option)
 
     def _is_batch_of_all_processes(self, option: Option, options: Sequence[Option]) -> bool:
-        """Return whether an option gives the batch of all processes, instead of the batch of one."""
+        """Return whether an option gives the batch of all processes, not that of one process."""
         name, launcher = option.name, self.launch.launcher
         if self.ranks == 1 or _find_option_meaning(option) in ("local_batch", "micro_batch"):
             return False

@@ -87,7 +87,7 @@ def _status(root: Path, jobs: int) -> Cost:
         return {id_: SchedulerState("ended") for id_ in ids}
 
     with mock.patch.object(queue, "query_states", ended):
-        look = _measured("status", lambda: status.run_status(run, submit.SlurmLauncher(), now=START + 999))
+        look = _measured("status", lambda: status.get_run_status(run, submit.SlurmLauncher(), now=START + 999))
     return look(jobs, run.path)
 
 

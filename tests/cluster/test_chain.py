@@ -353,7 +353,7 @@ def test_jobs_that_the_supervisor_has_cancelled_are_reported_as_cancelled_by_tul
     if finishes:
         chain.will_finish()
     chain.start("12")
-    job, released = chain.run.find_job("train-s"), chain.run.read().read_released_jobs("train-s")
+    job, released = chain.run.find_job("train-s"), chain.run.read_snapshot().read_released_jobs("train-s")
     assert job is not None and released == dict.fromkeys(LINKS[2:], why)
     cancelled = SchedulerState("ended", "CANCELLED by 0: the job was cancelled by scancel or by an administrator")
     known = {

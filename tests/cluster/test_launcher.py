@@ -108,7 +108,7 @@ def submitted(run, task, launcher=None):
 
 
 def state(run, job):
-    return SlurmLauncher().states(run.read(), [job])[job.id]
+    return SlurmLauncher().states(run.read_snapshot(), [job])[job.id]
 
 
 # --- what is submitted
@@ -436,7 +436,7 @@ def test_all_jobs_of_a_run_are_asked_for_at_once(slurm, run):
     jobs = [submitted(run, probes(run, nodes=1)), submitted(run, training(run, hours=0.1))]
     before = len(slurm.calls("squeue"))
     slurm.set(jobs[0].scheduler_id, "RUNNING")
-    states = SlurmLauncher().states(run.read(), jobs)
+    states = SlurmLauncher().states(run.read_snapshot(), jobs)
     assert [states[job.id].state for job in jobs] == ["running", "pending"]
     assert len(slurm.calls("squeue")) == before + 1
 
@@ -532,16 +532,16 @@ def test_from_submission_to_the_next_link_and_the_end(versions, run):
         assert train.submit_training(run, plan, launcher) == plan.task.job
     assert len(versions.jobs()) == run.read_spec().train.max_attempts
     versions.set("1000", "PENDING", "Priority", starts=local(2e9))
-    job = services_status.run_status(run, launcher, now=time.time()).jobs[0]
+    job = services_status.get_run_status(run, launcher, now=time.time()).jobs[0]
     assert (job.state, job.reason, job.starts_at) == ("queued", "Priority", 2e9)
     versions.set("1000", "NODE_FAIL", "NodeDown")
-    job = services_status.run_status(run, launcher, now=time.time()).jobs[0]
+    job = services_status.get_run_status(run, launcher, now=time.time()).jobs[0]
     assert (job.state, job.reason) == (
         "queued",
         "continues after job 1000 (NODE_FAIL: a node of the job failed)",
     )
     assert services_status.cancel_jobs(open_family(run), lambda _: launcher) == [plan.task.job]
-    assert services_status.run_status(run, launcher, now=time.time()).jobs[0].state == "cancelled"
+    assert services_status.get_run_status(run, launcher, now=time.time()).jobs[0].state == "cancelled"
     assert services_status.cancel_jobs(open_family(run), lambda _: launcher) == []
 
 
@@ -646,7 +646,7 @@ def test_what_became_of_a_run_can_be_asked_where_there_is_no_sbatch(slurm, run):
         slurm.without(command)
     with pytest.raises(SchedulerError, match="sbatch was not found"):
         cluster_launcher.make_launcher(run.read_spec())
-    assert cluster_launcher.make_launcher(run.read_spec(), submits=False).states(run.read(), [job])
+    assert cluster_launcher.make_launcher(run.read_spec(), submits=False).states(run.read_snapshot(), [job])
 
 
 CONTRADICTING = ["ARRAY_INX", "CLUSTERS", "CORE_SPEC", "CPUS_PER_GPU", "ERROR", "GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "GRES", "INPUT", "JOB_NAME", "MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE", "NO_KILL", "NO_REQUEUE", "OPEN_MODE", "OUTPUT", "OVERCOMMIT", "PARTITION", "REQUEUE", "SIGNAL", "THREAD_SPEC", "TIMELIMIT", "TRES_PER_TASK", "WAIT"]  # fmt: skip
@@ -689,7 +689,7 @@ def test_a_silent_queue_is_no_reason_to_start_anew(slurm, run):
 
 def test_a_local_job_of_another_machine_is_not_started_again_here(run):
     job = make.job("train-x").model_copy(update={"host": "elsewhere"})
-    assert cluster_local.LocalLauncher().states(run.read(), [job])[job.id].state == "running"
+    assert cluster_local.LocalLauncher().states(run.read_snapshot(), [job])[job.id].state == "running"
 
 
 def test_a_local_job_that_cannot_be_started_says_why_in_a_line(run):
@@ -721,7 +721,7 @@ def test_the_next_jobs_of_a_chain_leave_out_a_faulty_node(versions, run, monkeyp
         signal.signal(number, handler)
     assert [queued.get("exclude") for queued in versions.jobs()] == [None, *["old[1-2],gpu7"] * (len(job.links) - 1)]
     versions.set(job.links[0], "COMPLETED")
-    shown = services_status.run_status(run, SlurmLauncher(), now=time.time())
+    shown = services_status.get_run_status(run, SlurmLauncher(), now=time.time())
     assert shown.jobs[0].state == "queued"
     attempt = shown.attempts[-1].attempt
     assert (attempt.outcome, attempt.host) == ("device_fault", "gpu7")
@@ -729,7 +729,7 @@ def test_the_next_jobs_of_a_chain_leave_out_a_faulty_node(versions, run, monkeyp
         versions.set(link, "CANCELLED")
     again = submitted(run, task)
     assert "#SBATCH --exclude='old[1-2],gpu7'\n" in versions.script(again.scheduler_id)
-    shown = services_status.run_status(run, SlurmLauncher(), now=time.time()).jobs[0]
+    shown = services_status.get_run_status(run, SlurmLauncher(), now=time.time()).jobs[0]
     assert shown.state == "queued"
 
 
@@ -752,7 +752,7 @@ def test_a_chain_that_ended_on_faulty_nodes_says_which(slurm, run):
     run.write_attempt(attempt)
     for link in job.links:
         slurm.set(link, "COMPLETED")
-    shown = services_status.run_status(run, SlurmLauncher(), now=now).jobs[0]
+    shown = services_status.get_run_status(run, SlurmLauncher(), now=now).jobs[0]
     assert shown.state == "failed"
     assert shown.reason.startswith("CUDA error: uncorrectable ECC error encountered on gpu7; the memory of a GPU")
 

@@ -400,7 +400,7 @@ def test_progress_counts_and_tells_what_is_left(run: RunDir) -> None:
 
 def test_what_is_left_is_what_the_training_says_and_what_is_expected_of_the_others(run: RunDir) -> None:
     job = make.add_training(run, rows=make.metrics())
-    now = services_status.run_status(run, make.FakeLauncher(says={job: "running"}), now=make.START + 60)
+    now = services_status.get_run_status(run, make.FakeLauncher(says={job: "running"}), now=make.START + 60)
     assert now.training is not None and now.training.eta == pytest.approx(70.0)
     assert trainings._estimate_remaining_seconds(now, job, 1.0, 2.0) == pytest.approx(70.0 + 7200)
     assert trainings._estimate_remaining_seconds(now, "train-another", 1.0, 2.0) == pytest.approx(3600 + 7200)

@@ -58,7 +58,7 @@ def test_logs_of_a_job_in_a_copy_of_its_run(run, tmp_path):
     (job,) = run.read_jobs()
     run.write_job(job.model_copy(update={"folder": str(run.path.resolve())}))
     copy = RunDir(shutil.copytree(run.path, tmp_path / "copy"))
-    assert copy.read().jobs == [] and texts(logs.read_logs(copy, LogQuery(job="probe-n001"))) == ["said"]
+    assert copy.read_snapshot().jobs == [] and texts(logs.read_logs(copy, LogQuery(job="probe-n001"))) == ["said"]
     variant = Run(copy.path, make.spec())
     assert logs.find_run_written_last([variant], "probe-n001") is variant
     assert logs.find_run_written_last([variant], "probe-n002") is None

@@ -19,7 +19,7 @@ from tula_cli.run.records.tasks import ProbeTask, make_probe_id
 from tula_cli.services import profile
 from tula_cli.services.events import JobsProgress, WarningEvent
 from tula_cli.services.plans import ProfilePlan
-from tula_cli.services.status import run_status
+from tula_cli.services.status import get_run_status
 from tula_cli.services.waiting import _NewProbeResults, wait_for_jobs
 from tula_cli.show import live
 from tula_cli.spec.job import JobSpec
@@ -284,7 +284,7 @@ def test_the_result_of_a_probe_is_reported_once_as_soon_as_it_is_there(tmp_path:
     make_runs.add_measured(run, 1, 32)
     make_runs.add_failed(run, 1, 64, "no route to host")
     statuses = _NewProbeResults(run)
-    now = run_status(run, make_runs.FakeLauncher({name: "running"}), now=0.0)
+    now = get_run_status(run, make_runs.FakeLauncher({name: "running"}), now=0.0)
     assert list(statuses.list_events(now)) == [], "these were there before"
     make_runs.add_measured(run, 1, 64)
     make_runs.add_failed(run, 1, 128, "no route to host")

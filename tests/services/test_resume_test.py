@@ -181,11 +181,11 @@ def test_the_same_rehearsal_is_submitted_once(run: RunDir) -> None:
 def test_status_shows_a_rehearsal_while_it_runs_and_what_it_found(run: RunDir) -> None:
     launcher = FakeLauncher()
     task = resume_test.submit_resume_test(Run(run.path, spec()), launcher, code(), batch=None)
-    now = status.run_status(run, launcher, now=make_runs.START)
+    now = status.get_run_status(run, launcher, now=make_runs.START)
     assert [(job.id, job.kind, job.state) for job in now.jobs] == [(task.job, "rehearse", "running")]
     keep(run, "none")
     launcher.says[task.job] = "ended"
-    now = status.run_status(run, launcher, now=make_runs.START)
+    now = status.get_run_status(run, launcher, now=make_runs.START)
     assert now.jobs[0].state == "done" and now.rehearsal is not None and now.rehearsal.verdict == "none"
     assert [line for line in show_status.render_status(now) if "none; KeyError: 'a'" in str(line)]
 

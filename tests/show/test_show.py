@@ -349,7 +349,7 @@ def test_no_text_of_others_steers_the_terminal(text, clean):
     shown = screen()
     shown.note(text)
     shown.warn(text)
-    shown.line(text, None)
+    shown.print_line(text, None)
     shown.answer({}, [text])
     shown.fail(SpecError(text, text))
     steering = {"\x1b", "\x07", "\x9b", "\u202e", "\u200b", "\x00"}
@@ -454,7 +454,7 @@ def test_only_yes_is_yes(monkeypatch, typed, expected):
 
 
 def snapshot(run, states=None):
-    return services_status.run_status(run, make.FakeLauncher(states or {}), now=START + 60)
+    return services_status.get_run_status(run, make.FakeLauncher(states or {}), now=START + 60)
 
 
 def test_the_status_of_a_run_shows_jobs_training_and_what_failed(run):
@@ -608,7 +608,7 @@ def test_attempts_on_this_machine_have_no_allocation(run):
 def test_a_queued_job_shows_its_reason_and_expected_start(run):
     name = make.add_probes(run, 2, (16,))
     launcher = make.FakeLauncher({name: "pending"}, reason="Resources", starts_at=START + 600)
-    now = services_status.run_status(run, launcher, now=START)
+    now = services_status.get_run_status(run, launcher, now=START)
     expected = f"{name} queued: Resources, expected to start {words.format_moment(START + 600)}"
     assert expected in printed(show_status.render_status(now))
     shown = screen()
@@ -774,7 +774,7 @@ def test_a_bar_shows_progress_rate_and_remaining_time_and_results_stay_above_it(
     run.write_attempt(make.attempt(name))
     make.add_measured(run, 2, 16, at=START + 30)
     shown = screen(err=Terminal())
-    now = services_status.run_status(run, make.FakeLauncher({name: "running"}), now=START + 40)
+    now = services_status.get_run_status(run, make.FakeLauncher({name: "running"}), now=START + 40)
     with show_live.open_live_display(shown) as live:
         live.add_probe(ProbeFinished(run.read_results()[0], 1, 2, None))
         live.update(now)

@@ -221,7 +221,7 @@ BROKEN_PIPE_EXIT_CODE = 128 + signal.SIGPIPE
 def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
     """Run one command and return its exit code; errors that the user cannot fix are raised."""
     screen = screen or Screen()
-    screen.expect(arguments)
+    screen.guess_command(arguments)
     if hint := REPLACED_COMMANDS.get(screen.command):
         return _report_error(screen, SpecError(f"command {screen.command} was removed", hint))
     if _has_empty_argument(screen.command, arguments):

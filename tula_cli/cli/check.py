@@ -21,7 +21,7 @@ from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
     from tula_cli.run.directory import Run
-    from tula_cli.services.init import FromCommand
+    from tula_cli.services.init import JobFileProposal
     from tula_cli.spec.job import JobSpec
 
 # --- Commands
@@ -106,7 +106,7 @@ def init(
     else:
         source = "" if script is None else _read_script(script)
 
-        def make(answers: dict[str, str]) -> "FromCommand":
+        def make(answers: dict[str, str]) -> "JobFileProposal":
             if script is not None:
                 return make_job_from_sbatch(source, str(script), offered, answers=answers)
             return make_job_from_command(
@@ -139,17 +139,17 @@ def _read_script(path: Path) -> str:
         ) from None
 
 
-def _ask_missing_facts(screen: Screen, make: "Callable[[dict[str, str]], FromCommand]") -> "FromCommand":
+def _ask_missing_facts(screen: Screen, make: "Callable[[dict[str, str]], JobFileProposal]") -> "JobFileProposal":
     """Return the job, asking on a terminal for facts that the command does not state; an error without a terminal."""
     from tula_cli.services.init import LENGTH_QUESTION
-    from tula_cli.spec.scripts.launchers import Unknown
+    from tula_cli.spec.scripts.launchers import UnknownFact
 
     asks = sys.stdin.isatty() and not screen.as_json
     answers: dict[str, str] = {}
     while True:
         try:
             made = make(answers)
-        except Unknown as unknown:
+        except UnknownFact as unknown:
             if not asks or (answer := screen.ask(unknown.message, unknown.question, unknown.choices)) is None:
                 raise
             answers[unknown.key] = answer
@@ -283,8 +283,8 @@ def _load_job_or_run(screen: Screen, job: Path, options: CheckOptions) -> "tuple
     return runs[0].path / "spec.yaml", runs[0].spec, runs
 
 
-def _refuse_options(given: dict[str, bool], *, to: str) -> None:
-    for option, was in given.items():
+def _refuse_options(used_options: dict[str, bool], *, to: str) -> None:
+    for option, was in used_options.items():
         refuse_option(was, option, f"has no effect with {to}; remove one of the two options")
 
 
@@ -293,7 +293,7 @@ def _check_on_cluster(screen: Screen, job: Path, options: CheckOptions) -> None:
     from tula_cli.services import nodes as service
 
     chosen = JobOrRun(job=job, root=options.root, overrides=options.overrides)
-    runs = chosen.open(screen)
+    runs = chosen.open_runs(screen)
     work = service.run_node_check(
         runs,
         launcher.make_launcher,
@@ -313,7 +313,7 @@ def _test_resume(screen: Screen, job: Path, options: CheckOptions) -> None:
     from tula_cli.services import resume_test as service
 
     chosen = JobOrRun(job=job, root=options.root, overrides=options.overrides)
-    runs = chosen.open(screen)
+    runs = chosen.open_runs(screen)
     work = service.run_resume_test(
         runs,
         launcher.make_launcher,

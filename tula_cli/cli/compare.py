@@ -54,7 +54,7 @@ def compare(
     """
     from tula_cli.services.comparison import session
 
-    runs = chosen.open(screen)
+    runs = chosen.open_runs(screen)
     submission = make_submission(
         chosen,
         make_inspector(screen, runs[0].path.parent, keep=not dry_run),

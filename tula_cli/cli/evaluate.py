@@ -25,7 +25,7 @@ def evaluate(
     from tula_cli.services import evaluate as service
     from tula_cli.services.waiting import DetachedJobs
 
-    prepared = service.prepare_evaluation(chosen.open(screen), request)
+    prepared = service.prepare_evaluation(chosen.open_runs(screen), request)
     run, task = prepared.run, prepared.task
     submission = make_submission(
         chosen,

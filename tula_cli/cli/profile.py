@@ -26,7 +26,7 @@ def profile(
     from tula_cli.run.owner import require_ownership
     from tula_cli.services import profile
 
-    runs = chosen.open(screen)
+    runs = chosen.open_runs(screen)
     for run in () if dry_run else runs:
         require_ownership(run.path)  # before the model is built
     root, spec = runs[0].path.parent, runs[0].spec

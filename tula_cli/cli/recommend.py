@@ -66,7 +66,7 @@ def recommend(
     if demo:
         jobs = [[_open_demo_run(screen, chosen, saves=save or observed is not None)]]
     else:
-        jobs = chosen.open_by_job(screen) if trainings else [chosen.open(screen)]
+        jobs = chosen.open_runs_by_job(screen) if trainings else [chosen.open_runs(screen)]
         _require_measurements(screen, jobs, chosen, observed)
     if trainings:
         _show_campaign(screen, jobs, query, trainings, overrides=chosen.overrides, demo=demo, save=save)

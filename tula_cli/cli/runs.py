@@ -58,7 +58,7 @@ class JobOrRun:
         """The job file that the command line names; None if it names a run."""
         return resolve_job_or_run(self.job, self.named, Path(self.root))[0]
 
-    def open(self, screen: Screen) -> tuple["Run", ...]:
+    def open_runs(self, screen: Screen) -> tuple["Run", ...]:
         """Return the runs of a job.yaml, which may not exist yet, or existing runs."""
         root = Path(self.root)
         job, named = resolve_job_or_run(self.job, self.named, root)
@@ -77,10 +77,10 @@ class JobOrRun:
         screen.run_id = format_run_ids(runs)
         return runs
 
-    def open_by_job(self, screen: Screen) -> list[tuple["Run", ...]]:
-        """Return the runs of each job, if runs of several jobs are named; otherwise those of `open`."""
+    def open_runs_by_job(self, screen: Screen) -> list[tuple["Run", ...]]:
+        """Return the runs of each job, if runs of several jobs are named; otherwise those of `open_runs`."""
         if self.job is not None or len(self.named) < 2:
-            return [self.open(screen)]
+            return [self.open_runs(screen)]
         from tula_cli.run.job_runs import open_runs_by_job
 
         directories = _find_run_directories(screen, self.named, self.root, self.overrides)
@@ -116,7 +116,7 @@ class ExistingRun:
     named: NamedRuns = ()
     root: Root = ROOT
 
-    def find(self, screen: Screen) -> tuple["Run", ...]:
+    def find_runs(self, screen: Screen) -> tuple["Run", ...]:
         """Return the runs, by default that of $TULA_RUN or those of the newest job."""
         if self.target is not None and self.named:
             raise _make_two_runs_error(self.target, self.named)

@@ -24,14 +24,14 @@ def status(screen: Screen, chosen: ExistingRun) -> None:
     from tula_cli.services import status as services_status
     from tula_cli.services.site_charges import find_site_charge
 
-    runs = chosen.find(screen)
+    runs = chosen.find_runs(screen)
     statuses = {
-        run.type: services_status.run_status(run, launcher.make_launcher(run.spec, submits=False), now=time.time())
+        run.type: services_status.get_run_status(run, launcher.make_launcher(run.spec, submits=False), now=time.time())
         for run in runs
     }
-    screen.status = "pending" if any(now.active() for now in statuses.values()) else "done"
-    look = (find_chosen_run(runs) or runs[0]).read(skip_damaged=True)
-    recommendation = look.recommendation
+    screen.status = "pending" if any(now.has_active_jobs() for now in statuses.values()) else "done"
+    snapshot = (find_chosen_run(runs) or runs[0]).read_snapshot(skip_damaged=True)
+    recommendation = snapshot.recommendation
     charges = {
         name: charge
         for name, now in statuses.items()
@@ -45,7 +45,7 @@ def status(screen: Screen, chosen: ExistingRun) -> None:
     screen.answer(data, show_status.render_status_by_type(statuses, recommendation, charges))
     for now in statuses.values():
         screen.warn_all(now.warnings)
-    screen.warn_all(look.record_warnings)
+    screen.warn_all(snapshot.record_warnings)
 
 
 def list_(screen: Screen, root: Root = ROOT) -> None:
@@ -97,15 +97,15 @@ def logs(
     from tula_cli.services import logs as services_logs
     from tula_cli.services import status as services_status
 
-    runs = chosen.find(screen)
+    runs = chosen.find_runs(screen)
     if node_type is not None:
         runs = select_runs(runs, node_type)
     run = services_logs.find_run_written_last(runs, job) or runs[0]
 
     def active() -> bool:
-        return services_status.run_status(run, launcher.make_launcher(run.spec, submits=False), now=time.time()).active(
-            job and [job]
-        )
+        return services_status.get_run_status(
+            run, launcher.make_launcher(run.spec, submits=False), now=time.time()
+        ).has_active_jobs(job and [job])
 
     pause = run.spec.cluster.backend.poll[0] if follow else 0.0
     wanted = services_logs.LogQuery(job=job, rank=rank, every=every, last=last)
@@ -116,7 +116,7 @@ def logs(
         if line.place != place:
             place = line.place
             screen.note(f"==> {services_logs.describe_log_origin(run, line)}")
-        screen.line(line.text, line)
+        screen.print_line(line.text, line)
     if place is None and last != 0:
         screen.note(services_logs.describe_missing_output(run, wanted))
 
@@ -133,8 +133,8 @@ def cancel(
     from tula_cli.cluster import launcher
     from tula_cli.services import status as services_status
 
-    runs = chosen.find(screen)
+    runs = chosen.find_runs(screen)
     for run in runs:
-        screen.warn_all(run.read().job_warnings)
+        screen.warn_all(run.read_snapshot().job_warnings)
     ended = services_status.cancel_jobs(runs, lambda run: launcher.make_launcher(run.spec, submits=False))
     screen.answer({"cancelled": ended}, [f"cancelled {', '.join(ended)}" if ended else "no job was queued or running"])

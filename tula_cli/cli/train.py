@@ -35,7 +35,7 @@ def train(
     from tula_cli.services import train as service
     from tula_cli.services.waiting import DetachedJobs
 
-    runs = chosen.open(screen)
+    runs = chosen.open_runs(screen)
     submission = make_submission(
         chosen,
         make_inspector(screen, runs[0].path.parent, keep=not dry_run),

@@ -136,8 +136,8 @@ def make_confirmation(screen: Screen, spec: "JobSpec", *, yes: bool) -> "Callabl
     return confirm
 
 
-def refuse_option(given: bool, option: str, why: str) -> None:
-    if given:
+def refuse_option(is_given: bool, option: str, why: str) -> None:
+    if is_given:
         raise SpecError(f"{option} {why}")
 
 

@@ -53,7 +53,7 @@ def _estimate_checkpoint_bytes(run: RunDir, last_attempt: Attempt) -> int | None
     saved = training.list_checkpoints() if of_script is None else [Path(of_script.checkpoint)]
     sizes = [measure_file_size(path) for path in saved]
     if not any(sizes):
-        probes = [states.memory for states in run.read().results if isinstance(states, Measured)]
+        probes = [states.memory for states in run.read_snapshot().results if isinstance(states, Measured)]
         sizes = [states.parameters + states.optimizer for states in probes if isinstance(states, ModelStates)]
     return max(sizes, default=0) or None
 

@@ -27,7 +27,7 @@ def compute_small_batch_size(spec: JobSpec, batch: int) -> int:
 
 def has_separate_refreshes(spec: JobSpec, batch: int | None = None) -> bool:
     """Return whether some steps include a refresh that others do not, at a global batch or at any (None)."""
-    is_separate = spec.train.training_method.refreshes and not spec.ags.resolved().each_step
+    is_separate = spec.train.training_method.refreshes and not spec.ags.resolved().refreshes_each_step
     return is_separate and (batch is None or compute_small_batch_size(spec, batch) < batch)
 
 

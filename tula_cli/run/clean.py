@@ -81,18 +81,23 @@ def list_removable_files(folder: Path, policy: CleanPolicy) -> Iterator[Removabl
 def _list_removable_of_training(training: TrainingRun, policy: CleanPolicy) -> Iterator[RemovableFile]:
     folder = training.path / "checkpoints"
     entries = _list_entries(folder) if _is_folder(folder) else {}
-    whole = [
+    complete_checkpoints = [
         name for name, mode in entries.items() if CHECKPOINT_PATTERN.fullmatch(name) and _has_type_of_name(name, mode)
     ]
-    if whole:
-        over = training.read_result() is not None
-        gone = over and training.signature in policy.compared
+    if complete_checkpoints:
+        is_finished = training.read_result() is not None
+        gone = is_finished and training.signature in policy.compared
         kept = (
             set()
             if gone
-            else _list_kept_checkpoints(training, sorted(whole, reverse=True), over=over, keep_best=policy.keep_best)
+            else _list_kept_checkpoints(
+                training,
+                sorted(complete_checkpoints, reverse=True),
+                is_finished=is_finished,
+                keep_best=policy.keep_best,
+            )
         )
-        for name in sorted(set(whole) - kept):
+        for name in sorted(set(complete_checkpoints) - kept):
             yield _make_removable_file("compared" if gone else "checkpoints", folder / name)
     for name, mode in sorted(entries.items()):
         if stat.S_ISLNK(mode):
@@ -106,17 +111,20 @@ def _list_removable_of_training(training: TrainingRun, policy: CleanPolicy) -> I
             yield _make_removable_file("drafts", training.path / name)
 
 
-def _list_kept_checkpoints(training: TrainingRun, whole: list[str], *, over: bool, keep_best: bool) -> set[str]:
-    """Return the checkpoints to keep; `whole` is ordered newest first."""
+def _list_kept_checkpoints(
+    training: TrainingRun, complete_checkpoints: list[str], *, is_finished: bool, keep_best: bool
+) -> set[str]:
+    """Return the checkpoints to keep; `complete_checkpoints` is ordered newest first."""
     best, last = (
-        {target} & set(whole) for target in map(_read_link_target, (training.path / "best", training.path / "last"))
+        {target} & set(complete_checkpoints)
+        for target in map(_read_link_target, (training.path / "best", training.path / "last"))
     )
-    if over:
-        return best if keep_best and best else best | (last or {whole[0]})
+    if is_finished:
+        return best if keep_best and best else best | (last or {complete_checkpoints[0]})
     tuning = training.read_tuning()
     if tuning is not None and tuning.chosen is None:
-        return set(whole)  # the remaining arms resume from their common checkpoint
-    return {*whole[:KEPT_RESUME_CHECKPOINTS], *best, *last}
+        return set(complete_checkpoints)  # the remaining arms resume from their common checkpoint
+    return {*complete_checkpoints[:KEPT_RESUME_CHECKPOINTS], *best, *last}
 
 
 def _read_link_target(link: Path) -> str:

@@ -179,7 +179,7 @@ def _choose_snapshot(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: 
 
 def find_measured_snapshot(run: RunDir) -> CodeSnapshot | None:
     """Return the newest snapshot with which the run's probes were submitted, or None if they ran no user code."""
-    names = {task.code for task in run.read().probe_tasks if task.code}
+    names = {task.code for task in run.read_snapshot().probe_tasks if task.code}
     snapshots = [snapshot for name in names if run.get_code_dir(name).is_dir() and (snapshot := run.read_code(name))]
     return max(snapshots, key=lambda snapshot: snapshot.taken_at, default=None)
 

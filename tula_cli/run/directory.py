@@ -234,7 +234,7 @@ class RunDir:
     def write_variant(self, variant: Variant) -> None:
         write_record(self.path / "variant.json", variant)
 
-    def read(self, *, skip_damaged: bool = False) -> Snapshot:
+    def read_snapshot(self, *, skip_damaged: bool = False) -> Snapshot:
         """Return a snapshot of the run's records, to be shared by all queries of a caller. Args: as of `Snapshot`."""
         return Snapshot(self.path, skip_damaged=skip_damaged)
 
@@ -248,7 +248,7 @@ class RunDir:
 
     def read_tasks(self) -> list[JobTask]:
         """Return the tasks that measure, test resuming, train or evaluate."""
-        return self.read().tasks
+        return self.read_snapshot().tasks
 
     def read_check_tasks(self) -> list[CheckTask]:
         """Return the tasks of `tula check --on-cluster`, oldest first."""
@@ -268,7 +268,7 @@ class RunDir:
         return None if job is None or is_of_another_run(job, self.path.resolve()) else job
 
     def read_jobs(self) -> list[Job]:
-        return self.read().jobs
+        return self.read_snapshot().jobs
 
     def write_attempt(self, attempt: Attempt) -> None:
         write_record(self.path / f"attempts/{attempt.task}.{attempt.number:03d}.json", attempt)
@@ -280,7 +280,7 @@ class RunDir:
     def read_attempts(self, task_id: str | None = None) -> list[Attempt]:
         """Return the attempts of one task (or of all), oldest first."""
         if task_id is None:
-            return self.read().attempts
+            return self.read_snapshot().attempts
         paths = list_files(self.path / "attempts", f"{task_id}.*.json")
         attempts = [attempt for path in paths if (attempt := read_record(path, Attempt))]
         return sorted(attempts, key=lambda attempt: (attempt.started_at, attempt.number))
@@ -354,7 +354,7 @@ class RunDir:
         Raises:
             BadMeasurements: one is damaged.
         """
-        snapshot = self.read()
+        snapshot = self.read_snapshot()
         if snapshot.damaged:
             raise snapshot.damaged[0]
         return snapshot.results
@@ -554,7 +554,7 @@ class Run(RunDir):
         run.type = self.variant.type
         return run
 
-    def name_jobs(self, jobs: Iterable[str]) -> list[str]:
+    def prefix_job_names(self, jobs: Iterable[str]) -> list[str]:
         """Return job names prefixed with the name of the variant, as shown to the user."""
         return [job if self.type is None else f"{self.type}/{job}" for job in jobs]
 

@@ -106,8 +106,8 @@ def _is_in_run(entry: Path) -> bool:
     return any(os.path.exists(folder / _SPEC_FILE) for folder in (entry, *entry.parents))  # noqa: PTH110 - raises no PermissionError
 
 
-def _has_access(path: Path, how: int) -> bool:
-    return os.access(path, how, effective_ids=os.access in os.supports_effective_ids)
+def _has_access(path: Path, access_mode: int) -> bool:
+    return os.access(path, access_mode, effective_ids=os.access in os.supports_effective_ids)
 
 
 def _owns_all_new_files(user: int, path: Path) -> bool:

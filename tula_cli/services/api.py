@@ -113,7 +113,7 @@ class Status:
     @property
     def active(self) -> bool:
         """Whether any job is queued or running."""
-        return any(run_status.active() for run_status in self.types.values())
+        return any(run_status.has_active_jobs() for run_status in self.types.values())
 
     def frame(self) -> "pd.DataFrame":
         """Return one row per job: node type, id, kind, nodes, state, reason, probes finished and in all, node-hours."""
@@ -252,7 +252,7 @@ class Run:
         """Return the status of the run's jobs and of its newest training; queries the scheduler."""
         return Status(
             {
-                run.type: status_service.run_status(
+                run.type: status_service.get_run_status(
                     run, launcher.make_launcher(run.spec, submits=False), now=time.time()
                 )
                 for run in self._runs

@@ -417,21 +417,21 @@ def _plan_at_lowest_cost(
     return plan
 
 
-def _make_over_budget_error(least: str, cost: float, query: Query, currency: str) -> Infeasible:
+def _make_over_budget_error(message_start: str, cost: float, query: Query, currency: str) -> Infeasible:
     knee = query.objective == "knee"
     fewer = "plan fewer trainings, or allow larger batches with --objective cost" if knee else "or plan fewer trainings"
     return Infeasible(
-        f"{least} {format_number(cost, 4)} {currency}, more than the budget of {query.budget:g}",
+        f"{message_start} {format_number(cost, 4)} {currency}, more than the budget of {query.budget:g}",
         f"raise --budget, {fewer}",
     )
 
 
-def _make_too_late_error(least: str, makespan: float, query: Query) -> Infeasible:
+def _make_too_late_error(message_start: str, makespan: float, query: Query) -> Infeasible:
     knee = query.objective == "knee"
     fewer = "plan fewer trainings, or allow larger batches with --objective time" if knee else "or plan fewer trainings"
     options = "--deadline" if query.budget is None else "--deadline, --budget"
     return Infeasible(
-        f"{least} {format_duration(3600 * makespan)}, more than the deadline of"
+        f"{message_start} {format_duration(3600 * makespan)}, more than the deadline of"
         f" {format_duration(3600 * _get_limit_or_infinity(query.deadline_hours))}",
         f"raise {options} or --max-nodes, {fewer}",
     )

@@ -71,7 +71,7 @@ def _join_distinct(values: Iterable[object]) -> str | None:
 
 def _describe_code(run: RunDir) -> dict[str, str]:
     """Return commit and files of a run's newest code snapshot; a file by a digest of its content."""
-    tasks = run.read()
+    tasks = run.read_snapshot()
     names = dict.fromkeys(task.code for task in (*tasks.probe_tasks, *tasks.tasks) if task.code)
     snapshots = [snapshot for name in names if (snapshot := run.read_code(name)) is not None]
     snapshot = max(snapshots, key=lambda snapshot: snapshot.taken_at, default=None)
@@ -376,7 +376,7 @@ def compare_runs(before: Run, after: Run) -> RunDifference:
     """
     if before.path.resolve() == after.path.resolve():
         raise SpecError(f"A and B are the same run: {before.path.resolve()}", "name two runs, or a run and its copy")
-    snapshots = before.read(), after.read()
+    snapshots = before.read_snapshot(), after.read_snapshot()
     measured = [[result for result in each.results if isinstance(result, Measured)] for each in snapshots]
     difference = RunDifference(
         before=_make_overview(before, measured[0]),
@@ -426,21 +426,21 @@ def _make_headline_lines(difference: RunDifference) -> tuple[str, ...]:
 def _describe_step_time_change(steps: StepComparison) -> str:
     if not steps.timed:
         return "no configuration was measured in both runs" * bool(steps.rows or any(steps.only))
-    of = format_count(len(steps.timed), "configuration")
+    count = format_count(len(steps.timed), "configuration")
     if not steps.changed or steps.ratio is None:
-        return f"step times are equal within noise ({of})"
+        return f"step times are equal within noise ({count})"
     slower = sum((row.ratio or 1) > 1 for row in steps.changed)
     faster = len(steps.changed) - slower
     if slower and faster:
         ratios = sorted(row.ratio or 1 for row in steps.changed)
         return (
-            f"B is slower at {slower} and faster at {faster} of {of} ({format_number(ratios[0])} to"
+            f"B is slower at {slower} and faster at {faster} of {count} ({format_number(ratios[0])} to"
             f" {format_number(ratios[-1])} x the step time of A)"
         )
     how = f"{format_number(steps.ratio)} x as slow" if slower else f"{format_number(1 / steps.ratio)} x as fast"
     other_parts = [part for part in _STEP_PART_NAMES if part not in steps.causes]
     causes = f" ({' and '.join(steps.causes)}{', not ' + ' or '.join(other_parts) if other_parts else ''})"
-    return f"B is {how} at {len(steps.changed)} of {of}{causes if steps.causes else ''}"
+    return f"B is {how} at {len(steps.changed)} of {count}{causes if steps.causes else ''}"
 
 
 def _list_causes(difference: RunDifference) -> Iterator[str]:

@@ -85,7 +85,7 @@ def _find_training(runs: Sequence[Run], request: EvaluationRequest) -> tuple[Run
     """Return the requested training, as its newest task, and the run that contains it."""
     trainings: list[tuple[float, int, Run, TrainTask]] = []
     for number, run in enumerate(select_runs(runs, request.node_type)):
-        snapshot = run.read()
+        snapshot = run.read_snapshot()
         submitted = {job.id: job.submitted_at for job in snapshot.jobs}
         trainings += [(submitted.get(task.job, 0.0), number, run, task) for task in snapshot.train_tasks]
     signatures = list(dict.fromkeys(task.signature for *_, task in trainings))

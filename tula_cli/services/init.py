@@ -28,7 +28,7 @@ from tula_cli.run.files import MODE_FOR_ALL, write_atomic
 from tula_cli.run.script_files import NoCommandFile, find_program, split_command
 from tula_cli.spec.json_schema import Kind, make_json_schema
 from tula_cli.spec.scripts.command_text import find_training_command
-from tula_cli.spec.scripts.launchers import NODES_QUESTION, KnownFacts, Unknown, read_slurm_options
+from tula_cli.spec.scripts.launchers import NODES_QUESTION, KnownFacts, UnknownFact, read_slurm_options
 from tula_cli.spec.scripts.placeholders import find_placeholders
 from tula_cli.spec.scripts.proposal import MissingKey, format_yaml_word, list_missing, make_job_name, render_sections
 from tula_cli.spec.scripts.recognition import RecognisedCommand, recognise_command, recognise_line
@@ -112,7 +112,7 @@ name: {name} # the run's directory is tula-runs/<name>-<signature>
 
 
 @dataclass(frozen=True)
-class FromCommand:
+class JobFileProposal:
     """A job file, and the parts of the command that it is made from."""
 
     text: str
@@ -139,7 +139,7 @@ def make_job_from_command(
     gpus: int = 0,
     cores: int | None = None,
     answers: Mapping[str, str] | None = None,
-) -> FromCommand:
+) -> JobFileProposal:
     """Return a commented job file for a command.
 
     Args:
@@ -150,7 +150,7 @@ def make_job_from_command(
         answers: answers to questions that were raised before, by their keys.
 
     Raises:
-        Unknown: the command leaves something open that the user can answer.
+        UnknownFact: the command leaves something open that the user can answer.
         SpecError: the command cannot be used.
         TulaError: the installation lacks its templates.
     """
@@ -185,7 +185,7 @@ def make_job_from_command(
             "neither the script nor the modules in its folder use torch.distributed or a trainer library, so search.nodes is"
             " [1]. If the script can train in several processes, add numbers of nodes"
         )
-    return FromCommand(text, recognised, list_missing(recognised), tuple(warnings))
+    return JobFileProposal(text, recognised, list_missing(recognised), tuple(warnings))
 
 
 _SEVERAL_PROCESSES = re.compile(
@@ -457,14 +457,14 @@ class _SbatchRequest:
         """Return the number of nodes.
 
         Raises:
-            Unknown: the script leaves the number of nodes to SLURM.
+            UnknownFact: the script leaves the number of nodes to SLURM.
         """
         tasks, tasks_per_node = self.count("ntasks"), self.count("ntasks_per_node")
         if "nodes" in self.options or self.answered:
             return self.answered or self.count("nodes")
         if tasks > 1 and not tasks_per_node:
             written = self.options["ntasks"].written
-            raise Unknown(
+            raise UnknownFact(
                 f"#SBATCH {written} does not specify the number of nodes",
                 "add a line #SBATCH --nodes=N with the number of nodes",
                 key=NODES_QUESTION,
@@ -498,7 +498,7 @@ class _SbatchRequest:
 
 def make_job_from_sbatch(
     text: str, source: str, cluster_site: Site | None = None, *, answers: Mapping[str, str] | None = None
-) -> FromCommand:
+) -> JobFileProposal:
     """Return a commented job file for an sbatch script.
 
     Args:
@@ -506,7 +506,7 @@ def make_job_from_sbatch(
         answers: answers to questions that were raised before, by their keys.
 
     Raises:
-        Unknown: the script leaves something open that the user can answer.
+        UnknownFact: the script leaves something open that the user can answer.
         SpecError: the script cannot be used; the message names the line.
     """
     text = text.removeprefix("\ufeff")
@@ -535,7 +535,7 @@ def make_job_from_sbatch(
         if name in _DROPPED_OPTIONS and name != "clusters"
     ]
     recognised = replace(recognised, left_out=(*left_out, *recognised.left_out))
-    return FromCommand(
+    return JobFileProposal(
         set_batch_range(written, recognised),
         recognised,
         list_missing(recognised),
@@ -703,8 +703,10 @@ def shorten_job_file(text: str) -> str:
         text: a job file with all keys; its first line says how it is used.
     """
     first, *lines = text.splitlines()
-    kept = [line for line in lines if line and (not line.lstrip().startswith("#") or _KEPT_COMMENT_PATTERN.match(line))]
-    return "\n".join([first, _FULL_HINT, *kept]) + "\n"
+    kept_lines = [
+        line for line in lines if line and (not line.lstrip().startswith("#") or _KEPT_COMMENT_PATTERN.match(line))
+    ]
+    return "\n".join([first, _FULL_HINT, *kept_lines]) + "\n"
 
 
 # --- From a template

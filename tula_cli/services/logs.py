@@ -286,8 +286,10 @@ def make_rate_limited_check(
 
 def find_run_written_last(runs: Iterable[Run], job: str | None) -> Run | None:
     """Return the run that wrote a log last, among those that have the job; None if there is none."""
-    having = [run for run in runs if job is None or job in _list_job_ids(run.read())]
-    return max(having, key=lambda run: max((log.stat().st_mtime for log in run.list_logs()), default=0.0), default=None)
+    runs_with_job = [run for run in runs if job is None or job in _list_job_ids(run.read_snapshot())]
+    return max(
+        runs_with_job, key=lambda run: max((log.stat().st_mtime for log in run.list_logs()), default=0.0), default=None
+    )
 
 
 def _list_job_ids(snapshot: Snapshot) -> list[str]:
@@ -301,7 +303,7 @@ def _list_job_ids(snapshot: Snapshot) -> list[str]:
 
 def _list_log_files(run: RunDir, job: str | None) -> list[Path]:
     """Return the log files of a job, or of all jobs, the last written last."""
-    snapshot = run.read()
+    snapshot = run.read_snapshot()
     if job is None:
         return run.list_logs() or snapshot.list_scheduler_logs(
             id_ for job_record in snapshot.jobs for id_ in job_record.ids

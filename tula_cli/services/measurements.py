@@ -339,7 +339,7 @@ def list_observations_from_trainings(
     names = run.list_train_signatures()
     if not measured or not names:
         return TrainingObservations()
-    records = run.read()
+    records = run.read_snapshot()
     train_tasks = records.train_tasks
     probed_job = next((task.spec for task in records.probe_tasks), run.spec)
     from tula_cli.run.code import find_measured_snapshot  # imported here: only runs with trainings need it
@@ -587,7 +587,7 @@ def list_measurement_warnings(measurements: TypeMeasurements) -> Iterator[Diagno
             configurations=sum(group.count for group in remaining),
             nodes=[count for group in remaining for count in group.nodes],
         )
-    snapshot = measurements.run.read()
+    snapshot = measurements.run.read_snapshot()
     for attempt in snapshot.attempts:
         if attempt.disturbed_by:
             yield messages.probe_disturbed(task=attempt.task, trainings=attempt.disturbed_by)

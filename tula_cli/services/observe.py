@@ -164,7 +164,9 @@ def report_job(root: Path, job: str) -> list[ObservedReport]:
     while True:
         everything = list_observed_jobs(root)
         jobs = [observed for observed in everything if observed.id.startswith(f"{job}-")]
-        complete = all(len(seen.ranks) >= seen.ranks[0].world for seen in jobs if seen.ranks)
+        complete = all(
+            len(observed_job.ranks) >= observed_job.ranks[0].world for observed_job in jobs if observed_job.ranks
+        )
         if (jobs and complete) or time.monotonic() > deadline or (not jobs and not _is_on_several_nodes()):
             break
         time.sleep(0.2)

@@ -168,7 +168,7 @@ def _collect_adaptive_inputs(run: Run, results_by_id: Known) -> dict[str, Any]:
 
 def _list_begun_probes(run: RunDir) -> set[tuple[int, int]]:
     """Return all probes that were requested or have a result, as (nodes, local batch)."""
-    requested = {(task.nodes, size) for task in run.read().probe_tasks for size in task.local_batches}
+    requested = {(task.nodes, size) for task in run.read_snapshot().probe_tasks for size in task.local_batches}
     return requested | {
         (result.nodes, result.local_batch) for result in run.read_results() if _has_final_result(result)
     }
@@ -176,7 +176,7 @@ def _list_begun_probes(run: RunDir) -> set[tuple[int, int]]:
 
 def count_measured_node_hours(run: RunDir) -> float:
     """Return the node-hours used by profiling so far, including resume tests and the first job that built the model."""
-    tasks = run.read().select_tasks(MeasuringTask)
+    tasks = run.read_snapshot().select_tasks(MeasuringTask)
     nodes = {task.id: task.nodes for task in tasks}
     return first_job.count_node_hours(run) + sum(
         nodes[attempt.task] * attempt.count_seconds() / 3600 for attempt in run.read_attempts() if attempt.task in nodes
@@ -236,7 +236,7 @@ def wait_for_exits(
     while remaining > 0 and any(
         run.is_finished(task)
         for id_ in list_unfinished_jobs(run, launcher, list(plan.jobs))
-        for task in run.read().list_tasks_of_job(id_)
+        for task in run.read_snapshot().list_tasks_of_job(id_)
     ):
         sleep(pause)
         remaining -= pause
@@ -767,6 +767,6 @@ def _list_submitted_probes(planned: Plans, jobs: Sequence[_SubmittedRun]) -> Wor
         yield from warn_new_jobs(
             submitted.run, submitted.launcher, submitted.started, submitted.under_way, submitted.run.spec
         )
-    started = [job for submitted in jobs for job in submitted.run.name_jobs(submitted.started)]
-    unfinished = [job for submitted in jobs for job in submitted.run.name_jobs(submitted.under_way)]
+    started = [job for submitted in jobs for job in submitted.run.prefix_job_names(submitted.started)]
+    unfinished = [job for submitted in jobs for job in submitted.run.prefix_job_names(submitted.under_way)]
     return SubmittedProbes(tuple(started), tuple(unfinished), {run.type: plan for run, plan in planned})

@@ -75,7 +75,7 @@ def make_training_command(run: Run, choice: Prediction) -> str:
     """
     where = f"--run {shlex.quote(str(run.path.absolute()))}"
     train = f"tula train {where} --nodes {choice.nodes} --batch {choice.batch}"
-    folder = next((task.workdir for task in run.read().probe_tasks), None)
+    folder = next((task.workdir for task in run.read_snapshot().probe_tasks), None)
     return train if folder is None else f"cd {shlex.quote(folder)} && {train}"
 
 
@@ -336,7 +336,7 @@ def _count_pending_of_run(run: Run, launcher_for: "Callable[[JobSpec], Launcher]
         return 0
     from tula_cli.services import status  # imported here: also imports the schedulers
 
-    run_status = status.run_status(run, launcher_for(run.spec), now=time.time())
+    run_status = status.get_run_status(run, launcher_for(run.spec), now=time.time())
     return sum(
         job.total - job.done for job in run_status.jobs if job.kind == "probe" and job.state in status.ACTIVE_STATES
     )

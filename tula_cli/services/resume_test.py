@@ -147,9 +147,9 @@ def run_resume_test(
         )
         return earlier
     require_current_format(run.path)
-    if over := describe_cap_exceeded(runs):
+    if cap_message := describe_cap_exceeded(runs):
         raise OverBudget(
-            over, "raise the limit, for example --set search.max_node_hours=100, or lower search.max_minutes"
+            cap_message, "raise the limit, for example --set search.max_node_hours=100, or lower search.max_minutes"
         )
     save_runs([run], file)
     return (yield from submit_resume_test_and_wait(run, launcher_for(run.spec), code, timeout=timeout, batch=None))
@@ -194,7 +194,7 @@ def submit_resume_test(
     spec = run.spec
     key = compute_resume_test_signature(spec, code.digest)
     with lock_submission(run):
-        earlier = [task for task in run.read().select_tasks(ResumeTestTask) if task.key == key]
+        earlier = [task for task in run.read_snapshot().select_tasks(ResumeTestTask) if task.key == key]
         unfinished = list_attachable_jobs(run, launcher, [task.job for task in earlier])
         if (task := next((task for task in earlier if task.job in unfinished), None)) is not None:
             return task

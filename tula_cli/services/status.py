@@ -475,7 +475,7 @@ class RunStatus:
     evaluations: tuple[EvaluationRecord, ...] = ()
     between_rounds: bool = False  # whether an adaptive search may have a further round to submit
 
-    def active(self, job_ids: Iterable[str] | None = None) -> bool:
+    def has_active_jobs(self, job_ids: Iterable[str] | None = None) -> bool:
         """Return whether one of these jobs is queued or running; None considers all jobs."""
         requested = None if job_ids is None else set(job_ids)
         return any(job.state in ACTIVE_STATES for job in self.jobs if requested is None or job.id in requested)
@@ -484,14 +484,14 @@ class RunStatus:
 # --- The status at one moment
 
 
-def run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | None = None) -> RunStatus:
+def get_run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | None = None) -> RunStatus:
     """Return the status of a run at `now`. Damaged records and rows are reported as warnings; all others are shown.
 
     Args:
         now: Unix time.
         only: include only these jobs and their training; None for all.
     """
-    files_snapshot = run.read(skip_damaged=only is None)
+    files_snapshot = run.read_snapshot(skip_damaged=only is None)
     results = {result.id: result for result in files_snapshot.results}
     pace = compute_mean_probe_seconds(files_snapshot.results, files_snapshot.attempts)
     tasks = [task for task in files_snapshot.tasks if only is None or task.job in only]
@@ -572,7 +572,7 @@ def _get_training_status(
     rows, result = files.read_sampled_metrics(), files.read_result()
     steps = [row for row in rows if row["kind"] == "step"]
     epochs = [row for row in rows if row["kind"] == "epoch"]
-    moving = [row for row in rows if row["kind"] in ("start", "step", "epoch")]
+    progress_rows = [row for row in rows if row["kind"] in ("start", "step", "epoch")]
     last_step, last_epoch = steps[-1] if steps else {}, epochs[-1] if epochs else {}
     latest = max((row for row in (last_step, last_epoch) if row), key=lambda row: row["samples"], default={})
     row = _find_newest_row_with_eta(rows)
@@ -587,9 +587,9 @@ def _get_training_status(
         nodes=newest.nodes,
         batch=newest.batch if result is None else result.batch,
         attempt=newest.attempt,
-        epoch=float(moving[-1]["epoch"] or 0.0) if moving else 0.0,
-        epochs=_count_epochs_of_training(newest.spec, moving),
-        samples=int(moving[-1]["samples"]) if moving else 0,
+        epoch=float(progress_rows[-1]["epoch"] or 0.0) if progress_rows else 0.0,
+        epochs=_count_epochs_of_training(newest.spec, progress_rows),
+        samples=int(progress_rows[-1]["samples"]) if progress_rows else 0,
         loss=latest.get("loss"),
         top1=last_epoch.get("top1"),
         perplexity=last_epoch.get("perplexity"),
@@ -618,7 +618,7 @@ def _get_training_status(
         changes=files.read_step_changes(),
         stage=stage,
         stages=newest.stages,
-        submitted=newest.job in {job.id for job in files_snapshot.jobs} or bool(moving or result),
+        submitted=newest.job in {job.id for job in files_snapshot.jobs} or bool(progress_rows or result),
         possible_nodes=() if len(newest.node_counts) == 1 or result is not None or is_running else newest.node_counts,
     )
     if not newest.sizes:
@@ -688,11 +688,11 @@ def _get_stage_status(
     return StageStatus(newest["batch"], newest["stage"], newest["stages"], newest.get("noise"), nodes)
 
 
-def _count_epochs_of_training(spec: JobSpec, moving: Sequence[Mapping[str, Any]]) -> int | None:
+def _count_epochs_of_training(spec: JobSpec, progress_rows: Sequence[Mapping[str, Any]]) -> int | None:
     """Return the number of epochs of a training; None for a script if its samples per epoch are unknown."""
     if spec.script is None:
         return spec.train.max_epochs
-    return None if moving and moving[-1]["epoch"] is None else spec.script.length.epochs
+    return None if progress_rows and progress_rows[-1]["epoch"] is None else spec.script.length.epochs
 
 
 def _find_newest_train_task(files_snapshot: Snapshot, tasks: Iterable[JobTask]) -> TrainTask | None:
@@ -775,7 +775,7 @@ def watch_jobs(
     while True:
         now, folders = clock(), _list_result_folders(run)
         written = _find_last_write_time(folders)
-        status = run_status(run, launcher, now=now, only=waiting_for)
+        status = get_run_status(run, launcher, now=now, only=waiting_for)
         if not run.path.is_dir():
             raise RunGone(run.path)
         yield status
@@ -823,7 +823,7 @@ def _find_last_write_time(folders: Iterable[Path]) -> list[int]:
 
 def _are_jobs_finished(run: RunDir, job_ids: set[str]) -> bool:
     """Return whether the files show that these jobs are over; reading them is cheaper than querying the scheduler."""
-    files_snapshot = run.read()
+    files_snapshot = run.read_snapshot()
     results = {result.id: result for result in files_snapshot.results}
     tasks_by_job = [files_snapshot.list_tasks_of_job(id_) for id_ in job_ids]
     return all(
@@ -858,7 +858,7 @@ def cancel_jobs(runs: Sequence[Run], launcher_for: Callable[[Run], Launcher]) ->
     failures: dict[str, TulaError] = {}
     for run in runs:
         try:
-            launcher, files_snapshot = launcher_for(run), run.read()
+            launcher, files_snapshot = launcher_for(run), run.read_snapshot()
             states = launcher.states(files_snapshot, files_snapshot.jobs)
         except TulaError as error:
             failures[f"all jobs of {run.type}" if run.type else "all jobs"] = error
@@ -866,7 +866,7 @@ def cancel_jobs(runs: Sequence[Run], launcher_for: Callable[[Run], Launcher]) ->
         for job in files_snapshot.jobs:
             if states[job.id].state == "ended":
                 continue
-            (name,) = run.name_jobs([job.id])
+            (name,) = run.prefix_job_names([job.id])
             try:
                 run.cancel(job.id)
                 launcher.cancel(run, job)
@@ -918,12 +918,12 @@ def make_error_of_training(task: TrainTask, attempts: Sequence[Attempt], *, save
             hint,
         )
     if attempt.outcome == "diverged":
-        stays = f"; the checkpoint at {saved_samples} samples is finite and is kept" if saved_samples else ""
+        advice_start = f"; the checkpoint at {saved_samples} samples is finite and is kept" if saved_samples else ""
         limit = task.max_lr_factor
         restart_note = (
             "" if limit is None else f"; the training had already been restarted with train.max_lr_factor {limit:g}"
         )
-        return Diverged(f"{message}{restart_note}{stays}", hint)
+        return Diverged(f"{message}{restart_note}{advice_start}", hint)
     if attempt.outcome == "device_fault":
         faulty = dict.fromkeys(earlier.host for earlier in attempts if earlier.outcome == "device_fault")
         return DeviceFault(f"{message}; faulty nodes: {', '.join(faulty)}", hint)

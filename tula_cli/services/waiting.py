@@ -134,7 +134,7 @@ class _NewProbeResults:
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._known = {result.id: result for result in run.read().results}
+        self._known = {result.id: result for result in run.read_snapshot().results}
         self._finished = {id_ for id_, result in self._known.items() if not isinstance(result, Failed)}
 
     def list_events(self, run_status: RunStatus) -> Iterator[ProbeFinished]:
@@ -142,7 +142,7 @@ class _NewProbeResults:
         jobs = {job.id: job for job in run_status.jobs if job.kind == "probe"}
         if not jobs:
             return
-        snapshot = self._run.read()
+        snapshot = self._run.read_snapshot()
         new = [result for result in snapshot.results if self._known.get(result.id) != result]
         self._known |= {result.id: result for result in new}
         probes = {
@@ -180,7 +180,7 @@ def warn_new_jobs(
     if spec.cluster.kind == "slurm" and (names := list_overriding_variables(os.environ)):
         yield WarningEvent(messages.environment_not_passed(variables=names))
     submitted = [job for job in run.read_jobs() if job.id in jobs]
-    for id_, state in launcher.states(run.read(), submitted).items():
+    for id_, state in launcher.states(run.read_snapshot(), submitted).items():
         if state.hopeless:
             yield WarningEvent(messages.job_will_not_start(job=id_, reason=state.reason))
     tasks = {task.job: task for task in run.read_tasks()}

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tula_cli.run.records.tasks import CheckTask
     from tula_cli.services.check import CheckReport
     from tula_cli.services.estimate import EstimateReport
-    from tula_cli.services.init import FromCommand
+    from tula_cli.services.init import JobFileProposal
     from tula_cli.services.nodes import ClusterCheck
     from tula_cli.services.resume_test import ResumeFinding
     from tula_cli.services.search import Expectation
@@ -151,7 +151,7 @@ def describe_site(site: "Site | None") -> str:
     return words
 
 
-def describe_proposal(job_proposal: "FromCommand", path: Path) -> tuple[dict[str, object], list[str]]:
+def describe_proposal(job_proposal: "JobFileProposal", path: Path) -> tuple[dict[str, object], list[str]]:
     """Return what was recognised and not recognised in a command, as data for the envelope and as lines."""
     spans, proposal = job_proposal.placeholders, job_proposal.recognised
     rows = [(f"{flag} {was}", f"{{{name}}}") for flag, (was, name) in spans.items()]

@@ -110,19 +110,19 @@ def render_comparison(compare_report: "CompareReport") -> Iterator["RenderableTy
 
 def list_column_headings(compare_report: "CompareReport") -> tuple[str, ...]:
     """Return the headings of the metric columns; a script's metrics have their own names and no unit."""
-    if compare_report.of_script:
+    if compare_report.has_script_metrics:
         return tuple(metric.replace("best_", "best ", 1) for metric in compare_report.columns)
     return tuple({"top1": "top-1 (%)", "top5": "top-5 (%)"}.get(metric, metric) for metric in compare_report.columns)
 
 
 def describe_moment(compare_report: "CompareReport") -> str:
     """Describe at which point of the training the metrics were taken."""
-    return "last and best reported value" if compare_report.of_script else "after the last epoch"
+    return "last and best reported value" if compare_report.has_script_metrics else "after the last epoch"
 
 
 def describe_gap_meaning(compare_report: "CompareReport") -> str:
     """Describe the meaning of a positive gap."""
-    if not compare_report.of_script:
+    if not compare_report.has_script_metrics:
         return "top-1 lost" if compare_report.metric == "top1" else "loss added"
     return f"{compare_report.metric} added" if compare_report.less_is_better else f"{compare_report.metric} lost"
 
@@ -132,7 +132,7 @@ def choose_metric_digits(compare_report: "CompareReport", metric: str) -> int:
 
     The unit of a script's metric is unknown: its largest value is shown with four significant digits.
     """
-    if not compare_report.of_script:
+    if not compare_report.has_script_metrics:
         return 4 if metric == "loss" else 2
     largest = max((abs(stat.mean) for row in compare_report.rows if (stat := row.stat(metric))), default=0.0)
     return max(0, 3 - math.floor(math.log10(largest))) if largest else 2

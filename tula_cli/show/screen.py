@@ -96,7 +96,7 @@ class Screen:
         self._answered = False
         self.drawn: Console | None = None  # console that redraws in place on stderr; None if not used
 
-    def expect(self, arguments: Sequence[str]) -> None:
+    def guess_command(self, arguments: Sequence[str]) -> None:
         """Set command and flags from unparsed arguments, for errors that occur before parsing."""
         self.command = next((word for word in arguments if not word.startswith("-")), "")
         self.as_json = "--json" in arguments
@@ -172,7 +172,7 @@ class Screen:
             for part in parts:
                 print_renderable(console, part)
 
-    def line(self, text: str, data: Any) -> None:
+    def print_line(self, text: str, data: Any) -> None:
         """Print one line of an endless answer (`tula logs`): text, or one JSON object per line."""
         print(
             json.dumps(to_plain_data(data)) if self.as_json else strip_control_characters(text),
@@ -224,7 +224,7 @@ class Screen:
         first, *rest = text.split(json.dumps(_LINES_PLACEHOLDER)) if later else [text]
         self.out.write(first)
         for lines, after in zip(later, rest, strict=True):
-            self.out.writelines(lines.array())
+            self.out.writelines(lines.yield_json_array())
             self.out.write(after)
         print(file=self.out, flush=True)
 
@@ -274,7 +274,7 @@ class Lines:
 
     items: Iterable[str]  # JSON texts of the items
 
-    def array(self) -> Iterator[str]:
+    def yield_json_array(self) -> Iterator[str]:
         yield "["
         for index, item in enumerate(self.items):
             yield f"{',' * bool(index)}\n{item}"

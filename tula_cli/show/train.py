@@ -45,8 +45,8 @@ def render_train_plan(
     if len(links) > 1:
         counts = {nodes: links.count(nodes) for nodes in sorted(links)}
         on = ", ".join(f"{count} on {format_count(nodes)}" for nodes, count in counts.items())
-        of = f"{len(links)} jobs" + f" ({on})" * (len(counts) > 1)
-        yield f"a chain of {of}, which run one after the other; tula cancels jobs that are not needed"
+        jobs_text = f"{len(links)} jobs" + f" ({on})" * (len(counts) > 1)
+        yield f"a chain of {jobs_text}, which run one after the other; tula cancels jobs that are not needed"
     if plan.balance is not None:
         yield f"balance: {plan.balance.words}"
     for script in scripts:
@@ -183,7 +183,7 @@ def _render_training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     if predicted is None:
         yield "no prediction of time and cost: this configuration has no measurements"
         return
-    if task.spec.train.early_stopping is not None and task.spec.train.early_stopping.by_metric:
+    if task.spec.train.early_stopping is not None and task.spec.train.early_stopping.depends_on_metric:
         yield "train.early_stopping may end the training earlier; times and costs are for all epochs"
     currency = task.spec.pricing.currency
     at_most = predicted.hours_high
@@ -323,12 +323,12 @@ def _make_predicted_against_actual(summary: "Summary", charge: "SiteCharge | Non
     return made
 
 
-def _describe_lost_samples(lost: Sequence[int]) -> str:
+def _describe_lost_samples(lost_samples: Sequence[int]) -> str:
     """Describe the number of samples lost at each interruption."""
-    if not sum(lost):
+    if not sum(lost_samples):
         return "no sample was trained twice"
-    each = f" ({', '.join(map(str, lost))})" if len(lost) > 1 else ""
-    return f"{sum(lost)} samples were trained twice{each}"
+    each = f" ({', '.join(map(str, lost_samples))})" if len(lost_samples) > 1 else ""
+    return f"{sum(lost_samples)} samples were trained twice{each}"
 
 
 def list_time_parts(summary: "Summary") -> Iterator[tuple[str, float | None, float]]:

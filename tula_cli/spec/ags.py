@@ -95,7 +95,7 @@ class ResolvedAgs(Ags):
     apply_to: Literal["gradient", "update"]
 
     @property
-    def each_step(self) -> bool:
+    def refreshes_each_step(self) -> bool:
         """Whether every step refreshes the factors, so that the step time includes the refresh."""
         return isinstance(self.refresh, Every) and self.refresh.every == 1
 

@@ -530,8 +530,8 @@ def compute_beta2(spec: JobSpec, beta2: float, batch: int) -> float:
     half_life = get_beta2_half_life(spec)
     if half_life is None:
         return beta2
-    kept, steps = (beta2, batch / spec.train.reference_batch) if half_life == "auto" else (0.5, batch / half_life)
-    return math.pow(kept, steps)
+    base, steps = (beta2, batch / spec.train.reference_batch) if half_life == "auto" else (0.5, batch / half_life)
+    return math.pow(base, steps)
 
 
 def describe_misfit(spec: JobSpec) -> str:

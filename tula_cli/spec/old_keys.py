@@ -213,8 +213,10 @@ def _complete_train(train: Mapping[str, Any], *, is_of_other_metric: bool) -> di
     """
     complete, stopping, ramp = dict(train), train.get("early_stopping"), train.get("ramp")
     if isinstance(stopping, Mapping):
-        kept = {key: value for key, value in stopping.items() if key != "target" or not is_of_other_metric}
-        complete["early_stopping"] = kept if any(value is not None for value in kept.values()) else None
+        remaining_train = {key: value for key, value in stopping.items() if key != "target" or not is_of_other_metric}
+        complete["early_stopping"] = (
+            remaining_train if any(value is not None for value in remaining_train.values()) else None
+        )
     if isinstance(ramp, list) and any(isinstance(stage, Mapping) and stage.get("epochs") is None for stage in ramp):
         complete["ramp"] = "auto"
     if isinstance(train.get("diagnostics"), bool):  # a boolean in earlier versions, now a list

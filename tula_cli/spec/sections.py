@@ -70,7 +70,7 @@ class BestCheckpoint(Section):
     mode: Literal["auto", "max", "min"] = "auto"
 
     @property
-    def falls(self) -> bool:
+    def is_lower_better(self) -> bool:
         """Whether lower values are better."""
         return self.mode == "min" or (self.mode == "auto" and self.metric in FALLING_METRICS)
 
@@ -86,13 +86,13 @@ class EarlyStopping(Section):
     epochs: Positive | None = None  # Stop after this many epochs; schedules still use train.epochs
 
     @property
-    def by_metric(self) -> bool:
+    def depends_on_metric(self) -> bool:
         """Whether the evaluations determine when the training ends."""
         return self.target is not None or self.patience is not None
 
     @model_validator(mode="after")
     def _check_end_condition(self) -> "EarlyStopping":
-        if not self.by_metric and self.epochs is None:
+        if not self.depends_on_metric and self.epochs is None:
             raise ValueError("must set target, patience or epochs, for example {target: 0.76}")
         return self
 
@@ -161,7 +161,7 @@ class Dataset(Section):
     test: SeparateTest | None = None  # Test set for tula evaluate; null: tula evaluate uses the evaluation samples
 
     @property
-    def tested(self) -> "Dataset":
+    def test_dataset(self) -> "Dataset":
         """The dataset whose evaluation samples are those of `test`."""
         assert self.test is not None
         name, root = self.test.name or self.name, self.test.root or self.root
@@ -174,7 +174,7 @@ class Dataset(Section):
     def _check_test_set(self) -> "Dataset":
         if self.test is None:
             return self
-        tested = self.tested
+        tested = self.test_dataset
         if tested.name != "ImageFolder" and not is_import_string(tested.name):
             raise ValueError(
                 f"test: dataset {tested.name} has no separate test set; set dataset.test.name: ImageFolder or package.module:callable"
@@ -547,8 +547,8 @@ class Search(Section):
         Args:
             step_time: seconds per step.
         """
-        wanted = max(self.min_steps, math.ceil(self.min_seconds / step_time))
-        return max(MIN_TIMED_STEPS, min(wanted, math.ceil(self.max_seconds / step_time)))
+        requested_steps = max(self.min_steps, math.ceil(self.min_seconds / step_time))
+        return max(MIN_TIMED_STEPS, min(requested_steps, math.ceil(self.max_seconds / step_time)))
 
     def estimate_probe_seconds(self, step_time: float) -> float:
         """Return the expected duration of a probe's steps in seconds: warm-up, timed steps and additional timings.
@@ -557,8 +557,8 @@ class Search(Section):
             step_time: seconds per step.
         """
         # With steady steps, the additional timings take the minimum number of steps.
-        looks = EXTRA_TIMINGS * MIN_TIMED_STEPS + self.split_steps
-        return (self.min_steps + self.estimate_timed_steps(step_time) + looks) * step_time
+        extra_timings = EXTRA_TIMINGS * MIN_TIMED_STEPS + self.split_steps
+        return (self.min_steps + self.estimate_timed_steps(step_time) + extra_timings) * step_time
 
 
 # --- Exports

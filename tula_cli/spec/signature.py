@@ -105,7 +105,7 @@ def compute_train_signature(spec: JobSpec, *, nodes: int | None, batch: int, cod
 
 def _list_stopping_fields(stopping: EarlyStopping, best: BestCheckpoint) -> dict[str, Any]:
     """Return the conditions for the end of a training, with the metric only if a value of it ends the training."""
-    metric = {} if stopping.target is None else {"metric": best.metric, "falls": best.falls}
+    metric = {} if stopping.target is None else {"metric": best.metric, "falls": best.is_lower_better}
     return stopping.model_dump() | metric
 
 
@@ -172,7 +172,7 @@ def _list_measured_ags_fields(spec: JobSpec) -> dict[str, Any]:
     """Return the settings of section ags on which the duration and memory of a step depend."""
     ags = spec.ags.resolved()
     fields = {"granularity", "source", "apply_to", *(() if spec.script else ("b_small",))}
-    return ags.model_dump(include=fields | ({"refresh"} if ags.each_step else set()))
+    return ags.model_dump(include=fields | ({"refresh"} if ags.refreshes_each_step else set()))
 
 
 def compute_digest(parts: Mapping[str, Any]) -> str:

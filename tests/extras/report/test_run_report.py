@@ -209,7 +209,7 @@ def test_predicted_and_actual_are_those_of_the_summary(told: Document) -> None:
 
 
 def test_attempts_are_those_of_status_with_their_ends(whole: RunDir, told: Document) -> None:
-    now = status.run_status(whole, make.FakeLauncher(), now=reports.AT)
+    now = status.get_run_status(whole, make.FakeLauncher(), now=reports.AT)
     result = table(told, "attempts")
     assert len(result.rows) == len([attempt for attempt in now.attempts if attempt.job == "train-ab12cd34"]) == 2
     assert column(result, "ended") == ["node_failure", "done"]

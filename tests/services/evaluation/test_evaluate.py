@@ -141,7 +141,7 @@ def test_metrics_that_the_training_did_not_have_are_written_with_the_best_and_th
     add_training(run, "aaaa", 100)
     task = ready(run, make.spec(train={"epochs": 9, "metrics": {"error": "mine:error"}})).task
     run.write_task(task)
-    assert task in run.read().tasks  # one that cannot be read ends every command on the run
+    assert task in run.read_snapshot().tasks  # one that cannot be read ends every command on the run
 
 
 def test_another_code_behind_the_test_set_is_evaluated_anew(run: RunDir, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tula_cli.cluster.slurm.site import Site, parse_partitions
 from tula_cli.errors import SpecError
-from tula_cli.services.init import FromCommand, make_job_from_command
+from tula_cli.services.init import JobFileProposal, make_job_from_command
 from tula_cli.services.search import choose_probes
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate_job
@@ -20,7 +20,7 @@ def site(*, cpus: int = 16, gres: str = "gpu:a100:4") -> Site:
     return Site(parse_partitions(SITE.format(cpus=cpus, gres=gres)), ())
 
 
-def loaded(made: FromCommand, folder: Path) -> JobSpec:
+def loaded(made: JobFileProposal, folder: Path) -> JobSpec:
     path = folder / "job.yaml"
     path.write_text(made.text)
     return load_spec(path, environ={}, site_files=())

@@ -8,7 +8,7 @@ import yaml
 
 from tula_cli.cluster.slurm.site import NodeKind, Partition, Site
 from tula_cli.errors import SpecError
-from tula_cli.services.init import FromCommand, make_job_from_sbatch
+from tula_cli.services.init import JobFileProposal, make_job_from_sbatch
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate_job
 from tula_cli.spec.yaml_text import parse_yaml
@@ -17,11 +17,11 @@ SCRIPTS = Path(__file__).parents[2] / "fixtures/sbatch/typed"
 EXPECTED: dict[str, dict[str, Any]] = yaml.safe_load((SCRIPTS / "expected.yaml").read_text())
 
 
-def made(name: str) -> FromCommand:
+def made(name: str) -> JobFileProposal:
     return make_job_from_sbatch((SCRIPTS / f"{name}.sbatch").read_text(), f"{name}.sbatch")
 
 
-def loaded(job: FromCommand) -> JobSpec:
+def loaded(job: JobFileProposal) -> JobSpec:
     text = job.text if job.complete else job.text.replace("  # length: {epochs: 90}", "  length: {epochs: 90}")
     return validate_job(parse_yaml(text, source="job.yaml"), source="job.yaml")
 

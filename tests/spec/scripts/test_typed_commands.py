@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tula_cli.errors import SpecError
 from tula_cli.services.init import make_job_from_command
 from tula_cli.spec.load import validate_job
-from tula_cli.spec.scripts.launchers import KnownFacts, Unknown
+from tula_cli.spec.scripts.launchers import KnownFacts, UnknownFact
 from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, fill_command
 from tula_cli.spec.scripts.recognition import recognise_line
 from tula_cli.spec.yaml_text import parse_yaml
@@ -77,7 +77,7 @@ def test_what_is_not_known_is_named_and_never_guessed(row: dict[str, Any]) -> No
 def test_an_answer_settles_what_was_asked(line: str, answers: dict[str, str], per_node: int, batch: int) -> None:
     requested: list[str] = []
     for _ in range(len(answers)):
-        with pytest.raises(Unknown) as unknown:
+        with pytest.raises(UnknownFact) as unknown:
             recognise_line(line, KnownFacts({key: answers[key] for key in requested}))
         assert unknown.value.question and unknown.value.hint
         requested.append(unknown.value.key)

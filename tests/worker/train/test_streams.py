@@ -153,7 +153,7 @@ def test_failure_of_a_rank_has_message_and_hint_of_the_original_error(
 ) -> None:
     run = RunDir.create(tmp_path, make_runs.spec())
     make_runs.add_training(run)
-    (task,) = run.read().tasks
+    (task,) = run.read_snapshot().tasks
     monkeypatch.setattr(os, "_exit", lambda code: None)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(type(error)) as raised:

@@ -338,7 +338,7 @@ class ResumeTest(ScriptProgram):
 
     @property
     def _measured_size(self) -> int | None:
-        measured = (result.dataset_size for result in self.run.read().results if isinstance(result, Measured))
+        measured = (result.dataset_size for result in self.run.read_snapshot().results if isinstance(result, Measured))
         return next(measured, None)
 
     def _copy_checkpoints(self, start: PlannedStart, observation: ObservedStart) -> None:

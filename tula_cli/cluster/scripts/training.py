@@ -388,7 +388,7 @@ class TrainingMonitor(ScriptMonitor):
     @cached_property
     def _first_step_limit(self) -> float:
         """Seconds in which a training must take its first step."""
-        results = self.run.read().results
+        results = self.run.read_snapshot().results
         starts = [result.overheads.startup for result in results if isinstance(result, Measured)]
         return max(60 * self.task.spec.search.max_minutes, FIRST_STEP_STARTS * max(starts, default=0.0))
 
@@ -532,7 +532,7 @@ class ScriptTraining(ScriptProgram):
 
     @cached_property
     def _measured_size(self) -> int | None:
-        measured = (result.dataset_size for result in self.run.read().results if isinstance(result, Measured))
+        measured = (result.dataset_size for result in self.run.read_snapshot().results if isinstance(result, Measured))
         return next(measured, None)
 
     @property

@@ -58,7 +58,7 @@ def report(
 
     form = _choose_form_for_stdout(csv, markdown=markdown, latex=latex)
     _check_output_paths(html, svg, csv)
-    material = gather_material(chosen.find(screen), now=time.time())
+    material = gather_material(chosen.find_runs(screen), now=time.time())
     for part in material.parts:
         screen.warn_all(part.now.warnings)
     document = build_document(material)
@@ -70,7 +70,7 @@ def report(
     if screen.as_json:
         screen.answer({"report": document, "text": text, "written": written}, ())
         return
-    screen.line(text.rstrip("\n"), None)
+    screen.print_line(text.rstrip("\n"), None)
     for path in written:
         screen.note(f"wrote {path}")
 

@@ -41,7 +41,10 @@ def read_training_curves(run: RunDir, comparison: Comparison) -> list[TrainingCu
 
 def build_comparison_sections(report: CompareReport, curves: Sequence[TrainingCurve]) -> Iterator[Section]:
     """Yield the sections of a comparison: result tables, metrics during training, and gradient diagnostics."""
-    metrics = (report.metric, *(name for name in report.columns if name == "perplexity" and not report.of_script))
+    metrics = (
+        report.metric,
+        *(name for name in report.columns if name == "perplexity" and not report.has_script_metrics),
+    )
     tables = [build_comparison_table(report)]
     if report.first_round:
         tables.append(build_comparison_table(report, first_round=True))
@@ -89,7 +92,7 @@ def build_comparison_table(report: CompareReport, *, first_round: bool = False) 
         or (row.seeds > 1 and not row.dropped and not differs_beyond_noise(best[row.batch], row, report.metric))
     ]
     worse = "added" if report.less_is_better else "lost"
-    moment_words = "last and best value" if report.of_script else "after the last epoch"
+    moment_words = "last and best value" if report.has_script_metrics else "after the last epoch"
     key, title, marks = "methods", "Methods by batch", ["front" if row in marked else "" for row in shown]
     caption = (
         f"Mean and sample standard deviation (sd) over seeds, {moment_words}, on {format_count(report.nodes)}. Gap:"
@@ -154,7 +157,7 @@ def _build_figure_by_batch(report: CompareReport, metric: str) -> Iterator[Figur
 
 
 def _make_metric_title(metric: str, report: CompareReport) -> str:
-    return "top-1 (%)" if metric == "top1" and not report.of_script else metric
+    return "top-1 (%)" if metric == "top1" and not report.has_script_metrics else metric
 
 
 def _make_figure_key(text: str) -> str:

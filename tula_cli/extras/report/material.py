@@ -35,7 +35,7 @@ class RunMaterial:
     """The records and status of one run: one node type."""
 
     run: Run
-    look: Snapshot
+    snapshot: Snapshot
     now: RunStatus
 
     @property
@@ -46,7 +46,7 @@ class RunMaterial:
     @property
     def measured(self) -> list[Measured]:
         """The successful probes of the run."""
-        return [result for result in self.look.results if isinstance(result, Measured)]
+        return [result for result in self.snapshot.results if isinstance(result, Measured)]
 
     def name_key(self, key: str) -> str:
         """Return the key of a table, figure or section on this run, unique in the report."""
@@ -183,7 +183,9 @@ def gather_material(
         TulaError: a record of the run cannot be read.
     """
     parts = [
-        RunMaterial(run, run.read(skip_damaged=True), status.run_status(run, launcher_for(run.spec), now=now))
+        RunMaterial(
+            run, run.read_snapshot(skip_damaged=True), status.get_run_status(run, launcher_for(run.spec), now=now)
+        )
         for run in list_runs_with_data(runs)
     ]
     stored = find_recommendation(runs)
@@ -259,7 +261,7 @@ class TrainingMaterial:
 
 
 def list_newest_trainings(material: Material) -> list[TrainingMaterial]:
-    """Return the newest training of each run; one of a comparison only if it trains the job unchanged and is the only one.
+    """Return the newest training of each run; one of a comparison only if it trains the job unchanged and no other is there.
 
     It is the newest that is active or finished; without any, the newest.
     """
@@ -269,18 +271,18 @@ def list_newest_trainings(material: Material) -> list[TrainingMaterial]:
 def _find_newest_training(run_material: RunMaterial) -> Iterator[TrainingMaterial]:
     comparison = run_material.run.read_comparison()
     compared = frozenset[str]() if comparison is None else comparison.signatures
-    tasks = run_material.look.train_tasks
+    tasks = run_material.snapshot.train_tasks
     unchanged = frozenset[str]() if comparison is None else comparison.signatures_of_job
     shown_tasks = [task for task in tasks if task.signature not in compared]
     shown_tasks = shown_tasks or [task for task in tasks if task.signature in unchanged]
-    submitted = {job.id: job.submitted_at for job in run_material.look.jobs}
+    submitted = {job.id: job.submitted_at for job in run_material.snapshot.jobs}
     newest_by_signature = {
         task.signature: task
         for task in sorted(shown_tasks, key=lambda task: (submitted.get(task.job, 0.0), task.attempt))
     }
     count = len(newest_by_signature)
     trainings = [
-        TrainingMaterial(run_material, run_material.look.get_training(task.signature), task, count)
+        TrainingMaterial(run_material, run_material.snapshot.get_training(task.signature), task, count)
         for task in sorted(newest_by_signature.values(), key=lambda task: submitted.get(task.job, 0.0), reverse=True)
     ]
     shown = next((training for training in trainings if training.state in ("done", *status.ACTIVE_STATES)), None)

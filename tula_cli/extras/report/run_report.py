@@ -116,7 +116,7 @@ def _list_facts(material: Material) -> Iterator[Fact]:
 
 def _list_code_facts(material: Material) -> Iterator[Fact]:
     """Yield the commit of the user's code; nothing if no code was recorded or it has no git commit."""
-    names = [(part.run, task.code) for part in material.parts for task in part.look.tasks if task.code]
+    names = [(part.run, task.code) for part in material.parts for task in part.snapshot.tasks if task.code]
     snapshot = names[-1][0].read_code(names[-1][1]) if names else None
     if snapshot is not None and snapshot.commit:
         yield Fact("code", f"commit {snapshot.commit[:12]}{', with changes' if snapshot.dirty else ''}")

@@ -403,7 +403,7 @@ MAX_BARS = 24
 def build_measured_section(material: Material) -> Section:
     """Build the tables of all probes, including failed ones, and the step time of those measured by component."""
     section = Section("measured", "Measurements")
-    parts = [run_material for run_material in material.parts if run_material.look.results]
+    parts = [run_material for run_material in material.parts if run_material.snapshot.results]
     if not parts:
         return replace(section, missing="no probe has a result. Run tula profile.")
     jobs = [job for part in material.parts for job in part.now.jobs if job.kind == "probe"]
@@ -431,7 +431,7 @@ def _build_probe_table(run_material: RunMaterial) -> Table:
     return build_table(
         run_material.name_key("probes"),
         run_material.name_title("Probes"),
-        sorted(run_material.look.results, key=lambda result: (result.nodes, result.local_batch)),
+        sorted(run_material.snapshot.results, key=lambda result: (result.nodes, result.local_batch)),
         (
             (Column("nodes"), lambda result: result.nodes),
             (Column("batch"), lambda result: result.nodes * result.gpus_per_node * result.local_batch),

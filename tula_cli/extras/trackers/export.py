@@ -151,7 +151,7 @@ class Session:
         problem = ""
         try:
             self.sent = self._read_sent()
-            self._send(self.run.read(), active=active)
+            self._send(self.run.read_snapshot(), active=active)
         except TrackerError as error:
             self._open, self._exporter = {}, None  # their connection may be lost
             problem = error.message
@@ -352,7 +352,7 @@ def export_run(
                 last_note = now
                 yield Note("; ".join(map(_describe_count, sessions)))
             sleep(interval)
-        yield from (WarningEvent(damage) for run in runs for damage in run.read().training_warnings)
+        yield from (WarningEvent(damage) for run in runs for damage in run.read_snapshot().training_warnings)
     except KeyboardInterrupt:
         raise Interruption("interrupted; the next export sends the missing values") from None
     finally:
@@ -369,7 +369,7 @@ def export_while_waiting(run: Run, jobs: Sequence[str] | None, waiting: Iterable
     Args:
         jobs: ids of these jobs; None for trainings, of which some may not be submitted yet.
     """
-    trains = jobs is None or any(task.job in jobs for task in run.read().train_tasks)
+    trains = jobs is None or any(task.job in jobs for task in run.read_snapshot().train_tasks)
     next_update = time.monotonic() if run.spec.cluster.backend.has_queue or trains else float("inf")
     try:
         sessions = [Session(run, resolve_destination(to, run), write_report_file) for to in run.spec.export]
@@ -407,7 +407,9 @@ def _describe_count(session: Session) -> str:
 
 def _has_active_jobs(run: Run) -> bool:
     """Return whether a job of a run is queued or running, as the scheduler reports it."""
-    return status.run_status(run, launcher.make_launcher(run.spec, submits=False), now=time.time()).active()
+    return status.get_run_status(
+        run, launcher.make_launcher(run.spec, submits=False), now=time.time()
+    ).has_active_jobs()
 
 
 def export(
@@ -422,7 +424,7 @@ def export(
     Sends parameters, probes, the recommendation and trainings. Data that were sent before are not sent again.
     """
 
-    runs = chosen.find(screen)
+    runs = chosen.find_runs(screen)
     results = follow_work(screen, export_requested(runs, list(to), request))
     screen.answer(results, describe_exports(results))
     require_all_sent(results)

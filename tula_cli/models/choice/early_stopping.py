@@ -30,7 +30,7 @@ def is_better(values: Values, kept: Mapping[str, float], best: BestCheckpoint) -
         return True
     if best.metric != "auto":
         new, old = values[best.metric], kept.get("value", math.nan)
-        return not math.isnan(new) and (math.isnan(old) or (new < old if best.falls else new > old))
+        return not math.isnan(new) and (math.isnan(old) or (new < old if best.is_lower_better else new > old))
     if math.isnan(values["top1"]) or math.isnan(kept["top1"]):
         return values["loss"] < kept["loss"] or math.isnan(kept["loss"])
     return values["top1"] > kept["top1"]
@@ -51,8 +51,8 @@ def describe_stop(values: Values, kept: Mapping[str, float], train: Train, *, ep
     if stopping.target is not None:
         best = train.best_checkpoint
         value, target = values.get(best.metric, math.nan), convert_to_unit(best.metric, stopping.target)
-        if value <= target if best.falls else value >= target:
-            bound = "at most" if best.falls else "at least"
+        if value <= target if best.is_lower_better else value >= target:
+            bound = "at most" if best.is_lower_better else "at least"
             return f"{best.metric} is {format_number(value, 4)}, {bound} {format_number(target, 4)}"
     if stopping.epochs is not None and epoch >= stopping.epochs:
         return f"train.early_stopping.epochs is {stopping.epochs}"

@@ -190,7 +190,7 @@ class CompareReport:
         )
 
     @property
-    def of_script(self) -> bool:
+    def has_script_metrics(self) -> bool:
         """Whether the metrics are those of a script, in its names and units; the table has last and best values."""
         return f"best_{self.metric}" in self.columns
 
@@ -218,7 +218,7 @@ def build_compare_report(run: Run, comparison: Comparison, *, jobs: Iterable[Job
     Args:
         jobs: status of the run's jobs, for cells that are not finished.
     """
-    states, snapshot = {job.id: job for job in jobs}, run.read(skip_damaged=True)
+    states, snapshot = {job.id: job for job in jobs}, run.read_snapshot(skip_damaged=True)
     took = compute_mean_hours_by_row(snapshot, comparison)
     hours = {row: estimate_hours(row, took, {}) for row in {(cell.method, cell.batch) for cell in comparison.cells}}
     spec = run.spec
@@ -454,14 +454,14 @@ def describe_best_row(report: CompareReport, script: Script | None) -> str:
     first = find_best_row(candidates, report)
     result = f"{report.metric} {format_mean_and_deviation(first.stat(report.metric))}, where batch {report.reference_batch} has {format_mean_and_deviation(small)}"
     progress = "" if report.complete else f" ({report.finished} of {format_count(report.total, 'training')} done)"
-    alike = [
+    rows_within_noise = [
         row
         for row in candidates
         if row is not first and not row.dropped and not differs_beyond_noise(first, row, report.metric)
     ]
-    if alike:
+    if rows_within_noise:
         alternatives = ", ".join(
-            f"{row.method} has {format_mean_and_deviation(row.stat(report.metric))}" for row in alike
+            f"{row.method} has {format_mean_and_deviation(row.stat(report.metric))}" for row in rows_within_noise
         )
         unclear = (
             "the differences between the methods are within the noise of the seeds"

@@ -147,9 +147,9 @@ def parse_row(row: str) -> Variant:
         SpecError: the method is unknown; or a setting is malformed, not allowed in a row, without a value, not YAML, or
             given twice.
     """
-    name, *rest = split_outside_brackets(row, ":")
+    name, *setting_texts = split_outside_brackets(row, ":")
     settings: list[str] = []
-    for setting in rest:
+    for setting in setting_texts:
         if _SETTING_PATTERN.match(setting.strip()):
             settings.append(setting.strip())
         elif settings:  # the value is an import string, which contains a colon

@@ -135,8 +135,10 @@ def load_comparison(runs: Sequence[Run], *, node_type: str | None = None) -> tup
 
 def read_comparison_result(run: Run, comparison: Comparison, launcher: Launcher) -> ComparisonResult:
     """Return the current table."""
-    run_status = status.run_status(run, launcher, now=time.time())
-    return ComparisonResult(accuracy.build_compare_report(run, comparison, jobs=run_status.jobs), run_status.active())
+    run_status = status.get_run_status(run, launcher, now=time.time())
+    return ComparisonResult(
+        accuracy.build_compare_report(run, comparison, jobs=run_status.jobs), run_status.has_active_jobs()
+    )
 
 
 def run_comparison(prepared: PreparedComparison, submission: Submission) -> Work[ComparisonResult]:

@@ -175,16 +175,18 @@ def wait_for_cells(
 ) -> Iterator[ComparisonProgress]:
     """Watch jobs that a scheduler runs in parallel until all have ended."""
     cells = {f"train-{cell.signature}": cell for cell in plan.comparison.cells}
-    over, describe = set[str](), _make_progress_factory(plan)
+    ended_jobs, describe = set[str](), _make_progress_factory(plan)
     for run_status in status.watch_jobs(run, launcher, jobs):
         states = {job.id: job for job in run_status.jobs if job.id in cells}
         # A training that looks lost at first may only be delayed; the final table decides.
         unfinished = (*status.ACTIVE_STATES, "lost")
-        newly_ended = [job for job in jobs if job in states and states[job].state not in unfinished and job not in over]
+        newly_ended = [
+            job for job in jobs if job in states and states[job].state not in unfinished and job not in ended_jobs
+        ]
         running = sum(job.state == "running" for job in states.values())
         count = functools.partial(_count_trainings, run, plan)
         for job in newly_ended:
-            over.add(job)
+            ended_jobs.add(job)
             finished, failed = count(states)
             cell = cells[job]
             yield describe(

@@ -202,9 +202,9 @@ class _TrainingCommandFinder:
     def _check_alone(self, pipeline: _Pipeline) -> None:
         """Reject parts around a command that cannot be left out: its input, a filter after it, an alternative to it."""
         first = pipeline[0]
-        outside = list(first.redirections)
+        words_outside = list(first.redirections)
         for before, after in itertools.pairwise(pipeline):
-            outside.append(f"{before.operator} {self._get_raw_text([after])}")
+            words_outside.append(f"{before.operator} {self._get_raw_text([after])}")
             if pipeline[0] is before and is_program_start(after.program):
                 raise SpecError(
                     f"{self._describe_line(pipeline)}{self._get_raw_text([before])!r} provides the input of the command, but tula starts the command without input",
@@ -212,7 +212,7 @@ class _TrainingCommandFinder:
                 )
             if before.operator == "||" or after.program[0].name != "tee":
                 raise SpecError(
-                    f"{self._describe_line(pipeline)}{outside[-1]!r} needs a shell, but {_NO_SHELL_MESSAGE}",
+                    f"{self._describe_line(pipeline)}{words_outside[-1]!r} needs a shell, but {_NO_SHELL_MESSAGE}",
                     "remove it: the output of the ranks is in the run's logs",
                 )
         if redirection := next((each for each in first.redirections if re.match(r"\d*<(?!\s*/dev/null$)", each)), ""):
@@ -220,7 +220,7 @@ class _TrainingCommandFinder:
                 f"{self._describe_line(pipeline)}{redirection!r} redirects the input, but tula starts the command without input",
                 "let the script read a file that an option names",
             )
-        self.left_out += [*outside, *(["&"] if pipeline[-1].operator == "&" else [])]
+        self.left_out += [*words_outside, *(["&"] if pipeline[-1].operator == "&" else [])]
 
     def _get_raw_text(self, pipeline: _Pipeline) -> str:
         return self.text[pipeline[0].start : pipeline[-1].end].strip()

@@ -28,7 +28,7 @@ PROCESSES_QUESTION, NODES_QUESTION = "processes per node", "nodes"
 """Keys of questions."""
 
 
-class Unknown(SpecError):
+class UnknownFact(SpecError):
     """A fact that a command does not state and that the user can be asked for.
 
     Args:
@@ -135,22 +135,30 @@ _INNER_COMMAND_HINT = "give the command with which this program starts the train
 # --- Start of the training program
 
 
-def find_launcher(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
+def find_launcher(words: Sequence[ShellWord], known_facts: KnownFacts) -> Launch:
     """Separate a command from its launcher, the first one before the script, whatever words precede it.
 
     Raises:
-        Unknown: the number of processes is unknown.
+        UnknownFact: the number of processes is unknown.
         SpecError: there is no script, or the launcher is not supported.
     """
-    rest, left_out = _strip_prefix(words)
-    if not rest:
+    remaining_words, left_out = _strip_prefix(words)
+    if not remaining_words:
         raise SpecError("the command is empty", _COMPLETE_COMMAND_HINT)
-    place = _find_start_index(rest)
-    if rest[0].name not in _WRAPPERS and rest[place].name not in _LAUNCHERS and not known.starts_ranks:
+    place = _find_start_index(remaining_words)
+    if (
+        remaining_words[0].name not in _WRAPPERS
+        and remaining_words[place].name not in _LAUNCHERS
+        and not known_facts.starts_ranks
+    ):
         place = 0  # the words may belong to a program that starts its processes itself
-    wrapper, rest = rest[:place], rest[place:]
-    inner = _find_inner_command(rest) if rest[0].name in _SHELLS else None
-    launch = find_launcher(inner, known) if inner is not None else _parse_unwrapped_launch(rest, known)
+    wrapper, remaining_words = remaining_words[:place], remaining_words[place:]
+    inner = _find_inner_command(remaining_words) if remaining_words[0].name in _SHELLS else None
+    launch = (
+        find_launcher(inner, known_facts)
+        if inner is not None
+        else _parse_unwrapped_launch(remaining_words, known_facts)
+    )
     if wrapper and launch.program and launch.program[0].text.endswith(".py"):
         launch = replace(launch, program=(ShellWord("python", "python"), *launch.program))
     return replace(launch, wrapper=(*wrapper, *launch.wrapper), left_out=(*left_out, *launch.left_out))
@@ -158,8 +166,11 @@ def find_launcher(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
 
 def is_program_start(words: Sequence[ShellWord]) -> bool:
     """Return whether a command starts a Python program, a launcher or a shell script."""
-    rest, _ = _strip_prefix(words)
-    return bool(rest) and (_starts_program(rest[0]) or (rest[0].name in _WRAPPERS and _find_start_index(rest) > 0))
+    remaining_words, _ = _strip_prefix(words)
+    return bool(remaining_words) and (
+        _starts_program(remaining_words[0])
+        or (remaining_words[0].name in _WRAPPERS and _find_start_index(remaining_words) > 0)
+    )
 
 
 def has_launcher(words: Sequence[ShellWord]) -> bool:
@@ -217,7 +228,7 @@ def _find_inner_command(words: Sequence[ShellWord]) -> list[ShellWord] | None:
     return list(commands[0].program)
 
 
-def _parse_unwrapped_launch(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
+def _parse_unwrapped_launch(words: Sequence[ShellWord], known_facts: KnownFacts) -> Launch:
     first = words[0]
     if why := _UNSUPPORTED_LAUNCHERS.get(first.name):
         hint = (
@@ -230,21 +241,21 @@ def _parse_unwrapped_launch(words: Sequence[ShellWord], known: KnownFacts) -> La
         if first.name == "accelerate" and [word.text for word in words[1:2]] != ["launch"]:
             raise SpecError("accelerate starts a script only with accelerate launch", _COMPLETE_COMMAND_HINT)
         if launcher is _SRUN:
-            return _parse_srun_launch(words[1:], known)
+            return _parse_srun_launch(words[1:], known_facts)
         size = 2 if first.name == "accelerate" else 1
         folder = first.text.rpartition("/")[0]  # ranks run with the python of the launcher's folder
         interpreter = str(Path(folder, "python")) if folder else "python"
         start = words[:size] if launcher is _ACCELERATE else [ShellWord(interpreter, interpreter, first.unknown)]
-        return _parse_launch(launcher, start, words[size:], known)
+        return _parse_launch(launcher, start, words[size:], known_facts)
     if _PYTHON_PATTERN.fullmatch(first.name):
-        return _parse_python_launch(words, known)
+        return _parse_python_launch(words, known_facts)
     size = next((place for place, word in enumerate(words, 1) if word.text.endswith(".sh")), 1)
     return _make_launch_without_launcher(
-        Launch(tuple(words[:size]), tuple(words[size:])), known, is_script=first.text.endswith(".py")
+        Launch(tuple(words[:size]), tuple(words[size:])), known_facts, is_script=first.text.endswith(".py")
     )
 
 
-def _parse_python_launch(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
+def _parse_python_launch(words: Sequence[ShellWord], known_facts: KnownFacts) -> Launch:
     place = 1
     while place < len(words) and words[place].text.startswith("-") and words[place].text not in ("-m", "-c", "-"):
         place += 2 if words[place].text in ("-W", "-X") else 1
@@ -255,37 +266,37 @@ def _parse_python_launch(words: Sequence[ShellWord], known: KnownFacts) -> Launc
     name = words[place].name
     if (launcher := _LAUNCHERS.get(name)) and launcher is not _SRUN:
         start = words[: place + 1] if launcher is _ACCELERATE else words[: place - (words[place - 1].text == "-m")]
-        return _parse_launch(launcher, start, words[place + 1 :], known)
+        return _parse_launch(launcher, start, words[place + 1 :], known_facts)
     if words[place - 1].text == "-m" and re.search(r"launch|\.distributed\b|elastic", name):
         raise SpecError(f"{name} is a launcher that tula does not support", _PROCESS_COUNT_HINT)
     return _make_launch_without_launcher(
-        Launch(tuple(words[: place + 1]), tuple(words[place + 1 :])), known, is_script=True
+        Launch(tuple(words[: place + 1]), tuple(words[place + 1 :])), known_facts, is_script=True
     )
 
 
 # --- Launchers
 
 
-def parse_count_option(option: Option | None, key: str, known: KnownFacts, *, missing: str = "") -> int:
+def parse_count_option(option: Option | None, key: str, known_facts: KnownFacts, *, missing: str = "") -> int:
     """Return the number of processes or nodes that an option gives.
 
     Raises:
-        Unknown: the value is a variable, `gpu` or a range, or the option is missing.
+        UnknownFact: the value is a variable, `gpu` or a range, or the option is missing.
     """
     if (number := _parse_number(option)) is not None:
         return number
-    if (answer := known.parse_answer(key)) is not None:
+    if (answer := known_facts.parse_answer(key)) is not None:
         return answer
     if (
         key == PROCESSES_QUESTION
-        and known.gpus
+        and known_facts.gpus
         and (option is None or option.value.text in ("gpu", "cuda", "auto", "-1"))
     ):
-        return known.gpus
+        return known_facts.gpus
     written = option.written if option else missing
     flag = re.split(r"[ =]", written.removeprefix("srun's "))[0]
     equals = "=" if "=" in written and " " not in written else " "
-    raise Unknown(
+    raise UnknownFact(
         f"the number of {key} is not in the command: {written}{'' if option else ' is not given'}",
         f"write the number, as in {flag}{equals}4",
         key=key,
@@ -301,22 +312,22 @@ def _parse_number(option: Option | None) -> int | None:
     return len(re.findall(r"\d+", text)) if re.fullmatch(r"\[?\d+(,\d+)+,?\]?|\[\d+\]", text) else None
 
 
-def _ask_processes(what: str, hint: str, known: KnownFacts) -> int:
-    if (answer := known.parse_answer(PROCESSES_QUESTION)) is not None:
+def _ask_processes(what: str, hint: str, known_facts: KnownFacts) -> int:
+    if (answer := known_facts.parse_answer(PROCESSES_QUESTION)) is not None:
         return answer
     question = f"how many {PROCESSES_QUESTION} does the program start by itself ({what})?"
-    raise Unknown(
+    raise UnknownFact(
         f"{what}: it is unknown how many processes the program starts", hint, key=PROCESSES_QUESTION, question=question
     )
 
 
 def _count_processes_per_node(
-    each: Option | None, total: Option | None, machines: int, known: KnownFacts, *, missing: str
+    each: Option | None, total: Option | None, machines: int, known_facts: KnownFacts, *, missing: str
 ) -> int:
     """Return the processes per node, from an option for them or for the processes of all nodes."""
     world = _parse_number(total) if each is None else None
     if world is None:
-        return parse_count_option(each or total, PROCESSES_QUESTION, known, missing=missing)
+        return parse_count_option(each or total, PROCESSES_QUESTION, known_facts, missing=missing)
     if world % machines:
         raise SpecError(
             f"{format_count(world, 'process')} cannot be divided equally among {format_count(machines)}",
@@ -335,22 +346,24 @@ def _add_counts(
 
 
 def _parse_launch(
-    launcher: _Launcher, start: Sequence[ShellWord], words: Sequence[ShellWord], known: KnownFacts
+    launcher: _Launcher, start: Sequence[ShellWord], words: Sequence[ShellWord], known_facts: KnownFacts
 ) -> Launch:
     """Return the launch of a launcher's command: each rank's program, or accelerate with tula's numbers filled in."""
-    options, rest = _split_options(launcher, words)
-    if not rest:
+    options, remaining_words = _split_options(launcher, words)
+    if not remaining_words:
         raise SpecError("the command has a launcher but no script", _COMPLETE_COMMAND_HINT)
     given = {option.meaning: option for option in options}
     if "config_file" in given and "num_processes" not in given:
-        given = {**_read_accelerate_config(given["config_file"].value.text, known), **given}
+        given = {**_read_accelerate_config(given["config_file"].value.text, known_facts), **given}
     nodes, each, total = (
         next((given[name] for name in names.split() if name in given), None)
         for names in (launcher.nodes, launcher.per_node, launcher.total)
     )
     needs_nodes = {"hostfile", "H"} & given.keys() and not {"include", "i"} & given.keys()
     machines = (
-        parse_count_option(nodes, NODES_QUESTION, known, missing=f"--{launcher.nodes}") if nodes or needs_nodes else 1
+        parse_count_option(nodes, NODES_QUESTION, known_facts, missing=f"--{launcher.nodes}")
+        if nodes or needs_nodes
+        else 1
     )
     if each and each.meaning in ("include", "i"):  # host:0,1@host:0,1
         hosts = [host.partition(":")[2] for host in each.value.text.split("@")]
@@ -359,26 +372,28 @@ def _parse_launch(
         processes = 1
     else:
         missing = f"--{launcher.per_node or launcher.total}".replace("--n ", "-n ").split()[0]
-        processes = _count_processes_per_node(each, total, machines, known, missing=missing)
+        processes = _count_processes_per_node(each, total, machines, known_facts, missing=missing)
     if launcher is _ACCELERATE:
-        taken = {*_ACCELERATE_OPTIONS.replace("--", "").split(), "multi_gpu"}
-        others = [word for option in options if option.meaning not in taken for word in option.words]
-        program = (*start, *map(fill_placeholders, _ACCELERATE_OPTIONS.split()), *others, rest[0])
-        launch = Launch(program, tuple(rest[1:]), "node")
+        launcher_words = {*_ACCELERATE_OPTIONS.replace("--", "").split(), "multi_gpu"}
+        others = [word for option in options if option.meaning not in launcher_words for word in option.words]
+        program = (*start, *map(fill_placeholders, _ACCELERATE_OPTIONS.split()), *others, remaining_words[0])
+        launch = Launch(program, tuple(remaining_words[1:]), "node")
         return _add_counts(launch, launcher.name, machines, processes, nodes, each or total)
     if launcher is _COMPOSER:
-        machines = max(1, parse_count_option(total, PROCESSES_QUESTION, known) // processes) if total else 1
+        machines = max(1, parse_count_option(total, PROCESSES_QUESTION, known_facts) // processes) if total else 1
         start = (
             ShellWord("env", "env"),
             fill_placeholders("NODE_RANK={node_rank}"),
             *start,
         )  # composer's scripts may need NODE_RANK, which torchrun does not set
     module = [ShellWord("-m", "-m")] if given.keys() & {"m", "module", "module_mode"} else []
-    program = (*(() if given.keys() & {"no_python"} else start), *module, rest[0])
+    program = (*(() if given.keys() & {"no_python"} else start), *module, remaining_words[0])
     hands_on = launcher.local_rank and not given.keys() & {"use_env", "no_local_rank"}
-    flag = _find_local_rank_flag(known.folder / rest[0].text) if hands_on else ""
+    flag = _find_local_rank_flag(known_facts.folder / remaining_words[0].text) if hands_on else ""
     rank_option = (fill_placeholders(f"{flag}={{local_rank}}"),) if flag else ()
-    return _add_counts(Launch(program, (*rank_option, *rest[1:])), launcher.name, machines, processes, nodes, each)
+    return _add_counts(
+        Launch(program, (*rank_option, *remaining_words[1:])), launcher.name, machines, processes, nodes, each
+    )
 
 
 def _split_options(launcher: _Launcher, words: Sequence[ShellWord]) -> tuple[list[Option], list[ShellWord]]:
@@ -413,9 +428,9 @@ _ACCELERATE_OPTIONS = (
 )
 
 
-def _read_accelerate_config(path: str, known: KnownFacts) -> dict[str, Option]:
+def _read_accelerate_config(path: str, known_facts: KnownFacts) -> dict[str, Option]:
     try:
-        text = read_text_file(known.folder / Path(path).expanduser())
+        text = read_text_file(known_facts.folder / Path(path).expanduser())
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         hint = "correct the path, or add --num_processes N to the command"
@@ -429,14 +444,14 @@ def _read_accelerate_config(path: str, known: KnownFacts) -> dict[str, Option]:
     return {name: Option((written,), f"{name} ", value) for name, (written, value) in words.items()}
 
 
-def _parse_srun_launch(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
-    options, rest = read_slurm_options(words)
-    if ":" in [word.text for word in words[: len(words) - len(rest) + 1]]:
+def _parse_srun_launch(words: Sequence[ShellWord], known_facts: KnownFacts) -> Launch:
+    options, remaining_words = read_slurm_options(words)
+    if ":" in [word.text for word in words[: len(words) - len(remaining_words) + 1]]:
         raise SpecError(
             "srun starts several components (':'), but all nodes of a job run the same command",
             "give the command of the component that trains",
         )
-    if not rest:
+    if not remaining_words:
         raise SpecError("the command has a launcher but no script", _COMPLETE_COMMAND_HINT)
     if container := next((name for name in options if name.startswith("container")), ""):
         raise SpecError(
@@ -444,14 +459,14 @@ def _parse_srun_launch(words: Sequence[ShellWord], known: KnownFacts) -> Launch:
             "start the container in the command, for example: apptainer exec image.sif python train.py",
         )
     nodes, tasks, each = options.get("nodes"), options.get("ntasks"), options.get("ntasks_per_node")
-    several = (_parse_number(each or tasks) or known.tasks_per_node) > 1
-    launch = replace(find_launcher(rest, replace(known, starts_ranks=several)), slurm=options)
-    machines = parse_count_option(nodes, NODES_QUESTION, known) if nodes else known.nodes or launch.nodes
+    several = (_parse_number(each or tasks) or known_facts.tasks_per_node) > 1
+    launch = replace(find_launcher(remaining_words, replace(known_facts, starts_ranks=several)), slurm=options)
+    machines = parse_count_option(nodes, NODES_QUESTION, known_facts) if nodes else known_facts.nodes or launch.nodes
     if launch.launcher:  # the launcher starts the processes, and srun starts the launcher once per node
         return launch if launch.nodes > 1 else replace(launch, nodes=machines)
-    if not (each or tasks) and known.tasks_per_node:
-        return _add_counts(launch, "srun", machines, known.tasks_per_node, nodes, None)
-    per_node = _count_processes_per_node(each, tasks, machines, known, missing="srun's --ntasks-per-node")
+    if not (each or tasks) and known_facts.tasks_per_node:
+        return _add_counts(launch, "srun", machines, known_facts.tasks_per_node, nodes, None)
+    per_node = _count_processes_per_node(each, tasks, machines, known_facts, missing="srun's --ntasks-per-node")
     return _add_counts(launch, "srun", machines, per_node, nodes, each or tasks)
 
 
@@ -469,8 +484,8 @@ _SLURM_OPTIONS_WITH_VALUE = "ABCDFGJLMNSTWabcdeimnopqrtwx"
 
 def read_slurm_options(words: Sequence[ShellWord]) -> tuple[dict[str, Option], list[ShellWord]]:
     """Return options of sbatch or srun by their long names with underscores, and the words after them."""
-    options, rest = split_launcher_options(words, _starts_program, attached=_SLURM_OPTIONS_WITH_VALUE)
-    return {_SLURM_SHORT_OPTIONS.get(option.meaning, option.meaning): option for option in options}, rest
+    options, remaining_words = split_launcher_options(words, _starts_program, attached=_SLURM_OPTIONS_WITH_VALUE)
+    return {_SLURM_SHORT_OPTIONS.get(option.meaning, option.meaning): option for option in options}, remaining_words
 
 
 # --- Programs that start their processes themselves
@@ -487,7 +502,7 @@ _TORCHRUN_COMMAND = (
 )
 
 
-def _make_launch_without_launcher(launch: Launch, known: KnownFacts, *, is_script: bool) -> Launch:
+def _make_launch_without_launcher(launch: Launch, known_facts: KnownFacts, *, is_script: bool) -> Launch:
     """Return the launch of a program without a launcher: one process, or as many as its options make it start.
 
     Args:
@@ -510,19 +525,19 @@ def _make_launch_without_launcher(launch: Launch, known: KnownFacts, *, is_scrip
     trainer = by_name if is_lightning else {}
     trainer = trainer | {option.name: option for option in given if "trainer" in option.path[:-1]}
     if {"devices", "gpus", "num_nodes"} & trainer.keys():
-        return _make_lightning_launch(launch, trainer, known)
-    if known.starts_ranks:
+        return _make_lightning_launch(launch, trainer, known_facts)
+    if known_facts.starts_ranks:
         return launch
     several = next((option for option in given if _may_name_several_gpus(option)), None)
     flag = next((word.raw for word in launch.arguments if _SEVERAL_PROCESSES_PATTERN.fullmatch(word.text)), "")
     if several and ("{gpus_per_node=" in several.value.text or name == "yolo"):
-        each = parse_count_option(several, PROCESSES_QUESTION, known)
+        each = parse_count_option(several, PROCESSES_QUESTION, known_facts)
     elif several or flag or not is_script:
         words = [*launch.program, *launch.arguments][:2] if not is_script else several.words if several else ()
         each = _ask_processes(
             " ".join(word.raw for word in words) or flag,
             _PROCESS_COUNT_HINT if is_script else _INNER_COMMAND_HINT,
-            known,
+            known_facts,
         )
     else:
         return launch
@@ -539,14 +554,14 @@ def _may_name_several_gpus(option: Option) -> bool:
     return bool(re.fullmatch(r"\[?\d+(,\d+)+\]?", value)) or "{gpus_per_node=" in value
 
 
-def _make_lightning_launch(launch: Launch, options: Mapping[str, Option], known: KnownFacts) -> Launch:
+def _make_lightning_launch(launch: Launch, options: Mapping[str, Option], known_facts: KnownFacts) -> Launch:
     """Return the launch of a script with Lightning's trainer, by torchrun on each node.
 
     Without torchrun Lightning would take SLURM's tasks for its ranks.
     """
     devices, nodes = options.get("devices") or options.get("gpus"), options.get("num_nodes")
-    processes = parse_count_option(devices, PROCESSES_QUESTION, known, missing="--trainer.devices")
-    machines = parse_count_option(nodes, NODES_QUESTION, known) if nodes else 1
+    processes = parse_count_option(devices, PROCESSES_QUESTION, known_facts, missing="--trainer.devices")
+    machines = parse_count_option(nodes, NODES_QUESTION, known_facts) if nodes else 1
     arguments = fill_options(launch.arguments, [(devices, "{gpus_per_node}"), (nodes, "{nodes}")])
     if nodes is None and devices is not None and devices.path[:-1]:
         path = ".".join(devices.path[:-1])

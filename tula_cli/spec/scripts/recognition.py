@@ -9,7 +9,7 @@ from typing import Any
 
 from tula_cli.errors import SpecError
 from tula_cli.spec.scripts.command_text import TrainingCommand, find_training_command, reject_unexpanded_word
-from tula_cli.spec.scripts.launchers import KnownFacts, Launch, Unknown, find_launcher, make_per_node_words
+from tula_cli.spec.scripts.launchers import KnownFacts, Launch, UnknownFact, find_launcher, make_per_node_words
 from tula_cli.spec.scripts.placeholders import BATCH_PLACEHOLDERS, PLACEHOLDERS
 from tula_cli.spec.scripts.shell import MAY_BE_BATCH, Option, ShellWord, fill_options, read_options
 from tula_cli.words import format_count, parse_number
@@ -106,7 +106,7 @@ def recognise_line(line: str, known: KnownFacts | None = None, *, keeps_setup: b
     detects if this is wrong. Existing placeholders are kept; they may hold the current value, as in `{local_batch=64}`.
 
     Raises:
-        Unknown: the number of processes, or whose batch an option gives, is unknown.
+        UnknownFact: the number of processes, or whose batch an option gives, is unknown.
         SpecError: the line needs a shell, or is not a command.
     """
     return recognise_command(find_training_command(line, keeps_setup=keeps_setup), known or KnownFacts())
@@ -217,7 +217,7 @@ class _OptionReplacer:
         """Yield the options that determine the batch of a step, each with its placeholder.
 
         Raises:
-            Unknown: there is none, or whose batch an option gives is uncertain.
+            UnknownFact: there is none, or whose batch an option gives is uncertain.
             SpecError: an option counts tokens, the batch is given twice, or processes share a copy of the model.
         """
         if self.by_hand & BATCH_PLACEHOLDERS:
@@ -321,7 +321,7 @@ class _OptionReplacer:
             return answer == "all"
         message = f"{option.written}: it is unclear whether this is {what} of one process or of all {self.ranks}"
         question = f"{option.written}: is this {what} of one process, or of all {self.ranks}?"
-        raise Unknown(message, hint, key=key, question=question, choices=("one", "all"))
+        raise UnknownFact(message, hint, key=key, question=question, choices=("one", "all"))
 
     def get_number(self, name: str) -> float | None:
         return parse_number(self.values[name]) if name in self.values else None
@@ -387,7 +387,7 @@ def _make_no_batch_error(options: Sequence[Option], words: Sequence[ShellWord]) 
     if not numbers:
         return SpecError(message, hint)
     flags = tuple(option.label for option in numbers)
-    return Unknown(
+    return UnknownFact(
         message, hint, key="option of the batch", question="which option sets the batch size?", choices=flags
     )
 

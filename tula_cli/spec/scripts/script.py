@@ -287,12 +287,14 @@ def _as_mapping(part: Any) -> Mapping[str, Any]:
 def remove_script_defaults(content: dict[str, Any]) -> dict[str, Any]:
     """Return the written content of a job with a script, without the additions of `fill_script_defaults`."""
     reads_ags = METHODS[content.get("train", {}).get("method", "lbt")].uses_section("ags")
-    kept = {
+    written_content = {
         key: value for key, value in content.items() if key not in TULA_LOOP_SECTIONS and (key != "ags" or reads_ags)
     }
-    if "train" in kept:
-        kept["train"] = {key: value for key, value in kept["train"].items() if key in SCRIPT_TRAIN_KEYS}
-    return kept
+    if "train" in written_content:
+        written_content["train"] = {
+            key: value for key, value in written_content["train"].items() if key in SCRIPT_TRAIN_KEYS
+        }
+    return written_content
 
 
 def count_script_samples(script: Script, dataset_size: int) -> int:

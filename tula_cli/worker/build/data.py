@@ -657,7 +657,7 @@ def build_test_dataset(spec: JobSpec, datasets: Datasets) -> EvaluationDataset |
     if spec.dataset.test is None:
         return datasets.eval
     transform = build_transforms(spec.transforms.eval, path="transforms.eval")
-    of_test = spec.model_copy(update={"dataset": spec.dataset.tested})
+    of_test = spec.model_copy(update={"dataset": spec.dataset.test_dataset})
     if is_import_string(of_test.dataset.name):
         samples = _construct_user_dataset(of_test, is_train=False, transform=transform, path="dataset.test.args")
     else:

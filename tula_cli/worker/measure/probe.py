@@ -644,7 +644,7 @@ def repeat_steps(trainer: Trainer) -> Generator[Step, None, None]:
 
 def _measure_refresh_time(trainer: Trainer, stream: Iterator[Step], timed: list[float]) -> float:
     """Return the additional seconds of a step that refreshes the AGS factors."""
-    if trainer.ags is None or trainer.ags.identity or trainer.spec.ags.resolved().each_step:
+    if trainer.ags is None or trainer.ags.identity or trainer.spec.ags.resolved().refreshes_each_step:
         return 0.0
     with_refresh = [_run_step_with_refresh(trainer, stream) for _ in range(REFRESHES)]
     extra = statistics.median(measure_step_seconds(trainer, with_refresh)) - statistics.median(timed)

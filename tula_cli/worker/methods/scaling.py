@@ -52,7 +52,7 @@ class Scaling(Plain):
     ) -> torch.optim.Optimizer:
         spec, batch = configuration.spec, configuration.batch
         # A probe requests refreshes itself, unless every step refreshes and a refresh is part of the step time.
-        by_itself = configuration.refresh or spec.ags.resolved().each_step
+        by_itself = configuration.refresh or spec.ags.resolved().refreshes_each_step
         arguments = self.settings(spec.ags, **({} if by_itself else {"refresh": "epoch"}))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", IdentityWarning)  # `remarks` reports it
@@ -125,7 +125,7 @@ class Scaling(Plain):
         if ags is None or not ags.wants_small_batch:
             return False
         ags.small_batch(small_loss, scaler=loop.scaler)
-        return not loop.spec.ags.resolved().each_step
+        return not loop.spec.ags.resolved().refreshes_each_step
 
     def remarks(self, loop: Loop) -> list[str]:
         """Return a remark if AGS is the identity, or uses a small batch of another size than configured."""

@@ -493,5 +493,5 @@ def _load_weights(task: EvaluateTask, trainer: worker_train_loop.Trainer, ranks:
 
 
 def _describe_dataset(dataset: Dataset) -> str:
-    name = dataset if dataset.test is None else dataset.tested
+    name = dataset if dataset.test is None else dataset.test_dataset
     return name.name if ":" in name.name else f"{name.name} in {name.root}"

@@ -319,7 +319,7 @@ def _refresh_scaling_factors(trainer: Trainer) -> bool:
     assert trainer.last_batch is not None
     samples = trainer.micro_batch
     # A refresh per epoch is not worth a compilation, which ranks would do one after the other.
-    each_step = trainer.spec.ags.resolved().each_step
+    each_step = trainer.spec.ags.resolved().refreshes_each_step
 
     def small_loss(count: int) -> torch.Tensor:
         assert count <= samples, f"{count} samples of a micro-batch of {samples}"

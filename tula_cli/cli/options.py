@@ -124,7 +124,7 @@ def register(app: typer.Typer, function: Callable[..., None], *, example: str) -
 
 
 def _list_fields(parameter: inspect.Parameter) -> list[tuple[inspect.Parameter, Option | None]]:
-    """Return the fields of a parameter that is a class of options; other parameters stand for themselves."""
+    """Return the fields of a parameter if it is a class of options, else the parameter itself."""
     if _is_class_of_options(parameter):
         return list_fields(parameter.annotation)
     return [(parameter, find_option(parameter))]

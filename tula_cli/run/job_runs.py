@@ -61,7 +61,7 @@ def list_siblings(run: RunDir) -> list[RunDir]:
 
 
 def open_family(run: RunDir, overrides: Sequence[str] = ()) -> tuple[Run, ...]:
-    """Return all existing runs of the job that a run is of, the run itself included.
+    """Return all existing runs of a run's job, including the run itself.
 
     Args:
         run: an existing run.
@@ -160,7 +160,7 @@ def save_runs(runs: Sequence[Run], file: JobFile | None) -> None:
 
 
 def list_runs_with_data(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs that exist; of a job without variants its run."""
+    """Return the runs that exist; the only run of a job without variants even if it does not exist."""
     return [run for run in runs if run.type is None or run.exists]
 
 
@@ -279,7 +279,7 @@ class ConfigDrift:
 
 
 def find_settings_origin(run: RunDir, job: Path | None, overrides: Sequence[str]) -> JobFile | None:
-    """Return where settings come from: `job`, else the file of the run's settings; with `overrides` added."""
+    """Return the job file that settings come from: `job`, else that of the run's settings; with `overrides` added."""
     if job is not None:
         return JobFile(path=str(job.absolute()), overrides=tuple(overrides))
     stored_file = run.read_job_file()

@@ -644,10 +644,10 @@ class _ProfilingSession:
         inspections = {
             name: inspection for name, inspection in results.items() if not isinstance(inspection, NotInspectable)
         }
-        node_hours_of_other_types = [run for run in self.runs if run.type not in inspections]
-        if not node_hours_of_other_types:
+        runs_to_inspect = [run for run in self.runs if run.type not in inspections]
+        if not runs_to_inspect:
             return inspections
-        for run in node_hours_of_other_types:
+        for run in runs_to_inspect:
             self.submission.launcher_for(run.spec)  # raises an error if no job can be submitted from this machine
         plans = _plan_first_jobs(self.runs, results)
         planned_event = ProfilePlanned(plans, self.cap)
@@ -655,8 +655,8 @@ class _ProfilingSession:
         require_within_cap([], self.cap, first_jobs=sum(plan.first_job_node_hours for plan in plans.values()))
         self.submission.require_confirmed(planned_event)
         self.confirmed = True
-        self.submission.save_runs(node_hours_of_other_types)
-        for run in node_hours_of_other_types:
+        self.submission.save_runs(runs_to_inspect)
+        for run in runs_to_inspect:
             inspections[run.type] = first_job.inspect_on_node(run, run.spec, timeout=self._remaining_seconds(deadline))
             self.first_jobs += first_job.count_newest_node_hours(run)
         return inspections

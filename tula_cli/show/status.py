@@ -168,7 +168,7 @@ def _count_attempt_seconds(attempt: "Attempt", now: float | None) -> float | Non
 
 
 def _render_causes(now: "RunStatus") -> Iterator["RenderableType"]:
-    """Yield why attempts ended early, and why further tasks followed; an error of several attempts of a task only once."""
+    """Yield why attempts ended early and why further tasks followed; an error that repeats within a task only once."""
     last = {(row.attempt.task, row.attempt.message): row.attempt for row in now.attempts}
     for row in now.attempts:
         attempt = row.attempt

@@ -152,7 +152,7 @@ def script_job(command: str = COMMAND, lr: float | None = 0.1, **changes) -> Job
         "command": command, "length": {"epochs": 1}, "dataset_size": 4096, "metric": METRIC,
         "reference": {"batch": 32, **({} if lr is None else {"lr": lr})}, **changes,
     }  # fmt: skip
-    return make.validate(
+    return make.validate_job(
         {"name": "own", "script": script, "train": {"method": "lbt"}, "search": {"nodes": [1], "max_node_hours": 1}},
         source="test",
     )

@@ -43,7 +43,7 @@ def script_job() -> Any:
     command = "python /home/me/finetune.py -b {local_batch}"
     script = {"command": command, "length": {"epochs": 3}, "reference": {"batch": 256}}
     search = {"nodes": [1, 2, 4, 8], "min_batch": 32, "max_batch": 512}
-    return make.validate({"name": "own", "script": script, "search": search}, source="test")
+    return make.validate_job({"name": "own", "script": script, "search": search}, source="test")
 
 
 def answered(run: RunDir, objective: Any = "time") -> RunDir:

@@ -800,7 +800,7 @@ def test_methods_of_a_script_are_those_that_run_on_it() -> None:
 
 def test_a_script_that_scales_gradients_gives_the_plain_rows_none_of_it() -> None:
     content = script_job().model_dump(mode="json", exclude_unset=True)
-    spec = make.validate(
+    spec = make.validate_job(
         {**content, "train": {"method": "ags"}, "ags": {"preset": "robust", "delta": 0.2}}, source="test"
     )
     assert services_compare.make_job_of_cell(spec, "ags", 0).ags.delta == 0.2
@@ -821,7 +821,7 @@ def test_a_script_that_scales_gradients_gives_the_plain_rows_none_of_it() -> Non
 )
 def test_no_two_default_rows_of_a_script_train_alike(train: dict[str, str], rows: tuple[str, ...]) -> None:
     content = script_job().model_dump(mode="json", exclude_unset=True)
-    spec = make.validate({**content, "train": train}, source="test")
+    spec = make.validate_job({**content, "train": train}, source="test")
     assert services_compare.list_default_rows(spec, nodes=1).methods == rows
 
 

@@ -106,7 +106,7 @@ def of_device(root: Path, name: str) -> RunDir:
 def of_command(root: Path, name: str) -> RunDir:
     command = f"python {shlex.quote(name)} -b {{local_batch}}"
     script = {"command": command, "length": {"epochs": 3}, "reference": {"batch": 256}}
-    job = make.validate({"name": "own", "script": script, "search": {"nodes": [1]}}, source="test")
+    job = make.validate_job({"name": "own", "script": script, "search": {"nodes": [1]}}, source="test")
     return RunDir.create(root, job)
 
 

@@ -528,7 +528,7 @@ def test_a_script_is_shortened_if_its_command_takes_the_length(
     script = {
         "command": command, "length": length, "dataset_size": 4096, "reference": {"batch": 32, "lr": 0.1}, "metric": {"acc": "(.*)"},
     }  # fmt: skip
-    spec = make.validate(
+    spec = make.validate_job(
         {"name": "own", "script": script, "train": {"method": "lbt"}, "search": {"nodes": [1], "max_node_hours": 1}},
         source="test",
     )
@@ -563,7 +563,7 @@ def test_a_script_is_compared_in_rounds_by_its_own_metric(tmp_path: Path) -> Non
         "command": "t.py --batch {batch} --lr {lr} --seed {seed} --epochs {epochs}", "length": {"epochs": 8}, "dataset_size": 4096,
         "reference": {"batch": 32, "lr": 0.1}, "metric": {"err": "err (.*)"},
     }  # fmt: skip
-    spec = make.validate(
+    spec = make.validate_job(
         {"name": "own", "script": script, "train": {"method": "lbt"}, "search": {"nodes": [1], "max_node_hours": 1}},
         source="test",
     )
